@@ -1,0 +1,1 @@
+"""The small protocols that the rooms share."""

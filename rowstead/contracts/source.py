@@ -1,0 +1,28 @@
+"""`Source`: a log that yields batches in an order fixed by its seed, from any place, for any share of the readers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from rowstead.contracts.batch import Batch
+
+Cursor = dict[str, int]
+"""Where a reader stands after a batch: small, JSON-able, opaque to everybody but the source that made it."""
+
+
+class Source(Protocol):
+    """One split of a log.
+
+    The sequence of batches depends only on the source, its seed, `batch_size`, `epoch`, `rank` and `world`: never on
+    threads or timing. Over all ranks each example of an epoch is read exactly once; ranks' shares differ by at most one.
+    """
+
+    num_samples: int
+    """Examples in the split, bad rows included."""
+
+    def batches(
+        self, batch_size: int, *, epoch: int = 0, rank: int = 0, world: int = 1, cursor: Cursor | None = None
+    ) -> Iterator[tuple[Batch, Cursor]]:
+        """Batches of one epoch, each with the cursor that continues right after it; the last batch may be short."""
+        ...

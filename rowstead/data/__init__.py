@@ -1,0 +1,1 @@
+"""Bytes to batches: synthetic logs, Parquet, Criteo, MovieLens; hashing, transforms, statistics."""

@@ -1,0 +1,1 @@
+"""DLRM in one process; takes any EmbeddingStore."""

@@ -1,0 +1,1 @@
+"""Figures, drawn from numbers that other rooms computed. No torch here."""

@@ -1,0 +1,1 @@
+"""The nouns: frozen specs of model, data and training, and how YAML becomes them. No torch here."""

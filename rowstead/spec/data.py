@@ -1,0 +1,114 @@
+"""Where examples come from: a synthetic click log with a known teacher, or Parquet files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rowstead.spec.errors import require
+
+
+@dataclass(frozen=True, kw_only=True)
+class SynthSpec:
+    """A click log drawn from a hidden teacher; columns `dense_0 …`, `sparse_0 …`, `label` and `true_p`."""
+
+    num_train_samples: int = 1_000_000
+    """Examples in the training split."""
+    num_eval_samples: int = 100_000
+    """Examples in the evaluation split, drawn after the training split in time."""
+    seed: int = 1
+    """Same seed, same log, on every machine."""
+    num_dense: int = 13
+    """Dense columns in the log."""
+    num_sparse: int = 26
+    """Sparse columns in the log."""
+    num_ids: int | tuple[int, ...] = 100_000
+    """Distinct ids of a feature (one number for all, or one each)."""
+    mean_ids: float | tuple[float, ...] = 1.0
+    """Mean ids per example of a feature (one number for all, or one each)."""
+    length_power: float = 0.0
+    """With one `mean_ids` for all: exponent of the power law by which mean lengths differ between features; 0 makes them equal."""
+    lengths: Literal["fixed", "poisson"] = "fixed"
+    """Ids per example: always the mean (rounded), or Poisson around it, empty bags included."""
+    max_ids: int = 200
+    """No example has more ids of one feature than this."""
+    skew: float = 1.05
+    """Exponent of the Zipf law of the ids: 0 draws them evenly, larger is more skewed."""
+    click_rate: float = 0.25
+    """Mean label."""
+    signal: float = 2.0
+    """Standard deviation of the teacher's log-odds: the larger, the lower the best possible NE."""
+    interaction_share: float = 0.5
+    """Share of the log-odds' variance that comes from products of features, which a linear model cannot learn."""
+    latent: int = 4
+    """Numbers that the teacher knows about each id."""
+    drift: float = 0.0
+    """How far the teacher's taste turns from the first example to the last: 0 never, 1 to something unrelated."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_train_samples", "num_eval_samples", "latent", "max_ids"):
+            require(getattr(self, name) >= 1, name, f"must be at least 1, got {getattr(self, name)}")
+        require(self.num_dense >= 0 and self.num_sparse >= 0, "num_sparse", "counts of features cannot be negative")
+        require(self.num_dense + self.num_sparse >= 1, "num_sparse", "the log needs at least one feature")
+        for name in ("num_ids", "mean_ids"):
+            value = getattr(self, name)
+            values = value if isinstance(value, tuple) else (value,)
+            if isinstance(value, tuple):
+                require(len(value) == self.num_sparse, name, f"has {len(value)} numbers for {self.num_sparse} sparse features")
+            require(all(v > 0 for v in values), name, "must be above 0")
+        require(0 < self.click_rate < 1, "click_rate", f"must be between 0 and 1, got {self.click_rate}")
+        require(0 <= self.interaction_share <= 1, "interaction_share", "must be between 0 and 1")
+        require(0 <= self.drift <= 1, "drift", "must be between 0 and 1")
+        require(self.skew >= 0, "skew", "must not be negative")
+        require(self.length_power >= 0, "length_power", "must not be negative")
+        require(self.signal > 0, "signal", "must be above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParquetSpec:
+    """Examples from Parquet files: local paths, globs, or URLs that fsspec knows."""
+
+    train: tuple[str, ...]
+    """Files of the training split."""
+    eval: tuple[str, ...] = ()
+    """Files of the evaluation split; when left out, the last `eval_fraction` of the training files' rows."""
+    eval_fraction: float = 0.1
+    """Share of the rows, the last ones in file order, held out when `eval` is left out."""
+    label: str = "label"
+    """Column of the label, a number from 0 to 1."""
+    weight: str | None = None
+    """Column of example weights."""
+    true_p: str | None = None
+    """Column of the true click probability, which only a synthetic log has."""
+    shuffle_rows: int = 65_536
+    """Rows shuffled together (row groups are shuffled as well); 0 keeps the order of the files."""
+    decode_threads: int | None = None
+    """Threads that decode; as many as there are cores when left out."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """A missing or non-finite dense value, or a label outside [0, 1]: stop there, or skip the row and count it."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.train), "train", "name at least one file")
+        require(0 < self.eval_fraction < 1, "eval_fraction", f"must be between 0 and 1, got {self.eval_fraction}")
+        require(self.shuffle_rows >= 0, "shuffle_rows", "must not be negative")
+        require(self.decode_threads is None or self.decode_threads >= 1, "decode_threads", "must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSpec:
+    """The log: exactly one of `synth` and `parquet`."""
+
+    synth: SynthSpec | None = None
+    """Draw the log from a hidden teacher as training goes."""
+    parquet: ParquetSpec | None = None
+    """Read the log from Parquet files."""
+    negative_keep_rate: float = 1.0
+    """Share of the negatives that the log kept. Predictions are corrected for it; evaluation weighs negatives by its inverse."""
+    statistics_rows: int = 1_000_000
+    """Rows of the training split from which means and standard deviations of dense features are learned."""
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("synth", "parquet") if getattr(self, name) is not None]
+        require(len(given) == 1, "", f"give exactly one of `synth` and `parquet`, got {' and '.join(given) or 'neither'}")
+        require(0 < self.negative_keep_rate <= 1, "negative_keep_rate", "must be above 0 and at most 1")
+        require(self.statistics_rows >= 1, "statistics_rows", "must be at least 1")

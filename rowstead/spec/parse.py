@@ -1,0 +1,186 @@
+"""From YAML to frozen specs: unknown keys refused, wrong types named by their path, overrides by dotted key."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from rowstead.spec.errors import SpecError, did_you_mean
+
+T = TypeVar("T")
+
+
+def parse(cls: type[T], value: Any) -> T:
+    """`value` (what YAML gave) as an instance of the spec class `cls`."""
+    if not isinstance(value, Mapping):
+        raise SpecError("", f"expected a mapping of keys, got {_shown(value)}")
+    hints = _hints(cls)
+    known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    for key in value:
+        if key not in known:
+            raise SpecError(str(key), f"unknown key: {did_you_mean(str(key), known)}")
+    arguments = {}
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        if field.name in value:
+            try:
+                arguments[field.name] = _convert(hints[field.name], value[field.name])
+            except SpecError as error:
+                raise error.within(field.name) from None
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise SpecError(field.name, "is required and has no default")
+    return cls(**arguments)
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _convert(kind: Any, value: Any) -> Any:
+    """`value` as the annotated type `kind`, or a SpecError that says what was expected."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return _convert_union(args, value)
+    if origin is typing.Literal:
+        if value in args:
+            return value
+        raise SpecError("", f"got {_shown(value)}; {did_you_mean(str(value), map(str, args))}")
+    if origin is tuple:
+        items = value if isinstance(value, (list, tuple)) else [value]
+        return tuple(_convert_item(args[0], item, place) for place, item in enumerate(items))
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        return parse(kind, value)
+    if kind is bool and isinstance(value, bool):
+        return value
+    if kind is int and (number := _number(value)) is not None and float(number).is_integer():
+        return int(number)
+    if kind is float and (number := _number(value)) is not None:
+        return float(number)
+    if kind is str and isinstance(value, (str, int, float)) and not isinstance(value, bool):
+        return str(value)
+    raise SpecError("", f"expected {describe_type(kind)}, got {_shown(value)}")
+
+
+def _convert_item(kind: Any, item: Any, place: int) -> Any:
+    try:
+        return _convert(kind, item)
+    except SpecError as error:
+        raise error.within(f"[{place}]") from None
+
+
+def _convert_union(kinds: tuple[Any, ...], value: Any) -> Any:
+    if value is None and type(None) in kinds:
+        return None
+    for kind in kinds:
+        if typing.get_origin(kind) is tuple and not isinstance(value, (list, tuple)):
+            continue  # a lone value stays lone where that is allowed
+        if kind is not type(None) and not dataclasses.is_dataclass(kind):
+            try:
+                return _convert(kind, value)
+            except SpecError:
+                continue
+    rest = [kind for kind in kinds if dataclasses.is_dataclass(kind)]
+    if len(rest) == 1 and isinstance(rest[0], type):
+        return _convert(rest[0], value)
+    wanted = " or ".join(describe_type(kind) for kind in kinds)
+    raise SpecError("", f"expected {wanted}, got {_shown(value)}")
+
+
+def _number(value: Any) -> int | float | None:
+    """A number, also where YAML 1.1 reads one such as `1e-3` as text."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, (int, float)):
+        return value
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return None
+    return None
+
+
+def describe_type(kind: Any) -> str:
+    """A type as a user would say it."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if kind is type(None):
+        return "nothing (null)"
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(describe_type(a) for a in args)
+    if origin is typing.Literal:
+        return " or ".join(f"`{a}`" for a in args)
+    if origin is tuple:
+        return f"list of {describe_type(args[0])}"
+    names = {int: "whole number", float: "number", str: "text", bool: "true or false"}
+    return names.get(kind, getattr(kind, "__name__", str(kind)))
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "…"
+
+
+def to_plain(spec: Any) -> Any:
+    """A spec as plain dicts and lists, ready for YAML or JSON; `parse` reads it back to an equal spec."""
+    if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
+        return {f.name: to_plain(getattr(spec, f.name)) for f in dataclasses.fields(spec)}
+    if isinstance(spec, (list, tuple)):
+        return [to_plain(item) for item in spec]
+    return spec
+
+
+def digest(spec: Any) -> str:
+    """A short fingerprint of a spec: equal specs, equal digests, on every machine."""
+    text = json.dumps(to_plain(spec), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def read_yaml(path: Path) -> Any:
+    """The plain content of a YAML file, with the line named when it is no YAML."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError("", f"cannot read {path}: {error}") from None
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise SpecError("", f"{path} is not valid YAML: {error}") from None
+
+
+def override(plain: Any, assignments: Iterable[str]) -> Any:
+    """`plain` with `key.path=value` assignments applied; list items are named by number."""
+    for assignment in assignments:
+        key, separator, text = assignment.partition("=")
+        if not separator or not key.strip():
+            raise SpecError("", f"cannot read `--set {assignment}`: write it as key.path=value")
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError:
+            raise SpecError("", f"cannot read the value in `--set {assignment}` as YAML") from None
+        plain = _assigned(plain, key.strip().split("."), value, key.strip())
+    return plain
+
+
+def _assigned(node: Any, keys: list[str], value: Any, whole: str) -> Any:
+    if not keys:
+        return value
+    head, rest = keys[0], keys[1:]
+    if isinstance(node, list):
+        if not head.isdigit() or int(head) >= len(node):
+            raise SpecError(whole, f"`{head}` is no place in a list of {len(node)}: use 0 to {len(node) - 1}")
+        place = int(head)
+        return [*node[:place], _assigned(node[place], rest, value, whole), *node[place + 1 :]]
+    if node is None:
+        node = {}
+    if not isinstance(node, Mapping):
+        raise SpecError(whole, f"`{head}` is inside a plain value and cannot be set")
+    return {**node, head: _assigned(node.get(head), rest, value, whole)}

@@ -1,0 +1,86 @@
+"""One whole run: data, features, model, training; and how a recipe file becomes one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rowstead.spec.data import DataSpec
+from rowstead.spec.errors import RowsteadError, SpecError, did_you_mean, require
+from rowstead.spec.features import FeaturesSpec, Table, tables_of
+from rowstead.spec.model import ModelSpec
+from rowstead.spec.parse import override, parse, read_yaml
+from rowstead.spec.train import TrainSpec
+
+RECIPES = Path(__file__).parent.parent / "recipes"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSpec:
+    """Everything that decides what a run does."""
+
+    name: str
+    """Name of the run's folder."""
+    data: DataSpec
+    """Where examples come from."""
+    features: FeaturesSpec
+    """What the model reads of them."""
+    model: ModelSpec = ModelSpec()
+    """The architecture."""
+    train: TrainSpec = TrainSpec()
+    """The training loop."""
+    scale: float = 1.0
+    """Multiplies every table's hash size, to try a large recipe on a small machine."""
+    seed: int = 1
+    """Of initial weights and of shuffling."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train: `auto` takes a CUDA GPU where there is one."""
+    threads: int | None = None
+    """CPU threads of the dense arithmetic; all cores when left out."""
+
+    def __post_init__(self) -> None:
+        require(_plain_name(self.name), "name", "use letters, digits, `-`, `_` and `.` only, and start with a letter or digit")
+        require(self.scale > 0, "scale", f"must be above 0, got {self.scale}")
+        require(self.threads is None or self.threads >= 1, "threads", "must be at least 1")
+        if self.model.interaction.kind == "dot":
+            for table in self.tables:
+                require(
+                    table.width == self.model.width,
+                    "features",
+                    f"table `{table.name}` has width {table.width}, but `interaction: dot` needs every table as wide as "
+                    f"model.width, {self.model.width}: leave its width out, or use `concat` or `cross`",
+                )
+
+    @property
+    def tables(self) -> tuple[Table, ...]:
+        return tables_of(self.features, width=self.model.width, scale=self.scale)
+
+
+def recipe_names() -> list[str]:
+    """Names of the recipes that are shipped."""
+    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
+
+
+def find_recipe(name_or_path: str) -> Path:
+    """The file of a shipped recipe, or of one of the user's own."""
+    path = Path(name_or_path)
+    if path.is_file():
+        return path
+    if name_or_path in recipe_names():
+        return RECIPES / f"{name_or_path}.yaml"
+    raise RowsteadError(f"no recipe file or shipped recipe `{name_or_path}`: {did_you_mean(name_or_path, recipe_names())}")
+
+
+def load_recipe(name_or_path: str, overrides: Iterable[str] = ()) -> RunSpec:
+    """A recipe by path or shipped name, with `key.path=value` overrides applied."""
+    path = find_recipe(name_or_path)
+    try:
+        return parse(RunSpec, override(read_yaml(path), overrides))
+    except SpecError as error:
+        raise SpecError("", f"{path.name}: {error}") from None
+
+
+def _plain_name(name: str) -> bool:
+    return bool(name) and name[0].isalnum() and all(c.isalnum() or c in "-_." for c in name) and name.isascii()

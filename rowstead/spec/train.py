@@ -1,0 +1,136 @@
+"""How a model is trained: optimizers, schedule, evaluation, checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rowstead.spec.errors import require
+
+SparseOptimizer = Literal["sgd", "adagrad", "rowwise_adagrad", "adam"]
+DenseOptimizer = Literal["sgd", "adagrad", "adam"]
+
+
+def _check_optimizer(lr: float, eps: float, beta1: float, beta2: float, clip: float | None) -> None:
+    require(lr > 0, "lr", f"must be above 0, got {lr}")
+    require(eps > 0, "eps", f"must be above 0, got {eps}")
+    require(0 <= beta1 < 1, "beta1", f"must be at least 0 and below 1, got {beta1}")
+    require(0 <= beta2 < 1, "beta2", f"must be at least 0 and below 1, got {beta2}")
+    require(clip is None or clip > 0, "clip", f"must be above 0, got {clip}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseOptimizerSpec:
+    """The optimizer of embedding rows, fused with the backward pass; only rows that were read change."""
+
+    kind: SparseOptimizer = "rowwise_adagrad"
+    """`rowwise_adagrad` keeps one number a row, `adagrad` one an element, `adam` two an element, `sgd` none."""
+    lr: float = 0.05
+    """Learning rate after warm-up."""
+    eps: float = 1e-8
+    """Added to denominators."""
+    beta1: float = 0.9
+    """Adam's decay of the first moment."""
+    beta2: float = 0.999
+    """Adam's decay of the second moment."""
+    clip: float | None = None
+    """Largest norm of the gradient of one pooled vector; larger ones are scaled down to it."""
+
+    def __post_init__(self) -> None:
+        _check_optimizer(self.lr, self.eps, self.beta1, self.beta2, self.clip)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseOptimizerSpec:
+    """The optimizer of the MLPs and the interaction."""
+
+    kind: DenseOptimizer = "adagrad"
+    """Which of torch.optim's."""
+    lr: float = 0.02
+    """Learning rate after warm-up."""
+    eps: float = 1e-8
+    """Added to denominators."""
+    beta1: float = 0.9
+    """Adam's decay of the first moment; SGD's momentum is 0."""
+    beta2: float = 0.999
+    """Adam's decay of the second moment."""
+    weight_decay: float = 0.0
+    """L2 penalty."""
+    clip: float | None = None
+    """Largest global norm of the dense gradients; larger ones are scaled down to it."""
+
+    def __post_init__(self) -> None:
+        _check_optimizer(self.lr, self.eps, self.beta1, self.beta2, self.clip)
+        require(self.weight_decay >= 0, "weight_decay", "must not be negative")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleSpec:
+    """What the learning rates are multiplied by as steps go on."""
+
+    warmup_steps: int = 0
+    """Rise linearly from 0 over so many steps."""
+    decay: Literal["none", "linear", "cosine"] = "none"
+    """Shape of the fall after the warm-up, to `final` at the last step."""
+    final: float = 0.0
+    """Share of the learning rate left at the last step."""
+
+    def __post_init__(self) -> None:
+        require(self.warmup_steps >= 0, "warmup_steps", "must not be negative")
+        require(0 <= self.final <= 1, "final", "must be between 0 and 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlyStopSpec:
+    """Stop when the evaluation no longer gets better."""
+
+    patience: int = 3
+    """Evaluations without a better NE (log loss under `loss: mse`: MSE) before the run stops."""
+    min_delta: float = 0.0
+    """How much lower it must be to count as better."""
+
+    def __post_init__(self) -> None:
+        require(self.patience >= 1, "patience", "must be at least 1")
+        require(self.min_delta >= 0, "min_delta", "must not be negative")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSpec:
+    """The training loop."""
+
+    batch_size: int = 1024
+    """Examples a step."""
+    epochs: int = 1
+    """Passes over the training split."""
+    max_steps: int | None = None
+    """Stop after so many steps, if that comes first."""
+    loss: Literal["bce", "mse"] = "bce"
+    """Binary cross-entropy on log-odds, or squared error of the probability."""
+    sparse_optimizer: SparseOptimizerSpec = SparseOptimizerSpec()
+    """For embedding rows."""
+    dense_optimizer: DenseOptimizerSpec = DenseOptimizerSpec()
+    """For everything else."""
+    schedule: ScheduleSpec = ScheduleSpec()
+    """Warm-up and decay, for both."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Number format of the dense arithmetic; parameters and rows stay FP32."""
+    eval_every: int | None = None
+    """Evaluate every so many steps; only at the end when left out."""
+    eval_samples: int | None = None
+    """Examples used by the evaluations in between; the final one uses all."""
+    early_stop: EarlyStopSpec | None = None
+    """Stop early; needs `eval_every`."""
+    checkpoint_every: int | None = None
+    """Save every so many steps; besides, always at the end and on Ctrl-C."""
+    keep_checkpoints: int = 2
+    """How many of the last checkpoints stay on disk."""
+    log_every: int = 50
+    """Write a line to the event file every so many steps."""
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "epochs", "keep_checkpoints", "log_every"):
+            require(getattr(self, name) >= 1, name, f"must be at least 1, got {getattr(self, name)}")
+        for name in ("max_steps", "eval_every", "eval_samples", "checkpoint_every"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, name, f"must be at least 1, got {value}")
+        require(self.early_stop is None or self.eval_every is not None, "early_stop", "needs `eval_every` to be set")

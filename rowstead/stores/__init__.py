@@ -1,0 +1,1 @@
+"""Where embedding rows live."""
