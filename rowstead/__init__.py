@@ -1,3 +1,43 @@
-"""rowstead trains deep learning recommendation models. Every embedding row has a home."""
+"""rowstead trains deep learning recommendation models. Every embedding row has a home.
+
+>>> import rowstead
+>>> result = rowstead.train("quickstart")         # a RunSpec, a shipped recipe's name, or a recipe's path
+>>> model = rowstead.load(str(result.folder))     # an ordinary torch.nn.Module
+>>> model.predict(batch)                          # click probabilities of a Batch
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "train": "rowstead.run",
+    "resume": "rowstead.run",
+    "load": "rowstead.run",
+    "evaluate": "rowstead.run",
+    "Result": "rowstead.run",
+    "predict": "rowstead.serve.predict",
+    "export": "rowstead.serve.export",
+    "load_exported": "rowstead.serve.export",
+    "Batch": "rowstead.contracts.batch",
+    "Sparse": "rowstead.contracts.batch",
+    "RunSpec": "rowstead.spec.run",
+    "load_recipe": "rowstead.spec.run",
+    "RowsteadError": "rowstead.spec.errors",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for only then: `import rowstead` and the command line start without torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'rowstead' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -20,6 +20,8 @@ class SynthSpec:
     """Same seed, same log, on every machine."""
     num_dense: int = 13
     """Dense columns in the log."""
+    num_skewed_dense: int = 0
+    """The first so many dense columns are positive with a long tail, like counts; `log: true` brings them back to a bell shape."""
     num_sparse: int = 26
     """Sparse columns in the log."""
     num_ids: int | tuple[int, ...] = 100_000
@@ -50,6 +52,8 @@ class SynthSpec:
             require(getattr(self, name) >= 1, name, f"must be at least 1, got {getattr(self, name)}")
         require(self.num_dense >= 0 and self.num_sparse >= 0, "num_sparse", "counts of features cannot be negative")
         require(self.num_dense + self.num_sparse >= 1, "num_sparse", "the log needs at least one feature")
+        bound = f"must be from 0 to num_dense, {self.num_dense}"
+        require(0 <= self.num_skewed_dense <= self.num_dense, "num_skewed_dense", bound)
         for name in ("num_ids", "mean_ids"):
             value = getattr(self, name)
             values = value if isinstance(value, tuple) else (value,)

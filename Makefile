@@ -1,0 +1,48 @@
+# Every target sets up what it needs. The stamp file makes a second run quick.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+DEV_STAMP := $(VENV)/.installed-dev
+INPUTS := pyproject.toml constraints.txt
+
+.PHONY: quickstart test test-slow check format docs clean help
+
+help: ## Show what can be made
+	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 14
+
+quickstart: $(STAMP) ## Train the default model on a synthetic log, in under 2 minutes
+	$(BIN)/rowstead train
+
+test: $(DEV_STAMP) check ## Lint, types, layers and the quick tests
+	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+test-slow: $(DEV_STAMP) ## The tests that take longer: faults, quality, whole commands
+	$(BIN)/python -m pytest -n 2 -m slow
+
+check: $(DEV_STAMP) ## Lint, format, types, import layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(DEV_STAMP) ## Put the code in shape
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(DEV_STAMP) ## Write the generated pages of docs/ anew
+	$(BIN)/python -m docs.generate
+
+clean: ## Remove the environment and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build *.egg-info
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(STAMP): $(INPUTS) | $(VENV)/bin/python
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	touch $@
+
+$(DEV_STAMP): $(STAMP)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@

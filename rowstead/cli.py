@@ -1,0 +1,149 @@
+"""The command line. Thin: each command imports what it needs, so that `rowstead --help` starts fast."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn, Optional
+
+import typer
+from rich.console import Console
+
+from rowstead.spec.errors import RowsteadError
+
+app = typer.Typer(
+    help="Train deep learning recommendation models. Every embedding row has a home.",
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Set = Annotated[
+    Optional[list[str]],
+    typer.Option("--set", metavar="KEY=VALUE", help="Change one key of the recipe, such as train.batch_size=512. Repeatable."),
+]
+Root = Annotated[Path, typer.Option("--runs", help="Folder that holds the runs.")]
+Run = Annotated[str, typer.Argument(metavar="RUN", help="A run: its name under --runs, its folder, or `last`.")]
+Data = Annotated[
+    Optional[list[str]],
+    typer.Option("--data", metavar="FILES", help="Parquet files, globs or URLs instead of the run's evaluation split. Repeatable."),
+]
+RUNS = Path("runs")
+
+
+@app.command()
+def train(
+    recipe: Annotated[Optional[str], typer.Argument(help="A recipe file, or the name of a shipped one. [default: quickstart]")] = None,
+    set_: Set = None,
+    resume: Annotated[Optional[str], typer.Option("--resume", metavar="RUN", help="Go on with a run from its last checkpoint.")] = None,
+    init_from: Annotated[
+        Optional[str], typer.Option("--init-from", metavar="RUN", help="Start from the weights of an earlier run's model.")
+    ] = None,
+    out: Annotated[Optional[Path], typer.Option("--out", help="Folder of this run. [default: the next number under --runs]")] = None,
+    runs: Root = RUNS,
+) -> None:
+    """Train a model from a recipe, or go on with a run."""
+    from rowstead import run
+    from rowstead.console import summary, watching
+    from rowstead.spec.run import load_recipe
+
+    console = Console()
+    if resume is not None:
+        for given, option in ((recipe, "a recipe"), (set_, "--set"), (init_from, "--init-from"), (out, "--out")):
+            if given:
+                raise RowsteadError(f"--resume goes on with a run as it was started: leave out {option}")
+        with watching(console) as watcher:
+            result = run.resume(resume, root=runs, watcher=watcher)
+    else:
+        spec = load_recipe(recipe or "quickstart", set_ or [])
+        with watching(console) as watcher:
+            result = run.train(spec, root=runs, out=out, init_from=init_from, watcher=watcher)
+    if result.outcome.ending == "interrupted":
+        console.print(f"stopped after step {result.outcome.position.step:,}; the checkpoint is saved.", highlight=False)
+        console.print(f"go on with: rowstead train --resume {result.folder}", highlight=False, soft_wrap=True)
+        raise typer.Exit(130)
+    console.print(summary(result))
+
+
+@app.command()
+def evaluate(run: Run, data: Data = None, runs: Root = RUNS) -> None:
+    """Score a run's model on its evaluation split, or on other Parquet files."""
+    from rowstead import run as runs_
+    from rowstead.console import counting, quality_table
+
+    console = Console()
+    with counting(console, "evaluating") as advance:
+        quality = runs_.evaluate(run, data=data, root=runs, on_batch=advance)
+    console.print(quality_table(quality))
+
+
+@app.command()
+def predict(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run, as for `evaluate`, or a folder that `export` wrote.")],
+    out: Annotated[Path, typer.Option("--out", help="Parquet file to write.")],
+    data: Data = None,
+    keep: Annotated[Optional[list[str]], typer.Option("--keep", metavar="COLUMN", help="Copy this column of the log too. Repeatable.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
+    runs: Root = RUNS,
+) -> None:
+    """Write click probabilities to Parquet, one row for each row of the log, in its order."""
+    from rowstead.console import counting
+    from rowstead.serve.predict import predict as write_predictions
+
+    console = Console()
+    with counting(console, "predicting") as advance:
+        num_rows = write_predictions(run, out, data=data, keep=keep or [], overwrite=overwrite, root=runs, on_batch=advance)
+    console.print(f"{num_rows:,} predictions in {out}", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def export(
+    run: Run,
+    to: Annotated[Path, typer.Option("--to", help="New folder to write.")],
+    int8: Annotated[bool, typer.Option("--int8", help="Store embedding rows as int8 with a scale and an offset a row.")] = False,
+    runs: Root = RUNS,
+) -> None:
+    """Write a torch.export program with its hashing and transforms, ready to serve raw fields."""
+    from rowstead.console import two_columns
+    from rowstead.serve.export import export as write_program
+
+    exported = write_program(run, to, int8=int8, root=runs)
+    Console().print(two_columns("exported", exported.rows()))
+
+
+@app.command()
+def recipes(
+    name: Annotated[Optional[str], typer.Argument(help="Show this recipe.")] = None,
+) -> None:
+    """List the shipped recipes, or show one."""
+    from rowstead.spec.run import RECIPES, find_recipe, recipe_names
+
+    if name is not None:
+        typer.echo(find_recipe(name).read_text(), nl=False)
+        return
+    width = max(len(known) for known in recipe_names())
+    for known in recipe_names():
+        about = (RECIPES / f"{known}.yaml").read_text().splitlines()[0].lstrip("# ")
+        typer.echo(f"{known:<{width}}  {about}")
+
+
+def main() -> None:
+    """Run the command line; a user's mistake prints what is wrong and no traceback."""
+    try:
+        app(standalone_mode=True)
+    except RowsteadError as error:
+        _fail(str(error))
+    except KeyboardInterrupt:
+        _fail("interrupted", code=130)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(1)
+    except OSError as error:
+        _fail(f"{error.filename or 'the system'}: {error.strerror or error}")
+
+
+def _fail(text: str, code: int = 2) -> NoReturn:
+    Console(stderr=True).print(f"error: {text}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+    sys.exit(code)

@@ -1,0 +1,169 @@
+"""How long work looks on a terminal: a progress bar, or plain lines where output is no terminal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from rowstead.run import Result
+from rowstead.training.metrics import Quality
+from rowstead.training.progress import Progress as TrainProgress
+from rowstead.training.progress import Watcher
+
+PLAIN_EVERY_S = 5.0
+BAR_EVERY_S = 0.1
+
+
+@contextmanager
+def watching(console: Console) -> Iterator[Watcher]:
+    """A Watcher that suits the console."""
+    if not console.is_terminal:
+        yield PlainWatcher(console)
+        return
+    columns = (
+        TextColumn("training"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[figures]}"),
+        TextColumn("ETA"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        yield BarWatcher(bar)
+
+
+def figures_of(progress: TrainProgress) -> str:
+    """The figures of one progress line."""
+    ne = f" · NE {progress.ne:.4f}" if progress.ne is not None else ""
+    return (
+        f"{progress.samples_per_s:,.0f} samples/s · loss {progress.loss:.4f}{ne} · "
+        f"waiting for data {progress.waiting_share:.0%}"
+    )
+
+
+def quality_line(quality: Quality) -> str:
+    """An evaluation on one line."""
+    parts = [f"log loss {quality.log_loss:.4f}"]
+    parts.insert(0, f"NE {quality.ne:.4f}" if quality.ne is not None else "NE undefined (all labels are equal)")
+    if quality.auc is not None:
+        parts.append(f"AUC {quality.auc:.4f}")
+    if quality.calibration is not None:
+        parts.append(f"calibration {quality.calibration:.3f}")
+    return " · ".join(parts)
+
+
+class BarWatcher:
+    """Shows training as a progress bar."""
+
+    def __init__(self, bar: Progress) -> None:
+        self._bar = bar
+        self._task = bar.add_task("training", total=None, figures="")
+        self._shown = 0.0
+
+    def on_step(self, progress: TrainProgress) -> None:
+        now = time.monotonic()
+        if now - self._shown >= BAR_EVERY_S or progress.step == progress.total_steps:
+            self._shown = now
+            self._bar.update(
+                self._task, total=progress.total_steps, completed=progress.step, figures=figures_of(progress)
+            )
+
+    def on_evaluation(self, step: int, quality: Quality) -> None:
+        self._bar.console.print(f"step {step:,}: {quality_line(quality)}")
+
+    def on_message(self, text: str) -> None:
+        self._bar.console.print(text, markup=False)
+
+
+class PlainWatcher:
+    """Prints a line every few seconds."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._started: tuple[float, int] | None = None
+        self._shown = 0.0
+
+    def on_step(self, progress: TrainProgress) -> None:
+        now = time.monotonic()
+        if self._started is None:
+            self._started = (now, progress.step)
+            self._shown = now
+        elif now - self._shown >= PLAIN_EVERY_S:
+            self._shown = now
+            started, first_step = self._started
+            left_s = (now - started) / (progress.step - first_step) * (progress.total_steps - progress.step)
+            self._say(
+                f"step {progress.step:,} of {progress.total_steps:,} · {figures_of(progress)} · {left_s:,.0f} s left"
+            )
+
+    def on_evaluation(self, step: int, quality: Quality) -> None:
+        self._say(f"step {step:,}: {quality_line(quality)}")
+
+    def on_message(self, text: str) -> None:
+        self._say(text)
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def two_columns(title: str, rows: list[tuple[str, str]]) -> Table:
+    """A table of names and values."""
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
+
+
+@contextmanager
+def counting(console: Console, what: str) -> Iterator[Callable[[int], None]]:
+    """Counts examples as they pass; the yielded function is told how many more."""
+    if not console.is_terminal:
+        yield lambda more: None
+        return
+    with Progress(TextColumn(what), TextColumn("{task.completed:,.0f} examples"), TimeElapsedColumn(), console=console, transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda more: bar.advance(task, more)
+
+
+def quality_table(quality: Quality) -> Table:
+    """An evaluation as a table."""
+    return two_columns(f"on {quality.num_samples:,} examples", quality_rows(quality))
+
+
+def quality_rows(quality: Quality) -> list[tuple[str, str]]:
+    """An evaluation as names and values."""
+    rows = [("NE", f"{quality.ne:.4f}" if quality.ne is not None else "undefined: all labels are equal")]
+    if quality.ne_best is not None and quality.ne_expected is not None:
+        above = quality.ne_expected / quality.ne_best - 1
+        rows.append(("best possible NE", f"{quality.ne_best:.4f} (the model's is {above:.2%} above it, label noise aside)"))
+    if quality.auc is not None:
+        error = f" ± {quality.auc_error:.1g}" if quality.auc_error else ""
+        rows.append(("AUC", f"{quality.auc:.4f}{error}"))
+    rows.append(("log loss", f"{quality.log_loss:.4f}"))
+    if quality.calibration is not None:
+        rows.append(("calibration", f"{quality.calibration:.4f} (mean prediction over mean label; 1 is right)"))
+    rows.append(("MSE", f"{quality.mse:.4f}"))
+    return rows
+
+
+def summary(result: Result) -> Table:
+    """The end of a run: how good, how fast, where the time went, where the model is and what to type next."""
+    outcome = result.outcome
+    rows = quality_rows(outcome.quality) if outcome.quality is not None else []
+    if outcome.samples_per_s is not None:
+        rows.append(("samples/s", f"{outcome.samples_per_s:,.0f}"))
+    total_s = sum(outcome.phase_s.values())
+    if total_s > 0:
+        parts = sorted(outcome.phase_s.items(), key=lambda item: -item[1])
+        rows.append(("where the time went", " · ".join(f"{name} {s / total_s:.0%}" for name, s in parts)))
+    rows.append(("model", str(result.folder)))
+    rows.append(("next", f"rowstead evaluate {result.folder}\nrowstead export {result.folder} --to exported"))
+    title = f"{result.folder.name}: {outcome.ending} after {outcome.position.step:,} steps of training"
+    return two_columns(title, rows)

@@ -1,0 +1,265 @@
+"""Arrow columns, or plain Python ones, to a `RawBlock`: what types a log may have, and what null means in each.
+
+Dense columns are numbers or booleans; null is NaN. Sparse columns are integers, text, or lists of either; a null value or a
+null list is an empty bag, and a null inside a list is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numba
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from rowstead.data.block import RawBlock
+from rowstead.data.hashing import hash_texts
+from rowstead.data.memory import address_of, floats_at
+from rowstead.spec.errors import DataError, did_you_mean
+from rowstead.spec.features import FeaturesSpec
+
+Bags = tuple[NDArray[np.int64], NDArray[np.int64]]
+"""Ids [nnz] and offsets [R + 1] of one sparse column."""
+
+
+class Columns:
+    """The columns that a model reads from a log: their names, and how they become a `RawBlock`."""
+
+    def __init__(
+        self, features: FeaturesSpec, *, label: str | None = None, weight: str | None = None, true_p: str | None = None
+    ) -> None:
+        self.dense = tuple(str(f.column) for f in features.expanded_dense())
+        self.sparse = tuple(str(f.column) for f in features.expanded_sparse())
+        self.label, self.weight, self.true_p = label, weight, true_p
+        named = [name for name in (label, weight, true_p) if name is not None]
+        self.names = tuple(dict.fromkeys([*self.dense, *self.sparse, *named]))
+        """Every column once: what has to be read."""
+
+    def check(self, schema: pa.Schema) -> None:
+        """Raise a DataError about the first column that `schema` lacks or has in a type that we cannot use."""
+        for name in self.names:
+            if name not in schema.names:
+                raise _missing(name, schema.names)
+        for name in (*self.dense, *filter(None, (self.label, self.weight, self.true_p))):
+            _check_dense(name, schema.field(name).type)
+        for name in self.sparse:
+            _check_sparse(name, schema.field(name).type)
+
+    def different_ids(self, one: pa.Schema, other: pa.Schema) -> str | None:
+        """The first sparse column that holds text in one schema and integers in the other."""
+        for name in self.sparse:
+            kinds = [_value_type(schema.field(name).type) for schema in (one, other)]
+            if any(map(_is_text, kinds)) and any(map(pa.types.is_integer, kinds)):
+                return name
+        return None
+
+    def block(self, rows: pa.Table | pa.RecordBatch | Mapping[str, Any]) -> RawBlock:
+        """The rows as a RawBlock. Shares the memory of integer ids where it can; dense values are copied side by side."""
+        if not isinstance(rows, (pa.Table, pa.RecordBatch)):
+            rows = self._table(rows)
+        place = {name: i for i, name in enumerate(rows.schema.names)}
+        for name in self.names:
+            if name not in place:
+                raise _missing(name, list(place))
+
+        def column(name: str) -> pa.Array | pa.ChunkedArray:
+            return rows.column(place[name])
+
+        def scalar(name: str | None) -> NDArray[np.float32] | None:
+            return None if name is None else floats_of(column(name), name)
+
+        bags = [bags_of(column(name), name) for name in self.sparse]
+        return RawBlock(
+            dense=_side_by_side([floats_of(column(name), name) for name in self.dense], rows.num_rows),
+            ids=tuple(ids for ids, _ in bags),
+            offsets=tuple(offsets for _, offsets in bags),
+            labels=scalar(self.label),
+            weights=scalar(self.weight),
+            true_p=scalar(self.true_p),
+        )
+
+    def _table(self, rows: Mapping[str, Any]) -> pa.Table:
+        """Plain columns (lists, NumPy arrays, Arrow arrays) as an Arrow table of those that are needed."""
+        arrays = {}
+        for name in self.names:
+            if name not in rows:
+                raise _missing(name, list(rows))
+            arrays[name] = _arrow(rows[name], name)
+        lengths = {name: len(array) for name, array in arrays.items()}
+        if len(set(lengths.values())) > 1:
+            short, long = min(lengths, key=lengths.__getitem__), max(lengths, key=lengths.__getitem__)
+            raise DataError(f"columns differ in length: `{short}` has {lengths[short]} rows, `{long}` has {lengths[long]}")
+        return pa.table(arrays)
+
+
+def floats_of(column: pa.Array | pa.ChunkedArray, name: str) -> NDArray[np.float32]:
+    """A numeric or boolean column as float32 [R], null as NaN."""
+    _check_dense(name, column.type)
+    if isinstance(column, pa.ChunkedArray):
+        if column.num_chunks != 1:
+            return np.concatenate([np.empty(0, np.float32), *(floats_of(chunk, name) for chunk in column.chunks)])
+        column = column.chunk(0)
+    if column.type != pa.float32():
+        if pa.types.is_boolean(column.type):
+            column = column.cast(pa.int8())
+        elif pa.types.is_decimal(column.type):
+            column = column.cast(pa.float64())
+        column = column.cast(pa.float32(), safe=False)
+    if column.null_count:
+        return np.asarray(column.to_numpy(zero_copy_only=False), np.float32)
+    return _view(column.buffers()[1], np.dtype(np.float32), column.offset, len(column))
+
+
+def bags_of(column: pa.Array | pa.ChunkedArray, name: str) -> Bags:
+    """A column of ids as raw 64-bit ids [nnz] and offsets [R + 1], the first 0."""
+    _check_sparse(name, column.type)
+    if isinstance(column, pa.ChunkedArray):
+        if column.num_chunks != 1:
+            return _joined([_bags(chunk) for chunk in column.chunks])
+        column = column.chunk(0)
+    return _bags(column)
+
+
+def _bags(array: pa.Array) -> Bags:
+    kind = array.type
+    if not _is_list(kind):
+        ids, valid = _ids(array)
+        if valid is None:
+            return ids, np.arange(len(array) + 1)
+        return ids[valid], _offsets(valid)
+    if array.null_count or pa.types.is_fixed_size_list(kind):
+        # A null list may still cover values, which flatten() leaves out.
+        offsets = _offsets(pc.fill_null(pc.list_value_length(array), 0).to_numpy())
+        values = array.flatten()
+    else:
+        dtype = np.dtype(np.int64 if pa.types.is_large_list(kind) else np.int32)
+        bounds = _view(array.buffers()[1], dtype, array.offset, len(array) + 1) if len(array) else np.zeros(1, dtype)
+        offsets = bounds.astype(np.int64) - np.int64(bounds[0])
+        values = array.values.slice(int(bounds[0]), int(offsets[-1]))
+    ids, valid = _ids(values)
+    if valid is None:
+        return ids, offsets
+    return ids[valid], _offsets(valid)[offsets]
+
+
+def _ids(array: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.bool_] | None]:
+    """The 64-bit id of each value [n] and which values are not null, None when all are there."""
+    valid = np.asarray(array.is_valid().to_numpy(zero_copy_only=False)) if array.null_count else None
+    kind = array.type
+    if pa.types.is_null(kind):
+        return np.zeros(len(array), np.int64), np.zeros(len(array), np.bool_)
+    if pa.types.is_dictionary(kind):
+        return _dictionary_ids(array, valid)
+    if _is_text(kind):
+        dtype = np.dtype(np.int64 if pa.types.is_large_string(kind) else np.int32)
+        _, bounds, data = array.buffers()
+        if not len(array):
+            return np.empty(0, np.int64), valid
+        text = np.frombuffer(data, np.uint8) if data is not None else np.empty(0, np.uint8)
+        return hash_texts(_view(bounds, dtype, array.offset, len(array) + 1), text), valid
+    if not len(array):
+        return np.empty(0, np.int64), valid
+    values = _view(array.buffers()[1], np.dtype(kind.to_pandas_dtype()), array.offset, len(array))
+    return values.view(np.int64) if values.itemsize == 8 else values.astype(np.int64), valid
+
+
+def _dictionary_ids(
+    array: pa.DictionaryArray, valid: NDArray[np.bool_] | None
+) -> tuple[NDArray[np.int64], NDArray[np.bool_] | None]:
+    words, words_valid = _ids(array.dictionary)
+    places = pc.fill_null(array.indices, 0).to_numpy() if array.null_count else array.indices.to_numpy()
+    if not len(words):
+        return np.zeros(len(places), np.int64), np.zeros(len(places), np.bool_)
+    if words_valid is not None:
+        valid = words_valid[places] if valid is None else valid & words_valid[places]
+    return words[places], valid
+
+
+def _joined(parts: list[Bags]) -> Bags:
+    ids = np.concatenate([np.empty(0, np.int64), *(ids for ids, _ in parts)])
+    lengths = np.concatenate([np.empty(0, np.int64), *(np.diff(offsets) for _, offsets in parts)])
+    return ids, _offsets(lengths)
+
+
+def _offsets(lengths: NDArray[Any]) -> NDArray[np.int64]:
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+def _view(buffer: pa.Buffer, dtype: np.dtype[Any], start: int, count: int) -> NDArray[Any]:
+    """`count` values of an Arrow buffer from place `start` on, without a copy."""
+    if not count:
+        return np.empty(0, dtype)
+    return np.frombuffer(buffer, dtype, count, start * dtype.itemsize)
+
+
+def _arrow(values: Any, name: str) -> pa.Array | pa.ChunkedArray:
+    if isinstance(values, (pa.Array, pa.ChunkedArray)):
+        return values
+    try:
+        if isinstance(values, np.ndarray) and values.ndim == 2:
+            return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
+        return pa.array(values)
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError, TypeError) as error:
+        raise DataError(f"column `{name}` cannot be read: {str(error).splitlines()[0]}") from None
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def _value_type(kind: pa.DataType) -> pa.DataType:
+    """The type of the ids themselves, out of lists and dictionaries."""
+    value = kind.value_type if _is_list(kind) else kind
+    return value.value_type if pa.types.is_dictionary(value) else value
+
+
+def _check_dense(name: str, kind: pa.DataType) -> None:
+    is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
+    if not (is_number or pa.types.is_boolean(kind) or pa.types.is_null(kind)):
+        raise DataError(
+            f"column `{name}` has type {kind}, but a dense feature, label or weight must be a number or a boolean. "
+            "Convert the column, or name it under features.sparse if it holds ids"
+        )
+
+
+def _check_sparse(name: str, kind: pa.DataType) -> None:
+    value = _value_type(kind)
+    if not (pa.types.is_integer(value) or _is_text(value) or pa.types.is_null(value)):
+        raise DataError(
+            f"column `{name}` has type {kind}, but a sparse feature must be integers, text, or lists of either. "
+            "Convert the column, or name it under features.dense if it holds a quantity"
+        )
+
+
+def _missing(name: str, known: list[str]) -> DataError:
+    return DataError(f"the log has no column `{name}`: {did_you_mean(name, known)}")
+
+
+def _side_by_side(columns: list[NDArray[np.float32]], num_rows: int) -> NDArray[np.float32]:
+    """Columns [R] as one C-contiguous array [R, Fd]."""
+    dense = np.empty((num_rows, len(columns)), np.float32)
+    if dense.size:
+        columns = [np.ascontiguousarray(column) for column in columns]
+        _interleave(np.array([address_of(column) for column in columns], np.int64), dense)
+    return dense
+
+
+@numba.njit(nogil=True, cache=True, boundscheck=False)
+def _interleave(addresses, dense):  # type: ignore[no-untyped-def]
+    """Write columns at `addresses` [Fd], each float32 [R], into dense [R, Fd], by tiles that stay in the cache."""
+    num_rows, num_columns = dense.shape
+    for row in range(0, num_rows, 64):
+        stop = min(row + 64, num_rows)
+        for c in range(num_columns):
+            column = floats_at(addresses[c], num_rows)
+            for r in range(row, stop):
+                dense[r, c] = column[r]

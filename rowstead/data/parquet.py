@@ -1,0 +1,322 @@
+"""Parquet files to batches: streamed in bounded memory, shuffled by seed, split among ranks, resumed in the middle.
+
+The rows of an epoch are the row groups of the split, in file order or permuted by (seed, epoch). Each rank owns one contiguous
+share of them. A share is cut into windows of `shuffle_rows` rows, each shuffled in itself, and batches are cut from the
+windows one after the other. Threads decode ahead, up to one window; what they decode is the same for any number of them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import accumulate
+from typing import Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from rowstead.contracts.batch import Batch
+from rowstead.contracts.source import Cursor
+from rowstead.data.block import RawBlock
+from rowstead.data.columns import Columns
+from rowstead.data.encode import Encoder, Rows
+from rowstead.data.files import LogFile, find_files
+from rowstead.data.prefetch import chain_ahead
+from rowstead.data.transforms import RowRule
+from rowstead.spec.data import ParquetSpec
+from rowstead.spec.errors import DataError
+from rowstead.spec.features import FeaturesSpec
+
+Split = Literal["train", "eval", "all"]
+
+PIECE_BYTES = 32 << 20
+"""Decoded at a time by one thread, about: large enough that the cost of a call is small, small enough to be bounded."""
+BUFFER_BYTES = 64 << 10
+"""Read of a local column at a time, so that a row group need not fit in memory."""
+UNSHUFFLED_WINDOW = 8_192
+"""Rows of a window where nothing is shuffled; only resuming sees it."""
+SAMPLED_GROUPS = 64
+"""Row groups among which a sample of a long log is spread."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Consecutive rows of one row group."""
+
+    file: int
+    group: int
+    start: int
+    stop: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.stop - self.start
+
+    def part(self, start: int, stop: int) -> Span:
+        """The rows from `start` to `stop` of this span, as far as it has them."""
+        return Span(self.file, self.group, self.start + max(start, 0), self.start + min(stop, self.num_rows))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some decoded rows, in file order, and which of them are fit for training."""
+
+    block: RawBlock
+    good: NDArray[np.bool_] | None
+    """[R], None when all are."""
+
+
+class ParquetLog:
+    """One split of a log in Parquet files: its row groups, and raw rows from them."""
+
+    def __init__(self, spec: ParquetSpec, features: FeaturesSpec, *, split: Split = "train", with_labels: bool = True) -> None:
+        """`all` is every row of `spec.train`. Without labels (for prediction) only feature columns are read."""
+        self.spec = spec
+        self.threads = spec.decode_threads or os.cpu_count() or 1
+        named = {"label": spec.label, "weight": spec.weight, "true_p": spec.true_p} if with_labels else {}
+        self.columns = Columns(features, **named)
+        self._rule = RowRule(features, label=named.get("label"), weight=named.get("weight"))
+        patterns = spec.eval if split == "eval" and spec.eval else spec.train
+        self.files: list[LogFile] = find_files(patterns)
+        self._metadata = lru_cache(maxsize=16)(self._read_metadata)
+        self._group_rows = self._inspect()
+        self.spans = self._split(split)
+        """Row groups of the split, in file order, without empty ones."""
+        self.num_samples = sum(span.num_rows for span in self.spans)
+        if not self.num_samples:
+            raise DataError(f"no rows for the {split} split in {', '.join(f'`{p}`' for p in patterns)}")
+        self._piece_rows = self._rows_per_piece()
+
+    def raw_blocks(self, max_rows: int | None = None) -> Iterator[RawBlock]:
+        """Rows as they were written, bad ones included: all, or about `max_rows` spread evenly over the split."""
+        spans: Sequence[Span] = self.spans
+        if max_rows is not None and max_rows < self.num_samples:
+            count = min(len(spans), SAMPLED_GROUPS, max_rows)
+            chosen = np.linspace(0, len(spans) - 1, count).round().astype(int)
+            spans = [spans[i].part(0, -(-max_rows // count)) for i in chosen]
+        for piece in self.pieces(spans, rows_ahead=0, check=False):
+            yield piece.block
+
+    def pieces(self, spans: Sequence[Span], *, rows_ahead: int, check: bool = True) -> Generator[Piece, None, None]:
+        """The rows of `spans` in order, decoded by threads about `rows_ahead` rows ahead."""
+        # Where row groups are fewer than threads, the columns of one are decoded side by side instead.
+        split_columns = self.threads > 1 and len(spans) < self.threads
+        streams: list[Callable[[], Iterator[Piece]]] = [partial(self._decode, span, split_columns, check) for span in spans]
+        return chain_ahead(
+            streams,
+            threads=self.threads,
+            size=lambda piece: piece.block.num_rows,
+            max_size=max(rows_ahead, self._piece_rows * min(self.threads, len(streams))),
+        )
+
+    def _decode(self, span: Span, split_columns: bool, check: bool) -> Iterator[Piece]:
+        file = self.files[span.file]
+        at = 0
+        try:
+            with _opened(file, self._metadata(span.file)) as parquet:
+                batches = parquet.iter_batches(
+                    self._piece_rows, row_groups=[span.group], columns=list(self.columns.names), use_threads=split_columns
+                )
+                for batch in batches:
+                    start, stop = max(span.start - at, 0), min(span.stop - at, batch.num_rows)
+                    if start < stop:
+                        piece = batch.slice(start, stop - start)
+                        first_row = sum(self._group_rows[span.file][: span.group]) + at + start
+                        yield self._piece(piece, file, first_row, check)
+                    at += batch.num_rows
+                    if at >= span.stop:
+                        return
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(f"`{file.path}`: row group {span.group} cannot be read: {_first_line(error)}") from None
+        if at < span.stop:
+            raise DataError(f"`{file.path}`: row group {span.group} ends after {at} rows, its footer says {span.stop} or more")
+
+    def _piece(self, batch: pa.RecordBatch, file: LogFile, first_row: int, check: bool) -> Piece:
+        block = self.columns.block(batch)
+        bad = self._rule.check(block) if check else None
+        if bad is None:
+            return Piece(block, None)
+        if self.spec.on_bad_row == "error":
+            raise DataError(
+                f"`{file.path}`, row {first_row + bad.row} (from 0): {bad.value} in column `{bad.column}` {bad.problem}. "
+                "To leave such rows out and count them, set on_bad_row: skip"
+            )
+        return Piece(block, ~bad.mask)
+
+    def _inspect(self) -> list[list[int]]:
+        """Rows of each row group of each file; every file must have the columns that we need, in fitting types."""
+
+        def inspect(index: int) -> tuple[list[int], pa.Schema]:
+            metadata = self._metadata(index)
+            return [metadata.row_group(g).num_rows for g in range(metadata.num_row_groups)], metadata.schema.to_arrow_schema()
+
+        with ThreadPoolExecutor(self.threads) as pool:
+            found = list(pool.map(inspect, range(len(self.files))))
+        for file, (_, schema) in zip(self.files, found, strict=True):
+            try:
+                self.columns.check(schema)
+            except DataError as error:
+                raise DataError(f"`{file.path}`: {error}") from None
+            different = self.columns.different_ids(found[0][1], schema)
+            if different is not None:
+                raise DataError(
+                    f"column `{different}` has type {found[0][1].field(different).type} in `{self.files[0].path}` but "
+                    f"{schema.field(different).type} in `{file.path}`: the same id would get different rows. Convert one of them"
+                )
+        return [rows for rows, _ in found]
+
+    def _read_metadata(self, index: int) -> pq.FileMetaData:
+        file = self.files[index]
+        try:
+            with _opened(file, None) as parquet:
+                return parquet.metadata
+        except pa.ArrowInvalid as error:
+            raise DataError(f"`{file.path}` is no Parquet file: {_first_line(error)}") from None
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(f"`{file.path}` cannot be opened: {_first_line(error)}") from None
+
+    def _split(self, split: Split) -> list[Span]:
+        spans = [
+            Span(file, group, 0, rows)
+            for file, groups in enumerate(self._group_rows)
+            for group, rows in enumerate(groups)
+            if rows
+        ]
+        if split == "all" or self.spec.eval:
+            return spans
+        total = sum(span.num_rows for span in spans)
+        held_out = min(max(round(total * self.spec.eval_fraction), 1), total)
+        border = total - held_out
+        return cut(spans, 0, border) if split == "train" else cut(spans, border, total)
+
+    def _rows_per_piece(self) -> int:
+        group = self._metadata(self.spans[0].file).row_group(self.spans[0].group)
+        wanted = set(self.columns.names)
+        columns = (group.column(c) for c in range(group.num_columns))
+        size = sum(c.total_uncompressed_size for c in columns if c.path_in_schema.split(".")[0] in wanted)
+        return int(np.clip(PIECE_BYTES * group.num_rows // max(size, 1), 256, 16_384))
+
+
+class ParquetSource:
+    """Batches of one split, in the order that `Source` promises.
+
+    Up to three windows are in memory: the one being read, the one being gathered and the one decoded ahead. One thread at a
+    time iterates; several iterators may be open.
+    """
+
+    def __init__(self, log: ParquetLog, encoder: Encoder, *, seed: int = 0, shuffle: bool = True) -> None:
+        """Without `shuffle`, as with `shuffle_rows: 0`, rows come in file order."""
+        self.log, self.encoder = log, encoder
+        self.num_samples = log.num_samples
+        self.num_skipped = 0
+        """Bad rows left out so far, over all iterators."""
+        self._seed = seed % 2**64
+        self._shuffle = shuffle and log.spec.shuffle_rows > 0
+        self._window_rows = log.spec.shuffle_rows if self._shuffle else UNSHUFFLED_WINDOW
+
+    def batches(
+        self, batch_size: int, *, epoch: int = 0, rank: int = 0, world: int = 1, cursor: Cursor | None = None
+    ) -> Iterator[tuple[Batch, Cursor]]:
+        """Batches of one epoch, each with the cursor that continues right after it; the last batch may be short.
+
+        Resuming decodes again at most the window where the cursor stands, and what comes before it in its row group.
+        """
+        assert batch_size >= 1
+        assert 0 <= rank < world
+        share = self._share(epoch, rank, world)
+        share_rows = sum(span.num_rows for span in share)
+        number, at = (cursor["window"], cursor["row"]) if cursor else (0, 0)
+        if cursor and cursor["of"] != share_rows:
+            raise DataError(
+                f"cannot resume in this log: this reader's share had {cursor['of']} rows and now has {share_rows}. "
+                "Give back the files of the first start, or begin a new run"
+            )
+        num_windows = -(-share_rows // self._window_rows)
+        rest = cut(share, number * self._window_rows, share_rows)
+        parts: list[tuple[Rows, NDArray[np.int64]]] = []
+        num_taken = 0
+        with closing(self.log.pieces(rest, rows_ahead=self._window_rows)) as pieces:
+            windows = self._windows(pieces)
+            for window in range(number, num_windows):
+                rows, order = next(windows)
+                if self._shuffle:
+                    np.random.default_rng((self._seed, epoch, rank, window)).shuffle(order)
+                while at < len(order):
+                    taken = order[at : at + batch_size - num_taken]
+                    at += len(taken)
+                    num_taken += len(taken)
+                    parts.append((rows, taken))
+                    if num_taken == batch_size:
+                        batch = self._encode(parts)
+                        parts, num_taken = [], 0
+                        here = (window, at) if at < len(order) else (window + 1, 0)
+                        yield batch, {"window": here[0], "row": here[1], "of": share_rows}
+                at = 0
+                del rows, order  # Else this window would stay in memory while the next is gathered.
+        if parts:
+            yield self._encode(parts), {"window": num_windows, "row": 0, "of": share_rows}
+
+    def _share(self, epoch: int, rank: int, world: int) -> list[Span]:
+        """The spans of one rank in one epoch, in the order in which they are read."""
+        spans = self.log.spans
+        if self._shuffle:
+            spans = [spans[i] for i in np.random.default_rng((self._seed, epoch)).permutation(len(spans))]
+        return cut(spans, self.num_samples * rank // world, self.num_samples * (rank + 1) // world)
+
+    def _windows(self, pieces: Iterator[Piece]) -> Iterator[tuple[Rows, NDArray[np.int64]]]:
+        """Windows of `shuffle_rows` rows, the last may be shorter: their blocks, and the places of their good rows."""
+        blocks: list[RawBlock] = []
+        places: list[NDArray[np.int64]] = []
+        base = missing = 0
+        for piece in pieces:
+            start, num_rows = 0, piece.block.num_rows
+            while start < num_rows:
+                if not blocks:
+                    base, missing = 0, self._window_rows
+                stop = min(start + missing, num_rows)
+                good = np.arange(start, stop) if piece.good is None else start + np.flatnonzero(piece.good[start:stop])
+                self.num_skipped += stop - start - len(good)
+                blocks.append(piece.block)
+                places.append(base + good)
+                base, missing, start = base + num_rows, missing - (stop - start), stop
+                if not missing:
+                    window = Rows(blocks), np.concatenate(places)
+                    blocks, places = [], []
+                    yield window
+                    del window
+        if blocks:
+            yield Rows(blocks), np.concatenate(places)
+
+    def _encode(self, parts: Sequence[tuple[Rows, NDArray[np.int64]]]) -> Batch:
+        if len(parts) == 1:
+            return self.encoder.encode(*parts[0])
+        starts = accumulate((len(rows) for rows, _ in parts), initial=0)
+        order = np.concatenate([start + order for start, (_, order) in zip(starts, parts, strict=False)])
+        return self.encoder.encode(Rows.joined([rows for rows, _ in parts]), order)
+
+
+def cut(spans: Sequence[Span], start: int, stop: int) -> list[Span]:
+    """The spans of rows `start` to `stop`, counted over all `spans`."""
+    parts, at = [], 0
+    for span in spans:
+        if at < stop and at + span.num_rows > start:
+            parts.append(span.part(start - at, stop - at))
+        at += span.num_rows
+    return parts
+
+
+def _opened(file: LogFile, metadata: pq.FileMetaData | None) -> pq.ParquetFile:
+    if file.is_local:
+        return pq.ParquetFile(file.path, metadata=metadata, buffer_size=BUFFER_BYTES, pre_buffer=False)
+    # Over a network few large requests are better than many small ones: a row group's columns come together.
+    return pq.ParquetFile(file.ranges(), metadata=metadata, pre_buffer=True)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

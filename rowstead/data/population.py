@@ -1,0 +1,101 @@
+"""`Population`: how often each id, each bag length and each dense value turns up in a synthetic log."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rowstead.data import draws
+from rowstead.spec.data import SynthSpec
+
+_LENGTHS, _RANKS, _IDS, _DENSE, _SHUFFLE = range(5)
+
+
+class Population:
+    """The laws of a log's columns; every method is a pure function of the spec and the rows asked for.
+
+    Letters: R rows from `start` on, F sparse columns, Fd dense columns, nnz ids of one feature in those rows. A rank is the place
+    of an id in the order of popularity.
+    """
+
+    def __init__(self, spec: SynthSpec) -> None:
+        self.spec = spec
+        self.num_ids = _each(spec.num_ids, spec.num_sparse)
+        self.mean_ids = _mean_lengths(spec)
+        """Mean ids per example [F], float64."""
+        laws = {n: draws.zipf_knots(n, spec.skew) for n in sorted(set(self.num_ids))}
+        self.knots = [laws[n] for n in self.num_ids]
+        features = range(spec.num_sparse)
+        self._length_keys = [draws.key_of(spec.seed, _LENGTHS, f) for f in features]
+        self._rank_keys = [draws.key_of(spec.seed, _RANKS, f) for f in features]
+        self._scrambling = [draws.scrambling(draws.key_of(spec.seed, _IDS, f), self.num_ids[f]) for f in features]
+        self._dense_key = draws.key_of(spec.seed, _DENSE)
+        self._thresholds = (
+            [draws.poisson_thresholds(mean, spec.max_ids) for mean in self.mean_ids] if spec.lengths == "poisson" else []
+        )
+
+    def offsets(self, feature: int, start: int, num_rows: int) -> NDArray[np.int64]:
+        """Where the bags of one feature begin and end, [R + 1]."""
+        if not self._thresholds:
+            return np.arange(num_rows + 1) * np.int64(self.mean_ids[feature])
+        offsets = np.empty(num_rows + 1, np.int64)
+        draws.draw_lengths(self._length_keys[feature], start, self._thresholds[feature], offsets)
+        return offsets
+
+    def ranks(self, feature: int, start: int, offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The ranks of the ids in those bags, [nnz]."""
+        ranks = np.empty(offsets[-1], np.int64)
+        draws.draw_ranks(self._rank_keys[feature], start, self.knots[feature], offsets, ranks)
+        return ranks
+
+    def ids(self, feature: int, ranks: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The ids in [0, num_ids) that have these ranks, [nnz]; near ranks are far apart."""
+        ids = np.empty_like(ranks)
+        draws.scramble(ranks, *self._scrambling[feature], self.num_ids[feature], ids)
+        return ids
+
+    def hidden_dense(self, start: int, num_rows: int) -> NDArray[np.float32]:
+        """Dense values as the teacher sees them: mean 0, deviation 1, float32 [R, Fd]."""
+        values = np.empty((num_rows, self.spec.num_dense), np.float32)
+        draws.draw_dense(self._dense_key, start, values)
+        return values
+
+    def shown_dense(self, hidden: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Dense values as the log shows them: the skewed columns put through exp, float32 [R, Fd]."""
+        if self.spec.num_skewed_dense == 0:
+            return hidden
+        shown = hidden.copy()
+        draws.skewed(hidden, self.spec.num_skewed_dense, shown)
+        return shown
+
+
+def _each(value: int | tuple[int, ...], count: int) -> tuple[int, ...]:
+    return value if isinstance(value, tuple) else (value,) * count
+
+
+def _mean_lengths(spec: SynthSpec) -> NDArray[np.float64]:
+    """Mean ids per example [F]: the average over features stays `mean_ids` unless `max_ids` makes that impossible."""
+    count, cap = spec.num_sparse, float(spec.max_ids)
+    if isinstance(spec.mean_ids, tuple):
+        means = np.minimum(np.array(spec.mean_ids, np.float64), cap)
+    else:
+        means = _power_law(spec.mean_ids, spec.length_power, count, cap)
+        if spec.lengths == "fixed" and spec.length_power > 0:
+            means = np.diff(np.rint(np.cumsum(means)), prepend=0.0)  # whole numbers with the same sum
+        means = means[draws.permutation(draws.key_of(spec.seed, _SHUFFLE), count)]
+    return np.clip(np.rint(means), 1.0, cap) if spec.lengths == "fixed" else means
+
+
+def _power_law(mean: float, power: float, count: int, cap: float) -> NDArray[np.float64]:
+    """Falling numbers [count] proportional to place^-power, of this mean, none above `cap`."""
+    shape = np.arange(1, count + 1, dtype=np.float64) ** -power
+    means = np.zeros(count)
+    capped = 0
+    while capped < count:  # what the cap takes from the first goes to the others
+        rest = mean * count - capped * cap
+        means[:capped] = cap
+        means[capped:] = max(rest, 0.0) * shape[capped:] / shape[capped:].sum()
+        if means[capped] <= cap:
+            break
+        capped += 1
+    return np.minimum(means, cap)

@@ -1,0 +1,230 @@
+"""Dense values as the model wants them: clip, log, missing, standardise; and the one rule for which rows are bad."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from rowstead.data.block import RawBlock
+from rowstead.spec.errors import DataError
+from rowstead.spec.features import FeaturesSpec
+
+Vector = NDArray[np.float32]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseTransforms:
+    """What is done to each of Fd dense features, in this order; every vector has one number a feature.
+
+    y = clip(x, low, high); y = sign(y) * log(1 + |y|) where `log`; y = fill where x was NaN; y = (y - shift) * scale.
+    Infinite bounds, a NaN fill, shift 0 and scale 1 change nothing.
+    """
+
+    names: tuple[str, ...]
+    """The features, in the order of the batch."""
+    low: Vector
+    high: Vector
+    log: NDArray[np.bool_]
+    fill: Vector
+    """Stands for a missing value, already clipped and logged; NaN where missing values are errors."""
+    shift: Vector
+    scale: Vector
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether `apply` changes nothing."""
+        bounded = np.isfinite(self.low) | np.isfinite(self.high)
+        return not (
+            bounded.any() or self.log.any() or (~np.isnan(self.fill)).any() or self.shift.any() or (self.scale != 1).any()
+        )
+
+    def apply(self, dense: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Transformed values [R, Fd] in a new array; `dense` [R, Fd] itself when there is nothing to do."""
+        if dense.shape[1] != len(self.names):
+            raise DataError(f"dense values have {dense.shape[1]} columns, the model has {len(self.names)} dense features")
+        if self.is_identity:
+            return dense
+        out = np.empty_like(dense)
+        _apply(dense, self.low, self.high, self.log, self.fill, self.shift, self.scale, out)
+        return out
+
+    def to_plain(self) -> dict[str, Any]:
+        """As JSON can hold it: lists, null for an infinite bound and for no fill."""
+        plain: dict[str, Any] = {"names": list(self.names), "log": self.log.tolist()}
+        for name in ("low", "high", "fill", "shift", "scale"):
+            plain[name] = [float(x) if np.isfinite(x) else None for x in getattr(self, name)]
+        return plain
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> DenseTransforms:
+        """What `to_plain` gave, back again."""
+        nothing = {"low": -np.inf, "high": np.inf, "fill": np.nan}
+        vectors = {
+            name: np.array([nothing[name] if x is None else x for x in plain[name]], np.float32)
+            for name in ("low", "high", "fill", "shift", "scale")
+        }
+        return cls(names=tuple(plain["names"]), log=np.array(plain["log"], np.bool_), **vectors)
+
+    @classmethod
+    def of(
+        cls, features: FeaturesSpec, *, mean: NDArray[np.float64] | None = None, std: NDArray[np.float64] | None = None
+    ) -> DenseTransforms:
+        """The transforms that `features` ask for; `mean` and `std` [Fd] of clipped and logged values where they are needed."""
+        specs = features.expanded_dense()
+        count = len(specs)
+        low = np.array([-np.inf if s.clip is None else s.clip[0] for s in specs], np.float32)
+        high = np.array([np.inf if s.clip is None else s.clip[1] for s in specs], np.float32)
+        log = np.array([s.log for s in specs], np.bool_)
+        raw = [s.missing if isinstance(s.missing, (int, float)) else np.nan for s in specs]
+        fill = _clip_and_log(np.array([raw], np.float32), low, high, log)[0]
+        shift, scale = np.zeros(count, np.float32), np.ones(count, np.float32)
+        if any(s.needs_statistics for s in specs):
+            assert mean is not None, "these features need learned statistics"
+            assert std is not None
+            for i, spec in enumerate(specs):
+                if spec.missing == "mean":
+                    fill[i] = mean[i]
+                if spec.standardise:
+                    shift[i], scale[i] = mean[i], 1.0 / std[i]
+        return cls(names=tuple(s.name for s in specs), low=low, high=high, log=log, fill=fill, shift=shift, scale=scale)
+
+    @classmethod
+    def learn(cls, features: FeaturesSpec, blocks: Iterable[RawBlock]) -> DenseTransforms:
+        """The transforms with mean and standard deviation of the present, finite values of `blocks`.
+
+        Reads no block when no feature needs statistics. A constant or absent column gets standard deviation 1.
+        """
+        specs = features.expanded_dense()
+        mean, spread = np.zeros(len(specs)), np.zeros(len(specs))
+        count = np.zeros(len(specs), np.int64)
+        if any(s.needs_statistics for s in specs):
+            low = np.array([-np.inf if s.clip is None else s.clip[0] for s in specs], np.float32)
+            high = np.array([np.inf if s.clip is None else s.clip[1] for s in specs], np.float32)
+            log = np.array([s.log for s in specs], np.bool_)
+            for block in blocks:
+                _accumulate(_clip_and_log(block.dense, low, high, log), count, mean, spread)
+        std = np.sqrt(spread / np.maximum(count, 1))
+        # Rounding leaves a constant column with a spread of about 1e-16 of its mean, not of exactly 0.
+        std[std <= 1e-12 * np.abs(mean)] = 1.0
+        return cls.of(features, mean=mean, std=std)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BadRows:
+    """Rows that cannot be trained on, and what is wrong with the first."""
+
+    mask: NDArray[np.bool_]
+    """[R], true where the row is bad."""
+    row: int
+    """The first bad row."""
+    column: str
+    value: float
+    problem: str
+    """What is wrong with `value`, and what to do about it."""
+
+
+class RowRule:
+    """Which rows are bad: a missing or infinite dense value, a label outside [0, 1], a weight that is negative or no number."""
+
+    def __init__(self, features: FeaturesSpec, *, label: str | None = None, weight: str | None = None) -> None:
+        specs = features.expanded_dense()
+        self._columns = tuple(str(s.column) for s in specs)
+        self._may_miss = np.array([s.missing is not None for s in specs], np.bool_)
+        # After clipping, an infinite value is finite where its side has a finite bound.
+        self._low = np.array([-np.inf if s.clip is None else s.clip[0] for s in specs], np.float32)
+        self._high = np.array([np.inf if s.clip is None else s.clip[1] for s in specs], np.float32)
+        self._label, self._weight = label or "label", weight or "weight"
+
+    def check(self, block: RawBlock) -> BadRows | None:
+        """The bad rows of `block`, None when there are none."""
+        mask = np.zeros(block.num_rows, np.bool_)
+        _mark_bad(block.dense, self._may_miss, self._low, self._high, mask)
+        if block.labels is not None:
+            mask |= ~((block.labels >= 0) & (block.labels <= 1))
+        if block.weights is not None:
+            mask |= ~((block.weights >= 0) & np.isfinite(block.weights))
+        if not mask.any():
+            return None
+        row = int(mask.argmax())
+        column, value, problem = self._first_problem(block, row)
+        return BadRows(mask=mask, row=row, column=column, value=value, problem=problem)
+
+    def _first_problem(self, block: RawBlock, row: int) -> tuple[str, float, str]:
+        for place, column in enumerate(self._columns):
+            value = block.dense[row, place]
+            if np.isnan(value) and not self._may_miss[place]:
+                return column, float(value), "is missing; give the feature a `missing` value, or `missing: mean`"
+            if np.isinf(np.clip(value, self._low[place], self._high[place])):
+                return column, float(value), "is not finite; give the feature a `clip: [low, high]`"
+        if block.labels is not None and not 0 <= block.labels[row] <= 1:
+            return self._label, float(block.labels[row]), "is no label: labels are numbers from 0 to 1"
+        assert block.weights is not None
+        return self._weight, float(block.weights[row]), "is no example weight: weights are finite and not negative"
+
+
+def _clip_and_log(dense: NDArray[np.float32], low: Vector, high: Vector, log: NDArray[np.bool_]) -> NDArray[np.float32]:
+    """The first two transforms alone, NaN left as it is: [R, Fd]."""
+    out = np.empty_like(dense)
+    count = dense.shape[1]
+    _apply(
+        dense, low, high, log, np.full(count, np.nan, np.float32), np.zeros(count, np.float32), np.ones(count, np.float32), out
+    )
+    return out
+
+
+@numba.njit(nogil=True, cache=True, boundscheck=False)
+def _apply(dense, low, high, log, fill, shift, scale, out):  # type: ignore[no-untyped-def]
+    """All transforms of dense [R, Fd] into out [R, Fd]; the other arguments are [Fd]."""
+    num_rows, num_columns = dense.shape
+    any_log = log.any()
+    for r in range(num_rows):
+        for c in range(num_columns):
+            x = dense[r, c]
+            # Comparisons with NaN are false, so that NaN passes through.
+            x = low[c] if x < low[c] else x
+            out[r, c] = high[c] if x > high[c] else x
+        if any_log:
+            for c in range(num_columns):
+                if log[c]:
+                    x = out[r, c]
+                    out[r, c] = np.copysign(np.float32(np.log1p(np.abs(np.float64(x)))), x)
+        for c in range(num_columns):
+            x = out[r, c]
+            out[r, c] = ((fill[c] if x != x else x) - shift[c]) * scale[c]
+
+
+@numba.njit(nogil=True, cache=True, boundscheck=False)
+def _accumulate(values, count, mean, spread):  # type: ignore[no-untyped-def]
+    """Welford's update of count, mean and sum of squared distances [Fd] by the finite values of [R, Fd]."""
+    num_rows, num_columns = values.shape
+    for r in range(num_rows):
+        for c in range(num_columns):
+            x = np.float64(values[r, c])
+            if np.isfinite(x):
+                count[c] += 1
+                distance = x - mean[c]
+                mean[c] += distance / count[c]
+                spread[c] += distance * (x - mean[c])
+
+
+@numba.njit(nogil=True, cache=True, boundscheck=False)
+def _mark_bad(dense, may_miss, low, high, mask):  # type: ignore[no-untyped-def]
+    """Set mask [R] where dense [R, Fd] has NaN in a column that may not miss, or an infinity that no bound [Fd] catches."""
+    num_rows, num_columns = dense.shape
+    largest = np.float32(3.4028235e38)
+    for r in range(num_rows):
+        suspects = 0
+        for c in range(num_columns):
+            suspects += not (abs(dense[r, c]) <= largest)
+        if suspects:
+            for c in range(num_columns):
+                x = dense[r, c]
+                if x != x:
+                    mask[r] |= not may_miss[c]
+                else:
+                    mask[r] |= not (abs(min(max(x, low[c]), high[c])) <= largest)

@@ -1,0 +1,242 @@
+"""Writing a log as Parquet: files of a bounded size for each split, all of them or none.
+
+A conversion writes under names that end in `.tmp` and renames them when everything is written, so a run that is
+killed or runs out of disk never leaves a file, or a set of files, that looks whole and is not.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rowstead.spec.errors import DataError
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes read so far and the bytes to read in all."""
+OnBadRow = Literal["error", "skip"]
+"""A malformed line: stop there, or skip it and count it."""
+
+SPLITS = ("train", "eval")
+DEFAULT_ROWS_PER_FILE = 4_000_000
+DEFAULT_ROWS_PER_GROUP = 65_536
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """What a conversion wrote, and what it had to leave out."""
+
+    folder: Path
+    """Where the files are."""
+    num_rows: Mapping[str, int]
+    """Rows written to each split."""
+    files: Mapping[str, tuple[Path, ...]]
+    """Files of each split."""
+    num_bytes_read: int
+    """Size of the inputs as they lie on disk."""
+    num_bytes_written: int
+    """Size of the files."""
+    skipped: Mapping[str, int] = field(default_factory=dict)
+    """Lines left out, counted by reason."""
+    first_skipped: tuple[str, ...] = ()
+    """The first few of them, each with its file and line."""
+
+    @property
+    def num_skipped(self) -> int:
+        """Lines left out in all."""
+        return sum(self.skipped.values())
+
+
+class SplitWriter:
+    """Appends Arrow tables to `train-00000.parquet`, `eval-00000.parquet` and so on in one folder.
+
+    Use it in a `with` block: leaving the block gives the files their final names; an exception removes them all. Only
+    one writer may be at work in a folder. Leftovers of a killed one are removed.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        schema: pa.Schema,
+        *,
+        splits: Sequence[str] = SPLITS,
+        rows_per_file: int = DEFAULT_ROWS_PER_FILE,
+        rows_per_group: int = DEFAULT_ROWS_PER_GROUP,
+        overwrite: bool = False,
+        compression: str = "zstd",
+        dictionary_columns: Sequence[str] | bool = True,
+    ) -> None:
+        for name, value in (("rows_per_file", rows_per_file), ("rows_per_group", rows_per_group)):
+            if value < 1:
+                raise DataError(f"{name} must be at least 1, got {value}")
+        self.folder = Path(folder)
+        self.schema = schema
+        self._old = check_folder(self.folder, splits=splits, overwrite=overwrite)
+        self._options = {"compression": compression, "use_dictionary": dictionary_columns}
+        with disk_errors(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for split in splits:
+                for left in self.folder.glob(f"{split}-*.parquet.tmp"):
+                    left.unlink()
+        self._splits = {split: _Split(self, split, rows_per_file, rows_per_group) for split in splits}
+
+    def write(self, split: str, rows: pa.Table | pa.RecordBatch) -> None:
+        """Append rows to a split; they may stay in memory until a row group is full."""
+        table = pa.Table.from_batches([rows]) if isinstance(rows, pa.RecordBatch) else rows
+        with disk_errors(self.folder):
+            self._splits[split].append(table)
+
+    def close(self) -> None:
+        """Write what is left and give all files their final names, over any earlier ones."""
+        with disk_errors(self.folder):
+            for split in self._splits.values():
+                split.finish()
+            made = {path.with_suffix("") for split in self._splits.values() for path in split.paths}
+            for old in self._old:
+                if old not in made:
+                    old.unlink(missing_ok=True)
+            for path in sorted(made):
+                os.replace(f"{path}.tmp", path)
+
+    def abort(self) -> None:
+        """Forget everything that was written; earlier files of the folder stay as they were."""
+        for split in self._splits.values():
+            split.discard()
+
+    def __enter__(self) -> SplitWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is not None:
+            self.abort()
+            return
+        try:
+            self.close()
+        except BaseException:
+            self.abort()
+            raise
+
+    def num_rows(self) -> dict[str, int]:
+        """Rows given to each split so far."""
+        return {name: split.num_rows for name, split in self._splits.items()}
+
+    def summary(
+        self, *, num_bytes_read: int, skipped: Mapping[str, int] | None = None, first_skipped: Sequence[str] = ()
+    ) -> Summary:
+        """The summary of a finished conversion."""
+        files = {name: tuple(path.with_suffix("") for path in split.paths) for name, split in self._splits.items()}
+        return Summary(
+            folder=self.folder,
+            num_rows=self.num_rows(),
+            files=files,
+            num_bytes_read=num_bytes_read,
+            num_bytes_written=sum(path.stat().st_size for paths in files.values() for path in paths),
+            skipped=dict(skipped or {}),
+            first_skipped=tuple(first_skipped),
+        )
+
+
+class _Split:
+    """The files of one split: rows wait here until a row group is full."""
+
+    def __init__(self, owner: SplitWriter, name: str, rows_per_file: int, rows_per_group: int) -> None:
+        self._owner = owner
+        self._name = name
+        self._rows_per_file = rows_per_file
+        self._rows_per_group = min(rows_per_group, rows_per_file)
+        self._waiting: list[pa.Table] = []
+        self._num_waiting = 0
+        self._num_in_file = 0
+        self._file: pq.ParquetWriter | None = None
+        self.paths: list[Path] = []
+        self.num_rows = 0
+
+    def append(self, table: pa.Table) -> None:
+        self._waiting.append(table)
+        self._num_waiting += table.num_rows
+        self.num_rows += table.num_rows
+        while self._num_waiting >= (full := min(self._rows_per_group, self._rows_per_file - self._num_in_file)):
+            self._flush(full)
+
+    def finish(self) -> None:
+        if self._num_waiting:
+            self._flush(self._num_waiting)
+        self._close_file()
+
+    def discard(self) -> None:
+        if self._file is not None:
+            with suppress(OSError, ValueError):
+                self._file.close()
+            self._file = None
+        self._waiting.clear()
+        for path in self.paths:
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+
+    def _flush(self, num_rows: int) -> None:
+        """Write the first `num_rows` waiting rows as one row group."""
+        waiting = pa.concat_tables(self._waiting)
+        if self._file is None:
+            path = self._owner.folder / f"{self._name}-{len(self.paths):05d}.parquet.tmp"
+            self.paths.append(path)
+            self._file = pq.ParquetWriter(path, self._owner.schema, **self._owner._options)
+        self._file.write_table(waiting.slice(0, num_rows), row_group_size=num_rows)
+        rest = waiting.slice(num_rows)
+        self._waiting = [rest] if rest.num_rows else []
+        self._num_waiting = rest.num_rows
+        self._num_in_file += num_rows
+        if self._num_in_file >= self._rows_per_file:
+            self._close_file()
+
+    def _close_file(self) -> None:
+        if self._file is None:
+            return
+        self._file.close()
+        self._file = None
+        self._num_in_file = 0
+        with open(self.paths[-1], "rb") as written:
+            os.fsync(written.fileno())
+
+
+def check_folder(folder: Path, *, splits: Sequence[str] = SPLITS, overwrite: bool = False) -> tuple[Path, ...]:
+    """The files of an earlier conversion in `folder`; a DataError when there are some and they may not be replaced."""
+    if folder.exists() and not folder.is_dir():
+        raise DataError(f"{folder} is a file: name a folder to write to")
+    old = tuple(sorted(path for split in splits for path in folder.glob(f"{split}-*.parquet")))
+    if old and not overwrite:
+        named = ", ".join(path.name for path in old[:3]) + (f" and {len(old) - 3} more" if len(old) > 3 else "")
+        raise DataError(f"{folder} already has {named}: name another folder, or pass --overwrite to replace them")
+    return old
+
+
+def refuse_empty_splits(num_rows: Mapping[str, int], eval_wanted: bool) -> None:
+    """A DataError when a split that was asked for came out with no rows."""
+    if not num_rows["train"]:
+        raise DataError("no usable rows for the training split: nothing was written")
+    if eval_wanted and not num_rows["eval"]:
+        raise DataError("no row fell into the evaluation split: nothing was written; ask for a larger share of the rows")
+
+
+@contextmanager
+def disk_errors(folder: Path) -> Iterator[None]:
+    """Turn what the operating system says while writing into a DataError that names the folder and the way out."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.ENOSPC or "No space left" in str(error):
+            raise DataError(
+                f"the disk is full while writing to {folder}: free some space, or name a folder on another disk"
+            ) from error
+        if error.errno == errno.EDQUOT:
+            raise DataError(
+                f"the disk quota is used up while writing to {folder}: free some space, or name another folder"
+            ) from error
+        raise DataError(f"cannot write to {folder}: {error}") from error

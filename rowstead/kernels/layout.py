@@ -1,0 +1,46 @@
+"""What kernels need to know about tables and features: who reads which table, and where its vector goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rowstead.spec.features import FeaturesSpec, Table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Features in the order of the batch, over tables in the order of first use."""
+
+    tables: tuple[Table, ...]
+    table_of: tuple[int, ...]
+    """For each feature the place of its table."""
+    columns: tuple[int, ...]
+    """For each feature the first column of its vector in the pooled output, and the total width last: [F + 1]."""
+    is_mean: tuple[bool, ...]
+    """For each feature whether its rows are averaged rather than summed."""
+
+    @property
+    def num_features(self) -> int:
+        return len(self.table_of)
+
+    @property
+    def total_width(self) -> int:
+        return self.columns[-1]
+
+    def width_of(self, feature: int) -> int:
+        return self.columns[feature + 1] - self.columns[feature]
+
+
+def layout_of(features: FeaturesSpec, tables: tuple[Table, ...]) -> Layout:
+    """The layout of `features` over the `tables` that `tables_of` gave for them."""
+    table_of = {feature: place for place, table in enumerate(tables) for feature in table.features}
+    specs = features.expanded_sparse()
+    columns = [0]
+    for feature in range(len(specs)):
+        columns.append(columns[-1] + tables[table_of[feature]].width)
+    return Layout(
+        tables=tables,
+        table_of=tuple(table_of[feature] for feature in range(len(specs))),
+        columns=tuple(columns),
+        is_mean=tuple(spec.pooling == "mean" for spec in specs),
+    )

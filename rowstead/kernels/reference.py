@@ -1,0 +1,156 @@
+"""Pooled look-up and exact fused update in plain torch: slow, obvious, and what every fast kernel is compared with.
+
+Letters: B examples, F features, T tables, N rows, D width, nnz ids in the batch, U distinct ids of one table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from rowstead.kernels.layout import Layout
+from rowstead.spec.train import SparseOptimizerSpec
+
+RowState = dict[str, Tensor]
+"""The optimizer's memory of one table: `sum` [N, 1] or [N, D], or `moment1` and `moment2` [N, D]."""
+
+
+def new_row_state(kind: str, rows: Tensor) -> RowState:
+    """Zeroed optimizer state for one table's `rows` [N, D]."""
+    if kind == "sgd":
+        return {}
+    if kind == "rowwise_adagrad":
+        return {"sum": torch.zeros_like(rows[:, :1])}
+    if kind == "adagrad":
+        return {"sum": torch.zeros_like(rows)}
+    assert kind == "adam", kind
+    return {"moment1": torch.zeros_like(rows), "moment2": torch.zeros_like(rows)}
+
+
+def lookup(tables: Sequence[Tensor], layout: Layout, ids: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Pooled rows of every feature, side by side: [B, sum of widths].
+
+    tables: T tensors [N, D]; ids [nnz]; offsets [F*B + 1]; weights [nnz] or none.
+    """
+    pooled = []
+    for bags in _bags(layout, ids, offsets, weights):
+        by_mean = layout.is_mean[bags.feature]
+        scale = bags.weights / bags.lengths_per_id() if by_mean and bags.weights is not None else bags.weights
+        pooled.append(
+            functional.embedding_bag(
+                bags.ids,
+                tables[layout.table_of[bags.feature]],
+                bags.offsets,
+                mode="mean" if by_mean and scale is None else "sum",
+                per_sample_weights=scale,
+                include_last_offset=True,
+            )
+        )
+    return torch.cat(pooled, dim=1)
+
+
+def update(
+    tables: Sequence[Tensor],
+    states: Sequence[RowState],
+    layout: Layout,
+    ids: Tensor,
+    offsets: Tensor,
+    weights: Tensor | None,
+    grad: Tensor,
+    *,
+    optimizer: SparseOptimizerSpec,
+    lr: float,
+    step: int,
+) -> None:
+    """One exact optimizer step on every row that `ids` name, in place.
+
+    grad [B, sum of widths] is the gradient of what `lookup` returned. Gradients of one row are summed over repeated ids
+    and over features that share the table before the optimizer sees them.
+    """
+    if optimizer.clip is not None:
+        grad = clip_pooled(grad, layout, optimizer.clip)
+    bags = _bags(layout, ids, offsets, weights)
+    for place, table in enumerate(layout.tables):
+        named = torch.cat([bags[feature].ids for feature in table.features])
+        if named.numel() == 0:
+            continue
+        gradients = torch.cat([bags[feature].row_gradients(layout, grad) for feature in table.features])
+        distinct, inverse = torch.unique(named, return_inverse=True)
+        summed = torch.zeros(distinct.numel(), table.width, dtype=grad.dtype, device=grad.device)
+        summed.index_add_(0, inverse, gradients)
+        apply_to_rows(tables[place], states[place], distinct, summed, optimizer=optimizer, lr=lr, step=step)
+
+
+def apply_to_rows(
+    rows: Tensor, state: RowState, distinct: Tensor, grad: Tensor, *, optimizer: SparseOptimizerSpec, lr: float, step: int
+) -> None:
+    """The optimizer's rule for rows `distinct` [U] with summed gradients `grad` [U, D], in place."""
+    if optimizer.kind == "sgd":
+        change = lr * grad
+    elif optimizer.kind in ("adagrad", "rowwise_adagrad"):
+        square = grad.square()
+        total = state["sum"][distinct] + (square.mean(dim=1, keepdim=True) if optimizer.kind == "rowwise_adagrad" else square)
+        state["sum"][distinct] = total
+        change = lr * grad / (total.sqrt() + optimizer.eps)
+    else:
+        moment1 = torch.lerp(grad, state["moment1"][distinct], optimizer.beta1)
+        moment2 = torch.lerp(grad.square(), state["moment2"][distinct], optimizer.beta2)
+        state["moment1"][distinct] = moment1
+        state["moment2"][distinct] = moment2
+        correction = (1 - optimizer.beta2**step) ** 0.5 / (1 - optimizer.beta1**step)
+        change = lr * correction * moment1 / (moment2.sqrt() + optimizer.eps)
+    rows[distinct] -= change
+
+
+def clip_pooled(grad: Tensor, layout: Layout, largest: float) -> Tensor:
+    """`grad` [B, sum of widths] with the gradient of each pooled vector scaled down to norm `largest`."""
+    parts = []
+    for feature in range(layout.num_features):
+        part = grad[:, layout.columns[feature] : layout.columns[feature + 1]]
+        norm = part.norm(dim=1, keepdim=True)
+        parts.append(part * (largest / norm.clamp(min=largest)))
+    return torch.cat(parts, dim=1)
+
+
+@dataclass(frozen=True)
+class _Bags:
+    """One feature's share of a batch."""
+
+    feature: int
+    ids: Tensor
+    """[n]."""
+    offsets: Tensor
+    """[B + 1], from 0."""
+    weights: Tensor | None
+    """[n]."""
+
+    def lengths_per_id(self) -> Tensor:
+        """For each id the number of ids in its bag, [n]."""
+        lengths = self.offsets.diff()
+        return torch.repeat_interleave(lengths, lengths)
+
+    def row_gradients(self, layout: Layout, grad: Tensor) -> Tensor:
+        """The gradient that each id sends to its row, [n, D]."""
+        pooled = grad[:, layout.columns[self.feature] : layout.columns[self.feature + 1]]
+        gradients = torch.repeat_interleave(pooled, self.offsets.diff(), dim=0)
+        if layout.is_mean[self.feature]:
+            gradients = gradients / self.lengths_per_id().unsqueeze(1)
+        if self.weights is not None:
+            gradients = gradients * self.weights.unsqueeze(1)
+        return gradients
+
+
+def _bags(layout: Layout, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> list[_Bags]:
+    """The batch cut into features."""
+    num_samples = (offsets.numel() - 1) // layout.num_features
+    bounds = offsets[::num_samples].tolist() if num_samples else [0] * (layout.num_features + 1)
+    cut = []
+    for feature in range(layout.num_features):
+        start, stop = bounds[feature], bounds[feature + 1]
+        own = offsets[feature * num_samples : (feature + 1) * num_samples + 1] - start
+        cut.append(_Bags(feature, ids[start:stop].long(), own, None if weights is None else weights[start:stop]))
+    return cut

@@ -1,0 +1,89 @@
+"""The event file of a run: one JSON object a line, only ever added to."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from rowstead.records.files import json_line
+from rowstead.spec.errors import RowsteadError
+
+RESUMED = "resumed"
+Event = dict[str, Any]
+"""`time_s` (Unix time), `kind`, `step`, and figures with units in their names."""
+
+
+class EventLog:
+    """Adds events to a file, each on disk as far as the operating system is concerned once `write` returns.
+
+    Nothing is ever removed: after a resume the events beyond the resumed step stay in the file, and `read_events`
+    passes over them.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            size = os.fstat(self._descriptor).st_size
+            if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
+                self._append(b"\n")  # what was torn when the last process was killed stays a line of its own
+        except OSError as error:
+            raise RowsteadError(f"cannot write events to {self.path}: {error.strerror or error}") from error
+
+    def write(self, kind: str, step: int, **figures: Any) -> None:
+        """Add one event; a figure that is None, NaN or infinite is left out."""
+        line = json_line({"time_s": round(time.time(), 3), "kind": kind, "step": step, **figures})
+        try:
+            self._append(line.encode())
+        except OSError as error:
+            raise RowsteadError(f"cannot write events to {self.path}: {error.strerror or error}") from error
+
+    def resumed(self, step: int) -> None:
+        """Mark that the run goes on from `step`: earlier events beyond it no longer count."""
+        self.write(RESUMED, step)
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> EventLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _append(self, line: bytes) -> None:
+        while line:
+            line = line[os.write(self._descriptor, line) :]
+
+
+def read_events(path: Path | str) -> list[Event]:
+    """The history of a run as it counts: torn lines and what a resume has superseded left out."""
+    history: list[Event] = []
+    try:
+        lines = Path(path).read_bytes().split(b"\n")
+    except OSError as error:
+        raise RowsteadError(f"cannot read events from {path}: {error.strerror or error}") from None
+    for line in lines:
+        event = _parsed(line)
+        if event is None:
+            continue
+        if event["kind"] == RESUMED:
+            history = [earlier for earlier in history if earlier["step"] <= event["step"]]
+        history.append(event)
+    return history
+
+
+def _parsed(line: bytes) -> Event | None:
+    """The event on a line, or None where a process was killed while writing it."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    whole = isinstance(event, dict) and isinstance(event.get("kind"), str) and isinstance(event.get("step"), int)
+    return event if whole else None

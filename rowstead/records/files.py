@@ -1,0 +1,63 @@
+"""Small files that are either whole or absent, and plain JSON lines."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def write_atomic(path: Path, content: bytes | str) -> None:
+    """Write a file so that a crash at any moment leaves the old content or the new, never a mixture."""
+    data = content.encode() if isinstance(content, str) else content
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+    fsync_folder(path.parent)
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make the names in a folder durable: a renamed file survives a power cut only after this."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def json_line(plain: Mapping[str, Any]) -> str:
+    """One line of strict JSON; figures that are None, NaN or infinite are left out, as nothing was measured."""
+    return json.dumps(_measured(plain), allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def _measured(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        cleaned = ((str(key), _measured(item)) for key, item in value.items())
+        return {key: item for key, item in cleaned if item is not None}
+    if isinstance(value, (list, tuple)):
+        return [_measured(item) for item in value]
+    if not isinstance(value, (str, int, float, bool)) and hasattr(value, "item"):
+        value = value.item()  # a scalar of NumPy or torch
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def shown_bytes(num_bytes: int) -> str:
+    """A size as a person would say it: `1.5 GB`."""
+    size = float(num_bytes)
+    for unit in ("bytes", "KB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"

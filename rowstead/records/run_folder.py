@@ -1,0 +1,189 @@
+"""The folder of one run: what is in it, how it is named and found, and who may write to it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from rowstead.records.files import json_line, write_atomic
+from rowstead.spec.errors import RowsteadError, SpecError, did_you_mean
+from rowstead.spec.parse import parse, read_yaml, to_plain
+from rowstead.spec.record import Record
+from rowstead.spec.run import RunSpec
+
+LAST = "last"
+"""The word that stands for the run that was trained most recently."""
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths of one run's files, and the few that are read and written here.
+
+    One process trains into a folder, and holds `lock` while it does; any number may read. Every file but the
+    event files is replaced as a whole, so a reader never sees half of one.
+    """
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def spec_file(self) -> Path:
+        """The resolved recipe; a folder that has it is a run."""
+        return self.path / "spec.yaml"
+
+    @property
+    def events_file(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def record_file(self) -> Path:
+        """What the run came to; absent until it has finished."""
+        return self.path / "record.json"
+
+    @classmethod
+    def create(cls, root: Path | str, name: str) -> RunFolder:
+        """A fresh folder `root/name-001`, or the next number that nobody has."""
+        root = Path(root)
+        with _folder_errors(root):
+            root.mkdir(parents=True, exist_ok=True)
+            number = max((_number(path.name, name) for path in root.iterdir()), default=0)
+            while True:
+                number += 1
+                path = root / f"{name}-{number:03d}"
+                with contextlib.suppress(FileExistsError):  # another process was quicker: try the next number
+                    path.mkdir()
+                    return cls(path)
+
+    @classmethod
+    def create_at(cls, path: Path | str) -> RunFolder:
+        """The folder that the user asked for, which must be new or empty."""
+        path = Path(path)
+        with _folder_errors(path):
+            path.mkdir(parents=True, exist_ok=True)
+            taken = any(path.iterdir())
+        if not taken:
+            return cls(path)
+        if cls(path).spec_file.is_file():
+            raise RowsteadError(f"{path} already holds a run: choose another --out, or continue it with --resume {path}")
+        raise RowsteadError(f"{path} exists and is not empty: choose another --out")
+
+    @classmethod
+    def open(cls, path_or_name: Path | str, root: Path | str) -> RunFolder:
+        """The run at a path, or of that name under `root`, or with `last` the run trained most recently."""
+        root, text = Path(root), str(path_or_name)
+        runs = runs_in(root)
+        if text == LAST:
+            if not runs:
+                raise RowsteadError(f"there is no run under {root} yet: `rowstead train` makes one")
+            return runs[-1]
+        for candidate in (cls(root / text), cls(Path(text))):
+            if candidate.spec_file.is_file():
+                return candidate
+        if Path(text).is_dir():
+            raise RowsteadError(f"{text} is not the folder of a run: it has no spec.yaml")
+        if not runs:
+            raise RowsteadError(f"no run `{text}`, and no other under {root} either: `rowstead train` makes one")
+        known = [run.name for run in reversed(runs)]
+        raise RowsteadError(f"no run `{text}` under {root}: {did_you_mean(text, [*known, LAST])}")
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the folder for training; refused while another process does. The lock goes when its process goes."""
+        file = self.path / ".lock"
+        with _folder_errors(file):
+            descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.read(descriptor, 32).decode(errors="replace").strip()
+                whom = f"process {holder}" if holder else "another process"
+                raise RowsteadError(
+                    f"{self.path} is being trained by {whom}: wait for it or stop it, or choose another --out"
+                ) from None
+            os.truncate(descriptor, 0)
+            os.write(descriptor, f"{os.getpid()}\n".encode())  # who, for the message above
+            yield
+        finally:
+            os.close(descriptor)
+
+    def write_spec(self, spec: RunSpec) -> None:
+        """Keep the resolved recipe."""
+        text = yaml.safe_dump(to_plain(spec), sort_keys=False, allow_unicode=True, width=120)
+        with _folder_errors(self.spec_file):
+            write_atomic(self.spec_file, text)
+
+    def read_spec(self) -> RunSpec:
+        """The recipe that this run was started with."""
+        try:
+            return parse(RunSpec, read_yaml(self.spec_file))
+        except SpecError as error:
+            raise SpecError("", f"{self.spec_file}: {error}") from None
+
+    def write_record(self, record: Record) -> None:
+        """Keep what the run came to."""
+        with _folder_errors(self.record_file):
+            write_atomic(self.record_file, json_line(to_plain(record)))
+
+    def read_record(self) -> Record:
+        """What the run came to, once it has finished."""
+        if not self.record_file.is_file():
+            raise RowsteadError(
+                f"{self.path} has no record.json: the run has not finished; continue it with --resume {self.path}"
+            )
+        with _folder_errors(self.record_file):
+            text = self.record_file.read_bytes()
+        try:
+            return Record(**json.loads(text))
+        except (ValueError, TypeError) as error:
+            raise RowsteadError(f"{self.record_file} cannot be read as a record: {error}") from None
+
+
+def runs_in(root: Path | str) -> list[RunFolder]:
+    """The runs under a root, the one trained most recently last."""
+    root = Path(root)
+    if not root.is_dir():
+        return []
+    found = [RunFolder(path) for path in root.iterdir() if (path / "spec.yaml").is_file()]
+    return sorted(found, key=lambda run: (_last_written_s(run), run.name))
+
+
+def _last_written_s(run: RunFolder) -> float:
+    times = [0.0]
+    for file in (run.spec_file, run.events_file):
+        with contextlib.suppress(OSError):
+            times.append(file.stat().st_mtime)
+    return max(times)
+
+
+def _number(folder: str, name: str) -> int:
+    """3 for `name-003`, and 0 for a folder of another name."""
+    digits = folder[len(name) + 1 :]
+    return int(digits) if folder.startswith(f"{name}-") and digits.isascii() and digits.isdigit() else 0
+
+
+@contextlib.contextmanager
+def _folder_errors(path: Path) -> Iterator[None]:
+    """A full disk, a missing permission and the like, as an error without a traceback."""
+    try:
+        yield
+    except OSError as error:
+        raise RowsteadError(f"cannot use {path}: {error.strerror or error}") from error

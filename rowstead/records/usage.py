@@ -1,0 +1,143 @@
+"""What a process uses, sampled in the background, and what it runs on."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import threading
+import time
+from pathlib import Path
+
+import psutil
+
+PACKAGES = ("rowstead", "torch", "triton", "numpy", "numba", "pyarrow", "safetensors")
+"""Those whose version can change a figure."""
+
+
+class UsageSampler:
+    """Samples CPU time and memory of this process between `start` and `stop`, or inside a `with`.
+
+    `figures` may be called at any time, also after `stop`. One sample costs some tens of microseconds.
+    """
+
+    def __init__(self, interval_s: float = 0.5) -> None:
+        if interval_s <= 0:
+            raise ValueError(f"interval_s must be above 0, got {interval_s}")
+        self._interval_s = interval_s
+        self._process = psutil.Process()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> UsageSampler:
+        """Begin to sample; figures of an earlier stretch are forgotten."""
+        if self._thread is not None:
+            raise RuntimeError("the sampler is already running")
+        self._ended = threading.Event()
+        self._cpu_shares: list[float] = []
+        self._rss_bytes: list[int] = []
+        self._first = self._last = (time.monotonic(), self._cpu_s())
+        self._sample()
+        self._thread = threading.Thread(target=self._run, name="rowstead-usage", daemon=True)
+        self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        """Take a last sample and end; harmless when not running."""
+        if self._thread is not None:
+            self._ended.set()
+            self._thread.join()
+            self._thread = None
+            self._sample()
+
+    def __enter__(self) -> UsageSampler:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def figures(self) -> dict[str, float]:
+        """Mean and largest use so far; CPU as a share of the cores this process may use. Empty before `start`."""
+        if not hasattr(self, "_first"):
+            return {}
+        with self._lock:
+            wall_s, cpu_s = (last - first for first, last in zip(self._first, self._last, strict=True))
+            shares, rss_bytes = list(self._cpu_shares), list(self._rss_bytes)
+        figures: dict[str, float] = {}
+        if shares and wall_s > 0:
+            figures |= {"cpu_s": cpu_s, "cpu_share_mean": cpu_s / wall_s / usable_cores(), "cpu_share_max": max(shares)}
+        return figures | {
+            "rss_mean_bytes": sum(rss_bytes) / len(rss_bytes),
+            "rss_max_bytes": max(rss_bytes),
+            "peak_memory_bytes": max(peak_memory_bytes() or 0, max(rss_bytes)),
+        }
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._interval_s):
+            self._sample()
+
+    def _sample(self) -> None:
+        now_s, cpu_s, rss_bytes = time.monotonic(), self._cpu_s(), self._process.memory_info().rss
+        with self._lock:
+            before_s, cpu_before_s = self._last
+            self._rss_bytes.append(rss_bytes)
+            if now_s - before_s >= min(0.05, self._interval_s):  # CPU time ticks in hundredths of a second
+                self._cpu_shares.append((cpu_s - cpu_before_s) / (now_s - before_s) / usable_cores())
+                self._last = (now_s, cpu_s)
+
+    def _cpu_s(self) -> float:
+        times = self._process.cpu_times()
+        return times.user + times.system
+
+
+def peak_memory_bytes() -> int | None:
+    """The most memory this process has had at once since it began, where the system says (Linux)."""
+    # Not getrusage's ru_maxrss, which a process inherits from the one that started it.
+    return _status_bytes("VmHWM")
+
+
+def _status_bytes(key: str) -> int | None:
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:")), None)
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on, which can be fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def machine_facts(gpu: str | None = None) -> dict[str, str | int | float]:
+    """What this process runs on; the GPU only as the caller names it."""
+    facts: dict[str, str | int | float] = {
+        "cpu": _cpu_model(),
+        "num_cores": os.cpu_count() or 1,
+        "num_usable_cores": usable_cores(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "os": f"{platform.system()} {platform.release()}",
+        "architecture": platform.machine(),
+        "python": platform.python_version(),
+    }
+    return facts if gpu is None else {**facts, "gpu": gpu}
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that matter to a figure, those that are installed."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "") or platform.processor() or platform.machine()

@@ -1,0 +1,93 @@
+"""Rows in the memory of the device that trains: RAM on a CPU machine, GPU memory on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from rowstead.contracts.batch import Sparse
+from rowstead.kernels import reference
+from rowstead.kernels.initial import initial_rows
+from rowstead.kernels.layout import Layout
+from rowstead.spec.errors import CheckpointError
+from rowstead.spec.features import Table
+from rowstead.spec.train import SparseOptimizerSpec
+
+
+class DeviceStore(nn.Module):
+    """An EmbeddingStore that is also an ordinary module: its tables are parameters.
+
+    Tables do not require gradients, since `update` trains them. After `requires_grad_(True)` they take part in autograd
+    like any other parameter. Without an optimizer the store only answers look-ups and holds no optimizer state.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        optimizer: SparseOptimizerSpec | None,
+        *,
+        seed: int = 1,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        device = torch.device(device)
+        self.layout = layout
+        self.tables: tuple[Table, ...] = layout.tables
+        self.optimizer = optimizer
+        self.weights = nn.ParameterList(
+            nn.Parameter(initial_rows(table, seed=seed, dtype=dtype, device=device), requires_grad=False)
+            for table in layout.tables
+        )
+        self.row_states = [reference.new_row_state(optimizer.kind if optimizer else "sgd", rows) for rows in self.weights]
+
+    def lookup(self, sparse: Sparse) -> Tensor:
+        return reference.lookup(list(self.weights), self.layout, sparse.ids, sparse.offsets, sparse.weights)
+
+    @torch.no_grad()
+    def update(self, sparse: Sparse, grad: Tensor, *, lr: float, step: int) -> None:
+        assert self.optimizer is not None, "this store was made for look-ups only"
+        reference.update(
+            list(self.weights),
+            self.row_states,
+            self.layout,
+            sparse.ids,
+            sparse.offsets,
+            sparse.weights,
+            grad,
+            optimizer=self.optimizer,
+            lr=lr,
+            step=step,
+        )
+
+    def prefetch(self, sparse: Sparse) -> None:
+        """Nothing to do: every row is here already."""
+
+    def rows(self, table: str, ids: Tensor) -> Tensor:
+        place = [t.name for t in self.tables].index(table)
+        return self.weights[place].detach()[ids]
+
+    def state(self) -> dict[str, Tensor]:
+        tensors = {}
+        for table, rows, row_state in zip(self.tables, self.weights, self.row_states, strict=True):
+            tensors[f"{table.name}.rows"] = rows.detach()
+            for name, value in row_state.items():
+                tensors[f"{table.name}.{name}"] = value
+        return tensors
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        for name, own in self.state().items():
+            try:
+                given = state[name]
+            except KeyError:
+                raise CheckpointError(
+                    f"the saved model has no `{name}`: it was saved with another model or optimizer"
+                ) from None
+            if given.shape != own.shape:
+                raise CheckpointError(
+                    f"`{name}` is {tuple(given.shape)} in the saved model and {tuple(own.shape)} in this one"
+                )
+            own.copy_(given)

@@ -1,0 +1,58 @@
+"""Scores a model on one split of a log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rowstead.contracts.batch import Batch
+from rowstead.contracts.source import Source
+from rowstead.data.prefetch import Prefetch
+from rowstead.model.dlrm import DLRM
+from rowstead.spec.errors import DataError
+from rowstead.training.metrics import Evaluation, Quality
+
+EVAL_BATCH = 8192
+
+
+def log_odds_of(
+    model: DLRM, source: Source, *, device: torch.device, max_samples: int | None = None, batch_size: int = EVAL_BATCH
+) -> Iterator[tuple[Batch, NDArray[np.float32]]]:
+    """Each batch of the split, on the CPU, with the model's log-odds [B], in the order of the log."""
+    seen = 0
+    was_training = model.training
+    model.eval()
+    try:
+        with Prefetch(source.batches(batch_size), depth=2) as batches, torch.no_grad():
+            for batch, _ in batches:
+                yield batch, model(batch.to(device)).float().cpu().numpy()
+                seen += batch.num_samples
+                if max_samples is not None and seen >= max_samples:
+                    return
+    finally:
+        model.train(was_training)
+
+
+def evaluate(
+    model: DLRM,
+    source: Source,
+    *,
+    device: torch.device,
+    negative_keep_rate: float = 1.0,
+    max_samples: int | None = None,
+    on_batch: Callable[[int], None] | None = None,
+) -> Quality:
+    """The model's Quality on a split, or on its first `max_samples` examples."""
+    evaluation = Evaluation(negative_keep_rate=negative_keep_rate)
+    for batch, log_odds in log_odds_of(model, source, device=device, max_samples=max_samples):
+        if batch.labels is None:
+            raise DataError("the log to evaluate on has no label column")
+        weights = None if batch.weights is None else batch.weights.numpy()
+        true_p = None if batch.true_p is None else batch.true_p.numpy()
+        evaluation.add(log_odds, batch.labels.numpy(), weights, true_p)
+        if on_batch is not None:
+            on_batch(batch.num_samples)
+    return evaluation.quality()

@@ -1,0 +1,240 @@
+"""The training loop: batches in, steps, evaluations and checkpoints in between, until the log or the patience ends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from rowstead.contracts.batch import Batch
+from rowstead.contracts.source import Cursor, Source
+from rowstead.data.prefetch import Prefetch
+from rowstead.records.events import EventLog
+from rowstead.records.tensorboard import ScalarWriter
+from rowstead.records.timers import Timers
+from rowstead.spec.errors import TrainingError
+from rowstead.spec.run import RunSpec
+from rowstead.training import checkpoint
+from rowstead.training.evaluate import evaluate
+from rowstead.training.metrics import Quality
+from rowstead.training.progress import Progress, Watcher, Window
+from rowstead.training.step import Stepper
+
+PREFETCH_BATCHES = 4
+Ending = Literal["finished", "interrupted", "stopped early"]
+
+
+@dataclass
+class Position:
+    """How far a run has come; saved with every checkpoint."""
+
+    step: int = 0
+    epoch: int = 0
+    cursor: Cursor | None = None
+    """Where the reader stands inside the epoch; none at its start."""
+    num_samples: int = 0
+    train_s: float = 0.0
+    best: float | None = None
+    """Lowest evaluation measure so far, for early stopping."""
+    evaluations_since_best: int = 0
+
+    def to_plain(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+@dataclass
+class Outcome:
+    """How a loop ended, and what it measured."""
+
+    ending: Ending
+    position: Position
+    quality: Quality | None
+    samples_per_s: float | None
+    """Over this process's part of the run, evaluations and checkpoints not counted."""
+    phase_s: dict[str, float] = field(default_factory=dict)
+
+
+class Loop:
+    """Drives a Stepper over a training split."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        stepper: Stepper,
+        train_source: Source,
+        eval_source: Source,
+        *,
+        device: torch.device,
+        folder: Path,
+        facts: dict[str, Any],
+        watcher: Watcher,
+        position: Position | None = None,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.spec = spec
+        self.stepper = stepper
+        self.train_source = train_source
+        self.eval_source = eval_source
+        self.device = device
+        self.folder = folder
+        self.facts = facts
+        self.watcher = watcher
+        self.position = position or Position()
+        self.should_stop = should_stop
+        self.timers: Timers = stepper.timers
+        self.events = EventLog(folder / "events.jsonl")
+        self.scalars = ScalarWriter(folder / "tensorboard", resumed_step=position.step if position else None)
+        self._window = Window()
+        self._step_s = 0.0
+        self._saved_step = self.position.step if position else -1
+
+    def run(self) -> Outcome:
+        """Train to the end; on a request to stop, save and return early."""
+        try:
+            return self._run()
+        finally:
+            self.events.close()
+            self.scalars.close()
+
+    def _run(self) -> Outcome:
+        position, steps_before, samples_before = self.position, self.position.step, self.position.num_samples
+        ending: Ending = "finished"
+        while ending == "finished" and position.epoch < self.spec.train.epochs and not self._done():
+            ending = self._epoch()
+            if ending == "finished" and not self._done():
+                position.epoch, position.cursor = position.epoch + 1, None
+        self.save()
+        quality = None if ending == "interrupted" else self._evaluate(max_samples=None)
+        trained = position.num_samples - samples_before
+        return Outcome(
+            ending=ending,
+            position=position,
+            quality=quality,
+            samples_per_s=trained / self._step_s if position.step > steps_before else None,
+            phase_s=self.timers.totals_s(),
+        )
+
+    def _done(self) -> bool:
+        return self.position.step >= self.stepper.total_steps
+
+    def _epoch(self) -> Ending:
+        """The rest of the current epoch."""
+        spec, position = self.spec.train, self.position
+        batches = self.train_source.batches(spec.batch_size, epoch=position.epoch, cursor=position.cursor)
+        with Prefetch(batches, depth=PREFETCH_BATCHES) as ahead:
+            started = time.perf_counter()
+            for batch, cursor in self._waiting_for(iter(ahead)):
+                assert batch.labels is not None
+                mean_label = float(batch.labels.mean())
+                try:
+                    loss = self.stepper.step(batch.to(self.device), position.step + 1)
+                except TrainingError as error:
+                    raise TrainingError(
+                        f"{error} (epoch {position.epoch}, after {position.num_samples} examples, reader at {cursor})"
+                    ) from None
+                position.step += 1
+                position.cursor = cursor
+                position.num_samples += batch.num_samples
+                self._window.add(batch.num_samples, loss, mean_label)
+                now = time.perf_counter()
+                self._step_s += now - started
+                position.train_s += now - started
+                self._tell()
+                if self._after_step():
+                    self._take_back_best()
+                    return "stopped early"
+                if self.should_stop():
+                    return "interrupted"
+                if self._done():
+                    return "finished"
+                started = time.perf_counter()
+        return "finished"
+
+    def _waiting_for(self, batches: Iterator[tuple[Batch, Cursor]]) -> Iterator[tuple[Batch, Cursor]]:
+        """The batches, the time spent waiting for each counted."""
+        while True:
+            with self.timers.phase("waiting for data"):
+                item = next(batches, None)
+            if item is None:
+                return
+            yield item
+
+    def _tell(self) -> None:
+        position = self.position
+        elapsed = max(self._step_s, 1e-9)
+        progress = Progress(
+            step=position.step,
+            total_steps=self.stepper.total_steps,
+            num_samples=position.num_samples,
+            loss=self._window.loss,
+            samples_per_s=position.num_samples / max(position.train_s, 1e-9),
+            waiting_share=min(1.0, self.timers.phase("waiting for data").total_ns * 1e-9 / elapsed),
+            ne=self._window.ne if self.spec.train.loss == "bce" else None,
+        )
+        self.watcher.on_step(progress)
+        if position.step % self.spec.train.log_every == 0:
+            figures = {name: value for name, value in vars(progress).items() if value is not None}
+            self._record("train", {k: v for k, v in figures.items() if k not in ("step", "total_steps")})
+
+    def _after_step(self) -> bool:
+        """Evaluate and save when it is time; true when training should stop early."""
+        spec, position = self.spec.train, self.position
+        if spec.eval_every is not None and position.step % spec.eval_every == 0 and not self._done():
+            quality = self._evaluate(max_samples=spec.eval_samples)
+            if self._lost_patience(quality):
+                return True
+        if spec.checkpoint_every is not None and position.step % spec.checkpoint_every == 0:
+            self.save()
+        return False
+
+    def _evaluate(self, *, max_samples: int | None) -> Quality:
+        quality = evaluate(
+            self.stepper.model,
+            self.eval_source,
+            device=self.device,
+            negative_keep_rate=self.spec.data.negative_keep_rate,
+            max_samples=max_samples,
+        )
+        self._record("evaluation", quality.figures())
+        self.watcher.on_evaluation(self.position.step, quality)
+        return quality
+
+    def _lost_patience(self, quality: Quality) -> bool:
+        spec, position = self.spec.train.early_stop, self.position
+        if spec is None:
+            return False
+        measure = quality.mse if self.spec.train.loss == "mse" or quality.ne is None else quality.ne
+        if position.best is None or measure < position.best - spec.min_delta:
+            position.best, position.evaluations_since_best = measure, 0
+            self._write_checkpoint(self.folder / "best", keep=1)
+        else:
+            position.evaluations_since_best += 1
+        return position.evaluations_since_best >= spec.patience
+
+    def _record(self, kind: str, figures: dict[str, float]) -> None:
+        self.events.write(kind, step=self.position.step, **figures)
+        self.scalars.write(self.position.step, {f"{kind}/{name}": value for name, value in figures.items()})
+
+    def save(self) -> None:
+        """Write a checkpoint of this moment, unless it is on disk already."""
+        step = self.position.step
+        if step == self._saved_step:
+            return
+        self._write_checkpoint(self.folder / "checkpoints", keep=self.spec.train.keep_checkpoints)
+        self._saved_step = step
+        self.events.write("checkpoint", step=step)
+
+    def _write_checkpoint(self, folder: Path, *, keep: int) -> None:
+        facts = {**self.facts, "position": self.position.to_plain()}
+        with self.timers.phase("checkpoint"):
+            checkpoint.save(folder, self.position.step, self.stepper.state(), facts, keep=keep)
+
+    def _take_back_best(self) -> None:
+        """After early stopping, return to the weights of the best evaluation."""
+        best = checkpoint.load_latest(self.folder / "best", self.watcher.on_message)
+        self.stepper.load_state(best.tensors)
+        self.watcher.on_message(f"no better evaluation for a while: took back the weights of step {best.step}")

@@ -1,0 +1,151 @@
+"""How good predictions are: NE, AUC, log loss, calibration, MSE; in float64, over any number of examples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rowstead.spec.errors import DataError
+
+Floats = NDArray[np.float64]
+
+EXACT_AUC_SAMPLES = 20_000_000
+"""Up to so many examples the AUC is exact; beyond, scores are binned and the error is stated."""
+_BIN_BITS = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quality:
+    """The measures of one evaluation; those that need a teacher or both classes are absent where there is none."""
+
+    num_samples: int
+    log_loss: float
+    mse: float
+    mean_label: float
+    mean_prediction: float
+    ne: float | None = None
+    """Log loss over the log loss of the set's mean label; absent when all labels are equal."""
+    auc: float | None = None
+    auc_error: float | None = None
+    """Largest possible error of `auc`; 0 when it is exact."""
+    calibration: float | None = None
+    """Mean prediction over mean label."""
+    ne_expected: float | None = None
+    """NE in expectation under the teacher: without label noise."""
+    ne_best: float | None = None
+    """The lowest NE that any model can reach on this log: the teacher's own, in expectation."""
+
+    def figures(self) -> dict[str, float]:
+        """The measures that exist, by name."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+class Evaluation:
+    """Collects predictions batch by batch and computes their Quality at the end."""
+
+    def __init__(self, *, negative_keep_rate: float = 1.0, exact_auc_samples: int = EXACT_AUC_SAMPLES) -> None:
+        self._negative_weight = 1.0 / negative_keep_rate
+        self._shift = float(np.log(negative_keep_rate))
+        self._exact_auc_samples = exact_auc_samples
+        self._kept: list[tuple[NDArray[np.float32], Floats, Floats]] = []
+        self._bins: tuple[Floats, Floats] | None = None
+        self._num_samples = 0
+        self._num_truths = 0
+        self._sums = dict.fromkeys(("weight", "label", "prediction", "log_loss", "square", "expected", "best", "truth"), 0.0)
+
+    def add(
+        self,
+        log_odds: NDArray[np.float32],
+        labels: NDArray[np.float32],
+        weights: NDArray[np.float32] | None = None,
+        true_p: NDArray[np.float32] | None = None,
+    ) -> None:
+        """Take one batch: the model's log-odds [B] (before any correction), labels [B], example weights, true_p [B]."""
+        z = log_odds.astype(np.float64) + self._shift
+        y = labels.astype(np.float64)
+        w = np.ones_like(y) if weights is None else weights.astype(np.float64)
+        positive, negative = w * y, w * (1 - y) * self._negative_weight
+        prediction = 1 / (1 + np.exp(-z))
+        loss_if_1, loss_if_0 = np.logaddexp(0, -z), np.logaddexp(0, z)
+        sums = self._sums
+        sums["weight"] += float((positive + negative).sum())
+        sums["label"] += float(positive.sum())
+        sums["prediction"] += float((prediction * (positive + negative)).sum())
+        sums["log_loss"] += float((positive * loss_if_1 + negative * loss_if_0).sum())
+        sums["square"] += float((positive * (1 - prediction) ** 2 + negative * prediction**2).sum())
+        if true_p is not None:
+            p = np.clip(true_p.astype(np.float64), 1e-12, 1 - 1e-12)
+            sums["truth"] += float(p.sum())
+            sums["expected"] += float((p * loss_if_1 + (1 - p) * loss_if_0).sum())
+            sums["best"] += float(_entropy(p).sum())
+            self._num_truths += len(y)
+        self._num_samples += len(y)
+        self._keep_for_auc(log_odds.astype(np.float32), positive, negative)
+
+    def quality(self) -> Quality:
+        """The measures over everything taken so far."""
+        sums, total = self._sums, self._sums["weight"]
+        if self._num_samples == 0 or total <= 0:
+            raise DataError("there is nothing to evaluate: the evaluation split has no examples of positive weight")
+        mean_label = sums["label"] / total
+        log_loss = sums["log_loss"] / total
+        base = float(_entropy(np.float64(mean_label))) if 0 < mean_label < 1 else 0.0
+        mixed = base > 0
+        auc, auc_error = self._auc() if mixed else (None, None)
+        knows_truth = self._num_truths == self._num_samples and mixed
+        truth_base = float(_entropy(np.float64(sums["truth"] / self._num_truths))) if knows_truth else 0.0
+        return Quality(
+            num_samples=self._num_samples,
+            log_loss=log_loss,
+            mse=sums["square"] / total,
+            mean_label=mean_label,
+            mean_prediction=sums["prediction"] / total,
+            ne=log_loss / base if mixed else None,
+            auc=auc,
+            auc_error=auc_error,
+            calibration=sums["prediction"] / sums["label"] if sums["label"] > 0 else None,
+            ne_expected=sums["expected"] / self._num_truths / truth_base if knows_truth else None,
+            ne_best=sums["best"] / self._num_truths / truth_base if knows_truth else None,
+        )
+
+    def _keep_for_auc(self, scores: NDArray[np.float32], positive: Floats, negative: Floats) -> None:
+        self._kept.append((scores, positive, negative))
+        if self._bins is None and self._num_samples > self._exact_auc_samples:
+            self._bins = (np.zeros(1 << _BIN_BITS), np.zeros(1 << _BIN_BITS))
+        if self._bins is not None:
+            for kept_scores, kept_positive, kept_negative in self._kept:
+                place = _bin_of(kept_scores)
+                self._bins[0][:] += np.bincount(place, weights=kept_positive, minlength=1 << _BIN_BITS)
+                self._bins[1][:] += np.bincount(place, weights=kept_negative, minlength=1 << _BIN_BITS)
+            self._kept.clear()
+
+    def _auc(self) -> tuple[float, float]:
+        """The AUC and its largest possible error."""
+        if self._bins is not None:
+            positive, negative = self._bins
+            ties = 0.5 * float((positive * negative).sum()) / float(positive.sum() * negative.sum())
+            return area_under_curve(positive, negative), ties
+        scores = np.concatenate([kept[0] for kept in self._kept])
+        distinct, place = np.unique(scores, return_inverse=True)
+        positive = np.bincount(place, weights=np.concatenate([kept[1] for kept in self._kept]), minlength=len(distinct))
+        negative = np.bincount(place, weights=np.concatenate([kept[2] for kept in self._kept]), minlength=len(distinct))
+        return area_under_curve(positive, negative), 0.0
+
+
+def area_under_curve(positive: Floats, negative: Floats) -> float:
+    """AUC from the weight of positives and negatives at each distinct score, in rising order; ties count half."""
+    below = np.cumsum(negative) - negative
+    return float((positive * (below + 0.5 * negative)).sum() / (positive.sum() * negative.sum()))
+
+
+def _entropy(p: Floats | np.float64) -> Floats | np.float64:
+    return -(p * np.log(p) + (1 - p) * np.log1p(-p))
+
+
+def _bin_of(scores: NDArray[np.float32]) -> NDArray[np.int64]:
+    """The place of each float among 2**20 bins, in the order of the floats themselves."""
+    bits = scores.view(np.int32).astype(np.int64)
+    ordered = np.where(bits < 0, -(bits & 0x7FFFFFFF), bits) + (1 << 31)
+    return ordered >> (32 - _BIN_BITS)

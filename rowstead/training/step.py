@@ -1,0 +1,143 @@
+"""One training step: look-up, forward, loss, backward, dense optimizer, fused row update."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import ChainMap
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rowstead.contracts.batch import Batch
+from rowstead.model.dlrm import DLRM
+from rowstead.records.timers import Timers
+from rowstead.spec.errors import CheckpointError, TrainingError
+from rowstead.spec.train import DenseOptimizerSpec, TrainSpec
+from rowstead.training.schedule import factor
+
+
+def loss_of(kind: str, log_odds: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
+    """Mean loss over a batch, each example counted by its weight. All arguments [B]."""
+    if kind == "bce":
+        each = functional.binary_cross_entropy_with_logits(log_odds, labels, reduction="none")
+    else:
+        each = (torch.sigmoid(log_odds) - labels).square()
+    if weights is None:
+        return each.mean()
+    return (each * weights).sum() / weights.sum().clamp(min=torch.finfo(weights.dtype).tiny)
+
+
+def dense_optimizer(spec: DenseOptimizerSpec, module: nn.Module) -> torch.optim.Optimizer:
+    """torch.optim's optimizer of that name over the module's parameters."""
+    parameters = list(module.parameters())
+    if spec.kind == "sgd":
+        return torch.optim.SGD(parameters, lr=spec.lr, weight_decay=spec.weight_decay)
+    if spec.kind == "adagrad":
+        return torch.optim.Adagrad(parameters, lr=spec.lr, eps=spec.eps, weight_decay=spec.weight_decay)
+    betas = (spec.beta1, spec.beta2)
+    return torch.optim.Adam(parameters, lr=spec.lr, eps=spec.eps, betas=betas, weight_decay=spec.weight_decay)
+
+
+class Stepper:
+    """A model with its optimizers; `step` trains it on one batch."""
+
+    def __init__(self, model: DLRM, spec: TrainSpec, *, total_steps: int, timers: Timers | None = None) -> None:
+        self.model = model
+        self.spec = spec
+        self.total_steps = total_steps
+        self.timers = timers or Timers()
+        self.optimizer = dense_optimizer(spec.dense_optimizer, model.net)
+
+    def step(self, batch: Batch, number: int) -> float:
+        """Train on `batch` as step `number` (from 1) and return its loss, taken before the update.
+
+        A loss that is not finite raises TrainingError before anything changes.
+        """
+        model, spec, timers = self.model, self.spec, self.timers
+        assert batch.labels is not None
+        rate = factor(spec.schedule, number, self.total_steps)
+        with timers.phase("look-up"):
+            if model.store.tables:
+                pooled = model.store.lookup(batch.sparse).requires_grad_()
+            else:
+                pooled = batch.dense.new_zeros(batch.num_samples, 0)
+        with timers.phase("forward"):
+            with self._autocast(batch.dense.device):
+                log_odds = model.net(batch.dense, pooled)
+            loss = loss_of(spec.loss, log_odds.to(batch.labels.dtype), batch.labels, batch.weights)
+            value = loss.item()
+        if value != value or value in (float("inf"), float("-inf")):
+            raise TrainingError(
+                f"the loss is {value} at step {number}: nothing was updated. Lower train.sparse_optimizer.lr and "
+                "train.dense_optimizer.lr, set their `clip`, or look for extreme values in that batch"
+            )
+        with timers.phase("backward"):
+            self.optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+        with timers.phase("dense update"):
+            if spec.dense_optimizer.clip is not None:
+                nn.utils.clip_grad_norm_(model.net.parameters(), spec.dense_optimizer.clip)
+            for group in self.optimizer.param_groups:
+                group["lr"] = spec.dense_optimizer.lr * rate
+            self.optimizer.step()
+        if pooled.grad is not None:
+            with timers.phase("row update"):
+                model.store.update(batch.sparse, pooled.grad, lr=spec.sparse_optimizer.lr * rate, step=number)
+        return value
+
+    def _autocast(self, device: torch.device) -> contextlib.AbstractContextManager[object]:
+        if self.spec.precision == "bf16":
+            return torch.autocast(device.type, dtype=torch.bfloat16)
+        return contextlib.nullcontext()
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything that training changes: `net.*`, `optimizer.*` and `store.*`."""
+        tensors = {f"net.{name}": value.detach() for name, value in self.model.net.state_dict().items()}
+        for place, entry in self.optimizer.state_dict()["state"].items():
+            tensors |= {f"optimizer.{place}.{name}": value for name, value in entry.items() if isinstance(value, Tensor)}
+        return tensors | {f"store.{name}": value for name, value in self.model.store.state().items()}
+
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over what `state` gave, so that the next step is the same bit for bit."""
+        load_model(self.model, tensors)
+        plain = self.optimizer.state_dict()
+        state: dict[int, dict[str, Tensor]] = {}
+        for name in tensors:
+            part, _, rest = name.partition(".")
+            if part == "optimizer":
+                place, _, key = rest.partition(".")
+                state.setdefault(int(place), {})[key] = tensors[name]
+        self.optimizer.load_state_dict({"state": state, "param_groups": plain["param_groups"]})
+
+
+def load_model(model: DLRM, tensors: Mapping[str, Tensor], *, with_optimizer: bool = True) -> None:
+    """Take over rows and dense parameters from a checkpoint's tensors, and what the store's optimizer remembers."""
+    own = model.net.state_dict()
+    for name, value in own.items():
+        saved = f"net.{name}"
+        if saved not in tensors or tensors[saved].shape != value.shape:
+            found = tuple(tensors[saved].shape) if saved in tensors else "nothing"
+            raise CheckpointError(f"the saved model is another one: `{name}` is {tuple(value.shape)} here and {found} there")
+    model.net.load_state_dict({name: tensors[f"net.{name}"] for name in own})
+    own_state = model.store.state()
+    names = {name: f"store.{name}" for name in own_state if with_optimizer or name.endswith(".rows")}
+    left_alone = {name: value for name, value in own_state.items() if name not in names}
+    model.store.load_state(ChainMap(left_alone, _Renamed(tensors, names)))  # type: ignore[arg-type]
+
+
+class _Renamed(Mapping[str, Tensor]):
+    """Some entries of a mapping under other names; a value is read only when it is asked for."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], names: dict[str, str]) -> None:
+        self._tensors, self._names = tensors, names
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[self._names[name]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
