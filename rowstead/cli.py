@@ -84,7 +84,6 @@ def predict(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run, as for `evaluate`, or a folder that `export` wrote.")],
     out: Annotated[Path, typer.Option("--out", help="Parquet file to write.")],
     data: Data = None,
-    keep: Annotated[Optional[list[str]], typer.Option("--keep", metavar="COLUMN", help="Copy this column of the log too. Repeatable.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
     runs: Root = RUNS,
 ) -> None:
@@ -94,7 +93,7 @@ def predict(
 
     console = Console()
     with counting(console, "predicting") as advance:
-        num_rows = write_predictions(run, out, data=data, keep=keep or [], overwrite=overwrite, root=runs, on_batch=advance)
+        num_rows = write_predictions(run, out, data=data, overwrite=overwrite, root=runs, on_batch=advance)
     console.print(f"{num_rows:,} predictions in {out}", highlight=False, soft_wrap=True)
 
 

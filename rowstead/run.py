@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import math
 import signal
@@ -10,15 +11,16 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from rowstead.contracts.batch import Batch
 from rowstead.contracts.source import Source
+from rowstead.data.block import RawBlock
 from rowstead.data.columns import Columns
 from rowstead.data.encode import Encoder
-from rowstead.data.parquet import ParquetSource
+from rowstead.data.parquet import ParquetLog, ParquetSource
 from rowstead.data.synth import SynthLog, SynthSource
 from rowstead.data.transforms import DenseTransforms
 from rowstead.kernels.layout import layout_of
@@ -26,6 +28,7 @@ from rowstead.model.dlrm import DLRM
 from rowstead.records.events import EventLog
 from rowstead.records.run_folder import RunFolder
 from rowstead.records.usage import UsageSampler, machine_facts, versions
+from rowstead.spec.data import ParquetSpec
 from rowstead.spec.errors import CheckpointError, RowsteadError
 from rowstead.spec.parse import digest, to_plain
 from rowstead.spec.record import Record
@@ -158,11 +161,13 @@ def evaluate(
 
 
 def source_for(spec: RunSpec, transforms: DenseTransforms, *, data: list[str] | None, needs_label: bool) -> Source:
-    """The evaluation split of a run, or other Parquet files read the same way, in file order."""
+    """The evaluation split of a run, or the Parquet files of `data` read the same way; in the order of the log."""
     encoder = Encoder(spec.features, spec.tables, transforms)
     if data is None:
-        return _split(spec, encoder, "eval")
-    return ParquetSource.of_files(data, encoder, like=spec.data.parquet, needs_label=needs_label)
+        return _Log(spec, "eval").source(encoder)
+    like = spec.data.parquet or ParquetSpec(train=("any",))
+    log = ParquetLog(dataclasses.replace(like, train=tuple(data)), spec.features, split="all", with_labels=needs_label)
+    return ParquetSource(log, encoder, shuffle=False)
 
 
 def device_of(spec: RunSpec) -> torch.device:
@@ -175,19 +180,34 @@ def device_of(spec: RunSpec) -> torch.device:
 
 def open_sources(spec: RunSpec, transforms: DenseTransforms | None = None) -> Sources:
     """Both splits of a spec's log; dense transforms are learned on the training split unless they are given."""
+    train_log, eval_log = _Log(spec, "train"), _Log(spec, "eval")
     if transforms is None:
-        blank = DenseTransforms.learn(spec.features, [])
-        probe = _split(spec, Encoder(spec.features, spec.tables, blank), "train")
-        transforms = DenseTransforms.learn(spec.features, probe.raw_blocks(spec.data.statistics_rows))
+        transforms = DenseTransforms.learn(spec.features, train_log.raw_blocks(spec.data.statistics_rows))
     encoder = Encoder(spec.features, spec.tables, transforms)
-    return Sources(train=_split(spec, encoder, "train"), eval=_split(spec, encoder, "eval"), encoder=encoder)
+    return Sources(train=train_log.source(encoder), eval=eval_log.source(encoder), encoder=encoder)
 
 
-def _split(spec: RunSpec, encoder: Encoder, split: Any) -> SynthSource | ParquetSource:
-    if spec.data.synth is not None:
-        return SynthSource(SynthLog(spec.data.synth), encoder, split)
-    assert spec.data.parquet is not None
-    return ParquetSource(spec.data.parquet, encoder, split, seed=spec.seed)
+class _Log:
+    """One split of a spec's log, synthetic or in files."""
+
+    def __init__(self, spec: RunSpec, split: Literal["train", "eval"]) -> None:
+        self._spec, self._split = spec, split
+        self._synth = SynthLog(spec.data.synth) if spec.data.synth is not None else None
+        self._parquet = ParquetLog(spec.data.parquet, spec.features, split=split) if spec.data.parquet is not None else None
+
+    def raw_blocks(self, max_rows: int) -> Iterator[RawBlock]:
+        if self._parquet is not None:
+            return self._parquet.raw_blocks(max_rows)
+        untouched = DenseTransforms.learn(self._spec.features, [])
+        assert self._synth is not None
+        encoder = Encoder(self._spec.features, self._spec.tables, untouched)
+        return SynthSource(self._synth, encoder, self._split).raw_blocks(max_rows)
+
+    def source(self, encoder: Encoder) -> Source:
+        if self._parquet is not None:
+            return ParquetSource(self._parquet, encoder, seed=self._spec.seed, shuffle=self._split == "train")
+        assert self._synth is not None
+        return SynthSource(self._synth, encoder, self._split)
 
 
 def _model(

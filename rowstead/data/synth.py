@@ -171,9 +171,16 @@ def write_parquet(
     step = log.rows_per_piece
     row_bytes = 8 * (log.population.mean_ids.sum() + spec.num_dense)
     rows_per_group = int(min(rows_per_group, max(1024, 4 * _GENERATE_BYTES // max(row_bytes, 1))))
-    options = {"rows_per_file": rows_per_file, "rows_per_group": rows_per_group, "overwrite": overwrite}
-    with SplitWriter(folder, _schema(log), dictionary_columns=False, **options) as writer:
-        for split in ("train", "eval"):
+    splits: tuple[Split, ...] = ("train", "eval")
+    with SplitWriter(
+        folder,
+        _schema(log),
+        rows_per_file=rows_per_file,
+        rows_per_group=rows_per_group,
+        overwrite=overwrite,
+        dictionary_columns=False,
+    ) as writer:
+        for split in splits:
             rows = log.split(split)
             for start in range(rows.start, rows.stop, step):
                 stop = min(start + step, rows.stop)

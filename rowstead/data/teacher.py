@@ -41,7 +41,7 @@ _PRODUCT_SHARES = (0.65, 0.25, 0.10)
 """Of the interaction part's variance: sparse x sparse, dense x sparse, dense x dense."""
 _SQRT_3 = 1.7320508075688772
 
-_LATENT, _TURNED, _IMPORTANCE, _LINEAR, _DENSE, _DENSE_TURNED, _RING = range(100, 107)
+_LATENT, _TURNED, _IMPORTANCE, _LINEAR, _DENSE, _DENSE_TURNED = range(100, 106)
 
 Array = NDArray[np.float64]
 
@@ -84,7 +84,7 @@ class Teacher:
 
     def _log_odds(self, pooled: Array, dense: NDArray[np.float32], turn: Array) -> Array:
         parts = self._parts(pooled, dense, turn)
-        return self._bias + self._scales[0] * parts[0] + self._scales[1] * parts[1]
+        return np.asarray(self._bias + self._scales[0] * parts[0] + self._scales[1] * parts[1])
 
     def _parts(self, pooled: Array, dense: NDArray[np.float32], turn: Array) -> Array:
         """The linear and the interaction part before calibration, [2, R]."""
@@ -123,17 +123,18 @@ class Teacher:
         directions = 2.0 * draws.uniforms(draws.key_of(spec.seed, _LINEAR), count * width).reshape(count, width) - 1.0
         has_dense = spec.num_dense > 0
         dense_share = (_DENSE_SHARE if count else 1.0) if has_dense else 0.0
-        self._linear = _unit_rows(directions) * _unit_rows(importance[None])[0][:, None] * math.sqrt(1.0 - dense_share)
+        self._linear = _unit_rows(directions) * _unit(importance)[:, None] * math.sqrt(1.0 - dense_share)
 
-        ring = np.argsort(order)
+        # Few pairs and falling weights: a signal spread thinly over many products is below what any model can find.
+        by_importance = np.argsort(order)
         num_pairs = (count + 2) // 3 if count > 1 else 0
-        self._pairs = np.stack([ring, np.roll(ring, -1)], axis=1)[:num_pairs]
+        self._pairs = np.stack([by_importance, np.roll(by_importance, -1)], axis=1)[:num_pairs]
         present = (len(self._pairs) > 0, has_dense and count > 0, has_dense)
         shares = [share if here else 0.0 for share, here in zip(_PRODUCT_SHARES, present, strict=True)]
         falling = 1.0 / (1.0 + np.arange(num_pairs))
-        self._pair_weights = _unit_rows(falling[None])[0] * math.sqrt(shares[0])
-        self._cross = _unit_rows(1.0 / (1.0 + order)[None])[0] * math.sqrt(shares[1])
-        self._components = _unit_rows(0.5 ** np.arange(width)[None])[0]
+        self._pair_weights = _unit(falling) * math.sqrt(shares[0])
+        self._cross = _unit(1.0 / (1.0 + order)) * math.sqrt(shares[1])
+        self._components = _unit(0.5 ** np.arange(width))
         self._dense_weights = np.array([math.sqrt(dense_share), math.sqrt(shares[2])])
 
     def _calibrate(self) -> None:
@@ -160,6 +161,11 @@ class Teacher:
 def _rounded(values: Array) -> Array:
     """FP64 values rounded to FP32, which hides differences in the last bits between machines' sums."""
     return np.asarray(values.astype(np.float32).astype(np.float64))
+
+
+def _unit(vector: NDArray[np.floating]) -> Array:
+    """A vector scaled to length 1."""
+    return np.asarray(_unit_rows(np.asarray(vector, np.float64)[None])[0])
 
 
 def _unit_rows(matrix: Array) -> Array:

@@ -218,7 +218,7 @@ def test_damaged_and_missing_files_get_a_clear_error(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 0xFF
     path.write_bytes(bytes(data))
-    with pytest.raises(DataError, match="cannot read .*ratings.dat"):
+    with pytest.raises(DataError, match=r"cannot read .*ratings\.dat"):
         convert(path, tmp_path / "out")
     assert list((tmp_path / "out").glob("*")) == []
 

@@ -257,7 +257,7 @@ def test_a_damaged_row_group_is_named(tmp_path):
     path = tmp_path / "000.parquet"
     write_log(tmp_path, [5000], group_rows=1000)
     data = bytearray(path.read_bytes())
-    data[100:4000] = bytes(3900)
+    data[4:4000] = b"\xff" * 3996
     path.write_bytes(data)
     with pytest.raises(DataError, match=r"000\.parquet`: row group \d cannot be read"):
         numbers_of(source_of(str(path)))

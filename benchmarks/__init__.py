@@ -1,0 +1,1 @@
+"""One file a question: `python -m benchmarks.NAME [--quick] [--json]`."""
