@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn, Optional
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -21,27 +21,35 @@ app = typer.Typer(
 )
 
 Set = Annotated[
-    Optional[list[str]],
+    list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Change one key of the recipe, such as train.batch_size=512. Repeatable."),
 ]
 Root = Annotated[Path, typer.Option("--runs", help="Folder that holds the runs.")]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="A run: its name under --runs, its folder, or `last`.")]
 Data = Annotated[
-    Optional[list[str]],
-    typer.Option("--data", metavar="FILES", help="Parquet files, globs or URLs instead of the run's evaluation split. Repeatable."),
+    list[str] | None,
+    typer.Option(
+        "--data", metavar="FILES", help="Parquet files, globs or URLs instead of the run's evaluation split. Repeatable."
+    ),
 ]
 RUNS = Path("runs")
 
 
 @app.command()
 def train(
-    recipe: Annotated[Optional[str], typer.Argument(help="A recipe file, or the name of a shipped one. [default: quickstart]")] = None,
-    set_: Set = None,
-    resume: Annotated[Optional[str], typer.Option("--resume", metavar="RUN", help="Go on with a run from its last checkpoint.")] = None,
-    init_from: Annotated[
-        Optional[str], typer.Option("--init-from", metavar="RUN", help="Start from the weights of an earlier run's model.")
+    recipe: Annotated[
+        str | None, typer.Argument(help="A recipe file, or the name of a shipped one. [default: quickstart]")
     ] = None,
-    out: Annotated[Optional[Path], typer.Option("--out", help="Folder of this run. [default: the next number under --runs]")] = None,
+    set_: Set = None,
+    resume: Annotated[
+        str | None, typer.Option("--resume", metavar="RUN", help="Go on with a run from its last checkpoint.")
+    ] = None,
+    init_from: Annotated[
+        str | None, typer.Option("--init-from", metavar="RUN", help="Start from the weights of an earlier run's model.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder of this run. [default: the next number under --runs]")
+    ] = None,
     runs: Root = RUNS,
 ) -> None:
     """Train a model from a recipe, or go on with a run."""
@@ -101,7 +109,9 @@ def predict(
 def export(
     run: Run,
     to: Annotated[Path, typer.Option("--to", help="New folder to write.")],
-    int8: Annotated[bool, typer.Option("--int8", help="Store embedding rows as int8 with a scale and an offset a row.")] = False,
+    int8: Annotated[
+        bool, typer.Option("--int8", help="Store embedding rows as int8 with a scale and an offset a row.")
+    ] = False,
     runs: Root = RUNS,
 ) -> None:
     """Write a torch.export program with its hashing and transforms, ready to serve raw fields."""
@@ -114,7 +124,7 @@ def export(
 
 @app.command()
 def recipes(
-    name: Annotated[Optional[str], typer.Argument(help="Show this recipe.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Show this recipe.")] = None,
 ) -> None:
     """List the shipped recipes, or show one."""
     from rowstead.spec.run import RECIPES, find_recipe, recipe_names

@@ -69,9 +69,7 @@ class BarWatcher:
         now = time.monotonic()
         if now - self._shown >= BAR_EVERY_S or progress.step == progress.total_steps:
             self._shown = now
-            self._bar.update(
-                self._task, total=progress.total_steps, completed=progress.step, figures=figures_of(progress)
-            )
+            self._bar.update(self._task, total=progress.total_steps, completed=progress.step, figures=figures_of(progress))
 
     def on_evaluation(self, step: int, quality: Quality) -> None:
         self._bar.console.print(f"step {step:,}: {quality_line(quality)}")
@@ -97,9 +95,7 @@ class PlainWatcher:
             self._shown = now
             started, first_step = self._started
             left_s = (now - started) / (progress.step - first_step) * (progress.total_steps - progress.step)
-            self._say(
-                f"step {progress.step:,} of {progress.total_steps:,} · {figures_of(progress)} · {left_s:,.0f} s left"
-            )
+            self._say(f"step {progress.step:,} of {progress.total_steps:,} · {figures_of(progress)} · {left_s:,.0f} s left")
 
     def on_evaluation(self, step: int, quality: Quality) -> None:
         self._say(f"step {step:,}: {quality_line(quality)}")
@@ -127,7 +123,9 @@ def counting(console: Console, what: str) -> Iterator[Callable[[int], None]]:
     if not console.is_terminal:
         yield lambda more: None
         return
-    with Progress(TextColumn(what), TextColumn("{task.completed:,.0f} examples"), TimeElapsedColumn(), console=console, transient=True) as bar:
+    with Progress(
+        TextColumn(what), TextColumn("{task.completed:,.0f} examples"), TimeElapsedColumn(), console=console, transient=True
+    ) as bar:
         task = bar.add_task(what, total=None)
         yield lambda more: bar.advance(task, more)
 

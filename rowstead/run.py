@@ -182,7 +182,7 @@ def open_sources(spec: RunSpec, transforms: DenseTransforms | None = None) -> So
     """Both splits of a spec's log; dense transforms are learned on the training split unless they are given."""
     train_log, eval_log = _Log(spec, "train"), _Log(spec, "eval")
     if transforms is None:
-        transforms = DenseTransforms.learn(spec.features, train_log.raw_blocks(spec.data.statistics_rows))
+        transforms = DenseTransforms.learn(spec.features, train_log.dense_blocks(spec.data.statistics_rows))
     encoder = Encoder(spec.features, spec.tables, transforms)
     return Sources(train=train_log.source(encoder), eval=eval_log.source(encoder), encoder=encoder)
 
@@ -195,13 +195,13 @@ class _Log:
         self._synth = SynthLog(spec.data.synth) if spec.data.synth is not None else None
         self._parquet = ParquetLog(spec.data.parquet, spec.features, split=split) if spec.data.parquet is not None else None
 
-    def raw_blocks(self, max_rows: int) -> Iterator[RawBlock]:
+    def dense_blocks(self, max_rows: int) -> Iterator[RawBlock]:
+        """Rows to learn dense transforms from."""
         if self._parquet is not None:
             return self._parquet.raw_blocks(max_rows)
-        untouched = DenseTransforms.learn(self._spec.features, [])
         assert self._synth is not None
-        encoder = Encoder(self._spec.features, self._spec.tables, untouched)
-        return SynthSource(self._synth, encoder, self._split).raw_blocks(max_rows)
+        columns = [str(feature.column) for feature in self._spec.features.expanded_dense()]
+        return self._synth.dense_blocks(columns, self._split, max_rows)
 
     def source(self, encoder: Encoder) -> Source:
         if self._parquet is not None:
@@ -215,12 +215,10 @@ def _model(
 ) -> DLRM:
     """A model with the initial weights of the spec's seed, without touching anybody's random state."""
     optimizer = spec.train.sparse_optimizer if trains else None
-    store = DeviceStore(layout_of(spec.features, spec.tables), optimizer, seed=spec.seed, device=device)
+    store = DeviceStore(layout_of(spec.features, spec.tables), optimizer, seed=spec.seed, device=device, kernel=spec.kernel)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
-        model = DLRM(
-            spec.model, spec.features, store, negative_keep_rate=spec.data.negative_keep_rate, encode=encode
-        )
+        model = DLRM(spec.model, spec.features, store, negative_keep_rate=spec.data.negative_keep_rate, encode=encode)
     return model.to(device)
 
 

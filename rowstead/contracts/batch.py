@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -63,11 +63,9 @@ Movable = TypeVar("Movable", Sparse, Batch)
 
 
 def _moved(value: Movable, device: torch.device | str, non_blocking: bool) -> Movable:
-    changes = {}
+    changes: dict[str, Any] = {}
     for field in dataclasses.fields(value):
         part = getattr(value, field.name)
-        if isinstance(part, Tensor):
-            changes[field.name] = part.to(device, non_blocking=non_blocking)
-        elif isinstance(part, Sparse):
+        if isinstance(part, Tensor) or isinstance(part, Sparse):
             changes[field.name] = part.to(device, non_blocking=non_blocking)
     return dataclasses.replace(value, **changes)

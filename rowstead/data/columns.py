@@ -40,13 +40,14 @@ class Columns:
 
     def check(self, schema: pa.Schema) -> None:
         """Raise a DataError about the first column that `schema` lacks or has in a type that we cannot use."""
+        types = dict(zip(schema.names, schema.types, strict=True))
         for name in self.names:
-            if name not in schema.names:
-                raise _missing(name, schema.names)
+            if name not in types:
+                raise _missing(name, list(types))
         for name in (*self.dense, *filter(None, (self.label, self.weight, self.true_p))):
-            _check_dense(name, schema.field(name).type)
+            _check_dense(name, types[name])
         for name in self.sparse:
-            _check_sparse(name, schema.field(name).type)
+            _check_sparse(name, types[name])
 
     def different_ids(self, one: pa.Schema, other: pa.Schema) -> str | None:
         """The first sparse column that holds text in one schema and integers in the other."""

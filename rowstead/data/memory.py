@@ -31,6 +31,17 @@ def _pointer(typingctx, address):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
+def word_at(typingctx, address):  # type: ignore[no-untyped-def]
+    """The 8 bytes at an int64 address, which need not be aligned, as uint64."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        return builder.load(pointer, align=1)
+
+    return types.uint64(types.int64), codegen
+
+
+@intrinsic
 def prefetch(typingctx, address):  # type: ignore[no-untyped-def]
     """Ask for the cache line at an int64 address, which need not be valid, and go on."""
 

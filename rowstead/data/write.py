@@ -1,7 +1,7 @@
 """Writing a log as Parquet: files of a bounded size for each split, all of them or none.
 
-A conversion writes under names that end in `.tmp` and renames them when everything is written, so a run that is
-killed or runs out of disk never leaves a file, or a set of files, that looks whole and is not.
+A conversion writes under names that end in `.tmp` and renames them when everything is written. So a run that is killed or
+runs out of disk never leaves a file that looks whole and is not; nor, but for the instant of renaming, a part of the files.
 """
 
 from __future__ import annotations

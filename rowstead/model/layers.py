@@ -66,10 +66,11 @@ class Cross(nn.Module):
         self.out_width = dense_width + pooled_width
         self.down = nn.ModuleList(nn.Linear(self.out_width, rank, bias=False) for _ in range(layers))
         self.up = nn.ModuleList(nn.Linear(rank, self.out_width) for _ in range(layers))
-        for linear in (*self.down, *self.up):
-            nn.init.xavier_normal_(linear.weight)
-        for linear in self.up:
-            nn.init.zeros_(linear.bias)
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            else:
+                nn.init.xavier_normal_(parameter)
 
     def forward(self, dense: Tensor | None, pooled: Tensor) -> Tensor:
         start = pooled if dense is None else torch.cat([dense, pooled], dim=1)

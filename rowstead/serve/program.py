@@ -129,9 +129,7 @@ def _per_bag(per_feature: Tensor, num_samples: int) -> Tensor:
 class DenseProgram(nn.Module):
     """The dense transforms of training as torch operations: clip, log, missing, standardise. All vectors [Fd]."""
 
-    def __init__(
-        self, *, low: Tensor, high: Tensor, log: Tensor, fill: Tensor, mean: Tensor, scale: Tensor
-    ) -> None:
+    def __init__(self, *, low: Tensor, high: Tensor, log: Tensor, fill: Tensor, mean: Tensor, scale: Tensor) -> None:
         super().__init__()
         for name, value in (("low", low), ("high", high), ("log", log), ("fill", fill), ("mean", mean), ("scale", scale)):
             self.register_buffer(name, value)

@@ -111,7 +111,7 @@ class FeaturesSpec:
 
     def __post_init__(self) -> None:
         require(bool(self.dense or self.sparse), "", "name at least one dense or sparse feature")
-        names = [f.name for f in (*self.expanded_dense(), *self.expanded_sparse())]
+        names = [f.name for f in self.expanded_dense()] + [f.name for f in self.expanded_sparse()]
         shared = [t.name for t in self.tables]
         for what, given in (("feature", names), ("table", shared)):
             twice = next((name for name, count in Counter(given).items() if count > 1), None)

@@ -23,7 +23,7 @@ def parse(cls: type[T], value: Any) -> T:
     """`value` (what YAML gave) as an instance of the spec class `cls`."""
     if not isinstance(value, Mapping):
         raise SpecError("", f"expected a mapping of keys, got {_shown(value)}")
-    hints = _hints(cls)
+    hints = _hints(cls)  # type: ignore[arg-type]
     known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
     for key in value:
         if key not in known:
@@ -41,7 +41,7 @@ def parse(cls: type[T], value: Any) -> T:
 
 
 @functools.cache
-def _hints(cls: type) -> dict[str, Any]:
+def _hints(cls: Any) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 

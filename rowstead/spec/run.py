@@ -14,6 +14,8 @@ from rowstead.spec.model import ModelSpec
 from rowstead.spec.parse import override, parse, read_yaml
 from rowstead.spec.train import TrainSpec
 
+Kernel = Literal["auto", "reference", "cpu"]
+
 RECIPES = Path(__file__).parent.parent / "recipes"
 
 
@@ -37,6 +39,8 @@ class RunSpec:
     """Of initial weights and of shuffling."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train: `auto` takes a CUDA GPU where there is one."""
+    kernel: Kernel = "auto"
+    """Which embedding kernels run: `auto` takes the fastest for the device, `reference` is plain torch."""
     threads: int | None = None
     """CPU threads of the dense arithmetic; all cores when left out."""
 

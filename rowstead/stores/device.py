@@ -9,10 +9,12 @@ from torch import Tensor, nn
 
 from rowstead.contracts.batch import Sparse
 from rowstead.kernels import reference
+from rowstead.kernels.choose import Kernels, kernels_for
 from rowstead.kernels.initial import initial_rows
 from rowstead.kernels.layout import Layout
 from rowstead.spec.errors import CheckpointError
 from rowstead.spec.features import Table
+from rowstead.spec.run import Kernel
 from rowstead.spec.train import SparseOptimizerSpec
 
 
@@ -29,6 +31,7 @@ class DeviceStore(nn.Module):
         optimizer: SparseOptimizerSpec | None,
         *,
         seed: int = 1,
+        kernel: Kernel = "auto",
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -37,6 +40,7 @@ class DeviceStore(nn.Module):
         self.layout = layout
         self.tables: tuple[Table, ...] = layout.tables
         self.optimizer = optimizer
+        self._kernel_choice: Kernel = kernel
         self.weights = nn.ParameterList(
             nn.Parameter(initial_rows(table, seed=seed, dtype=dtype, device=device), requires_grad=False)
             for table in layout.tables
@@ -44,12 +48,15 @@ class DeviceStore(nn.Module):
         self.row_states = [reference.new_row_state(optimizer.kind if optimizer else "sgd", rows) for rows in self.weights]
 
     def lookup(self, sparse: Sparse) -> Tensor:
-        return reference.lookup(list(self.weights), self.layout, sparse.ids, sparse.offsets, sparse.weights)
+        weights = list(self.weights)
+        in_autograd = torch.is_grad_enabled() and any(rows.requires_grad for rows in weights)
+        kernels = reference if in_autograd else self._kernels()
+        return kernels.lookup(weights, self.layout, sparse.ids, sparse.offsets, sparse.weights)
 
     @torch.no_grad()
     def update(self, sparse: Sparse, grad: Tensor, *, lr: float, step: int) -> None:
         assert self.optimizer is not None, "this store was made for look-ups only"
-        reference.update(
+        self._kernels().update(
             list(self.weights),
             self.row_states,
             self.layout,
@@ -61,6 +68,14 @@ class DeviceStore(nn.Module):
             lr=lr,
             step=step,
         )
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernels that run."""
+        return kernels_for(self._kernel_choice, self.weights[0].device)[0] if self.tables else "none"
+
+    def _kernels(self) -> Kernels:
+        return kernels_for(self._kernel_choice, self.weights[0].device)[1]
 
     def prefetch(self, sparse: Sparse) -> None:
         """Nothing to do: every row is here already."""
@@ -87,7 +102,5 @@ class DeviceStore(nn.Module):
                     f"the saved model has no `{name}`: it was saved with another model or optimizer"
                 ) from None
             if given.shape != own.shape:
-                raise CheckpointError(
-                    f"`{name}` is {tuple(given.shape)} in the saved model and {tuple(own.shape)} in this one"
-                )
+                raise CheckpointError(f"`{name}` is {tuple(given.shape)} in the saved model and {tuple(own.shape)} in this one")
             own.copy_(given)

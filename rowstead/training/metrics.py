@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -129,12 +130,14 @@ class Evaluation:
             return area_under_curve(positive, negative), ties
         scores = np.concatenate([kept[0] for kept in self._kept])
         distinct, place = np.unique(scores, return_inverse=True)
-        positive = np.bincount(place, weights=np.concatenate([kept[1] for kept in self._kept]), minlength=len(distinct))
-        negative = np.bincount(place, weights=np.concatenate([kept[2] for kept in self._kept]), minlength=len(distinct))
-        return area_under_curve(positive, negative), 0.0
+        at_score = [
+            np.bincount(place, weights=np.concatenate([kept[which] for kept in self._kept]), minlength=len(distinct))
+            for which in (1, 2)
+        ]
+        return area_under_curve(at_score[0], at_score[1]), 0.0
 
 
-def area_under_curve(positive: Floats, negative: Floats) -> float:
+def area_under_curve(positive: NDArray[Any], negative: NDArray[Any]) -> float:
     """AUC from the weight of positives and negatives at each distinct score, in rising order; ties count half."""
     below = np.cumsum(negative) - negative
     return float((positive * (below + 0.5 * negative)).sum() / (positive.sum() * negative.sum()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from typing import Any
@@ -57,7 +58,7 @@ def test_sparse_figures_equal_brute_force(bags: list[list[int]], cut: int, num_r
     quantiles = np.quantile(lengths, [0.5, 0.9, 0.99, 1.0], method="inverted_cdf").tolist()
     assert [found.length_p50, found.length_p90, found.length_p99, found.length_max] == quantiles
     ends = [*found.length_bins, 10**9]
-    shares = [sum(low <= n < high for n in lengths) / len(bags) for low, high in zip(ends, ends[1:], strict=False)]
+    shares = [sum(low <= n < high for n in lengths) / len(bags) for low, high in itertools.pairwise(ends)]
     assert found.length_shares == pytest.approx(shares)
     falling = sorted(counts.values(), reverse=True)
     if not counts:
@@ -221,5 +222,5 @@ def test_features_are_inferred_from_the_types_of_columns() -> None:
     assert [s.length_max for s in found.sparse] == [1, 1, 1, 2]
     assert found.label_mean == 1.0
     assert [f.name for f in infer_features(table.schema, label="price").dense] == []
-    with pytest.raises(DataError, match="no column looks like a feature.*blob"):
+    with pytest.raises(DataError, match=r"no column looks like a feature.*blob"):
         infer_features(table.select(["label", "blob"]).schema)

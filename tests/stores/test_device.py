@@ -16,9 +16,14 @@ FEATURES = FeaturesSpec(sparse=(SparseFeatureSpec(name="a", num_rows=6), SparseF
 LAYOUT = layout_of(FEATURES, tables_of(FEATURES, width=3))
 
 
-class TestDeviceStore(StoreContract):
+class TestDeviceStoreOverReferenceKernels(StoreContract):
     def make(self, layout: Layout, optimizer: SparseOptimizerSpec, dtype: torch.dtype) -> DeviceStore:
-        return DeviceStore(layout, optimizer, dtype=dtype)
+        return DeviceStore(layout, optimizer, dtype=dtype, kernel="reference")
+
+
+class TestDeviceStoreOverCpuKernels(StoreContract):
+    def make(self, layout: Layout, optimizer: SparseOptimizerSpec, dtype: torch.dtype) -> DeviceStore:
+        return DeviceStore(layout, optimizer, dtype=dtype, kernel="cpu")
 
 
 def test_initial_rows_depend_on_seed_and_table_alone() -> None:

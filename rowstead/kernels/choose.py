@@ -1,0 +1,48 @@
+"""Which kernels run: chosen by device, or forced by the recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rowstead.kernels import cpu, reference
+from rowstead.kernels.layout import Layout
+from rowstead.kernels.reference import RowState
+from rowstead.spec.errors import RowsteadError
+from rowstead.spec.run import Kernel
+from rowstead.spec.train import SparseOptimizerSpec
+
+
+class Kernels(Protocol):
+    """The two functions that every set of kernels has; `reference` says what they do."""
+
+    def lookup(
+        self, tables: Sequence[Tensor], layout: Layout, ids: Tensor, offsets: Tensor, weights: Tensor | None = None
+    ) -> Tensor: ...
+
+    def update(
+        self,
+        tables: Sequence[Tensor],
+        states: Sequence[RowState],
+        layout: Layout,
+        ids: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None,
+        grad: Tensor,
+        *,
+        optimizer: SparseOptimizerSpec,
+        lr: float,
+        step: int,
+    ) -> None: ...
+
+
+def kernels_for(choice: Kernel, device: torch.device) -> tuple[str, Kernels]:
+    """Name and functions of the kernels for tables on `device`."""
+    if choice == "cpu" and device.type != "cpu":
+        raise RowsteadError(f"kernel: cpu works on tables in system memory, and this run trains on {device}: use `auto`")
+    if choice == "cpu" or (choice == "auto" and device.type == "cpu"):
+        return "cpu", cpu
+    return "reference", reference
