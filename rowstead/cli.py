@@ -9,6 +9,7 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
+from rowstead import cli_data
 from rowstead.spec.errors import RowsteadError
 
 app = typer.Typer(
@@ -19,6 +20,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+app.add_typer(cli_data.app, name="data")
 
 Set = Annotated[
     list[str] | None,
@@ -79,11 +82,11 @@ def train(
 def evaluate(run: Run, data: Data = None, runs: Root = RUNS) -> None:
     """Score a run's model on its evaluation split, or on other Parquet files."""
     from rowstead import run as runs_
-    from rowstead.console import counting, quality_table
+    from rowstead.console import doing, quality_table
 
     console = Console()
-    with counting(console, "evaluating") as advance:
-        quality = runs_.evaluate(run, data=data, root=runs, on_batch=advance)
+    with doing(console, "examples") as advance:
+        quality = runs_.evaluate(run, data=data, root=runs, progress=advance)
     console.print(quality_table(quality))
 
 
@@ -96,12 +99,12 @@ def predict(
     runs: Root = RUNS,
 ) -> None:
     """Write click probabilities to Parquet, one row for each row of the log, in its order."""
-    from rowstead.console import counting
+    from rowstead.console import doing
     from rowstead.serve.predict import predict as write_predictions
 
     console = Console()
-    with counting(console, "predicting") as advance:
-        num_rows = write_predictions(run, out, data=data, overwrite=overwrite, root=runs, on_batch=advance)
+    with doing(console, "examples") as advance:
+        num_rows = write_predictions(run, out, data=data, overwrite=overwrite, root=runs, progress=advance)
     console.print(f"{num_rows:,} predictions in {out}", highlight=False, soft_wrap=True)
 
 

@@ -6,10 +6,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
+from rowstead.report.describe import TextTable
 from rowstead.run import Result
 from rowstead.training.metrics import Quality
 from rowstead.training.progress import Progress as TrainProgress
@@ -113,21 +117,8 @@ def two_columns(title: str, rows: list[tuple[str, str]]) -> Table:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in rows:
-        table.add_row(name, value)
+        table.add_row(Text(name), Text(value))
     return table
-
-
-@contextmanager
-def counting(console: Console, what: str) -> Iterator[Callable[[int], None]]:
-    """Counts examples as they pass; the yielded function is told how many more."""
-    if not console.is_terminal:
-        yield lambda more: None
-        return
-    with Progress(
-        TextColumn(what), TextColumn("{task.completed:,.0f} examples"), TimeElapsedColumn(), console=console, transient=True
-    ) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda more: bar.advance(task, more)
 
 
 def quality_table(quality: Quality) -> Table:
@@ -165,3 +156,26 @@ def summary(result: Result) -> Table:
     rows.append(("next", f"rowstead evaluate {result.folder}\nrowstead export {result.folder} --to exported"))
     title = f"{result.folder.name}: {outcome.ending} after {outcome.position.step:,} steps of training"
     return two_columns(title, rows)
+
+
+@contextmanager
+def doing(console: Console, unit: str) -> Iterator[Callable[[int, int], None]]:
+    """Shows work of known or unknown size; the yielded function is told how much is done, and of how much (0: unknown)."""
+    if not console.is_terminal:
+        yield lambda done, total: None
+        return
+    columns = (BarColumn(), TextColumn("{task.completed:,.0f} " + unit), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total or None)
+
+
+def print_wide(console: Console, table: TextTable) -> None:
+    """A report's table, each row on one line however narrow the console."""
+    shown = Table(title=Text(table.title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for place, heading in enumerate(table.headings):
+        shown.add_column(Text(heading), justify="left" if place == 0 else "right", no_wrap=True)
+    for row in table.rows:
+        shown.add_row(*map(Text, row))
+    needed = Measurement.get(console, console.options.update(max_width=10_000), shown).maximum
+    console.print(shown, width=max(console.width, needed), crop=False, soft_wrap=True)

@@ -148,7 +148,7 @@ def evaluate(
     data: list[str] | None = None,
     root: Path | str = DEFAULT_ROOT,
     watcher: Watcher | None = None,
-    on_batch: Callable[[int], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Quality:
     """The quality of a run's model on its evaluation split, or on other Parquet files."""
     spec = RunFolder.open(run, root).read_spec()
@@ -156,7 +156,7 @@ def evaluate(
     source = source_for(spec, transforms_of(run, root=root), data=data, needs_label=True)
     device = device_of(spec)
     return evaluate_model(
-        model.to(device), source, device=device, negative_keep_rate=spec.data.negative_keep_rate, on_batch=on_batch
+        model.to(device), source, device=device, negative_keep_rate=spec.data.negative_keep_rate, progress=progress
     )
 
 
@@ -185,6 +185,17 @@ def open_sources(spec: RunSpec, transforms: DenseTransforms | None = None) -> So
         transforms = DenseTransforms.learn(spec.features, train_log.dense_blocks(spec.data.statistics_rows))
     encoder = Encoder(spec.features, spec.tables, transforms)
     return Sources(train=train_log.source(encoder), eval=eval_log.source(encoder), encoder=encoder)
+
+
+def raw_blocks(spec: RunSpec, data: list[str] | None = None, max_rows: int | None = None) -> Iterator[RawBlock]:
+    """Rows of a spec's training split as they were written, or of other Parquet files with its features."""
+    if data is not None or spec.data.parquet is not None:
+        like = spec.data.parquet or ParquetSpec(train=("any",))
+        files = like if data is None else dataclasses.replace(like, train=tuple(data))
+        return ParquetLog(files, spec.features, split="train" if data is None else "all").raw_blocks(max_rows)
+    assert spec.data.synth is not None
+    untouched = Encoder(spec.features, spec.tables, DenseTransforms.learn(spec.features, []))
+    return SynthSource(SynthLog(spec.data.synth), untouched, "train").raw_blocks(max_rows)
 
 
 class _Log:

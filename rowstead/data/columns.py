@@ -6,7 +6,7 @@ null list is an empty bag, and a null inside a list is dropped.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numba
@@ -23,6 +23,10 @@ from rowstead.spec.features import FeaturesSpec
 
 Bags = tuple[NDArray[np.int64], NDArray[np.int64]]
 """Ids [nnz] and offsets [R + 1] of one sparse column."""
+
+
+TILE = 16
+"""Columns and rows that are laid side by side at a time: as many numbers as a cache line holds."""
 
 
 class Columns:
@@ -65,21 +69,29 @@ class Columns:
         for name in self.names:
             if name not in place:
                 raise _missing(name, list(place))
+        return self.assemble(
+            rows.num_rows,
+            floats=lambda name: floats_of(rows.column(place[name]), name),
+            bags=lambda name: bags_of(rows.column(place[name]), name),
+        )
 
-        def column(name: str) -> pa.Array | pa.ChunkedArray:
-            return rows.column(place[name])
-
-        def scalar(name: str | None) -> NDArray[np.float32] | None:
-            return None if name is None else floats_of(column(name), name)
-
-        bags = [bags_of(column(name), name) for name in self.sparse]
+    def assemble(
+        self, num_rows: int, *, floats: Callable[[str], NDArray[np.float32]], bags: Callable[[str], Bags]
+    ) -> RawBlock:
+        """A block of R rows, given how to get a column as numbers [R] and how to get one as bags."""
+        dense = np.empty((num_rows, len(self.dense)), np.float32)
+        # A few columns at a time, so that they are still in the cache when they are laid side by side.
+        for first in range(0, len(self.dense) if num_rows else 0, TILE):
+            columns = [np.ascontiguousarray(floats(name)) for name in self.dense[first : first + TILE]]
+            _interleave(np.array([address_of(column) for column in columns], np.int64), dense, first)
+        found = [bags(name) for name in self.sparse]
         return RawBlock(
-            dense=_side_by_side([floats_of(column(name), name) for name in self.dense], rows.num_rows),
-            ids=tuple(ids for ids, _ in bags),
-            offsets=tuple(offsets for _, offsets in bags),
-            labels=scalar(self.label),
-            weights=scalar(self.weight),
-            true_p=scalar(self.true_p),
+            dense=dense,
+            ids=tuple(ids for ids, _ in found),
+            offsets=tuple(offsets for _, offsets in found),
+            labels=None if self.label is None else floats(self.label),
+            weights=None if self.weight is None else floats(self.weight),
+            true_p=None if self.true_p is None else floats(self.true_p),
         )
 
     def _table(self, rows: Mapping[str, Any]) -> pa.Table:
@@ -245,22 +257,13 @@ def _missing(name: str, known: list[str]) -> DataError:
     return DataError(f"the log has no column `{name}`: {did_you_mean(name, known)}")
 
 
-def _side_by_side(columns: list[NDArray[np.float32]], num_rows: int) -> NDArray[np.float32]:
-    """Columns [R] as one C-contiguous array [R, Fd]."""
-    dense = np.empty((num_rows, len(columns)), np.float32)
-    if dense.size:
-        columns = [np.ascontiguousarray(column) for column in columns]
-        _interleave(np.array([address_of(column) for column in columns], np.int64), dense)
-    return dense
-
-
 @numba.njit(nogil=True, cache=True, boundscheck=False)
-def _interleave(addresses, dense):  # type: ignore[no-untyped-def]
-    """Write columns at `addresses` [Fd], each float32 [R], into dense [R, Fd], by tiles that stay in the cache."""
-    num_rows, num_columns = dense.shape
-    for row in range(0, num_rows, 64):
-        stop = min(row + 64, num_rows)
-        for c in range(num_columns):
+def _interleave(addresses, dense, first):  # type: ignore[no-untyped-def]
+    """Write columns at `addresses` [n], each float32 [R], into columns first to first + n of dense [R, Fd]."""
+    num_rows = dense.shape[0]
+    for row in range(0, num_rows, TILE):
+        stop = min(row + TILE, num_rows)
+        for c in range(len(addresses)):
             column = floats_at(addresses[c], num_rows)
             for r in range(row, stop):
-                dense[r, c] = column[r]
+                dense[r, first + c] = column[r]

@@ -42,6 +42,16 @@ def word_at(typingctx, address):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
+def lowest_bit(typingctx, word):  # type: ignore[no-untyped-def]
+    """The place of the lowest bit that is set in a uint64 other than 0, as int64."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return builder.cttz(args[0], ir.IntType(1)(1))
+
+    return types.int64(types.uint64), codegen
+
+
+@intrinsic
 def prefetch(typingctx, address):  # type: ignore[no-untyped-def]
     """Ask for the cache line at an int64 address, which need not be valid, and go on."""
 

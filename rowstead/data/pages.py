@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from rowstead.data.memory import word_at
+from rowstead.data.memory import lowest_bit, word_at
 
 Bytes = NDArray[np.uint8]
 
@@ -49,10 +49,12 @@ def decode_floats(chunk: Bytes, codec: str | None, max_def: int, num_rows: int) 
 
 
 def decode_bags(
-    chunk: Bytes, codec: str | None, max_def: int, max_rep: int, num_values: int, num_rows: int
+    chunk: Bytes, codec: str | None, max_def: int, max_rep: int, num_rows: int, ids: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
-    """Ids [nnz] and offsets [R + 1] of an INT64 column chunk, flat or a list; what is null is left out."""
-    ids = np.empty(num_values, np.int64)
+    """Ids [nnz] and offsets [R + 1] of an INT64 column chunk, flat or a list; what is null is left out.
+
+    `ids` is where to put them; it has room for as many values as the chunk has.
+    """
     offsets = np.zeros(num_rows + 1, np.int64)
     place = np.zeros(2, np.int64)  # Ids and rows so far.
     dictionary = np.empty(0, np.int64)
@@ -223,10 +225,10 @@ def _unpack(data, at, stop, width, out):  # type: ignore[no-untyped-def]
         if run & 1:
             if (size * width + 7) // 8 > stop - at:
                 return False
+            target = out[done : done + size]
             base = np.int64(data.ctypes.data) + at
             # The first numbers lie in 8 bytes that are surely there; a width of 0 has no bytes.
             num_safe = min(size, max(8 * (stop - at) - 64, 0) // max(width, 1))
-            target = out[done : done + size]
             for i in range(num_safe):
                 bit = i * width
                 target[i] = (word_at(base + (bit >> 3)) >> np.uint64(bit & 7)) & mask  # type: ignore[call-arg]
@@ -342,23 +344,75 @@ def _floats_of_page(page, header, max_def, dictionary, values, at):  # type: ign
 def _bags_of_page(page, header, max_def, max_rep, dictionary, ids, offsets, place):  # type: ignore[no-untyped-def]
     """Append one data page's ids to ids [nnz] and the starts of its rows to offsets [R + 1]; place [2]: ids and rows so far."""
     count, is_v2 = header[_VALUES], header[_TYPE] == _DATA_PAGE_V2
+    if max_rep == 1:
+        start, at = _level_bounds(page, 0, header[_REP_BYTES] if is_v2 else -1)
+        if at < 0:
+            return False
+        defs, at = _levels(page, at, header[_DEF_BYTES] if is_v2 else -1, max_def, count)
+        if at >= 0 and len(defs) == 0:
+            return _full_bags_of_page(page, header, start, at, dictionary, ids, offsets, place)
     reps, at = _levels(page, 0, header[_REP_BYTES] if is_v2 else -1, max_rep, count)
     if at < 0:
         return False
     defs, at = _levels(page, at, header[_DEF_BYTES] if is_v2 else -1, max_def, count)
     if at < 0:
         return False
-    num_ids, num_rows = place[0], place[1]
-    all_continue = max_rep > 0 and len(reps) == 0
-    for i in range(count):
-        if max_rep == 0 or (not all_continue and reps[i] == 0):
-            if num_rows >= len(offsets) - 1:
-                return False
-            offsets[num_rows] = num_ids
-            num_rows += 1
-        num_ids += len(defs) == 0 or defs[i] == max_def
-    if num_rows == 0 or num_ids > len(ids):
+    if max_rep > 0 and len(reps) == 0:
+        reps = np.ones(count, np.uint8)
+    num_new_rows = count if max_rep == 0 else count - np.int64(np.sum(reps))
+    num_new_ids = count if len(defs) == 0 else np.int64(np.sum(defs == max_def))
+    if place[1] + num_new_rows > len(offsets) - 1 or place[1] + num_new_rows == 0 or place[0] + num_new_ids > len(ids):
         return False
-    ok = _page_values(page, at, header[_ENCODING], dictionary, ids[place[0] : num_ids])
-    place[0], place[1] = num_ids, num_rows
+    num_ids, row = place[0], place[1]
+    # Each start is written until the next row begins, which costs less than a branch that nobody can foretell.
+    for i in range(count):
+        offsets[row] = num_ids
+        row += 1 - np.int64(reps[i]) if len(reps) else 1
+        num_ids += 1 if len(defs) == 0 else defs[i] == max_def
+    ok = _page_values(page, at, header[_ENCODING], dictionary, ids[place[0] : place[0] + num_new_ids])
+    place[0] += num_new_ids
+    place[1] += num_new_rows
     return ok
+
+
+@_kernel
+def _full_bags_of_page(page, header, start, at, dictionary, ids, offsets, place):  # type: ignore[no-untyped-def]
+    """`_bags_of_page` for lists without a null or an empty one, straight from the bits of the repetition levels at `start`."""
+    count = header[_VALUES]
+    if place[0] + count > len(ids):
+        return False
+    num_rows = _row_starts(page, start, count, place[0], offsets[: len(offsets) - 1], place[1])
+    if num_rows <= 0:
+        return False
+    ok = _page_values(page, at, header[_ENCODING], dictionary, ids[place[0] : place[0] + count])
+    place[0] += count
+    place[1] = num_rows
+    return ok
+
+
+@_kernel
+def _row_starts(page, at, count, first_id, starts, num_rows):  # type: ignore[no-untyped-def]
+    """Write to starts [R], from `num_rows` on, the place of each level 0 among `count`; the rows after that, -1 on bad bytes."""
+    stop = len(page)
+    done = 0
+    while done < count:
+        run, at = _varint(page, at, stop)
+        if at < 0:
+            return -1
+        size = min((run >> 1) * 8 if run & 1 else run >> 1, count - done)
+        if size <= 0 or ((size + 7) // 8 if run & 1 else 1) > stop - at:
+            return -1
+        for i in range(0, size, 64):
+            word = _word(page, at + (i >> 3), stop) if run & 1 else np.uint64(page[at]) * np.uint64(0xFFFFFFFFFFFFFFFF)
+            zeros = ~word
+            if size - i < 64:
+                zeros &= (np.uint64(1) << np.uint64(size - i)) - np.uint64(1)
+            while zeros != 0:
+                if num_rows >= len(starts):
+                    return -1
+                starts[num_rows] = first_id + done + i + lowest_bit(zeros)  # type: ignore[call-arg]
+                num_rows += 1
+                zeros &= zeros - np.uint64(1)
+        at += (run >> 1) if run & 1 else 1
+        done += size
+    return num_rows

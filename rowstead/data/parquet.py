@@ -28,6 +28,7 @@ from rowstead.data.columns import Columns
 from rowstead.data.encode import Encoder, Rows
 from rowstead.data.files import LogFile, find_files
 from rowstead.data.prefetch import chain_ahead
+from rowstead.data.rowgroup import plain_leaves, read_row_group
 from rowstead.data.transforms import RowRule
 from rowstead.spec.data import ParquetSpec
 from rowstead.spec.errors import DataError
@@ -85,6 +86,7 @@ class ParquetLog:
         patterns = spec.eval if split == "eval" and spec.eval else spec.train
         self.files: list[LogFile] = find_files(patterns)
         self._metadata = lru_cache(maxsize=16)(self._read_metadata)
+        self._leaves = lru_cache(maxsize=16)(lambda index: plain_leaves(self.columns, self._metadata(index)))
         self._group_rows = self._inspect()
         self.spans = self._split(split)
         """Row groups of the split, in file order, without empty ones."""
@@ -117,6 +119,14 @@ class ParquetLog:
 
     def _decode(self, span: Span, split_columns: bool, check: bool) -> Iterator[Piece]:
         file = self.files[span.file]
+        try:
+            whole = self._whole_group(span)
+        except (pa.ArrowException, OSError) as error:
+            raise _unreadable(file, span, error) from None
+        if whole is not None:
+            first_row = sum(self._group_rows[span.file][: span.group]) + span.start
+            yield self._piece(_rows(whole, span.start, span.stop), file, first_row, check)
+            return
         at = 0
         try:
             with _opened(file, self._metadata(span.file)) as parquet:
@@ -126,19 +136,27 @@ class ParquetLog:
                 for batch in batches:
                     start, stop = max(span.start - at, 0), min(span.stop - at, batch.num_rows)
                     if start < stop:
-                        piece = batch.slice(start, stop - start)
+                        block = self.columns.block(batch.slice(start, stop - start))
                         first_row = sum(self._group_rows[span.file][: span.group]) + at + start
-                        yield self._piece(piece, file, first_row, check)
+                        yield self._piece(block, file, first_row, check)
                     at += batch.num_rows
                     if at >= span.stop:
                         return
         except (pa.ArrowException, OSError) as error:
-            raise DataError(f"`{file.path}`: row group {span.group} cannot be read: {_first_line(error)}") from None
+            raise _unreadable(file, span, error) from None
         if at < span.stop:
             raise DataError(f"`{file.path}`: row group {span.group} ends after {at} rows, its footer says {span.stop} or more")
 
-    def _piece(self, batch: pa.RecordBatch, file: LogFile, first_row: int, check: bool) -> Piece:
-        block = self.columns.block(batch)
+    def _whole_group(self, span: Span) -> RawBlock | None:
+        """A row group decoded at once, None where it has to be streamed by pyarrow."""
+        file = self.files[span.file]
+        if not file.is_local or 2 * span.num_rows < self._group_rows[span.file][span.group]:
+            return None
+        metadata = self._metadata(span.file)
+        leaves = self._leaves(span.file)
+        return read_row_group(file.path, metadata, span.group, self.columns, leaves) if leaves else None
+
+    def _piece(self, block: RawBlock, file: LogFile, first_row: int, check: bool) -> Piece:
         bad = self._rule.check(block) if check else None
         if bad is None:
             return Piece(block, None)
@@ -316,6 +334,28 @@ def _opened(file: LogFile, metadata: pq.FileMetaData | None) -> pq.ParquetFile:
         return pq.ParquetFile(file.path, metadata=metadata, buffer_size=BUFFER_BYTES, pre_buffer=False)
     # Over a network few large requests are better than many small ones: a row group's columns come together.
     return pq.ParquetFile(file.ranges(), metadata=metadata, pre_buffer=True)
+
+
+def _rows(block: RawBlock, start: int, stop: int) -> RawBlock:
+    """Rows `start` to `stop` of a block, without copying ids or dense values."""
+    if start == 0 and stop == block.num_rows:
+        return block
+
+    def part(values: NDArray[np.float32] | None) -> NDArray[np.float32] | None:
+        return None if values is None else values[start:stop]
+
+    return RawBlock(
+        dense=block.dense[start:stop],
+        ids=tuple(ids[o[start] : o[stop]] for ids, o in zip(block.ids, block.offsets, strict=True)),
+        offsets=tuple(o[start : stop + 1] - o[start] for o in block.offsets),
+        labels=part(block.labels),
+        weights=part(block.weights),
+        true_p=part(block.true_p),
+    )
+
+
+def _unreadable(file: LogFile, span: Span, error: BaseException) -> DataError:
+    return DataError(f"`{file.path}`: row group {span.group} cannot be read: {_first_line(error)}")
 
 
 def _first_line(error: BaseException) -> str:

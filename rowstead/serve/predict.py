@@ -24,7 +24,7 @@ def predict(
     data: list[str] | None = None,
     overwrite: bool = False,
     root: Path | str = runs.DEFAULT_ROOT,
-    on_batch: Callable[[int], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> int:
     """Write `p`, and `label` where the log has one, for each row of the log in its order; returns the number of rows.
 
@@ -43,8 +43,8 @@ def predict(
             writer = writer or pq.ParquetWriter(unfinished, table.schema)
             writer.write_table(table)
             num_rows += table.num_rows
-            if on_batch is not None:
-                on_batch(table.num_rows)
+            if progress is not None:
+                progress(num_rows, 0)
         if writer is None:
             raise DataError("there is nothing to predict: the log has no rows")
         writer.close()

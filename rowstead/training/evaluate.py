@@ -43,9 +43,9 @@ def evaluate(
     device: torch.device,
     negative_keep_rate: float = 1.0,
     max_samples: int | None = None,
-    on_batch: Callable[[int], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Quality:
-    """The model's Quality on a split, or on its first `max_samples` examples."""
+    """The model's Quality on a split, or on its first `max_samples` examples; `progress` hears how many are done of all."""
     evaluation = Evaluation(negative_keep_rate=negative_keep_rate)
     for batch, log_odds in log_odds_of(model, source, device=device, max_samples=max_samples):
         if batch.labels is None:
@@ -53,6 +53,6 @@ def evaluate(
         weights = None if batch.weights is None else batch.weights.numpy()
         true_p = None if batch.true_p is None else batch.true_p.numpy()
         evaluation.add(log_odds, batch.labels.numpy(), weights, true_p)
-        if on_batch is not None:
-            on_batch(batch.num_samples)
+        if progress is not None:
+            progress(evaluation.num_samples, source.num_samples)
     return evaluation.quality()

@@ -52,7 +52,7 @@ class Evaluation:
         self._exact_auc_samples = exact_auc_samples
         self._kept: list[tuple[NDArray[np.float32], Floats, Floats]] = []
         self._bins: tuple[Floats, Floats] | None = None
-        self._num_samples = 0
+        self.num_samples = 0
         self._num_truths = 0
         self._sums = dict.fromkeys(("weight", "label", "prediction", "log_loss", "square", "expected", "best", "truth"), 0.0)
 
@@ -82,23 +82,23 @@ class Evaluation:
             sums["expected"] += float((p * loss_if_1 + (1 - p) * loss_if_0).sum())
             sums["best"] += float(_entropy(p).sum())
             self._num_truths += len(y)
-        self._num_samples += len(y)
+        self.num_samples += len(y)
         self._keep_for_auc(log_odds.astype(np.float32), positive, negative)
 
     def quality(self) -> Quality:
         """The measures over everything taken so far."""
         sums, total = self._sums, self._sums["weight"]
-        if self._num_samples == 0 or total <= 0:
+        if self.num_samples == 0 or total <= 0:
             raise DataError("there is nothing to evaluate: the evaluation split has no examples of positive weight")
         mean_label = sums["label"] / total
         log_loss = sums["log_loss"] / total
         base = float(_entropy(np.float64(mean_label))) if 0 < mean_label < 1 else 0.0
         mixed = base > 0
         auc, auc_error = self._auc() if mixed else (None, None)
-        knows_truth = self._num_truths == self._num_samples and mixed
+        knows_truth = self._num_truths == self.num_samples and mixed
         truth_base = float(_entropy(np.float64(sums["truth"] / self._num_truths))) if knows_truth else 0.0
         return Quality(
-            num_samples=self._num_samples,
+            num_samples=self.num_samples,
             log_loss=log_loss,
             mse=sums["square"] / total,
             mean_label=mean_label,
@@ -113,7 +113,7 @@ class Evaluation:
 
     def _keep_for_auc(self, scores: NDArray[np.float32], positive: Floats, negative: Floats) -> None:
         self._kept.append((scores, positive, negative))
-        if self._bins is None and self._num_samples > self._exact_auc_samples:
+        if self._bins is None and self.num_samples > self._exact_auc_samples:
             self._bins = (np.zeros(1 << _BIN_BITS), np.zeros(1 << _BIN_BITS))
         if self._bins is not None:
             for kept_scores, kept_positive, kept_negative in self._kept:
