@@ -84,17 +84,19 @@ def publish(
     packages: Sequence[str] = (),
     missing: Sequence[str] = (),
 ) -> None:
-    """Print a table for people, and JSON where it is asked for, as the last line."""
+    """Print tables for people, one for each kind of row, and JSON where it is asked for, as the last line."""
     result: dict[str, Any] = {"benchmark": benchmark, **provenance(packages), "quick": options.quick}
     result |= {"rows": list(rows), "summary": dict(summary)}
     if missing:
         result["missing"] = list(missing)
     console = Console()
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    table = Table(*columns, title=f"{benchmark} on {result['machine']['cpu']}, {result['date']}")
-    for row in rows:
-        table.add_row(*(_shown(row.get(column)) for column in columns))
-    console.print(table)
+    console.print(f"{benchmark} on {result['machine']['cpu']}, {result['date']}", highlight=False)
+    for columns in dict.fromkeys(tuple(row) for row in rows):
+        table = Table(*columns)
+        for row in rows:
+            if tuple(row) == columns:
+                table.add_row(*(_shown(row[column]) for column in columns))
+        console.print(table)
     for key, value in summary.items():
         console.print(f"{key}: {_shown(value)}", highlight=False)
     if options.save:
@@ -106,15 +108,9 @@ def publish(
 
 
 def _shown(value: Any) -> str:
-    if value is None:
-        return ""
-    return (
-        f"{value:,.4g}"
-        if isinstance(value, float) and abs(value) < 1000
-        else f"{value:,.0f}"
-        if isinstance(value, (int, float))
-        else str(value)
-    )
+    if isinstance(value, float) and abs(value) < 1000:
+        return f"{value:,.4g}"
+    return f"{value:,.0f}" if isinstance(value, (int, float)) else str(value)
 
 
 def _cpu_name() -> str:

@@ -27,8 +27,8 @@ from rowstead.spec.data import ParquetSpec
 from rowstead.spec.features import DenseFeatureSpec, FeaturesSpec, SparseFeatureSpec, tables_of
 
 NUM_DENSE, NUM_SPARSE, MEAN_IDS, NUM_ROWS = 800, 30, 28, 5_700_000
-GROUP_ROWS = 4_096
-SHUFFLE_ROWS = 4_096
+GROUP_ROWS, QUICK_GROUP_ROWS = 8_192, 2_048
+"""Rows of a row group, and rows that are shuffled together. Files have 4 row groups and 16."""
 BATCH_SIZE = 1_024
 
 FEATURES = FeaturesSpec(
@@ -37,7 +37,7 @@ FEATURES = FeaturesSpec(
 )
 
 
-def write_log(path: Path, num_rows: int) -> None:
+def write_log(path: Path, num_rows: int, group_rows: int) -> None:
     """A log with M1's features, written one row group at a time."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -47,8 +47,8 @@ def write_log(path: Path, num_rows: int) -> None:
     fields += [(f"sparse_{i}", pa.list_(pa.int64())) for i in range(NUM_SPARSE)] + [("label", pa.float32())]
     schema = pa.schema(fields)
     with pq.ParquetWriter(path, schema) as writer:
-        for start in range(0, num_rows, GROUP_ROWS):
-            rows = min(GROUP_ROWS, num_rows - start)
+        for start in range(0, num_rows, group_rows):
+            rows = min(group_rows, num_rows - start)
             columns: list[Any] = list(rng.standard_normal((NUM_DENSE, rows), dtype=np.float32))
             for _ in range(NUM_SPARSE):
                 offsets = np.concatenate([[0], np.cumsum(rng.poisson(MEAN_IDS, rows))]).astype(np.int32)
@@ -56,24 +56,27 @@ def write_log(path: Path, num_rows: int) -> None:
                 ids = np.exp(rng.random(offsets[-1]) * np.log(NUM_ROWS)).astype(np.int64)
                 columns.append(pa.ListArray.from_arrays(pa.array(offsets), pa.array(ids)))
             columns.append((rng.random(rows) < 0.3).astype(np.float32))
-            writer.write_table(pa.table([pa.array(c) for c in columns], schema=schema), row_group_size=GROUP_ROWS)
+            writer.write_table(pa.table([pa.array(c) for c in columns], schema=schema), row_group_size=group_rows)
 
 
-def read_with_rowstead(path: Path, epoch: int = 0) -> int:
-    """One epoch of batches; the number of examples."""
+def read_with_rowstead(path: Path) -> int:
+    """One epoch of batches, shuffled within as many rows as a row group has; the number of examples."""
+    import pyarrow.parquet as pq
+
     from rowstead.data.encode import Encoder
     from rowstead.data.parquet import ParquetLog, ParquetSource
     from rowstead.data.transforms import DenseTransforms
 
-    spec = ParquetSpec(train=(str(path),), shuffle_rows=SHUFFLE_ROWS, decode_threads=1)
+    shuffle_rows = pq.read_metadata(path).row_group(0).num_rows
+    spec = ParquetSpec(train=(str(path),), shuffle_rows=shuffle_rows, decode_threads=1)
     encoder = Encoder(FEATURES, tables_of(FEATURES, width=64), DenseTransforms.of(FEATURES))
     source = ParquetSource(ParquetLog(spec, FEATURES, split="all"), encoder, seed=1)
-    return sum(batch.num_samples for batch, _ in source.batches(BATCH_SIZE, epoch=epoch))
+    return sum(batch.num_samples for batch, _ in source.batches(BATCH_SIZE))
 
 
 def read_with_pandas(path: Path, *, by_row: bool) -> int:
     """One epoch of the same batches by pandas and a DataLoader; the number of examples."""
-    import pandas as pd
+    import pandas as pd  # type: ignore[import-untyped]
     import torch
     from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
@@ -93,14 +96,14 @@ def read_with_pandas(path: Path, *, by_row: bool) -> int:
         ids = rows_of(np.concatenate(bags), NUM_ROWS, "mix")
         return tuple(map(torch.from_numpy, (rows_dense, ids, offsets, rows_labels)))
 
-    class ByRow(Dataset):  # type: ignore[type-arg]
+    class ByRow(Dataset):
         def __len__(self) -> int:
             return len(labels)
 
         def __getitem__(self, i: int) -> Any:
             return dense[i], [column[i] for column in sparse], labels[i]
 
-    class ByBatch(Dataset):  # type: ignore[type-arg]
+    class ByBatch(Dataset):
         def __len__(self) -> int:
             return len(labels)
 
@@ -170,23 +173,24 @@ def main() -> None:
         print(json.dumps(answer))
         return
     options = arguments(__doc__).parse_args()
-    num_rows, repeats = (4 * GROUP_ROWS, 1) if options.quick else (4 * GROUP_ROWS, 5)
+    group_rows, repeats = (QUICK_GROUP_ROWS, 1) if options.quick else (GROUP_ROWS, 5)
+    num_rows = 4 * group_rows
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         small, large, warm = (Path(folder) / name for name in ("small.parquet", "large.parquet", "warm.parquet"))
-        write_log(warm, 256)
-        write_log(small, num_rows)
+        write_log(warm, 256, 256)
+        write_log(small, num_rows, group_rows)
         seconds = in_new_process("compare", small, num_rows, repeats)
         for name, cpu_s in seconds.items():
             rows.append({"reader": name, "samples": num_rows, "cpu_s": cpu_s["median"], "cpu_s_min": cpu_s["min"]})
             rows[-1] |= {"cpu_s_max": cpu_s["max"], "samples_per_cpu_s": num_rows / cpu_s["median"]}
-        write_log(large, 4 * num_rows)
+        write_log(large, 4 * num_rows, group_rows)
         peaks = {}
-        for path, samples in ((small, num_rows), (large, 4 * num_rows)):
-            found = [in_new_process("peak", path) for _ in range(1 if options.quick else 3)]
+        for file, samples in ((small, num_rows), (large, 4 * num_rows)):
+            found = [in_new_process("peak", file) for _ in range(1 if options.quick else 3)]
             peaks[samples] = statistics.median(f["peak_bytes"] for f in found)
             before = statistics.median(f["before_bytes"] for f in found)
-            rows.append({"reader": "rowstead", "samples": samples, "file_bytes": path.stat().st_size})
+            rows.append({"reader": "rowstead", "samples": samples, "file_bytes": file.stat().st_size})
             rows[-1] |= {"peak_bytes": peaks[samples], "before_bytes": before}
     peer = min(seconds["pandas, rows"]["median"], seconds["pandas, batches"]["median"])
     summary = {

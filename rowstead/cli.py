@@ -56,20 +56,23 @@ def train(
     runs: Root = RUNS,
 ) -> None:
     """Train a model from a recipe, or go on with a run."""
-    from rowstead import run
-    from rowstead.console import summary, watching
     from rowstead.spec.run import load_recipe
 
-    console = Console()
     if resume is not None:
         for given, option in ((recipe, "a recipe"), (set_, "--set"), (init_from, "--init-from"), (out, "--out")):
             if given:
                 raise RowsteadError(f"--resume goes on with a run as it was started: leave out {option}")
-        with watching(console) as watcher:
+    spec = load_recipe(recipe or "quickstart", set_ or []) if resume is None else None
+
+    from rowstead import run  # after the recipe, in which a mistake should show at once
+    from rowstead.console import summary, watching
+
+    console = Console()
+    with watching(console) as watcher:
+        if resume is not None:
             result = run.resume(resume, root=runs, watcher=watcher)
-    else:
-        spec = load_recipe(recipe or "quickstart", set_ or [])
-        with watching(console) as watcher:
+        else:
+            assert spec is not None
             result = run.train(spec, root=runs, out=out, init_from=init_from, watcher=watcher)
     if result.outcome.ending == "interrupted":
         console.print(f"stopped after step {result.outcome.position.step:,}; the checkpoint is saved.", highlight=False)
@@ -82,11 +85,11 @@ def train(
 def evaluate(run: Run, data: Data = None, runs: Root = RUNS) -> None:
     """Score a run's model on its evaluation split, or on other Parquet files."""
     from rowstead import run as runs_
-    from rowstead.console import doing, quality_table
+    from rowstead.console import PlainWatcher, doing, quality_table
 
     console = Console()
     with doing(console, "examples") as advance:
-        quality = runs_.evaluate(run, data=data, root=runs, progress=advance)
+        quality = runs_.evaluate(run, data=data, root=runs, watcher=PlainWatcher(console), progress=advance)
     console.print(quality_table(quality))
 
 
@@ -133,7 +136,7 @@ def recipes(
     from rowstead.spec.run import RECIPES, find_recipe, recipe_names
 
     if name is not None:
-        typer.echo(find_recipe(name).read_text(), nl=False)
+        typer.echo(find_recipe(name).read_text(encoding="utf-8", errors="replace"), nl=False)
         return
     width = max(len(known) for known in recipe_names())
     for known in recipe_names():
@@ -149,6 +152,8 @@ def main() -> None:
         _fail(str(error))
     except KeyboardInterrupt:
         _fail("interrupted", code=130)
+    except MemoryError as error:
+        _fail(f"out of memory: {error or 'lower train.batch_size, or the sizes in the recipe'}")
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(1)

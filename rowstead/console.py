@@ -76,10 +76,10 @@ class BarWatcher:
             self._bar.update(self._task, total=progress.total_steps, completed=progress.step, figures=figures_of(progress))
 
     def on_evaluation(self, step: int, quality: Quality) -> None:
-        self._bar.console.print(f"step {step:,}: {quality_line(quality)}")
+        self.on_message(f"step {step:,}: {quality_line(quality)}")
 
     def on_message(self, text: str) -> None:
-        self._bar.console.print(text, markup=False)
+        self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 class PlainWatcher:
@@ -162,12 +162,27 @@ def summary(result: Result) -> Table:
 def doing(console: Console, unit: str) -> Iterator[Callable[[int, int], None]]:
     """Shows work of known or unknown size; the yielded function is told how much is done, and of how much (0: unknown)."""
     if not console.is_terminal:
-        yield lambda done, total: None
+        yield _plain_counter(console, unit)
         return
     columns = (BarColumn(), TextColumn("{task.completed:,.0f} " + unit), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total or None)
+
+
+def _plain_counter(console: Console, unit: str) -> Callable[[int, int], None]:
+    """Prints a line every few seconds."""
+    shown = time.monotonic()
+
+    def told(done: int, total: int) -> None:
+        nonlocal shown
+        now = time.monotonic()
+        if now - shown >= PLAIN_EVERY_S:
+            shown = now
+            of_all = f" of {total:,}" if total else ""
+            console.print(f"{done:,}{of_all} {unit}", highlight=False, soft_wrap=True)
+
+    return told
 
 
 def print_wide(console: Console, table: TextTable) -> None:
@@ -178,4 +193,4 @@ def print_wide(console: Console, table: TextTable) -> None:
     for row in table.rows:
         shown.add_row(*map(Text, row))
     needed = Measurement.get(console, console.options.update(max_width=10_000), shown).maximum
-    console.print(shown, width=max(console.width, needed), crop=False, soft_wrap=True)
+    Console(file=console.file, width=max(console.width, needed)).print(shown)

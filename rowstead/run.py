@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
 import torch
 
 from rowstead.contracts.batch import Batch
@@ -26,6 +27,7 @@ from rowstead.data.transforms import DenseTransforms
 from rowstead.kernels.layout import layout_of
 from rowstead.model.dlrm import DLRM
 from rowstead.records.events import EventLog
+from rowstead.records.files import shown_bytes
 from rowstead.records.run_folder import RunFolder
 from rowstead.records.usage import UsageSampler, machine_facts, versions
 from rowstead.spec.data import ParquetSpec
@@ -155,9 +157,12 @@ def evaluate(
     model = load(run, root=root, watcher=watcher)
     source = source_for(spec, transforms_of(run, root=root), data=data, needs_label=True)
     device = device_of(spec)
-    return evaluate_model(
+    quality = evaluate_model(
         model.to(device), source, device=device, negative_keep_rate=spec.data.negative_keep_rate, progress=progress
     )
+    if watcher is not None and (num_skipped := getattr(source, "num_skipped", 0)):
+        watcher.on_message(f"left out {num_skipped:,} bad rows (on_bad_row: skip)")
+    return quality
 
 
 def source_for(spec: RunSpec, transforms: DenseTransforms, *, data: list[str] | None, needs_label: bool) -> Source:
@@ -233,7 +238,24 @@ def _model(
     return model.to(device)
 
 
+def _check_memory(spec: RunSpec, device: torch.device) -> None:
+    """Refuse tables that cannot fit, rather than have the system kill us while they are filled."""
+    copies = {"sgd": 1.0, "rowwise_adagrad": 1.0, "adagrad": 2.0, "adam": 3.0}[spec.train.sparse_optimizer.kind]
+    needs_bytes = int(4 * copies * sum(table.num_elements for table in spec.tables))
+    if device.type == "cuda":
+        free_bytes = torch.cuda.mem_get_info(device)[0]
+    else:
+        free_bytes = psutil.virtual_memory().available + psutil.swap_memory().free
+    if needs_bytes > free_bytes:
+        raise RowsteadError(
+            f"the tables and their optimizer need {shown_bytes(needs_bytes)}, and {device.type} memory has "
+            f"{shown_bytes(free_bytes)} free: shrink every table with `--set scale=…` (at most "
+            f"{0.9 * spec.scale * free_bytes / needs_bytes:.1g}), lower model.width, or use rowwise_adagrad"
+        )
+
+
 def _stepper(spec: RunSpec, sources: Sources, device: torch.device) -> Stepper:
+    _check_memory(spec, device)
     per_epoch = math.ceil(sources.train.num_samples / spec.train.batch_size)
     total_steps = min(spec.train.epochs * per_epoch, spec.train.max_steps or math.inf)
     return Stepper(_model(spec, device, trains=True), spec.train, total_steps=int(total_steps))
@@ -284,8 +306,11 @@ def _record(spec: RunSpec, outcome: Outcome, device: torch.device, used: dict[st
         figures["samples_per_s"] = outcome.samples_per_s
     figures |= {f"{name.replace(' ', '_').replace('-', '_')}_s": value for name, value in outcome.phase_s.items()}
     figures |= used
+    if outcome.num_skipped is not None:
+        figures["num_rows_skipped"] = outcome.num_skipped
     if outcome.quality is not None:
-        figures |= outcome.quality.figures()
+        quality = outcome.quality.figures()
+        figures |= {"num_eval_samples": quality.pop("num_samples"), **quality}
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     return Record(
         kind="measured",

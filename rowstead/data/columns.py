@@ -75,14 +75,12 @@ class Columns:
             bags=lambda name: bags_of(rows.column(place[name]), name),
         )
 
-    def assemble(
-        self, num_rows: int, *, floats: Callable[[str], NDArray[np.float32]], bags: Callable[[str], Bags]
-    ) -> RawBlock:
+    def assemble(self, num_rows: int, *, floats: Callable[[str], NDArray[np.float32]], bags: Callable[[str], Bags]) -> RawBlock:
         """A block of R rows, given how to get a column as numbers [R] and how to get one as bags."""
         dense = np.empty((num_rows, len(self.dense)), np.float32)
         # A few columns at a time, so that they are still in the cache when they are laid side by side.
         for first in range(0, len(self.dense) if num_rows else 0, TILE):
-            columns = [np.ascontiguousarray(floats(name)) for name in self.dense[first : first + TILE]]
+            columns = [floats(name) for name in self.dense[first : first + TILE]]
             _interleave(np.array([address_of(column) for column in columns], np.int64), dense, first)
         found = [bags(name) for name in self.sparse]
         return RawBlock(

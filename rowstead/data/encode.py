@@ -165,14 +165,15 @@ def _gather_ids(addresses, block_of, place_of, hash_of, num_rows, offsets, ids):
             # Rows of a shuffled window are far apart: without asking ahead, each bag waits for main memory.
             ahead = b + _AHEAD
             if ahead < num_samples:
-                bag = f * num_samples + ahead
+                later = f * num_samples + ahead
                 address = _bag_address(addresses, block_of[ahead], place_of[ahead], f, num_features)
-                for byte in range(0, min(8 * (offsets[bag + 1] - offsets[bag]), _AHEAD_BYTES), 64):
-                    prefetch(address + byte)  # type: ignore[call-arg]
+                for byte in range(0, min(8 * (offsets[later + 1] - offsets[later]), _AHEAD_BYTES), 64):
+                    prefetch(address + byte)
             start, stop = offsets[f * num_samples + b], offsets[f * num_samples + b + 1]
             raw = integers_at(_bag_address(addresses, block_of[b], place_of[b], f, num_features), stop - start)
+            bag = ids[start:stop]
             for i in range(stop - start):
-                ids[start + i] = raw[i]
+                bag[i] = raw[i]
         start, stop = offsets[f * num_samples], offsets[(f + 1) * num_samples]
         outside = hash_in_place(ids[start:stop], hash_of[f], num_rows[f])
         if outside >= 0:

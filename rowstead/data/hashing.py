@@ -61,7 +61,15 @@ def hash_in_place(ids, code, num_rows):  # type: ignore[no-untyped-def]
     Returns -1, or under `none` the place of the first id that is no row of the table.
     """
     if code == 0 and num_rows <= _RECIPROCAL_ROWS:
-        _mix_in_place(ids, num_rows)
+        # Dividing by a reciprocal is done for several ids at once. With x < 2**63 the first quotient is off by at most
+        # 1 + 3072 / num_rows, which leaves little enough for the second to be off by at most 1.
+        reciprocal = 1.0 / np.float64(num_rows)
+        for i in range(len(ids)):
+            x = np.int64(mix64(ids[i]) & _LOW_63_BITS)
+            x -= np.int64(np.float64(x) * reciprocal) * num_rows
+            x -= np.int64(np.float64(x) * reciprocal) * num_rows
+            x += num_rows if x < 0 else 0
+            ids[i] = x - (num_rows if x >= num_rows else 0)
     elif code == 0:
         for i in range(len(ids)):
             ids[i] = mixed_row(ids[i], num_rows)
@@ -73,22 +81,6 @@ def hash_in_place(ids, code, num_rows):  # type: ignore[no-untyped-def]
             if ids[i] < 0 or ids[i] >= num_rows:
                 return i
     return -1
-
-
-@numba.njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
-def _mix_in_place(ids, num_rows):  # type: ignore[no-untyped-def]
-    """`mixed_row` of each, with the division done by a reciprocal, which processors can do for several ids at once.
-
-    With x < 2**63 the first quotient is off by at most 1 + 3072 / num_rows, so that the rest stays small enough for the
-    second to be off by at most 1.
-    """
-    reciprocal = 1.0 / np.float64(num_rows)
-    for i in range(len(ids)):
-        x = np.int64(mix64(ids[i]) & _LOW_63_BITS)
-        x -= np.int64(np.float64(x) * reciprocal) * num_rows
-        x -= np.int64(np.floor(np.float64(x) * reciprocal)) * num_rows
-        x += num_rows if x < 0 else 0
-        ids[i] = x - (num_rows if x >= num_rows else 0)
 
 
 def rows_of(ids: NDArray[np.int64], num_rows: int, hash: Hash = "mix", *, feature: str = "") -> NDArray[np.int64]:

@@ -10,7 +10,7 @@ from typing import Any
 import numba
 import numpy as np
 from llvmlite import ir
-from numba import carray  # type: ignore[attr-defined]
+from numba import carray
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
@@ -70,10 +70,10 @@ def prefetch(typingctx, address):  # type: ignore[no-untyped-def]
 @numba.njit(nogil=True, cache=True, inline="always")
 def floats_at(address, count):  # type: ignore[no-untyped-def]
     """float32 [count] at an int64 address."""
-    return carray(_pointer(address), count, np.float32)  # type: ignore[call-arg]
+    return carray(_pointer(address), count, np.float32)
 
 
 @numba.njit(nogil=True, cache=True, inline="always")
 def integers_at(address, count):  # type: ignore[no-untyped-def]
     """int64 [count] at an int64 address."""
-    return carray(_pointer(address), count, np.int64)  # type: ignore[call-arg]
+    return carray(_pointer(address), count, np.int64)

@@ -76,7 +76,7 @@ def read_row_group(
                 return None
             if size > len(scratch):
                 scratch = np.empty(2 * size, np.uint8)
-            found = os.preadv(file.fileno(), [memoryview(scratch)[:size]], start)
+            found = os.preadv(file.fileno(), [scratch[:size].data], start)
             return (chunk, scratch[:size]) if found == size else None
 
         def by_pyarrow(name: str) -> pa.ChunkedArray:

@@ -79,9 +79,9 @@ def update(
         if named.numel() == 0:
             continue
         gradients = torch.cat([bags[feature].row_gradients(layout, grad) for feature in table.features])
-        distinct, inverse = torch.unique(named, return_inverse=True)
-        summed = torch.zeros(distinct.numel(), table.width, dtype=grad.dtype, device=grad.device)
-        summed.index_add_(0, inverse, gradients)
+        distinct, inverse, counts = torch.unique(named, return_inverse=True, return_counts=True)
+        # A segment's sum has one order on every device; adding by index on a GPU has not.
+        summed = torch.segment_reduce(gradients[inverse.argsort(stable=True)], "sum", lengths=counts)
         apply_to_rows(tables[place], states[place], distinct, summed, optimizer=optimizer, lr=lr, step=step)
 
 

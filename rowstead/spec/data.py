@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -59,13 +60,14 @@ class SynthSpec:
             values = value if isinstance(value, tuple) else (value,)
             if isinstance(value, tuple):
                 require(len(value) == self.num_sparse, name, f"has {len(value)} numbers for {self.num_sparse} sparse features")
-            require(all(v > 0 for v in values), name, "must be above 0")
+            require(all(0 < v < math.inf for v in values), name, "must be above 0 and finite")
         require(0 < self.click_rate < 1, "click_rate", f"must be between 0 and 1, got {self.click_rate}")
         require(0 <= self.interaction_share <= 1, "interaction_share", "must be between 0 and 1")
         require(0 <= self.drift <= 1, "drift", "must be between 0 and 1")
-        require(self.skew >= 0, "skew", "must not be negative")
-        require(self.length_power >= 0, "length_power", "must not be negative")
-        require(self.signal > 0, "signal", "must be above 0")
+        require(0 <= self.skew < math.inf, "skew", "must be finite and not negative")
+        require(0 <= self.length_power < math.inf, "length_power", "must be finite and not negative")
+        require(0 < self.signal < math.inf, "signal", "must be above 0 and finite")
+        require(0 <= self.seed < 2**63, "seed", f"must be from 0 to 2**63 - 1, got {self.seed}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from dataclasses import dataclass
 from typing import Literal, TypeVar
@@ -38,6 +39,8 @@ class DenseFeatureSpec:
         _check_repeat(self.name, self.repeat)
         if self.clip is not None:
             require(len(self.clip) == 2 and self.clip[0] < self.clip[1], "clip", "must be [low, high] with low < high")
+        if isinstance(self.missing, (int, float)):
+            require(math.isfinite(self.missing), "missing", f"must be finite, got {self.missing}")
 
     @property
     def needs_statistics(self) -> bool:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -63,7 +64,7 @@ def _convert(kind: Any, value: Any) -> Any:
         return value
     if kind is int and (number := _number(value)) is not None and float(number).is_integer():
         return int(number)
-    if kind is float and (number := _number(value)) is not None:
+    if kind is float and (number := _number(value)) is not None and not math.isnan(number):
         return float(number)
     if kind is str and isinstance(value, (str, int, float)) and not isinstance(value, bool):
         return str(value)
@@ -151,9 +152,24 @@ def read_yaml(path: Path) -> Any:
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError("", f"cannot read {path}: {error}") from None
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        return _from_yaml(text)
+    except (yaml.YAMLError, ValueError) as error:
         raise SpecError("", f"{path} is not valid YAML: {error}") from None
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which a key that is given twice is an error, where plain YAML would silently keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for place, key in enumerate(keys):
+            if key in keys[:place] and key != "<<":
+                raise yaml.constructor.ConstructorError(None, None, f"key `{key}` is given twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def _from_yaml(text: str) -> Any:
+    return yaml.load(text, Loader=_Loader)  # noqa: S506, RUF100 - it is a SafeLoader
 
 
 def override(plain: Any, assignments: Iterable[str]) -> Any:
@@ -163,8 +179,8 @@ def override(plain: Any, assignments: Iterable[str]) -> Any:
         if not separator or not key.strip():
             raise SpecError("", f"cannot read `--set {assignment}`: write it as key.path=value")
         try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError:
+            value = _from_yaml(text)
+        except (yaml.YAMLError, ValueError):
             raise SpecError("", f"cannot read the value in `--set {assignment}` as YAML") from None
         plain = _assigned(plain, key.strip().split("."), value, key.strip())
     return plain
@@ -175,8 +191,9 @@ def _assigned(node: Any, keys: list[str], value: Any, whole: str) -> Any:
         return value
     head, rest = keys[0], keys[1:]
     if isinstance(node, list):
-        if not head.isdigit() or int(head) >= len(node):
-            raise SpecError(whole, f"`{head}` is no place in a list of {len(node)}: use 0 to {len(node) - 1}")
+        if not (head.isascii() and head.isdigit()) or int(head) >= len(node):
+            places = f"use 0 to {len(node) - 1}" if node else "give the whole list, as [...]"
+            raise SpecError(whole, f"`{head}` is no place in a list of {len(node)}: {places}")
         place = int(head)
         return [*node[:place], _assigned(node[place], rest, value, whole), *node[place + 1 :]]
     if node is None:

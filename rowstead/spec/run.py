@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,9 +47,15 @@ class RunSpec:
 
     def __post_init__(self) -> None:
         require(_plain_name(self.name), "name", "use letters, digits, `-`, `_` and `.` only, and start with a letter or digit")
-        require(self.scale > 0, "scale", f"must be above 0, got {self.scale}")
+        require(0 < self.scale < math.inf, "scale", f"must be above 0 and finite, got {self.scale}")
+        require(0 <= self.seed < 2**63, "seed", f"must be from 0 to 2**63 - 1, got {self.seed}")
         require(self.threads is None or self.threads >= 1, "threads", "must be at least 1")
         if self.model.interaction.kind == "dot":
+            require(
+                bool(self.features.dense) or len(self.features.expanded_sparse()) > 1,
+                "features",
+                "one sparse feature and no dense one leave `interaction: dot` no pair: add a feature, or use `concat`",
+            )
             for table in self.tables:
                 require(
                     table.width == self.model.width,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,8 +13,8 @@ DenseOptimizer = Literal["sgd", "adagrad", "adam"]
 
 
 def _check_optimizer(lr: float, eps: float, beta1: float, beta2: float, clip: float | None) -> None:
-    require(lr > 0, "lr", f"must be above 0, got {lr}")
-    require(eps > 0, "eps", f"must be above 0, got {eps}")
+    require(0 < lr < math.inf, "lr", f"must be above 0 and finite, got {lr}")
+    require(0 < eps < math.inf, "eps", f"must be above 0 and finite, got {eps}")
     require(0 <= beta1 < 1, "beta1", f"must be at least 0 and below 1, got {beta1}")
     require(0 <= beta2 < 1, "beta2", f"must be at least 0 and below 1, got {beta2}")
     require(clip is None or clip > 0, "clip", f"must be above 0, got {clip}")
@@ -85,7 +86,7 @@ class EarlyStopSpec:
     """Stop when the evaluation no longer gets better."""
 
     patience: int = 3
-    """Evaluations without a better NE (log loss under `loss: mse`: MSE) before the run stops."""
+    """Evaluations without a better NE (a better MSE under `loss: mse`) before the run stops."""
     min_delta: float = 0.0
     """How much lower it must be to count as better."""
 

@@ -21,8 +21,12 @@ EVAL_BATCH = 8192
 def log_odds_of(
     model: DLRM, source: Source, *, device: torch.device, max_samples: int | None = None, batch_size: int = EVAL_BATCH
 ) -> Iterator[tuple[Batch, NDArray[np.float32]]]:
-    """Each batch of the split, on the CPU, with the model's log-odds [B], in the order of the log."""
+    """Each batch of the split, on the CPU, with the model's log-odds [B], in the order of the log.
+
+    With `max_samples` it ends with the batch that holds the last of them.
+    """
     seen = 0
+    batch_size = min(batch_size, max_samples or batch_size)
     was_training = model.training
     model.eval()
     try:
@@ -50,9 +54,10 @@ def evaluate(
     for batch, log_odds in log_odds_of(model, source, device=device, max_samples=max_samples):
         if batch.labels is None:
             raise DataError("the log to evaluate on has no label column")
-        weights = None if batch.weights is None else batch.weights.numpy()
-        true_p = None if batch.true_p is None else batch.true_p.numpy()
-        evaluation.add(log_odds, batch.labels.numpy(), weights, true_p)
+        wanted = slice(None if max_samples is None else max_samples - evaluation.num_samples)
+        weights = None if batch.weights is None else batch.weights.numpy()[wanted]
+        true_p = None if batch.true_p is None else batch.true_p.numpy()[wanted]
+        evaluation.add(log_odds[wanted], batch.labels.numpy()[wanted], weights, true_p)
         if progress is not None:
             progress(evaluation.num_samples, source.num_samples)
     return evaluation.quality()

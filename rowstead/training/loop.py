@@ -16,7 +16,7 @@ from rowstead.data.prefetch import Prefetch
 from rowstead.records.events import EventLog
 from rowstead.records.tensorboard import ScalarWriter
 from rowstead.records.timers import Timers
-from rowstead.spec.errors import TrainingError
+from rowstead.spec.errors import DataError, TrainingError
 from rowstead.spec.run import RunSpec
 from rowstead.training import checkpoint
 from rowstead.training.evaluate import evaluate
@@ -56,6 +56,8 @@ class Outcome:
     samples_per_s: float | None
     """Over this process's part of the run, evaluations and checkpoints not counted."""
     phase_s: dict[str, float] = field(default_factory=dict)
+    num_skipped: int | None = None
+    """Bad rows that were left out of this process's part; absent for a log that cannot have any."""
 
 
 class Loop:
@@ -96,17 +98,27 @@ class Loop:
         """Train to the end; on a request to stop, save and return early."""
         try:
             return self._run()
+        except DataError as error:
+            if self.position.step == 0:
+                raise
+            self.save()
+            raise DataError(
+                f"{error}. The model after step {self.position.step:,} is saved: once the log is right, go on with "
+                f"`rowstead train --resume {self.folder}`"
+            ) from None
         finally:
             self.events.close()
             self.scalars.close()
 
     def _run(self) -> Outcome:
         position, steps_before, samples_before = self.position, self.position.step, self.position.num_samples
-        ending: Ending = "finished"
+        ending: Ending = "stopped early" if self._out_of_patience() else "finished"
         while ending == "finished" and position.epoch < self.spec.train.epochs and not self._done():
             ending = self._epoch()
             if ending == "finished" and not self._done():
                 position.epoch, position.cursor = position.epoch + 1, None
+        if position.step == 0 and ending == "finished":
+            raise DataError("there is nothing to train on: every row of the training split is bad and was skipped")
         self.save()
         quality = None if ending == "interrupted" else self._evaluate(max_samples=None)
         trained = position.num_samples - samples_before
@@ -116,7 +128,15 @@ class Loop:
             quality=quality,
             samples_per_s=trained / self._step_s if position.step > steps_before else None,
             phase_s=self.timers.totals_s(),
+            num_skipped=self._skipped(),
         )
+
+    def _skipped(self) -> int | None:
+        """Bad rows of the training split that were left out; None for a log that cannot have any."""
+        for what, source in (("training", self.train_source), ("evaluation", self.eval_source)):
+            if num_skipped := getattr(source, "num_skipped", 0):
+                self.watcher.on_message(f"left out {num_skipped:,} bad rows while reading the {what} split (on_bad_row: skip)")
+        return getattr(self.train_source, "num_skipped", None)
 
     def _done(self) -> bool:
         return self.position.step >= self.stepper.total_steps
@@ -128,8 +148,7 @@ class Loop:
         with Prefetch(batches, depth=PREFETCH_BATCHES) as ahead:
             started = time.perf_counter()
             for batch, cursor in self._waiting_for(iter(ahead)):
-                assert batch.labels is not None
-                mean_label = float(batch.labels.mean())
+                weight, mean_label = _weight_and_label(batch)
                 try:
                     loss = self.stepper.step(batch.to(self.device), position.step + 1)
                 except TrainingError as error:
@@ -139,7 +158,7 @@ class Loop:
                 position.step += 1
                 position.cursor = cursor
                 position.num_samples += batch.num_samples
-                self._window.add(batch.num_samples, loss, mean_label)
+                self._window.add(weight, loss, mean_label)
                 now = time.perf_counter()
                 self._step_s += now - started
                 position.train_s += now - started
@@ -213,7 +232,11 @@ class Loop:
             self._write_checkpoint(self.folder / "best", keep=1)
         else:
             position.evaluations_since_best += 1
-        return position.evaluations_since_best >= spec.patience
+        return self._out_of_patience()
+
+    def _out_of_patience(self) -> bool:
+        spec = self.spec.train.early_stop
+        return spec is not None and self.position.evaluations_since_best >= spec.patience
 
     def _record(self, kind: str, figures: dict[str, float]) -> None:
         self.events.write(kind, step=self.position.step, **figures)
@@ -238,3 +261,12 @@ class Loop:
         best = checkpoint.load_latest(self.folder / "best", self.watcher.on_message)
         self.stepper.load_state(best.tensors)
         self.watcher.on_message(f"no better evaluation for a while: took back the weights of step {best.step}")
+
+
+def _weight_and_label(batch: Batch) -> tuple[float, float]:
+    """The weight of a batch in all, and its mean label by weight."""
+    assert batch.labels is not None
+    if batch.weights is None:
+        return float(batch.num_samples), float(batch.labels.mean())
+    weight = float(batch.weights.sum())
+    return weight, float((batch.labels * batch.weights).sum()) / weight if weight > 0 else 0.0

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rowstead.spec.errors import DataError
+from rowstead.spec.errors import DataError, TrainingError
 
 Floats = NDArray[np.float64]
 
@@ -47,14 +47,15 @@ class Evaluation:
     """Collects predictions batch by batch and computes their Quality at the end."""
 
     def __init__(self, *, negative_keep_rate: float = 1.0, exact_auc_samples: int = EXACT_AUC_SAMPLES) -> None:
-        self._negative_weight = 1.0 / negative_keep_rate
+        self._keep_rate = negative_keep_rate
         self._shift = float(np.log(negative_keep_rate))
         self._exact_auc_samples = exact_auc_samples
         self._kept: list[tuple[NDArray[np.float32], Floats, Floats]] = []
         self._bins: tuple[Floats, Floats] | None = None
         self.num_samples = 0
         self._num_truths = 0
-        self._sums = dict.fromkeys(("weight", "label", "prediction", "log_loss", "square", "expected", "best", "truth"), 0.0)
+        names = ("weight", "label", "prediction", "log_loss", "square", "true_weight", "truth", "expected", "best")
+        self._sums = dict.fromkeys(names, 0.0)
 
     def add(
         self,
@@ -64,12 +65,17 @@ class Evaluation:
         true_p: NDArray[np.float32] | None = None,
     ) -> None:
         """Take one batch: the model's log-odds [B] (before any correction), labels [B], example weights, true_p [B]."""
+        if not np.isfinite(log_odds).all():
+            raise TrainingError(
+                "the model's predictions are no numbers: its training went astray. Train again with lower learning rates, "
+                "or set `clip` of the optimizers"
+            )
         z = log_odds.astype(np.float64) + self._shift
         y = labels.astype(np.float64)
         w = np.ones_like(y) if weights is None else weights.astype(np.float64)
-        positive, negative = w * y, w * (1 - y) * self._negative_weight
-        prediction = 1 / (1 + np.exp(-z))
+        positive, negative = w * y, w * (1 - y) / self._keep_rate
         loss_if_1, loss_if_0 = np.logaddexp(0, -z), np.logaddexp(0, z)
+        prediction = np.exp(-loss_if_1)
         sums = self._sums
         sums["weight"] += float((positive + negative).sum())
         sums["label"] += float(positive.sum())
@@ -78,9 +84,11 @@ class Evaluation:
         sums["square"] += float((positive * (1 - prediction) ** 2 + negative * prediction**2).sum())
         if true_p is not None:
             p = np.clip(true_p.astype(np.float64), 1e-12, 1 - 1e-12)
-            sums["truth"] += float(p.sum())
-            sums["expected"] += float((p * loss_if_1 + (1 - p) * loss_if_0).sum())
-            sums["best"] += float(_entropy(p).sum())
+            w = w / (p + (1 - p) * self._keep_rate)  # over the chance that the log kept such an example
+            sums["true_weight"] += float(w.sum())
+            sums["truth"] += float((w * p).sum())
+            sums["expected"] += float((w * (p * loss_if_1 + (1 - p) * loss_if_0)).sum())
+            sums["best"] += float((w * _entropy(p)).sum())
             self._num_truths += len(y)
         self.num_samples += len(y)
         self._keep_for_auc(log_odds.astype(np.float32), positive, negative)
@@ -96,7 +104,8 @@ class Evaluation:
         mixed = base > 0
         auc, auc_error = self._auc() if mixed else (None, None)
         knows_truth = self._num_truths == self.num_samples and mixed
-        truth_base = float(_entropy(np.float64(sums["truth"] / self._num_truths))) if knows_truth else 0.0
+        true_weight = sums["true_weight"]
+        truth_base = float(_entropy(np.float64(sums["truth"] / true_weight))) if knows_truth else 0.0
         return Quality(
             num_samples=self.num_samples,
             log_loss=log_loss,
@@ -107,8 +116,8 @@ class Evaluation:
             auc=auc,
             auc_error=auc_error,
             calibration=sums["prediction"] / sums["label"] if sums["label"] > 0 else None,
-            ne_expected=sums["expected"] / self._num_truths / truth_base if knows_truth else None,
-            ne_best=sums["best"] / self._num_truths / truth_base if knows_truth else None,
+            ne_expected=sums["expected"] / true_weight / truth_base if knows_truth else None,
+            ne_best=sums["best"] / true_weight / truth_base if knows_truth else None,
         )
 
     def _keep_for_auc(self, scores: NDArray[np.float32], positive: Floats, negative: Floats) -> None:

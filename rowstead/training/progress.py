@@ -48,13 +48,13 @@ class Silent:
 
 
 class Window:
-    """Loss and labels of the last steps, for a loss and an NE that move."""
+    """Loss and labels of the last steps, for a loss and an NE that move; each step counts by its examples' weight."""
 
     def __init__(self, num_steps: int = 100) -> None:
-        self._steps: deque[tuple[int, float, float]] = deque(maxlen=num_steps)
+        self._steps: deque[tuple[float, float, float]] = deque(maxlen=num_steps)
 
-    def add(self, num_samples: int, loss: float, mean_label: float) -> None:
-        self._steps.append((num_samples, loss, mean_label))
+    def add(self, weight: float, loss: float, mean_label: float) -> None:
+        self._steps.append((weight, loss, mean_label))
 
     @property
     def loss(self) -> float:

@@ -67,7 +67,7 @@ class PlainStore:
 
     def __init__(self, layout: Layout, state: Mapping[str, torch.Tensor], optimizer: SparseOptimizerSpec) -> None:
         self.layout, self.optimizer = layout, optimizer
-        self.rows = [state[f"{table.name}.rows"].double().numpy().copy() for table in layout.tables]
+        self.rows = [state[f"{table.name}.rows"].double().cpu().numpy().copy() for table in layout.tables]
         zeros = [np.zeros_like(rows) for rows in self.rows]
         self.first, self.second = zeros, [np.zeros_like(rows) for rows in self.rows]
 
@@ -115,6 +115,9 @@ class PlainStore:
 class StoreContract:
     """Inherit and give `make`; pytest then runs every promise of the contract against that store."""
 
+    device = "cpu"
+    """Where the store keeps its rows and expects its batches."""
+
     def make(self, layout: Layout, optimizer: SparseOptimizerSpec, dtype: torch.dtype) -> EmbeddingStore:
         raise AssertionError("a store's tests say how to make it")
 
@@ -130,14 +133,15 @@ class StoreContract:
         weighted = data.draw(st.booleans())
         for step in range(1, 4):
             sparse = data.draw(sparse_batches(layout, weighted))
-            store.prefetch(sparse)
-            np.testing.assert_allclose(store.lookup(sparse).numpy(), plain.lookup(sparse), rtol=1e-9, atol=1e-12)
+            here = sparse.to(self.device)
+            store.prefetch(here)
+            np.testing.assert_allclose(store.lookup(here).cpu().numpy(), plain.lookup(sparse), rtol=1e-9, atol=1e-12)
             rng = np.random.default_rng(step)
             grad = rng.normal(size=(sparse.num_samples, layout.total_width))
-            store.update(sparse, torch.from_numpy(grad), lr=0.1, step=step)
+            store.update(here, torch.from_numpy(grad).to(self.device), lr=0.1, step=step)
             plain.update(sparse, grad, 0.1, step)
         for table, rows in zip(layout.tables, plain.rows, strict=True):
-            ours = store.rows(table.name, torch.arange(table.num_rows)).numpy()
+            ours = store.rows(table.name, torch.arange(table.num_rows, device=self.device)).cpu().numpy()
             np.testing.assert_allclose(ours, rows, rtol=1e-9, atol=1e-12)
 
     @pytest.mark.parametrize("kind", KINDS)
@@ -157,6 +161,6 @@ class StoreContract:
         for name, value in first.state().items():
             assert torch.equal(value, second.state()[name]), name
 
-    @staticmethod
-    def _train(store: EmbeddingStore, sparse: Sparse, step: int) -> None:
+    def _train(self, store: EmbeddingStore, sparse: Sparse, step: int) -> None:
+        sparse = sparse.to(self.device)
         store.update(sparse, store.lookup(sparse).detach() + 1, lr=0.1, step=step)

@@ -10,7 +10,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rowstead.data.hashing import hash_text, hash_texts, mixed_row, modulo_row, rows_of
+from rowstead.data.hashing import HASH_CODES, hash_in_place, hash_text, hash_texts, mixed_row, modulo_row, rows_of
 from rowstead.spec.errors import DataError
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
@@ -78,6 +78,14 @@ def test_scalar_functions_agree_with_the_definition(ids, num_rows):
     mixed, modulo = _scalar_rows(array, num_rows)
     assert mixed.tolist() == rows_of(array, num_rows, "mix").tolist()
     assert modulo.tolist() == rows_of(array, num_rows, "modulo").tolist()
+
+
+@given(st.integers(0, 2**32), st.one_of(NUM_ROWS, st.integers(2**49, 2**62)), st.sampled_from(["mix", "modulo"]))
+def test_hashing_in_place_agrees_with_the_definition(seed, num_rows, rule):
+    ids = np.random.default_rng(seed).integers(-(2**63), 2**63 - 1, 2000)
+    expected = rows_of(ids, num_rows, rule)
+    assert hash_in_place(ids, HASH_CODES[rule], num_rows) == -1
+    np.testing.assert_array_equal(ids, expected)
 
 
 def test_without_hash_ids_are_rows_and_others_are_named():

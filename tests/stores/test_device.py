@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rowstead.contracts.batch import Sparse
 from rowstead.kernels.layout import Layout, layout_of
 from rowstead.spec.errors import CheckpointError
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of
@@ -24,6 +25,20 @@ class TestDeviceStoreOverReferenceKernels(StoreContract):
 class TestDeviceStoreOverCpuKernels(StoreContract):
     def make(self, layout: Layout, optimizer: SparseOptimizerSpec, dtype: torch.dtype) -> DeviceStore:
         return DeviceStore(layout, optimizer, dtype=dtype, kernel="cpu")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+class TestDeviceStoreOnGpu(StoreContract):
+    device = "cuda"
+
+    def make(self, layout: Layout, optimizer: SparseOptimizerSpec, dtype: torch.dtype) -> DeviceStore:
+        return DeviceStore(layout, optimizer, dtype=dtype, device="cuda")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_initial_rows_are_the_same_on_every_device() -> None:
+    here, there = (DeviceStore(LAYOUT, None, device=device).state() for device in ("cpu", "cuda"))
+    assert torch.equal(here["a.rows"], there["a.rows"].cpu())
 
 
 def test_initial_rows_depend_on_seed_and_table_alone() -> None:
@@ -57,8 +72,6 @@ def test_tables_take_part_in_autograd_when_asked() -> None:
     store = DeviceStore(LAYOUT, None)
     assert not any(rows.requires_grad for rows in store.parameters())
     store.requires_grad_(True)
-    from rowstead.contracts.batch import Sparse
-
     sparse = Sparse(ids=torch.tensor([1, 1, 2]), offsets=torch.tensor([0, 2, 3]), num_features=2)
     store.lookup(sparse).sum().backward()
     assert store.weights[0].grad is not None

@@ -1,0 +1,148 @@
+"""How close does the quickstart come to the best possible NE, and how far behind is logistic regression on the same log?
+
+For each seed (of the log, and of the initial weights with it) the quickstart recipe is trained as it is shipped. The peer is plain
+torch: one weight an id (nn.EmbeddingBag), one a dense column, trained by Adam with a linear decay on the same batches in the same
+order; three learning rates are tried and the one that ends best on the evaluation split counts, which favours the peer. All NEs
+are expectations under the log's teacher, so labels add no noise. Intervals are Student's, 95 %, over the seeds.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from benchmarks.harness import arguments, publish
+from rowstead import run
+from rowstead.contracts.batch import Batch
+from rowstead.contracts.source import Source
+from rowstead.data.prefetch import Prefetch
+from rowstead.spec.run import RunSpec, load_recipe
+from rowstead.training.evaluate import EVAL_BATCH
+from rowstead.training.metrics import Evaluation, Quality
+
+RATES = (0.003, 0.01, 0.03)
+"""Learning rates that are tried for logistic regression."""
+STUDENT_T = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
+"""97.5 % quantile of Student's distribution, by the number of seeds."""
+
+
+class LogisticRegression(nn.Module):
+    """log-odds = bias + <weights, dense> + the sum of one weight for each id of the example."""
+
+    def __init__(self, num_dense: int, num_rows: Sequence[int]) -> None:
+        super().__init__()
+        self.dense = nn.Linear(num_dense, 1)
+        self.ids = nn.EmbeddingBag(sum(num_rows), 1, mode="sum", include_last_offset=True)
+        nn.init.zeros_(self.dense.weight)
+        nn.init.zeros_(self.dense.bias)
+        nn.init.zeros_(self.ids.weight)
+        self.register_buffer("first_row", torch.tensor([0, *num_rows]).cumsum(0)[:-1])
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Log-odds [B]."""
+        sparse, size = batch.sparse, batch.num_samples
+        ids_of_feature = sparse.offsets[:: max(size, 1)].diff()
+        rows = sparse.ids + torch.repeat_interleave(self.first_row, ids_of_feature)  # type: ignore[arg-type]
+        of_ids = self.ids(rows, sparse.offsets).view(sparse.num_features, size).sum(0)
+        total: Tensor = self.dense(batch.dense).squeeze(1) + of_ids
+        return total
+
+
+def train_logistic_regression(spec: RunSpec, rates: Sequence[float] = RATES) -> tuple[Quality, float]:
+    """The best of some logistic regressions on the log and the batches of `spec`, and its learning rate."""
+    sources = run.open_sources(spec)
+    num_dense, num_rows = len(spec.features.expanded_dense()), [table.num_rows for table in spec.tables]
+    assert all(len(table.features) == 1 for table in spec.tables), "the peer gives every feature weights of its own"
+    models = [LogisticRegression(num_dense, num_rows) for _ in rates]
+    optimizers = [torch.optim.Adam(model.parameters(), lr=rate) for model, rate in zip(models, rates, strict=True)]
+    total_steps = math.ceil(sources.train.num_samples / spec.train.batch_size)
+    schedules = [torch.optim.lr_scheduler.LinearLR(o, 1.0, 0.0, total_iters=total_steps) for o in optimizers]
+    with Prefetch(sources.train.batches(spec.train.batch_size), depth=4) as batches:
+        for batch, _ in batches:
+            assert batch.labels is not None
+            for model, optimizer, schedule in zip(models, optimizers, schedules, strict=True):
+                optimizer.zero_grad(set_to_none=True)
+                functional.binary_cross_entropy_with_logits(model(batch), batch.labels).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                schedule.step()
+    scored = zip((_quality(model, sources.eval) for model in models), rates, strict=True)
+    return min(scored, key=lambda one: one[0].ne_expected or math.inf)
+
+
+@torch.no_grad()
+def _quality(model: LogisticRegression, source: Source) -> Quality:
+    evaluation = Evaluation()
+    for batch, _ in source.batches(EVAL_BATCH):
+        assert batch.labels is not None
+        assert batch.true_p is not None
+        evaluation.add(model(batch).numpy(), batch.labels.numpy(), None, batch.true_p.numpy())
+    return evaluation.quality()
+
+
+def quickstart(seed: int) -> RunSpec:
+    """The shipped quickstart on the log of another seed."""
+    return load_recipe("quickstart", [f"seed={seed}", f"data.synth.seed={seed}", "train.eval_every=null"])
+
+
+def compare(seed: int) -> dict[str, Any]:
+    """One row: our model and logistic regression on the log of one seed."""
+    spec = quickstart(seed)
+    with tempfile.TemporaryDirectory() as folder:
+        trained = run.train(spec, root=folder)
+    ours = trained.quality
+    peer, rate = train_logistic_regression(spec)
+    assert ours is not None
+    assert ours.ne_expected
+    assert ours.ne_best
+    assert peer.ne_expected
+    return {
+        "seed": seed,
+        "ne_best": ours.ne_best,
+        "ne": ours.ne_expected,
+        "ne_logistic_regression": peer.ne_expected,
+        "above_best_pct": 100 * (ours.ne_expected / ours.ne_best - 1),
+        "logistic_regression_above_ours_pct": 100 * (peer.ne_expected / ours.ne_expected - 1),
+        "logistic_regression_lr": rate,
+        "calibration": ours.calibration,
+        "train_s": trained.outcome.position.train_s,
+        "samples_per_s": trained.outcome.samples_per_s,
+    }
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Student's 95 % interval of the mean."""
+    half = STUDENT_T[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
+    return statistics.mean(values) - half, statistics.mean(values) + half
+
+
+def summary_of(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Means, worst cases and intervals over the seeds."""
+    summary = {"ne_best_max": max(row["ne_best"] for row in rows)}
+    for key, worst in (("above_best_pct", np.max), ("logistic_regression_above_ours_pct", np.min)):
+        values = [row[key] for row in rows]
+        summary[f"{key}_mean"] = statistics.mean(values)
+        summary[f"{key}_worst"] = float(worst(values))
+        if len(values) > 1:
+            summary[f"{key}_low"], summary[f"{key}_high"] = interval(values)
+    return summary
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--seeds", type=int, default=None, choices=range(1, 11), help="how many seeds [5, quick: 1]")
+    options = parser.parse_args()
+    num_seeds = options.seeds or (1 if options.quick else 5)
+    rows = [compare(seed) for seed in range(1, num_seeds + 1)]
+    publish("quality", rows, summary_of(rows), options)
+
+
+if __name__ == "__main__":
+    main()

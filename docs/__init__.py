@@ -1,0 +1,1 @@
+"""The documentation, and what writes the generated pages of it."""

@@ -1,0 +1,138 @@
+"""Our decoder of Parquet pages against pyarrow's, over writers' options and over damaged bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rowstead.data.columns import Columns
+from rowstead.data.pages import CODECS, decode_bags, decode_floats
+from rowstead.data.rowgroup import plain_leaves, read_row_group
+from rowstead.spec.features import DenseFeatureSpec, FeaturesSpec, SparseFeatureSpec
+
+COLUMNS = Columns(
+    FeaturesSpec(
+        dense=(DenseFeatureSpec(name="x"), DenseFeatureSpec(name="y")),
+        sparse=(SparseFeatureSpec(name="one", num_rows=9), SparseFeatureSpec(name="many", num_rows=9)),
+    ),
+    label="label",
+)
+
+on_files = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@st.composite
+def tables(draw):
+    """Columns of both kinds with and without nulls, few or many distinct values, long runs or none."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    num_rows = draw(st.integers(1, 300))
+    distinct = draw(st.sampled_from([1, 2, 5, 300, 2**40]))
+    null_share = draw(st.sampled_from([0.0, 0.0, 0.1, 1.0]))
+    mean_length = draw(st.sampled_from([0, 1, 5, 40]))
+
+    def nulls(size):
+        return rng.random(size) < null_share
+
+    def ids(size):
+        return pa.array(rng.integers(0, distinct, size), mask=nulls(size) & draw(st.booleans()))
+
+    def floats():
+        return pa.array((rng.integers(0, distinct, num_rows) / 7).astype(np.float32), mask=nulls(num_rows))
+
+    offsets = np.concatenate([[0], np.cumsum(rng.poisson(mean_length, num_rows))]).astype(np.int32)
+    many = pa.ListArray.from_arrays(pa.array(offsets), ids(offsets[-1]), mask=pa.array(nulls(num_rows)))
+    if draw(st.booleans()):  # pages then start with long runs of equal levels
+        many = pa.array([None] * num_rows, many.type)
+    columns = {"x": floats(), "y": floats(), "one": ids(num_rows), "many": many, "label": floats()}
+    nullable = draw(st.booleans()) or any(c.null_count for c in columns.values())
+    schema = pa.schema([pa.field(name, column.type, nullable=nullable) for name, column in columns.items()])
+    return pa.table(list(columns.values()), schema=schema)
+
+
+options = st.fixed_dictionaries(
+    {
+        "compression": st.sampled_from(["none", "snappy", "zstd", "gzip"]),
+        "use_dictionary": st.booleans(),
+        "data_page_version": st.sampled_from(["1.0", "2.0"]),
+        "data_page_size": st.sampled_from([64, 1024, 1 << 20]),
+        "dictionary_pagesize_limit": st.sampled_from([64, 1 << 20]),
+        "write_batch_size": st.sampled_from([7, 1024]),
+    }
+)
+
+
+def assert_same(block, other):
+    np.testing.assert_array_equal(block.dense, other.dense)
+    np.testing.assert_array_equal(block.labels, other.labels)
+    for f in range(len(other.ids)):
+        np.testing.assert_array_equal(block.ids[f], other.ids[f])
+        np.testing.assert_array_equal(block.offsets[f], other.offsets[f])
+
+
+@on_files
+@given(tables(), options)
+def test_our_decoder_agrees_with_pyarrow(tmp_path, table, options):
+    path = str(tmp_path / "a.parquet")
+    pq.write_table(table, path, **options)
+    metadata = pq.read_metadata(path)
+    leaves = plain_leaves(COLUMNS, metadata)
+    assert set(leaves) == {"x", "y", "one", "many", "label"}
+    for name, leaf in leaves.items():  # and did it itself, without falling back
+        chunk = metadata.row_group(0).column(leaf.index)
+        start = chunk.dictionary_page_offset or chunk.data_page_offset
+        data = np.fromfile(path, np.uint8)[start : start + chunk.total_compressed_size]
+        codec = CODECS[chunk.compression]
+        if name in ("one", "many"):
+            room = np.empty(chunk.num_values, np.int64)
+            assert decode_bags(data, codec, leaf.max_def, leaf.max_rep, table.num_rows, room) is not None
+        else:
+            assert decode_floats(data, codec, leaf.max_def, table.num_rows) is not None
+    assert_same(read_row_group(path, metadata, 0, COLUMNS, leaves), COLUMNS.block(table))
+
+
+def test_columns_of_other_kinds_are_left_to_pyarrow(tmp_path):
+    table = pa.table(
+        {
+            "x": pa.array([1, 2], pa.int32()),
+            "y": pa.array([1.5, None], pa.float32()),
+            "one": pa.array(["a", None]),
+            "many": pa.array([[1], [2, 3]], pa.list_(pa.int64())),
+            "label": pa.array([True, False]),
+        }
+    )
+    path = str(tmp_path / "a.parquet")
+    pq.write_table(table, path, column_encoding={"y": "BYTE_STREAM_SPLIT"}, use_dictionary=["many"])
+    metadata = pq.read_metadata(path)
+    leaves = plain_leaves(COLUMNS, metadata)
+    assert set(leaves) == {"y", "many"}
+    assert_same(read_row_group(path, metadata, 0, COLUMNS, leaves), COLUMNS.block(table))
+
+
+@pytest.mark.parametrize("compression", ["none", "snappy"])
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+def test_damaged_bytes_never_lead_outside(tmp_path, compression, version):
+    rng = np.random.default_rng(0)
+    lists = [rng.integers(0, 50, n).tolist() or None for n in rng.integers(0, 6, 400)]
+    table = pa.table({"x": rng.standard_normal(400).astype(np.float32), "many": lists})
+    path = tmp_path / "a.parquet"
+    pq.write_table(table, path, compression=compression, data_page_version=version, data_page_size=512)
+    group = pq.read_metadata(path).row_group(0)
+    for index, name in enumerate(table.column_names):
+        chunk = group.column(index)
+        start = chunk.dictionary_page_offset or chunk.data_page_offset
+        whole = np.fromfile(path, np.uint8)[start : start + chunk.total_compressed_size]
+        for _ in range(400):
+            data = whole.copy()
+            data[rng.integers(0, len(data), 3)] = rng.integers(0, 256, 3)
+            data = data[: rng.integers(1, len(data) + 1)] if rng.random() < 0.3 else data
+            codec = CODECS[chunk.compression]
+            if name == "x":
+                found = decode_floats(data, codec, 1, 400)
+                assert found is None or len(found) == 400
+            else:
+                bags = decode_bags(data, codec, 3, 1, 400, np.empty(chunk.num_values, np.int64))
+                assert bags is None or (np.diff(bags[1]) >= 0).all()

@@ -1,0 +1,148 @@
+"""A whole recipe: sizes, sources, what fits together, and recipes by name or path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rowstead.spec.errors import RowsteadError, SpecError
+from rowstead.spec.parse import override, parse
+from rowstead.spec.run import RunSpec, find_recipe, load_recipe, recipe_names
+from tests.small_runs import small_plain, small_spec
+
+
+def problem_of(*assignments: str) -> str:
+    with pytest.raises(SpecError) as caught:
+        small_spec(*assignments)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("assignment", "path"),
+    [
+        ("train.batch_size=0", "train.batch_size"),
+        ("train.batch_size=-1", "train.batch_size"),
+        ("train.epochs=0", "train.epochs"),
+        ("train.max_steps=0", "train.max_steps"),
+        ("train.eval_every=0", "train.eval_every"),
+        ("train.eval_samples=-3", "train.eval_samples"),
+        ("train.checkpoint_every=0", "train.checkpoint_every"),
+        ("train.keep_checkpoints=0", "train.keep_checkpoints"),
+        ("train.log_every=0", "train.log_every"),
+        ("train.sparse_optimizer.lr=0", "train.sparse_optimizer.lr"),
+        ("train.sparse_optimizer.lr=.inf", "train.sparse_optimizer.lr"),
+        ("train.sparse_optimizer.eps=-1", "train.sparse_optimizer.eps"),
+        ("train.dense_optimizer.lr=-0.1", "train.dense_optimizer.lr"),
+        ("train.dense_optimizer.beta1=1", "train.dense_optimizer.beta1"),
+        ("train.dense_optimizer.beta2=-0.1", "train.dense_optimizer.beta2"),
+        ("train.dense_optimizer.clip=0", "train.dense_optimizer.clip"),
+        ("train.dense_optimizer.weight_decay=-1", "train.dense_optimizer.weight_decay"),
+        ("train.schedule.warmup_steps=-1", "train.schedule.warmup_steps"),
+        ("train.schedule.final=1.5", "train.schedule.final"),
+        ("model.width=0", "model.width"),
+        ("model.top=[8, 0]", "model.top"),
+        ("model.bottom=[-8]", "model.bottom"),
+        ("model.interaction.cross_layers=0", "model.interaction.cross_layers"),
+        ("model.interaction.cross_rank=0", "model.interaction.cross_rank"),
+        ("data.synth.num_train_samples=0", "data.synth.num_train_samples"),
+        ("data.synth.num_dense=-1", "data.synth.num_sparse"),
+        ("data.synth.num_skewed_dense=5", "data.synth.num_skewed_dense"),
+        ("data.synth.num_ids=0", "data.synth.num_ids"),
+        ("data.synth.num_ids=[1, 2]", "data.synth.num_ids"),
+        ("data.synth.mean_ids=.inf", "data.synth.mean_ids"),
+        ("data.synth.click_rate=1", "data.synth.click_rate"),
+        ("data.synth.drift=2", "data.synth.drift"),
+        ("data.synth.signal=.inf", "data.synth.signal"),
+        ("data.synth.seed=-1", "data.synth.seed"),
+        ("data.negative_keep_rate=0", "data.negative_keep_rate"),
+        ("data.negative_keep_rate=1.1", "data.negative_keep_rate"),
+        ("data.statistics_rows=0", "data.statistics_rows"),
+        ("scale=0", "scale"),
+        ("scale=.inf", "scale"),
+        ("seed=-1", "seed"),
+        ("seed=99999999999999999999", "seed"),
+        ("threads=0", "threads"),
+        ("name=../escape", "name"),
+        ("name=", "name"),
+        ("name=.hidden", "name"),
+    ],
+)
+def test_a_size_that_cannot_be_is_refused_by_its_path(assignment: str, path: str) -> None:
+    assert problem_of(assignment).startswith(f"{path}: ")
+
+
+@pytest.mark.parametrize(
+    ("parquet", "path"),
+    [
+        ("{train: []}", "data.parquet.train"),
+        ("{}", "data.parquet.train"),
+        ("{train: a, eval_fraction: 1}", "data.parquet.eval_fraction"),
+        ("{train: a, shuffle_rows: -1}", "data.parquet.shuffle_rows"),
+        ("{train: a, decode_threads: 0}", "data.parquet.decode_threads"),
+        ("{train: a, on_bad_row: ignore}", "data.parquet.on_bad_row"),
+    ],
+)
+def test_a_parquet_log_that_cannot_be_is_refused_by_its_path(parquet: str, path: str) -> None:
+    assert problem_of("data.synth=null", f"data.parquet={parquet}").startswith(f"{path}: ")
+
+
+def test_exactly_one_log_must_be_given() -> None:
+    says = "data: give exactly one of `synth` and `parquet`, got "
+    assert problem_of("data.parquet.train=a.parquet") == says + "synth and parquet"
+    assert problem_of("data.synth=null") == says + "neither"
+
+
+def test_early_stopping_needs_evaluations() -> None:
+    assert problem_of("train.early_stop.patience=2") == "train.early_stop: needs `eval_every` to be set"
+    assert "patience" in problem_of("train.eval_every=5", "train.early_stop.patience=0")
+
+
+def test_a_table_width_that_does_not_fit_the_dot_interaction_is_named() -> None:
+    problem = problem_of("features.sparse.0.width=4")
+    assert "table `sparse_0` has width 4" in problem
+    assert "model.width, 8" in problem
+    assert "`concat` or `cross`" in problem
+    for kind in ("concat", "cross"):
+        assert small_spec("features.sparse.0.width=4", f"model.interaction.kind={kind}").tables[0].width == 4
+
+
+def test_the_dot_interaction_needs_a_pair() -> None:
+    alone = ("features.dense=[]", "features.sparse.0.repeat=1")
+    assert "no pair" in problem_of(*alone)
+    small_spec(*alone, "model.interaction.kind=concat")
+    small_spec("features.dense=[]", "features.sparse.0.repeat=2")
+    small_spec("features.sparse=[]")
+
+
+def test_scale_reaches_the_tables() -> None:
+    assert [table.num_rows for table in small_spec("scale=0.1").tables] == [5, 5, 5]
+
+
+def test_recipes_are_found_by_name_and_by_path(tmp_path: Path) -> None:
+    assert "quickstart" in recipe_names()
+    assert load_recipe("quickstart").name == "quickstart"
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(yaml.safe_dump(small_plain()))
+    assert load_recipe(str(mine), ["seed=5"]) == parse(RunSpec, override(small_plain(), ["seed=5"]))
+
+
+def test_an_unknown_recipe_names_the_nearest() -> None:
+    with pytest.raises(RowsteadError, match="`quickstrat`: did you mean `quickstart`"):
+        find_recipe("quickstrat")
+
+
+def test_a_mistake_in_a_recipe_names_its_file(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(yaml.safe_dump(small_plain() | {"sede": 1}))
+    with pytest.raises(SpecError, match=r"^mine\.yaml: sede: unknown key: did you mean `seed`\?$"):
+        load_recipe(str(mine))
+
+
+@pytest.mark.parametrize("text", ["", "# nothing but a comment\n", "- a\n- b\n", "just text"])
+def test_a_recipe_without_keys_is_refused(tmp_path: Path, text: str) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(text)
+    with pytest.raises(SpecError, match=r"mine\.yaml: expected a mapping of keys"):
+        load_recipe(str(mine))

@@ -1,0 +1,167 @@
+"""Every shipped recipe says what it is, is parsed and takes two steps; those of published models have the published shapes."""
+
+from __future__ import annotations
+
+import math
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rowstead import run
+from rowstead.data import criteo, movielens
+from rowstead.spec.parse import override, parse, read_yaml
+from rowstead.spec.run import RECIPES, RunSpec, load_recipe, recipe_names
+
+GENRES = ("Action", "Comedy", "Drama", "Horror", "Musical", "Romance", "Sci-Fi", "Western")
+
+
+def write_criteo(folder: Path, num_lines: int = 400) -> None:
+    """A small log in the layout of Criteo's text, every tenth field empty, converted to `folder`."""
+    rng = np.random.default_rng(1)
+    lines = []
+    for _ in range(num_lines):
+        integers = [str(n) for n in rng.poisson(5, 13) - 1]
+        ids = [f"{n:08x}" for n in rng.integers(0, 1 << 32, 26)]
+        fields = [field if rng.random() > 0.1 else "" for field in integers + ids]
+        lines.append("\t".join([str(rng.integers(0, 2)), *fields]))
+    text = folder.parent / "train.txt"
+    text.write_text("\n".join(lines) + "\n")
+    criteo.convert([text], folder)
+
+
+def write_movielens(folder: Path, *, num_users: int = 40, num_items: int = 30, num_ratings: int = 400) -> None:
+    """A small archive in the layout of ml-1m, converted to `folder`; each user has genres that he likes and others that he does not."""
+    rng = np.random.default_rng(1)
+    genres = [rng.choice(len(GENRES), rng.integers(1, 4), replace=False) for _ in range(num_items)]
+    taste = rng.normal(0, 1.5, (num_users, len(GENRES)))
+    appeal = rng.normal(0, 0.7, num_items)
+    movies, users, ratings = [], [], []
+    for item, of_item in enumerate(genres):
+        movies.append(f"{item + 1}::Movie {item + 1} ({rng.integers(1930, 2001)})::{'|'.join(GENRES[g] for g in of_item)}")
+    for user in range(num_users):
+        age, occupation, code = rng.choice([1, 18, 25, 35, 45, 50, 56]), rng.integers(0, 21), rng.integers(10_000, 99_999)
+        users.append(f"{user + 1}::{rng.choice(['F', 'M'])}::{age}::{occupation}::{code}")
+    for pair in rng.choice(num_users * num_items, num_ratings, replace=False):
+        user, item = divmod(int(pair), num_items)
+        liking = taste[user, genres[item]].mean() + appeal[item] + rng.normal(0, 0.5)
+        ratings.append(
+            f"{user + 1}::{item + 1}::{int(np.clip(round(3.5 + liking), 1, 5))}::{978_300_000 + rng.integers(0, 10**7)}"
+        )
+    archive = folder.parent / "ml-1m.zip"
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as files:
+        for name, lines in (("movies", movies), ("users", users), ("ratings", ratings)):
+            files.writestr(f"ml-1m/{name}.dat", "\n".join(lines) + "\n")
+    movielens.convert(archive, folder)
+
+
+WRITERS: dict[str, Callable[[Path], None]] = {"data/criteo": write_criteo, "data/movielens": write_movielens}
+"""What makes the files of the recipes that read Parquet, by the folder that they name."""
+
+
+def small(name: str) -> RunSpec:
+    """A recipe with its tables shrunk and a batch that takes moments, and nothing else changed."""
+    plain = read_yaml(RECIPES / f"{name}.yaml")
+    largest = max(table.num_rows for table in parse(RunSpec, plain).tables)
+    changes = [f"scale={min(1.0, 100 / largest)}", "train.batch_size=8", "train.max_steps=2", "data.statistics_rows=64"]
+    if "synth" in plain["data"]:
+        changes += ["data.synth.num_train_samples=24", "data.synth.num_eval_samples=8"]
+    return parse(RunSpec, override(plain, changes))
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_recipe_takes_two_steps(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # the paths in a recipe start at the working folder
+    spec = small(name)
+    if spec.data.parquet is not None:
+        folder = Path(spec.data.parquet.train[0]).parent
+        assert str(folder) in WRITERS, f"say in WRITERS how to make a small log for {name}"
+        folder.parent.mkdir(parents=True)
+        WRITERS[str(folder)](folder)
+    result = run.train(spec, out=tmp_path / "run")
+    assert result.outcome.position.step == 2
+    assert result.quality is not None
+    assert math.isfinite(result.quality.log_loss)
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_recipe_begins_with_what_it_is(name: str) -> None:
+    first = (RECIPES / f"{name}.yaml").read_text().splitlines()[0]
+    assert first.startswith("# ")
+    assert first.endswith(".")
+    assert len(first) > 20
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_recipe_is_named_as_its_file(name: str) -> None:
+    assert load_recipe(name).name == name
+
+
+def test_movielens_learns_taste(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("data").mkdir()
+    write_movielens(Path("data/movielens"), num_users=300, num_items=200, num_ratings=20_000)
+    changes = ["train.batch_size=128", "threads=1", "train.eval_every=null", "train.checkpoint_every=null"]
+    quality = run.train(load_recipe("movielens", changes), out=tmp_path / "run").quality
+    assert quality is not None
+    assert quality.ne is not None
+    assert quality.ne < 0.9
+
+
+@pytest.mark.parametrize(
+    ("name", "num_sparse", "num_dense", "mean_ids", "num_rows", "bottom", "top", "batch_size"),
+    [
+        ("m1", 30, 800, 28, 5_700_000, (512,), (512, 512, 512), 1600),
+        ("m2", 13, 504, 17, 7_300_000, (1024,), (1024, 1024, 512), 3200),
+        ("m3", 127, 809, 49, 3_700_000, (512,), (512, 256, 512, 256, 512), 800),
+    ],
+)
+def test_the_papers_models(
+    name: str,
+    num_sparse: int,
+    num_dense: int,
+    mean_ids: int,
+    num_rows: int,
+    bottom: tuple[int, ...],
+    top: tuple[int, ...],
+    batch_size: int,
+) -> None:
+    spec = load_recipe(name)
+    assert len(spec.features.expanded_sparse()) == num_sparse
+    assert len(spec.features.expanded_dense()) == num_dense
+    assert {table.num_rows for table in spec.tables} == {num_rows}
+    assert (spec.model.bottom, spec.model.top, spec.model.interaction.kind) == (bottom, top, "dot")
+    assert spec.train.batch_size == batch_size
+    synth = spec.data.synth
+    assert synth is not None
+    assert (synth.num_sparse, synth.num_dense, synth.mean_ids, synth.num_ids) == (num_sparse, num_dense, mean_ids, num_rows)
+    assert synth.length_power > 0  # mean ids per feature follow a power law over the features
+
+
+def test_m3_does_not_fit_the_papers_gpus() -> None:
+    spec = load_recipe("m3")
+    assert spec.train.sparse_optimizer.kind == "adagrad"
+    num_bytes = 2 * 4 * sum(table.num_elements for table in spec.tables)
+    assert num_bytes == pytest.approx(481e9, rel=0.001)
+    assert num_bytes > 8 * 32e9
+
+
+def test_mlperf_is_dlrm_dcnv2() -> None:
+    rows = "40000000 39060 17295 7424 20265 3 7122 1543 63 40000000 3067956 405282 10 2209 11938 155 4 976 14 40000000 40000000 40000000"
+    rows += " 590152 12973 108 36"
+    ids = "3 2 1 2 6 1 1 1 1 7 3 8 1 6 9 5 1 1 1 12 100 27 10 3 1 1"
+    spec = load_recipe("mlperf")
+    synth = spec.data.synth
+    assert synth is not None
+    assert [table.num_rows for table in spec.tables] == [int(n) for n in rows.split()]
+    assert synth.num_ids == tuple(int(n) for n in rows.split())
+    assert synth.mean_ids == tuple(float(n) for n in ids.split())
+    assert synth.lengths == "fixed"
+    assert sum(synth.mean_ids) == 214
+    assert {table.width for table in spec.tables} == {128}
+    assert len(spec.features.expanded_dense()) == 13
+    assert (spec.model.bottom, spec.model.width, spec.model.top) == ((512, 256), 128, (1024, 1024, 512, 256))
+    interaction = spec.model.interaction
+    assert (interaction.kind, interaction.cross_layers, interaction.cross_rank) == ("cross", 3, 512)
