@@ -59,15 +59,12 @@ def write_log(path: Path, num_rows: int, group_rows: int) -> None:
             writer.write_table(pa.table([pa.array(c) for c in columns], schema=schema), row_group_size=group_rows)
 
 
-def read_with_rowstead(path: Path) -> int:
-    """One epoch of batches, shuffled within as many rows as a row group has; the number of examples."""
-    import pyarrow.parquet as pq
-
+def read_with_rowstead(path: Path, shuffle_rows: int) -> int:
+    """One epoch of batches; the number of examples."""
     from rowstead.data.encode import Encoder
     from rowstead.data.parquet import ParquetLog, ParquetSource
     from rowstead.data.transforms import DenseTransforms
 
-    shuffle_rows = pq.read_metadata(path).row_group(0).num_rows
     spec = ParquetSpec(train=(str(path),), shuffle_rows=shuffle_rows, decode_threads=1)
     encoder = Encoder(FEATURES, tables_of(FEATURES, width=64), DenseTransforms.of(FEATURES))
     source = ParquetSource(ParquetLog(spec, FEATURES, split="all"), encoder, seed=1)
@@ -124,13 +121,6 @@ def read_with_pandas(path: Path, *, by_row: bool) -> int:
     return sum(len(batch[-1]) for batch in loader)
 
 
-CONTENDERS = {
-    "rowstead": read_with_rowstead,
-    "pandas, rows": lambda path: read_with_pandas(path, by_row=True),
-    "pandas, batches": lambda path: read_with_pandas(path, by_row=False),
-}
-
-
 def compare(path: Path, num_rows: int, repeats: int) -> dict[str, dict[str, float]]:
     """CPU seconds of each contender, on one core; called in a process of its own."""
     import pyarrow as pa
@@ -140,22 +130,22 @@ def compare(path: Path, num_rows: int, repeats: int) -> dict[str, dict[str, floa
     pa.set_cpu_count(1)
     torch.set_num_threads(1)
 
-    def once(read: Any) -> Any:
-        def run() -> None:
-            assert read(path) == num_rows
-
-        return run
-
-    seconds = alternate({n: once(r) for n, r in CONTENDERS.items()}, repeats=repeats, clock=time.process_time)
+    contenders = {
+        "rowstead": lambda: read_with_rowstead(path, shuffle_rows=num_rows // 4),
+        "pandas, rows": lambda: read_with_pandas(path, by_row=True),
+        "pandas, batches": lambda: read_with_pandas(path, by_row=False),
+    }
+    assert all(read() == num_rows for read in contenders.values())
+    seconds = alternate(contenders, repeats=repeats, warmups=0, clock=time.process_time)
     return {name: spread(values) for name, values in seconds.items()}
 
 
-def peak_memory(path: Path) -> dict[str, int]:
+def peak_memory(path: Path, shuffle_rows: int) -> dict[str, int]:
     """Bytes resident at most, before and after reading once; called in a process of its own."""
     warm = path.with_name("warm.parquet")  # Compiles kernels and loads libraries, which is no part of reading.
-    read_with_rowstead(warm)
+    read_with_rowstead(warm, shuffle_rows)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    read_with_rowstead(path)
+    read_with_rowstead(path, shuffle_rows)
     return {"before_bytes": before, "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
 
 
@@ -169,8 +159,8 @@ def in_new_process(what: str, path: Path, *numbers: int) -> Any:
 def main() -> None:
     if sys.argv[1:2] == ["--child"]:
         what, path, *numbers = sys.argv[2:]
-        answer = compare(Path(path), *map(int, numbers)) if what == "compare" else peak_memory(Path(path))
-        print(json.dumps(answer))
+        child = compare if what == "compare" else peak_memory
+        print(json.dumps(child(Path(path), *map(int, numbers))))
         return
     options = arguments(__doc__).parse_args()
     group_rows, repeats = (QUICK_GROUP_ROWS, 1) if options.quick else (GROUP_ROWS, 5)
@@ -187,7 +177,7 @@ def main() -> None:
         write_log(large, 4 * num_rows, group_rows)
         peaks = {}
         for file, samples in ((small, num_rows), (large, 4 * num_rows)):
-            found = [in_new_process("peak", file) for _ in range(1 if options.quick else 3)]
+            found = [in_new_process("peak", file, group_rows) for _ in range(1 if options.quick else 3)]
             peaks[samples] = statistics.median(f["peak_bytes"] for f in found)
             before = statistics.median(f["before_bytes"] for f in found)
             rows.append({"reader": "rowstead", "samples": samples, "file_bytes": file.stat().st_size})

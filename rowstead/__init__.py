@@ -21,7 +21,7 @@ _HOMES = {
     "Result": "rowstead.run",
     "predict": "rowstead.serve.predict",
     "export": "rowstead.serve.export",
-    "load_exported": "rowstead.serve.export",
+    "load_exported": "rowstead.serve.exported",
     "Batch": "rowstead.contracts.batch",
     "Sparse": "rowstead.contracts.batch",
     "RunSpec": "rowstead.spec.run",

@@ -98,6 +98,10 @@ def predict(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run, as for `evaluate`, or a folder that `export` wrote.")],
     out: Annotated[Path, typer.Option("--out", help="Parquet file to write.")],
     data: Data = None,
+    keep: Annotated[
+        list[str] | None,
+        typer.Option("--keep", metavar="COLUMN", help="Copy this column of the log next to the predictions. Repeatable."),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
     runs: Root = RUNS,
 ) -> None:
@@ -107,8 +111,9 @@ def predict(
 
     console = Console()
     with doing(console, "examples") as advance:
-        num_rows = write_predictions(run, out, data=data, overwrite=overwrite, root=runs, progress=advance)
-    console.print(f"{num_rows:,} predictions in {out}", highlight=False, soft_wrap=True)
+        done = write_predictions(run, out, data=data, keep=keep or (), overwrite=overwrite, root=runs, progress=advance)
+    skipped = f" ({done.num_skipped:,} bad rows skipped)" if done.num_skipped else ""
+    console.print(f"{done.num_rows:,} predictions in {out}{skipped}", highlight=False, soft_wrap=True)
 
 
 @app.command()

@@ -157,9 +157,10 @@ def evaluate(
     model = load(run, root=root, watcher=watcher)
     source = source_for(spec, transforms_of(run, root=root), data=data, needs_label=True)
     device = device_of(spec)
-    quality = evaluate_model(
-        model.to(device), source, device=device, negative_keep_rate=spec.data.negative_keep_rate, progress=progress
-    )
+    with _threads(spec):
+        quality = evaluate_model(
+            model.to(device), source, device=device, negative_keep_rate=spec.data.negative_keep_rate, progress=progress
+        )
     if watcher is not None and (num_skipped := getattr(source, "num_skipped", 0)):
         watcher.on_message(f"left out {num_skipped:,} bad rows (on_bad_row: skip)")
     return quality

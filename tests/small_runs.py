@@ -32,6 +32,7 @@ def small_plain() -> dict[str, Any]:
         },
         "model": {"width": 8, "bottom": [16], "top": [16]},
         "train": {"batch_size": 64},
+        "threads": 1,  # so small a model is only slower with more, much so where other tests run beside it
     }
 
 

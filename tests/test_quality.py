@@ -25,6 +25,7 @@ def small_log() -> RunSpec:
         "model.bottom=[32]",
         "model.top=[64, 32]",
         "train.batch_size=512",
+        "train.dense_optimizer.lr=0.01",
         "train.eval_every=null",
         "train.checkpoint_every=null",
     ]
@@ -48,7 +49,7 @@ def test_a_small_model_comes_near_its_teacher(tmp_path: Path) -> None:
     quality = trained(small_log(), tmp_path / "run")
     assert quality.ne_best is not None
     assert quality.ne_best < 0.80
-    assert above(quality, quality.ne_best) < 0.02
+    assert above(quality, quality.ne_best) < 0.03  # a linear model ends more than twice as far away
 
 
 @pytest.mark.slow

@@ -56,14 +56,19 @@ def read_row_group(
     if num_rows * (4 * len(columns.dense) + 8 * len(columns.sparse)) > GROUP_BYTES:
         return None
     counts = [chunks.column(leaves[name].index).num_values if name in leaves else 0 for name in columns.sparse]
-    if 8 * sum(counts) > GROUP_BYTES:
+    others = [name for name in columns.names if name not in leaves]
+    if 8 * sum(counts) > GROUP_BYTES or (others and chunks.total_byte_size > GROUP_BYTES):
         return None
     # One array for all: the system hands out large ones in large pages, which are quicker to come by.
     ids = np.empty(sum(counts), np.int64)
     room = dict(zip(columns.sparse, np.split(ids, np.cumsum(counts)[:-1]), strict=True)) if counts else {}
-    others = [name for name in columns.names if name not in leaves]
-    with open(path, "rb", buffering=0) as file, pq.ParquetFile(path, metadata=metadata) as parquet:
-        table = parquet.read_row_group(group, columns=others, use_threads=False) if others else None
+
+    def by_pyarrow(names: list[str]) -> pa.Table:
+        with pq.ParquetFile(path, metadata=metadata) as parquet:
+            return parquet.read_row_group(group, columns=names, use_threads=False)
+
+    table = by_pyarrow(others) if others else None
+    with open(path, "rb", buffering=0) as file:
         scratch = np.empty(1 << 20, np.uint8)
 
         def chunk_of(leaf: Leaf) -> tuple[pq.ColumnChunkMetaData, NDArray[np.uint8]] | None:
@@ -79,14 +84,13 @@ def read_row_group(
             found = os.preadv(file.fileno(), [scratch[:size].data], start)
             return (chunk, scratch[:size]) if found == size else None
 
-        def by_pyarrow(name: str) -> pa.ChunkedArray:
-            one = table if table is not None and name in others else parquet.read_row_group(group, [name], use_threads=False)
-            return one.column(name)
+        def column(name: str) -> pa.ChunkedArray:
+            return (by_pyarrow([name]) if table is None or name in leaves else table).column(name)
 
         def floats(name: str) -> NDArray[np.float32]:
             found = chunk_of(leaves[name]) if name in leaves else None
             values = decode_floats(found[1], CODECS[found[0].compression], leaves[name].max_def, num_rows) if found else None
-            return floats_of(by_pyarrow(name), name) if values is None else values
+            return floats_of(column(name), name) if values is None else values
 
         def bags(name: str) -> Bags:
             found = chunk_of(leaves[name]) if name in leaves else None
@@ -96,6 +100,6 @@ def read_row_group(
                 decoded = decode_bags(data, CODECS[chunk.compression], leaf.max_def, leaf.max_rep, num_rows, room[name])
                 if decoded is not None:
                     return decoded
-            return bags_of(by_pyarrow(name), name)
+            return bags_of(column(name), name)
 
         return columns.assemble(num_rows, floats=floats, bags=bags)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Sequence
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -41,8 +44,23 @@ class Kernels(Protocol):
 
 def kernels_for(choice: Kernel, device: torch.device) -> tuple[str, Kernels]:
     """Name and functions of the kernels for tables on `device`."""
+    if choice == "auto":
+        choice = "cpu" if device.type == "cpu" else "gpu" if _has_triton() else "reference"
     if choice == "cpu" and device.type != "cpu":
         raise RowsteadError(f"kernel: cpu works on tables in system memory, and this run trains on {device}: use `auto`")
-    if choice == "cpu" or (choice == "auto" and device.type == "cpu"):
-        return "cpu", cpu
-    return "reference", reference
+    if choice == "gpu" and device.type == "cpu" and not _interprets_triton():
+        raise RowsteadError("kernel: gpu works on tables in GPU memory, and this run trains on the CPU: use `auto`")
+    if choice == "gpu":
+        from rowstead.kernels import gpu
+
+        return "gpu", gpu
+    return ("cpu", cpu) if choice == "cpu" else ("reference", reference)
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _interprets_triton() -> bool:
+    return _has_triton() and os.environ.get("TRITON_INTERPRET") == "1"

@@ -15,7 +15,7 @@ from rowstead.spec.model import ModelSpec
 from rowstead.spec.parse import override, parse, read_yaml
 from rowstead.spec.train import TrainSpec
 
-Kernel = Literal["auto", "reference", "cpu"]
+Kernel = Literal["auto", "reference", "cpu", "gpu"]
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 

@@ -1,4 +1,7 @@
-"""The device store keeps the contract of every store."""
+"""The device store keeps the contract of every store, over each set of kernels.
+
+Without a GPU the Triton kernels run in Triton's interpreter (tests/conftest.py turns it on); with one they are compiled.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from rowstead.spec.errors import CheckpointError
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of
 from rowstead.spec.train import SparseOptimizerSpec
 from rowstead.stores.device import DeviceStore
-from tests.contracts.store_contract import StoreContract
+from tests.contracts.store_contract import BriefStoreContract, StoreContract
 
 FEATURES = FeaturesSpec(sparse=(SparseFeatureSpec(name="a", num_rows=6), SparseFeatureSpec(name="b", num_rows=4)))
 LAYOUT = layout_of(FEATURES, tables_of(FEATURES, width=3))
@@ -25,6 +28,12 @@ class TestDeviceStoreOverReferenceKernels(StoreContract):
 class TestDeviceStoreOverCpuKernels(StoreContract):
     def make(self, layout: Layout, optimizer: SparseOptimizerSpec, dtype: torch.dtype) -> DeviceStore:
         return DeviceStore(layout, optimizer, dtype=dtype, kernel="cpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels run on it, below")
+class TestDeviceStoreOverInterpretedGpuKernels(BriefStoreContract):
+    def make(self, layout: Layout, optimizer: SparseOptimizerSpec, dtype: torch.dtype) -> DeviceStore:
+        return DeviceStore(layout, optimizer, dtype=dtype, kernel="gpu")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

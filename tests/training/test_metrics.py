@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from dataclasses import asdict
@@ -30,7 +31,7 @@ def quality_of(
     """The Quality of examples that come in batches cut at `cuts`."""
     evaluation = Evaluation(**options)  # type: ignore[arg-type]
     borders = [0, *sorted(cuts), len(labels)]
-    for start, stop in zip(borders, borders[1:], strict=False):
+    for start, stop in itertools.pairwise(borders):
         part = slice(start, stop)
         evaluation.add(
             log_odds[part],

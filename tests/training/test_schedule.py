@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -45,6 +47,6 @@ def test_any_schedule_rises_then_falls_and_stays_between_0_and_1(total: int, war
     assert all(0 <= value <= 1 + 1e-12 for value in values)
     rising, falling = values[:warmup], values[warmup:]
     assert rising == sorted(rising)
-    assert all(later <= earlier + 1e-12 for earlier, later in zip(falling, falling[1:], strict=False))
+    assert all(later <= earlier + 1e-12 for earlier, later in itertools.pairwise(falling))
     if falling and decay != "none":
         assert values[-1] == pytest.approx(final)

@@ -35,7 +35,9 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def stepper_of(spec: TrainSpec = PLAIN, *, num_dense: int = NUM_DENSE, num_sparse: int = NUM_SPARSE, kind: str = "dot") -> Stepper:
+def stepper_of(
+    spec: TrainSpec = PLAIN, *, num_dense: int = NUM_DENSE, num_sparse: int = NUM_SPARSE, kind: str = "dot"
+) -> Stepper:
     features = FeaturesSpec(
         dense=tuple(DenseFeatureSpec(name=f"d{i}") for i in range(num_dense)),
         sparse=tuple(SparseFeatureSpec(name=f"s{i}", num_rows=NUM_ROWS) for i in range(num_sparse)),

@@ -1,0 +1,140 @@
+"""An exported model: raw columns in, click probabilities out, with the checks of training."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rowstead.data.block import RawBlock
+from rowstead.data.columns import Columns
+from rowstead.data.hashing import id_outside_table
+from rowstead.data.transforms import RowRule
+from rowstead.spec.errors import DataError, RowsteadError
+from rowstead.spec.features import FeaturesSpec
+from rowstead.spec.parse import parse
+
+PROGRAM = "program.pt2"
+INPUTS = "inputs.json"
+FORMAT = 1
+
+
+class Exported:
+    """A model out of a folder that `export` wrote; needs nothing of the training run. Threads may share one."""
+
+    def __init__(self, folder: Path | str) -> None:
+        folder = Path(folder)
+        plain = _inputs(folder)
+        self.features = parse(FeaturesSpec, plain["features"])
+        self.label: str = plain["label"]
+        """Name that the label had in the training log."""
+        sparse = self.features.expanded_sparse()
+        self._direct = [
+            (place, feature.name, plain["num_rows"][feature.table or feature.name], feature.max_ids)
+            for place, feature in enumerate(sparse)
+            if feature.hash == "none"
+        ]
+        self._columns = Columns(self.features)
+        self._rule = RowRule(self.features)
+        self.program = _program(folder / PROGRAM, plain["sha256"][PROGRAM])
+        """The torch.export program itself: dense [B, Fd], ids [nnz] and offsets [F*B + 1] to probabilities [B]."""
+        self._module = self.program.module()
+
+    def predict(self, rows: Mapping[str, Any] | pa.Table | pa.RecordBatch) -> NDArray[np.float32]:
+        """Click probabilities [B] of raw rows: column names to lists or arrays, or an Arrow table; other columns are ignored."""
+        block = self._columns.block(rows)
+        bad = self._rule.check(block)
+        if bad is not None:
+            raise DataError(f"row {bad.row} (from 0): {bad.value} in column `{bad.column}` {bad.problem}")
+        return self.predict_block(block, 0, block.num_rows)
+
+    def predict_block(self, block: RawBlock, start: int, stop: int) -> NDArray[np.float32]:
+        """Click probabilities [B] of the rows from `start` to `stop` of a block that has passed the row rule."""
+        if start == stop:
+            return np.empty(0, np.float32)
+        self._check_ids(block)
+        with torch.no_grad():
+            result: Tensor = self._module(*raw_arguments(block, start, stop))
+        return result.numpy()
+
+    def _check_ids(self, block: RawBlock) -> None:
+        """Refuse ids that training would: under `hash: none` an id is a row, unless truncation drops it."""
+        for place, name, num_rows, max_ids in self._direct:
+            ids, offsets = block.ids[place], block.offsets[place]
+            outside = np.flatnonzero((ids < 0) | (ids >= num_rows))
+            if max_ids is not None and len(outside):
+                bag = np.searchsorted(offsets, outside, side="right") - 1
+                outside = outside[outside - offsets[bag] < max_ids]
+            if len(outside):
+                raise id_outside_table(name, int(ids[outside[0]]), num_rows)
+
+
+def load_exported(folder: Path | str) -> Exported:
+    """The exported model in a folder that `export` wrote. Load only what you trust: torch may unpickle parts of a program."""
+    return Exported(folder)
+
+
+def is_exported(name: str, root: Path | str) -> bool:
+    """Whether `name` is the folder of an exported model rather than a run, or a run's name under `root`."""
+    return (Path(name) / INPUTS).is_file() and not (Path(root) / name / "spec.yaml").is_file()
+
+
+def raw_arguments(block: RawBlock, start: int = 0, stop: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """The program's arguments for the rows from `start` to `stop`: dense [B, Fd], ids [nnz], offsets [F*B + 1]."""
+    stop = block.num_rows if stop is None else stop
+    ids, offsets, total = [np.empty(0, np.int64)], [], 0
+    for own_ids, bounds in zip(block.ids, block.offsets, strict=True):
+        first, last = int(bounds[start]), int(bounds[stop])
+        ids.append(own_ids[first:last])
+        offsets.append(bounds[start:stop] + (total - first))
+        total += last - first
+    whole = np.concatenate([*offsets, np.array([total])]).astype(np.int64, copy=False)
+    dense = np.ascontiguousarray(block.dense[start:stop])
+    return torch.from_numpy(dense), torch.from_numpy(np.concatenate(ids)), torch.from_numpy(whole)
+
+
+def sha256_of(path: Path) -> str:
+    """The checksum of a file, read piece by piece."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def _inputs(folder: Path) -> dict[str, Any]:
+    if not folder.is_dir():
+        raise RowsteadError(f"there is no folder {folder}: `rowstead export RUN --to {folder}` makes one")
+    for name in (INPUTS, PROGRAM):
+        if not (folder / name).is_file():
+            raise RowsteadError(f"{folder} is no exported model: it has no {name}")
+    file = folder / INPUTS
+    try:
+        plain = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise RowsteadError(f"{file} cannot be read: {error}") from None
+    found = plain.get("format") if isinstance(plain, dict) else None
+    if found != FORMAT:
+        raise RowsteadError(f"{file} has format {found}, this version of rowstead reads {FORMAT}: export the model again")
+    needed = {"features", "num_rows", "label", "sha256"}
+    if needed - set(plain):
+        raise RowsteadError(f"{file} is damaged: it has no `{min(needed - set(plain))}`. Export the model again")
+    return dict(plain)
+
+
+def _program(file: Path, sha256: str) -> torch.export.ExportedProgram:
+    if sha256_of(file) != sha256:
+        raise RowsteadError(f"{file} is damaged: its checksum is not the one in {INPUTS}. Copy it again, or export again")
+    try:
+        return torch.export.load(file)
+    except Exception as error:
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise RowsteadError(f"{file} cannot be loaded by torch {torch.__version__}: {why}") from error
