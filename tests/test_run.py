@@ -547,7 +547,7 @@ def _slower(spec: RunSpec) -> RunSpec:
 
 @pytest.mark.slow
 def test_200_steps_are_100_steps_sigkill_resume_and_100_steps(tmp_path: Path, spec_of: Callable[..., RunSpec]) -> None:
-    spec = _slower(spec_of("threads=2"))
+    spec = _slower(spec_of())
     straight = train(spec, out=tmp_path / "straight")
     killed = tmp_path / "killed"
     process = subprocess.Popen(_command("train", _recipe(tmp_path, spec), "--out", str(killed)), stdout=subprocess.DEVNULL)

@@ -66,6 +66,6 @@ def _moved(value: Movable, device: torch.device | str, non_blocking: bool) -> Mo
     changes: dict[str, Any] = {}
     for field in dataclasses.fields(value):
         part = getattr(value, field.name)
-        if isinstance(part, Tensor) or isinstance(part, Sparse):
+        if isinstance(part, (Tensor, Sparse)):
             changes[field.name] = part.to(device, non_blocking=non_blocking)
     return dataclasses.replace(value, **changes)

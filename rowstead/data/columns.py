@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from rowstead.data.block import RawBlock
 from rowstead.data.hashing import hash_texts
-from rowstead.data.memory import address_of, floats_at
+from rowstead.kernels.memory import address_of, floats_at
 from rowstead.spec.errors import DataError, did_you_mean
 from rowstead.spec.features import FeaturesSpec
 

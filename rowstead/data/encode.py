@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from rowstead.contracts.batch import Batch, Sparse
 from rowstead.data.block import RawBlock
 from rowstead.data.hashing import HASH_CODES, hash_in_place, id_outside_table
-from rowstead.data.memory import address_of, floats_at, integers_at, prefetch
 from rowstead.data.transforms import DenseTransforms
+from rowstead.kernels.memory import address_of, floats_at, integers_at, prefetch
 from rowstead.spec.errors import DataError
 from rowstead.spec.features import FeaturesSpec, Table
 

@@ -15,7 +15,6 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from rowstead.data.memory import lowest_bit, word_at
 from rowstead.data.page_headers import (
     DATA_PAGE,
     DATA_PAGE_V2,
@@ -32,12 +31,13 @@ from rowstead.data.page_headers import (
     page_headers,
     varint,
 )
+from rowstead.kernels.memory import lowest_bit, word_at
 
 Bytes = NDArray[np.uint8]
 
 _PLAIN, _PLAIN_DICTIONARY, _RLE_DICTIONARY = 0, 2, 8
 
-CODECS = {"UNCOMPRESSED": None, "SNAPPY": "snappy", "ZSTD": "zstd", "GZIP": "gzip", "BROTLI": "brotli"}
+CODECS = {"UNCOMPRESSED": None, "SNAPPY": "snappy", "ZSTD": "zstd", "GZIP": "gzip", "BROTLI": "brotli", "LZ4": "lz4_raw"}
 """pyarrow's name of each compression that may be met here."""
 
 

@@ -42,9 +42,14 @@ def plain_leaves(columns: Columns, metadata: pq.FileMetaData) -> dict[str, Leaf]
         else:
             value = kind.value_type if kind is not None and pa.types.is_list(kind) else kind
             fits = name in columns.sparse and value in (pa.int64(), pa.uint64()) and leaf.max_repetition_level <= 1
-        if fits:
+        if fits and _known_codec(metadata, index):
             leaves[name] = Leaf(index, leaf.max_definition_level, leaf.max_repetition_level)
     return leaves
+
+
+def _known_codec(metadata: pq.FileMetaData, index: int) -> bool:
+    """Whether we can unpack a column; files use one codec a column throughout, so the first row group tells."""
+    return metadata.num_row_groups == 0 or metadata.row_group(0).column(index).compression in CODECS
 
 
 def read_row_group(

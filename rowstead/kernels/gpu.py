@@ -244,7 +244,7 @@ def _pool_bags(
         inside = live[:, None] & (d[None, :] < width[:, None])
     total = tl.zeros([BAGS, D], out.dtype.element_ty)
     longest = tl.max(end - begin, axis=0)
-    for at in range(0, longest):
+    for at in range(longest):
         place = begin + at
         on = live & (place < end)
         row = tl.load(ids + place, mask=on, other=0).to(tl.int64)

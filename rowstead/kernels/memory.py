@@ -42,6 +42,27 @@ def _pointer_like(typingctx, address, like):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
+def word_at(typingctx, address):  # type: ignore[no-untyped-def]
+    """The 8 bytes at an int64 address, which need not be aligned, as uint64."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        return builder.load(pointer, align=1)
+
+    return types.uint64(types.int64), codegen
+
+
+@intrinsic
+def lowest_bit(typingctx, word):  # type: ignore[no-untyped-def]
+    """The place of the lowest bit that is set in a uint64 other than 0, as int64."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return builder.cttz(args[0], ir.IntType(1)(1))
+
+    return types.int64(types.uint64), codegen
+
+
+@intrinsic
 def prefetch(typingctx, address):  # type: ignore[no-untyped-def]
     """Ask for the cache line at an int64 address, which need not be valid, and go on."""
 

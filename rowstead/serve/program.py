@@ -5,6 +5,7 @@ Letters: B examples, F features, Fd dense features, nnz ids, N rows of all table
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -109,7 +110,7 @@ class ServingProgram(nn.Module):
         int8: bool = False,
     ) -> None:
         super().__init__()
-        self.net = net
+        self.net = copy.deepcopy(net).requires_grad_(False)
         self.dense_program = DenseProgram(transforms)
         self.log_keep_rate = log_keep_rate
         self.num_dense = len(transforms.names)

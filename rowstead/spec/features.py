@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, TypeVar
 
 from rowstead.spec.errors import SpecError, did_you_mean, require
@@ -131,10 +132,18 @@ class FeaturesSpec:
 
     def expanded_dense(self) -> tuple[DenseFeatureSpec, ...]:
         """One spec a dense feature, `repeat` written out and `column` filled in."""
-        return tuple(one for feature in self.dense for one in _expanded(feature))
+        return self._expanded_dense
 
     def expanded_sparse(self) -> tuple[SparseFeatureSpec, ...]:
         """One spec a sparse feature, `repeat` written out and `column` filled in."""
+        return self._expanded_sparse
+
+    @cached_property
+    def _expanded_dense(self) -> tuple[DenseFeatureSpec, ...]:
+        return tuple(one for feature in self.dense for one in _expanded(feature))
+
+    @cached_property
+    def _expanded_sparse(self) -> tuple[SparseFeatureSpec, ...]:
         return tuple(one for feature in self.sparse for one in _expanded(feature))
 
 
