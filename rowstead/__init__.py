@@ -16,8 +16,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "train": "rowstead.run",
     "resume": "rowstead.run",
-    "load": "rowstead.run",
-    "evaluate": "rowstead.run",
+    "load": "rowstead.trained",
+    "evaluate": "rowstead.trained",
     "Result": "rowstead.run",
     "predict": "rowstead.serve.predict",
     "export": "rowstead.serve.export",

@@ -84,12 +84,12 @@ def train(
 @app.command()
 def evaluate(run: Run, data: Data = None, runs: Root = RUNS) -> None:
     """Score a run's model on its evaluation split, or on other Parquet files."""
-    from rowstead import run as runs_
     from rowstead.console import PlainWatcher, doing, quality_table
+    from rowstead.trained import evaluate as evaluate_run
 
     console = Console()
     with doing(console, "examples") as advance:
-        quality = runs_.evaluate(run, data=data, root=runs, watcher=PlainWatcher(console), progress=advance)
+        quality = evaluate_run(run, data=data, root=runs, watcher=PlainWatcher(console), progress=advance)
     console.print(quality_table(quality))
 
 
@@ -105,13 +105,22 @@ def predict(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
     runs: Root = RUNS,
 ) -> None:
-    """Write click probabilities to Parquet, one row for each row of the log, in its order."""
-    from rowstead.console import doing
+    """Write click probabilities to Parquet, in the order of the log."""
+    from rowstead.console import PlainWatcher, doing
     from rowstead.serve.predict import predict as write_predictions
 
     console = Console()
     with doing(console, "examples") as advance:
-        done = write_predictions(run, out, data=data, keep=keep or (), overwrite=overwrite, root=runs, progress=advance)
+        done = write_predictions(
+            run,
+            out,
+            data=data,
+            keep=keep or (),
+            overwrite=overwrite,
+            root=runs,
+            watcher=PlainWatcher(console),
+            progress=advance,
+        )
     skipped = f" ({done.num_skipped:,} bad rows skipped)" if done.num_skipped else ""
     console.print(f"{done.num_rows:,} predictions in {out}{skipped}", highlight=False, soft_wrap=True)
 

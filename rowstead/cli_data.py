@@ -154,7 +154,7 @@ def _log_to_describe(
     from rowstead.data.describe import infer_features
     from rowstead.data.files import find_files
     from rowstead.data.parquet import ParquetLog
-    from rowstead.run import raw_blocks
+    from rowstead.parts import raw_blocks
     from rowstead.spec.data import ParquetSpec
     from rowstead.spec.run import load_recipe
 

@@ -25,10 +25,11 @@ import rowstead
 from rowstead.data.synth import write_parquet
 from rowstead.records.events import read_events
 from rowstead.records.run_folder import RunFolder
-from rowstead.run import Result, evaluate, load, resume, train
+from rowstead.run import Result, resume, train
 from rowstead.spec.errors import CheckpointError, DataError, RowsteadError, TrainingError
 from rowstead.spec.parse import digest, to_plain
 from rowstead.spec.run import RunSpec
+from rowstead.trained import evaluate, load
 from rowstead.training import checkpoint
 from rowstead.training.progress import Progress, Silent
 from rowstead.training.step import Stepper

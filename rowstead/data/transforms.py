@@ -154,6 +154,12 @@ class RowRule:
         column, value, problem = self._first_problem(block, row)
         return BadRows(mask=mask, row=row, column=column, value=value, problem=problem)
 
+    def refuse(self, block: RawBlock) -> None:
+        """Raise DataError when a row of `block` is bad."""
+        bad = self.check(block)
+        if bad is not None:
+            raise DataError(f"row {bad.row} (from 0): {bad.value} in column `{bad.column}` {bad.problem}")
+
     def _first_problem(self, block: RawBlock, row: int) -> tuple[str, float, str]:
         for place, column in enumerate(self._columns):
             value = block.dense[row, place]

@@ -18,6 +18,8 @@ from rowstead.spec.parse import parse, read_yaml, to_plain
 from rowstead.spec.record import Record
 from rowstead.spec.run import RunSpec
 
+DEFAULT_ROOT = "runs"
+"""Where runs are kept unless somebody says otherwise."""
 LAST = "last"
 """The word that stands for the run that was trained most recently."""
 
@@ -78,9 +80,16 @@ class RunFolder:
         path = Path(path)
         with _folder_errors(path):
             path.mkdir(parents=True, exist_ok=True)
-            taken = any(path.iterdir())
-        if not taken:
-            return cls(path)
+        cls.check_free(path)
+        return cls(path)
+
+    @classmethod
+    def check_free(cls, path: Path | str) -> None:
+        """Refuse a path that a new run cannot have."""
+        path = Path(path)
+        with _folder_errors(path):
+            if not path.exists() or not any(path.iterdir()):
+                return
         if cls(path).spec_file.is_file():
             raise RowsteadError(f"{path} already holds a run: choose another --out, or continue it with --resume {path}")
         raise RowsteadError(f"{path} exists and is not empty: choose another --out")

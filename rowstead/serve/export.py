@@ -10,16 +10,16 @@ from pathlib import Path
 
 import torch
 
-from rowstead import run as runs
 from rowstead.kernels.layout import layout_of
 from rowstead.records.files import shown_bytes
-from rowstead.records.run_folder import RunFolder
+from rowstead.records.run_folder import DEFAULT_ROOT
 from rowstead.records.usage import versions
 from rowstead.serve.exported import FORMAT, INPUTS, PROGRAM, sha256_of
 from rowstead.serve.program import ServingProgram, exported_program
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.parse import to_plain
 from rowstead.stores.device import DeviceStore
+from rowstead.trained import open_run
 
 ARGUMENTS = {
     "dense": "float32 [B, dense features], raw values, NaN where missing",
@@ -45,14 +45,13 @@ class ExportSummary:
         ]
 
 
-def export(run: str, to: Path | str, *, int8: bool = False, root: Path | str = runs.DEFAULT_ROOT) -> ExportSummary:
+def export(run: str, to: Path | str, *, int8: bool = False, root: Path | str = DEFAULT_ROOT) -> ExportSummary:
     """Write a run's model into the new folder `to`: `program.pt2` and `inputs.json`, both or nothing."""
     to = Path(to)
     if os.path.lexists(to):
         raise RowsteadError(f"{to} exists: choose another folder with --to")
-    spec = RunFolder.open(run, root).read_spec()
-    model = runs.load(run, root=root)
-    transforms = runs.transforms_of(run, root=root)
+    trained = open_run(run, root=root)
+    spec, model, transforms = trained.spec, trained.model, trained.transforms
     assert isinstance(model.store, DeviceStore)
     program = ServingProgram(
         model.net,

@@ -18,7 +18,7 @@ from rowstead.data.block import RawBlock
 from rowstead.data.columns import Columns
 from rowstead.data.hashing import id_outside_table
 from rowstead.data.transforms import RowRule
-from rowstead.spec.errors import DataError, RowsteadError
+from rowstead.spec.errors import RowsteadError
 from rowstead.spec.features import FeaturesSpec
 from rowstead.spec.parse import parse
 
@@ -51,9 +51,7 @@ class Exported:
     def predict(self, rows: Mapping[str, Any] | pa.Table | pa.RecordBatch) -> NDArray[np.float32]:
         """Click probabilities [B] of raw rows: column names to lists or arrays, or an Arrow table; other columns are ignored."""
         block = self._columns.block(rows)
-        bad = self._rule.check(block)
-        if bad is not None:
-            raise DataError(f"row {bad.row} (from 0): {bad.value} in column `{bad.column}` {bad.problem}")
+        self._rule.refuse(block)
         return self.predict_block(block, 0, block.num_rows)
 
     def predict_block(self, block: RawBlock, start: int, stop: int) -> NDArray[np.float32]:

@@ -13,16 +13,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from rowstead import run as runs
 from rowstead.data.columns import floats_of
 from rowstead.data.parquet import ParquetLog, ParquetSource
+from rowstead.parts import device_of
 from rowstead.records.files import fsync_folder
-from rowstead.records.run_folder import RunFolder
+from rowstead.records.run_folder import DEFAULT_ROOT
 from rowstead.serve.copied import CopiedColumns, schema_of
 from rowstead.serve.exported import Exported, is_exported
 from rowstead.spec.data import ParquetSpec
 from rowstead.spec.errors import DataError
+from rowstead.trained import open_run
 from rowstead.training.evaluate import EVAL_BATCH, log_odds_of
+from rowstead.training.progress import Watcher
 
 Scores = Generator[tuple[NDArray[np.float64], NDArray[np.float32] | None], None, None]
 """Click probabilities [B] of one batch after the other, and labels [B] where the reader gives them."""
@@ -61,7 +63,8 @@ def predict(
     data: Sequence[str] | None = None,
     keep: Sequence[str] = (),
     overwrite: bool = False,
-    root: Path | str = runs.DEFAULT_ROOT,
+    root: Path | str = DEFAULT_ROOT,
+    watcher: Watcher | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Predicted:
     """Write a Parquet file with one row for each row of the log, in its order.
@@ -77,7 +80,7 @@ def predict(
         raise DataError(f"{out} exists: choose another --out, or pass --overwrite")
     if not out.parent.is_dir():
         raise DataError(f"there is no folder {out.parent} to write {out.name} into")
-    opened = _open_exported(run, data) if is_exported(run, root) else _open_run(run, data, root)
+    opened = _open_exported(run, data) if is_exported(run, root) else _open_run(run, data, root, watcher)
     keep = [name for name in keep if name != "label" or opened.label != "label"]
     copied = _copied(opened, keep)
     num_rows = 0
@@ -106,12 +109,11 @@ def predict(
     return Predicted(num_rows=num_rows, num_skipped=opened.num_skipped())
 
 
-def _open_run(run: str, data: Sequence[str] | None, root: Path | str) -> _Opened:
-    spec = RunFolder.open(run, root).read_spec()
-    model = runs.load(run, root=root)
-    files = None if data is None else list(data)
-    source = runs.source_for(spec, runs.transforms_of(run, root=root), data=files, needs_label=False)
-    device = runs.device_of(spec)
+def _open_run(run: str, data: Sequence[str] | None, root: Path | str, watcher: Watcher | None) -> _Opened:
+    trained = open_run(run, root=root, watcher=watcher)
+    spec, model = trained.spec, trained.model
+    source = trained.source(data, needs_label=False)
+    device = device_of(spec)
     model.to(device)
 
     def scores() -> Scores:

@@ -117,4 +117,6 @@ class DataSpec:
         given = [name for name in ("synth", "parquet") if getattr(self, name) is not None]
         require(len(given) == 1, "", f"give exactly one of `synth` and `parquet`, got {' and '.join(given) or 'neither'}")
         require(0 < self.negative_keep_rate <= 1, "negative_keep_rate", "must be above 0 and at most 1")
+        kept_all = self.synth is None or self.negative_keep_rate == 1
+        require(kept_all, "negative_keep_rate", "must be 1 with `synth`, which leaves out no negatives")
         require(self.statistics_rows >= 1, "statistics_rows", "must be at least 1")

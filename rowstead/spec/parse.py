@@ -139,6 +139,38 @@ def to_plain(spec: Any) -> Any:
     return spec
 
 
+def to_plain_without_defaults(spec: Any) -> Any:
+    """As `to_plain`, but only what differs from the defaults: the same for a spec of an older version with fewer fields."""
+    if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
+        plain = {}
+        for field in dataclasses.fields(spec):
+            value = getattr(spec, field.name)
+            if value != field.default:
+                plain[field.name] = to_plain_without_defaults(value)
+        return plain
+    if isinstance(spec, (list, tuple)):
+        return [to_plain_without_defaults(item) for item in spec]
+    return spec
+
+
+def difference(one: Any, other: Any, path: str = "") -> tuple[str, str, str] | None:
+    """The first place where two plain values differ: its dotted path and both values as text; None when they are equal."""
+    if one == other:
+        return None
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        for key in sorted({*one, *other}):
+            found = difference(one.get(key), other.get(key), f"{path}.{key}" if path else str(key))
+            if found is not None:
+                return found
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)) and len(one) == len(other):
+        for place, (left, right) in enumerate(zip(one, other, strict=True)):
+            found = difference(left, right, f"{path}[{place}]")
+            if found is not None:
+                return found
+    missing = "left out"
+    return path, missing if one is None else _shown(one), missing if other is None else _shown(other)
+
+
 def digest(spec: Any) -> str:
     """A short fingerprint of a spec: equal specs, equal digests, on every machine."""
     text = json.dumps(to_plain(spec), sort_keys=True)

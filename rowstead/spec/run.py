@@ -50,6 +50,9 @@ class RunSpec:
         require(0 < self.scale < math.inf, "scale", f"must be above 0 and finite, got {self.scale}")
         require(0 <= self.seed < 2**63, "seed", f"must be from 0 to 2**63 - 1, got {self.seed}")
         require(self.threads is None or self.threads >= 1, "threads", "must be at least 1")
+        if self.scale < 1:
+            kept = next((f.name for f in self.features.expanded_sparse() if f.hash == "none"), None)
+            require(kept is None, "scale", f"shrinks tables, but ids of `{kept}` are rows already (hash: none): use `mix`")
         if self.model.interaction.kind == "dot":
             require(
                 bool(self.features.dense) or len(self.features.expanded_sparse()) > 1,

@@ -211,13 +211,14 @@ class Loop:
         return False
 
     def _evaluate(self, *, max_samples: int | None) -> Quality:
-        quality = evaluate(
-            self.stepper.model,
-            self.eval_source,
-            device=self.device,
-            negative_keep_rate=self.spec.data.negative_keep_rate,
-            max_samples=max_samples,
-        )
+        with self.timers.phase("evaluation"):
+            quality = evaluate(
+                self.stepper.model,
+                self.eval_source,
+                device=self.device,
+                negative_keep_rate=self.spec.data.negative_keep_rate,
+                max_samples=max_samples,
+            )
         self._record("evaluation", quality.figures())
         self.watcher.on_evaluation(self.position.step, quality)
         return quality

@@ -1,0 +1,126 @@
+"""The parts of a run, made from its spec: splits of the log, the model, the device and its threads."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import psutil
+import torch
+
+from rowstead.contracts.batch import Batch
+from rowstead.contracts.source import Source
+from rowstead.data.block import RawBlock
+from rowstead.data.encode import Encoder
+from rowstead.data.parquet import ParquetLog, ParquetSource
+from rowstead.data.synth import SynthLog, SynthSource
+from rowstead.data.transforms import DenseTransforms
+from rowstead.kernels.layout import layout_of
+from rowstead.model.dlrm import DLRM
+from rowstead.records.files import shown_bytes
+from rowstead.spec.data import ParquetSpec
+from rowstead.spec.errors import RowsteadError
+from rowstead.spec.run import RunSpec
+from rowstead.stores.device import DeviceStore
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sources:
+    """The two splits of a log, ready to be read for one model."""
+
+    train: Source
+    eval: Source
+    encoder: Encoder
+
+
+def device_of(spec: RunSpec) -> torch.device:
+    """The device that a spec asks for."""
+    has_gpu = torch.cuda.is_available()
+    if spec.device == "cuda" and not has_gpu:
+        raise RowsteadError("device: cuda, but torch sees no CUDA GPU here: use `--set device=cpu`, or `auto`")
+    return torch.device("cuda" if spec.device != "cpu" and has_gpu else "cpu")
+
+
+def open_sources(spec: RunSpec, transforms: DenseTransforms | None = None) -> Sources:
+    """Both splits of a spec's log; dense transforms are learned on the training split unless they are given."""
+    train_log, eval_log = Log(spec, "train"), Log(spec, "eval")
+    if transforms is None:
+        transforms = DenseTransforms.learn(spec.features, train_log.dense_blocks(spec.data.statistics_rows))
+    encoder = Encoder(spec.features, spec.tables, transforms)
+    return Sources(train=train_log.source(encoder), eval=eval_log.source(encoder), encoder=encoder)
+
+
+def raw_blocks(spec: RunSpec, data: list[str] | None = None, max_rows: int | None = None) -> Iterator[RawBlock]:
+    """Rows of a spec's training split as they were written, or of other Parquet files with its features."""
+    if data is not None or spec.data.parquet is not None:
+        like = spec.data.parquet or ParquetSpec(train=("any",))
+        files = like if data is None else dataclasses.replace(like, train=tuple(data))
+        return ParquetLog(files, spec.features, split="train" if data is None else "all").raw_blocks(max_rows)
+    assert spec.data.synth is not None
+    untouched = Encoder(spec.features, spec.tables, DenseTransforms.learn(spec.features, []))
+    return SynthSource(SynthLog(spec.data.synth), untouched, "train").raw_blocks(max_rows)
+
+
+class Log:
+    """One split of a spec's log, synthetic or in files."""
+
+    def __init__(self, spec: RunSpec, split: Literal["train", "eval"]) -> None:
+        self._spec, self._split = spec, split
+        self._synth = SynthLog(spec.data.synth) if spec.data.synth is not None else None
+        self._parquet = ParquetLog(spec.data.parquet, spec.features, split=split) if spec.data.parquet is not None else None
+
+    def dense_blocks(self, max_rows: int) -> Iterator[RawBlock]:
+        """Rows to learn dense transforms from."""
+        if self._parquet is not None:
+            return self._parquet.raw_blocks(max_rows)
+        assert self._synth is not None
+        columns = [str(feature.column) for feature in self._spec.features.expanded_dense()]
+        return self._synth.dense_blocks(columns, self._split, max_rows)
+
+    def source(self, encoder: Encoder) -> Source:
+        if self._parquet is not None:
+            return ParquetSource(self._parquet, encoder, seed=self._spec.seed, shuffle=self._split == "train")
+        assert self._synth is not None
+        return SynthSource(self._synth, encoder, self._split)
+
+
+def build_model(
+    spec: RunSpec, device: torch.device, *, trains: bool, encode: Callable[[Mapping[str, Any]], Batch] | None = None
+) -> DLRM:
+    """A model with the initial weights of the spec's seed, without touching anybody's random state."""
+    optimizer = spec.train.sparse_optimizer if trains else None
+    store = DeviceStore(layout_of(spec.features, spec.tables), optimizer, seed=spec.seed, device=device, kernel=spec.kernel)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(spec.seed)
+        model = DLRM(spec.model, spec.features, store, negative_keep_rate=spec.data.negative_keep_rate, encode=encode)
+    return model.to(device)
+
+
+def check_memory(spec: RunSpec, device: torch.device) -> None:
+    """Refuse tables that cannot fit, rather than have the system kill us while they are filled."""
+    copies = {"sgd": 1.0, "rowwise_adagrad": 1.0, "adagrad": 2.0, "adam": 3.0}[spec.train.sparse_optimizer.kind]
+    needs_bytes = int(4 * copies * sum(table.num_elements for table in spec.tables))
+    if device.type == "cuda":
+        free_bytes = torch.cuda.mem_get_info(device)[0]
+    else:
+        free_bytes = psutil.virtual_memory().available + psutil.swap_memory().free
+    if needs_bytes > free_bytes:
+        raise RowsteadError(
+            f"the tables and their optimizer need {shown_bytes(needs_bytes)}, and {device.type} memory has "
+            f"{shown_bytes(free_bytes)} free: shrink every table with `--set scale=…` (at most "
+            f"{0.9 * spec.scale * free_bytes / needs_bytes:.1g}), lower model.width, or use rowwise_adagrad"
+        )
+
+
+@contextlib.contextmanager
+def threads_of(spec: RunSpec) -> Iterator[None]:
+    """Torch's CPU threads as the spec asks, for as long as the run lasts."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(spec.threads or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
