@@ -53,6 +53,7 @@ def test_a_small_model_comes_near_its_teacher(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_quickstart_is_worth_learning_and_learned(tmp_path: Path) -> None:
     spec = quickstart(seed=1)
     ours = trained(spec, tmp_path / "run")

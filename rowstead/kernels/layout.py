@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from rowstead.spec.features import FeaturesSpec, Table
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Layout:
-    """Features in the order of the batch, over tables in the order of first use."""
+    """Features in the order of the batch, over tables in the order of first use.
+
+    Compared and hashed by identity, since kernels look up what they know of a layout at every call.
+    """
 
     tables: tuple[Table, ...]
     table_of: tuple[int, ...]
