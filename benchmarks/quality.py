@@ -26,6 +26,7 @@ from rowstead import run
 from rowstead.contracts.batch import Batch
 from rowstead.contracts.source import Source
 from rowstead.data.prefetch import Prefetch
+from rowstead.parts import open_sources
 from rowstead.spec.run import RunSpec, load_recipe
 from rowstead.training.evaluate import EVAL_BATCH
 from rowstead.training.metrics import Evaluation, Quality
@@ -69,7 +70,7 @@ def train_logistic_regression(spec: RunSpec, rates: Sequence[float] = RATES) -> 
 
 
 def _train_logistic_regression(spec: RunSpec, rates: Sequence[float]) -> tuple[Quality, float]:
-    sources = run.open_sources(spec)
+    sources = open_sources(spec)
     num_dense, num_rows = len(spec.features.expanded_dense()), [table.num_rows for table in spec.tables]
     assert all(len(table.features) == 1 for table in spec.tables), "the peer gives every feature weights of its own"
     models = [LogisticRegression(num_dense, num_rows) for _ in rates]

@@ -215,7 +215,12 @@ def _plain_values(page, at, values):  # type: ignore[no-untyped-def]
     size = values.nbytes
     if size > len(page) - at:
         return False
-    values.view(np.uint8)[:] = page[at : at + size]
+    words, base = values.view(np.uint8), np.int64(page.ctypes.data) + at
+    whole = words[: size & ~7].view(np.uint64)
+    for i in range(len(whole)):
+        whole[i] = word_at(base + 8 * i)
+    for i in range(size & ~7, size):
+        words[i] = page[at + i]
     return True
 
 

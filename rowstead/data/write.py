@@ -71,7 +71,7 @@ class SplitWriter:
         rows_per_file: int = DEFAULT_ROWS_PER_FILE,
         rows_per_group: int = DEFAULT_ROWS_PER_GROUP,
         overwrite: bool = False,
-        compression: str | Mapping[str, str] = "zstd",
+        compression: str = "zstd",
         dictionary_columns: Sequence[str] | bool = True,
     ) -> None:
         for name, value in (("rows_per_file", rows_per_file), ("rows_per_group", rows_per_group)):
@@ -80,8 +80,7 @@ class SplitWriter:
         self.folder = Path(folder)
         self.schema = schema
         self._old = check_folder(self.folder, splits=splits, overwrite=overwrite)
-        packed = compression if isinstance(compression, str) else dict(compression)
-        self._options = {"compression": packed, "use_dictionary": dictionary_columns}
+        self._options = {"compression": compression, "use_dictionary": dictionary_columns}
         with disk_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             for split in splits:
