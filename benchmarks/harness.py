@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -40,13 +41,16 @@ def provenance(packages: Sequence[str] = ()) -> dict[str, Any]:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
+    machine = {
+        "cpu": _cpu_name(),
+        "num_cores": os.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+    if "torch" in sys.modules and sys.modules["torch"].cuda.is_available():
+        machine["gpu"] = sys.modules["torch"].cuda.get_device_name()
     return {
-        "machine": {
-            "cpu": _cpu_name(),
-            "num_cores": os.cpu_count(),
-            "memory_bytes": psutil.virtual_memory().total,
-            "system": f"{platform.system()} {platform.machine()}",
-        },
+        "machine": machine,
         "versions": versions,
         "date": datetime.date.today().isoformat(),
     }
@@ -90,7 +94,8 @@ def publish(
     if missing:
         result["missing"] = list(missing)
     console = Console()
-    console.print(f"{benchmark} on {result['machine']['cpu']}, {result['date']}", highlight=False)
+    where = result["machine"].get("gpu", result["machine"]["cpu"])
+    console.print(f"{benchmark} on {where}, {result['date']}", highlight=False)
     for columns in dict.fromkeys(tuple(row) for row in rows):
         table = Table(*columns)
         for row in rows:

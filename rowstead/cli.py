@@ -135,11 +135,12 @@ def export(
     runs: Root = RUNS,
 ) -> None:
     """Write a torch.export program with its hashing and transforms, ready to serve raw fields."""
-    from rowstead.console import two_columns
+    from rowstead.console import PlainWatcher, two_columns
     from rowstead.serve.export import export as write_program
 
-    exported = write_program(run, to, int8=int8, root=runs)
-    Console().print(two_columns("exported", exported.rows()))
+    console = Console()
+    exported = write_program(run, to, int8=int8, root=runs, watcher=PlainWatcher(console))
+    console.print(two_columns("exported", exported.rows()))
 
 
 @app.command()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -55,13 +56,20 @@ def open_sources(spec: RunSpec, transforms: DenseTransforms | None = None) -> So
 
 def raw_blocks(spec: RunSpec, data: list[str] | None = None, max_rows: int | None = None) -> Iterator[RawBlock]:
     """Rows of a spec's training split as they were written, or of other Parquet files with its features."""
-    if data is not None or spec.data.parquet is not None:
-        like = spec.data.parquet or ParquetSpec(train=("any",))
-        files = like if data is None else dataclasses.replace(like, train=tuple(data))
-        return ParquetLog(files, spec.features, split="train" if data is None else "all").raw_blocks(max_rows)
+    if data is not None:
+        return ParquetLog(files_like(spec, data), spec.features, split="all").raw_blocks(max_rows)
+    if spec.data.parquet is not None:
+        return ParquetLog(spec.data.parquet, spec.features, split="train").raw_blocks(max_rows)
     assert spec.data.synth is not None
     untouched = Encoder(spec.features, spec.tables, DenseTransforms.learn(spec.features, []))
     return SynthSource(SynthLog(spec.data.synth), untouched, "train").raw_blocks(max_rows)
+
+
+def files_like(spec: RunSpec, data: Sequence[str]) -> ParquetSpec:
+    """Other Parquet files, to be read as a spec reads its own."""
+    if spec.data.parquet is None:
+        return ParquetSpec(train=tuple(data))
+    return dataclasses.replace(spec.data.parquet, train=tuple(data))
 
 
 class Log:
@@ -74,10 +82,15 @@ class Log:
 
     def dense_blocks(self, max_rows: int) -> Iterator[RawBlock]:
         """Rows to learn dense transforms from."""
-        if self._parquet is not None:
-            return self._parquet.raw_blocks(max_rows)
+        features = self._spec.features
+        if not any(feature.needs_statistics for feature in features.expanded_dense()):
+            return iter(())
+        if self._spec.data.parquet is not None:
+            dense_only = dataclasses.replace(features, sparse=(), tables=())
+            log = ParquetLog(self._spec.data.parquet, dense_only, split=self._split, with_labels=False)
+            return log.raw_blocks(max_rows)
         assert self._synth is not None
-        columns = [str(feature.column) for feature in self._spec.features.expanded_dense()]
+        columns = [str(feature.column) for feature in features.expanded_dense()]
         return self._synth.dense_blocks(columns, self._split, max_rows)
 
     def source(self, encoder: Encoder) -> Source:
@@ -92,7 +105,8 @@ def build_model(
 ) -> DLRM:
     """A model with the initial weights of the spec's seed, without touching anybody's random state."""
     optimizer = spec.train.sparse_optimizer if trains else None
-    store = DeviceStore(layout_of(spec.features, spec.tables), optimizer, seed=spec.seed, device=device, kernel=spec.kernel)
+    kernel = spec.kernel if trains else "auto"  # a trained model may be used on another device
+    store = DeviceStore(layout_of(spec.features, spec.tables), optimizer, seed=spec.seed, device=device, kernel=kernel)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
         model = DLRM(spec.model, spec.features, store, negative_keep_rate=spec.data.negative_keep_rate, encode=encode)
@@ -111,8 +125,14 @@ def check_memory(spec: RunSpec, device: torch.device) -> None:
         raise RowsteadError(
             f"the tables and their optimizer need {shown_bytes(needs_bytes)}, and {device.type} memory has "
             f"{shown_bytes(free_bytes)} free: shrink every table with `--set scale=…` (at most "
-            f"{0.9 * spec.scale * free_bytes / needs_bytes:.1g}), lower model.width, or use rowwise_adagrad"
+            f"{_rounded_down(0.9 * spec.scale * free_bytes / needs_bytes):g}), lower model.width, or use rowwise_adagrad"
         )
+
+
+def _rounded_down(value: float) -> float:
+    """A positive number down to its first digit."""
+    unit = 10.0 ** math.floor(math.log10(value))
+    return round(math.floor(value / unit) * unit, 12)
 
 
 @contextlib.contextmanager

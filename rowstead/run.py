@@ -70,10 +70,11 @@ def train(
         if initial is not None:
             check_same_model(spec, initial)
             load_model(stepper.model, initial.tensors, with_optimizer=False)
+            initial = None  # closes its files
         folder = RunFolder.create(root, spec.name) if out is None else RunFolder.create_at(out)
         with folder.lock():
             folder.write_spec(spec)
-            return _drive(spec, stepper, sources, folder, device, watcher, position=None)
+            return _drive(spec, stepper, sources, folder, device, watcher, position=None, save_first=init_from is not None)
 
 
 def resume(run: str, *, root: Path | str = DEFAULT_ROOT, watcher: Watcher | None = None) -> Result:
@@ -97,6 +98,7 @@ def resume(run: str, *, root: Path | str = DEFAULT_ROOT, watcher: Watcher | None
                 stepper.load_state(saved.tensors)
                 position = Position(**saved.facts["position"])
                 watcher.on_message(f"resuming {folder.path} after step {position.step:,}")
+                saved = None  # closes its files
             with EventLog(folder.events_file) as events:
                 events.resumed(position.step if position else 0)
             return _drive(spec, stepper, sources, folder, device, watcher, position=position)
@@ -118,8 +120,9 @@ def _drive(
     watcher: Watcher,
     *,
     position: Position | None,
+    save_first: bool = False,
 ) -> Result:
-    """Run the loop to its end and keep what it came to."""
+    """Run the loop to its end and keep what it came to; `save_first` keeps weights that no seed could give back."""
     facts = {
         "architecture": architecture(spec),
         "spec_digest": digest(spec),
@@ -139,6 +142,8 @@ def _drive(
             position=position,
             should_stop=stop_asked.is_set,
         )
+        if save_first:
+            loop.save()
         outcome = loop.run()
     record = None
     if outcome.ending != "interrupted":

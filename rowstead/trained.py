@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +16,8 @@ from rowstead.data.encode import Encoder
 from rowstead.data.parquet import ParquetLog, ParquetSource
 from rowstead.data.transforms import DenseTransforms, RowRule
 from rowstead.model.dlrm import DLRM
-from rowstead.parts import Log, build_model, device_of, threads_of
+from rowstead.parts import Log, build_model, device_of, files_like, threads_of
 from rowstead.records.run_folder import DEFAULT_ROOT, RunFolder
-from rowstead.spec.data import ParquetSpec
 from rowstead.spec.errors import CheckpointError
 from rowstead.spec.parse import difference, to_plain_without_defaults
 from rowstead.spec.run import RunSpec
@@ -44,11 +42,8 @@ class Trained:
         encoder = Encoder(self.spec.features, self.spec.tables, self.transforms)
         if data is None:
             return Log(self.spec, "eval").source(encoder)
-        like = self.spec.data.parquet or ParquetSpec(train=("any",))
-        files = dataclasses.replace(like, train=tuple(data))
-        return ParquetSource(
-            ParquetLog(files, self.spec.features, split="all", with_labels=needs_label), encoder, shuffle=False
-        )
+        log = ParquetLog(files_like(self.spec, data), self.spec.features, split="all", with_labels=needs_label)
+        return ParquetSource(log, encoder, shuffle=False)
 
 
 def open_run(run: str, *, root: Path | str = DEFAULT_ROOT, watcher: Watcher | None = None) -> Trained:

@@ -172,6 +172,20 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path: Path) -
     assert_same_weights(straight.folder, again.folder)
 
 
+def test_a_warm_start_survives_a_death_before_the_first_checkpoint(tmp_path: Path) -> None:
+    earlier = train(small_spec("train.max_steps=10"), out=tmp_path / "earlier")
+    spec = small_spec("train.max_steps=5", "seed=7")
+
+    class Dying(Listening):
+        def on_step(self, progress: Progress) -> None:
+            raise MemoryError("as good as killed")
+
+    with pytest.raises(MemoryError):
+        train(spec, out=tmp_path / "warm", init_from=str(earlier.folder), watcher=Dying())
+    straight = train(spec, out=tmp_path / "straight", init_from=str(earlier.folder))
+    assert_same_weights(straight.folder, resume(str(tmp_path / "warm")).folder)
+
+
 def _overfitting() -> RunSpec:
     """Few examples and many epochs: the evaluation gets better, then worse."""
     return small_spec(

@@ -43,6 +43,6 @@ class EmbeddingStore(Protocol):
         """All that a checkpoint must hold: `<table>.rows` and the optimizer's `<table>.<name>`, one tensor each."""
         ...
 
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `state` of any store gave for the same tables."""
+    def load_state(self, state: Mapping[str, Tensor], *, rows_only: bool = False) -> None:
+        """Take over what `state` of any store gave for the same tables; of the rows alone, if the optimizer is to start anew."""
         ...

@@ -36,6 +36,8 @@ from rowstead.kernels.memory import lowest_bit, word_at
 Bytes = NDArray[np.uint8]
 
 _PLAIN, _PLAIN_DICTIONARY, _RLE_DICTIONARY = 0, 2, 8
+_LONGEST = 1 << 40
+"""A run of more values than this is a damaged one; arithmetic on it could overflow."""
 
 CODECS = {"UNCOMPRESSED": None, "SNAPPY": "snappy", "ZSTD": "zstd", "GZIP": "gzip", "BROTLI": "brotli", "LZ4": "lz4_raw"}
 """pyarrow's name of each compression that may be met here."""
@@ -51,7 +53,7 @@ def decode_floats(chunk: Bytes, codec: str | None, max_def: int, num_rows: int) 
         if page is None:
             return None
         if header[TYPE] == DICTIONARY_PAGE:
-            if len(page) < 4 * header[VALUES]:
+            if not 0 <= header[VALUES] <= len(page) // 4:
                 return None
             dictionary = page[: 4 * header[VALUES]].view(np.float32)
             continue
@@ -76,7 +78,7 @@ def decode_bags(
         if page is None:
             return None
         if header[TYPE] == DICTIONARY_PAGE:
-            if len(page) < 8 * header[VALUES]:
+            if not 0 <= header[VALUES] <= len(page) // 8:
                 return None
             dictionary = page[: 8 * header[VALUES]].view(np.int64)
         elif not _bags_of_page(page, header, max_def, max_rep, dictionary, ids, offsets, place):
@@ -132,7 +134,7 @@ def _unpack(data, at, stop, width, meaning, out):  # type: ignore[no-untyped-def
     largest, seen = np.uint64(len(meaning) - 1), np.uint64(0)
     while done < count:
         run, at = varint(data, at, stop)
-        if at < 0:
+        if at < 0 or run < 0 or run > _LONGEST:
             return False
         size = min((run >> 1) * 8 if run & 1 else run >> 1, count - done)
         if size <= 0:
@@ -237,7 +239,7 @@ def _page_values(page, at, encoding, dictionary, values):  # type: ignore[no-unt
 def _floats_of_page(page, header, max_def, dictionary, values, at):  # type: ignore[no-untyped-def]
     """Write one data page's values into values [R] from `at` on; the place after them, -1 when it cannot be read."""
     count = header[VALUES]
-    if count > len(values) - at:
+    if count < 0 or count > len(values) - at:
         return -1
     level_bytes = header[DEF_BYTES] if header[TYPE] == DATA_PAGE_V2 else -1
     levels, start = _levels(page, header[REP_BYTES], level_bytes, max_def, count)
@@ -263,6 +265,8 @@ def _floats_of_page(page, header, max_def, dictionary, values, at):  # type: ign
 def _bags_of_page(page, header, max_def, max_rep, dictionary, ids, offsets, place):  # type: ignore[no-untyped-def]
     """Append one data page's ids to ids [nnz] and the starts of its rows to offsets [R + 1]; place [2]: ids and rows so far."""
     count, is_v2 = header[VALUES], header[TYPE] == DATA_PAGE_V2
+    if count < 0 or count > len(ids):
+        return False
     if max_rep == 1:
         start, at = _level_bounds(page, 0, header[REP_BYTES] if is_v2 else -1)
         if at < 0:
@@ -316,7 +320,7 @@ def _row_starts(page, at, count, first_id, starts, num_rows):  # type: ignore[no
     done = 0
     while done < count:
         run, at = varint(page, at, stop)
-        if at < 0:
+        if at < 0 or run < 0 or run > _LONGEST:
             return -1
         size = min((run >> 1) * 8 if run & 1 else run >> 1, count - done)
         if size <= 0 or ((size + 7) // 8 if run & 1 else 1) > stop - at:

@@ -7,7 +7,6 @@ windows one after the other. Threads decode ahead, up to one window; what they d
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -23,6 +22,7 @@ from numpy.typing import NDArray
 
 from rowstead.contracts.batch import Batch
 from rowstead.contracts.source import Cursor
+from rowstead.data import rowgroup
 from rowstead.data.block import RawBlock
 from rowstead.data.columns import Columns
 from rowstead.data.encode import Encoder, Rows
@@ -30,6 +30,7 @@ from rowstead.data.files import LogFile, find_files
 from rowstead.data.prefetch import chain_ahead
 from rowstead.data.rowgroup import plain_leaves, read_row_group
 from rowstead.data.transforms import RowRule
+from rowstead.records.usage import usable_cores
 from rowstead.spec.data import ParquetSpec
 from rowstead.spec.errors import DataError
 from rowstead.spec.features import FeaturesSpec
@@ -79,7 +80,7 @@ class ParquetLog:
     def __init__(self, spec: ParquetSpec, features: FeaturesSpec, *, split: Split = "train", with_labels: bool = True) -> None:
         """`all` is every row of `spec.train`. Without labels (for prediction) only feature columns are read."""
         self.spec = spec
-        self.threads = spec.decode_threads or os.cpu_count() or 1
+        self.threads = spec.decode_threads or usable_cores()
         named = {"label": spec.label, "weight": spec.weight, "true_p": spec.true_p} if with_labels else {}
         self.columns = Columns(features, **named)
         self._rule = RowRule(features, label=named.get("label"), weight=named.get("weight"))
@@ -154,7 +155,8 @@ class ParquetLog:
             return None
         metadata = self._metadata(span.file)
         leaves = self._leaves(span.file)
-        return read_row_group(file.path, metadata, span.group, self.columns, leaves) if leaves else None
+        share = rowgroup.DECODED_BYTES // self.threads
+        return read_row_group(file.path, metadata, span.group, self.columns, leaves, max_bytes=share) if leaves else None
 
     def _piece(self, block: RawBlock, file: LogFile, first_row: int, check: bool) -> Piece:
         bad = self._rule.check(block) if check else None

@@ -14,8 +14,8 @@ from rowstead.data.block import RawBlock
 from rowstead.data.columns import Bags, Columns, bags_of, floats_of
 from rowstead.data.pages import CODECS, decode_bags, decode_floats
 
-GROUP_BYTES = 256 << 20
-"""A row group that is larger than this once decoded has to be streamed."""
+DECODED_BYTES = 512 << 20
+"""What all threads together may hold of row groups being decoded at once; larger ones are streamed."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def plain_leaves(columns: Columns, metadata: pq.FileMetaData) -> dict[str, Leaf]
     leaves = {}
     for index in range(metadata.num_columns):
         leaf = schema.column(index)
-        name = leaf.path.split(".")[0]
+        name = leaf.path if leaf.max_repetition_level == 0 else leaf.path.rsplit(".", 2)[0]  # NAME.list.element
         kind = types.get(name)
         if name in floats:
             fits = kind == pa.float32() and leaf.path == name and name not in columns.sparse
@@ -53,16 +53,16 @@ def _known_codec(metadata: pq.FileMetaData, index: int) -> bool:
 
 
 def read_row_group(
-    path: str, metadata: pq.FileMetaData, group: int, columns: Columns, leaves: dict[str, Leaf]
+    path: str, metadata: pq.FileMetaData, group: int, columns: Columns, leaves: dict[str, Leaf], *, max_bytes: int
 ) -> RawBlock | None:
-    """The rows of one row group; None when it is too large to be decoded at once."""
+    """The rows of one row group; None when it would take more than `max_bytes`, and so has to be streamed."""
     chunks = metadata.row_group(group)
     num_rows = chunks.num_rows
-    if num_rows * (4 * len(columns.dense) + 8 * len(columns.sparse)) > GROUP_BYTES:
+    if num_rows * (4 * len(columns.dense) + 8 * len(columns.sparse)) > max_bytes:
         return None
     counts = [chunks.column(leaves[name].index).num_values if name in leaves else 0 for name in columns.sparse]
     others = [name for name in columns.names if name not in leaves]
-    if 8 * sum(counts) > GROUP_BYTES or (others and chunks.total_byte_size > GROUP_BYTES):
+    if 8 * sum(counts) > max_bytes or (others and chunks.total_byte_size > max_bytes):
         return None
     # One array for all: the system hands out large ones in large pages, which are quicker to come by.
     ids = np.empty(sum(counts), np.int64)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rowstead.kernels import cpu, reference
 from rowstead.kernels.layout import Layout
-from rowstead.kernels.reference import RowState
+from rowstead.kernels.optimizer import RowState
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.run import Kernel
 from rowstead.spec.train import SparseOptimizerSpec

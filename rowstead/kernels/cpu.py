@@ -9,6 +9,7 @@ Letters: B examples, F features, T tables, N rows, D width, nnz ids in the batch
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -23,13 +24,12 @@ from torch import Tensor
 
 from rowstead.kernels.layout import Layout
 from rowstead.kernels.memory import prefetch, reals_at
-from rowstead.kernels.reference import RowState
+from rowstead.kernels.optimizer import KINDS, RowState, numbers_of, state_addresses
 from rowstead.spec.errors import DataError
 from rowstead.spec.train import SparseOptimizerSpec
 
 AHEAD = 8
 """Ids by which rows are asked for before they are used."""
-_KINDS = {"sgd": 0, "adagrad": 1, "rowwise_adagrad": 2, "adam": 3}
 _DIGIT_BITS = 11
 
 _jit = numba.njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
@@ -78,17 +78,14 @@ def update(
     keys, order, bags, starts = _sorted_ids(layout, places, bounds, num_samples)
 
     rows = np.array([table.data_ptr() for table in tables], np.int64)
-    first = np.array([_state_address(state, ("sum", "moment1")) for state in states], np.int64)
-    second = np.array([_state_address(state, ("moment2",)) for state in states], np.int64)
-    correction = 1.0
-    if optimizer.kind == "adam":
-        correction = (1 - optimizer.beta2**step) ** 0.5 / (1 - optimizer.beta1**step)
-    numbers = np.array([lr, optimizer.eps, optimizer.beta1, optimizer.beta2, correction], gradient.dtype)
+    memory = np.array([state_addresses(state) for state in states], np.int64)
+    first, second = np.ascontiguousarray(memory[:, 0]), np.ascontiguousarray(memory[:, 1])
+    numbers = np.array(numbers_of(optimizer, lr=lr, step=step), gradient.dtype)
 
     def apply(begin: int, end: int) -> int:
         _apply_runs(
             rows, first, second, *facts, starts, keys, order, bags, scales, weights is not None, bag_scales, gradient,
-            num_samples, _KINDS[optimizer.kind], numbers, begin, end,
+            num_samples, KINDS[optimizer.kind], numbers, begin, end,
         )  # fmt: skip
         return 0
 
@@ -113,10 +110,6 @@ def _weights(weights: Tensor | None, dtype: torch.dtype) -> NDArray[Any]:
     return np.asarray(given.numpy())
 
 
-def _state_address(state: RowState, names: tuple[str, ...]) -> int:
-    return next((state[name].data_ptr() for name in names if name in state), 0)
-
-
 def _outside(place: int, layout: Layout, ids: NDArray[Any], offsets: NDArray[np.int64], num_samples: int) -> DataError:
     bag = int(np.searchsorted(offsets, place, side="right") - 1)
     table = layout.tables[layout.table_of[bag // num_samples]]
@@ -132,6 +125,10 @@ def _outside(place: int, layout: Layout, ids: NDArray[Any], offsets: NDArray[np.
 @lru_cache(maxsize=1)
 def _pool_of(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="kernel")
+
+
+# A forked child has none of the threads that the pool it inherits thinks it has.
+os.register_at_fork(after_in_child=_pool_of.cache_clear)
 
 
 def _shared(work: Callable[[int, int], int], borders: Sequence[int]) -> list[int]:
@@ -167,7 +164,7 @@ def _even_runs(keys: NDArray[np.int64], starts: NDArray[np.int64]) -> list[int]:
 def _run_border(keys, starts, place):  # type: ignore[no-untyped-def]
     """The first place at or after `place` where a run of equal ids of one table begins."""
     table = np.searchsorted(starts, place, side="right") - 1
-    while 0 < place < starts[table + 1] and place > starts[table] and keys[place] == keys[place - 1]:
+    while starts[table] < place < starts[table + 1] and keys[place] == keys[place - 1]:
         place += 1
     return place
 

@@ -1,4 +1,4 @@
-"""Pooled look-up and exact fused update on a CUDA GPU, in Triton: one launch for all tables, no host synchronisation.
+"""Pooled look-up and exact fused update on a CUDA GPU, in Triton: all tables in one launch.
 
 An update sorts (table, id) keys, which puts equal ids side by side, and walks the sorted places in tiles. Inside a tile a
 segmented scan sums the gradients of each run of equal ids. A run that ends where it began, inside one tile, is applied at
@@ -19,18 +19,17 @@ import triton.language as tl
 from torch import Tensor
 
 from rowstead.kernels.layout import Layout
-from rowstead.kernels.reference import RowState
+from rowstead.kernels.optimizer import KINDS, RowState, numbers_of, state_addresses
 from rowstead.spec.train import SparseOptimizerSpec
 
 SHORT_BAG = 4
 """Mean ids a bag up to which a program pools several bags rather than several ids of one."""
-_KINDS = {"sgd": 0, "adagrad": 1, "rowwise_adagrad": 2, "adam": 3}
 
 
 def lookup(tables: Sequence[Tensor], layout: Layout, ids: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Tensor:
     """Pooled rows of every feature, side by side: [B, sum of widths].
 
-    tables: T tensors [N, D] of one dtype; ids int32 or int64 [nnz]; offsets int64 [F*B + 1]; weights [nnz] or none.
+    tables: T tensors [N, D] of one dtype; ids int32 or int64 [nnz], in range; offsets int64 [F*B + 1]; weights [nnz] or none.
     """
     facts = _facts(layout, ids.device)
     num_bags = offsets.numel() - 1
@@ -88,16 +87,14 @@ def update(
     head = torch.empty(num_tiles, shape["D"], dtype=grad.dtype, device=device)
     tail = torch.empty_like(head)
     scales = _bag_scales(grad, offsets, layout, optimizer.clip)
-    correction = 1.0
-    if optimizer.kind == "adam":
-        correction = (1 - optimizer.beta2**step) ** 0.5 / (1 - optimizer.beta1**step)
+    firsts, seconds = zip(*(state_addresses(state) for state in states), strict=True)
     memory = (
         _addresses(tuple(table.data_ptr() for table in tables), device),
-        _addresses(tuple(_state_address(state, ("sum", "moment1")) for state in states), device),
-        _addresses(tuple(_state_address(state, ("moment2",)) for state in states), device),
+        _addresses(firsts, device),
+        _addresses(seconds, device),
     )
-    numbers = torch.tensor([lr, optimizer.eps, optimizer.beta1, optimizer.beta2, correction], dtype=grad.dtype, device=device)
-    options = {**shape, "KIND": _KINDS[optimizer.kind], "R": tile}
+    numbers = torch.tensor(numbers_of(optimizer, lr=lr, step=step), dtype=grad.dtype, device=device)
+    options = {**shape, "KIND": KINDS[optimizer.kind], "R": tile}
     _apply_tiles[(num_tiles,)](
         keys, order, bags, grad, ids if weights is None else weights, keys if scales is None else scales, head, tail,
         *memory, *facts.update, num_samples, num_ids, layout.total_width, numbers,
@@ -155,10 +152,6 @@ def _addresses(addresses: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(addresses, dtype=torch.int64, device=device)
 
 
-def _state_address(state: RowState, names: tuple[str, ...]) -> int:
-    return next((state[name].data_ptr() for name in names if name in state), 0)
-
-
 def _bag_scales(grad: Tensor, offsets: Tensor, layout: Layout, clip: float | None) -> Tensor | None:
     """What the gradient of each bag is multiplied by [F*B]: its mean's share and its clipping; none when all are 1."""
     if clip is None and not any(layout.is_mean):
@@ -182,7 +175,7 @@ def _rows_at(address, like, ALIGNED: tl.constexpr):
     """An address as a pointer to elements of the type that `like` points to."""
     pointer = address.to(tl.pointer_type(like.dtype.element_ty))
     if ALIGNED:
-        pointer = tl.multiple_of(pointer, 16)
+        pointer = tl.multiple_of(pointer, [16, 16] if len(pointer.shape) == 2 else 16)
     return pointer
 
 
@@ -226,8 +219,11 @@ def _pool_bags(
     ids, offsets, weights, out, tables, table_of, widths, columns, means, num_samples, num_bags, total_width,
     WEIGHTED: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ALIGNED: tl.constexpr, BAGS: tl.constexpr,
 ):  # fmt: skip
-    """Several bags a program, one id of each at a time."""
-    bag = tl.program_id(0) * BAGS + tl.arange(0, BAGS)
+    """Several bags a program, one id of each at a time.
+
+    What belongs to a bag is [BAGS, 1] from the start: Triton 3.6 fails to lay out masks of vectors that are widened later.
+    """
+    bag = tl.program_id(0) * BAGS + tl.arange(0, BAGS)[:, None]
     live = bag < num_bags
     feature = tl.where(live, bag // num_samples, 0)
     begin = tl.load(offsets + bag, mask=live, other=0)
@@ -235,27 +231,25 @@ def _pool_bags(
     table = tl.load(table_of + feature)
     column = tl.load(columns + feature)
     rows = _rows_at(tl.load(tables + table), out, ALIGNED)
-    d = tl.arange(0, D)
+    d = tl.arange(0, D)[None, :]
     if WIDTH > 0:
-        width = tl.full([BAGS], WIDTH, tl.int32)
-        inside = live[:, None] & (d < WIDTH)[None, :]
+        width = tl.full([BAGS, 1], WIDTH, tl.int32)
     else:
         width = tl.load(widths + table)
-        inside = live[:, None] & (d[None, :] < width[:, None])
+    inside = live & (d < width)
     total = tl.zeros([BAGS, D], out.dtype.element_ty)
-    longest = tl.max(end - begin, axis=0)
+    longest = tl.max(tl.max(end - begin, axis=1), axis=0)
     for at in range(longest):
         place = begin + at
         on = live & (place < end)
         row = tl.load(ids + place, mask=on, other=0).to(tl.int64)
-        values = tl.load(rows[:, None] + (row * width)[:, None] + d[None, :], mask=on[:, None] & inside, other=0.0)
+        values = tl.load(rows + row * width + d, mask=on & inside, other=0.0)
         if WEIGHTED:
-            values *= tl.load(weights + place, mask=on, other=0.0).to(values.dtype)[:, None]
+            values *= tl.load(weights + place, mask=on, other=0.0).to(values.dtype)
         total += values
     share = tl.where(tl.load(means + feature) != 0, tl.maximum(end - begin, 1), 1).to(total.dtype)
-    total = total / share[:, None]
     example = (bag - feature * num_samples).to(tl.int64)
-    tl.store(out + (example * total_width + column)[:, None] + d[None, :], total, mask=inside)
+    tl.store(out + example * total_width + column + d, total / share, mask=inside)
 
 
 # Update

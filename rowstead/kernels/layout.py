@@ -30,9 +30,6 @@ class Layout:
     def total_width(self) -> int:
         return self.columns[-1]
 
-    def width_of(self, feature: int) -> int:
-        return self.columns[feature + 1] - self.columns[feature]
-
 
 def layout_of(features: FeaturesSpec, tables: tuple[Table, ...]) -> Layout:
     """The layout of `features` over the `tables` that `tables_of` gave for them."""

@@ -13,22 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from rowstead.kernels.layout import Layout
+from rowstead.kernels.optimizer import RowState, adam_correction
 from rowstead.spec.train import SparseOptimizerSpec
-
-RowState = dict[str, Tensor]
-"""The optimizer's memory of one table: `sum` [N, 1] or [N, D], or `moment1` and `moment2` [N, D]."""
-
-
-def new_row_state(kind: str, rows: Tensor) -> RowState:
-    """Zeroed optimizer state for one table's `rows` [N, D]."""
-    if kind == "sgd":
-        return {}
-    if kind == "rowwise_adagrad":
-        return {"sum": torch.zeros_like(rows[:, :1])}
-    if kind == "adagrad":
-        return {"sum": torch.zeros_like(rows)}
-    assert kind == "adam", kind
-    return {"moment1": torch.zeros_like(rows), "moment2": torch.zeros_like(rows)}
 
 
 def lookup(tables: Sequence[Tensor], layout: Layout, ids: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -101,8 +87,7 @@ def apply_to_rows(
         moment2 = torch.lerp(grad.square(), state["moment2"][distinct], optimizer.beta2)
         state["moment1"][distinct] = moment1
         state["moment2"][distinct] = moment2
-        correction = (1 - optimizer.beta2**step) ** 0.5 / (1 - optimizer.beta1**step)
-        change = lr * correction * moment1 / (moment2.sqrt() + optimizer.eps)
+        change = lr * adam_correction(optimizer, step) * moment1 / (moment2.sqrt() + optimizer.eps)
     rows[distinct] -= change
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from rowstead.contracts.batch import Batch
 from rowstead.contracts.store import EmbeddingStore
 from rowstead.model.layers import MLP, Concat, Cross, Dot
+from rowstead.spec.errors import RowsteadError
 from rowstead.spec.features import FeaturesSpec
 from rowstead.spec.model import ModelSpec
 
@@ -74,5 +75,6 @@ class DLRM(nn.Module):
 
     def encode(self, columns: Mapping[str, Any]) -> Batch:
         """Raw columns (names to lists or arrays, as in the log) as a Batch: transforms and hashing of training."""
-        assert self._encode is not None, "only a model that `rowstead.load` gave can encode raw columns"
+        if self._encode is None:
+            raise RowsteadError("only a model that `rowstead.load` gave can encode raw columns")
         return self._encode(columns)

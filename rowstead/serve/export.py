@@ -20,6 +20,7 @@ from rowstead.spec.errors import RowsteadError
 from rowstead.spec.parse import to_plain
 from rowstead.stores.device import DeviceStore
 from rowstead.trained import open_run
+from rowstead.training.progress import Watcher
 
 ARGUMENTS = {
     "dense": "float32 [B, dense features], raw values, NaN where missing",
@@ -45,12 +46,14 @@ class ExportSummary:
         ]
 
 
-def export(run: str, to: Path | str, *, int8: bool = False, root: Path | str = DEFAULT_ROOT) -> ExportSummary:
+def export(
+    run: str, to: Path | str, *, int8: bool = False, root: Path | str = DEFAULT_ROOT, watcher: Watcher | None = None
+) -> ExportSummary:
     """Write a run's model into the new folder `to`: `program.pt2` and `inputs.json`, both or nothing."""
     to = Path(to)
     if os.path.lexists(to):
         raise RowsteadError(f"{to} exists: choose another folder with --to")
-    trained = open_run(run, root=root)
+    trained = open_run(run, root=root, watcher=watcher)
     spec, model, transforms = trained.spec, trained.model, trained.transforms
     assert isinstance(model.store, DeviceStore)
     program = ServingProgram(

@@ -12,6 +12,7 @@ from rowstead.kernels import reference
 from rowstead.kernels.choose import Kernels, kernels_for
 from rowstead.kernels.initial import initial_rows
 from rowstead.kernels.layout import Layout
+from rowstead.kernels.optimizer import new_row_state
 from rowstead.spec.errors import CheckpointError
 from rowstead.spec.features import Table
 from rowstead.spec.run import Kernel
@@ -45,7 +46,7 @@ class DeviceStore(nn.Module):
             nn.Parameter(initial_rows(table, seed=seed, dtype=dtype, device=device), requires_grad=False)
             for table in layout.tables
         )
-        self.row_states = [reference.new_row_state(optimizer.kind if optimizer else "sgd", rows) for rows in self.weights]
+        self.row_states = [new_row_state(optimizer.kind if optimizer else "sgd", rows) for rows in self.weights]
 
     def lookup(self, sparse: Sparse) -> Tensor:
         weights = list(self.weights)
@@ -56,6 +57,10 @@ class DeviceStore(nn.Module):
     @torch.no_grad()
     def update(self, sparse: Sparse, grad: Tensor, *, lr: float, step: int) -> None:
         assert self.optimizer is not None, "this store was made for look-ups only"
+        assert grad.dtype == self.weights[0].dtype, f"rows are {self.weights[0].dtype}, their gradient is {grad.dtype}"
+        assert all(value.device == grad.device for state in self.row_states for value in state.values()), (
+            "move it before training"
+        )
         self._kernels().update(
             list(self.weights),
             self.row_states,
@@ -93,8 +98,10 @@ class DeviceStore(nn.Module):
         return tensors
 
     @torch.no_grad()
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
+    def load_state(self, state: Mapping[str, Tensor], *, rows_only: bool = False) -> None:
         for name, own in self.state().items():
+            if rows_only and not name.endswith(".rows"):
+                continue
             try:
                 given = state[name]
             except KeyError:

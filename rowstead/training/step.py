@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections import ChainMap
+import math
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -68,7 +68,7 @@ class Stepper:
                 log_odds = model.net(batch.dense, pooled)
             loss = loss_of(spec.loss, log_odds.to(batch.labels.dtype), batch.labels, batch.weights)
             value = loss.item()
-        if value != value or value in (float("inf"), float("-inf")):
+        if not math.isfinite(value):
             raise TrainingError(
                 f"the loss is {value} at step {number}: nothing was updated. Lower train.sparse_optimizer.lr and "
                 "train.dense_optimizer.lr, set their `clip`, or look for extreme values in that batch"
@@ -108,7 +108,7 @@ class Stepper:
             part, _, rest = name.partition(".")
             if part == "optimizer":
                 place, _, key = rest.partition(".")
-                state.setdefault(int(place), {})[key] = tensors[name]
+                state.setdefault(int(place), {})[key] = tensors[name].clone()  # else its file stays open while we train
         self.optimizer.load_state_dict({"state": state, "param_groups": plain["param_groups"]})
 
 
@@ -121,23 +121,20 @@ def load_model(model: DLRM, tensors: Mapping[str, Tensor], *, with_optimizer: bo
             found = tuple(tensors[saved].shape) if saved in tensors else "nothing"
             raise CheckpointError(f"the saved model is another one: `{name}` is {tuple(value.shape)} here and {found} there")
     model.net.load_state_dict({name: tensors[f"net.{name}"] for name in own})
-    own_state = model.store.state()
-    names = {name: f"store.{name}" for name in own_state if with_optimizer or name.endswith(".rows")}
-    left_alone = {name: value for name, value in own_state.items() if name not in names}
-    model.store.load_state(ChainMap(left_alone, _Renamed(tensors, names)))  # type: ignore[arg-type]
+    model.store.load_state(_Store(tensors), rows_only=not with_optimizer)
 
 
-class _Renamed(Mapping[str, Tensor]):
-    """Some entries of a mapping under other names; a value is read only when it is asked for."""
+class _Store(Mapping[str, Tensor]):
+    """The entries of a checkpoint that are the store's, by the names that it knows; read only when asked for."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], names: dict[str, str]) -> None:
-        self._tensors, self._names = tensors, names
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[self._names[name]]
+        return self._tensors[f"store.{name}"]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return (name.removeprefix("store.") for name in self._tensors if name.startswith("store."))
 
     def __len__(self) -> int:
-        return len(self._names)
+        return sum(1 for _ in self)

@@ -91,7 +91,7 @@ def test_our_decoder_agrees_with_pyarrow(tmp_path, table, options):
             assert decode_bags(data, codec, leaf.max_def, leaf.max_rep, table.num_rows, room) is not None
         else:
             assert decode_floats(data, codec, leaf.max_def, table.num_rows) is not None
-    assert_same(read_row_group(path, metadata, 0, COLUMNS, leaves), COLUMNS.block(table))
+    assert_same(read_row_group(path, metadata, 0, COLUMNS, leaves, max_bytes=1 << 30), COLUMNS.block(table))
 
 
 def test_columns_of_other_kinds_are_left_to_pyarrow(tmp_path):
@@ -109,7 +109,7 @@ def test_columns_of_other_kinds_are_left_to_pyarrow(tmp_path):
     metadata = pq.read_metadata(path)
     leaves = plain_leaves(COLUMNS, metadata)
     assert set(leaves) == {"y", "many"}
-    assert_same(read_row_group(path, metadata, 0, COLUMNS, leaves), COLUMNS.block(table))
+    assert_same(read_row_group(path, metadata, 0, COLUMNS, leaves, max_bytes=1 << 30), COLUMNS.block(table))
 
 
 @pytest.mark.parametrize("compression", ["none", "snappy"])
@@ -136,3 +136,16 @@ def test_damaged_bytes_never_lead_outside(tmp_path, compression, version):
             else:
                 bags = decode_bags(data, codec, 3, 1, 400, np.empty(chunk.num_values, np.int64))
                 assert bags is None or (np.diff(bags[1]) >= 0).all()
+
+
+def test_a_dot_in_a_column_name_does_not_confuse_columns(tmp_path):
+    path = str(tmp_path / "dots.parquet")
+    features = FeaturesSpec(
+        sparse=(SparseFeatureSpec(name="user", num_rows=9), SparseFeatureSpec(name="user.country", num_rows=9))
+    )
+    columns = Columns(features)
+    table = pa.table({"user": pa.array([[1, 2], [3]]), "user.country": pa.array([7, 8])})
+    pq.write_table(table, path)
+    metadata = pq.read_metadata(path)
+    block = read_row_group(path, metadata, 0, columns, plain_leaves(columns, metadata), max_bytes=1 << 20)
+    assert [ids.tolist() for ids in block.ids] == [[1, 2, 3], [7, 8]]

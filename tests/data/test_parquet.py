@@ -272,7 +272,7 @@ def test_resuming_in_another_log_is_refused(tmp_path):
 
 def test_a_huge_row_group_is_decoded_in_bounded_pieces(tmp_path, monkeypatch):
     monkeypatch.setattr(parquet, "PIECE_BYTES", 4096)
-    monkeypatch.setattr(rowgroup, "GROUP_BYTES", 4096)
+    monkeypatch.setattr(rowgroup, "DECODED_BYTES", 4096)
     pattern = write_log(tmp_path, [5000], group_rows=5000)
     source = source_of(pattern, shuffle_rows=500, decode_threads=2)
     blocks = list(source.log.raw_blocks())
