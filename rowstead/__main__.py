@@ -1,6 +1,6 @@
 """`python -m rowstead`: the command line."""
 
-from rowstead.cli import main
+from rowstead.cli import command
 
 if __name__ == "__main__":
-    main()
+    command()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -159,14 +162,23 @@ def recipes(
         typer.echo(f"{known:<{width}}  {about}")
 
 
+def command() -> None:
+    """What the shell calls: `main`, and then no traceback for a late Ctrl-C, as nothing is left to stop."""
+    try:
+        main()
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 def main() -> None:
     """Run the command line; a user's mistake prints what is wrong and no traceback."""
     try:
-        app(standalone_mode=True)
+        with _interrupts():
+            app(standalone_mode=True)
     except RowsteadError as error:
         _fail(str(error))
-    except KeyboardInterrupt:
-        _fail("interrupted", code=130)
+    except _Interrupted:
+        _fail("interrupted: what no checkpoint holds is lost", code=130)
     except MemoryError as error:
         _fail(f"out of memory: {error or 'lower train.batch_size, or the sizes in the recipe'}")
     except BrokenPipeError:
@@ -174,6 +186,24 @@ def main() -> None:
         sys.exit(1)
     except OSError as error:
         _fail(f"{error.filename or 'the system'}: {error.strerror or error}")
+
+
+class _Interrupted(BaseException):
+    """Ctrl-C where nothing handles it; Typer would end such a command without a word."""
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[None]:
+    """Turns a Ctrl-C that reaches Python into `_Interrupted`; the training loop has a handler of its own."""
+
+    def interrupt(number: int, frame: object) -> NoReturn:
+        raise _Interrupted
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _fail(text: str, code: int = 2) -> NoReturn:

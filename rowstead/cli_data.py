@@ -149,11 +149,9 @@ def describe(
 def _log_to_describe(
     files: list[str] | None, recipe: str | None, label: str, max_rows: int | None
 ) -> tuple[FeaturesSpec, Iterator[RawBlock]]:
-    import pyarrow.parquet as pq
-
     from rowstead.data.describe import infer_features
     from rowstead.data.files import find_files
-    from rowstead.data.parquet import ParquetLog
+    from rowstead.data.parquet import ParquetLog, schema_of
     from rowstead.parts import raw_blocks
     from rowstead.spec.data import ParquetSpec
     from rowstead.spec.run import load_recipe
@@ -164,9 +162,7 @@ def _log_to_describe(
     if not files:
         raise RowsteadError("name the files to describe, or a recipe with --recipe")
     parquet = ParquetSpec(train=tuple(files), label=label)
-    first = find_files(files)[0]
-    with open(first.path, "rb") if first.is_local else first.ranges() as opened:
-        features = infer_features(pq.read_schema(opened), label=label)
+    features = infer_features(schema_of(find_files(files)[0]), label=label)
     return features, ParquetLog(parquet, features, split="all").raw_blocks(max_rows)
 
 

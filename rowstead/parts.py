@@ -15,6 +15,7 @@ import torch
 from rowstead.contracts.batch import Batch
 from rowstead.contracts.source import Source
 from rowstead.data.block import RawBlock
+from rowstead.data.columns import IdKinds
 from rowstead.data.encode import Encoder
 from rowstead.data.parquet import ParquetLog, ParquetSource
 from rowstead.data.synth import SynthLog, SynthSource
@@ -35,6 +36,8 @@ class Sources:
     train: Source
     eval: Source
     encoder: Encoder
+    id_kinds: dict[str, str]
+    """Whether each sparse column holds text or integers."""
 
 
 def device_of(spec: RunSpec) -> torch.device:
@@ -45,13 +48,18 @@ def device_of(spec: RunSpec) -> torch.device:
     return torch.device("cuda" if spec.device != "cpu" and has_gpu else "cpu")
 
 
-def open_sources(spec: RunSpec, transforms: DenseTransforms | None = None) -> Sources:
-    """Both splits of a spec's log; dense transforms are learned on the training split unless they are given."""
-    train_log, eval_log = Log(spec, "train"), Log(spec, "eval")
+def open_sources(spec: RunSpec, transforms: DenseTransforms | None = None, id_kinds: IdKinds | None = None) -> Sources:
+    """Both splits of a spec's log; dense transforms are learned on the training split unless they are given.
+
+    `id_kinds` is what a model that is trained further has seen so far: a log of other kinds is refused.
+    """
+    train_log = Log(spec, "train", id_kinds)
+    eval_log = Log(spec, "eval", train_log.id_kinds)
     if transforms is None:
         transforms = DenseTransforms.learn(spec.features, train_log.dense_blocks(spec.data.statistics_rows))
     encoder = Encoder(spec.features, spec.tables, transforms)
-    return Sources(train=train_log.source(encoder), eval=eval_log.source(encoder), encoder=encoder)
+    sources = (log.source(encoder) for log in (train_log, eval_log))
+    return Sources(train=next(sources), eval=next(sources), encoder=encoder, id_kinds=train_log.id_kinds)
 
 
 def raw_blocks(spec: RunSpec, data: list[str] | None = None, max_rows: int | None = None) -> Iterator[RawBlock]:
@@ -75,10 +83,14 @@ def files_like(spec: RunSpec, data: Sequence[str]) -> ParquetSpec:
 class Log:
     """One split of a spec's log, synthetic or in files."""
 
-    def __init__(self, spec: RunSpec, split: Literal["train", "eval"]) -> None:
+    def __init__(self, spec: RunSpec, split: Literal["train", "eval"], id_kinds: IdKinds | None = None) -> None:
         self._spec, self._split = spec, split
         self._synth = SynthLog(spec.data.synth) if spec.data.synth is not None else None
-        self._parquet = ParquetLog(spec.data.parquet, spec.features, split=split) if spec.data.parquet is not None else None
+        self._parquet = None
+        self.id_kinds = {str(feature.column): "integers" for feature in spec.features.expanded_sparse()}
+        if spec.data.parquet is not None:
+            self._parquet = ParquetLog(spec.data.parquet, spec.features, split=split, id_kinds=id_kinds)
+            self.id_kinds = {**(id_kinds or {}), **self._parquet.id_kinds}
 
     def dense_blocks(self, max_rows: int) -> Iterator[RawBlock]:
         """Rows to learn dense transforms from."""

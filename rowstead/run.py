@@ -64,7 +64,7 @@ def train(
         if init_from is not None
         else None
     )
-    sources = open_sources(spec)
+    sources = open_sources(spec, id_kinds=initial.facts["id_kinds"] if initial is not None else None)
     with threads_of(spec):
         stepper = _stepper(spec, sources, device)
         if initial is not None:
@@ -88,7 +88,8 @@ def resume(run: str, *, root: Path | str = DEFAULT_ROOT, watcher: Watcher | None
         if checkpoint.checkpoints_in(folder.checkpoints):
             saved = checkpoint.load_latest(folder.checkpoints, watcher.on_message)
             check_same_model(spec, saved)
-        sources = open_sources(spec, transforms=transforms_in(saved) if saved else None)
+        learned = (transforms_in(saved), saved.facts["id_kinds"]) if saved is not None else ()
+        sources = open_sources(spec, *learned)
         with threads_of(spec):
             stepper = _stepper(spec, sources, device)
             position = None
@@ -127,6 +128,7 @@ def _drive(
         "architecture": architecture(spec),
         "spec_digest": digest(spec),
         "transforms": sources.encoder.transforms.to_plain(),
+        "id_kinds": sources.id_kinds,
         "versions": versions(),
     }
     with _stop_on_signal() as stop_asked, UsageSampler() as usage:
@@ -186,7 +188,7 @@ def _stop_on_signal() -> Iterator[threading.Event]:
 
     def ask(number: int, frame: object) -> None:
         asked.set()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, before[signal.SIGINT])
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -11,7 +11,7 @@ import torch
 
 from rowstead.contracts.batch import Batch
 from rowstead.contracts.source import Source
-from rowstead.data.columns import Columns
+from rowstead.data.columns import Columns, IdKinds
 from rowstead.data.encode import Encoder
 from rowstead.data.parquet import ParquetLog, ParquetSource
 from rowstead.data.transforms import DenseTransforms, RowRule
@@ -36,13 +36,16 @@ class Trained:
     model: DLRM
     """On the CPU, in evaluation mode."""
     transforms: DenseTransforms
+    id_kinds: IdKinds
+    """Whether each sparse column held text or integers in training."""
 
     def source(self, data: Sequence[str] | None = None, *, needs_label: bool = True) -> Source:
         """The run's evaluation split, or the Parquet files of `data` read the same way; in the order of the log."""
         encoder = Encoder(self.spec.features, self.spec.tables, self.transforms)
         if data is None:
-            return Log(self.spec, "eval").source(encoder)
-        log = ParquetLog(files_like(self.spec, data), self.spec.features, split="all", with_labels=needs_label)
+            return Log(self.spec, "eval", self.id_kinds).source(encoder)
+        files = files_like(self.spec, data)
+        log = ParquetLog(files, self.spec.features, split="all", with_labels=needs_label, id_kinds=self.id_kinds)
         return ParquetSource(log, encoder, shuffle=False)
 
 
@@ -52,10 +55,10 @@ def open_run(run: str, *, root: Path | str = DEFAULT_ROOT, watcher: Watcher | No
     spec = folder.read_spec()
     saved = checkpoint.load_latest(folder.checkpoints, (watcher or Silent()).on_message)
     check_same_model(spec, saved)
-    transforms = transforms_in(saved)
-    model = build_model(spec, torch.device("cpu"), trains=False, encode=_encode(spec, transforms))
+    transforms, id_kinds = transforms_in(saved), saved.facts["id_kinds"]
+    model = build_model(spec, torch.device("cpu"), trains=False, encode=_encode(spec, transforms, id_kinds))
     load_model(model, saved.tensors, with_optimizer=False)
-    return Trained(spec=spec, model=model.eval(), transforms=transforms)
+    return Trained(spec=spec, model=model.eval(), transforms=transforms, id_kinds=id_kinds)
 
 
 def load(run: str, *, root: Path | str = DEFAULT_ROOT, watcher: Watcher | None = None) -> DLRM:
@@ -110,10 +113,10 @@ def check_same_model(spec: RunSpec, saved: checkpoint.Checkpoint) -> None:
         )
 
 
-def _encode(spec: RunSpec, transforms: DenseTransforms) -> Callable[[Mapping[str, Any]], Batch]:
+def _encode(spec: RunSpec, transforms: DenseTransforms, id_kinds: IdKinds) -> Callable[[Mapping[str, Any]], Batch]:
     """Raw columns to a Batch, as training did it: bad rows are refused."""
     encoder = Encoder(spec.features, spec.tables, transforms)
-    columns, rule = Columns(spec.features), RowRule(spec.features)
+    columns, rule = Columns(spec.features, id_kinds=id_kinds), RowRule(spec.features)
 
     def encode(raw: Mapping[str, Any]) -> Batch:
         block = columns.block(raw)

@@ -6,6 +6,7 @@ import contextlib
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -350,6 +351,49 @@ def test_predict_refuses_what_it_cannot_write(rowstead: Command, runs: Path) -> 
     assert pq.read_table("p.parquet").num_rows == 200
 
 
+def test_predict_never_replaces_the_log_it_reads(rowstead: Command, runs: Path, log: Path) -> None:
+    folder = changed(log, lambda table: table)
+    file = next(folder.glob("eval-*.parquet"))
+    before = file.read_bytes()
+    link = folder / "link.parquet"
+    link.symlink_to(file)
+    for out in (file, link):
+        arguments = ("predict", "last", "--runs", str(runs), "--data", str(file), "--out", str(out), "--overwrite")
+        assert_refused(rowstead(*arguments), "a file of the log itself")
+    assert file.read_bytes() == before
+
+
+def as_text(table: pa.Table) -> pa.Table:
+    texts = pa.array([[str(i) for i in ids] for ids in table["sparse_0"].to_pylist()])
+    return table.set_column(table.schema.get_field_index("sparse_0"), "sparse_0", texts)
+
+
+def test_text_ids_where_integers_were_before_are_refused(rowstead: Command, runs: Path, log: Path) -> None:
+    folder = changed(log, as_text, only="eval-*")
+    assert_refused(rowstead("train", parquet_recipe(folder)), "column `sparse_0` holds text, but integers before")
+    for command in (("evaluate",), ("predict", "--out", "p.parquet")):
+        done = rowstead(command[0], "last", *command[1:], "--runs", str(runs), "--data", f"{folder}/eval-*.parquet")
+        assert_refused(done, "column `sparse_0` holds text, but integers before")
+
+
+def test_text_ids_cannot_be_rows_or_share_a_table_with_integers(rowstead: Command, log: Path) -> None:
+    folder = changed(log, as_text)
+    assert_refused(rowstead("train", parquet_recipe(folder, "features.sparse.0.hash=modulo")), "use `hash: mix`")
+    sharing = "{sparse: [{name: sparse_0, table: t}, {name: sparse_1, table: t}], tables: [{name: t, num_rows: 9}]}"
+    done = rowstead("train", parquet_recipe(folder, f"features={sharing}"))
+    assert_refused(done, "share table `t`", "sparse_1")
+
+
+def test_columns_of_the_same_name_are_refused(rowstead: Command, log: Path) -> None:
+    folder = changed(log, lambda table: table.append_column("dense_0", table["dense_1"]))
+    assert_refused(rowstead("train", parquet_recipe(folder)), "two columns are named `dense_0`")
+
+
+def test_describe_names_a_file_that_is_no_parquet(rowstead: Command) -> None:
+    Path("junk.parquet").write_bytes(b"junk" * 100)
+    assert_refused(rowstead("data", "describe", "junk.parquet"), "`junk.parquet` is no Parquet file")
+
+
 def test_an_unknown_option_or_command_prints_usage(rowstead: Command) -> None:
     for arguments in (("trian",), ("train", "--sett", "a=1"), ("evaluate",)):
         done = rowstead(*arguments)
@@ -360,11 +404,12 @@ def test_an_unknown_option_or_command_prints_usage(rowstead: Command) -> None:
 
 def test_ctrl_c_before_training_ends_with_130(rowstead: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*arguments: Any, **options: Any) -> None:
-        raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(run, "train", interrupted)
     done = rowstead("train", recipe())
     assert done.code == 130
+    assert "interrupted" in done.err
 
 
 def test_running_out_of_memory_is_said_plainly(rowstead: Command, monkeypatch: pytest.MonkeyPatch) -> None:

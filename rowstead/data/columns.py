@@ -6,6 +6,7 @@ null list is an empty bag, and a null inside a list is dropped.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,6 +22,8 @@ from rowstead.kernels.memory import address_of, floats_at
 from rowstead.spec.errors import DataError, did_you_mean
 from rowstead.spec.features import FeaturesSpec
 
+IdKinds = Mapping[str, str]
+"""For each sparse column `text` or `integers`."""
 Bags = tuple[NDArray[np.int64], NDArray[np.int64]]
 """Ids [nnz] and offsets [R + 1] of one sparse column."""
 
@@ -33,8 +36,16 @@ class Columns:
     """The columns that a model reads from a log: their names, and how they become a `RawBlock`."""
 
     def __init__(
-        self, features: FeaturesSpec, *, label: str | None = None, weight: str | None = None, true_p: str | None = None
+        self,
+        features: FeaturesSpec,
+        *,
+        label: str | None = None,
+        weight: str | None = None,
+        true_p: str | None = None,
+        id_kinds: IdKinds | None = None,
     ) -> None:
+        """`id_kinds` is what a model was trained on: columns of another kind are refused."""
+        self._expected = id_kinds or {}
         self.dense = tuple(str(f.column) for f in features.expanded_dense())
         self.sparse = tuple(str(f.column) for f in features.expanded_sparse())
         self.label, self.weight, self.true_p = label, weight, true_p
@@ -52,14 +63,28 @@ class Columns:
             _check_dense(name, types[name])
         for name in self.sparse:
             _check_sparse(name, types[name])
+        twice = next((name for name in self.names if schema.names.count(name) > 1), None)
+        if twice is not None:
+            raise DataError(f"two columns are named `{twice}`: rename one of them")
+        self._check_kinds(schema)
 
-    def different_ids(self, one: pa.Schema, other: pa.Schema) -> str | None:
-        """The first sparse column that holds text in one schema and integers in the other."""
+    def id_kinds(self, schema: pa.Schema) -> dict[str, str]:
+        """Whether each sparse column of `schema` holds text or integers; a column of nulls alone is left out."""
+        kinds = {}
         for name in self.sparse:
-            kinds = [_value_type(schema.field(name).type) for schema in (one, other)]
-            if any(map(_is_text, kinds)) and any(map(pa.types.is_integer, kinds)):
-                return name
-        return None
+            value = _value_type(schema.field(name).type)
+            if not pa.types.is_null(value):
+                kinds[name] = "text" if _is_text(value) else "integers"
+        return kinds
+
+    def _check_kinds(self, schema: pa.Schema) -> None:
+        """Text is hashed and integers are not, so the same id in the other kind would be another row."""
+        for name, kind in self.id_kinds(schema).items() if self._expected else ():
+            expected = self._expected.get(name, kind)
+            if kind != expected:
+                raise DataError(
+                    f"column `{name}` holds {kind}, but {expected} before: its ids would get other rows. Convert it"
+                )
 
     def block(self, rows: pa.Table | pa.RecordBatch | Mapping[str, Any]) -> RawBlock:
         """The rows as a RawBlock. Shares the memory of integer ids where it can; dense values are copied side by side."""
@@ -69,6 +94,7 @@ class Columns:
         for name in self.names:
             if name not in place:
                 raise _missing(name, list(place))
+        self._check_kinds(rows.schema)
         return self.assemble(
             rows.num_rows,
             floats=lambda name: floats_of(rows.column(place[name]), name),
@@ -104,6 +130,21 @@ class Columns:
             short, long = min(lengths, key=lengths.__getitem__), max(lengths, key=lengths.__getitem__)
             raise DataError(f"columns differ in length: `{short}` has {lengths[short]} rows, `{long}` has {lengths[long]}")
         return pa.table(arrays)
+
+
+def check_id_kinds(features: FeaturesSpec, kinds: IdKinds) -> None:
+    """Refuse what cannot mean anything: text ids as rows, and text and integers in one table."""
+    readers: dict[str, str] = {}
+    for feature in features.expanded_sparse():
+        column = str(feature.column)
+        kind = kinds.get(column)
+        if kind == "text" and feature.hash != "mix":
+            raise DataError(f"column `{column}` holds text, and `hash: {feature.hash}` needs integers: use `hash: mix`")
+        if feature.table is not None and kind is not None and readers.setdefault(feature.table, kind) != kind:
+            raise DataError(
+                f"features that share table `{feature.table}` must all hold text or all integers, but `{column}` holds {kind}: "
+                "the same id would get different rows. Convert one of them"
+            )
 
 
 def floats_of(column: pa.Array | pa.ChunkedArray, name: str) -> NDArray[np.float32]:
@@ -215,8 +256,18 @@ def _arrow(values: Any, name: str) -> pa.Array | pa.ChunkedArray:
         if isinstance(values, np.ndarray) and values.ndim == 2:
             return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
         return pa.array(values)
-    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError, TypeError) as error:
+    except OverflowError:
+        return _unsigned(values, name)
+    except (pa.ArrowException, TypeError, ValueError) as error:
         raise DataError(f"column `{name}` cannot be read: {str(error).splitlines()[0]}") from None
+
+
+def _unsigned(values: Any, name: str) -> pa.Array:
+    """Whole numbers beyond 2**63, or lists of them."""
+    for kind in (pa.uint64(), pa.list_(pa.uint64())):
+        with contextlib.suppress(pa.ArrowException, OverflowError, TypeError, ValueError):
+            return pa.array(values, kind)
+    raise DataError(f"column `{name}` cannot be read: it has numbers of more than 64 bits")
 
 
 def _is_list(kind: pa.DataType) -> bool:

@@ -24,7 +24,7 @@ from rowstead.contracts.batch import Batch
 from rowstead.contracts.source import Cursor
 from rowstead.data import rowgroup
 from rowstead.data.block import RawBlock
-from rowstead.data.columns import Columns
+from rowstead.data.columns import Columns, IdKinds, check_id_kinds
 from rowstead.data.encode import Encoder, Rows
 from rowstead.data.files import LogFile, find_files
 from rowstead.data.prefetch import chain_ahead
@@ -77,23 +77,38 @@ class Piece:
 class ParquetLog:
     """One split of a log in Parquet files: its row groups, and raw rows from them."""
 
-    def __init__(self, spec: ParquetSpec, features: FeaturesSpec, *, split: Split = "train", with_labels: bool = True) -> None:
-        """`all` is every row of `spec.train`. Without labels (for prediction) only feature columns are read."""
+    def __init__(
+        self,
+        spec: ParquetSpec,
+        features: FeaturesSpec,
+        *,
+        split: Split = "train",
+        with_labels: bool = True,
+        id_kinds: IdKinds | None = None,
+    ) -> None:
+        """`all` is every row of `spec.train`. Without labels (for prediction) only feature columns are read.
+
+        `id_kinds` is what the model was trained on; files of another kind are refused.
+        """
         self.spec = spec
         self.threads = spec.decode_threads or usable_cores()
         named = {"label": spec.label, "weight": spec.weight, "true_p": spec.true_p} if with_labels else {}
-        self.columns = Columns(features, **named)
+        self.columns = Columns(features, **named, id_kinds=id_kinds)
+        self.id_kinds: dict[str, str] = {}
+        """Whether each sparse column holds text or integers."""
         self._rule = RowRule(features, label=named.get("label"), weight=named.get("weight"))
         patterns = spec.eval if split == "eval" and spec.eval else spec.train
         self.files: list[LogFile] = find_files(patterns)
         self._metadata = lru_cache(maxsize=16)(self._read_metadata)
         self._leaves = lru_cache(maxsize=16)(lambda index: plain_leaves(self.columns, self._metadata(index)))
         self._group_rows = self._inspect()
+        check_id_kinds(features, self.id_kinds)
         self.spans = self._split(split)
         """Row groups of the split, in file order, without empty ones."""
         self.num_samples = sum(span.num_rows for span in self.spans)
         if not self.num_samples:
-            raise DataError(f"no rows for the {split} split in {', '.join(f'`{p}`' for p in patterns)}")
+            what = "no rows" if split == "all" else f"no rows for the {split} split"
+            raise DataError(f"{what} in {', '.join(f'`{p}`' for p in patterns)}")
         self._piece_rows = self._rows_per_piece()
 
     def raw_blocks(self, max_rows: int | None = None) -> Iterator[RawBlock]:
@@ -183,23 +198,16 @@ class ParquetLog:
                 self.columns.check(schema)
             except DataError as error:
                 raise DataError(f"`{file.path}`: {error}") from None
-            different = self.columns.different_ids(found[0][1], schema)
-            if different is not None:
-                raise DataError(
-                    f"column `{different}` has type {found[0][1].field(different).type} in `{self.files[0].path}` but "
-                    f"{schema.field(different).type} in `{file.path}`: the same id would get different rows. Convert one of them"
-                )
+            for name, kind in self.columns.id_kinds(schema).items():
+                if self.id_kinds.setdefault(name, kind) != kind:
+                    raise DataError(
+                        f"column `{name}` holds {self.id_kinds[name]} in `{self.files[0].path}` but {kind} in `{file.path}`: "
+                        "the same id would get different rows. Convert one of them"
+                    )
         return [rows for rows, _ in found]
 
     def _read_metadata(self, index: int) -> pq.FileMetaData:
-        file = self.files[index]
-        try:
-            with _opened(file, None) as parquet:
-                return parquet.metadata
-        except pa.ArrowInvalid as error:
-            raise DataError(f"`{file.path}` is no Parquet file: {_first_line(error)}") from None
-        except (pa.ArrowException, OSError) as error:
-            raise DataError(f"`{file.path}` cannot be opened: {_first_line(error)}") from None
+        return _metadata_of(self.files[index])
 
     def _split(self, split: Split) -> list[Span]:
         spans = [
@@ -319,6 +327,21 @@ class ParquetSource:
         starts = accumulate((len(rows) for rows, _ in parts), initial=0)
         order = np.concatenate([start + order for start, (_, order) in zip(starts, parts, strict=False)])
         return self.encoder.encode(Rows.joined([rows for rows, _ in parts]), order)
+
+
+def schema_of(file: LogFile) -> pa.Schema:
+    """The columns of a Parquet file and their types."""
+    return _metadata_of(file).schema.to_arrow_schema()
+
+
+def _metadata_of(file: LogFile) -> pq.FileMetaData:
+    try:
+        with _opened(file, None) as parquet:
+            return parquet.metadata
+    except (pa.ArrowInvalid, UnicodeDecodeError) as error:
+        raise DataError(f"`{file.path}` is no Parquet file: {_first_line(error)}") from None
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"`{file.path}` cannot be opened: {_first_line(error)}") from None
 
 
 def cut(spans: Sequence[Span], start: int, stop: int) -> list[Span]:

@@ -148,6 +148,8 @@ class RowRule:
             mask |= ~((block.labels >= 0) & (block.labels <= 1))
         if block.weights is not None:
             mask |= ~((block.weights >= 0) & np.isfinite(block.weights))
+        if block.true_p is not None:
+            mask |= ~((block.true_p >= 0) & (block.true_p <= 1))
         if not mask.any():
             return None
         row = int(mask.argmax())
@@ -169,6 +171,8 @@ class RowRule:
                 return column, float(value), "is not finite; give the feature a `clip: [low, high]`"
         if block.labels is not None and not 0 <= block.labels[row] <= 1:
             return self._label, float(block.labels[row]), "is no label: labels are numbers from 0 to 1"
+        if block.true_p is not None and not 0 <= block.true_p[row] <= 1:
+            return "true_p", float(block.true_p[row]), "is no probability"
         assert block.weights is not None
         return self._weight, float(block.weights[row]), "is no example weight: weights are finite and not negative"
 

@@ -72,6 +72,7 @@ def export(
         "features": to_plain(spec.features),
         "num_rows": {table.name: table.num_rows for table in spec.tables},
         "transforms": transforms.to_plain(),
+        "id_kinds": dict(trained.id_kinds),
         "label": spec.data.parquet.label if spec.data.parquet is not None else "label",
         "int8": int8,
         "versions": versions(),

@@ -42,7 +42,8 @@ class Exported:
             for place, feature in enumerate(sparse)
             if feature.hash == "none"
         ]
-        self._columns = Columns(self.features)
+        self.id_kinds: dict[str, str] = plain["id_kinds"]
+        self._columns = Columns(self.features, id_kinds=self.id_kinds)
         self._rule = RowRule(self.features)
         self.program = _program(folder / PROGRAM, plain["sha256"][PROGRAM])
         """The torch.export program itself: dense [B, Fd], ids [nnz] and offsets [F*B + 1] to probabilities [B]."""
@@ -52,18 +53,18 @@ class Exported:
         """Click probabilities [B] of raw rows: column names to lists or arrays, or an Arrow table; other columns are ignored."""
         block = self._columns.block(rows)
         self._rule.refuse(block)
+        self.check_ids(block)
         return self.predict_block(block, 0, block.num_rows)
 
     def predict_block(self, block: RawBlock, start: int, stop: int) -> NDArray[np.float32]:
-        """Click probabilities [B] of the rows from `start` to `stop` of a block that has passed the row rule."""
+        """Click probabilities [B] of the rows from `start` to `stop` of a block that has passed the row rule and `check_ids`."""
         if start == stop:
             return np.empty(0, np.float32)
-        self._check_ids(block)
         with torch.no_grad():
             result: Tensor = self._module(*raw_arguments(block, start, stop))
         return result.numpy()
 
-    def _check_ids(self, block: RawBlock) -> None:
+    def check_ids(self, block: RawBlock) -> None:
         """Refuse ids that training would: under `hash: none` an id is a row, unless truncation drops it."""
         for place, name, num_rows, max_ids in self._direct:
             ids, offsets = block.ids[place], block.offsets[place]
@@ -122,7 +123,7 @@ def _inputs(folder: Path) -> dict[str, Any]:
     found = plain.get("format") if isinstance(plain, dict) else None
     if found != FORMAT:
         raise RowsteadError(f"{file} has format {found}, this version of rowstead reads {FORMAT}: export the model again")
-    needed = {"features", "num_rows", "label", "sha256"}
+    needed = {"features", "num_rows", "label", "id_kinds", "sha256"}
     if needed - set(plain):
         raise RowsteadError(f"{file} is damaged: it has no `{min(needed - set(plain))}`. Export the model again")
     return dict(plain)

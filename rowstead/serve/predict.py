@@ -81,6 +81,8 @@ def predict(
     if not out.parent.is_dir():
         raise DataError(f"there is no folder {out.parent} to write {out.name} into")
     opened = _open_exported(run, data) if is_exported(run, root) else _open_run(run, data, root, watcher)
+    if opened.log is not None and any(file.is_local and _is_same(file.path, out) for file in opened.log.files):
+        raise DataError(f"{out} is a file of the log itself, which the predictions would replace: choose another --out")
     keep = [name for name in keep if name != "label" or opened.label != "label"]
     copied = _copied(opened, keep)
     num_rows = 0
@@ -107,6 +109,10 @@ def predict(
             writer.close()
         unfinished.unlink(missing_ok=True)
     return Predicted(num_rows=num_rows, num_skipped=opened.num_skipped())
+
+
+def _is_same(one: str, other: Path) -> bool:
+    return other.exists() and os.path.samefile(one, other)
 
 
 def _open_run(run: str, data: Sequence[str] | None, root: Path | str, watcher: Watcher | None) -> _Opened:
@@ -138,11 +144,13 @@ def _open_exported(folder: str, data: Sequence[str] | None) -> _Opened:
     if not data:
         raise DataError(f"{folder} is an exported model, which has no evaluation split: name the log with --data")
     model = Exported(folder)
-    log = ParquetLog(ParquetSpec(train=tuple(data), label=model.label), model.features, split="all", with_labels=False)
+    files = ParquetSpec(train=tuple(data), label=model.label)
+    log = ParquetLog(files, model.features, split="all", with_labels=False, id_kinds=model.id_kinds)
 
     def scores() -> Scores:
         with closing(log.pieces(log.spans, rows_ahead=EVAL_BATCH)) as pieces:
             for piece in pieces:
+                model.check_ids(piece.block)
                 for start in range(0, piece.block.num_rows, EVAL_BATCH):
                     stop = min(start + EVAL_BATCH, piece.block.num_rows)
                     yield model.predict_block(piece.block, start, stop).astype(np.float64), None

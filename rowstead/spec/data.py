@@ -61,6 +61,8 @@ class SynthSpec:
             if isinstance(value, tuple):
                 require(len(value) == self.num_sparse, name, f"has {len(value)} numbers for {self.num_sparse} sparse features")
             require(all(0 < v < math.inf for v in values), name, "must be above 0 and finite")
+            fits = name == "num_ids" or max(values) <= self.max_ids
+            require(fits, name, f"must not be above max_ids, which is {self.max_ids}")
         require(0 < self.click_rate < 1, "click_rate", f"must be between 0 and 1, got {self.click_rate}")
         require(0 <= self.interaction_share <= 1, "interaction_share", "must be between 0 and 1")
         require(0 <= self.drift <= 1, "drift", "must be between 0 and 1")

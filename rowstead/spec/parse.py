@@ -167,7 +167,7 @@ def difference(one: Any, other: Any, path: str = "") -> tuple[str, str, str] | N
             found = difference(left, right, f"{path}[{place}]")
             if found is not None:
                 return found
-    missing = "left out"
+    missing = "the default"
     return path, missing if one is None else _shown(one), missing if other is None else _shown(other)
 
 

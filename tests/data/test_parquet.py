@@ -249,7 +249,7 @@ def test_a_file_whose_columns_differ_is_named(tmp_path):
         source_of(pattern)
     place = table.schema.get_field_index("city")
     pq.write_table(table.set_column(place, "city", pa.array(range(5))), tmp_path / "more.parquet")
-    with pytest.raises(DataError, match=r"`city` has type string in .*000\.parquet` but int64 in .*more\.parquet`"):
+    with pytest.raises(DataError, match=r"`city` holds text in .*000\.parquet` but integers in .*more\.parquet`"):
         source_of(pattern)
 
 
