@@ -234,7 +234,8 @@ class ParquetLog:
 class ParquetSource:
     """Batches of one split, in the order that `Source` promises.
 
-    Up to three windows are in memory: the one being read, the one being gathered and the one decoded ahead. One thread at a
+    Up to three windows are in memory: the one being read, the one being gathered and the one decoded ahead; beside them what the
+    threads are decoding (`rowgroup.DECODED_BYTES`), and a row group stays whole while a window holds a part of it. One thread at a
     time iterates; several iterators may be open.
     """
 
