@@ -68,7 +68,7 @@ def train(
     spec = load_recipe(recipe or "quickstart", set_ or []) if resume is None else None
 
     from rowstead import run  # after the recipe, in which a mistake should show at once
-    from rowstead.console import summary, watching
+    from rowstead.console import command_name, summary, watching
 
     console = Console()
     with watching(console) as watcher:
@@ -79,7 +79,7 @@ def train(
             result = run.train(spec, root=runs, out=out, init_from=init_from, watcher=watcher)
     if result.outcome.ending == "interrupted":
         console.print(f"stopped after step {result.outcome.position.step:,}; the checkpoint is saved.", highlight=False)
-        console.print(f"go on with: rowstead train --resume {result.folder}", highlight=False, soft_wrap=True)
+        console.print(f"go on with: {command_name()} train --resume {result.folder}", highlight=False, soft_wrap=True)
         raise typer.Exit(130)
     console.print(summary(result))
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from rich import box
 from rich.console import Console
@@ -142,6 +146,13 @@ def quality_rows(quality: Quality) -> list[tuple[str, str]]:
     return rows
 
 
+def command_name() -> str:
+    """What to type to run us again: `rowstead`, or its path where the shell would not find it."""
+    called = Path(sys.argv[0])
+    found = called.name != "rowstead" or shutil.which("rowstead") is not None or not called.is_file()
+    return "rowstead" if found else os.path.relpath(called)
+
+
 def summary(result: Result) -> Table:
     """The end of a run: how good, how fast, where the time went, where the model is and what to type next."""
     outcome = result.outcome
@@ -153,7 +164,8 @@ def summary(result: Result) -> Table:
         parts = sorted(outcome.phase_s.items(), key=lambda item: -item[1])
         rows.append(("where the time went", " · ".join(f"{name} {s / total_s:.0%}" for name, s in parts)))
     rows.append(("model", str(result.folder)))
-    rows.append(("next", f"rowstead evaluate {result.folder}\nrowstead export {result.folder} --to exported"))
+    me = command_name()
+    rows.append(("next", f"{me} evaluate {result.folder}\n{me} export {result.folder} --to exported"))
     title = f"{result.folder.name}: {outcome.ending} after {outcome.position.step:,} steps of training"
     return two_columns(title, rows)
 
