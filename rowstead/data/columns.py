@@ -7,6 +7,7 @@ null list is an empty bag, and a null inside a list is dropped.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -63,16 +64,18 @@ class Columns:
             _check_dense(name, types[name])
         for name in self.sparse:
             _check_sparse(name, types[name])
-        twice = next((name for name in self.names if schema.names.count(name) > 1), None)
+        counts = Counter(schema.names)
+        twice = next((name for name in self.names if counts[name] > 1), None)
         if twice is not None:
             raise DataError(f"two columns are named `{twice}`: rename one of them")
         self._check_kinds(schema)
 
     def id_kinds(self, schema: pa.Schema) -> dict[str, str]:
         """Whether each sparse column of `schema` holds text or integers; a column of nulls alone is left out."""
+        types = dict(zip(schema.names, schema.types, strict=True))
         kinds = {}
         for name in self.sparse:
-            value = _value_type(schema.field(name).type)
+            value = _value_type(types[name])
             if not pa.types.is_null(value):
                 kinds[name] = "text" if _is_text(value) else "integers"
         return kinds
