@@ -1,11 +1,14 @@
 """Pooled look-up and exact fused update on a CUDA GPU, in Triton: all tables in one launch.
 
-An update sorts (table, id) keys, which puts equal ids side by side, and walks the sorted places in tiles. Inside a tile a
-segmented scan sums the gradients of each run of equal ids. A run that ends where it began, inside one tile, is applied at
-once; one that crosses a border leaves a partial sum a tile, and a second, small launch adds those up in order. So every sum
-has one order, and the result is the same bit for bit each time.
+An update sorts (table, id) keys, which puts equal ids side by side, plans what each sorted place does, and walks the places
+in tiles. Inside a tile a segmented scan sums the gradients of each run of equal ids, and a run's sum is applied to its row at
+once. A run that goes far beyond its tile leaves a partial sum a tile, and a second, small launch adds those up in order. So
+every sum has one order, and the result is the same bit for bit each time.
 
-Letters: B examples, F features, T tables, N rows, D width, nnz ids, R places a tile, P tiles.
+Nothing here waits for the GPU or depends on how many ids the batch holds beyond the length of `ids`, which may be a capacity:
+the programs read the number of ids from `offsets`. So both functions can be captured in a CUDA graph.
+
+Letters: B examples, F features, T tables, N rows, D width, nnz ids.
 """
 
 from __future__ import annotations
@@ -17,37 +20,45 @@ import torch
 import triton
 from torch import Tensor
 
-from rowstead.kernels.gpu_programs import apply_tiles, join_tiles, name_rows, pool_bags, pool_ids
+from rowstead.kernels.gpu_programs import apply_tiles, join_tiles, name_rows, plan_places, pool
 from rowstead.kernels.layout import Layout
 from rowstead.kernels.optimizer import KINDS, RowState, numbers_of, state_addresses
 from rowstead.spec.train import SparseOptimizerSpec
 
-SHORT_BAG = 4
-"""Mean ids a bag up to which a program pools several bags rather than several ids of one."""
+IDS_AT_A_TIME = 8
+"""Of one bag, in a look-up."""
+BAGS_OF_ONE = 4
+"""Bags that a group of lanes pools side by side where bags hold one id."""
+TILE = 32
+"""Sorted places that a group of lanes walks in an update."""
+PLACES_AT_A_TIME = 4
+"""Of one tile; also how far a tile is walked on to end a run."""
+JOINED_TILES = 32
+HEADS_AT_A_TIME = 4
 
 
 def lookup(tables: Sequence[Tensor], layout: Layout, ids: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Tensor:
     """Pooled rows of every feature, side by side: [B, sum of widths].
 
-    tables: T tensors [N, D] of one dtype; ids int32 or int64 [nnz], in range; offsets int64 [F*B + 1]; weights [nnz] or none.
+    tables: T tensors [N, D] of one dtype; ids int32 or int64 [nnz or more], in range; offsets int64 [F*B + 1]; weights like
+    ids, or none. Rows in FP16 or BF16 are summed, and returned, in FP32.
     """
     facts = _facts(layout, ids.device)
     num_bags = offsets.numel() - 1
     num_samples = num_bags // layout.num_features
-    pooled = torch.empty(num_samples, layout.total_width, dtype=tables[0].dtype, device=ids.device)
+    pooled = torch.empty(num_samples, layout.total_width, dtype=_arithmetic(tables[0].dtype), device=ids.device)
     if not num_samples:
         return pooled
-    rows = _addresses(tuple(table.data_ptr() for table in tables), ids.device)
-    mean = ids.numel() / num_bags
+    memory = _addresses(tuple(table.data_ptr() for table in tables), ids.device)
     shape = _Shape.of(layout, tables)
-    common = (ids, offsets, ids if weights is None else weights, pooled, rows, *facts.pooling, num_samples, num_bags)
-    options = {"WEIGHTED": weights is not None, **shape}
-    if mean <= SHORT_BAG:
-        bags = max(1, 1024 // shape["D"])
-        pool_bags[(triton.cdiv(num_bags, bags),)](*common, layout.total_width, **options, BAGS=bags, num_warps=4)
-    else:
-        step = min(32, triton.next_power_of_2(int(mean)))
-        pool_ids[(num_bags,)](*common, layout.total_width, **options, L=step, num_warps=1)
+    at_a_time = min(IDS_AT_A_TIME, triton.next_power_of_2(max(1, ids.numel() // num_bags)))
+    warps, streams = _lanes(shape["D"])
+    if at_a_time == 1:
+        streams *= BAGS_OF_ONE
+    pool[(triton.cdiv(num_bags, streams),)](
+        ids, offsets, ids if weights is None else weights, pooled, tables[0], memory, *facts.pooling, num_samples, num_bags,
+        layout.total_width, WEIGHTED=weights is not None, **shape, R=at_a_time, S=streams, num_warps=warps,
+    )  # fmt: skip
     return pooled
 
 
@@ -65,45 +76,105 @@ def update(
     step: int,
 ) -> None:
     """One exact optimizer step on every row that `ids` name, in place; grad [B, sum of widths]. Ids must be in range."""
-    num_ids = ids.numel()
-    if not num_ids:
+    numbers = device_numbers(tuple(numbers_of(optimizer, lr=lr, step=step)), step, grad.dtype, grad.device)
+    update_by(tables, states, layout, ids, offsets, weights, grad, optimizer=optimizer, numbers=numbers, is_full=True)
+
+
+def update_by(
+    tables: Sequence[Tensor],
+    states: Sequence[RowState],
+    layout: Layout,
+    ids: Tensor,
+    offsets: Tensor,
+    weights: Tensor | None,
+    grad: Tensor,
+    *,
+    optimizer: SparseOptimizerSpec,
+    numbers: Tensor,
+    is_full: bool = False,
+) -> None:
+    """`update` with what changes from step to step in memory of the GPU: `numbers` is what `device_numbers` gave.
+
+    `is_full` says that there are as many ids as `ids` has room for.
+    """
+    num_places = ids.numel()
+    if not num_places:
         return
     device, grad = ids.device, grad.contiguous()
     facts = _facts(layout, device)
     num_bags = offsets.numel() - 1
     num_samples = num_bags // layout.num_features
-    keys = torch.empty(num_ids, dtype=facts.key_dtype, device=device)
-    bags = torch.empty(num_ids, dtype=torch.int32, device=device)
-    wide = min(32, triton.next_power_of_2(max(1, num_ids // num_bags)))
-    tall = max(1, 256 // wide)
+    keys = _keys(num_places, facts.key_dtype, device, is_full=is_full)
+    sources = torch.empty(num_places, dtype=torch.int64, device=device)
+    scales = _bag_scales(grad, offsets, layout, optimizer.clip)
+    has_factors = weights is not None or scales is not None
+    factors = torch.empty(num_places, dtype=grad.dtype, device=device) if has_factors else grad
+    wide = min(32, triton.next_power_of_2(max(1, num_places // num_bags)))
+    tall = max(1, 512 // wide)
     name_rows[(triton.cdiv(num_bags, tall),)](
-        ids, offsets, keys, bags, facts.row_base, num_samples, num_bags, BAGS=tall, L=wide, num_warps=4
-    )
+        ids, offsets, ids if weights is None else weights, grad if scales is None else scales, keys, sources, factors,
+        facts.feature_base, *facts.naming, num_samples, num_bags, layout.total_width,
+        WEIGHTED=weights is not None, SCALED=scales is not None, BAGS=tall, L=wide, num_warps=4,
+    )  # fmt: skip
     keys, order = torch.sort(keys, stable=True)
 
+    kind, rounds = KINDS[optimizer.kind], tables[0].dtype != grad.dtype
+
+    def room(dtype: torch.dtype, is_used: bool) -> Tensor:
+        return torch.empty(num_places, dtype=dtype, device=device) if is_used else sources
+
+    plans, rows_at = room(torch.int64, True), room(torch.int64, True)
+    firsts_at, seconds_at, noises = room(torch.int64, kind > 0), room(torch.int64, kind == 3), room(torch.int32, rounds)
+    firsts, seconds = zip(*(state_addresses(state) for state in states), strict=True)
+    found = (rows_at, firsts_at, seconds_at, noises)
     shape = _Shape.of(layout, tables)
-    tile = max(4, min(32, 1024 // shape["D"]))
-    num_tiles = triton.cdiv(num_ids, tile)
+    warps, streams = _lanes(shape["D"])
+    plan_places[(triton.cdiv(num_places, 512),)](
+        keys, order, sources, plans, *found, _addresses(tuple(table.data_ptr() for table in tables), device),
+        _addresses(firsts, device), _addresses(seconds, device), *facts.update, offsets, num_bags, numbers,
+        tables[0].element_size(), KIND=kind, ROUNDS=rounds, TILE=TILE, EXTRA=PLACES_AT_A_TIME, BLOCK=512, num_warps=4,
+    )  # fmt: skip
+    num_tiles = triton.cdiv(num_places, TILE)
     head = torch.empty(num_tiles, shape["D"], dtype=grad.dtype, device=device)
     tail = torch.empty_like(head)
-    scales = _bag_scales(grad, offsets, layout, optimizer.clip)
-    firsts, seconds = zip(*(state_addresses(state) for state in states), strict=True)
-    memory = (
-        _addresses(tuple(table.data_ptr() for table in tables), device),
-        _addresses(firsts, device),
-        _addresses(seconds, device),
-    )
-    numbers = torch.tensor(numbers_of(optimizer, lr=lr, step=step), dtype=grad.dtype, device=device)
-    options = {**shape, "KIND": KINDS[optimizer.kind], "R": tile}
-    apply_tiles[(num_tiles,)](
-        keys, order, bags, grad, ids if weights is None else weights, keys if scales is None else scales, head, tail,
-        *memory, *facts.update, num_samples, num_ids, layout.total_width, numbers,
-        WEIGHTED=weights is not None, SCALED=scales is not None, **options, num_warps=1,
+    options = {**shape, "KIND": kind, "ROUNDS": rounds, "TILE": TILE}
+    apply_tiles[(triton.cdiv(num_tiles, streams),)](
+        plans, order, factors, grad, head, tail, tables[0], *found, offsets, num_bags, numbers,
+        FACTORS=has_factors, **options, EXTRA=PLACES_AT_A_TIME, R=PLACES_AT_A_TIME, S=streams, num_warps=warps,
     )  # fmt: skip
-    join_tiles[(triton.cdiv(num_tiles, 32),)](
-        keys, order, bags, head, tail, *memory, *facts.update, num_samples, num_ids, num_tiles, numbers,
-        **options, TILES=32, num_warps=1,
+    join_tiles[(triton.cdiv(num_tiles, JOINED_TILES),)](
+        keys, plans, head, tail, tables[0], *found, offsets, num_bags, numbers, **options, TILES=JOINED_TILES,
+        S=streams, HEADS=HEADS_AT_A_TIME, num_warps=warps,
     )  # fmt: skip
+
+
+@lru_cache(maxsize=64)
+def device_numbers(numbers: tuple[float, ...], step: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What an update reads of a step: the optimizer's `numbers` and, for rounding, the step as the bits of an int32."""
+    return host_numbers(numbers, step, dtype).to(device, non_blocking=True)
+
+
+def host_numbers(numbers: Sequence[float], step: int, dtype: torch.dtype) -> Tensor:
+    """`device_numbers` in the memory of the host."""
+    bits = torch.tensor([step & 0x7FFFFFFF], dtype=torch.int32).view(torch.float32).to(dtype)
+    return torch.cat([torch.tensor(list(numbers), dtype=dtype), bits])
+
+
+def _arithmetic(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _lanes(width: int) -> tuple[int, int]:
+    """Warps of a program, and streams that are side by side in it, where a lane holds 4 elements of a row."""
+    warps = max(1, width // 128)
+    return warps, 128 * warps // width
+
+
+def _keys(count: int, dtype: torch.dtype, device: torch.device, *, is_full: bool) -> Tensor:
+    """Room for keys; places without an id sort last."""
+    if is_full:
+        return torch.empty(count, dtype=dtype, device=device)
+    return torch.full((count,), torch.iinfo(dtype).max, dtype=dtype, device=device)
 
 
 class _Shape:
@@ -135,11 +206,12 @@ class _Facts:
         for table in layout.tables:
             bases.append(bases[-1] + table.num_rows)
         self.key_dtype = torch.int32 if bases[-1] < 2**31 else torch.int64
-        self.row_base = numbers([bases[table] for table in layout.table_of], torch.int64)
-        """For each feature the key of row 0 of its table."""
         columns = numbers(layout.columns)
         self.pooling = (table_of, widths, columns, numbers([int(mean) for mean in layout.is_mean]))
-        self.update = (table_of, widths, columns, self.row_base)
+        self.feature_base = numbers([bases[table] for table in layout.table_of], torch.int64)
+        """For each feature the key of row 0 of its table."""
+        self.naming = (table_of, columns)
+        self.update = (widths, numbers(bases, torch.int64))
 
 
 @lru_cache(maxsize=64)

@@ -1,7 +1,12 @@
 """The Triton programs behind `kernels/gpu.py`, which launches them and says what their arguments are.
 
-Letters: B examples, F features, T tables, N rows, D width (a power of two; WIDTH the real one, 0 where tables differ), nnz ids,
-R places a tile, L ids and BAGS bags at a time. Capital arguments are known when a program is compiled.
+A block of rows is [R, S, D]: S streams side by side, each with R rows of width D that one group of lanes walks in its own
+registers, so that nothing is exchanged between lanes but the sum over one row. A look-up's stream is a bag, an update's a tile
+of sorted places. What belongs to a place or a stream is [R, S, 1] or [1, S, 1] from the start: Triton 3.6 fails to lay out
+masks of vectors that are widened later.
+
+Letters: D width (a power of two; WIDTH the real one, 0 where tables differ), nnz ids. Capital arguments are known when a
+program is compiled.
 """
 
 from __future__ import annotations
@@ -9,112 +14,99 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Look-up
+_TABLE_BIT = tl.constexpr(40)
+"""A source holds the first element of a gradient below this bit, and the table above it."""
+_ELEMENT = tl.constexpr((1 << 40) - 1)
+# A plan, which is what `apply_tiles` must know of a sorted place, holds the element, the width, and these flags.
+_WIDTH_BIT = tl.constexpr(40)
+_WIDTH_MASK = tl.constexpr(0xFFF)
+_BEGINS = tl.constexpr(52)
+"""A run of equal keys begins here."""
+_ADDS = tl.constexpr(53)
+"""The gradient counts where the tile is walked; the next flag, where the tile before it is walked on."""
+_APPLIES = tl.constexpr(55)
+"""A run ends here whose sum is complete where the tile is walked; the next flag, where the one before it is walked on."""
+_HEAD = tl.constexpr(57)
+"""The sum up to here is the tile's part of a split run that began before it."""
+_TAIL = tl.constexpr(58)
+"""The sum up to here is the tile's part of a split run that begins in it."""
+_SPLIT = tl.constexpr(59)
+"""The place belongs to a split run that began before its tile."""
 
 
 @triton.jit
 def _rows_at(address, like, ALIGNED: tl.constexpr):
-    """An address as a pointer to elements of the type that `like` points to."""
+    """Addresses [R, S, 1] as pointers to elements of the type that `like` points to."""
     pointer = address.to(tl.pointer_type(like.dtype.element_ty))
     if ALIGNED:
-        pointer = tl.multiple_of(pointer, [16, 16] if len(pointer.shape) == 2 else 16)
+        pointer = tl.multiple_of(pointer, [16, 16, 16])
     return pointer
 
 
 @triton.jit
-def pool_ids(
-    ids, offsets, weights, out, tables, table_of, widths, columns, means, num_samples, num_bags, total_width,
-    WEIGHTED: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ALIGNED: tl.constexpr, L: tl.constexpr,
+def pool(
+    ids, offsets, weights, out, like, tables, table_of, widths, columns, means, num_samples, num_bags, total_width,
+    WEIGHTED: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ALIGNED: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """One program a bag, L ids at a time."""
-    bag = tl.program_id(0)
-    feature = bag // num_samples
-    begin = tl.load(offsets + bag)
-    end = tl.load(offsets + bag + 1)
-    table = tl.load(table_of + feature)
-    column = tl.load(columns + feature)
-    rows = _rows_at(tl.load(tables + table), out, ALIGNED)
-    d = tl.arange(0, D)
-    if WIDTH > 0:
-        width = WIDTH
-        inside = d < WIDTH
-    else:
-        width = tl.load(widths + table)
-        inside = d < width
-    total = tl.zeros([D], out.dtype.element_ty)
-    for start in range(begin, end, L):
-        place = start + tl.arange(0, L)
-        live = place < end
-        row = tl.load(ids + place, mask=live, other=0).to(tl.int64)
-        values = tl.load(rows + row[:, None] * width + d[None, :], mask=live[:, None] & inside[None, :], other=0.0)
-        if WEIGHTED:
-            values *= tl.load(weights + place, mask=live, other=0.0).to(values.dtype)[:, None]
-        total += tl.sum(values, axis=0)
-    if tl.load(means + feature) != 0:
-        total = total / tl.maximum(end - begin, 1).to(total.dtype)
-    example = (bag - feature * num_samples).to(tl.int64)
-    tl.store(out + example * total_width + column + d, total, mask=inside)
-
-
-@triton.jit
-def pool_bags(
-    ids, offsets, weights, out, tables, table_of, widths, columns, means, num_samples, num_bags, total_width,
-    WEIGHTED: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ALIGNED: tl.constexpr, BAGS: tl.constexpr,
-):  # fmt: skip
-    """Several bags a program, one id of each at a time.
-
-    What belongs to a bag is [BAGS, 1] from the start: Triton 3.6 fails to lay out masks of vectors that are widened later.
-    """
-    bag = tl.program_id(0) * BAGS + tl.arange(0, BAGS)[:, None]
+    """S bags a program, R ids of each at a time."""
+    bag = tl.program_id(0) * S + tl.arange(0, S)[None, :, None]
     live = bag < num_bags
     feature = tl.where(live, bag // num_samples, 0)
     begin = tl.load(offsets + bag, mask=live, other=0)
     end = tl.load(offsets + bag + 1, mask=live, other=0)
     table = tl.load(table_of + feature)
     column = tl.load(columns + feature)
-    rows = _rows_at(tl.load(tables + table), out, ALIGNED)
-    d = tl.arange(0, D)[None, :]
+    rows = _rows_at(tl.load(tables + table), like, ALIGNED)
+    d = tl.arange(0, D)[None, None, :]
     if WIDTH > 0:
-        width = tl.full([BAGS, 1], WIDTH, tl.int32)
+        width = tl.full([1, S, 1], WIDTH, tl.int32)
+        inside = live & (d < WIDTH)
     else:
         width = tl.load(widths + table)
-    inside = live & (d < width)
-    total = tl.zeros([BAGS, D], out.dtype.element_ty)
-    longest = tl.max(tl.max(end - begin, axis=1), axis=0)
-    for at in range(longest):
-        place = begin + at
-        on = live & (place < end)
+        inside = live & (d < width)
+    total = tl.zeros([1, S, D], out.dtype.element_ty)
+    longest = tl.max(tl.max(tl.max(end - begin, axis=2), axis=1), axis=0)
+    for start in range(0, longest, R):
+        place = begin + start + tl.arange(0, R)[:, None, None]
+        on = place < end
         row = tl.load(ids + place, mask=on, other=0).to(tl.int64)
-        values = tl.load(rows + row * width + d, mask=on & inside, other=0.0)
+        values = tl.load(rows + row * width + d, mask=on & inside, other=0.0).to(out.dtype.element_ty)
         if WEIGHTED:
             values *= tl.load(weights + place, mask=on, other=0.0).to(values.dtype)
-        total += values
+        total += tl.sum(values, axis=0, keep_dims=True)
     share = tl.where(tl.load(means + feature) != 0, tl.maximum(end - begin, 1), 1).to(total.dtype)
     example = (bag - feature * num_samples).to(tl.int64)
     tl.store(out + example * total_width + column + d, total / share, mask=inside)
 
 
-# Update
-
-
 @triton.jit
 def name_rows(
-    ids, offsets, keys, bags, row_base, num_samples, num_bags, BAGS: tl.constexpr, L: tl.constexpr
+    ids, offsets, weights, scales, keys, sources, factors, row_base, table_of, columns, num_samples, num_bags, total_width,
+    WEIGHTED: tl.constexpr, SCALED: tl.constexpr, BAGS: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
-    """For each id its key, which is its row counted over all tables, and its bag."""
-    bag = tl.program_id(0) * BAGS + tl.arange(0, BAGS)
+    """For each id its key, which is its row counted over all tables, its source and the factor of its gradient."""
+    bag = tl.program_id(0) * BAGS + tl.arange(0, BAGS)[:, None]
     live = bag < num_bags
     feature = tl.where(live, bag // num_samples, 0)
     begin = tl.load(offsets + bag, mask=live, other=0)
     end = tl.load(offsets + bag + 1, mask=live, other=0)
     base = tl.load(row_base + feature)
-    longest = tl.max(end - begin, axis=0)
+    example = (bag - feature * num_samples).to(tl.int64)
+    source = (tl.load(table_of + feature).to(tl.int64) << _TABLE_BIT) + example * total_width + tl.load(columns + feature)
+    longest = tl.max(tl.max(end - begin, axis=1), axis=0)
     for start in range(0, longest, L):
-        place = begin[:, None] + start + tl.arange(0, L)[None, :]
-        on = place < end[:, None]
+        place = begin + start + tl.arange(0, L)[None, :]
+        on = place < end
         row = tl.load(ids + place, mask=on, other=0).to(tl.int64)
-        tl.store(keys + place, (base[:, None] + row).to(keys.dtype.element_ty), mask=on)
-        tl.store(bags + place, tl.broadcast_to(bag[:, None], [BAGS, L]), mask=on)
+        tl.store(keys + place, (base + row).to(keys.dtype.element_ty), mask=on)
+        tl.store(sources + place, tl.broadcast_to(source, [BAGS, L]), mask=on)
+        if WEIGHTED or SCALED:
+            factor = tl.full([BAGS, L], 1.0, factors.dtype.element_ty)
+            if WEIGHTED:
+                factor *= tl.load(weights + place, mask=on, other=0.0).to(factor.dtype)
+            if SCALED:
+                factor *= tl.load(scales + bag, mask=live, other=0.0)
+            tl.store(factors + place, factor, mask=on)
 
 
 @triton.jit
@@ -124,125 +116,237 @@ def _segmented(flag_a, sum_a, flag_b, sum_b):
 
 
 @triton.jit
-def _apply(
-    grad, row_at, key_row, first_at, second_at, width, d, on, numbers, KIND: tl.constexpr
-):  # fmt: skip
-    """The optimizer's rule for rows whose summed gradients are grad [R, D], where `on` [R, D].
+def _mixed(x):
+    """A well-mixed uint32 of a uint32."""
+    x = x ^ (x >> 16)
+    x = x * 0x7FEB352D
+    x = x ^ (x >> 15)
+    x = x * 0x846CA68B
+    return x ^ (x >> 16)
 
-    numbers: learning rate, eps, beta1, beta2 and Adam's correction.
+
+@triton.jit
+def _rounded(values, base, d, like):
+    """FP32 values [R, S, D] in the row's type: at random up or down, as kernels/rounding.py says."""
+    noise = _mixed(base + d.to(tl.uint32) * 0xC2B2AE35) & 0xFFFF
+    bits = values.to(tl.uint32, bitcast=True)
+    finite = (bits & 0x7F800000) != 0x7F800000
+    if like.dtype.element_ty == tl.bfloat16:
+        up = ((bits + noise) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        result = tl.where(finite, up, values.to(tl.bfloat16))
+    else:
+        normal = ((bits + (noise >> 3)) & 0xFFFFE000).to(tl.float32, bitcast=True)
+        normal = tl.minimum(tl.maximum(normal, -65504.0), 65504.0)
+        scaled = values * 16777216.0
+        below = tl.floor(scaled)
+        goes_up = scaled - below + noise.to(tl.float32) * (1.0 / 65536.0) >= 1.0
+        small = (below + goes_up.to(tl.float32)) * (1.0 / 16777216.0)
+        up = tl.where(tl.abs(values) < 0.00006103515625, small, normal)
+        result = tl.where(finite, up, values).to(tl.float16)
+    return result
+
+
+@triton.jit
+def _is_split(keys, border, key, num_ids, TILE: tl.constexpr, EXTRA: tl.constexpr):
+    """Whether the run of `key`, which crosses `border`, goes on for more than EXTRA places or began before the last tile."""
+    goes_on = tl.load(keys + border + EXTRA, mask=border + EXTRA < num_ids, other=-1) == key
+    began = tl.load(keys + border - TILE - 1, mask=border > TILE, other=-1) == key
+    return goes_on | began
+
+
+@triton.jit
+def plan_places(
+    keys, order, sources, plans, rows_at, firsts_at, seconds_at, noises, tables, firsts, seconds, widths, bases,
+    offsets, num_bags, numbers, row_size,
+    KIND: tl.constexpr, ROUNDS: tl.constexpr, TILE: tl.constexpr, EXTRA: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """For each sorted place its plan, and where its row and the optimizer's state of that row are."""
+    num_ids = tl.load(offsets + num_bags).to(tl.int32)
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = place < num_ids
+    key = tl.load(keys + place, mask=live, other=-1)
+    before = tl.load(keys + place - 1, mask=live & (place > 0), other=-1)
+    after = tl.load(keys + place + 1, mask=place + 1 < num_ids, other=-1)
+    source = tl.load(sources + tl.load(order + place, mask=live, other=0), mask=live, other=0)
+    table = source >> _TABLE_BIT
+    width = tl.load(widths + table)
+    row = key.to(tl.int64) - tl.load(bases + table)
+
+    start = place // TILE * TILE
+    stop = start + TILE
+    is_head = live & (start > 0) & (tl.load(keys + start - 1, mask=live & (start > 0), other=-1) == key)
+    is_split = is_head & _is_split(keys, start, key, num_ids, TILE, EXTRA)
+    ends = live & (key != after)
+    is_last = live & (place == stop - 1)
+    leaves_tail = is_last & ~ends & ~is_head & _is_split(keys, stop, key, num_ids, TILE, EXTRA)
+    walked_on = is_head & ~is_split
+    plan = source & _ELEMENT
+    plan |= width.to(tl.int64) << _WIDTH_BIT
+    plan |= (live & (key != before)).to(tl.int64) << _BEGINS
+    plan |= (live & ~walked_on).to(tl.int64) << _ADDS
+    plan |= walked_on.to(tl.int64) << (_ADDS + 1)
+    plan |= (ends & ~is_head).to(tl.int64) << _APPLIES
+    plan |= (ends & walked_on).to(tl.int64) << (_APPLIES + 1)
+    plan |= (is_split & (ends | is_last)).to(tl.int64) << _HEAD
+    plan |= leaves_tail.to(tl.int64) << _TAIL
+    plan |= is_split.to(tl.int64) << _SPLIT
+    tl.store(plans + place, plan, mask=live)
+    tl.store(rows_at + place, tl.load(tables + table) + row * width * row_size, mask=live)
+    size: tl.constexpr = numbers.dtype.element_ty.primitive_bitwidth // 8
+    if KIND == 2:
+        tl.store(firsts_at + place, tl.load(firsts + table) + row * size, mask=live)
+    if KIND == 1 or KIND == 3:
+        tl.store(firsts_at + place, tl.load(firsts + table) + row * width * size, mask=live)
+    if KIND == 3:
+        tl.store(seconds_at + place, tl.load(seconds + table) + row * width * size, mask=live)
+    if ROUNDS:
+        step = tl.load(numbers + 5).to(tl.int32, bitcast=True)
+        base = _mixed(row.to(tl.uint32) + step.to(tl.uint32) * 0x9E3779B9 + table.to(tl.uint32) * 0x85EBCA6B)
+        tl.store(noises + place, base.to(tl.int32, bitcast=True), mask=live)
+
+
+@triton.jit
+def _apply(
+    grad, place, width, d, live, on, like, rows_at, firsts_at, seconds_at, noises, numbers,
+    ALIGNED: tl.constexpr, KIND: tl.constexpr, ROUNDS: tl.constexpr,
+):  # fmt: skip
+    """The optimizer's rule for the rows of sorted places whose summed gradients are grad [R, S, D].
+
+    Rows `live` [R, S, 1], elements `on` [R, S, D]. numbers: learning rate, eps, beta1, beta2, Adam's correction, and the step
+    as the bits of an int32.
     """
     lr, eps = tl.load(numbers), tl.load(numbers + 1)
-    at = key_row[:, None] * width[:, None] + d[None, :]
-    rows = tl.load(row_at[:, None] + at, mask=on, other=0.0)
+    row_at = _rows_at(tl.load(rows_at + place, mask=live, other=0), like, ALIGNED) + d
+    stored = tl.load(row_at, mask=on, other=0.0)
+    if KIND > 0:
+        first_at = _rows_at(tl.load(firsts_at + place, mask=live, other=0), numbers, False)
     if KIND == 0:
         change = lr * grad
     elif KIND == 1:
-        total = tl.load(first_at[:, None] + at, mask=on, other=0.0) + grad * grad
-        tl.store(first_at[:, None] + at, total, mask=on)
+        total = tl.load(first_at + d, mask=on, other=0.0) + grad * grad
+        tl.store(first_at + d, total, mask=on)
         change = lr * grad / (tl.sqrt(total) + eps)
     elif KIND == 2:
-        live = tl.max(on.to(tl.int32), axis=1) != 0
-        square = tl.sum(tl.where(on, grad * grad, 0.0), axis=1) / width.to(grad.dtype)
-        total = tl.load(first_at + key_row, mask=live, other=0.0) + square
-        tl.store(first_at + key_row, total, mask=live)
-        change = grad * (lr / (tl.sqrt(total) + eps))[:, None]
+        before = tl.load(first_at, mask=live, other=0.0)
+        total = before + tl.sum(tl.where(on, grad * grad, 0.0), axis=2, keep_dims=True) / width.to(grad.dtype)
+        tl.store(first_at, total, mask=live)
+        change = grad * (lr / (tl.sqrt(total) + eps))
     else:
-        one = tl.load(first_at[:, None] + at, mask=on, other=0.0)
-        two = tl.load(second_at[:, None] + at, mask=on, other=0.0)
+        second_at = _rows_at(tl.load(seconds_at + place, mask=live, other=0), numbers, False)
+        one = tl.load(first_at + d, mask=on, other=0.0)
+        two = tl.load(second_at + d, mask=on, other=0.0)
         beta1, beta2, correction = tl.load(numbers + 2), tl.load(numbers + 3), tl.load(numbers + 4)
         one = grad + beta1 * (one - grad)
         two = grad * grad + beta2 * (two - grad * grad)
-        tl.store(first_at[:, None] + at, one, mask=on)
-        tl.store(second_at[:, None] + at, two, mask=on)
+        tl.store(first_at + d, one, mask=on)
+        tl.store(second_at + d, two, mask=on)
         change = (lr * correction) * one / (tl.sqrt(two) + eps)
-    tl.store(row_at[:, None] + at, (rows - change).to(rows.dtype), mask=on)
+    new = stored.to(grad.dtype) - change
+    if ROUNDS:
+        base = tl.load(noises + place, mask=live, other=0).to(tl.uint32, bitcast=True)
+        tl.store(row_at, _rounded(new, base, d, like), mask=on)
+    else:
+        tl.store(row_at, new, mask=on)
+
+
+@triton.jit
+def _has(plan, FLAG: tl.constexpr):
+    return ((plan >> FLAG) & 1) != 0
 
 
 @triton.jit
 def apply_tiles(
-    keys, order, bags, grad, weights, scales, head, tail, tables, firsts, seconds, table_of, widths, columns, row_base,
-    num_samples, num_ids, total_width, numbers,
-    WEIGHTED: tl.constexpr, SCALED: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ALIGNED: tl.constexpr,
-    KIND: tl.constexpr, R: tl.constexpr,
+    plans, order, factors, grad, head, tail, like, rows_at, firsts_at, seconds_at, noises, offsets, num_bags, numbers,
+    FACTORS: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ALIGNED: tl.constexpr, KIND: tl.constexpr,
+    ROUNDS: tl.constexpr, TILE: tl.constexpr, EXTRA: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """One program a tile: sum each run of equal keys in it, apply the whole runs, leave partial sums of the others."""
-    tile = tl.program_id(0).to(tl.int64)
-    place = tile * R + tl.arange(0, R)
-    live = place < num_ids
-    key = tl.load(keys + place, mask=live, other=-1)
-    after = tl.load(keys + place + 1, mask=place + 1 < num_ids, other=-1)
-    before = tl.load(keys + place - 1, mask=live & (place > 0), other=-1)
-    border = tl.load(keys + tile * R - 1, mask=tile > 0, other=-1)
-    source = tl.load(order + place, mask=live, other=0)
-    bag = tl.load(bags + source, mask=live, other=0)
-    feature = bag // num_samples
-    table = tl.load(table_of + feature)
-    column = tl.load(columns + feature)
-    d = tl.arange(0, D)
-    if WIDTH > 0:
-        width = tl.full([R], WIDTH, tl.int32)
-        inside = live[:, None] & (d < WIDTH)[None, :]
-    else:
-        width = tl.load(widths + table)
-        inside = live[:, None] & (d[None, :] < width[:, None])
-    example = (bag - feature * num_samples).to(tl.int64)
-    values = tl.load(grad + (example * total_width + column)[:, None] + d[None, :], mask=inside, other=0.0)
-    if WEIGHTED:
-        values *= tl.load(weights + source, mask=live, other=0.0).to(values.dtype)[:, None]
-    if SCALED:
-        values *= tl.load(scales + bag, mask=live, other=0.0)[:, None]
-    begins = tl.broadcast_to((key != before).to(tl.int32)[:, None], [R, D])
-    _, summed = tl.associative_scan((begins, values), 0, _segmented)
+    """S tiles a program, R places of each at a time: sum each run of equal keys and apply its sum to its row.
 
-    is_head = (key == border) & live
-    ends = (key != after) & live
-    is_last = (tl.arange(0, R) == R - 1) & live
-    leaves_head = is_head & (ends | is_last)
-    leaves_tail = is_last & ~ends & ~is_head
-    partial = tile * D + d[None, :] + tl.zeros([R, 1], tl.int64)
-    tl.store(head + partial, summed, mask=leaves_head[:, None] & inside)
-    tl.store(tail + partial, summed, mask=leaves_tail[:, None] & inside)
-    row = key.to(tl.int64) - tl.load(row_base + feature)
-    on = (ends & ~is_head)[:, None] & inside
-    _apply(
-        summed, _rows_at(tl.load(tables + table), grad, ALIGNED), row, _rows_at(tl.load(firsts + table), grad, False),
-        _rows_at(tl.load(seconds + table), grad, False), width, d, on, numbers, KIND,
-    )  # fmt: skip
+    A tile is walked on for EXTRA places to end a run that crosses its border. A run that is longer still is split: each of its
+    tiles leaves a part of the sum, the one where it begins in `tail` and the others in `head`.
+    """
+    num_ids = tl.load(offsets + num_bags).to(tl.int32)
+    tile = tl.program_id(0) * S + tl.arange(0, S)[None, :, None]
+    within = tl.arange(0, R)[:, None, None]
+    d = tl.arange(0, D)[None, None, :]
+    first = tl.load(plans + tile * TILE, mask=tile * TILE < num_ids, other=0)
+    last = tl.load(plans + tile * TILE + TILE - 1, mask=tile * TILE + TILE - 1 < num_ids, other=0)
+    splits = (_has(first, _SPLIT) | _has(last, _TAIL)).to(tl.int32)
+    has_splits = tl.max(tl.max(tl.max(splits, axis=2), axis=1), axis=0) != 0
+    partial = tile.to(tl.int64) * D + d + tl.zeros([R, 1, 1], tl.int64)
+    carried = tl.zeros([1, S, D], grad.dtype.element_ty)
+    for start in range(0, TILE + EXTRA, R):
+        on_the_next = start // TILE
+        place = tile * TILE + start + within
+        plan = tl.load(plans + place, mask=place < num_ids, other=0)
+        adds = ((plan >> (_ADDS + on_the_next)) & 1) != 0
+        applies = ((plan >> (_APPLIES + on_the_next)) & 1) != 0
+        element = plan & _ELEMENT
+        if ALIGNED:
+            element = tl.multiple_of(element, [4, 4, 4])
+        if WIDTH > 0:
+            width = tl.full([1, 1, 1], WIDTH, tl.int32)
+        else:
+            width = tl.maximum((plan >> _WIDTH_BIT) & _WIDTH_MASK, 1).to(tl.int32)
+        inside = d < width
+        values = tl.load(grad + element + d, mask=adds & inside, other=0.0)
+        if FACTORS:
+            values *= tl.load(factors + tl.load(order + place, mask=adds, other=0), mask=adds, other=0.0)
+        begins = tl.broadcast_to(_has(plan, _BEGINS).to(tl.int32), [R, S, D])
+        begun, summed = tl.associative_scan((begins, values), 0, _segmented)
+        summed = tl.where(begun != 0, summed, summed + carried)
+        carried = tl.sum(tl.where(within == R - 1, summed, 0.0), axis=0, keep_dims=True)
+        if has_splits & (on_the_next == 0):
+            tl.store(head + partial, summed, mask=_has(plan, _HEAD) & inside)
+            tl.store(tail + partial, summed, mask=_has(plan, _TAIL) & inside)
+        _apply(
+            summed, place, width, d, applies, applies & inside, like, rows_at, firsts_at, seconds_at, noises, numbers,
+            ALIGNED, KIND, ROUNDS,
+        )  # fmt: skip
 
 
 @triton.jit
 def join_tiles(
-    keys, order, bags, head, tail, tables, firsts, seconds, table_of, widths, columns, row_base,
-    num_samples, num_ids, num_tiles, numbers,
-    WIDTH: tl.constexpr, D: tl.constexpr, ALIGNED: tl.constexpr, KIND: tl.constexpr, R: tl.constexpr, TILES: tl.constexpr,
+    keys, plans, head, tail, like, rows_at, firsts_at, seconds_at, noises, offsets, num_bags, numbers,
+    WIDTH: tl.constexpr, D: tl.constexpr, ALIGNED: tl.constexpr, KIND: tl.constexpr, ROUNDS: tl.constexpr,
+    TILE: tl.constexpr, TILES: tl.constexpr, S: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Runs that cross borders: the tail of the tile where a run begins, and the heads of the tiles that it runs through."""
-    d = tl.arange(0, D)
-    for number in range(TILES):
-        tile = tl.program_id(0).to(tl.int64) * TILES + number
-        last = (tile + 1) * R - 1
-        follows = tile < num_tiles - 1
-        key = tl.load(keys + last, mask=follows, other=-1)
-        after = tl.load(keys + last + 1, mask=follows, other=-2)
-        border = tl.load(keys + tile * R - 1, mask=follows & (tile > 0), other=-1)
-        if (after == key) & (border != key):
-            total = tl.load(tail + tile * D + d)
-            at = tile + 1
-            while at < num_tiles:
-                tiles = at + tl.arange(0, 16)
-                same = tl.load(keys + tiles * R, mask=tiles < num_tiles, other=-1) == key
-                total += tl.sum(tl.load(head + tiles[:, None] * D + d[None, :], mask=same[:, None], other=0.0), axis=0)
-                at = tl.where(tl.sum(same.to(tl.int32), axis=0) == 16, at + 16, num_tiles)
-            feature = tl.load(bags + tl.load(order + last)) // num_samples
-            table = tl.load(table_of + feature) + tl.zeros([1], tl.int32)
-            if WIDTH > 0:
-                width = tl.full([1], WIDTH, tl.int32)
-            else:
-                width = tl.load(widths + table)
-            row = key.to(tl.int64) - tl.load(row_base + feature) + tl.zeros([1], tl.int64)
-            on = d[None, :] < width[:, None]
-            _apply(
-                total[None, :], _rows_at(tl.load(tables + table), head, ALIGNED), row,
-                _rows_at(tl.load(firsts + table), head, False), _rows_at(tl.load(seconds + table), head, False),
-                width, d, on, numbers, KIND,
-            )  # fmt: skip
+    """Split runs: the tail of the tile where a run begins, and the heads of the tiles that it runs through.
+
+    A program looks for them in TILES tiles, and then joins S of those that it found at a time.
+    """
+    num_ids = tl.load(offsets + num_bags).to(tl.int32)
+    candidate = tl.program_id(0) * TILES + tl.arange(0, TILES)[None, None, :]
+    last = candidate * TILE + TILE - 1
+    splits = _has(tl.load(plans + last, mask=last < num_ids, other=0), _TAIL).to(tl.int32)
+    found = tl.sum(tl.sum(tl.sum(splits, axis=2), axis=1), axis=0)
+    rank = tl.cumsum(splits, axis=2) - 1
+    d = tl.arange(0, D)[None, None, :]
+    for first in range(0, found, S):
+        wanted = first + tl.arange(0, S)[None, :, None]
+        live = wanted < found
+        tile = tl.sum(tl.where((rank == wanted) & (splits != 0), candidate, 0), axis=2, keep_dims=True)
+        place = tile * TILE + TILE - 1
+        key = tl.load(keys + place, mask=live, other=-1)
+        if WIDTH > 0:
+            width = tl.full([1, 1, 1], WIDTH, tl.int32)
+        else:
+            plan = tl.load(plans + place, mask=live, other=0)
+            width = tl.maximum((plan >> _WIDTH_BIT) & _WIDTH_MASK, 1).to(tl.int32)
+        on = live & (d < width)
+        total = tl.load(tail + tile.to(tl.int64) * D + d, mask=on, other=0.0)
+        at = tile + 1
+        more = live
+        busy = 1
+        while busy != 0:
+            tiles = at + tl.arange(0, HEADS)[:, None, None]
+            same = more & (tiles * TILE < num_ids)
+            same = same & (tl.load(keys + tiles * TILE, mask=same, other=-1) == key)
+            values = tl.load(head + tiles.to(tl.int64) * D + d, mask=same & on, other=0.0)
+            total += tl.sum(values, axis=0, keep_dims=True)
+            more = tl.min(same.to(tl.int32), axis=0, keep_dims=True) != 0
+            at += HEADS
+            busy = tl.max(tl.max(tl.max(more.to(tl.int32), axis=2), axis=1), axis=0)
+        _apply(
+            total, place, width, d, live, on, like, rows_at, firsts_at, seconds_at, noises, numbers, ALIGNED, KIND, ROUNDS
+        )  # fmt: skip
