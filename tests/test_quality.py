@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,3 +63,12 @@ def test_the_quickstart_is_worth_learning_and_learned(tmp_path: Path) -> None:
     assert ours.ne_best <= 0.80
     assert above(ours, ours.ne_best) <= 0.015
     assert above(linear, ours.ne_expected) >= 0.02
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_rows_in_bf16_cost_no_quality(tmp_path: Path) -> None:
+    full = quickstart(seed=1)
+    half = replace(full, model=replace(full.model, row_format="bf16"))
+    with_fp32, with_bf16 = trained(full, tmp_path / "fp32"), trained(half, tmp_path / "bf16")
+    assert abs(above(with_bf16, with_fp32.ne_expected)) <= 0.0005

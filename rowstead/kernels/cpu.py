@@ -1,8 +1,10 @@
 """Pooled look-up and exact fused update on the CPU, in Numba: all tables in one call, no locks, no GIL.
 
-Threads share a look-up by bags. An update sorts the ids of each table (a thread a table), which puts equal ids side by side;
-threads then share the runs of equal ids, and a run is summed and applied by one thread in the order of the batch. So the
-result does not depend on the number of threads, bit for bit.
+Threads share a look-up by bags. An update is cut into tasks, each some rows of one table: a thread sorts the ids of a task,
+which puts equal ids side by side, and sums and applies each run of them in the order of the batch. Threads take bags and
+tasks as they get free. No two tasks have a row in common, so the result does not depend on the number of threads, bit for bit.
+
+Rows are FP32, FP64, or BF16 or FP16 with gradients and state in FP32 (`rounding.py`).
 
 Letters: B examples, F features, T tables, N rows, D width, nnz ids in the batch.
 """
@@ -12,27 +14,38 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
-import numba
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rowstead.kernels.cpu_programs import cut_tasks, pool_bags, update_at_once, update_tables
 from rowstead.kernels.layout import Layout
-from rowstead.kernels.memory import prefetch, reals_at
-from rowstead.kernels.optimizer import KINDS, RowState, numbers_of, state_addresses
+from rowstead.kernels.optimizer import KINDS, RowState, compute_dtype, numbers_of, state_addresses
 from rowstead.spec.errors import DataError
 from rowstead.spec.train import SparseOptimizerSpec
 
-AHEAD = 8
-"""Ids by which rows are asked for before they are used."""
-_DIGIT_BITS = 11
+Result = TypeVar("Result")
 
-_jit = numba.njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
+TURNS = 16
+"""Parts a thread into which a look-up is cut, so that no thread waits long for the last one."""
+TASKS = 6
+"""Tasks a thread into which an update is cut at least."""
+
+_SCALARS: dict[torch.dtype, Any] = {
+    torch.float32: np.float32(0),
+    torch.float64: np.float64(0),
+    torch.bfloat16: np.uint16(0),
+    torch.float16: np.int16(0),
+    torch.int64: np.int64(0),
+    torch.int32: np.int32(0),
+}
+"""By which the compiled programs are told in which format numbers are stored."""
 
 
 def lookup(tables: Sequence[Tensor], layout: Layout, ids: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -40,19 +53,29 @@ def lookup(tables: Sequence[Tensor], layout: Layout, ids: Tensor, offsets: Tenso
 
     tables: T tensors [N, D] of one dtype; ids int32 or int64 [nnz]; offsets int64 [F*B + 1]; weights [nnz] or none.
     """
-    facts = _facts(layout)
-    num_samples = (offsets.numel() - 1) // layout.num_features
-    pooled = torch.empty(num_samples, layout.total_width, dtype=tables[0].dtype)
-    out, places, bounds = pooled.numpy(), ids.numpy(), offsets.numpy()
-    scales = _weights(weights, pooled.dtype)
+    facts, ids, offsets = _facts(layout), ids.contiguous(), offsets.contiguous()
+    num_bags = offsets.numel() - 1
+    num_samples = num_bags // layout.num_features
+    pooled = torch.empty(num_samples, layout.total_width, dtype=compute_dtype(tables[0].dtype))
+    if not num_samples:
+        return pooled
+    given = weights if weights is None else weights.to(pooled.dtype).contiguous()
+    bounds = offsets.numpy()
     addresses = np.array([table.data_ptr() for table in tables], np.int64)
+    threads = _num_parts(ids.numel() + num_bags // 4)
+    counter, bags_a_turn = np.zeros(1, np.int64), -(-num_bags // (threads * TURNS))
 
-    def pool(first: int, last: int) -> int:
-        return int(_pool(addresses, *facts, places, bounds, scales, weights is not None, num_samples, first, last, out))
+    def pool() -> int:
+        return int(
+            pool_bags(
+                counter, bags_a_turn, num_samples, addresses, facts.num_rows, facts.widths, facts.table_of, facts.columns,
+                facts.is_mean, *_batch(tables[0], ids, bounds, given), pooled.data_ptr(), _SCALARS[pooled.dtype],
+            )
+        )  # fmt: skip
 
-    failed = [place for place in _shared(pool, _even_bags(bounds)) if place >= 0]
+    failed = [place for place in _together(pool, threads) if place >= 0]
     if failed:
-        raise _outside(min(failed), layout, places, bounds, num_samples)
+        raise _outside(min(failed), layout, ids.numpy(), bounds, num_samples)
     return pooled
 
 
@@ -70,44 +93,105 @@ def update(
     step: int,
 ) -> None:
     """One exact optimizer step on every row that `ids` name, in place; grad [B, sum of widths]. Ids must be in range."""
-    facts = _facts(layout)
-    num_samples = (offsets.numel() - 1) // layout.num_features
-    gradient, places, bounds = grad.contiguous().numpy(), ids.numpy(), offsets.numpy()
-    scales = _weights(weights, grad.dtype)
-    bag_scales = _bag_scales(gradient, bounds, layout, optimizer.clip)
-    keys, order, bags, starts = _sorted_ids(layout, places, bounds, num_samples)
+    if not ids.numel():
+        return
+    facts, ids, grad = _facts(layout), ids.contiguous(), grad.contiguous()
+    bounds = offsets.contiguous().numpy()
+    threads = _num_parts(ids.numel())
+    tasks = cut_tasks(bounds, len(grad), facts.table_of, len(layout.tables), threads * TASKS if threads > 1 else 1)
+    memory = _memory(tables, states)
+    given = weights if weights is None else weights.to(grad.dtype).contiguous()
+    rule = _rule(optimizer, lr, step, grad.dtype)
+    counter = np.zeros(1, np.int64)
 
-    rows = np.array([table.data_ptr() for table in tables], np.int64)
-    memory = np.array([state_addresses(state) for state in states], np.int64)
-    first, second = np.ascontiguousarray(memory[:, 0]), np.ascontiguousarray(memory[:, 1])
-    numbers = np.array(numbers_of(optimizer, lr=lr, step=step), gradient.dtype)
-
-    def apply(begin: int, end: int) -> int:
-        _apply_runs(
-            rows, first, second, *facts, starts, keys, order, bags, scales, weights is not None, bag_scales, gradient,
-            num_samples, KINDS[optimizer.kind], numbers, begin, end,
+    def work() -> None:
+        update_tables(
+            counter, tasks, len(grad), *memory, facts.num_rows, facts.widths, facts.columns, facts.is_mean,
+            facts.features_from, facts.features, *_batch(tables[0], ids, bounds, given), grad.data_ptr(),
+            _SCALARS[grad.dtype], *rule,
         )  # fmt: skip
-        return 0
 
-    _shared(apply, _even_runs(keys, starts))
+    _together(work, threads)
+
+
+def update_hogwild(
+    tables: Sequence[Tensor],
+    states: Sequence[RowState],
+    layout: Layout,
+    ids: Tensor,
+    offsets: Tensor,
+    weights: Tensor | None,
+    grad: Tensor,
+    *,
+    optimizer: SparseOptimizerSpec,
+    lr: float,
+    step: int,
+) -> None:
+    """`update` for callers that run several batches at once, a thread each: no sum over equal ids, no locks.
+
+    Each id's gradient is applied to its row at once, in the order of the batch. Where two threads meet in a row, one of
+    their changes may be lost.
+    """
+    facts, ids, grad = _facts(layout), ids.contiguous(), grad.contiguous()
+    given = weights if weights is None else weights.to(grad.dtype).contiguous()
+    update_at_once(
+        len(grad), *_memory(tables, states), facts.widths, facts.table_of, facts.columns, facts.is_mean,
+        *_batch(tables[0], ids, offsets.contiguous().numpy(), given), grad.data_ptr(), _SCALARS[grad.dtype],
+        *_rule(optimizer, lr, step, grad.dtype),
+    )  # fmt: skip
+
+
+def _batch(rows: Tensor, ids: Tensor, offsets: NDArray[np.int64], weights: Tensor | None) -> tuple[Any, ...]:
+    """What the programs take of a batch: format of rows, address and type of ids, offsets, address of weights or none."""
+    return _SCALARS[rows.dtype], ids.data_ptr(), _SCALARS[ids.dtype], offsets, None if weights is None else weights.data_ptr()
+
+
+def _rule(optimizer: SparseOptimizerSpec, lr: float, step: int, dtype: torch.dtype) -> tuple[Any, ...]:
+    """What the programs take of an optimizer: largest norm or 0, kind, numbers, step."""
+    clip = 0.0 if optimizer.clip is None else optimizer.clip
+    numbers = np.array(numbers_of(optimizer, lr=lr, step=step), type(_SCALARS[dtype]))
+    return clip, KINDS[optimizer.kind], numbers, step
+
+
+def _memory(tables: Sequence[Tensor], states: Sequence[RowState]) -> tuple[NDArray[np.int64], ...]:
+    """Addresses of rows and of the first and second state, int64 [T] each."""
+    firsts, seconds = state_addresses(states)
+    rows = [table.data_ptr() for table in tables]
+    return np.array(rows, np.int64), np.array(firsts, np.int64), np.array(seconds, np.int64)
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """A layout as arrays."""
+
+    num_rows: NDArray[np.int64]
+    """[T]."""
+    widths: NDArray[np.int64]
+    """[T]."""
+    table_of: NDArray[np.int64]
+    """[F]."""
+    columns: NDArray[np.int64]
+    """[F + 1]."""
+    is_mean: NDArray[np.bool_]
+    """[F]."""
+    features_from: NDArray[np.int64]
+    """[T + 1]: table t is read by features[features_from[t] : features_from[t + 1]]."""
+    features: NDArray[np.int64]
+    """[F]."""
 
 
 @lru_cache(maxsize=64)
-def _facts(layout: Layout) -> tuple[NDArray[Any], ...]:
-    """For each table rows and width, for each feature table, first column and pooling, as arrays."""
-    return (
-        np.array([table.num_rows for table in layout.tables], np.int64),
-        np.array([table.width for table in layout.tables], np.int64),
-        np.array(layout.table_of, np.int64),
-        np.array(layout.columns, np.int64),
-        np.array(layout.is_mean, np.bool_),
+def _facts(layout: Layout) -> _Facts:
+    assert all(table.num_rows <= 2**32 for table in layout.tables), "a table has at most 2**32 rows"
+    return _Facts(
+        num_rows=np.array([table.num_rows for table in layout.tables], np.int64),
+        widths=np.array([table.width for table in layout.tables], np.int64),
+        table_of=np.array(layout.table_of, np.int64),
+        columns=np.array(layout.columns, np.int64),
+        is_mean=np.array(layout.is_mean, np.bool_),
+        features_from=np.cumsum([0] + [len(table.features) for table in layout.tables], dtype=np.int64),
+        features=np.array([feature for table in layout.tables for feature in table.features], np.int64),
     )
-
-
-def _weights(weights: Tensor | None, dtype: torch.dtype) -> NDArray[Any]:
-    """Per-id weights [nnz] as the kernels take them: of the rows' type, and empty for none."""
-    given = torch.empty(0, dtype=dtype) if weights is None else weights.to(dtype)
-    return np.asarray(given.numpy())
 
 
 def _outside(place: int, layout: Layout, ids: NDArray[Any], offsets: NDArray[np.int64], num_samples: int) -> DataError:
@@ -131,6 +215,12 @@ def _pool_of(threads: int) -> ThreadPoolExecutor:
 os.register_at_fork(after_in_child=_pool_of.cache_clear)
 
 
+def _together(work: Callable[[], Result], threads: int) -> list[Result]:
+    """`work` on this thread and others, which take from it what the rest has left; those that come too late are let go."""
+    others = [_pool_of(torch.get_num_threads()).submit(work) for _ in range(threads - 1)]
+    return [work(), *(other.result() for other in others if not other.cancel())]
+
+
 def _shared(work: Callable[[int, int], int], borders: Sequence[int]) -> list[int]:
     """`work` on each part between two borders, the first on this thread and the others on the pool's."""
     parts = [(a, b) for a, b in pairwise(borders) if a < b]
@@ -143,249 +233,3 @@ def _shared(work: Callable[[int, int], int], borders: Sequence[int]) -> list[int
 def _num_parts(num_ids: int) -> int:
     """Threads worth waking for so many ids."""
     return max(1, min(torch.get_num_threads(), num_ids // 512))
-
-
-def _even_bags(offsets: NDArray[np.int64]) -> list[int]:
-    """Bags split so that each part has about as many ids; empty bags count a little."""
-    num_bags, num_ids = len(offsets) - 1, int(offsets[-1])
-    parts = _num_parts(num_ids + num_bags // 4)
-    wanted = [num_ids * part // parts for part in range(1, parts)]
-    inner = np.searchsorted(offsets, np.array(wanted, np.int64), side="right").clip(0, num_bags)
-    return [0, *inner.tolist(), num_bags]
-
-
-def _even_runs(keys: NDArray[np.int64], starts: NDArray[np.int64]) -> list[int]:
-    """Sorted ids split where one run ends and the next begins."""
-    parts = _num_parts(len(keys))
-    return [0, *(int(_run_border(keys, starts, len(keys) * part // parts)) for part in range(1, parts)), len(keys)]
-
-
-@_jit
-def _run_border(keys, starts, place):  # type: ignore[no-untyped-def]
-    """The first place at or after `place` where a run of equal ids of one table begins."""
-    table = np.searchsorted(starts, place, side="right") - 1
-    while starts[table] < place < starts[table + 1] and keys[place] == keys[place - 1]:
-        place += 1
-    return place
-
-
-# Look-up
-
-
-@_jit
-def _pool(  # type: ignore[no-untyped-def]
-    addresses, num_rows, widths, table_of, columns, is_mean, ids, offsets, weights, weighted, num_samples, first, last, out
-):
-    """Pool bags `first` to `last` - 1 into out [B, sum of widths]; returns the place of an id out of range, or -1."""
-    size = out.itemsize
-    stop = offsets[last]
-    for bag in range(first, last):
-        feature = bag // num_samples
-        table = table_of[feature]
-        width, address, limit = widths[table], addresses[table], num_rows[table]
-        row_bytes = width * size
-        target = out[bag - feature * num_samples, columns[feature] : columns[feature] + width]
-        target[:] = 0
-        begin, end = offsets[bag], offsets[bag + 1]
-        for place in range(begin, end):
-            row = np.int64(ids[place])
-            if row < 0 or row >= limit:
-                return place
-            ahead = place + AHEAD
-            if ahead < stop:
-                # Past the end of this feature the guess may name another table: harmless, since nothing is read.
-                start = address + np.int64(ids[ahead]) * row_bytes
-                for line in range(0, row_bytes, 64):
-                    prefetch(start + line)
-            source = reals_at(address + row * row_bytes, width, out)
-            if weighted:
-                weight = weights[place]
-                for d in range(width):
-                    target[d] += weight * source[d]
-            else:
-                for d in range(width):
-                    target[d] += source[d]
-        if is_mean[feature] and end - begin > 1:
-            share = out.dtype.type(1) / out.dtype.type(end - begin)
-            for d in range(width):
-                target[d] *= share
-    return -1
-
-
-# Update
-
-
-def _bag_scales(grad: NDArray[Any], offsets: NDArray[np.int64], layout: Layout, clip: float | None) -> NDArray[Any]:
-    """What the gradient of each bag is multiplied by [F*B]: its mean's share and its clipping; empty when all are 1."""
-    if clip is None and not any(layout.is_mean):
-        return np.empty(0, grad.dtype)
-    scales = np.empty(len(offsets) - 1, grad.dtype)
-    _scale_bags(grad, offsets, _facts(layout)[3], _facts(layout)[4], -1.0 if clip is None else clip, scales)
-    return scales
-
-
-@_jit
-def _scale_bags(grad, offsets, columns, is_mean, clip, scales):  # type: ignore[no-untyped-def]
-    num_samples = grad.shape[0]
-    for bag in range(len(scales)):
-        feature = bag // num_samples
-        scale = 1.0
-        length = offsets[bag + 1] - offsets[bag]
-        if clip > 0:
-            square = 0.0
-            for d in range(columns[feature], columns[feature + 1]):
-                square += grad[bag - feature * num_samples, d] ** 2
-            norm = np.sqrt(square)
-            if norm > clip:
-                scale = clip / norm
-        if is_mean[feature] and length > 1:
-            scale /= length
-        scales[bag] = scale
-
-
-def _sorted_ids(
-    layout: Layout, ids: NDArray[Any], offsets: NDArray[np.int64], num_samples: int
-) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int32], NDArray[np.int64]]:
-    """The ids of each table in rising order, stable.
-
-    Returns keys [nnz]; for each its place in `ids` [nnz]; the bag of each place [nnz]; where each table starts [T + 1].
-    """
-    lengths = offsets[num_samples::num_samples] - offsets[:-1:num_samples]
-    counts = [int(sum(lengths[feature] for feature in table.features)) for table in layout.tables]
-    starts = np.zeros(len(counts) + 1, np.int64)
-    np.cumsum(counts, out=starts[1:])
-    total = int(starts[-1])
-    keys, order, bags = np.empty(total, np.int64), np.empty(total, np.int32), np.empty(len(ids), np.int32)
-    features = [np.array(table.features, np.int64) for table in layout.tables]
-
-    def sort(tables: Sequence[int]) -> None:
-        for table in tables:
-            part = slice(starts[table], starts[table + 1])
-            _sort_table(
-                ids, offsets, num_samples, features[table], layout.tables[table].num_rows, keys[part], order[part], bags
-            )
-
-    parts = _num_parts(total)
-    shares: list[list[int]] = [[] for _ in range(parts)]
-    loads = [0] * parts
-    for table in sorted(range(len(counts)), key=lambda t: -counts[t]):
-        lightest = loads.index(min(loads))
-        shares[lightest].append(table)
-        loads[lightest] += counts[table]
-    others = [_pool_of(torch.get_num_threads()).submit(sort, share) for share in shares[1:] if share]
-    sort(shares[0])
-    for other in others:
-        other.result()
-    return keys, order, bags, starts
-
-
-@_jit
-def _sort_table(ids, offsets, num_samples, features, num_rows, keys, order, bags):  # type: ignore[no-untyped-def]
-    """Gather the ids of one table and sort them by digits; `bags` gets the bag of each place."""
-    count = 0
-    for feature in features:
-        for bag in range(feature * num_samples, (feature + 1) * num_samples):
-            for place in range(offsets[bag], offsets[bag + 1]):
-                keys[count] = ids[place]
-                order[count] = place
-                bags[place] = bag
-                count += 1
-    other_keys, other_order = np.empty_like(keys), np.empty_like(order)
-    tally = np.empty((1 << _DIGIT_BITS) + 1, np.int64)
-    mask = (1 << _DIGIT_BITS) - 1
-    shift, passes = 0, 0
-    while (num_rows - 1) >> shift > 0:
-        tally[:] = 0
-        for i in range(count):
-            tally[((keys[i] >> shift) & mask) + 1] += 1
-        for digit in range(mask):
-            tally[digit + 1] += tally[digit]
-        for i in range(count):
-            digit = (keys[i] >> shift) & mask
-            place = tally[digit]
-            tally[digit] = place + 1
-            other_keys[place] = keys[i]
-            other_order[place] = order[i]
-        keys, other_keys = other_keys, keys
-        order, other_order = other_order, order
-        shift += _DIGIT_BITS
-        passes += 1
-    if passes % 2:
-        other_keys[:] = keys
-        other_order[:] = order
-
-
-@_jit
-def _apply_runs(  # type: ignore[no-untyped-def]
-    rows, first, second, num_rows, widths, table_of, columns, is_mean, starts, keys, order, bags, weights, weighted,
-    bag_scales, grad, num_samples, kind, numbers, begin, end,
-):  # fmt: skip
-    """Sum the gradients of each run of equal ids between places `begin` and `end`, and apply the optimizer to its row."""
-    size = grad.itemsize
-    total = np.empty(widths.max(), grad.dtype)
-    scaled = len(bag_scales) > 0
-    table = np.searchsorted(starts, begin, side="right") - 1
-    place = begin
-    while place < end:
-        while place >= starts[table + 1]:
-            table += 1
-        width, stop = widths[table], min(end, starts[table + 1])
-        row_bytes = width * size
-        state_bytes = size if kind == 2 else row_bytes
-        while place < stop:
-            key = keys[place]
-            total[:width] = 0
-            while place < stop and keys[place] == key:
-                ahead = place + AHEAD
-                if ahead < stop:
-                    start = rows[table] + keys[ahead] * row_bytes
-                    for line in range(0, row_bytes, 64):
-                        prefetch(start + line)
-                    if kind != 0:
-                        prefetch(first[table] + keys[ahead] * state_bytes)
-                at = order[place]
-                bag = bags[at]
-                feature = bag // num_samples
-                source = grad[bag - feature * num_samples, columns[feature] : columns[feature] + width]
-                if weighted or scaled:
-                    scale = grad.dtype.type(1)
-                    if weighted:
-                        scale *= weights[at]
-                    if scaled:
-                        scale *= bag_scales[bag]
-                    for d in range(width):
-                        total[d] += scale * source[d]
-                else:
-                    for d in range(width):
-                        total[d] += source[d]
-                place += 1
-            row = reals_at(rows[table] + key * row_bytes, width, grad)
-            one = reals_at(first[table] + key * state_bytes, width, grad)
-            two = reals_at(second[table] + key * row_bytes, width, grad)
-            _apply_row(row, one, two, total, width, kind, numbers)
-
-
-@numba.njit(nogil=True, cache=True, boundscheck=False, error_model="numpy", inline="always")
-def _apply_row(row, one, two, grad, width, kind, numbers):  # type: ignore[no-untyped-def]
-    """The optimizer's rule for one row [D] with its summed gradient [D] and state `one`, `two` [D] (row-wise: one[0])."""
-    lr, eps, beta1, beta2, correction = numbers[0], numbers[1], numbers[2], numbers[3], numbers[4]
-    if kind == 0:
-        for d in range(width):
-            row[d] -= lr * grad[d]
-    elif kind == 1:
-        for d in range(width):
-            one[d] += grad[d] * grad[d]
-            row[d] -= lr * grad[d] / (np.sqrt(one[d]) + eps)
-    elif kind == 2:
-        square = numbers.dtype.type(0)
-        for d in range(width):
-            square += grad[d] * grad[d]
-        one[0] += square / numbers.dtype.type(width)
-        factor = lr / (np.sqrt(one[0]) + eps)
-        for d in range(width):
-            row[d] -= factor * grad[d]
-    else:
-        for d in range(width):
-            one[d] = grad[d] + beta1 * (one[d] - grad[d])
-            two[d] = grad[d] * grad[d] + beta2 * (two[d] - grad[d] * grad[d])
-            row[d] -= lr * correction * one[d] / (np.sqrt(two[d]) + eps)

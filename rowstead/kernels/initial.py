@@ -7,20 +7,22 @@ import hashlib
 import torch
 from torch import Tensor
 
+from rowstead.kernels.memory import prefer_large_pages
 from rowstead.kernels.mix import uniform
+from rowstead.kernels.optimizer import compute_dtype
 from rowstead.spec.features import Table
 
 PIECE = 1 << 22
 
 
 def initial_rows(table: Table, *, seed: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Rows [N, D] of a new table, even between -1/sqrt(N) and 1/sqrt(N)."""
+    """Rows [N, D] of a new table, even between -1/sqrt(N) and 1/sqrt(N); those of 16 bits are the FP32 ones, rounded."""
     digest = hashlib.sha256(f"{seed}/{table.name}".encode()).digest()
     salt = int.from_bytes(digest[:8], "little", signed=True)
     bound = table.num_rows**-0.5
-    numbers = torch.empty(table.num_elements, dtype=dtype, device=device)
+    numbers = prefer_large_pages(torch.empty(table.num_elements, dtype=dtype, device=device))
     for start in range(0, table.num_elements, PIECE):
         stop = min(start + PIECE, table.num_elements)
         counters = torch.arange(start, stop, dtype=torch.int64, device=device)
-        numbers[start:stop] = ((2 * uniform(counters, salt) - 1) * bound).to(dtype)
+        numbers[start:stop] = ((2 * uniform(counters, salt) - 1) * bound).to(compute_dtype(dtype))
     return numbers.view(table.num_rows, table.width)

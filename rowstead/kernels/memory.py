@@ -5,6 +5,8 @@ Whoever passes an address keeps the array alive until the kernel returns.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from typing import Any
 
 import numba
@@ -14,6 +16,23 @@ from numba import carray
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
+from torch import Tensor
+
+LARGE_PAGE = 2 << 20
+"""Bytes of the pages that processors have besides those of 4 kB."""
+
+
+def prefer_large_pages(tensor: Tensor) -> Tensor:
+    """Ask the system to keep a new tensor, not yet written to, in large pages; returns it.
+
+    Rows read here and there then miss the processor's table of pages far less often. Where the system has no such thing,
+    or the tensor is small or not in system memory, nothing changes.
+    """
+    if tensor.device.type == "cpu" and tensor.nbytes >= 2 * LARGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        stop = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_HUGEPAGE)
+    return tensor
 
 
 def address_of(array: NDArray[Any]) -> int:
@@ -28,17 +47,6 @@ def _pointer(typingctx, address):  # type: ignore[no-untyped-def]
         return builder.inttoptr(args[0], cgutils.voidptr_t)
 
     return types.voidptr(types.int64), codegen
-
-
-@intrinsic
-def _pointer_like(typingctx, address, like):  # type: ignore[no-untyped-def]
-    """A pointer to elements of the array `like`'s type."""
-    pointer = types.CPointer(like.dtype)  # type: ignore[attr-defined]
-
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        return builder.inttoptr(args[0], context.get_value_type(pointer))
-
-    return pointer(types.int64, like), codegen
 
 
 @intrinsic
@@ -78,10 +86,26 @@ def prefetch(typingctx, address):  # type: ignore[no-untyped-def]
     return types.void(types.int64), codegen
 
 
-@numba.njit(nogil=True, cache=True, inline="always")
-def reals_at(address, count, like):  # type: ignore[no-untyped-def]
-    """[count] elements of the type of the array `like` at an int64 address."""
-    return carray(_pointer_like(address, like), count)
+@intrinsic
+def item(typingctx, address, place, like):  # type: ignore[no-untyped-def]
+    """Element `place` of an array of numbers of the type of `like`, which starts at an int64 address."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        pointer = builder.inttoptr(args[0], context.get_value_type(like).as_pointer())
+        return builder.load(builder.gep(pointer, [args[1]]))
+
+    return like(types.int64, types.int64, like), codegen
+
+
+@intrinsic
+def take(typingctx, counter):  # type: ignore[no-untyped-def]
+    """The number in an int64 array's first place, which is raised by one; each thread that asks gets another number."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        array = context.make_array(signature.args[0])(context, builder, args[0])
+        return builder.atomic_rmw("add", array.data, ir.IntType(64)(1), "monotonic")
+
+    return types.int64(counter), codegen
 
 
 @numba.njit(nogil=True, cache=True, inline="always")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from rowstead.kernels.memory import prefer_large_pages
 from rowstead.spec.train import SparseOptimizerSpec
 
 RowState = dict[str, Tensor]
@@ -14,16 +17,26 @@ KINDS = {"sgd": 0, "adagrad": 1, "rowwise_adagrad": 2, "adam": 3}
 """Optimizers by the number under which compiled kernels know them."""
 
 
+def compute_dtype(rows: torch.dtype) -> torch.dtype:
+    """In which type pooled vectors, gradients and optimizer state of rows of a type are kept."""
+    return torch.float64 if rows == torch.float64 else torch.float32
+
+
 def new_row_state(kind: str, rows: Tensor) -> RowState:
     """Zeroed optimizer state for one table's `rows` [N, D]."""
     if kind == "sgd":
         return {}
     if kind == "rowwise_adagrad":
-        return {"sum": torch.zeros_like(rows[:, :1])}
+        return {"sum": _zeros(rows, 1)}
     if kind == "adagrad":
-        return {"sum": torch.zeros_like(rows)}
+        return {"sum": _zeros(rows, rows.shape[1])}
     assert kind == "adam", kind
-    return {"moment1": torch.zeros_like(rows), "moment2": torch.zeros_like(rows)}
+    return {"moment1": _zeros(rows, rows.shape[1]), "moment2": _zeros(rows, rows.shape[1])}
+
+
+def _zeros(rows: Tensor, width: int) -> Tensor:
+    empty = torch.empty(rows.shape[0], width, dtype=compute_dtype(rows.dtype), device=rows.device)
+    return prefer_large_pages(empty).zero_()
 
 
 def adam_correction(optimizer: SparseOptimizerSpec, step: int) -> float:
@@ -36,8 +49,11 @@ def numbers_of(optimizer: SparseOptimizerSpec, *, lr: float, step: int) -> list[
     return [lr, optimizer.eps, optimizer.beta1, optimizer.beta2, adam_correction(optimizer, step)]
 
 
-def state_addresses(state: RowState) -> tuple[int, int]:
-    """Addresses of a table's first and second state; 0 where the optimizer has none."""
-    first = state.get("sum", state.get("moment1"))
-    second = state.get("moment2")
-    return 0 if first is None else first.data_ptr(), 0 if second is None else second.data_ptr()
+def state_addresses(states: Sequence[RowState]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Addresses of the first and of the second state of every table; 0 where the optimizer has none."""
+    none = (0,) * len(states)
+    first = next((name for name in ("sum", "moment1") if name in states[0]), None)
+    return (
+        none if first is None else tuple(state[first].data_ptr() for state in states),
+        tuple(state["moment2"].data_ptr() for state in states) if "moment2" in states[0] else none,
+    )

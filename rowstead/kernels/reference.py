@@ -14,22 +14,26 @@ from torch.nn import functional
 
 from rowstead.kernels.layout import Layout
 from rowstead.kernels.optimizer import RowState, adam_correction
+from rowstead.kernels.rounding import ROUNDED, noise, rounded_to
 from rowstead.spec.train import SparseOptimizerSpec
 
 
 def lookup(tables: Sequence[Tensor], layout: Layout, ids: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Tensor:
     """Pooled rows of every feature, side by side: [B, sum of widths].
 
-    tables: T tensors [N, D]; ids [nnz]; offsets [F*B + 1]; weights [nnz] or none.
+    tables: T tensors [N, D]; ids [nnz]; offsets [F*B + 1]; weights [nnz] or none. Rows of 16 bits are summed in float32.
     """
     pooled = []
     for bags in _bags(layout, ids, offsets, weights):
         by_mean = layout.is_mean[bags.feature]
         scale = bags.weights / bags.lengths_per_id() if by_mean and bags.weights is not None else bags.weights
+        names, rows = bags.ids, tables[layout.table_of[bags.feature]]
+        if rows.dtype in ROUNDED:
+            names, rows = torch.arange(len(names), device=names.device), rows[names].float()
         pooled.append(
             functional.embedding_bag(
-                bags.ids,
-                tables[layout.table_of[bags.feature]],
+                names,
+                rows,
                 bags.offsets,
                 mode="mean" if by_mean and scale is None else "sum",
                 per_sample_weights=scale,
@@ -68,13 +72,24 @@ def update(
         distinct, inverse, counts = torch.unique(named, return_inverse=True, return_counts=True)
         # A segment's sum has one order on every device; adding by index on a GPU has not.
         summed = torch.segment_reduce(gradients[inverse.argsort(stable=True)], "sum", lengths=counts)
-        apply_to_rows(tables[place], states[place], distinct, summed, optimizer=optimizer, lr=lr, step=step)
+        apply_to_rows(tables[place], states[place], distinct, summed, optimizer=optimizer, lr=lr, step=step, table=place)
 
 
 def apply_to_rows(
-    rows: Tensor, state: RowState, distinct: Tensor, grad: Tensor, *, optimizer: SparseOptimizerSpec, lr: float, step: int
+    rows: Tensor,
+    state: RowState,
+    distinct: Tensor,
+    grad: Tensor,
+    *,
+    optimizer: SparseOptimizerSpec,
+    lr: float,
+    step: int,
+    table: int = 0,
 ) -> None:
-    """The optimizer's rule for rows `distinct` [U] with summed gradients `grad` [U, D], in place."""
+    """The optimizer's rule for rows `distinct` [U] with summed gradients `grad` [U, D], in place.
+
+    Rows of 16 bits are rounded by chance, which depends on the place of their table among all.
+    """
     if optimizer.kind == "sgd":
         change = lr * grad
     elif optimizer.kind in ("adagrad", "rowwise_adagrad"):
@@ -88,7 +103,11 @@ def apply_to_rows(
         state["moment1"][distinct] = moment1
         state["moment2"][distinct] = moment2
         change = lr * adam_correction(optimizer, step) * moment1 / (moment2.sqrt() + optimizer.eps)
-    rows[distinct] -= change
+    if rows.dtype in ROUNDED:
+        chance = noise(table, distinct, rows.shape[1], step)
+        rows[distinct] = rounded_to(rows[distinct].float() - change, chance, rows.dtype)
+    else:
+        rows[distinct] -= change
 
 
 def clip_pooled(grad: Tensor, layout: Layout, largest: float) -> Tensor:

@@ -36,6 +36,8 @@ class ModelSpec:
     """Hidden layers of the top MLP; a last layer of 1 is added."""
     interaction: InteractionSpec = InteractionSpec()
     """How features interact."""
+    row_format: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Number format in which embedding rows are kept; their optimizer's state stays FP32 and updates are rounded stochastically."""
 
     def __post_init__(self) -> None:
         require(self.width >= 1, "width", f"must be at least 1, got {self.width}")

@@ -17,13 +17,14 @@ from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, TableSpec, t
 from rowstead.spec.train import SparseOptimizerSpec
 
 KINDS = ("sgd", "adagrad", "rowwise_adagrad", "adam")
+WIDTHS = st.one_of(st.integers(1, 9), st.sampled_from([16, 28, 64, 100, 132]))
 
 
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
     """Random features over random tables: some shared, widths that are no power of two, sum and mean."""
     shared = [
-        TableSpec(name=f"shared{t}", num_rows=draw(st.integers(1, 12)), width=draw(st.integers(1, 9)))
+        TableSpec(name=f"shared{t}", num_rows=draw(st.integers(1, 12)), width=draw(WIDTHS))
         for t in range(draw(st.integers(0, 2)))
     ]
     features = [
@@ -37,7 +38,7 @@ def layouts(draw: st.DrawFn) -> Layout:
             table = draw(st.sampled_from(shared))
             features.append(SparseFeatureSpec(name=f"g{i}", table=table.name, pooling=pooling))
         else:
-            rows, width = draw(st.integers(1, 12)), draw(st.integers(1, 9))
+            rows, width = draw(st.integers(1, 12)), draw(WIDTHS)
             features.append(SparseFeatureSpec(name=f"g{i}", num_rows=rows, width=width, pooling=pooling))
     spec = FeaturesSpec(sparse=tuple(features), tables=tuple(shared))
     return layout_of(spec, tables_of(spec, width=4))

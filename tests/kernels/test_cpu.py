@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +17,7 @@ from rowstead.kernels.optimizer import RowState, new_row_state
 from rowstead.spec.errors import DataError
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, TableSpec, tables_of
 from rowstead.spec.train import SparseOptimizerSpec
+from tests.contracts.store_contract import KINDS
 
 FEATURES = FeaturesSpec(
     sparse=(
@@ -27,13 +33,21 @@ LAYOUT = layout_of(FEATURES, tables_of(FEATURES, width=12))
 NUM_SAMPLES = 200
 
 
-def trained(kernels, threads: int) -> tuple[list[Tensor], list[RowState], Tensor]:
-    """Rows, states and the last look-up after three updates on the same batches."""
+@contextmanager
+def using_threads(threads: int) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def trained(kernels, threads: int, dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], list[RowState], Tensor]:
+    """Rows, states and the last look-up after three updates on the same batches."""
+    with using_threads(threads):
         random = torch.Generator().manual_seed(5)
-        rows = [torch.randn(t.num_rows, t.width, generator=random) for t in LAYOUT.tables]
+        rows = [torch.randn(t.num_rows, t.width, generator=random).to(dtype) for t in LAYOUT.tables]
         states = [new_row_state("adagrad", table) for table in rows]
         optimizer = SparseOptimizerSpec(kind="adagrad", clip=2.0)
         for step in (1, 2, 3):
@@ -42,8 +56,6 @@ def trained(kernels, threads: int) -> tuple[list[Tensor], list[RowState], Tensor
             pooled = kernels.lookup(rows, LAYOUT, ids, offsets)
             kernels.update(rows, states, LAYOUT, ids, offsets, None, grad, optimizer=optimizer, lr=0.1, step=step)
         return rows, states, pooled
-    finally:
-        torch.set_num_threads(before)
 
 
 def batch(layout: Layout, random: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -79,3 +91,128 @@ def test_an_id_outside_its_table_is_named_before_it_is_read(wrong: int) -> None:
     rows = [torch.zeros(t.num_rows, t.width) for t in LAYOUT.tables]
     with pytest.raises(DataError, match=rf"id {wrong} of example \d+ is outside table `small`, whose rows are 0 to 49"):
         cpu.lookup(rows, LAYOUT, ids, offsets)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+def test_rows_of_any_format_have_the_same_bits_after_any_number_of_threads(dtype: torch.dtype) -> None:
+    one, *others = (trained(cpu, threads, dtype) for threads in (1, 2, 5))
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(one[0], other[0], strict=True))
+
+
+def test_one_large_table_is_shared_by_threads_with_the_same_result() -> None:
+    features = FeaturesSpec(sparse=(SparseFeatureSpec(name="only", num_rows=1000),))
+    layout = layout_of(features, tables_of(features, width=20))
+    random = torch.Generator().manual_seed(2)
+    ids = (1000 * torch.rand(8000, generator=random) ** 3).int()
+    offsets = torch.arange(0, 8001, 20)
+    grad = torch.randn(400, 20, generator=random)
+    results = []
+    for kernels, threads in ((cpu, 1), (cpu, 4), (reference, 1)):
+        with using_threads(threads):
+            rows = [torch.ones(1000, 20)]
+            states = [new_row_state("rowwise_adagrad", rows[0])]
+            optimizer = SparseOptimizerSpec(kind="rowwise_adagrad")
+            kernels.update(rows, states, layout, ids, offsets, None, grad, optimizer=optimizer, lr=0.1, step=1)
+            results.append(rows[0])
+    assert torch.equal(results[0], results[1])
+    torch.testing.assert_close(results[0], results[2], rtol=1e-5, atol=1e-6)
+
+
+# Hogwild
+
+
+def distinct_ids(layout: Layout, first: int, count: int) -> tuple[Tensor, Tensor]:
+    """One bag of `count` ids for each of two examples of every feature, no id twice."""
+    ids = [torch.arange(first, first + 2 * count) + 2 * count * f for f in range(layout.num_features)]
+    return torch.cat(ids), torch.arange(2 * layout.num_features + 1) * count
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_hogwild_is_exact_where_all_ids_are_distinct(kind: str, dtype: torch.dtype) -> None:
+    features = FeaturesSpec(
+        sparse=(
+            SparseFeatureSpec(name="a", table="t"),
+            SparseFeatureSpec(name="b", table="t", pooling="mean"),
+            SparseFeatureSpec(name="c", num_rows=200, width=68),
+        ),
+        tables=(TableSpec(name="t", num_rows=200),),
+    )
+    layout = layout_of(features, tables_of(features, width=12))
+    random = torch.Generator().manual_seed(4)
+    ids, offsets = distinct_ids(layout, 3, 5)
+    real = torch.float64 if dtype == torch.float64 else torch.float32
+    weights = torch.rand(len(ids), generator=random, dtype=real)
+    grad = torch.randn(2, layout.total_width, generator=random, dtype=real)
+    results = []
+    for run in (cpu.update_hogwild, cpu.update):
+        rows = [torch.ones(200, table.width, dtype=dtype) for table in layout.tables]
+        states = [new_row_state(kind, table) for table in rows]
+        optimizer = SparseOptimizerSpec(kind=kind, clip=1.0)
+        for step in (1, 2, 3):
+            run(rows, states, layout, ids, offsets, weights, grad, optimizer=optimizer, lr=0.1, step=step)
+        results.append(rows)
+    for mine, other in zip(*results, strict=True):
+        assert torch.equal(mine, other)
+        assert not torch.equal(mine, torch.ones_like(mine))
+
+
+def test_hogwild_applies_repeated_ids_one_after_another() -> None:
+    features = FeaturesSpec(sparse=(SparseFeatureSpec(name="a", num_rows=4),))
+    layout = layout_of(features, tables_of(features, width=8))
+    rows, states = [torch.zeros(4, 8)], [{"sum": torch.zeros(4, 1)}]
+    optimizer = SparseOptimizerSpec(kind="rowwise_adagrad", eps=1e-12)
+    ids, offsets, grad = torch.tensor([2, 2]), torch.tensor([0, 1, 2]), torch.full((2, 8), 3.0)
+    cpu.update_hogwild(rows, states, layout, ids, offsets, None, grad, optimizer=optimizer, lr=1.0, step=1)
+    torch.testing.assert_close(rows[0][2], torch.full((8,), -1 - 0.5**0.5))
+    assert states[0]["sum"][2].item() == 18
+
+
+def in_threads(*works: Callable[[], None]) -> None:
+    with ThreadPoolExecutor(len(works)) as pool:
+        for future in [pool.submit(work) for work in works]:
+            future.result()
+
+
+def test_hogwild_threads_on_disjoint_rows_do_not_disturb_each_other() -> None:
+    features = FeaturesSpec(sparse=(SparseFeatureSpec(name="a", num_rows=4000),))
+    layout = layout_of(features, tables_of(features, width=16))
+    optimizer = SparseOptimizerSpec(kind="adagrad")
+
+    def work(rows: list[Tensor], states: list[RowState], parity: int) -> None:
+        ids, offsets = torch.arange(parity, 4000, 2), torch.arange(2001)
+        grad = torch.randn(2000, 16, generator=torch.Generator().manual_seed(parity))
+        for step in range(1, 21):
+            cpu.update_hogwild(rows, states, layout, ids, offsets, None, grad, optimizer=optimizer, lr=0.1, step=step)
+
+    results = []
+    for together in (True, False):
+        rows, states = [torch.ones(4000, 16)], [{"sum": torch.zeros(4000, 16)}]
+        works = [partial(work, rows, states, parity) for parity in (0, 1)]
+        if together:
+            in_threads(*works)
+        else:
+            for one in works:
+                one()
+        results.append((rows[0], states[0]["sum"]))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+
+
+def test_hogwild_threads_on_the_same_rows_lose_few_updates() -> None:
+    features = FeaturesSpec(sparse=(SparseFeatureSpec(name="a", num_rows=500),))
+    layout = layout_of(features, tables_of(features, width=16))
+    rows: list[Tensor] = [torch.zeros(500, 16)]
+    optimizer = SparseOptimizerSpec(kind="sgd")
+    ids, offsets = torch.arange(500), torch.arange(501)
+
+    def work(order: Tensor) -> None:
+        for step in range(1, 201):
+            grad = torch.full((500, 16), -1.0)
+            cpu.update_hogwild(rows, [{}], layout, order, offsets, None, grad, optimizer=optimizer, lr=1.0, step=step)
+
+    in_threads(partial(work, ids), partial(work, ids.flip(0)))
+    assert bool(rows[0].isfinite().all())
+    assert rows[0].max().item() <= 400
+    assert rows[0].mean().item() > 0.6 * 400  # a thread alone gives half

@@ -1,0 +1,327 @@
+"""Short vectors for Numba: values of a fixed number of lanes that LLVM keeps in registers.
+
+Numba itself has arrays only, which live in memory: a sum over many rows would be loaded and stored at each of them. LLVM
+splits a vector of 64 lanes over as many registers as the processor needs.
+
+Numbers in memory are named by an int64 address and by a scalar `like` whose type says their format: float32, float64, uint16
+for BF16 and int16 for FP16. Those of 16 bits become float32 lanes. Whoever passes an address keeps its array alive. (Arrays
+themselves, handed from one compiled function to the next, would be counted up and down by each.)
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic, models, overload, register_model
+
+_INT1, _INT16, _INT32 = ir.IntType(1), ir.IntType(16), ir.IntType(32)
+_LLVM = {types.float32: ir.FloatType(), types.float64: ir.DoubleType(), types.uint32: _INT32, types.boolean: _INT1}
+_STORED = {types.float32: ir.FloatType(), types.float64: ir.DoubleType(), types.uint16: _INT16, types.int16: ir.HalfType()}
+_BYTES = {types.float32: 4, types.float64: 8, types.uint16: 2, types.int16: 2}
+
+
+class Vector(types.Type):
+    """So many lanes of one element type."""
+
+    def __init__(self, element: Any, lanes: int) -> None:
+        self.element, self.lanes = element, lanes
+        super().__init__(name=f"Vector({element}, {lanes})")
+
+    @property
+    def llvm(self) -> ir.VectorType:
+        return ir.VectorType(_LLVM[self.element], self.lanes)
+
+
+@register_model(Vector)
+class _VectorModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, vector: Vector) -> None:
+        super().__init__(manager, vector, vector.llvm)
+
+
+def _real(like: Any) -> Any:
+    """The element type in which rows of a format are reckoned with."""
+    return types.float64 if like == types.float64 else types.float32
+
+
+def _filled(kind: ir.VectorType, value: Any) -> ir.Constant:
+    return ir.Constant(kind, [value] * kind.count)
+
+
+def _spread(builder: Any, value: Any, lanes: int) -> Any:
+    kind = ir.VectorType(value.type, lanes)
+    undefined = ir.Constant(kind, ir.Undefined)
+    first = builder.insert_element(undefined, value, _INT32(0))
+    return builder.shuffle_vector(first, undefined, _filled(ir.VectorType(_INT32, lanes), 0))
+
+
+def _mask(builder: Any, count: Any, lanes: int) -> Any:
+    """Lanes below `count`."""
+    places = ir.Constant(ir.VectorType(ir.IntType(64), lanes), list(range(lanes)))
+    return builder.icmp_signed("<", places, _spread(builder, count, lanes))
+
+
+@intrinsic(prefer_literal=True)
+def zeros(typingctx, like, lanes):  # type: ignore[no-untyped-def]
+    """A vector of zeros, of so many lanes (a constant), in which rows like `like` are summed."""
+    vector = Vector(_real(like), lanes.literal_value)
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return _filled(vector.llvm, 0.0)
+
+    return vector(like, lanes), codegen
+
+
+@intrinsic
+def bytes_of(typingctx, like):  # type: ignore[no-untyped-def]
+    """Bytes of one number like `like`, as a constant."""
+    count = _BYTES[like] if like in _BYTES else like.bitwidth // 8
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return ir.IntType(64)(count)
+
+    return types.int64(like), codegen
+
+
+@intrinsic
+def cast(typingctx, number, like):  # type: ignore[no-untyped-def]
+    """A scalar as float32 or float64, as `like` is."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return context.cast(builder, args[0], number, like)
+
+    return like(number, like), codegen
+
+
+@intrinsic
+def num_lanes(typingctx, vector):  # type: ignore[no-untyped-def]
+    """How many lanes a vector has, as a constant."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return ir.IntType(64)(vector.lanes)
+
+    return types.int64(vector), codegen
+
+
+@intrinsic
+def load(typingctx, address, like, shape, count):  # type: ignore[no-untyped-def]
+    """The numbers at an address, stored as in `like`, as many as `shape` has lanes; with a `count`, the first so many."""
+    partly = count != types.none
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        kind = ir.VectorType(_STORED[like], shape.lanes)
+        pointer = builder.inttoptr(args[0], kind.as_pointer())
+        if partly:
+            name, size = _masked_name("load", like, shape.lanes), _BYTES[like]
+            function_type = ir.FunctionType(kind, [pointer.type, _INT32, ir.VectorType(_INT1, shape.lanes), kind])
+            function = _declared(builder, name, function_type)
+            nothing = ir.Constant(kind, None)
+            stored = builder.call(function, [pointer, _INT32(size), _mask(builder, args[3], shape.lanes), nothing])
+        else:
+            stored = builder.load(pointer, align=_BYTES[like])
+        if like == types.uint16:
+            bits = ir.VectorType(_INT32, shape.lanes)
+            return builder.bitcast(builder.shl(builder.zext(stored, bits), _filled(bits, 16)), shape.llvm)
+        return builder.fpext(stored, shape.llvm) if like == types.int16 else stored
+
+    return shape(types.int64, like, shape, types.int64 if partly else count), codegen
+
+
+@intrinsic
+def store(typingctx, vector, address, like, count):  # type: ignore[no-untyped-def]
+    """Write a vector to an address, in the format of `like`; with a `count`, the first so many lanes.
+
+    Lanes must be numbers of that format already: BF16 drops the low bits.
+    """
+    partly = count != types.none
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        kind, size = ir.VectorType(_STORED[like], vector.lanes), _BYTES[like]
+        value = args[0]
+        if like == types.uint16:
+            bits = ir.VectorType(_INT32, vector.lanes)
+            value = builder.trunc(builder.lshr(builder.bitcast(value, bits), _filled(bits, 16)), kind)
+        elif like == types.int16:
+            value = builder.fptrunc(value, kind)
+        pointer = builder.inttoptr(args[1], kind.as_pointer())
+        if partly:
+            name = _masked_name("store", like, vector.lanes)
+            arguments = [kind, pointer.type, _INT32, ir.VectorType(_INT1, vector.lanes)]
+            function = _declared(builder, name, ir.FunctionType(ir.VoidType(), arguments))
+            builder.call(function, [value, pointer, _INT32(size), _mask(builder, args[3], vector.lanes)])
+        else:
+            builder.store(value, pointer, align=size)
+        return context.get_dummy_value()
+
+    return types.void(vector, types.int64, like, types.int64 if partly else count), codegen
+
+
+def _masked_name(verb: str, like: Any, lanes: int) -> str:
+    element = {types.float32: "f32", types.float64: "f64", types.uint16: "i16", types.int16: "f16"}[like]
+    return f"llvm.masked.{verb}.v{lanes}{element}.p0"
+
+
+def _declared(builder: Any, name: str, kind: ir.FunctionType) -> Any:
+    known = builder.module.globals.get(name)
+    return known if known is not None else ir.Function(builder.module, kind, name)
+
+
+@intrinsic
+def spread(typingctx, value, shape):  # type: ignore[no-untyped-def]
+    """A vector like `shape` with one number in all lanes."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return _spread(builder, args[0], shape.lanes)
+
+    return shape(shape.element, shape), codegen
+
+
+@intrinsic
+def spread_bits(typingctx, value, shape):  # type: ignore[no-untyped-def]
+    """A uint32 in all of as many lanes as `shape` has."""
+    vector = Vector(types.uint32, shape.lanes)
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return _spread(builder, args[0], shape.lanes)
+
+    return vector(types.uint32, shape), codegen
+
+
+@intrinsic
+def lane_numbers(typingctx, shape):  # type: ignore[no-untyped-def]
+    """0, 1, 2, … as uint32, in as many lanes as `shape` has."""
+    vector = Vector(types.uint32, shape.lanes)
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return ir.Constant(vector.llvm, list(range(shape.lanes)))
+
+    return vector(shape), codegen
+
+
+@intrinsic
+def as_bits(typingctx, vector):  # type: ignore[no-untyped-def]
+    """The bits of float32 lanes as uint32."""
+    bits = Vector(types.uint32, vector.lanes)
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return builder.bitcast(args[0], bits.llvm)
+
+    return bits(vector), codegen
+
+
+@intrinsic
+def as_reals(typingctx, bits):  # type: ignore[no-untyped-def]
+    """Lanes of uint32 bits as float32."""
+    reals = Vector(types.float32, bits.lanes)
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return builder.bitcast(args[0], reals.llvm)
+
+    return reals(bits), codegen
+
+
+@intrinsic
+def to_reals(typingctx, bits):  # type: ignore[no-untyped-def]
+    """Lanes of uint32 numbers as float32 numbers of the same value."""
+    reals = Vector(types.float32, bits.lanes)
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return builder.uitofp(args[0], reals.llvm)
+
+    return reals(bits), codegen
+
+
+@intrinsic
+def choose(typingctx, condition, one, other):  # type: ignore[no-untyped-def]
+    """Lanes of `one` where `condition` holds, of `other` elsewhere."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return builder.select(*args)
+
+    return one(condition, one, other), codegen
+
+
+@intrinsic
+def total(typingctx, vector):  # type: ignore[no-untyped-def]
+    """The sum of all lanes (a power of two of them), added by halves."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        value, lanes = args[0], vector.lanes
+        while lanes > 1:
+            lanes //= 2
+            places = ir.VectorType(_INT32, lanes)
+            undefined = ir.Constant(value.type, ir.Undefined)
+            low = builder.shuffle_vector(value, undefined, ir.Constant(places, list(range(lanes))))
+            high = builder.shuffle_vector(value, undefined, ir.Constant(places, list(range(lanes, 2 * lanes))))
+            value = builder.fadd(low, high)
+        return builder.extract_element(value, _INT32(0))
+
+    return vector.element(vector), codegen
+
+
+def _unary(name: str) -> Any:
+    @intrinsic
+    def function(typingctx, vector):  # type: ignore[no-untyped-def]
+        def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+            element = "f64" if vector.element == types.float64 else "f32"
+            kind = ir.FunctionType(vector.llvm, [vector.llvm])
+            return builder.call(_declared(builder, f"llvm.{name}.v{vector.lanes}{element}", kind), args)
+
+        return vector(vector), codegen
+
+    return function
+
+
+root, down, magnitude = _unary("sqrt"), _unary("floor"), _unary("fabs")
+"""Square roots, the next whole numbers below, and absolute values of all lanes."""
+
+
+def _binary(symbol: Any, on_reals: str | None, on_bits: str | None) -> None:
+    """Give vectors a Python operator."""
+
+    @intrinsic
+    def function(typingctx, one, other):  # type: ignore[no-untyped-def]
+        name = on_bits if one.element == types.uint32 else on_reals
+        if name is None:
+            return None
+
+        def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+            return getattr(builder, name)(*args)
+
+        return one(one, other), codegen
+
+    @overload(symbol)
+    def _on_vectors(one, other):  # type: ignore[no-untyped-def]
+        if isinstance(one, Vector) and one == other:
+            return lambda one, other: function(one, other)
+        return None
+
+
+_binary(operator.add, "fadd", "add")
+_binary(operator.sub, "fsub", "sub")
+_binary(operator.mul, "fmul", "mul")
+_binary(operator.truediv, "fdiv", None)
+_binary(operator.and_, None, "and_")
+_binary(operator.xor, None, "xor")
+_binary(operator.rshift, None, "lshr")
+
+
+def _comparison(symbol: Any, sign: str) -> None:
+    @intrinsic
+    def function(typingctx, one, other):  # type: ignore[no-untyped-def]
+        def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+            return builder.fcmp_ordered(sign, *args)
+
+        return Vector(types.boolean, one.lanes)(one, other), codegen
+
+    @overload(symbol)
+    def _on_vectors(one, other):  # type: ignore[no-untyped-def]
+        if isinstance(one, Vector) and one == other:
+            return lambda one, other: function(one, other)
+        return None
+
+
+_comparison(operator.lt, "<")
+_comparison(operator.ge, ">=")
