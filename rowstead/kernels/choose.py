@@ -45,7 +45,7 @@ class Kernels(Protocol):
 def kernels_for(choice: Kernel, device: torch.device) -> tuple[str, Kernels]:
     """Name and functions of the kernels for tables on `device`."""
     if choice == "auto":
-        choice = "cpu" if device.type == "cpu" else "gpu" if _has_triton() else "reference"
+        choice = "cpu" if device.type == "cpu" else "gpu" if has_triton() else "reference"
     if choice == "cpu" and device.type != "cpu":
         raise RowsteadError(f"kernel: cpu works on tables in system memory, and this run trains on {device}: use `auto`")
     if choice == "gpu" and device.type == "cpu" and not _interprets_triton():
@@ -58,9 +58,10 @@ def kernels_for(choice: Kernel, device: torch.device) -> tuple[str, Kernels]:
 
 
 @cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """Whether the GPU kernels can be compiled here."""
     return importlib.util.find_spec("triton") is not None
 
 
 def _interprets_triton() -> bool:
-    return _has_triton() and os.environ.get("TRITON_INTERPRET") == "1"
+    return has_triton() and os.environ.get("TRITON_INTERPRET") == "1"

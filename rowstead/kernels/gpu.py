@@ -14,15 +14,16 @@ Letters: B examples, F features, T tables, N rows, D width, nnz ids.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 import triton
 from torch import Tensor
 
-from rowstead.kernels.gpu_programs import apply_tiles, join_tiles, name_rows, plan_places, pool
+from rowstead.kernels.gpu_programs import apply_tiles, join_tiles, name_rows, plan_places, pool, scale_places
 from rowstead.kernels.layout import Layout
-from rowstead.kernels.optimizer import KINDS, RowState, numbers_of, state_addresses
+from rowstead.kernels.optimizer import KINDS, RowState, compute_dtype, numbers_of, state_addresses
 from rowstead.spec.train import SparseOptimizerSpec
 
 IDS_AT_A_TIME = 8
@@ -40,23 +41,23 @@ HEADS_AT_A_TIME = 4
 def lookup(tables: Sequence[Tensor], layout: Layout, ids: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Tensor:
     """Pooled rows of every feature, side by side: [B, sum of widths].
 
-    tables: T tensors [N, D] of one dtype; ids int32 or int64 [nnz or more], in range; offsets int64 [F*B + 1]; weights like
+    tables: T tensors [N, D] of one dtype; ids int32 or int64 [nnz or more], those that are no rows are left out; offsets int64 [F*B + 1]; weights like
     ids, or none. Rows in FP16 or BF16 are summed, and returned, in FP32.
     """
     facts = _facts(layout, ids.device)
     num_bags = offsets.numel() - 1
     num_samples = num_bags // layout.num_features
-    pooled = torch.empty(num_samples, layout.total_width, dtype=_arithmetic(tables[0].dtype), device=ids.device)
+    pooled = torch.empty(num_samples, layout.total_width, dtype=compute_dtype(tables[0].dtype), device=ids.device)
     if not num_samples:
         return pooled
-    memory = _addresses(tuple(table.data_ptr() for table in tables), ids.device)
-    shape = _Shape.of(layout, tables)
+    rows, is_aligned = _placed(tables, ids.device)
+    shape = _shape(layout, tables[0].element_size(), is_aligned)
     at_a_time = min(IDS_AT_A_TIME, triton.next_power_of_2(max(1, ids.numel() // num_bags)))
     warps, streams = _lanes(shape["D"])
     if at_a_time == 1:
         streams *= BAGS_OF_ONE
     pool[(triton.cdiv(num_bags, streams),)](
-        ids, offsets, ids if weights is None else weights, pooled, tables[0], memory, *facts.pooling, num_samples, num_bags,
+        ids, offsets, ids if weights is None else weights, pooled, tables[0], rows, *facts.pooling, num_samples, num_bags,
         layout.total_width, WEIGHTED=weights is not None, **shape, R=at_a_time, S=streams, num_warps=warps,
     )  # fmt: skip
     return pooled
@@ -75,77 +76,120 @@ def update(
     lr: float,
     step: int,
 ) -> None:
-    """One exact optimizer step on every row that `ids` name, in place; grad [B, sum of widths]. Ids must be in range."""
+    """One exact optimizer step on every row that `ids` name, in place; grad [B, sum of widths]. Ids that are no rows are left out."""
     numbers = device_numbers(tuple(numbers_of(optimizer, lr=lr, step=step)), step, grad.dtype, grad.device)
-    update_by(tables, states, layout, ids, offsets, weights, grad, optimizer=optimizer, numbers=numbers, is_full=True)
+    ordered = sort_ids(layout, ids, offsets, is_full=True)
+    update_by(tables, states, layout, ordered, offsets, weights, grad, optimizer=optimizer, numbers=numbers)
+
+
+@dataclass(frozen=True)
+class Ordered:
+    """The ids of a batch by table and row."""
+
+    keys: Tensor
+    """Rows counted over all tables, rising [nnz or more]."""
+    order: Tensor
+    """For each key the place of its id in the batch."""
+    sources: Tensor
+    """For each id, in the order of the batch, its table and where its gradient begins."""
+
+
+def sort_ids(layout: Layout, ids: Tensor, offsets: Tensor, *, is_full: bool = False) -> Ordered:
+    """The part of an update that needs no gradient yet; `is_full` says that there are as many ids as `ids` has room for."""
+    device, num_places, num_bags = ids.device, ids.numel(), offsets.numel() - 1
+    facts = _facts(layout, device)
+    if is_full:
+        keys = torch.empty(num_places, dtype=facts.key_dtype, device=device)
+    else:
+        keys = torch.full((num_places,), facts.no_key, dtype=facts.key_dtype, device=device)
+    sources = torch.empty(num_places, dtype=torch.int64, device=device)
+    if num_places and num_bags:
+        tall, wide = _bags_and_ids(num_places, num_bags)
+        name_rows[(triton.cdiv(num_bags, tall),)](
+            ids, offsets, keys, sources, *facts.naming, num_bags // layout.num_features, num_bags, layout.total_width,
+            NONE=facts.no_key, BAGS=tall, L=wide, num_warps=4,
+        )  # fmt: skip
+    keys, order = torch.sort(keys, stable=True)
+    return Ordered(keys, order, sources)
 
 
 def update_by(
     tables: Sequence[Tensor],
     states: Sequence[RowState],
     layout: Layout,
-    ids: Tensor,
+    ordered: Ordered,
     offsets: Tensor,
     weights: Tensor | None,
     grad: Tensor,
     *,
     optimizer: SparseOptimizerSpec,
     numbers: Tensor,
-    is_full: bool = False,
+    guard: Tensor | None = None,
 ) -> None:
-    """`update` with what changes from step to step in memory of the GPU: `numbers` is what `device_numbers` gave.
+    """`update` after `sort_ids`, with what changes from step to step in memory of the GPU.
 
-    `is_full` says that there are as many ids as `ids` has room for.
+    `numbers` is what `device_numbers` gave. Nothing is updated if `guard`, one number, is not finite.
     """
-    num_places = ids.numel()
+    num_places, num_bags = ordered.keys.numel(), offsets.numel() - 1
     if not num_places:
         return
-    device, grad = ids.device, grad.contiguous()
+    device, grad = ordered.keys.device, grad.contiguous()
     facts = _facts(layout, device)
-    num_bags = offsets.numel() - 1
-    num_samples = num_bags // layout.num_features
-    keys = _keys(num_places, facts.key_dtype, device, is_full=is_full)
-    sources = torch.empty(num_places, dtype=torch.int64, device=device)
-    scales = _bag_scales(grad, offsets, layout, optimizer.clip)
-    has_factors = weights is not None or scales is not None
-    factors = torch.empty(num_places, dtype=grad.dtype, device=device) if has_factors else grad
-    wide = min(32, triton.next_power_of_2(max(1, num_places // num_bags)))
-    tall = max(1, 512 // wide)
-    name_rows[(triton.cdiv(num_bags, tall),)](
-        ids, offsets, ids if weights is None else weights, grad if scales is None else scales, keys, sources, factors,
-        facts.feature_base, *facts.naming, num_samples, num_bags, layout.total_width,
-        WEIGHTED=weights is not None, SCALED=scales is not None, BAGS=tall, L=wide, num_warps=4,
-    )  # fmt: skip
-    keys, order = torch.sort(keys, stable=True)
-
+    factors = _factors(layout, num_places, offsets, weights, grad, optimizer.clip)
     kind, rounds = KINDS[optimizer.kind], tables[0].dtype != grad.dtype
 
-    def room(dtype: torch.dtype, is_used: bool) -> Tensor:
-        return torch.empty(num_places, dtype=dtype, device=device) if is_used else sources
+    def room(dtype: torch.dtype, is_used: bool = True) -> Tensor:
+        return torch.empty(num_places, dtype=dtype, device=device) if is_used else ordered.sources
 
-    plans, rows_at = room(torch.int64, True), room(torch.int64, True)
+    plans, rows_at = room(torch.int64), room(torch.int64)
     firsts_at, seconds_at, noises = room(torch.int64, kind > 0), room(torch.int64, kind == 3), room(torch.int32, rounds)
-    firsts, seconds = zip(*(state_addresses(state) for state in states), strict=True)
     found = (rows_at, firsts_at, seconds_at, noises)
-    shape = _Shape.of(layout, tables)
-    warps, streams = _lanes(shape["D"])
+    firsts, seconds = state_addresses(states)
+    rows, is_aligned = _placed(tables, device)
     plan_places[(triton.cdiv(num_places, 512),)](
-        keys, order, sources, plans, *found, _addresses(tuple(table.data_ptr() for table in tables), device),
-        _addresses(firsts, device), _addresses(seconds, device), *facts.update, offsets, num_bags, numbers,
-        tables[0].element_size(), KIND=kind, ROUNDS=rounds, TILE=TILE, EXTRA=PLACES_AT_A_TIME, BLOCK=512, num_warps=4,
+        ordered.keys, ordered.order, ordered.sources, plans, *found,
+        rows, _addresses(firsts, device), _addresses(seconds, device), *facts.update, offsets, num_bags, numbers,
+        numbers if guard is None else guard, tables[0].element_size(),
+        KIND=kind, ROUNDS=rounds, TILE=TILE, EXTRA=PLACES_AT_A_TIME, BLOCK=512,
+        NONE=facts.no_key, num_warps=4,
     )  # fmt: skip
+    shape = _shape(layout, tables[0].element_size(), is_aligned)
+    warps, streams = _lanes(shape["D"])
     num_tiles = triton.cdiv(num_places, TILE)
     head = torch.empty(num_tiles, shape["D"], dtype=grad.dtype, device=device)
     tail = torch.empty_like(head)
-    options = {**shape, "KIND": kind, "ROUNDS": rounds, "TILE": TILE}
+    options = {**shape, "KIND": kind, "ROUNDS": rounds, "TILE": TILE, "S": streams, "num_warps": warps}
     apply_tiles[(triton.cdiv(num_tiles, streams),)](
-        plans, order, factors, grad, head, tail, tables[0], *found, offsets, num_bags, numbers,
-        FACTORS=has_factors, **options, EXTRA=PLACES_AT_A_TIME, R=PLACES_AT_A_TIME, S=streams, num_warps=warps,
+        plans, ordered.order, grad if factors is None else factors, grad, head, tail, tables[0], *found, offsets, num_bags,
+        numbers, FACTORS=factors is not None, **options, EXTRA=PLACES_AT_A_TIME, R=PLACES_AT_A_TIME,
     )  # fmt: skip
     join_tiles[(triton.cdiv(num_tiles, JOINED_TILES),)](
-        keys, plans, head, tail, tables[0], *found, offsets, num_bags, numbers, **options, TILES=JOINED_TILES,
-        S=streams, HEADS=HEADS_AT_A_TIME, num_warps=warps,
+        ordered.keys, plans, head, tail, tables[0], *found, offsets, num_bags, numbers, **options, TILES=JOINED_TILES,
+        HEADS=HEADS_AT_A_TIME,
     )  # fmt: skip
+
+
+def _factors(
+    layout: Layout, num_places: int, offsets: Tensor, weights: Tensor | None, grad: Tensor, clip: float | None
+) -> Tensor | None:
+    """For each id what its gradient is multiplied by; none where that is 1 for all."""
+    scales = _bag_scales(grad, offsets, layout, clip)
+    if weights is None and scales is None:
+        return None
+    factors = torch.empty(num_places, dtype=grad.dtype, device=grad.device)
+    num_bags = offsets.numel() - 1
+    tall, wide = _bags_and_ids(num_places, num_bags)
+    scale_places[(triton.cdiv(num_bags, tall),)](
+        offsets, factors if weights is None else weights, factors if scales is None else scales, factors, num_bags,
+        WEIGHTED=weights is not None, SCALED=scales is not None, BAGS=tall, L=wide, num_warps=4,
+    )  # fmt: skip
+    return factors
+
+
+def _bags_and_ids(num_places: int, num_bags: int) -> tuple[int, int]:
+    """Bags and ids of each that a program takes at a time."""
+    wide = min(32, triton.next_power_of_2(max(1, num_places // num_bags)))
+    return max(1, 512 // wide), wide
 
 
 @lru_cache(maxsize=64)
@@ -160,37 +204,22 @@ def host_numbers(numbers: Sequence[float], step: int, dtype: torch.dtype) -> Ten
     return torch.cat([torch.tensor(list(numbers), dtype=dtype), bits])
 
 
-def _arithmetic(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def _lanes(width: int) -> tuple[int, int]:
     """Warps of a program, and streams that are side by side in it, where a lane holds 4 elements of a row."""
     warps = max(1, width // 128)
     return warps, 128 * warps // width
 
 
-def _keys(count: int, dtype: torch.dtype, device: torch.device, *, is_full: bool) -> Tensor:
-    """Room for keys; places without an id sort last."""
-    if is_full:
-        return torch.empty(count, dtype=dtype, device=device)
-    return torch.full((count,), torch.iinfo(dtype).max, dtype=dtype, device=device)
-
-
-class _Shape:
+@lru_cache(maxsize=64)
+def _shape(layout: Layout, itemsize: int, is_aligned: bool) -> dict[str, int]:
     """What the compiler should know about widths: the block, the one width if there is one, and whether rows are aligned."""
-
-    @staticmethod
-    @lru_cache(maxsize=64)
-    def _of(widths: tuple[int, ...], itemsize: int, aligned: bool) -> dict[str, int]:
-        same = len(set(widths)) == 1
-        quad = all(width * itemsize % 16 == 0 for width in widths) and aligned
-        return {"D": triton.next_power_of_2(max(widths)), "WIDTH": widths[0] if same else 0, "ALIGNED": quad}
-
-    @classmethod
-    def of(cls, layout: Layout, tables: Sequence[Tensor]) -> dict[str, int]:
-        aligned = all(table.data_ptr() % 16 == 0 for table in tables)
-        return cls._of(tuple(table.width for table in layout.tables), tables[0].element_size(), aligned)
+    widths = [table.width for table in layout.tables]
+    is_aligned = is_aligned and all(width * itemsize % 16 == 0 for width in widths)
+    return {
+        "D": triton.next_power_of_2(max(widths)),
+        "WIDTH": widths[0] if len(set(widths)) == 1 else 0,
+        "ALIGNED": is_aligned,
+    }
 
 
 class _Facts:
@@ -206,17 +235,29 @@ class _Facts:
         for table in layout.tables:
             bases.append(bases[-1] + table.num_rows)
         self.key_dtype = torch.int32 if bases[-1] < 2**31 else torch.int64
+        self.no_key = torch.iinfo(self.key_dtype).max
+        """Of an id that is no row, and of room without an id: it sorts last."""
+        limits = numbers([layout.tables[table].num_rows for table in layout.table_of], torch.int64)
         columns = numbers(layout.columns)
-        self.pooling = (table_of, widths, columns, numbers([int(mean) for mean in layout.is_mean]))
-        self.feature_base = numbers([bases[table] for table in layout.table_of], torch.int64)
-        """For each feature the key of row 0 of its table."""
-        self.naming = (table_of, columns)
+        self.pooling = (table_of, widths, columns, numbers([int(mean) for mean in layout.is_mean]), limits)
+        feature_base = numbers([bases[table] for table in layout.table_of], torch.int64)  # the key of row 0 of its table
+        self.naming = (feature_base, table_of, columns, limits)
         self.update = (widths, numbers(bases, torch.int64))
 
 
 @lru_cache(maxsize=64)
 def _facts(layout: Layout, device: torch.device) -> _Facts:
     return _Facts(layout, device)
+
+
+def _placed(tables: Sequence[Tensor], device: torch.device) -> tuple[Tensor, bool]:
+    """Where tables are, in memory of the GPU, and whether all begin at a multiple of 16 bytes."""
+    return _placed_at(tuple([table.data_ptr() for table in tables]), device)
+
+
+@lru_cache(maxsize=64)
+def _placed_at(addresses: tuple[int, ...], device: torch.device) -> tuple[Tensor, bool]:
+    return _addresses(addresses, device), all(address % 16 == 0 for address in addresses)
 
 
 @lru_cache(maxsize=256)

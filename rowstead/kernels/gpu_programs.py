@@ -1,4 +1,4 @@
-"""The Triton programs behind `kernels/gpu.py`, which launches them and says what their arguments are.
+"""The Triton programs behind `kernels/gpu.py` and `dense_gpu.py`, which launch them and say what their arguments are.
 
 A block of rows is [R, S, D]: S streams side by side, each with R rows of width D that one group of lanes walks in its own
 registers, so that nothing is exchanged between lanes but the sum over one row. A look-up's stream is a bag, an update's a tile
@@ -45,10 +45,10 @@ def _rows_at(address, like, ALIGNED: tl.constexpr):
 
 @triton.jit
 def pool(
-    ids, offsets, weights, out, like, tables, table_of, widths, columns, means, num_samples, num_bags, total_width,
+    ids, offsets, weights, out, like, tables, table_of, widths, columns, means, limits, num_samples, num_bags, total_width,
     WEIGHTED: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ALIGNED: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """S bags a program, R ids of each at a time."""
+    """S bags a program, R ids of each at a time; ids that are no rows are left out."""
     bag = tl.program_id(0) * S + tl.arange(0, S)[None, :, None]
     live = bag < num_bags
     feature = tl.where(live, bag // num_samples, 0)
@@ -56,6 +56,7 @@ def pool(
     end = tl.load(offsets + bag + 1, mask=live, other=0)
     table = tl.load(table_of + feature)
     column = tl.load(columns + feature)
+    limit = tl.load(limits + feature)
     rows = _rows_at(tl.load(tables + table), like, ALIGNED)
     d = tl.arange(0, D)[None, None, :]
     if WIDTH > 0:
@@ -69,7 +70,8 @@ def pool(
     for start in range(0, longest, R):
         place = begin + start + tl.arange(0, R)[:, None, None]
         on = place < end
-        row = tl.load(ids + place, mask=on, other=0).to(tl.int64)
+        row = tl.load(ids + place, mask=on, other=-1).to(tl.int64)
+        on = (row >= 0) & (row < limit)
         values = tl.load(rows + row * width + d, mask=on & inside, other=0.0).to(out.dtype.element_ty)
         if WEIGHTED:
             values *= tl.load(weights + place, mask=on, other=0.0).to(values.dtype)
@@ -81,16 +83,17 @@ def pool(
 
 @triton.jit
 def name_rows(
-    ids, offsets, weights, scales, keys, sources, factors, row_base, table_of, columns, num_samples, num_bags, total_width,
-    WEIGHTED: tl.constexpr, SCALED: tl.constexpr, BAGS: tl.constexpr, L: tl.constexpr,
+    ids, offsets, keys, sources, row_base, table_of, columns, limits, num_samples, num_bags, total_width,
+    NONE: tl.constexpr, BAGS: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
-    """For each id its key, which is its row counted over all tables, its source and the factor of its gradient."""
+    """For each id its source and its key, which is its row counted over all tables, or NONE for an id that is no row."""
     bag = tl.program_id(0) * BAGS + tl.arange(0, BAGS)[:, None]
     live = bag < num_bags
     feature = tl.where(live, bag // num_samples, 0)
     begin = tl.load(offsets + bag, mask=live, other=0)
     end = tl.load(offsets + bag + 1, mask=live, other=0)
     base = tl.load(row_base + feature)
+    limit = tl.load(limits + feature)
     example = (bag - feature * num_samples).to(tl.int64)
     source = (tl.load(table_of + feature).to(tl.int64) << _TABLE_BIT) + example * total_width + tl.load(columns + feature)
     longest = tl.max(tl.max(end - begin, axis=1), axis=0)
@@ -98,15 +101,30 @@ def name_rows(
         place = begin + start + tl.arange(0, L)[None, :]
         on = place < end
         row = tl.load(ids + place, mask=on, other=0).to(tl.int64)
-        tl.store(keys + place, (base + row).to(keys.dtype.element_ty), mask=on)
+        key = tl.where((row >= 0) & (row < limit), base + row, NONE)
+        tl.store(keys + place, key.to(keys.dtype.element_ty), mask=on)
         tl.store(sources + place, tl.broadcast_to(source, [BAGS, L]), mask=on)
-        if WEIGHTED or SCALED:
-            factor = tl.full([BAGS, L], 1.0, factors.dtype.element_ty)
-            if WEIGHTED:
-                factor *= tl.load(weights + place, mask=on, other=0.0).to(factor.dtype)
-            if SCALED:
-                factor *= tl.load(scales + bag, mask=live, other=0.0)
-            tl.store(factors + place, factor, mask=on)
+
+
+@triton.jit
+def scale_places(
+    offsets, weights, scales, factors, num_bags, WEIGHTED: tl.constexpr, SCALED: tl.constexpr, BAGS: tl.constexpr, L: tl.constexpr
+):  # fmt: skip
+    """For each id what its gradient is multiplied by: its weight, and the scale of its bag."""
+    bag = tl.program_id(0) * BAGS + tl.arange(0, BAGS)[:, None]
+    live = bag < num_bags
+    begin = tl.load(offsets + bag, mask=live, other=0)
+    end = tl.load(offsets + bag + 1, mask=live, other=0)
+    longest = tl.max(tl.max(end - begin, axis=1), axis=0)
+    for start in range(0, longest, L):
+        place = begin + start + tl.arange(0, L)[None, :]
+        on = place < end
+        factor = tl.full([BAGS, L], 1.0, factors.dtype.element_ty)
+        if WEIGHTED:
+            factor *= tl.load(weights + place, mask=on, other=0.0).to(factor.dtype)
+        if SCALED:
+            factor *= tl.load(scales + bag, mask=live, other=0.0)
+        tl.store(factors + place, factor, mask=on)
 
 
 @triton.jit
@@ -157,14 +175,18 @@ def _is_split(keys, border, key, num_ids, TILE: tl.constexpr, EXTRA: tl.constexp
 @triton.jit
 def plan_places(
     keys, order, sources, plans, rows_at, firsts_at, seconds_at, noises, tables, firsts, seconds, widths, bases,
-    offsets, num_bags, numbers, row_size,
-    KIND: tl.constexpr, ROUNDS: tl.constexpr, TILE: tl.constexpr, EXTRA: tl.constexpr, BLOCK: tl.constexpr,
+    offsets, num_bags, numbers, guard, row_size,
+    KIND: tl.constexpr, ROUNDS: tl.constexpr, TILE: tl.constexpr, EXTRA: tl.constexpr, BLOCK: tl.constexpr, NONE: tl.constexpr,
 ):  # fmt: skip
-    """For each sorted place its plan, and where its row and the optimizer's state of that row are."""
+    """For each sorted place its plan, and where its row and the optimizer's state of that row are.
+
+    Where the number at `guard` is not finite, the plan is to do nothing.
+    """
     num_ids = tl.load(offsets + num_bags).to(tl.int32)
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    live = place < num_ids
-    key = tl.load(keys + place, mask=live, other=-1)
+    is_place = place < num_ids
+    key = tl.load(keys + place, mask=is_place, other=NONE)
+    live = key != NONE
     before = tl.load(keys + place - 1, mask=live & (place > 0), other=-1)
     after = tl.load(keys + place + 1, mask=place + 1 < num_ids, other=-1)
     source = tl.load(sources + tl.load(order + place, mask=live, other=0), mask=live, other=0)
@@ -190,7 +212,9 @@ def plan_places(
     plan |= (is_split & (ends | is_last)).to(tl.int64) << _HEAD
     plan |= leaves_tail.to(tl.int64) << _TAIL
     plan |= is_split.to(tl.int64) << _SPLIT
-    tl.store(plans + place, plan, mask=live)
+    loss = tl.load(guard)
+    plan = tl.where(loss - loss == 0.0, plan, 0)
+    tl.store(plans + place, tl.where(live, plan, 0), mask=is_place)
     tl.store(rows_at + place, tl.load(tables + table) + row * width * row_size, mask=live)
     size: tl.constexpr = numbers.dtype.element_ty.primitive_bitwidth // 8
     if KIND == 2:
@@ -350,3 +374,60 @@ def join_tiles(
         _apply(
             total, place, width, d, live, on, like, rows_at, firsts_at, seconds_at, noises, numbers, ALIGNED, KIND, ROUNDS
         )  # fmt: skip
+
+
+@triton.jit
+def _floats_at(address):
+    return address.to(tl.pointer_type(tl.float32))
+
+
+@triton.jit
+def step_dense(
+    weights, grads, firsts, seconds, owners, starts, sizes, numbers, guard, KIND: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """A block of one parameter a program.
+
+    numbers: learning rate, eps, 1 - beta1, 1 - beta2, 1 - beta1 ** step, the root of 1 - beta2 ** step, weight decay.
+    """
+    owner = tl.load(owners + tl.program_id(0))
+    at = tl.load(starts + tl.program_id(0)) + tl.arange(0, BLOCK)
+    loss = tl.load(guard)
+    on = at < tl.where(loss - loss == 0.0, tl.load(sizes + owner), 0)
+    param_at = _floats_at(tl.load(weights + owner)) + at
+    param = tl.load(param_at, mask=on, other=0.0)
+    lr, eps = tl.load(numbers), tl.load(numbers + 1)
+    grad = tl.load(_floats_at(tl.load(grads + owner)) + at, mask=on, other=0.0) + tl.load(numbers + 6) * param
+    if KIND == 0:
+        change = lr * grad
+    else:
+        first_at = _floats_at(tl.load(firsts + owner)) + at
+        first = tl.load(first_at, mask=on, other=0.0)
+        if KIND == 1:
+            first += grad * grad
+            change = lr * grad / (tl.sqrt(first) + eps)
+        else:
+            second_at = _floats_at(tl.load(seconds + owner)) + at
+            second = tl.load(second_at, mask=on, other=0.0)
+            first += tl.load(numbers + 2) * (grad - first)
+            second += tl.load(numbers + 3) * (grad * grad - second)
+            tl.store(second_at, second, mask=on)
+            change = lr / tl.load(numbers + 4) * first / (tl.sqrt(second) / tl.load(numbers + 5) + eps)
+        tl.store(first_at, first, mask=on)
+    tl.store(param_at, param - change, mask=on)
+
+
+@triton.jit
+def relu_backward(grad, out, masked, sums, num_samples, width, rows_a_part, R: tl.constexpr, C: tl.constexpr):
+    """A part of the examples and C columns a program: the gradient where `out` is above 0, and its sum over that part."""
+    part = tl.program_id(0)
+    column = tl.program_id(1) * C + tl.arange(0, C)[None, :]
+    stop = tl.minimum((part + 1) * rows_a_part, num_samples)
+    total = tl.zeros([R, C], tl.float32)
+    for start in range(part * rows_a_part, stop, R):
+        row = start + tl.arange(0, R)[:, None]
+        on = (row < stop) & (column < width)
+        at = row.to(tl.int64) * width + column
+        values = tl.where(tl.load(out + at, mask=on, other=0.0) > 0, tl.load(grad + at, mask=on, other=0.0), 0.0)
+        tl.store(masked + at, values, mask=on)
+        total += values.to(tl.float32)
+    tl.store(sums + part * width + column, tl.sum(total, axis=0, keep_dims=True), mask=column < width)

@@ -6,9 +6,13 @@ Letters: B examples, V vectors that interact (the dense one and one a sparse fea
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
+
+from rowstead.kernels.choose import has_triton
+from rowstead.kernels.interaction import pairwise_dots
 
 
 class MLP(nn.Sequential):
@@ -26,6 +30,23 @@ class MLP(nn.Sequential):
             in_width = width
         super().__init__(*layers)
 
+    def forward(self, x: Tensor) -> Tensor:
+        if not _takes_fused_layers(x):
+            return cast(Tensor, super().forward(x))
+        from rowstead.kernels.mlp_gpu import linear_relu
+
+        layers = list(self)
+        for place in range(0, len(layers), 2):
+            linear = cast(nn.Linear, layers[place])
+            has_relu = place + 1 < len(layers)
+            x = linear_relu(x, linear.weight, linear.bias) if has_relu else linear(x)
+        return x
+
+
+def _takes_fused_layers(x: Tensor) -> bool:
+    known = x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return x.is_cuda and known and x.shape[0] > 0 and has_triton() and not torch.compiler.is_compiling()
+
 
 class Concat(nn.Module):
     """Vectors side by side: [B, dense width] and [B, pooled width] to [B, both]."""
@@ -41,21 +62,14 @@ class Concat(nn.Module):
 class Dot(nn.Module):
     """The dense vector, then the dot products of all pairs among V vectors of width D."""
 
-    lower: Tensor
-
     def __init__(self, dense_width: int, pooled_width: int, width: int) -> None:
         super().__init__()
         self.width = width
         num_vectors = (dense_width + pooled_width) // width
-        row, column = torch.tril_indices(num_vectors, num_vectors, offset=-1)
-        self.register_buffer("lower", row * num_vectors + column, persistent=False)
-        self.out_width = dense_width + self.lower.numel()
+        self.out_width = dense_width + num_vectors * (num_vectors - 1) // 2
 
     def forward(self, dense: Tensor | None, pooled: Tensor) -> Tensor:
-        side_by_side = pooled if dense is None else torch.cat([dense, pooled], dim=1)
-        vectors = side_by_side.unflatten(1, (-1, self.width))
-        products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1).index_select(1, self.lower)
-        return products if dense is None else torch.cat([dense, products], dim=1)
+        return pairwise_dots(dense, pooled, self.width)
 
 
 class Cross(nn.Module):

@@ -1,9 +1,11 @@
-"""Triton kernels on a real GPU, over the widths that people use; tests/stores drives them in the interpreter everywhere."""
+"""Triton kernels, on a real GPU where there is one and in Triton's interpreter elsewhere; tests/stores drives them too."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rowstead.kernels import reference
 from rowstead.kernels.layout import layout_of
@@ -11,18 +13,94 @@ from rowstead.kernels.optimizer import new_row_state
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of
 from rowstead.spec.train import SparseOptimizerSpec
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@settings(max_examples=15 if DEVICE == "cpu" else 200, deadline=None)
+@given(
+    lengths=st.lists(st.sampled_from([1, 1, 2, 3, 4, 5, 8, 27, 31, 32, 33, 36, 37, 64, 70, 200]), min_size=1, max_size=12),
+    seed=st.integers(0, 99),
+)
+def test_runs_of_equal_ids_are_summed_once_wherever_tiles_end(lengths: list[int], seed: int) -> None:
+    from rowstead.kernels import gpu
+
+    num_rows = len(lengths)
+    features = FeaturesSpec(sparse=(SparseFeatureSpec(name="f", num_rows=num_rows),))
+    layout = layout_of(features, tables_of(features, width=4))
+    random = torch.Generator().manual_seed(seed)
+    ids = torch.repeat_interleave(torch.arange(num_rows), torch.tensor(lengths))
+    ids = ids[torch.randperm(len(ids), generator=random)]
+    middle = int(torch.randint(0, len(ids) + 1, (), generator=random))
+    offsets = torch.tensor([0, middle, len(ids)], device=DEVICE)
+    grad = torch.randn(2, 4, generator=random, dtype=torch.float64).to(DEVICE)
+    ours, theirs = (torch.zeros(num_rows, 4, dtype=torch.float64, device=DEVICE) for _ in range(2))
+    # Room for more ids than there are must not matter.
+    roomy = torch.cat([ids, torch.full((seed,), 7)]).to(DEVICE)
+    optimizer = SparseOptimizerSpec(kind="sgd")
+    numbers = gpu.host_numbers([1.0, 0, 0, 0, 0], 1, torch.float64).to(DEVICE)
+    ordered = gpu.sort_ids(layout, roomy, offsets)
+    gpu.update_by([ours], [{}], layout, ordered, offsets, None, grad, optimizer=optimizer, numbers=numbers)
+    reference.update([theirs], [{}], layout, ids.to(DEVICE), offsets, None, grad, optimizer=optimizer, lr=1.0, step=1)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "rowwise_adagrad", "adam"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_rows_are_rounded_as_in_the_reference(dtype: torch.dtype, kind: str) -> None:
+    from rowstead.kernels import gpu
+
+    features = FeaturesSpec(sparse=(SparseFeatureSpec(name="f{i}", repeat=2, num_rows=40),))
+    layout = layout_of(features, tables_of(features, width=8))
+    random = torch.Generator().manual_seed(1)
+    start = [(torch.randn(40, 8, generator=random) * scale).to(dtype) for scale in (1.0, 3e-5)]
+    ours, theirs = ([rows.to(DEVICE).clone() for rows in start] for _ in range(2))
+    states = [[new_row_state(kind, rows) for rows in tables] for tables in (ours, theirs)]
+    optimizer = SparseOptimizerSpec(kind=kind)
+    for step in (1, 2, 3):
+        ids = torch.cat([torch.randperm(40, generator=random)[:30] for _ in range(2)]).to(DEVICE)
+        offsets = torch.arange(0, 61, 10, device=DEVICE)
+        grad = torch.randn(3, 16, generator=random).to(DEVICE) * 1e-3
+        pooled = gpu.lookup(ours, layout, ids, offsets)
+        assert pooled.dtype == torch.float32
+        torch.testing.assert_close(pooled, reference.lookup(ours, layout, ids, offsets))
+        for kernels, tables, state in ((gpu, ours, states[0]), (reference, theirs, states[1])):
+            kernels.update(tables, state, layout, ids, offsets, None, grad, optimizer=optimizer, lr=0.1, step=step)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.dtype == dtype
+        if kind == "sgd":
+            assert torch.equal(mine, other)
+        torch.testing.assert_close(mine, other, rtol=2**-6, atol=2**-23)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_ids_that_are_no_rows_are_left_out(dtype: torch.dtype) -> None:
+    from rowstead.kernels import gpu
+
+    features = FeaturesSpec(sparse=(SparseFeatureSpec(name="f{i}", repeat=2, num_rows=5),))
+    layout = layout_of(features, tables_of(features, width=4))
+    ours = [torch.randn(5, 4, device=DEVICE) for _ in range(2)]
+    theirs = [rows.clone() for rows in ours]
+    wrong = torch.tensor([5, 1, -1, 2, 4, 2**31 - 1, 0, 3], dtype=dtype, device=DEVICE)
+    right = torch.tensor([1, 2, 4, 0, 3], dtype=dtype, device=DEVICE)
+    offsets, others = torch.tensor([0, 4, 8], device=DEVICE), torch.tensor([0, 2, 5], device=DEVICE)
+    torch.testing.assert_close(gpu.lookup(ours, layout, wrong, offsets), reference.lookup(theirs, layout, right, others))
+    optimizer, grad = SparseOptimizerSpec(kind="sgd"), torch.randn(1, 8, device=DEVICE)
+    gpu.update(ours, [{}, {}], layout, wrong, offsets, None, grad, optimizer=optimizer, lr=1.0, step=1)
+    reference.update(theirs, [{}, {}], layout, right, others, None, grad, optimizer=optimizer, lr=1.0, step=1)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other)
+
 
 def test_a_run_of_equal_ids_over_many_tiles_is_summed_once() -> None:
     from rowstead.kernels import gpu
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"  # there in Triton's interpreter
     features = FeaturesSpec(sparse=(SparseFeatureSpec(name="hot", num_rows=3),))
     layout = layout_of(features, tables_of(features, width=4))
-    rows, others = torch.zeros(3, 4, device=device), torch.zeros(3, 4, device=device)
-    ids = torch.full((1500,), 1, device=device)
+    rows, others = torch.zeros(3, 4, device=DEVICE), torch.zeros(3, 4, device=DEVICE)
+    ids = torch.full((1500,), 1, device=DEVICE)
     ids[:3], ids[-2:] = 0, 2
-    offsets = torch.tensor([0, 700, 1500], device=device)
-    grad = torch.tensor([[1.0, 2, 3, 4], [10, 20, 30, 40]], device=device)
+    offsets = torch.tensor([0, 700, 1500], device=DEVICE)
+    grad = torch.tensor([[1.0, 2, 3, 4], [10, 20, 30, 40]], device=DEVICE)
     for kernels, table in ((gpu, rows), (reference, others)):
         kernels.update(
             [table], [{}], layout, ids, offsets, None, grad, optimizer=SparseOptimizerSpec(kind="sgd"), lr=1.0, step=1
@@ -52,3 +130,25 @@ def test_every_width_compiles_and_agrees_with_the_reference(width: int, num_ids:
         kernels.update(rows, state, layout, ids, offsets, None, grad, optimizer=SparseOptimizerSpec(), lr=0.1, step=1)
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_tables_of_more_than_two_billion_elements() -> None:
+    from rowstead.kernels import gpu
+
+    num_rows, width = 36_000_000, 64
+    assert num_rows * width > 2**31
+    features = FeaturesSpec(sparse=(SparseFeatureSpec(name="f{i}", repeat=2, num_rows=num_rows),))
+    layout = layout_of(features, tables_of(features, width=width))
+    tables = [torch.zeros(num_rows, width, device="cuda") for _ in range(2)]
+    ids = torch.tensor([0, 1, num_rows - 1, 2**31 // width + 5] * 16 + [3, num_rows - 2] * 32, device="cuda")
+    offsets = torch.tensor([0, 64, 128], device="cuda")
+    grad = torch.randn(1, 2 * width, device="cuda")
+    gpu.update(tables, [{}, {}], layout, ids, offsets, None, grad, optimizer=SparseOptimizerSpec(kind="sgd"), lr=1.0, step=1)
+    for place, row, count in ((0, num_rows - 1, 16), (0, 2**31 // width + 5, 16), (1, num_rows - 2, 32), (1, 3, 32)):
+        expected = -count * grad[0, place * width : (place + 1) * width]
+        torch.testing.assert_close(tables[place][row], expected)
+    pooled = gpu.lookup(tables, layout, ids, offsets)
+    torch.testing.assert_close(
+        pooled[0, :width], 16 * tables[0][[0, 1, num_rows - 1, 2**31 // width + 5]].sum(0), rtol=1e-4, atol=1e-4
+    )

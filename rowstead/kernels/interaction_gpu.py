@@ -1,0 +1,153 @@
+"""Pairwise dot products on a CUDA GPU, in Triton: products straight into the triangle, and gradients straight out of it.
+
+A program makes one tile of one example's products, or the gradients of some of its vectors. Nothing of [B, V, V] is ever
+written. Every sum has one order, so the result is the same bit for bit each time.
+
+Letters: B examples, V vectors, D width, P = V (V - 1) / 2 pairs. Capital arguments are known when a program is compiled:
+TILE vectors and DEPTH numbers of each at a time, both powers of two of 16 or more; FIRST is 1 with a dense vector, else 0.
+"""
+# ruff: noqa: N803
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def forward(dense: Tensor | None, pooled: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """The dense vector and the products [B, D + P], in `dtype`; dense [B, D] or none, pooled [B, vectors * D]."""
+    shape = _shape(dense is not None, pooled.shape[1], width)
+    num_samples, num_vectors = len(pooled), shape["V"]
+    num_products = num_vectors * (num_vectors - 1) // 2
+    out = torch.empty(num_samples, shape["FIRST"] * width + num_products, dtype=dtype, device=pooled.device)
+    if num_samples:
+        pooled = pooled.contiguous()
+        dense = pooled if dense is None else dense.contiguous()
+        tiles = triton.cdiv(num_vectors, shape["TILE"])
+        depth = min(64, triton.next_power_of_2(max(16, width)))
+        _multiply[(num_samples, tiles, tiles)](
+            dense, pooled, out, **shape, DEPTH=depth, PRECISION=_precision(), num_warps=shape["TILE"] // 16, num_stages=2
+        )
+    return out
+
+
+def backward(dense: Tensor | None, pooled: Tensor, width: int, grad: Tensor) -> tuple[Tensor | None, Tensor]:
+    """The gradients of `dense` and `pooled`; grad is that of what `forward` gave."""
+    shape = _shape(dense is not None, pooled.shape[1], width)
+    pooled, grad = pooled.contiguous(), grad.contiguous()
+    given = pooled if dense is None else dense.contiguous()
+    of_pooled = torch.empty_like(pooled)
+    of_dense = of_pooled if dense is None else torch.empty_like(given)
+    if len(pooled):
+        depth = min(128, triton.next_power_of_2(max(16, width)))
+        grid = (len(pooled), triton.cdiv(shape["V"], shape["TILE"]), triton.cdiv(width, depth))
+        _spread[grid](
+            given, pooled, grad, of_dense, of_pooled, **shape, DEPTH=depth, PRECISION=_precision(),
+            num_warps=shape["TILE"] // 16, num_stages=2,
+        )  # fmt: skip
+    return None if dense is None else of_dense, of_pooled
+
+
+@lru_cache(maxsize=64)
+def _shape(has_dense: bool, pooled_width: int, width: int) -> dict[str, int]:
+    num_vectors = int(has_dense) + pooled_width // width
+    tile = min(64, triton.next_power_of_2(max(16, num_vectors)))
+    return {"V": num_vectors, "WIDTH": width, "FIRST": int(has_dense), "TILE": tile}
+
+
+def _precision() -> str:
+    """How FP32 numbers are multiplied: as torch's own products are."""
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+@triton.jit
+def _vectors(  # type: ignore[no-untyped-def]
+    dense, pooled, like, example, place, d, V: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr
+):  # fmt: skip
+    """Numbers `d` [1, DEPTH] of the vectors at `place` [TILE, 1] of one example, of the type that `like` points to."""
+    kind = like.dtype.element_ty
+    inside = (place < V) & (d < WIDTH)
+    others = pooled + example * ((V - FIRST) * WIDTH)
+    values = tl.load(others + (place - FIRST) * WIDTH + d, mask=inside & (place >= FIRST), other=0.0).to(kind)
+    if FIRST:
+        own = tl.load(dense + example * WIDTH + place * WIDTH + d, mask=inside & (place < FIRST), other=0.0).to(kind)
+        values = tl.where(place < FIRST, own, values)
+    return values
+
+
+@triton.jit
+def _multiply(  # type: ignore[no-untyped-def]
+    dense, pooled, out, V: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr, TILE: tl.constexpr,
+    DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program a tile of products of one example; those above the diagonal have nothing to do."""
+    example = tl.program_id(0).to(tl.int64)
+    row_tile = tl.program_id(1)
+    column_tile = tl.program_id(2)
+    if column_tile <= row_tile:
+        places = tl.arange(0, TILE)[:, None]
+        total = tl.zeros([TILE, TILE], tl.float32)
+        for start in range(0, WIDTH, DEPTH):
+            d = start + tl.arange(0, DEPTH)[None, :]
+            left = _vectors(dense, pooled, out, example, row_tile * TILE + places, d, V, WIDTH, FIRST)
+            right = _vectors(dense, pooled, out, example, column_tile * TILE + places, d, V, WIDTH, FIRST)
+            total += tl.dot(left, tl.trans(right), input_precision=PRECISION)
+        row = row_tile * TILE + places
+        column = column_tile * TILE + tl.arange(0, TILE)[None, :]
+        result = out + example * (FIRST * WIDTH + V * (V - 1) // 2)
+        at = row * (row - 1) // 2 + column
+        tl.store(result + FIRST * WIDTH + at, total.to(out.dtype.element_ty), mask=(column < row) & (row < V))
+        if FIRST:
+            for start in range(0, WIDTH, DEPTH):
+                d = start + tl.arange(0, DEPTH)
+                once = d + row_tile * WIDTH < WIDTH  # by the first tile alone
+                values = tl.load(dense + example * WIDTH + d, mask=once, other=0.0)
+                tl.store(result + d, values.to(out.dtype.element_ty), mask=once)
+
+
+@triton.jit
+def _spread(  # type: ignore[no-untyped-def]
+    dense, pooled, grad, of_dense, of_pooled, V: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr,
+    TILE: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program the gradients of a tile of vectors of one example: g[i, k] x[k] over k below i, g[k, i] x[k] over k above."""
+    example = tl.program_id(0).to(tl.int64)
+    own_tile = tl.program_id(1)
+    d = tl.program_id(2) * DEPTH + tl.arange(0, DEPTH)[None, :]
+    tall = tl.arange(0, TILE)[:, None]
+    wide = tl.arange(0, TILE)[None, :]
+    own = own_tile * TILE + tall
+    own_wide = own_tile * TILE + wide
+    passed = grad + example * (FIRST * WIDTH + V * (V - 1) // 2)
+    triangle = passed + FIRST * WIDTH
+
+    higher = tl.maximum(own, own_wide)
+    at = higher * (higher - 1) // 2 + tl.minimum(own, own_wide)
+    weights = tl.load(triangle + at, mask=(own != own_wide) & (higher < V), other=0.0)
+    values = _vectors(dense, pooled, grad, example, own, d, V, WIDTH, FIRST)
+    total = tl.dot(weights, values, input_precision=PRECISION)
+    for tile in range(own_tile):
+        column = tile * TILE + wide
+        at = own * (own - 1) // 2 + column
+        weights = tl.load(triangle + at, mask=(own < V) & (column < own), other=0.0)
+        values = _vectors(dense, pooled, grad, example, tile * TILE + tall, d, V, WIDTH, FIRST)
+        total += tl.dot(weights, values, input_precision=PRECISION)
+    for tile in range(own_tile + 1, (V + TILE - 1) // TILE):
+        other = tile * TILE + tall
+        # Read along the rows of the triangle, and turned after.
+        at = other * (other - 1) // 2 + own_wide
+        weights = tl.load(triangle + at, mask=(other < V) & (own_wide < other), other=0.0)
+        values = _vectors(dense, pooled, grad, example, other, d, V, WIDTH, FIRST)
+        total += tl.dot(tl.trans(weights), values, input_precision=PRECISION)
+
+    inside = (own < V) & (d < WIDTH)
+    target = of_pooled + example * ((V - FIRST) * WIDTH) + (own - FIRST) * WIDTH + d
+    tl.store(target, total.to(of_pooled.dtype.element_ty), mask=inside & (own >= FIRST))
+    if FIRST:
+        first = inside & (own < FIRST)
+        total += tl.load(passed + own * WIDTH + d, mask=first, other=0.0).to(tl.float32)
+        tl.store(of_dense + example * WIDTH + own * WIDTH + d, total.to(of_dense.dtype.element_ty), mask=first)
