@@ -9,7 +9,12 @@
 from __future__ import annotations
 
 import importlib
+import os
 from typing import Any
+
+# Read when torch is loaded, which is after this unless it was imported first. Threads that spin while they wait for the next
+# operation take the cores from the reader and from each other: with other work on the machine a step takes many times as long.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 __version__ = "0.1.0"
 
@@ -24,6 +29,11 @@ _HOMES = {
     "load_exported": "rowstead.serve.exported",
     "Batch": "rowstead.contracts.batch",
     "Sparse": "rowstead.contracts.batch",
+    "sparse_from_kjt": "rowstead.contracts.batch",
+    "kjt_from_sparse": "rowstead.contracts.batch",
+    "EmbeddingBags": "rowstead.embedding_bags",
+    "BagTable": "rowstead.embedding_bags",
+    "PooledFeatures": "rowstead.embedding_bags",
     "RunSpec": "rowstead.spec.run",
     "load_recipe": "rowstead.spec.run",
     "RowsteadError": "rowstead.spec.errors",

@@ -56,6 +56,9 @@ def train(
     out: Annotated[
         Path | None, typer.Option("--out", help="Folder of this run. [default: the next number under --runs]")
     ] = None,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Trace 20 steps into the run's trace.json, and print where their time went.")
+    ] = False,
     runs: Root = RUNS,
 ) -> None:
     """Train a model from a recipe, or go on with a run."""
@@ -73,10 +76,10 @@ def train(
     console = Console()
     with watching(console) as watcher:
         if resume is not None:
-            result = run.resume(resume, root=runs, watcher=watcher)
+            result = run.resume(resume, root=runs, watcher=watcher, profile=profile)
         else:
             assert spec is not None
-            result = run.train(spec, root=runs, out=out, init_from=init_from, watcher=watcher)
+            result = run.train(spec, root=runs, out=out, init_from=init_from, watcher=watcher, profile=profile)
     if result.outcome.ending == "interrupted":
         console.print(f"stopped after step {result.outcome.position.step:,}; the checkpoint is saved.", highlight=False)
         console.print(f"go on with: {command_name()} train --resume {result.folder}", highlight=False, soft_wrap=True)

@@ -7,6 +7,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import psutil
@@ -20,13 +21,17 @@ from rowstead.data.encode import Encoder
 from rowstead.data.parquet import ParquetLog, ParquetSource
 from rowstead.data.synth import SynthLog, SynthSource
 from rowstead.data.transforms import DenseTransforms
-from rowstead.kernels.layout import layout_of
+from rowstead.kernels.layout import Layout, layout_of
 from rowstead.model.dlrm import DLRM
 from rowstead.records.files import shown_bytes
 from rowstead.spec.data import ParquetSpec
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.run import RunSpec
+from rowstead.stores.checked import CheckedSource
 from rowstead.stores.device import DeviceStore
+
+ROW_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Formats of rows by the names that specs have for them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +65,12 @@ def open_sources(spec: RunSpec, transforms: DenseTransforms | None = None, id_ki
     encoder = Encoder(spec.features, spec.tables, transforms)
     sources = (log.source(encoder) for log in (train_log, eval_log))
     return Sources(train=next(sources), eval=next(sources), encoder=encoder, id_kinds=train_log.id_kinds)
+
+
+def checked_sources(sources: Sources, layout: Layout) -> Sources:
+    """The same splits, each batch checked against the tables by the thread that reads it."""
+    train, evaluation = (CheckedSource(source, layout) for source in (sources.train, sources.eval))
+    return dataclasses.replace(sources, train=train, eval=evaluation)
 
 
 def raw_blocks(spec: RunSpec, data: list[str] | None = None, max_rows: int | None = None) -> Iterator[RawBlock]:
@@ -118,17 +129,36 @@ def build_model(
     """A model with the initial weights of the spec's seed, without touching anybody's random state."""
     optimizer = spec.train.sparse_optimizer if trains else None
     kernel = spec.kernel if trains else "auto"  # a trained model may be used on another device
-    store = DeviceStore(layout_of(spec.features, spec.tables), optimizer, seed=spec.seed, device=device, kernel=kernel)
+    check = spec.check_ids and (device.type == "cpu" or not trains)  # a step on a GPU waits for nothing: `checked_sources`
+    store = DeviceStore(
+        layout_of(spec.features, spec.tables),
+        optimizer,
+        seed=spec.seed,
+        device=device,
+        dtype=ROW_DTYPES[spec.model.row_format],
+        kernel=kernel,
+        check=check,
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
         model = DLRM(spec.model, spec.features, store, negative_keep_rate=spec.data.negative_keep_rate, encode=encode)
     return model.to(device)
 
 
+def shown_kernel(name: str, device: torch.device) -> str:
+    """The kernels that run, with what they run on."""
+    if name == "gpu" and device.type == "cuda":
+        return f"gpu (Triton, {torch.cuda.get_device_name(device)})"
+    made_of = {"cpu": "Numba", "gpu": "Triton", "reference": "plain torch"}[name]
+    threads = torch.get_num_threads()
+    return f"{name} ({made_of}, {threads} thread{'s' if threads > 1 else ''})"
+
+
 def check_memory(spec: RunSpec, device: torch.device) -> None:
     """Refuse tables that cannot fit, rather than have the system kill us while they are filled."""
-    copies = {"sgd": 1.0, "rowwise_adagrad": 1.0, "adagrad": 2.0, "adam": 3.0}[spec.train.sparse_optimizer.kind]
-    needs_bytes = int(4 * copies * sum(table.num_elements for table in spec.tables))
+    state_bytes = {"sgd": 0, "rowwise_adagrad": 0, "adagrad": 4, "adam": 8}[spec.train.sparse_optimizer.kind]
+    element_bytes = ROW_DTYPES[spec.model.row_format].itemsize + state_bytes
+    needs_bytes = element_bytes * sum(table.num_elements for table in spec.tables)
     if device.type == "cuda":
         free_bytes = torch.cuda.mem_get_info(device)[0]
     else:
@@ -149,10 +179,19 @@ def _rounded_down(value: float) -> float:
 
 @contextlib.contextmanager
 def threads_of(spec: RunSpec) -> Iterator[None]:
-    """Torch's CPU threads as the spec asks, for as long as the run lasts."""
+    """Torch's CPU threads as the spec asks, or one a core that we may use, for as long as the run lasts."""
     before = torch.get_num_threads()
-    torch.set_num_threads(spec.threads or before)
+    torch.set_num_threads(spec.threads or min(before, granted_cores() or before))
     try:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def granted_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int | None:
+    """Cores that a Linux container may keep busy, which OpenMP does not ask for; none where nothing limits them."""
+    try:
+        busy, period = quota.read_text().split()
+    except (OSError, ValueError):
+        return None
+    return None if busy == "max" else max(1, round(int(busy) / int(period)))

@@ -13,13 +13,23 @@ from pathlib import Path
 
 import torch
 
-from rowstead.parts import Sources, build_model, check_memory, device_of, open_sources, threads_of
+from rowstead.parts import (
+    Sources,
+    build_model,
+    check_memory,
+    checked_sources,
+    device_of,
+    open_sources,
+    shown_kernel,
+    threads_of,
+)
 from rowstead.records.events import EventLog
 from rowstead.records.run_folder import DEFAULT_ROOT, RunFolder
 from rowstead.records.usage import UsageSampler, machine_facts, versions
 from rowstead.spec.parse import digest
 from rowstead.spec.record import Record
 from rowstead.spec.run import RunSpec, load_recipe
+from rowstead.stores.device import DeviceStore
 from rowstead.trained import architecture, check_same_model, transforms_in
 from rowstead.training import checkpoint
 from rowstead.training.loop import Loop, Outcome, Position
@@ -49,10 +59,12 @@ def train(
     out: Path | str | None = None,
     init_from: str | None = None,
     watcher: Watcher | None = None,
+    profile: bool = False,
 ) -> Result:
     """Train a model from a spec, a recipe's name or a recipe's path, into a new folder under `root` or at `out`.
 
-    `init_from` names an earlier run whose weights are taken over before the first step.
+    `init_from` names an earlier run whose weights are taken over before the first step. `profile` traces a few steps into
+    `trace.json` and tells the watcher where their time went.
     """
     spec = load_recipe(spec) if isinstance(spec, str) else spec
     watcher = watcher or Silent()
@@ -74,10 +86,20 @@ def train(
         folder = RunFolder.create(root, spec.name) if out is None else RunFolder.create_at(out)
         with folder.lock():
             folder.write_spec(spec)
-            return _drive(spec, stepper, sources, folder, device, watcher, position=None, save_first=init_from is not None)
+            return _drive(
+                spec,
+                stepper,
+                sources,
+                folder,
+                device,
+                watcher,
+                position=None,
+                save_first=init_from is not None,
+                profile=profile,
+            )
 
 
-def resume(run: str, *, root: Path | str = DEFAULT_ROOT, watcher: Watcher | None = None) -> Result:
+def resume(run: str, *, root: Path | str = DEFAULT_ROOT, watcher: Watcher | None = None, profile: bool = False) -> Result:
     """Go on with a run from its newest good checkpoint, as if it had never stopped."""
     watcher = watcher or Silent()
     folder = RunFolder.open(run, root)
@@ -102,7 +124,7 @@ def resume(run: str, *, root: Path | str = DEFAULT_ROOT, watcher: Watcher | None
                 saved = None  # closes its files
             with EventLog(folder.events_file) as events:
                 events.resumed(position.step if position else 0)
-            return _drive(spec, stepper, sources, folder, device, watcher, position=position)
+            return _drive(spec, stepper, sources, folder, device, watcher, position=position, profile=profile)
 
 
 def _stepper(spec: RunSpec, sources: Sources, device: torch.device) -> Stepper:
@@ -122,8 +144,15 @@ def _drive(
     *,
     position: Position | None,
     save_first: bool = False,
+    profile: bool = False,
 ) -> Result:
     """Run the loop to its end and keep what it came to; `save_first` keeps weights that no seed could give back."""
+    store = stepper.model.store
+    assert isinstance(store, DeviceStore)
+    if spec.check_ids:
+        sources = checked_sources(sources, store.layout)
+    if store.tables:
+        watcher.on_message(f"kernels: {shown_kernel(store.kernel, device)}")
     facts = {
         "architecture": architecture(spec),
         "spec_digest": digest(spec),
@@ -143,18 +172,19 @@ def _drive(
             watcher=watcher,
             position=position,
             should_stop=stop_asked.is_set,
+            profile=profile,
         )
         if save_first:
             loop.save()
         outcome = loop.run()
     record = None
     if outcome.ending != "interrupted":
-        record = _record(spec, outcome, device, usage.figures())
+        record = _record(spec, outcome, device, store.kernel, usage.figures())
         folder.write_record(record)
     return Result(folder=folder.path, outcome=outcome, record=record)
 
 
-def _record(spec: RunSpec, outcome: Outcome, device: torch.device, used: dict[str, float]) -> Record:
+def _record(spec: RunSpec, outcome: Outcome, device: torch.device, kernel: str, used: dict[str, float]) -> Record:
     figures: dict[str, float] = {"num_steps": outcome.position.step, "num_samples": outcome.position.num_samples}
     figures["train_s"] = outcome.position.train_s
     if outcome.samples_per_s is not None:
@@ -172,7 +202,7 @@ def _record(spec: RunSpec, outcome: Outcome, device: torch.device, used: dict[st
         name=spec.name,
         spec_digest=digest(spec),
         date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        machine=machine_facts(gpu),
+        machine={**machine_facts(gpu), "kernel": kernel, "num_threads": torch.get_num_threads()},
         versions=versions(),
         figures=figures,
     )

@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 import yaml
 
 from rowstead import cli, run
@@ -180,6 +181,23 @@ def test_recipes_are_listed_and_shown(rowstead: Command) -> None:
     assert yaml.safe_load(shown.out)["name"] == "quickstart"
     Path("binary").write_bytes(b"\xff\xfe")
     assert rowstead("recipes", "binary").code == 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU other kernels run")
+def test_train_says_which_kernels_run(rowstead: Command) -> None:
+    assert "kernels: cpu (Numba, 1 thread)\n" in rowstead("train", recipe("train.max_steps=2")).out
+    assert "kernels: cpu (Numba, 2 threads)\n" in rowstead("train", recipe("train.max_steps=2", "threads=2")).out
+    assert (
+        "kernels: reference (plain torch, 1 thread)\n" in rowstead("train", recipe("train.max_steps=2", "kernel=reference")).out
+    )
+
+
+def test_train_profile_shows_where_the_time_went_and_goes_on(rowstead: Command) -> None:
+    done = rowstead("train", recipe("train.max_steps=35"), "--profile")
+    assert re.search(r"^  row update +[\d.]+ +\d+%$", done.out, re.MULTILINE)
+    assert "finished after 35 steps" in done.out
+    assert done.err == ""
+    assert Path("runs/small-001/trace.json").is_file()
 
 
 def test_missing_files_are_named(rowstead: Command, tmp_path: Path) -> None:

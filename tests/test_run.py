@@ -340,6 +340,8 @@ def test_the_record_has_the_figures_and_where_they_come_from(tmp_path: Path) -> 
     assert record["kind"] == "measured"
     assert record["spec_digest"] == digest(spec)
     assert record["versions"]["torch"] == torch.__version__
+    assert record["machine"]["kernel"] == ("gpu" if torch.cuda.is_available() else "cpu")
+    assert record["machine"]["num_threads"] == 1
     figures = record["figures"]
     assert figures["num_steps"] == 20
     assert figures["num_samples"] == 20 * 64
@@ -523,14 +525,15 @@ def test_a_run_leaves_the_random_state_threads_and_signals_of_its_process_alone(
 def first_losses(out: Path) -> list[float]:
     """The losses of the first steps of one small synchronous run."""
     losses: list[float] = []
-    step = Stepper.step
+    start = Stepper.start
 
-    def listened(self: Stepper, *arguments: Any) -> float:
-        losses.append(step(self, *arguments))
-        return losses[-1]
+    def listened(self: Stepper, *arguments: Any) -> Callable[[], float]:
+        loss = start(self, *arguments)
+        losses.append(loss())
+        return loss
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Stepper, "step", listened)
+        patch.setattr(Stepper, "start", listened)
         train(small_spec("train.max_steps=20", "device=cpu"), out=out)
     return losses
 

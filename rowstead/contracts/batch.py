@@ -6,11 +6,15 @@ Letters: B examples, F sparse features, Fd dense features, nnz ids in the whole 
 from __future__ import annotations
 
 import dataclasses
+import importlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from rowstead.spec.errors import DataError, RowsteadError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +29,8 @@ class Sparse:
     """F."""
     weights: Tensor | None = None
     """Per-id weights [nnz], where the log has them."""
+    checked_for: object | None = dataclasses.field(default=None, repr=False, compare=False)
+    """The kernels' layout that all of this is known to fit, so that nobody need check it again; none before any check."""
 
     @property
     def num_samples(self) -> int:
@@ -58,14 +64,57 @@ class Batch:
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
         return _moved(self, device, non_blocking)
 
+    def pin_memory(self) -> Batch:
+        """The same in page-locked memory, from which a GPU copies by itself."""
+        return _each(self, Tensor.pin_memory)
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors of the batch."""
+        own = [self.dense, self.labels, self.weights, self.true_p]
+        sparse = [self.sparse.ids, self.sparse.offsets, self.sparse.weights]
+        return [tensor for tensor in own + sparse if tensor is not None]
+
+
+def sparse_from_kjt(features: Any) -> Sparse:
+    """The ids of TorchRec's KeyedJaggedTensor, features in the order of its keys.
+
+    Shares its memory; only offsets that are not int64 are copied. TorchRec itself is not imported.
+    """
+    if hasattr(features, "variable_stride_per_key") and features.variable_stride_per_key():
+        raise DataError("the features of this KeyedJaggedTensor have different numbers of examples: give each as many")
+    return Sparse(
+        ids=features.values(),
+        offsets=features.offsets().to(torch.int64),
+        num_features=len(features.keys()),
+        weights=features.weights_or_none(),
+    )
+
+
+def kjt_from_sparse(sparse: Sparse, keys: Sequence[str]) -> Any:
+    """TorchRec's KeyedJaggedTensor over the memory of `sparse`; `keys` names its features. Needs TorchRec."""
+    if len(keys) != sparse.num_features:
+        raise DataError(f"{len(keys)} keys for {sparse.num_features} features: give one each")
+    try:
+        torchrec = importlib.import_module("torchrec")
+    except ImportError as error:
+        raise RowsteadError(f"a KeyedJaggedTensor needs TorchRec, and it cannot be imported here: {error}") from error
+    return torchrec.KeyedJaggedTensor(keys=list(keys), values=sparse.ids, offsets=sparse.offsets, weights=sparse.weights)
+
 
 Movable = TypeVar("Movable", Sparse, Batch)
 
 
 def _moved(value: Movable, device: torch.device | str, non_blocking: bool) -> Movable:
+    return _each(value, lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+
+def _each(value: Movable, change: Callable[[Tensor], Tensor]) -> Movable:
+    """The same with every tensor changed."""
     changes: dict[str, Any] = {}
     for field in dataclasses.fields(value):
         part = getattr(value, field.name)
-        if isinstance(part, (Tensor, Sparse)):
-            changes[field.name] = part.to(device, non_blocking=non_blocking)
+        if isinstance(part, Tensor):
+            changes[field.name] = change(part)
+        elif isinstance(part, Sparse):
+            changes[field.name] = _each(part, change)
     return dataclasses.replace(value, **changes)

@@ -4,6 +4,15 @@ from __future__ import annotations
 
 import time
 from types import TracebackType
+from typing import Protocol
+
+
+class PhaseObserver(Protocol):
+    """Is told when phases begin and end, inner ones inside outer ones; `end` is about the last that has begun."""
+
+    def begin(self, name: str) -> None: ...
+
+    def end(self) -> None: ...
 
 
 class Timers:
@@ -14,6 +23,8 @@ class Timers:
     """
 
     def __init__(self) -> None:
+        self.observer: PhaseObserver | None = None
+        """Told of each phase from then on; set while no phase is open."""
         self._phases: dict[str, _Phase] = {}
         self._open: list[_Phase] = []
         self._mark_ns = self._start_ns = time.perf_counter_ns()
@@ -22,7 +33,7 @@ class Timers:
         """A context manager that counts the time inside it towards `name`."""
         phase = self._phases.get(name)
         if phase is None:
-            phase = self._phases[name] = _Phase(self)
+            phase = self._phases[name] = _Phase(self, name)
         return phase
 
     def totals_s(self) -> dict[str, float]:
@@ -61,10 +72,11 @@ class Timers:
 class _Phase:
     """One name's total; entered and left with no allocation, as it sits in the training step."""
 
-    __slots__ = ("_timers", "count", "total_ns")
+    __slots__ = ("_name", "_timers", "count", "total_ns")
 
-    def __init__(self, timers: Timers) -> None:
+    def __init__(self, timers: Timers, name: str) -> None:
         self._timers = timers
+        self._name = name
         self.total_ns = 0
         self.count = 0
 
@@ -73,8 +85,12 @@ class _Phase:
         timers._charge_open()
         timers._open.append(self)
         self.count += 1
+        if timers.observer is not None:
+            timers.observer.begin(self._name)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         timers = self._timers
+        if timers.observer is not None:
+            timers.observer.end()
         timers._charge_open()
         timers._open.pop()

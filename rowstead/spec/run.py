@@ -43,7 +43,9 @@ class RunSpec:
     kernel: Kernel = "auto"
     """Which embedding kernels run: `auto` takes the fastest for the device, `reference` is plain torch."""
     threads: int | None = None
-    """CPU threads of the dense arithmetic and of the CPU kernels; all cores when left out."""
+    """CPU threads of the dense arithmetic and of the CPU kernels; as many as there are cores for us when left out."""
+    check_ids: bool = True
+    """Check ids and offsets of every batch before the kernels see them."""
 
     def __post_init__(self) -> None:
         require(_plain_name(self.name), "name", "use letters, digits, `-`, `_` and `.` only, and start with a letter or digit")

@@ -113,8 +113,10 @@ class TrainSpec:
     """For everything else."""
     schedule: ScheduleSpec = ScheduleSpec()
     """Warm-up and decay, for both."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Number format of the dense arithmetic; parameters and rows stay FP32."""
+    precision: Literal["fp32", "tf32", "bf16"] = "fp32"
+    """Number format of the dense arithmetic; parameters stay FP32. `tf32` rounds what a GPU multiplies, and is FP32 on a CPU."""
+    cuda_graphs: bool = True
+    """On a GPU, replay steps as CUDA graphs rather than launch by launch."""
     eval_every: int | None = None
     """Evaluate every so many steps; only at the end when left out."""
     eval_samples: int | None = None

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from rowstead.contracts.batch import Sparse
-from rowstead.kernels import reference
+from rowstead.kernels import cpu, reference
+from rowstead.kernels.check import check_gradient
 from rowstead.kernels.choose import Kernels, kernels_for
 from rowstead.kernels.initial import initial_rows
 from rowstead.kernels.layout import Layout
-from rowstead.kernels.optimizer import new_row_state
-from rowstead.spec.errors import CheckpointError
+from rowstead.kernels.optimizer import compute_dtype, new_row_state
+from rowstead.spec.errors import CheckpointError, RowsteadError
 from rowstead.spec.features import Table
 from rowstead.spec.run import Kernel
 from rowstead.spec.train import SparseOptimizerSpec
+from rowstead.stores.checked import checked
+
+if TYPE_CHECKING:
+    from rowstead.kernels.gpu import Ordered
 
 
 class DeviceStore(nn.Module):
@@ -24,6 +30,10 @@ class DeviceStore(nn.Module):
 
     Tables do not require gradients, since `update` trains them. After `requires_grad_(True)` they take part in autograd
     like any other parameter. Without an optimizer the store only answers look-ups and holds no optimizer state.
+    Rows are kept in `dtype`; in BF16 and FP16 their updates are rounded by chance, while look-ups, gradients and optimizer
+    state are FP32. With `hogwild`, on a CPU, several threads may look up and update at once: gradients of equal ids are not
+    summed, and where two threads meet in a row one change may be lost.
+    With `check` a batch that does not fit the tables is refused before any row is read; without, it may crash the process.
     """
 
     def __init__(
@@ -35,6 +45,8 @@ class DeviceStore(nn.Module):
         kernel: Kernel = "auto",
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        check: bool = True,
+        hogwild: bool = False,
     ) -> None:
         super().__init__()
         device = torch.device(device)
@@ -42,6 +54,10 @@ class DeviceStore(nn.Module):
         self.tables: tuple[Table, ...] = layout.tables
         self.optimizer = optimizer
         self._kernel_choice: Kernel = kernel
+        self._check = check
+        self._hogwild = hogwild
+        if hogwild and kernels_for(kernel, device)[0] != "cpu":
+            raise RowsteadError("hogwild updates run in the CPU kernels alone: use `device: cpu` and `kernel: cpu` or `auto`")
         self.weights = nn.ParameterList(
             nn.Parameter(initial_rows(table, seed=seed, dtype=dtype, device=device), requires_grad=False)
             for table in layout.tables
@@ -49,7 +65,9 @@ class DeviceStore(nn.Module):
         self.row_states = [new_row_state(optimizer.kind if optimizer else "sgd", rows) for rows in self.weights]
 
     def lookup(self, sparse: Sparse) -> Tensor:
-        weights = list(self.weights)
+        weights = self._rows()
+        if self._check:
+            sparse = checked(sparse, self.layout, weights[0].device)
         in_autograd = torch.is_grad_enabled() and any(rows.requires_grad for rows in weights)
         kernels = reference if in_autograd else self._kernels()
         return kernels.lookup(weights, self.layout, sparse.ids, sparse.offsets, sparse.weights)
@@ -57,12 +75,17 @@ class DeviceStore(nn.Module):
     @torch.no_grad()
     def update(self, sparse: Sparse, grad: Tensor, *, lr: float, step: int) -> None:
         assert self.optimizer is not None, "this store was made for look-ups only"
-        assert grad.dtype == self.weights[0].dtype, f"rows are {self.weights[0].dtype}, their gradient is {grad.dtype}"
+        weights = self._rows()
+        if self._check:
+            sparse = checked(sparse, self.layout, weights[0].device)
+            check_gradient(self.layout, sparse.offsets, grad)
+        assert grad.dtype == compute_dtype(weights[0].dtype), f"rows are {weights[0].dtype}, their gradient is {grad.dtype}"
         assert all(value.device == grad.device for state in self.row_states for value in state.values()), (
             "move it before training"
         )
-        self._kernels().update(
-            list(self.weights),
+        apply = cpu.update_hogwild if self._hogwild else self._kernels().update
+        apply(
+            weights,
             self.row_states,
             self.layout,
             sparse.ids,
@@ -74,10 +97,42 @@ class DeviceStore(nn.Module):
             step=step,
         )
 
+    def lookup_unchecked(self, sparse: Sparse) -> Tensor:
+        """`lookup` of a batch that is known to fit; `sparse.ids` may have room for more ids than `sparse.offsets` name."""
+        return self._kernels().lookup(self._rows(), self.layout, sparse.ids, sparse.offsets, sparse.weights)
+
+    def sort_ids(self, sparse: Sparse) -> Ordered:
+        """What `update_by` needs of a batch on a GPU, and can have before there is a gradient."""
+        from rowstead.kernels import gpu
+
+        return gpu.sort_ids(self.layout, sparse.ids, sparse.offsets)
+
+    @torch.no_grad()
+    def update_by(self, sparse: Sparse, grad: Tensor, *, ordered: Ordered, numbers: Tensor, guard: Tensor) -> None:
+        """`update` on a GPU with all that changes from step to step in its memory; see `kernels.gpu.update_by`."""
+        from rowstead.kernels import gpu
+
+        assert self.optimizer is not None, "this store was made for look-ups only"
+        gpu.update_by(
+            self._rows(),
+            self.row_states,
+            self.layout,
+            ordered,
+            sparse.offsets,
+            sparse.weights,
+            grad,
+            optimizer=self.optimizer,
+            numbers=numbers,
+            guard=guard,
+        )
+
     @property
     def kernel(self) -> str:
         """Name of the kernels that run."""
         return kernels_for(self._kernel_choice, self.weights[0].device)[0] if self.tables else "none"
+
+    def _rows(self) -> list[Tensor]:
+        return list(self.weights._parameters.values())  # type: ignore[arg-type]  # a ParameterList is slow to walk
 
     def _kernels(self) -> Kernels:
         return kernels_for(self._kernel_choice, self.weights[0].device)[1]

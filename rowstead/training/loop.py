@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,12 +21,16 @@ from rowstead.records.timers import Timers
 from rowstead.spec.errors import DataError, TrainingError
 from rowstead.spec.run import RunSpec
 from rowstead.training import checkpoint
+from rowstead.training.ahead import copied_ahead, pinned
 from rowstead.training.evaluate import evaluate
 from rowstead.training.metrics import Quality
+from rowstead.training.profile import Profiler
 from rowstead.training.progress import Progress, Watcher, Window
 from rowstead.training.step import Stepper
 
 PREFETCH_BATCHES = 4
+LOSSES_BEHIND = 4
+"""Steps by which the host may be ahead of a GPU before it waits for a loss."""
 Ending = Literal["finished", "interrupted", "stopped early"]
 
 
@@ -76,6 +82,7 @@ class Loop:
         watcher: Watcher,
         position: Position | None = None,
         should_stop: Callable[[], bool] = lambda: False,
+        profile: bool = False,
     ) -> None:
         self.spec = spec
         self.stepper = stepper
@@ -90,7 +97,10 @@ class Loop:
         self.timers: Timers = stepper.timers
         self.events = EventLog(folder / "events.jsonl")
         self.scalars = ScalarWriter(folder / "tensorboard", resumed_step=position.step if position else None)
+        self._profiler = Profiler(folder / "trace.json", self.timers, device, watcher.on_message) if profile else None
         self._window = Window()
+        self._losses: deque[tuple[float, float, Callable[[], float], str]] = deque()
+        """Of steps that a GPU may still be busy with: weight, mean label, the loss to wait for, and where the reader was."""
         self._step_s = 0.0
         self._saved_step = self.position.step if position else -1
 
@@ -107,6 +117,7 @@ class Loop:
                 f"`rowstead train --resume {self.folder}`"
             ) from None
         finally:
+            self._end_profile()
             self.events.close()
             self.scalars.close()
 
@@ -119,6 +130,7 @@ class Loop:
                 position.epoch, position.cursor = position.epoch + 1, None
         if position.step == 0 and ending == "finished":
             raise DataError("there is nothing to train on: every row of the training split is bad and was skipped")
+        self._end_profile()
         self.save()
         quality = None if ending == "interrupted" else self._evaluate(max_samples=None)
         trained = position.num_samples - samples_before
@@ -130,6 +142,10 @@ class Loop:
             phase_s=self.timers.totals_s(),
             num_skipped=self._skipped(),
         )
+
+    def _end_profile(self) -> None:
+        if self._profiler is not None:
+            self._profiler.close()
 
     def _skipped(self) -> int | None:
         """Bad rows of the training split that were left out; None for a log that cannot have any."""
@@ -145,24 +161,27 @@ class Loop:
         """The rest of the current epoch."""
         spec, position = self.spec.train, self.position
         batches = self.train_source.batches(spec.batch_size, epoch=position.epoch, cursor=position.cursor)
+        if self._profiler is not None:
+            batches = self._profiler.reading(batches)
+        if self.device.type == "cuda":
+            batches = pinned(batches)
         with Prefetch(batches, depth=PREFETCH_BATCHES) as ahead:
             started = time.perf_counter()
-            for batch, cursor in self._waiting_for(iter(ahead)):
-                weight, mean_label = _weight_and_label(batch)
-                try:
-                    loss = self.stepper.step(batch.to(self.device), position.step + 1)
-                except TrainingError as error:
-                    raise TrainingError(
-                        f"{error} (epoch {position.epoch}, after {position.num_samples} examples, reader at {cursor})"
-                    ) from None
+            for batch, here, cursor in self._on_device(self._waiting_for(iter(ahead))):
+                where = f"epoch {position.epoch}, after {position.num_samples} examples, reader at {cursor}"
+                with _saying(where):
+                    loss = self.stepper.start(here, position.step + 1)
+                self._losses.append((*_weight_and_label(batch), loss, where))
                 position.step += 1
                 position.cursor = cursor
                 position.num_samples += batch.num_samples
-                self._window.add(weight, loss, mean_label)
+                self._take_losses(LOSSES_BEHIND if self.device.type == "cuda" and self._window.has_steps else 0)
                 now = time.perf_counter()
                 self._step_s += now - started
                 position.train_s += now - started
                 self._tell()
+                if self._profiler is not None:
+                    self._profiler.after_step()
                 if self._after_step():
                     self._take_back_best()
                     return "stopped early"
@@ -172,6 +191,19 @@ class Loop:
                     return "finished"
                 started = time.perf_counter()
         return "finished"
+
+    def _on_device(self, batches: Iterator[tuple[Batch, Cursor]]) -> Iterator[tuple[Batch, Batch, Cursor]]:
+        """Each batch as it was read, and on the device that trains."""
+        if self.device.type == "cuda":
+            return copied_ahead(batches, self.device)
+        return ((batch, batch, cursor) for batch, cursor in batches)
+
+    def _take_losses(self, behind: int = 0) -> None:
+        """Wait for the losses of all steps but the last `behind`."""
+        while len(self._losses) > behind:
+            weight, mean_label, loss, where = self._losses.popleft()
+            with _saying(where):
+                self._window.add(weight, loss(), mean_label)
 
     def _waiting_for(self, batches: Iterator[tuple[Batch, Cursor]]) -> Iterator[tuple[Batch, Cursor]]:
         """The batches, the time spent waiting for each counted."""
@@ -184,6 +216,8 @@ class Loop:
 
     def _tell(self) -> None:
         position = self.position
+        if position.step % self.spec.train.log_every == 0:
+            self._take_losses()
         elapsed = max(self._step_s, 1e-9)
         progress = Progress(
             step=position.step,
@@ -211,6 +245,7 @@ class Loop:
         return False
 
     def _evaluate(self, *, max_samples: int | None) -> Quality:
+        self._take_losses()
         with self.timers.phase("evaluation"):
             quality = evaluate(
                 self.stepper.model,
@@ -253,6 +288,7 @@ class Loop:
         self.events.write("checkpoint", step=step)
 
     def _write_checkpoint(self, folder: Path, *, keep: int) -> None:
+        self._take_losses()
         facts = {**self.facts, "position": self.position.to_plain()}
         with self.timers.phase("checkpoint"):
             checkpoint.save(folder, self.position.step, self.stepper.state(), facts, keep=keep)
@@ -262,6 +298,15 @@ class Loop:
         best = checkpoint.load_latest(self.folder / "best", self.watcher.on_message)
         self.stepper.load_state(best.tensors)
         self.watcher.on_message(f"no better evaluation for a while: took back the weights of step {best.step}")
+
+
+@contextlib.contextmanager
+def _saying(where: str) -> Iterator[None]:
+    """Adds to a TrainingError where in the log it happened."""
+    try:
+        yield
+    except TrainingError as error:
+        raise TrainingError(f"{error} ({where})") from None
 
 
 def _weight_and_label(batch: Batch) -> tuple[float, float]:

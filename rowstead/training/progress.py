@@ -57,6 +57,10 @@ class Window:
         self._steps.append((weight, loss, mean_label))
 
     @property
+    def has_steps(self) -> bool:
+        return bool(self._steps)
+
+    @property
     def loss(self) -> float:
         return self._mean(1)
 

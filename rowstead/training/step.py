@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,11 @@ from rowstead.model.dlrm import DLRM
 from rowstead.records.timers import Timers
 from rowstead.spec.errors import CheckpointError, TrainingError
 from rowstead.spec.train import DenseOptimizerSpec, TrainSpec
+from rowstead.training.arithmetic import arithmetic
 from rowstead.training.schedule import factor
+
+if TYPE_CHECKING:
+    from rowstead.training.on_gpu import GpuStep
 
 
 def loss_of(kind: str, log_odds: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
@@ -30,52 +34,71 @@ def loss_of(kind: str, log_odds: Tensor, labels: Tensor, weights: Tensor | None)
 
 
 def dense_optimizer(spec: DenseOptimizerSpec, module: nn.Module) -> torch.optim.Optimizer:
-    """torch.optim's optimizer of that name over the module's parameters."""
+    """torch.optim's optimizer of that name over the module's parameters; on the CPU the one that reads them once a step."""
     parameters = list(module.parameters())
+    fused = True if all(parameter.device.type == "cpu" for parameter in parameters) else None
     if spec.kind == "sgd":
-        return torch.optim.SGD(parameters, lr=spec.lr, weight_decay=spec.weight_decay)
+        return torch.optim.SGD(parameters, lr=spec.lr, weight_decay=spec.weight_decay, fused=fused)
     if spec.kind == "adagrad":
-        return torch.optim.Adagrad(parameters, lr=spec.lr, eps=spec.eps, weight_decay=spec.weight_decay)
+        return torch.optim.Adagrad(parameters, lr=spec.lr, eps=spec.eps, weight_decay=spec.weight_decay, fused=fused)
     betas = (spec.beta1, spec.beta2)
-    return torch.optim.Adam(parameters, lr=spec.lr, eps=spec.eps, betas=betas, weight_decay=spec.weight_decay)
+    return torch.optim.Adam(parameters, lr=spec.lr, eps=spec.eps, betas=betas, weight_decay=spec.weight_decay, fused=fused)
 
 
 class Stepper:
-    """A model with its optimizers; `step` trains it on one batch."""
+    """A model with its optimizers; `step` trains it on one batch.
+
+    On a GPU steps are replayed as CUDA graphs, unless the spec says no or the store is one that needs the host.
+    """
 
     def __init__(self, model: DLRM, spec: TrainSpec, *, total_steps: int, timers: Timers | None = None) -> None:
         self.model = model
         self.spec = spec
         self.total_steps = total_steps
         self.timers = timers or Timers()
-        self.optimizer = dense_optimizer(spec.dense_optimizer, model.net)
+        self._on_gpu = _gpu_step(model, spec, self._loss) if spec.cuda_graphs else None
+        self.optimizer: torch.optim.Optimizer = (
+            dense_optimizer(spec.dense_optimizer, model.net) if self._on_gpu is None else self._on_gpu.optimizer
+        )
 
     def step(self, batch: Batch, number: int) -> float:
         """Train on `batch` as step `number` (from 1) and return its loss, taken before the update.
 
         A loss that is not finite raises TrainingError before anything changes.
         """
+        return self.start(batch, number)()
+
+    def start(self, batch: Batch, number: int) -> Callable[[], float]:
+        """`step`, but on a GPU without waiting for it: what is returned waits for the loss, and raises if it is not finite."""
+        rate = factor(self.spec.schedule, number, self.total_steps)
+        if self._on_gpu is None:
+            value = self._step(batch, number, rate)
+            return lambda: value
+        row_lr, dense_lr = self.spec.sparse_optimizer.lr * rate, self.spec.dense_optimizer.lr * rate
+        with self.timers.phase("step"):
+            loss = self._on_gpu.start(batch, number, row_lr=row_lr, dense_lr=dense_lr)
+
+        def wait() -> float:
+            with self.timers.phase("step"):
+                return _finite(loss(), number)
+
+        return wait
+
+    def _step(self, batch: Batch, number: int, rate: float) -> float:
+        """One step, each of its parts timed."""
         model, spec, timers = self.model, self.spec, self.timers
-        assert batch.labels is not None
-        rate = factor(spec.schedule, number, self.total_steps)
         with timers.phase("look-up"):
             if model.store.tables:
                 pooled = model.store.lookup(batch.sparse).requires_grad_()
             else:
                 pooled = batch.dense.new_zeros(batch.num_samples, 0)
-        with timers.phase("forward"):
-            with self._autocast(batch.dense.device):
-                log_odds = model.net(batch.dense, pooled)
-            loss = loss_of(spec.loss, log_odds.to(batch.labels.dtype), batch.labels, batch.weights)
-            value = loss.item()
-        if not math.isfinite(value):
-            raise TrainingError(
-                f"the loss is {value} at step {number}: nothing was updated. Lower train.sparse_optimizer.lr and "
-                "train.dense_optimizer.lr, set their `clip`, or look for extreme values in that batch"
-            )
-        with timers.phase("backward"):
-            self.optimizer.zero_grad(set_to_none=True)
-            loss.backward()
+        with arithmetic(spec.precision, batch.dense.device):
+            with timers.phase("forward"):
+                loss = self._loss(model.net(batch.dense, pooled), batch)
+                value = _finite(loss.item(), number)
+            with timers.phase("backward"):
+                self.optimizer.zero_grad(set_to_none=True)
+                loss.backward()
         with timers.phase("dense update"):
             if spec.dense_optimizer.clip is not None:
                 nn.utils.clip_grad_norm_(model.net.parameters(), spec.dense_optimizer.clip)
@@ -87,10 +110,10 @@ class Stepper:
                 model.store.update(batch.sparse, pooled.grad, lr=spec.sparse_optimizer.lr * rate, step=number)
         return value
 
-    def _autocast(self, device: torch.device) -> contextlib.AbstractContextManager[object]:
-        if self.spec.precision == "bf16":
-            return torch.autocast(device.type, dtype=torch.bfloat16)
-        return contextlib.nullcontext()
+    def _loss(self, log_odds: Tensor, batch: Batch) -> Tensor:
+        assert batch.labels is not None
+        with torch.autocast(log_odds.device.type, enabled=False):
+            return loss_of(self.spec.loss, log_odds.to(batch.labels.dtype), batch.labels, batch.weights)
 
     def state(self) -> dict[str, Tensor]:
         """Everything that training changes: `net.*`, `optimizer.*` and `store.*`."""
@@ -110,6 +133,26 @@ class Stepper:
                 place, _, key = rest.partition(".")
                 state.setdefault(int(place), {})[key] = tensors[name].clone()  # else its file stays open while we train
         self.optimizer.load_state_dict({"state": state, "param_groups": plain["param_groups"]})
+        if self._on_gpu is not None:
+            self._on_gpu.forget()
+
+
+def _gpu_step(model: DLRM, spec: TrainSpec, loss: Callable[[Tensor, Batch], Tensor]) -> GpuStep | None:
+    """What runs the steps of a model whose rows and parameters are all on a GPU; none for other models."""
+    if next(model.net.parameters()).device.type != "cuda":
+        return None
+    from rowstead.training.on_gpu import GpuStep, can_run
+
+    return GpuStep(model, spec, loss) if can_run(model) else None
+
+
+def _finite(value: float, number: int) -> float:
+    if math.isfinite(value):
+        return value
+    raise TrainingError(
+        f"the loss is {value} at step {number}: nothing was updated. Lower train.sparse_optimizer.lr and "
+        "train.dense_optimizer.lr, set their `clip`, or look for extreme values in that batch"
+    )
 
 
 def load_model(model: DLRM, tensors: Mapping[str, Tensor], *, with_optimizer: bool = True) -> None:

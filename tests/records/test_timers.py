@@ -65,6 +65,34 @@ def test_a_phase_ends_where_an_exception_leaves_it(clock: Clock) -> None:
     assert timers.totals_s() == {"a": 0, "b": 0}
 
 
+class Told:
+    """Keeps what a Timers says."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def begin(self, name: str) -> None:
+        self.events.append(f"begin {name}")
+
+    def end(self) -> None:
+        self.events.append("end")
+
+
+def test_an_observer_hears_of_phases_as_they_nest_and_only_while_it_is_there() -> None:
+    timers, told = Timers(), Told()
+    with timers.phase("before"):
+        pass
+    timers.observer = told
+    with timers.phase("a"), timers.phase("b"):
+        pass
+    with pytest.raises(ZeroDivisionError), timers.phase("c"):
+        raise ZeroDivisionError
+    timers.observer = None
+    with timers.phase("after"):
+        pass
+    assert told.events == ["begin a", "begin b", "end", "end", "begin c", "end"]
+
+
 phase_trees = st.recursive(
     st.just([]), lambda inner: st.lists(st.tuples(st.sampled_from("abc"), inner), max_size=3), max_leaves=12
 )

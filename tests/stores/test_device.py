@@ -10,8 +10,9 @@ import torch
 
 from rowstead.contracts.batch import Sparse
 from rowstead.kernels.layout import Layout, layout_of
-from rowstead.spec.errors import CheckpointError
+from rowstead.spec.errors import CheckpointError, RowsteadError
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of
+from rowstead.spec.run import Kernel
 from rowstead.spec.train import SparseOptimizerSpec
 from rowstead.stores.device import DeviceStore
 from tests.contracts.store_contract import BriefStoreContract, StoreContract
@@ -85,3 +86,44 @@ def test_tables_take_part_in_autograd_when_asked() -> None:
     store.lookup(sparse).sum().backward()
     assert store.weights[0].grad is not None
     assert store.weights[0].grad[1].tolist() == [2.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize("kernel", ["reference", "cpu"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_rows_start_as_the_fp32_ones_and_keep_their_format(kernel: Kernel, dtype: torch.dtype) -> None:
+    optimizer = SparseOptimizerSpec(kind="adam")
+    store = DeviceStore(LAYOUT, optimizer, dtype=dtype, kernel=kernel)
+    for ours, full in zip(store.weights, DeviceStore(LAYOUT, optimizer).weights, strict=True):
+        assert torch.equal(ours, full.to(dtype))
+    sparse = Sparse(ids=torch.tensor([1, 2, 3]), offsets=torch.tensor([0, 2, 3]), num_features=2)
+    pooled = store.lookup(sparse)
+    assert pooled.dtype == torch.float32
+    store.update(sparse, torch.ones_like(pooled), lr=0.1, step=1)
+    state = store.state()
+    assert state["a.rows"].dtype == dtype
+    assert state["a.moment1"].dtype == torch.float32
+    other = DeviceStore(LAYOUT, optimizer, dtype=dtype, kernel=kernel, seed=2)
+    other.load_state(state)
+    assert all(torch.equal(value, other.state()[name]) for name, value in state.items())
+
+
+def test_hogwild_agrees_with_the_exact_update_where_all_ids_are_distinct() -> None:
+    sparse = Sparse(ids=torch.tensor([1, 2, 3]), offsets=torch.tensor([0, 2, 3]), num_features=2)
+    results = []
+    for hogwild in (False, True):
+        store = DeviceStore(LAYOUT, SparseOptimizerSpec(), hogwild=hogwild)
+        store.update(sparse, torch.ones(1, 6), lr=0.1, step=1)
+        results.append(store.state())
+    assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
+
+
+def test_hogwild_does_not_sum_the_gradients_of_repeated_ids() -> None:
+    sparse = Sparse(ids=torch.tensor([1, 1, 3]), offsets=torch.tensor([0, 2, 3]), num_features=2)
+    store = DeviceStore(LAYOUT, SparseOptimizerSpec(kind="rowwise_adagrad"), hogwild=True)
+    store.update(sparse, torch.ones(1, 6), lr=0.1, step=1)
+    assert store.state()["a.sum"][1].item() == 2  # 1 + 1, where the exact update has 2 squared
+
+
+def test_hogwild_is_refused_where_other_kernels_run() -> None:
+    with pytest.raises(RowsteadError, match="hogwild updates run in the CPU kernels alone"):
+        DeviceStore(LAYOUT, SparseOptimizerSpec(), kernel="reference", hogwild=True)

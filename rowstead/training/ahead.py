@@ -1,0 +1,38 @@
+"""Batches copied to a GPU while it is busy with the one before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from rowstead.contracts.batch import Batch
+from rowstead.contracts.source import Cursor
+
+
+def pinned(batches: Iterable[tuple[Batch, Cursor]]) -> Iterator[tuple[Batch, Cursor]]:
+    """The batches in memory from which a GPU copies by itself."""
+    for batch, cursor in batches:
+        yield batch.pin_memory(), cursor
+
+
+def copied_ahead(batches: Iterator[tuple[Batch, Cursor]], device: torch.device) -> Iterator[tuple[Batch, Batch, Cursor]]:
+    """Each batch with its copy on the GPU, which was begun while the batch before was trained on."""
+    stream = torch.cuda.Stream(device)
+
+    def begin() -> tuple[Batch, Batch, Cursor] | None:
+        item = next(batches, None)
+        if item is None:
+            return None
+        with torch.cuda.stream(stream):
+            return item[0], item[0].to(device, non_blocking=True), item[1]
+
+    ahead = begin()
+    while ahead is not None:
+        current = torch.cuda.current_stream(device)
+        current.wait_stream(stream)
+        ready = ahead
+        for tensor in ready[1].tensors():
+            tensor.record_stream(current)
+        ahead = begin()
+        yield ready

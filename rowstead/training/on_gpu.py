@@ -1,0 +1,197 @@
+"""A training step that the GPU does on its own: captured in CUDA graphs, replayed without waiting for the host.
+
+Batches are copied into fixed memory with room for some more ids than the batch has, so that one graph serves many batches.
+The losses come back some steps later. A loss that is not finite keeps its own step from changing anything.
+
+Letters: B examples, F features, nnz ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rowstead.contracts.batch import Batch, Sparse
+from rowstead.kernels.dense_gpu import DenseOptimizerOnGpu
+from rowstead.kernels.gpu import host_numbers
+from rowstead.kernels.optimizer import numbers_of
+from rowstead.model.dlrm import DLRM
+from rowstead.spec.train import TrainSpec
+from rowstead.stores.device import DeviceStore
+from rowstead.training.arithmetic import arithmetic
+
+EAGER_STEPS = 2
+"""Steps of one shape that run launch by launch before it is captured, which compiles and loads all that the graph needs."""
+MAX_GRAPHS = 8
+SLOTS = 64
+"""Steps that may be under way before the host waits for the oldest."""
+_DENSE_NUMBERS = slice(8, 15)
+_ROW_NUMBERS = slice(0, 6)
+
+LossOf = Callable[[Tensor, Batch], Tensor]
+
+
+def can_run(model: DLRM) -> bool:
+    """Whether a model's step can run here: on a GPU, with rows in its memory or without any."""
+    if next(model.net.parameters()).device.type != "cuda":
+        return False
+    return isinstance(model.store, DeviceStore) and model.store.kernel in ("gpu", "none")
+
+
+@dataclass
+class _Captured:
+    """One shape of batches: the fixed memory that its steps read, and their graph once there is one."""
+
+    batch: Batch
+    gradients_at: Tensor
+    num_steps: int = 0
+    graph: torch.cuda.CUDAGraph | None = None
+    loss: Tensor | None = None
+
+
+class GpuStep:
+    """The steps of one model on one GPU."""
+
+    def __init__(self, model: DLRM, spec: TrainSpec, loss_of: LossOf) -> None:
+        self._model, self._spec, self._loss_of = model, spec, loss_of
+        assert isinstance(model.store, DeviceStore)
+        self._store: DeviceStore = model.store
+        self.optimizer = DenseOptimizerOnGpu(model.net.parameters(), spec.dense_optimizer)
+        self._device = next(model.net.parameters()).device
+        self._stream, self._sorting = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._captured: dict[tuple[Any, ...], _Captured] = {}
+        self._numbers = torch.zeros(16, device=self._device)
+        self._host_numbers = torch.zeros(SLOTS, 16).pin_memory()
+        self._losses = torch.zeros(SLOTS).pin_memory()
+        self._done = [torch.cuda.Event() for _ in range(SLOTS)]
+
+    def forget(self) -> None:
+        """Drop the graphs: what they read or write has moved."""
+        torch.cuda.synchronize(self._device)
+        self._captured.clear()
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def start(self, batch: Batch, number: int, *, row_lr: float, dense_lr: float) -> Callable[[], float]:
+        """Begin step `number` on a batch in GPU memory; what is returned waits for its loss."""
+        slot = number % SLOTS
+        self._done[slot].synchronize()
+        numbers = self._host_numbers[slot]
+        rows = numbers_of(self._spec.sparse_optimizer, lr=row_lr, step=number)
+        numbers[_ROW_NUMBERS] = host_numbers(rows, number, torch.float32)
+        numbers[_DENSE_NUMBERS] = torch.tensor(self.optimizer.numbers(dense_lr, number))
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            self._numbers.copy_(numbers, non_blocking=True)
+            captured = self._shape_of(batch)
+            if captured is None:
+                loss = self._run(batch, None)
+            else:
+                _fill(captured.batch, batch)
+                loss = self._replay(captured)
+            self._losses[slot].copy_(loss, non_blocking=True)
+            self._done[slot].record(self._stream)
+        current.wait_stream(self._stream)
+        self.optimizer.count_step(number)
+        return lambda: self._loss_in(slot)
+
+    def _loss_in(self, slot: int) -> float:
+        self._done[slot].synchronize()
+        return float(self._losses[slot])
+
+    def _shape_of(self, batch: Batch) -> _Captured | None:
+        """Fixed memory into which the batch fits; none if there are too many shapes already."""
+        sparse = batch.sparse
+        kind = (batch.num_samples, sparse.ids.dtype, sparse.weights is None, batch.weights is None)
+        num_ids = sparse.ids.numel()
+        rooms = [key[-1] for key in self._captured if key[:-1] == kind and num_ids <= key[-1] <= 1.25 * num_ids]
+        room = min(rooms, default=room_for(num_ids))
+        if (*kind, room) not in self._captured:
+            if len(self._captured) >= MAX_GRAPHS:
+                return None
+            gradients_at = torch.zeros(sum(1 for _ in self._model.net.parameters()), dtype=torch.int64, device=self._device)
+            self._captured[(*kind, room)] = _Captured(_with_room(batch, room), gradients_at)
+        return self._captured[(*kind, room)]
+
+    def _replay(self, captured: _Captured) -> Tensor:
+        captured.num_steps += 1
+        if captured.num_steps <= EAGER_STEPS:
+            return self._run(captured.batch, None)
+        if captured.graph is None:
+            captured.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(captured.graph, pool=self._pool, stream=self._stream):
+                captured.loss = self._run(captured.batch, captured.gradients_at)
+            captured.gradients_at.copy_(self.optimizer.gradient_addresses())
+            self._model.net.zero_grad(set_to_none=True)
+        captured.graph.replay()
+        assert captured.loss is not None
+        return captured.loss
+
+    def _run(self, batch: Batch, gradients_at: Tensor | None) -> Tensor:
+        """One step, launch by launch; `gradients_at` is where a captured launch will find the gradients' addresses."""
+        model, spec, store = self._model, self._spec, self._store
+        model.net.zero_grad(set_to_none=True)
+        ordered = None
+        if store.tables:
+            # Nothing but the update needs the order of the ids: another stream finds it while the network is busy.
+            self._sorting.wait_stream(self._stream)
+            with torch.cuda.stream(self._sorting):
+                ordered = store.sort_ids(batch.sparse)
+            pooled = store.lookup_unchecked(batch.sparse).requires_grad_()
+        else:
+            pooled = batch.dense.new_zeros(batch.num_samples, 0)
+        with arithmetic(spec.precision, self._device):
+            loss = self._loss_of(model.net(batch.dense, pooled), batch)
+            loss.backward()
+        loss = loss.detach().float()
+        if spec.dense_optimizer.clip is not None:
+            nn.utils.clip_grad_norm_(model.net.parameters(), spec.dense_optimizer.clip)
+        if gradients_at is None:
+            gradients_at = self.optimizer.gradient_addresses().to(self._device)
+        self.optimizer.step_by(self._numbers[_DENSE_NUMBERS], loss, gradients_at)
+        if ordered is not None and pooled.grad is not None:
+            self._stream.wait_stream(self._sorting)
+            numbers = self._numbers[_ROW_NUMBERS]
+            store.update_by(batch.sparse, pooled.grad, ordered=ordered, numbers=numbers, guard=loss)
+        return loss
+
+
+def room_for(num_ids: int) -> int:
+    """A little more than `num_ids`, to the same number for batches that differ little."""
+    wanted = max(16, num_ids + num_ids // 50)
+    unit = max(16, 1 << (wanted.bit_length() - 4))
+    return -(-wanted // unit) * unit
+
+
+def _with_room(batch: Batch, room: int) -> Batch:
+    """Memory for batches like this one with up to `room` ids."""
+    sparse = batch.sparse
+    return Batch(
+        dense=torch.empty_like(batch.dense),
+        sparse=Sparse(
+            ids=sparse.ids.new_zeros(room),
+            offsets=torch.empty_like(sparse.offsets),
+            num_features=sparse.num_features,
+            weights=None if sparse.weights is None else sparse.weights.new_zeros(room),
+        ),
+        labels=None if batch.labels is None else torch.empty_like(batch.labels),
+        weights=None if batch.weights is None else torch.empty_like(batch.weights),
+    )
+
+
+def _fill(target: Batch, batch: Batch) -> None:
+    count = batch.sparse.ids.numel()
+    target.dense.copy_(batch.dense)
+    target.sparse.ids[:count].copy_(batch.sparse.ids)
+    target.sparse.offsets.copy_(batch.sparse.offsets)
+    pairs = ((target.labels, batch.labels), (target.weights, batch.weights))
+    for own, given in pairs:
+        if own is not None and given is not None:
+            own.copy_(given)
+    if target.sparse.weights is not None and batch.sparse.weights is not None:
+        target.sparse.weights[:count].copy_(batch.sparse.weights)

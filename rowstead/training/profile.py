@@ -1,0 +1,177 @@
+"""`rowstead train --profile`: a trace of a few steps for Perfetto, and a table of where their time went."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
+
+from rowstead.records.files import write_atomic
+from rowstead.records.timers import Timers
+
+SKIPPED_STEPS = 10
+"""Steps before the first that is traced: kernels are compiled and memory is allocated in them."""
+TRACED_STEPS = 20
+WARM_STEPS = 2
+"""Of the skipped steps those in which the profiler runs already, as its own first steps are slow."""
+READING = "reading a batch"
+OTHER = "other"
+MOST = 8
+"""Operators in the table."""
+
+T = TypeVar("T")
+
+
+class Profiler:
+    """Traces a window of steps: operators of all threads, GPU kernels, and the phases of `timers` as ranges.
+
+    The thread that trains calls `after_step` after each step and `close` at the end. Outside the window nothing is recorded.
+    """
+
+    def __init__(self, path: Path, timers: Timers, device: torch.device, report: Callable[[str], None]) -> None:
+        self._path, self._timers, self._report = path, timers, report
+        self._threads = {threading.get_native_id(): "training"}
+        self._num_steps = 0
+        self._before: dict[str, float] = {}
+        self._started_s = 0.0
+        self._on_gpu = device.type == "cuda"
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
+        self._profile: profile | None = profile(
+            activities=activities,
+            schedule=schedule(wait=SKIPPED_STEPS - WARM_STEPS, warmup=WARM_STEPS, active=TRACED_STEPS, repeat=1),
+            experimental_config=_ExperimentalConfig(profile_all_threads=True),
+        )
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler's own log comes between our lines
+        self._profile.start()
+
+    def reading(self, batches: Iterator[T]) -> Iterator[T]:
+        """The same batches; making each is a range of the thread that asks for it."""
+        self._threads[threading.get_native_id()] = "reader"
+        try:
+            while True:
+                with record_function(READING):
+                    item = next(batches, None)
+                if item is None:
+                    return
+                yield item
+        finally:
+            if isinstance(batches, Generator):
+                batches.close()
+
+    def after_step(self) -> None:
+        """Count a step; begins and ends the window where it is time."""
+        if self._profile is None:
+            return
+        self._num_steps += 1
+        if self._num_steps == SKIPPED_STEPS + TRACED_STEPS:
+            self.close()
+            return
+        self._profile.step()
+        if self._num_steps == SKIPPED_STEPS:
+            self._wait_for_gpu()
+            self._timers.observer = _Ranges()
+            self._before, self._started_s = self._timers.totals_s(), time.perf_counter()
+
+    def close(self) -> None:
+        """End the window, write the trace and report; harmless when it has ended."""
+        if self._profile is None:
+            return
+        ended, self._profile = self._profile, None
+        self._wait_for_gpu()
+        elapsed_s = time.perf_counter() - self._started_s
+        totals = self._timers.totals_s()
+        self._timers.observer = None
+        num_traced = self._num_steps - SKIPPED_STEPS
+        ended.stop()
+        if num_traced < 1:
+            self._report(f"nothing was profiled: the first {SKIPPED_STEPS} steps are left out, and there were no more")
+            return
+        self._write(ended)
+        phase_s = {name: total - self._before.get(name, 0.0) for name, total in totals.items()}
+        first, last = SKIPPED_STEPS + 1, self._num_steps
+        self._report(
+            f"where the time of steps {first} to {last} went, while they were traced:\n"
+            + table(("phase", "ms a step", "share"), phase_rows(phase_s, elapsed_s, num_traced))
+            + "\n"
+            + self._operators(ended, elapsed_s, num_traced)
+            + f"\nthe trace is in {self._path}: open it at https://ui.perfetto.dev or chrome://tracing"
+        )
+
+    def _wait_for_gpu(self) -> None:
+        """A GPU works behind our back: the window is from one moment of rest to another."""
+        if self._on_gpu:
+            torch.cuda.synchronize()
+
+    def _operators(self, ended: profile, elapsed_s: float, num_steps: int) -> str:
+        """The reader's time, and the operators or GPU kernels that took most."""
+        averages = list(ended.key_averages())
+        reading_s = sum(one.cpu_time_total for one in averages if one.key == READING) * 1e-6
+        lines = [f"reader's thread: {reading_s / num_steps * 1e3:.2f} ms a step, beside the above"]
+        for on_gpu, what in ((False, "operators"), (True, "GPU kernels")):
+            spent = [
+                (one.key, (one.self_device_time_total if on_gpu else one.self_cpu_time_total) * 1e-6)
+                for one in averages
+                if not one.is_user_annotation
+            ]
+            most = [entry for entry in sorted(spent, key=lambda entry: -entry[1])[:MOST] if entry[1] > 0]
+            if most:
+                rows = [(name[:60], f"{s / num_steps * 1e3:.2f}", f"{s / elapsed_s:.0%}") for name, s in most]
+                lines.append(table((f"{what} that took most", "ms a step", "share"), rows))
+        return "\n".join(lines)
+
+    def _write(self, ended: profile) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "trace.json"
+            ended.export_chrome_trace(str(file))
+            trace: dict[str, Any] = json.loads(file.read_bytes())
+        named = {(os.getpid(), thread): name for thread, name in self._threads.items()}
+        events = [e for e in trace["traceEvents"] if e["name"] != "thread_name" or (e["pid"], e["tid"]) not in named]
+        trace["traceEvents"] = events + [
+            {"ph": "M", "name": "thread_name", "pid": pid, "tid": thread, "args": {"name": name}}
+            for (pid, thread), name in named.items()
+        ]
+        write_atomic(self._path, json.dumps(trace))
+
+
+class _Ranges:
+    """Phases of a Timers as ranges of torch's profiler."""
+
+    def __init__(self) -> None:
+        self._open: list[record_function] = []
+
+    def begin(self, name: str) -> None:
+        self._open.append(record_function(name))
+        self._open[-1].__enter__()
+
+    def end(self) -> None:
+        self._open.pop().__exit__(None, None, None)
+
+
+def phase_rows(phase_s: dict[str, float], elapsed_s: float, num_steps: int) -> list[tuple[str, str, str]]:
+    """Phases that took any time, the longest first, what is in none of them, and the whole."""
+    spent = sorted(((name, s) for name, s in phase_s.items() if s > 0), key=lambda entry: -entry[1])
+    spent.append((OTHER, max(0.0, elapsed_s - sum(phase_s.values()))))
+    spent.append(("step", elapsed_s))
+    return [(name, f"{s / num_steps * 1e3:.2f}", f"{s / elapsed_s:.0%}") for name, s in spent]
+
+
+def table(headings: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    """Plain text in columns, names to the left and numbers to the right."""
+    widths = [max(len(row[place]) for row in (headings, *rows)) for place in range(len(headings))]
+    return "\n".join(
+        "  "
+        + "  ".join(
+            cell.rjust(width) if place else cell.ljust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in (headings, *rows)
+    )

@@ -1,0 +1,48 @@
+"""The parts of a run that the machine decides: threads."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rowstead.parts import granted_cores, threads_of
+from tests.small_runs import small_spec
+
+
+@pytest.mark.parametrize(
+    ("text", "cores"),
+    [("max 100000\n", None), ("200000 100000\n", 2), ("350000 100000\n", 4), ("20000 100000\n", 1), ("", None)],
+)
+def test_a_containers_quota_limits_the_cores(tmp_path: Path, text: str, cores: int | None) -> None:
+    quota = tmp_path / "cpu.max"
+    quota.write_text(text)
+    assert granted_cores(quota) == cores
+
+
+def test_without_containers_nothing_limits_the_cores(tmp_path: Path) -> None:
+    assert granted_cores(tmp_path / "missing") is None
+
+
+def test_a_run_has_the_threads_that_it_asks_for_and_gives_them_back() -> None:
+    before = torch.get_num_threads()
+    with threads_of(dataclasses.replace(small_spec(), threads=3)):
+        assert torch.get_num_threads() == 3
+    assert torch.get_num_threads() == before
+    with threads_of(small_spec()):
+        assert 1 <= torch.get_num_threads() <= before
+
+
+@pytest.mark.parametrize("chosen", [None, "active"])
+def test_waiting_threads_sleep_unless_the_user_says_otherwise(chosen: str | None) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    if chosen:
+        environment["OMP_WAIT_POLICY"] = chosen
+    code = "import sys, os, rowstead; assert 'torch' not in sys.modules; print(os.environ['OMP_WAIT_POLICY'])"
+    shown = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True).stdout
+    assert shown.strip() == (chosen or "passive")
