@@ -4,9 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
+PEERS_STAMP := $(VENV)/.installed-peers
+# TorchRec asks for FBGEMM's CUDA wheel of 465 MB: it comes without its dependencies, and they by name.
+PEERS := fbgemm-gpu-cpu torchrec
+PEERS_NEED := tensordict torchmetrics tqdm pyre-extensions
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: quickstart test test-slow check format docs clean help
+.PHONY: quickstart test test-slow check format peers docs clean help
 
 help: ## Show what can be made
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 14
@@ -30,6 +34,9 @@ format: $(DEV_STAMP) ## Put the code in shape
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+peers: $(PEERS_STAMP) ## Install what the benchmarks compare with on a CPU: FBGEMM and TorchRec
+	@$(BIN)/pip freeze | grep -iE "^(torch|fbgemm|tensordict|tqdm|pyre)"
+
 docs: $(DEV_STAMP) ## Write the generated pages of docs/ anew
 	$(BIN)/python -m docs.generate
 
@@ -45,4 +52,9 @@ $(STAMP): $(INPUTS) | $(VENV)/bin/python
 
 $(DEV_STAMP): $(STAMP)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@
+
+$(PEERS_STAMP): $(STAMP)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $(PEERS_NEED)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps $(PEERS)
 	touch $@

@@ -1,29 +1,51 @@
 """How fast are pooled look-up and look-up + exact row-wise Adagrad over many tables, against FBGEMM and nn.EmbeddingBag?
 
-All contenders pool the same ids of the same tables (FP32, sum) and take turns; ids are drawn anew for each round, as
-`rows * u**3` with u even, or evenly where the shape says so. The peer's figure for look-up + update is its forward and its
-backward pass with the fused optimizer; that of nn.EmbeddingBag is forward, backward with sparse gradients and SGD. "Floor" is
-the bytes of distinct rows, ids and output over the rate at which this machine copies memory. A ratio above 1 means that we
-are faster.
+All contenders pool the same ids of tables of the same size (FP32, sum) and take turns, in an order that changes; ids are drawn
+anew for each round, as `rows * u**3` with u even, or evenly where the shape says so. The peer's figure for look-up + update is
+its forward and its backward pass with the fused optimizer; that of nn.EmbeddingBag is forward, backward with sparse gradients
+and SGD. Figures are medians.
+
+On a GPU every call is timed in two ways. "As called" (`…_ms`): the GPU is idle when the call begins, so the host's time to
+launch its kernels counts; an eager user waits so long. "Device only" (`…_device_ms`): the GPU is held back until all launches
+are queued, so only its own time counts; a loop that runs ahead of the GPU, or replays a graph, waits so long. Summary keys are
+of times as called; those with `_device` are of device time.
+
+On a CPU caches are emptied before each call and threads come to rest, so rows come from memory and nobody is slowed by
+another's threads. There the two peers train the same tables, for want of memory. `cores_used_by_others` says how quiet the
+machine was: where cores are shared, OpenMP's threads, and so the peers, stall for up to seconds. Ratios count only where it is
+near 0.
+
+"Floor" is the bytes of distinct rows, ids and output of a look-up over the rate at which this machine copies memory.
+`share_of_bandwidth_lookup` is the floor over our time, device only on a GPU; for `share_of_bandwidth_both` distinct rows and
+their state are read once and written once, ids are read, the output is written and its gradient read. A ratio above 1 means
+that we are faster.
 """
 
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
-from benchmarks.harness import arguments, publish
+from benchmarks.harness import OtherLoad, arguments, chosen, compared, noise_of, publish
+from benchmarks.peers import EmbeddingBags, fbgemm_tables, has_fbgemm
+from benchmarks.timing import copy_bytes_per_s, give_back_gpu_memory, seconds_as_called, seconds_on_gpu, settle_cpu
 from rowstead.contracts.batch import Sparse
+from rowstead.contracts.store import EmbeddingStore
 from rowstead.kernels.layout import layout_of
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of
 from rowstead.spec.train import SparseOptimizerSpec
 from rowstead.stores.device import DeviceStore
+
+WARMUPS = 3
+LONG_BAG = 17
+"""Ids from which on a bag's look-up should near the floor."""
 
 
 @dataclass(frozen=True)
@@ -36,25 +58,43 @@ class Shape:
     batch_size: int
     evenly: bool = False
 
-    def draw(self, device: str) -> tuple[Tensor, Tensor]:
-        """Fresh ids [nnz], feature-major, and offsets [F*B + 1]."""
+    @property
+    def table_bytes(self) -> int:
+        """FP32 rows of all tables."""
+        return 4 * self.num_tables * self.num_rows * self.width
+
+    @property
+    def output_bytes(self) -> int:
+        """One pooled vector a bag."""
+        return 4 * self.num_tables * self.batch_size * self.width
+
+    def draw(self, device: str) -> Sparse:
+        """Fresh ids for one batch."""
         num_bags = self.num_tables * self.batch_size
         drawn = torch.rand(num_bags * self.num_ids, device=device, dtype=torch.float64)
         ids = (self.num_rows * (drawn if self.evenly else drawn**3)).long()
-        return ids, torch.arange(num_bags + 1, device=device) * self.num_ids
+        offsets = torch.arange(num_bags + 1, device=device) * self.num_ids
+        return Sparse(ids=ids, offsets=offsets, num_features=self.num_tables)
 
-    def floor_bytes(self, ids: Tensor) -> int:
-        """Bytes of distinct rows, ids and output of one look-up."""
-        table = torch.arange(self.num_tables, device=ids.device).repeat_interleave(self.batch_size * self.num_ids)
-        distinct = torch.unique(table * self.num_rows + ids).numel()
-        return 4 * self.width * (distinct + self.num_tables * self.batch_size) + 8 * ids.numel()
+    def distinct_rows(self, sparse: Sparse) -> int:
+        """How many rows of all tables a batch reads."""
+        table = torch.arange(self.num_tables, device=sparse.ids.device).repeat_interleave(self.batch_size * self.num_ids)
+        return torch.unique(table * self.num_rows + sparse.ids).numel()
+
+    def lookup_bytes(self, sparse: Sparse) -> int:
+        """The least that a look-up moves: distinct rows, ids and output."""
+        return 4 * self.width * self.distinct_rows(sparse) + 8 * sparse.ids.numel() + self.output_bytes
+
+    def both_bytes(self, sparse: Sparse) -> int:
+        """The least that look-up + update move: distinct rows and their state both ways, ids, output and gradient."""
+        return 2 * 4 * (self.width + 1) * self.distinct_rows(sparse) + 8 * sparse.ids.numel() + 2 * self.output_bytes
 
 
 SHAPES = {
     "cpu": (
         Shape("M1", 30, 100_000, 64, 28, 200),
         Shape("one-hot", 26, 1_000_000, 64, 1, 2048),
-        Shape("M2", 13, 2_000_000, 64, 17, 200),
+        Shape("M2", 13, 1_300_000, 64, 17, 200),
         Shape("M3", 127, 100_000, 64, 49, 200),
     ),
     "cuda": (
@@ -68,150 +108,149 @@ SHAPES = {
     ),
 }
 
-QUEUE_CYCLES = 10_000_000
-"""For which the GPU waits before a timed call: some milliseconds, in which the host queues all of its launches."""
-
-Work = Callable[[Tensor, Tensor, Tensor], Any]
-"""Takes ids, offsets and the gradient [B, sum of widths]."""
+Work = Callable[[Sparse, Tensor], Any]
+"""Takes ids and the gradient [B, sum of widths]."""
 
 
-def rowstead(shape: Shape, device: str) -> tuple[Work, Work]:
-    """Our look-up, and our look-up + update."""
+@dataclass(frozen=True)
+class Contender:
+    lookup: Work
+    both: Work
+
+
+def store_of(shape: Shape, device: str) -> DeviceStore:
+    """Our tables, as training has them."""
     features = FeaturesSpec(sparse=(SparseFeatureSpec(name="f{i}", repeat=shape.num_tables, num_rows=shape.num_rows),))
     layout = layout_of(features, tables_of(features, width=shape.width))
-    store = DeviceStore(layout, SparseOptimizerSpec(kind="rowwise_adagrad", lr=0.01), device=device)
+    return DeviceStore(layout, SparseOptimizerSpec(kind="rowwise_adagrad", lr=0.01), device=device, check=device == "cpu")
 
-    def look_up(ids: Tensor, offsets: Tensor, grad: Tensor) -> Tensor:
-        return store.lookup(Sparse(ids=ids, offsets=offsets, num_features=shape.num_tables))
 
-    def both(ids: Tensor, offsets: Tensor, grad: Tensor) -> None:
-        sparse = Sparse(ids=ids, offsets=offsets, num_features=shape.num_tables)
+def rowstead(store: EmbeddingStore) -> Contender:
+    """Our store, as a step uses it."""
+
+    def both(sparse: Sparse, grad: Tensor) -> None:
         store.lookup(sparse)
         store.update(sparse, grad, lr=0.01, step=1)
 
-    return look_up, both
+    return Contender(lookup=lambda sparse, grad: store.lookup(sparse), both=both)
 
 
-def fbgemm(shape: Shape, device: str) -> tuple[Work, Work] | None:
-    """FBGEMM's table-batched embedding with its exact row-wise Adagrad; none where it is not installed."""
-    try:
-        from fbgemm_gpu.split_embedding_configs import EmbOptimType
-        from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
-        from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
-            ComputeDevice,
-            SplitTableBatchedEmbeddingBagsCodegen,
-        )
-    except ImportError:
-        return None
-    on_gpu = device == "cuda"
-    place = EmbeddingLocation.DEVICE if on_gpu else EmbeddingLocation.HOST
-    compute = ComputeDevice.CUDA if on_gpu else ComputeDevice.CPU
-    module = SplitTableBatchedEmbeddingBagsCodegen(
-        [(shape.num_rows, shape.width, place, compute)] * shape.num_tables,
-        optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-        pooling_mode=PoolingMode.SUM,
-        learning_rate=0.01,
-        device=torch.device(device),
-    )
-    module.init_embedding_weights_uniform(-0.01, 0.01)
+def fbgemm(module: Any) -> Contender:
+    """FBGEMM's table-batched embedding with its exact row-wise Adagrad."""
 
-    def look_up(ids: Tensor, offsets: Tensor, grad: Tensor) -> Tensor:
+    def lookup(sparse: Sparse, grad: Tensor) -> Tensor:
         with torch.no_grad():
-            return module(ids, offsets)
+            pooled: Tensor = module(sparse.ids, sparse.offsets)
+        return pooled
 
-    def both(ids: Tensor, offsets: Tensor, grad: Tensor) -> None:
-        module(ids, offsets).backward(grad)
+    def both(sparse: Sparse, grad: Tensor) -> None:
+        module(sparse.ids, sparse.offsets).backward(grad)
 
-    return look_up, both
+    return Contender(lookup=lookup, both=both)
 
 
-def embedding_bags(shape: Shape, device: str) -> tuple[Work, Work]:
-    """nn.EmbeddingBag a table, sparse gradients, plain SGD."""
-    bags = torch.nn.ModuleList(
-        torch.nn.EmbeddingBag(shape.num_rows, shape.width, mode="sum", sparse=True, include_last_offset=True, device=device)
-        for _ in range(shape.num_tables)
-    )
+def embedding_bags(bags: EmbeddingBags) -> Contender:
+    """nn.EmbeddingBag a table, plain SGD."""
     optimizer = torch.optim.SGD(bags.parameters(), lr=0.01)
-    each = shape.batch_size * shape.num_ids
-    bounds = torch.arange(shape.batch_size + 1, device=device) * shape.num_ids
 
-    def look_up(ids: Tensor, offsets: Tensor, grad: Tensor) -> Tensor:
-        return torch.cat([bag(part, bounds) for bag, part in zip(bags, ids.split(each), strict=True)], dim=1)
+    def lookup(sparse: Sparse, grad: Tensor) -> Tensor:
+        with torch.no_grad():
+            pooled: Tensor = bags(sparse)
+        return pooled
 
-    def both(ids: Tensor, offsets: Tensor, grad: Tensor) -> None:
+    def both(sparse: Sparse, grad: Tensor) -> None:
         optimizer.zero_grad(set_to_none=True)
-        look_up(ids, offsets, grad).backward(grad)
+        bags(sparse).backward(grad)
         optimizer.step()
 
-    return look_up, both
+    return Contender(lookup=lookup, both=both)
 
 
-def seconds_of(work: Work, arguments: tuple[Tensor, Tensor, Tensor], device: str) -> float:
-    """Wall time of one call on a CPU; on a GPU the time between two events there, with the launches queued beforehand."""
-    if device == "cpu":
-        start = time.perf_counter()
-        work(*arguments)
-        return time.perf_counter() - start
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
-    torch.cuda._sleep(QUEUE_CYCLES)
-    begin.record()
-    work(*arguments)
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) * 1e-3
+def contenders_on(shape: Shape, device: str) -> dict[str, Contender]:
+    """All that can run here, by name; on a CPU the peers share their tables."""
+    needs_bytes, free_bytes = 2 * shape.table_bytes, psutil.virtual_memory().available
+    if device == "cpu" and needs_bytes > free_bytes:
+        raise SystemExit(
+            f"{shape.name} needs {needs_bytes:.2g} bytes, and {free_bytes:.2g} are free: leave it out by `--shapes`"
+        )
+    contenders = {"rowstead": rowstead(store_of(shape, device))}
+    size, tables = (shape.num_tables, shape.num_rows, shape.width), None
+    if has_fbgemm():
+        module = fbgemm_tables(*size, device)
+        contenders["fbgemm"] = fbgemm(module)
+        tables = module.split_embedding_weights() if device == "cpu" else None
+    return contenders | {"torch": embedding_bags(EmbeddingBags(*size, device, tables))}
 
 
-def copy_bytes_per_s(device: str) -> float:
-    """Bytes read and written each second by a large copy, the best of several."""
-    source = torch.ones((1 << 30) // 4 if device == "cuda" else (1 << 28), device=device)
-    target = torch.empty_like(source)
-    best = min(seconds_of(lambda *_: target.copy_(source), (source, source, source), device) for _ in range(8))
-    return 2 * 4 * source.numel() / best
+def seconds_of(shape: Shape, contenders: dict[str, Contender], device: str, repeats: int) -> dict[str, list[float]]:
+    """Seconds of every round by `{contender}_{lookup|both}`, on a GPU also by `…_device`.
+
+    Between two calls of one contender stand those of all others.
+    """
+    seconds: dict[str, list[float]] = {}
+    names = list(contenders)
+    for turn in range(WARMUPS + repeats):
+        sparse = shape.draw(device)
+        grad = torch.randn(shape.batch_size, shape.num_tables * shape.width, device=device) * 1e-3
+        for way in ("", "_device") if device == "cuda" else ("",):
+            for which in ("lookup", "both"):
+                for place in range(len(names)):
+                    name = names[(turn + place) % len(names)]
+                    call = partial(getattr(contenders[name], which), sparse, grad)
+                    if device == "cpu":
+                        settle_cpu()
+                    taken = seconds_on_gpu(call) if way else seconds_as_called(call, device)
+                    if turn >= WARMUPS:
+                        seconds.setdefault(f"{name}_{which}{way}", []).append(taken)
+    return seconds
 
 
 def measure(shape: Shape, device: str, repeats: int, copy_rate: float) -> dict[str, Any]:
     """One row of the table: medians of all contenders on one shape."""
-    contenders = {"rowstead": rowstead(shape, device), "fbgemm": fbgemm(shape, device), "torch": embedding_bags(shape, device)}
-    seconds: dict[tuple[str, int], list[float]] = {}
-    for turn in range(3 + repeats):
-        ids, offsets = shape.draw(device)
-        grad = torch.randn(shape.batch_size, shape.num_tables * shape.width, device=device) * 1e-3
-        for name, works in contenders.items():
-            for which, work in enumerate(works or ()):
-                taken = seconds_of(work, (ids, offsets, grad), device)
-                if turn >= 3:
-                    seconds.setdefault((name, which), []).append(taken)
-    row: dict[str, Any] = {"shape": shape.name}
-    for (name, which), values in seconds.items():
-        row[f"{name}_{('lookup', 'both')[which]}_ms"] = 1e3 * statistics.median(values)
-    row["floor_ms"] = 1e3 * shape.floor_bytes(ids) / copy_rate
-    row["share_of_floor"] = row["floor_ms"] / row["rowstead_lookup_ms"]
+    contenders = contenders_on(shape, device)
+    with OtherLoad() as others:
+        seconds = seconds_of(shape, contenders, device, repeats)
+    row: dict[str, Any] = {"shape": shape.name, "table_gb": shape.table_bytes / 1e9}
+    row |= {f"{key}_ms": 1e3 * statistics.median(values) for key, values in seconds.items()}
+    sparse = shape.draw(device)
+    row["floor_ms"] = 1e3 * shape.lookup_bytes(sparse) / copy_rate
+    way = "_device" if device == "cuda" else ""
+    row["share_of_bandwidth_lookup"] = row["floor_ms"] / row[f"rowstead_lookup{way}_ms"]
+    row["share_of_bandwidth_both"] = 1e3 * shape.both_bytes(sparse) / copy_rate / row[f"rowstead_both{way}_ms"]
+    if device == "cpu":
+        row["cores_used_by_others"] = others.cores
     return row
 
 
+def summary_of(rows: Sequence[dict[str, Any]], shapes: Sequence[Shape]) -> dict[str, float]:
+    """Ratios over all shapes, and how near look-ups of long bags come to the floor."""
+    summary: dict[str, float] = {}
+    for way in ("", "_device"):
+        for key, peer, which in (
+            ("lookup_vs_fbgemm", "fbgemm", "lookup"),
+            ("lookup_update_vs_fbgemm", "fbgemm", "both"),
+            ("lookup_update_vs_torch", "torch", "both"),
+        ):
+            theirs, ours = f"{peer}_{which}{way}_ms", f"rowstead_{which}{way}_ms"
+            summary |= compared(f"{key}{way}", [row[theirs] / row[ours] for row in rows if theirs in row])
+    long_bags = [row for row, shape in zip(rows, shapes, strict=True) if shape.num_ids >= LONG_BAG]
+    if long_bags:
+        summary["lookup_share_of_floor_min"] = min(row["share_of_bandwidth_lookup"] for row in long_bags)
+    return summary
+
+
 def main() -> None:
-    options = arguments(__doc__, devices=("cpu", "cuda")).parse_args()
+    options = arguments(__doc__, devices=("cpu", "cuda"), with_shapes=True).parse_args()
     device: str = options.device
     copy_rate = copy_bytes_per_s(device)
-    shapes = SHAPES[device][:2] if options.quick else SHAPES[device]
+    shapes = chosen(SHAPES[device], options)
     rows = []
     for shape in shapes:
         rows.append(measure(shape, device, 5 if options.quick else 20, copy_rate))
-        if device == "cuda":
-            torch.cuda.empty_cache()
-    summary = {"copy_bytes_per_s": copy_rate}
-    for key, peer, which in (
-        ("lookup_vs_fbgemm", "fbgemm", "lookup"),
-        ("lookup_update_vs_fbgemm", "fbgemm", "both"),
-        ("lookup_update_vs_torch", "torch", "both"),
-    ):
-        ratios = [row[f"{peer}_{which}_ms"] / row[f"rowstead_{which}_ms"] for row in rows if f"{peer}_{which}_ms" in row]
-        if ratios:
-            summary |= {f"{key}_geomean": statistics.geometric_mean(ratios), f"{key}_min": min(ratios)}
-    long_bags = [row["share_of_floor"] for row, shape in zip(rows, shapes, strict=True) if shape.num_ids >= 17]
-    summary["lookup_share_of_floor_min"] = min(long_bags)
-    missing = [] if "fbgemm_lookup_ms" in rows[0] else ["fbgemm"]
+        give_back_gpu_memory()
+    summary = {"copy_bytes_per_s": copy_rate, **summary_of(rows, shapes)}
+    summary |= noise_of(rows)
+    missing = [] if has_fbgemm() else ["fbgemm"]
     publish("embedding", rows, summary, options, packages=("fbgemm-gpu", "fbgemm-gpu-cpu", "triton"), missing=missing)
 
 

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import psutil
 from rich.console import Console
@@ -22,15 +22,45 @@ from rich.table import Table
 RESULTS = Path(__file__).parent / "results"
 
 
-def arguments(description: str | None, *, devices: Sequence[str] = ("cpu",)) -> argparse.ArgumentParser:
-    """The options that all benchmarks have."""
+class Named(Protocol):
+    """Something to measure that can be asked for by name."""
+
+    @property
+    def name(self) -> str: ...
+
+
+ToMeasure = TypeVar("ToMeasure", bound=Named)
+
+
+def arguments(
+    description: str | None, *, devices: Sequence[str] = ("cpu",), with_shapes: bool = False
+) -> argparse.ArgumentParser:
+    """The options that all benchmarks have; with shapes, also which of them to measure."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="smaller and shorter, for a first look")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.add_argument("--save", action="store_true", help="also write a dated file under benchmarks/results/")
     if len(devices) > 1:
         parser.add_argument("--device", choices=devices, default=devices[0], help="where to measure")
+    if with_shapes:
+        parser.add_argument("--shapes", metavar="NAME,NAME", help="measure only these shapes, by the names of the table's rows")
     return parser
+
+
+def chosen(shapes: Sequence[ToMeasure], options: argparse.Namespace, *, num_quick: int = 2) -> list[ToMeasure]:
+    """The shapes that were asked for by name; else all of them, or the first few under `--quick`."""
+    if options.shapes is None:
+        return list(shapes[:num_quick] if options.quick else shapes)
+    names = [name.strip() for name in options.shapes.split(",")]
+    known = [shape.name for shape in shapes]
+    if unknown := [name for name in names if name not in known]:
+        raise SystemExit(f"no shape {', '.join(unknown)}: there are {', '.join(known)}")
+    return [shape for shape in shapes if shape.name in names]
+
+
+def compared(key: str, ratios: Sequence[float]) -> dict[str, float]:
+    """Geometric mean and least of some ratios under the summary's names; nothing where there are none."""
+    return {f"{key}_geomean": statistics.geometric_mean(ratios), f"{key}_min": min(ratios)} if ratios else {}
 
 
 def provenance(packages: Sequence[str] = ()) -> dict[str, Any]:
@@ -74,6 +104,35 @@ def alternate(
     return seconds
 
 
+class OtherLoad:
+    """How many cores everybody else used while a block ran: what a figure of a CPU needs beside it to be believed."""
+
+    cores: float
+
+    def __enter__(self) -> OtherLoad:
+        self._start = time.perf_counter(), self._of_others()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        wall_s, others_s = (
+            now - start for now, start in zip((time.perf_counter(), self._of_others()), self._start, strict=True)
+        )
+        self.cores = max(0.0, others_s / wall_s)
+
+    @staticmethod
+    def _of_others() -> float:
+        """Seconds that all cores were busy, or taken by the host, but not with us."""
+        all_cores = psutil.cpu_times()
+        busy_s = sum(all_cores) - all_cores.idle - getattr(all_cores, "iowait", 0.0)
+        return float(busy_s - time.process_time())
+
+
+def noise_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The noisiest moment of a benchmark on a CPU, for its summary."""
+    cores = [row["cores_used_by_others"] for row in rows if "cores_used_by_others" in row]
+    return {"cores_used_by_others_max": max(cores)} if cores else {}
+
+
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Median, least and most."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
@@ -97,11 +156,11 @@ def publish(
     where = result["machine"].get("gpu", result["machine"]["cpu"])
     console.print(f"{benchmark} on {where}, {result['date']}", highlight=False)
     for columns in dict.fromkeys(tuple(row) for row in rows):
-        table = Table(*columns)
-        for row in rows:
-            if tuple(row) == columns:
-                table.add_row(*(_shown(row[column]) for column in columns))
-        console.print(table)
+        lines = _lines(columns, [row for row in rows if tuple(row) == columns], console.width)
+        table = Table(*lines[0])
+        for line in lines[1:]:
+            table.add_row(*line)
+        Console(width=max(console.width, _width(lines))).print(table)
     for key, value in summary.items():
         console.print(f"{key}: {_shown(value)}", highlight=False)
     if options.save:
@@ -110,6 +169,18 @@ def publish(
         path.write_text(json.dumps(result, indent=1) + "\n")
     if options.json:
         print(json.dumps(result))
+
+
+def _lines(columns: Sequence[str], rows: Sequence[Mapping[str, Any]], max_width: int) -> list[list[str]]:
+    """Cells of a table with a line for each row, or for each figure where the former is too wide and the latter narrower."""
+    lines = [list(columns), *([_shown(row[column]) for column in columns] for row in rows)]
+    turned = [list(column) for column in zip(*lines, strict=True)]
+    return lines if _width(lines) <= max(max_width, _width(turned)) else turned
+
+
+def _width(lines: Sequence[Sequence[str]]) -> int:
+    """Characters across a table, its frame included."""
+    return 1 + sum(max(map(len, column)) + 3 for column in zip(*lines, strict=True))
 
 
 def _shown(value: Any) -> str:

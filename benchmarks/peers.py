@@ -1,0 +1,61 @@
+"""The tables that others would use: FBGEMM's, as TorchRec has them (`make peers` installs them for a CPU), and plain PyTorch's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rowstead.contracts.batch import Sparse
+
+LARGEST = 0.01
+"""Initial rows are even between minus and plus this."""
+
+
+def has_fbgemm() -> bool:
+    """Whether FBGEMM is installed."""
+    try:
+        import fbgemm_gpu  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def fbgemm_tables(num_tables: int, num_rows: int, width: int, device: str) -> Any:
+    """A module from ids [nnz] and offsets [F*B + 1] to sums [B, F*D], whose backward pass updates the rows."""
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
+    from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice, SplitTableBatchedEmbeddingBagsCodegen
+
+    on_gpu = device == "cuda"
+    place = EmbeddingLocation.DEVICE if on_gpu else EmbeddingLocation.HOST
+    compute = ComputeDevice.CUDA if on_gpu else ComputeDevice.CPU
+    module = SplitTableBatchedEmbeddingBagsCodegen(
+        [(num_rows, width, place, compute)] * num_tables,
+        optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+        pooling_mode=PoolingMode.SUM,
+        learning_rate=0.01,
+        device=torch.device(device),
+    )
+    module.init_embedding_weights_uniform(-LARGEST, LARGEST)
+    return module
+
+
+class EmbeddingBags(nn.Module):
+    """nn.EmbeddingBag a table, with sparse gradients; over tables that are there already, or its own."""
+
+    def __init__(self, num_tables: int, num_rows: int, width: int, device: str, tables: Sequence[Tensor] | None = None) -> None:
+        super().__init__()
+        if tables is None:
+            tables = [torch.empty(num_rows, width, device=device).uniform_(-LARGEST, LARGEST) for _ in range(num_tables)]
+        self.bags = nn.ModuleList(
+            nn.EmbeddingBag.from_pretrained(rows, freeze=False, mode="sum", sparse=True, include_last_offset=True)
+            for rows in tables
+        )
+
+    def forward(self, sparse: Sparse) -> Tensor:
+        """Sums [B, F*D] of bags that are all equally long."""
+        parts, bounds = sparse.ids.chunk(len(self.bags)), sparse.offsets[: sparse.num_samples + 1]
+        return torch.cat([bag(part, bounds) for bag, part in zip(self.bags, parts, strict=True)], dim=1)
