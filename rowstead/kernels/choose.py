@@ -42,6 +42,7 @@ class Kernels(Protocol):
     ) -> None: ...
 
 
+@cache
 def kernels_for(choice: Kernel, device: torch.device) -> tuple[str, Kernels]:
     """Name and functions of the kernels for tables on `device`."""
     if choice == "auto":

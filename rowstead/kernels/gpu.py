@@ -30,10 +30,12 @@ IDS_AT_A_TIME = 8
 """Of one bag, in a look-up."""
 BAGS_OF_ONE = 4
 """Bags that a group of lanes pools side by side where bags hold one id."""
-TILE = 32
-"""Sorted places that a group of lanes walks in an update."""
+SHORT_TILE, LONG_TILE, MANY_PLACES = 16, 32, 1 << 23
+"""Sorted places that a group of lanes walks in an update: fewer keep more lanes busy, more split fewer runs."""
 PLACES_AT_A_TIME = 4
 """Of one tile; also how far a tile is walked on to end a run."""
+MAX_REGISTERS = 80
+"""Of a lane in an update: a few fewer than the compiler would take let more rows be under way at once."""
 JOINED_TILES = 32
 HEADS_AT_A_TIME = 4
 
@@ -78,24 +80,41 @@ def update(
 ) -> None:
     """One exact optimizer step on every row that `ids` name, in place; grad [B, sum of widths]. Ids that are no rows are left out."""
     numbers = device_numbers(tuple(numbers_of(optimizer, lr=lr, step=step)), step, grad.dtype, grad.device)
-    ordered = sort_ids(layout, ids, offsets, is_full=True)
-    update_by(tables, states, layout, ordered, offsets, weights, grad, optimizer=optimizer, numbers=numbers)
+    plan = plan_update(tables, states, layout, ids, offsets, optimizer=optimizer, numbers=numbers, is_full=True)
+    apply_plan(plan, tables, layout, offsets, weights, grad, optimizer=optimizer, numbers=numbers)
 
 
 @dataclass(frozen=True)
-class Ordered:
-    """The ids of a batch by table and row."""
+class Plan:
+    """The ids of a batch by table and row, and what an update does at each of them."""
 
     keys: Tensor
     """Rows counted over all tables, rising [nnz or more]."""
     order: Tensor
     """For each key the place of its id in the batch."""
-    sources: Tensor
-    """For each id, in the order of the batch, its table and where its gradient begins."""
+    plans: Tensor
+    """For each key where its gradient is and what becomes of it; gpu_programs says how."""
+    memory: tuple[Tensor, Tensor, Tensor, Tensor]
+    """For each key where its row and its optimizer's first and second state are, and the noise that rounds it."""
+    tile: int
+    """Places that are walked by one group of lanes."""
 
 
-def sort_ids(layout: Layout, ids: Tensor, offsets: Tensor, *, is_full: bool = False) -> Ordered:
-    """The part of an update that needs no gradient yet; `is_full` says that there are as many ids as `ids` has room for."""
+def plan_update(
+    tables: Sequence[Tensor],
+    states: Sequence[RowState],
+    layout: Layout,
+    ids: Tensor,
+    offsets: Tensor,
+    *,
+    optimizer: SparseOptimizerSpec,
+    numbers: Tensor,
+    is_full: bool = False,
+) -> Plan:
+    """The part of an update that needs no gradient yet; `is_full` says that there are as many ids as `ids` has room for.
+
+    `numbers` is what `device_numbers` gave.
+    """
     device, num_places, num_bags = ids.device, ids.numel(), offsets.numel() - 1
     facts = _facts(layout, device)
     if is_full:
@@ -103,21 +122,36 @@ def sort_ids(layout: Layout, ids: Tensor, offsets: Tensor, *, is_full: bool = Fa
     else:
         keys = torch.full((num_places,), facts.no_key, dtype=facts.key_dtype, device=device)
     sources = torch.empty(num_places, dtype=torch.int64, device=device)
-    if num_places and num_bags:
-        tall, wide = _bags_and_ids(num_places, num_bags)
-        name_rows[(triton.cdiv(num_bags, tall),)](
-            ids, offsets, keys, sources, *facts.naming, num_bags // layout.num_features, num_bags, layout.total_width,
-            NONE=facts.no_key, BAGS=tall, L=wide, num_warps=4,
-        )  # fmt: skip
+    tile = SHORT_TILE if num_places < MANY_PLACES else LONG_TILE
+    if not num_places or not num_bags:
+        return Plan(keys, sources, sources, (sources,) * 4, tile)
+    tall, wide = _bags_and_ids(num_places, num_bags)
+    name_rows[(triton.cdiv(num_bags, tall),)](
+        ids, offsets, keys, sources, *facts.naming, num_bags // layout.num_features, num_bags, layout.total_width,
+        NONE=facts.no_key, BAGS=tall, L=wide, num_warps=4,
+    )  # fmt: skip
     keys, order = torch.sort(keys, stable=True)
-    return Ordered(keys, order, sources)
+
+    kind, rounds = KINDS[optimizer.kind], tables[0].dtype != numbers.dtype
+
+    def room(dtype: torch.dtype, is_used: bool = True) -> Tensor:
+        return torch.empty(num_places, dtype=dtype, device=device) if is_used else sources
+
+    plans, rows_at, firsts_at = room(torch.int64), room(torch.int64), room(torch.int64, kind > 0)
+    memory = (rows_at, firsts_at, room(torch.int64, kind == 3), room(torch.int32, rounds))
+    firsts, seconds = state_addresses(states)
+    plan_places[(triton.cdiv(num_places, 512),)](
+        keys, order, sources, plans, *memory, _placed(tables, device)[0], _addresses(firsts, device),
+        _addresses(seconds, device), *facts.update, offsets, num_bags, numbers, tables[0].element_size(),
+        KIND=kind, ROUNDS=rounds, TILE=tile, EXTRA=PLACES_AT_A_TIME, BLOCK=512, NONE=facts.no_key, num_warps=4,
+    )  # fmt: skip
+    return Plan(keys, order, plans, memory, tile)
 
 
-def update_by(
+def apply_plan(
+    plan: Plan,
     tables: Sequence[Tensor],
-    states: Sequence[RowState],
     layout: Layout,
-    ordered: Ordered,
     offsets: Tensor,
     weights: Tensor | None,
     grad: Tensor,
@@ -126,47 +160,30 @@ def update_by(
     numbers: Tensor,
     guard: Tensor | None = None,
 ) -> None:
-    """`update` after `sort_ids`, with what changes from step to step in memory of the GPU.
-
-    `numbers` is what `device_numbers` gave. Nothing is updated if `guard`, one number, is not finite.
-    """
-    num_places, num_bags = ordered.keys.numel(), offsets.numel() - 1
-    if not num_places:
+    """The rest of an update. Nothing is updated if `guard`, one number, is not finite."""
+    num_places, num_bags = plan.keys.numel(), offsets.numel() - 1
+    if not num_places or not num_bags:
         return
-    device, grad = ordered.keys.device, grad.contiguous()
-    facts = _facts(layout, device)
+    grad = grad.contiguous()
     factors = _factors(layout, num_places, offsets, weights, grad, optimizer.clip)
-    kind, rounds = KINDS[optimizer.kind], tables[0].dtype != grad.dtype
-
-    def room(dtype: torch.dtype, is_used: bool = True) -> Tensor:
-        return torch.empty(num_places, dtype=dtype, device=device) if is_used else ordered.sources
-
-    plans, rows_at = room(torch.int64), room(torch.int64)
-    firsts_at, seconds_at, noises = room(torch.int64, kind > 0), room(torch.int64, kind == 3), room(torch.int32, rounds)
-    found = (rows_at, firsts_at, seconds_at, noises)
-    firsts, seconds = state_addresses(states)
-    rows, is_aligned = _placed(tables, device)
-    plan_places[(triton.cdiv(num_places, 512),)](
-        ordered.keys, ordered.order, ordered.sources, plans, *found,
-        rows, _addresses(firsts, device), _addresses(seconds, device), *facts.update, offsets, num_bags, numbers,
-        numbers if guard is None else guard, tables[0].element_size(),
-        KIND=kind, ROUNDS=rounds, TILE=TILE, EXTRA=PLACES_AT_A_TIME, BLOCK=512,
-        NONE=facts.no_key, num_warps=4,
-    )  # fmt: skip
-    shape = _shape(layout, tables[0].element_size(), is_aligned)
+    shape = _shape(layout, tables[0].element_size(), _placed(tables, grad.device)[1])
     warps, streams = _lanes(shape["D"])
-    num_tiles = triton.cdiv(num_places, TILE)
-    head = torch.empty(num_tiles, shape["D"], dtype=grad.dtype, device=device)
+    num_tiles = triton.cdiv(num_places, plan.tile)
+    head = torch.empty(num_tiles, shape["D"], dtype=grad.dtype, device=grad.device)
     tail = torch.empty_like(head)
-    options = {**shape, "KIND": kind, "ROUNDS": rounds, "TILE": TILE, "S": streams, "num_warps": warps}
+    step = (*plan.memory, offsets, num_bags, numbers, numbers if guard is None else guard)
+    options = {
+        **shape, "KIND": KINDS[optimizer.kind], "ROUNDS": tables[0].dtype != grad.dtype, "TILE": plan.tile, "S": streams,
+        "num_warps": warps,
+    }  # fmt: skip
     apply_tiles[(triton.cdiv(num_tiles, streams),)](
-        plans, ordered.order, grad if factors is None else factors, grad, head, tail, tables[0], *found, offsets, num_bags,
-        numbers, FACTORS=factors is not None, **options, EXTRA=PLACES_AT_A_TIME, R=PLACES_AT_A_TIME,
+        plan.plans, plan.order, grad if factors is None else factors, grad, head, tail, tables[0], *step,
+        FACTORS=factors is not None, **options, EXTRA=PLACES_AT_A_TIME, R=PLACES_AT_A_TIME,
+        maxnreg=MAX_REGISTERS if grad.dtype == torch.float32 and optimizer.kind in ("sgd", "rowwise_adagrad") else None,
     )  # fmt: skip
     join_tiles[(triton.cdiv(num_tiles, JOINED_TILES),)](
-        ordered.keys, plans, head, tail, tables[0], *found, offsets, num_bags, numbers, **options, TILES=JOINED_TILES,
-        HEADS=HEADS_AT_A_TIME,
-    )  # fmt: skip
+        plan.keys, plan.plans, head, tail, tables[0], *step, **options, TILES=JOINED_TILES, HEADS=HEADS_AT_A_TIME
+    )
 
 
 def _factors(

@@ -175,13 +175,10 @@ def _is_split(keys, border, key, num_ids, TILE: tl.constexpr, EXTRA: tl.constexp
 @triton.jit
 def plan_places(
     keys, order, sources, plans, rows_at, firsts_at, seconds_at, noises, tables, firsts, seconds, widths, bases,
-    offsets, num_bags, numbers, guard, row_size,
+    offsets, num_bags, numbers, row_size,
     KIND: tl.constexpr, ROUNDS: tl.constexpr, TILE: tl.constexpr, EXTRA: tl.constexpr, BLOCK: tl.constexpr, NONE: tl.constexpr,
 ):  # fmt: skip
-    """For each sorted place its plan, and where its row and the optimizer's state of that row are.
-
-    Where the number at `guard` is not finite, the plan is to do nothing.
-    """
+    """For each sorted place its plan, and where its row and the optimizer's state of that row are."""
     num_ids = tl.load(offsets + num_bags).to(tl.int32)
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_place = place < num_ids
@@ -212,8 +209,6 @@ def plan_places(
     plan |= (is_split & (ends | is_last)).to(tl.int64) << _HEAD
     plan |= leaves_tail.to(tl.int64) << _TAIL
     plan |= is_split.to(tl.int64) << _SPLIT
-    loss = tl.load(guard)
-    plan = tl.where(loss - loss == 0.0, plan, 0)
     tl.store(plans + place, tl.where(live, plan, 0), mask=is_place)
     tl.store(rows_at + place, tl.load(tables + table) + row * width * row_size, mask=live)
     size: tl.constexpr = numbers.dtype.element_ty.primitive_bitwidth // 8
@@ -274,13 +269,20 @@ def _apply(
 
 
 @triton.jit
+def _num_ids(offsets, num_bags, guard):
+    """The number of ids in the batch, or none where the number at `guard` is not finite."""
+    loss = tl.load(guard)
+    return tl.where(loss - loss == 0.0, tl.load(offsets + num_bags), 0).to(tl.int32)
+
+
+@triton.jit
 def _has(plan, FLAG: tl.constexpr):
     return ((plan >> FLAG) & 1) != 0
 
 
 @triton.jit
 def apply_tiles(
-    plans, order, factors, grad, head, tail, like, rows_at, firsts_at, seconds_at, noises, offsets, num_bags, numbers,
+    plans, order, factors, grad, head, tail, like, rows_at, firsts_at, seconds_at, noises, offsets, num_bags, numbers, guard,
     FACTORS: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ALIGNED: tl.constexpr, KIND: tl.constexpr,
     ROUNDS: tl.constexpr, TILE: tl.constexpr, EXTRA: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
@@ -289,7 +291,7 @@ def apply_tiles(
     A tile is walked on for EXTRA places to end a run that crosses its border. A run that is longer still is split: each of its
     tiles leaves a part of the sum, the one where it begins in `tail` and the others in `head`.
     """
-    num_ids = tl.load(offsets + num_bags).to(tl.int32)
+    num_ids = _num_ids(offsets, num_bags, guard)
     tile = tl.program_id(0) * S + tl.arange(0, S)[None, :, None]
     within = tl.arange(0, R)[:, None, None]
     d = tl.arange(0, D)[None, None, :]
@@ -331,7 +333,7 @@ def apply_tiles(
 
 @triton.jit
 def join_tiles(
-    keys, plans, head, tail, like, rows_at, firsts_at, seconds_at, noises, offsets, num_bags, numbers,
+    keys, plans, head, tail, like, rows_at, firsts_at, seconds_at, noises, offsets, num_bags, numbers, guard,
     WIDTH: tl.constexpr, D: tl.constexpr, ALIGNED: tl.constexpr, KIND: tl.constexpr, ROUNDS: tl.constexpr,
     TILE: tl.constexpr, TILES: tl.constexpr, S: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
@@ -339,7 +341,7 @@ def join_tiles(
 
     A program looks for them in TILES tiles, and then joins S of those that it found at a time.
     """
-    num_ids = tl.load(offsets + num_bags).to(tl.int32)
+    num_ids = _num_ids(offsets, num_bags, guard)
     candidate = tl.program_id(0) * TILES + tl.arange(0, TILES)[None, None, :]
     last = candidate * TILE + TILE - 1
     splits = _has(tl.load(plans + last, mask=last < num_ids, other=0), _TAIL).to(tl.int32)

@@ -31,7 +31,8 @@ class Kernels(Protocol):
 def pairwise_dots(dense: Tensor | None, pooled: Tensor, width: int) -> Tensor:
     """The dense vector, then the products of vectors 1 and 0, 2 and 0, 2 and 1, and so on: [B, D + P], or [B, P] without one.
 
-    dense [B, D] or none; pooled [B, (V - 1) * D], or [B, V * D] without a dense vector.
+    dense [B, D] or none; pooled [B, (V - 1) * D], or [B, V * D] without a dense vector. On a GPU the result is some columns
+    wider, and 0 there, so that a matrix product can follow at full speed.
     """
     kernels = _kernels_for(dense, pooled, width)
     if kernels is None:

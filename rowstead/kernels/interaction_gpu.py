@@ -17,20 +17,35 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+ROOM = 8
+"""The result is as wide as a multiple of this, else the matrix product that follows takes a slower way."""
+
 
 def forward(dense: Tensor | None, pooled: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """The dense vector and the products [B, D + P], in `dtype`; dense [B, D] or none, pooled [B, vectors * D]."""
+    """The dense vector and the products, in `dtype`; dense [B, D] or none, pooled [B, vectors * D].
+
+    Returns [B, D + P rounded up to ROOM], zero in the columns that are too many.
+    """
     shape = _shape(dense is not None, pooled.shape[1], width)
     num_samples, num_vectors = len(pooled), shape["V"]
     num_products = num_vectors * (num_vectors - 1) // 2
-    out = torch.empty(num_samples, shape["FIRST"] * width + num_products, dtype=dtype, device=pooled.device)
+    used = shape["FIRST"] * width + num_products
+    out = torch.empty(num_samples, triton.cdiv(used, ROOM) * ROOM, dtype=dtype, device=pooled.device)
     if num_samples:
         pooled = pooled.contiguous()
         dense = pooled if dense is None else dense.contiguous()
         tiles = triton.cdiv(num_vectors, shape["TILE"])
         depth = min(64, triton.next_power_of_2(max(16, width)))
         _multiply[(num_samples, tiles, tiles)](
-            dense, pooled, out, **shape, DEPTH=depth, PRECISION=_precision(), num_warps=shape["TILE"] // 16, num_stages=2
+            dense,
+            pooled,
+            out,
+            out.shape[1],
+            **shape,
+            DEPTH=depth,
+            PRECISION=_precision(),
+            num_warps=shape["TILE"] // 16,
+            num_stages=2,
         )
     return out
 
@@ -46,7 +61,7 @@ def backward(dense: Tensor | None, pooled: Tensor, width: int, grad: Tensor) -> 
         depth = min(128, triton.next_power_of_2(max(16, width)))
         grid = (len(pooled), triton.cdiv(shape["V"], shape["TILE"]), triton.cdiv(width, depth))
         _spread[grid](
-            given, pooled, grad, of_dense, of_pooled, **shape, DEPTH=depth, PRECISION=_precision(),
+            given, pooled, grad, of_dense, of_pooled, grad.shape[1], **shape, DEPTH=depth, PRECISION=_precision(),
             num_warps=shape["TILE"] // 16, num_stages=2,
         )  # fmt: skip
     return None if dense is None else of_dense, of_pooled
@@ -81,7 +96,7 @@ def _vectors(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _multiply(  # type: ignore[no-untyped-def]
-    dense, pooled, out, V: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr, TILE: tl.constexpr,
+    dense, pooled, out, out_width, V: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr, TILE: tl.constexpr,
     DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program a tile of products of one example; those above the diagonal have nothing to do."""
@@ -98,9 +113,12 @@ def _multiply(  # type: ignore[no-untyped-def]
             total += tl.dot(left, tl.trans(right), input_precision=PRECISION)
         row = row_tile * TILE + places
         column = column_tile * TILE + tl.arange(0, TILE)[None, :]
-        result = out + example * (FIRST * WIDTH + V * (V - 1) // 2)
+        result = out + example * out_width
         at = row * (row - 1) // 2 + column
         tl.store(result + FIRST * WIDTH + at, total.to(out.dtype.element_ty), mask=(column < row) & (row < V))
+        used = FIRST * WIDTH + V * (V - 1) // 2
+        rest = used + row_tile * out_width + tl.arange(0, 8)  # by the first tile alone
+        tl.store(result + rest, tl.zeros([8], out.dtype.element_ty), mask=rest < out_width)
         if FIRST:
             for start in range(0, WIDTH, DEPTH):
                 d = start + tl.arange(0, DEPTH)
@@ -111,7 +129,7 @@ def _multiply(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _spread(  # type: ignore[no-untyped-def]
-    dense, pooled, grad, of_dense, of_pooled, V: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr,
+    dense, pooled, grad, of_dense, of_pooled, grad_width, V: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr,
     TILE: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program the gradients of a tile of vectors of one example: g[i, k] x[k] over k below i, g[k, i] x[k] over k above."""
@@ -122,7 +140,7 @@ def _spread(  # type: ignore[no-untyped-def]
     wide = tl.arange(0, TILE)[None, :]
     own = own_tile * TILE + tall
     own_wide = own_tile * TILE + wide
-    passed = grad + example * (FIRST * WIDTH + V * (V - 1) // 2)
+    passed = grad + example * grad_width
     triangle = passed + FIRST * WIDTH
 
     higher = tl.maximum(own, own_wide)

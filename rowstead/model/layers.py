@@ -10,6 +10,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from rowstead.kernels.choose import has_triton
 from rowstead.kernels.interaction import pairwise_dots
@@ -31,15 +32,18 @@ class MLP(nn.Sequential):
         super().__init__(*layers)
 
     def forward(self, x: Tensor) -> Tensor:
+        """x [B, in width], or wider, with zeros in the columns that are too many."""
         if not _takes_fused_layers(x):
-            return cast(Tensor, super().forward(x))
+            return cast(Tensor, super().forward(x[:, : cast(nn.Linear, self[0]).in_features]))
         from rowstead.kernels.mlp_gpu import linear_relu
 
         layers = list(self)
         for place in range(0, len(layers), 2):
             linear = cast(nn.Linear, layers[place])
+            too_many = x.shape[1] - linear.in_features
+            weight = functional.pad(linear.weight, (0, too_many)) if too_many else linear.weight
             has_relu = place + 1 < len(layers)
-            x = linear_relu(x, linear.weight, linear.bias) if has_relu else linear(x)
+            x = linear_relu(x, weight, linear.bias) if has_relu else functional.linear(x, weight, linear.bias)
         return x
 
 
@@ -60,7 +64,7 @@ class Concat(nn.Module):
 
 
 class Dot(nn.Module):
-    """The dense vector, then the dot products of all pairs among V vectors of width D."""
+    """The dense vector, then the dot products of all pairs among V vectors of width D, then zeros where kernels want them."""
 
     def __init__(self, dense_width: int, pooled_width: int, width: int) -> None:
         super().__init__()

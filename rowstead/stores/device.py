@@ -22,7 +22,7 @@ from rowstead.spec.train import SparseOptimizerSpec
 from rowstead.stores.checked import checked
 
 if TYPE_CHECKING:
-    from rowstead.kernels.gpu import Ordered
+    from rowstead.kernels.gpu import Plan
 
 
 class DeviceStore(nn.Module):
@@ -80,9 +80,7 @@ class DeviceStore(nn.Module):
             sparse = checked(sparse, self.layout, weights[0].device)
             check_gradient(self.layout, sparse.offsets, grad)
         assert grad.dtype == compute_dtype(weights[0].dtype), f"rows are {weights[0].dtype}, their gradient is {grad.dtype}"
-        assert all(value.device == grad.device for state in self.row_states for value in state.values()), (
-            "move it before training"
-        )
+        assert all(value.device == grad.device for value in self.row_states[0].values()), "move it before training"
         apply = cpu.update_hogwild if self._hogwild else self._kernels().update
         apply(
             weights,
@@ -101,23 +99,24 @@ class DeviceStore(nn.Module):
         """`lookup` of a batch that is known to fit; `sparse.ids` may have room for more ids than `sparse.offsets` name."""
         return self._kernels().lookup(self._rows(), self.layout, sparse.ids, sparse.offsets, sparse.weights)
 
-    def sort_ids(self, sparse: Sparse) -> Ordered:
-        """What `update_by` needs of a batch on a GPU, and can have before there is a gradient."""
-        from rowstead.kernels import gpu
-
-        return gpu.sort_ids(self.layout, sparse.ids, sparse.offsets)
-
-    @torch.no_grad()
-    def update_by(self, sparse: Sparse, grad: Tensor, *, ordered: Ordered, numbers: Tensor, guard: Tensor) -> None:
-        """`update` on a GPU with all that changes from step to step in its memory; see `kernels.gpu.update_by`."""
+    def plan_update(self, sparse: Sparse, *, numbers: Tensor) -> Plan:
+        """What `apply_plan` needs of a batch on a GPU, and can have before there is a gradient; see `kernels.gpu`."""
         from rowstead.kernels import gpu
 
         assert self.optimizer is not None, "this store was made for look-ups only"
-        gpu.update_by(
+        rows, ids, offsets = self._rows(), sparse.ids, sparse.offsets
+        return gpu.plan_update(rows, self.row_states, self.layout, ids, offsets, optimizer=self.optimizer, numbers=numbers)
+
+    @torch.no_grad()
+    def apply_plan(self, plan: Plan, sparse: Sparse, grad: Tensor, *, numbers: Tensor, guard: Tensor) -> None:
+        """`update` on a GPU with all that changes from step to step in its memory; see `kernels.gpu`."""
+        from rowstead.kernels import gpu
+
+        assert self.optimizer is not None, "this store was made for look-ups only"
+        gpu.apply_plan(
+            plan,
             self._rows(),
-            self.row_states,
             self.layout,
-            ordered,
             sparse.offsets,
             sparse.weights,
             grad,

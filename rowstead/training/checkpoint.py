@@ -279,7 +279,8 @@ def _chunks(piece: _Piece) -> Iterator[memoryview]:
     for start in range(piece.start, piece.stop, rows_each):
         part = rows[start : min(start + rows_each, piece.stop)].cpu().contiguous()
         if part.numel():
-            yield part.reshape(-1).view(torch.uint8).numpy().data
+            # One element is contiguous whatever its stride, and torch does not view it as bytes then.
+            yield part.as_strided((part.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def _checked_manifest(folder: Path) -> dict[str, Any]:

@@ -26,6 +26,8 @@ from rowstead.training.arithmetic import arithmetic
 
 EAGER_STEPS = 2
 """Steps of one shape that run launch by launch before it is captured, which compiles and loads all that the graph needs."""
+PLANS_ASIDE = True
+"""Whether an update is planned on a stream of its own, beside the look-up and the network."""
 MAX_GRAPHS = 8
 SLOTS = 64
 """Steps that may be under way before the host waits for the oldest."""
@@ -62,7 +64,8 @@ class GpuStep:
         self._store: DeviceStore = model.store
         self.optimizer = DenseOptimizerOnGpu(model.net.parameters(), spec.dense_optimizer)
         self._device = next(model.net.parameters()).device
-        self._stream, self._sorting = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
+        self._stream = torch.cuda.Stream(self._device)
+        self._planning = torch.cuda.Stream(self._device) if PLANS_ASIDE else self._stream
         self._pool = torch.cuda.graph_pool_handle()
         self._captured: dict[tuple[Any, ...], _Captured] = {}
         self._numbers = torch.zeros(16, device=self._device)
@@ -115,7 +118,8 @@ class GpuStep:
             if len(self._captured) >= MAX_GRAPHS:
                 return None
             gradients_at = torch.zeros(sum(1 for _ in self._model.net.parameters()), dtype=torch.int64, device=self._device)
-            self._captured[(*kind, room)] = _Captured(_with_room(batch, room), gradients_at)
+            ids_dtype = torch.int64 if any(table.num_rows >= 2**31 for table in self._store.tables) else torch.int32
+            self._captured[(*kind, room)] = _Captured(_with_room(batch, room, ids_dtype), gradients_at)
         return self._captured[(*kind, room)]
 
     def _replay(self, captured: _Captured) -> Tensor:
@@ -136,12 +140,12 @@ class GpuStep:
         """One step, launch by launch; `gradients_at` is where a captured launch will find the gradients' addresses."""
         model, spec, store = self._model, self._spec, self._store
         model.net.zero_grad(set_to_none=True)
-        ordered = None
+        plan, numbers = None, self._numbers[_ROW_NUMBERS]
         if store.tables:
-            # Nothing but the update needs the order of the ids: another stream finds it while the network is busy.
-            self._sorting.wait_stream(self._stream)
-            with torch.cuda.stream(self._sorting):
-                ordered = store.sort_ids(batch.sparse)
+            # The update's plan needs no gradient: another stream makes it while the network is busy.
+            self._planning.wait_stream(self._stream)
+            with torch.cuda.stream(self._planning):
+                plan = store.plan_update(batch.sparse, numbers=numbers)
             pooled = store.lookup_unchecked(batch.sparse).requires_grad_()
         else:
             pooled = batch.dense.new_zeros(batch.num_samples, 0)
@@ -154,10 +158,9 @@ class GpuStep:
         if gradients_at is None:
             gradients_at = self.optimizer.gradient_addresses().to(self._device)
         self.optimizer.step_by(self._numbers[_DENSE_NUMBERS], loss, gradients_at)
-        if ordered is not None and pooled.grad is not None:
-            self._stream.wait_stream(self._sorting)
-            numbers = self._numbers[_ROW_NUMBERS]
-            store.update_by(batch.sparse, pooled.grad, ordered=ordered, numbers=numbers, guard=loss)
+        if plan is not None and pooled.grad is not None:
+            self._stream.wait_stream(self._planning)
+            store.apply_plan(plan, batch.sparse, pooled.grad, numbers=numbers, guard=loss)
         return loss
 
 
@@ -168,13 +171,13 @@ def room_for(num_ids: int) -> int:
     return -(-wanted // unit) * unit
 
 
-def _with_room(batch: Batch, room: int) -> Batch:
+def _with_room(batch: Batch, room: int, ids_dtype: torch.dtype) -> Batch:
     """Memory for batches like this one with up to `room` ids."""
     sparse = batch.sparse
     return Batch(
         dense=torch.empty_like(batch.dense),
         sparse=Sparse(
-            ids=sparse.ids.new_zeros(room),
+            ids=sparse.ids.new_zeros(room, dtype=ids_dtype),
             offsets=torch.empty_like(sparse.offsets),
             num_features=sparse.num_features,
             weights=None if sparse.weights is None else sparse.weights.new_zeros(room),

@@ -38,8 +38,8 @@ def test_runs_of_equal_ids_are_summed_once_wherever_tiles_end(lengths: list[int]
     roomy = torch.cat([ids, torch.full((seed,), 7)]).to(DEVICE)
     optimizer = SparseOptimizerSpec(kind="sgd")
     numbers = gpu.host_numbers([1.0, 0, 0, 0, 0], 1, torch.float64).to(DEVICE)
-    ordered = gpu.sort_ids(layout, roomy, offsets)
-    gpu.update_by([ours], [{}], layout, ordered, offsets, None, grad, optimizer=optimizer, numbers=numbers)
+    plan = gpu.plan_update([ours], [{}], layout, roomy, offsets, optimizer=optimizer, numbers=numbers)
+    gpu.apply_plan(plan, [ours], layout, offsets, None, grad, optimizer=optimizer, numbers=numbers)
     reference.update([theirs], [{}], layout, ids.to(DEVICE), offsets, None, grad, optimizer=optimizer, lr=1.0, step=1)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
