@@ -12,9 +12,11 @@ import importlib
 import os
 from typing import Any
 
-# Read when torch is loaded, which is after this unless it was imported first. Threads that spin while they wait for the next
-# operation take the cores from the reader and from each other: with other work on the machine a step takes many times as long.
+# Read when torch is loaded, which is after this unless it was imported first. Threads that spin for long while they wait for the
+# next operation take the cores from the reader and from each other: with other work on the machine a step takes many times as
+# long. Those that sleep at once wake up late. So they spin for some tens of microseconds (GNU's OpenMP) or not at all (others).
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 __version__ = "0.1.0"
 

@@ -12,7 +12,8 @@ from rowstead.kernels.mix import uniform
 from rowstead.kernels.optimizer import compute_dtype
 from rowstead.spec.features import Table
 
-PIECE = 1 << 22
+CPU_PIECE, GPU_PIECE = 1 << 16, 1 << 22
+"""Numbers that are made at a time: what the caches of a CPU hold, and what keeps a GPU busy."""
 
 
 def initial_rows(table: Table, *, seed: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -21,8 +22,9 @@ def initial_rows(table: Table, *, seed: int, dtype: torch.dtype, device: torch.d
     salt = int.from_bytes(digest[:8], "little", signed=True)
     bound = table.num_rows**-0.5
     numbers = prefer_large_pages(torch.empty(table.num_elements, dtype=dtype, device=device))
-    for start in range(0, table.num_elements, PIECE):
-        stop = min(start + PIECE, table.num_elements)
+    piece = CPU_PIECE if device.type == "cpu" else GPU_PIECE
+    for start in range(0, table.num_elements, piece):
+        stop = min(start + piece, table.num_elements)
         counters = torch.arange(start, stop, dtype=torch.int64, device=device)
         numbers[start:stop] = ((2 * uniform(counters, salt) - 1) * bound).to(compute_dtype(dtype))
     return numbers.view(table.num_rows, table.width)
