@@ -70,7 +70,8 @@ def provenance(packages: Sequence[str] = ()) -> dict[str, Any]:
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            continue
+            if module := sys.modules.get(name.replace("-", "_")):  # put on the path without being installed
+                versions[name] = str(getattr(module, "__version__", "unknown"))
     machine = {
         "cpu": _cpu_name(),
         "num_cores": os.cpu_count(),

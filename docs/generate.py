@@ -1,6 +1,7 @@
-"""Writes the pages that follow from the code: docs/configuration.md from the specs, docs/cli.md from `--help`.
+"""Writes the pages that follow from something else: docs/configuration.md from the specs, docs/cli.md from `--help`,
+docs/performance.md from the results of benchmarks.
 
-python -m docs.generate            write both
+python -m docs.generate            write them
 python -m docs.generate --check    write nothing; exit 1 and name the pages that are stale
 """
 
@@ -19,6 +20,7 @@ from typing import Any
 
 import typer
 
+from docs.results import performance_page
 from rowstead.cli import app
 from rowstead.spec.parse import describe_type
 from rowstead.spec.run import RunSpec
@@ -31,7 +33,11 @@ NOTE = "<!-- Written by `python -m docs.generate` (`make docs`). Change {source}
 
 def pages() -> dict[Path, str]:
     """The generated pages as they should be."""
-    return {DOCS / "configuration.md": configuration_page(), DOCS / "cli.md": cli_page()}
+    return {
+        DOCS / "configuration.md": configuration_page(),
+        DOCS / "cli.md": cli_page(),
+        DOCS / "performance.md": performance_page(NOTE.format(source="docs/results.py or the files under benchmarks/results/")),
+    }
 
 
 # configuration.md

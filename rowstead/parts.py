@@ -145,6 +145,16 @@ def build_model(
     return model.to(device)
 
 
+def slow_bf16(spec: RunSpec, device: torch.device) -> str | None:
+    """What to tell a user whose processor would only imitate BF16; none if it does not."""
+    if spec.train.precision != "bf16" or device.type != "cpu" or not hasattr(torch.cpu, "get_capabilities"):
+        return None
+    able = torch.cpu.get_capabilities()
+    if able.get("amx_bf16") or able.get("avx512_bf16") or able.get("bf16"):
+        return None
+    return "this processor has no BF16 instructions, so `train.precision: bf16` is slower here than fp32"
+
+
 def shown_kernel(name: str, device: torch.device) -> str:
     """The kernels that run, with what they run on."""
     if name == "gpu" and device.type == "cuda":

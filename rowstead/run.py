@@ -21,6 +21,7 @@ from rowstead.parts import (
     device_of,
     open_sources,
     shown_kernel,
+    slow_bf16,
     threads_of,
 )
 from rowstead.records.events import EventLog
@@ -153,6 +154,8 @@ def _drive(
         sources = checked_sources(sources, store.layout)
     if store.tables:
         watcher.on_message(f"kernels: {shown_kernel(store.kernel, device)}")
+    if warning := slow_bf16(spec, device):
+        watcher.on_message(warning)
     facts = {
         "architecture": architecture(spec),
         "spec_digest": digest(spec),

@@ -1,4 +1,4 @@
-"""The parts of a run that the machine decides: threads."""
+"""The parts of a run that the machine decides: threads, and whether BF16 pays."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rowstead.parts import granted_cores, threads_of
+from rowstead.parts import granted_cores, slow_bf16, threads_of
 from tests.small_runs import small_spec
 
 
@@ -46,3 +46,13 @@ def test_waiting_threads_sleep_unless_the_user_says_otherwise(chosen: str | None
     code = "import sys, os, rowstead; assert 'torch' not in sys.modules; print(os.environ['OMP_WAIT_POLICY'])"
     shown = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True).stdout
     assert shown.strip() == (chosen or "passive")
+
+
+@pytest.mark.parametrize(("able", "says"), [({"amx_bf16": False, "avx512_bf16": False}, True), ({"amx_bf16": True}, False)])
+def test_who_asks_for_bf16_on_a_processor_without_it_is_told(
+    able: dict[str, bool], says: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: able, raising=False)
+    cpu = torch.device("cpu")
+    assert (slow_bf16(small_spec("train.precision=bf16"), cpu) is not None) == says
+    assert slow_bf16(small_spec(), cpu) is None

@@ -1,0 +1,157 @@
+"""docs/performance.md: what the benchmarks measured last, from the files under benchmarks/results/."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PICTURES = ROOT / "docs" / "pictures"
+
+Row = Mapping[str, Any]
+Column = tuple[str, Callable[[Row], str]]
+
+
+def performance_page(note: str) -> str:
+    """The whole page."""
+    parts = [note, "# Performance", _INTRODUCTION]
+    parts += ["## On a GPU", *_embedding("cuda"), *_step("cuda")]
+    parts += ["## On a CPU", *_embedding("cpu"), *_step("cpu"), _CPU, _FROM_FILES]
+    if pictures := sorted(PICTURES.glob("growth-*.svg")):
+        parts += ["## How cost grows", _GROWTH]
+        parts += [f"![Samples a second, {picture.stem.split('-', 1)[1]}](pictures/{picture.name})" for picture in pictures]
+    return "\n\n".join([*parts, _YOURS]) + "\n"
+
+
+_INTRODUCTION = """Figures are medians that the named command printed on the named machine; a ratio above 1 means that we are faster, and both
+sides ran in that command, taking turns, on fresh ids each time. Each command says in its `--help` what exactly is timed.
+`make peers` installs the peers on a CPU. The [log](log.md) has what was tried, and where a goal was missed."""
+
+_CPU = """These were taken while nothing else ran. Where other processes use the cores the ratios are far larger, since the peers then stall for up to seconds,
+probably at barriers of OpenMP; such figures say more about the machine than about kernels, so none is given here. The rows with `bf16` are slower because this
+processor has no BF16 instructions: `train.precision: bf16` is for processors that have them, and for GPUs."""
+
+_GROWTH = """`python -m benchmarks.growth --device cpu --save` drew these: M1 with one thing changed at a time, and the limit that bandwidth, and for whole
+steps arithmetic, would set."""
+
+_FROM_FILES = """### Training from files
+
+On the same 2 cores, with M1's tables of about 100,000 rows and a log in Parquet:
+
+```sh
+rowstead data synth m1 --out m1log --set data.synth.num_train_samples=60000 --set data.synth.num_eval_samples=2000
+rowstead train m1 --set data.synth=null --set 'data.parquet.train=[m1log/train-*.parquet]' \\
+  --set 'data.parquet.eval=[m1log/eval-*.parquet]' --set scale=0.0175 --set train.batch_size=200 --set train.sparse_optimizer.lr=0.01
+```
+
+trained 6,738 samples/s while other programs ran; with the same settings in a recipe file, and nothing else running, 8,205. Both are above 80 % of what
+the step alone does in the table: the reader's thread takes about 3.4 ms of the 25 of a step, beside it (`rowstead train --profile`). The same on a GPU has
+not been measured."""
+
+_YOURS = """## On your machine
+
+```sh
+make peers
+python -m benchmarks.embedding --device cpu --json
+python -m benchmarks.step --device cpu --json
+python -m benchmarks.growth --device cpu --save
+```
+
+With a CUDA GPU, and FBGEMM for it, say `--device cuda`. `--quick` gives a first look, `--save` keeps the result under `benchmarks/results/`."""
+
+
+def _latest(benchmark: str, device: str) -> dict[str, Any] | None:
+    files = sorted(RESULTS.glob(f"{benchmark}-{device}-*.json"))
+    result: dict[str, Any] | None = json.loads(files[-1].read_text()) if files else None
+    return result
+
+
+def _where(result: Mapping[str, Any], benchmark: str, device: str) -> str:
+    machine, versions = result["machine"], result["versions"]
+    name = machine.get("gpu", f"{machine['num_cores']} cores of {machine['cpu']}")
+    used = ", ".join(f"{package} {version}" for package, version in versions.items() if package != "python")
+    return f"`python -m benchmarks.{benchmark} --device {device} --json` on {name}, {result['date']} ({used}):"
+
+
+def _table(columns: Sequence[Column], rows: Sequence[Row]) -> str:
+    lines = ["| " + " | ".join(title for title, _ in columns) + " |", "|" + "---|" * len(columns)]
+    lines += ["| " + " | ".join(value(row) for _, value in columns) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def _ms(*keys: str) -> Callable[[Row], str]:
+    return lambda row: " / ".join(f"{row[key]:.3g}" if row[key] < 100 else f"{row[key]:.0f}" for key in keys)
+
+
+def _ratios(summary: Mapping[str, float], names: Mapping[str, str]) -> str:
+    lines = []
+    for key, text in names.items():
+        if f"{key}_geomean" in summary:
+            lines.append(f"- {text}: {summary[f'{key}_geomean']:.2f} in geometric mean, {summary[f'{key}_min']:.2f} at least")
+    return "\n".join(lines)
+
+
+def _embedding(device: str) -> list[str]:
+    result = _latest("embedding", device)
+    if result is None:
+        return []
+    columns: list[Column] = [
+        ("shape", lambda row: str(row["shape"])),
+        ("ours: look-up / + update, ms", _ms("rowstead_lookup_ms", "rowstead_both_ms")),
+        ("FBGEMM", _ms("fbgemm_lookup_ms", "fbgemm_both_ms")),
+        ("nn.EmbeddingBag + SGD", _ms("torch_lookup_ms", "torch_both_ms")),
+    ]
+    if device == "cuda":
+        columns += [
+            ("ours, GPU's time alone", _ms("rowstead_lookup_device_ms", "rowstead_both_device_ms")),
+            ("FBGEMM, GPU's time alone", _ms("fbgemm_lookup_device_ms", "fbgemm_both_device_ms")),
+        ]
+    columns.append(("look-up's share of the floor", lambda row: f"{100 * row['share_of_bandwidth_lookup']:.0f} %"))
+    ratios = _ratios(
+        result["summary"],
+        {
+            "lookup_vs_fbgemm": "Look-up against FBGEMM",
+            "lookup_update_vs_fbgemm": "Look-up + exact row-wise Adagrad against FBGEMM",
+            "lookup_vs_fbgemm_device": "Look-up, the GPU's time alone",
+            "lookup_update_vs_fbgemm_device": "Look-up + update, the GPU's time alone",
+            "lookup_update_vs_torch": "Look-up + update against nn.EmbeddingBag with sparse gradients and SGD",
+        },
+    )
+    return ["### Embedding look-up and update", _where(result, "embedding", device), _table(columns, result["rows"]), ratios]
+
+
+def _step(device: str) -> list[str]:
+    result = _latest("step", device)
+    if result is None:
+        return []
+    peers = {"fbgemm": "FBGEMM + torch.compile" if device == "cuda" else "FBGEMM", "fbgemm_eager": "FBGEMM, eager"}
+    peers["torch"] = "nn.EmbeddingBag + SGD"
+    rows = [row for row in result["rows"] if "fbgemm_ms" in row]
+    columns: list[Column] = [
+        ("model and batch", lambda row: f"{row['shape'].split()[0]}, {row['batch_size']:,}"),
+        ("ours, ms", _ms("rowstead_ms")),
+        *((title, _ms(f"{peer}_ms")) for peer, title in peers.items() if f"{peer}_ms" in rows[0]),
+        ("ours, samples/s", lambda row: f"{row['samples_per_s']:,.0f}"),
+        ("share of the roofline", lambda row: f"{100 * row['share_of_roofline']:.0f} %"),
+    ]
+    if "joules_per_1000_samples" in rows[0]:
+        joules = ("joules_per_1000_samples", "fbgemm_joules_per_1000_samples")
+        columns.append(("joules for 1,000 samples: ours / FBGEMM", _ms(*joules)))
+    summary = result["summary"]
+    ratios = [
+        _ratios(summary, {"step_vs_fbgemm": "Against FBGEMM", "step_vs_torch": "Against nn.EmbeddingBag with SGD"}),
+    ]
+    if "step_vs_fbgemm_large_batch_geomean" in summary:
+        ratios.append(
+            f"- At the paper's batch sizes {summary['step_vs_fbgemm_paper_batch_min_m1_m2']:.2f} at least for M1 and M2, "
+            f"{summary['step_vs_fbgemm_paper_batch_min_m3']:.2f} for M3\n"
+            f"- At the large ones {summary['step_vs_fbgemm_large_batch_geomean']:.2f} in geometric mean, "
+            f"{summary['step_vs_fbgemm_large_batch_min']:.2f} at least"
+        )
+    others = [row for row in result["rows"] if "fbgemm_ms" not in row]
+    low = "; ".join(f"{row['shape']} {row['rowstead_ms']:.0f} ms" for row in others)
+    tail = [f"Ours under `train.precision: bf16`: {low}."] if others else []
+    return ["### A whole training step", _where(result, "step", device), _table(columns, rows), "\n".join(ratios), *tail]
