@@ -24,6 +24,7 @@ from torch import Tensor
 from rowstead.kernels.gpu_programs import apply_tiles, join_tiles, name_rows, plan_places, pool, scale_places
 from rowstead.kernels.layout import Layout
 from rowstead.kernels.optimizer import KINDS, RowState, compute_dtype, numbers_of, state_addresses
+from rowstead.spec.errors import RowsteadError
 from rowstead.spec.train import SparseOptimizerSpec
 
 IDS_AT_A_TIME = 8
@@ -34,6 +35,8 @@ SHORT_TILE, LONG_TILE, MANY_PLACES = 16, 32, 1 << 23
 """Sorted places that a group of lanes walks in an update: fewer keep more lanes busy, more split fewer runs."""
 PLACES_AT_A_TIME = 4
 """Of one tile; also how far a tile is walked on to end a run."""
+MAX_WIDTH = 2048
+"""A plan has room for it, and a program lanes."""
 MAX_REGISTERS = 80
 """Of a lane in an update: a few fewer than the compiler would take let more rows be under way at once."""
 JOINED_TILES = 32
@@ -78,7 +81,10 @@ def update(
     lr: float,
     step: int,
 ) -> None:
-    """One exact optimizer step on every row that `ids` name, in place; grad [B, sum of widths]. Ids that are no rows are left out."""
+    """One exact optimizer step on every row that `ids` name, in place; grad [B, sum of widths].
+
+    Ids that are no rows are left out. `offsets` has to cover all of `ids`.
+    """
     numbers = device_numbers(tuple(numbers_of(optimizer, lr=lr, step=step)), step, grad.dtype, grad.device)
     plan = plan_update(tables, states, layout, ids, offsets, optimizer=optimizer, numbers=numbers, is_full=True)
     apply_plan(plan, tables, layout, offsets, weights, grad, optimizer=optimizer, numbers=numbers)
@@ -98,6 +104,8 @@ class Plan:
     """For each key where its row and its optimizer's first and second state are, and the noise that rounds it."""
     tile: int
     """Places that are walked by one group of lanes."""
+    keeps: tuple[object, ...] = ()
+    """What look-up and update read besides, which a captured graph of them needs as long as it lives."""
 
 
 def plan_update(
@@ -139,13 +147,12 @@ def plan_update(
 
     plans, rows_at, firsts_at = room(torch.int64), room(torch.int64), room(torch.int64, kind > 0)
     memory = (rows_at, firsts_at, room(torch.int64, kind == 3), room(torch.int32, rounds))
-    firsts, seconds = state_addresses(states)
+    placed = (_placed(tables, device)[0], *(_addresses(addresses, device) for addresses in state_addresses(states)))
     plan_places[(triton.cdiv(num_places, 512),)](
-        keys, order, sources, plans, *memory, _placed(tables, device)[0], _addresses(firsts, device),
-        _addresses(seconds, device), *facts.update, offsets, num_bags, numbers, tables[0].element_size(),
+        keys, order, sources, plans, *memory, *placed, *facts.update, offsets, num_bags, numbers, tables[0].element_size(),
         KIND=kind, ROUNDS=rounds, TILE=tile, EXTRA=PLACES_AT_A_TIME, BLOCK=512, NONE=facts.no_key, num_warps=4,
     )  # fmt: skip
-    return Plan(keys, order, plans, memory, tile)
+    return Plan(keys, order, plans, memory, tile, keeps=(facts, *placed))
 
 
 def apply_plan(
@@ -231,6 +238,10 @@ def _lanes(width: int) -> tuple[int, int]:
 def _shape(layout: Layout, itemsize: int, is_aligned: bool) -> dict[str, int]:
     """What the compiler should know about widths: the block, the one width if there is one, and whether rows are aligned."""
     widths = [table.width for table in layout.tables]
+    if max(widths) > MAX_WIDTH:
+        raise RowsteadError(
+            f"rows of {max(widths):,} numbers: the GPU kernels take {MAX_WIDTH:,} at most; use `kernel: reference`"
+        )
     is_aligned = is_aligned and all(width * itemsize % 16 == 0 for width in widths)
     return {
         "D": triton.next_power_of_2(max(widths)),

@@ -168,7 +168,7 @@ def _rounded(values, base, d, like):
 def _is_split(keys, border, key, num_ids, TILE: tl.constexpr, EXTRA: tl.constexpr):
     """Whether the run of `key`, which crosses `border`, goes on for more than EXTRA places or began before the last tile."""
     goes_on = tl.load(keys + border + EXTRA, mask=border + EXTRA < num_ids, other=-1) == key
-    began = tl.load(keys + border - TILE - 1, mask=border > TILE, other=-1) == key
+    began = tl.load(keys + border - TILE - 1, mask=(border > TILE) & (border - TILE - 1 < num_ids), other=-1) == key
     return goes_on | began
 
 

@@ -95,6 +95,10 @@ class DeviceStore(nn.Module):
             step=step,
         )
 
+    def checked(self, sparse: Sparse) -> Sparse:
+        """The same batch, known to fit if this store checks batches."""
+        return checked(sparse, self.layout, self.weights[0].device) if self._check and self.tables else sparse
+
     def lookup_unchecked(self, sparse: Sparse) -> Tensor:
         """`lookup` of a batch that is known to fit; `sparse.ids` may have room for more ids than `sparse.offsets` name."""
         return self._kernels().lookup(self._rows(), self.layout, sparse.ids, sparse.offsets, sparse.weights)

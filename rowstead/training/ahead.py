@@ -34,5 +34,11 @@ def copied_ahead(batches: Iterator[tuple[Batch, Cursor]], device: torch.device) 
         ready = ahead
         for tensor in ready[1].tensors():
             tensor.record_stream(current)
-        ahead = begin()
+        error: Exception | None = None
+        try:
+            ahead = begin()
+        except Exception as raised:  # noqa: BLE001, RUF100 - whatever it is, the batch before it comes first
+            error = raised
         yield ready
+        if error is not None:
+            raise error

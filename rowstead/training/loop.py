@@ -175,7 +175,7 @@ class Loop:
                 position.step += 1
                 position.cursor = cursor
                 position.num_samples += batch.num_samples
-                self._take_losses(LOSSES_BEHIND if self.device.type == "cuda" and self._window.has_steps else 0)
+                self._take_losses(self._behind())
                 now = time.perf_counter()
                 self._step_s += now - started
                 position.train_s += now - started
@@ -198,6 +198,15 @@ class Loop:
             return copied_ahead(batches, self.device)
         return ((batch, batch, cursor) for batch, cursor in batches)
 
+    def _behind(self) -> int:
+        """By how many steps the host may be ahead now: none where figures are taken, so that their time counts all steps."""
+        spec, step = self.spec.train, self.position.step
+        counts = (spec.log_every, spec.eval_every, spec.checkpoint_every)
+        is_taken = any(every is not None and step % every == 0 for every in counts)
+        if self.device.type != "cuda" or not self._window.has_steps or is_taken or self._done() or self.should_stop():
+            return 0
+        return LOSSES_BEHIND
+
     def _take_losses(self, behind: int = 0) -> None:
         """Wait for the losses of all steps but the last `behind`."""
         while len(self._losses) > behind:
@@ -216,8 +225,6 @@ class Loop:
 
     def _tell(self) -> None:
         position = self.position
-        if position.step % self.spec.train.log_every == 0:
-            self._take_losses()
         elapsed = max(self._step_s, 1e-9)
         progress = Progress(
             step=position.step,

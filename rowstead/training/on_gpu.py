@@ -8,6 +8,7 @@ Letters: B examples, F features, nnz ids.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -38,10 +39,13 @@ LossOf = Callable[[Tensor, Batch], Tensor]
 
 
 def can_run(model: DLRM) -> bool:
-    """Whether a model's step can run here: on a GPU, with rows in its memory or without any."""
-    if next(model.net.parameters()).device.type != "cuda":
+    """Whether a model's step can run here: on a GPU, with rows in its memory or without any, and no FP64."""
+    if any(parameter.device.type != "cuda" or parameter.dtype != torch.float32 for parameter in model.net.parameters()):
         return False
-    return isinstance(model.store, DeviceStore) and model.store.kernel in ("gpu", "none")
+    store = model.store
+    if not isinstance(store, DeviceStore) or store.kernel not in ("gpu", "none"):
+        return False
+    return all(rows.dtype != torch.float64 for rows in store.weights)
 
 
 @dataclass
@@ -53,6 +57,8 @@ class _Captured:
     num_steps: int = 0
     graph: torch.cuda.CUDAGraph | None = None
     loss: Tensor | None = None
+    keeps: object = None
+    """What the graph reads besides."""
 
 
 class GpuStep:
@@ -72,6 +78,7 @@ class GpuStep:
         self._host_numbers = torch.zeros(SLOTS, 16).pin_memory()
         self._losses = torch.zeros(SLOTS).pin_memory()
         self._done = [torch.cuda.Event() for _ in range(SLOTS)]
+        self._step_in = [0] * SLOTS
 
     def forget(self) -> None:
         """Drop the graphs: what they read or write has moved."""
@@ -81,8 +88,10 @@ class GpuStep:
 
     def start(self, batch: Batch, number: int, *, row_lr: float, dense_lr: float) -> Callable[[], float]:
         """Begin step `number` on a batch in GPU memory; what is returned waits for its loss."""
+        batch = dataclasses.replace(batch, sparse=self._store.checked(batch.sparse))
         slot = number % SLOTS
         self._done[slot].synchronize()
+        self._step_in[slot] = number
         numbers = self._host_numbers[slot]
         rows = numbers_of(self._spec.sparse_optimizer, lr=row_lr, step=number)
         numbers[_ROW_NUMBERS] = host_numbers(rows, number, torch.float32)
@@ -92,52 +101,55 @@ class GpuStep:
         with torch.cuda.stream(self._stream):
             self._numbers.copy_(numbers, non_blocking=True)
             captured = self._shape_of(batch)
-            if captured is None:
-                loss = self._run(batch, None)
-            else:
-                _fill(captured.batch, batch)
-                loss = self._replay(captured)
+            _fill(captured.batch, batch)
+            loss = self._replay(captured)
             self._losses[slot].copy_(loss, non_blocking=True)
             self._done[slot].record(self._stream)
         current.wait_stream(self._stream)
         self.optimizer.count_step(number)
-        return lambda: self._loss_in(slot)
+        return lambda: self._loss_of_step(number)
 
-    def _loss_in(self, slot: int) -> float:
+    def _loss_of_step(self, number: int) -> float:
+        slot = number % SLOTS
+        assert self._step_in[slot] == number, f"the loss of step {number} was asked for too late"
         self._done[slot].synchronize()
         return float(self._losses[slot])
 
-    def _shape_of(self, batch: Batch) -> _Captured | None:
-        """Fixed memory into which the batch fits; none if there are too many shapes already."""
-        sparse = batch.sparse
-        kind = (batch.num_samples, sparse.ids.dtype, sparse.weights is None, batch.weights is None)
-        num_ids = sparse.ids.numel()
-        rooms = [key[-1] for key in self._captured if key[:-1] == kind and num_ids <= key[-1] <= 1.25 * num_ids]
-        room = min(rooms, default=room_for(num_ids))
-        if (*kind, room) not in self._captured:
-            if len(self._captured) >= MAX_GRAPHS:
-                return None
-            gradients_at = torch.zeros(sum(1 for _ in self._model.net.parameters()), dtype=torch.int64, device=self._device)
+    def _shape_of(self, batch: Batch) -> _Captured:
+        """Fixed memory into which the batch fits. Its size follows from the batch alone, and so does the order of sums."""
+        sparse, room = batch.sparse, room_for(batch.sparse.ids.numel())
+        shapes = tuple(None if tensor is None else tensor.shape for tensor in (batch.dense, batch.labels, batch.weights))
+        key = (shapes, sparse.offsets.shape, sparse.ids.dtype, sparse.weights is None, room)
+        captured = self._captured.get(key)
+        if captured is None:
             ids_dtype = torch.int64 if any(table.num_rows >= 2**31 for table in self._store.tables) else torch.int32
-            self._captured[(*kind, room)] = _Captured(_with_room(batch, room, ids_dtype), gradients_at)
-        return self._captured[(*kind, room)]
+            gradients_at = torch.zeros(sum(1 for _ in self._model.net.parameters()), dtype=torch.int64, device=self._device)
+            captured = _Captured(_with_room(batch, room, ids_dtype), gradients_at)
+            if len(self._captured) < MAX_GRAPHS:
+                self._captured[key] = captured
+        return captured
 
     def _replay(self, captured: _Captured) -> Tensor:
         captured.num_steps += 1
         if captured.num_steps <= EAGER_STEPS:
-            return self._run(captured.batch, None)
+            return self._run(captured.batch, None)[0]
         if captured.graph is None:
-            captured.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(captured.graph, pool=self._pool, stream=self._stream):
-                captured.loss = self._run(captured.batch, captured.gradients_at)
+            graph = torch.cuda.CUDAGraph()
+            # Other threads may go on with CUDA meanwhile: the reader's copies batches into page-locked memory.
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                captured.loss, captured.keeps = self._run(captured.batch, captured.gradients_at)
             captured.gradients_at.copy_(self.optimizer.gradient_addresses())
             self._model.net.zero_grad(set_to_none=True)
+            captured.graph = graph
         captured.graph.replay()
         assert captured.loss is not None
         return captured.loss
 
-    def _run(self, batch: Batch, gradients_at: Tensor | None) -> Tensor:
-        """One step, launch by launch; `gradients_at` is where a captured launch will find the gradients' addresses."""
+    def _run(self, batch: Batch, gradients_at: Tensor | None) -> tuple[Tensor, object]:
+        """One step, launch by launch: its loss, and what has to live as long as a graph of it.
+
+        `gradients_at` is where a captured launch will find the gradients' addresses.
+        """
         model, spec, store = self._model, self._spec, self._store
         model.net.zero_grad(set_to_none=True)
         plan, numbers = None, self._numbers[_ROW_NUMBERS]
@@ -161,7 +173,7 @@ class GpuStep:
         if plan is not None and pooled.grad is not None:
             self._stream.wait_stream(self._planning)
             store.apply_plan(plan, batch.sparse, pooled.grad, numbers=numbers, guard=loss)
-        return loss
+        return loss, None if plan is None else plan.keeps
 
 
 def room_for(num_ids: int) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rowstead.contracts.batch import Batch
+from rowstead.kernels.choose import has_triton
 from rowstead.model.dlrm import DLRM
 from rowstead.records.timers import Timers
 from rowstead.spec.errors import CheckpointError, TrainingError
@@ -75,11 +76,11 @@ class Stepper:
             value = self._step(batch, number, rate)
             return lambda: value
         row_lr, dense_lr = self.spec.sparse_optimizer.lr * rate, self.spec.dense_optimizer.lr * rate
-        with self.timers.phase("step"):
+        with self.timers.phase("GPU step"):
             loss = self._on_gpu.start(batch, number, row_lr=row_lr, dense_lr=dense_lr)
 
         def wait() -> float:
-            with self.timers.phase("step"):
+            with self.timers.phase("GPU step"):
                 return _finite(loss(), number)
 
         return wait
@@ -139,7 +140,7 @@ class Stepper:
 
 def _gpu_step(model: DLRM, spec: TrainSpec, loss: Callable[[Tensor, Batch], Tensor]) -> GpuStep | None:
     """What runs the steps of a model whose rows and parameters are all on a GPU; none for other models."""
-    if next(model.net.parameters()).device.type != "cuda":
+    if next(model.net.parameters()).device.type != "cuda" or not has_triton():
         return None
     from rowstead.training.on_gpu import GpuStep, can_run
 
@@ -150,7 +151,7 @@ def _finite(value: float, number: int) -> float:
     if math.isfinite(value):
         return value
     raise TrainingError(
-        f"the loss is {value} at step {number}: nothing was updated. Lower train.sparse_optimizer.lr and "
+        f"the loss is {value} at step {number}, which changed nothing. Lower train.sparse_optimizer.lr and "
         "train.dense_optimizer.lr, set their `clip`, or look for extreme values in that batch"
     )
 
