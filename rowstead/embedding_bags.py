@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +52,9 @@ class BagTable:
         require(self.num_embeddings >= 1, "num_embeddings", f"must be at least 1, got {self.num_embeddings}")
         require(self.embedding_dim >= 1, "embedding_dim", f"must be at least 1, got {self.embedding_dim}")
         require(self.pooling in ("sum", "mean"), "pooling", f"must be sum or mean, got {self.pooling}")
+        require(
+            not isinstance(self.feature_names, str), "feature_names", f"must be a list of names, got `{self.feature_names}`"
+        )
         object.__setattr__(self, "feature_names", tuple(self.feature_names) or (self.name,))
         twice = next((name for name, count in Counter(self.feature_names).items() if count > 1), None)
         require(twice is None, "feature_names", f"`{twice}` is named twice")
@@ -135,6 +138,8 @@ class EmbeddingBags(nn.Module):
         check: bool = True,
     ) -> None:
         super().__init__()
+        _require_one_of("kernel", kernel, get_args(Kernel))
+        _require_one_of("dtype", dtype, (None, torch.float32, torch.bfloat16, torch.float16, torch.float64))
         self._configs = tuple(BagTable.like(table) for table in tables)
         self._is_weighted = is_weighted
         self._check = check
@@ -381,8 +386,15 @@ def _optimizer_of(optimizer: SparseOptimizerSpec | SparseOptimizer | None, lr: f
         if lr is not None:
             raise RowsteadError("lr without an optimizer: name one, such as optimizer='rowwise_adagrad'")
         return None
+    if isinstance(optimizer, str):
+        _require_one_of("optimizer", optimizer, get_args(SparseOptimizer))
     spec = SparseOptimizerSpec(kind=optimizer) if isinstance(optimizer, str) else optimizer
     return spec if lr is None else dataclasses.replace(spec, lr=lr)
+
+
+def _require_one_of(name: str, value: object, known: Sequence[object]) -> None:
+    if value not in known:
+        raise RowsteadError(f"{name}={value!r}: use one of {', '.join(str(one) for one in known)}")
 
 
 def _dtype_of(tables: Sequence[Any]) -> torch.dtype:

@@ -21,8 +21,11 @@ from torch import Tensor, nn
 import rowstead
 from rowstead.contracts.batch import Sparse, kjt_from_sparse, sparse_from_kjt
 from rowstead.embedding_bags import BagTable, EmbeddingBags, PooledFeatures
+from rowstead.kernels.layout import layout_of
 from rowstead.spec.errors import CheckpointError, DataError, RowsteadError, SpecError
+from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of
 from rowstead.spec.train import SparseOptimizerSpec
+from rowstead.stores.device import DeviceStore
 
 TABLES = (
     BagTable(name="users", num_embeddings=40, embedding_dim=8, feature_names=("user", "friend")),
@@ -553,3 +556,57 @@ def test_a_torchrec_configuration_says_type_and_initial_rows() -> None:
     )
     with pytest.raises(DataError, match="different numbers of examples"):
         bags(uneven)
+
+
+def _two_tables(**more: Any) -> EmbeddingBags:
+    tables = [BagTable(name=name, num_embeddings=10, embedding_dim=4) for name in ("a", "b")]
+    return EmbeddingBags(tables, **more)
+
+
+def _one_example(weights: Tensor | None = None) -> Sparse:
+    return Sparse(ids=torch.tensor([1, 2]), offsets=torch.tensor([0, 1, 2]), num_features=2, weights=weights)
+
+
+def test_tables_that_kernels_would_misread_are_refused() -> None:
+    strided, half, small = _two_tables(), _two_tables(), _two_tables()
+    strided.embedding_bags["a"].weight.data = torch.arange(80.0).view(10, 8)[:, :4]
+    half.embedding_bags["b"].half()
+    small.embedding_bags["a"].weight.data = torch.ones(2, 4)
+    for bags in (strided, half, small):
+        with pytest.raises(RowsteadError, match="must be contiguous"):
+            bags(_one_example())
+
+
+def test_a_store_whose_state_was_left_behind_is_not_trained() -> None:
+    features = FeaturesSpec(sparse=(SparseFeatureSpec(name="f", num_rows=10),))
+    store = DeviceStore(layout_of(features, tables_of(features, width=4)), SparseOptimizerSpec(kind="adagrad")).double()
+    sparse = Sparse(ids=torch.tensor([1]), offsets=torch.tensor([0, 1]), num_features=1)
+    with pytest.raises(RowsteadError, match="convert the store before training it"):
+        store.update(sparse, torch.ones(1, 4, dtype=torch.float64), lr=0.1, step=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("optimizer", [None, "sgd"])
+def test_weights_get_gradients_whatever_their_type_and_though_tables_are_frozen(
+    optimizer: str | None, dtype: torch.dtype
+) -> None:
+    bags = _two_tables(is_weighted=True, optimizer=optimizer, dtype=dtype).requires_grad_(False)
+    weights = torch.tensor([1.0, 2.0], dtype=dtype, requires_grad=True)
+    rows = [bags.embedding_bags[name].weight.detach().float().clone() for name in ("a", "b")]
+    bags(_one_example(weights)).values().sum().backward()
+    assert weights.grad is not None
+    expected = torch.stack([rows[0][1].sum(), rows[1][2].sum()])
+    torch.testing.assert_close(weights.grad.float(), expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"kernel": "cppu"}, "kernel='cppu'"),
+        ({"optimizer": "adagad"}, "optimizer='adagad'"),
+        ({"dtype": torch.int64}, "dtype="),
+    ],
+)
+def test_what_is_not_known_is_refused(wrong: dict[str, Any], says: str) -> None:
+    with pytest.raises(RowsteadError, match=says):
+        _two_tables(**wrong)

@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from rowstead.kernels import interaction_cpu
 from rowstead.kernels.choose import has_triton
+from rowstead.spec.errors import DataError
 
 GPU_LIMIT = 256
 """Most vectors, and widest, that the GPU kernels take: one example has to fit a program."""
@@ -37,6 +38,10 @@ def pairwise_dots(dense: Tensor | None, pooled: Tensor, width: int) -> Tensor:
     kernels = _kernels_for(dense, pooled, width)
     if kernels is None:
         return reference_pairwise_dots(dense, pooled, width)
+    if dense is not None and dense.shape != (len(pooled), width):
+        raise DataError(f"dense vectors {tuple(dense.shape)} beside {len(pooled)} pooled examples: give as many, {width} wide")
+    if pooled.shape[1] % width:
+        raise DataError(f"pooled vectors {pooled.shape[1]} wide are no whole number of vectors of {width}")
     return fused_pairwise_dots(dense, pooled, width, kernels)
 
 

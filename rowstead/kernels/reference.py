@@ -30,6 +30,8 @@ def lookup(tables: Sequence[Tensor], layout: Layout, ids: Tensor, offsets: Tenso
         names, rows = bags.ids, tables[layout.table_of[bags.feature]]
         if rows.dtype in ROUNDED:
             names, rows = torch.arange(len(names), device=names.device), rows[names].float()
+        if scale is not None:
+            scale = scale.to(rows.dtype)
         pooled.append(
             functional.embedding_bag(
                 names,

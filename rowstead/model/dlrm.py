@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from rowstead.contracts.batch import Batch
 from rowstead.contracts.store import EmbeddingStore
 from rowstead.model.layers import MLP, Concat, Cross, Dot
-from rowstead.spec.errors import RowsteadError
+from rowstead.spec.errors import DataError, RowsteadError
 from rowstead.spec.features import FeaturesSpec
 from rowstead.spec.model import ModelSpec
 
@@ -64,6 +64,8 @@ class DLRM(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         """Log-odds [B] in the world of the training log."""
+        if self.store.tables and batch.sparse.num_samples != batch.num_samples:
+            raise DataError(f"{batch.num_samples} examples have dense values and {batch.sparse.num_samples} have ids")
         pooled = self.store.lookup(batch.sparse) if self.store.tables else batch.dense.new_zeros(batch.num_samples, 0)
         log_odds: Tensor = self.net(batch.dense, pooled)
         return log_odds

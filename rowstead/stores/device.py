@@ -55,6 +55,7 @@ class DeviceStore(nn.Module):
         self.optimizer = optimizer
         self._kernel_choice: Kernel = kernel
         self._check = check
+        self._checked_places: list[int] = []
         self._hogwild = hogwild
         if hogwild and kernels_for(kernel, device)[0] != "cpu":
             raise RowsteadError("hogwild updates run in the CPU kernels alone: use `device: cpu` and `kernel: cpu` or `auto`")
@@ -67,8 +68,11 @@ class DeviceStore(nn.Module):
     def lookup(self, sparse: Sparse) -> Tensor:
         weights = self._rows()
         if self._check:
+            self._check_tables(weights)
             sparse = checked(sparse, self.layout, weights[0].device)
-        in_autograd = torch.is_grad_enabled() and any(rows.requires_grad for rows in weights)
+        needs_grad = any(rows.requires_grad for rows in weights)
+        needs_grad = needs_grad or (sparse.weights is not None and sparse.weights.requires_grad)
+        in_autograd = torch.is_grad_enabled() and needs_grad
         kernels = reference if in_autograd else self._kernels()
         return kernels.lookup(weights, self.layout, sparse.ids, sparse.offsets, sparse.weights)
 
@@ -77,6 +81,7 @@ class DeviceStore(nn.Module):
         assert self.optimizer is not None, "this store was made for look-ups only"
         weights = self._rows()
         if self._check:
+            self._check_tables(weights)
             sparse = checked(sparse, self.layout, weights[0].device)
             check_gradient(self.layout, sparse.offsets, grad)
         assert grad.dtype == compute_dtype(weights[0].dtype), f"rows are {weights[0].dtype}, their gradient is {grad.dtype}"
@@ -94,6 +99,26 @@ class DeviceStore(nn.Module):
             lr=lr,
             step=step,
         )
+
+    def _check_tables(self, weights: list[Tensor]) -> None:
+        """Refuse tables that somebody has replaced by others that kernels would misread; again whenever one has moved."""
+        places = [rows.data_ptr() for rows in weights]
+        if places == self._checked_places:
+            return
+        kind = weights[0].dtype, weights[0].device
+        for table, rows, state in zip(self.tables, weights, self.row_states, strict=True):
+            if rows.shape != (table.num_rows, table.width) or not rows.is_contiguous() or (rows.dtype, rows.device) != kind:
+                raise RowsteadError(
+                    f"table `{table.name}` is {rows.dtype} {tuple(rows.shape)} on {rows.device} with strides {rows.stride()}: it "
+                    f"must be contiguous {kind[0]} {(table.num_rows, table.width)} on {kind[1]} like the first"
+                )
+            for name, value in state.items():
+                if value.dtype != compute_dtype(kind[0]) or value.device != kind[1]:
+                    raise RowsteadError(
+                        f"`{name}` of table `{table.name}` is {value.dtype} on {value.device}, and its rows are {kind[0]} on "
+                        f"{kind[1]}: convert the store before training it, or make it anew"
+                    )
+        self._checked_places = places
 
     def checked(self, sparse: Sparse) -> Sparse:
         """The same batch, known to fit if this store checks batches."""

@@ -97,7 +97,10 @@ class Loop:
         self.timers: Timers = stepper.timers
         self.events = EventLog(folder / "events.jsonl")
         self.scalars = ScalarWriter(folder / "tensorboard", resumed_step=position.step if position else None)
-        self._profiler = Profiler(folder / "trace.json", self.timers, device, watcher.on_message) if profile else None
+        self._profiler = None
+        if profile:
+            trace, step = folder / "trace.json", self.position.step
+            self._profiler = Profiler(trace, self.timers, device, watcher.on_message, steps_before=step)
         self._window = Window()
         self._losses: deque[tuple[float, float, Callable[[], float], str]] = deque()
         """Of steps that a GPU may still be busy with: weight, mean label, the loss to wait for, and where the reader was."""
@@ -130,8 +133,8 @@ class Loop:
                 position.epoch, position.cursor = position.epoch + 1, None
         if position.step == 0 and ending == "finished":
             raise DataError("there is nothing to train on: every row of the training split is bad and was skipped")
-        self._end_profile()
         self.save()
+        self._end_profile()
         quality = None if ending == "interrupted" else self._evaluate(max_samples=None)
         trained = position.num_samples - samples_before
         return Outcome(

@@ -37,8 +37,10 @@ class Profiler:
     The thread that trains calls `after_step` after each step and `close` at the end. Outside the window nothing is recorded.
     """
 
-    def __init__(self, path: Path, timers: Timers, device: torch.device, report: Callable[[str], None]) -> None:
-        self._path, self._timers, self._report = path, timers, report
+    def __init__(
+        self, path: Path, timers: Timers, device: torch.device, report: Callable[[str], None], *, steps_before: int = 0
+    ) -> None:
+        self._path, self._timers, self._report, self._steps_before = path, timers, report, steps_before
         self._threads = {threading.get_native_id(): "training"}
         self._num_steps = 0
         self._before: dict[str, float] = {}
@@ -95,15 +97,19 @@ class Profiler:
         if num_traced < 1:
             self._report(f"nothing was profiled: the first {SKIPPED_STEPS} steps are left out, and there were no more")
             return
-        self._write(ended)
+        try:
+            self._write(ended)
+            written = f"the trace is in {self._path}: open it at https://ui.perfetto.dev or chrome://tracing"
+        except OSError as error:
+            written = f"the trace could not be written: {error}"
         phase_s = {name: total - self._before.get(name, 0.0) for name, total in totals.items()}
-        first, last = SKIPPED_STEPS + 1, self._num_steps
+        first, last = self._steps_before + SKIPPED_STEPS + 1, self._steps_before + self._num_steps
         self._report(
             f"where the time of steps {first} to {last} went, while they were traced:\n"
             + table(("phase", "ms a step", "share"), phase_rows(phase_s, elapsed_s, num_traced))
             + "\n"
             + self._operators(ended, elapsed_s, num_traced)
-            + f"\nthe trace is in {self._path}: open it at https://ui.perfetto.dev or chrome://tracing"
+            + f"\n{written}"
         )
 
     def _wait_for_gpu(self) -> None:

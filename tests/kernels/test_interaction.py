@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from rowstead.kernels import interaction_cpu
 from rowstead.kernels.interaction import Kernels, fused_pairwise_dots, pairwise_dots, reference_pairwise_dots
 from rowstead.model.layers import Dot
+from rowstead.spec.errors import DataError
 
 GPU = "cuda" if torch.cuda.is_available() else "cpu"  # there in Triton's interpreter
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -212,3 +213,11 @@ def test_a_captured_graph_replays_forward_and_backward() -> None:
     torch.testing.assert_close(out[:, :used], plain, rtol=1e-4, atol=1e-4)
     for mine, other in zip(grads, torch.autograd.grad(plain, [dense, pooled], weights[:, :used]), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4)
+
+
+def test_as_many_dense_vectors_as_pooled_ones_are_needed() -> None:
+    for dense in (torch.randn(2, 8), torch.randn(5, 4), torch.randn(0, 8)):
+        with pytest.raises(DataError, match="beside 5 pooled examples"):
+            pairwise_dots(dense, torch.randn(5, 24), 8)
+    with pytest.raises(DataError, match="no whole number"):
+        pairwise_dots(torch.randn(5, 8), torch.randn(5, 20), 8)
