@@ -109,8 +109,9 @@ class DenseTransforms:
             for block in blocks:
                 _accumulate(_clip_and_log(block.dense, low, high, log), count, mean, spread)
         std = np.sqrt(spread / np.maximum(count, 1))
-        # Rounding leaves a constant column with a spread of about 1e-16 of its mean, not of exactly 0.
-        std[std <= 1e-12 * np.abs(mean)] = 1.0
+        # Rounding leaves a constant column with a spread of about 1e-16 of its mean, not of exactly 0. What is smaller than any
+        # normal float32 is no spread either: its inverse would not be finite.
+        std[(std <= 1e-12 * np.abs(mean)) | (std < np.finfo(np.float32).tiny)] = 1.0
         return cls.of(features, mean=mean, std=std)
 
 

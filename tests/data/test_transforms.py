@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rowstead.data.block import RawBlock
@@ -107,6 +107,7 @@ def test_apply_leaves_its_input_alone():
     np.testing.assert_allclose(got[:, 0], [math.log(2), -math.log(3)], rtol=1e-6)
 
 
+@example([DenseFeatureSpec(name="x", clip=(0.0, 1.401298464324817e-45), standardise=True)], [0.0, 1.0])
 @given(st.lists(dense_specs(), min_size=1, max_size=4), st.lists(VALUES, min_size=2, max_size=5))
 def test_transforms_survive_json(specs, values):
     named = tuple(DenseFeatureSpec(**{**vars(s), "name": f"x{i}"}) for i, s in enumerate(specs))
