@@ -178,4 +178,6 @@ def test_a_store_that_is_told_not_to_check_does_not(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("rowstead.stores.checked.check_sparse", fail)
     good = Sparse(ids=ids_of(), offsets=torch.tensor(OFFSETS), num_features=3)
     store = DeviceStore(LAYOUT, SparseOptimizerSpec(), check=False)
-    store.update(good, store.lookup(good), lr=0.1, step=1)
+    before = store.lookup(good)
+    store.update(good, before, lr=0.1, step=1)
+    assert not torch.equal(store.lookup(good), before)

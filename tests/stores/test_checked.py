@@ -77,7 +77,8 @@ def test_checks_can_be_turned_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         raise AssertionError("checked")
 
     monkeypatch.setattr(checked_module, "check_sparse", fail)
-    run.train(small_spec("train.max_steps=5", "check_ids=false"), out=tmp_path / "run")
+    result = run.train(small_spec("train.max_steps=5", "check_ids=false"), out=tmp_path / "run")
+    assert result.outcome.position.step == 5
 
 
 def test_a_checked_source_is_the_source_but_for_the_mark() -> None:
