@@ -50,17 +50,29 @@ BASE = {
     "cuda": of_recipe("M1", "m1", num_rows=1_000_000, batch_size=1600),
 }
 
+VALUES = {
+    "cpu": {
+        "batch": (50, 100, 200, 400, 800, 1600, 3200),
+        "ids": (1, 2, 4, 8, 16, 32, 64, 128),
+        "width": (16, 32, 64, 128, 256),
+        "tables": (4, 8, 16, 32, 64, 128),
+    },
+    # Fewer where each value has kernels of its own, which take seconds to compile.
+    "cuda": {
+        "batch": (200, 400, 800, 1600, 3200, 6400, 12800, 25600),
+        "ids": (1, 4, 16, 32, 64, 128),
+        "width": (16, 64, 128, 256),
+        "tables": (4, 16, 32, 128),
+    },
+}
 AXES = {
     device: (
-        Axis("batch", "batch_size", "examples a batch", sizes),
-        Axis("ids", "num_ids", "ids a bag", (1, 2, 4, 8, 16, 32, 64, 128)),
-        Axis("width", "width", "width of a row", (16, 32, 64, 128, 256)),
-        Axis("tables", "num_tables", "tables", (4, 8, 16, 32, 64, 128)),
+        Axis("batch", "batch_size", "examples a batch", values["batch"]),
+        Axis("ids", "num_ids", "ids a bag", values["ids"]),
+        Axis("width", "width", "width of a row", values["width"]),
+        Axis("tables", "num_tables", "tables", values["tables"]),
     )
-    for device, sizes in (
-        ("cpu", (50, 100, 200, 400, 800, 1600, 3200)),
-        ("cuda", (200, 400, 800, 1600, 3200, 6400, 12800, 25600)),
-    )
+    for device, values in VALUES.items()
 }
 
 
@@ -74,6 +86,7 @@ def measure_axis(axis: Axis, device: str, rates: Rates, rounds: int) -> list[dic
             built = build_model(model.spec(), torch.device(device), trains=True)
             made_for = model.shape.num_tables, model.shape.width
         rows.append({"axis": axis.name, "value": value, **measure(model, built, device, rates, rounds)})
+        give_back_gpu_memory()  # graphs of this point hold their own
     return rows
 
 

@@ -2,7 +2,7 @@
 
 The rows of an epoch are the row groups of the split, in file order or permuted by (seed, epoch). Each rank owns one contiguous
 share of them. A share is cut into windows of `shuffle_rows` rows, each shuffled in itself, and batches are cut from the
-windows one after the other. Threads decode ahead, up to one window; what they decode is the same for any number of them.
+windows one after the other. Threads decode ahead, up to one window, and make batches; what comes out is the same for any number of them.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from rowstead.data.block import RawBlock
 from rowstead.data.columns import Columns, IdKinds, check_id_kinds
 from rowstead.data.encode import Encoder, Rows
 from rowstead.data.files import LogFile, find_files
-from rowstead.data.prefetch import chain_ahead
+from rowstead.data.prefetch import chain_ahead, map_ahead
 from rowstead.data.rowgroup import plain_leaves, read_row_group
 from rowstead.data.transforms import RowRule
+from rowstead.records.cost import Cost
 from rowstead.records.usage import usable_cores
 from rowstead.spec.data import ParquetSpec
 from rowstead.spec.errors import DataError
@@ -110,6 +111,8 @@ class ParquetLog:
             what = "no rows" if split == "all" else f"no rows for the {split} split"
             raise DataError(f"{what} in {', '.join(f'`{p}`' for p in patterns)}")
         self._piece_rows = self._rows_per_piece()
+        self.decoding = Cost()
+        """What a row costs the threads that decode; where pyarrow uses threads of its own, they are not counted."""
 
     def raw_blocks(self, max_rows: int | None = None) -> Iterator[RawBlock]:
         """Rows as they were written, bad ones included: all, or about `max_rows` spread evenly over the split."""
@@ -131,6 +134,7 @@ class ParquetLog:
             threads=self.threads,
             size=lambda piece: piece.block.num_rows,
             max_size=max(rows_ahead, self._piece_rows * min(self.threads, len(streams))),
+            cost=self.decoding,
         )
 
     def _decode(self, span: Span, split_columns: bool, check: bool) -> Iterator[Piece]:
@@ -170,7 +174,7 @@ class ParquetLog:
             return None
         metadata = self._metadata(span.file)
         leaves = self._leaves(span.file)
-        share = rowgroup.DECODED_BYTES // self.threads
+        share = rowgroup.DECODED_BYTES // min(self.threads, rowgroup.SHARING_THREADS)
         return read_row_group(file.path, metadata, span.group, self.columns, leaves, max_bytes=share) if leaves else None
 
     def _piece(self, block: RawBlock, file: LogFile, first_row: int, check: bool) -> Piece:
@@ -231,12 +235,16 @@ class ParquetLog:
         return int(np.clip(PIECE_BYTES * group.num_rows // max(size, 1), 256, 16_384))
 
 
+Part = tuple[Rows, NDArray[np.int64]]
+"""Some rows of a batch: where they are, and which [R]."""
+
+
 class ParquetSource:
     """Batches of one split, in the order that `Source` promises.
 
     Up to three windows are in memory: the one being read, the one being gathered and the one decoded ahead; beside them what the
-    threads are decoding (`rowgroup.DECODED_BYTES`), and a row group stays whole while a window holds a part of it. One thread at a
-    time iterates; several iterators may be open.
+    threads are decoding (`rowgroup.DECODED_BYTES`), and a row group stays whole while a window holds a part of it; and batches made
+    ahead, one a thread and a window's rows at most. One thread at a time iterates; several iterators may be open.
     """
 
     def __init__(self, log: ParquetLog, encoder: Encoder, *, seed: int = 0, shuffle: bool = True) -> None:
@@ -245,6 +253,7 @@ class ParquetSource:
         self.num_samples = log.num_samples
         self.num_skipped = 0
         """Bad rows left out so far, over all iterators."""
+        self._making = Cost()
         self._seed = seed % 2**64
         self._shuffle = shuffle and log.spec.shuffle_rows > 0
         self._window_rows = log.spec.shuffle_rows if self._shuffle else UNSHUFFLED_WINDOW
@@ -266,30 +275,50 @@ class ParquetSource:
                 f"cannot resume in this log: this reader's share had {cursor['of']} rows and now has {share_rows}. "
                 "Give back the files of the first start, or begin a new run"
             )
+        made = map_ahead(
+            lambda item: (self._encode(item[0]), item[1]),
+            self._cuts(batch_size, share, (epoch, rank), number, at),
+            threads=min(self.log.threads, max(1, self._window_rows // batch_size)),
+            size=lambda item: item[0].num_samples,
+            cost=self._making,
+        )
+        with closing(made):
+            yield from made
+
+    def _cuts(
+        self, batch_size: int, share: Sequence[Span], seeds: tuple[int, int], number: int, at: int
+    ) -> Generator[tuple[list[Part], Cursor], None, None]:
+        """The rows of each batch, from row `at` of window `number` on, with the cursor that continues after it."""
+        share_rows = sum(span.num_rows for span in share)
         num_windows = -(-share_rows // self._window_rows)
         rest = cut(share, number * self._window_rows, share_rows)
-        parts: list[tuple[Rows, NDArray[np.int64]]] = []
+        parts: list[Part] = []
         num_taken = 0
         with closing(self.log.pieces(rest, rows_ahead=self._window_rows)) as pieces:
             windows = self._windows(pieces)
             for window in range(number, num_windows):
                 rows, order = next(windows)
                 if self._shuffle:
-                    np.random.default_rng((self._seed, epoch, rank, window)).shuffle(order)
+                    np.random.default_rng((self._seed, *seeds, window)).shuffle(order)
                 while at < len(order):
                     taken = order[at : at + batch_size - num_taken]
                     at += len(taken)
                     num_taken += len(taken)
                     parts.append((rows, taken))
                     if num_taken == batch_size:
-                        batch = self._encode(parts)
-                        parts, num_taken = [], 0
                         here = (window, at) if at < len(order) else (window + 1, 0)
-                        yield batch, {"window": here[0], "row": here[1], "of": share_rows}
+                        yield parts, {"window": here[0], "row": here[1], "of": share_rows}
+                        parts, num_taken = [], 0
                 at = 0
                 del rows, order  # Else this window would stay in memory while the next is gathered.
         if parts:
-            yield self._encode(parts), {"window": num_windows, "row": 0, "of": share_rows}
+            yield parts, {"window": num_windows, "row": 0, "of": share_rows}
+
+    @property
+    def beside_s_per_sample(self) -> float | None:
+        """Processor seconds a sample of threads other than the one that iterates; absent before any."""
+        beside = [cost.s_per_item for cost in (self.log.decoding, self._making)]
+        return sum(filter(None, beside)) if any(beside) else None
 
     def _share(self, epoch: int, rank: int, world: int) -> list[Span]:
         """The spans of one rank in one epoch, in the order in which they are read."""
@@ -322,7 +351,7 @@ class ParquetSource:
         if blocks:
             yield Rows(blocks), np.concatenate(places)
 
-    def _encode(self, parts: Sequence[tuple[Rows, NDArray[np.int64]]]) -> Batch:
+    def _encode(self, parts: Sequence[Part]) -> Batch:
         if len(parts) == 1:
             return self.encoder.encode(*parts[0])
         starts = accumulate((len(rows) for rows, _ in parts), initial=0)

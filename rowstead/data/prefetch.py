@@ -1,4 +1,4 @@
-"""Work done ahead in threads: one iterator in the background, or several one after the other by several threads."""
+"""Work done ahead in threads: one iterator in the background, several one after the other, or a function of many items."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Generic, TypeVar
 
+from rowstead.records.cost import Cost, counted
+
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 class Prefetch(Generic[T]):
@@ -78,20 +82,27 @@ class Prefetch(Generic[T]):
 
 
 def chain_ahead(
-    streams: Sequence[Callable[[], Iterator[T]]], *, threads: int, size: Callable[[T], int], max_size: int
+    streams: Sequence[Callable[[], Iterator[T]]],
+    *,
+    threads: int,
+    size: Callable[[T], int],
+    max_size: int,
+    cost: Cost | None = None,
 ) -> Generator[T, None, None]:
     """The items of `streams`, one stream after the other, made ahead by `threads` threads, each busy with one stream.
 
     About `max_size` in all is held ahead, measured by `size`; beyond it only the stream whose turn it is goes on, one item at
-    a time. Order and items do not depend on threads. Closing the generator ends the threads.
+    a time. Order and items do not depend on threads. Closing the generator ends the threads. What the items cost the processor is
+    added to `cost`, each counted by its size.
     """
+    cost = cost or Cost()
     state: _Ahead[T] = _Ahead(len(streams), max_size)
 
     def work() -> None:
         while (turn := state.next_stream()) is not None:
             items = None
             try:
-                items = streams[turn]()
+                items = counted(streams[turn](), cost, size)
                 while state.wait_for_room(turn):
                     item = next(items)
                     state.put(turn, item, size(item))
@@ -114,6 +125,49 @@ def chain_ahead(
         state.close()
         for worker in workers:
             worker.join()
+
+
+def map_ahead(
+    function: Callable[[T], U], items: Iterator[T], *, threads: int, size: Callable[[U], int], cost: Cost | None = None
+) -> Generator[U, None, None]:
+    """`function` of each item, in order, by `threads` threads with an item each; by the caller's own thread where that is one.
+
+    An error comes where its item would have come. What other threads' work costs the processor is added to `cost`, each result
+    counted by its size. Closing the generator ends the threads.
+    """
+    if threads == 1:
+        yield from map(function, items)
+        return
+    cost = cost or Cost()
+
+    def work(item: T) -> U:
+        start_s = time.thread_time()
+        result = function(item)
+        cost.add(time.thread_time() - start_s, size(result))
+        return result
+
+    under_way: deque[Future[U]] = deque()
+    error: Exception | None = None
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="make")
+    try:
+        while error is None:
+            try:
+                # No name for the item: it would keep alive what it refers to while the next is made.
+                under_way.append(pool.submit(work, next(items)))
+            except StopIteration:
+                break
+            except Exception as raised:  # noqa: BLE001, RUF100 - whatever it is, the items before it come first
+                error = raised
+            if len(under_way) == threads:
+                yield under_way.popleft().result()
+        while under_way:
+            yield under_way.popleft().result()
+        if error is not None:
+            raise error
+    finally:
+        pool.shutdown(cancel_futures=True)
+        if isinstance(items, Generator):
+            items.close()
 
 
 class _Ahead(Generic[T]):

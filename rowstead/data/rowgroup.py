@@ -15,7 +15,9 @@ from rowstead.data.columns import Bags, Columns, bags_of, floats_of
 from rowstead.data.pages import CODECS, decode_bags, decode_floats
 
 DECODED_BYTES = 512 << 20
-"""What all threads together may hold of row groups being decoded at once; larger ones are streamed."""
+"""What up to SHARING_THREADS threads together may hold of row groups being decoded at once; larger ones are streamed."""
+SHARING_THREADS = 8
+"""More threads hold as much each as these do: machines with many cores have more memory, and streaming takes twice the time."""
 
 
 @dataclass(frozen=True)

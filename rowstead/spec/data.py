@@ -91,7 +91,7 @@ class ParquetSpec:
     shuffle_rows: int = 65_536
     """Rows shuffled together (row groups are shuffled as well); 0 keeps the order of the files."""
     decode_threads: int | None = None
-    """Threads that decode; as many as there are cores when left out."""
+    """Threads that decode, and at most so many that make batches; as many as there are cores when left out."""
     on_bad_row: Literal["error", "skip"] = "error"
     """A missing or non-finite dense value, or a label outside [0, 1]: stop there, or skip the row and count it."""
 

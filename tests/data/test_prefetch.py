@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rowstead.data.prefetch import Prefetch, chain_ahead
+from rowstead.data.prefetch import Prefetch, chain_ahead, map_ahead
 
 DEADLINE_S = 20
 
@@ -104,3 +104,43 @@ def test_closing_a_chain_ends_its_threads():
     assert next(made) == 1
     made.close()
     assert not threads_named("decode-")
+
+
+@settings(max_examples=50)
+@given(st.lists(st.integers()), st.integers(1, 4))
+def test_map_ahead_is_map_for_any_number_of_threads(items, threads):
+    assert list(map_ahead(lambda x: 2 * x, iter(items), threads=threads, size=lambda _: 1)) == [2 * x for x in items]
+    assert not threads_named("make")
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("in_function", [False, True])
+def test_an_error_comes_after_what_was_made_before_it(threads, in_function):
+    def items():
+        yield from (1, 2)
+        if in_function:
+            yield 0
+        raise KeyError("lost")
+
+    made = map_ahead(lambda x: 2 / x, items(), threads=threads, size=lambda _: 1)
+    assert [next(made), next(made)] == [2, 1]
+    with pytest.raises(ZeroDivisionError if in_function else KeyError):
+        next(made)
+    assert not threads_named("make")
+
+
+def test_closing_a_map_ends_its_threads_and_closes_its_items():
+    closed = threading.Event()
+
+    def endless():
+        try:
+            while True:
+                yield 1
+        finally:
+            closed.set()
+
+    made = map_ahead(lambda x: x, endless(), threads=2, size=lambda _: 1)
+    assert next(made) == 1
+    made.close()
+    assert closed.is_set()
+    assert not threads_named("make")

@@ -1,0 +1,169 @@
+"""How much of a training step's speed reaches whoever runs `rowstead train` on Parquet files?
+
+M1 with the tables of this command (100,000 rows each on a CPU, 200,000 on a GPU, so that the checkpoint at the end is small) is
+trained through `rowstead.train` on a log that the generator of `rowstead data synth m1` wrote, and its step alone is measured as in
+benchmarks.step, before and after; the faster of the two counts. The log is one file under several names: long enough, and as
+large as the memory of the files that the system keeps, so that the disk plays no part. Both multiply in TF32 on a GPU.
+
+`train_samples_per_s` leaves out the first 10 steps, in which kernels are compiled. `reader_cores_needed` is what `rowstead train`
+works out for itself: the processor time of its reading threads for a sample, times the samples that the step alone could do in a
+second; on a CPU beside the cores that train, and on a GPU by the time for which it was busy. `told` is what it said about it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import rowstead
+from benchmarks.harness import OtherLoad, arguments, chosen, noise_of, publish
+from benchmarks.step import (
+    CPU_ROUNDS,
+    GPU_ROUNDS,
+    NUM_BATCHES,
+    QUICK_ROUNDS,
+    Model,
+    of_recipe,
+    seconds_alone,
+    seconds_back_to_back,
+    steps_of,
+)
+from benchmarks.timing import give_back_gpu_memory
+from rowstead.data.synth import write_parquet
+from rowstead.parts import build_model
+from rowstead.records.usage import usable_cores
+from rowstead.spec.data import DataSpec, ParquetSpec
+from rowstead.spec.run import RunSpec, load_recipe
+from rowstead.training.progress import Silent
+from rowstead.training.step import Stepper
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Size:
+    """How much is read and trained on."""
+
+    num_rows: int
+    """Of the file that is written."""
+    num_names: int
+    """Under which it is read."""
+    shuffle_rows: int
+    num_samples: int
+    """Trained on with each model."""
+
+
+SIZES = {
+    "cpu": Size(num_rows=20_480, num_names=6, shuffle_rows=8_192, num_samples=120_000),
+    "cuda": Size(num_rows=49_152, num_names=16, shuffle_rows=65_536, num_samples=2_400_000),
+}
+QUICK_SIZES = {
+    "cpu": Size(num_rows=4_096, num_names=4, shuffle_rows=2_048, num_samples=12_000),
+    "cuda": Size(num_rows=16_384, num_names=16, shuffle_rows=16_384, num_samples=800_000),
+}
+MODELS = {
+    "cpu": [of_recipe("M1", "m1", num_rows=100_000, batch_size=200)],
+    "cuda": [of_recipe(f"M1 {size}", "m1", num_rows=200_000, batch_size=size) for size in (1600, 16384)],
+}
+NUM_EVAL_SAMPLES = 2_000
+
+
+def write_log(folder: Path, size: Size) -> ParquetSpec:
+    """M1's log in `folder`, the same training file under several names."""
+    synth = load_recipe("m1").data.synth
+    assert synth is not None
+    log = dataclasses.replace(synth, num_train_samples=size.num_rows, num_eval_samples=NUM_EVAL_SAMPLES)
+    write_parquet(log, folder)
+    (written,) = folder.glob("train-*.parquet")
+    for number in range(1, size.num_names):
+        os.link(written, folder / f"train-{number:05}.parquet")
+    return ParquetSpec(train=(f"{folder}/train-*.parquet",), eval=(f"{folder}/eval-*.parquet",), shuffle_rows=size.shuffle_rows)
+
+
+def run_of(model: Model, log: ParquetSpec, device: str, num_samples: int) -> RunSpec:
+    """What `rowstead train` is asked for."""
+    spec = model.spec()
+    num_steps = max(1, num_samples // model.shape.batch_size)
+    return dataclasses.replace(
+        spec,
+        data=DataSpec(parquet=log),
+        train=dataclasses.replace(spec.train, max_steps=num_steps, epochs=num_steps),
+        device=device,  # type: ignore[arg-type]
+    )
+
+
+def step_samples_per_s(model: Model, device: str, quick: bool) -> float:
+    """What the step alone does."""
+    built = build_model(model.spec(), torch.device(device), trains=True)
+    steps = {"rowstead": steps_of(Stepper(built, model.spec().train, total_steps=1_000_000))}
+    if device == "cpu":
+        seconds = seconds_alone(model, steps, QUICK_ROUNDS if quick else CPU_ROUNDS)
+    else:
+        batches = [model.draw(device) for _ in range(NUM_BATCHES)]
+        seconds = seconds_back_to_back(steps, batches, QUICK_ROUNDS if quick else GPU_ROUNDS)
+    return model.shape.batch_size / seconds["rowstead"]
+
+
+class Listening(Silent):
+    """Keeps what a run says about its reading."""
+
+    told = ""
+
+    def on_message(self, text: str) -> None:
+        if text.startswith("reading held"):
+            self.told = text
+
+
+def measure(model: Model, log: ParquetSpec, device: str, options: Any, num_samples: int, folder: Path) -> dict[str, Any]:
+    """The row of one model: trained from files, and its step alone."""
+    listening = Listening()
+    with OtherLoad() as others:
+        before = step_samples_per_s(model, device, options.quick)
+        give_back_gpu_memory()
+        result = rowstead.train(run_of(model, log, device, num_samples), out=folder, watcher=listening)
+        give_back_gpu_memory()
+        step = max(before, step_samples_per_s(model, device, options.quick))
+    give_back_gpu_memory()
+    reading, trained = result.outcome.reading, result.outcome.samples_per_s
+    assert reading is not None
+    assert trained is not None
+    row = {
+        "shape": model.name,
+        "batch_size": model.shape.batch_size,
+        "num_steps": result.outcome.position.step,
+        "train_samples_per_s": trained,
+        "step_samples_per_s": step,
+        "share_of_step": trained / step,
+        **reading.figures(),
+        "num_cores": usable_cores(),
+    }
+    return row | ({"cores_used_by_others": others.cores} if device == "cpu" else {}) | {"told": listening.told}
+
+
+def main() -> None:
+    options = arguments(__doc__, devices=("cpu", "cuda"), with_shapes=True).parse_args()
+    device: str = options.device
+    if device == "cuda":
+        torch.set_float32_matmul_precision("high")
+    size = (QUICK_SIZES if options.quick else SIZES)[device]
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        (log_folder := Path(folder) / "log").mkdir()
+        log = write_log(log_folder, size)
+        for place, model in enumerate(chosen(MODELS[device], options, num_quick=1)):
+            rows.append(measure(model, log, device, options, size.num_samples, Path(folder) / f"run-{place}"))
+            if told := rows[-1]["told"]:
+                print(f"{model.name}: {told}")
+    summary = {
+        "train_share_of_step_min": min(row["share_of_step"] for row in rows),
+        "reading_held_up_share_max": max(row["reading_held_up_share"] for row in rows),
+        "reader_cores_needed_max": max(row["reader_cores_needed"] for row in rows),
+    }
+    publish("reach", rows, summary | noise_of(rows), options, packages=("pyarrow", "triton"))
+
+
+if __name__ == "__main__":
+    main()
