@@ -1,0 +1,253 @@
+"""`rowstead plan`: where a model would train fastest, before it runs. Needs no torch."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+
+from rowstead.spec.errors import RowsteadError
+
+if TYPE_CHECKING:
+    from rowstead.plan.choose import Choice, Requirements
+    from rowstead.plan.predict import Prediction
+
+NAMES = {"device": "GPU memory", "host": "system memory", "remote": "sparse servers", "mixed": "GPU + system memory"}
+
+
+def plan(
+    recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped one.")] = "quickstart",
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change one key of the recipe, such as scale=0.1. Repeatable."),
+    ] = None,
+    on: Annotated[
+        str | None, typer.Option("--on", metavar="NAME,NAME", help="Machines by name or file. [default: all that are shipped]")
+    ] = None,
+    software: Annotated[
+        str, typer.Option("--software", metavar="NAME", help="Whose overheads to use: a shipped name, or a file.")
+    ] = "rowstead",
+    server: Annotated[str, typer.Option("--server", metavar="NAME", help="What parameter servers and readers are.")] = "cpu-2s",
+    batch: Annotated[
+        str | None, typer.Option("--batch", metavar="N,N", help="Batches a device to try. [default: the recipe's]")
+    ] = None,
+    prefer: Annotated[
+        str, typer.Option("--prefer", metavar="efficiency|speed", help="Best by samples a joule, or by samples a second.")
+    ] = "efficiency",
+    samples_per_s: Annotated[
+        float | None, typer.Option("--samples-per-s", metavar="N", help="Find the servers that reach this speed.")
+    ] = None,
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option("--what-if", metavar="KEY=CHANGE", help="Change machines: machine.network.bandwidth=4x. Repeatable."),
+    ] = None,
+    requirements: Annotated[
+        bool, typer.Option("--requirements", help="What a machine needs at least for this model at this speed.")
+    ] = False,
+    tables: Annotated[bool, typer.Option("--tables", help="Also say where each table goes.")] = False,
+    timeline: Annotated[bool, typer.Option("--timeline", help="Also draw one step's tasks over time.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+) -> None:
+    """Predict where a model trains fastest: placement, servers, speed, energy and bottleneck on each machine."""
+    from rowstead.plan.choose import choose, num_readers
+    from rowstead.plan.choose import requirements as requirements_of
+    from rowstead.plan.work import step_work
+    from rowstead.spec.catalogue import load_machine, load_software, machine_names
+    from rowstead.spec.run import load_recipe
+
+    if samples_per_s is not None and not samples_per_s > 0:
+        raise RowsteadError(f"--samples-per-s must be above 0, got {samples_per_s:g}")
+    if prefer not in ("efficiency", "speed"):
+        raise RowsteadError(f"--prefer is `efficiency` or `speed`, got `{prefer}`")
+    spec = load_recipe(recipe, set_ or [])
+    names = [name.strip() for name in on.split(",") if name.strip()] if on is not None else machine_names()
+    if not names:
+        raise RowsteadError("--on names no machine")
+    program, helper = load_software(software), load_machine(server)
+    machines = [load_machine(name, _applicable(name, what_if or [], on is not None)) for name in names]
+    batches = _batches(batch)
+    choices = [
+        choose(
+            spec,
+            machine,
+            program,
+            server=helper,
+            batch_sizes=batches,
+            samples_per_s=samples_per_s,
+            prefer="speed" if prefer == "speed" else "efficiency",
+        )
+        for machine in machines
+    ]
+    speeds = [one.best.samples_per_s for one in choices if one.best is not None]
+    needs = requirements_of(spec, samples_per_s or max(speeds, default=1e6)) if requirements else None
+    work = step_work(spec)
+    readers = {
+        one.machine.name: num_readers(work, program, helper, min(one.best.samples_per_s, samples_per_s or 1e99))
+        for one in choices
+        if one.best is not None
+    }
+    if as_json:
+        print(json.dumps(_plain(spec.name, program.name, choices, readers, needs)))
+        return
+    console = Console()
+    shown = _table(spec.name, choices, readers, samples_per_s)
+    wanted = Measurement.get(Console(width=400), Console(width=400).options, shown).maximum
+    Console(width=max(console.width, wanted)).print(shown)  # lines that are too long are wrapped by the terminal, not shortened
+    _print_remedies(console, choices)
+    for one in choices:
+        if one.best is not None and tables:
+            _print_tables(console, one.best)
+        if one.best is not None and timeline:
+            _print_timeline(console, one.best)
+    if needs is not None:
+        _print_requirements(console, needs)
+    if spec.data.parquet is not None:
+        console.print(
+            "the log's own lengths and law of ids are not known here: one id a feature, drawn evenly", highlight=False
+        )
+
+
+def _applicable(name: str, changes: list[str], asked_for: bool) -> list[str]:
+    """Changes for one machine; of all machines, those that have no such part stay as they are."""
+    from rowstead.spec.catalogue import load_machine
+
+    if asked_for:
+        return changes
+    kept = []
+    for change in changes:
+        try:
+            load_machine(name, [change])
+        except RowsteadError as error:
+            if "has no such part" not in str(error):
+                raise
+        else:
+            kept.append(change)
+    return kept
+
+
+def _batches(text: str | None) -> list[int]:
+    try:
+        batches = [int(number) for number in text.split(",")] if text else []
+    except ValueError:
+        raise RowsteadError(f"cannot read `--batch {text}`: give whole numbers with commas between them") from None
+    if any(one < 1 for one in batches):
+        raise RowsteadError("--batch must be at least 1")
+    return batches
+
+
+def _table(name: str, choices: list[Choice], readers: dict[str, int], samples_per_s: float | None) -> Table:
+    title = f"{name}: predicted" + (f", for {samples_per_s:,.0f} samples/s" if samples_per_s else "")
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
+    for column in ("machine", "tables in", "servers", "batch", "samples/s", "samples/J", "held up by", "then by"):
+        table.add_column(column, justify="right" if column in ("batch", "samples/s", "samples/J") else "left", no_wrap=True)
+    order = sorted(choices, key=lambda one: -one.best.samples_per_s if one.best is not None else 1.0)
+    for one in order:
+        if one.best is None:
+            table.add_row(one.machine.name, "does not fit", "", "", "", "", "", "")
+            continue
+        best = one.best
+        first, second = ([*(b.resource for b in best.bottlenecks), "", ""])[:2]
+        enough = samples_per_s is None or best.samples_per_s >= samples_per_s
+        per_j = "" if best.samples_per_j is None else _figure(best.samples_per_j)
+        table.add_row(
+            one.machine.name,
+            NAMES[best.setup.place] if best.machine.accelerators is not None else _cpu_place(best),
+            _servers(best, readers[one.machine.name]),
+            f"{best.setup.batch_size:,}" + (f" x {best.setup.num_devices}" if best.setup.num_devices > 1 else ""),
+            f"{best.samples_per_s:,.0f}" + ("" if enough else " (at most)"),
+            per_j,
+            first,
+            second,
+        )
+    return table
+
+
+def _figure(number: float) -> str:
+    """Three digits at least."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def _cpu_place(best: Prediction) -> str:
+    return "sparse servers" if best.setup.place == "remote" else "system memory"
+
+
+def _servers(best: Prediction, num_readers: int) -> str:
+    setup = best.setup
+    parts = [f"{setup.num_trainers} trainer" + ("s" if setup.num_trainers > 1 else "")]
+    parts += [f"{setup.num_sparse_servers} sparse"] if setup.num_sparse_servers else []
+    parts += [f"{setup.num_dense_servers} dense"] if setup.num_dense_servers else []
+    return " + ".join([*parts, f"{num_readers} reader" + ("s" if num_readers > 1 else "")])
+
+
+def _print_remedies(console: Console, choices: list[Choice]) -> None:
+    for one in choices:
+        if one.best is None:
+            why = one.others[0].shortfalls[0] if one.others else "it has no place for tables"
+            console.print(f"{one.machine.name} does not fit: {why}. What would help:", highlight=False, soft_wrap=True)
+            for number, remedy in enumerate(one.remedies, 1):
+                console.print(f"  {number}. {remedy}", highlight=False, soft_wrap=True)
+
+
+def _print_tables(console: Console, best: Prediction) -> None:
+    console.print(f"{best.machine.name}, table by table:", highlight=False)
+    for name, where in best.where().items():
+        console.print(f"  {name}: {where}", highlight=False, soft_wrap=True)
+
+
+WIDTH = 48
+"""Characters of the timeline."""
+
+
+def _print_timeline(console: Console, best: Prediction) -> None:
+    slots = best.slots
+    whole = max(slot.end_s for slot in slots)
+    console.print(f"{best.machine.name}, one step of {whole * 1e3:.3g} ms:", highlight=False)
+    for slot in slots:
+        start, end = round(slot.start_s / whole * WIDTH), max(round(slot.end_s / whole * WIDTH), 0)
+        bar = " " * start + "█" * max(1, end - start)
+        console.print(
+            f"  {slot.task.resource:<15} {bar:<{WIDTH + 1}} {slot.task.name}", highlight=False, markup=False, soft_wrap=True
+        )
+
+
+def _print_requirements(console: Console, needs: Requirements) -> None:
+    from rowstead.plan.setup import size
+
+    console.print(f"a machine needs for {needs.samples_per_s:,.0f} samples/s, were it used perfectly:", highlight=False)
+    for what, figure in (
+        ("memory", size(needs.memory_bytes)),
+        ("memory bandwidth", f"{size(needs.memory_bytes_per_s)}/s"),
+        ("arithmetic", f"{needs.flops_per_s / 1e12:.3g} TFLOP/s"),
+        ("exchange, each direction", f"{size(needs.exchange_bytes_per_s)}/s"),
+        ("input", f"{size(needs.input_bytes_per_s)}/s"),
+    ):
+        console.print(f"  {what}: {figure}", highlight=False)
+
+
+def _plain(
+    name: str, software: str, choices: list[Choice], readers: dict[str, int], needs: Requirements | None
+) -> dict[str, Any]:
+    from rowstead.spec.parse import to_plain
+
+    machines = []
+    for one in choices:
+        plain: dict[str, Any] = {"machine": one.machine.name, "fits": one.best is not None}
+        if one.best is not None:
+            plain |= {**one.best.figures(), "num_readers": readers[one.machine.name], "tables": one.best.where()}
+        else:
+            plain["remedies"] = list(one.remedies)
+        plain["others"] = [
+            {"place": other.setup.place, "fits": other.fits}
+            | ({"samples_per_s": other.samples_per_s} if other.fits else {"shortfalls": list(other.shortfalls)})
+            for other in one.others
+        ]
+        machines.append(plain)
+    result: dict[str, Any] = {"recipe": name, "kind": "predicted", "software": software, "machines": machines}
+    if needs is not None:
+        result["requirements"] = to_plain(needs)
+    return result

@@ -1,0 +1,85 @@
+"""What it costs n devices to exchange: all-reduce and all-to-all on each topology, and over servers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from rowstead.spec.machine import Accelerators, Topology
+
+CUBE_MESH_DIRECT = 4
+"""Others that a GPU of a hybrid cube mesh of eight has a link to; the remaining three are two hops away."""
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """How devices reach each other: a topology, what one device sends in one direction, and the time to the first byte."""
+
+    topology: Topology
+    bytes_per_s: float
+    latency_s: float
+
+
+def fabric_of(accelerators: Accelerators) -> Fabric:
+    """The fabric inside a server; without links of its own a device reaches the others through the host's memory."""
+    peer, link = accelerators.peer_link, accelerators.host_link
+    if peer is None or peer.bandwidth_bytes_per_s is None:
+        return Fabric("through_host", link.bandwidth_bytes_per_s, 2 * link.latency_s)
+    return Fabric(peer.topology, peer.bandwidth_bytes_per_s, peer.latency_s)
+
+
+def all_reduce_s(fabric: Fabric, num_devices: int, num_bytes: float) -> float:
+    """Seconds until all devices have the sum of their `num_bytes`.
+
+    Every device sends and receives 2 (n - 1) / n of the bytes, in a ring that each of these topologies contains; a hybrid cube mesh
+    uses all its links by several rings. Through the host, the parts go up and down one after the other.
+    """
+    if num_devices == 1 or num_bytes == 0:
+        return 0.0
+    rounds, moved = 2 * (num_devices - 1), 2 * (num_devices - 1) / num_devices * num_bytes
+    return rounds * fabric.latency_s + moved / _ring_bytes_per_s(fabric, num_devices)
+
+
+def _ring_bytes_per_s(fabric: Fabric, num_devices: int) -> float:
+    if fabric.topology == "through_host":
+        return fabric.bytes_per_s / 2  # each byte crosses the host link twice, up and down
+    if fabric.topology == "ring":
+        return fabric.bytes_per_s if num_devices > 2 else fabric.bytes_per_s / 2  # of two neighbours only one is left
+    return fabric.bytes_per_s
+
+
+def all_to_all_s(fabric: Fabric, num_devices: int, num_bytes: float) -> float:
+    """Seconds until each device has its n-th of what every other device sent, `num_bytes` sent by each in all.
+
+    An n-th of the bytes stays at home. What is sent further than one hop takes the links of those between.
+    """
+    if num_devices == 1 or num_bytes == 0:
+        return 0.0
+    sent = num_bytes * (num_devices - 1) / num_devices
+    return (num_devices - 1) * fabric.latency_s + sent * mean_hops(fabric.topology, num_devices) / fabric.bytes_per_s
+
+
+def mean_hops(topology: Topology, num_devices: int) -> float:
+    """Links that a byte takes on average between two different devices."""
+    others = num_devices - 1
+    if others == 0:
+        return 0.0
+    if topology == "through_host":
+        return 2.0
+    if topology == "ring":
+        distances = [min(step, num_devices - step) for step in range(1, num_devices)]
+        return sum(distances) / others
+    if topology == "hybrid_cube_mesh":
+        direct = min(CUBE_MESH_DIRECT, others)
+        return (direct + 2 * (others - direct)) / others
+    return 1.0
+
+
+def across_servers_s(bytes_per_s: float, latency_s: float, num_servers: int, num_bytes: float, *, reduce: bool) -> float:
+    """Seconds of an all-reduce (or else of an all-to-all) between servers on a switched network, `num_bytes` of each server."""
+    if num_servers == 1 or num_bytes == 0:
+        return 0.0
+    share = (num_servers - 1) / num_servers
+    if reduce:
+        return 2 * math.ceil(math.log2(num_servers)) * latency_s + 2 * share * num_bytes / bytes_per_s
+    return (num_servers - 1) * latency_s + share * num_bytes / bytes_per_s

@@ -1,0 +1,375 @@
+"""Where each table goes: the fastest memory is filled with what is read most per byte, then the next.
+
+All tables that a recipe leaves to `auto` begin in the slowest memory there is. Then, in the order of reads per byte, each is
+raised to a faster one if it fits there beside all the others: what those need as caches is never taken away from them.
+
+No torch and no I/O: the memories are given as numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rowstead.spec.errors import RowsteadError
+from rowstead.spec.features import Table
+from rowstead.spec.placement import CACHE_FRACTION, Placement, TablePlacement, TablePlacementSpec, rules_for
+from rowstead.spec.run import RunSpec
+from rowstead.spec.sizes import shown_bytes
+
+Memory = Literal["device", "host", "disk"]
+Place = Literal["device", "host", "cached", "ssd"]
+PlacedShard = Literal["table", "row", "column", "replicate"]
+
+SMALLER_FRACTIONS = (0.05, 0.02, 0.01)
+"""What `auto` tries in turn where caches of the usual size do not fit."""
+MAP_BYTES = 5
+"""A row of a table behind a cache, for its place and how often it was used."""
+RECORD_BYTES = 4
+"""A row on disk besides, for where its record is."""
+SPARE_DISK = 1.5
+"""Length of a file over that of the records in it."""
+PLACE_BYTES = 20
+"""A place, besides its row: which row it holds, and when that was used."""
+HOST_BATCHES = 4
+"""Of a table in host memory, whose rows are on the GPU at once: gathered, trained and written back."""
+ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+STATES = {"sgd": 0, "rowwise_adagrad": 0, "adagrad": 1, "adam": 2}
+"""Numbers that an optimizer keeps for each of a row; row-wise Adagrad keeps one for the whole row."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memories:
+    """What the tables of one process may take of each memory of its machine."""
+
+    device_bytes: int
+    """Without a GPU the same memory as the host's, and the lesser of the two counts."""
+    host_bytes: int
+    disk_bytes: int = 0
+    folder: str | None = None
+    """For the files of tables on `ssd`; without it there is no such place."""
+    has_gpu: bool = False
+    are_limits: frozenset[str] = frozenset()
+    """Memories whose number is set in the recipe; the others are what is free."""
+
+    @property
+    def kinds(self) -> tuple[Memory, ...]:
+        """Those that are memories of their own."""
+        return ("device", "host", "disk") if self.has_gpu else ("host", "disk")
+
+    def free_bytes(self, memory: Memory) -> int:
+        if memory == "disk":
+            return self.disk_bytes if self.folder is not None else 0
+        if not self.has_gpu:
+            return min(self.device_bytes, self.host_bytes)
+        return self.device_bytes if memory == "device" else self.host_bytes
+
+    def called(self, memory: Memory) -> str:
+        """A memory as a user would say it."""
+        if memory == "disk":
+            return "the disk"
+        return "GPU memory" if memory == "device" and self.has_gpu else "system memory"
+
+    def shown(self, memory: Memory) -> str:
+        """Its size, and where that comes from."""
+        given = ("device", "host") if memory != "disk" and not self.has_gpu else (memory,)
+        limits = [f"memory.{name}" for name in given if name in self.are_limits]
+        what = f"a limit of {shown_bytes(self.free_bytes(memory))} ({' and '.join(limits)})" if limits else ""
+        return what or f"{shown_bytes(self.free_bytes(memory))} for tables"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What one table takes of each memory."""
+
+    device: int = 0
+    host: int = 0
+    disk: int = 0
+
+    def __add__(self, other: Sizes) -> Sizes:
+        return Sizes(self.device + other.device, self.host + other.host, self.disk + other.disk)
+
+    def __sub__(self, other: Sizes) -> Sizes:
+        return Sizes(self.device - other.device, self.host - other.host, self.disk - other.disk)
+
+    def of(self, memory: Memory, memories: Memories) -> int:
+        """What is taken of one memory; without a GPU those of device and host are one."""
+        if memory == "disk":
+            return self.disk
+        if not memories.has_gpu:
+            return self.device + self.host
+        return self.device if memory == "device" else self.host
+
+    def too_much_for(self, memories: Memories) -> list[Memory]:
+        """The memories that have not the room."""
+        return [memory for memory in memories.kinds if self.of(memory, memories) > memories.free_bytes(memory)]
+
+    def fit(self, memories: Memories) -> bool:
+        return not self.too_much_for(memories)
+
+    def excess(self, memories: Memories) -> int:
+        """Bytes above what the memories have."""
+        return sum(max(0, self.of(memory, memories) - memories.free_bytes(memory)) for memory in memories.kinds)
+
+
+@dataclass
+class _Draft:
+    """One table while it is decided upon."""
+
+    table: Table
+    rule: TablePlacementSpec
+    shard: PlacedShard
+    record_bytes: int
+    """A row and what its optimizer keeps."""
+    state_bytes: int
+    """Of these, what stays on a GPU whose rows are in host memory: a state of one number a row."""
+    num_rows: int
+    """That this process keeps."""
+    reads: float
+    """Ids of one example."""
+    batch_size: int
+    where: Place = "device"
+    fraction: float = CACHE_FRACTION
+    why: str = "as the recipe says"
+    is_auto: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.is_auto = self.rule.where == "auto"
+        self.fraction = self.rule.cache_fraction or CACHE_FRACTION
+
+    @property
+    def whole_bytes(self) -> int:
+        return self.num_rows * self.record_bytes
+
+    @property
+    def reads_per_byte(self) -> float:
+        return self.reads / (self.table.num_rows * self.record_bytes)
+
+    @property
+    def num_places(self) -> int:
+        return min(self.num_rows, max(1, math.ceil(self.fraction * self.num_rows)))
+
+    @property
+    def rows_at_once(self) -> int:
+        """That a batch may need, if all its ids differ."""
+        return min(self.num_rows, math.ceil(self.batch_size * self.reads))
+
+    def sizes(self, where: Place) -> Sizes:
+        """What it takes there; a cache at least what a batch may need of it."""
+        if where == "device":
+            return Sizes(device=self.whole_bytes)
+        if where == "host":
+            in_hand = HOST_BATCHES * self.rows_at_once * self.record_bytes + self.num_rows * self.state_bytes
+            return Sizes(device=in_hand, host=self.whole_bytes - self.num_rows * self.state_bytes)
+        places = max(self.num_places, self.rows_at_once) * (self.record_bytes + PLACE_BYTES)
+        if where == "cached":
+            return Sizes(device=places + self.num_rows * MAP_BYTES, host=self.whole_bytes)
+        return Sizes(host=places + self.num_rows * (MAP_BYTES + RECORD_BYTES), disk=int(SPARE_DISK * self.whole_bytes))
+
+    def decided(self) -> TablePlacement:
+        sizes = self.sizes(self.where)
+        return TablePlacement(
+            name=self.table.name,
+            where=self.where,
+            shard=self.shard,
+            why=self.why,
+            cache_fraction=self.fraction if self.where in ("cached", "ssd") else None,
+            device_bytes=sizes.device,
+            host_bytes=sizes.host,
+            disk_bytes=sizes.disk,
+        )
+
+
+def decide(
+    spec: RunSpec,
+    memories: Memories,
+    *,
+    mean_ids: Sequence[float] | None = None,
+    trains: bool = True,
+    world: int = 1,
+    shards: Mapping[str, PlacedShard] | None = None,
+) -> Placement:
+    """A place for every table, or a RowsteadError that says what is missing and what can be done.
+
+    `mean_ids` is how many ids an example has of each sparse feature, where the log is known; otherwise a feature's `max_ids`
+    stands for it, or 1. A model that only predicts keeps no optimizer state. `world` processes share each table by `shards`,
+    and each keeps as much as the others of all but copies: sizes are those of one process.
+    """
+    reads = list(mean_ids) if mean_ids is not None else [float(f.max_ids or 1) for f in spec.features.expanded_sparse()]
+    drafts = _drafts(spec, memories, reads, shards or {}, trains=trains, world=world)
+    autos = sorted((draft for draft in drafts if draft.is_auto), key=lambda draft: -draft.reads_per_byte)
+    fixed = _sum([draft.sizes(draft.where) for draft in drafts if not draft.is_auto])
+    if not fixed.fit(memories):
+        raise RowsteadError(_no_room(spec, memories, drafts, world, "as the recipe places them, the tables do not fit"))
+    tiers = _tiers(memories)
+    taken = _begin(autos, fixed, tiers, memories)
+    if taken is None:
+        raise RowsteadError(_no_room(spec, memories, drafts, world, "no placement fits"))
+    # Twice, since a table that leaves a memory may make room there for one that did not fit before.
+    for tier in [*reversed(tiers[:-1])] * 2:
+        for draft in autos:
+            if tiers.index(tier) < tiers.index(draft.where):
+                raised = taken - draft.sizes(draft.where) + draft.sizes(tier)
+                if raised.fit(memories):
+                    taken, draft.where = raised, tier
+    _explain(autos, memories)
+    return Placement(tables=tuple(draft.decided() for draft in drafts), folder=memories.folder)
+
+
+def record_bytes(spec: RunSpec, width: int, *, trains: bool = True) -> int:
+    """Bytes of a row and of what its optimizer keeps for it."""
+    kind = spec.train.sparse_optimizer.kind
+    state = 4 * width * STATES[kind] + (4 if kind == "rowwise_adagrad" else 0)
+    return width * ELEMENT_BYTES[spec.model.row_format] + (state if trains else 0)
+
+
+def _drafts(
+    spec: RunSpec,
+    memories: Memories,
+    reads: Sequence[float],
+    shards: Mapping[str, PlacedShard],
+    *,
+    trains: bool,
+    world: int,
+) -> list[_Draft]:
+    rules = rules_for(spec.placement, [table.name for table in spec.tables])
+    drafts = []
+    for table in spec.tables:
+        rule = rules[table.name]
+        shard = shards.get(table.name, "table") if rule.shard == "auto" else rule.shard
+        kept = table.num_rows if shard == "replicate" else math.ceil(table.num_rows / world)
+        draft = _Draft(
+            table=table,
+            rule=rule,
+            shard=shard,
+            record_bytes=record_bytes(spec, table.width, trains=trains),
+            state_bytes=4 if trains and spec.train.sparse_optimizer.kind == "rowwise_adagrad" else 0,
+            num_rows=kept,
+            reads=sum(reads[feature] for feature in table.features),
+            batch_size=spec.train.batch_size,
+        )
+        if rule.where != "auto":
+            draft.where = rule.where
+            if rule.where == "host" and not memories.has_gpu:
+                draft.where, draft.why = "device", "there is no GPU: the host's memory is the device's"
+        drafts.append(draft)
+    return drafts
+
+
+def _tiers(memories: Memories) -> list[Place]:
+    """Where `auto` may put tables, the fastest first."""
+    tiers: list[Place] = ["device", "cached"] if memories.has_gpu else ["device"]
+    return [*tiers, "ssd"] if memories.folder is not None else tiers
+
+
+def _begin(autos: list[_Draft], fixed: Sizes, tiers: list[Place], memories: Memories) -> Sizes | None:
+    """All tables in the slowest place, with smaller caches if need be; what that takes, or none if it does not fit.
+
+    Where one memory has too little room for that, tables are raised to others that have some.
+    """
+    for fraction in (CACHE_FRACTION, *SMALLER_FRACTIONS):
+        for draft in autos:
+            draft.where = tiers[-1]
+            draft.fraction = draft.rule.cache_fraction or fraction
+        taken = fixed + _sum([draft.sizes(draft.where) for draft in autos])
+        for draft in autos:
+            for tier in reversed(tiers[:-1]):
+                raised = taken - draft.sizes(draft.where) + draft.sizes(tier)
+                if raised.excess(memories) < taken.excess(memories):
+                    taken, draft.where = raised, tier
+        if taken.fit(memories):
+            return taken
+    return None
+
+
+def _explain(autos: list[_Draft], memories: Memories) -> None:
+    all_fit = all(draft.where == "device" for draft in autos)
+    fewer = any(draft.where != autos[0].where for draft in autos)
+    for draft in autos:
+        if draft.where == "device":
+            draft.why = "all fit" if all_fit else "read most per byte"
+            continue
+        cache = memories.called("device" if draft.where == "cached" else "host")
+        as_fit = ", as many as fit" if draft.fraction < CACHE_FRACTION and draft.rule.cache_fraction is None else ""
+        less = "read less per byte" if fewer else f"no room for all of it in {cache}"
+        draft.why = f"{less}; {draft.fraction:.0%} of the rows are cached {'in ' + cache if fewer else 'there'}{as_fit}"
+
+
+def _sum(sizes: Sequence[Sizes]) -> Sizes:
+    total = Sizes()
+    for one in sizes:
+        total += one
+    return total
+
+
+# What to say when nothing fits
+
+
+def _no_room(spec: RunSpec, memories: Memories, drafts: list[_Draft], world: int, what: str) -> str:
+    """The message of a placement that is impossible: sizes, and what can be done, numbered."""
+    needs = sum(draft.whole_bytes for draft in drafts)
+    largest = max(drafts, key=lambda draft: draft.whole_bytes)
+    each = " in each process" if world > 1 else ""
+    lines = [
+        f"{what}: {len(drafts)} table{'s' if len(drafts) > 1 else ''} with optimizer state need {shown_bytes(needs)}{each}, the "
+        f"largest, `{largest.table.name}`, {shown_bytes(largest.whole_bytes)}; {_there_is(memories)}"
+    ]
+    fixed = _sum([draft.sizes(draft.where) for draft in drafts if not draft.is_auto])
+    for memory in fixed.too_much_for(memories):
+        taken = fixed.of(memory, memories)
+        lines[0] += f". Those with a place of their own take {shown_bytes(taken)} of {memories.called(memory)}"
+    for number, remedy in enumerate(_remedies(spec, memories, drafts, needs), start=1):
+        lines.append(f"  {number}. {remedy}")
+    return "\n".join(lines)
+
+
+def _there_is(memories: Memories) -> str:
+    shown = [f"{memories.called(memory)} has {memories.shown(memory)}" for memory in memories.kinds if memory != "disk"]
+    if memories.folder is not None:
+        shown.append(f"the disk of {memories.folder} has {memories.shown('disk')}")
+    return ", ".join(shown)
+
+
+def _remedies(spec: RunSpec, memories: Memories, drafts: list[_Draft], needs: int) -> list[str]:
+    remedies = []
+    memory_names = ["device", "host"] if memories.has_gpu else ["host", "device"]
+    limits = [f"memory.{name}" for name in (*memory_names, "disk") if name in memories.are_limits]
+    if limits:
+        remedies.append(f"raise {' or '.join(limits)}")
+    on_disk = 1.1 * SPARE_DISK * needs
+    if memories.folder is None:
+        remedies.append(f"let tables go to disk: `--set memory.folder=…`, a folder with {shown_bytes(on_disk)} free")
+    elif on_disk > memories.disk_bytes:
+        remedies.append(f"use a memory.folder with {shown_bytes(on_disk)} free")
+    if any(not draft.is_auto for draft in drafts):
+        remedies.append("leave more tables to `where: auto`")
+    if any(draft.rule.cache_fraction is not None for draft in drafts):
+        remedies.append("lower cache_fraction")
+    if len(_tiers(memories)) > 1 and any(draft.rows_at_once > draft.num_places for draft in drafts):
+        remedies.append("lower train.batch_size: a cache has room for all rows of a batch")
+    room = sum(memories.free_bytes(memory) for memory in memories.kinds if memory != "disk")
+    share = 0.9 * spec.scale * room / needs
+    if share < spec.scale and share > 0:
+        remedies.append(f"shrink every table: `--set scale={_rounded_down(share):g}` or less, or lower model.width")
+    if spec.train.sparse_optimizer.kind in ("adagrad", "adam"):
+        rowwise = dataclasses.replace(spec.train.sparse_optimizer, kind="rowwise_adagrad")
+        lean = dataclasses.replace(spec, train=dataclasses.replace(spec.train, sparse_optimizer=rowwise))
+        remedies.append(f"keep less state: train.sparse_optimizer.kind=rowwise_adagrad makes it {shown_bytes(_whole(lean))}")
+    if spec.model.row_format == "fp32":
+        halved = dataclasses.replace(spec, model=dataclasses.replace(spec.model, row_format="bf16"))
+        remedies.append(f"keep rows in 16 bits: model.row_format=bf16 makes it {shown_bytes(_whole(halved))}")
+    remedies.append("train with more processes, each of which keeps a share of the tables")
+    return remedies
+
+
+def _whole(spec: RunSpec) -> int:
+    return sum(table.num_rows * record_bytes(spec, table.width) for table in spec.tables)
+
+
+def _rounded_down(value: float) -> float:
+    """A positive number down to its first digit."""
+    unit = 10.0 ** math.floor(math.log10(value))
+    return round(math.floor(value / unit) * unit, 12)

@@ -1,0 +1,144 @@
+"""The prediction of a run on a machine: its step's schedule, and what follows for throughput, memory, energy and cost."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from rowstead.plan.schedule import Bottleneck, Slot, Task, bottlenecks, lay_out, period_s
+from rowstead.plan.setup import Held, Setup, held, shortfalls
+from rowstead.plan.trainer import Trainer
+from rowstead.plan.work import StepWork
+from rowstead.spec.machine import Machine, Precision, Software
+from rowstead.spec.parse import digest
+from rowstead.spec.record import Record
+from rowstead.spec.run import RunSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What a set-up comes to; a figure that the machine does not give is None."""
+
+    machine: Machine
+    software: Software
+    setup: Setup
+    tasks: tuple[Task, ...]
+    step_s: float
+    """From one step to the next."""
+    samples_per_s: float
+    """Of all trainers together."""
+    held: Held
+    shortfalls: tuple[str, ...]
+    """Why it does not fit; empty when it does."""
+    trainer: Trainer
+    """What the tasks were derived from."""
+
+    @property
+    def fits(self) -> bool:
+        return not self.shortfalls
+
+    @functools.cached_property
+    def bottlenecks(self) -> tuple[Bottleneck, ...]:
+        return bottlenecks(self.tasks, in_flight=self.setup.in_flight)
+
+    def figures(self) -> dict[str, Any]:
+        """The prediction as plain numbers and names; what is not known is absent."""
+        setup, needs = self.setup, self.held
+        found: dict[str, Any] = {
+            "place": setup.place,
+            "batch_size": setup.batch_size,
+            "num_devices": setup.num_devices,
+            "num_trainers": setup.num_trainers,
+            "num_sparse_servers": setup.num_sparse_servers,
+            "num_dense_servers": setup.num_dense_servers,
+            "samples_per_s": self.samples_per_s,
+            "step_s": self.step_s,
+            "device_bytes": needs.device_bytes,
+            "host_bytes": needs.host_bytes,
+            "server_bytes": needs.server_bytes,
+        }
+        if self.watts is not None:
+            found |= {"nameplate_watts": self.watts, "samples_per_j": self.samples_per_j}
+        if self.usd_per_billion_samples is not None:
+            found["usd_per_billion_samples"] = self.usd_per_billion_samples
+        found["bottlenecks"] = [{"resource": b.resource, "saved_share": b.saved_share} for b in self.bottlenecks[:2]]
+        found["timeline"] = [
+            {"task": slot.task.name, "resource": slot.task.resource, "start_s": slot.start_s, "end_s": slot.end_s}
+            for slot in self.slots
+        ]
+        return found
+
+    def where(self) -> dict[str, str]:
+        """Where each table goes, in words."""
+        trainer, found = self.trainer, {}
+        assignment = trainer.assignment
+        device_of: dict[str, list[str]] = {}
+        for part in assignment.parts if assignment is not None else ():
+            text = f"device {part.device}" + ("" if part.share == 1 else f" ({part.share:.0%} of its rows)")
+            device_of.setdefault(part.table, []).append(text)
+        for table in trainer.on_devices:
+            found[table.name] = ", ".join(device_of.get(table.name, ["device 0"]))
+        for table in trainer.off_devices:
+            found[table.name] = "sparse servers" if self.setup.place == "remote" else "system memory"
+        return {table.name: found[table.name] for table in trainer.work.tables}
+
+    @property
+    def slots(self) -> list[Slot]:
+        """One step's timeline."""
+        return lay_out(self.tasks)
+
+    @property
+    def watts(self) -> float | None:
+        """Nameplate power of all servers, trainers and parameter servers; readers are not counted."""
+        setup = self.setup
+        num_servers = setup.num_sparse_servers + setup.num_dense_servers
+        if self.machine.power is None or (num_servers and (setup.server is None or setup.server.power is None)):
+            return None
+        of_servers = num_servers * setup.server.power.nameplate_watts if setup.server and setup.server.power else 0.0
+        return setup.num_trainers * self.machine.power.nameplate_watts + of_servers
+
+    @property
+    def samples_per_j(self) -> float | None:
+        return None if self.watts is None else self.samples_per_s / self.watts
+
+    @property
+    def usd_per_billion_samples(self) -> float | None:
+        setup = self.setup
+        num_servers = setup.num_sparse_servers + setup.num_dense_servers
+        if self.machine.price is None or (num_servers and (setup.server is None or setup.server.price is None)):
+            return None
+        of_servers = num_servers * setup.server.price.usd_per_hour if setup.server and setup.server.price else 0.0
+        an_hour = setup.num_trainers * self.machine.price.usd_per_hour + of_servers
+        return an_hour / 3600 / self.samples_per_s * 1e9
+
+
+def record_of(prediction: Prediction, spec: RunSpec, *, date: str) -> Record:
+    """A prediction in the shape of a measured run's Record, so that the two can be compared; what is not known is absent."""
+    figures = {name: float(value) for name, value in prediction.figures().items() if isinstance(value, (int, float))}
+    return Record(
+        kind="predicted",
+        name=spec.name,
+        spec_digest=digest(spec),
+        date=date,
+        machine={"name": prediction.machine.name, "software": prediction.software.name, "place": prediction.setup.place},
+        figures=figures,
+    )
+
+
+def predict(work: StepWork, machine: Machine, software: Software, setup: Setup, *, precision: Precision = "fp32") -> Prediction:
+    """How fast a set-up trains."""
+    trainer = Trainer(work=work, machine=machine, software=software, setup=setup, precision=precision)
+    tasks = tuple(trainer.tasks())
+    step_s = period_s(tasks, in_flight=setup.in_flight)
+    return Prediction(
+        machine=machine,
+        software=software,
+        setup=setup,
+        tasks=tasks,
+        step_s=step_s,
+        samples_per_s=setup.num_samples / step_s,
+        held=held(work, machine, setup),
+        shortfalls=tuple(shortfalls(work, machine, setup)),
+        trainer=trainer,
+    )

@@ -1,0 +1,103 @@
+"""A step as a schedule: tasks on resources, the path through them that takes longest, and which resource holds it up."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """Something that one resource does in a step."""
+
+    name: str
+    resource: str
+    seconds: float
+    after: tuple[str, ...] = ()
+    """Tasks that must have ended; those that are not in this step are left out."""
+    hidden: bool = False
+    """Whether it runs beside other steps, as reading ahead does: it keeps its resource busy and makes no step wait."""
+    busy_s: float | None = None
+    """Time that its resource is busy in each period, where that differs, as on a server that answers several trainers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """When a task of one step begins and ends."""
+
+    task: Task
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bottleneck:
+    """A resource, and by how much a step would be shorter if it were twice as fast."""
+
+    resource: str
+    saved_share: float
+
+
+def lay_out(tasks: Sequence[Task]) -> list[Slot]:
+    """The tasks of one step alone: each begins when those before it have ended and its resource is free, in the order given."""
+    shown = {task.name for task in tasks if not task.hidden}
+    free: dict[str, float] = defaultdict(float)
+    ended: dict[str, float] = {}
+    slots = []
+    for task in tasks:
+        if task.hidden:
+            continue
+        late = [name for name in task.after if name in shown and name not in ended]
+        assert not late, f"`{task.name}` is given before {late}, for which it waits"
+        start = max([free[task.resource], *(ended[name] for name in task.after if name in ended)])
+        end = start + task.seconds
+        free[task.resource] = ended[task.name] = end
+        slots.append(Slot(task=task, start_s=start, end_s=end))
+    return slots
+
+
+def busy_s(tasks: Sequence[Task]) -> dict[str, float]:
+    """Seconds that each resource is busy in each period, hidden tasks included."""
+    busy: dict[str, float] = defaultdict(float)
+    for task in tasks:
+        busy[task.resource] += task.seconds if task.busy_s is None else task.busy_s
+    return dict(busy)
+
+
+def period_s(tasks: Sequence[Task], *, in_flight: int = 1) -> float:
+    """Seconds from one step to the next when `in_flight` steps run beside each other.
+
+    It is the longest path of one step, shared by those in flight, unless some resource needs longer for its part of a step.
+    """
+    longest = max((slot.end_s for slot in lay_out(tasks)), default=0.0)
+    return max(longest / in_flight, *busy_s(tasks).values(), 0.0)
+
+
+def faster(tasks: Sequence[Task], resources: Collection[str], factor: float) -> list[Task]:
+    """The same tasks with some resources' times multiplied by `factor`."""
+    return [
+        replace(task, seconds=task.seconds * factor, busy_s=None if task.busy_s is None else task.busy_s * factor)
+        if task.resource in resources
+        else task
+        for task in tasks
+    ]
+
+
+def bottlenecks(tasks: Sequence[Task], *, in_flight: int = 1) -> tuple[Bottleneck, ...]:
+    """Resources in the order in which they hold up a step: the first, then what is left to wait for without it, and so on."""
+    whole = period_s(tasks, in_flight=in_flight)
+    found: list[Bottleneck] = []
+    rest = sorted({task.resource for task in tasks})
+    gone: list[str] = []
+    while rest and whole > 0:
+        without = faster(tasks, gone, 0.0)
+        now = period_s(without, in_flight=in_flight)
+        halved = {name: now - period_s(faster(without, [name], 0.5), in_flight=in_flight) for name in rest}
+        name = max(rest, key=lambda one: (halved[one], busy_s(without)[one]))
+        if now <= 0:
+            break
+        found.append(Bottleneck(resource=name, saved_share=halved[name] / now))
+        rest.remove(name)
+        gone.append(name)
+    return tuple(found)

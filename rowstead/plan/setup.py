@@ -1,0 +1,138 @@
+"""A set-up: where the tables live, how many servers there are, and the batch; and what each process must hold of the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rowstead.plan.work import StepWork
+from rowstead.spec.errors import require
+from rowstead.spec.machine import Machine
+
+Place = Literal["device", "host", "remote", "mixed"]
+
+USABLE_SHARE = 0.9
+"""Share of a memory that a run may fill; the rest is for the system, the framework and its workspaces."""
+BUFFERED_BATCHES = 3
+"""Batches that a trainer holds at once: the one in work, the next, and one being read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """How a run is spread over machines of one kind, with parameter servers beside them where tables are remote."""
+
+    place: Place
+    """`device`: memory of what trains; `host`: system memory of an accelerator's server; `remote`: sparse parameter servers;
+    `mixed`: as many tables as fit on the devices, the others in system memory."""
+    batch_size: int
+    """Examples a step of one device, or of one CPU trainer."""
+    num_devices: int = 1
+    """Accelerators used in each server; 1 on a CPU server."""
+    num_trainers: int = 1
+    """Servers that train."""
+    num_sparse_servers: int = 0
+    """Servers that hold tables."""
+    num_dense_servers: int = 0
+    """Servers against which trainers average their dense parameters; without any, trainers are synchronous."""
+    in_flight: int = 1
+    """Steps that one trainer works on at once, by Hogwild threads or by prefetching."""
+    sync_every: int = 30
+    """Steps between two averagings with the dense servers."""
+    server: Machine | None = None
+    """What the parameter servers are."""
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "num_devices", "num_trainers", "in_flight", "sync_every"):
+            require(getattr(self, name) >= 1, name, f"must be at least 1, got {getattr(self, name)}")
+        needs = (self.place == "remote") == (self.num_sparse_servers > 0)
+        require(needs, "num_sparse_servers", "give some with `remote`, and none otherwise")
+        served = self.num_sparse_servers + self.num_dense_servers == 0 or self.server is not None
+        require(served, "server", "say what machine the parameter servers are")
+
+    @property
+    def num_samples(self) -> int:
+        """Examples in one step of all trainers."""
+        return self.batch_size * self.num_devices * self.num_trainers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """Bytes that the largest process of each kind holds."""
+
+    device_bytes: float
+    """On each accelerator; 0 where there is none."""
+    host_bytes: float
+    """In the system memory of each server that trains."""
+    server_bytes: float
+    """On each sparse parameter server."""
+    device_table_share: float
+    """Share of the tables' bytes that is on devices."""
+
+
+def dense_held_bytes(work: StepWork, batch_size: int) -> float:
+    """What a trainer holds beside tables: parameters, gradients, state, activations with gradients, and batches."""
+    parameters = work.dense_bytes * (2 + work.dense_state_per_parameter)
+    a_sample = 2 * (work.activation_bytes + work.pooled_bytes)
+    return parameters + batch_size * (a_sample + BUFFERED_BATCHES * work.input_bytes)
+
+
+def held(work: StepWork, machine: Machine, setup: Setup) -> Held:
+    """What each process holds under a set-up."""
+    tables, dense = float(work.table_bytes), dense_held_bytes(work, setup.batch_size)
+    server = tables / setup.num_sparse_servers if setup.num_sparse_servers else 0.0
+    if machine.accelerators is None:
+        own = tables / setup.num_trainers if setup.place == "device" else 0.0
+        return Held(device_bytes=0.0, host_bytes=own + dense, server_bytes=server, device_table_share=0.0)
+    batches = setup.num_devices * setup.batch_size * BUFFERED_BATCHES * work.input_bytes
+    num_devices = setup.num_devices * setup.num_trainers
+    if setup.place == "device":
+        return Held(device_bytes=tables / num_devices + dense, host_bytes=batches, server_bytes=0.0, device_table_share=1.0)
+    if setup.place == "mixed":
+        room = max(0.0, machine.accelerators.memory.capacity_bytes * USABLE_SHARE - dense) * num_devices
+        on_devices = min(tables, room)
+        share = on_devices / tables if tables else 1.0
+        off_devices = (tables - on_devices) / setup.num_trainers
+        return Held(
+            device_bytes=on_devices / num_devices + dense,
+            host_bytes=off_devices + batches,
+            server_bytes=0.0,
+            device_table_share=share,
+        )
+    in_host = tables / setup.num_trainers if setup.place == "host" else 0.0
+    return Held(device_bytes=dense, host_bytes=in_host + batches, server_bytes=server, device_table_share=0.0)
+
+
+def shortfalls(work: StepWork, machine: Machine, setup: Setup) -> list[str]:
+    """What does not fit, as phrases with sizes; none when all does."""
+    needs = held(work, machine, setup)
+    found = []
+    places = [("system memory", needs.host_bytes, machine.host.memory.capacity_bytes)]
+    if machine.accelerators is not None:
+        places.append(("each accelerator", needs.device_bytes, machine.accelerators.memory.capacity_bytes))
+    if setup.server is not None and setup.num_sparse_servers:
+        places.append(("each sparse server", needs.server_bytes, setup.server.host.memory.capacity_bytes))
+    for place, needed, capacity in places:
+        if needed > capacity * USABLE_SHARE:
+            found.append(
+                f"{place} would hold {size(needed)}, and {size(capacity * USABLE_SHARE)} of its {size(capacity)} are usable"
+            )
+    return found
+
+
+def fewest_devices(work: StepWork, machine: Machine, batch_size: int) -> int | None:
+    """As few accelerators of a server as hold the tables, a power of two of them; None where all do not."""
+    num_devices = 1
+    while num_devices <= machine.num_devices:
+        setup = Setup(place="device", batch_size=max(1, batch_size // num_devices), num_devices=num_devices)
+        if not shortfalls(work, machine, setup):
+            return num_devices
+        num_devices *= 2
+    return None
+
+
+def size(num_bytes: float) -> str:
+    """Bytes as people say them."""
+    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:.3g} {name}"
+    return f"{num_bytes:.0f} B"

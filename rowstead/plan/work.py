@@ -1,0 +1,176 @@
+"""What one step of a run asks for: operations, bytes, ids and rows of its dense part and of each table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rowstead.plan.traffic import Popularity, distinct_rows, mean_ids, popularities
+from rowstead.spec.run import RunSpec
+from rowstead.spec.train import DenseOptimizer, SparseOptimizer
+
+ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+STATE_PER_ELEMENT: dict[DenseOptimizer | SparseOptimizer, int] = {"sgd": 0, "adagrad": 1, "rowwise_adagrad": 0, "adam": 2}
+ID_BYTES = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableWork:
+    """One table: its size, and what an example reads of it."""
+
+    name: str
+    num_rows: int
+    width: int
+    row_bytes: int
+    """One row as it is kept."""
+    state_bytes: int
+    """What the optimizer keeps of one row."""
+    num_features: int
+    """Features that read it; each gives one pooled vector an example."""
+    ids_per_sample: float
+    """Rows that an example reads."""
+    popularity: Popularity
+
+    @property
+    def bytes(self) -> int:
+        """Memory for its rows and their optimizer's state."""
+        return self.num_rows * (self.row_bytes + self.state_bytes)
+
+    @property
+    def pooled_bytes(self) -> int:
+        """Pooled vectors of one example, FP32."""
+        return self.num_features * self.width * 4
+
+    def distinct_rows(self, batch_size: float) -> float:
+        """Different rows that a batch reads."""
+        return distinct_rows(self.popularity, self.num_rows, batch_size * self.ids_per_sample)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """A linear layer."""
+
+    inputs: int
+    outputs: int
+
+    @property
+    def num_parameters(self) -> int:
+        return (self.inputs + 1) * self.outputs
+
+    @property
+    def forward_flops(self) -> int:
+        """Of one example."""
+        return 2 * self.inputs * self.outputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepWork:
+    """What a step asks for, by example."""
+
+    num_dense: int
+    bottom: tuple[Layer, ...]
+    top: tuple[Layer, ...]
+    """The top MLP and, with `interaction: cross`, the layers of the cross network before it."""
+    num_vectors: int
+    """Vectors that interact."""
+    interaction_flops: float
+    """Pairwise products of one example, forward."""
+    interaction_bytes: float
+    """What the interaction reads and writes of one example, forward."""
+    tables: tuple[TableWork, ...]
+    dense_state_per_parameter: int
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        return self.bottom + self.top
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the dense part."""
+        return sum(layer.num_parameters for layer in self.layers)
+
+    @property
+    def dense_bytes(self) -> int:
+        """Parameters of the dense part, FP32."""
+        return 4 * self.num_parameters
+
+    @property
+    def table_bytes(self) -> int:
+        """All tables with the state of their optimizer."""
+        return sum(table.bytes for table in self.tables)
+
+    @property
+    def ids_per_sample(self) -> float:
+        return sum(table.ids_per_sample for table in self.tables)
+
+    @property
+    def pooled_bytes(self) -> int:
+        """Pooled vectors of one example."""
+        return sum(table.pooled_bytes for table in self.tables)
+
+    @property
+    def input_bytes(self) -> float:
+        """One example as a batch holds it: dense values, ids, lengths, label."""
+        num_features = sum(table.num_features for table in self.tables)
+        return 4 * self.num_dense + ID_BYTES * self.ids_per_sample + 4 * num_features + 4
+
+    @property
+    def activation_bytes(self) -> float:
+        """What the dense part writes of one example in the forward pass: outputs of layers, and the interaction."""
+        return 4 * sum(layer.outputs for layer in self.layers) + self.interaction_bytes
+
+    @property
+    def flops(self) -> float:
+        """Arithmetic of one example's whole step: the backward pass costs two forward ones."""
+        return 3 * (sum(layer.forward_flops for layer in self.layers) + self.interaction_flops)
+
+
+def step_work(spec: RunSpec) -> StepWork:
+    """What one step of a run asks for."""
+    model, tables = spec.model, tuple(_tables_of(spec))
+    num_dense = len(spec.features.expanded_dense())
+    bottom = _layers(num_dense, (*model.bottom, model.width)) if num_dense else ()
+    dense_width = model.width if num_dense else 0
+    pooled_width = sum(table.width * table.num_features for table in tables)
+    num_vectors = sum(table.num_features for table in tables) + (1 if num_dense else 0)
+    joined = dense_width + pooled_width
+    cross: tuple[Layer, ...] = ()
+    flops, out_width = 0.0, joined
+    if model.interaction.kind == "dot":
+        num_pairs = num_vectors * (num_vectors - 1) // 2
+        out_width = dense_width + num_pairs
+        flops = 2.0 * num_pairs * model.width
+    elif model.interaction.kind == "cross":
+        rank = model.interaction.cross_rank
+        cross = (Layer(inputs=joined, outputs=rank), Layer(inputs=rank, outputs=joined)) * model.interaction.cross_layers
+    return StepWork(
+        num_dense=num_dense,
+        bottom=bottom,
+        top=cross + _layers(out_width, (*model.top, 1)),
+        num_vectors=num_vectors,
+        interaction_flops=flops,
+        interaction_bytes=4.0 * (joined + out_width),
+        tables=tables,
+        dense_state_per_parameter=STATE_PER_ELEMENT[spec.train.dense_optimizer.kind],
+    )
+
+
+def _layers(inputs: int, widths: tuple[int, ...]) -> tuple[Layer, ...]:
+    return tuple(Layer(inputs=before, outputs=after) for before, after in zip((inputs, *widths), widths, strict=False))
+
+
+def _tables_of(spec: RunSpec) -> list[TableWork]:
+    optimizer, element_bytes = spec.train.sparse_optimizer.kind, ELEMENT_BYTES[spec.model.row_format]
+    ids, laws = mean_ids(spec), popularities(spec)
+    return [
+        TableWork(
+            name=table.name,
+            num_rows=table.num_rows,
+            width=table.width,
+            row_bytes=table.width * element_bytes,
+            state_bytes=4 if optimizer == "rowwise_adagrad" else 4 * table.width * STATE_PER_ELEMENT[optimizer],
+            num_features=len(table.features),
+            ids_per_sample=sum(ids[place] for place in table.features),
+            popularity=laws[table.features[0]],
+        )
+        for table in spec.tables
+    ]

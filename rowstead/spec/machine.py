@@ -1,0 +1,335 @@
+"""A machine as data: memories, arithmetic, links, power and price, each with its source; and the software that drives it."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rowstead.spec.errors import require
+
+Precision = Literal["fp32", "tf32", "bf16"]
+Topology = Literal["ring", "fully_connected", "hybrid_cube_mesh", "switched", "through_host"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomRate:
+    """How fast a memory serves pieces of one size from random places, many at a time."""
+
+    piece_bytes: int
+    """Size of a piece, such as an embedding row."""
+    bytes_per_s: float
+    """Bytes of such pieces a second, whole memory lines counted."""
+
+    def __post_init__(self) -> None:
+        require(self.piece_bytes >= 1, "piece_bytes", f"must be at least 1, got {self.piece_bytes}")
+        _above_zero(self, "bytes_per_s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """One memory, as large and as fast as all of its channels together."""
+
+    capacity_bytes: float
+    """Size."""
+    bandwidth_bytes_per_s: float
+    """Sequential bandwidth, reading and writing together."""
+    random: tuple[RandomRate, ...]
+    """Bandwidth at random by size of the pieces, smallest piece first; between two sizes it is interpolated."""
+    line_bytes: int = 64
+    """What memory moves at least: a cache line of a CPU, a 32-byte sector of a GPU."""
+    cache_bytes: float = 0.0
+    """The last cache in front of it, all of its parts together; 0 where it is not known."""
+    cache_bandwidth_bytes_per_s: float | None = None
+    """Bandwidth of that cache."""
+    source: str
+    """Where these numbers come from."""
+
+    def __post_init__(self) -> None:
+        _above_zero(self, "capacity_bytes", "bandwidth_bytes_per_s")
+        require(self.line_bytes >= 1, "line_bytes", f"must be at least 1, got {self.line_bytes}")
+        require(0 <= self.cache_bytes < math.inf, "cache_bytes", f"must not be negative, got {self.cache_bytes}")
+        require(bool(self.random), "random", "give at least one size with its bandwidth")
+        sizes = [rate.piece_bytes for rate in self.random]
+        require(sizes == sorted(set(sizes)), "random", "give each size once, the smallest first")
+        for place, rate in enumerate(self.random):
+            bound = f"random access cannot be faster than sequential, {self.bandwidth_bytes_per_s:g}"
+            require(rate.bytes_per_s <= self.bandwidth_bytes_per_s, f"random[{place}].bytes_per_s", bound)
+        if self.cache_bandwidth_bytes_per_s is not None:
+            _above_zero(self, "cache_bandwidth_bytes_per_s")
+            faster = self.cache_bandwidth_bytes_per_s >= self.bandwidth_bytes_per_s
+            require(faster, "cache_bandwidth_bytes_per_s", "a cache cannot be slower than the memory behind it")
+        _sourced(self)
+
+    def random_bytes_per_s(self, piece_bytes: float) -> float:
+        """Bandwidth of random pieces of a size: interpolated between the sizes that are given, flat outside."""
+        sizes = [rate.piece_bytes for rate in self.random]
+        right = bisect.bisect_left(sizes, piece_bytes)
+        if right == 0:
+            return self.random[0].bytes_per_s
+        if right == len(sizes):
+            return self.random[-1].bytes_per_s
+        low, high = self.random[right - 1], self.random[right]
+        share = math.log(piece_bytes / low.piece_bytes) / math.log(high.piece_bytes / low.piece_bytes)
+        return math.exp((1 - share) * math.log(low.bytes_per_s) + share * math.log(high.bytes_per_s))
+
+    def lines(self, piece_bytes: float) -> float:
+        """Bytes that move for a piece: whole lines."""
+        return math.ceil(piece_bytes / self.line_bytes) * self.line_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compute:
+    """Peak arithmetic rates."""
+
+    fp32_flops_per_s: float
+    """FP32, a multiplication and an addition counted as two."""
+    tf32_flops_per_s: float | None = None
+    """FP32 numbers rounded to TF32 by matrix units; absent where there are none, and FP32 runs instead."""
+    bf16_flops_per_s: float | None = None
+    """BF16 by matrix units, not sparse; absent where there are none, and FP32 runs instead."""
+    source: str
+    """Where these numbers come from."""
+
+    def __post_init__(self) -> None:
+        _above_zero(self, "fp32_flops_per_s")
+        for name in ("tf32_flops_per_s", "bf16_flops_per_s"):
+            if getattr(self, name) is not None:
+                _above_zero(self, name)
+        _sourced(self)
+
+    def flops_per_s(self, precision: Precision) -> float:
+        """Peak rate of a number format, FP32's where the machine has nothing faster for it."""
+        faster = {"fp32": None, "tf32": self.tf32_flops_per_s, "bf16": self.bf16_flops_per_s}[precision]
+        return faster or self.fp32_flops_per_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """A wire between two parts."""
+
+    bandwidth_bytes_per_s: float
+    """Bandwidth of one direction."""
+    latency_s: float
+    """Time until the first byte arrives."""
+    direct: bool = False
+    """Of a network: whether accelerators send over it without the host's cores, by remote direct memory access."""
+    source: str
+    """Where these numbers come from."""
+
+    def __post_init__(self) -> None:
+        _above_zero(self, "bandwidth_bytes_per_s")
+        require(0 <= self.latency_s < math.inf, "latency_s", f"must be finite and not negative, got {self.latency_s}")
+        _sourced(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerLink:
+    """How the accelerators of one server reach each other."""
+
+    topology: Topology
+    """`switched`: any to any at full speed; `fully_connected`: one direct link each; `hybrid_cube_mesh`: four of seven others
+    are direct; `ring`: two neighbours; `through_host`: no path of their own, everything goes through the host's memory."""
+    bandwidth_bytes_per_s: float | None = None
+    """What one accelerator sends over all its links together, in one direction; none of its own with `through_host`."""
+    latency_s: float = 5e-6
+    """Time until the first byte arrives."""
+    source: str
+    """Where these numbers come from."""
+
+    def __post_init__(self) -> None:
+        if self.topology == "through_host":
+            absent = self.bandwidth_bytes_per_s is None
+            require(absent, "bandwidth_bytes_per_s", "`through_host` has no links of its own: leave it out, or name a topology")
+        else:
+            given = self.bandwidth_bytes_per_s is not None
+            require(given, "bandwidth_bytes_per_s", f"is required for `{self.topology}`")
+            _above_zero(self, "bandwidth_bytes_per_s")
+        require(0 <= self.latency_s < math.inf, "latency_s", f"must be finite and not negative, got {self.latency_s}")
+        _sourced(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """The processors of a server and their memory."""
+
+    num_sockets: int = 1
+    """Processors."""
+    num_cores: int
+    """Cores of all sockets together."""
+    memory: Memory
+    """System memory of all sockets together."""
+    compute: Compute
+    """Of all cores together."""
+    core_share: float = 0.1
+    """Share of the bandwidth of memory, and of its cache, that one core reaches alone."""
+
+    def __post_init__(self) -> None:
+        require(0 < self.core_share <= 1, "core_share", f"must be above 0 and at most 1, got {self.core_share}")
+        require(self.num_sockets >= 1, "num_sockets", f"must be at least 1, got {self.num_sockets}")
+        enough = f"must be at least one a socket, of which there are {self.num_sockets}, got {self.num_cores}"
+        require(self.num_cores >= self.num_sockets, "num_cores", enough)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accelerators:
+    """Equal accelerators in one server."""
+
+    num: int
+    """How many."""
+    memory: Memory
+    """Memory of one."""
+    compute: Compute
+    """Of one."""
+    host_link: Link
+    """Between one accelerator and the host, when all of them use it at once."""
+    peer_link: PeerLink | None = None
+    """Between accelerators; required where there are several."""
+
+    def __post_init__(self) -> None:
+        require(self.num >= 1, "num", f"must be at least 1, got {self.num}: leave out `accelerators` where there are none")
+        require(self.num == 1 or self.peer_link is not None, "peer_link", f"is required with {self.num} accelerators")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Power:
+    """What a server is built to draw."""
+
+    nameplate_watts: float
+    """All of the server at full load."""
+    source: str
+    """Where this number comes from."""
+
+    def __post_init__(self) -> None:
+        _above_zero(self, "nameplate_watts")
+        _sourced(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Price:
+    """What a server costs."""
+
+    usd_per_hour: float
+    """Rent, or purchase and upkeep spread over its life."""
+    source: str
+    """Where this number comes from."""
+
+    def __post_init__(self) -> None:
+        _above_zero(self, "usd_per_hour")
+        _sourced(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """One server: everything about it that decides how fast it trains."""
+
+    name: str
+    """Name by which it is asked for."""
+    title: str
+    """One line about it."""
+    host: Host
+    """Processors and system memory."""
+    accelerators: Accelerators | None = None
+    """GPUs; absent on a CPU server."""
+    network: Link | None = None
+    """To other servers, all ports together; absent where it has none worth using."""
+    power: Power | None = None
+    """Nameplate power; figures of energy are absent without it."""
+    price: Price | None = None
+    """Price; figures of cost are absent without it."""
+
+    def __post_init__(self) -> None:
+        plain = bool(self.name) and all(c.isalnum() or c in "-_." for c in self.name)
+        require(plain, "name", "use letters, digits, `-`, `_` and `.` only")
+
+    @property
+    def num_devices(self) -> int:
+        """Accelerators, or 1 for a server that trains on its processors."""
+        return self.accelerators.num if self.accelerators is not None else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Software:
+    """What a training program costs beside the arithmetic: dispatching, and how much of the hardware it reaches."""
+
+    name: str
+    """Name by which it is asked for."""
+    title: str
+    """One line about it."""
+    operator_s: float
+    """Host time to dispatch one operator, on the CPU or as the launch of a kernel."""
+    operators_per_layer: float
+    """Operators of a linear layer in one step: forward, backward and optimizer."""
+    operators_per_table: float
+    """Operators of a table in one step: copy its ids, look up, gradient, update."""
+    operators_fixed: float
+    """Operators of a step that are not counted by layer or by table: loss, interaction, exchange."""
+    operators_per_exchange: float = 0.0
+    """Operators that take one table's pooled vectors to one other accelerator, or their gradients back."""
+    operators_per_column: float = 0.0
+    """Operators that bring one dense feature of a batch, a column of the log, to its place in the input."""
+    sample_s: float = 0.0
+    """Host time for one example as a batch is put together."""
+    device_step_s: float
+    """Host time of a step on an accelerator that nothing hides: hand-over of the batch and waiting for the last kernel."""
+    host_step_s: float = 0.0
+    """The same on a CPU."""
+    one_dispatcher: bool
+    """Whether one program dispatches for all accelerators of a server in turn; else each has a process of its own."""
+    cpu_gemm_share: float
+    """Share of the peak arithmetic rate that matrix products on a CPU reach."""
+    device_gemm_share: float
+    """The same on an accelerator."""
+    one_core_activations: bool = False
+    """Whether on a CPU one core alone does what is between matrix products: bias, ReLU, and their gradients."""
+    kernel_s: float = 5e-6
+    """Shortest time of a kernel on an accelerator."""
+    cpu_random_share: float = 1.0
+    """Share of the random bandwidth of system memory that look-ups and updates reach."""
+    device_random_share: float = 1.0
+    """The same on an accelerator."""
+    gradient_per_id: bool
+    """Whether the gradient of every id is written out and read again; else rows that repeat in a batch are summed in one pass."""
+    sparse_updates_all_ids: bool
+    """Whether the optimizer touches a row once for every id; else once for every distinct row."""
+    grouping_bytes_per_id: float = 0.0
+    """Bytes that an update moves for each id beside gradients and rows: ids are sorted and repeated ones grouped."""
+    message_bytes_per_s_per_core: float = 1e9
+    """Bytes of messages to and from other servers that one core packs, copies and unpacks in a second."""
+    rpc_s: float = 50e-6
+    """Host time of one request to another server and its answer."""
+    overlap_input: bool = True
+    """Whether the next batch is read and copied to the accelerator during a step."""
+    source: str
+    """Where these numbers come from."""
+
+    def __post_init__(self) -> None:
+        counts = (
+            "operator_s",
+            "operators_per_layer",
+            "operators_per_table",
+            "operators_per_exchange",
+            "operators_per_column",
+            "operators_fixed",
+        )
+        for name in (*counts, "sample_s", "grouping_bytes_per_id", "device_step_s", "host_step_s", "kernel_s", "rpc_s"):
+            value = getattr(self, name)
+            require(0 <= value < math.inf, name, f"must be finite and not negative, got {value}")
+        for name in ("cpu_gemm_share", "device_gemm_share", "cpu_random_share", "device_random_share"):
+            value = getattr(self, name)
+            require(0 < value <= 1, name, f"must be above 0 and at most 1, got {value}")
+        _above_zero(self, "message_bytes_per_s_per_core")
+        _sourced(self)
+
+
+def _above_zero(spec: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(spec, name)
+        require(0 < value < math.inf, name, f"must be above 0 and finite, got {value:g}")
+
+
+def _sourced(spec: Any) -> None:
+    assert any(field.name == "source" for field in dataclasses.fields(spec))
+    require(bool(spec.source.strip()), "source", "say where these numbers come from")

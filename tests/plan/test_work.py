@@ -1,0 +1,43 @@
+"""What a step asks for is what the model has."""
+
+from __future__ import annotations
+
+import pytest
+
+from rowstead.plan.work import step_work
+from rowstead.spec.parse import override, parse, read_yaml
+from rowstead.spec.run import RECIPES, RunSpec, load_recipe, recipe_names
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_parameters_are_those_of_the_dense_net(name: str) -> None:
+    from rowstead.model.dlrm import DenseNet
+
+    spec = load_recipe(name)
+    pooled = sum(table.width * len(table.features) for table in spec.tables)
+    net = DenseNet(spec.model, num_dense=len(spec.features.expanded_dense()), pooled_width=pooled)
+    biases_of_down = 0
+    if spec.model.interaction.kind == "cross":  # the first of two layers has no bias there
+        biases_of_down = spec.model.interaction.cross_layers * spec.model.interaction.cross_rank
+    assert step_work(spec).num_parameters - biases_of_down == sum(p.numel() for p in net.parameters())
+
+
+def test_m3_needs_the_481_gb_that_its_recipe_says() -> None:
+    assert step_work(load_recipe("m3")).table_bytes == pytest.approx(481e9, rel=0.01)
+
+
+@pytest.mark.parametrize(("kind", "state"), [("sgd", 0), ("rowwise_adagrad", 4), ("adagrad", 256), ("adam", 512)])
+def test_state_of_a_row_follows_the_optimizer(kind: str, state: int) -> None:
+    plain = override(read_yaml(RECIPES / "m1.yaml"), [f"train.sparse_optimizer.kind={kind}"])
+    assert {table.state_bytes for table in step_work(parse(RunSpec, plain)).tables} == {state}
+
+
+def test_half_width_rows_take_half_the_bytes() -> None:
+    plain = override(read_yaml(RECIPES / "m1.yaml"), ["model.row_format=bf16"])
+    assert {table.row_bytes for table in step_work(parse(RunSpec, plain)).tables} == {128}
+
+
+def test_ids_and_flops_of_m1() -> None:
+    work = step_work(load_recipe("m1"))
+    assert work.ids_per_sample == pytest.approx(840, rel=0.01)
+    assert work.flops == pytest.approx(7.6e6, rel=0.05)
