@@ -23,20 +23,27 @@ def has_fbgemm() -> bool:
     return True
 
 
-def fbgemm_tables(num_tables: int, num_rows: int, width: int, device: str) -> Any:
-    """A module from ids [nnz] and offsets [F*B + 1] to sums [B, F*D], whose backward pass updates the rows."""
+def fbgemm_tables(
+    num_tables: int, num_rows: int, width: int, device: str, *, place: str | None = None, cache_share: float = 0.2
+) -> Any:
+    """A module from ids [nnz] and offsets [F*B + 1] to sums [B, F*D], whose backward pass updates the rows.
+
+    `place` is one of FBGEMM's names for where rows are; the memory of the device unless given. MANAGED_CACHING keeps
+    `cache_share` of the rows in a GPU's memory.
+    """
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
     from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice, SplitTableBatchedEmbeddingBagsCodegen
 
     on_gpu = device == "cuda"
-    place = EmbeddingLocation.DEVICE if on_gpu else EmbeddingLocation.HOST
+    location = EmbeddingLocation[place or ("DEVICE" if on_gpu else "HOST")]
     compute = ComputeDevice.CUDA if on_gpu else ComputeDevice.CPU
     module = SplitTableBatchedEmbeddingBagsCodegen(
-        [(num_rows, width, place, compute)] * num_tables,
+        [(num_rows, width, location, compute)] * num_tables,
         optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
         pooling_mode=PoolingMode.SUM,
         learning_rate=0.01,
+        cache_load_factor=cache_share,
         device=torch.device(device),
     )
     module.init_embedding_weights_uniform(-LARGEST, LARGEST)

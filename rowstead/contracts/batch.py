@@ -40,6 +40,31 @@ class Sparse:
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Sparse:
         return _moved(self, device, non_blocking)
 
+    def examples(self, start: int, stop: int) -> Sparse:
+        """The ids of examples `start` to `stop` alone, copied."""
+        begins = self.offsets[:-1].view(self.num_features, -1)
+        ends = self.offsets[1:].view(self.num_features, -1)
+        lengths = (ends - begins)[:, start:stop].flatten()
+        if stop > start:
+            pieces = list(zip(begins[:, start].tolist(), ends[:, stop - 1].tolist(), strict=True))
+        else:
+            pieces = [(0, 0)] * self.num_features
+        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        ids = torch.cat([self.ids[first:last] for first, last in pieces])
+        weights = None if self.weights is None else torch.cat([self.weights[first:last] for first, last in pieces])
+        return dataclasses.replace(self, ids=ids, offsets=offsets, weights=weights)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whole:
+    """What is known of a batch of which every process of a job has a share."""
+
+    num_samples: int
+    weight: float
+    """Sum of the example weights; the number of examples where there are none."""
+    mean_label: float
+    """By weight."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
@@ -55,11 +80,41 @@ class Batch:
     """Example weights, float32 [B]."""
     true_p: Tensor | None = None
     """True click probabilities, float32 [B]; only a synthetic log knows them."""
+    share_of: Whole | None = None
+    """The batch that this is one process's share of; none where it is all of it."""
 
     @property
     def num_samples(self) -> int:
         """B."""
         return int(self.dense.shape[0])
+
+    @property
+    def whole(self) -> Whole:
+        """What is known of the whole batch."""
+        if self.share_of is not None:
+            return self.share_of
+        assert self.labels is not None
+        if self.weights is None:
+            mean = float(self.labels.mean()) if self.num_samples else 0.0
+            return Whole(num_samples=self.num_samples, weight=float(self.num_samples), mean_label=mean)
+        weights = self.weights.double()
+        weight = float(weights.sum())
+        mean_label = float((self.labels * weights).sum()) / weight if weight > 0 else 0.0
+        return Whole(num_samples=self.num_samples, weight=weight, mean_label=mean_label)
+
+    def share(self, rank: int, world: int) -> Batch:
+        """The examples that one of `world` processes trains on: those of all ranks, in order, are the batch."""
+        if world == 1:
+            return self
+        start, stop = self.num_samples * rank // world, self.num_samples * (rank + 1) // world
+        return Batch(
+            dense=self.dense[start:stop],
+            sparse=self.sparse.examples(start, stop) if self.sparse.num_features else self.sparse,
+            labels=None if self.labels is None else self.labels[start:stop],
+            weights=None if self.weights is None else self.weights[start:stop],
+            true_p=None if self.true_p is None else self.true_p[start:stop],
+            share_of=None if self.labels is None else self.whole,
+        )
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
         return _moved(self, device, non_blocking)

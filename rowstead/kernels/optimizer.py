@@ -22,16 +22,19 @@ def compute_dtype(rows: torch.dtype) -> torch.dtype:
     return torch.float64 if rows == torch.float64 else torch.float32
 
 
+def state_columns(kind: str, width: int) -> dict[str, int]:
+    """What an optimizer remembers of a row of `width` numbers: names, and columns of each."""
+    return {
+        "sgd": {},
+        "rowwise_adagrad": {"sum": 1},
+        "adagrad": {"sum": width},
+        "adam": {"moment1": width, "moment2": width},
+    }[kind]
+
+
 def new_row_state(kind: str, rows: Tensor) -> RowState:
     """Zeroed optimizer state for one table's `rows` [N, D]."""
-    if kind == "sgd":
-        return {}
-    if kind == "rowwise_adagrad":
-        return {"sum": _zeros(rows, 1)}
-    if kind == "adagrad":
-        return {"sum": _zeros(rows, rows.shape[1])}
-    assert kind == "adam", kind
-    return {"moment1": _zeros(rows, rows.shape[1]), "moment2": _zeros(rows, rows.shape[1])}
+    return {name: _zeros(rows, columns) for name, columns in state_columns(kind, rows.shape[1]).items()}
 
 
 def _zeros(rows: Tensor, width: int) -> Tensor:

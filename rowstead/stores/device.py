@@ -9,20 +9,27 @@ import torch
 from torch import Tensor, nn
 
 from rowstead.contracts.batch import Sparse
+from rowstead.contracts.store import StatePart
 from rowstead.kernels import cpu, reference
 from rowstead.kernels.check import check_gradient
 from rowstead.kernels.choose import Kernels, kernels_for
 from rowstead.kernels.initial import initial_rows
 from rowstead.kernels.layout import Layout
 from rowstead.kernels.optimizer import compute_dtype, new_row_state
-from rowstead.spec.errors import CheckpointError, RowsteadError
+from rowstead.spec.errors import RowsteadError
 from rowstead.spec.features import Table
 from rowstead.spec.run import Kernel
 from rowstead.spec.train import SparseOptimizerSpec
 from rowstead.stores.checked import checked
+from rowstead.stores.state import load_parts, part_of, whole_state
 
 if TYPE_CHECKING:
     from rowstead.kernels.gpu import Plan
+
+
+def numbered(device: torch.device | str) -> torch.device:
+    """The device with its number, as tensors name it: `cuda` is the current one of several."""
+    return torch.empty(0, device=device).device
 
 
 class DeviceStore(nn.Module):
@@ -120,6 +127,21 @@ class DeviceStore(nn.Module):
                     )
         self._checked_places = places
 
+    @torch.no_grad()
+    def resize(self, layout: Layout) -> None:
+        """Tables with more rows, whose last ones hold anything, and otherwise the same."""
+        for place, (before, table) in enumerate(zip(self.tables, layout.tables, strict=True)):
+            more = table.num_rows - before.num_rows
+            if not more:
+                continue
+            rows = self.weights[place]
+            state = self.row_states[place]
+            self.weights[place] = nn.Parameter(torch.cat([rows, rows.new_empty(more, table.width)]), requires_grad=False)
+            self.row_states[place] = {
+                name: torch.cat([value, value.new_empty(more, value.shape[1])]) for name, value in state.items()
+            }
+        self.layout, self.tables = layout, layout.tables
+
     def checked(self, sparse: Sparse) -> Sparse:
         """The same batch, known to fit if this store checks batches."""
         return checked(sparse, self.layout, self.weights[0].device) if self._check and self.tables else sparse
@@ -165,32 +187,39 @@ class DeviceStore(nn.Module):
     def _kernels(self) -> Kernels:
         return kernels_for(self._kernel_choice, self.weights[0].device)[1]
 
+    batches_ahead = 0
+    generation = 0
+
+    @property
+    def resident(self) -> DeviceStore:
+        """Where rows are while they are trained: here."""
+        return self
+
     def prefetch(self, sparse: Sparse) -> None:
         """Nothing to do: every row is here already."""
+
+    def drop_prefetched(self) -> None:
+        """Nothing to do."""
+
+    def enter(self, sparse: Sparse) -> Sparse:
+        """The batch as it is."""
+        return sparse
+
+    def leave(self) -> None:
+        """Nothing to do."""
 
     def rows(self, table: str, ids: Tensor) -> Tensor:
         place = [t.name for t in self.tables].index(table)
         return self.weights[place].detach()[ids]
 
-    def state(self) -> dict[str, Tensor]:
-        tensors = {}
-        for table, rows, row_state in zip(self.tables, self.weights, self.row_states, strict=True):
-            tensors[f"{table.name}.rows"] = rows.detach()
-            for name, value in row_state.items():
-                tensors[f"{table.name}.{name}"] = value
-        return tensors
+    def parts(self) -> list[StatePart]:
+        named = []
+        for table, rows, row_state in zip(self.tables, self._rows(), self.row_states, strict=True):
+            named += [(f"{table.name}.{name}", value) for name, value in {"rows": rows.detach(), **row_state}.items()]
+        return [part_of(name, value) for name, value in named]
 
-    @torch.no_grad()
+    def state(self) -> dict[str, Tensor]:
+        return whole_state(self.parts())
+
     def load_state(self, state: Mapping[str, Tensor], *, rows_only: bool = False) -> None:
-        for name, own in self.state().items():
-            if rows_only and not name.endswith(".rows"):
-                continue
-            try:
-                given = state[name]
-            except KeyError:
-                raise CheckpointError(
-                    f"the saved model has no `{name}`: it was saved with another model or optimizer"
-                ) from None
-            if given.shape != own.shape:
-                raise CheckpointError(f"`{name}` is {tuple(given.shape)} in the saved model and {tuple(own.shape)} in this one")
-            own.copy_(given)
+        load_parts(self.parts(), state, rows_only=rows_only)

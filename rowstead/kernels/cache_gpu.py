@@ -1,0 +1,99 @@
+"""What a cache in a GPU's memory does there: marks the rows that a batch needs, and swaps rows over the bus.
+
+Rows are swapped in one launch: lanes read rows from page-locked system memory and write others back at the same time, so both
+directions of the bus are busy; few programs do it, so that training beside them goes on. Rows should come in rising order: the
+GPU then finds them in fewer pages.
+
+Letters: N rows, P places, D width, n and m rows that move, nnz ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rowstead.kernels.cache_cpu import WANTED
+
+PROGRAMS = 132
+"""As many as a large GPU has multiprocessors."""
+BYTES_A_TURN = 4096
+"""That a program has under way in each direction."""
+
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
+
+
+def swap_rows(fast: Tensor, behind: Tensor, in_rows: Tensor, in_places: Tensor, out_rows: Tensor, out_places: Tensor) -> None:
+    """Write `fast[out_places]` to `behind[out_rows]` and `behind[in_rows]` to `fast[in_places]`.
+
+    fast [P, D]; behind [N, D], system memory as the GPU sees it; the others int64 [n] or [m], each without repetition. Where both
+    lists of places are long enough they are the same, place by place, and apart from that have none in common.
+    """
+    num_in, num_out = in_rows.numel(), out_rows.numel()
+    if not num_in and not num_out:
+        return
+    row_bytes = fast.shape[1] * fast.element_size()
+    word = next(size for size in (8, 4, 2) if row_bytes % size == 0 and size <= max(4, fast.element_size()))
+    width = row_bytes // word
+    block = triton.next_power_of_2(width)
+    turn = max(1, BYTES_A_TURN // (block * word))
+    programs = min(PROGRAMS, triton.cdiv(max(num_in, num_out), turn))
+    _swap[(programs,)](
+        fast.view(_WORDS[word]), behind.view(_WORDS[word]), in_rows, in_places, out_rows, out_places, num_in, num_out,
+        max(num_in, num_out), programs * turn, WIDTH=width, D=block, R=turn, num_warps=4,
+    )  # fmt: skip
+
+
+def swap_rows_plainly(parts: Sequence[Tensor], behind: Sequence[Tensor], *moves: Tensor) -> None:
+    """What `swap_rows` does, column by column, in plain torch."""
+    in_rows, in_places, out_rows, out_places = moves
+    for fast, back in zip(parts, behind, strict=True):
+        back.index_copy_(0, out_rows, fast.index_select(0, out_places))
+        fast.index_copy_(0, in_places, back.index_select(0, in_rows))
+
+
+@triton.jit
+def _swap(fast, behind, in_rows, in_places, out_rows, out_places, num_in, num_out, most, stride, WIDTH: tl.constexpr, D: tl.constexpr, R: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+    column = tl.arange(0, D)[None, :]
+    for start in range(tl.program_id(0) * R, most, stride):
+        place = start + tl.arange(0, R)
+        is_in, is_out = place < num_in, place < num_out
+        ins, outs = is_in[:, None] & (column < WIDTH), is_out[:, None] & (column < WIDTH)
+        from_row = tl.load(in_rows + place, mask=is_in, other=0)[:, None]
+        from_place = tl.load(out_places + place, mask=is_out, other=0)[:, None]
+        to_row = tl.load(out_rows + place, mask=is_out, other=0)[:, None]
+        to_place = tl.load(in_places + place, mask=is_in, other=0)[:, None]
+        comes = tl.load(behind + from_row * WIDTH + column, mask=ins, other=0)
+        goes = tl.load(fast + from_place * WIDTH + column, mask=outs, other=0)
+        tl.debug_barrier()  # a row is read before another comes into its place
+        tl.store(behind + to_row * WIDTH + column, goes, mask=outs)
+        tl.store(fast + to_place * WIDTH + column, comes, mask=ins)
+
+
+def mark_rows(rows: Tensor, place_of: Tensor, used: Tensor, number: int) -> None:
+    """Say which rows a batch needs: `used` of the place of each becomes `number`, and `place_of` of those without one WANTED.
+
+    rows int64 [nnz], some of them several times; place_of int32 [N], with -1 for none; used int32 [P or more]. With a negative
+    number `used` stays as it is. What is marked is not written again: many ids name few rows.
+    """
+    if rows.numel():
+        grid = (triton.cdiv(rows.numel(), 1024),)
+        _mark[grid](
+            rows, place_of, used, number, rows.numel(), COUNTS=number >= 0, WANTED_PLACE=WANTED, BLOCK=1024, num_warps=4
+        )
+
+
+@triton.jit
+def _mark(rows, place_of, used, number, count, COUNTS: tl.constexpr, WANTED_PLACE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_id = at < count
+    row = tl.load(rows + at, mask=is_id, other=0)
+    place = tl.load(place_of + row, mask=is_id, other=WANTED_PLACE)
+    has_place = is_id & (place >= 0)
+    if COUNTS:
+        last = tl.load(used + place, mask=has_place, other=0)
+        tl.store(used + place, tl.zeros_like(last) + number, mask=has_place & (last != number))
+    tl.store(place_of + row, tl.zeros_like(place) + WANTED_PLACE, mask=is_id & (place == -1))

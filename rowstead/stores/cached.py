@@ -1,0 +1,543 @@
+"""Tables larger than the memory in which they are trained: hot rows in places there, all rows in a backing behind them.
+
+Whoever trains says early which batches are coming (`prefetch`). A thread then plans each of them in order: which of its rows
+are missing, and which others make room, those first that no coming batch needs and that were used longest ago. It writes
+those back, brings the missing ones in, and names each id of the batch by the place of its row. Training itself is a
+DeviceStore's over the places. A row is trained in its place alone until it is written back, so nothing is ever stale.
+
+A batch may need more rows than there are places: it gets room for as long as it is under way, and what is above the number of
+places is written back after it.
+
+Letters: B examples, F features, T tables, N rows, D width, nnz ids.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rowstead.contracts.batch import Sparse
+from rowstead.contracts.store import StatePart
+from rowstead.kernels.layout import Layout
+from rowstead.spec.features import Table
+from rowstead.spec.run import Kernel
+from rowstead.spec.train import SparseOptimizerSpec
+from rowstead.stores.backing import Backing
+from rowstead.stores.checked import checked
+from rowstead.stores.device import DeviceStore, numbered
+from rowstead.stores.exchange import Exchange, exchange_for
+from rowstead.stores.groups import Group, RowNames, grouped, places_layout
+from rowstead.stores.places import Moves, Places
+from rowstead.stores.state import load_parts, whole_state
+
+AHEAD = 2
+"""Batches, or sets of small ones, that are brought in while the one before them is trained on."""
+SET_IDS, MAX_SET = 1 << 22, 8
+"""On a GPU batches are brought in by sets of about so many ids, so that small ones wait for the host less often."""
+IS_GONE_S = 1.0
+"""After so many seconds at most a store's thread sees that nobody has the store any more."""
+IDS_ASIDE = 1 << 20
+"""About how many ids a look-up that trains nothing takes at a time, so that it needs little room."""
+
+BackingFor = Callable[[Group], Backing]
+
+
+@dataclass
+class _Coming:
+    """A batch that was announced."""
+
+    sparse: Sparse
+    """With ids that are rows."""
+    number: int
+    copied: Any = None
+    """CUDA's event after which the batch itself is there."""
+    here: Sparse | None = None
+    """With ids that are places; none until its rows are in them."""
+    is_in: bool = False
+    arrived: Any = None
+    """CUDA's event after which its rows are in."""
+    error: BaseException | None = None
+
+
+class CachedStore(nn.Module):
+    """An EmbeddingStore over places in fast memory and a backing.
+
+    `places` gives for each table that is cached how many of its rows stay in fast memory; other tables are there whole. The
+    places of tables of one width are shared. `backing` makes what is behind a group of them, filled with initial rows.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        optimizer: SparseOptimizerSpec | None,
+        *,
+        places: Mapping[str, int],
+        backing: BackingFor,
+        seed: int = 1,
+        kernel: Kernel = "auto",
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        check: bool = True,
+    ) -> None:
+        super().__init__()
+        self.layout, self.tables, self.optimizer = layout, layout.tables, optimizer
+        self._device, self._check = numbered(device), check
+        self._groups = grouped(layout.tables, places, dtype=dtype, optimizer=optimizer)
+        self._names = RowNames(layout, self._groups, self._device)
+        self._places = [Places(group.num_rows, group.num_places, self._device) for group in self._groups]
+        self.backings = [backing(group) for group in self._groups]
+        fast, self._first_place = places_layout(layout, self._groups, [group.num_places for group in self._groups])
+        self.resident = DeviceStore(fast, optimizer, seed=seed, kernel=kernel, device=device, dtype=dtype, check=False)
+        """Trains the rows that are in fast memory: whole tables, then the places of each group as one table."""
+        self.generation = 0
+        """Rises whenever the memory of `resident` has moved."""
+        self.num_rows_in = self.num_rows_out = 0
+        """Rows that were brought in and written back so far."""
+        self._exchange: Exchange = exchange_for(self._device)
+        is_cuda = self._device.type == "cuda"
+        self._planning = torch.cuda.Stream(self._device, priority=-1) if is_cuda else None
+        self._moving = torch.cuda.Stream(self._device, priority=-1) if is_cuda else None
+        self._changed = threading.Condition()
+        """Guards all below. The threads that bring rows wait on it, and so does whoever trains."""
+        self._num_moving = 0
+        """Sets of batches that are being planned or brought in."""
+        self._is_held = False
+        """Whoever trains keeps rows from moving."""
+        self._is_waited_for = False
+        """Whoever trains waits for rows."""
+        self._set_size = 1
+        self._needs_room = False
+        """Places have run out: whoever trains moves `resident` to larger memory when it comes by."""
+        self._coming: deque[_Coming] = deque()
+        """Announced and not entered yet."""
+        self._waiting: deque[_Coming] = deque()
+        """Announced, their rows not yet brought in."""
+        self._current: _Coming | None = None
+        self._num_announced = 0
+        self._num_left = 0
+        """Batches that are done with: training them has ended, or was queued on a stream."""
+        self._last_left: Any = None
+        """CUDA's event of that."""
+        self._thread: threading.Thread | None = None
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernels that run."""
+        return self.resident.kernel
+
+    # Batches come and go
+
+    @property
+    def batches_ahead(self) -> int:
+        return AHEAD * self._set_size + self._set_size - 1 if self._groups else 0
+
+    def prefetch(self, sparse: Sparse) -> None:
+        """Bring in the rows of a batch that comes after all those announced before."""
+        if not self._groups:
+            return
+        coming = self._announced(sparse)
+        if self._planning is not None:
+            self._set_size = self._largest_set(sparse.ids.numel())
+        with self._changed:
+            if self._thread is None:
+                arguments = weakref.ref(self), self._changed
+                self._thread = threading.Thread(target=_bring_in_order, args=arguments, name="plan-rows", daemon=True)
+                self._thread.start()
+            self._coming.append(coming)
+            self._waiting.append(coming)
+            self._changed.notify_all()
+
+    def drop_prefetched(self) -> None:
+        """Batches that were announced and not entered are not coming after all."""
+        with self._changed:
+            self._waiting.clear()
+        with self._turn(), self._changed:
+            if self._coming:
+                self._coming.clear()
+                self._current = None
+                self._num_left = self._num_announced
+                self._note_left()
+
+    def enter(self, sparse: Sparse) -> Sparse:
+        """The same batch with ids that are places of `resident`, all its rows there until `leave`."""
+        self.leave()
+        if not self._groups:
+            return dataclasses.replace(sparse, checked_for=self.resident.layout)
+        if self._coming:
+            coming = self._coming.popleft()
+            assert coming.sparse.ids is sparse.ids, "batches are trained on in the order in which they were announced"
+            self._wait_until(lambda: coming.is_in)
+            if coming.error is not None:
+                raise coming.error
+        else:
+            coming = self._announced(sparse)
+            with self._turn():
+                self._planned([coming])()
+        self._current = coming
+        assert coming.here is not None
+        if coming.arrived is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_event(coming.arrived)
+            coming.here.ids.record_stream(current)
+        return coming.here
+
+    def leave(self) -> None:
+        """Training on the batch that was entered last has ended, or is queued on the current stream."""
+        if self._current is not None:
+            self._current = None
+            with self._changed:
+                self._num_left += 1
+                self._note_left()
+
+    def _announced(self, sparse: Sparse) -> _Coming:
+        coming = _Coming(sparse, self._num_announced, self._recorded())
+        self._num_announced += 1
+        return coming
+
+    def _note_left(self) -> None:
+        self._last_left = self._recorded()
+        self._changed.notify_all()
+
+    def _recorded(self) -> Any:
+        """CUDA's event after what is queued now by whoever trains."""
+        if self._planning is None:
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _largest_set(self, num_ids: int) -> int:
+        """Batches of so many ids that are brought in at once; one by one where places are too few for more."""
+        if any(places.capacity > places.num_places for places in self._places):
+            return 1
+        return max(1, min(MAX_SET, SET_IDS // max(1, num_ids)))
+
+    # Rows come and go
+
+    def _may_go_on(self) -> bool:
+        if not self._waiting or self._is_held or self._num_moving == AHEAD:
+            return False
+        if self._num_left < self._waiting[0].number - AHEAD * self._set_size:
+            return False
+        return len(self._waiting) >= self._set_size or self._is_waited_for
+
+    def _next_set(self) -> list[_Coming]:
+        self._num_moving += 1
+        return [self._waiting.popleft() for _ in range(min(self._set_size, len(self._waiting)))]
+
+    def _plan_next(self, some: Sequence[_Coming], mover: ThreadPoolExecutor) -> None:
+        """Plan a set of batches, and leave the rest to the other thread."""
+        try:
+            move = self._planned(some)
+        except BaseException as error:  # noqa: BLE001, RUF100 - whatever it is, whoever trains has to see it
+            self._note_in(some, error)
+        else:
+            mover.submit(self._moved, move, some)
+
+    def _moved(self, move: Callable[[], None], some: Sequence[_Coming]) -> None:
+        error = None
+        try:
+            move()
+        except BaseException as raised:  # noqa: BLE001, RUF100
+            error = raised
+        self._note_in(some, error)
+
+    def _note_in(self, some: Sequence[_Coming], error: BaseException | None) -> None:
+        with self._changed:
+            for coming in some:
+                coming.error, coming.is_in = error, True
+            self._num_moving -= 1
+            self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """For whoever trains: no rows move but those that it moves itself."""
+        with self._changed:
+            self._is_held = True
+            self._wait_until(lambda: not self._num_moving)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._is_held = False
+                self._changed.notify_all()
+
+    def _wait_until(self, happened: Callable[[], bool]) -> None:
+        """For whoever trains: make room meanwhile if that is what the other threads wait for."""
+        with self._changed:
+            self._is_waited_for = True
+            self._changed.notify_all()
+            while True:
+                self._changed.wait_for(lambda: happened() or self._needs_room)
+                if not self._needs_room:
+                    break
+                self._resize()
+                self._needs_room = False
+                self._changed.notify_all()
+            self._is_waited_for = False
+
+    @torch.no_grad()
+    def _planned(self, some: Sequence[_Coming]) -> Callable[[], None]:
+        """Give the rows of some batches places, and the batches ids that are places; what is returned moves the rows."""
+        with self._changed:
+            oldest, last_left = self._num_left, self._last_left
+        with self._aside(*(coming.copied for coming in some)):
+            rows = [self._names.rows(coming.sparse) for coming in some]
+            all_moves = []
+            for place, names in enumerate(self._names.by_group(rows[0] if len(rows) == 1 else torch.cat(rows))):
+                all_moves.append(self._places[place].plan(names, some[-1].number, oldest=oldest))
+                self._make_room()
+            for coming, names in zip(some, rows, strict=True):
+                coming.here = self._named(coming.sparse, names)
+            planned = self._planning_event()
+
+        def move() -> None:
+            with self._on(self._moving, planned, last_left):
+                for place, moves in enumerate(all_moves):
+                    if self._moving is not None:
+                        for tensor in vars(moves).values():
+                            tensor.record_stream(self._moving)
+                    self._move(place, moves)
+                arrived = None
+                if self._moving is not None:
+                    arrived = torch.cuda.Event()
+                    arrived.record(self._moving)
+                for coming in some:
+                    coming.arrived = arrived
+
+        return torch.no_grad()(move)
+
+    def _planning_event(self) -> Any:
+        if self._planning is None:
+            return None
+        event = torch.cuda.Event()
+        event.record(self._planning)
+        return event
+
+    def _move(self, place: int, moves: Moves) -> None:
+        self._exchange(self._fast_parts(place), moves, self.backings[place])
+        self.num_rows_in += moves.in_rows.numel()
+        self.num_rows_out += moves.out_rows.numel()
+
+    def _fast_parts(self, place: int) -> list[Tensor]:
+        """Rows and optimizer state of a group's places."""
+        table = self._first_place + place
+        return [self.resident.weights[table].detach(), *self.resident.row_states[table].values()]
+
+    def _named(self, sparse: Sparse, rows: Tensor) -> Sparse:
+        ids = self._names.places(sparse, rows, [places.place_of for places in self._places])
+        return dataclasses.replace(sparse, ids=ids, checked_for=self.resident.layout)
+
+    def _make_room(self) -> None:
+        """See that there is memory for all places; only whoever trains can move it, as nothing is trained on meanwhile."""
+        tables = self.resident.tables[self._first_place :]
+        if all(places.capacity <= table.num_rows for places, table in zip(self._places, tables, strict=True)):
+            return
+        if threading.current_thread() is not self._thread:
+            self._resize()
+            return
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_moving == 1)  # this one
+            self._needs_room = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._needs_room)
+
+    def _resize(self) -> None:
+        self._settle()
+        layout, _ = places_layout(self.layout, self._groups, [places.capacity for places in self._places])
+        self.resident.resize(layout)
+        self.generation += 1
+        self._settle()
+
+    def _aside(self, *events: Any) -> Any:
+        """Where places are planned and rows looked up aside, after `events`."""
+        return self._on(self._planning, *events)
+
+    def _on(self, stream: Any, *events: Any) -> Any:
+        """On a stream, after `events`; on a CPU, just now."""
+        if stream is None:
+            return contextlib.nullcontext()
+        for event in events:
+            if event is not None:
+                stream.wait_event(event)
+        return torch.cuda.stream(stream)
+
+    # An EmbeddingStore
+
+    def lookup(self, sparse: Sparse) -> Tensor:
+        if self._check:
+            sparse = checked(sparse, self.layout, self._device)
+        if not self.training:
+            return self._lookup_aside(sparse)
+        return self.resident.lookup(self.enter(sparse))
+
+    def update(self, sparse: Sparse, grad: Tensor, *, lr: float, step: int) -> None:
+        here = self._current
+        if here is None or here.sparse.ids is not sparse.ids:
+            if self._check:
+                sparse = checked(sparse, self.layout, self._device)
+            self.enter(sparse)
+            here = self._current
+        batch = sparse if here is None else here.here
+        assert batch is not None
+        self.resident.update(batch, grad, lr=lr, step=step)
+        self.leave()
+
+    def checked(self, sparse: Sparse) -> Sparse:
+        """The same batch, known to fit if this store checks batches."""
+        return checked(sparse, self.layout, self._device) if self._check and self.tables else sparse
+
+    @torch.no_grad()
+    def _lookup_aside(self, sparse: Sparse) -> Tensor:
+        """A look-up that leaves the places as they are: rows that have none are lent one for its duration."""
+        num_parts = max(1, min(sparse.num_samples, -(-sparse.ids.numel() // IDS_ASIDE)))
+        if num_parts > 1:
+            borders = [sparse.num_samples * part // num_parts for part in range(num_parts + 1)]
+            parts = [sparse.examples(*borders[part : part + 2]) for part in range(num_parts)]
+            return torch.cat([self._lookup_aside(part) for part in parts])
+        with self._turn(), self._aside(self._recorded(), self._all_moved()):
+            rows = self._names.rows(sparse)
+            lent = []
+            for place, names in enumerate(self._names.by_group(rows)):
+                places = self._places[place]
+                missing = places.missing(names)
+                borrowed = places.lend(missing.numel())
+                places.place_of[missing] = borrowed.int()
+                self._make_room()
+                none = missing[:0]
+                self._exchange(self._fast_parts(place), Moves(missing, borrowed, none, none), self.backings[place])
+                lent.append((places, missing, borrowed))
+            pooled = self.resident.lookup(self._named(sparse, rows))
+            for places, missing, borrowed in lent:
+                places.place_of[missing] = -1
+                places.give_back(borrowed)
+        if self._planning is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_stream(self._planning)
+            pooled.record_stream(current)
+        return pooled
+
+    def _all_moved(self) -> Any:
+        """CUDA's event after the rows that were moved last."""
+        if self._moving is None:
+            return None
+        event = torch.cuda.Event()
+        event.record(self._moving)
+        return event
+
+    def rows(self, table: str, ids: Tensor) -> Tensor:
+        part = next(part for part in self.parts() if part.name == f"{table}.rows")
+        assert part.take is not None
+        return part.take(ids.cpu()).to(ids.device)
+
+    def parts(self) -> list[StatePart]:
+        self._flush()
+        behind = {table.name: (place, first) for place, group in enumerate(self._groups) for table, first in group.tables}
+        whole = {part.name: part for part in self.resident.parts()}
+        parts = []
+        for table in self.tables:
+            if table.name in behind:
+                parts += list(self._parts_behind(table, *behind[table.name]))
+            else:
+                parts += [part for name, part in whole.items() if name.rpartition(".")[0] == table.name]
+        return parts
+
+    def _parts_behind(self, table: Table, place: int, first: int) -> Iterator[StatePart]:
+        """The parts of one table, which are columns of its records."""
+        group, backing = self._groups[place], self.backings[place]
+
+        def values(rows: Tensor) -> list[Tensor]:
+            into = [torch.empty(rows.numel(), width, dtype=dtype) for dtype, width in group.columns]
+            backing.read(rows + first, into)
+            return into
+
+        for column, name in enumerate(["rows", *group.state_names]):
+            dtype, width = group.columns[column]
+
+            def read(start: int, stop: int, column: int = column) -> Tensor:
+                return values(torch.arange(start, stop))[column]
+
+            def take(rows: Tensor, column: int = column) -> Tensor:
+                return values(rows.cpu())[column]
+
+            def write(start: int, given: Tensor, column: int = column) -> None:
+                self._forget_places()
+                rows = torch.arange(start, start + len(given))
+                now = values(rows)
+                now[column].copy_(given)
+                backing.write(rows + first, now)
+
+            yield StatePart(
+                name=f"{table.name}.{name}",
+                shape=(table.num_rows, width),
+                dtype=dtype,
+                num_rows=table.num_rows,
+                num_columns=width,
+                read=read,
+                write=write,
+                take=take,
+            )
+
+    def state(self) -> dict[str, Tensor]:
+        return whole_state(self.parts())
+
+    def load_state(self, state: Mapping[str, Tensor], *, rows_only: bool = False) -> None:
+        load_parts(self.parts(), state, rows_only=rows_only)
+
+    @torch.no_grad()
+    def _flush(self) -> None:
+        """Write all rows that have places back, and leave them there."""
+        self.leave()
+        with self._turn(), self._aside(self._last_left, self._all_moved()):
+            for place, places in enumerate(self._places):
+                rows, taken = places.taken()
+                none = rows[:0]
+                self._exchange(self._fast_parts(place), Moves(none, none, rows, taken), self.backings[place])
+            self._settle()
+
+    def _settle(self) -> None:
+        """Until a GPU has written all that it was told to."""
+        if self._planning is not None:
+            torch.cuda.synchronize(self._device)
+
+    def _forget_places(self) -> None:
+        """Rows behind are about to change: none is in a place any more."""
+        self.drop_prefetched()
+        with self._turn():
+            self._settle()
+            for places in self._places:
+                places.clear()
+
+    def close(self) -> None:
+        """Give back what is behind the places; the store is of no use afterwards."""
+        self.drop_prefetched()
+        with self._turn():
+            self._settle()
+            for backing in self.backings:
+                backing.close()
+
+
+def _bring_in_order(of: weakref.ref[CachedStore], changed: threading.Condition) -> None:
+    """What a store's thread does until the store is gone: plan one set of batches after the other, while another thread
+    moves the rows of the set before."""
+    with ThreadPoolExecutor(1, thread_name_prefix="move-rows") as mover:
+        while True:
+            with changed:
+                while (store := of()) is not None and not store._may_go_on():
+                    del store
+                    changed.wait(IS_GONE_S)
+                if store is None:
+                    return
+                some = store._next_set()
+            store._plan_next(some, mover)
+            del store, some

@@ -1,0 +1,135 @@
+"""Tables of one width as one group that shares places, and how a batch's ids are named in it.
+
+A row of a group is numbered through the group's tables, one after the other.
+
+Letters: B examples, F features, nnz ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rowstead.contracts.batch import Sparse
+from rowstead.kernels.layout import Layout
+from rowstead.kernels.optimizer import compute_dtype, state_columns
+from rowstead.spec.features import Table
+from rowstead.spec.train import SparseOptimizerSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Cached tables of one width."""
+
+    tables: tuple[tuple[Table, int], ...]
+    """Each with the number of its first row in the group."""
+    num_rows: int
+    num_places: int
+    width: int
+    columns: tuple[tuple[torch.dtype, int], ...]
+    """What a record holds: type and number of columns of the row, and of each state of its optimizer."""
+    state_names: tuple[str, ...]
+    """Of those states."""
+
+
+def grouped(
+    tables: Sequence[Table], places: Mapping[str, int], *, dtype: torch.dtype, optimizer: SparseOptimizerSpec | None
+) -> list[Group]:
+    """The tables that `places` names, by width; each gets at least one place."""
+    widths = sorted({table.width for table in tables if table.name in places})
+    groups = []
+    for width in widths:
+        members, num_rows, num_places = [], 0, 0
+        for table in tables:
+            if table.width == width and table.name in places:
+                members.append((table, num_rows))
+                num_rows += table.num_rows
+                num_places += min(table.num_rows, max(1, places[table.name]))
+        states = state_columns(optimizer.kind if optimizer else "sgd", width)
+        groups.append(
+            Group(
+                tables=tuple(members),
+                num_rows=num_rows,
+                num_places=num_places,
+                width=width,
+                columns=((dtype, width), *((compute_dtype(dtype), columns) for columns in states.values())),
+                state_names=tuple(states),
+            )
+        )
+    return groups
+
+
+def places_layout(layout: Layout, groups: Sequence[Group], num_places: Sequence[int]) -> tuple[Layout, int]:
+    """The layout of what is in fast memory: tables that are there whole, then one table for each group's places.
+
+    Also the number of whole tables.
+    """
+    group_of = {table.name: place for place, group in enumerate(groups) for table, _ in group.tables}
+    whole = [table for table in layout.tables if table.name not in group_of]
+    new_place = {table.name: place for place, table in enumerate(whole)}
+    table_of = [
+        len(whole) + group_of[name] if (name := layout.tables[table].name) in group_of else new_place[name]
+        for table in layout.table_of
+    ]
+    shared = [
+        Table(
+            name=f"places of width {group.width}",
+            num_rows=count,
+            width=group.width,
+            features=tuple(f for f, table in enumerate(table_of) if table == len(whole) + place),
+        )
+        for place, (group, count) in enumerate(zip(groups, num_places, strict=True))
+    ]
+    fast = Layout(tables=(*whole, *shared), table_of=tuple(table_of), columns=layout.columns, is_mean=layout.is_mean)
+    return fast, len(whole)
+
+
+class RowNames:
+    """Names the ids of batches by rows of groups, all groups numbered through, and by places.
+
+    Ids of tables that belong to no group stay what they are.
+    """
+
+    def __init__(self, layout: Layout, groups: Sequence[Group], device: torch.device) -> None:
+        firsts, self._starts = {}, [0]
+        for group in groups:
+            for table, first in group.tables:
+                firsts[table.name] = self._starts[-1] + first
+            self._starts.append(self._starts[-1] + group.num_rows)
+        names = [layout.tables[table].name for table in layout.table_of]
+        self._first_rows = torch.tensor([firsts.get(name, 0) for name in names], device=device)
+        self._is_behind = torch.tensor([name in firsts for name in names], device=device)
+        self._all_behind = all(name in firsts for name in names)
+
+    def rows(self, sparse: Sparse) -> Tensor:
+        """For each id its row, int64 [nnz]; -1 where its table belongs to no group."""
+        rows = sparse.ids + self._each(self._first_rows, sparse)
+        return rows if self._all_behind else torch.where(self._each(self._is_behind, sparse), rows, -1)
+
+    def by_group(self, rows: Tensor) -> Iterator[Tensor]:
+        """The rows of each group, by its own numbers."""
+        for first, last in zip(self._starts[:-1], self._starts[1:], strict=True):
+            if self._all_behind and len(self._starts) == 2:
+                yield rows
+            else:
+                yield rows[(rows >= first) & (rows < last)] - first
+
+    def places(self, sparse: Sparse, rows: Tensor, place_of: Sequence[Tensor]) -> Tensor:
+        """For each id the place of its row, or the id itself where its table belongs to no group; int32 if places allow."""
+        if self._all_behind and len(place_of) == 1:
+            return place_of[0][rows]
+        ids = sparse.ids.clone() if sparse.ids.dtype == torch.int64 else sparse.ids.long()
+        for first, last, places in zip(self._starts[:-1], self._starts[1:], place_of, strict=True):
+            here = (rows >= first) & (rows < last)
+            ids = torch.where(here, places[(rows - first).clamp(0, last - first - 1)], ids)
+        return ids
+
+    def _each(self, of_feature: Tensor, sparse: Sparse) -> Tensor:
+        """What is known of a feature for each of its ids, [nnz]."""
+        if not sparse.num_samples:
+            return of_feature[:0]
+        counts = sparse.offsets[:: sparse.num_samples].diff()
+        return torch.repeat_interleave(of_feature, counts, output_size=sparse.ids.numel())

@@ -1,0 +1,106 @@
+"""Rows behind a cache: exact, whatever comes ahead, however few places there are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rowstead.contracts.batch import Sparse
+from rowstead.kernels.layout import Layout, layout_of
+from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of
+from rowstead.spec.train import SparseOptimizerSpec
+from rowstead.stores.backing import RamRows
+from rowstead.stores.cached import CachedStore
+from rowstead.stores.device import DeviceStore
+from tests.contracts.store_contract import KINDS, StoreContract, layouts, sparse_batches
+
+
+def cached(
+    layout: Layout, optimizer: SparseOptimizerSpec, dtype: torch.dtype, *, places: int = 2, device: str = "cpu"
+) -> CachedStore:
+    counts = {table.name: places for table in layout.tables}
+    return CachedStore(
+        layout, optimizer, places=counts, backing=lambda group: RamRows(group, seed=1), dtype=dtype, device=device
+    )
+
+
+class TestCachedStore(StoreContract):
+    """All tables behind two places each."""
+
+    def make(self, layout: Layout, optimizer: SparseOptimizerSpec, dtype: torch.dtype) -> CachedStore:
+        return cached(layout, optimizer, dtype)
+
+
+class TestPartlyCachedStore(StoreContract):
+    """Every other table is in fast memory whole."""
+
+    def make(self, layout: Layout, optimizer: SparseOptimizerSpec, dtype: torch.dtype) -> CachedStore:
+        counts = {table.name: 3 for table in layout.tables[::2]}
+        return CachedStore(layout, optimizer, places=counts, backing=lambda group: RamRows(group, seed=1), dtype=dtype)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+class TestCachedStoreOnGpu(StoreContract):
+    device = "cuda"
+
+    def make(self, layout: Layout, optimizer: SparseOptimizerSpec, dtype: torch.dtype) -> CachedStore:
+        return cached(layout, optimizer, dtype, device="cuda")
+
+
+def small_layout() -> Layout:
+    features = FeaturesSpec(sparse=tuple(SparseFeatureSpec(name=name, num_rows=40) for name in "ab"))
+    return layout_of(features, tables_of(features, width=4))
+
+
+def sparse_of(layout: Layout, seed: int, *, num_samples: int = 3, num_ids: int = 4) -> Sparse:
+    """A batch of full bags."""
+    draws = torch.Generator().manual_seed(seed)
+    count = layout.num_features * num_samples
+    ids = torch.randint(0, min(table.num_rows for table in layout.tables), (count * num_ids,), generator=draws)
+    return Sparse(ids=ids, offsets=torch.arange(count + 1) * num_ids, num_features=layout.num_features)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_batches_announced_ahead_train_the_same_rows(kind: str, data: st.DataObject) -> None:
+    layout = data.draw(layouts())
+    optimizer = SparseOptimizerSpec(kind=kind)
+    device = DeviceStore(layout, optimizer, dtype=torch.float64)
+    store = cached(layout, optimizer, torch.float64, places=data.draw(st.integers(1, 4)))
+    batches = data.draw(st.lists(sparse_batches(layout, weighted=False), min_size=1, max_size=8))
+    ahead = data.draw(st.integers(1, 5))
+    looks_aside = data.draw(st.booleans())
+    announced = 0
+    for step, sparse in enumerate(batches, start=1):
+        while announced < min(len(batches), step - 1 + ahead):
+            store.prefetch(batches[announced])
+            announced += 1
+        for each in (device, store):
+            pooled = each.lookup(sparse)
+            each.update(sparse, pooled + 1, lr=0.1, step=step)
+        if looks_aside:
+            store.eval()
+            other = data.draw(sparse_batches(layout, weighted=False))
+            torch.testing.assert_close(store.lookup(other), device.lookup(other))
+            store.train()
+    ours = store.state()
+    for name, value in device.state().items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-12, atol=1e-12)
+
+
+def test_announced_batches_can_be_dropped() -> None:
+    layout, optimizer = small_layout(), SparseOptimizerSpec(kind="sgd")
+    store, device = cached(layout, optimizer, torch.float64), DeviceStore(layout, optimizer, dtype=torch.float64)
+    batches = [sparse_of(layout, seed) for seed in range(6)]
+    for batch in batches:
+        store.prefetch(batch)
+    store.lookup(batches[0])
+    store.drop_prefetched()
+    for step, batch in enumerate(reversed(batches), start=1):
+        for each in (device, store):
+            each.update(batch, each.lookup(batch) + 1, lr=0.1, step=step)
+    for name, value in device.state().items():
+        torch.testing.assert_close(store.state()[name], value)
