@@ -1,13 +1,15 @@
-"""Batches copied to a GPU while it is busy with the one before."""
+"""Batches copied to a GPU while it is busy with the one before, and announced to stores that bring their rows in."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 
 import torch
 
 from rowstead.contracts.batch import Batch
 from rowstead.contracts.source import Cursor
+from rowstead.contracts.store import EmbeddingStore
 
 
 def pinned(batches: Iterable[tuple[Batch, Cursor]]) -> Iterator[tuple[Batch, Cursor]]:
@@ -42,3 +44,32 @@ def copied_ahead(batches: Iterator[tuple[Batch, Cursor]], device: torch.device) 
         yield ready
         if error is not None:
             raise error
+
+
+Item = tuple[Batch, Batch, Cursor]
+"""A batch as it was read, the same on the device that trains, and where the reader stands after it."""
+
+
+def announced(items: Iterator[Item], store: EmbeddingStore) -> Iterator[Item]:
+    """The same items; the store hears of each as early as it wants to."""
+    ahead: deque[Item] = deque()
+    error: Exception | None = None
+    try:
+        while True:
+            while error is None and len(ahead) <= store.batches_ahead:
+                try:
+                    item = next(items, None)
+                except Exception as raised:  # noqa: BLE001, RUF100 - whatever it is, the batches before it come first
+                    error = raised
+                    break
+                if item is None:
+                    break
+                store.prefetch(item[1].sparse)
+                ahead.append(item)
+            if not ahead:
+                break
+            yield ahead.popleft()
+        if error is not None:
+            raise error
+    finally:
+        store.drop_prefetched()

@@ -7,9 +7,11 @@ A folder of checkpoints holds one folder each, `step-000000100`, with
     shard-00000.safetensors …
 
 All of it is written and synced under a `.tmp-` name and then renamed, so a crash at any moment leaves every older
-checkpoint whole. One process writes to a folder at a time (it holds the run's lock); any number may read meanwhile.
-We write the shards ourselves, as the format is a JSON header and raw bytes: rows go from the tables to the file
-without a copy, the digest is taken on the way, and a full disk is an `OSError`.
+checkpoint whole. One job writes to a folder at a time (it holds the run's lock); any number may read meanwhile.
+
+The processes of a job write together: each the pieces of tables that it keeps, into files of its own, and the first of them
+the rest and the manifest. What was cut one way is read any other way. An incremental checkpoint has of the tables only the rows
+that were touched since a full one, which it names and which stays as long as it does.
 """
 
 from __future__ import annotations
@@ -22,53 +24,30 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import torch
-from safetensors import safe_open
 from torch import Tensor
 
+from rowstead.contracts.channel import Alone, Channel
+from rowstead.contracts.store import StatePart
 from rowstead.records.files import fsync_folder, shown_bytes
 from rowstead.spec.errors import CheckpointError
+from rowstead.stores.state import rows_at_once
+from rowstead.training.checkpoint_files import Outgoing, check_shard, of_part, of_tensor, shards, write_shard
+from rowstead.training.increment import Increment, of_touched, of_touched_rows
+from rowstead.training.saved_tensors import STORE, InOneFolder, Restored, SavedTensors
 
-FORMAT = 1
+FORMAT = 2
+READABLE = (1, 2)
+"""Formats that this version reads: the first has neither columns nor increments."""
 MANIFEST = "manifest.json"
 MANIFEST_DIGEST = "manifest.sha256"
-CHUNK_BYTES = 16 << 20
-"""Bytes that go to the file, or come from the GPU, at a time."""
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-CODES = {dtype: code for code, dtype in DTYPES.items()}
-
+Read = TypeVar("Read")
 _NAME = re.compile(r"step-(\d{9,})(?:-(\d+))?")
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """Rows `start` to `stop` of a tensor, as they go into one shard; a scalar has one row."""
-
-    name: str
-    tensor: Tensor
-    start: int
-    stop: int
-
-    @property
-    def num_bytes(self) -> int:
-        return (self.stop - self.start) * _row_bytes(self.tensor)
 
 
 @dataclass(frozen=True)
@@ -80,114 +59,139 @@ class Checkpoint:
     facts: dict[str, Any]
     """What was given to `save`, as JSON keeps it: tuples have become lists."""
     tensors: SavedTensors
-
-
-class SavedTensors(Mapping[str, Tensor]):
-    """The tensors of a checkpoint by name, read from disk at each look-up.
-
-    The files stay open, so reading goes on to work after the run that writes them has pruned the checkpoint.
-    """
-
-    def __init__(self, folder: Path, manifest: dict[str, Any], device: torch.device | str) -> None:
-        self._index: dict[str, dict[str, Any]] = manifest["tensors"]
-        self._files: dict[str, Any] = {
-            name: safe_open(folder / name, framework="pt", device="cpu") for name in manifest["files"]
-        }
-        self._device = device
-
-    def __getitem__(self, name: str) -> Tensor:
-        pieces = self._index[name]["pieces"]
-        if len(pieces) == 1:
-            tensor: Tensor = self._files[pieces[0][0]].get_tensor(name)
-            return tensor.to(self._device)
-        return self.rows(name, 0, self.shape(name)[0])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._index)
-
-    def __len__(self) -> int:
-        return len(self._index)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._index
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, without reading it."""
-        return tuple(self._index[name]["shape"])
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Type of a tensor's elements, without reading it."""
-        return DTYPES[self._index[name]["dtype"]]
-
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows `start` to `stop` of a tensor, [stop - start, …], reading only those."""
-        shape = self.shape(name)
-        if not shape or not 0 <= start <= stop <= shape[0]:
-            raise IndexError(f"rows {start} to {stop} of `{name}`, which has shape {list(shape)}")
-        result = torch.empty((stop - start, *shape[1:]), dtype=self.dtype(name), device=self._device)
-        for file, first, last in self._index[name]["pieces"]:
-            low, high = max(first, start), min(last, stop)
-            if low < high:
-                result[low - start : high - start] = self._files[file].get_slice(name)[low - first : high - first]
-        return result
+    base: str | None = None
+    """Of an incremental one, the name of the full one that it needs, in the same folder."""
+    number: int = 0
+    """How many incremental ones, this included, there were since the full one."""
 
 
 def save(
-    folder: Path, step: int, tensors: Mapping[str, Tensor], facts: dict[str, Any], keep: int, shard_bytes: int = 1 << 30
+    folder: Path,
+    step: int,
+    tensors: Mapping[str, Tensor],
+    facts: dict[str, Any],
+    keep: int,
+    shard_bytes: int = 1 << 30,
+    *,
+    parts: Sequence[StatePart] = (),
+    increment: Increment | None = None,
+    channel: Channel | None = None,
 ) -> Path:
-    """Write a checkpoint into `folder`, then drop all but the newest `keep`; returns where it is.
+    """Write a checkpoint into `folder`, then drop all but the newest `keep` and what these need; returns where it is.
 
-    `facts` is whatever JSON can hold. Later steps that lie in the folder are of a history that this run has left
-    (it was resumed before them), and go as well. A table above `shard_bytes` is split by rows.
+    `facts` is whatever JSON can hold. `parts` are what this process keeps of the tables, saved as `store.<name>`, with
+    `increment` only the rows that it names. Later steps that lie in the folder are of a history that this run has left (it was
+    resumed before them), and go as well. A table above `shard_bytes` is split by rows. With a `channel` all processes of a job
+    save together, into a folder that all of them see; `tensors` and `facts` are those of the first.
     """
     if keep < 1 or shard_bytes < 1 or step < 0:
         raise ValueError(f"keep {keep} and shard_bytes {shard_bytes} must be at least 1, step {step} at least 0")
-    needs_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) + (1 << 16)
-    temporary = folder / f".tmp-save-{step:09d}-{os.getpid()}"
+    channel = channel or Alone()
+    is_first = channel.rank == 0
+    outgoing = _outgoing(tensors if is_first else {}, parts, increment, is_first)
+    needs_bytes = sum(channel.gather(sum(one.num_bytes for one in outgoing))) + (1 << 16)
+    temporary = folder / channel.gather(f".tmp-save-{step:09d}-{os.getpid()}")[0]
+    final = folder
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(folder)
-        if needs_bytes > shutil.disk_usage(folder).free:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        temporary.mkdir()
-        _write(temporary, step, tensors, facts, shard_bytes)
-        final = _unused_name(folder, step)
-        os.rename(temporary, final)
-        fsync_folder(folder)
+        with _together(channel):
+            if is_first:
+                _make_room(folder, temporary, needs_bytes)
+        with _together(channel):
+            written = _write_shards(temporary, outgoing, shard_bytes, "" if channel.world == 1 else f"{channel.rank:04d}-")
+        all_written = channel.gather(written)
+        with _together(channel):
+            if is_first:
+                _write_manifest(temporary, step, facts, all_written, increment, folder)
+                final = _unused_name(folder, step)
+                os.rename(temporary, final)
+                fsync_folder(folder)
     except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(_why_not_saved(folder, step, needs_bytes, error)) from error
+        why = ""
+        if is_first:
+            shutil.rmtree(temporary, ignore_errors=True)
+            why = _why_not_saved(folder, step, needs_bytes, error)
+        raise CheckpointError(channel.gather(why)[0]) from error
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    _prune(folder, final, keep)
+    final = folder / channel.gather(final.name)[0]
+    if is_first:
+        _prune(folder, final, keep)
     return final
 
 
-def load(path: Path, *, device: torch.device | str = "cpu") -> Checkpoint:
-    """Open the checkpoint at `path` after checking the digest of every file in it."""
-    if not path.is_dir():
-        raise CheckpointError(f"there is no checkpoint at {path}")
+def load(path: Path, *, channel: Channel | None = None) -> Checkpoint:
+    """Open the checkpoint at `path` after checking the digest of every file in it, and of the full one that it needs.
+
+    With a `channel` all processes of a job load together: each file is checked by one of them, and all succeed or none.
+    """
+    channel = channel or Alone()
+    manifest, own = _opened(path, channel)
+    base = manifest.get("base")
+    tensors: SavedTensors = own
+    if base is not None:
+        below = path.parent / base["name"]
+        try:
+            found, full = _opened(below, channel, sha256=base["sha256"])
+            assert found.get("base") is None, f"{path} needs {below}, which is itself incremental"
+            tensors = Restored(path, full, own)
+        except CheckpointError as error:
+            raise CheckpointError(f"checkpoint {path} needs the full checkpoint {below.name}, and {error}") from error
+    return Checkpoint(
+        path=path,
+        step=manifest["step"],
+        facts=manifest["facts"],
+        tensors=tensors,
+        base=base["name"] if base else None,
+        number=base["number"] if base else 0,
+    )
+
+
+def _opened(path: Path, channel: Channel, *, sha256: str | None = None) -> tuple[dict[str, Any], InOneFolder]:
+    """A checkpoint's manifest and tensors, once every process of the job has found its share of the files whole.
+
+    `sha256` is what the manifest's digest must be, if somebody knows.
+    """
+
+    def checked() -> dict[str, Any]:
+        if not path.is_dir():
+            raise CheckpointError(f"there is no checkpoint at {path}")
+        manifest = _checked_manifest(path, sha256)
+        for name in sorted(manifest["files"])[channel.rank :: channel.world]:
+            check_shard(path / name, manifest["files"][name]["bytes"], manifest["files"][name]["sha256"])
+        return manifest
+
+    manifest = _read_by_all(path, channel, checked)
+    return manifest, _read_by_all(path, channel, lambda: InOneFolder(path, manifest))
+
+
+def _read_by_all(path: Path, channel: Channel, read: Callable[[], Read]) -> Read:
+    """What `read` gives, if it fails in no process of the job; if it does, all raise the same."""
+    problem, result = None, None
     try:
-        manifest = _checked_manifest(path)
-        for name, facts in manifest["files"].items():
-            _check_shard(path / name, facts["bytes"], facts["sha256"])
-        tensors = SavedTensors(path, manifest, device)
+        result = read()
     except FileNotFoundError as error:
-        raise CheckpointError(f"checkpoint {path} is damaged: {Path(str(error.filename or error)).name} is missing") from error
+        problem = f"checkpoint {path} is damaged: {Path(str(error.filename or error)).name} is missing"
     except OSError as error:
-        raise CheckpointError(f"checkpoint {path} cannot be read: {error.strerror or error}: {error.filename}") from error
-    return Checkpoint(path=path, step=manifest["step"], facts=manifest["facts"], tensors=tensors)
+        problem = f"checkpoint {path} cannot be read: {error.strerror or error}: {error.filename}"
+    except CheckpointError as error:
+        problem = str(error)
+    for text in channel.gather(problem):
+        if text is not None:
+            raise CheckpointError(text)
+    assert result is not None
+    return result
 
 
-def load_latest(folder: Path, report: Callable[[str], None], *, device: torch.device | str = "cpu") -> Checkpoint:
+def load_latest(folder: Path, report: Callable[[str], None], *, channel: Channel | None = None) -> Checkpoint:
     """Open the newest good checkpoint in `folder`; each damaged one that is passed over is named through `report`."""
+    channel = channel or Alone()
     failures: dict[Path, str] = {}
     # The folder is listed anew each time: a run that is still training may replace checkpoints while we check them.
-    while untried := [path for path in checkpoints_in(folder) if path not in failures]:
-        path = untried[-1]
+    while untried := [name for name in _names_in(folder, channel) if folder / name not in failures]:
+        path = folder / untried[-1]
         try:
-            checkpoint = load(path, device=device)
+            checkpoint = load(path, channel=channel)
         except CheckpointError as error:
             failures[path] = str(error)
             if path.is_dir():
@@ -207,18 +211,70 @@ def checkpoints_in(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
-def _write(folder: Path, step: int, tensors: Mapping[str, Tensor], facts: dict[str, Any], shard_bytes: int) -> None:
-    """All files of a checkpoint, synced, and then the folder that holds them."""
+def _names_in(folder: Path, channel: Channel) -> list[str]:
+    """The names of the checkpoints in a folder as the first process of a job sees them."""
+    names: list[str] = channel.gather([path.name for path in checkpoints_in(folder)])[0]
+    return names
+
+
+def _outgoing(
+    tensors: Mapping[str, Tensor], parts: Sequence[StatePart], increment: Increment | None, is_first: bool
+) -> list[Outgoing]:
+    """All that this process writes, in the order of the manifest."""
+    outgoing = [of_tensor(name, tensor) for name, tensor in tensors.items()]
+    own = [part for part in parts if not part.is_copy]
+    most = rows_at_once(parts)
+    if increment is None:
+        return outgoing + [of_part(f"{STORE}{part.name}", part, most[part.name]) for part in own]
+    if is_first:
+        outgoing += of_touched(increment)
+    return outgoing + [of_touched_rows(f"{STORE}{part.name}", part, most[part.name], increment) for part in own]
+
+
+def _make_room(folder: Path, temporary: Path, needs_bytes: int) -> None:
+    """An empty folder to write to, on a disk that has room for it all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(folder)
+    if needs_bytes > shutil.disk_usage(folder).free:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    temporary.mkdir()
+
+
+def _write_shards(folder: Path, outgoing: Sequence[Outgoing], shard_bytes: int, mark: str) -> dict[str, Any]:
+    """This process's files, synced: what the manifest is to say of them and of the tensors in them."""
     files: dict[str, dict[str, Any]] = {}
-    index: dict[str, dict[str, Any]] = {
-        name: {"dtype": _code(name, tensor), "shape": list(tensor.shape), "pieces": []} for name, tensor in tensors.items()
-    }
-    for number, pieces in enumerate(_shards(tensors, shard_bytes)):
-        file = f"shard-{number:05d}.safetensors"
-        files[file] = _write_shard(folder / file, pieces)
+    index: dict[str, dict[str, Any]] = {one.name: one.entry() for one in outgoing}
+    for number, pieces in enumerate(shards(outgoing, shard_bytes)):
+        file = f"shard-{mark}{number:05d}.safetensors"
+        files[file] = write_shard(folder / file, pieces)
         for piece in pieces:
-            index[piece.name]["pieces"].append([file, piece.start, piece.stop])
+            index[piece.outgoing.name]["pieces"].append(piece.outgoing.place(file, piece.start, piece.stop))
+    return {"files": files, "tensors": index}
+
+
+def _write_manifest(
+    folder: Path,
+    step: int,
+    facts: dict[str, Any],
+    written: Sequence[dict[str, Any]],
+    increment: Increment | None,
+    others: Path,
+) -> None:
+    """The manifest of what all processes have written, synced, and then the folder that holds it."""
+    files: dict[str, Any] = {}
+    index: dict[str, dict[str, Any]] = {}
+    for one in written:
+        files |= one["files"]
+        for name, entry in one["tensors"].items():
+            known = index.setdefault(name, {**entry, "pieces": []})
+            assert {**known, "pieces": []} == {**entry, "pieces": []}, f"processes disagree about `{name}`"
+            known["pieces"] += entry["pieces"]
+    for name, entry in index.items():
+        _check_whole(name, entry)
     manifest = {"format": FORMAT, "step": step, "facts": facts, "files": files, "tensors": index}
+    if increment is not None:
+        sha256 = hashlib.sha256((others / increment.base / MANIFEST).read_bytes()).hexdigest()
+        manifest["base"] = {"name": increment.base, "sha256": sha256, "number": increment.number}
     text = (json.dumps(manifest, indent=1) + "\n").encode()
     for name, content in ((MANIFEST, text), (MANIFEST_DIGEST, _digest_line(text))):
         with open(folder / name, "wb") as file_object:
@@ -228,101 +284,53 @@ def _write(folder: Path, step: int, tensors: Mapping[str, Tensor], facts: dict[s
     fsync_folder(folder)
 
 
-def _shards(tensors: Mapping[str, Tensor], shard_bytes: int) -> Iterator[list[_Piece]]:
-    """Pieces file by file, in the order of the tensors; a file holds at most one piece of a tensor, under its name."""
-    shard: list[_Piece] = []
-    used = 0
-    for name, tensor in tensors.items():
-        num_rows = tensor.shape[0] if tensor.dim() else 1
-        rows_each = max(1, shard_bytes // max(1, _row_bytes(tensor)))
-        for start in range(0, max(1, num_rows), rows_each):
-            piece = _Piece(name, tensor, start, min(start + rows_each, num_rows))
-            if shard and (used + piece.num_bytes > shard_bytes or shard[-1].name == name):
-                yield shard
-                shard, used = [], 0
-            shard.append(piece)
-            used += piece.num_bytes
-    if shard:
-        yield shard
+def _check_whole(name: str, entry: dict[str, Any]) -> None:
+    """A tensor of which no process had a piece, or two had the same, must not look like one that was saved."""
+    shape = entry["shape"] or [1]
+    width = shape[1] if len(shape) > 1 else 1
+    counts = [(last - first) * (columns[1] - columns[0] if columns else width) for _, first, last, *columns in entry["pieces"]]
+    expected = math.prod(shape[:2])
+    assert sum(counts) == expected, f"the processes' pieces of `{name}` have {sum(counts)} of its {expected} places"
 
 
-def _write_shard(path: Path, pieces: list[_Piece]) -> dict[str, Any]:
-    """One safetensors file; returns its size and digest."""
-    pieces = sorted(pieces, key=lambda piece: -piece.tensor.element_size())  # so that every element is aligned
-    header: dict[str, Any] = {}
-    place = 0
-    for piece in pieces:
-        shape = [piece.stop - piece.start, *piece.tensor.shape[1:]] if piece.tensor.dim() else []
-        offsets = [place, place + piece.num_bytes]
-        header[piece.name] = {"dtype": CODES[piece.tensor.dtype], "shape": shape, "data_offsets": offsets}
-        place = offsets[1]
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    digest = hashlib.sha256()
-    with open(path, "wb") as file:
-        for chunk in (len(text).to_bytes(8, "little"), text):
-            digest.update(chunk)
-            file.write(chunk)
-        for piece in pieces:
-            for view in _chunks(piece):
-                digest.update(view)
-                file.write(view)
-        file.flush()
-        os.fsync(file.fileno())
-    return {"bytes": 8 + len(text) + place, "sha256": digest.hexdigest()}
+@contextlib.contextmanager
+def _together(channel: Channel) -> Iterator[None]:
+    """What all processes of a job do at once: if it fails in one, it fails in all, with the same reason."""
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001, RUF100 - whatever it is, the others wait to hear of it
+        if channel.world == 1:
+            raise
+        failure = error
+    told = None
+    if failure is not None:
+        code = failure.errno if isinstance(failure, OSError) else None
+        text = (failure.strerror or str(failure)) if isinstance(failure, OSError) else f"{type(failure).__name__}: {failure}"
+        told = [code or errno.EIO, f"{text} (process {channel.rank})"]
+    for other in channel.gather(told):
+        if other is not None:
+            raise OSError(*other) from failure
 
 
-def _chunks(piece: _Piece) -> Iterator[memoryview]:
-    """The bytes of a piece, a few megabytes at a time; nothing is copied that is contiguous and on the CPU."""
-    rows = piece.tensor.detach() if piece.tensor.dim() else piece.tensor.detach().reshape(1)
-    rows_each = max(1, CHUNK_BYTES // max(1, _row_bytes(piece.tensor)))
-    for start in range(piece.start, piece.stop, rows_each):
-        part = rows[start : min(start + rows_each, piece.stop)].cpu().contiguous()
-        if part.numel():
-            # One element is contiguous whatever its stride, and torch does not view it as bytes then.
-            yield part.as_strided((part.numel(),), (1,)).view(torch.uint8).numpy().data
-
-
-def _checked_manifest(folder: Path) -> dict[str, Any]:
+def _checked_manifest(folder: Path, sha256: str | None) -> dict[str, Any]:
     text = (folder / MANIFEST).read_bytes()
-    if (folder / MANIFEST_DIGEST).read_bytes() != _digest_line(text):
+    line = _digest_line(text)
+    if (folder / MANIFEST_DIGEST).read_bytes() != line:
         raise CheckpointError(f"checkpoint {folder} is damaged: {MANIFEST} does not match its digest in {MANIFEST_DIGEST}")
+    if sha256 is not None and line.split()[0].decode() != sha256:
+        raise CheckpointError(f"checkpoint {folder} is not the one that was meant: its {MANIFEST} has another digest")
     manifest: dict[str, Any] = json.loads(text)
-    if manifest.get("format") != FORMAT:
+    if manifest.get("format") not in READABLE:
         raise CheckpointError(
-            f"checkpoint {folder} has format {manifest.get('format')}, and this version of rowstead reads format {FORMAT} only: "
-            "read it with the version that wrote it"
+            f"checkpoint {folder} has format {manifest.get('format')}, and this version of rowstead reads formats "
+            f"{', '.join(map(str, READABLE))}: read it with the version that wrote it"
         )
     return manifest
 
 
-def _check_shard(path: Path, num_bytes: int, sha256: str) -> None:
-    with open(path, "rb") as file:
-        found = os.fstat(file.fileno()).st_size
-        if found != num_bytes:
-            what = "truncated" if found < num_bytes else "too long"
-            raise CheckpointError(
-                f"checkpoint {path.parent} is damaged: {path.name} is {what}: expected {num_bytes} bytes, got {found}"
-            )
-        digest = hashlib.sha256()
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    if digest.hexdigest() != sha256:
-        raise CheckpointError(f"checkpoint {path.parent} is damaged: {path.name} does not match its digest")
-
-
 def _digest_line(text: bytes) -> bytes:
     return f"{hashlib.sha256(text).hexdigest()}  {MANIFEST}\n".encode()
-
-
-def _row_bytes(tensor: Tensor) -> int:
-    return tensor.element_size() * math.prod(tensor.shape[1:])
-
-
-def _code(name: str, tensor: Tensor) -> str:
-    if tensor.dtype not in CODES or name == "__metadata__":
-        raise ValueError(f"cannot save `{name}` of {tensor.dtype}: known types are {', '.join(map(str, CODES))}")
-    return CODES[tensor.dtype]
 
 
 def _step_and_attempt(path: Path) -> tuple[int, int]:
@@ -339,19 +347,29 @@ def _unused_name(folder: Path, step: int) -> Path:
 
 
 def _prune(folder: Path, newest: Path, keep: int) -> None:
-    """Drop what the new checkpoint supersedes; what cannot be dropped stays, as the save itself has succeeded."""
+    """Drop what the new checkpoint supersedes and none that stays needs; what cannot be dropped stays as well."""
     step = _step_and_attempt(newest)[0]
     others = [path for path in checkpoints_in(folder) if path != newest]
     before = [path for path in others if _step_and_attempt(path)[0] < step]
     kept = before[len(before) - min(keep - 1, len(before)) :]
-    for path in others:
-        if path in kept:
+    needed = {_base_of(path) for path in (*kept, newest)}
+    for path in reversed(others):  # a full one goes after those that need it
+        if path in kept or path.name in needed:
             continue
         # Renamed first, so that one that is half deleted when we are killed does not look like a damaged one.
         doomed = folder / f".tmp-drop-{path.name}"
         with contextlib.suppress(OSError):
             os.rename(path, doomed)
             shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _base_of(path: Path) -> str | None:
+    """The name of the full checkpoint that an incremental one needs; none if it needs none, or nobody can tell."""
+    try:
+        base = json.loads((path / MANIFEST).read_bytes()).get("base")
+        return str(base["name"]) if base else None
+    except (OSError, ValueError, AttributeError, TypeError, KeyError):
+        return None
 
 
 def _remove_leftovers(folder: Path) -> None:

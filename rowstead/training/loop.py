@@ -13,17 +13,23 @@ from typing import Any, Literal
 import torch
 
 from rowstead.contracts.batch import Batch
+from rowstead.contracts.channel import Alone, Channel
 from rowstead.contracts.source import Cursor, Source
 from rowstead.data.prefetch import Prefetch
+from rowstead.records.cost import Cost, counted
 from rowstead.records.events import EventLog
 from rowstead.records.tensorboard import ScalarWriter
 from rowstead.records.timers import Timers
+from rowstead.records.usage import usable_cores
 from rowstead.spec.errors import DataError, TrainingError
 from rowstead.spec.run import RunSpec
 from rowstead.training import checkpoint
-from rowstead.training.ahead import copied_ahead, pinned
+from rowstead.training.ahead import announced, copied_ahead, pinned
+from rowstead.training.changes import Changes
 from rowstead.training.evaluate import evaluate
+from rowstead.training.increment import Increment
 from rowstead.training.metrics import Quality
+from rowstead.training.pace import Pace, Reading, reading_line, reading_of
 from rowstead.training.profile import Profiler
 from rowstead.training.progress import Progress, Watcher, Window
 from rowstead.training.step import Stepper
@@ -60,10 +66,12 @@ class Outcome:
     position: Position
     quality: Quality | None
     samples_per_s: float | None
-    """Over this process's part of the run, evaluations and checkpoints not counted."""
+    """Over this process's part of the run but for its first steps; evaluations and checkpoints not counted."""
     phase_s: dict[str, float] = field(default_factory=dict)
     num_skipped: int | None = None
     """Bad rows that were left out of this process's part; absent for a log that cannot have any."""
+    reading: Reading | None = None
+    """Whether reading kept up; absent where nothing was trained."""
 
 
 class Loop:
@@ -83,6 +91,8 @@ class Loop:
         position: Position | None = None,
         should_stop: Callable[[], bool] = lambda: False,
         profile: bool = False,
+        changes: Changes | None = None,
+        channel: Channel | None = None,
     ) -> None:
         self.spec = spec
         self.stepper = stepper
@@ -95,24 +105,33 @@ class Loop:
         self.position = position or Position()
         self.should_stop = should_stop
         self.timers: Timers = stepper.timers
-        self.events = EventLog(folder / "events.jsonl")
-        self.scalars = ScalarWriter(folder / "tensorboard", resumed_step=position.step if position else None)
+        self.channel: Channel = channel or Alone()
+        self.events: EventLog | None = None
+        self.scalars: ScalarWriter | None = None
+        if self.channel.rank == 0:
+            self.events = EventLog(folder / "events.jsonl")
+            self.scalars = ScalarWriter(folder / "tensorboard", resumed_step=position.step if position else None)
+        if stepper.together is not None:
+            stepper.together.wants_stop, self.should_stop = should_stop, lambda: _agreed(stepper)
         self._profiler = None
-        if profile:
+        if profile and self.channel.rank == 0:
             trace, step = folder / "trace.json", self.position.step
             self._profiler = Profiler(trace, self.timers, device, watcher.on_message, steps_before=step)
         self._window = Window()
         self._losses: deque[tuple[float, float, Callable[[], float], str]] = deque()
         """Of steps that a GPU may still be busy with: weight, mean label, the loss to wait for, and where the reader was."""
-        self._step_s = 0.0
+        self._pace = Pace()
+        self._making = Cost()
+        """What a sample costs the thread that hands over batches."""
         self._saved_step = self.position.step if position else -1
+        self._changes = changes or Changes(spec.train, stepper.model.store.tables)
 
     def run(self) -> Outcome:
         """Train to the end; on a request to stop, save and return early."""
         try:
             return self._run()
         except DataError as error:
-            if self.position.step == 0:
+            if self.position.step == 0 or self.channel.world > 1:  # the others may not know of it, and would not save with us
                 raise
             self.save()
             raise DataError(
@@ -121,11 +140,12 @@ class Loop:
             ) from None
         finally:
             self._end_profile()
-            self.events.close()
-            self.scalars.close()
+            for written in (self.events, self.scalars):
+                if written is not None:
+                    written.close()
 
     def _run(self) -> Outcome:
-        position, steps_before, samples_before = self.position, self.position.step, self.position.num_samples
+        position = self.position
         ending: Ending = "stopped early" if self._out_of_patience() else "finished"
         while ending == "finished" and position.epoch < self.spec.train.epochs and not self._done():
             ending = self._epoch()
@@ -135,16 +155,35 @@ class Loop:
             raise DataError("there is nothing to train on: every row of the training split is bad and was skipped")
         self.save()
         self._end_profile()
+        reading = self._reading()
         quality = None if ending == "interrupted" else self._evaluate(max_samples=None)
-        trained = position.num_samples - samples_before
         return Outcome(
             ending=ending,
             position=position,
             quality=quality,
-            samples_per_s=trained / self._step_s if position.step > steps_before else None,
+            samples_per_s=self._pace.samples_per_s,
             phase_s=self.timers.totals_s(),
             num_skipped=self._skipped(),
+            reading=reading,
         )
+
+    def _reading(self) -> Reading | None:
+        """Whether reading kept up; says so where it did not."""
+        pace, making_s = self._pace, self._making.s_per_item
+        if pace.samples_per_s is None or making_s is None:
+            return None
+        beside_s = getattr(self.train_source, "beside_s_per_sample", None) or 0.0
+        reading = reading_of(
+            samples_per_s=pace.samples_per_s,
+            waiting_share=pace.waiting_share,
+            core_s_per_sample=making_s + beside_s,
+            thread_s_per_sample=making_s,
+            alone_s_per_sample=self.stepper.gpu_s_per_sample,
+        )
+        on_gpu = self.device.type == "cuda"
+        if line := reading_line(reading, spent_s=pace.spent_s, num_cores=usable_cores(), on_gpu=on_gpu):
+            self.watcher.on_message(line)
+        return reading
 
     def _end_profile(self) -> None:
         if self._profiler is not None:
@@ -168,19 +207,23 @@ class Loop:
             batches = self._profiler.reading(batches)
         if self.device.type == "cuda":
             batches = pinned(batches)
+        batches = counted(batches, self._making, lambda item: item[0].num_samples)
         with Prefetch(batches, depth=PREFETCH_BATCHES) as ahead:
             started = time.perf_counter()
-            for batch, here, cursor in self._on_device(self._waiting_for(iter(ahead))):
+            for batch, here, cursor in announced(self._on_device(self._waiting_for(iter(ahead))), self.stepper.model.store):
                 where = f"epoch {position.epoch}, after {position.num_samples} examples, reader at {cursor}"
                 with _saying(where):
+                    self._changes.mark(batch.sparse)
                     loss = self.stepper.start(here, position.step + 1)
-                self._losses.append((*_weight_and_label(batch), loss, where))
+                whole = batch.whole
+                self._losses.append((whole.weight, whole.mean_label, loss, where))
                 position.step += 1
                 position.cursor = cursor
-                position.num_samples += batch.num_samples
+                position.num_samples += whole.num_samples
                 self._take_losses(self._behind())
                 now = time.perf_counter()
-                self._step_s += now - started
+                waited_s = self.timers.phase("waiting for data").total_ns * 1e-9
+                self._pace.add(whole.num_samples, now - started, waited_s=waited_s)
                 position.train_s += now - started
                 self._tell()
                 if self._profiler is not None:
@@ -228,14 +271,13 @@ class Loop:
 
     def _tell(self) -> None:
         position = self.position
-        elapsed = max(self._step_s, 1e-9)
         progress = Progress(
             step=position.step,
             total_steps=self.stepper.total_steps,
             num_samples=position.num_samples,
             loss=self._window.loss,
-            samples_per_s=position.num_samples / max(position.train_s, 1e-9),
-            waiting_share=min(1.0, self.timers.phase("waiting for data").total_ns * 1e-9 / elapsed),
+            samples_per_s=self._pace.samples_per_s or 0.0,
+            waiting_share=self._pace.waiting_share,
             ne=self._window.ne if self.spec.train.loss == "bce" else None,
         )
         self.watcher.on_step(progress)
@@ -263,6 +305,7 @@ class Loop:
                 device=self.device,
                 negative_keep_rate=self.spec.data.negative_keep_rate,
                 max_samples=max_samples,
+                channel=self.channel,
             )
         self._record("evaluation", quality.figures())
         self.watcher.on_evaluation(self.position.step, quality)
@@ -285,6 +328,8 @@ class Loop:
         return spec is not None and self.position.evaluations_since_best >= spec.patience
 
     def _record(self, kind: str, figures: dict[str, float]) -> None:
+        if self.events is None or self.scalars is None:
+            return
         self.events.write(kind, step=self.position.step, **figures)
         self.scalars.write(self.position.step, {f"{kind}/{name}": value for name, value in figures.items()})
 
@@ -293,20 +338,34 @@ class Loop:
         step = self.position.step
         if step == self._saved_step:
             return
-        self._write_checkpoint(self.folder / "checkpoints", keep=self.spec.train.keep_checkpoints)
+        folder = self.folder / "checkpoints"
+        increment = self._changes.next(folder, self.channel)
+        path = self._write_checkpoint(folder, keep=self.spec.train.keep_checkpoints, increment=increment)
+        self._changes.saved(path, increment)
         self._saved_step = step
-        self.events.write("checkpoint", step=step)
+        if self.events is not None:
+            self.events.write("checkpoint", step=step)
 
-    def _write_checkpoint(self, folder: Path, *, keep: int) -> None:
+    def _write_checkpoint(self, folder: Path, *, keep: int, increment: Increment | None = None) -> Path:
         self._take_losses()
         facts = {**self.facts, "position": self.position.to_plain()}
         with self.timers.phase("checkpoint"):
-            checkpoint.save(folder, self.position.step, self.stepper.state(), facts, keep=keep)
+            return checkpoint.save(
+                folder,
+                self.position.step,
+                self.stepper.dense_state(),
+                facts,
+                keep=keep,
+                parts=self.stepper.model.store.parts(),
+                increment=increment,
+                channel=self.channel,
+            )
 
     def _take_back_best(self) -> None:
         """After early stopping, return to the weights of the best evaluation."""
-        best = checkpoint.load_latest(self.folder / "best", self.watcher.on_message)
+        best = checkpoint.load_latest(self.folder / "best", self.watcher.on_message, channel=self.channel)
         self.stepper.load_state(best.tensors)
+        self._changes.forget()
         self.watcher.on_message(f"no better evaluation for a while: took back the weights of step {best.step}")
 
 
@@ -319,10 +378,6 @@ def _saying(where: str) -> Iterator[None]:
         raise TrainingError(f"{error} ({where})") from None
 
 
-def _weight_and_label(batch: Batch) -> tuple[float, float]:
-    """The weight of a batch in all, and its mean label by weight."""
-    assert batch.labels is not None
-    if batch.weights is None:
-        return float(batch.num_samples), float(batch.labels.mean())
-    weight = float(batch.weights.sum())
-    return weight, float((batch.labels * batch.weights).sum()) / weight if weight > 0 else 0.0
+def _agreed(stepper: Stepper) -> bool:
+    """Whether all processes stop here, as one of them was asked to."""
+    return stepper.together is not None and stepper.together.stops

@@ -21,7 +21,9 @@ from rowstead.kernels.dense_gpu import DenseOptimizerOnGpu
 from rowstead.kernels.gpu import host_numbers
 from rowstead.kernels.optimizer import numbers_of
 from rowstead.model.dlrm import DLRM
+from rowstead.records.cost import Cost
 from rowstead.spec.train import TrainSpec
+from rowstead.stores.cached import CachedStore
 from rowstead.stores.device import DeviceStore
 from rowstead.training.arithmetic import arithmetic
 
@@ -43,9 +45,9 @@ def can_run(model: DLRM) -> bool:
     if any(parameter.device.type != "cuda" or parameter.dtype != torch.float32 for parameter in model.net.parameters()):
         return False
     store = model.store
-    if not isinstance(store, DeviceStore) or store.kernel not in ("gpu", "none"):
+    if not isinstance(store, (DeviceStore, CachedStore)) or store.kernel not in ("gpu", "none"):
         return False
-    return all(rows.dtype != torch.float64 for rows in store.weights)
+    return all(rows.dtype != torch.float64 for rows in store.resident.weights)
 
 
 @dataclass
@@ -66,8 +68,10 @@ class GpuStep:
 
     def __init__(self, model: DLRM, spec: TrainSpec, loss_of: LossOf) -> None:
         self._model, self._spec, self._loss_of = model, spec, loss_of
-        assert isinstance(model.store, DeviceStore)
-        self._store: DeviceStore = model.store
+        assert isinstance(model.store, (DeviceStore, CachedStore))
+        self._rows: DeviceStore | CachedStore = model.store
+        self._generation = model.store.generation
+        self._store = model.store.resident
         self.optimizer = DenseOptimizerOnGpu(model.net.parameters(), spec.dense_optimizer)
         self._device = next(model.net.parameters()).device
         self._stream = torch.cuda.Stream(self._device)
@@ -77,8 +81,11 @@ class GpuStep:
         self._numbers = torch.zeros(16, device=self._device)
         self._host_numbers = torch.zeros(SLOTS, 16).pin_memory()
         self._losses = torch.zeros(SLOTS).pin_memory()
-        self._done = [torch.cuda.Event() for _ in range(SLOTS)]
+        self._began, self._done = ([torch.cuda.Event(enable_timing=True) for _ in range(SLOTS)] for _ in range(2))
         self._step_in = [0] * SLOTS
+        self._num_replayed = [0] * SLOTS
+        self.busy = Cost()
+        """How long the GPU is busy for each sample, by the graphs whose loss was asked for."""
 
     def forget(self) -> None:
         """Drop the graphs: what they read or write has moved."""
@@ -88,7 +95,10 @@ class GpuStep:
 
     def start(self, batch: Batch, number: int, *, row_lr: float, dense_lr: float) -> Callable[[], float]:
         """Begin step `number` on a batch in GPU memory; what is returned waits for its loss."""
-        batch = dataclasses.replace(batch, sparse=self._store.checked(batch.sparse))
+        batch = dataclasses.replace(batch, sparse=self._rows.enter(self._rows.checked(batch.sparse)))
+        if self._rows.generation != self._generation:
+            self._generation = self._rows.generation
+            self.forget()
         slot = number % SLOTS
         self._done[slot].synchronize()
         self._step_in[slot] = number
@@ -102,10 +112,12 @@ class GpuStep:
             self._numbers.copy_(numbers, non_blocking=True)
             captured = self._shape_of(batch)
             _fill(captured.batch, batch)
-            loss = self._replay(captured)
+            self._num_replayed[slot] = batch.num_samples if captured.num_steps > EAGER_STEPS else 0
+            loss = self._replay(captured, self._began[slot])
             self._losses[slot].copy_(loss, non_blocking=True)
             self._done[slot].record(self._stream)
         current.wait_stream(self._stream)
+        self._rows.leave()
         self.optimizer.count_step(number)
         return lambda: self._loss_of_step(number)
 
@@ -113,6 +125,8 @@ class GpuStep:
         slot = number % SLOTS
         assert self._step_in[slot] == number, f"the loss of step {number} was asked for too late"
         self._done[slot].synchronize()
+        if self._num_replayed[slot]:
+            self.busy.add(self._began[slot].elapsed_time(self._done[slot]) * 1e-3, self._num_replayed[slot])
         return float(self._losses[slot])
 
     def _shape_of(self, batch: Batch) -> _Captured:
@@ -129,7 +143,7 @@ class GpuStep:
                 self._captured[key] = captured
         return captured
 
-    def _replay(self, captured: _Captured) -> Tensor:
+    def _replay(self, captured: _Captured, began: torch.cuda.Event) -> Tensor:
         captured.num_steps += 1
         if captured.num_steps <= EAGER_STEPS:
             return self._run(captured.batch, None)[0]
@@ -141,6 +155,7 @@ class GpuStep:
             captured.gradients_at.copy_(self.optimizer.gradient_addresses())
             self._model.net.zero_grad(set_to_none=True)
             captured.graph = graph
+        began.record(self._stream)  # the host has nothing left to do but this launch: from here on the GPU is busy
         captured.graph.replay()
         assert captured.loss is not None
         return captured.loss

@@ -21,6 +21,7 @@ class Progress:
     loss: float
     """Mean over the window."""
     samples_per_s: float
+    """Of this process, its first steps left out once there are enough others."""
     waiting_share: float
     """Share of the time that went into waiting for data."""
     ne: float | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,24 +11,35 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rowstead.contracts.batch import Batch
+from rowstead.contracts.channel import Alone, Channel
 from rowstead.kernels.choose import has_triton
 from rowstead.model.dlrm import DLRM
 from rowstead.records.timers import Timers
 from rowstead.spec.errors import CheckpointError, TrainingError
 from rowstead.spec.train import DenseOptimizerSpec, TrainSpec
 from rowstead.training.arithmetic import arithmetic
+from rowstead.training.saved_tensors import STORE, StoreTensors
 from rowstead.training.schedule import factor
+from rowstead.training.together import TogetherStep
 
 if TYPE_CHECKING:
     from rowstead.training.on_gpu import GpuStep
 
 
-def loss_of(kind: str, log_odds: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
-    """Mean loss over a batch, each example counted by its weight. All arguments [B]."""
+def loss_of(
+    kind: str, log_odds: Tensor, labels: Tensor, weights: Tensor | None, *, total_weight: float | None = None
+) -> Tensor:
+    """Mean loss over a batch, each example counted by its weight. All arguments [B].
+
+    With `total_weight` these examples are a share of a batch that weighs so much, and this is their share of its mean.
+    """
     if kind == "bce":
         each = functional.binary_cross_entropy_with_logits(log_odds, labels, reduction="none")
     else:
         each = (torch.sigmoid(log_odds) - labels).square()
+    if total_weight is not None:
+        weighted = each if weights is None else each * weights
+        return weighted.sum() / max(total_weight, torch.finfo(each.dtype).tiny)
     if weights is None:
         return each.mean()
     return (each * weights).sum() / weights.sum().clamp(min=torch.finfo(weights.dtype).tiny)
@@ -49,18 +60,32 @@ def dense_optimizer(spec: DenseOptimizerSpec, module: nn.Module) -> torch.optim.
 class Stepper:
     """A model with its optimizers; `step` trains it on one batch.
 
-    On a GPU steps are replayed as CUDA graphs, unless the spec says no or the store is one that needs the host.
+    On a GPU steps are replayed as CUDA graphs, unless the spec says no or the store is one that needs the host. With a `channel`
+    all processes of a job step together, each with its share of the batch.
     """
 
-    def __init__(self, model: DLRM, spec: TrainSpec, *, total_steps: int, timers: Timers | None = None) -> None:
+    def __init__(
+        self,
+        model: DLRM,
+        spec: TrainSpec,
+        *,
+        total_steps: int,
+        timers: Timers | None = None,
+        channel: Channel | None = None,
+    ) -> None:
         self.model = model
         self.spec = spec
         self.total_steps = total_steps
         self.timers = timers or Timers()
-        self._on_gpu = _gpu_step(model, spec, self._loss) if spec.cuda_graphs else None
+        is_alone = channel is None or isinstance(channel, Alone)
+        self._on_gpu = _gpu_step(model, spec, self._loss) if spec.cuda_graphs and is_alone else None
         self.optimizer: torch.optim.Optimizer = (
             dense_optimizer(spec.dense_optimizer, model.net) if self._on_gpu is None else self._on_gpu.optimizer
         )
+        self.together: TogetherStep | None = None
+        """The other processes, where there are any."""
+        if channel is not None and not is_alone:
+            self.together = TogetherStep(model, spec, self._loss, self.optimizer, self.timers, channel)
 
     def step(self, batch: Batch, number: int) -> float:
         """Train on `batch` as step `number` (from 1) and return its loss, taken before the update.
@@ -72,6 +97,9 @@ class Stepper:
     def start(self, batch: Batch, number: int) -> Callable[[], float]:
         """`step`, but on a GPU without waiting for it: what is returned waits for the loss, and raises if it is not finite."""
         rate = factor(self.spec.schedule, number, self.total_steps)
+        if self.together is not None:
+            value = self.together.step(batch, number, rate, _finite)
+            return lambda: value
         if self._on_gpu is None:
             value = self._step(batch, number, rate)
             return lambda: value
@@ -114,14 +142,25 @@ class Stepper:
     def _loss(self, log_odds: Tensor, batch: Batch) -> Tensor:
         assert batch.labels is not None
         with torch.autocast(log_odds.device.type, enabled=False):
-            return loss_of(self.spec.loss, log_odds.to(batch.labels.dtype), batch.labels, batch.weights)
+            total = None if batch.share_of is None else batch.share_of.weight
+            log_odds = log_odds.to(batch.labels.dtype)
+            return loss_of(self.spec.loss, log_odds, batch.labels, batch.weights, total_weight=total)
+
+    @property
+    def gpu_s_per_sample(self) -> float | None:
+        """How long a GPU is busy for each sample; absent where steps are not replayed, and before some were."""
+        return None if self._on_gpu is None else self._on_gpu.busy.s_per_item
 
     def state(self) -> dict[str, Tensor]:
         """Everything that training changes: `net.*`, `optimizer.*` and `store.*`."""
+        return self.dense_state() | {f"{STORE}{name}": value for name, value in self.model.store.state().items()}
+
+    def dense_state(self) -> dict[str, Tensor]:
+        """Everything that training changes but the tables: `net.*` and `optimizer.*`."""
         tensors = {f"net.{name}": value.detach() for name, value in self.model.net.state_dict().items()}
         for place, entry in self.optimizer.state_dict()["state"].items():
             tensors |= {f"optimizer.{place}.{name}": value for name, value in entry.items() if isinstance(value, Tensor)}
-        return tensors | {f"store.{name}": value for name, value in self.model.store.state().items()}
+        return tensors
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over what `state` gave, so that the next step is the same bit for bit."""
@@ -132,7 +171,7 @@ class Stepper:
             part, _, rest = name.partition(".")
             if part == "optimizer":
                 place, _, key = rest.partition(".")
-                state.setdefault(int(place), {})[key] = tensors[name].clone()  # else its file stays open while we train
+                state.setdefault(int(place), {})[key] = tensors[name].clone()
         self.optimizer.load_state_dict({"state": state, "param_groups": plain["param_groups"]})
         if self._on_gpu is not None:
             self._on_gpu.forget()
@@ -165,20 +204,4 @@ def load_model(model: DLRM, tensors: Mapping[str, Tensor], *, with_optimizer: bo
             found = tuple(tensors[saved].shape) if saved in tensors else "nothing"
             raise CheckpointError(f"the saved model is another one: `{name}` is {tuple(value.shape)} here and {found} there")
     model.net.load_state_dict({name: tensors[f"net.{name}"] for name in own})
-    model.store.load_state(_Store(tensors), rows_only=not with_optimizer)
-
-
-class _Store(Mapping[str, Tensor]):
-    """The entries of a checkpoint that are the store's, by the names that it knows; read only when asked for."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[f"store.{name}"]
-
-    def __iter__(self) -> Iterator[str]:
-        return (name.removeprefix("store.") for name in self._tensors if name.startswith("store."))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
+    model.store.load_state(StoreTensors(tensors), rows_only=not with_optimizer)

@@ -24,10 +24,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rowstead.spec.errors import CheckpointError
-from rowstead.training import checkpoint
+from rowstead.training import checkpoint, checkpoint_files
 from rowstead.training.checkpoint import checkpoints_in, load, load_latest, save
 
-dtypes = st.sampled_from(list(checkpoint.DTYPES.values()))
+dtypes = st.sampled_from(list(checkpoint_files.DTYPES.values()))
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 
 
@@ -174,8 +174,8 @@ def test_a_missing_file_is_named(good: Path) -> None:
 
 def test_an_unknown_format_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(folder, 1, small(1), {}, keep=1)
-    monkeypatch.setattr(checkpoint, "FORMAT", 99)
-    with pytest.raises(CheckpointError, match=r"has format 1, .* reads format 99"):
+    monkeypatch.setattr(checkpoint, "READABLE", (98, 99))
+    with pytest.raises(CheckpointError, match=r"has format 2, .* reads formats 98, 99"):
         load(path)
 
 
@@ -265,7 +265,7 @@ def test_an_interrupted_save_leaves_nothing_behind(folder: Path, monkeypatch: py
     def interrupt(*_: object) -> Iterator[memoryview]:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoint, "_chunks", interrupt)
+    monkeypatch.setattr(checkpoint_files, "_chunks", interrupt)
     with pytest.raises(KeyboardInterrupt):
         save(folder, 2, small(2), {}, keep=1)
     assert folder_names(folder) == ["step-000000001"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 
 import pytest
 import torch
@@ -123,6 +124,20 @@ def test_weights_of_examples_and_of_ids() -> None:
         weighted = dataclasses.replace(batch.sparse, weights=torch.rand(batch.sparse.ids.numel(), device="cuda"))
         batch = dataclasses.replace(batch, sparse=weighted)
         assert graphs.step(batch, number) == pytest.approx(launches.step(batch, number), rel=1e-5)
+
+
+@needs_gpu
+def test_the_time_for_which_the_gpu_is_busy_is_known_from_replayed_steps() -> None:
+    stepper, batch = stepper_of(TrainSpec()), batch_of(1)
+    for number in range(1, 4):
+        stepper.step(batch, number)
+    assert stepper.gpu_s_per_sample is None, "steps that compile or capture say nothing"
+    started = time.perf_counter()
+    for number in range(4, 12):
+        stepper.step(batch, number)
+    elapsed_s = time.perf_counter() - started
+    assert stepper.gpu_s_per_sample is not None
+    assert 0 < 4 * 64 * stepper.gpu_s_per_sample < elapsed_s, "half of 8 steps took the median or more"
 
 
 def test_room_grows_in_steps() -> None:

@@ -1,0 +1,116 @@
+"""Rows that real stores have trained move through a checkpoint from any placement and number of processes to any other."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rowstead.contracts.batch import Sparse
+from rowstead.contracts.channel import Alone, Channel
+from rowstead.contracts.store import EmbeddingStore
+from rowstead.kernels.layout import Layout
+from rowstead.spec.train import SparseOptimizerSpec, TrainSpec
+from rowstead.stores.backing import RamRows
+from rowstead.stores.cached import CachedStore
+from rowstead.stores.device import DeviceStore
+from rowstead.stores.files import FileRows, initial_in
+from rowstead.stores.groups import Group
+from rowstead.stores.sharded import ShardedStore
+from rowstead.stores.sharding import SHARDS
+from rowstead.training.changes import Changes
+from rowstead.training.checkpoint import load, save
+from rowstead.training.saved_tensors import StoreTensors
+from tests.contracts.store_contract import KINDS, layouts, sparse_batches
+from tests.contracts.thread_channel import in_threads
+
+PLACES = ("device", "cached", "ssd")
+Where = tuple[str, int, tuple[str, ...]]
+"""Where rows are, over how many processes, and how each table is cut."""
+
+
+def store_in(where: Where, layout: Layout, optimizer: SparseOptimizerSpec, channel: Channel, folder: Path) -> EmbeddingStore:
+    place, world, cuts = where
+
+    def make(local: Layout, rule: SparseOptimizerSpec | None) -> EmbeddingStore:
+        if place == "device":
+            return DeviceStore(local, rule)
+        counts = {table.name: 2 for table in local.tables}
+
+        def backing(group: Group) -> FileRows | RamRows:
+            if place == "cached":
+                return RamRows(group, seed=1)
+            path = Path(tempfile.mkdtemp(dir=folder)) / "rows"
+            return FileRows(path, group.num_rows, group.columns, initial=initial_in(group, seed=1), direct=False)
+
+        return CachedStore(local, rule, places=counts, backing=backing)
+
+    if world == 1:
+        return make(layout, optimizer)
+    shards = {table.name: cut for table, cut in zip(layout.tables, cuts, strict=True)}
+    return ShardedStore(layout, optimizer, shards, channel, make)  # type: ignore[arg-type]
+
+
+@st.composite
+def wheres(draw: st.DrawFn, layout: Layout) -> Where:
+    cuts = tuple(draw(st.sampled_from(SHARDS)) for _ in layout.tables)
+    return draw(st.sampled_from(PLACES)), draw(st.integers(1, 3)), cuts
+
+
+def ran(where: Where, work: Callable[[Channel], list[dict[str, Tensor]]]) -> list[dict[str, Tensor]]:
+    """What the first process of a job gives."""
+    world = where[1]
+    return work(Alone()) if world == 1 else in_threads(world, work)[0]
+
+
+def train(store: EmbeddingStore, sparse: Sparse, step: int) -> None:
+    pooled = store.lookup(sparse)
+    store.update(sparse, torch.sin(torch.arange(pooled.numel()).reshape(pooled.shape) + step), lr=0.1, step=step)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=5, deadline=None)
+@given(data=st.data())
+def test_trained_rows_move_from_anywhere_to_anywhere(kind: str, data: st.DataObject) -> None:
+    layout = data.draw(layouts())
+    optimizer = SparseOptimizerSpec(kind=kind)  # type: ignore[arg-type]
+    here, there = data.draw(wheres(layout)), data.draw(wheres(layout))
+    batches = [data.draw(sparse_batches(layout, weighted=False)) for _ in range(2)]
+    spec = TrainSpec(full_checkpoint_every=2)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder, scratch = Path(temporary, "checkpoints"), Path(temporary)
+
+        def trained(channel: Channel) -> list[dict[str, Tensor]]:
+            """The state after each step, which a full and an incremental checkpoint hold."""
+            store = store_in(here, layout, optimizer, channel, scratch)
+            changes = Changes(spec, layout.tables)
+            states = []
+            for step, sparse in enumerate(batches, start=1):
+                changes.mark(sparse)
+                train(store, sparse, step)
+                states.append({name: value.clone() for name, value in store.state().items()})
+                increment = changes.next(folder, channel)
+                parts = store.parts()
+                path = save(folder, step, {}, {}, keep=2, shard_bytes=300, parts=parts, increment=increment, channel=channel)
+                changes.saved(path, increment)
+            return states
+
+        def moved(channel: Channel) -> list[dict[str, Tensor]]:
+            store = store_in(there, layout, optimizer, channel, scratch)
+            states = []
+            for step in (1, 2):
+                store.load_state(StoreTensors(load(folder / f"step-{step:09d}", channel=channel).tensors))
+                states.append({name: value.clone() for name, value in store.state().items()})
+            return states
+
+        before, after = ran(here, trained), ran(there, moved)
+        for step, (one, other) in enumerate(zip(before, after, strict=True), start=1):
+            assert one.keys() == other.keys()
+            different = [name for name, value in one.items() if not torch.equal(value, other[name])]
+            assert not different, (here, there, step)
