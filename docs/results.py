@@ -19,10 +19,11 @@ def performance_page(note: str) -> str:
     """The whole page."""
     parts = [note, "# Performance", _INTRODUCTION]
     parts += ["## On a GPU", *_embedding("cuda"), *_step("cuda")]
-    parts += ["## On a CPU", *_embedding("cpu"), *_step("cpu"), _CPU, _FROM_FILES]
-    if pictures := sorted(PICTURES.glob("growth-*.svg")):
-        parts += ["## How cost grows", _GROWTH]
-        parts += [f"![Samples a second, {picture.stem.split('-', 1)[1]}](pictures/{picture.name})" for picture in pictures]
+    parts += ["## On a CPU", *_embedding("cpu"), *_step("cpu"), _CPU]
+    parts += ["## Training from files", _REACH, *_reach("cuda"), *(_reach("cpu") or [_FROM_FILES])]
+    parts += _sharded()
+    if list(PICTURES.glob("growth-*.svg")):
+        parts += ["## How cost grows", _GROWTH, *_growth("cuda"), *_growth("cpu")]
     return "\n\n".join([*parts, _YOURS]) + "\n"
 
 
@@ -34,12 +35,15 @@ _CPU = """These were taken while nothing else ran. Where other processes use the
 probably at barriers of OpenMP; such figures say more about the machine than about kernels, so none is given here. The rows with `bf16` are slower because this
 processor has no BF16 instructions: `train.precision: bf16` is for processors that have them, and for GPUs."""
 
-_GROWTH = """`python -m benchmarks.growth --device cpu --save` drew these: M1 with one thing changed at a time, and the limit that bandwidth, and for whole
-steps arithmetic, would set."""
+_GROWTH = """M1 with one thing changed at a time, and the limit that bandwidth, and for whole steps arithmetic, would set."""
 
-_FROM_FILES = """### Training from files
+_REACH = """Reading costs what the reading threads use of the processor (copies into page-locked memory for a GPU, which torch spreads over threads of its own,
+are counted in part). That cost for a sample, times the samples that training alone could do in a second
+(on a GPU by the time for which it is busy, on a CPU by the time spent not waiting), is the number of cores that would read fast enough. `rowstead train` works it
+out at the end of every run and keeps it in `record.json` (`reader_cores_needed`); where reading held training up for a tenth of the time or more, and for a second
+at least, it says so. `samples/s` leaves out the first 10 steps of a process, in which kernels are compiled, once there are 20."""
 
-On the same 2 cores, with M1's tables of about 100,000 rows and a log in Parquet:
+_FROM_FILES = """On the 2 cores of the tables above, with M1's tables of about 100,000 rows and a log in Parquet:
 
 ```sh
 rowstead data synth m1 --out m1log --set data.synth.num_train_samples=60000 --set data.synth.num_eval_samples=2000
@@ -48,8 +52,7 @@ rowstead train m1 --set data.synth=null --set 'data.parquet.train=[m1log/train-*
 ```
 
 trained 6,738 samples/s while other programs ran; with the same settings in a recipe file, and nothing else running, 8,205. Both are above 80 % of what
-the step alone does in the table: the reader's thread takes about 3.4 ms of the 25 of a step, beside it (`rowstead train --profile`). The same on a GPU has
-not been measured."""
+the step alone does in the table: the reader's thread takes about 3.4 ms of the 25 of a step, beside it (`rowstead train --profile`)."""
 
 _YOURS = """## On your machine
 
@@ -57,6 +60,7 @@ _YOURS = """## On your machine
 make peers
 python -m benchmarks.embedding --device cpu --json
 python -m benchmarks.step --device cpu --json
+python -m benchmarks.reach --device cpu --json
 python -m benchmarks.growth --device cpu --save
 ```
 
@@ -155,3 +159,49 @@ def _step(device: str) -> list[str]:
     low = "; ".join(f"{row['shape']} {row['rowstead_ms']:.0f} ms" for row in others)
     tail = [f"Ours under `train.precision: bf16`: {low}."] if others else []
     return ["### A whole training step", _where(result, "step", device), _table(columns, rows), "\n".join(ratios), *tail]
+
+
+def _reach(device: str) -> list[str]:
+    """How much of the step's speed training from files has; nothing before it was measured."""
+    result = _latest("reach", device)
+    if result is None:
+        return []
+    columns: list[Column] = [
+        ("model and batch", lambda row: f"{row['shape'].split()[0]}, {row['batch_size']:,}"),
+        ("`rowstead train`, samples/s", lambda row: f"{row['train_samples_per_s']:,.0f}"),
+        ("the step alone", lambda row: f"{row['step_samples_per_s']:,.0f}"),
+        ("share", lambda row: f"{100 * row['share_of_step']:.0f} %"),
+        ("reading held it up", lambda row: f"{100 * row['reading_held_up_share']:.0f} % of the time"),
+        ("cores that read", lambda row: f"{row['reader_cores_used']:.1f} of {row['num_cores']}"),
+        ("would be enough", lambda row: f"{row['reader_cores_needed']:.1f}"),
+    ]
+    told = [f"> {row['told']}" for row in result["rows"] if row["told"]]
+    said = ["At the end of these runs it said:", "\n>\n".join(told)] if told else []
+    return [_where(result, "reach", device), _table(columns, result["rows"]), *said]
+
+
+def _sharded() -> list[str]:
+    """What two processes send and how much of it is hidden; nothing before it was measured."""
+    result = _latest("sharded", "cpu")
+    if result is None:
+        return []
+    columns: list[Column] = [
+        ("sharding", lambda row: str(row["sharding"])),
+        ("MB on the wire for a step", lambda row: f"{row['wire_bytes_per_step'] / 1e6:.2f}"),
+        ("over the least possible", lambda row: f"{row['wire_bytes_over_least']:.4f}"),
+        ("by the loopback interface", lambda row: f"{row['loopback_bytes_per_step'] / 1e6:.2f}"),
+        ("hidden share", lambda row: f"{100 * row['communication_hidden_share']:.0f} %"),
+        ("samples/s", lambda row: f"{row['samples_per_s']:,.0f}"),
+    ]
+    where = _where(result, "sharded", "cpu").replace(" --device cpu", "")
+    text = "Two processes, gloo over the loopback interface; [Several processes](distributed.md) has the formula of the least possible."
+    return ["## Several processes", text, where, _table(columns, result["rows"])]
+
+
+def _growth(device: str) -> list[str]:
+    """The pictures of one device; nothing before they were drawn."""
+    pictures = sorted(PICTURES.glob(f"growth-{device}-*.svg"))
+    if not pictures:
+        return []
+    shown = [f"![Samples a second, {picture.stem.split('-', 1)[1]}](pictures/{picture.name})" for picture in pictures]
+    return [f"`python -m benchmarks.growth --device {device} --save` drew these:", *shown]

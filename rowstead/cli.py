@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -12,8 +13,9 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
-from rowstead import cli_data
-from rowstead.spec.errors import RowsteadError
+from rowstead import cli_data, cli_plan, launch
+from rowstead.spec.errors import LostProcessError, RowsteadError
+from rowstead.spec.job import is_one_of_many
 
 app = typer.Typer(
     help="Train deep learning recommendation models. Every embedding row has a home.",
@@ -25,6 +27,7 @@ app = typer.Typer(
 )
 
 app.add_typer(cli_data.app, name="data")
+app.command()(cli_plan.plan)
 
 Set = Annotated[
     list[str] | None,
@@ -56,6 +59,12 @@ def train(
     out: Annotated[
         Path | None, typer.Option("--out", help="Folder of this run. [default: the next number under --runs]")
     ] = None,
+    processes: Annotated[
+        int,
+        typer.Option(
+            "--processes", min=1, metavar="N", help="Share each batch and the tables among N processes of this machine."
+        ),
+    ] = 1,
     profile: Annotated[
         bool, typer.Option("--profile", help="Trace 20 steps into the run's trace.json, and print where their time went.")
     ] = False,
@@ -69,11 +78,20 @@ def train(
             if given:
                 raise RowsteadError(f"--resume goes on with a run as it was started: leave out {option}")
     spec = load_recipe(recipe or "quickstart", set_ or []) if resume is None else None
+    if processes > 1:
+        options = [("--resume", resume), ("--init-from", init_from), ("--out", out), ("--runs", runs)]
+        given = [str(word) for pair in options if pair[1] is not None for word in pair]
+        changes = [word for change in set_ or [] for word in ("--set", change)]
+        named = [recipe] if recipe is not None else []
+        _launch(["train", *named, *changes, *given, *(["--profile"] if profile else [])], processes)
 
     from rowstead import run  # after the recipe, in which a mistake should show at once
     from rowstead.console import command_name, summary, watching
 
-    console = Console()
+    if launch.is_started_here():
+        launch.end_with_parent()
+    is_first = int(os.environ.get("RANK", "0")) == 0
+    console = Console(quiet=not is_first)
     with watching(console) as watcher:
         if resume is not None:
             result = run.resume(resume, root=runs, watcher=watcher, profile=profile)
@@ -82,9 +100,11 @@ def train(
             result = run.train(spec, root=runs, out=out, init_from=init_from, watcher=watcher, profile=profile)
     if result.outcome.ending == "interrupted":
         console.print(f"stopped after step {result.outcome.position.step:,}; the checkpoint is saved.", highlight=False)
-        console.print(f"go on with: {command_name()} train --resume {result.folder}", highlight=False, soft_wrap=True)
+        again = f" --processes {os.environ['WORLD_SIZE']}" if launch.is_started_here() else ""
+        console.print(f"go on with: {command_name()} train --resume {result.folder}{again}", highlight=False, soft_wrap=True)
         raise typer.Exit(130)
-    console.print(summary(result))
+    if is_first:
+        console.print(summary(result))
 
 
 @app.command()
@@ -178,6 +198,8 @@ def main() -> None:
     try:
         with _interrupts():
             app(standalone_mode=True)
+    except LostProcessError as error:
+        _fail(str(error), code=launch.LOST)
     except RowsteadError as error:
         _fail(str(error))
     except _Interrupted:
@@ -209,6 +231,32 @@ def _interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
+def _launch(arguments: list[str], processes: int) -> NoReturn:
+    """Run a command in several processes, and end as they end."""
+    if is_one_of_many():
+        raise RowsteadError("torchrun has started this process as one of several already: leave out --processes")
+    console = Console(stderr=True)
+
+    def say(text: str) -> None:
+        console.print(text, style="bold red", markup=False, highlight=False, soft_wrap=True)
+
+    raise typer.Exit(launch.launch(arguments, processes, say=say))
+
+
 def _fail(text: str, code: int = 2) -> NoReturn:
+    if launch.is_started_here():
+        launch.leave_reason(f"error: {text}")
+        _end(code)
+    if (rank := os.environ.get("RANK", "0")) != "0":
+        text = f"{text} (process {rank})"
     Console(stderr=True).print(f"error: {text}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+    if is_one_of_many():
+        _end(code)
     sys.exit(code)
+
+
+def _end(code: int) -> NoReturn:
+    """End at once: a failed process of a job has exchanges under way that nobody will ever answer."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

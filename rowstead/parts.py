@@ -4,31 +4,37 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import psutil
 import torch
 
 from rowstead.contracts.batch import Batch
+from rowstead.contracts.channel import Alone, Channel
 from rowstead.contracts.source import Source
+from rowstead.contracts.store import EmbeddingStore
 from rowstead.data.block import RawBlock
 from rowstead.data.columns import IdKinds
 from rowstead.data.encode import Encoder
 from rowstead.data.parquet import ParquetLog, ParquetSource
+from rowstead.data.share import SharedSource
 from rowstead.data.synth import SynthLog, SynthSource
 from rowstead.data.transforms import DenseTransforms
 from rowstead.kernels.layout import Layout, layout_of
 from rowstead.model.dlrm import DLRM
-from rowstead.records.files import shown_bytes
+from rowstead.placing import StoreMaker, placement_of
 from rowstead.spec.data import ParquetSpec
 from rowstead.spec.errors import RowsteadError
+from rowstead.spec.job import is_one_of_many
+from rowstead.spec.placement import Placement, rules_for
 from rowstead.spec.run import RunSpec
 from rowstead.stores.checked import CheckedSource
-from rowstead.stores.device import DeviceStore
+from rowstead.stores.sharded import ShardedStore
+from rowstead.stores.sharding import Shard, auto_shards
+from rowstead.training.together import WIRE_DTYPES
 
 ROW_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Formats of rows by the names that specs have for them."""
@@ -46,11 +52,21 @@ class Sources:
 
 
 def device_of(spec: RunSpec) -> torch.device:
-    """The device that a spec asks for."""
+    """The device that a spec asks for; of several processes on a machine each has a GPU of its own."""
     has_gpu = torch.cuda.is_available()
     if spec.device == "cuda" and not has_gpu:
         raise RowsteadError("device: cuda, but torch sees no CUDA GPU here: use `--set device=cpu`, or `auto`")
-    return torch.device("cuda" if spec.device != "cpu" and has_gpu else "cpu")
+    if spec.device == "cpu" or not has_gpu:
+        return torch.device("cpu")
+    if not is_one_of_many():
+        return torch.device("cuda")
+    place, num_gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    if place >= num_gpus:
+        raise RowsteadError(
+            f"process {place} of this machine has no GPU to itself: there are {num_gpus}. Start as many processes as there are "
+            "GPUs, or train on the CPU with `--set device=cpu`"
+        )
+    return torch.device("cuda", place)
 
 
 def open_sources(spec: RunSpec, transforms: DenseTransforms | None = None, id_kinds: IdKinds | None = None) -> Sources:
@@ -65,6 +81,13 @@ def open_sources(spec: RunSpec, transforms: DenseTransforms | None = None, id_ki
     encoder = Encoder(spec.features, spec.tables, transforms)
     sources = (log.source(encoder) for log in (train_log, eval_log))
     return Sources(train=next(sources), eval=next(sources), encoder=encoder, id_kinds=train_log.id_kinds)
+
+
+def shared_sources(sources: Sources, channel: Channel) -> Sources:
+    """The same training split, of each batch the share of this process."""
+    if isinstance(channel, Alone):
+        return sources
+    return dataclasses.replace(sources, train=SharedSource(sources.train, channel.rank, channel.world))
 
 
 def checked_sources(sources: Sources, layout: Layout) -> Sources:
@@ -124,25 +147,55 @@ class Log:
 
 
 def build_model(
-    spec: RunSpec, device: torch.device, *, trains: bool, encode: Callable[[Mapping[str, Any]], Batch] | None = None
+    spec: RunSpec,
+    device: torch.device,
+    *,
+    trains: bool,
+    encode: Callable[[Mapping[str, Any]], Batch] | None = None,
+    channel: Channel | None = None,
+    placement: Placement | None = None,
 ) -> DLRM:
-    """A model with the initial weights of the spec's seed, without touching anybody's random state."""
+    """A model with the initial weights of the spec's seed, without touching anybody's random state.
+
+    With a `channel` the tables are shared by all processes of its job. `placement` is what `planned` gave.
+    """
     optimizer = spec.train.sparse_optimizer if trains else None
     kernel = spec.kernel if trains else "auto"  # a trained model may be used on another device
     check = spec.check_ids and (device.type == "cpu" or not trains)  # a step on a GPU waits for nothing: `checked_sources`
-    store = DeviceStore(
-        layout_of(spec.features, spec.tables),
-        optimizer,
-        seed=spec.seed,
-        device=device,
-        dtype=ROW_DTYPES[spec.model.row_format],
-        kernel=kernel,
-        check=check,
+    dtype = ROW_DTYPES[spec.model.row_format]
+
+    placement = placement or planned(spec, device, trains=trains, channel=channel)
+    rank = 0 if channel is None else channel.rank
+    make = StoreMaker(
+        spec=spec, placement=placement, device=device, kernel=kernel, dtype=dtype, check=check, rank=rank
     )
+
+    layout = layout_of(spec.features, spec.tables)
+    store: EmbeddingStore
+    if channel is None or isinstance(channel, Alone) or not layout.tables:
+        store = make(layout, optimizer)
+    else:
+        shards, wire = shards_of(spec, layout, channel.world), WIRE_DTYPES[spec.train.wire]
+        store = ShardedStore(layout, optimizer, shards, channel, make, dtype=dtype, device=device, wire=wire, check=check)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
         model = DLRM(spec.model, spec.features, store, negative_keep_rate=spec.data.negative_keep_rate, encode=encode)
     return model.to(device)
+
+
+def planned(spec: RunSpec, device: torch.device, *, trains: bool = True, channel: Channel | None = None) -> Placement:
+    """Where the tables go, on this machine and in this process of a job."""
+    world = 1 if channel is None else channel.world
+    shards = shards_of(spec, layout_of(spec.features, spec.tables), world) if world > 1 else None
+    return placement_of(spec, device, trains=trains, world=world, shards=shards)
+
+
+def shards_of(spec: RunSpec, layout: Layout, world: int) -> dict[str, Shard]:
+    """How `world` processes share each table: what the recipe says, and where it says nothing, what sends least."""
+    rules = rules_for(spec.placement, [table.name for table in layout.tables])
+    row_bytes = ROW_DTYPES[spec.model.row_format].itemsize
+    chosen = auto_shards(layout, world, batch_size=spec.train.batch_size, row_bytes=row_bytes)
+    return chosen | {name: rule.shard for name, rule in rules.items() if rule.shard != "auto"}
 
 
 def slow_bf16(spec: RunSpec, device: torch.device) -> str | None:
@@ -159,32 +212,11 @@ def shown_kernel(name: str, device: torch.device) -> str:
     """The kernels that run, with what they run on."""
     if name == "gpu" and device.type == "cuda":
         return f"gpu (Triton, {torch.cuda.get_device_name(device)})"
+    if " and " in name:
+        return " and ".join(shown_kernel(one, device) for one in name.split(" and "))
     made_of = {"cpu": "Numba", "gpu": "Triton", "reference": "plain torch"}[name]
     threads = torch.get_num_threads()
     return f"{name} ({made_of}, {threads} thread{'s' if threads > 1 else ''})"
-
-
-def check_memory(spec: RunSpec, device: torch.device) -> None:
-    """Refuse tables that cannot fit, rather than have the system kill us while they are filled."""
-    state_bytes = {"sgd": 0, "rowwise_adagrad": 0, "adagrad": 4, "adam": 8}[spec.train.sparse_optimizer.kind]
-    element_bytes = ROW_DTYPES[spec.model.row_format].itemsize + state_bytes
-    needs_bytes = element_bytes * sum(table.num_elements for table in spec.tables)
-    if device.type == "cuda":
-        free_bytes = torch.cuda.mem_get_info(device)[0]
-    else:
-        free_bytes = psutil.virtual_memory().available + psutil.swap_memory().free
-    if needs_bytes > free_bytes:
-        raise RowsteadError(
-            f"the tables and their optimizer need {shown_bytes(needs_bytes)}, and {device.type} memory has "
-            f"{shown_bytes(free_bytes)} free: shrink every table with `--set scale=…` (at most "
-            f"{_rounded_down(0.9 * spec.scale * free_bytes / needs_bytes):g}), lower model.width, or use rowwise_adagrad"
-        )
-
-
-def _rounded_down(value: float) -> float:
-    """A positive number down to its first digit."""
-    unit = 10.0 ** math.floor(math.log10(value))
-    return round(math.floor(value / unit) * unit, 12)
 
 
 @contextlib.contextmanager

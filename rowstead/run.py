@@ -4,35 +4,44 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import json
 import math
 import signal
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from rowstead import job
+from rowstead.contracts.channel import Channel
 from rowstead.parts import (
     Sources,
     build_model,
-    check_memory,
     checked_sources,
     device_of,
     open_sources,
+    planned,
+    shared_sources,
     shown_kernel,
     slow_bf16,
     threads_of,
 )
 from rowstead.records.events import EventLog
+from rowstead.records.files import write_atomic
 from rowstead.records.run_folder import DEFAULT_ROOT, RunFolder
 from rowstead.records.usage import UsageSampler, machine_facts, versions
-from rowstead.spec.parse import digest
+from rowstead.report.placement import placement_text
+from rowstead.spec.parse import digest, to_plain
+from rowstead.spec.placement import Placement
 from rowstead.spec.record import Record
 from rowstead.spec.run import RunSpec, load_recipe
-from rowstead.stores.device import DeviceStore
+from rowstead.stores.channel import opened_channel
 from rowstead.trained import architecture, check_same_model, transforms_in
 from rowstead.training import checkpoint
+from rowstead.training.changes import Changes
 from rowstead.training.loop import Loop, Outcome, Position
 from rowstead.training.metrics import Quality
 from rowstead.training.progress import Silent, Watcher
@@ -46,7 +55,7 @@ class Result:
     folder: Path
     outcome: Outcome
     record: Record | None
-    """Absent when the run was interrupted."""
+    """Absent when the run was interrupted, and in all processes of a job but the first."""
 
     @property
     def quality(self) -> Quality | None:
@@ -68,25 +77,88 @@ def train(
     `trace.json` and tells the watcher where their time went.
     """
     spec = load_recipe(spec) if isinstance(spec, str) else spec
-    watcher = watcher or Silent()
     device = device_of(spec)
-    if out is not None:
-        RunFolder.check_free(out)
-    initial = (
-        checkpoint.load_latest(RunFolder.open(init_from, root).checkpoints, watcher.on_message)
-        if init_from is not None
-        else None
-    )
-    sources = open_sources(spec, id_kinds=initial.facts["id_kinds"] if initial is not None else None)
-    with threads_of(spec):
-        stepper = _stepper(spec, sources, device)
-        if initial is not None:
-            check_same_model(spec, initial)
-            load_model(stepper.model, initial.tensors, with_optimizer=False)
-            initial = None  # closes its files
-        folder = RunFolder.create(root, spec.name) if out is None else RunFolder.create_at(out)
-        with folder.lock():
-            folder.write_spec(spec)
+    with opened_channel(device) as channel:
+        watcher = watcher if watcher is not None and channel.rank == 0 else Silent()
+        if (started := job.folder_of_restarted(channel, spec, root, out)) is not None:
+            return _resume(started, channel, device, watcher, profile=profile, init_from=init_from, root=root)
+        if out is not None and channel.rank == 0:
+            RunFolder.check_free(out)
+        initial = _initial(init_from, root, channel, watcher)
+        sources = open_sources(spec, id_kinds=initial.facts["id_kinds"] if initial is not None else None)
+        with threads_of(spec):
+            stepper, placement = _stepper(spec, sources, device, channel)
+            if initial is not None:
+                _take_over(initial, spec, stepper)
+                initial = None  # closes its files
+            folder = job.agreed_folder(
+                channel, lambda: RunFolder.create(root, spec.name) if out is None else RunFolder.create_at(out)
+            )
+            with job.held(folder, channel):
+                if channel.rank == 0:
+                    folder.write_spec(spec)
+                    job.mark(folder)
+                return _drive(
+                    spec,
+                    stepper,
+                    sources,
+                    folder,
+                    device,
+                    watcher,
+                    placement=placement,
+                    channel=channel,
+                    position=None,
+                    save_first=init_from is not None,
+                    profile=profile,
+                )
+
+
+def resume(run: str, *, root: Path | str = DEFAULT_ROOT, watcher: Watcher | None = None, profile: bool = False) -> Result:
+    """Go on with a run from its newest good checkpoint, as if it had never stopped."""
+    folder = RunFolder.open(run, root)
+    device = device_of(folder.read_spec())
+    with opened_channel(device) as channel:
+        watcher = watcher if watcher is not None and channel.rank == 0 else Silent()
+        return _resume(folder, channel, device, watcher, profile=profile)
+
+
+def _resume(
+    folder: RunFolder,
+    channel: Channel,
+    device: torch.device,
+    watcher: Watcher,
+    *,
+    profile: bool,
+    init_from: str | None = None,
+    root: Path | str = DEFAULT_ROOT,
+) -> Result:
+    """`init_from` is what the run began with, in case that it has no checkpoint yet."""
+    spec = folder.read_spec()
+    with job.held(folder, channel):
+        saved = initial = None
+        if channel.gather(bool(checkpoint.checkpoints_in(folder.checkpoints)))[0]:
+            saved = checkpoint.load_latest(folder.checkpoints, watcher.on_message, channel=channel)
+            check_same_model(spec, saved)
+        else:
+            initial = _initial(init_from, root, channel, watcher)
+        learned = (transforms_in(saved), saved.facts["id_kinds"]) if saved is not None else ()
+        sources = open_sources(spec, *learned)
+        with threads_of(spec):
+            stepper, placement = _stepper(spec, sources, device, channel)
+            if initial is not None:
+                _take_over(initial, spec, stepper)
+            position, changes = None, None
+            if saved is None:
+                watcher.on_message(f"{folder.path} has no checkpoint yet: starting at the first step")
+            else:
+                stepper.load_state(saved.tensors)
+                position = Position(**saved.facts["position"])
+                watcher.on_message(f"resuming {folder.path} after step {position.step:,}")
+                changes = Changes(spec.train, stepper.model.store.tables, saved)
+                saved = None  # closes its files
+            if channel.rank == 0:
+                with EventLog(folder.events_file) as events:
+                    events.resumed(position.step if position else 0)
             return _drive(
                 spec,
                 stepper,
@@ -94,45 +166,33 @@ def train(
                 folder,
                 device,
                 watcher,
-                position=None,
-                save_first=init_from is not None,
+                placement=placement,
+                channel=channel,
+                position=position,
+                changes=changes,
+                save_first=initial is not None,
                 profile=profile,
             )
 
 
-def resume(run: str, *, root: Path | str = DEFAULT_ROOT, watcher: Watcher | None = None, profile: bool = False) -> Result:
-    """Go on with a run from its newest good checkpoint, as if it had never stopped."""
-    watcher = watcher or Silent()
-    folder = RunFolder.open(run, root)
-    spec = folder.read_spec()
-    device = device_of(spec)
-    with folder.lock():
-        saved = None
-        if checkpoint.checkpoints_in(folder.checkpoints):
-            saved = checkpoint.load_latest(folder.checkpoints, watcher.on_message)
-            check_same_model(spec, saved)
-        learned = (transforms_in(saved), saved.facts["id_kinds"]) if saved is not None else ()
-        sources = open_sources(spec, *learned)
-        with threads_of(spec):
-            stepper = _stepper(spec, sources, device)
-            position = None
-            if saved is None:
-                watcher.on_message(f"{folder.path} has no checkpoint yet: starting at the first step")
-            else:
-                stepper.load_state(saved.tensors)
-                position = Position(**saved.facts["position"])
-                watcher.on_message(f"resuming {folder.path} after step {position.step:,}")
-                saved = None  # closes its files
-            with EventLog(folder.events_file) as events:
-                events.resumed(position.step if position else 0)
-            return _drive(spec, stepper, sources, folder, device, watcher, position=position, profile=profile)
+def _initial(init_from: str | None, root: Path | str, channel: Channel, watcher: Watcher) -> checkpoint.Checkpoint | None:
+    """The newest checkpoint of the run to begin with, if there is one."""
+    if init_from is None:
+        return None
+    return checkpoint.load_latest(RunFolder.open(init_from, root).checkpoints, watcher.on_message, channel=channel)
 
 
-def _stepper(spec: RunSpec, sources: Sources, device: torch.device) -> Stepper:
-    check_memory(spec, device)
+def _take_over(initial: checkpoint.Checkpoint, spec: RunSpec, stepper: Stepper) -> None:
+    check_same_model(spec, initial)
+    load_model(stepper.model, initial.tensors, with_optimizer=False)
+
+
+def _stepper(spec: RunSpec, sources: Sources, device: torch.device, channel: Channel) -> tuple[Stepper, Placement]:
+    placement = planned(spec, device, channel=channel)
     per_epoch = math.ceil(sources.train.num_samples / spec.train.batch_size)
     total_steps = min(spec.train.epochs * per_epoch, spec.train.max_steps or math.inf)
-    return Stepper(build_model(spec, device, trains=True), spec.train, total_steps=int(total_steps))
+    model = build_model(spec, device, trains=True, channel=channel, placement=placement)
+    return Stepper(model, spec.train, total_steps=int(total_steps), channel=channel), placement
 
 
 def _drive(
@@ -143,17 +203,25 @@ def _drive(
     device: torch.device,
     watcher: Watcher,
     *,
+    placement: Placement,
+    channel: Channel,
     position: Position | None,
+    changes: Changes | None = None,
     save_first: bool = False,
     profile: bool = False,
 ) -> Result:
     """Run the loop to its end and keep what it came to; `save_first` keeps weights that no seed could give back."""
-    store = stepper.model.store
-    assert isinstance(store, DeviceStore)
+    store: Any = stepper.model.store  # every store that `parts` makes has a layout and says which kernels it runs
     if spec.check_ids:
         sources = checked_sources(sources, store.layout)
+    sources = shared_sources(sources, channel)
+    if channel.world > 1:
+        watcher.on_message(f"{channel.world} processes, each with its share of every batch")
     if store.tables:
         watcher.on_message(f"kernels: {shown_kernel(store.kernel, device)}")
+        watcher.on_message(placement_text(placement, has_gpu=device.type == "cuda", world=channel.world))
+        if channel.rank == 0:
+            write_atomic(folder.path / "placement.json", json.dumps(to_plain(placement), indent=2) + "\n")
     if warning := slow_bf16(spec, device):
         watcher.on_message(warning)
     facts = {
@@ -176,22 +244,30 @@ def _drive(
             position=position,
             should_stop=stop_asked.is_set,
             profile=profile,
+            changes=changes,
+            channel=channel,
         )
         if save_first:
             loop.save()
         outcome = loop.run()
     record = None
-    if outcome.ending != "interrupted":
-        record = _record(spec, outcome, device, store.kernel, usage.figures())
+    if outcome.ending != "interrupted" and channel.rank == 0:
+        record = _record(spec, outcome, device, store.kernel, usage.figures(), num_processes=channel.world)
         folder.write_record(record)
+    if hasattr(store, "close"):
+        store.close()
     return Result(folder=folder.path, outcome=outcome, record=record)
 
 
-def _record(spec: RunSpec, outcome: Outcome, device: torch.device, kernel: str, used: dict[str, float]) -> Record:
+def _record(
+    spec: RunSpec, outcome: Outcome, device: torch.device, kernel: str, used: dict[str, float], *, num_processes: int
+) -> Record:
     figures: dict[str, float] = {"num_steps": outcome.position.step, "num_samples": outcome.position.num_samples}
     figures["train_s"] = outcome.position.train_s
     if outcome.samples_per_s is not None:
         figures["samples_per_s"] = outcome.samples_per_s
+    if outcome.reading is not None:
+        figures |= outcome.reading.figures()
     figures |= {f"{name.replace(' ', '_').replace('-', '_')}_s": value for name, value in outcome.phase_s.items()}
     figures |= used
     if outcome.num_skipped is not None:
@@ -205,7 +281,12 @@ def _record(spec: RunSpec, outcome: Outcome, device: torch.device, kernel: str, 
         name=spec.name,
         spec_digest=digest(spec),
         date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        machine={**machine_facts(gpu), "kernel": kernel, "num_threads": torch.get_num_threads()},
+        machine={
+            **machine_facts(gpu),
+            "kernel": kernel,
+            "num_threads": torch.get_num_threads(),
+            **({"num_processes": num_processes} if num_processes > 1 else {}),
+        },
         versions=versions(),
         figures=figures,
     )

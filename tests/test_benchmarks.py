@@ -10,12 +10,14 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.embedding import SHAPES, Shape, contenders_on
-from benchmarks.growth import log_ticks
+from benchmarks.growth import AXES, BASE, log_ticks
 from benchmarks.harness import chosen
 from benchmarks.peers import has_fbgemm
+from benchmarks.reach import MODELS, QUICK_SIZES, SIZES, run_of
 from benchmarks.step import Model, PeerNet, of_recipe
 from rowstead.contracts.batch import Sparse
 from rowstead.parts import build_model
+from rowstead.spec.data import ParquetSpec
 
 SMALL = Shape("small", 3, 50, 8, 4, 5)
 
@@ -80,3 +82,22 @@ def test_ticks_are_round_and_enclose_the_figures(low: float, high: float, ends: 
     ticks = log_ticks(low, high)
     assert (ticks[0], ticks[-1]) == ends
     assert ticks == sorted(ticks)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_training_from_files_trains_the_model_whose_step_is_measured(device: str) -> None:
+    for model in MODELS[device]:
+        for size in (SIZES[device], QUICK_SIZES[device]):
+            spec = run_of(model, ParquetSpec(train=("a.parquet",)), device, size.num_samples)
+            assert spec.tables == model.spec().tables
+            assert spec.model == model.spec().model
+            assert spec.train.max_steps == size.num_samples // model.shape.batch_size >= 40, "first steps do not count"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_axis_of_growth_encloses_its_base(device: str) -> None:
+    for axis in AXES[device]:
+        values = sorted(axis.values)
+        assert values == list(axis.values)
+        assert values[0] <= getattr(BASE[device].shape, axis.field) <= values[-1]
+        assert all(model.spec().tables for model in axis.models(BASE[device]))

@@ -486,8 +486,10 @@ def test_a_log_of_nothing_but_bad_rows_is_an_error(tmp_path: Path, log: Path) ->
 
 
 def test_tables_that_cannot_fit_are_refused_with_sizes_and_remedies(tmp_path: Path) -> None:
-    with pytest.raises(RowsteadError, match=r"need \d+\.\d TB, and cpu memory has .* free: .*--set scale") as caught:
-        train(small_spec("features.sparse.0.num_rows=100000000000"), out=tmp_path / "run")
+    huge = small_spec("features.sparse.0.num_rows=100000000000", "train.sparse_optimizer.kind=adam", "device=cpu")
+    with pytest.raises(RowsteadError, match=r"need \d+\.\d TB, .*; system memory has .* for tables") as caught:
+        train(huge, out=tmp_path / "run")
+    assert "1. let tables go to disk" in str(caught.value)
     assert "rowwise_adagrad" in str(caught.value)
     assert not (tmp_path / "run").exists()
 
@@ -585,10 +587,13 @@ def test_200_steps_are_100_steps_sigkill_resume_and_100_steps(tmp_path: Path, sp
 
 
 @pytest.mark.slow
-def test_a_run_killed_again_and_again_while_it_saves_ends_at_the_same_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("full_every", [1, 5])
+def test_a_run_killed_again_and_again_while_it_saves_ends_at_the_same_weights(tmp_path: Path, full_every: int) -> None:
     spec = _slower(small_spec())
-    spec = dataclasses.replace(spec, train=dataclasses.replace(spec.train, checkpoint_every=1))
     straight = train(spec, out=tmp_path / "straight")
+    spec = dataclasses.replace(
+        spec, train=dataclasses.replace(spec.train, checkpoint_every=1, full_checkpoint_every=full_every)
+    )
     killed = tmp_path / "killed"
     arguments = ["train", _recipe(tmp_path, spec), "--out", str(killed)]
     for until in (20, 60, 130):

@@ -28,7 +28,14 @@ class DenseNet(nn.Module):
         self.top = MLP(self.interaction.out_width, (*spec.top, 1), last_relu=False)
 
     def forward(self, dense: Tensor, pooled: Tensor) -> Tensor:
-        projected = self.bottom(dense) if self.bottom is not None else None
+        return self.joined(self.projected(dense), pooled)
+
+    def projected(self, dense: Tensor) -> Tensor | None:
+        """The part that needs no rows yet: the dense vector [B, width], or none of a model without dense features."""
+        return self.bottom(dense) if self.bottom is not None else None
+
+    def joined(self, projected: Tensor | None, pooled: Tensor) -> Tensor:
+        """The rest, once the rows are there."""
         log_odds: Tensor = self.top(self.interaction(projected, pooled))
         return log_odds.squeeze(1)
 

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rowstead.spec.sizes import shown_bytes as shown_bytes
+
 
 def write_atomic(path: Path, content: bytes | str) -> None:
     """Write a file so that a crash at any moment leaves the old content or the new, never a mixture."""
@@ -51,13 +53,3 @@ def _measured(value: Any) -> Any:
     if not isinstance(value, (str, int, float, bool)) and hasattr(value, "item"):
         value = value.item()  # a scalar of NumPy or torch
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def shown_bytes(num_bytes: int) -> str:
-    """A size as a person would say it: `1.5 GB`."""
-    size = float(num_bytes)
-    for unit in ("bytes", "KB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"

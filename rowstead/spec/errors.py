@@ -36,6 +36,10 @@ class TrainingError(RowsteadError):
     """A run that cannot go on, such as one whose loss is no longer finite."""
 
 
+class LostProcessError(RowsteadError):
+    """Another process of the job has gone; whoever started it knows why."""
+
+
 def require(condition: bool, field: str, problem: str) -> None:
     """Raise a SpecError about `field` unless `condition` holds."""
     if not condition:

@@ -156,10 +156,20 @@ class Table:
     width: int
     features: tuple[int, ...]
     """Places of its features in the batch."""
+    first_row: int = 0
+    """Where this table begins in the whole that it is a piece of; a table that is no piece is its own whole."""
+    first_column: int = 0
+    whole: tuple[int, int] | None = None
+    """Rows and columns of the whole, for a piece of one."""
 
     @property
     def num_elements(self) -> int:
         return self.num_rows * self.width
+
+    @property
+    def whole_shape(self) -> tuple[int, int]:
+        """Rows and columns of the table that this is, or is a piece of."""
+        return self.whole or (self.num_rows, self.width)
 
 
 def tables_of(features: FeaturesSpec, *, width: int, scale: float = 1.0) -> tuple[Table, ...]:

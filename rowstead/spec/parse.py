@@ -58,6 +58,10 @@ def _convert(kind: Any, value: Any) -> Any:
     if origin is tuple:
         items = value if isinstance(value, (list, tuple)) else [value]
         return tuple(_convert_item(args[0], item, place) for place, item in enumerate(items))
+    if origin is Mapping:
+        if not isinstance(value, Mapping):
+            raise SpecError("", f"expected {describe_type(kind)}, got {_shown(value)}")
+        return {str(key): _convert_entry(args[1], item, str(key)) for key, item in value.items()}
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         return parse(kind, value)
     if kind is bool and isinstance(value, bool):
@@ -78,20 +82,28 @@ def _convert_item(kind: Any, item: Any, place: int) -> Any:
         raise error.within(f"[{place}]") from None
 
 
+def _convert_entry(kind: Any, item: Any, key: str) -> Any:
+    try:
+        return _convert(kind, item)
+    except SpecError as error:
+        raise error.within(key) from None
+
+
 def _convert_union(kinds: tuple[Any, ...], value: Any) -> Any:
     if value is None and type(None) in kinds:
         return None
+    with_keys = [kind for kind in kinds if dataclasses.is_dataclass(kind) or typing.get_origin(kind) is Mapping]
     for kind in kinds:
         if typing.get_origin(kind) is tuple and not isinstance(value, (list, tuple)):
             continue  # a lone value stays lone where that is allowed
-        if kind is not type(None) and not dataclasses.is_dataclass(kind):
+        if kind is not type(None) and kind not in with_keys:
             try:
                 return _convert(kind, value)
             except SpecError:
                 continue
-    rest = [kind for kind in kinds if dataclasses.is_dataclass(kind)]
-    if len(rest) == 1 and isinstance(rest[0], type):
-        return _convert(rest[0], value)
+    words = [kind for kind in kinds if typing.get_origin(kind) is typing.Literal]
+    if len(with_keys) == 1:
+        return _convert(words[0] if words and isinstance(value, str) else with_keys[0], value)
     wanted = " or ".join(describe_type(kind) for kind in kinds)
     raise SpecError("", f"expected {wanted}, got {_shown(value)}")
 
@@ -121,6 +133,8 @@ def describe_type(kind: Any) -> str:
         return " or ".join(f"`{a}`" for a in args)
     if origin is tuple:
         return f"list of {describe_type(args[0])}"
+    if origin is Mapping:
+        return f"mapping of names to {describe_type(args[1])}"
     names = {int: "whole number", float: "number", str: "text", bool: "true or false"}
     return names.get(kind, getattr(kind, "__name__", str(kind)))
 
@@ -136,6 +150,8 @@ def to_plain(spec: Any) -> Any:
         return {f.name: to_plain(getattr(spec, f.name)) for f in dataclasses.fields(spec)}
     if isinstance(spec, (list, tuple)):
         return [to_plain(item) for item in spec]
+    if isinstance(spec, Mapping):
+        return {key: to_plain(item) for key, item in spec.items()}
     return spec
 
 
@@ -150,6 +166,8 @@ def to_plain_without_defaults(spec: Any) -> Any:
         return plain
     if isinstance(spec, (list, tuple)):
         return [to_plain_without_defaults(item) for item in spec]
+    if isinstance(spec, Mapping):
+        return {key: to_plain_without_defaults(item) for key, item in spec.items()}
     return spec
 
 

@@ -13,6 +13,7 @@ from rowstead.spec.errors import RowsteadError, SpecError, did_you_mean, require
 from rowstead.spec.features import FeaturesSpec, Table, tables_of
 from rowstead.spec.model import ModelSpec
 from rowstead.spec.parse import override, parse, read_yaml
+from rowstead.spec.placement import MemorySpec, PlacementSpec, rules_for
 from rowstead.spec.train import TrainSpec
 
 Kernel = Literal["auto", "reference", "cpu", "gpu"]
@@ -46,6 +47,10 @@ class RunSpec:
     """CPU threads of the dense arithmetic and of the CPU kernels; as many as there are cores for us when left out."""
     check_ids: bool = True
     """Check ids and offsets of every batch before the kernels see them."""
+    placement: PlacementSpec = "auto"
+    """Where the tables live: `auto`, or by table name or pattern such as `user_*`. See [Placement](placement.md)."""
+    memory: MemorySpec = MemorySpec()
+    """How much memory the tables may take, and where those on `ssd` have their files."""
 
     def __post_init__(self) -> None:
         require(_plain_name(self.name), "name", "use letters, digits, `-`, `_` and `.` only, and start with a letter or digit")
@@ -55,6 +60,7 @@ class RunSpec:
         if self.scale < 1:
             kept = next((f.name for f in self.features.expanded_sparse() if f.hash == "none"), None)
             require(kept is None, "scale", f"shrinks tables, but ids of `{kept}` are rows already (hash: none): use `mix`")
+        self._check_placement()
         if self.model.interaction.kind == "dot":
             require(
                 bool(self.features.dense) or len(self.features.expanded_sparse()) > 1,
@@ -68,6 +74,18 @@ class RunSpec:
                     f"table `{table.name}` has width {table.width}, but `interaction: dot` needs every table as wide as "
                     f"model.width, {self.model.width}: leave its width out, or use `concat` or `cross`",
                 )
+
+    def _check_placement(self) -> None:
+        try:
+            rules = rules_for(self.placement, [table.name for table in self.tables])
+        except SpecError as error:
+            raise error.within("placement") from None
+        on_ssd = next((name for name, rule in rules.items() if rule.where == "ssd"), None)
+        require(
+            on_ssd is None or self.memory.folder is not None,
+            "memory.folder",
+            f"table `{on_ssd}` is placed on ssd: name a folder on a fast local disk for its rows",
+        )
 
     @property
     def tables(self) -> tuple[Table, ...]:

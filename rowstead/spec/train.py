@@ -10,6 +10,7 @@ from rowstead.spec.errors import require
 
 SparseOptimizer = Literal["sgd", "adagrad", "rowwise_adagrad", "adam"]
 DenseOptimizer = Literal["sgd", "adagrad", "adam"]
+CheckpointFormat = Literal["exact", "fp16", "int8"]
 
 
 def _check_optimizer(lr: float, eps: float, beta1: float, beta2: float, clip: float | None) -> None:
@@ -115,6 +116,8 @@ class TrainSpec:
     """Warm-up and decay, for both."""
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"
     """Number format of the dense arithmetic; parameters stay FP32. `tf32` rounds what a GPU multiplies, and is FP32 on a CPU."""
+    wire: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Number format in which several processes send each other pooled vectors, their gradients and dense gradients."""
     cuda_graphs: bool = True
     """On a GPU, replay steps as CUDA graphs rather than launch by launch."""
     eval_every: int | None = None
@@ -126,14 +129,20 @@ class TrainSpec:
     checkpoint_every: int | None = None
     """Save every so many steps; besides, always at the end and on Ctrl-C."""
     keep_checkpoints: int = 2
-    """How many of the last checkpoints stay on disk."""
+    """How many of the last checkpoints stay on disk, besides full ones that these need."""
+    full_checkpoint_every: int = 1
+    """Every so many checkpoints one holds all rows; those between hold the rows touched since, and need it."""
+    checkpoint_format: CheckpointFormat = "exact"
+    """Of the rows in checkpoints that are not full: `fp16` or `int8` are smaller and do not resume bit for bit."""
     log_every: int = 50
     """Write a line to the event file every so many steps."""
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "epochs", "keep_checkpoints", "log_every"):
+        for name in ("batch_size", "epochs", "keep_checkpoints", "full_checkpoint_every", "log_every"):
             require(getattr(self, name) >= 1, name, f"must be at least 1, got {getattr(self, name)}")
         for name in ("max_steps", "eval_every", "eval_samples", "checkpoint_every"):
             value = getattr(self, name)
             require(value is None or value >= 1, name, f"must be at least 1, got {value}")
+        is_used = self.checkpoint_format == "exact" or self.full_checkpoint_every > 1
+        require(is_used, "checkpoint_format", "is for checkpoints that are not full: set `full_checkpoint_every` above 1")
         require(self.early_stop is None or self.eval_every is not None, "early_stop", "needs `eval_every` to be set")

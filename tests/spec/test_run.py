@@ -30,6 +30,8 @@ def problem_of(*assignments: str) -> str:
         ("train.eval_samples=-3", "train.eval_samples"),
         ("train.checkpoint_every=0", "train.checkpoint_every"),
         ("train.keep_checkpoints=0", "train.keep_checkpoints"),
+        ("train.full_checkpoint_every=0", "train.full_checkpoint_every"),
+        ("train.checkpoint_format=int8", "train.checkpoint_format"),
         ("train.log_every=0", "train.log_every"),
         ("train.sparse_optimizer.lr=0", "train.sparse_optimizer.lr"),
         ("train.sparse_optimizer.lr=.inf", "train.sparse_optimizer.lr"),

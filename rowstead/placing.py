@@ -1,0 +1,221 @@
+"""From a placement to stores: what memory the machine has for tables, where they go, and the stores that keep them there."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import itertools
+import math
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from rowstead.contracts.store import EmbeddingStore
+from rowstead.data.population import Population
+from rowstead.kernels.layout import Layout
+from rowstead.plan.greedy import Memories, PlacedShard, decide
+from rowstead.spec.errors import RowsteadError
+from rowstead.spec.placement import MemorySpec, Placement
+from rowstead.spec.run import Kernel, RunSpec
+from rowstead.spec.train import SparseOptimizerSpec
+from rowstead.stores.backing import RamRows
+from rowstead.stores.cached import CachedStore
+from rowstead.stores.device import DeviceStore
+from rowstead.stores.files import FileRows, initial_in
+from rowstead.stores.groups import Group
+from rowstead.stores.host import HostStore
+from rowstead.stores.mixed import MixedStore, layout_for
+from rowstead.stores.pinned import PinnedStore
+
+KEPT_FREE = 0.1
+"""Share of what is free that tables leave to everything else, unless a recipe sets a limit."""
+
+
+CORES_LIKE_A_BUS = 32
+"""How many cores pool and train rows about as fast as a GPU fetches them over PCIe 5 and writes them back."""
+
+
+def placement_of(
+    spec: RunSpec,
+    device: torch.device,
+    *,
+    trains: bool = True,
+    world: int = 1,
+    shards: dict[str, PlacedShard] | None = None,
+) -> Placement:
+    """Where the tables of a run go on this machine; a RowsteadError with remedies if they fit nowhere.
+
+    A model that only predicts is placed anew, whatever the recipe says of where it is trained.
+    """
+    if not trains:
+        folder = spec.memory.folder if spec.memory.folder and Path(spec.memory.folder).is_dir() else None
+        spec = dataclasses.replace(spec, placement="auto", memory=MemorySpec(host=spec.memory.host, folder=folder))
+    mean_ids = _mean_ids(spec)
+    return decide(spec, memories_of(spec, device), mean_ids=mean_ids, trains=trains, world=world, shards=shards)
+
+
+def memories_of(spec: RunSpec, device: torch.device) -> Memories:
+    """What this process may take of each memory: the recipe's limits, or most of what is free."""
+    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    has_gpu = device.type == "cuda"
+    host = _less_margin(free_host_bytes() // sharing)
+    on_device = _less_margin(torch.cuda.mem_get_info(device)[0]) if has_gpu else host
+    disk = _less_margin(_free_disk_bytes(spec.memory.folder) // sharing) if spec.memory.folder is not None else 0
+    limits = {name: spec.memory.limit_bytes(name) for name in ("device", "host", "disk")}
+    return Memories(
+        device_bytes=limits["device"] or on_device,
+        host_bytes=limits["host"] or host,
+        disk_bytes=limits["disk"] or disk,
+        folder=spec.memory.folder,
+        has_gpu=has_gpu,
+        are_limits=frozenset(name for name, limit in limits.items() if limit is not None),
+    )
+
+
+def free_host_bytes(group: Path = Path("/sys/fs/cgroup")) -> int:
+    """System memory that we may still take: what is free, and in a Linux container what it has left."""
+    free = psutil.virtual_memory().available
+    try:
+        limit, taken = ((group / f"memory.{name}").read_text().strip() for name in ("max", "current"))
+        return free if limit == "max" else max(0, min(free, int(limit) - int(taken)))
+    except (OSError, ValueError):
+        return free
+
+
+def _less_margin(num_bytes: int) -> int:
+    return int((1 - KEPT_FREE) * num_bytes)
+
+
+def _free_disk_bytes(folder: str) -> int:
+    """Of the disk that a folder is on, which must be there and ours to write to."""
+    if not Path(folder).is_dir():
+        raise RowsteadError(f"memory.folder: there is no folder `{folder}`: make it (`mkdir -p {folder}`), or name another")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise RowsteadError(f"memory.folder: we may not write to `{folder}`: change its permissions, or name another folder")
+    return shutil.disk_usage(folder).free
+
+
+def _mean_ids(spec: RunSpec) -> Sequence[float] | None:
+    """Ids of each sparse feature in an example, where the log is one that we draw ourselves."""
+    if spec.data.synth is None:
+        return None
+    means = {f"sparse_{place}": float(mean) for place, mean in enumerate(Population(spec.data.synth).mean_ids)}
+    return [min(means.get(str(f.column), 1.0), f.max_ids or math.inf) for f in spec.features.expanded_sparse()]
+
+
+def ids_of_tables(spec: RunSpec) -> dict[str, float]:
+    """Ids that an example has of each table, as far as they are known."""
+    reads = _mean_ids(spec) or [float(f.max_ids or 1) for f in spec.features.expanded_sparse()]
+    return {table.name: sum(reads[feature] for feature in table.features) for table in spec.tables}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreMaker:
+    """Makes stores for the tables of a run, or for the pieces of them that a process keeps."""
+
+    spec: RunSpec
+    placement: Placement
+    device: torch.device
+    kernel: Kernel
+    dtype: torch.dtype
+    check: bool
+    rank: int = 0
+
+    def __call__(self, layout: Layout, optimizer: SparseOptimizerSpec | None) -> EmbeddingStore:
+        """One store for all tables of `layout`, each where the placement has it; the optimizer may be none."""
+        of = {place: [t.name for t in layout.tables if self.placement.of(t.name).where == place] for place in _PLACES}
+        if self.device.type == "cpu" and of["ssd"] and not of["cached"]:
+            of["ssd"], of["device"] = of["device"] + of["ssd"], []  # whole tables and caches of others can be one store
+        pooled = self._pooled_by_cpu(of["host"])
+        shares: list[tuple[list[str], Callable[[Layout, SparseOptimizerSpec | None], EmbeddingStore]]] = [
+            (of["device"] + of["cached"], self._fast),
+            ([name for name in of["host"] if name not in pooled], self._pinned),
+            (pooled, self._pooled),
+            (of["ssd"], self._on_disk),
+        ]
+        stores = [
+            make(layout if len(names) == len(layout.tables) else layout_for(layout, names), optimizer)
+            for names, make in shares
+            if names
+        ]
+        if not stores:
+            return self._fast(layout, optimizer)
+        return stores[0] if len(stores) == 1 else MixedStore(layout, stores, check=self.check)
+
+    def _fast(self, layout: Layout, optimizer: SparseOptimizerSpec | None) -> EmbeddingStore:
+        """Tables in the device's memory, whole or with a cache."""
+        options = self._options(self.device)
+        if places := self._places(layout, "cached"):
+            backing = self._ram_rows
+            return CachedStore(layout, optimizer, places=places, backing=backing, **options)
+        return DeviceStore(layout, optimizer, **options)
+
+    def _pinned(self, layout: Layout, optimizer: SparseOptimizerSpec | None) -> EmbeddingStore:
+        return PinnedStore(layout, optimizer, **self._options(self.device))
+
+    def _pooled(self, layout: Layout, optimizer: SparseOptimizerSpec | None) -> EmbeddingStore:
+        """Tables in system memory whose rows the CPU pools."""
+        rows = DeviceStore(layout, optimizer, **self._options(torch.device("cpu")))
+        return HostStore(rows, self.device, check=self.check)
+
+    def _pooled_by_cpu(self, names: list[str]) -> list[str]:
+        """Of tables in host memory those with the longest bags, as many as the CPU is done with while the GPU fetches the others."""
+        left = torch.get_num_threads() / (torch.get_num_threads() + CORES_LIKE_A_BUS)
+        reads = ids_of_tables(self.spec)
+        left *= sum(reads[name] for name in names)
+        taken = []
+        for name in sorted(names, key=lambda name: -reads[name]):
+            if reads[name] <= left:
+                taken.append(name)
+                left -= reads[name]
+        return taken
+
+    def _on_disk(self, layout: Layout, optimizer: SparseOptimizerSpec | None) -> EmbeddingStore:
+        """Tables in files; on a GPU machine the CPU pools their rows."""
+        places, cpu = self._places(layout, "ssd"), torch.device("cpu")
+        rows = CachedStore(layout, optimizer, places=places, backing=self._file_rows, **self._options(cpu))
+        return rows if self.device.type == "cpu" else HostStore(rows, self.device, check=self.check)
+
+    def _options(self, device: torch.device) -> dict[str, Any]:
+        kernel = self.kernel if device == self.device else "auto"
+        return {"seed": self.spec.seed, "kernel": kernel, "device": device, "dtype": self.dtype, "check": self.check}
+
+    def _places(self, layout: Layout, where: str) -> dict[str, int]:
+        """For each table there how many of its rows stay in fast memory."""
+        return {
+            table.name: max(1, math.ceil((self.placement.of(table.name).cache_fraction or 0) * table.num_rows))
+            for table in layout.tables
+            if self.placement.of(table.name).where == where
+        }
+
+    def _ram_rows(self, group: Group) -> RamRows:
+        return RamRows(group, seed=self.spec.seed, device=self.device)
+
+    def _file_rows(self, group: Group) -> FileRows:
+        assert self.placement.folder is not None
+        path = free_file(Path(self.placement.folder), f"{self.spec.name}-{self.rank}-width-{group.width}")
+        return FileRows(path, group.num_rows, group.columns, initial=initial_in(group, seed=self.spec.seed))
+
+
+_PLACES = ("device", "host", "cached", "ssd")
+
+
+def free_file(folder: Path, name: str) -> Path:
+    """The first of `name.rows`, `name-2.rows` … that no other process is using; what a killed one left is used again."""
+    for number in itertools.count(1):
+        path = folder / (f"{name}.rows" if number == 1 else f"{name}-{number}.rows")
+        try:
+            with open(path, "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return path
+        except FileNotFoundError:
+            return path
+        except OSError:
+            continue
+    raise AssertionError("numbers do not end")

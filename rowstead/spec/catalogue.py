@@ -1,0 +1,101 @@
+"""The catalogue: machines and software by name or file, and what-if changes to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rowstead.spec.errors import RowsteadError, SpecError, did_you_mean
+from rowstead.spec.machine import Machine, Software
+from rowstead.spec.parse import parse, read_yaml, to_plain
+
+MACHINES = Path(__file__).parent.parent / "machines"
+SOFTWARE = MACHINES / "software"
+
+
+def machine_names() -> list[str]:
+    """Names of the machines that are shipped."""
+    return sorted(path.stem for path in MACHINES.glob("*.yaml"))
+
+
+def load_machine(name_or_path: str, changes: Iterable[str] = ()) -> Machine:
+    """A shipped machine by name, or one of the user's own by path, with what-if changes such as `network.bandwidth=4x`."""
+    plain, path = _plain_of(name_or_path, MACHINES, machine_names(), "machine")
+    try:
+        machine = parse(Machine, plain)
+        for change in changes:
+            machine = parse(Machine, changed(to_plain(machine), change))
+    except SpecError as error:
+        raise SpecError("", f"{path.name}: {error}") from None
+    return machine
+
+
+def software_names() -> list[str]:
+    """Names of the descriptions of software that are shipped."""
+    return sorted(path.stem for path in SOFTWARE.glob("*.yaml"))
+
+
+def load_software(name_or_path: str) -> Software:
+    """A shipped description of software by name, or one of the user's own by path."""
+    plain, path = _plain_of(name_or_path, SOFTWARE, software_names(), "software")
+    try:
+        return parse(Software, plain)
+    except SpecError as error:
+        raise SpecError("", f"{path.name}: {error}") from None
+
+
+def _plain_of(name_or_path: str, folder: Path, known: list[str], what: str) -> tuple[Any, Path]:
+    path = Path(name_or_path)
+    if not path.is_file():
+        if name_or_path not in known:
+            raise RowsteadError(f"no {what} `{name_or_path}`, shipped or as a file: {did_you_mean(name_or_path, known)}")
+        path = folder / f"{name_or_path}.yaml"
+    return read_yaml(path), path
+
+
+def changed(plain: Any, change: str) -> Any:
+    """The plain form of a machine with one number changed: `network.bandwidth=4x` multiplies, `host.num_cores=64` sets.
+
+    The last key may be the beginning of a field's name, as long as no other field begins so.
+    """
+    key, separator, text = change.partition("=")
+    keys = key.strip().removeprefix("machine.").split(".")
+    if not separator or not all(keys):
+        raise RowsteadError(f"cannot read `{change}`: write it as machine.network.bandwidth=4x, or with a number after `=`")
+    try:
+        factor = float(text.strip().removesuffix("x"))
+    except ValueError:
+        raise RowsteadError(f"cannot read `{text}` in `{change}`: give a factor such as 4x, or a number") from None
+    return _with_change(plain, keys, factor, text.strip().endswith("x"), change)
+
+
+def _with_change(node: Any, keys: list[str], factor: float, multiply: bool, change: str) -> Any:
+    if node is None:
+        raise RowsteadError(f"`{change}`: this machine has no such part")
+    if isinstance(node, list):
+        return [_with_change(item, keys, factor, multiply, change) for item in node]
+    if not isinstance(node, dict):
+        raise RowsteadError(f"`{change}` goes into a plain value: end the key there")
+    head, rest = keys[0], keys[1:]
+    matching = [name for name in node if name == head] or [name for name in node if name.startswith(head)]
+    if len(matching) != 1:
+        if matching:
+            raise RowsteadError(f"`{change}`: `{head}` may be any of {', '.join(matching)}: write it out")
+        known = [*node, *(name.split("_")[0] for name in node)]
+        raise RowsteadError(f"`{change}`: no field `{head}`: {did_you_mean(head, dict.fromkeys(known))}")
+    (name,) = matching
+    value = node[name]
+    if rest:
+        return {**node, name: _with_change(value, rest, factor, multiply, change)}
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise RowsteadError(f"`{change}`: `{name}` is no number here, so it cannot be changed")
+    new = value * factor if multiply else factor
+    result = {**node, name: round(new) if isinstance(value, int) else new}
+    if (
+        multiply and name == "bandwidth_bytes_per_s" and isinstance(node.get("random"), list)
+    ):  # faster memory is so at random too
+        result["random"] = [{**rate, "bytes_per_s": rate["bytes_per_s"] * factor} for rate in node["random"]]
+        if result.get("cache_bandwidth_bytes_per_s") is not None:
+            result["cache_bandwidth_bytes_per_s"] = max(result["cache_bandwidth_bytes_per_s"], new)
+    return result
