@@ -216,15 +216,15 @@ def _print_timeline(console: Console, best: Prediction) -> None:
 
 
 def _print_requirements(console: Console, needs: Requirements) -> None:
-    from rowstead.plan.setup import size
+    from rowstead.spec.sizes import shown_bytes
 
     console.print(f"a machine needs for {needs.samples_per_s:,.0f} samples/s, were it used perfectly:", highlight=False)
     for what, figure in (
-        ("memory", size(needs.memory_bytes)),
-        ("memory bandwidth", f"{size(needs.memory_bytes_per_s)}/s"),
+        ("memory", shown_bytes(needs.memory_bytes)),
+        ("memory bandwidth", f"{shown_bytes(needs.memory_bytes_per_s)}/s"),
         ("arithmetic", f"{needs.flops_per_s / 1e12:.3g} TFLOP/s"),
-        ("exchange, each direction", f"{size(needs.exchange_bytes_per_s)}/s"),
-        ("input", f"{size(needs.input_bytes_per_s)}/s"),
+        ("exchange, each direction", f"{shown_bytes(needs.exchange_bytes_per_s)}/s"),
+        ("input", f"{shown_bytes(needs.input_bytes_per_s)}/s"),
     ):
         console.print(f"  {what}: {figure}", highlight=False)
 

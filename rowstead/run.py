@@ -212,9 +212,9 @@ def _drive(
 ) -> Result:
     """Run the loop to its end and keep what it came to; `save_first` keeps weights that no seed could give back."""
     store: Any = stepper.model.store  # every store that `parts` makes has a layout and says which kernels it runs
+    sources = shared_sources(sources, channel)
     if spec.check_ids:
         sources = checked_sources(sources, store.layout)
-    sources = shared_sources(sources, channel)
     if channel.world > 1:
         watcher.on_message(f"{channel.world} processes, each with its share of every batch")
     if store.tables:

@@ -52,6 +52,7 @@ def test_two_processes_end_at_the_weights_of_one_and_nearly_so_with_16_bits_on_t
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_a_hundred_steps_in_any_number_of_processes_end_at_the_weights_of_one(world: int, tmp_path: Path) -> None:
     kinds = [[f"train.sparse_optimizer.kind={kind}"] for kind in ("rowwise_adagrad", "adagrad", "adam", "sgd")]

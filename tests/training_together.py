@@ -121,7 +121,7 @@ def in_processes(world: int, settings: list[Settings], folder: Path) -> list[dic
         for rank in range(world)
     ]
     try:
-        said = [process.communicate(timeout=240)[1] for process in processes]
+        said = [process.communicate(timeout=800)[1] for process in processes]
     finally:
         for process in processes:
             process.kill()

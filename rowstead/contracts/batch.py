@@ -65,6 +65,16 @@ class Whole:
     mean_label: float
     """By weight."""
 
+    @classmethod
+    def of(cls, labels: Tensor, weights: Tensor | None) -> Whole:
+        """Of all examples' labels [B] and weights [B]."""
+        count = labels.numel()
+        if weights is None:
+            return cls(num_samples=count, weight=float(count), mean_label=float(labels.mean()) if count else 0.0)
+        exact = weights.double()
+        weight = float(exact.sum())
+        return cls(num_samples=count, weight=weight, mean_label=float((labels * exact).sum()) / weight if weight > 0 else 0.0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
@@ -94,19 +104,13 @@ class Batch:
         if self.share_of is not None:
             return self.share_of
         assert self.labels is not None
-        if self.weights is None:
-            mean = float(self.labels.mean()) if self.num_samples else 0.0
-            return Whole(num_samples=self.num_samples, weight=float(self.num_samples), mean_label=mean)
-        weights = self.weights.double()
-        weight = float(weights.sum())
-        mean_label = float((self.labels * weights).sum()) / weight if weight > 0 else 0.0
-        return Whole(num_samples=self.num_samples, weight=weight, mean_label=mean_label)
+        return Whole.of(self.labels, self.weights)
 
     def share(self, rank: int, world: int) -> Batch:
         """The examples that one of `world` processes trains on: those of all ranks, in order, are the batch."""
         if world == 1:
             return self
-        start, stop = self.num_samples * rank // world, self.num_samples * (rank + 1) // world
+        start, stop = share_bounds(self.num_samples, rank, world)
         return Batch(
             dense=self.dense[start:stop],
             sparse=self.sparse.examples(start, stop) if self.sparse.num_features else self.sparse,
@@ -128,6 +132,11 @@ class Batch:
         own = [self.dense, self.labels, self.weights, self.true_p]
         sparse = [self.sparse.ids, self.sparse.offsets, self.sparse.weights]
         return [tensor for tensor in own + sparse if tensor is not None]
+
+
+def share_bounds(num_samples: int, rank: int, world: int) -> tuple[int, int]:
+    """First and last example of the share that one of `world` processes has of a batch."""
+    return num_samples * rank // world, num_samples * (rank + 1) // world
 
 
 def sparse_from_kjt(features: Any) -> Sparse:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rowstead.contracts.batch import Batch, Sparse
+from rowstead.contracts.batch import Batch, Sparse, Whole
 from rowstead.data.block import RawBlock
 from rowstead.data.hashing import HASH_CODES, hash_in_place, id_outside_table
 from rowstead.data.transforms import DenseTransforms
@@ -83,8 +83,7 @@ class Encoder:
                 )
         order = np.arange(len(rows), dtype=np.int64) if order is None else np.ascontiguousarray(order, np.int64)
         assert not len(order) or (order.min() >= 0 and order.max() < len(rows)), "order names a row that is not there"
-        block_of = np.searchsorted(rows.starts, order, side="right") - 1
-        place_of = order - rows.starts[block_of]
+        block_of, place_of = _places(rows, order)
 
         num_samples, num_features = len(order), len(self._names)
         dense = np.empty((num_samples, self._num_dense), np.float32)
@@ -98,10 +97,7 @@ class Encoder:
             raise id_outside_table(self._names[feature], int(ids[outside]), int(self._num_rows[feature]))
 
         def gathered(name: str) -> torch.Tensor | None:
-            parts = [getattr(block, name) for block in rows.blocks]
-            if any(part is None for part in parts):
-                return None
-            return torch.from_numpy(_gather_scalar(np.array([address_of(p) for p in parts]), block_of, place_of))
+            return _gathered(name, rows, block_of, place_of)
 
         return Batch(
             dense=torch.from_numpy(self.transforms.apply(dense)),
@@ -110,6 +106,27 @@ class Encoder:
             weights=gathered("weights"),
             true_p=gathered("true_p"),
         )
+
+
+def whole_of(rows: Rows, order: NDArray[np.int64]) -> Whole | None:
+    """What is known of a batch of the rows that `order` [B] names, without encoding it; none where there are no labels."""
+    block_of, place_of = _places(rows, order)
+    labels, weights = (_gathered(name, rows, block_of, place_of) for name in ("labels", "weights"))
+    return None if labels is None else Whole.of(labels, weights)
+
+
+def _places(rows: Rows, order: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The block of each row that `order` [B] names, and its place in it."""
+    block_of = np.searchsorted(rows.starts, order, side="right") - 1
+    return block_of, order - rows.starts[block_of]
+
+
+def _gathered(name: str, rows: Rows, block_of: NDArray[np.int64], place_of: NDArray[np.int64]) -> torch.Tensor | None:
+    """One of the blocks' columns of scalars, for each example; none where a block has none."""
+    parts = [getattr(block, name) for block in rows.blocks]
+    if any(part is None for part in parts):
+        return None
+    return torch.from_numpy(_gather_scalar(np.array([address_of(part) for part in parts]), block_of, place_of))
 
 
 _kernel = numba.njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")

@@ -7,6 +7,8 @@ windows one after the other. Threads decode ahead, up to one window, and make ba
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -20,12 +22,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from rowstead.contracts.batch import Batch
+from rowstead.contracts.batch import Batch, share_bounds
 from rowstead.contracts.source import Cursor
 from rowstead.data import rowgroup
 from rowstead.data.block import RawBlock
 from rowstead.data.columns import Columns, IdKinds, check_id_kinds
-from rowstead.data.encode import Encoder, Rows
+from rowstead.data.encode import Encoder, Rows, whole_of
 from rowstead.data.files import LogFile, find_files
 from rowstead.data.prefetch import chain_ahead, map_ahead
 from rowstead.data.rowgroup import plain_leaves, read_row_group
@@ -254,9 +256,16 @@ class ParquetSource:
         self.num_skipped = 0
         """Bad rows left out so far, over all iterators."""
         self._making = Cost()
+        self._rank, self._world = 0, 1
         self._seed = seed % 2**64
         self._shuffle = shuffle and log.spec.shuffle_rows > 0
         self._window_rows = log.spec.shuffle_rows if self._shuffle else UNSHUFFLED_WINDOW
+
+    def shared(self, rank: int, world: int) -> ParquetSource:
+        """The same source, of each batch the share of one of `world` processes: other rows are decoded, but not encoded."""
+        source = copy.copy(self)
+        source._rank, source._world, source._making = rank, world, Cost()
+        return source
 
     def batches(
         self, batch_size: int, *, epoch: int = 0, rank: int = 0, world: int = 1, cursor: Cursor | None = None
@@ -352,11 +361,15 @@ class ParquetSource:
             yield Rows(blocks), np.concatenate(places)
 
     def _encode(self, parts: Sequence[Part]) -> Batch:
-        if len(parts) == 1:
-            return self.encoder.encode(*parts[0])
-        starts = accumulate((len(rows) for rows, _ in parts), initial=0)
-        order = np.concatenate([start + order for start, (_, order) in zip(starts, parts, strict=False)])
-        return self.encoder.encode(Rows.joined([rows for rows, _ in parts]), order)
+        rows, order = parts[0]
+        if len(parts) > 1:
+            starts = accumulate((len(rows) for rows, _ in parts), initial=0)
+            order = np.concatenate([start + order for start, (_, order) in zip(starts, parts, strict=False)])
+            rows = Rows.joined([rows for rows, _ in parts])
+        if self._world == 1:
+            return self.encoder.encode(rows, order)
+        start, stop = share_bounds(len(order), self._rank, self._world)
+        return dataclasses.replace(self.encoder.encode(rows, order[start:stop]), share_of=whole_of(rows, order))
 
 
 def schema_of(file: LogFile) -> pa.Schema:

@@ -12,12 +12,14 @@ from rowstead.contracts.source import Cursor, Source
 class SharedSource:
     """A Source of which process `rank` of `world` gets its share of each batch: together they have what one alone would read.
 
-    Every process reads the whole batch and keeps its part, so all stand at the same cursor, come to the same end and meet the
-    same bad rows. With few examples left a share may be empty.
+    Every process reads the whole batch and keeps its part, so all stand at the same cursor and come to the same end; a source
+    that can make shares itself need not make the rest. With few examples left a share may be empty.
     """
 
     def __init__(self, source: Source, rank: int, world: int) -> None:
-        self._source, self._rank, self._world = source, rank, world
+        self._makes_shares = hasattr(source, "shared")
+        self._source = source.shared(rank, world) if hasattr(source, "shared") else source
+        self._rank, self._world = rank, world
         self.num_samples = source.num_samples
 
     def batches(
@@ -26,7 +28,7 @@ class SharedSource:
         batches = self._source.batches(batch_size, epoch=epoch, rank=rank, world=world, cursor=cursor)
         try:
             for batch, after in batches:
-                yield batch.share(self._rank, self._world), after
+                yield batch if self._makes_shares else batch.share(self._rank, self._world), after
         finally:
             if isinstance(batches, Generator):
                 batches.close()

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rowstead.plan.predict import Prediction, predict
-from rowstead.plan.setup import USABLE_SHARE, Place, Setup, size
+from rowstead.plan.setup import USABLE_SHARE, Place, Setup
 from rowstead.plan.work import StepWork, step_work
 from rowstead.spec.machine import Machine, Precision, Software
 from rowstead.spec.run import RunSpec
+from rowstead.spec.sizes import shown_bytes
 
 MAX_SERVERS = 4096
 """Servers of one kind beyond which we give up."""
@@ -57,8 +58,10 @@ def choose(
         samples_per_s=samples_per_s,
     )
     found = []
-    for place in places_of(machine):
-        of_place = [one for size in (batch_sizes or (spec.train.batch_size,)) for one in chooser.candidates(place, size)]
+    for place in places_of(machine) if chooser.work.tables else ("device",):
+        of_place = [
+            one for batch_size in batch_sizes or (spec.train.batch_size,) for one in chooser.candidates(place, batch_size)
+        ]
         if of_place:
             found.append(min(of_place, key=chooser.rank))
     fitting = sorted((one for one in found if one.fits), key=chooser.rank)
@@ -96,7 +99,6 @@ class Chooser:
             place=place,
             batch_size=batch_size,
             num_devices=machine.num_devices,
-            in_flight=2 if place == "remote" and self.software.overlap_input else 1,
             server=server if place == "remote" else None,
             num_sparse_servers=fewest_servers(self.work, server) if place == "remote" else 0,
             num_dense_servers=1 if place == "remote" and machine.accelerators is None else 0,
@@ -170,7 +172,7 @@ def remedies(spec: RunSpec, machine: Machine, server: Machine) -> tuple[str, ...
     if machine.network is not None:
         many = math.ceil(work.table_bytes / room)
         found.append(
-            f"use {many} such servers: their {where} of {size(many * room)} holds the tables' {size(work.table_bytes)}"
+            f"use {many} such servers: their {where} of {shown_bytes(many * room)} holds the tables' {shown_bytes(work.table_bytes)}"
         )
         servers = fewest_servers(work, server)
         found.append(f"put the tables on {servers} sparse parameter servers ({server.name})")
@@ -180,10 +182,12 @@ def remedies(spec: RunSpec, machine: Machine, server: Machine) -> tuple[str, ...
     ):
         smaller = step_work(_changed(spec, change))
         if smaller.table_bytes < work.table_bytes:
-            found.append(f"set {text}: {size(work.table_bytes)} become {size(smaller.table_bytes)}")
+            found.append(f"set {text}: {shown_bytes(work.table_bytes)} become {shown_bytes(smaller.table_bytes)}")
     scale = max(room, host_room) / work.table_bytes
     if scale < 1:
-        found.append(f"set scale={spec.scale * scale * 0.95:.2g}, so that tables shrink to {size(max(room, host_room) * 0.95)}")
+        found.append(
+            f"set scale={spec.scale * scale * 0.95:.2g}, so that tables shrink to {shown_bytes(max(room, host_room) * 0.95)}"
+        )
     return tuple(found)
 
 

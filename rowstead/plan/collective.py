@@ -29,15 +29,19 @@ def fabric_of(accelerators: Accelerators) -> Fabric:
 
 
 def all_reduce_s(fabric: Fabric, num_devices: int, num_bytes: float) -> float:
-    """Seconds until all devices have the sum of their `num_bytes`.
+    """Seconds until all devices have the sum of their `num_bytes`, by the faster of two ways.
 
-    Every device sends and receives 2 (n - 1) / n of the bytes, in a ring that each of these topologies contains; a hybrid cube mesh
-    uses all its links by several rings. Through the host, the parts go up and down one after the other.
+    In a ring, which each of these topologies contains, every device sends 2 (n - 1) / n of the bytes in as many rounds; a hybrid
+    cube mesh uses all its links by several rings. In a tree all bytes go up and down in few rounds, which is better for little.
+    Through the host, each part goes up and down one after the other.
     """
     if num_devices == 1 or num_bytes == 0:
         return 0.0
-    rounds, moved = 2 * (num_devices - 1), 2 * (num_devices - 1) / num_devices * num_bytes
-    return rounds * fabric.latency_s + moved / _ring_bytes_per_s(fabric, num_devices)
+    bytes_per_s = _ring_bytes_per_s(fabric, num_devices)
+    rounds = 2 * (num_devices - 1)
+    ring_s = rounds * (fabric.latency_s + num_bytes / num_devices / bytes_per_s)
+    tree_s = 2 * math.ceil(math.log2(num_devices)) * (fabric.latency_s + num_bytes / bytes_per_s)
+    return min(ring_s, tree_s)
 
 
 def _ring_bytes_per_s(fabric: Fabric, num_devices: int) -> float:
@@ -51,28 +55,32 @@ def _ring_bytes_per_s(fabric: Fabric, num_devices: int) -> float:
 def all_to_all_s(fabric: Fabric, num_devices: int, num_bytes: float) -> float:
     """Seconds until each device has its n-th of what every other device sent, `num_bytes` sent by each in all.
 
-    An n-th of the bytes stays at home. What is sent further than one hop takes the links of those between.
+    An n-th of the bytes stays at home. All are sent at once; what goes further than one hop takes the links of those between.
     """
     if num_devices == 1 or num_bytes == 0:
         return 0.0
+    hops = hops_of(fabric.topology, num_devices)
     sent = num_bytes * (num_devices - 1) / num_devices
-    return (num_devices - 1) * fabric.latency_s + sent * mean_hops(fabric.topology, num_devices) / fabric.bytes_per_s
+    return max(hops) * fabric.latency_s + sent * mean_hops(fabric.topology, num_devices) / fabric.bytes_per_s
+
+
+def hops_of(topology: Topology, num_devices: int) -> list[int]:
+    """Links between one device and each of the others."""
+    others = num_devices - 1
+    if topology == "through_host":
+        return [2] * others
+    if topology == "ring":
+        return [min(step, num_devices - step) for step in range(1, num_devices)]
+    if topology == "hybrid_cube_mesh":
+        direct = min(CUBE_MESH_DIRECT, others)
+        return [1] * direct + [2] * (others - direct)
+    return [1] * others
 
 
 def mean_hops(topology: Topology, num_devices: int) -> float:
     """Links that a byte takes on average between two different devices."""
-    others = num_devices - 1
-    if others == 0:
-        return 0.0
-    if topology == "through_host":
-        return 2.0
-    if topology == "ring":
-        distances = [min(step, num_devices - step) for step in range(1, num_devices)]
-        return sum(distances) / others
-    if topology == "hybrid_cube_mesh":
-        direct = min(CUBE_MESH_DIRECT, others)
-        return (direct + 2 * (others - direct)) / others
-    return 1.0
+    hops = hops_of(topology, num_devices)
+    return sum(hops) / len(hops) if hops else 0.0
 
 
 def across_servers_s(bytes_per_s: float, latency_s: float, num_servers: int, num_bytes: float, *, reduce: bool) -> float:

@@ -34,8 +34,8 @@ SPARE_DISK = 1.5
 """Length of a file over that of the records in it."""
 PLACE_BYTES = 20
 """A place, besides its row: which row it holds, and when that was used."""
-HOST_BATCHES = 4
-"""Of a table in host memory, whose rows are on the GPU at once: gathered, trained and written back."""
+HOST_BATCHES = 2
+"""Of a table in host memory, for whose rows a GPU has room at once: one is trained, and the memory of another is not free yet."""
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 STATES = {"sgd": 0, "rowwise_adagrad": 0, "adagrad": 1, "adam": 2}
 """Numbers that an optimizer keeps for each of a row; row-wise Adagrad keeps one for the whole row."""

@@ -10,6 +10,7 @@ from rowstead.plan.schedule import Bottleneck, Slot, Task, bottlenecks, lay_out,
 from rowstead.plan.setup import Held, Setup, held, shortfalls
 from rowstead.plan.trainer import Trainer
 from rowstead.plan.work import StepWork
+from rowstead.spec.errors import RowsteadError
 from rowstead.spec.machine import Machine, Precision, Software
 from rowstead.spec.parse import digest
 from rowstead.spec.record import Record
@@ -128,6 +129,11 @@ def record_of(prediction: Prediction, spec: RunSpec, *, date: str) -> Record:
 
 def predict(work: StepWork, machine: Machine, software: Software, setup: Setup, *, precision: Precision = "fp32") -> Prediction:
     """How fast a set-up trains."""
+    for one in (machine, setup.server) if setup.place == "remote" else ():
+        if one is not None and one.network is None:
+            raise RowsteadError(f"`{one.name}` has no network: it cannot use tables on other servers, or serve them")
+    if setup.num_devices > machine.num_devices:
+        raise RowsteadError(f"`{machine.name}` has {machine.num_devices} devices, not {setup.num_devices}")
     trainer = Trainer(work=work, machine=machine, software=software, setup=setup, precision=precision)
     tasks = tuple(trainer.tasks())
     step_s = period_s(tasks, in_flight=setup.in_flight)

@@ -8,6 +8,7 @@ from typing import Literal
 from rowstead.plan.work import StepWork
 from rowstead.spec.errors import require
 from rowstead.spec.machine import Machine
+from rowstead.spec.sizes import shown_bytes
 
 Place = Literal["device", "host", "remote", "mixed"]
 
@@ -114,7 +115,7 @@ def shortfalls(work: StepWork, machine: Machine, setup: Setup) -> list[str]:
     for place, needed, capacity in places:
         if needed > capacity * USABLE_SHARE:
             found.append(
-                f"{place} would hold {size(needed)}, and {size(capacity * USABLE_SHARE)} of its {size(capacity)} are usable"
+                f"{place} would hold {shown_bytes(needed)}, and {shown_bytes(capacity * USABLE_SHARE)} of its {shown_bytes(capacity)} are usable"
             )
     return found
 
@@ -128,11 +129,3 @@ def fewest_devices(work: StepWork, machine: Machine, batch_size: int) -> int | N
             return num_devices
         num_devices *= 2
     return None
-
-
-def size(num_bytes: float) -> str:
-    """Bytes as people say them."""
-    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if num_bytes >= unit:
-            return f"{num_bytes / unit:.3g} {name}"
-    return f"{num_bytes:.0f} B"

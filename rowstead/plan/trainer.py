@@ -98,6 +98,11 @@ class Trainer:
         ]
 
     @property
+    def ready(self) -> tuple[str, ...]:
+        """What must have ended before anything is computed: on a CPU dispatching takes the cores, on accelerators it goes on meanwhile."""
+        return ("hand over", "copy batch") if self.has_devices else ("dispatch",)
+
+    @property
     def accelerators(self) -> Accelerators:
         assert self.machine.accelerators is not None
         return self.machine.accelerators
@@ -112,16 +117,15 @@ class Trainer:
     def looking_up(self) -> list[Task]:
         """Rows are read and pooled where they live, and the pooled vectors brought to the devices."""
         tasks = []
-        start = ("hand over", "copy batch", "dispatch") if not self.has_devices else ("hand over", "copy batch")
         if self.on_devices:
             seconds = self.imbalance * self.of_tables_s(self.processor, self.on_devices, self.setup.batch_size, update=False)
-            tasks.append(Task(name="look up", resource=self.compute, seconds=seconds, after=start))
+            tasks.append(Task(name="look up", resource=self.compute, seconds=seconds, after=self.ready))
             tasks += self.exchange("pooled", after="look up")
         if self.off_devices and self.setup.place == "remote":
-            tasks += self.request(after=start)
+            tasks += self.request(after=self.ready)
         elif self.off_devices:
             seconds = self.of_tables_s(self.host, self.off_devices, self.server_batch, update=False)
-            tasks.append(Task(name="host look up", resource="host memory", seconds=seconds, after=start))
+            tasks.append(Task(name="host look up", resource="host memory", seconds=seconds, after=self.ready))
             if self.has_devices:
                 tasks.append(self.host_copy("copy pooled", after=("host look up",)))
         return tasks
@@ -290,13 +294,12 @@ class Trainer:
     def dense(self) -> list[Task]:
         """Bottom MLP, interaction, top MLP and back; the bottom MLP may run while rows are on their way."""
         work, setup, processor, precision = self.work, self.setup, self.processor, self.precision
-        start = ("hand over", "copy batch", "dispatch") if not self.has_devices else ("hand over", "copy batch")
         tasks = [
             Task(
                 name="bottom",
                 resource=self.compute,
                 seconds=cost.layers_s(processor, work, work.bottom, setup.batch_size, precision, passes=1),
-                after=start,
+                after=self.ready,
             )
         ]
         if self.off_devices and setup.place == "remote":

@@ -26,6 +26,7 @@ from rowstead.kernels.reference import clip_pooled
 from rowstead.spec.train import SparseOptimizerSpec
 from rowstead.stores.checked import checked
 from rowstead.stores.device import numbered
+from rowstead.stores.sharded_columns import Columns
 from rowstead.stores.sharded_ids import Asked
 from rowstead.stores.sharded_pieces import Pieces
 from rowstead.stores.sharded_sums import ColumnPieces, Copies
@@ -100,10 +101,12 @@ class ShardedStore(nn.Module):
             self._columns = ColumnPieces(slices, local)
             self._pieces.append(slices)
         self._copies = Copies(layout, self.plan.replicated, channel, make, local, dtype=self._dtype, device=self._device)
-        self._columns_of = _Columns(self.plan, [kind.routes.features for kind in self._pieces], self._copies.features)
+        self._columns_of = Columns(self.plan, [kind.routes.features for kind in self._pieces], self._copies.features)
         self._coming: deque[_Batch] = deque()
         self._current: _Batch | None = None
         self._modules_within = nn.ModuleList(store for store in self.local_stores if isinstance(store, nn.Module))
+        wanted = max((store.batches_ahead for store in self.local_stores), default=0)
+        self._batches_ahead = 1 + max(channel.gather(wanted))  # else some would announce batches that others do not
 
     @property
     def kernel(self) -> str:
@@ -118,8 +121,8 @@ class ShardedStore(nn.Module):
 
     @property
     def batches_ahead(self) -> int:
-        """One for the ids to travel, and what the local stores want."""
-        return 1 + max((store.batches_ahead for store in self.local_stores), default=0)
+        """One for the ids to travel, and what the local stores of any process want."""
+        return self._batches_ahead
 
     def prefetch(self, sparse: Sparse) -> None:
         """Begin to send the ids of a coming batch; they travel on while the batches before it are trained on."""
@@ -287,95 +290,3 @@ class ShardedStore(nn.Module):
 
 def _is_same(one: Sparse, other: Sparse) -> bool:
     return one.ids is other.ids and one.offsets is other.offsets
-
-
-@dataclass(frozen=True)
-class _Run:
-    """Columns of the whole that come from the same columns of the same blocks, added up."""
-
-    start: int
-    stop: int
-    sources: tuple[tuple[int, int], ...]
-    """For each block that has a share in them its number and its first column."""
-
-
-class _Columns:
-    """Which columns of the pooled output are in which columns of the blocks that come from each process.
-
-    Blocks are numbered through: for each kind of pieces one of each process, then one of the copies.
-    """
-
-    def __init__(self, plan: ShardPlan, features: Sequence[Sequence[Sequence[int]]], copied: Sequence[int]) -> None:
-        """features: for each kind of pieces and each process those that it answers for, in order; `copied` those of copies."""
-        layout = plan.layout
-        self._blocks: list[list[tuple[int, int]]] = []
-        """For each block the columns of the whole that it has, as ranges, in its own order."""
-        for kind in features:
-            for rank, answered in enumerate(kind):
-                pieces = {piece.table: piece for piece in plan.pieces[rank]}
-                ranges = []
-                for feature in answered:
-                    piece = pieces[layout.table_of[feature]]
-                    start = layout.columns[feature] + piece.first_column
-                    ranges.append((start, start + piece.width))
-                self._blocks.append(ranges)
-        if copied:
-            self._blocks.append([(layout.columns[feature], layout.columns[feature + 1]) for feature in copied])
-        self._firsts: list[int] = [0]
-        for kind in features:
-            self._firsts.append(self._firsts[-1] + len(kind))
-        self._has_copies = bool(copied)
-        self._runs = self._find_runs(layout.total_width)
-
-    def joined(self, blocks: Sequence[Tensor]) -> Tensor:
-        """The pooled output [B, sum of widths] from blocks [B, width]."""
-        parts = []
-        for run in self._runs:
-            width = run.stop - run.start
-            shares = [blocks[block][:, first : first + width] for block, first in run.sources]
-            part = shares[0]
-            for share in shares[1:]:
-                part = part + share
-            parts.append(part)
-        return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim=1)
-
-    def of_pieces(self, grad: Tensor, kind: int) -> list[Tensor]:
-        """The columns of each process's block of one kind, out of [B, sum of widths]."""
-        return [self._picked(grad, ranges) for ranges in self._blocks[self._firsts[kind] : self._firsts[kind + 1]]]
-
-    def of_copies(self, grad: Tensor) -> Tensor:
-        """The columns of the copies."""
-        return self._picked(grad, self._blocks[-1] if self._has_copies else [])
-
-    @staticmethod
-    def _picked(grad: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
-        merged: list[tuple[int, int]] = []
-        for start, stop in ranges:
-            if merged and merged[-1][1] == start:
-                merged[-1] = (merged[-1][0], stop)
-            else:
-                merged.append((start, stop))
-        if not merged:
-            return grad[:, :0]
-        views = [grad[:, start:stop] for start, stop in merged]
-        return views[0] if len(views) == 1 else torch.cat(views, dim=1)
-
-    def _find_runs(self, width: int) -> list[_Run]:
-        sources: list[list[tuple[int, int]]] = [[] for _ in range(width)]
-        for block, ranges in enumerate(self._blocks):
-            place = 0
-            for start, stop in ranges:
-                for column in range(start, stop):
-                    sources[column].append((block, place))
-                    place += 1
-        runs: list[_Run] = []
-        for column, found in enumerate(sources):
-            assert found, f"nobody answers for column {column}"
-            if runs:
-                last = runs[-1]
-                length = column - last.start
-                if tuple((block, first + length) for block, first in last.sources) == tuple(found):
-                    runs[-1] = _Run(last.start, column + 1, last.sources)
-                    continue
-            runs.append(_Run(column, column + 1, tuple(found)))
-        return runs

@@ -6,6 +6,7 @@ import json
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -64,7 +65,7 @@ def test_readers_keep_up_with_the_speed() -> None:
 def test_a_model_that_fits_nowhere_gets_numbered_remedies_with_sizes() -> None:
     found = choose(load_recipe("m3"), load_machine("laptop"), ROWSTEAD, server=CPU)
     assert found.best is None
-    assert any("rowwise_adagrad: 481 GB become 242 GB" in remedy for remedy in found.remedies)
+    assert any("rowwise_adagrad: 481.2 GB become 242.5 GB" in remedy for remedy in found.remedies)
     assert any("scale=" in remedy for remedy in found.remedies)
     done = CliRunner().invoke(app, ["plan", "m3", "--on", "laptop"])
     assert done.exit_code == 0
@@ -77,6 +78,18 @@ def test_the_scale_that_is_recommended_fits() -> None:
     remedy = next(one for one in choose(load_recipe("m3"), laptop, ROWSTEAD, server=CPU).remedies if "scale=" in one)
     scale = remedy.split("scale=")[1].split(",")[0]
     assert choose(load_recipe("m3", [f"scale={scale}"]), laptop, ROWSTEAD, server=CPU).best is not None
+
+
+def test_a_model_without_tables_needs_no_place_for_them(tmp_path: Path) -> None:
+    file = tmp_path / "plain.yaml"
+    file.write_text(
+        "name: plain\ndata: {synth: {num_dense: 4, num_sparse: 0}}\nfeatures: {dense: [{name: 'dense_{i}', repeat: 4}]}\n"
+        "model: {interaction: {kind: concat}}\n"
+    )
+    found = choose(load_recipe(str(file)), load_machine("bigbasin-32"), ROWSTEAD, server=CPU)
+    assert found.best is not None
+    assert found.best.setup.place == "device"
+    assert found.others == ()
 
 
 def test_requirements_grow_with_the_speed() -> None:

@@ -40,6 +40,10 @@ def test_an_all_reduce_moves_nearly_twice_the_bytes() -> None:
     assert all_reduce_s(Fabric("switched", 1e9, 0.0), 8, 1e9) == pytest.approx(2 * 7 / 8)
 
 
+def test_little_is_summed_in_few_rounds() -> None:
+    assert all_reduce_s(Fabric("switched", 1e9, 1e-6), 1024, 8) < 2 * 11e-6
+
+
 def test_a_machine_without_direct_links_goes_through_its_host() -> None:
     accelerators = load_machine("zion-prototype").accelerators
     assert accelerators is not None

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rowstead.plan.greedy import Memories, decide, record_bytes
+from rowstead.plan.greedy import HOST_BATCHES, MAP_BYTES, PLACE_BYTES, RECORD_BYTES, Memories, decide, record_bytes
 from rowstead.report.placement import placement_text
 from rowstead.spec.data import DataSpec, SynthSpec
 from rowstead.spec.errors import RowsteadError
@@ -81,7 +81,7 @@ def test_the_fastest_memory_goes_to_what_is_read_most_per_byte() -> None:
     assert wheres(spec, on_gpu(15 * MB, 100 * MB), mean_ids=[1.0, 5.0, 2.0]) == ["cached", "device", "cached"]
     assert wheres(spec, on_gpu(15 * MB, 100 * MB), mean_ids=[9.0, 5.0, 2.0]) == ["device", "cached", "cached"]
     spec = spec_of(100_000, 10_000, 100_000)  # as often read, but of fewer bytes
-    assert wheres(spec, on_cpu(5 * MB, 100 * MB), mean_ids=[1.0, 1.0, 1.0]) == ["ssd", "device", "ssd"]
+    assert wheres(spec, on_cpu(6 * MB, 100 * MB), mean_ids=[1.0, 1.0, 1.0]) == ["ssd", "device", "ssd"]
 
 
 def test_caches_keep_their_room_when_tables_are_raised() -> None:
@@ -108,9 +108,9 @@ def test_a_recipe_has_its_way() -> None:
     cached, host, ssd, rest = decide(spec_of(*[10_000] * 4, placement=placement), on_gpu(100 * MB, 100 * MB, 100 * MB)).tables
     assert cached.cache_fraction == 0.5
     assert cached.host_bytes == MB
-    assert cached.device_bytes == 5_000 * 120 + 10_000 * 4
-    assert (host.device_bytes, host.host_bytes) == (4 * 16 * 100, MB)
-    assert (ssd.host_bytes, ssd.disk_bytes) == (1_000 * 120 + 10_000 * 8, 1.5 * MB)
+    assert cached.device_bytes == 5_000 * (100 + PLACE_BYTES) + 10_000 * MAP_BYTES
+    assert (host.device_bytes, host.host_bytes) == (HOST_BATCHES * 16 * 100, MB)
+    assert (ssd.host_bytes, ssd.disk_bytes) == (1_000 * (100 + PLACE_BYTES) + 10_000 * (MAP_BYTES + RECORD_BYTES), 1.5 * MB)
     assert rest.where == "device"
     assert cached.why == "as the recipe says"
 
@@ -124,7 +124,7 @@ def test_without_a_gpu_the_hosts_memory_is_the_devices() -> None:
 def test_a_cache_counts_at_least_the_rows_of_a_batch() -> None:
     spec = spec_of(100_000, placement={"t0": TablePlacementSpec(where="ssd", cache_fraction=0.01)}, batch_size=20_000)
     (table,) = decide(spec, on_cpu(100 * MB, 100 * MB)).tables
-    assert table.host_bytes == 20_000 * 120 + 100_000 * 8
+    assert table.host_bytes == 20_000 * (100 + PLACE_BYTES) + 100_000 * (MAP_BYTES + RECORD_BYTES)
 
 
 def test_processes_share_all_but_copies() -> None:

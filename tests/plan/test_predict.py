@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rowstead.plan.choose import places_of
 from rowstead.plan.predict import Prediction, predict, record_of
 from rowstead.plan.setup import Place, Setup, fewest_devices, held, shortfalls
 from rowstead.plan.work import StepWork, step_work
@@ -99,7 +100,7 @@ def test_what_does_not_fit_says_where_and_by_how_much() -> None:
     found = on(machine_of("bigbasin-32"), "device", recipe="m3", batch_size=800)
     assert not found.fits
     assert "each accelerator would hold" in found.shortfalls[0]
-    assert "of its 32 GB are usable" in found.shortfalls[0]
+    assert "of its 32.0 GB are usable" in found.shortfalls[0]
 
 
 def test_tables_are_spread_evenly_over_devices() -> None:
@@ -134,6 +135,14 @@ def test_as_few_devices_as_hold_the_tables() -> None:
 def test_a_set_up_that_contradicts_itself_is_refused(change: dict[str, object], problem: str) -> None:
     with pytest.raises(RowsteadError, match=problem):
         dataclasses.replace(Setup(place="device", batch_size=1), **change)  # type: ignore[arg-type]
+
+
+def test_a_set_up_that_the_machine_cannot_have_is_refused() -> None:
+    with pytest.raises(RowsteadError, match="`laptop` has no network"):
+        on(machine_of("laptop"), "remote")
+    setup = Setup(place="device", batch_size=1, num_devices=16)
+    with pytest.raises(RowsteadError, match="has 8 devices, not 16"):
+        predict(work_of("m1"), machine_of("bigbasin-32"), software_of("rowstead"), setup)
 
 
 def test_more_servers_in_step_are_faster_but_not_quite_in_proportion() -> None:
@@ -172,3 +181,24 @@ def test_cost_follows_from_a_price(tmp_path: Path) -> None:
     file.write_text((MACHINES / "h200.yaml").read_text() + "price: {usd_per_hour: 3.6, source: a test}\n")
     found = on(load_machine(str(file)), "device", recipe="quickstart")
     assert found.usd_per_billion_samples == pytest.approx(0.001 * 1e9 / found.samples_per_s)
+
+
+@pytest.mark.parametrize("software", ["rowstead", "operators-2020"])
+@pytest.mark.parametrize("name", machine_names())
+def test_every_place_of_every_machine_has_a_schedule_that_ends(name: str, software: str) -> None:
+    machine = machine_of(name)
+    for place in places_of(machine):
+        for num_trainers in (1, 3) if machine.network is not None else (1,):
+            setup = Setup(
+                place=place,
+                batch_size=512,
+                num_devices=machine.num_devices,
+                num_trainers=num_trainers,
+                num_sparse_servers=2 if place == "remote" else 0,
+                num_dense_servers=1 if place == "remote" else 0,
+                server=machine_of("cpu-2s") if place == "remote" else None,
+            )
+            found = predict(work_of("mlperf"), machine, software_of(software), setup)
+            assert 0 < found.step_s < 60
+            assert max(slot.end_s for slot in found.slots) <= found.step_s * (1 + 1e-9)
+            assert found.bottlenecks[0].saved_share >= 0

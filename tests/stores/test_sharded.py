@@ -136,6 +136,19 @@ def plain_layout(*num_rows: int, width: int = 8) -> Layout:
     return layout_of(spec, tables_of(spec, width=width))
 
 
+def test_all_processes_announce_equally_many_batches_whatever_their_own_stores_want() -> None:
+    def make(local: Layout, rule: SparseOptimizerSpec | None) -> DeviceStore | CachedStore:
+        if local.tables[0].name == "t0":
+            return DeviceStore(local, rule)
+        return CachedStore(local, rule, places={"t1": 2}, backing=lambda group: RamRows(group, seed=1))
+
+    def work(channel: ThreadChannel) -> int:
+        return ShardedStore(plain_layout(20, 10), SparseOptimizerSpec(), {}, channel, make).batches_ahead
+
+    first, second = in_threads(2, work)
+    assert first == second > 1
+
+
 def test_whole_tables_are_spread_by_their_weight() -> None:
     plan = plan_shards(plain_layout(100, 60, 50, 10), {}, 2)
     assert [[piece.table for piece in own] for own in plan.pieces] == [[0, 3], [1, 2]]
