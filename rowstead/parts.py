@@ -166,9 +166,7 @@ def build_model(
 
     placement = placement or planned(spec, device, trains=trains, channel=channel)
     rank = 0 if channel is None else channel.rank
-    make = StoreMaker(
-        spec=spec, placement=placement, device=device, kernel=kernel, dtype=dtype, check=check, rank=rank
-    )
+    make = StoreMaker(spec=spec, placement=placement, device=device, kernel=kernel, dtype=dtype, check=check, rank=rank)
 
     layout = layout_of(spec.features, spec.tables)
     store: EmbeddingStore

@@ -31,14 +31,9 @@ from rowstead.stores.files import FileRows, initial_in
 from rowstead.stores.groups import Group
 from rowstead.stores.host import HostStore
 from rowstead.stores.mixed import MixedStore, layout_for
-from rowstead.stores.pinned import PinnedStore
 
 KEPT_FREE = 0.1
 """Share of what is free that tables leave to everything else, unless a recipe sets a limit."""
-
-
-CORES_LIKE_A_BUS = 32
-"""How many cores pool and train rows about as fast as a GPU fetches them over PCIe 5 and writes them back."""
 
 
 def placement_of(
@@ -109,12 +104,6 @@ def _mean_ids(spec: RunSpec) -> Sequence[float] | None:
     return [min(means.get(str(f.column), 1.0), f.max_ids or math.inf) for f in spec.features.expanded_sparse()]
 
 
-def ids_of_tables(spec: RunSpec) -> dict[str, float]:
-    """Ids that an example has of each table, as far as they are known."""
-    reads = _mean_ids(spec) or [float(f.max_ids or 1) for f in spec.features.expanded_sparse()]
-    return {table.name: sum(reads[feature] for feature in table.features) for table in spec.tables}
-
-
 @dataclass(frozen=True, kw_only=True)
 class StoreMaker:
     """Makes stores for the tables of a run, or for the pieces of them that a process keeps."""
@@ -132,11 +121,8 @@ class StoreMaker:
         of = {place: [t.name for t in layout.tables if self.placement.of(t.name).where == place] for place in _PLACES}
         if self.device.type == "cpu" and of["ssd"] and not of["cached"]:
             of["ssd"], of["device"] = of["device"] + of["ssd"], []  # whole tables and caches of others can be one store
-        pooled = self._pooled_by_cpu(of["host"])
         shares: list[tuple[list[str], Callable[[Layout, SparseOptimizerSpec | None], EmbeddingStore]]] = [
-            (of["device"] + of["cached"], self._fast),
-            ([name for name in of["host"] if name not in pooled], self._pinned),
-            (pooled, self._pooled),
+            (of["device"] + of["cached"] + of["host"], self._fast),
             (of["ssd"], self._on_disk),
         ]
         stores = [
@@ -149,32 +135,14 @@ class StoreMaker:
         return stores[0] if len(stores) == 1 else MixedStore(layout, stores, check=self.check)
 
     def _fast(self, layout: Layout, optimizer: SparseOptimizerSpec | None) -> EmbeddingStore:
-        """Tables in the device's memory, whole or with a cache."""
+        """Tables that the device trains: in its memory whole, with a cache, or with room for the batches under way alone."""
         options = self._options(self.device)
-        if places := self._places(layout, "cached"):
-            backing = self._ram_rows
-            return CachedStore(layout, optimizer, places=places, backing=backing, **options)
+        places = self._places(layout, "cached")
+        if self.device.type == "cuda":
+            places |= dict.fromkeys(self._places(layout, "host"), 1)
+        if places:
+            return CachedStore(layout, optimizer, places=places, backing=self._ram_rows, **options)
         return DeviceStore(layout, optimizer, **options)
-
-    def _pinned(self, layout: Layout, optimizer: SparseOptimizerSpec | None) -> EmbeddingStore:
-        return PinnedStore(layout, optimizer, **self._options(self.device))
-
-    def _pooled(self, layout: Layout, optimizer: SparseOptimizerSpec | None) -> EmbeddingStore:
-        """Tables in system memory whose rows the CPU pools."""
-        rows = DeviceStore(layout, optimizer, **self._options(torch.device("cpu")))
-        return HostStore(rows, self.device, check=self.check)
-
-    def _pooled_by_cpu(self, names: list[str]) -> list[str]:
-        """Of tables in host memory those with the longest bags, as many as the CPU is done with while the GPU fetches the others."""
-        left = torch.get_num_threads() / (torch.get_num_threads() + CORES_LIKE_A_BUS)
-        reads = ids_of_tables(self.spec)
-        left *= sum(reads[name] for name in names)
-        taken = []
-        for name in sorted(names, key=lambda name: -reads[name]):
-            if reads[name] <= left:
-                taken.append(name)
-                left -= reads[name]
-        return taken
 
     def _on_disk(self, layout: Layout, optimizer: SparseOptimizerSpec | None) -> EmbeddingStore:
         """Tables in files; on a GPU machine the CPU pools their rows."""

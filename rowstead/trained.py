@@ -21,6 +21,7 @@ from rowstead.records.run_folder import DEFAULT_ROOT, RunFolder
 from rowstead.spec.errors import CheckpointError
 from rowstead.spec.parse import difference, to_plain_without_defaults
 from rowstead.spec.run import RunSpec
+from rowstead.stores.device import DeviceStore
 from rowstead.training import checkpoint
 from rowstead.training.evaluate import evaluate as evaluate_model
 from rowstead.training.metrics import Quality
@@ -78,6 +79,8 @@ def evaluate(
     trained = open_run(run, root=root, watcher=watcher)
     source = trained.source(data)
     device = device_of(trained.spec)
+    if not isinstance(trained.model.store, DeviceStore):
+        device = torch.device("cpu")  # tables that do not fit into its memory stay where they are
     with threads_of(trained.spec):
         quality = evaluate_model(
             trained.model.to(device),

@@ -22,7 +22,6 @@ from rowstead.stores.device import DeviceStore
 from rowstead.stores.files import FileRows, initial_in
 from rowstead.stores.host import HostStore
 from rowstead.stores.mixed import MixedStore, layout_for
-from rowstead.stores.pinned import PinnedStore
 from rowstead.training.ahead import announced
 from rowstead.training.step import Stepper
 
@@ -70,12 +69,9 @@ def mixed(layout: Layout, optimizer: SparseOptimizerSpec, dtype: torch.dtype, fo
 
 STORES: dict[str, Make] = {
     "cached": lambda layout, optimizer, dtype, folder: behind(layout, optimizer, dtype, folder, is_file=False, places=20),
-    "cached, two places": lambda layout, optimizer, dtype, folder: behind(
-        layout, optimizer, dtype, folder, is_file=False, places=2
-    ),
+    "host": lambda layout, optimizer, dtype, folder: behind(layout, optimizer, dtype, folder, is_file=False, places=1),
     "ssd": lambda layout, optimizer, dtype, folder: behind(layout, optimizer, dtype, folder, is_file=True, places=30),
-    "host, pooled": lambda layout, optimizer, dtype, _: HostStore(DeviceStore(layout, optimizer, dtype=dtype), "cpu"),
-    "host, direct": lambda layout, optimizer, dtype, _: PinnedStore(layout, optimizer, device="cpu", dtype=dtype),
+    "pooled by the CPU": lambda layout, optimizer, dtype, _: HostStore(DeviceStore(layout, optimizer, dtype=dtype), "cpu"),
     "mixed": mixed,
 }
 

@@ -15,7 +15,7 @@ import yaml
 
 from rowstead import train
 from rowstead.parts import build_model, planned
-from rowstead.placing import StoreMaker, free_file, free_host_bytes, memories_of
+from rowstead.placing import free_file, free_host_bytes, memories_of
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.parse import to_plain
 from rowstead.spec.run import RunSpec
@@ -190,13 +190,3 @@ def peak_bytes(folder: Path, num_rows: int, limit: str | None) -> int:
         placed = json.loads((folder / "run" / "placement.json").read_text())["tables"]
         assert {"device", "ssd"} == {table["where"] for table in placed}
     return int(done.stdout.split()[-1]) * 1024
-
-
-def test_the_cpu_pools_the_longest_bags_of_tables_in_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = small_spec("data.synth.mean_ids=[1, 9, 4]")
-    maker = StoreMaker(spec=spec, placement=planned(spec, CPU), device=CPU, kernel="auto", dtype=torch.float32, check=True)
-    names = [table.name for table in spec.tables]
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
-    assert maker._pooled_by_cpu(names) == ["sparse_1"]  # two thirds of 14 ids an example
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert maker._pooled_by_cpu(names) == []

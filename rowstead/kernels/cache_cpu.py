@@ -115,3 +115,34 @@ def _send_coldest(hand, oldest, row_in, used, uses, places, count):  # type: ign
 def _is_colder(place, other, row_in, used, uses):  # type: ignore[no-untyped-def]
     one, two = uses[row_in[place]], uses[row_in[other]]
     return one < two or (one == two and used[place] < used[other])
+
+
+@numba.njit(nogil=True, cache=True)
+def name_rows(ids, offsets, num_samples, first_rows, rows):  # type: ignore[no-untyped-def]
+    """Fill `rows` int64 [nnz] with `ids` [nnz] counted on from first_rows int64 [F] of their feature, -1 where that is negative."""
+    for feature in range(first_rows.size):
+        first = first_rows[feature]
+        for at in range(offsets[feature * num_samples], offsets[(feature + 1) * num_samples]):
+            rows[at] = ids[at] + first if first >= 0 else -1
+
+
+@numba.njit(nogil=True, cache=True)
+def name_places(rows, start, stop, place_of, places):  # type: ignore[no-untyped-def]
+    """Fill `places` [nnz] with the places of those `rows` int64 [nnz] that are from `start` to `stop`; others stay."""
+    address = place_of.ctypes.data
+    for at in range(rows.size):
+        if at + AHEAD < rows.size:
+            prefetch(address + 4 * (rows[at + AHEAD] - start))
+        if start <= rows[at] < stop:
+            places[at] = place_of[rows[at] - start]
+
+
+@numba.njit(nogil=True, cache=True)
+def rows_between(rows, start, stop, found):  # type: ignore[no-untyped-def]
+    """Fill `found` int64 [nnz] with those `rows` that are from `start` to `stop`, counted from `start`; returns how many."""
+    count = 0
+    for at in range(rows.size):
+        if start <= rows[at] < stop:
+            found[count] = rows[at] - start
+            count += 1
+    return count

@@ -34,8 +34,8 @@ SPARE_DISK = 1.5
 """Length of a file over that of the records in it."""
 PLACE_BYTES = 20
 """A place, besides its row: which row it holds, and when that was used."""
-HOST_BATCHES = 2
-"""Of a table in host memory, for whose rows a GPU has room at once: one is trained, and the memory of another is not free yet."""
+HOST_BATCHES = 3
+"""Of a table in host memory, for whose rows a GPU has room at once: one is trained on, two are brought in."""
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 STATES = {"sgd": 0, "rowwise_adagrad": 0, "adagrad": 1, "adam": 2}
 """Numbers that an optimizer keeps for each of a row; row-wise Adagrad keeps one for the whole row."""
@@ -124,8 +124,6 @@ class _Draft:
     shard: PlacedShard
     record_bytes: int
     """A row and what its optimizer keeps."""
-    state_bytes: int
-    """Of these, what stays on a GPU whose rows are in host memory: a state of one number a row."""
     num_rows: int
     """That this process keeps."""
     reads: float
@@ -162,8 +160,8 @@ class _Draft:
         if where == "device":
             return Sizes(device=self.whole_bytes)
         if where == "host":
-            in_hand = HOST_BATCHES * self.rows_at_once * self.record_bytes + self.num_rows * self.state_bytes
-            return Sizes(device=in_hand, host=self.whole_bytes - self.num_rows * self.state_bytes)
+            under_way = HOST_BATCHES * self.rows_at_once * (self.record_bytes + PLACE_BYTES)
+            return Sizes(device=under_way + self.num_rows * MAP_BYTES, host=self.whole_bytes)
         places = max(self.num_places, self.rows_at_once) * (self.record_bytes + PLACE_BYTES)
         if where == "cached":
             return Sizes(device=places + self.num_rows * MAP_BYTES, host=self.whole_bytes)
@@ -246,7 +244,6 @@ def _drafts(
             rule=rule,
             shard=shard,
             record_bytes=record_bytes(spec, table.width, trains=trains),
-            state_bytes=4 if trains and spec.train.sparse_optimizer.kind == "rowwise_adagrad" else 0,
             num_rows=kept,
             reads=sum(reads[feature] for feature in table.features),
             batch_size=spec.train.batch_size,

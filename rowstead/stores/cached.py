@@ -38,6 +38,7 @@ from rowstead.stores.device import DeviceStore, numbered
 from rowstead.stores.exchange import Exchange, exchange_for
 from rowstead.stores.groups import Group, RowNames, grouped, places_layout
 from rowstead.stores.places import Moves, Places
+from rowstead.stores.places_cpu import CompiledPlaces
 from rowstead.stores.state import load_parts, whole_state
 
 AHEAD = 2
@@ -94,7 +95,7 @@ class CachedStore(nn.Module):
         self._device, self._check = numbered(device), check
         self._groups = grouped(layout.tables, places, dtype=dtype, optimizer=optimizer)
         self._names = RowNames(layout, self._groups, self._device)
-        self._places = [Places(group.num_rows, group.num_places, self._device) for group in self._groups]
+        self._places = [places_for(group.num_rows, group.num_places, self._device) for group in self._groups]
         self.backings = [backing(group) for group in self._groups]
         fast, self._first_place = places_layout(layout, self._groups, [group.num_places for group in self._groups])
         self.resident = DeviceStore(fast, optimizer, seed=seed, kernel=kernel, device=device, dtype=dtype, check=False)
@@ -129,6 +130,10 @@ class CachedStore(nn.Module):
         self._last_left: Any = None
         """CUDA's event of that."""
         self._thread: threading.Thread | None = None
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> CachedStore:
+        """Rows stay where they are when the model around them is moved."""
+        return self
 
     @property
     def kernel(self) -> str:
@@ -541,3 +546,7 @@ def _bring_in_order(of: weakref.ref[CachedStore], changed: threading.Condition) 
                 some = store._next_set()
             store._plan_next(some, mover)
             del store, some
+
+
+def places_for(num_rows: int, num_places: int, device: torch.device) -> Places:
+    return CompiledPlaces(num_rows, num_places) if device.type == "cpu" else Places(num_rows, num_places, device)

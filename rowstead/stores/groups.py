@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rowstead.contracts.batch import Sparse
+from rowstead.kernels.cache_cpu import name_places, name_rows, rows_between
 from rowstead.kernels.layout import Layout
 from rowstead.kernels.optimizer import compute_dtype, state_columns
 from rowstead.spec.features import Table
@@ -101,11 +103,18 @@ class RowNames:
             self._starts.append(self._starts[-1] + group.num_rows)
         names = [layout.tables[table].name for table in layout.table_of]
         self._first_rows = torch.tensor([firsts.get(name, 0) for name in names], device=device)
+        self._firsts = np.array([firsts.get(name, -1) for name in names], np.int64)
         self._is_behind = torch.tensor([name in firsts for name in names], device=device)
         self._all_behind = all(name in firsts for name in names)
 
     def rows(self, sparse: Sparse) -> Tensor:
         """For each id its row, int64 [nnz]; -1 where its table belongs to no group."""
+        if not sparse.ids.is_cuda:
+            named = np.empty(sparse.ids.numel(), np.int64)
+            if named.size:
+                offsets = sparse.offsets.contiguous().numpy()
+                name_rows(sparse.ids.contiguous().numpy(), offsets, sparse.num_samples, self._firsts, named)
+            return torch.from_numpy(named)
         rows = sparse.ids + self._each(self._first_rows, sparse)
         return rows if self._all_behind else torch.where(self._each(self._is_behind, sparse), rows, -1)
 
@@ -114,18 +123,26 @@ class RowNames:
         for first, last in zip(self._starts[:-1], self._starts[1:], strict=True):
             if self._all_behind and len(self._starts) == 2:
                 yield rows
+            elif not rows.is_cuda:
+                found = np.empty(rows.numel(), np.int64)
+                yield torch.from_numpy(found[: rows_between(rows.numpy(), first, last, found)])
             else:
                 yield rows[(rows >= first) & (rows < last)] - first
 
     def places(self, sparse: Sparse, rows: Tensor, place_of: Sequence[Tensor]) -> Tensor:
         """For each id the place of its row, or the id itself where its table belongs to no group; int32 if places allow."""
+        if not rows.is_cuda:
+            ids = sparse.ids.numpy().astype(np.int64)
+            for first, last, places in zip(self._starts[:-1], self._starts[1:], place_of, strict=True):
+                name_places(rows.numpy(), first, last, places.numpy(), ids)
+            return torch.from_numpy(ids)
         if self._all_behind and len(place_of) == 1:
             return place_of[0][rows]
-        ids = sparse.ids.clone() if sparse.ids.dtype == torch.int64 else sparse.ids.long()
+        named = sparse.ids.long()
         for first, last, places in zip(self._starts[:-1], self._starts[1:], place_of, strict=True):
             here = (rows >= first) & (rows < last)
-            ids = torch.where(here, places[(rows - first).clamp(0, last - first - 1)], ids)
-        return ids
+            named = torch.where(here, places[(rows - first).clamp(0, last - first - 1)], named)
+        return named
 
     def _each(self, of_feature: Tensor, sparse: Sparse) -> Tensor:
         """What is known of a feature for each of its ids, [nnz]."""

@@ -1,7 +1,7 @@
 """Which rows are in fast memory, and where: the bookkeeping of a cache whose coming batches are known.
 
-On a GPU it is plain tensor arithmetic there, but for the marking of rows (`kernels/cache_gpu.py`); on a CPU both marking and
-choosing are compiled (`kernels/cache_cpu.py`), and the plain form is what they are tested against.
+All of it is plain tensor arithmetic, on a GPU but for the marking of rows (`kernels/cache_gpu.py`). On a CPU
+`places_cpu.py` does the same in compiled loops, and is tested against this.
 
 Letters: N rows, n rows that a batch misses.
 """
@@ -10,18 +10,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from rowstead.kernels import cache_cpu
 from rowstead.kernels.cache_cpu import MOST_USES, WANTED
 from rowstead.kernels.choose import has_triton
 
 HALF_LIFE = 64
 """Batches after which the uses of a row count half."""
-SPARE_SHARE = 16
-"""Of the rows that may go, on a CPU one in so many is put in line at a time: to sort them is dear there."""
 SAMPLE = 1 << 13
 """Rows by whose heat it is guessed how cold the coldest of all are."""
 DENSE_SHARE = 8
@@ -51,7 +47,7 @@ class Places:
     been handed out memory for: whoever keeps the rows makes room when it has risen.
     """
 
-    def __init__(self, num_rows: int, num_places: int, device: torch.device, *, compiled: bool = True) -> None:
+    def __init__(self, num_rows: int, num_places: int, device: torch.device) -> None:
         self.num_places = num_places
         self.capacity = num_places
         self.place_of = torch.full((num_rows,), -1, dtype=torch.int32, device=device)
@@ -65,12 +61,6 @@ class Places:
         """The batch at which they were halved last."""
         self._num_taken = 0
         self._free = torch.arange(num_places, dtype=torch.int64, device=device)
-        self._line = self._free[:0]
-        """Places whose rows may go, the coldest first."""
-        self._line_used = self._used[:0]
-        self._is_compiled = compiled and device.type == "cpu"
-        self._hand = 0
-        """Where the search for rows that make room goes on, in compiled code."""
 
     def plan(self, rows: Tensor, number: int, *, oldest: int) -> Moves:
         """Give every row that batch `number` names, int64 [any], a place; rows that batches from `oldest` on use stay."""
@@ -94,8 +84,6 @@ class Places:
         if number is not None and number - self._halved >= HALF_LIFE:
             self._uses >>= 1
             self._halved = number
-        if self._is_compiled:
-            return self._missing_compiled(rows, -1 if number is None else number)
         if rows.numel() * DENSE_SHARE < self.place_of.numel():
             place = self.place_of[rows]
             missing = torch.unique(rows[place < 0])
@@ -109,12 +97,6 @@ class Places:
             self._count(missing)
             self._count(self._row_in[(self._used[:-1] == number).nonzero().flatten()])
         return missing
-
-    def _missing_compiled(self, rows: Tensor, number: int) -> Tensor:
-        found = np.empty(rows.numel(), np.int64)
-        arrays = rows.numpy(), self.place_of.numpy(), self._used.numpy(), self._uses.numpy()
-        count = cache_cpu.mark_rows(*arrays, number, found)
-        return torch.from_numpy(np.sort(found[:count]))
 
     def _count(self, rows: Tensor) -> None:
         """One more batch uses these rows, some of them perhaps several times, which counts once."""
@@ -146,38 +128,17 @@ class Places:
         self._uses.fill_(0)
         self._num_taken = 0
         self._free = torch.arange(self.capacity, dtype=torch.int64, device=self.place_of.device)
-        self._line, self._line_used = self._free[:0], self._used[:0]
 
     def _may_go(self, count: int, oldest: int) -> Tensor:
         """Up to `count` places, of the coldest rows that batches from `oldest` on do not use."""
-        if self._is_compiled:
-            places = np.empty(max(0, count), np.int64)
-            arrays = self._row_in.numpy(), self._used.numpy(), self._uses.numpy()
-            num_found, self._hand = cache_cpu.send_away(self._hand, oldest, *arrays, places)
-            return torch.from_numpy(places[:num_found])
-        found = [self._free[:0]]
-        is_new = False
-        while count > 0:
-            if not self._line.numel():
-                if is_new:
-                    break
-                self._renew_line(count, oldest)
-                is_new = True
-                continue
-            first, used = self._line[:count], self._line_used[:count]
-            self._line, self._line_used = self._line[count:], self._line_used[count:]
-            found.append(first if is_new else first[self._used[first] == used])
-            count -= found[-1].numel()
-        return found[-1] if len(found) < 3 else torch.cat(found)
-
-    def _renew_line(self, count: int, oldest: int) -> None:
+        if count <= 0:
+            return self._free[:0]
         used = self._used[:-1]
         candidates = ((used < oldest) & (self._row_in >= 0)).nonzero().flatten()
-        if candidates.numel() > count:
-            wanted = count if used.is_cuda else max(count, candidates.numel() // SPARE_SHARE)
-            recent = 1 / (oldest - used[candidates])
-            candidates = candidates[_coldest(self._uses[self._row_in[candidates]] + recent, wanted)]
-        self._line, self._line_used = candidates, used[candidates]
+        if candidates.numel() <= count:
+            return candidates
+        recent = 1 / (oldest - used[candidates])
+        return candidates[_coldest(self._uses[self._row_in[candidates]] + recent, count)]
 
     def _grow(self, capacity: int) -> None:
         device, more = self.place_of.device, capacity - self.capacity

@@ -109,7 +109,7 @@ def test_a_recipe_has_its_way() -> None:
     assert cached.cache_fraction == 0.5
     assert cached.host_bytes == MB
     assert cached.device_bytes == 5_000 * (100 + PLACE_BYTES) + 10_000 * MAP_BYTES
-    assert (host.device_bytes, host.host_bytes) == (HOST_BATCHES * 16 * 100, MB)
+    assert (host.device_bytes, host.host_bytes) == (HOST_BATCHES * 16 * (100 + PLACE_BYTES) + 10_000 * MAP_BYTES, MB)
     assert (ssd.host_bytes, ssd.disk_bytes) == (1_000 * (100 + PLACE_BYTES) + 10_000 * (MAP_BYTES + RECORD_BYTES), 1.5 * MB)
     assert rest.where == "device"
     assert cached.why == "as the recipe says"

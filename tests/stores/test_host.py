@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ from rowstead.kernels.layout import Layout, layout_of
 from rowstead.spec.errors import DataError
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of
 from rowstead.spec.train import SparseOptimizerSpec
+from rowstead.stores.backing import RamRows
+from rowstead.stores.cached import CachedStore
 from rowstead.stores.device import DeviceStore
 from rowstead.stores.host import HostStore
-from rowstead.stores.pinned import PinnedStore
 from tests.contracts.store_contract import StoreContract
 
 FEATURES = FeaturesSpec(
@@ -35,24 +37,15 @@ class TestHostStoreOfAGpu(TestHostStore):
     device = "cuda"
 
 
-class TestPinnedStore(StoreContract):
-    def make(self, layout: Layout, optimizer: SparseOptimizerSpec, dtype: torch.dtype) -> PinnedStore:
-        return PinnedStore(layout, optimizer, dtype=dtype, device=self.device)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-class TestPinnedStoreOfAGpu(TestPinnedStore):
-    device = "cuda"
-
-
 def made(kind: str, optimizer: SparseOptimizerSpec | None, device: str) -> Any:
-    if kind == "pinned":
-        return PinnedStore(LAYOUT, optimizer, device=device)
+    if kind == "cached":
+        places, backing = {"a": 1, "b": 1}, partial(RamRows, seed=1)
+        return CachedStore(LAYOUT, optimizer, places=places, backing=backing, device=device)
     return HostStore(DeviceStore(LAYOUT, optimizer), device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", ["host", "pinned"])
+@pytest.mark.parametrize("kind", ["host", "cached"])
 def test_announced_batches_end_at_the_weights_of_a_device_store(kind: str, device: str) -> None:
     optimizer = SparseOptimizerSpec(kind="adam")
     store, plain = made(kind, optimizer, device), DeviceStore(LAYOUT, optimizer)
@@ -69,14 +62,14 @@ def test_announced_batches_end_at_the_weights_of_a_device_store(kind: str, devic
         torch.testing.assert_close(store.state()[name].cpu(), value, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("kind", ["host", "pinned"])
+@pytest.mark.parametrize("kind", ["host", "cached"])
 def test_rows_stay_where_they_are_when_the_model_is_moved_or_converted(kind: str) -> None:
     model = torch.nn.Sequential(made(kind, SparseOptimizerSpec(), "cpu"), torch.nn.Linear(2, 2)).double()
     assert model[1].weight.dtype == torch.float64
     assert model[0].state()["a.rows"].dtype == torch.float32
 
 
-@pytest.mark.parametrize("kind", ["host", "pinned"])
+@pytest.mark.parametrize("kind", ["host", "cached"])
 def test_a_batch_that_does_not_fit_is_refused(kind: str) -> None:
     store = made(kind, SparseOptimizerSpec(), "cpu")
     with pytest.raises(DataError, match="is outside its table"):
@@ -85,7 +78,7 @@ def test_a_batch_that_does_not_fit_is_refused(kind: str) -> None:
         store.update(SPARSE, torch.ones(2, 3), lr=0.1, step=1)
 
 
-@pytest.mark.parametrize("kind", ["host", "pinned"])
+@pytest.mark.parametrize("kind", ["host", "cached"])
 def test_what_loading_changes_is_seen_by_the_next_update(kind: str) -> None:
     store, plain = made(kind, SparseOptimizerSpec(), "cpu"), DeviceStore(LAYOUT, SparseOptimizerSpec())
     changed = {name: value + 1 for name, value in plain.state().items()}

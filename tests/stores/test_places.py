@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rowstead.stores.places import Places
+from rowstead.stores.places_cpu import CompiledPlaces
 
 
-@pytest.mark.parametrize("compiled", [True, False])
+def plain(num_rows: int, num_places: int) -> Places:
+    """What the compiled places are held against."""
+    return Places(num_rows, num_places, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("make", [CompiledPlaces, plain])
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), num_rows=st.integers(1, 60), num_places=st.integers(1, 12))
 def test_every_wanted_row_has_a_place_of_its_own_and_rows_in_use_stay(
-    compiled: bool, data: st.DataObject, num_rows: int, num_places: int
+    make: Callable[[int, int], Places], data: st.DataObject, num_rows: int, num_places: int
 ) -> None:
-    places = Places(num_rows, num_places, torch.device("cpu"), compiled=compiled)
+    places = make(num_rows, num_places)
     here: dict[int, int] = {}
     in_use: list[set[int]] = []
     for number in range(data.draw(st.integers(1, 8))):
@@ -42,9 +50,9 @@ def test_every_wanted_row_has_a_place_of_its_own_and_rows_in_use_stay(
         assert len(here) <= max(num_places, len(needed))
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-def test_rows_that_are_used_often_outlast_those_used_once(compiled: bool) -> None:
-    places = Places(10_000, 100, torch.device("cpu"), compiled=compiled)
+@pytest.mark.parametrize("make", [CompiledPlaces, plain])
+def test_rows_that_are_used_often_outlast_those_used_once(make: Callable[[int, int], Places]) -> None:
+    places = make(10_000, 100)
     hot = torch.arange(50)
     for number in range(200):
         cold = torch.arange(1000 + 40 * number, 1040 + 40 * number)
