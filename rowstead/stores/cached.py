@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from rowstead.contracts.batch import Sparse
 from rowstead.contracts.store import StatePart
+from rowstead.kernels.check import check_gradient
 from rowstead.kernels.layout import Layout
 from rowstead.spec.features import Table
 from rowstead.spec.run import Kernel
@@ -393,6 +394,8 @@ class CachedStore(nn.Module):
                 sparse = checked(sparse, self.layout, self._device)
             self.enter(sparse)
             here = self._current
+        if self._check:
+            check_gradient(self.layout, sparse.offsets, grad)
         batch = sparse if here is None else here.here
         assert batch is not None
         self.resident.update(batch, grad, lr=lr, step=step)
