@@ -17,7 +17,7 @@ import dataclasses
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -30,9 +30,11 @@ from benchmarks.skews import CriteoLike
 from benchmarks.step import Model, PeerNet, of_recipe
 from benchmarks.timing import give_back_gpu_memory
 from rowstead.contracts.batch import Batch, Sparse
+from rowstead.kernels.layout import layout_of
 from rowstead.model.dlrm import DLRM
 from rowstead.stores.backing import RamRows
 from rowstead.stores.cached import CachedStore
+from rowstead.stores.device import DeviceStore
 from rowstead.training.ahead import announced
 from rowstead.training.step import Stepper
 
@@ -98,11 +100,7 @@ def bus_bytes_per_s() -> dict[str, float]:
     return rates
 
 
-Run = Callable[[Sequence[Batch]], list[float]]
-"""Trains on batches, one after the other, and gives the seconds from the end of each step to the end of the next."""
-
-
-def timed(steps: Iterator[None], count: int) -> list[float]:
+def timed(steps: Iterator[None]) -> list[float]:
     """Seconds between the ends of steps that are queued one after the other."""
     ends = []
     for _ in steps:
@@ -125,7 +123,7 @@ class Ours:
         self.number = 0
 
     def run(self, batches: Sequence[Batch]) -> list[float]:
-        return timed(self._steps(batches), len(batches))
+        return timed(self._steps(batches))
 
     def _steps(self, batches: Sequence[Batch]) -> Iterator[None]:
         losses = []
@@ -139,18 +137,12 @@ class Ours:
 
 def store_of(case: Case, place: str) -> Any:
     """The tables of a case, where `place` says."""
-    from rowstead.kernels.layout import layout_of
-    from rowstead.stores.device import DeviceStore
-
     spec = case.model.spec()
     layout, optimizer = layout_of(spec.features, spec.tables), spec.train.sparse_optimizer
     if place == "device":
         return DeviceStore(layout, optimizer, device="cuda", check=False)
-    if place == "host":
-        from rowstead.stores.host import HostStore
-
-        return HostStore(DeviceStore(layout, optimizer, check=False), torch.device("cuda"))
-    places = {table.name: int(CACHE_SHARE * table.num_rows) for table in spec.tables}
+    share = CACHE_SHARE if place == "cached" else 0.0
+    places = {table.name: int(share * table.num_rows) for table in spec.tables}
     return CachedStore(
         layout,
         optimizer,
@@ -175,7 +167,7 @@ class Peers:
         self.net = torch.compile(net, dynamic=False)
 
     def run(self, batches: Sequence[Batch]) -> list[float]:
-        return timed(self._steps(batches), len(batches))
+        return timed(self._steps(batches))
 
     def _steps(self, batches: Sequence[Batch]) -> Iterator[None]:
         for batch in batches:
@@ -193,17 +185,17 @@ def measure(case: Case, contenders: Sequence[str], rates: dict[str, float], made
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     row: dict[str, Any] = {"shape": case.name, "batch_size": case.model.shape.batch_size}
     moved_in = moved_out = 0
-    for turn, stretch in enumerate(stretches):
+    for stretch in stretches:
         for name in contenders:
             if name not in made:
                 kind, _, place = name.partition("_")
                 made[name] = Ours(case, place) if kind == "rowstead" else Peers(case, place)
             warmups, store = case.warmups, getattr(made[name], "store", None)
             batches = stretch
-            if kind_is_slow(name):
+            if name.startswith("fbgemm") or name == "rowstead_host":  # slow, and nothing to warm up but a compiler
                 warmups = 3
                 batches = stretch[case.warmups - 3 : case.warmups + max(10, each // 2)]
-            if isinstance(store, CachedStore):
+            if name == "rowstead_cached":
                 made[name].run(batches[:warmups])
                 before = store.num_rows_in, store.num_rows_out
                 taken = made[name].run(batches[warmups - 1 :])
@@ -212,7 +204,6 @@ def measure(case: Case, contenders: Sequence[str], rates: dict[str, float], made
                 seconds[name] += taken[2:]
             else:
                 seconds[name] += made[name].run(batches)[warmups - 1 :]
-        del turn
     for name, values in seconds.items():
         row[f"{name}_ms"] = 1e3 * statistics.median(values)
     if "rowstead_cached" in contenders:
@@ -222,10 +213,6 @@ def measure(case: Case, contenders: Sequence[str], rates: dict[str, float], made
         row["bus_ms"] = 1e3 * record * max(moved_in / rates["in"], moved_out / rates["out"]) / steps
         row["over_bus_time"] = row["rowstead_cached_ms"] / row["bus_ms"]
     return row
-
-
-def kind_is_slow(name: str) -> bool:
-    return name.startswith("fbgemm") or name == "rowstead_host"
 
 
 def rows_on_gpu(quick: bool, contenders: Sequence[str] | None = None) -> tuple[list[dict[str, Any]], dict[str, float]]:
@@ -274,9 +261,3 @@ def run(options: argparse.Namespace) -> None:
     rows, summary = rows_on_gpu(options.quick)
     packages = ("fbgemm-gpu", "triton")
     publish("cache", rows, summary, options, packages=packages, missing=[] if has_fbgemm() else ["fbgemm"])
-
-
-if __name__ == "__main__":
-    import sys
-
-    print(rows_on_gpu("--quick" in sys.argv, [a for a in sys.argv[1:] if not a.startswith("--")] or None)[1])
