@@ -15,12 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import threading
-import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,34 +36,14 @@ from rowstead.stores.groups import Group, RowNames, grouped, places_layout
 from rowstead.stores.places import Moves, Places
 from rowstead.stores.places_cpu import CompiledPlaces
 from rowstead.stores.state import load_parts, whole_state
+from rowstead.stores.turns import Coming, Turns
 
-AHEAD = 2
-"""Batches, or sets of small ones, that are brought in while the one before them is trained on."""
 SET_IDS, MAX_SET = 1 << 22, 8
 """On a GPU batches are brought in by sets of about so many ids, so that small ones wait for the host less often."""
-IS_GONE_S = 1.0
-"""After so many seconds at most a store's thread sees that nobody has the store any more."""
 IDS_ASIDE = 1 << 20
 """About how many ids a look-up that trains nothing takes at a time, so that it needs little room."""
 
 BackingFor = Callable[[Group], Backing]
-
-
-@dataclass
-class _Coming:
-    """A batch that was announced."""
-
-    sparse: Sparse
-    """With ids that are rows."""
-    number: int
-    copied: Any = None
-    """CUDA's event after which the batch itself is there."""
-    here: Sparse | None = None
-    """With ids that are places; none until its rows are in them."""
-    is_in: bool = False
-    arrived: Any = None
-    """CUDA's event after which its rows are in."""
-    error: BaseException | None = None
 
 
 class CachedStore(nn.Module):
@@ -109,28 +84,7 @@ class CachedStore(nn.Module):
         is_cuda = self._device.type == "cuda"
         self._planning = torch.cuda.Stream(self._device, priority=-1) if is_cuda else None
         self._moving = torch.cuda.Stream(self._device, priority=-1) if is_cuda else None
-        self._changed = threading.Condition()
-        """Guards all below. The threads that bring rows wait on it, and so does whoever trains."""
-        self._num_moving = 0
-        """Sets of batches that are being planned or brought in."""
-        self._is_held = False
-        """Whoever trains keeps rows from moving."""
-        self._is_waited_for = False
-        """Whoever trains waits for rows."""
-        self._set_size = 1
-        self._needs_room = False
-        """Places have run out: whoever trains moves `resident` to larger memory when it comes by."""
-        self._coming: deque[_Coming] = deque()
-        """Announced and not entered yet."""
-        self._waiting: deque[_Coming] = deque()
-        """Announced, their rows not yet brought in."""
-        self._current: _Coming | None = None
-        self._num_announced = 0
-        self._num_left = 0
-        """Batches that are done with: training them has ended, or was queued on a stream."""
-        self._last_left: Any = None
-        """CUDA's event of that."""
-        self._thread: threading.Thread | None = None
+        self._turns = Turns(self)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> CachedStore:
         """Rows stay where they are when the model around them is moved."""
@@ -145,51 +99,25 @@ class CachedStore(nn.Module):
 
     @property
     def batches_ahead(self) -> int:
-        return AHEAD * self._set_size + self._set_size - 1 if self._groups else 0
+        return self._turns.batches_ahead if self._groups else 0
 
     def prefetch(self, sparse: Sparse) -> None:
         """Bring in the rows of a batch that comes after all those announced before."""
-        if not self._groups:
-            return
-        coming = self._announced(sparse)
-        if self._planning is not None:
-            self._set_size = self._largest_set(sparse.ids.numel())
-        with self._changed:
-            if self._thread is None:
-                arguments = weakref.ref(self), self._changed
-                self._thread = threading.Thread(target=_bring_in_order, args=arguments, name="plan-rows", daemon=True)
-                self._thread.start()
-            self._coming.append(coming)
-            self._waiting.append(coming)
-            self._changed.notify_all()
+        if self._groups:
+            if self._planning is not None:
+                self._turns.set_size = self._largest_set(sparse.ids.numel())
+            self._turns.announce(sparse, self._recorded())
 
     def drop_prefetched(self) -> None:
         """Batches that were announced and not entered are not coming after all."""
-        with self._changed:
-            self._waiting.clear()
-        with self._turn(), self._changed:
-            if self._coming:
-                self._coming.clear()
-                self._current = None
-                self._num_left = self._num_announced
-                self._note_left()
+        self._turns.drop(self._recorded())
 
     def enter(self, sparse: Sparse) -> Sparse:
         """The same batch with ids that are places of `resident`, all its rows there until `leave`."""
         self.leave()
         if not self._groups:
             return dataclasses.replace(sparse, checked_for=self.resident.layout)
-        if self._coming:
-            coming = self._coming.popleft()
-            assert coming.sparse.ids is sparse.ids, "batches are trained on in the order in which they were announced"
-            self._wait_until(lambda: coming.is_in)
-            if coming.error is not None:
-                raise coming.error
-        else:
-            coming = self._announced(sparse)
-            with self._turn():
-                self._planned([coming])()
-        self._current = coming
+        coming = self._turns.enter(sparse, self._recorded())
         assert coming.here is not None
         if coming.arrived is not None:
             current = torch.cuda.current_stream(self._device)
@@ -199,27 +127,15 @@ class CachedStore(nn.Module):
 
     def leave(self) -> None:
         """Training on the batch that was entered last has ended, or is queued on the current stream."""
-        if self._current is not None:
-            self._current = None
-            with self._changed:
-                self._num_left += 1
-                self._note_left()
+        if self._turns.current is not None:
+            self._turns.leave(self._recorded())
 
-    def _announced(self, sparse: Sparse) -> _Coming:
-        coming = _Coming(sparse, self._num_announced, self._recorded())
-        self._num_announced += 1
-        return coming
-
-    def _note_left(self) -> None:
-        self._last_left = self._recorded()
-        self._changed.notify_all()
-
-    def _recorded(self) -> Any:
-        """CUDA's event after what is queued now by whoever trains."""
+    def _recorded(self, stream: Any = None) -> Any:
+        """CUDA's event after what is queued now on a stream, or by whoever trains."""
         if self._planning is None:
             return None
         event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
+        event.record(stream or torch.cuda.current_stream(self._device))
         return event
 
     def _largest_set(self, num_ids: int) -> int:
@@ -230,74 +146,13 @@ class CachedStore(nn.Module):
 
     # Rows come and go
 
-    def _may_go_on(self) -> bool:
-        if not self._waiting or self._is_held or self._num_moving == AHEAD:
-            return False
-        if self._num_left < self._waiting[0].number - AHEAD * self._set_size:
-            return False
-        return len(self._waiting) >= self._set_size or self._is_waited_for
-
-    def _next_set(self) -> list[_Coming]:
-        self._num_moving += 1
-        return [self._waiting.popleft() for _ in range(min(self._set_size, len(self._waiting)))]
-
-    def _plan_next(self, some: Sequence[_Coming], mover: ThreadPoolExecutor) -> None:
-        """Plan a set of batches, and leave the rest to the other thread."""
-        try:
-            move = self._planned(some)
-        except BaseException as error:  # noqa: BLE001, RUF100 - whatever it is, whoever trains has to see it
-            self._note_in(some, error)
-        else:
-            mover.submit(self._moved, move, some)
-
-    def _moved(self, move: Callable[[], None], some: Sequence[_Coming]) -> None:
-        error = None
-        try:
-            move()
-        except BaseException as raised:  # noqa: BLE001, RUF100
-            error = raised
-        self._note_in(some, error)
-
-    def _note_in(self, some: Sequence[_Coming], error: BaseException | None) -> None:
-        with self._changed:
-            for coming in some:
-                coming.error, coming.is_in = error, True
-            self._num_moving -= 1
-            self._changed.notify_all()
-
-    @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
-        """For whoever trains: no rows move but those that it moves itself."""
-        with self._changed:
-            self._is_held = True
-            self._wait_until(lambda: not self._num_moving)
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._is_held = False
-                self._changed.notify_all()
-
-    def _wait_until(self, happened: Callable[[], bool]) -> None:
-        """For whoever trains: make room meanwhile if that is what the other threads wait for."""
-        with self._changed:
-            self._is_waited_for = True
-            self._changed.notify_all()
-            while True:
-                self._changed.wait_for(lambda: happened() or self._needs_room)
-                if not self._needs_room:
-                    break
-                self._resize()
-                self._needs_room = False
-                self._changed.notify_all()
-            self._is_waited_for = False
-
     @torch.no_grad()
-    def _planned(self, some: Sequence[_Coming]) -> Callable[[], None]:
-        """Give the rows of some batches places, and the batches ids that are places; what is returned moves the rows."""
-        with self._changed:
-            oldest, last_left = self._num_left, self._last_left
-        with self._aside(*(coming.copied for coming in some)):
+    def plan_rows(self, some: Sequence[Coming], oldest: int, left: Any) -> Callable[[], None]:
+        """Give the rows of some batches places, and the batches ids that are places; what is returned moves the rows.
+
+        Rows that batches from `oldest` on use stay; of those before, a GPU is done with the event `left`.
+        """
+        with self._on(self._planning, *(coming.copied for coming in some)):
             rows = [self._names.rows(coming.sparse) for coming in some]
             all_moves = []
             for place, names in enumerate(self._names.by_group(rows[0] if len(rows) == 1 else torch.cat(rows))):
@@ -305,30 +160,20 @@ class CachedStore(nn.Module):
                 self._make_room()
             for coming, names in zip(some, rows, strict=True):
                 coming.here = self._named(coming.sparse, names)
-            planned = self._planning_event()
+            planned = self._recorded(self._planning)
 
         def move() -> None:
-            with self._on(self._moving, planned, last_left):
+            with self._on(self._moving, planned, left):
                 for place, moves in enumerate(all_moves):
                     if self._moving is not None:
                         for tensor in vars(moves).values():
                             tensor.record_stream(self._moving)
                     self._move(place, moves)
-                arrived = None
-                if self._moving is not None:
-                    arrived = torch.cuda.Event()
-                    arrived.record(self._moving)
+                arrived = self._recorded(self._moving)
                 for coming in some:
                     coming.arrived = arrived
 
         return torch.no_grad()(move)
-
-    def _planning_event(self) -> Any:
-        if self._planning is None:
-            return None
-        event = torch.cuda.Event()
-        event.record(self._planning)
-        return event
 
     def _move(self, place: int, moves: Moves) -> None:
         self._exchange(self._fast_parts(place), moves, self.backings[place])
@@ -345,29 +190,18 @@ class CachedStore(nn.Module):
         return dataclasses.replace(sparse, ids=ids, checked_for=self.resident.layout)
 
     def _make_room(self) -> None:
-        """See that there is memory for all places; only whoever trains can move it, as nothing is trained on meanwhile."""
+        """See that there is memory for all places."""
         tables = self.resident.tables[self._first_place :]
-        if all(places.capacity <= table.num_rows for places, table in zip(self._places, tables, strict=True)):
-            return
-        if threading.current_thread() is not self._thread:
-            self._resize()
-            return
-        with self._changed:
-            self._changed.wait_for(lambda: self._num_moving == 1)  # this one
-            self._needs_room = True
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._needs_room)
+        if any(places.capacity > table.num_rows for places, table in zip(self._places, tables, strict=True)):
+            self._turns.make_room()
 
-    def _resize(self) -> None:
+    def resize(self) -> None:
+        """Move `resident` to memory for all places there are; nothing may be trained on or moved meanwhile."""
         self._settle()
         layout, _ = places_layout(self.layout, self._groups, [places.capacity for places in self._places])
         self.resident.resize(layout)
         self.generation += 1
         self._settle()
-
-    def _aside(self, *events: Any) -> Any:
-        """Where places are planned and rows looked up aside, after `events`."""
-        return self._on(self._planning, *events)
 
     def _on(self, stream: Any, *events: Any) -> Any:
         """On a stream, after `events`; on a CPU, just now."""
@@ -388,12 +222,12 @@ class CachedStore(nn.Module):
         return self.resident.lookup(self.enter(sparse))
 
     def update(self, sparse: Sparse, grad: Tensor, *, lr: float, step: int) -> None:
-        here = self._current
+        here = self._turns.current
         if here is None or here.sparse.ids is not sparse.ids:
             if self._check:
                 sparse = checked(sparse, self.layout, self._device)
             self.enter(sparse)
-            here = self._current
+            here = self._turns.current
         if self._check:
             check_gradient(self.layout, sparse.offsets, grad)
         batch = sparse if here is None else here.here
@@ -413,7 +247,7 @@ class CachedStore(nn.Module):
             borders = [sparse.num_samples * part // num_parts for part in range(num_parts + 1)]
             parts = [sparse.examples(*borders[part : part + 2]) for part in range(num_parts)]
             return torch.cat([self._lookup_aside(part) for part in parts])
-        with self._turn(), self._aside(self._recorded(), self._all_moved()):
+        with self._turns.hold(), self._on(self._planning, self._recorded(), self._recorded(self._moving)):
             rows = self._names.rows(sparse)
             lent = []
             for place, names in enumerate(self._names.by_group(rows)):
@@ -434,14 +268,6 @@ class CachedStore(nn.Module):
             current.wait_stream(self._planning)
             pooled.record_stream(current)
         return pooled
-
-    def _all_moved(self) -> Any:
-        """CUDA's event after the rows that were moved last."""
-        if self._moving is None:
-            return None
-        event = torch.cuda.Event()
-        event.record(self._moving)
-        return event
 
     def rows(self, table: str, ids: Tensor) -> Tensor:
         part = next(part for part in self.parts() if part.name == f"{table}.rows")
@@ -506,7 +332,7 @@ class CachedStore(nn.Module):
     def _flush(self) -> None:
         """Write all rows that have places back, and leave them there."""
         self.leave()
-        with self._turn(), self._aside(self._last_left, self._all_moved()):
+        with self._turns.hold() as left, self._on(self._planning, left, self._recorded(self._moving)):
             for place, places in enumerate(self._places):
                 rows, taken = places.taken()
                 none = rows[:0]
@@ -521,7 +347,7 @@ class CachedStore(nn.Module):
     def _forget_places(self) -> None:
         """Rows behind are about to change: none is in a place any more."""
         self.drop_prefetched()
-        with self._turn():
+        with self._turns.hold():
             self._settle()
             for places in self._places:
                 places.clear()
@@ -529,26 +355,10 @@ class CachedStore(nn.Module):
     def close(self) -> None:
         """Give back what is behind the places; the store is of no use afterwards."""
         self.drop_prefetched()
-        with self._turn():
+        with self._turns.hold(even_broken=True):
             self._settle()
             for backing in self.backings:
                 backing.close()
-
-
-def _bring_in_order(of: weakref.ref[CachedStore], changed: threading.Condition) -> None:
-    """What a store's thread does until the store is gone: plan one set of batches after the other, while another thread
-    moves the rows of the set before."""
-    with ThreadPoolExecutor(1, thread_name_prefix="move-rows") as mover:
-        while True:
-            with changed:
-                while (store := of()) is not None and not store._may_go_on():
-                    del store
-                    changed.wait(IS_GONE_S)
-                if store is None:
-                    return
-                some = store._next_set()
-            store._plan_next(some, mover)
-            del store, some
 
 
 def places_for(num_rows: int, num_places: int, device: torch.device) -> Places:

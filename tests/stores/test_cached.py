@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+from collections.abc import Sequence
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +13,7 @@ from hypothesis import strategies as st
 
 from rowstead.contracts.batch import Sparse
 from rowstead.kernels.layout import Layout, layout_of
+from rowstead.spec.errors import RowsteadError
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of
 from rowstead.spec.train import SparseOptimizerSpec
 from rowstead.stores.backing import RamRows
@@ -104,3 +109,45 @@ def test_announced_batches_can_be_dropped() -> None:
             each.update(batch, each.lookup(batch) + 1, lr=0.1, step=step)
     for name, value in device.state().items():
         torch.testing.assert_close(store.state()[name], value)
+
+
+class FullDisk(RamRows):
+    """A backing that cannot take any row."""
+
+    def write(self, rows: torch.Tensor, values: Sequence[torch.Tensor], places: torch.Tensor | None = None) -> None:
+        if rows.numel():
+            raise RowsteadError("the disk is full")
+
+
+@pytest.mark.parametrize("ahead", [0, 3])
+def test_what_fails_while_rows_move_is_raised_where_they_are_needed_and_ever_after(ahead: int) -> None:
+    layout, optimizer = small_layout(), SparseOptimizerSpec(kind="sgd")
+    counts = {table.name: 4 for table in layout.tables}
+    store = CachedStore(layout, optimizer, places=counts, backing=lambda group: FullDisk(group, seed=1))
+    batches = [sparse_of(layout, seed) for seed in range(6)]
+    for batch in batches[:ahead]:
+        store.prefetch(batch)
+
+    def train() -> None:
+        for step, batch in enumerate(batches, start=1):
+            store.update(batch, store.lookup(batch) + 1, lr=0.1, step=step)
+
+    with pytest.raises(RowsteadError, match="the disk is full"):
+        train()
+    store.drop_prefetched()
+    with pytest.raises(RowsteadError, match="the disk is full"):
+        store.state()
+    store.close()
+
+
+def test_the_threads_of_a_store_end_with_it() -> None:
+    layout = small_layout()
+    store = cached(layout, SparseOptimizerSpec(kind="sgd"), torch.float32)
+    batch = sparse_of(layout, 1)
+    store.prefetch(batch)
+    store.update(batch, store.lookup(batch) + 1, lr=0.1, step=1)
+    (thread,) = [thread for thread in threading.enumerate() if thread is store._turns._thread]
+    del store
+    gc.collect()
+    thread.join(timeout=30)
+    assert not thread.is_alive()

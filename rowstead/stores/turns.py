@@ -1,0 +1,256 @@
+"""Who may move rows of a cache, and when: whoever trains, or the threads that bring rows in ahead of it.
+
+Whoever trains is one thread. It announces batches, enters one after the other, and leaves each when it is trained on. Two more
+threads work ahead of it: one plans sets of batches in order, the other moves the rows of the set before. Both belong to a cache
+and end with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rowstead.contracts.batch import Sparse
+
+AHEAD = 2
+"""Batches, or sets of small ones, that are brought in while the one before them is trained on."""
+IS_GONE_S = 1.0
+"""After so many seconds at most the threads see that nobody has their cache any more."""
+
+
+@dataclass
+class Coming:
+    """A batch that was announced."""
+
+    sparse: Sparse
+    """With ids that are rows."""
+    number: int
+    copied: Any = None
+    """CUDA's event after which the batch itself is there."""
+    here: Sparse | None = None
+    """With ids that are places; none until its rows are in them."""
+    is_in: bool = False
+    arrived: Any = None
+    """CUDA's event after which its rows are in."""
+    error: BaseException | None = None
+
+
+class Cache(Protocol):
+    """What is asked of a cache."""
+
+    def plan_rows(self, some: Sequence[Coming], oldest: int, left: Any) -> Callable[[], None]:
+        """Give the rows of some batches places; what is returned moves them there.
+
+        Rows that batches from `oldest` on use stay; those before have left, a GPU by the event `left`.
+        """
+        ...
+
+    def resize(self) -> None:
+        """Move to larger memory, while nothing is planned, moved or trained on."""
+        ...
+
+
+class Turns:
+    """The turns of one cache."""
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = weakref.ref(cache)
+        self._changed = threading.Condition()
+        """Guards all below."""
+        self.set_size = 1
+        """Batches that are brought in at once."""
+        self.current: Coming | None = None
+        """The batch that whoever trains is in."""
+        self._coming: deque[Coming] = deque()
+        """Announced and not entered yet."""
+        self._waiting: deque[Coming] = deque()
+        """Of these, those that nobody has begun to plan."""
+        self._num_announced = 0
+        self._num_left = 0
+        self._left: Any = None
+        """CUDA's event after the last batch that was left."""
+        self._num_moving = 0
+        """Sets of batches that are being planned or brought in."""
+        self._is_held = False
+        """Whoever trains keeps rows from moving."""
+        self._is_waited_for = False
+        """Whoever trains waits for rows."""
+        self._needs_room = False
+        """Places have run out: whoever trains moves the cache to larger memory when it comes by."""
+        self._failed: BaseException | None = None
+        """What went wrong while rows moved; which are where is not known since."""
+        self._thread: threading.Thread | None = None
+
+    @property
+    def batches_ahead(self) -> int:
+        """How many batches before they come they should be announced."""
+        return AHEAD * self.set_size + self.set_size - 1
+
+    # Whoever trains
+
+    def announce(self, sparse: Sparse, copied: Any) -> None:
+        """A batch comes, after all those announced before."""
+        coming = self._numbered(sparse, copied)
+        with self._changed:
+            if self._thread is None:
+                arguments = weakref.ref(self), self._changed
+                self._thread = threading.Thread(target=_work_ahead, args=arguments, name="plan-rows", daemon=True)
+                self._thread.start()
+            self._coming.append(coming)
+            self._waiting.append(coming)
+            self._changed.notify_all()
+
+    def drop(self, left: Any) -> None:
+        """Batches that were announced and not entered are not coming after all."""
+        with self._changed:
+            self._waiting.clear()
+        with self.hold(even_broken=True), self._changed:
+            if self._coming:
+                self._coming.clear()
+                self.current = None
+                self._num_left, self._left = self._num_announced, left
+
+    def enter(self, sparse: Sparse, copied: Any) -> Coming:
+        """The next batch, its rows in place; one that was not announced is brought in now."""
+        if self._coming:
+            coming = self._coming.popleft()
+            assert coming.sparse.ids is sparse.ids, "batches are trained on in the order in which they were announced"
+            self._wait_until(lambda: coming.is_in)
+            if coming.error is not None:
+                raise coming.error
+        else:
+            coming = self._numbered(sparse, copied)
+            with self.hold():
+                try:
+                    self._plan([coming])()
+                except BaseException as error:
+                    self._failed = error
+                    raise
+        self.current = coming
+        return coming
+
+    def leave(self, left: Any) -> None:
+        """Training on the current batch has ended, or a GPU ends it with the event `left`."""
+        self.current = None
+        with self._changed:
+            self._num_left, self._left = self._num_left + 1, left
+            self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def hold(self, *, even_broken: bool = False) -> Iterator[Any]:
+        """No rows move meanwhile but those that whoever trains moves itself; gives the event of the last batch that was left."""
+        with self._changed:
+            self._is_held = True
+            self._wait_until(lambda: not self._num_moving)
+        try:
+            if self._failed is not None and not even_broken:
+                raise self._failed
+            yield self._left
+        finally:
+            with self._changed:
+                self._is_held = False
+                self._changed.notify_all()
+
+    def make_room(self) -> None:
+        """See that the cache is moved to larger memory, by whoever trains: nothing is trained on meanwhile."""
+        cache = self._cache()
+        assert cache is not None
+        if threading.current_thread() is not self._thread:
+            cache.resize()
+            return
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_moving == 1)  # this one
+            self._needs_room = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._needs_room)
+
+    def _numbered(self, sparse: Sparse, copied: Any) -> Coming:
+        self._num_announced += 1
+        return Coming(sparse, self._num_announced - 1, copied)
+
+    def _wait_until(self, happened: Callable[[], bool]) -> None:
+        """Wait, and make room meanwhile if that is what the other threads wait for."""
+        with self._changed:
+            self._is_waited_for = True
+            self._changed.notify_all()
+            while True:
+                self._changed.wait_for(lambda: happened() or self._needs_room)
+                if not self._needs_room:
+                    break
+                cache = self._cache()
+                assert cache is not None
+                cache.resize()
+                self._needs_room = False
+                self._changed.notify_all()
+            self._is_waited_for = False
+
+    # The threads
+
+    def may_go_on(self) -> bool:
+        """Whether there is a set to plan, all conditions counted."""
+        if not self._waiting or self._is_held or self._num_moving == AHEAD:
+            return False
+        if self._num_left < self._waiting[0].number - AHEAD * self.set_size:
+            return False
+        return len(self._waiting) >= self.set_size or self._is_waited_for
+
+    def next_set(self) -> list[Coming]:
+        """Batches to plan now."""
+        self._num_moving += 1
+        return [self._waiting.popleft() for _ in range(min(self.set_size, len(self._waiting)))]
+
+    def plan_next(self, some: Sequence[Coming], mover: ThreadPoolExecutor) -> None:
+        """Plan a set of batches, and leave the rest to the other thread."""
+        try:
+            move = self._plan(some)
+        except BaseException as error:  # noqa: BLE001, RUF100 - whatever it is, whoever trains has to see it
+            self._note_in(some, error)
+        else:
+            mover.submit(self._move, move, some)
+
+    def _plan(self, some: Sequence[Coming]) -> Callable[[], None]:
+        cache = self._cache()
+        assert cache is not None
+        with self._changed:
+            if self._failed is not None:
+                raise self._failed
+            oldest, left = self._num_left, self._left
+        return cache.plan_rows(some, oldest, left)
+
+    def _move(self, move: Callable[[], None], some: Sequence[Coming]) -> None:
+        error = self._failed
+        try:
+            if error is None:
+                move()
+        except BaseException as raised:  # noqa: BLE001, RUF100
+            error = raised
+        self._note_in(some, error)
+
+    def _note_in(self, some: Sequence[Coming], error: BaseException | None) -> None:
+        with self._changed:
+            self._failed = self._failed or error
+            for coming in some:
+                coming.error, coming.is_in = error, True
+            self._num_moving -= 1
+            self._changed.notify_all()
+
+
+def _work_ahead(of: weakref.ref[Turns], changed: threading.Condition) -> None:
+    """What the first thread does until the turns are gone."""
+    with ThreadPoolExecutor(1, thread_name_prefix="move-rows") as mover:
+        while True:
+            with changed:
+                while (turns := of()) is not None and not turns.may_go_on():
+                    del turns
+                    changed.wait(IS_GONE_S)
+                if turns is None:
+                    return
+                some = turns.next_set()
+            turns.plan_next(some, mover)
+            del turns, some
