@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from rowstead.parts import Log, build_model, device_of, files_like, threads_of
 from rowstead.records.run_folder import DEFAULT_ROOT, RunFolder
 from rowstead.spec.errors import CheckpointError
 from rowstead.spec.parse import difference, to_plain_without_defaults
+from rowstead.spec.placement import MemorySpec
 from rowstead.spec.run import RunSpec
 from rowstead.stores.device import DeviceStore
 from rowstead.training import checkpoint
@@ -50,14 +52,20 @@ class Trained:
         return ParquetSource(log, encoder, shuffle=False)
 
 
-def open_run(run: str, *, root: Path | str = DEFAULT_ROOT, watcher: Watcher | None = None) -> Trained:
-    """Open a run by its name under `root`, its folder, or `last`; a damaged checkpoint is named to the watcher."""
+def open_run(
+    run: str, *, root: Path | str = DEFAULT_ROOT, watcher: Watcher | None = None, in_memory: bool = False
+) -> Trained:
+    """Open a run by its name under `root`, its folder, or `last`; a damaged checkpoint is named to the watcher.
+
+    With `in_memory` all tables are in system memory, whatever the recipe allows there; else some may be on SSD.
+    """
     folder = RunFolder.open(run, root)
     spec = folder.read_spec()
     saved = checkpoint.load_latest(folder.checkpoints, (watcher or Silent()).on_message)
     check_same_model(spec, saved)
     transforms, id_kinds = transforms_in(saved), saved.facts["id_kinds"]
-    model = build_model(spec, torch.device("cpu"), trains=False, encode=_encode(spec, transforms, id_kinds))
+    placed = dataclasses.replace(spec, placement="auto", memory=MemorySpec()) if in_memory else spec
+    model = build_model(placed, torch.device("cpu"), trains=False, encode=_encode(spec, transforms, id_kinds))
     load_model(model, saved.tensors, with_optimizer=False)
     return Trained(spec=spec, model=model.eval(), transforms=transforms, id_kinds=id_kinds)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 
-from rowstead import train
+from rowstead import evaluate, export, train
 from rowstead.parts import build_model, planned
 from rowstead.placing import free_file, free_host_bytes, memories_of
 from rowstead.spec.errors import RowsteadError
@@ -190,3 +190,16 @@ def peak_bytes(folder: Path, num_rows: int, limit: str | None) -> int:
         placed = json.loads((folder / "run" / "placement.json").read_text())["tables"]
         assert {"device", "ssd"} == {table["where"] for table in placed}
     return int(done.stdout.split()[-1]) * 1024
+
+
+def test_a_run_on_ssd_is_evaluated_there_and_exported_whole(tmp_path: Path) -> None:
+    (tmp_path / "rows").mkdir()
+    spec = small_spec(
+        "features.sparse.0.num_rows=2000", "memory.host=100KB", f"memory.folder={tmp_path / 'rows'}", "train.max_steps=3"
+    )
+    done = train(spec, out=tmp_path / "run")
+    assert any(table["where"] == "ssd" for table in json.loads((tmp_path / "run" / "placement.json").read_text())["tables"])
+    assert done.quality is not None
+    assert evaluate(str(tmp_path / "run")).ne == pytest.approx(done.quality.ne, rel=1e-6)
+    export(str(tmp_path / "run"), tmp_path / "exported")
+    assert (tmp_path / "exported" / "program.pt2").stat().st_size > 1_000

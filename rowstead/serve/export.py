@@ -53,7 +53,7 @@ def export(
     to = Path(to)
     if os.path.lexists(to):
         raise RowsteadError(f"{to} exists: choose another folder with --to")
-    trained = open_run(run, root=root, watcher=watcher)
+    trained = open_run(run, root=root, watcher=watcher, in_memory=True)
     spec, model, transforms = trained.spec, trained.model, trained.transforms
     assert isinstance(model.store, DeviceStore)
     program = ServingProgram(
