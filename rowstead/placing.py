@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import fcntl
 import itertools
 import math
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from rowstead.stores.files import FileRows, initial_in
 from rowstead.stores.groups import Group
 from rowstead.stores.host import HostStore
 from rowstead.stores.mixed import MixedStore, layout_for
+from rowstead.stores.scratch import InUseError
 
 KEPT_FREE = 0.1
 """Share of what is free that tables leave to everything else, unless a recipe sets a limit."""
@@ -46,11 +47,12 @@ def placement_of(
 ) -> Placement:
     """Where the tables of a run go on this machine; a RowsteadError with remedies if they fit nowhere.
 
-    A model that only predicts is placed anew, whatever the recipe says of where it is trained.
+    A model that only predicts is placed anew by what this machine has, whatever the recipe says of where it is trained.
     """
     if not trains:
-        folder = spec.memory.folder if spec.memory.folder and Path(spec.memory.folder).is_dir() else None
-        spec = dataclasses.replace(spec, placement="auto", memory=MemorySpec(host=spec.memory.host, folder=folder))
+        folder = spec.memory.folder
+        is_usable = folder is not None and Path(folder).is_dir() and os.access(folder, os.W_OK | os.X_OK)
+        spec = dataclasses.replace(spec, placement="auto", memory=MemorySpec(folder=folder if is_usable else None))
     mean_ids = _mean_ids(spec)
     return decide(spec, memories_of(spec, device), mean_ids=mean_ids, trains=trains, world=world, shards=shards)
 
@@ -167,23 +169,17 @@ class StoreMaker:
 
     def _file_rows(self, group: Group) -> FileRows:
         assert self.placement.folder is not None
-        path = free_file(Path(self.placement.folder), f"{self.spec.name}-{self.rank}-width-{group.width}")
-        return FileRows(path, group.num_rows, group.columns, initial=initial_in(group, seed=self.spec.seed))
+        initial = initial_in(group, seed=self.spec.seed)
+        for path in scratch_files(Path(self.placement.folder), f"{self.spec.name[:100]}-{self.rank}-width-{group.width}"):
+            with contextlib.suppress(InUseError):  # by another run of this name: the next file is ours
+                return FileRows(path, group.num_rows, group.columns, initial=initial)
+        raise AssertionError("names do not end")
 
 
 _PLACES = ("device", "host", "cached", "ssd")
 
 
-def free_file(folder: Path, name: str) -> Path:
-    """The first of `name.rows`, `name-2.rows` … that no other process is using; what a killed one left is used again."""
-    for number in itertools.count(1):
-        path = folder / (f"{name}.rows" if number == 1 else f"{name}-{number}.rows")
-        try:
-            with open(path, "rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return path
-        except FileNotFoundError:
-            return path
-        except OSError:
-            continue
-    raise AssertionError("numbers do not end")
+def scratch_files(folder: Path, name: str) -> Iterator[Path]:
+    """`name.rows`, `name-2.rows` … in a folder; what a killed run left may be used again."""
+    yield folder / f"{name}.rows"
+    yield from (folder / f"{name}-{number}.rows" for number in itertools.count(2))

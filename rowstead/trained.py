@@ -52,9 +52,7 @@ class Trained:
         return ParquetSource(log, encoder, shuffle=False)
 
 
-def open_run(
-    run: str, *, root: Path | str = DEFAULT_ROOT, watcher: Watcher | None = None, in_memory: bool = False
-) -> Trained:
+def open_run(run: str, *, root: Path | str = DEFAULT_ROOT, watcher: Watcher | None = None, in_memory: bool = False) -> Trained:
     """Open a run by its name under `root`, its folder, or `last`; a damaged checkpoint is named to the watcher.
 
     With `in_memory` all tables are in system memory, whatever the recipe allows there; else some may be on SSD.

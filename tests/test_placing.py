@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import subprocess
@@ -15,7 +14,7 @@ import yaml
 
 from rowstead import evaluate, export, train
 from rowstead.parts import build_model, planned
-from rowstead.placing import free_file, free_host_bytes, memories_of
+from rowstead.placing import free_host_bytes, memories_of
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.parse import to_plain
 from rowstead.spec.run import RunSpec
@@ -142,12 +141,15 @@ def test_tables_beyond_the_limit_are_refused_with_remedies(tmp_path: Path) -> No
 
 
 def test_runs_side_by_side_have_files_of_their_own_and_those_of_killed_ones_are_used_again(tmp_path: Path) -> None:
-    first = free_file(tmp_path, "run")
-    first.touch()
-    assert free_file(tmp_path, "run") == first == tmp_path / "run.rows"
-    with open(first, "rb") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        assert free_file(tmp_path, "run") == tmp_path / "run-2.rows"
+    (tmp_path / "rows").mkdir()
+    spec = small_spec("placement.*=ssd", f"memory.folder={tmp_path / 'rows'}", f"name={'n' * 250}", "device=cpu")
+    (tmp_path / "rows" / f"{'n' * 100}-0-width-{spec.model.width}.rows").touch()  # a killed run's
+    stores = [build_model(spec, CPU, trains=True).store for _ in range(2)]
+    names = sorted(path.name for path in (tmp_path / "rows").iterdir())
+    assert len(names) == 2
+    assert names[0].endswith("-2.rows")
+    for store in stores:
+        store.close()
 
 
 LIMITED = """

@@ -31,11 +31,13 @@ MAP_BYTES = 5
 RECORD_BYTES = 4
 """A row on disk besides, for where its record is."""
 SPARE_DISK = 1.5
-"""Length of a file over that of the records in it."""
+"""Length of a file over that of the records in it, segments in use aside."""
+SEGMENTS_BYTES, SEGMENTS_SHARE = 27 << 20, 0.42
+"""What those take: this much, and of a small file at most this share of its records."""
 PLACE_BYTES = 20
 """A place, besides its row: which row it holds, and when that was used."""
-HOST_BATCHES = 3
-"""Of a table in host memory, for whose rows a GPU has room at once: one is trained on, two are brought in."""
+BATCHES_UNDER_WAY, ROOM = 3, 1.25
+"""Batches whose rows are in fast memory at once: one is trained on, two are brought in. And the room for them over what they need."""
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 STATES = {"sgd": 0, "rowwise_adagrad": 0, "adagrad": 1, "adam": 2}
 """Numbers that an optimizer keeps for each of a row; row-wise Adagrad keeps one for the whole row."""
@@ -129,6 +131,8 @@ class _Draft:
     reads: float
     """Ids of one example."""
     batch_size: int
+    num_tables: int
+    """Of the model, which share a file if they are equally wide."""
     where: Place = "device"
     fraction: float = CACHE_FRACTION
     why: str = "as the recipe says"
@@ -151,21 +155,27 @@ class _Draft:
         return min(self.num_rows, max(1, math.ceil(self.fraction * self.num_rows)))
 
     @property
-    def rows_at_once(self) -> int:
-        """That a batch may need, if all its ids differ."""
-        return min(self.num_rows, math.ceil(self.batch_size * self.reads))
+    def rows_under_way(self) -> int:
+        """That the batches under way may need, if all their ids differ, and some more: room is made in steps."""
+        return min(self.num_rows, math.ceil(ROOM * BATCHES_UNDER_WAY * self.batch_size * self.reads))
+
+    @property
+    def file_bytes(self) -> int:
+        """Of its records on disk, each with its row's number, room to write new ones, and segments that are written or cleaned."""
+        records = self.num_rows * (-(-(self.record_bytes + 8) // 8) * 8)
+        return int(SPARE_DISK * records + min(SEGMENTS_BYTES / self.num_tables, SEGMENTS_SHARE * records))
 
     def sizes(self, where: Place) -> Sizes:
         """What it takes there; a cache at least what a batch may need of it."""
         if where == "device":
             return Sizes(device=self.whole_bytes)
         if where == "host":
-            under_way = HOST_BATCHES * self.rows_at_once * (self.record_bytes + PLACE_BYTES)
+            under_way = self.rows_under_way * (self.record_bytes + PLACE_BYTES)
             return Sizes(device=under_way + self.num_rows * MAP_BYTES, host=self.whole_bytes)
-        places = max(self.num_places, self.rows_at_once) * (self.record_bytes + PLACE_BYTES)
+        places = max(self.num_places, self.rows_under_way) * (self.record_bytes + PLACE_BYTES)
         if where == "cached":
             return Sizes(device=places + self.num_rows * MAP_BYTES, host=self.whole_bytes)
-        return Sizes(host=places + self.num_rows * (MAP_BYTES + RECORD_BYTES), disk=int(SPARE_DISK * self.whole_bytes))
+        return Sizes(host=places + self.num_rows * (MAP_BYTES + RECORD_BYTES), disk=self.file_bytes)
 
     def decided(self) -> TablePlacement:
         sizes = self.sizes(self.where)
@@ -247,6 +257,7 @@ def _drafts(
             num_rows=kept,
             reads=sum(reads[feature] for feature in table.features),
             batch_size=spec.train.batch_size,
+            num_tables=len(spec.tables),
         )
         if rule.where != "auto":
             draft.where = rule.where
@@ -345,7 +356,7 @@ def _remedies(spec: RunSpec, memories: Memories, drafts: list[_Draft], needs: in
         remedies.append("leave more tables to `where: auto`")
     if any(draft.rule.cache_fraction is not None for draft in drafts):
         remedies.append("lower cache_fraction")
-    if len(_tiers(memories)) > 1 and any(draft.rows_at_once > draft.num_places for draft in drafts):
+    if len(_tiers(memories)) > 1 and any(draft.rows_under_way > draft.num_places for draft in drafts):
         remedies.append("lower train.batch_size: a cache has room for all rows of a batch")
     room = sum(memories.free_bytes(memory) for memory in memories.kinds if memory != "disk")
     share = 0.9 * spec.scale * room / needs

@@ -40,8 +40,8 @@ from rowstead.stores.turns import Coming, Turns
 
 SET_IDS, MAX_SET = 1 << 22, 8
 """On a GPU batches are brought in by sets of about so many ids, so that small ones wait for the host less often."""
-IDS_ASIDE = 1 << 20
-"""About how many ids a look-up that trains nothing takes at a time, so that it needs little room."""
+IDS_ASIDE = {"cpu": 1 << 14, "cuda": 1 << 20}
+"""About how many ids a look-up that trains nothing may take at a time at least, by the device."""
 
 BackingFor = Callable[[Group], Backing]
 
@@ -104,6 +104,7 @@ class CachedStore(nn.Module):
     def prefetch(self, sparse: Sparse) -> None:
         """Bring in the rows of a batch that comes after all those announced before."""
         if self._groups:
+            sparse = self.checked(sparse)
             if self._planning is not None:
                 self._turns.set_size = self._largest_set(sparse.ids.numel())
             self._turns.announce(sparse, self._recorded())
@@ -140,7 +141,7 @@ class CachedStore(nn.Module):
 
     def _largest_set(self, num_ids: int) -> int:
         """Batches of so many ids that are brought in at once; one by one where places are too few for more."""
-        if any(places.capacity > places.num_places for places in self._places):
+        if any(places.capacity > 2 * places.num_places for places in self._places):
             return 1
         return max(1, min(MAX_SET, SET_IDS // max(1, num_ids)))
 
@@ -242,31 +243,40 @@ class CachedStore(nn.Module):
     @torch.no_grad()
     def _lookup_aside(self, sparse: Sparse) -> Tensor:
         """A look-up that leaves the places as they are: rows that have none are lent one for its duration."""
-        num_parts = max(1, min(sparse.num_samples, -(-sparse.ids.numel() // IDS_ASIDE)))
+        at_a_time = max(IDS_ASIDE[self._device.type], sum(places.capacity for places in self._places) // 4)
+        num_parts = max(1, min(sparse.num_samples, -(-sparse.ids.numel() // at_a_time)))
         if num_parts > 1:
             borders = [sparse.num_samples * part // num_parts for part in range(num_parts + 1)]
             parts = [sparse.examples(*borders[part : part + 2]) for part in range(num_parts)]
             return torch.cat([self._lookup_aside(part) for part in parts])
         with self._turns.hold(), self._on(self._planning, self._recorded(), self._recorded(self._moving)):
-            rows = self._names.rows(sparse)
-            lent = []
-            for place, names in enumerate(self._names.by_group(rows)):
-                places = self._places[place]
-                missing = places.missing(names)
-                borrowed = places.lend(missing.numel())
-                places.place_of[missing] = borrowed.int()
-                self._make_room()
-                none = missing[:0]
-                self._exchange(self._fast_parts(place), Moves(missing, borrowed, none, none), self.backings[place])
-                lent.append((places, missing, borrowed))
-            pooled = self.resident.lookup(self._named(sparse, rows))
-            for places, missing, borrowed in lent:
-                places.place_of[missing] = -1
-                places.give_back(borrowed)
+            try:
+                pooled = self._pooled_aside(sparse)
+            except BaseException as error:
+                self._turns.fail(error)
+                raise
         if self._planning is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_stream(self._planning)
             pooled.record_stream(current)
+        return pooled
+
+    def _pooled_aside(self, sparse: Sparse) -> Tensor:
+        rows = self._names.rows(sparse)
+        lent = []
+        for place, names in enumerate(self._names.by_group(rows)):
+            places = self._places[place]
+            missing = places.missing(names)
+            borrowed = places.lend(missing.numel())
+            places.place_of[missing] = borrowed.int()
+            self._make_room()
+            none = missing[:0]
+            self._exchange(self._fast_parts(place), Moves(missing, borrowed, none, none), self.backings[place])
+            lent.append((places, missing, borrowed))
+        pooled = self.resident.lookup(self._named(sparse, rows))
+        for places, missing, borrowed in lent:
+            places.place_of[missing] = -1
+            places.give_back(borrowed)
         return pooled
 
     def rows(self, table: str, ids: Tensor) -> Tensor:

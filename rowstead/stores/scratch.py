@@ -27,6 +27,10 @@ Facts = dict[str, Any]
 """What the head of a file says, as JSON has it."""
 
 
+class InUseError(RowsteadError):
+    """Another store has the file."""
+
+
 def aligned(num_bytes: int) -> NDArray[np.uint8]:
     """Zeroed memory at an address that direct I/O accepts, of pages of its own."""
     return np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
@@ -130,10 +134,16 @@ class ScratchFile:
     def _lock(self, plain: int) -> None:
         try:
             fcntl.flock(plain, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise RowsteadError(
+        except BlockingIOError:
+            raise InUseError(
                 f"another process, or another store, is using the file of rows `{self.path}`: name another"
             ) from None
+        try:
+            is_ours = os.fstat(plain).st_ino == os.stat(self.path).st_ino
+        except FileNotFoundError:
+            is_ours = False
+        if not is_ours:  # whoever had it has removed it since we opened it
+            raise InUseError(f"the file of rows `{self.path}` was in use a moment ago: try again, or name another")
 
     def _open_direct(self) -> tuple[int, bool, int]:
         """A descriptor for direct I/O and the size of its sectors; an ordinary one where the file system has no direct I/O."""

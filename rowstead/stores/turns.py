@@ -79,8 +79,8 @@ class Turns:
         """Sets of batches that are being planned or brought in."""
         self._is_held = False
         """Whoever trains keeps rows from moving."""
-        self._is_waited_for = False
-        """Whoever trains waits for rows."""
+        self._wanted: Coming | None = None
+        """The batch that whoever trains waits for."""
         self._needs_room = False
         """Places have run out: whoever trains moves the cache to larger memory when it comes by."""
         self._failed: BaseException | None = None
@@ -121,8 +121,11 @@ class Turns:
         if self._coming:
             coming = self._coming.popleft()
             assert coming.sparse.ids is sparse.ids, "batches are trained on in the order in which they were announced"
+            self._wanted = coming
             self._wait_until(lambda: coming.is_in)
+            self._wanted = None
             if coming.error is not None:
+                self._num_left = coming.number + 1
                 raise coming.error
         else:
             coming = self._numbered(sparse, copied)
@@ -130,7 +133,7 @@ class Turns:
                 try:
                     self._plan([coming])()
                 except BaseException as error:
-                    self._failed = error
+                    self.fail(error)
                     raise
         self.current = coming
         return coming
@@ -157,6 +160,10 @@ class Turns:
                 self._is_held = False
                 self._changed.notify_all()
 
+    def fail(self, error: BaseException) -> None:
+        """Rows may not be where they are thought to be: whatever is asked for from now on raises this."""
+        self._failed = self._failed or error
+
     def make_room(self) -> None:
         """See that the cache is moved to larger memory, by whoever trains: nothing is trained on meanwhile."""
         cache = self._cache()
@@ -177,7 +184,6 @@ class Turns:
     def _wait_until(self, happened: Callable[[], bool]) -> None:
         """Wait, and make room meanwhile if that is what the other threads wait for."""
         with self._changed:
-            self._is_waited_for = True
             self._changed.notify_all()
             while True:
                 self._changed.wait_for(lambda: happened() or self._needs_room)
@@ -188,7 +194,6 @@ class Turns:
                 cache.resize()
                 self._needs_room = False
                 self._changed.notify_all()
-            self._is_waited_for = False
 
     # The threads
 
@@ -198,7 +203,9 @@ class Turns:
             return False
         if self._num_left < self._waiting[0].number - AHEAD * self.set_size:
             return False
-        return len(self._waiting) >= self.set_size or self._is_waited_for
+        # A set is whole unless no more batches are coming: what is where shall not depend on which thread is quicker.
+        is_last = self._wanted is not None and self._wanted.number >= self._waiting[0].number
+        return len(self._waiting) >= self.set_size or is_last
 
     def next_set(self) -> list[Coming]:
         """Batches to plan now."""
@@ -220,8 +227,9 @@ class Turns:
         with self._changed:
             if self._failed is not None:
                 raise self._failed
-            oldest, left = self._num_left, self._left
-        return cache.plan_rows(some, oldest, left)
+            left = self._left
+        # All before it have left. Others may have meanwhile, but what is where shall not depend on which thread is quicker.
+        return cache.plan_rows(some, max(0, some[0].number - AHEAD * self.set_size), left)
 
     def _move(self, move: Callable[[], None], some: Sequence[Coming]) -> None:
         error = self._failed

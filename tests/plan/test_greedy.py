@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rowstead.plan.greedy import HOST_BATCHES, MAP_BYTES, PLACE_BYTES, RECORD_BYTES, Memories, decide, record_bytes
+from rowstead.plan.greedy import MAP_BYTES, PLACE_BYTES, RECORD_BYTES, SEGMENTS_SHARE, Memories, decide, record_bytes
 from rowstead.report.placement import placement_text
 from rowstead.spec.data import DataSpec, SynthSpec
 from rowstead.spec.errors import RowsteadError
@@ -109,8 +109,9 @@ def test_a_recipe_has_its_way() -> None:
     assert cached.cache_fraction == 0.5
     assert cached.host_bytes == MB
     assert cached.device_bytes == 5_000 * (100 + PLACE_BYTES) + 10_000 * MAP_BYTES
-    assert (host.device_bytes, host.host_bytes) == (HOST_BATCHES * 16 * (100 + PLACE_BYTES) + 10_000 * MAP_BYTES, MB)
-    assert (ssd.host_bytes, ssd.disk_bytes) == (1_000 * (100 + PLACE_BYTES) + 10_000 * (MAP_BYTES + RECORD_BYTES), 1.5 * MB)
+    assert (host.device_bytes, host.host_bytes) == (60 * (100 + PLACE_BYTES) + 10_000 * MAP_BYTES, MB)
+    assert ssd.host_bytes == 1_000 * (100 + PLACE_BYTES) + 10_000 * (MAP_BYTES + RECORD_BYTES)
+    assert ssd.disk_bytes == int((1.5 + SEGMENTS_SHARE) * 10_000 * 112)  # a record with its row's number, and room
     assert rest.where == "device"
     assert cached.why == "as the recipe says"
 
@@ -121,10 +122,10 @@ def test_without_a_gpu_the_hosts_memory_is_the_devices() -> None:
     assert table.why == "there is no GPU: the host's memory is the device's"
 
 
-def test_a_cache_counts_at_least_the_rows_of_a_batch() -> None:
+def test_a_cache_counts_at_least_the_rows_of_the_batches_under_way() -> None:
     spec = spec_of(100_000, placement={"t0": TablePlacementSpec(where="ssd", cache_fraction=0.01)}, batch_size=20_000)
     (table,) = decide(spec, on_cpu(100 * MB, 100 * MB)).tables
-    assert table.host_bytes == 20_000 * (100 + PLACE_BYTES) + 100_000 * (MAP_BYTES + RECORD_BYTES)
+    assert table.host_bytes == 75_000 * (100 + PLACE_BYTES) + 100_000 * (MAP_BYTES + RECORD_BYTES)
 
 
 def test_processes_share_all_but_copies() -> None:
