@@ -52,7 +52,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
         ["placement.*.where=cached", "placement.*.cache_fraction=0.2"],
         ["placement.*=ssd"],
         ["placement.sparse_0=ssd", "placement.sparse_1=cached", "placement.sparse_2=device"],
-        ["memory.host=100KB"],
+        ["memory.host=170KB"],
     ],
 )
 def test_a_run_ends_at_the_same_weights_wherever_its_tables_are(tmp_path: Path, placement: list[str]) -> None:
@@ -197,7 +197,7 @@ def peak_bytes(folder: Path, num_rows: int, limit: str | None) -> int:
 def test_a_run_on_ssd_is_evaluated_there_and_exported_whole(tmp_path: Path) -> None:
     (tmp_path / "rows").mkdir()
     spec = small_spec(
-        "features.sparse.0.num_rows=2000", "memory.host=100KB", f"memory.folder={tmp_path / 'rows'}", "train.max_steps=3"
+        "features.sparse.0.num_rows=2000", "memory.host=170KB", f"memory.folder={tmp_path / 'rows'}", "train.max_steps=3"
     )
     done = train(spec, out=tmp_path / "run")
     assert any(table["where"] == "ssd" for table in json.loads((tmp_path / "run" / "placement.json").read_text())["tables"])

@@ -357,7 +357,7 @@ def _remedies(spec: RunSpec, memories: Memories, drafts: list[_Draft], needs: in
     if any(draft.rule.cache_fraction is not None for draft in drafts):
         remedies.append("lower cache_fraction")
     if len(_tiers(memories)) > 1 and any(draft.rows_under_way > draft.num_places for draft in drafts):
-        remedies.append("lower train.batch_size: a cache has room for all rows of a batch")
+        remedies.append("lower train.batch_size: a cache has room for all rows of the batches under way")
     room = sum(memories.free_bytes(memory) for memory in memories.kinds if memory != "disk")
     share = 0.9 * spec.scale * room / needs
     if share < spec.scale and share > 0:
