@@ -20,7 +20,8 @@ def performance_page(note: str) -> str:
     parts = [note, "# Performance", _INTRODUCTION]
     parts += ["## On a GPU", *_embedding("cuda"), *_step("cuda")]
     parts += ["## On a CPU", *_embedding("cpu"), *_step("cpu"), _CPU]
-    parts += ["## Training from files", _REACH, *_reach("cuda"), *(_reach("cpu") or [_FROM_FILES])]
+    parts += ["## Training from files", _REACH, *_reach("cuda"), *_reach("cpu")]
+    parts += _on_ssd()
     parts += _sharded()
     if list(PICTURES.glob("growth-*.svg")):
         parts += ["## How cost grows", _GROWTH, *_growth("cuda"), *_growth("cpu")]
@@ -43,16 +44,6 @@ are counted in part). That cost for a sample, times the samples that training al
 out at the end of every run and keeps it in `record.json` (`reader_cores_needed`); where reading held training up for a tenth of the time or more, and for a second
 at least, it says so. `samples/s` leaves out the first 10 steps of a process, in which kernels are compiled, once there are 20."""
 
-_FROM_FILES = """On the 2 cores of the tables above, with M1's tables of about 100,000 rows and a log in Parquet:
-
-```sh
-rowstead data synth m1 --out m1log --set data.synth.num_train_samples=60000 --set data.synth.num_eval_samples=2000
-rowstead train m1 --set data.synth=null --set 'data.parquet.train=[m1log/train-*.parquet]' \\
-  --set 'data.parquet.eval=[m1log/eval-*.parquet]' --set scale=0.0175 --set train.batch_size=200 --set train.sparse_optimizer.lr=0.01
-```
-
-trained 6,738 samples/s while other programs ran; with the same settings in a recipe file, and nothing else running, 8,205. Both are above 80 % of what
-the step alone does in the table: the reader's thread takes about 3.4 ms of the 25 of a step, beside it (`rowstead train --profile`)."""
 
 _YOURS = """## On your machine
 
@@ -178,6 +169,32 @@ def _reach(device: str) -> list[str]:
     told = [f"> {row['told']}" for row in result["rows"] if row["told"]]
     said = ["At the end of these runs it said:", "\n>\n".join(told)] if told else []
     return [_where(result, "reach", device), _table(columns, result["rows"]), *said]
+
+
+def _on_ssd() -> list[str]:
+    """How near rows on SSD come to what the disk allows; nothing before it was measured."""
+    result = _latest("cache", "cpu")
+    if result is None:
+        return []
+    columns: list[Column] = [
+        ("work", lambda row: {"tables": "look-up + update", "step": "whole step"}[str(row["work"])]),
+        ("all rows in RAM, ms", lambda row: f"{row['ram_ms']:.1f}"),
+        ("rows that the cache misses", lambda row: f"{row['misses_a_step']:,.0f}"),
+        ("reading them, nothing else to do, ms", lambda row: f"{row['disk_ms']:.1f}"),
+        ("rows on SSD, ms", lambda row: f"{row['ssd_ms']:.1f}"),
+        ("of what is possible", lambda row: f"{100 * row['ssd_over_possible']:.0f} %"),
+        (
+            "MB written, and cleaned",
+            lambda row: f"{row['bytes_written_a_step'] / 1e6:.1f}, {row['bytes_cleaned_a_step'] / 1e6:.1f}",
+        ),
+    ]
+    row = result["rows"][0]
+    text = (
+        f"M1 with {row['rows_a_table']:,} rows a table ({row['table_gb']:.1f} GB), a tenth of them cached in RAM, batches of 200, Criteo-like ids; "
+        "direct I/O, so the page cache hides nothing. Possible is the lesser of the rates of RAM and of random reads, both measured beside it. "
+        "Files are cleaned once they are full; where 0 MB were cleaned, the file was not full yet."
+    )
+    return ["## Rows on SSD", text, _where(result, "cache", "cpu"), _table(columns, result["rows"])]
 
 
 def _sharded() -> list[str]:
