@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from rowstead.parts import build_model
 from rowstead.records.run_folder import RunFolder
-from rowstead.trained import evaluate
+from rowstead.trained import evaluate, open_run
 from rowstead.training import checkpoint
+from rowstead.training.step import load_model
 from tests.test_processes import recipe, run
 
 STEPS = ("--set", "train.max_steps=25", "--set", "train.checkpoint_every=10", "--set", "train.full_checkpoint_every=3")
@@ -27,6 +29,10 @@ def test_rows_of_four_processes_are_loaded_by_one_from_disk_and_by_two_table_by_
     record = RunFolder.open(str(four), tmp_path).read_record()
     assert evaluate(str(four)).figures()["ne"] == pytest.approx(record.figures["ne"], abs=1e-6)
 
+    trained = open_run(str(four))
+    batch = next(iter(trained.source().batches(512)))[0]
+    predicted = trained.model.predict(batch)
+
     (tmp_path / "scratch").mkdir()
     on_disk = ("--set", "placement={'*': ssd}", "--set", f"memory.folder={tmp_path / 'scratch'}")
     by_table = ("--processes", 2, "--set", "placement={'*': {where: device, shard: table}}")
@@ -35,6 +41,10 @@ def test_rows_of_four_processes_are_loaded_by_one_from_disk_and_by_two_table_by_
         assert done.returncode == 0, done.stderr
         taken_over = checkpoint.load(tmp_path / name / "checkpoints" / "step-000000000").tensors
         assert all(torch.equal(value, taken_over[table]) for table, value in rows.items()), name
+        spec = RunFolder.open(str(tmp_path / name), tmp_path).read_spec()
+        model = build_model(spec, torch.device("cpu"), trains=True).eval()  # on disk, where the recipe says so
+        load_model(model, taken_over)
+        torch.testing.assert_close(model.predict(batch), predicted, atol=1e-6, rtol=0)
 
 
 @pytest.mark.slow
