@@ -162,6 +162,8 @@ class HostStore(nn.Module):
 
     def _batch(self, sparse: Sparse) -> _Batch:
         """The batch in system memory, or on its way there."""
+        if not self.training:  # the batch that is trained on may not have been updated yet
+            return self._copied(sparse)
         if self._current is None or self._current.ids is not sparse.ids:
             is_next = self._announced and self._announced[0].ids is sparse.ids
             self._current = self._announced.popleft() if is_next else self._copied(sparse)

@@ -160,6 +160,8 @@ class MixedStore(nn.Module):
 
     def _parts_of(self, sparse: Sparse) -> list[Sparse]:
         """What each store has of a batch: as it was announced, or as it was looked up, or cut up now."""
+        if not self.training:  # the batch that is trained on may not have been updated yet
+            return self._split(sparse).parts
         if self._current is None or self._current.ids is not sparse.ids:
             is_next = self._announced and self._announced[0].ids is sparse.ids
             self._current = self._announced.popleft() if is_next else self._split(sparse)

@@ -159,3 +159,31 @@ def test_tables_take_part_in_autograd_when_asked() -> None:
     store.requires_grad_(True)
     store.lookup(SPARSE).sum().backward()
     assert all(rows.grad is not None for rows in store.parameters())
+
+
+def test_an_evaluation_between_look_up_and_update_changes_nothing() -> None:
+    names = ["a", "b", "c"]
+    features = FeaturesSpec(sparse=tuple(SparseFeatureSpec(name=name, num_rows=50) for name in names))
+    layout, optimizer = layout_of(features, tables_of(features, width=4)), SparseOptimizerSpec(kind="sgd")
+    own = [layout_for(layout, [name]) for name in names]
+    store = MixedStore(
+        layout,
+        [
+            cached(own[0], optimizer, torch.float64, lambda group: RamRows(group, seed=1)),
+            HostStore(cached(own[1], optimizer, torch.float64, lambda group: RamRows(group, seed=1)), "cpu", check=False),
+            DeviceStore(own[2], optimizer, dtype=torch.float64, check=False),
+        ],
+    )
+    plain = DeviceStore(layout, optimizer, dtype=torch.float64)
+    batches = [Sparse(ids=torch.randint(0, 50, (12,)), offsets=torch.arange(13), num_features=3) for _ in range(4)]
+    for batch in batches[:3]:
+        store.prefetch(batch)
+    for step, batch in enumerate(batches[:3], start=1):
+        pooled = store.lookup(batch)
+        store.eval()
+        torch.testing.assert_close(store.lookup(batches[3]), plain.lookup(batches[3]))
+        store.train()
+        store.update(batch, pooled + 1, lr=0.1, step=step)
+        plain.update(batch, plain.lookup(batch) + 1, lr=0.1, step=step)
+    for name, value in plain.state().items():
+        torch.testing.assert_close(store.state()[name], value)
