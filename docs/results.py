@@ -21,6 +21,7 @@ def performance_page(note: str) -> str:
     parts += ["## On a GPU", *_embedding("cuda"), *_step("cuda")]
     parts += ["## On a CPU", *_embedding("cpu"), *_step("cpu"), _CPU]
     parts += ["## Training from files", _REACH, *_reach("cuda"), *_reach("cpu")]
+    parts += _behind_gpu()
     parts += _on_ssd()
     parts += _sharded()
     if list(PICTURES.glob("growth-*.svg")):
@@ -169,6 +170,41 @@ def _reach(device: str) -> list[str]:
     told = [f"> {row['told']}" for row in result["rows"] if row["told"]]
     said = ["At the end of these runs it said:", "\n>\n".join(told)] if told else []
     return [_where(result, "reach", device), _table(columns, result["rows"]), *said]
+
+
+def _behind_gpu() -> list[str]:
+    """Steps with rows in system memory, beside those with all rows in GPU memory and FBGEMM's; nothing before it was measured."""
+    result = _latest("cache", "cuda")
+    if result is None:
+        return []
+
+    def took(name: str) -> Callable[[dict[str, Any]], str]:
+        return lambda row: f"{row[name]:.2f}" if name in row else ""
+
+    columns: list[Column] = [
+        ("model, batch, ids", lambda row: str(row["shape"])),
+        ("`device`, ms", took("rowstead_device_ms")),
+        ("`cached`, ms", took("rowstead_cached_ms")),
+        ("`host`, ms", took("rowstead_host_ms")),
+        ("FBGEMM's MANAGED_CACHING, ms", took("fbgemm_caching_ms")),
+        ("FBGEMM's MANAGED, ms", took("fbgemm_managed_ms")),
+        ("rows that came in", lambda row: f"{row['rows_in_a_step']:,.0f}"),
+        ("bus time, ms", took("bus_ms")),
+    ]
+    summary = result["summary"]
+    text = (
+        "Whole training steps; 500,000 rows a table, a cache of a tenth of the rows, and none under `host`. Ids are Criteo-like (1 % of the rows take 90 % of "
+        "accesses), or drawn as `rows * u**3` (u3), where a batch names more rows than the cache has places. Bus time is the larger of the bytes in and out "
+        f"over the rate of a long copy ({summary['bus_in_bytes_per_s'] / 1e9:.0f} GB/s). With Criteo-like ids a cache reaches "
+        f"{100 * summary['criteo_vs_device_min']:.0f} % of the throughput with all rows in GPU memory at least, and with u3 takes at most "
+        f"{summary['u3_over_bus_time_max']:.1f} times the bus time."
+    )
+    return [
+        "## Rows in system memory, trained by a GPU",
+        text,
+        _where(result, "cache", "cuda"),
+        _table(columns, result["rows"]),
+    ]
 
 
 def _on_ssd() -> list[str]:

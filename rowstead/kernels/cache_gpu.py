@@ -1,10 +1,10 @@
-"""What a cache in a GPU's memory does there: marks the rows that a batch needs, and swaps rows over the bus.
+"""What a cache in a GPU's memory does there: names and marks the rows that a batch needs, and swaps rows over the bus.
 
 Rows are swapped in one launch: lanes read rows from page-locked system memory and write others back at the same time, so both
 directions of the bus are busy; few programs do it, so that training beside them goes on. Rows should come in rising order: the
 GPU then finds them in fewer pages.
 
-Letters: N rows, P places, D width, n and m rows that move, nnz ids.
+Letters: B examples, F features, N rows, P places, D width, n and m rows that move, nnz ids.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from rowstead.kernels.cache_cpu import WANTED
 
-PROGRAMS = 132
-"""As many as a large GPU has multiprocessors."""
+PROGRAMS = 32
+"""Just enough to keep both directions of a bus busy: with more, launches beside these wait for memory up to three times longer."""
 BYTES_A_TURN = 4096
 """That a program has under way in each direction."""
 
@@ -43,7 +43,7 @@ def swap_rows(fast: Tensor, behind: Tensor, in_rows: Tensor, in_places: Tensor, 
     programs = min(PROGRAMS, triton.cdiv(max(num_in, num_out), turn))
     _swap[(programs,)](
         fast.view(_WORDS[word]), behind.view(_WORDS[word]), in_rows, in_places, out_rows, out_places, num_in, num_out,
-        max(num_in, num_out), programs * turn, WIDTH=width, D=block, R=turn, num_warps=4,
+        max(num_in, num_out), torch.zeros(1, dtype=torch.int32, device=fast.device), WIDTH=width, D=block, R=turn, num_warps=4,
     )  # fmt: skip
 
 
@@ -56,9 +56,12 @@ def swap_rows_plainly(parts: Sequence[Tensor], behind: Sequence[Tensor], *moves:
 
 
 @triton.jit
-def _swap(fast, behind, in_rows, in_places, out_rows, out_places, num_in, num_out, most, stride, WIDTH: tl.constexpr, D: tl.constexpr, R: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _swap(fast, behind, in_rows, in_places, out_rows, out_places, num_in, num_out, most, num_taken, WIDTH: tl.constexpr, D: tl.constexpr, R: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
     column = tl.arange(0, D)[None, :]
-    for start in range(tl.program_id(0) * R, most, stride):
+    # Programs take turns as they come to them: one that others keep waiting must not be the one that all wait for.
+    start = tl.atomic_add(num_taken, R)
+    while start < most:
+        then = tl.atomic_add(num_taken, R)
         place = start + tl.arange(0, R)
         is_in, is_out = place < num_in, place < num_out
         ins, outs = is_in[:, None] & (column < WIDTH), is_out[:, None] & (column < WIDTH)
@@ -71,6 +74,34 @@ def _swap(fast, behind, in_rows, in_places, out_rows, out_places, num_in, num_ou
         tl.debug_barrier()  # a row is read before another comes into its place
         tl.store(behind + to_row * WIDTH + column, goes, mask=outs)
         tl.store(fast + to_place * WIDTH + column, comes, mask=ins)
+        start = then
+
+
+def name_rows(ids: Tensor, offsets: Tensor, first_rows: Tensor) -> Tensor:
+    """For each id its row among all tables, int64 [nnz]: the first row of its feature's table, and so many more.
+
+    ids int32 or int64 [nnz]; offsets int64 [F*B + 1]; first_rows int64 [F], -1 for features whose ids all become -1.
+    """
+    rows = torch.empty(ids.shape, dtype=torch.int64, device=ids.device)
+    num_features = first_rows.numel()
+    if rows.numel():
+        num_samples = (offsets.numel() - 1) // num_features
+        block = 1024
+        programs = max(1, triton.cdiv(2 * rows.numel(), num_features * block))  # features differ in how many ids they have
+        _name[(num_features, programs)](ids, offsets, first_rows, rows, num_samples, programs * block, BLOCK=block, num_warps=4)
+    return rows
+
+
+@triton.jit
+def _name(ids, offsets, first_rows, rows, num_samples, stride, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    feature = tl.program_id(0).to(tl.int64)
+    first = tl.load(first_rows + feature)
+    begin = tl.load(offsets + feature * num_samples)
+    end = tl.load(offsets + (feature + 1) * num_samples)
+    for start in range(begin + tl.program_id(1) * BLOCK, end, stride):
+        at = start + tl.arange(0, BLOCK)
+        named = tl.load(ids + at, mask=at < end, other=0).to(tl.int64) + first
+        tl.store(rows + at, tl.where(first < 0, -1, named), mask=at < end)
 
 
 def mark_rows(rows: Tensor, place_of: Tensor, used: Tensor, number: int) -> None:

@@ -28,6 +28,8 @@ SMALLER_FRACTIONS = (0.05, 0.02, 0.01)
 """What `auto` tries in turn where caches of the usual size do not fit."""
 MAP_BYTES = 5
 """A row of a table behind a cache, for its place and how often it was used."""
+STATE_BYTES = 4
+"""The same row in the memory of a GPU besides, where its optimizer keeps one number a row."""
 RECORD_BYTES = 4
 """A row on disk besides, for where its record is."""
 SPARE_DISK = 1.5
@@ -171,10 +173,10 @@ class _Draft:
             return Sizes(device=self.whole_bytes)
         if where == "host":
             under_way = self.rows_under_way * (self.record_bytes + PLACE_BYTES)
-            return Sizes(device=under_way + self.num_rows * MAP_BYTES, host=self.whole_bytes)
+            return Sizes(device=under_way + self.num_rows * (MAP_BYTES + STATE_BYTES), host=self.whole_bytes)
         places = max(self.num_places, self.rows_under_way) * (self.record_bytes + PLACE_BYTES)
         if where == "cached":
-            return Sizes(device=places + self.num_rows * MAP_BYTES, host=self.whole_bytes)
+            return Sizes(device=places + self.num_rows * (MAP_BYTES + STATE_BYTES), host=self.whole_bytes)
         return Sizes(host=places + self.num_rows * (MAP_BYTES + RECORD_BYTES), disk=self.file_bytes)
 
     def decided(self) -> TablePlacement:

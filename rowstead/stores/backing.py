@@ -10,8 +10,9 @@ from torch import Tensor
 
 from rowstead.kernels.initial import initial_rows
 from rowstead.kernels.memory import prefer_large_pages
+from rowstead.stores.device import numbered
 from rowstead.stores.groups import Group
-from rowstead.stores.locked import seen_from
+from rowstead.stores.locked import seen_by_both
 
 PIECE_ROWS = 1 << 17
 """Rows that are filled in at a time."""
@@ -37,38 +38,56 @@ class Backing(Protocol):
 
 
 class RamRows:
-    """Rows in system memory."""
+    """Rows in system memory.
+
+    Optimizer states of one number a row stay in the memory of the `device` that trains: over its bus each would take as long as
+    half a row.
+    """
 
     def __init__(self, group: Group, *, seed: int, device: torch.device | str = "cpu") -> None:
         """Filled with initial rows, which `device` makes."""
-        self._parts = [prefer_large_pages(torch.empty(group.num_rows, width, dtype=kind)) for kind, width in group.columns]
-        self._seen: list[Tensor] | None = None
+        device = numbered(device)
+        self._parts: list[Tensor] = []
+        self._seen: list[Tensor] = []
+        for place, (kind, width) in enumerate(group.columns):
+            shape = group.num_rows, width
+            if device.type == "cpu":
+                part = seen = prefer_large_pages(torch.empty(shape, dtype=kind))
+            elif place and width == 1:
+                part = seen = torch.empty(shape, dtype=kind, device=device)
+            else:
+                part, seen = seen_by_both(device, shape, kind)
+            self._parts.append(part)
+            self._seen.append(seen)
         rows, *states = self._parts
         for state in states:
             state.zero_()
         for table, first in group.tables:
             for start in range(0, table.num_rows, PIECE_ROWS):
                 stop = min(start + PIECE_ROWS, table.num_rows)
-                piece = initial_rows(table, seed=seed, dtype=rows.dtype, device=torch.device(device), start=start, stop=stop)
+                piece = initial_rows(table, seed=seed, dtype=rows.dtype, device=device, start=start, stop=stop)
                 rows[first + start : first + stop] = piece
 
     def read(self, rows: Tensor, into: Sequence[Tensor], places: Tensor | None = None) -> None:
         for part, values in zip(self._parts, into, strict=True):
-            if places is None:
+            if part.is_cuda:
+                values[slice(None) if places is None else places] = part[rows.to(part.device)].cpu()
+            elif places is None:
                 torch.index_select(part, 0, rows, out=values)
             else:
                 values.index_copy_(0, places, part.index_select(0, rows))
 
     def write(self, rows: Tensor, values: Sequence[Tensor], places: Tensor | None = None) -> None:
         for part, some in zip(self._parts, values, strict=True):
-            part.index_copy_(0, rows, some if places is None else some.index_select(0, places))
+            given = some if places is None else some.index_select(0, places)
+            part.index_copy_(0, rows.to(part.device), given.to(part.device))
+            if part.is_cuda:
+                torch.cuda.synchronize(part.device)  # as all of it would be in system memory
 
-    def seen_from(self, device: torch.device) -> list[Tensor]:
-        """The same memory as tensors of a GPU, which reads and writes it over the bus."""
-        if self._seen is None:
-            self._seen = [seen_from(device, part) for part in self._parts]
+    @property
+    def seen(self) -> list[Tensor]:
+        """The same memory as tensors of the device that trains, which a GPU reads and writes over the bus."""
         return self._seen
 
     def close(self) -> None:
-        self._seen = None
-        self._parts = [part.new_empty(0, part.shape[1]) for part in self._parts]
+        self._parts = self._seen = [part.new_empty(0, part.shape[1]) for part in self._parts]

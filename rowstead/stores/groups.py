@@ -102,9 +102,8 @@ class RowNames:
                 firsts[table.name] = self._starts[-1] + first
             self._starts.append(self._starts[-1] + group.num_rows)
         names = [layout.tables[table].name for table in layout.table_of]
-        self._first_rows = torch.tensor([firsts.get(name, 0) for name in names], device=device)
         self._firsts = np.array([firsts.get(name, -1) for name in names], np.int64)
-        self._is_behind = torch.tensor([name in firsts for name in names], device=device)
+        self._firsts_there = torch.from_numpy(self._firsts).to(device)
         self._all_behind = all(name in firsts for name in names)
 
     def rows(self, sparse: Sparse) -> Tensor:
@@ -115,8 +114,9 @@ class RowNames:
                 offsets = sparse.offsets.contiguous().numpy()
                 name_rows(sparse.ids.contiguous().numpy(), offsets, sparse.num_samples, self._firsts, named)
             return torch.from_numpy(named)
-        rows = sparse.ids + self._each(self._first_rows, sparse)
-        return rows if self._all_behind else torch.where(self._each(self._is_behind, sparse), rows, -1)
+        from rowstead.kernels.cache_gpu import name_rows as name_rows_there
+
+        return name_rows_there(sparse.ids, sparse.offsets, self._firsts_there)
 
     def by_group(self, rows: Tensor) -> Iterator[Tensor]:
         """The rows of each group, by its own numbers."""
@@ -143,10 +143,3 @@ class RowNames:
             here = (rows >= first) & (rows < last)
             named = torch.where(here, places[(rows - first).clamp(0, last - first - 1)], named)
         return named
-
-    def _each(self, of_feature: Tensor, sparse: Sparse) -> Tensor:
-        """What is known of a feature for each of its ids, [nnz]."""
-        if not sparse.num_samples:
-            return of_feature[:0]
-        counts = sparse.offsets[:: sparse.num_samples].diff()
-        return torch.repeat_interleave(of_feature, counts, output_size=sparse.ids.numel())

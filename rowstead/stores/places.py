@@ -20,8 +20,8 @@ HALF_LIFE = 64
 """Batches after which the uses of a row count half."""
 SAMPLE = 1 << 13
 """Rows by whose heat it is guessed how cold the coldest of all are."""
-DENSE_SHARE = 8
-"""With more ids than one for so many rows it is quicker to go through all rows than from id to id."""
+DENSE_SHARE = 64
+"""With more ids than one for so many rows a GPU goes through all rows more quickly than from id to id."""
 GROWTH = 1.25
 """Room beyond what is needed when places run out, so that they seldom do."""
 

@@ -73,8 +73,8 @@ class Turns:
         """Of these, those that nobody has begun to plan."""
         self._num_announced = 0
         self._num_left = 0
-        self._left: Any = None
-        """CUDA's event after the last batch that was left."""
+        self._left: deque[tuple[int, Any]] = deque()
+        """The batches that were left last, each with CUDA's event after it."""
         self._num_moving = 0
         """Sets of batches that are being planned or brought in."""
         self._is_held = False
@@ -114,7 +114,8 @@ class Turns:
             if self._coming:
                 self._coming.clear()
                 self.current = None
-                self._num_left, self._left = self._num_announced, left
+                self._num_left = self._num_announced
+                self._left.append((self._num_left - 1, left))
 
     def enter(self, sparse: Sparse, copied: Any) -> Coming:
         """The next batch, its rows in place; one that was not announced is brought in now."""
@@ -142,7 +143,10 @@ class Turns:
         """Training on the current batch has ended, or a GPU ends it with the event `left`."""
         self.current = None
         with self._changed:
-            self._num_left, self._left = self._num_left + 1, left
+            self._num_left += 1
+            self._left.append((self._num_left - 1, left))
+            while len(self._left) > 2 * self.batches_ahead + 2:
+                self._left.popleft()
             self._changed.notify_all()
 
     @contextlib.contextmanager
@@ -154,7 +158,7 @@ class Turns:
         try:
             if self._failed is not None and not even_broken:
                 raise self._failed
-            yield self._left
+            yield self._left[-1][1] if self._left else None
         finally:
             with self._changed:
                 self._is_held = False
@@ -227,9 +231,11 @@ class Turns:
         with self._changed:
             if self._failed is not None:
                 raise self._failed
-            left = self._left
-        # All before it have left. Others may have meanwhile, but what is where shall not depend on which thread is quicker.
-        return cache.plan_rows(some, max(0, some[0].number - AHEAD * self.set_size), left)
+            # All before it have left. Others may have meanwhile, but what is where shall not depend on which thread is quicker,
+            # and rows move while a GPU is busy with those others.
+            oldest = max(0, some[0].number - AHEAD * self.set_size)
+            left = next((event for number, event in self._left if number >= oldest - 1), None)
+        return cache.plan_rows(some, oldest, left)
 
     def _move(self, move: Callable[[], None], some: Sequence[Coming]) -> None:
         error = self._failed

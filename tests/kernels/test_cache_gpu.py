@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 triton = pytest.importorskip("triton")
 
-from rowstead.kernels.cache_gpu import mark_rows, swap_rows, swap_rows_plainly  # noqa: E402
+from rowstead.kernels.cache_gpu import mark_rows, name_rows, swap_rows, swap_rows_plainly  # noqa: E402
 from rowstead.stores import places  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -53,3 +53,19 @@ def test_rows_are_marked_as_in_plain_torch(data: st.DataObject, number: int) -> 
     mark_rows(rows.to(DEVICE), *ours, number)
     assert torch.equal(ours[0].cpu(), wanted[0])
     assert torch.equal(ours[1][:12].cpu(), wanted[1][:12])
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    lengths=st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=2), min_size=1, max_size=5),
+    dtype=st.sampled_from([torch.int32, torch.int64]),
+)
+def test_ids_are_named_by_the_rows_of_all_tables(lengths: list[list[int]], dtype: torch.dtype) -> None:
+    firsts = [-1 if feature == 2 else 100 * feature for feature in range(len(lengths))]
+    counts = torch.tensor(lengths)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.flatten().cumsum(0)])
+    ids = torch.arange(int(offsets[-1]), dtype=dtype)
+    first = torch.repeat_interleave(torch.tensor(firsts), counts.sum(1))
+    wanted = torch.where(first < 0, -1, ids + first)
+    named = name_rows(ids.to(DEVICE), offsets.to(DEVICE), torch.tensor(firsts, device=DEVICE))
+    assert torch.equal(named.cpu(), wanted)

@@ -10,7 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rowstead.plan.greedy import MAP_BYTES, PLACE_BYTES, RECORD_BYTES, SEGMENTS_SHARE, Memories, decide, record_bytes
+from rowstead.plan.greedy import (
+    MAP_BYTES,
+    PLACE_BYTES,
+    RECORD_BYTES,
+    SEGMENTS_SHARE,
+    STATE_BYTES,
+    Memories,
+    decide,
+    record_bytes,
+)
 from rowstead.report.placement import placement_text
 from rowstead.spec.data import DataSpec, SynthSpec
 from rowstead.spec.errors import RowsteadError
@@ -86,8 +95,8 @@ def test_the_fastest_memory_goes_to_what_is_read_most_per_byte() -> None:
 
 def test_caches_keep_their_room_when_tables_are_raised() -> None:
     placement = decide(spec_of(100_000, 100_000, folder=None), on_gpu(11 * MB, 100 * MB))
-    assert [table.where for table in placement.tables] == ["cached", "cached"]  # one whole and a tenth of the other need 11.6
-    placement = decide(spec_of(100_000, 100_000, folder=None), on_gpu(12 * MB, 100 * MB))
+    assert [table.where for table in placement.tables] == ["cached", "cached"]  # one whole and a tenth of the other need 12.0
+    placement = decide(spec_of(100_000, 100_000, folder=None), on_gpu(13 * MB, 100 * MB))
     assert [table.where for table in placement.tables] == ["device", "cached"]
 
 
@@ -108,8 +117,8 @@ def test_a_recipe_has_its_way() -> None:
     cached, host, ssd, rest = decide(spec_of(*[10_000] * 4, placement=placement), on_gpu(100 * MB, 100 * MB, 100 * MB)).tables
     assert cached.cache_fraction == 0.5
     assert cached.host_bytes == MB
-    assert cached.device_bytes == 5_000 * (100 + PLACE_BYTES) + 10_000 * MAP_BYTES
-    assert (host.device_bytes, host.host_bytes) == (60 * (100 + PLACE_BYTES) + 10_000 * MAP_BYTES, MB)
+    assert cached.device_bytes == 5_000 * (100 + PLACE_BYTES) + 10_000 * (MAP_BYTES + STATE_BYTES)
+    assert (host.device_bytes, host.host_bytes) == (60 * (100 + PLACE_BYTES) + 10_000 * (MAP_BYTES + STATE_BYTES), MB)
     assert ssd.host_bytes == 1_000 * (100 + PLACE_BYTES) + 10_000 * (MAP_BYTES + RECORD_BYTES)
     assert ssd.disk_bytes == int((1.5 + SEGMENTS_SHARE) * 10_000 * 112)  # a record with its row's number, and room
     assert rest.where == "device"
@@ -195,8 +204,8 @@ def test_a_recipe_that_places_more_than_there_is_says_so() -> None:
 
 
 def test_tables_with_the_same_decision_share_a_line() -> None:
-    placement = decide(spec_of(*[100_000] * 5, placement={"t3": "host"}, folder=None), on_gpu(25 * MB, 100 * MB))
+    placement = decide(spec_of(*[100_000] * 5, placement={"t3": "host"}, folder=None), on_gpu(27 * MB, 100 * MB))
     lines = placement_text(placement, has_gpu=True).splitlines()
     assert [line.split("  ")[0] for line in lines] == ["tables", "t0, t1", "t2, t4", "t3", "in all"]
-    placement = decide(spec_of(*[100_000] * 5, folder=None), on_gpu(17 * MB, 100 * MB))
+    placement = decide(spec_of(*[100_000] * 5, folder=None), on_gpu(19 * MB, 100 * MB))
     assert "t1 … t4 (4 tables)" in placement_text(placement, has_gpu=True)

@@ -27,7 +27,12 @@ def cached(
 ) -> CachedStore:
     counts = {table.name: places for table in layout.tables}
     return CachedStore(
-        layout, optimizer, places=counts, backing=lambda group: RamRows(group, seed=1), dtype=dtype, device=device
+        layout,
+        optimizer,
+        places=counts,
+        backing=lambda group: RamRows(group, seed=1, device=device),
+        dtype=dtype,
+        device=device,
     )
 
 
