@@ -180,7 +180,7 @@ def _panel(axis: Axis, panel: Panel, left: int) -> list[str]:
     for tick in ticks:
         body.append(f'<line class="grid" x1="{left}" x2="{right}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>')
         body.append(f'<text x="{left - 8}" y="{y(tick) + 4:.1f}" text-anchor="end">{_short(tick)}</text>')
-    body += [f'<text x="{x(v):.1f}" y="{BOTTOM + 18}" text-anchor="middle">{v:,}</text>' for v in values]
+    body += [f'<text x="{x(v):.1f}" y="{BOTTOM + 18}" text-anchor="middle">{_short(v)}</text>' for v in values]
     body.append(f'<text x="{(left + right) / 2}" y="{BOTTOM + 40}" text-anchor="middle">{axis.title}</text>')
     return [*body, line(floor, "floor"), line(ours, "ours")]
 
@@ -196,7 +196,7 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def _short(rate: float) -> str:
-    """A rate as 500, 20k or 3M."""
+    """A number as 500, 20k or 3M."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if rate >= size:
             return f"{rate / size:g}{unit}"

@@ -118,6 +118,8 @@ class StoreContract:
 
     device = "cpu"
     """Where the store keeps its rows and expects its batches."""
+    same_bits = True
+    """Whether two stores of one state train to the same bits."""
 
     def make(self, layout: Layout, optimizer: SparseOptimizerSpec, dtype: torch.dtype) -> EmbeddingStore:
         raise AssertionError("a store's tests say how to make it")
@@ -166,7 +168,10 @@ class StoreContract:
         self._train(first, sparse, 3)
         self._train(second, sparse, 3)
         for name, value in first.state().items():
-            assert torch.equal(value, second.state()[name]), name
+            if self.same_bits:
+                assert torch.equal(value, second.state()[name]), name
+            else:
+                torch.testing.assert_close(value, second.state()[name])
 
     def _train(self, store: EmbeddingStore, sparse: Sparse, step: int) -> None:
         sparse = sparse.to(self.device)

@@ -54,6 +54,7 @@ class TestPartlyCachedStore(StoreContract):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 class TestCachedStoreOnGpu(StoreContract):
     device = "cuda"
+    same_bits = False  # the order in which the gradients of a row are summed follows the places, and they the batches before
 
     def make(self, layout: Layout, optimizer: SparseOptimizerSpec, dtype: torch.dtype) -> CachedStore:
         return cached(layout, optimizer, dtype, device="cuda")
