@@ -1,0 +1,283 @@
+"""Whoever sends nonsense, too much, or has no key gets an error or nothing; the server stays up and goes on being right."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import socket
+import struct
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import zmq
+
+from rowstead.fleet.client import Client, ServerGone
+from rowstead.fleet.keys import Keys, protect_client
+from rowstead.fleet.ledger import Caller
+from rowstead.fleet.server import Server
+from rowstead.fleet.wire import ERROR, HEADER_BYTES, REQUEST, Limits, Message, decode, decode_header, encode
+from tests.fleet.relay import Relay
+
+LIMITS = Limits(facts_bytes=1 << 16, num_tensors=8, frame_bytes=1 << 20, message_bytes=4 << 20)
+NUM_BAD = 10_000
+
+
+class Kept:
+    """A table that only good requests may touch."""
+
+    def __init__(self) -> None:
+        self.rows = torch.zeros(10)
+        self.callers: list[str] = []
+
+    def __call__(self, message: Message, caller: Caller) -> Message:
+        self.callers.append(caller.name)
+        self.rows += message.tensors[0]
+        return Message("kept", {"sum": float(self.rows.sum())}, [self.rows.clone()])
+
+
+@pytest.fixture
+def kept() -> Kept:
+    return Kept()
+
+
+@pytest.fixture
+def server(kept: Kept) -> Iterator[Server]:
+    with Server({"add": kept}, limits=LIMITS).start() as server:
+        yield server
+
+
+class Stranger:
+    """A bare ZeroMQ socket that sends whatever frames it likes."""
+
+    def __init__(self, address: str, keys: Keys | None = None) -> None:
+        self._context = zmq.Context()
+        self.socket = self._context.socket(zmq.DEALER)
+        self.socket.linger = 0
+        self.address = address
+        if keys is not None:
+            protect_client(self.socket, keys)
+
+    def __enter__(self) -> Stranger:
+        self.socket.connect(self.address)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+        self._context.term()
+
+    def answers(self) -> list[str]:
+        """The texts of the refusals that have come."""
+        texts = []
+        while self.socket.poll(0):
+            first = self.socket.recv_multipart()[0]
+            header = decode_header(first, LIMITS)
+            assert header.role == ERROR
+            texts.append(decode(header, first, []).facts["error"])
+        return texts
+
+
+def good(number: int) -> list[bytes]:
+    message = Message("add", {"lr": 0.5, "table": "users"}, [torch.ones(10), torch.arange(5)])
+    return [bytes(frame) for frame in encode(message, role=REQUEST, number=number, sender=66, name="stranger")]
+
+
+def damaged(chance: random.Random) -> list[bytes]:
+    """A request with something wrong about it."""
+    frames = good(chance.randrange(1 << 20))
+    head = bytearray(frames[0])
+    match chance.randrange(13):
+        case 0:  # noise
+            return [chance.randbytes(chance.randrange(300)) for _ in range(chance.randrange(1, 5))]
+        case 1:  # cut short, in the header or behind it
+            return [bytes(head[: chance.randrange(len(head))]), *frames[1:]]
+        case 2:  # another version
+            struct.pack_into("<H", head, 4, chance.choice([0, 2, 7, 65535]))
+        case 3:  # facts longer than there are, or than may be
+            struct.pack_into("<I", head, 32, chance.choice([0, 1, 1000, LIMITS.facts_bytes + 1, 2**32 - 1]))
+        case 4:  # another number of tensors
+            struct.pack_into("<I", head, 36, chance.choice([0, 1, 3, 100, 2**32 - 1]))
+        case 5:  # other bytes of tensors
+            struct.pack_into("<Q", head, 40, chance.choice([0, 81, LIMITS.message_bytes + 1, 2**64 - 1]))
+        case 6:  # a tensor too many, too few, too long or too short
+            return chance.choice(
+                [[*frames, b"more"], frames[:-1], [*frames[:-1], frames[-1] + b"x"], [*frames[:-1], frames[-1][:-1]]]
+            )
+        case 7:  # a dtype or number of dimensions that is none
+            head[HEADER_BYTES + chance.randrange(2)] = chance.randrange(11, 256)
+        case 8:  # an enormous shape
+            struct.pack_into("<Q", head, HEADER_BYTES + 2, chance.choice([0, 11, 2**32, 2**63, 2**64 - 1]))
+        case 9:  # facts that are no object
+            facts = chance.choice([b"[1,2]", b"{", b'{"a":', b"[" * 5000, b"null", b"\xff" * 9, b'{"a":1}garbage', b"9" * 5000])
+            struct.pack_into("<I", head, 32, len(facts))
+            return [bytes(head[: HEADER_BYTES + 20]) + facts, *frames[1:]]
+        case 10:  # a role that is no request
+            head[6] = chance.choice([0, 2, 3, 200])
+        case 11:  # a kind that nobody answers, or that is no word
+            head[48:52] = chance.choice([b"drop", b"\xff\xfe\xfd\xfc", b"\0\0\0\0", b"a\nb\0"])
+        case _:  # far more frames than any message has
+            return [*frames, *[b""] * chance.randrange(1, 200)]
+    return [bytes(head), *frames[1:]]
+
+
+def test_ten_thousand_bad_messages_change_nothing_and_each_good_one_between_them_is_right(server: Server, kept: Kept) -> None:
+    chance = random.Random(1)
+    num_errors = 0
+    with Client(server.address, name="good") as client:
+        for start in range(0, NUM_BAD, 1000):
+            with Stranger(server.address) as stranger:
+                for sent in range(start, start + 1000):
+                    stranger.socket.send_multipart(damaged(chance))
+                    if sent % 50 == 0:  # all that this stranger has sent is read before what it sends next
+                        num_errors += len(stranger.answers())
+                _wait_for(server, sent + 1)
+                num_errors += len(stranger.answers())
+            answer = client.call("add", {}, [torch.ones(10)])
+            assert answer.facts["sum"] == 10 * (start // 1000 + 1)
+            assert bool((answer.tensors[0] == start // 1000 + 1).all())
+    assert set(kept.callers) == {"good"}
+    assert server.num_refused == NUM_BAD
+    assert num_errors > NUM_BAD / 4, "where the number of the request can be read, the sender is told"
+
+
+def _wait_for(server: Server, num_refused: int) -> None:
+    until_s = time.monotonic() + 60
+    while server.num_refused < num_refused:
+        assert time.monotonic() < until_s, f"{server.num_refused} of {num_refused} were refused"
+        time.sleep(0.002)
+
+
+def test_damage_at_every_byte_of_a_request_is_survived(server: Server) -> None:
+    frames = good(7)
+    with Stranger(server.address) as stranger, Client(server.address, name="good") as client:
+        for at in range(len(frames[0])):
+            stranger.socket.send_multipart([frames[0][:at], *frames[1:]])
+        _wait_for(server, len(frames[0]))
+        assert client.call("add", {}, [torch.ones(10)]).facts["sum"] == 10
+
+
+def test_bytes_that_are_not_even_zeromq_are_dropped(server: Server) -> None:
+    chance = random.Random(2)
+    host, port = server.address.removeprefix("tcp://").split(":")
+    for _ in range(100):
+        with socket.create_connection((host, int(port)), timeout=10) as raw:
+            greeting = b"\xff" + bytes(8) + b"\x7f\x03" if chance.random() < 0.5 else b""
+            raw.sendall(greeting + chance.randbytes(chance.randrange(1, 2000)))
+    with Client(server.address, name="good") as client:
+        assert client.call("add", {}, [torch.ones(10)]).facts["sum"] == 10
+
+
+def test_a_frame_that_is_too_long_costs_its_sender_the_connection(server: Server, kept: Kept) -> None:
+    with Client(server.address, name="good") as client:
+        client.call("add", {}, [torch.ones(10)])
+        with Stranger(server.address) as stranger:
+            stranger.socket.reconnect_ivl = -1
+            events = stranger.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            try:
+                stranger.socket.send_multipart([*good(0)[:1], bytes(LIMITS.frame_bytes + 1)])
+                assert events.poll(10_000), "it was not cut off"
+            finally:
+                stranger.socket.disable_monitor()
+                events.close()
+        assert client.call("add", {}, [torch.ones(10)]).facts["sum"] == 20
+    assert set(kept.callers) == {"good"}
+
+
+def test_a_length_that_was_announced_but_not_sent_is_not_waited_for_nor_reserved(server: Server) -> None:
+    """A raw ZMTP connection announces a frame just below the limit, many times over, and sends none of it."""
+    host, port = server.address.removeprefix("tcp://").split(":")
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + b"\0" + bytes(31)
+    ready = b"\x04\x26\x05READY\x0bSocket-Type\0\0\0\x06DEALER\x08Identity\0\0\0\0"
+    with Client(server.address, name="good") as client:
+        opened = []
+        for _ in range(50):
+            raw = socket.create_connection((host, int(port)), timeout=10)
+            raw.sendall(
+                greeting + ready.replace(b"\x26", bytes([len(ready) - 2])) + b"\x02" + struct.pack(">Q", LIMITS.frame_bytes - 1)
+            )
+            opened.append(raw)
+        assert client.call("add", {}, [torch.ones(10)]).facts["sum"] == 10
+        for raw in opened:
+            raw.close()
+        assert client.call("add", {}, [torch.ones(10)]).facts["sum"] == 20
+
+
+def test_a_client_that_sends_and_never_reads_does_not_hold_up_the_others(server: Server) -> None:
+    with Stranger(server.address) as stranger, Client(server.address, name="good") as client:
+        for number in range(500):
+            stranger.socket.send_multipart(good(number))
+        before = client.call("add", {}, [torch.zeros(10)]).facts["sum"]
+        assert client.call("add", {}, [torch.ones(10)]).facts["sum"] >= before + 10
+        assert server.status_facts()["remembered_bytes"] <= LIMITS.remembered_bytes
+
+
+def protected(keys: Keys, kept: Kept) -> Server:
+    return Server({"add": kept}, keys=keys, limits=LIMITS).start()
+
+
+OTHERS = Keys.make()
+
+
+@pytest.mark.parametrize("knows", ["nothing", "the server's public key", "another server's key", "no encryption"])
+def test_a_client_without_the_key_is_not_let_in_and_learns_nothing(kept: Kept, knows: str) -> None:
+    keys = Keys.make()
+    theirs: Keys | None = {
+        "nothing": OTHERS,
+        "the server's public key": dataclasses.replace(OTHERS, server_public=keys.server_public),
+        "another server's key": dataclasses.replace(keys, server_public=OTHERS.server_public),
+        "no encryption": None,
+    }[knows]
+    with (
+        protected(keys, kept) as server,
+        Relay(server.address) as relay,
+        Client(server.address, name="good", keys=keys) as ours,
+    ):
+        with (
+            Client(relay.address, name="stranger", keys=theirs, deadline_s=0.5) as client,
+            pytest.raises(ServerGone, match="in time") as error,
+        ):
+            client.call("add", {}, [torch.ones(10)])
+        assert "kept" not in str(error.value)
+        assert ours.call("add", {}, [torch.ones(10)]).facts["sum"] == 10
+        if knows == "the server's public key":
+            assert server.num_refused > 0
+            assert "keys or versions do not agree" in str(error.value)
+    assert kept.callers == ["good"]
+    assert b"kept" not in relay.seen
+
+
+def test_what_passes_between_those_with_keys_cannot_be_read_on_the_way(kept: Kept) -> None:
+    keys, secret = Keys.make(), torch.full((1000,), 12345.678)
+    for given, is_readable in ((None, True), (keys, False)):
+        with (
+            Server({"add": Kept()}, keys=given).start() as server,
+            Relay(server.address) as relay,
+            Client(relay.address, name="trainer-0", keys=given) as client,
+        ):
+            client.call("add", {"table": "users"}, [secret[:10], secret])
+            for plain in (b"users", b"trainer-0", secret.numpy().tobytes()[:64]):
+                assert (plain in relay.seen) is is_readable
+
+
+def test_a_server_of_another_job_is_not_believed(kept: Kept) -> None:
+    """A server without our keys cannot pass for ours, so no gradient and no row is told to it."""
+    keys = Keys.make()
+    with (
+        protected(OTHERS, kept) as server,
+        Client(server.address, name="me", keys=keys, deadline_s=0.5) as client,
+        pytest.raises(ServerGone),
+    ):
+        client.call("add", {}, [torch.ones(10)])
+    assert kept.callers == []
+
+
+def test_bad_messages_of_one_who_has_the_keys_are_refused_too(kept: Kept) -> None:
+    keys, chance = Keys.make(), random.Random(3)
+    with protected(keys, kept) as server, Client(server.address, name="good", keys=keys) as client:
+        with Stranger(server.address, keys) as stranger:
+            for _ in range(300):
+                stranger.socket.send_multipart(damaged(chance))
+            _wait_for(server, 300)
+        assert client.call("add", {}, [torch.ones(10)]).facts["sum"] == 10
+    assert kept.callers == ["good"]
