@@ -1,0 +1,103 @@
+"""Sparse servers on real sockets, in threads of the test, and stores over them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from rowstead.fleet.client import Client
+from rowstead.fleet.kept_rows import KeptRows
+from rowstead.fleet.partition import Partition, Piece
+from rowstead.fleet.remote import RemoteStore
+from rowstead.fleet.sparse_server import SparseServer
+from rowstead.kernels.layout import Layout, layout_of
+from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of
+from rowstead.spec.train import SparseOptimizerSpec
+from rowstead.stores.sharding import piece_layout, row_ranges
+
+_NUMBERS = itertools.count()
+
+
+def plain_layout(*num_rows: int, width: int = 8, pooling: Literal["sum", "mean"] = "sum") -> Layout:
+    features = tuple(SparseFeatureSpec(name=f"t{i}", num_rows=rows, pooling=pooling) for i, rows in enumerate(num_rows))
+    spec = FeaturesSpec(sparse=features)
+    return layout_of(spec, tables_of(spec, width=width))
+
+
+def cut_by_rows(layout: Layout, num_servers: int) -> Partition:
+    """Every table over all servers, as far as it has rows."""
+    servers: list[list[Piece]] = [[] for _ in range(num_servers)]
+    for table in layout.tables:
+        for server, (first, last) in enumerate(row_ranges(table.num_rows, num_servers)):
+            if last > first:
+                servers[server].append(Piece(table=table.name, first_row=first, num_rows=last - first))
+    return Partition(servers=tuple(map(tuple, servers)))
+
+
+def whole_tables(layout: Layout, num_servers: int) -> Partition:
+    """Every table on one server, in turns."""
+    servers: list[list[Piece]] = [[] for _ in range(num_servers)]
+    for place, table in enumerate(layout.tables):
+        servers[place % num_servers].append(Piece(table=table.name, first_row=0, num_rows=table.num_rows))
+    return Partition(servers=tuple(map(tuple, servers)))
+
+
+class Fleet:
+    """Running sparse servers, and stores over them."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        optimizer: SparseOptimizerSpec | None,
+        partition: Partition,
+        *,
+        dtype: torch.dtype = torch.float64,
+        folder: Path | None = None,
+        kinds: Sequence[type[SparseServer]] = (),
+        **options: Any,
+    ) -> None:
+        self.layout, self.optimizer, self.partition, self.dtype, self.folder = layout, optimizer, partition, dtype, folder
+        self._options = options
+        self._kinds = list(kinds) or [SparseServer] * partition.num_servers
+        self.servers = [self._started(number) for number in range(partition.num_servers)]
+        self.stores: list[RemoteStore] = []
+
+    def _started(self, number: int) -> SparseServer:
+        own = piece_layout(self.layout, self.partition.pieces_of(self.layout, number))
+        kept = KeptRows(own, self.optimizer, dtype=self.dtype)
+        snapshots = None if self.folder is None else self.folder / f"sparse-{number}"
+        server = self._kinds[number](kept, name=f"sparse-{number}", snapshots=snapshots, **self._options)
+        return server.start()
+
+    def restart(self, number: int) -> None:
+        """A server ends without a word, and another one takes its place."""
+        self.servers[number].close()
+        self.servers[number] = self._started(number)
+
+    def connect(self, number: int) -> Client:
+        return Client(lambda: self.servers[number].address, name=f"trainer-{next(_NUMBERS)}", deadline_s=120.0, max_in_flight=32)
+
+    def store(self, **options: Any) -> RemoteStore:
+        store = RemoteStore(self.layout, self.optimizer, self.partition, self.connect, dtype=self.dtype, **options)
+        self.stores.append(store)
+        return store
+
+    def close(self) -> None:
+        for store in self.stores:
+            store.close()
+        for server in self.servers:
+            server.close()
+
+
+@contextmanager
+def running(*arguments: Any, **options: Any) -> Iterator[Fleet]:
+    fleet = Fleet(*arguments, **options)
+    try:
+        yield fleet
+    finally:
+        fleet.close()

@@ -1,0 +1,276 @@
+"""A snapshot is of one moment, holds what was touched, never stops the server, and is read back whole or not at all."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rowstead.fleet import kept_rows
+from rowstead.fleet.asked import Asked
+from rowstead.fleet.kept_rows import KeptRows
+from rowstead.fleet.snapshot import MANIFEST, Snapshots
+from rowstead.fleet.split import Routes
+from rowstead.fleet.tally import Sent, Tally
+from rowstead.fleet.wire import Message
+from rowstead.kernels.layout import Layout
+from rowstead.records.usage import peak_memory_bytes
+from rowstead.spec.errors import CheckpointError
+from rowstead.spec.train import SparseOptimizerSpec
+from tests.fleet.sparse_servers import plain_layout, whole_tables
+from tests.fleet.test_remote import batch_of, grad_of
+from tests.small_runs import wait_until
+
+ADAM = SparseOptimizerSpec(kind="adam")
+
+
+class Trained:
+    """Rows that are trained on numbered batches, as a server would."""
+
+    def __init__(self, layout: Layout, folder: Path, dtype: torch.dtype = torch.float64) -> None:
+        self.layout = layout
+        self.kept = KeptRows(layout, ADAM, dtype=dtype)
+        self.num_updates = 0
+        self.snapshots = Snapshots(self.kept, folder, counted=lambda: {"updates": self.num_updates})
+        self._routes = Routes(layout, whole_tables(layout, 1), dtype)
+
+    def asked(self, seed: int) -> tuple[Asked, list[torch.Tensor]]:
+        batch = batch_of(self.layout, 6, seed)
+        split = self._routes.cut(batch)
+        (gradients,) = split.gradients(grad_of(self.layout, batch, seed), None)
+        return self.kept.reading.read(Message("lookup", *split.asks[0].message()))[0], gradients
+
+    def update(self) -> None:
+        asked, gradients = self.asked(self.num_updates)
+        with self.kept.changing():
+            if asked.ids.size:
+                self.kept.update(asked, gradients, lr=0.1, step=self.num_updates + 1)
+            self.num_updates += 1
+
+    def rows(self) -> list[torch.Tensor]:
+        tables = range(len(self.layout.tables))
+        return [tensor.clone() for table in tables for tensor in self.kept.parts(table).values()]
+
+
+def after(layout: Layout, num_updates: int, folder: Path) -> list[torch.Tensor]:
+    trained = Trained(layout, folder)
+    for _ in range(num_updates):
+        trained.update()
+    return trained.rows()
+
+
+def assert_equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
+    assert len(ours) == len(theirs)
+    assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+@settings(max_examples=12, deadline=None)
+@given(plan=st.lists(st.sampled_from(["update", "update", "snapshot"]), max_size=12))
+def test_whoever_restarts_has_the_rows_and_the_counts_of_the_last_snapshot(
+    plan: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    layout, folder = plain_layout(60, 9), tmp_path_factory.mktemp("snapshots")
+    trained, saved = Trained(layout, folder), None
+    for action in plan:
+        if action == "update":
+            trained.update()
+        else:
+            trained.snapshots.take()
+            saved = trained.num_updates
+    again = Trained(layout, folder)
+    counts = again.snapshots.restore()
+    assert counts == (None if saved is None else {"updates": saved})
+    assert_equal(again.rows(), after(layout, saved or 0, folder / "none"))
+    again.num_updates = saved or 0  # and a snapshot of the new one holds all that was touched before it
+    again.update()
+    again.snapshots.take()
+    third = Trained(layout, folder)
+    assert third.snapshots.restore() == {"updates": again.num_updates}
+    assert_equal(third.rows(), again.rows())
+
+
+def test_a_snapshot_is_of_the_moment_it_began_while_updates_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_rows, "PORTION_BYTES", 2048)
+    monkeypatch.setattr(kept_rows, "SCANNED_ROWS", 16)
+    layout = plain_layout(300, 200)
+    trained = Trained(layout, tmp_path)
+    for _ in range(5):
+        trained.update()
+    between: list[int] = []
+    whole = trained.kept.copies
+
+    def copies() -> Any:
+        for copied in whole():  # an update between any two portions
+            trained.update()
+            between.append(trained.num_updates)
+            yield copied
+
+    monkeypatch.setattr(trained.kept, "copies", copies)
+    trained.snapshots.take()
+    assert len(between) > 20, "it was taken in many portions"
+    again = Trained(layout, tmp_path)
+    assert again.snapshots.restore() == {"updates": 5}
+    assert_equal(again.rows(), after(layout, 5, tmp_path / "none"))
+    assert trained.num_updates == 5 + len(between)
+
+
+def test_several_threads_that_train_leave_a_snapshot_of_whole_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_rows, "PORTION_BYTES", 4096)
+    layout = plain_layout(20_000, width=16)
+    trained = Trained(layout, tmp_path)
+    stops = threading.Event()
+
+    def train() -> None:
+        while not stops.is_set():
+            trained.update()
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        for _ in range(3):
+            before = trained.num_updates
+            wait_until(lambda before=before: trained.num_updates > before + 3, what="updates")
+            trained.snapshots.take()
+    finally:
+        stops.set()
+        thread.join()
+    again = Trained(layout, tmp_path)
+    counts = again.snapshots.restore()
+    assert counts is not None
+    assert_equal(again.rows(), after(layout, counts["updates"], tmp_path / "none"))
+
+
+def test_only_touched_rows_are_written_until_they_are_half_of_all(tmp_path: Path) -> None:
+    layout = plain_layout(10_000, width=16)
+    trained = Trained(layout, tmp_path)
+    assert trained.snapshots.take().num_rows == 0
+    trained.update()
+    named = len(np.unique(trained.asked(0)[0].ids))
+    written = trained.snapshots.take()
+    assert (written.is_full, written.num_rows) == (False, named)
+    row_bytes = 3 * 16 * 8
+    assert written.num_bytes < named * (row_bytes + 8) + 500
+    trained.kept.touched[:6000] = 1
+    full = trained.snapshots.take()
+    assert (full.is_full, full.num_rows) == (True, 10_000)
+    trained.update()
+    later = trained.snapshots.take()
+    assert (later.is_full, later.num_rows < 100) == (False, True)
+    assert {path.name for path in tmp_path.glob("*.rows")} == {"full-000003.rows", "touched-000004.rows"}
+    again = Trained(layout, tmp_path)
+    again.snapshots.restore()
+    assert_equal(again.rows(), trained.rows())
+
+
+def test_a_snapshot_that_cannot_be_written_leaves_the_last_one_and_forgets_nothing(tmp_path: Path) -> None:
+    layout = plain_layout(100)
+    trained = Trained(layout, tmp_path)
+    trained.kept.touched[:] = 1
+    trained.snapshots.take()
+    for _ in range(3):
+        trained.update()
+    kept = trained.rows()
+    trained.kept.touched[:] = 1  # so that a full one is due
+    (tmp_path / "full-000002.rows").mkdir()
+    with pytest.raises(OSError):
+        trained.snapshots.take()
+    trained.snapshots.take()
+    again = Trained(layout, tmp_path)
+    assert again.snapshots.restore() == {"updates": 3}
+    assert_equal(again.rows(), kept)
+
+
+@pytest.mark.parametrize("harm", ["flip", "cut", "magic", "manifest", "missing"])
+def test_damage_is_noticed_rather_than_trained_on(tmp_path: Path, harm: str) -> None:
+    layout = plain_layout(100)
+    trained = Trained(layout, tmp_path)
+    trained.update()
+    trained.snapshots.take()
+    (path,) = tmp_path.glob("*.rows")
+    content = bytearray(path.read_bytes())
+    if harm == "flip":
+        content[len(content) // 2] ^= 1
+    elif harm == "cut":
+        del content[-40:]
+    elif harm == "magic":
+        content[0] ^= 1
+    path.write_bytes(content)
+    if harm == "manifest":
+        (tmp_path / MANIFEST).write_text("{")
+    if harm == "missing":
+        path.unlink()
+    with pytest.raises(CheckpointError, match=r"damaged|missing|cannot be read|no file of rows"):
+        Trained(layout, tmp_path).snapshots.restore()
+
+
+def test_a_snapshot_of_other_pieces_is_refused(tmp_path: Path) -> None:
+    Trained(plain_layout(100), tmp_path).snapshots.take()
+    with pytest.raises(CheckpointError, match="other tables"):
+        Trained(plain_layout(101), tmp_path).snapshots.restore()
+    with pytest.raises(CheckpointError, match="other tables"):
+        Trained(plain_layout(100), tmp_path, torch.float32).snapshots.restore()
+
+
+def test_they_are_taken_in_the_background_every_so_often_and_on_demand(tmp_path: Path) -> None:
+    trained = Trained(plain_layout(100), tmp_path)
+    snapshots = Snapshots(trained.kept, tmp_path, every_s=0.01).start()
+    wait_until(lambda: snapshots.num_taken >= 3, what="three snapshots")
+    snapshots.close()
+    asked: list[Any] = []
+    snapshots = Snapshots(trained.kept, tmp_path).start()
+    snapshots.ask(asked.append)
+    wait_until(lambda: bool(asked), what="the snapshot")
+    assert snapshots.facts()["num_snapshots"] == 1
+    snapshots.close()
+
+
+@pytest.mark.slow
+def test_a_snapshot_of_a_large_table_takes_little_memory_besides(tmp_path: Path) -> None:
+    layout = plain_layout(1_000_000, width=64)
+    trained = Trained(layout, tmp_path, torch.float32)  # 768 MB with Adam's moments
+    trained.kept.touched[:] = 1
+    before = peak_memory_bytes()
+    assert before is not None
+    stops = threading.Event()
+    seeds = iter(range(10**9))
+
+    def train() -> None:
+        while not stops.is_set():
+            asked, gradients = trained.asked(next(seeds))
+            with trained.kept.changing():
+                trained.kept.update(asked, [each.float() for each in gradients], lr=0.1, step=1)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        assert trained.snapshots.take().num_rows == 1_000_000
+    finally:
+        stops.set()
+        thread.join()
+    after_bytes = peak_memory_bytes()
+    assert after_bytes is not None
+    assert after_bytes - before < 150 << 20
+
+
+@settings(max_examples=100)
+@given(numbers=st.lists(st.integers(1, 30)), heard=st.integers(0, 40))
+def test_a_tally_knows_which_updates_it_has_and_how_many_are_missing(numbers: list[int], heard: int) -> None:
+    tally = Tally()
+    sent = tally.of("trainer")
+    for number in numbers:
+        if not sent.has(number):
+            sent.add(number)
+    assert all(sent.has(number) == (number in numbers) for number in range(1, 41))
+    sent.heard_of(heard)
+    highest = max([*numbers, heard], default=0)
+    assert tally.num_lost == highest - len(set(numbers))
+    assert tally.num_updates == len(set(numbers))
+    again = Tally.from_json(tally.to_json())
+    assert again.of("trainer") == sent
+    assert again.of("another") == Sent()
