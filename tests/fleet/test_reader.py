@@ -1,0 +1,298 @@
+"""A reader without its socket: every example once, in order, in bounded memory, through restarts and losses."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rowstead.fleet import reader as reader_module
+from rowstead.fleet.handouts import Holder
+from rowstead.fleet.log_share import LogShare
+from rowstead.fleet.reader import READ_AHEAD_BYTES, Reader, Request
+from rowstead.fleet.reader_server import share_of_steps
+from rowstead.fleet.wire import WireError
+from rowstead.spec.errors import RowsteadError
+from tests.fleet.numbered_log import DirectTrainer, numbers_in, source_of, write_log, write_log_with_a_late_bad_row
+from tests.small_runs import wait_until
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory):
+    return write_log(tmp_path_factory.mktemp("log"), 1000)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_long_waits():
+    """Here one thread plays all trainers: while one waits for news, nobody else makes any."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reader_module, "PARK_S", 0.01)
+        yield
+
+
+@contextlib.contextmanager
+def opened(path, folder, *, number=0, source=None, read_ahead_bytes=READ_AHEAD_BYTES, **named):
+    share = LogShare(source or source_of(path), number=number, **{"batch_size": 32, **named})
+    reader = Reader(share, folder / f"reader-{number}.progress", read_ahead_bytes=read_ahead_bytes)
+    with contextlib.closing(reader):
+        yield reader
+
+
+def rows_by_epoch(trained, epochs):
+    return [Counter(row for epoch, rows in trained if epoch == wanted for row in rows) for wanted in range(epochs)]
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(num_readers=st.integers(1, 4), num_trainers=st.integers(1, 3), batch_size=st.integers(20, 400), want=st.integers(1, 5))
+def test_readers_together_give_every_example_once_an_epoch(log, tmp_path_factory, num_readers, num_trainers, batch_size, want):
+    folder, trained = tmp_path_factory.mktemp("run"), []
+    for number in range(num_readers):
+        with opened(log, folder, number=number, num_readers=num_readers, batch_size=batch_size, epochs=2) as reader:
+            trainers = [DirectTrainer(reader, f"trainer-{i}") for i in range(num_trainers)]
+            while not all(trainer.state == "ended" for trainer in trainers):
+                for trainer in trainers:
+                    trainer.ask(want)
+                    while trainer.has:
+                        trainer.train()
+            trained += [item for trainer in trainers for item in trainer.trained]
+            status = reader.status()
+            assert status["num_done"] == status["num_batches"]
+            assert (status["num_batches_repeated"], status["num_batches_resent"], status["num_skipped"]) == (0, 0, 0)
+            assert status["num_epochs_done"] == 2
+    once = Counter(range(1000))
+    assert rows_by_epoch(trained, 2) == [once, once]
+
+
+def test_one_trainer_of_one_reader_sees_what_a_run_in_one_process_sees(log, tmp_path):
+    expected = [batch for epoch in range(2) for batch, _ in source_of(log).batches(32, epoch=epoch)]
+    with opened(log, tmp_path, epochs=2) as reader:
+        trainer = DirectTrainer(reader)
+        trainer.train_on(want=3)
+    assert list(trainer.batches) == list(range(len(expected)))
+    for got, wanted in zip(trainer.batches.values(), expected, strict=True):
+        assert torch.equal(got.dense, wanted.dense)
+        assert torch.equal(got.labels, wanted.labels)
+        assert torch.equal(got.sparse.ids.long(), wanted.sparse.ids)
+        assert torch.equal(got.sparse.offsets, wanted.sparse.offsets)
+    assert numbers_in(expected[0]) != sorted(numbers_in(expected[0])), "the log was to be shuffled"
+
+
+def test_what_a_lost_trainer_held_goes_to_another_and_is_counted(log, tmp_path):
+    with opened(log, tmp_path) as reader:
+        lost, other = DirectTrainer(reader, "trainer-0"), DirectTrainer(reader, "trainer-1")
+        lost.fill(5)
+        lost.train()
+        lost.ask(0)  # tells that one is done
+        lost.train()  # of this one nobody hears
+        other.fill(3)
+        reader.keep_only(["trainer-1"])
+        other.train_on()
+        assert other.state == "ended"
+        status = reader.status()
+    held = 4
+    assert (status["num_batches_repeated"], status["num_samples_repeated"]) == (held, held * 32)
+    rows = rows_by_epoch(lost.trained[:1] + other.trained, 1)[0]
+    assert rows == Counter(range(1000))
+
+
+def test_the_end_is_told_only_when_everything_is_done(log, tmp_path):
+    with opened(log, tmp_path, batch_size=300) as reader:
+        slow, quick = DirectTrainer(reader, "slow"), DirectTrainer(reader, "quick")
+        slow.fill(1)
+        quick.train_on()
+        assert quick.state == "drained"
+        assert not quick.ask(1), "nothing is left to hand out"
+        assert quick.state == "drained"
+        slow.train()
+        slow.ask(1)
+        assert slow.state == "ended"
+        quick.ask(1)
+        assert quick.state == "ended"
+        assert reader.status()["num_batches_repeated"] == 0
+
+
+def test_a_trainer_lost_at_the_very_end_is_made_up_for(log, tmp_path):
+    with opened(log, tmp_path, batch_size=300) as reader:
+        lost, other = DirectTrainer(reader, "lost"), DirectTrainer(reader, "other")
+        lost.fill(1)
+        other.train_on()
+        assert other.state == "drained"
+        reader.keep_only(["other"])
+        other.state = "reading"
+        other.train_on()
+        assert other.state == "ended"
+        assert rows_by_epoch(other.trained, 1)[0] == Counter(range(1000))
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(stops=st.lists(st.integers(1, 12), min_size=1, max_size=4), answers_lost=st.booleans())
+def test_a_reader_started_again_goes_on_and_keeps_the_order(log, tmp_path_factory, stops, answers_lost):
+    folder = tmp_path_factory.mktemp("run")
+    expected = [numbers_in(batch) for epoch in range(2) for batch, _ in source_of(log).batches(32, epoch=epoch)]
+    trainer = None
+    for stop in [*stops, None]:
+        with opened(log, folder, epochs=2) as reader:
+            trainer = trainer or DirectTrainer(reader)
+            trainer.reader = reader
+            for _ in range(stop or 0):
+                trainer.ask(2)
+                if len(trainer.has) > 2:
+                    trainer.train()
+            if stop is None:
+                trainer.train_on()
+                status = reader.status()
+            elif answers_lost:  # killed between handing out and answering
+                facts = {"want": 3, "have": tuple(trainer.has), "done": (), "knows": trainer.state}
+                reader.ask(Request(holder=trainer.holder, turn=trainer.turn + 1, **facts), lambda message: None)
+    assert [rows for _, rows in trainer.trained] == expected
+    assert status["state"] == "ended"
+    assert (status["num_batches"], status["num_done"]) == (len(expected), len(expected))
+    assert status["num_samples"] == 2000
+    assert status["num_batches_repeated"] == 0
+    assert answers_lost or status["num_batches_resent"] == 0
+
+
+def test_a_bad_row_comes_after_the_batches_before_it_with_its_text(tmp_path):
+    log, bad, before = write_log_with_a_late_bad_row(tmp_path / "log")
+    with opened(log, tmp_path) as reader:
+        trainer = DirectTrainer(reader)
+        trainer.train_on()
+        assert trainer.state == "failed"
+        assert f"row {bad}" in trainer.error
+        assert "on_bad_row: skip" in trainer.error
+        assert [rows for _, rows in trainer.trained] == before
+        assert reader.status()["error"] == trainer.error
+        assert reader.status()["state"] == "failed"
+
+
+def test_a_file_that_vanishes_is_told_with_its_name(tmp_path):
+    log = write_log(tmp_path / "log", 400)
+    source = source_of(log)
+    log.unlink()
+    with opened(log, tmp_path, source=source) as reader:
+        trainer = DirectTrainer(reader)
+        trainer.train_on()
+        assert trainer.state == "failed"
+        assert str(log) in trainer.error
+
+
+def test_skipped_rows_are_counted_once_also_when_they_are_read_again(tmp_path):
+    bad = set(range(0, 600, 7))
+    log = write_log(tmp_path / "log", 600, bad=bad)
+    good = Counter(row for row in range(600) if row not in bad)
+    trained = []
+    for at in (5, 3, None):
+        with opened(log, tmp_path, epochs=2, source=source_of(log, on_bad_row="skip")) as reader:
+            trainer = DirectTrainer(
+                reader, incarnation=1 + len(trained)
+            )  # each time another life, so that batches are repeated
+            trainer.fill(at or 1)
+            if at is None:
+                trainer.train_on()
+                status = reader.status()
+            trained.append(trainer.trained)
+    assert status["num_skipped"] == 2 * len(bad)
+    assert rows_by_epoch(trained[-1], 2) == [good, good]
+    assert status["num_batches_repeated"] == 5 + 3
+
+
+def test_reading_ahead_is_bounded_by_bytes(log, tmp_path):
+    batch_bytes = 32 * 4 * 8  # no batch of this log is larger
+    with opened(log, tmp_path, read_ahead_bytes=3 * batch_bytes) as reader:
+        wait_until(lambda: reader.status()["queue_bytes"] >= 3 * batch_bytes, what="a full queue")
+        trainer = DirectTrainer(reader)
+        while trainer.state != "ended":
+            assert reader.status()["queue_bytes"] <= 4 * batch_bytes
+            trainer.ask(1)
+            while trainer.has:
+                trainer.train()
+        assert reader.status()["num_samples"] == 1000
+        assert reader.status()["waited_for_room_s"] > 0
+
+
+def test_a_reader_hands_out_no_more_than_its_share_of_steps(log, tmp_path):
+    shares = [share_of_steps(10, number, 3) for number in range(3)]
+    assert shares == [4, 3, 3]
+    trained = []
+    for number, share in enumerate(shares):
+        with opened(log, tmp_path, number=number, num_readers=3, max_batches=share) as reader:
+            trainer = DirectTrainer(reader)
+            trainer.train_on()
+            assert trainer.state == "ended"
+            trained += trainer.trained
+    assert len(trained) == 10
+
+
+def test_more_readers_than_rows_is_no_trouble(tmp_path):
+    log = write_log(tmp_path / "log", 3)
+    trained = []
+    for number in range(5):
+        with opened(log, tmp_path, number=number, num_readers=5, epochs=2) as reader:
+            trainer = DirectTrainer(reader)
+            trainer.train_on()
+            assert trainer.state == "ended"
+            trained += trainer.trained
+    assert rows_by_epoch(trained, 2) == [Counter(range(3))] * 2
+
+
+def test_all_are_told_when_a_reader_is_stopped(log, tmp_path):
+    with opened(log, tmp_path) as reader:
+        trainer = DirectTrainer(reader)
+        trainer.fill(2)
+        reader.stop()
+        assert not trainer.ask(2)
+        assert trainer.state == "stopped"
+
+
+def test_an_earlier_life_of_a_trainer_gets_nothing_more(log, tmp_path):
+    with opened(log, tmp_path) as reader:
+        old, new = DirectTrainer(reader, incarnation=1), DirectTrainer(reader, incarnation=2)
+        old.fill(2)
+        new.fill(1)
+        assert not old.ask(1)
+        assert old.state == "replaced"
+
+
+def test_a_request_that_its_sender_gave_up_takes_no_batches(log, tmp_path, monkeypatch):
+    monkeypatch.setattr(reader_module, "PARK_S", 60.0)
+    with opened(log, tmp_path, max_batches=1) as reader:
+        first = DirectTrainer(reader, "first")
+        first.fill(1)
+        answers = []
+        facts = {"want": 1, "have": (), "done": (), "knows": "drained"}
+        wait_until(lambda: reader.state == "drained", what="the end of the log")
+        assert reader.ask(Request(holder=Holder("second", 1), turn=1, **facts), answers.append) is None
+        assert reader.ask(Request(holder=Holder("second", 1), turn=2, **facts), answers.append) is None
+        assert len(answers) == 1
+        assert not answers[0].facts["batches"]
+
+
+def test_a_request_that_is_none_is_refused():
+    for facts in (
+        {},
+        {"name": "a", "incarnation": "x", "turn": 1, "want": 1},
+        {"name": "a", "incarnation": 1, "turn": 1, "want": 1, "have": 3},
+    ):
+        with pytest.raises(WireError):
+            Request.of(facts)
+
+
+def test_nothing_is_handed_out_that_cannot_be_kept(log, tmp_path, monkeypatch):
+    with opened(log, tmp_path) as reader:
+        trainer = DirectTrainer(reader)
+        trainer.fill(1)
+        real = reader_module.ProgressFile.flush
+
+        def full(progress):
+            raise RowsteadError("no room on the disk")
+
+        monkeypatch.setattr(reader_module.ProgressFile, "flush", full)
+        with pytest.raises(RowsteadError, match="no room"):
+            trainer.ask(1)
+        monkeypatch.setattr(reader_module.ProgressFile, "flush", real)
+        assert not trainer.ask(1)
+        assert (trainer.state, trainer.error) == ("failed", "no room on the disk")
