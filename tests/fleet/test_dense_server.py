@@ -1,0 +1,215 @@
+"""Trainers meet at a server: over the wire as in memory, without waiting for who is lost, and without the server where it is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from rowstead.contracts.sync import CentreGone
+from rowstead.fleet.centre import CentreState, LocalCentre
+from rowstead.fleet.client import Client, RefusedError
+from rowstead.fleet.dense_server import DenseServer, RemoteCentre, restore, serve_dense, snapshot_of
+from tests.small_runs import wait_until
+
+
+def flat(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+@contextlib.contextmanager
+def served(**options: object) -> Iterator[DenseServer]:
+    server = DenseServer(**options).start()  # type: ignore[arg-type]
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+@contextlib.contextmanager
+def centre_of(server: DenseServer, name: str = "trainer-0.0", *, exchange_s: float = 20.0) -> Iterator[RemoteCentre]:
+    centre = RemoteCentre(Client(lambda: server.address, name=name), exchange_s=exchange_s)
+    try:
+        yield centre
+    finally:
+        centre.close()
+
+
+def in_thread(call: object) -> tuple[threading.Thread, list[object]]:
+    """Something that goes on meanwhile, and where its result will be."""
+    results: list[object] = []
+    thread = threading.Thread(target=lambda: results.append(call()))  # type: ignore[operator]
+    thread.start()
+    return thread, results
+
+
+def test_the_server_does_what_the_centre_in_memory_does() -> None:
+    with served() as server, centre_of(server) as remote:
+        local = LocalCentre(CentreState(), "trainer-0.0")
+        for centre in (remote, local):
+            assert torch.equal(centre.join(flat(1, 2)), flat(1, 2))
+            assert torch.equal(centre.join(flat(5, 5)), flat(1, 2)), "the first trainer's parameters count"
+            assert torch.equal(centre.elastic(flat(3, 2), 0.5), flat(1, 0))
+            assert torch.equal(centre.take(), flat(2, 2))
+            mean, number = centre.average(flat(7, 8), "gradients.0")
+            assert (mean.tolist(), number) == ([7, 8], 1)
+            assert torch.equal(centre.blend(flat(4, 4), momentum=0.5, lr=0.5), flat(3, 3))
+            assert torch.equal(centre.blend(flat(4, 4), momentum=0.5, lr=0.5), flat(4, 4))
+            centre.give(flat(9, 9))
+            assert torch.equal(centre.take(), flat(9, 9))
+            assert centre.kept("optimizer") is None
+            centre.keep("optimizer", flat(1, 2, 3))
+            kept = centre.kept("optimizer")
+            assert kept is not None
+            assert torch.equal(kept, flat(1, 2, 3))
+            centre.leave()
+
+
+def test_what_is_handed_over_may_change_and_what_comes_back_is_ones_own() -> None:
+    with served() as server, centre_of(server) as centre:
+        own = flat(1, 1)
+        taken = centre.join(own)
+        own.fill_(7)
+        taken.fill_(8)
+        assert torch.equal(centre.take(), flat(1, 1))
+
+
+def test_a_round_waits_for_all_trainers_that_are_alive() -> None:
+    with served() as server, centre_of(server, "trainer-0.0") as one, centre_of(server, "trainer-1.0") as two:
+        one.join(flat(0))
+        two.join(flat(0))
+        thread, results = in_thread(lambda: one.average(flat(2), "gradients.0"))
+        wait_until(lambda: server.state.num_waiting == 1, what="the first of the round")
+        assert not results
+        mean, number = two.average(flat(4), "gradients.0")
+        thread.join(30)
+        assert mean.item() == 3
+        assert results == [(flat(3), number)]
+
+
+def test_a_lost_trainer_blocks_a_round_no_longer_than_the_head_takes_to_tell() -> None:
+    with served(round_deadline_s=600.0) as server, centre_of(server, "trainer-0.0") as one:
+        one.join(flat(0))
+        with centre_of(server, "trainer-1.0") as lost:
+            lost.join(flat(0))
+        thread, results = in_thread(lambda: one.average(flat(2), "gradients.0"))
+        wait_until(lambda: server.state.num_waiting == 1, what="the survivor")
+        with Client(server.address, name="head") as head:
+            head.call("members", {"names": ["trainer-0"]})
+        thread.join(30)
+        assert results == [(flat(2), 1)]
+
+
+def test_nobody_waits_past_the_deadline_and_for_the_same_one_twice() -> None:
+    with served(round_deadline_s=0.2) as server, centre_of(server, "trainer-0.0") as one:
+        one.join(flat(0))
+        with centre_of(server, "trainer-1.0") as lost:
+            lost.join(flat(0))
+        for _ in range(5):
+            mean, _ = one.average(flat(2), "gradients.0")
+            assert mean.item() == 2
+        assert server.state.num_partial_rounds == 1
+        assert server.state.num_rounds == 5
+        with centre_of(server, "trainer-1.0") as back:  # it is waited for again
+            thread, _ = in_thread(lambda: back.average(flat(4), "gradients.0"))
+            wait_until(lambda: server.state.num_waiting == 1 or not thread.is_alive(), what="the trainer that is back")
+            one.average(flat(2), "gradients.0")
+            thread.join(30)
+
+
+def test_a_trainer_goes_on_at_once_while_the_server_is_gone_and_finds_it_again(tmp_path: Path) -> None:
+    snapshot = tmp_path / "dense.safetensors"
+    place: list[DenseServer] = [DenseServer(snapshot=snapshot).start()]
+    centre = RemoteCentre(Client(lambda: place[0].address, name="trainer-0.0"), exchange_s=0.5)
+    try:
+        centre.join(flat(1, 2))
+        centre.keep("optimizer", flat(5))
+        place[0].close()
+        for _ in range(100):  # only the first one waits
+            with pytest.raises(CentreGone):
+                centre.elastic(flat(3, 4), 0.5)
+        place[0] = DenseServer(snapshot=snapshot).start()
+
+        def is_back() -> bool:
+            try:
+                centre.elastic(flat(3, 4), 0.5)
+            except CentreGone:
+                return False
+            return True
+
+        wait_until(is_back, what="the server to be found again")
+        assert torch.equal(centre.take(), flat(3, 4)), "what a trainer has is newer than the snapshot"
+        kept = centre.kept("optimizer")
+        assert kept is not None
+        assert kept.tolist() == [5]
+    finally:
+        centre.close()
+        place[0].close()
+
+
+def test_a_trainer_that_begins_anew_finds_the_parameters_of_before_the_restart(tmp_path: Path) -> None:
+    snapshot = tmp_path / "dense.safetensors"
+    with served(snapshot=snapshot, snapshot_every_s=1e9) as server, centre_of(server) as centre:
+        centre.join(flat(1, 2))
+        assert snapshot.exists(), "the first parameters are on disk before anybody learns of them"
+        restarted = CentreState()
+        restore(restarted, snapshot.read_bytes())
+        assert torch.equal(restarted.join("trainer-1.0", flat(0, 0)), flat(1, 2))
+
+
+def test_a_snapshot_holds_what_the_centre_holds() -> None:
+    state, other = CentreState(), CentreState()
+    assert snapshot_of(state) is None
+    state.give(flat(1, 2, 3))
+    state.kept["optimizer"] = flat(4)
+    content = snapshot_of(state)
+    assert content is not None
+    restore(other, content)
+    assert torch.equal(other.take(), state.take())
+    assert torch.equal(other.kept["optimizer"], flat(4))
+
+
+@pytest.mark.parametrize(
+    ("kind", "facts", "tensors"),
+    [
+        ("join", {}, [torch.zeros(2, 2)]),
+        ("give", {}, []),
+        ("elastic", {"alpha": "much"}, [torch.zeros(2)]),
+        ("elastic", {"alpha": 0.5}, [torch.zeros(3, dtype=torch.float64)]),
+        ("elastic", {"alpha": 0.5}, [flat(float("nan"), 0)]),
+        ("average", {}, [torch.zeros(2)]),
+        ("members", {"names": "trainer-0"}, []),
+        ("keep", {"name": 7}, [torch.zeros(1)]),
+    ],
+)
+def test_nonsense_is_refused_and_changes_nothing(kind: str, facts: dict[str, object], tensors: list[Tensor]) -> None:
+    with served() as server, centre_of(server) as centre, Client(server.address, name="other") as client:
+        centre.join(flat(1, 2))
+        with pytest.raises(RefusedError):
+            client.call(kind, facts, tensors)
+        assert torch.equal(centre.take(), flat(1, 2))
+
+
+def test_the_role_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
+    ends, addresses, samples = threading.Event(), list[str](), list[object]()
+    thread = threading.Thread(
+        target=lambda: serve_dense(
+            None, tmp_path, 0, until=ends.is_set, ready=addresses.append, sampled=samples.append, incarnation=2
+        )
+    )
+    thread.start()
+    try:
+        wait_until(lambda: bool(addresses), what="the server")
+        with Client(addresses[0], name="trainer-0.0") as client:
+            client.call("join", {}, [flat(1, 2)])
+            assert client.call("status").facts["num_parameters"] == 2
+        assert samples[0]()["incarnation"] == 2  # type: ignore[operator]
+    finally:
+        ends.set()
+        thread.join(30)
+    assert (tmp_path / "snapshots" / "dense-0.safetensors").exists()

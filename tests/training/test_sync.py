@@ -1,0 +1,409 @@
+"""Each policy follows its defining equations, in FP64, on problems whose path is known; none stops when the centre is gone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from rowstead.contracts.sync import Centre, CentreGone, Replica, SyncPolicy
+from rowstead.fleet.centre import CentreState, LocalCentre
+from rowstead.spec.errors import SpecError
+from rowstead.spec.sync import SyncSpec
+from rowstead.training.flat import FlatReplica, flat_of, named_parts
+from rowstead.training.sync import OPTIMIZER, AllReduce, Easgd, KeepCentre, Shadow, Unsynchronised, policies_for
+from tests.small_runs import wait_until
+
+
+class Bowl(nn.Module):
+    """f(x) = |x - target|^2 / 2, whose gradient is x - target."""
+
+    def __init__(self, target: Sequence[float], start: Sequence[float]) -> None:
+        super().__init__()
+        self.x = nn.Parameter(torch.tensor(start, dtype=torch.float64))
+        self.target = torch.tensor(target, dtype=torch.float64)
+
+    def forward(self) -> Tensor:
+        return (self.x - self.target).square().sum() / 2
+
+
+class Trainer:
+    """Plain SGD on a bowl, in the order of a Stepper."""
+
+    def __init__(
+        self, policy: SyncPolicy, *, target: Sequence[float], start: Sequence[float] = (0.0,), lr: float = 0.5
+    ) -> None:
+        self.bowl, self.policy, self.step_number = Bowl(target, start), policy, 0
+        self.optimizer = torch.optim.SGD(self.bowl.parameters(), lr=lr)
+        self.replica = FlatReplica(self.bowl, self.optimizer)
+        policy.begin(self.replica)
+
+    def step(self) -> None:
+        self.step_number += 1
+        self.optimizer.zero_grad()
+        self.bowl().backward()  # type: ignore[no-untyped-call]
+        self.policy.gradients_ready(self.step_number)
+        self.optimizer.step()
+        self.policy.after_step(self.step_number)
+
+    @property
+    def x(self) -> list[float]:
+        return self.bowl.x.detach().tolist()
+
+
+def together(*calls: Callable[[], None]) -> None:
+    """All calls at once, each in a thread."""
+    errors: list[BaseException] = []
+
+    def one(call: Callable[[], None]) -> None:
+        try:
+            call()
+        except BaseException as error:  # noqa: BLE001, RUF100 - raised below
+            errors.append(error)
+
+    threads = [threading.Thread(target=one, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), "a trainer waits for ever"
+    if errors:
+        raise errors[0]
+
+
+def test_easgd_follows_the_path_worked_out_by_hand() -> None:
+    state = CentreState()
+    one, two = (
+        Trainer(Easgd(LocalCentre(state, f"trainer-{i}"), alpha=0.5, period=1), target=[target])
+        for i, target in enumerate((4.0, -4.0))
+    )
+    # e = (x - c) / 2; x <- x - e - (x_before - target) / 2; c <- c + e, the trainers taking turns.
+    expected = [(2.0, 0.0, -2.0, 0.0), (2.0, 1.0, -1.5, -0.5), (1.75, 0.75, -1.625, -0.375)]
+    for x_one, c_one, x_two, c_two in expected:
+        one.step()
+        assert (one.x, state.take().tolist()) == ([x_one], [c_one])
+        two.step()
+        assert (two.x, state.take().tolist()) == ([x_two], [c_two])
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    targets=st.lists(st.lists(st.floats(-3, 3), min_size=2, max_size=2), min_size=1, max_size=4),
+    turns=st.lists(st.integers(0, 3), max_size=40),
+    alpha=st.floats(0.01, 1.0),
+    period=st.integers(1, 5),
+)
+def test_easgd_is_algorithm_1_of_its_paper_in_any_order(
+    targets: list[list[float]], turns: list[int], alpha: float, period: int
+) -> None:
+    state, lr, start = CentreState(), 0.3, [0.5, -0.25]
+    policies = [Easgd(LocalCentre(state, f"trainer-{i}"), alpha=alpha, period=period) for i in range(len(targets))]
+    trainers = [Trainer(p, target=t, start=start, lr=lr) for p, t in zip(policies, targets, strict=True)]
+    centre = torch.tensor(start, dtype=torch.float64)
+    x, clocks = [centre.clone() for _ in targets], [0] * len(targets)
+    for turn in turns:
+        i = turn % len(targets)
+        trainers[i].step()
+        before = x[i].clone()
+        if clocks[i] % period == 0:
+            x[i] = x[i] - alpha * (before - centre)
+            centre = centre + alpha * (before - centre)
+        x[i] = x[i] - lr * (before - torch.tensor(targets[i], dtype=torch.float64))
+        clocks[i] += 1
+        torch.testing.assert_close(trainers[i].bowl.x.detach(), x[i], rtol=0, atol=1e-12)
+        torch.testing.assert_close(state.take(), centre, rtol=0, atol=1e-12)
+
+
+def test_a_shadow_by_easgd_moves_both_ends_by_the_same_share() -> None:
+    state = CentreState()
+    state.give(torch.tensor([0.0], dtype=torch.float64))
+    policy = Shadow(LocalCentre(state, "trainer-0"), rule="easgd", alpha=0.25, period=1_000_000)
+    trainer = Trainer(policy, target=[8.0])
+    trainer.step()  # x = 4
+    policy.exchange()  # e = 1
+    assert (trainer.x, state.take().tolist()) == ([3.0], [1.0])
+    policy.exchange()  # e = 0.5
+    assert (trainer.x, state.take().tolist()) == ([2.5], [1.5])
+    policy.close()
+    assert (trainer.x, state.take().tolist()) == ([2.5], [2.5]), "the model is what the only trainer has"
+
+
+def shadows(
+    rule: str, *, alpha: float, momentum: float = 0.0, lr: float = 1.0
+) -> tuple[CentreState, list[Trainer], list[Shadow]]:
+    """Two trainers after a step each: x = 4 and -2, the centre at 0."""
+    state = CentreState()
+    policies = [
+        Shadow(LocalCentre(state, f"trainer-{i}"), rule=rule, alpha=alpha, period=1_000_000, momentum=momentum, lr=lr)
+        for i in range(2)
+    ]
+    trainers = [Trainer(p, target=[t]) for p, t in zip(policies, (8.0, -4.0), strict=True)]
+    for trainer in trainers:
+        trainer.step()
+    return state, trainers, policies
+
+
+def test_a_shadow_by_model_averaging_moves_trainers_towards_their_mean() -> None:
+    state, trainers, policies = shadows("average", alpha=0.5)
+    together(*(policy.exchange for policy in policies))  # the mean is 1
+    assert [trainer.x for trainer in trainers] == [[2.5], [-0.5]]
+    assert state.take().tolist() == [1.0]
+    together(*(policy.exchange for policy in policies))
+    assert [trainer.x for trainer in trainers] == [[1.75], [0.25]]
+    together(*(policy.close for policy in policies))
+
+
+def test_a_shadow_by_bmuf_moves_the_centre_with_momentum() -> None:
+    state, trainers, policies = shadows("bmuf", alpha=1.0, momentum=0.5, lr=0.5)
+    # d <- d / 2 + (mean - c) / 2, c <- c + d, x <- c
+    together(*(policy.exchange for policy in policies))  # mean 1: d = 0.5
+    assert state.take().tolist() == [0.5]
+    assert [trainer.x for trainer in trainers] == [[0.5], [0.5]]
+    for trainer in trainers:
+        trainer.step()  # 4.25 and -1.75, whose mean is 1.25
+    together(*(policy.exchange for policy in policies))  # d = 0.25 + 0.375
+    assert state.take().tolist() == [1.125]
+    assert [trainer.x for trainer in trainers] == [[1.125], [1.125]]
+    together(*(policy.close for policy in policies))
+
+
+def test_steps_made_while_a_shadow_exchanges_stay() -> None:
+    class Slow(LocalCentre):
+        def elastic(self, local: Tensor, alpha: float) -> Tensor:
+            moved = super().elastic(local, alpha)
+            trainer.step()  # what the trainer does meanwhile
+            return moved
+
+    state = CentreState()
+    state.give(torch.tensor([0.0], dtype=torch.float64))
+    policy = Shadow(Slow(state, "trainer-0"), rule="easgd", alpha=0.5, period=1_000_000)
+    trainer = Trainer(policy, target=[8.0])
+    trainer.step()  # x = 4
+    policy.exchange()  # e = 2, and meanwhile x = 6
+    assert trainer.x == [4.0]
+
+
+def test_a_shadow_exchanges_by_itself_and_stops_nobody() -> None:
+    held = threading.Event()
+
+    class Held(LocalCentre):
+        def elastic(self, local: Tensor, alpha: float) -> Tensor:
+            assert held.wait(60)
+            return super().elastic(local, alpha)
+
+    state = CentreState()
+    policy = Shadow(Held(state, "trainer-0"), rule="easgd", alpha=0.5, period=2)
+    trainer = Trainer(policy, target=[8.0])
+    for _ in range(20):
+        trainer.step()
+    assert state.num_exchanges == 0, "the centre has not answered, and 20 steps are made"
+    held.set()
+    wait_until(lambda: policy.num_exchanges > 0, what="an exchange in the background")
+    before = policy.num_exchanges
+    for _ in range(2):
+        trainer.step()
+    wait_until(lambda: policy.num_exchanges > before, what="another, after 2 more steps")
+    policy.close()
+
+
+def test_every_thread_of_a_trainer_counts_for_its_shadow() -> None:
+    state = CentreState()
+    spec = SyncSpec(mode="shadow", period=4)
+    first, second = policies_for(spec, lambda thread: LocalCentre(state, f"trainer-0.{thread}"), num_trainers=2, num_threads=2)
+    trainer = Trainer(first, target=[1.0])
+    second.begin(trainer.replica)
+    for step in range(1, 3):
+        first.after_step(step)
+        second.after_step(step)
+    assert isinstance(first, Shadow)
+    wait_until(lambda: first.num_exchanges == 1, what="the exchange after 4 steps of both")
+    second.close()
+    first.close()
+
+
+def test_allreduce_of_two_halves_is_one_trainer_with_the_whole() -> None:
+    state, lr = CentreState(), 0.125
+    trainers = [Trainer(AllReduce(LocalCentre(state, f"trainer-{i}")), target=[t], lr=lr) for i, t in enumerate((3.0, -1.0))]
+    whole = Trainer(Unsynchronised(), target=[1.0], lr=lr)  # the mean of both gradients is that of the mean target
+    for _ in range(40):  # parameters are averaged on the way too
+        together(*(trainer.step for trainer in trainers))
+        whole.step()
+    for trainer in trainers:
+        assert abs(trainer.x[0] - whole.x[0]) < 1e-14
+    together(*(trainer.policy.close for trainer in trainers))
+    assert abs(state.take().item() - whole.x[0]) < 1e-14
+
+
+def test_trainers_with_unequal_numbers_of_steps_end() -> None:
+    state = CentreState()
+    trainers = [Trainer(AllReduce(LocalCentre(state, f"trainer-{i}")), target=[1.0], lr=0.1) for i in range(3)]
+
+    def train(trainer: Trainer, num_steps: int) -> None:
+        for _ in range(num_steps):
+            trainer.step()
+        trainer.policy.close()
+
+    together(*(lambda t=trainer, n=20 + 13 * i: train(t, n) for i, trainer in enumerate(trainers)))  # type: ignore[misc]
+    assert state.num_partial_rounds == 0, "nobody waited for a deadline"
+
+
+def test_threads_average_with_the_same_threads_of_others() -> None:
+    state = CentreState()
+    for trainer in range(2):
+        for thread in range(2):
+            state.join(f"trainer-{trainer}.{thread}", torch.zeros(1))
+    results: dict[str, Tensor] = {}
+
+    def average(trainer: int, thread: int) -> None:
+        centre = LocalCentre(state, f"trainer-{trainer}.{thread}")
+        results[f"{trainer}.{thread}"], _ = centre.average(torch.tensor([float(10 * thread + trainer)]), f"gradients.{thread}")
+
+    together(*(lambda a=a, b=b: average(a, b) for a in range(2) for b in range(2)))  # type: ignore[misc]
+    assert {name: value.item() for name, value in results.items()} == {"0.0": 0.5, "1.0": 0.5, "0.1": 10.5, "1.1": 10.5}
+
+
+def test_a_trainer_that_comes_later_takes_the_centres_parameters() -> None:
+    state = CentreState()
+    first = Trainer(Easgd(LocalCentre(state, "trainer-0"), alpha=0.5, period=1), target=[4.0])
+    for _ in range(5):
+        first.step()
+    later = Trainer(Easgd(LocalCentre(state, "trainer-1"), alpha=0.5, period=1), target=[4.0], start=[100.0])
+    assert later.x == state.take().tolist() != [100.0]
+
+
+def test_adam_goes_on_in_another_trainer_as_in_the_first() -> None:
+    modules = [Bowl([1.0], [0.0]), Bowl([1.0], [0.0])]
+    adam = [torch.optim.Adam(module.parameters(), lr=0.1) for module in modules]
+    for _ in range(3):
+        adam[0].zero_grad()
+        modules[0]().backward()  # type: ignore[no-untyped-call]
+        adam[0].step()
+    centre = LocalCentre(CentreState(), "trainer-0")
+    KeepCentre(centre, period=1).begin(FlatReplica(modules[0], adam[0]))
+    centre.keep(OPTIMIZER, FlatReplica(modules[0], adam[0]).optimizer_state())
+    KeepCentre(centre, period=1).begin(FlatReplica(modules[1], adam[1]))
+    for module, optimizer in zip(modules, adam, strict=True):
+        optimizer.zero_grad()
+        module().backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    assert modules[0].x.item() == modules[1].x.item()
+
+
+class Flaky(LocalCentre):
+    """A centre that can be gone."""
+
+    is_gone = False
+
+    def elastic(self, local: Tensor, alpha: float) -> Tensor:
+        if self.is_gone:
+            raise CentreGone("gone")
+        return super().elastic(local, alpha)
+
+    def join(self, parameters: Tensor) -> Tensor:
+        if self.is_gone:
+            raise CentreGone("gone")
+        return super().join(parameters)
+
+
+def test_a_trainer_goes_on_alone_while_the_centre_is_gone_and_returns_to_it() -> None:
+    state = CentreState()
+    centre = Flaky(state, "trainer-0")
+    policy = Easgd(centre, alpha=0.5, period=1)
+    trainer = Trainer(policy, target=[8.0])
+    trainer.step()
+    centre.is_gone = True
+    alone = trainer.x[0]
+    trainer.step()
+    assert trainer.x == [alone - 0.5 * (alone - 8.0)], "a plain step"
+    assert policy.num_alone == 1
+    centre.is_gone = False
+    trainer.step()
+    assert policy.num_exchanges == 2
+    assert state.take().item() != 0.0
+
+
+def test_a_trainer_that_could_not_join_joins_when_it_can() -> None:
+    state = CentreState()
+    state.give(torch.tensor([7.0], dtype=torch.float64))
+    centre = Flaky(state, "trainer-0")
+    centre.is_gone = True
+    trainer = Trainer(Easgd(centre, alpha=0.5, period=1), target=[7.0], start=[100.0])
+    assert trainer.x == [100.0]
+    centre.is_gone = False
+    trainer.step()
+    assert abs(trainer.x[0]) < 50, "it has taken the centre's parameters before its own went there"
+    assert state.take().tolist() == [7.0]
+
+
+def test_the_model_is_the_mean_of_what_trainers_end_with() -> None:
+    state = CentreState()
+    trainers = [
+        Trainer(Easgd(LocalCentre(state, f"trainer-{i}"), alpha=0.1, period=3), target=[t])
+        for i, t in enumerate((4.0, 1.0, 7.0))
+    ]
+    for trainer in trainers:
+        for _ in range(5):
+            trainer.step()
+    for trainer in trainers[:2]:
+        trainer.policy.close()
+    assert state.take().item() == pytest.approx((trainers[0].x[0] + trainers[1].x[0]) / 2, abs=1e-15)
+    again = Trainer(Easgd(LocalCentre(state, "trainer-1"), alpha=0.1, period=3), target=[1.0])  # it has come back
+    again.policy.close()
+    trainers[2].policy.close()
+    assert state.take().item() == pytest.approx((trainers[0].x[0] + again.x[0] + trainers[2].x[0]) / 3, abs=1e-15)
+
+
+def test_one_trainer_leaves_its_exact_parameters_with_the_centre() -> None:
+    state = CentreState()
+    (policy,) = policies_for(SyncSpec(), lambda _: LocalCentre(state, "trainer-0"), num_trainers=1)
+    trainer = Trainer(policy, target=[0.7, 0.1], start=[0.0, 0.0], lr=0.3)
+    for _ in range(7):
+        trainer.step()
+    policy.close()
+    assert state.take().tolist() == trainer.x
+
+
+@pytest.mark.parametrize(
+    ("mode", "rule", "kind"), [("allreduce", "easgd", AllReduce), ("easgd", "easgd", Easgd), ("shadow", "bmuf", Shadow)]
+)
+def test_a_recipe_chooses_the_policy(mode: str, rule: str, kind: type) -> None:
+    def centre_of(thread: int) -> Centre:
+        return LocalCentre(CentreState(), f"trainer-0.{thread}")
+
+    spec = SyncSpec(mode=mode, rule=rule)  # type: ignore[arg-type]
+    assert isinstance(policies_for(spec, centre_of, num_trainers=2)[0], kind)
+    assert isinstance(policies_for(spec, centre_of, num_trainers=1)[0], KeepCentre)
+
+
+def test_several_trainers_without_synchronisation_are_refused() -> None:
+    with pytest.raises(SpecError, match="`none` leaves 2 trainers with 2 models"):
+        SyncSpec(mode="none").mode_for(2)
+    assert SyncSpec().mode_for(2) == "easgd"
+    assert SyncSpec(mode="easgd").alpha_for(4) == pytest.approx(0.225)
+
+
+def test_flat_parameters_are_the_memory_of_the_module() -> None:
+    module = nn.Sequential(nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 1))
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    flat = flat_of(module)
+    assert flat_of(module).data_ptr() == flat.data_ptr(), "they are moved once"
+    assert all(torch.equal(named_parts(module, flat)[name], value) for name, value in before.items())
+    loss = module(torch.ones(1, 3)).sum()
+    flat.add_(1.0)  # while autograd remembers them
+    loss.backward()
+    assert all(torch.equal(value, before[name] + 1) for name, value in module.state_dict().items())
+
+
+def test_gradients_go_to_the_policy_and_back() -> None:
+    module = nn.Linear(2, 1)
+    replica: Replica = FlatReplica(module, torch.optim.SGD(module.parameters(), lr=1.0))
+    module(torch.tensor([[1.0, 2.0]])).sum().backward()
+    assert replica.gradients().tolist() == [1.0, 2.0, 1.0]
+    replica.set_gradients(torch.tensor([5.0, 6.0, 7.0]))
+    assert module.weight.grad is not None
+    assert module.weight.grad.tolist() == [[5.0, 6.0]]
