@@ -1,0 +1,192 @@
+"""What each role of a fleet does from start to end, as plain functions: whoever starts a role calls `serve_role`.
+
+A role finds in its run's folder all that it needs: the spec, the addresses of the others, the keys. It says there that it is
+ready, and samples there what it uses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rowstead.fleet.by_hand import asked_by_file, is_by_hand, leave_code
+from rowstead.fleet.crew import TRAINERS_BEGIN
+from rowstead.fleet.keys import Keys
+from rowstead.fleet.local import end_with_head, stop_asked
+from rowstead.fleet.nursery import tend
+from rowstead.fleet.restart import MISTAKE
+from rowstead.fleet.roster import ROLES_FOLDER, RoleFiles, Roster, tell
+from rowstead.fleet.usage import RoleSampler
+from rowstead.fleet_run.parts import fleet_dtype, fleet_of, row_dtype, sources_of, told_keys
+from rowstead.launch import LOST
+from rowstead.records.run_folder import RunFolder
+from rowstead.spec.errors import LostProcessError, RowsteadError
+from rowstead.spec.fleet import RoleKind
+from rowstead.spec.run import RunSpec
+
+LOOPBACK = "tcp://127.0.0.1:0"
+SAMPLE_EVERY_S = 0.5
+
+Facts = Callable[[], Mapping[str, Any]]
+
+
+def serve_role(
+    kind: RoleKind,
+    folder: Path,
+    number: int,
+    *,
+    until: Callable[[], bool],
+    incarnation: int = 0,
+    address: str = LOOPBACK,
+) -> None:
+    """Be one role of the fleet that trains into `folder`, until its work is done or `until` holds."""
+    run = RunFolder(folder)
+    if not run.spec_file.is_file():
+        raise RowsteadError(f"{folder} is not the folder of a run: give that of a fleet whose head is running")
+    spec = run.read_spec()
+    if not 0 <= number < fleet_of(spec).count(kind):
+        raise RowsteadError(f"{folder} has {fleet_of(spec).count(kind)} roles `{kind}`, numbered from 0: there is no {number}")
+    (folder / ROLES_FOLDER).mkdir(exist_ok=True)
+    role = _Role(spec, folder, kind, number, until=until, incarnation=incarnation, address=address, keys=told_keys(folder))
+    {"sparse": _serve_sparse, "dense": _serve_dense, "reader": _serve_reader, "trainer": _train}[kind](role)
+
+
+def be_role(kind: RoleKind, folder: Path, number: int, incarnation: int, *, address: str = LOOPBACK) -> int:
+    """Be a role in a process of its own, until asked to end or its head is gone; returns the exit code."""
+    is_asked = stop_asked()
+    end_with_head()
+
+    def until() -> bool:
+        return is_asked() or (is_by_hand() and asked_by_file(folder, kind, number, incarnation))
+
+    try:
+        serve_role(kind, folder, number, until=until, incarnation=incarnation, address=address)
+        code = 0
+    except RowsteadError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        code = LOST if isinstance(error, LostProcessError) else MISTAKE
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    if is_by_hand() and (folder / ROLES_FOLDER).is_dir():
+        leave_code(folder, kind, number, incarnation, code)
+    return code
+
+
+class _Role:
+    """What the functions below need to know of themselves."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        folder: Path,
+        kind: RoleKind,
+        number: int,
+        *,
+        until: Callable[[], bool],
+        incarnation: int,
+        address: str,
+        keys: Keys | None,
+    ) -> None:
+        self.spec, self.folder, self.kind, self.number = spec, folder, kind, number
+        self.until, self.incarnation, self.address, self.keys = until, incarnation, address, keys
+        self.roster = Roster(folder)
+        self._sampling = contextlib.ExitStack()
+
+    def ready(self, address: str = "") -> None:
+        """Tell the head."""
+        tell(self.folder, self.kind, self.number, address, self.incarnation)
+
+    def sampled(self, facts: Facts) -> None:
+        """Sample these facts from now on, until the role ends."""
+        usage = RoleFiles(self.folder, self.kind, self.number).usage
+        self._sampling.enter_context(RoleSampler(usage, facts, incarnation=self.incarnation, interval_s=SAMPLE_EVERY_S))
+
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
+        with self._sampling:
+            yield
+
+    def options(self) -> dict[str, Any]:
+        """What all servers take."""
+        return {
+            "address": self.address,
+            "keys": self.keys,
+            "until": self.until,
+            "ready": self.ready,
+            "sampled": self.sampled,
+        }
+
+
+def _serve_sparse(role: _Role) -> None:
+    from rowstead.fleet.sparse_server import serve_sparse
+
+    with role.at_work():
+        serve_sparse(
+            role.spec,
+            role.folder,
+            role.number,
+            dtype=row_dtype(role.spec, fleet_dtype(role.roster)),
+            snapshot_every_s=fleet_of(role.spec).snapshot_every_s,
+            incarnation=role.incarnation,
+            **role.options(),
+        )
+
+
+def _serve_dense(role: _Role) -> None:
+    from rowstead.fleet.dense_server import serve_dense
+
+    with role.at_work():
+        serve_dense(
+            role.spec,
+            role.folder,
+            role.number,
+            dtype=fleet_dtype(role.roster),
+            incarnation=role.incarnation,
+            **role.options(),
+        )
+
+
+def _serve_reader(role: _Role) -> None:
+    from rowstead.fleet.reader_server import serve_reader
+    from rowstead.kernels.layout import layout_of
+
+    spec = role.spec
+    with role.at_work():
+        serve_reader(
+            sources_of(spec, role.roster).train,
+            role.folder,
+            role.number,
+            num_readers=fleet_of(spec).num_readers,
+            batch_size=spec.train.batch_size,
+            epochs=spec.train.epochs,
+            max_steps=spec.train.max_steps,
+            layout=layout_of(spec.features, spec.tables) if spec.check_ids else None,
+            **role.options(),
+        )
+
+
+def _train(role: _Role) -> None:
+    from rowstead.fleet_run.trainer import Trainer
+
+    while not role.roster.facts.get(TRAINERS_BEGIN):  # started by hand, before there was anything to train with
+        if role.until():
+            return
+        time.sleep(0.1)
+    trainer = Trainer(role.spec, role.folder, role.number, incarnation=role.incarnation, keys=role.keys)
+    with role.at_work():
+        role.sampled(trainer.figures)
+        trainer.run(until=role.until, ready=role.ready)
+
+
+if __name__ == "__main__":  # the process that is forked for each role: `fleet/nursery.py`
+    from rowstead.fleet import dense_server as dense_server
+    from rowstead.fleet import sparse_server as sparse_server
+    from rowstead.fleet_run import trainer as trainer  # all that roles need is imported before
+
+    tend(Path(sys.argv[1]), be_role)

@@ -1,0 +1,68 @@
+"""How roles find each other, and what they leave of what they used."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rowstead.fleet.roster import RoleAddress, RoleFiles, Roster
+from rowstead.fleet.usage import RoleSampler, UsageReader, memory_traffic_bytes
+from rowstead.spec.errors import RowsteadError
+from tests.small_runs import wait_until
+
+
+def test_an_address_is_read_anew_when_the_head_has_moved_a_role(tmp_path: Path) -> None:
+    roster = Roster(tmp_path)
+    with pytest.raises(RowsteadError, match=r"fleet\.json is missing"):
+        roster.find("sparse", 0)
+    role = RoleAddress(kind="sparse", number=0, address="tcp://127.0.0.1:1", incarnation=0, pid=1)
+    Roster(tmp_path).write([role], {"dtype": "float32"})
+    address = roster.address("sparse", 0)
+    assert address() == "tcp://127.0.0.1:1"
+    moved = RoleAddress(kind="sparse", number=0, address="tcp://127.0.0.1:2", incarnation=1, pid=2)
+    Roster(tmp_path).write([moved], {"dtype": "float32"})
+    assert address() == "tcp://127.0.0.1:2"
+    with pytest.raises(RowsteadError, match="has no dense 0"):
+        roster.find("dense", 0)
+
+
+def test_what_a_role_uses_is_followed_over_its_restarts(tmp_path: Path) -> None:
+    (tmp_path / "roles").mkdir()
+    files = RoleFiles(tmp_path, "trainer", 0)
+    reader, trained = UsageReader(files.usage), {"num_samples": 0}
+
+    def facts() -> dict[str, int]:
+        trained["num_samples"] += 10
+        return dict(trained)
+
+    for incarnation in range(2):
+        trained["num_samples"] = 0
+        with RoleSampler(files.usage, facts, incarnation=incarnation, interval_s=0.01):
+            wait_until(lambda: trained["num_samples"] >= 50, what="some samples")
+        with open(files.usage, "a") as file:
+            file.write('{"torn')
+        reader.read()
+        assert reader.last["num_samples"] == trained["num_samples"]
+        assert (reader.rate("num_samples") or 0) > 0
+        with open(files.usage, "a") as file:
+            file.write("\n")
+    lines = [json.loads(line) for line in files.usage.read_text().splitlines() if not line.startswith('{"torn')]
+    per_start = [max(line["num_samples"] for line in lines if line["incarnation"] == start) for start in (0, 1)]
+    assert reader.total("num_samples") == sum(per_start)
+    assert reader.total("never measured") is None
+    assert {"cpu_s", "rss_bytes", "time_s"} <= lines[0].keys()
+    later = UsageReader(files.usage, from_now=True)
+    later.read()
+    assert later.last == {}
+
+
+def test_memory_traffic_is_what_the_machine_counts_or_absent(tmp_path: Path) -> None:
+    assert memory_traffic_bytes(tmp_path) is None
+    for domain, count in enumerate((1000, 234)):
+        (tmp_path / f"mon_L3_{domain:02d}").mkdir()
+        (tmp_path / f"mon_L3_{domain:02d}" / "mbm_total_bytes").write_text(f"{count}\n")
+    assert memory_traffic_bytes(tmp_path) == 1234
+    (tmp_path / "mon_L3_01" / "mbm_total_bytes").write_text("Unavailable\n")
+    assert memory_traffic_bytes(tmp_path) is None
