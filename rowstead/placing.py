@@ -19,8 +19,11 @@ import torch
 from rowstead.contracts.store import EmbeddingStore
 from rowstead.data.population import Population
 from rowstead.kernels.layout import Layout
+from rowstead.plan.auto import fastest
 from rowstead.plan.greedy import Memories, PlacedShard, decide
+from rowstead.spec.catalogue import calibrated_machine
 from rowstead.spec.errors import RowsteadError
+from rowstead.spec.machine import Machine
 from rowstead.spec.placement import MemorySpec, Placement
 from rowstead.spec.run import Kernel, RunSpec
 from rowstead.spec.train import SparseOptimizerSpec
@@ -53,8 +56,20 @@ def placement_of(
         folder = spec.memory.folder
         is_usable = folder is not None and Path(folder).is_dir() and os.access(folder, os.W_OK | os.X_OK)
         spec = dataclasses.replace(spec, placement="auto", memory=MemorySpec(folder=folder if is_usable else None))
-    mean_ids = _mean_ids(spec)
-    return decide(spec, memories_of(spec, device), mean_ids=mean_ids, trains=trains, world=world, shards=shards)
+    mean_ids, memories = mean_ids_of(spec), memories_of(spec, device)
+    placement = decide(spec, memories, mean_ids=mean_ids, trains=trains, world=world, shards=shards)
+    is_open = trains and world == 1 and spec.placement == "auto" and any(one.where != "device" for one in placement.tables)
+    machine = measured_machine(device) if is_open else None
+    return (fastest(spec, memories, machine, mean_ids=mean_ids) if machine is not None else None) or placement
+
+
+def measured_machine(device: torch.device) -> Machine | None:
+    """This machine as `rowstead calibrate` has measured it, with as many threads; none where it has not."""
+    with contextlib.suppress(RowsteadError):
+        machine = calibrated_machine(device.type)
+        if machine is not None and (device.type == "cuda" or machine.host.num_cores == torch.get_num_threads()):
+            return machine
+    return None
 
 
 def memories_of(spec: RunSpec, device: torch.device) -> Memories:
@@ -98,7 +113,7 @@ def _free_disk_bytes(folder: str) -> int:
     return shutil.disk_usage(folder).free
 
 
-def _mean_ids(spec: RunSpec) -> Sequence[float] | None:
+def mean_ids_of(spec: RunSpec) -> Sequence[float] | None:
     """Ids of each sparse feature in an example, where the log is one that we draw ourselves."""
     if spec.data.synth is None:
         return None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rowstead.plan.traffic import hit_share
 from rowstead.plan.work import Layer, StepWork, TableWork
 from rowstead.spec.machine import Compute, Machine, Memory, Precision, Software
+from rowstead.spec.timings import Timings
 
 ACTIVATION_TOUCHES = 6
 """Times that an activation is read or written in a step: bias, ReLU and the next layer, and their gradients."""
@@ -25,6 +27,8 @@ class Processor:
     """Least time of an operator beside its work: its dispatch on a CPU, its kernel's latency on an accelerator."""
     activation_share: float = 1.0
     """Share of the bandwidth that operators between matrix products reach."""
+    timings: Timings | None = None
+    """What parts of a step take, where that was measured; the rates above are used without it."""
 
     def gemm_s(self, flops: float, precision: Precision, *, num_calls: int = 1) -> float:
         """Seconds of matrix products."""
@@ -37,14 +41,43 @@ class Processor:
         fast = self.memory.cache_bandwidth_bytes_per_s or self.memory.bandwidth_bytes_per_s
         return num_bytes * (cached / fast + (1 - cached) / self.memory.bandwidth_bytes_per_s)
 
-    def random_s(self, num_pieces: float, piece_bytes: float, *, cached_share: float = 0.0) -> float:
-        """Seconds to read or write pieces at random places, whole lines each; a share of them is in the cache."""
-        if num_pieces == 0 or piece_bytes == 0:
-            return 0.0
-        moved = num_pieces * self.memory.lines(piece_bytes)
-        slow = self.memory.random_bytes_per_s(piece_bytes) * self.random_share
-        fast = max((self.memory.cache_bandwidth_bytes_per_s or slow) * self.random_share, slow)
-        return moved * (cached_share / fast + (1 - cached_share) / slow)
+    def rings(self, piece_bytes: float) -> list[tuple[float, float]]:
+        """How long one piece takes at random: bytes that are read most often, and seconds of a piece among them; then the next.
+
+        A curve of times within so many bytes gives what those cost that are in the next larger but not in the smaller.
+        """
+        if self.timings is None:
+            slow = self.memory.random_bytes_per_s(piece_bytes) * self.random_share
+            fast = max((self.memory.cache_bandwidth_bytes_per_s or slow) * self.random_share, slow)
+            moved = self.memory.lines(piece_bytes)
+            return [(self.memory.cache_bytes, moved / fast), (math.inf, moved / slow)]
+        curve = self.timings.read_row
+        found, before, spent = [], 0.0, 0.0
+        for within in curve.axes[0].sizes:
+            now = within * curve.at(within, piece_bytes)
+            found.append((within, max((now - spent) / (within - before), 1e-12)))
+            before, spent = within, now
+        return [*found[:-1], (math.inf, found[-1][1])]
+
+    def bag_s(self, table: TableWork) -> float:
+        """Seconds to write an example's pooled vectors of a table."""
+        if self.timings is None:
+            return table.pooled_bytes / self.memory.bandwidth_bytes_per_s
+        return table.num_features * self.timings.bag.at(4 * table.width)
+
+    def update_id_s(self, table: TableWork, software: Software) -> float:
+        """Seconds of an update for each id, besides its row."""
+        if self.timings is None:
+            touches = 2 if software.gradient_per_id else 1  # written out and read again, or read as the rows are summed
+            return (touches * 4 * table.width + software.grouping_bytes_per_id) / self.memory.bandwidth_bytes_per_s
+        return self.timings.update_id.at(4 * table.width)
+
+    def update_row_s(self, table: TableWork, shares: Sequence[float], within_bytes: float) -> float:
+        """Seconds to read and write a row and its state, with shares of the rings, or within so many bytes where that was measured."""
+        if self.timings is None:
+            return 2 * (_expected_s(self, table.row_bytes, shares) + _expected_s(self, table.state_bytes, shares))
+        more = (table.row_bytes + table.state_bytes) / (table.row_bytes + 4)
+        return more * self.timings.update_row.at(within_bytes, table.row_bytes)
 
 
 def host_processor(machine: Machine, software: Software) -> Processor:
@@ -56,6 +89,7 @@ def host_processor(machine: Machine, software: Software) -> Processor:
         random_share=software.cpu_random_share,
         call_s=software.operator_s,
         activation_share=machine.host.core_share if software.one_core_activations else 1.0,
+        timings=software.cpu_timings,
     )
 
 
@@ -69,6 +103,7 @@ def device_processor(machine: Machine, software: Software) -> Processor:
         gemm_share=software.device_gemm_share,
         random_share=software.device_random_share,
         call_s=software.kernel_s,
+        timings=software.device_timings,
     )
 
 
@@ -76,6 +111,13 @@ def layers_s(
     processor: Processor, work: StepWork, layers: Sequence[Layer], batch_size: int, precision: Precision, *, passes: int
 ) -> float:
     """Seconds of some layers' products and activations: one pass forward, two backward."""
+    if processor.timings is not None:
+        return processor.timings.dense_factor * sum(
+            _layer_s(
+                processor.timings, layer, batch_size, precision, passes=passes, is_first=layers is work.bottom and not place
+            )
+            for place, layer in enumerate(layers)
+        )
     flops = batch_size * passes * sum(layer.forward_flops for layer in layers)
     touched = ACTIVATION_TOUCHES / 3 * passes * batch_size * 4 * sum(layer.outputs for layer in layers)
     products_s = processor.gemm_s(flops, precision, num_calls=passes * len(layers))
@@ -83,17 +125,48 @@ def layers_s(
     return products_s + processor.stream_s(touched, held_bytes=held) / processor.activation_share
 
 
+def _layer_s(timings: Timings, layer: Layer, batch_size: int, precision: Precision, *, passes: int, is_first: bool) -> float:
+    """Seconds of one layer as it was measured; the input of a first one needs no gradient."""
+    times, sizes = timings.of_layers(precision), (batch_size, layer.inputs, layer.outputs)
+    seconds = 0.0
+    if passes != 2:
+        seconds += times.forward.at(*sizes) + timings.fresh_s(4 * batch_size * layer.outputs)
+    if passes != 1:
+        seconds += (times.back_first if is_first else times.back).at(*sizes)
+        seconds += timings.fresh_s(0 if is_first else 4 * batch_size * layer.inputs)
+    return seconds
+
+
 def interaction_s(processor: Processor, work: StepWork, batch_size: int, precision: Precision, *, passes: int) -> float:
     """Seconds of the interaction: one pass forward, two backward."""
     touched = passes * batch_size * work.interaction_bytes
-    products_s = processor.gemm_s(batch_size * passes * work.interaction_flops, precision, num_calls=passes)
     held = batch_size * work.activation_bytes
+    if processor.timings is not None and work.interaction_flops:
+        timings, vectors = processor.timings, (batch_size, work.num_vectors, work.vector_width)
+        forward_s = timings.interaction_forward.at(*vectors) + timings.fresh_s(batch_size * 4 * work.top[0].inputs)
+        back_s = timings.interaction_back.at(*vectors) + timings.fresh_s(batch_size * work.pooled_bytes)
+        return timings.dense_factor * {1: forward_s, 2: back_s, 3: forward_s + back_s}[passes]
+    products_s = processor.gemm_s(batch_size * passes * work.interaction_flops, precision, num_calls=passes)
     return products_s + processor.stream_s(touched, held_bytes=held) / processor.activation_share
+
+
+ADAGRAD_TOUCHES = 5
+"""Times that Adagrad reads or writes each of its numbers: gradient, and parameter and state twice."""
 
 
 def dense_update_s(processor: Processor, work: StepWork) -> float:
     """Seconds of the dense optimizer: gradients are read, parameters and state read and written."""
-    return processor.stream_s(work.dense_bytes * (3 + 2 * work.dense_state_per_parameter), held_bytes=3 * work.dense_bytes)
+    touches = 3 + 2 * work.dense_state_per_parameter
+    if processor.timings is not None:
+        return touches / ADAGRAD_TOUCHES * processor.timings.dense_update.at(max(1, work.num_parameters))
+    return processor.stream_s(work.dense_bytes * touches, held_bytes=3 * work.dense_bytes)
+
+
+def fill_s(processor: Processor, work: StepWork, batch_size: int) -> float:
+    """Seconds to copy a batch to the fixed memory that a step reads, where it has such memory."""
+    if processor.timings is None or not processor.timings.fills_batch:
+        return 0.0
+    return 2 * batch_size * work.input_bytes / processor.memory.bandwidth_bytes_per_s
 
 
 def accesses_of(tables: Iterable[TableWork]) -> float:
@@ -101,43 +174,72 @@ def accesses_of(tables: Iterable[TableWork]) -> float:
     return sum(table.ids_per_sample * table.row_bytes for table in tables)
 
 
-def cached_share(processor: Processor, accesses: float, table: TableWork) -> float:
-    """Share of a table's accesses that the processor's cache serves when tables divide it as they are accessed."""
-    if processor.memory.cache_bytes == 0 or accesses == 0:
+def ring_shares(processor: Processor, accesses: float, table: TableWork) -> list[float]:
+    """Shares of a table's accesses in each ring of the memory, when tables divide caches as they are accessed."""
+    shares, before = [], 0.0
+    for within, _ in processor.rings(table.row_bytes):
+        if within == math.inf:
+            served = 1.0
+        elif within == 0 or accesses == 0:
+            served = 0.0
+        else:
+            part = within * table.ids_per_sample * table.row_bytes / accesses
+            served = hit_share(table.popularity, part / processor.memory.lines(table.row_bytes))
+        shares.append(max(served - before, 0.0))
+        before = max(before, served)
+    return shares
+
+
+def _expected_s(processor: Processor, piece_bytes: float, shares: Sequence[float]) -> float:
+    """Seconds of a piece on average."""
+    if piece_bytes == 0:
         return 0.0
-    part = processor.memory.cache_bytes * table.ids_per_sample * table.row_bytes / accesses
-    return hit_share(table.popularity, part / processor.memory.lines(table.row_bytes))
+    return sum(share * seconds for share, (_, seconds) in zip(shares, processor.rings(piece_bytes), strict=True))
 
 
 def lookup_s(processor: Processor, tables: Sequence[TableWork], batch_size: float) -> float:
     """Seconds to read and pool the rows of a batch."""
     accesses = accesses_of(tables)
-    return sum(table_lookup_s(processor, accesses, table, batch_size) for table in tables)
+    seconds = sum(table_lookup_s(processor, accesses, table, batch_size) for table in tables)
+    if processor.timings is None or not tables:
+        return seconds
+    fresh_s = processor.timings.fresh_s(batch_size * sum(table.pooled_bytes for table in tables))
+    return processor.timings.lookup_call_s + processor.timings.lookup_factor * (seconds + fresh_s)
 
 
 def table_lookup_s(processor: Processor, accesses: float, table: TableWork, batch_size: float) -> float:
     """Seconds to read and pool one table's rows, where all tables on this processor are read `accesses` bytes an example."""
-    hits = cached_share(processor, accesses, table)
-    reads = processor.random_s(batch_size * table.ids_per_sample, table.row_bytes, cached_share=hits)
-    return reads + batch_size * table.pooled_bytes / processor.memory.bandwidth_bytes_per_s
+    row_s = _expected_s(processor, table.row_bytes, ring_shares(processor, accesses, table))
+    return batch_size * (table.ids_per_sample * row_s + processor.bag_s(table))
 
 
 def update_s(processor: Processor, tables: Sequence[TableWork], batch_size: float, software: Software) -> float:
     """Seconds to turn the gradients of pooled vectors into updates of rows."""
     accesses = accesses_of(tables)
-    return sum(table_update_s(processor, accesses, table, batch_size, software) for table in tables)
+    within = min(sum(table.bytes for table in tables), sum(_touched_bytes(table, batch_size) for table in tables))
+    seconds = sum(table_update_s(processor, accesses, table, batch_size, software, within) for table in tables)
+    if processor.timings is None or not tables:
+        return seconds
+    return processor.timings.update_call_s + processor.timings.update_factor * seconds
 
 
-def table_update_s(processor: Processor, accesses: float, table: TableWork, batch_size: float, software: Software) -> float:
-    """Seconds to update one table's rows."""
-    hits = cached_share(processor, accesses, table)
+def _touched_bytes(table: TableWork, batch_size: float) -> float:
+    """Bytes that have gone through caches since the rows of a batch were read: the rows, and pooled vectors with their gradients."""
+    return table.distinct_rows(batch_size) * table.row_bytes + 2 * batch_size * table.pooled_bytes
+
+
+def table_update_s(
+    processor: Processor,
+    accesses: float,
+    table: TableWork,
+    batch_size: float,
+    software: Software,
+    within_bytes: float = math.inf,
+) -> float:
+    """Seconds to update one table's rows, all those of the batch being within so many bytes."""
     ids = batch_size * table.ids_per_sample
-    touches = 2 if software.gradient_per_id else 1  # written out and read again, or read as the rows are summed
-    streamed = ids * (touches * 4 * table.width + software.grouping_bytes_per_id)
-    gradients = streamed / processor.memory.bandwidth_bytes_per_s
     if software.sparse_updates_all_ids:
-        rows, hits_of_rows = ids, hits
+        rows, shares = ids, ring_shares(processor, accesses, table)
     else:
-        rows, hits_of_rows = table.distinct_rows(batch_size), 0.0
-    row = 2 * processor.random_s(rows, table.row_bytes, cached_share=hits_of_rows)
-    return gradients + row + 2 * processor.random_s(rows, table.state_bytes, cached_share=hits_of_rows)
+        rows, shares = table.distinct_rows(batch_size), [*[0.0] * (len(processor.rings(table.row_bytes)) - 1), 1.0]
+    return ids * processor.update_id_s(table, software) + rows * processor.update_row_s(table, shares, within_bytes)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rowstead.plan.schedule import Bottleneck, Slot, Task, bottlenecks, lay_out, period_s
-from rowstead.plan.setup import Held, Setup, held, shortfalls
+from rowstead.plan.setup import Held, Setup, held, process_bytes, shortfalls
 from rowstead.plan.trainer import Trainer
 from rowstead.plan.work import StepWork
 from rowstead.spec.errors import RowsteadError
@@ -59,8 +59,12 @@ class Prediction:
             "host_bytes": needs.host_bytes,
             "server_bytes": needs.server_bytes,
         }
+        if self.process_bytes is not None:
+            found["process_bytes"] = self.process_bytes
         if self.watts is not None:
             found |= {"nameplate_watts": self.watts, "samples_per_j": self.samples_per_j}
+        if self.metered_watts is not None:
+            found |= {"metered_watts": self.metered_watts, "samples_per_metered_j": self.samples_per_s / self.metered_watts}
         if self.usd_per_billion_samples is not None:
             found["usd_per_billion_samples"] = self.usd_per_billion_samples
         found["bottlenecks"] = [{"resource": b.resource, "saved_share": b.saved_share} for b in self.bottlenecks[:2]]
@@ -98,6 +102,22 @@ class Prediction:
             return None
         of_servers = num_servers * setup.server.power.nameplate_watts if setup.server and setup.server.power else 0.0
         return setup.num_trainers * self.machine.power.nameplate_watts + of_servers
+
+    @property
+    def process_bytes(self) -> float | None:
+        """The most memory that the process of a CPU trainer takes, the program included; absent where that was not measured."""
+        setup, known = self.setup, self.software.base_bytes > 0 and self.machine.accelerators is None
+        if not known or setup.place != "device" or setup.num_trainers > 1:
+            return None
+        return process_bytes(self.trainer.work, self.software, setup.batch_size)
+
+    @property
+    def metered_watts(self) -> float | None:
+        """What the meters of all trainers read under load; absent where there are none, or other servers without one."""
+        setup = self.setup
+        if self.machine.meter is None or setup.num_sparse_servers + setup.num_dense_servers:
+            return None
+        return setup.num_trainers * self.machine.meter.loaded_watts
 
     @property
     def samples_per_j(self) -> float | None:

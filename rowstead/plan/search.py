@@ -84,8 +84,12 @@ def place(
     to the device with least to do that has room, the longest first; then pieces move and change places as long as that helps.
     """
     best: Assignment | None = None
+    tried: list[_Piece] = []
     for largest_share in LARGEST_SHARES if sharding == "rows" else (1.0,):
         pieces = _pieces(items, num_devices, capacity_bytes, largest_share, sharding)
+        if pieces == tried:
+            break
+        tried = pieces
         found = _placed(pieces, num_devices, capacity_bytes)
         if found is not None and (best is None or found.longest_s < best.longest_s):
             best = found
@@ -185,15 +189,18 @@ def _exact(seconds: Array, sizes: Array, num_devices: int, capacity_bytes: float
     loads, room = [0.0] * num_devices, [capacity_bytes] * num_devices
     now, best = [0] * len(order), [0] * len(order)
     shortest = np.inf
+    least = _least_longest(seconds, num_devices) * (1 + 1e-12)
 
     def go_on(depth: int) -> None:
         nonlocal shortest, best
+        if shortest <= least:
+            return
         if depth == len(order):
             shortest, best = max(loads), now.copy()
             return
         piece = order[depth]
         tried: set[tuple[float, float]] = set()
-        for device in range(num_devices):
+        for device in sorted(range(num_devices), key=loads.__getitem__):  # what is good soon leaves less to try
             like = loads[device], room[device]
             longer = loads[device] + float(seconds[piece])
             if like in tried or longer >= shortest or room[device] < sizes[piece]:
@@ -206,6 +213,13 @@ def _exact(seconds: Array, sizes: Array, num_devices: int, capacity_bytes: float
 
     go_on(0)
     return np.array(best, np.int64) if shortest < np.inf else None
+
+
+def _least_longest(seconds: Array, num_devices: int) -> float:
+    """What the longest queue takes at least: an even share, the longest piece, or two pieces where there are more than devices."""
+    falling = np.sort(seconds)[::-1]
+    together = falling[num_devices - 1 : num_devices + 1].sum() if len(falling) > num_devices else 0.0
+    return float(max(seconds.sum() / num_devices, seconds.max(initial=0.0), together))
 
 
 def _improved(

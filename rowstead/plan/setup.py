@@ -7,7 +7,7 @@ from typing import Literal
 
 from rowstead.plan.work import StepWork
 from rowstead.spec.errors import require
-from rowstead.spec.machine import Machine
+from rowstead.spec.machine import Machine, Software
 from rowstead.spec.sizes import shown_bytes
 
 Place = Literal["device", "host", "remote", "mixed"]
@@ -16,6 +16,15 @@ USABLE_SHARE = 0.9
 """Share of a memory that a run may fill; the rest is for the system, the framework and its workspaces."""
 BUFFERED_BATCHES = 3
 """Batches that a trainer holds at once: the one in work, the next, and one being read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Behind:
+    """A table behind a cache: system memory behind an accelerator's, or files behind a CPU's."""
+
+    table: str
+    kept_share: float
+    """Share of its rows that have a place in the faster memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +50,10 @@ class Setup:
     """Steps between two averagings with the dense servers."""
     server: Machine | None = None
     """What the parameter servers are."""
+    has_input: bool = True
+    """Whether batches come from readers over the network; else they are there already."""
+    behind: tuple[Behind, ...] = ()
+    """With `device`: tables of which what trains has the hot rows alone."""
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "num_devices", "num_trainers", "in_flight", "sync_every"):
@@ -75,6 +88,20 @@ def dense_held_bytes(work: StepWork, batch_size: int) -> float:
     parameters = work.dense_bytes * (2 + work.dense_state_per_parameter)
     a_sample = 2 * (work.activation_bytes + work.pooled_bytes)
     return parameters + batch_size * (a_sample + BUFFERED_BATCHES * work.input_bytes)
+
+
+def process_bytes(work: StepWork, software: Software, batch_size: int) -> float:
+    """The most memory that one process has which trains on a host's cores with all tables: what the trainer allocates.
+
+    Outputs of layers stay for the backward pass, which adds the gradients of two neighbours; pooled vectors have theirs at once. A
+    checkpoint holds parameters and their state once more while they are written.
+    """
+    outputs = [layer.outputs for layer in work.layers]
+    interacted = work.top[0].inputs if work.interaction_flops else 0
+    numbers = sum(outputs) + interacted + 2 * max([*outputs, interacted])
+    parameters = work.dense_bytes * (3 + 2 * work.dense_state_per_parameter)
+    a_sample = 4 * numbers + 2 * work.pooled_bytes + software.buffered_batches * work.input_bytes
+    return software.base_bytes + work.table_bytes + parameters + batch_size * a_sample
 
 
 def held(work: StepWork, machine: Machine, setup: Setup) -> Held:

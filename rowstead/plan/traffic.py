@@ -117,3 +117,11 @@ def hit_share(popularity: Popularity, num_kept: float) -> float:
     ends = np.cumsum(counts)
     served = np.clip(num_kept - (ends - counts), 0.0, counts)
     return float(min((served * chances).sum(), 1.0))
+
+
+def distinct_beyond(popularity: Popularity, num_kept: float, num_draws: float) -> float:
+    """How many different ids turn up in so many draws besides the `num_kept` most popular ones."""
+    counts, chances = _bins(popularity)
+    ends = np.cumsum(counts)
+    left = counts - np.clip(num_kept - (ends - counts), 0.0, counts)
+    return float((left * -np.expm1(num_draws * np.log1p(-np.minimum(chances, 1 - 1e-12)))).sum())

@@ -11,6 +11,7 @@ from rowstead.plan.cost import Processor, device_processor, host_processor
 from rowstead.plan.schedule import Task
 from rowstead.plan.search import Assignment, Item, place
 from rowstead.plan.setup import USABLE_SHARE, Setup, dense_held_bytes, held
+from rowstead.plan.traffic import distinct_beyond
 from rowstead.plan.work import ID_BYTES, StepWork, TableWork
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.machine import Accelerators, Link, Machine, Precision, Software
@@ -68,7 +69,14 @@ class Trainer:
 
     def tasks(self) -> list[Task]:
         """The step, in the order in which its tasks are issued."""
-        return [*self.reading(), *self.looking_up(), *self.dense(), *self.going_back(), *self.synchronising()]
+        return [
+            *self.reading(),
+            *self.moving(),
+            *self.looking_up(),
+            *self.dense(),
+            *self.going_back(),
+            *self.synchronising(),
+        ]
 
     # what comes in
 
@@ -76,10 +84,11 @@ class Trainer:
         """The batch arrives from readers, is handed over, and copied to the devices."""
         work, software, setup = self.work, self.software, self.setup
         batch_bytes = self.server_batch * work.input_bytes
-        tasks = [
-            Task(name="unpack batch", resource="host cores", seconds=self.message_s(self.machine, batch_bytes), hidden=True)
-        ]
-        if self.machine.network is not None:
+        tasks = []
+        if setup.has_input:
+            unpacked_s = self.message_s(self.machine, batch_bytes)
+            tasks.append(Task(name="unpack batch", resource="host cores", seconds=unpacked_s, hidden=True))
+        if setup.has_input and self.machine.network is not None:
             seconds = batch_bytes / self.machine.network.bandwidth_bytes_per_s
             tasks.append(Task(name="receive batch", resource="network in", seconds=seconds, hidden=True))
         hand_over_s = dispatch.hand_over_s(work, software, setup, has_devices=self.has_devices)
@@ -89,11 +98,13 @@ class Trainer:
             seconds = hand_over_s + software.operator_s * num_operators
             return [*tasks, Task(name="dispatch", resource="host cores", seconds=seconds)]
         launches_s = dispatch.launches_s(work, software, setup, **counts, through_host=self.through_host)
-        copied = self.on_link("copy batch", setup.batch_size * work.input_bytes, after=("hand over",))
+        copied_bytes = setup.batch_size * work.input_bytes if setup.has_input else 0.0
+        copied = self.on_link("copy batch", copied_bytes, after=("hand over",))
+        ahead = software.runs_ahead  # then nothing waits for the host, as long as it keeps up
         return [
             *tasks,
-            Task(name="hand over", resource="dispatch", seconds=hand_over_s),
-            Task(name="dispatch", resource="dispatch", seconds=launches_s, after=("hand over",)),
+            Task(name="hand over", resource="dispatch", seconds=hand_over_s, hidden=ahead),
+            Task(name="dispatch", resource="dispatch", seconds=launches_s, after=("hand over",), hidden=ahead),
             replace(copied, hidden=software.overlap_input),
         ]
 
@@ -114,9 +125,30 @@ class Trainer:
 
     # rows
 
+    def moving(self) -> list[Task]:
+        """Rows that caches lack are brought in while steps before are trained on; ids are named by their places."""
+        timings, batch_size = self.processor.timings, self.setup.batch_size
+        if not self.setup.behind:
+            return []
+        assert timings is not None, "only measured times say what a cache costs"
+        assert timings.move_row is not None
+        table_of = {table.name: table for table in self.on_devices}
+        placed_s = moved_s = 0.0
+        for one in self.setup.behind:
+            table = table_of[one.table]
+            num_ids = batch_size * table.ids_per_sample
+            kept = one.kept_share * table.num_rows + table.distinct_rows(batch_size)  # what is under way stays a while
+            num_moved = min(distinct_beyond(table.popularity, kept, num_ids), table.distinct_rows(batch_size))
+            placed_s += num_ids * timings.place_id_s
+            moved_s += num_moved * timings.move_row.at(table.row_bytes + table.state_bytes)
+        return [
+            Task(name="find places", resource=self.compute, seconds=placed_s, after=self.ready),
+            Task(name="move rows", resource="rows behind caches", seconds=moved_s, hidden=True),
+        ]
+
     def looking_up(self) -> list[Task]:
         """Rows are read and pooled where they live, and the pooled vectors brought to the devices."""
-        tasks = []
+        tasks = self.beside()
         if self.on_devices:
             seconds = self.imbalance * self.of_tables_s(self.processor, self.on_devices, self.setup.batch_size, update=False)
             tasks.append(Task(name="look up", resource=self.compute, seconds=seconds, after=self.ready))
@@ -128,6 +160,23 @@ class Trainer:
             tasks.append(Task(name="host look up", resource="host memory", seconds=seconds, after=self.ready))
             if self.has_devices:
                 tasks.append(self.host_copy("copy pooled", after=("host look up",)))
+        return tasks
+
+    def beside(self) -> list[Task]:
+        """What a step takes besides its parts, and what a device does for the update while it looks up and multiplies."""
+        timings, tasks = self.processor.timings, []
+        if timings is None:
+            return []
+        else_s = timings.fixed_s + cost.fill_s(self.processor, self.work, self.setup.batch_size)
+        if else_s:
+            tasks.append(Task(name="everything else", resource=self.compute, seconds=else_s, after=self.ready))
+        if timings.plan is not None and self.on_devices:
+            num_ids = self.setup.batch_size * sum(table.ids_per_sample for table in self.on_devices)
+            seconds = timings.plan.at(max(1.0, num_ids))
+            tasks += [
+                Task(name="plan update", resource=f"{self.compute} beside", seconds=seconds, after=self.ready),
+                Task(name="slowed by the plan", resource=self.compute, seconds=timings.plan_factor * seconds, after=self.ready),
+            ]
         return tasks
 
     @property
@@ -338,7 +387,7 @@ class Trainer:
         tasks.append(Task(name="bottom back", resource=self.compute, seconds=bottom_s, after=("top",)))
         if self.on_devices:
             seconds = self.imbalance * self.of_tables_s(processor, self.on_devices, self.setup.batch_size, update=True)
-            came = ("top", "exchange gradients", "send gradients", "lower gradients")
+            came = ("top", "plan update", "exchange gradients", "send gradients", "lower gradients")
             tasks.append(Task(name="update rows", resource=self.compute, seconds=seconds, after=came))
         if self.off_devices and setup.place == "remote":
             tasks += self.push()

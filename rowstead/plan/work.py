@@ -72,6 +72,8 @@ class StepWork:
     """The top MLP and, with `interaction: cross`, the layers of the cross network before it."""
     num_vectors: int
     """Vectors that interact."""
+    vector_width: int
+    """Numbers in each of them."""
     interaction_flops: float
     """Pairwise products of one example, forward."""
     interaction_bytes: float
@@ -147,6 +149,7 @@ def step_work(spec: RunSpec) -> StepWork:
         bottom=bottom,
         top=cross + _layers(out_width, (*model.top, 1)),
         num_vectors=num_vectors,
+        vector_width=model.width,
         interaction_flops=flops,
         interaction_bytes=4.0 * (joined + out_width),
         tables=tables,

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import os
+import platform
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from rowstead.spec.errors import RowsteadError, SpecError, did_you_mean
 from rowstead.spec.machine import Machine, Software
@@ -19,8 +24,42 @@ def machine_names() -> list[str]:
     return sorted(path.stem for path in MACHINES.glob("*.yaml"))
 
 
+HERE = "here"
+"""The name of the machine that `rowstead calibrate` has measured here."""
+MACHINE_VARIABLE = "ROWSTEAD_MACHINE"
+"""Environment variable with the path of the file that describes this machine, if it is not in its usual place."""
+
+
+def calibrated_path(kind: str) -> Path:
+    """Where the description of this machine is kept, or was told to be: `cpu` for its processors alone, `cuda` with its GPU."""
+    if given := os.environ.get(MACHINE_VARIABLE):
+        return Path(given)
+    folder = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+    return folder / "rowstead" / f"{platform.node() or 'machine'}-{kind}.yaml"
+
+
+def calibrated_machine(kind: str) -> Machine | None:
+    """This machine as it was measured, for training on `cpu` or `cuda`; none where it was not, or only for the other."""
+    path = calibrated_path(kind)
+    if not path.is_file():
+        if os.environ.get(MACHINE_VARIABLE):
+            raise RowsteadError(
+                f"{MACHINE_VARIABLE} names `{path}`, where there is no file: run `rowstead calibrate`, or unset it"
+            )
+        return None
+    machine = load_machine(str(path))
+    return machine if (machine.accelerators is not None) == (kind == "cuda") else None
+
+
 def load_machine(name_or_path: str, changes: Iterable[str] = ()) -> Machine:
-    """A shipped machine by name, or one of the user's own by path, with what-if changes such as `network.bandwidth=4x`."""
+    """A shipped machine by name, this one as `here`, or one of the user's own by path, with changes such as `network.bandwidth=4x`."""
+    if name_or_path == HERE:
+        found = next((path for kind in ("cuda", "cpu") if (path := calibrated_path(kind)).is_file()), None)
+        if found is None:
+            raise RowsteadError(
+                f"this machine was not measured yet (there is no {calibrated_path('cpu')}): run `rowstead calibrate`"
+            )
+        name_or_path = str(found)
     plain, path = _plain_of(name_or_path, MACHINES, machine_names(), "machine")
     try:
         machine = parse(Machine, plain)
@@ -29,6 +68,21 @@ def load_machine(name_or_path: str, changes: Iterable[str] = ()) -> Machine:
     except SpecError as error:
         raise SpecError("", f"{path.name}: {error}") from None
     return machine
+
+
+def machine_text(machine: Machine) -> str:
+    """A machine as a file has it: YAML with numbers of four digits, and without what is not known."""
+    return yaml.safe_dump(_short(to_plain(machine)), sort_keys=False, width=120, default_flow_style=None)
+
+
+def _short(node: Any) -> Any:
+    if isinstance(node, dict):
+        return {name: _short(value) for name, value in node.items() if value is not None}
+    if isinstance(node, list):
+        return [_short(item) for item in node]
+    if isinstance(node, float) and math.isfinite(node) and node:
+        return round(node, 3 - math.floor(math.log10(abs(node))))
+    return node
 
 
 def software_names() -> list[str]:

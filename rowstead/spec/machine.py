@@ -8,7 +8,9 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rowstead.spec.curve import Curve
 from rowstead.spec.errors import require
+from rowstead.spec.timings import Timings
 
 Precision = Literal["fp32", "tf32", "bf16"]
 Topology = Literal["ring", "fully_connected", "hybrid_cube_mesh", "switched", "through_host"]
@@ -194,6 +196,42 @@ class Accelerators:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Disk:
+    """A disk on which tables may have their files."""
+
+    read_bytes_per_s: float
+    """Reading in order."""
+    write_bytes_per_s: float
+    """Writing in order, until it is on the disk."""
+    random_reads_per_s: float
+    """Pieces of 4 KB read at random, several at a time."""
+    source: str
+    """Where these numbers come from."""
+
+    def __post_init__(self) -> None:
+        _above_zero(self, "read_bytes_per_s", "write_bytes_per_s", "random_reads_per_s")
+        _sourced(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meter:
+    """What a meter in a server read; never mixed with nameplate power."""
+
+    idle_watts: float
+    """When nothing runs."""
+    loaded_watts: float
+    """When it trains."""
+    of: str
+    """What the meter counts, such as one GPU."""
+    source: str
+    """Where these numbers come from."""
+
+    def __post_init__(self) -> None:
+        _above_zero(self, "idle_watts", "loaded_watts")
+        _sourced(self)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Power:
     """What a server is built to draw."""
 
@@ -235,10 +273,16 @@ class Machine:
     """GPUs; absent on a CPU server."""
     network: Link | None = None
     """To other servers, all ports together; absent where it has none worth using."""
+    disk: Disk | None = None
+    """For tables in files; absent where that is not known."""
     power: Power | None = None
     """Nameplate power; figures of energy are absent without it."""
+    meter: Meter | None = None
+    """Measured power; figures of measured energy are absent without it."""
     price: Price | None = None
     """Price; figures of cost are absent without it."""
+    software: Software | None = None
+    """What the training program costs on this machine, where that was measured; it is used instead of what is shipped."""
 
     def __post_init__(self) -> None:
         plain = bool(self.name) and all(c.isalnum() or c in "-_." for c in self.name)
@@ -302,6 +346,18 @@ class Software:
     """Host time of one request to another server and its answer."""
     overlap_input: bool = True
     """Whether the next batch is read and copied to the accelerator during a step."""
+    runs_ahead: bool = False
+    """Whether the host hands over later steps while an accelerator is busy with earlier ones."""
+    base_bytes: float = 0.0
+    """Memory of a training process that holds next to nothing of a model; 0 where it was not measured."""
+    buffered_batches: int = 9
+    """Batches that a process holds at once on a host, as they are put together and read ahead."""
+    exchange: Curve | None = None
+    """An all-to-all between two processes of one machine, by the bytes that each sends, as measured."""
+    cpu_timings: Timings | None = None
+    """What the parts of a step take on this machine's cores, as measured; else it follows from peak rates and shares."""
+    device_timings: Timings | None = None
+    """The same on one of its accelerators."""
     source: str
     """Where these numbers come from."""
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from rowstead.cli import app
 from rowstead.plan.choose import choose, num_readers, requirements
 from rowstead.plan.work import step_work
-from rowstead.spec.catalogue import load_machine, load_software
+from rowstead.spec.catalogue import MACHINES, load_machine, load_software
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.run import load_recipe
 
@@ -159,3 +159,35 @@ def test_m3_is_answered_in_under_2_s_with_torch_not_importable() -> None:
     assert done.returncode == 0, done.stderr
     assert len(json.loads(done.stdout)["machines"]) >= 10
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2  # of its own, however busy the machine is
+
+
+@pytest.mark.parametrize(("suffix", "mark"), [("html", "plotly"), ("svg", "<svg")])
+def test_a_step_is_drawn_into_a_file(tmp_path: Path, suffix: str, mark: str) -> None:
+    file = tmp_path / f"step.{suffix}"
+    done = CliRunner().invoke(app, ["plan", "m1", "--on", "h200,bigbasin-32", "--picture", str(file)])
+    assert done.exit_code == 0, done.output + str(done.exception)
+    text = file.read_text()
+    for words in (mark, "update rows", "exchange pooled", "bigbasin-32"):
+        assert words in text
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["m1", "--on", "h200", "--picture", "step.png"], ".html or .svg"),
+        (["m3", "--on", "laptop", "--picture", "a.svg"], "no step"),
+    ],
+)
+def test_a_picture_that_cannot_be_drawn_says_why(words: list[str], problem: str) -> None:
+    done = CliRunner().invoke(app, ["plan", *words])
+    assert isinstance(done.exception, RowsteadError)
+    assert problem in str(done.exception)
+
+
+def test_cost_is_shown_where_a_machine_has_a_price(tmp_path: Path) -> None:
+    file = tmp_path / "rented.yaml"
+    file.write_text((MACHINES / "h200.yaml").read_text() + "price: {usd_per_hour: 3.6, source: a test}\n")
+    done = CliRunner().invoke(app, ["plan", "quickstart", "--on", f"{file},laptop"])
+    assert done.exit_code == 0
+    assert "$/billion" in done.output
+    assert "$/billion" not in CliRunner().invoke(app, ["plan", "quickstart", "--on", "laptop"]).output

@@ -1,0 +1,271 @@
+"""How far are predicted step times from measured ones, on this machine, for models that calibration has not seen?
+
+The machine is measured first (`rowstead calibrate`), unless `--machine` names a file. Then random models are drawn: dense features
+from 64 to 4,096 in steps of 8, sparse features from 4 to 128, batch, rows of a table, width, ids of a bag, skew of the ids, and widths
+and numbers of layers. Each is trained on batches that are there already, after a warm-up; its step time is the median, on a GPU of
+steps back to back. Beside it stands what `rowstead plan` predicts, with the same equations as for every machine of the catalogue. On
+a CPU the parts of the step stand beside each other too, so that it can be seen which is off.
+
+`error` is exp(mean |ln(predicted / measured)|) - 1; `repeatability` is the same between two stretches of the same steps. Rank
+correlation is Spearman's. `best_placement_hit_share`: of models whose tables do not fit the memory that they are given, the share for
+which the placement predicted to be fastest is measured to be so, or at most 5 % slower than the fastest.
+
+python -m benchmarks.prediction --device cpu --quick
+python -m benchmarks.prediction --device cuda --machine here.yaml --json
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.harness import OtherLoad, arguments, noise_of, publish
+from benchmarks.timing import give_back_gpu_memory
+from rowstead.measure.calibrate import calibrate
+from rowstead.measure.fit import parts_of
+from rowstead.measure.steps import Shape, Steps
+from rowstead.parts import granted_cores
+from rowstead.placing import mean_ids_of, memories_of
+from rowstead.plan.auto import fitting
+from rowstead.plan.cost import device_processor
+from rowstead.plan.foretell import foretold
+from rowstead.plan.predict import Prediction, predict
+from rowstead.plan.setup import Setup
+from rowstead.plan.work import step_work
+from rowstead.spec.catalogue import load_machine, load_software, machine_text
+from rowstead.spec.machine import Machine
+
+NUM_MODELS, NUM_QUICK = 40, 6
+NUM_CASES, NUM_PLACEMENTS = {"cpu": 10, "cuda": 6}, 5
+"""Models that are placed, and placements of each that are measured at most."""
+LARGEST = {"cpu": {"bytes": 8e8, "ids": 6e5}, "cuda": {"bytes": 2e10, "ids": 1.2e7}}
+BATCHES = {"cpu": (7, 11), "cuda": (9, 14)}
+"""Powers of two."""
+ROWS = {"cpu": (1e4, 1e6), "cuda": (1e5, 1e7)}
+LAYERS = (64, 128, 256, 512, 1024)
+SECONDS = {"cpu": 1.0, "cuda": 0.4}
+
+
+def random_shapes(device: str, count: int, seed: int) -> list[Shape]:
+    """Models drawn by chance; those that would take too long or too much memory are drawn again."""
+    draw, found = random.Random(seed), []
+    while len(found) < count:
+        shape = Shape(
+            num_dense=8 * round(_between(draw, 64, 4096) / 8),
+            num_sparse=round(_between(draw, 4, 128)),
+            batch_size=2 ** draw.randint(*BATCHES[device]),
+            num_rows=round(_between(draw, *ROWS[device])),
+            width=draw.choice((16, 32, 64, 128)),
+            mean_ids=round(_between(draw, 1, 32)),
+            skew=round(draw.uniform(0, 1.3), 2),
+            bottom=tuple(draw.choice(LAYERS) for _ in range(draw.randint(1, 3))),
+            top=tuple(draw.choice(LAYERS) for _ in range(draw.randint(1, 3))),
+            precision="tf32" if device == "cuda" else "fp32",
+        )
+        if shape.table_bytes <= LARGEST[device]["bytes"] and shape.num_ids <= LARGEST[device]["ids"]:
+            found.append(shape)
+    return found
+
+
+def _between(draw: random.Random, low: float, high: float) -> float:
+    return math.exp(draw.uniform(math.log(low), math.log(high)))
+
+
+def predicted(shape: Shape, machine: Machine) -> Prediction:
+    """What `rowstead plan` would say of the step."""
+    software = machine.software or load_software("rowstead")
+    setup = Setup(place="device", batch_size=shape.batch_size, has_input=False)
+    return predict(step_work(shape.spec("cpu")), machine, software, setup, precision=shape.precision)  # type: ignore[arg-type]
+
+
+def measured_row(shape: Shape, machine: Machine, device: torch.device, seconds: float) -> dict[str, Any]:
+    """One model: measured twice, and predicted."""
+    steps = Steps.of(shape, device)
+    with OtherLoad() as others:
+        times = [steps.measured(seconds / 2) for _ in range(2)]
+    found = predicted(shape, machine)
+    measured_s = math.sqrt(times[0].step_s * times[1].step_s)
+    mlps = "/".join("-".join(map(str, widths)) for widths in (shape.bottom, shape.top))
+    row: dict[str, Any] = {
+        "dense": shape.num_dense,
+        "sparse": shape.num_sparse,
+        "batch": shape.batch_size,
+        "rows": shape.num_rows,
+        "width": shape.width,
+        "ids": shape.mean_ids,
+        "skew": shape.skew,
+        "mlps": mlps,
+        "measured_ms": 1e3 * measured_s,
+        "predicted_ms": 1e3 * found.step_s,
+        "ratio": found.step_s / measured_s,
+        "again": times[1].step_s / times[0].step_s,
+        "spread": times[0].spread,
+    }
+    row |= _parts_row(shape, machine, times[1].phases_s)
+    row["held_up_by"] = found.bottlenecks[0].resource
+    if device.type == "cpu":
+        row["cores_used_by_others"] = others.cores
+    return row
+
+
+def _parts_row(shape: Shape, machine: Machine, phases_s: dict[str, float]) -> dict[str, float]:
+    """Predicted parts in milliseconds, and over the measured ones where the trainer counts them."""
+    software = machine.software or load_software("rowstead")
+    processor = device_processor(machine, software)
+    if processor.timings is None:
+        return {}
+    parts = parts_of(shape, processor, software)
+    row = {f"{name.removesuffix('_s')}_ms": 1e3 * value for name, value in vars(parts).items()}
+    if phases_s:
+        dense_s = phases_s["forward"] + phases_s["backward"]
+        row |= {
+            "dense_ratio": (parts.dense_s + processor.timings.fixed_s) / dense_s,
+            "lookup_ratio": parts.lookup_s / phases_s["look-up"],
+            "update_ratio": parts.update_s / phases_s["row update"],
+            "dense_update_ratio": parts.dense_update_s / phases_s["dense update"],
+        }
+    return row
+
+
+def placement_shape(device: str, draw: random.Random) -> Shape:
+    """A model of which rows decide the speed, with tables that are quickly made."""
+    more_examples, more_rows = (1, 1) if device == "cpu" else (16, 4)
+    return Shape(
+        num_dense=64,
+        num_sparse=draw.randint(4, 16),
+        batch_size=draw.choice((256, 512, 1024)) * more_examples,
+        num_rows=round(_between(draw, 2e4, 8e4)) * more_rows,
+        width=draw.choice((16, 32, 64)),
+        mean_ids=draw.randint(1, 8),
+        skew=round(draw.uniform(0.3, 1.4), 2),
+        bottom=(64,),
+        top=(128,),
+        precision="tf32" if device == "cuda" else "fp32",
+    )
+
+
+def placement_row(shape: Shape, share: float, machine: Machine, device: torch.device, seconds: float) -> dict[str, Any] | None:
+    """One model whose tables may take a share of their bytes: each placement that fits, predicted and measured."""
+    predicted_s, measured_s = {}, {}
+    with tempfile.TemporaryDirectory(prefix="rowstead-rows-") as folder:
+        limit = {"device" if device.type == "cuda" else "host": int(share * shape.table_bytes), "folder": folder}
+        spec = shape.spec(device.type, memory=limit)
+        placements = fitting(spec, memories_of(spec, device), mean_ids=mean_ids_of(spec))
+        for name, placement in list(placements.items())[:NUM_PLACEMENTS]:
+            found = foretold(spec, placement, machine)
+            if found is None:
+                return None
+            predicted_s[name] = found.step_s
+            rules = {
+                one.name: {"where": one.where, **({"cache_fraction": one.cache_fraction} if one.cache_fraction else {})}
+                for one in placement.tables
+            }
+            steps = Steps.of(shape, device, placement=rules, memory=limit)
+            try:
+                measured_s[name] = steps.measured(seconds).step_s
+            finally:
+                steps.close()
+            del steps
+            give_back_gpu_memory()
+    if len(predicted_s) < 2:
+        return None
+    chosen, best = min(predicted_s, key=predicted_s.__getitem__), min(measured_s, key=measured_s.__getitem__)
+    return {
+        "tables_gb": shape.table_bytes / 1e9,
+        "limit_share": share,
+        "skew": shape.skew,
+        "num_placements": len(predicted_s),
+        "chosen": chosen,
+        "chosen_over_best": measured_s[chosen] / measured_s[best],
+        "best": best,
+        "best_ms": 1e3 * measured_s[best],
+        "worst_over_best": max(measured_s.values()) / measured_s[best],
+        "predicted_error_pct": 100 * error([predicted_s[name] / measured_s[name] for name in predicted_s]),
+    }
+
+
+def error(ratios: Sequence[float]) -> float:
+    """exp of the mean of |ln(ratio)|, minus 1."""
+    return math.exp(sum(abs(math.log(ratio)) for ratio in ratios) / len(ratios)) - 1
+
+
+def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
+    """Spearman's."""
+    ranks = [np.argsort(np.argsort(values)) for values in (one, other)]
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
+def summary_of(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """How far predictions are off, all in all and part by part."""
+    ratios = [row["ratio"] for row in rows]
+    found = {
+        "num_models": float(len(rows)),
+        "error_geomean_pct": 100 * error(ratios),
+        "error_max_pct": 100 * max(error([ratio]) for ratio in ratios),
+        "rank_correlation": rank_correlation([row["measured_ms"] for row in rows], [row["predicted_ms"] for row in rows]),
+        "repeatability_geomean_pct": 100 * error([row["again"] for row in rows]),
+        "predicted_over_measured_geomean": math.exp(sum(map(math.log, ratios)) / len(ratios)),
+    }
+    for part in ("dense", "lookup", "update", "dense_update"):
+        if of_part := [row[f"{part}_ratio"] for row in rows if f"{part}_ratio" in row]:
+            found[f"{part}_error_geomean_pct"] = 100 * error(of_part)
+    return found
+
+
+def _progress(text: str, start: float) -> None:
+    print(f"{time.perf_counter() - start:5.0f} s  {text}", file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    parser = arguments(__doc__, devices=("cpu", "cuda"))
+    parser.add_argument("--machine", metavar="FILE", help="a file that `rowstead calibrate` wrote here [default: measure now]")
+    parser.add_argument("--models", type=int, metavar="N", help=f"how many models [default: {NUM_MODELS}; quick: {NUM_QUICK}]")
+    parser.add_argument("--seed", type=int, default=2026, help="by which models are drawn")
+    parser.add_argument("--write-machine", metavar="FILE", help="keep what was measured of the machine")
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    torch.set_num_threads(min(torch.get_num_threads(), granted_cores() or torch.get_num_threads()))
+    start = time.perf_counter()
+    if options.machine is not None:
+        machine = load_machine(options.machine)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            machine = calibrate(device, name="measured-now", folder=Path(folder), is_short=options.quick)
+    calibrate_s = time.perf_counter() - start
+    _progress("the machine is known", start)
+    if options.write_machine is not None:
+        Path(options.write_machine).write_text(machine_text(machine))
+    give_back_gpu_memory()
+    rows = []
+    count = options.models or (NUM_QUICK if options.quick else NUM_MODELS)
+    for shape in random_shapes(options.device, count, options.seed):
+        rows.append(measured_row(shape, machine, device, 0.3 if options.quick else SECONDS[options.device]))
+        _progress(f"{len(rows)} of {count} models, the last predicted {rows[-1]['ratio']:.2f} of what was measured", start)
+        give_back_gpu_memory()
+    summary = {**summary_of(rows), **noise_of(rows)}
+    draw, cases = random.Random(options.seed), []
+    for _ in range(2 if options.quick else NUM_CASES[options.device]):
+        case = placement_row(
+            placement_shape(options.device, draw), draw.uniform(0.25, 0.7), machine, device, 0.15 if options.quick else 0.5
+        )
+        cases += [case] if case is not None else []
+        _progress(f"{len(cases)} models placed", start)
+    if cases:
+        summary["best_placement_hit_share"] = sum(case["chosen_over_best"] <= 1.05 for case in cases) / len(cases)
+    rows += cases
+    if options.machine is None:
+        summary["calibrate_s"] = calibrate_s
+    publish("prediction", rows, summary, options)
+
+
+if __name__ == "__main__":
+    main()

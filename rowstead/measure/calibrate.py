@@ -1,0 +1,304 @@
+"""This machine as a `Machine` file: memories, products, links, disk and power, and what the parts of a training step take on it.
+
+First each part is measured alone, over a grid of sizes; then some whole steps say what is missing between the parts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import platform
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from rowstead.measure import hardware
+from rowstead.measure.clock import Clock
+from rowstead.measure.dense_part import dense_update_times, interaction_times, layer_times
+from rowstead.measure.exchange import exchange_times
+from rowstead.measure.fit import fitted
+from rowstead.measure.footprint import base_bytes
+from rowstead.measure.row_part import row_times
+from rowstead.measure.steps import Shape, Steps
+from rowstead.placing import free_host_bytes
+from rowstead.plan.cost import device_processor, host_processor
+from rowstead.plan.predict import predict
+from rowstead.plan.setup import Behind, Setup
+from rowstead.plan.work import step_work
+from rowstead.records.usage import machine_facts
+from rowstead.spec.catalogue import load_software
+from rowstead.spec.curve import Axis, Curve
+from rowstead.spec.machine import Accelerators, Compute, Host, Machine, Memory, PeerLink, RandomRate, Software
+from rowstead.spec.timings import Timings
+
+PASSING_BYTES = 16 << 20
+"""What a dense part is taken to bring into a CPU's caches between two uses of the rows: more than all but the last of them holds."""
+TINY = Shape(num_dense=16, num_sparse=2, batch_size=256, num_rows=1000, width=16, mean_ids=1, skew=1.0, bottom=(16,), top=(16,))
+"""A model so small that on a GPU its steps show the host's time alone."""
+
+Tell = Callable[[str], Any]
+
+
+def whole_shapes(device: torch.device, *, is_short: bool) -> list[Shape]:
+    """Models whose whole steps are measured: few and many features, short and long bags, small and large batches."""
+    on_gpu = device.type == "cuda"
+    more, precision = (8, "tf32") if on_gpu else (1, "fp32")
+    sizes = [
+        # dense, sparse, batch, rows, width, ids, skew, MLPs
+        (64, 8, 256, 50_000, 32, 4, 0.8, (256, 128), (256,)),
+        (1024, 4, 512, 20_000, 16, 1, 0.0, (512, 512), (512, 256)),
+        (128, 48, 256, 30_000, 64, 8, 1.1, (128,), (256, 64)),
+        (256, 16, 1024, 100_000, 32, 16, 0.5, (256,), (128,)),
+        (2048, 24, 256, 40_000, 128, 2, 1.0, (256, 256), (512, 512)),
+        (512, 96, 128, 10_000, 16, 12, 0.9, (64, 64), (128, 128)),
+        (96, 12, 2048, 30_000, 64, 3, 0.3, (128,), (64, 64)),
+    ]
+    if is_short:
+        sizes = sizes[:3]
+    return [
+        Shape(
+            num_dense=dense,
+            num_sparse=sparse,
+            batch_size=batch * more,
+            num_rows=rows * more,
+            width=width,
+            mean_ids=ids,
+            skew=skew,
+            bottom=bottom,
+            top=top,
+            precision=precision,
+        )
+        for dense, sparse, batch, rows, width, ids, skew, bottom, top in sizes
+    ]
+
+
+def calibrate(
+    device: torch.device, *, name: str, folder: Path, is_short: bool = False, tell: Tell = lambda line: None
+) -> Machine:
+    """Measure this machine, with the threads that torch has now; `folder` is on the disk to be measured."""
+    source = f"measured by `rowstead calibrate` on {datetime.date.today().isoformat()}, torch {torch.__version__}"
+    tell("memory and arithmetic of the processors")
+    cpu = torch.device("cpu")
+    machine = Machine(
+        name=name,
+        title=_title(device),
+        host=_host(Clock(cpu), source),
+        disk=hardware.disk(folder, source),
+    )
+    if device.type == "cuda":
+        tell("memory, arithmetic and link of the GPU")
+        machine = dataclasses.replace(machine, accelerators=_accelerators(Clock(device), source))
+    timings = _timings(device, is_short=is_short, tell=tell)
+    machine = _with_random_rates(machine, timings)
+    software = _software(device, timings, source)
+    if not is_short:
+        tell("two processes that exchange messages")
+        software = dataclasses.replace(software, exchange=exchange_times())
+    if device.type == "cpu":
+        tell("memory of a training process")
+        software = dataclasses.replace(software, base_bytes=base_bytes(torch.get_num_threads()))
+    tell("whole steps")
+    software, steps = _with_whole_steps(machine, software, device, is_short=is_short)
+    tell("rows behind a cache")
+    software = _with_caches(machine, software, device, folder, is_short=is_short)
+    tell("power")
+    machine = dataclasses.replace(machine, meter=hardware.meter(device, steps.measured, source))
+    return dataclasses.replace(machine, software=software)
+
+
+def _title(device: torch.device) -> str:
+    facts = machine_facts(torch.cuda.get_device_name(device) if device.type == "cuda" else None)
+    kind = facts.get("gpu") or facts.get("cpu") or platform.machine()
+    return f"{kind}, {torch.get_num_threads()} threads"
+
+
+def _memory(clock: Clock, capacity_bytes: float, source: str) -> Memory:
+    """A memory in order; what it does at random comes with the rows."""
+    kind = clock.device.type
+    in_order = hardware.copy_bytes_per_s(clock, hardware.COPY_BYTES[kind])
+    cached = hardware.copy_bytes_per_s(clock, hardware.CACHED_BYTES[kind])
+    return Memory(
+        capacity_bytes=capacity_bytes,
+        bandwidth_bytes_per_s=in_order,
+        random=(RandomRate(piece_bytes=64, bytes_per_s=in_order),),
+        line_bytes=64 if kind == "cpu" else 32,
+        cache_bytes=hardware.cache_bytes(clock.device),
+        cache_bandwidth_bytes_per_s=max(cached, in_order),
+        source=f"{source}; sizes of caches as the system gives them",
+    )
+
+
+def _host(clock: Clock, source: str) -> Host:
+    memory = _memory(clock, float(psutil.virtual_memory().total), source)
+    with hardware.threads(1):
+        alone = hardware.copy_bytes_per_s(clock, hardware.COPY_BYTES["cpu"])
+    return Host(
+        num_cores=torch.get_num_threads(),
+        memory=memory,
+        compute=Compute(fp32_flops_per_s=hardware.product_flops_per_s(clock, "fp32"), source=source),
+        core_share=min(1.0, alone / memory.bandwidth_bytes_per_s),
+    )
+
+
+def _accelerators(clock: Clock, source: str) -> Accelerators:
+    num = torch.cuda.device_count()
+    total = float(torch.cuda.get_device_properties(clock.device).total_memory)
+    peer = None
+    if num > 1:
+        link = hardware.peer_link(source)
+        peer = PeerLink(
+            topology="switched", bandwidth_bytes_per_s=link.bandwidth_bytes_per_s, latency_s=link.latency_s, source=link.source
+        )
+    return Accelerators(
+        num=num,
+        memory=_memory(clock, total, source),
+        compute=Compute(
+            fp32_flops_per_s=hardware.product_flops_per_s(clock, "fp32"),
+            tf32_flops_per_s=hardware.product_flops_per_s(clock, "tf32"),
+            bf16_flops_per_s=hardware.product_flops_per_s(clock, "bf16"),
+            source=source,
+        ),
+        host_link=hardware.host_link(clock.device, source),
+        peer_link=peer,
+    )
+
+
+def _timings(device: torch.device, *, is_short: bool, tell: Tell) -> Timings:
+    """Each part of a step alone."""
+    clock = Clock(device, budget_s=0.004 if is_short else 0.03)
+    among = dataclasses.replace(clock, passing_bytes=PASSING_BYTES, least_calls=5 if is_short else 9)
+    precisions = ("fp32", "tf32", "bf16") if device.type == "cuda" and not is_short else ("fp32",)
+    tell("linear layers")
+    layers = tuple(layer_times(clock, precision, is_short=is_short) for precision in precisions)
+    tell("interaction and dense optimizer")
+    forward, back = interaction_times(clock, is_short=is_short)
+    update = dense_update_times(among)
+    clock.give_back()
+    tell("look-up and update of rows")
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_bytes()
+    rows = row_times(among, min(free, 1 << 27) if is_short else free, is_short=is_short)
+    clock.give_back()
+    fresh_from = Timings.fresh_from_bytes
+    return Timings(
+        layers=layers,
+        interaction_forward=forward,
+        interaction_back=back,
+        dense_update=update,
+        **{field.name: getattr(rows, field.name) for field in dataclasses.fields(rows)},
+        fills_batch=clock.is_cuda,
+        fresh_byte_s=0.0 if clock.is_cuda else hardware.fresh_byte_s(clock, fresh_from),
+    )
+
+
+def _with_random_rates(machine: Machine, timings: Timings) -> Machine:
+    """The machine with what its memory does at random, by the rows that were read within the most bytes."""
+    on_gpu = machine.accelerators is not None
+    memory = machine.accelerators.memory if machine.accelerators is not None else machine.host.memory
+    within, widths = timings.read_row.axes[0].sizes[-1], timings.read_row.axes[1].sizes
+    rates = tuple(
+        RandomRate(
+            piece_bytes=int(width),
+            bytes_per_s=min(memory.bandwidth_bytes_per_s, memory.lines(width) / timings.read_row.at(within, width)),
+        )
+        for width in widths
+    )
+    changed = dataclasses.replace(memory, random=rates)
+    if on_gpu and machine.accelerators is not None:
+        return dataclasses.replace(machine, accelerators=dataclasses.replace(machine.accelerators, memory=changed))
+    return dataclasses.replace(machine, host=dataclasses.replace(machine.host, memory=changed))
+
+
+def _software(device: torch.device, timings: Timings, source: str) -> Software:
+    """The trainer as it is shipped, with measured times instead of counted operators."""
+    on_gpu = device.type == "cuda"
+    return dataclasses.replace(
+        load_software("rowstead"),
+        title="This trainer on this machine",
+        operator_s=0.0,
+        operators_per_layer=0.0,
+        operators_fixed=0.0,
+        device_step_s=0.0,
+        kernel_s=0.0,
+        runs_ahead=on_gpu,
+        cpu_timings=None if on_gpu else timings,
+        device_timings=timings if on_gpu else None,
+        source=source,
+    )
+
+
+def _with_whole_steps(machine: Machine, software: Software, device: torch.device, *, is_short: bool) -> tuple[Software, Steps]:
+    """What whole steps show: the time between the parts, and on a GPU that of the host; and the last steps, ready to go on."""
+    on_gpu, seconds = device.type == "cuda", 0.05 if is_short else 0.6
+    processor = device_processor(machine, software) if on_gpu else host_processor(machine, software)
+    host_s = 0.0
+    if on_gpu:
+        host_s = Steps.of(TINY, device).measured(seconds).step_s
+        software = dataclasses.replace(software, device_step_s=host_s)
+    shapes, times = [], []
+    for shape in whole_shapes(device, is_short=is_short):
+        steps = Steps.of(shape, device)
+        time = steps.measured(seconds)
+        if time.step_s > 1.3 * host_s:  # what the host holds up says nothing of the GPU
+            shapes.append(shape)
+            times.append(time)
+    assert processor.timings is not None
+    if shapes:
+        changed = fitted(processor.timings, processor, software, shapes, times)
+        kind = "device_timings" if on_gpu else "cpu_timings"
+        software = dataclasses.replace(software, **{kind: changed})  # type: ignore[arg-type]
+    return software, steps
+
+
+BEHIND_WIDTHS = (16, 128)
+BEHIND = Shape(
+    num_dense=16, num_sparse=8, batch_size=512, num_rows=100_000, width=16, mean_ids=4, skew=0.0, bottom=(32,), top=(32,)
+)
+"""A model whose steps show what it costs to have rows behind a cache."""
+
+
+def _with_caches(machine: Machine, software: Software, device: torch.device, folder: Path, *, is_short: bool) -> Software:
+    """What rows behind a cache cost: steps in which most are missing, and steps in which few are."""
+    on_gpu, seconds = device.type == "cuda", 0.1 if is_short else 0.5
+    timings = software.device_timings if on_gpu else software.cpu_timings
+    assert timings is not None
+    more = 8 if on_gpu else 1
+    even = dataclasses.replace(
+        BEHIND, batch_size=BEHIND.batch_size * more, num_rows=(10_000 if is_short else BEHIND.num_rows) * more
+    )
+    rule: dict[str, Any] = {"where": "cached" if on_gpu else "ssd", "cache_fraction": 0.05}
+
+    def step_s(shape: Shape) -> float:
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".rowstead-rows-") as place:
+            steps = Steps.of(shape, device, placement={"*": rule}, memory={"folder": place})
+            try:
+                return steps.measured(seconds).step_s
+            finally:
+                steps.close()
+
+    def tasks_of(shape: Shape, known: Timings) -> tuple[float, float]:
+        """Predicted seconds of a step without caches, and rows that it moves."""
+        work = step_work(shape.spec("cpu"))
+        kind = "device_timings" if on_gpu else "cpu_timings"
+        changed = dataclasses.replace(software, **{kind: known})  # type: ignore[arg-type]
+        plain = Setup(place="device", batch_size=shape.batch_size, has_input=False)
+        behind = tuple(Behind(table=table.name, kept_share=0.05) for table in work.tables)
+        alone_s = predict(work, machine, changed, plain).step_s
+        moved = predict(work, machine, changed, dataclasses.replace(plain, behind=behind))
+        return alone_s, next(task.seconds for task in moved.tasks if task.name == "move rows")
+
+    record = [4.0 * width + 4 for width in BEHIND_WIDTHS]
+    axis = Axis(name="record_bytes", sizes=tuple(record))
+    counted = dataclasses.replace(timings, move_row=Curve(axes=(dataclasses.replace(axis, grows=False),), seconds=(1.0, 1.0)))
+    moves = []
+    for width in BEHIND_WIDTHS:
+        shape = dataclasses.replace(even, width=width)
+        moves.append(step_s(shape) / max(1.0, tasks_of(shape, counted)[1]))
+    hot = dataclasses.replace(even, skew=1.6)
+    known = dataclasses.replace(timings, move_row=Curve(axes=(axis,), seconds=tuple(moves)))
+    alone_s, moved_s = tasks_of(hot, known)
+    found = dataclasses.replace(known, place_id_s=max(0.0, step_s(hot) - max(alone_s, moved_s)) / hot.num_ids)
+    return dataclasses.replace(software, **{"device_timings" if on_gpu else "cpu_timings": found})  # type: ignore[arg-type]

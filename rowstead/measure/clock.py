@@ -1,0 +1,108 @@
+"""How long a small piece of work takes: its median over many calls on a CPU, replayed as a CUDA graph on a GPU."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Call = Callable[[], Any]
+
+now: Callable[[], float] = time.perf_counter
+"""The time of a CPU's work."""
+QUANTILE = 0.5
+"""Which of the times is taken, the shortest first."""
+
+
+@dataclass
+class Clock:
+    """Times work on one device."""
+
+    device: torch.device
+    budget_s: float = 0.03
+    """How long each piece of work is repeated, if that is more than the least number of calls."""
+    least_calls: int = 5
+    most_calls: int = 200
+    passing_bytes: int = 0
+    """What goes through a CPU's caches before each call, as the rest of a step does."""
+    stream: Any = None
+    """On which a GPU's graphs are captured."""
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def seconds(self, call: Call) -> float:
+        """Seconds of one call, those that launch it not counted on a GPU."""
+        return self._replayed(call) if self.is_cuda else self._quantile(self._timed([call])[0])
+
+    def forward_and_back(
+        self, forward: Callable[[], torch.Tensor], back: Callable[[torch.Tensor], Any], *, forward_s: float | None = None
+    ) -> tuple[float, float]:
+        """Seconds of a forward pass, and of the backward pass of what it gave; a GPU needs not measure the former twice."""
+        if self.is_cuda:
+            alone = forward_s or self._replayed(forward)
+            both = self._replayed(lambda: back(forward()))
+            return alone, max(both - alone, 1e-7)
+        out: list[torch.Tensor] = []
+
+        def begin() -> None:
+            out[:] = [forward()]
+
+        first, second = self._timed([begin, lambda: back(out[0])])
+        return self._quantile(first), self._quantile(second)
+
+    def _timed(self, calls: list[Call]) -> list[list[float]]:
+        """Seconds of some calls, one after the other, again and again."""
+        for _ in range(2):
+            for call in calls:
+                call()
+        seconds: list[list[float]] = [[] for _ in calls]
+        passing = torch.zeros(self.passing_bytes // 4)
+        end = time.perf_counter() + self.budget_s
+        while len(seconds[0]) < self.least_calls or (time.perf_counter() < end and len(seconds[0]) < self.most_calls):
+            for place, call in enumerate(calls):
+                passing.add_(1.0)
+                start = now()
+                call()
+                seconds[place].append(now() - start)
+        return seconds
+
+    @staticmethod
+    def _quantile(seconds: list[float]) -> float:
+        return sorted(seconds)[int(QUANTILE * (len(seconds) - 1) + 0.5)]
+
+    def _replayed(self, call: Call, *, calls_a_graph: int = 8) -> float:
+        """Seconds of one of some calls in a graph, the median of several replays."""
+        if self.stream is None:
+            self.stream = torch.cuda.Stream(self.device)
+        stream = self.stream
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                call()
+        torch.cuda.synchronize(self.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            held = [call() for _ in range(calls_a_graph)]
+        seconds = []
+        for turn in range(3 + 7):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            torch.cuda.synchronize(self.device)
+            if turn >= 3:
+                seconds.append(begin.elapsed_time(end) * 1e-3 / calls_a_graph)
+        del held, graph
+        return self._quantile(seconds)
+
+    def give_back(self) -> None:
+        """Free memory that nobody holds any more."""
+        gc.collect()
+        if self.is_cuda:
+            torch.cuda.empty_cache()

@@ -1,0 +1,74 @@
+"""`placement: auto` on a machine that was measured: of the placements that fit, the one with the shortest predicted step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from rowstead.plan.foretell import foretold
+from rowstead.plan.greedy import Memories, decide
+from rowstead.spec.errors import RowsteadError
+from rowstead.spec.machine import Machine
+from rowstead.spec.placement import Placement, PlacementSpec, TablePlacementSpec
+from rowstead.spec.run import RunSpec
+
+FRACTIONS = (0.5, 0.3, 0.2, 0.1, 0.05, 0.02, 0.01)
+"""Shares of the rows that caches are tried with."""
+
+
+def candidates(memories: Memories) -> dict[str, PlacementSpec]:
+    """What is tried, by what it is called: whole tables in fast memory, as many as leave room for caches of the others; or hot rows of all."""
+    slower = "cached" if memories.has_gpu else "ssd"
+    found: dict[str, PlacementSpec] = {"what is read most per byte in the fastest memory": "auto"}
+    for fraction in FRACTIONS:
+        found[f"whole tables, and {fraction:.0%} of the rows of the others"] = {
+            "*": TablePlacementSpec(cache_fraction=fraction)
+        }
+        rule = TablePlacementSpec(where=slower, cache_fraction=fraction)  # type: ignore[arg-type]
+        found[f"{fraction:.0%} of the rows of every table"] = {"*": rule}
+    if memories.has_gpu:
+        found["no row in the GPU's memory but those of batches under way"] = {"*": "host"}
+    return found
+
+
+def fitting(
+    spec: RunSpec,
+    memories: Memories,
+    *,
+    mean_ids: Sequence[float] | None = None,
+    tried: Mapping[str, PlacementSpec] | None = None,
+) -> dict[str, Placement]:
+    """Those of the candidates that fit, each placement once."""
+    found: dict[str, Placement] = {}
+    for name, rules in (candidates(memories) if tried is None else tried).items():
+        try:
+            placement = decide(dataclasses.replace(spec, placement=rules), memories, mean_ids=mean_ids)
+        except RowsteadError:
+            continue
+        if _places(placement) not in map(_places, found.values()):
+            found[name] = placement
+    return found
+
+
+def _places(placement: Placement) -> list[tuple[str, float | None]]:
+    return [(table.where, table.cache_fraction) for table in placement.tables]
+
+
+def fastest(
+    spec: RunSpec, memories: Memories, machine: Machine, *, mean_ids: Sequence[float] | None = None
+) -> Placement | None:
+    """The placement that is predicted to be fastest, with the reason in its tables; none where times say nothing of some of them."""
+    steps_s: dict[str, float] = {}
+    placements = fitting(spec, memories, mean_ids=mean_ids)
+    for name, placement in placements.items():
+        prediction = foretold(spec, placement, machine)
+        if prediction is not None:
+            steps_s[name] = prediction.step_s
+    if not steps_s:
+        return None
+    order = sorted(steps_s, key=lambda name: steps_s[name])
+    why = f"predicted {steps_s[order[0]] * 1e3:.3g} ms a step with {order[0]}"
+    if len(order) > 1:
+        why += f", the fastest of {len(order)} placements that fit; the next, {order[1]}, {steps_s[order[1]] * 1e3:.3g} ms"
+    best = placements[order[0]]
+    return dataclasses.replace(best, tables=tuple(dataclasses.replace(table, why=why) for table in best.tables))

@@ -1,0 +1,48 @@
+"""A run as it was predicted, beside what it came to."""
+
+from __future__ import annotations
+
+from rowstead.plan.predict import Prediction, predict
+from rowstead.plan.setup import Behind, Setup
+from rowstead.plan.work import step_work
+from rowstead.spec.machine import Machine
+from rowstead.spec.placement import Placement
+from rowstead.spec.record import Record
+from rowstead.spec.run import RunSpec
+from rowstead.spec.sizes import shown_bytes
+
+
+def foretold(spec: RunSpec, placement: Placement, machine: Machine) -> Prediction | None:
+    """What one process of a run would do on a machine that was measured; none for what its times say nothing of."""
+    software = machine.software
+    if spec.train.sync.hogwild_threads > 1 or software is None:
+        return None
+    timings = software.cpu_timings if machine.accelerators is None else software.device_timings
+    behind = tuple(
+        Behind(table=table.name, kept_share=table.cache_fraction or 0.0)
+        for table in placement.tables
+        if table.where != "device"
+    )
+    known = ("device", "ssd") if machine.accelerators is None else ("device", "cached", "host")
+    unknown = any(table.where not in known for table in placement.tables)
+    if timings is None or unknown or (behind and timings.move_row is None):
+        return None
+    setup = Setup(place="device", batch_size=spec.train.batch_size, behind=behind, has_input=False)
+    return predict(step_work(spec), machine, software, setup, precision=spec.train.precision)
+
+
+def compared_text(prediction: Prediction, measured: Record) -> str | None:
+    """Predicted against measured, in a line; none where nothing was measured."""
+    samples_per_s = measured.figures.get("samples_per_s")
+    if samples_per_s is None:
+        return None
+    ratio = prediction.samples_per_s / samples_per_s
+    text = f"predicted {prediction.samples_per_s:,.0f} samples/s, measured {samples_per_s:,.0f}: {ratio - 1:+.0%}"
+    held_up = measured.figures.get("reading_held_up_share", 0.0)
+    alone = measured.figures.get("alone_samples_per_s")
+    if held_up > 0.02 and alone is not None:
+        text += f" (reading held it up for {held_up:.0%} of the time; without that {prediction.samples_per_s / alone - 1:+.0%})"
+    peak = measured.figures.get("peak_memory_bytes")
+    if prediction.process_bytes is not None and peak is not None:
+        text += f"; memory {shown_bytes(prediction.process_bytes)}, measured {shown_bytes(peak)}"
+    return f"{text}; predicted to be held up by {prediction.bottlenecks[0].resource}"

@@ -1,0 +1,236 @@
+"""Calibration writes a machine that plans take, and its fit finds what steps are made of."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from rowstead.cli import app
+from rowstead.measure.clock import Clock
+from rowstead.measure.dense_part import layer_times
+from rowstead.measure.fit import fitted, parts_of
+from rowstead.measure.footprint import base_bytes, peak_bytes
+from rowstead.measure.steps import Shape, Steps, StepTime, drawn_batches
+from rowstead.plan.cost import host_processor
+from rowstead.plan.predict import predict
+from rowstead.plan.setup import Setup, process_bytes
+from rowstead.plan.traffic import Popularity, distinct_ids
+from rowstead.plan.work import step_work
+from rowstead.run import train
+from rowstead.spec.catalogue import HERE, MACHINE_VARIABLE, calibrated_machine, load_machine, load_software, machine_text
+from rowstead.spec.errors import RowsteadError
+from rowstead.spec.run import RunSpec
+from rowstead.training.progress import Silent
+from tests.measured_machine import measured_machine
+
+SHAPES = [
+    Shape(num_dense=16, num_sparse=4, batch_size=64, num_rows=1000, width=16, mean_ids=2, skew=1.0, bottom=(32,), top=(32,)),
+    Shape(num_dense=64, num_sparse=2, batch_size=256, num_rows=1000, width=32, mean_ids=1, skew=0.0, bottom=(64,), top=(64,)),
+    Shape(num_dense=16, num_sparse=16, batch_size=128, num_rows=9000, width=64, mean_ids=8, skew=0.5, bottom=(32,), top=(32,)),
+    Shape(
+        num_dense=256, num_sparse=8, batch_size=512, num_rows=5000, width=16, mean_ids=4, skew=1.2, bottom=(256,), top=(128,)
+    ),
+]
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("has_phases", [True, False])
+def test_the_fit_finds_the_factors_that_steps_were_made_with(has_phases: bool) -> None:
+    machine = measured_machine()
+    assert machine.software is not None
+    processor = host_processor(machine, machine.software)
+    assert processor.timings is not None
+    wanted = dataclasses.replace(processor.timings, fixed_s=1e-3, dense_factor=1.2, lookup_factor=1.5, update_factor=0.8)
+    made = dataclasses.replace(processor, timings=wanted)
+    times = []
+    for shape in SHAPES:
+        parts = parts_of(shape, made, machine.software)
+        phases = {
+            "forward": parts.dense_s / 3,
+            "backward": 2 * parts.dense_s / 3 + wanted.fixed_s,
+            "look-up": parts.lookup_s,
+            "row update": parts.update_s,
+        }
+        times.append(
+            StepTime(step_s=sum(vars(parts).values()) + wanted.fixed_s, spread=0.0, phases_s=phases if has_phases else {})
+        )
+    found = fitted(processor.timings, processor, machine.software, SHAPES, times)
+    for shape, time in zip(SHAPES, times, strict=True):
+        changed = dataclasses.replace(machine.software, cpu_timings=found)
+        setup = Setup(place="device", batch_size=shape.batch_size, has_input=False)
+        step_s = predict(step_work(shape.spec("cpu")), machine, changed, setup).step_s
+        assert step_s == pytest.approx(time.step_s, rel=0.05)
+    if has_phases:
+        assert found.lookup_factor == pytest.approx(1.5, rel=0.1)
+        assert found.update_factor == pytest.approx(0.8, rel=0.1)
+
+
+def test_drawn_ids_are_as_different_as_the_law_says() -> None:
+    shape = dataclasses.replace(SHAPES[2], batch_size=1024)
+    sparse = drawn_batches(shape, CPU)[0].sparse
+    ids = sparse.ids.view(shape.num_sparse, -1)
+    found = sum(len(one.unique()) for one in ids) / shape.num_sparse
+    assert found == pytest.approx(distinct_ids(Popularity(9000, 0.5), 1024 * 8), rel=0.03)
+
+
+def test_steps_are_counted_phase_by_phase() -> None:
+    time = Steps.of(SHAPES[0], CPU).measured(0.0)
+    assert set(time.phases_s) == {"look-up", "forward", "backward", "dense update", "row update"}
+    assert 0 < time.step_s < 10
+
+
+def test_a_larger_layer_takes_longer() -> None:
+    times = layer_times(Clock(CPU, budget_s=0.0, least_calls=3), "fp32", is_short=True)
+    assert times.forward.at(1024, 4096, 1024) > 10 * times.forward.at(64, 256, 64)
+    assert times.back.at(1024, 4096, 1024) > times.back_first.at(1024, 4096, 1024) * 0.99
+
+
+def test_the_machine_of_a_run_is_the_one_that_the_environment_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "machine.yaml"
+    monkeypatch.setenv(MACHINE_VARIABLE, str(file))
+    with pytest.raises(RowsteadError, match="run `rowstead calibrate`"):
+        calibrated_machine("cpu")
+    file.write_text(machine_text(measured_machine()))
+    assert calibrated_machine("cpu") is not None
+    assert calibrated_machine("cuda") is None
+    assert load_machine(HERE).software is not None
+
+
+def test_a_machine_that_was_not_measured_is_not_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(MACHINE_VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert calibrated_machine("cpu") is None
+    with pytest.raises(RowsteadError, match="not measured yet"):
+        load_machine(HERE)
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--device", "gpu"], "`auto`, `cpu` or `cuda`"),
+        (["--threads", "0"], "at least 1"),
+        (["--folder", "/no/such/folder"], "no folder"),
+    ],
+)
+def test_mistakes_say_what_to_do(words: list[str], problem: str) -> None:
+    done = CliRunner().invoke(app, ["calibrate", *words])
+    assert isinstance(done.exception, RowsteadError)
+    assert problem in str(done.exception)
+
+
+def small_run(shape: Shape = SHAPES[0], **more: Any) -> RunSpec:
+    spec = shape.spec("cpu", threads=1, **more)
+    assert spec.data.synth is not None
+    synth = dataclasses.replace(spec.data.synth, num_train_samples=512, num_eval_samples=64)
+    return dataclasses.replace(spec, data=dataclasses.replace(spec.data, synth=synth))
+
+
+class Listener(Silent):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.messages: list[str] = []
+
+    def on_message(self, text: str) -> None:
+        self.messages.append(text)
+
+
+def test_a_run_keeps_its_prediction_and_says_how_far_it_was_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, listener = tmp_path / "machine.yaml", Listener()
+    file.write_text(machine_text(measured_machine(num_cores=1)))
+    monkeypatch.setenv(MACHINE_VARIABLE, str(file))
+    result = train(small_run(), out=tmp_path / "run", watcher=listener)
+    predicted = json.loads((result.folder / "predicted.json").read_text())
+    assert predicted["kind"] == "predicted"
+    assert result.record is not None
+    assert predicted["spec_digest"] == result.record.spec_digest
+    assert any(message.startswith("predicted ") and "measured" in message for message in listener.messages)
+
+
+def test_a_machine_measured_with_other_threads_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "machine.yaml"
+    file.write_text(machine_text(measured_machine(num_cores=64)))
+    monkeypatch.setenv(MACHINE_VARIABLE, str(file))
+    result = train(small_run(), out=tmp_path / "run")
+    assert not (result.folder / "predicted.json").exists()
+
+
+def test_auto_places_by_predicted_time_where_the_machine_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, listener = tmp_path / "machine.yaml", Listener()
+    file.write_text(machine_text(measured_machine(num_cores=1)))
+    monkeypatch.setenv(MACHINE_VARIABLE, str(file))
+    shape = dataclasses.replace(SHAPES[0], num_rows=20_000)
+    spec = small_run(shape, memory={"host": 3_000_000, "folder": str(tmp_path)})
+    train(spec, out=tmp_path / "run", watcher=listener)
+    assert any("ms a step" in message for message in listener.messages), listener.messages
+
+
+@pytest.mark.slow
+def test_a_calibrated_machine_is_taken_by_plan_and_by_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "here.yaml"
+    done = CliRunner().invoke(app, ["calibrate", "--quick", "--device", "cpu", "--threads", "1", "--out", str(file)])
+    assert done.exit_code == 0, done.output + str(done.exception)
+    monkeypatch.setenv(MACHINE_VARIABLE, str(file))
+    planned = CliRunner().invoke(app, ["plan", "quickstart", "--on", "here", "--json"])
+    assert planned.exit_code == 0, planned.output + str(planned.exception)
+    (machine,) = json.loads(planned.stdout)["machines"]
+    assert machine["samples_per_s"] > 0
+    out = tmp_path / "run"
+    words = [
+        "train",
+        "quickstart",
+        "--set",
+        "train.max_steps=20",
+        "--set",
+        "threads=1",
+        "--set",
+        "device=cpu",
+        "--out",
+        str(out),
+    ]
+    trained = CliRunner().invoke(app, words)
+    assert trained.exit_code == 0, trained.output + str(trained.exception)
+    predicted, measured = (json.loads((out / name).read_text()) for name in ("predicted.json", "record.json"))
+    assert predicted["kind"] == "predicted"
+    assert predicted["spec_digest"] == measured["spec_digest"]
+    assert predicted["figures"]["samples_per_s"] > 0
+
+
+def memory_shapes() -> list[Shape]:
+    """Ten models of which now tables, now activations, now batches take most."""
+    sizes = [
+        (13, 4, 256, 1_000, 16, 1, (64,), (64,)),
+        (64, 8, 1024, 200_000, 64, 4, (256,), (256,)),
+        (64, 8, 1024, 400_000, 64, 4, (256,), (256,)),
+        (1024, 16, 2048, 50_000, 32, 8, (1024, 512), (1024, 512)),
+        (64, 32, 4096, 20_000, 64, 8, (128,), (128,)),
+        (256, 8, 512, 300_000, 64, 2, (512,), (512,)),
+        (512, 4, 512, 10_000, 16, 1, (2048, 2048), (2048, 2048)),
+        (64, 64, 512, 20_000, 32, 4, (128,), (256,)),
+        (128, 4, 8192, 100_000, 16, 2, (256,), (256,)),
+        (16, 2, 256, 3_000_000, 32, 1, (32,), (32,)),
+    ]
+    return [
+        Shape(num_dense=a, num_sparse=b, batch_size=c, num_rows=d, width=e, mean_ids=f, skew=1.0, bottom=g, top=h)
+        for a, b, c, d, e, f, g, h in sizes
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_predicted_memory_is_within_5_percent_of_the_measured_peak() -> None:
+    software = dataclasses.replace(load_software("rowstead"), base_bytes=base_bytes(1))
+    off = {}
+    for shape in memory_shapes():
+        spec = shape.spec("cpu", threads=1)
+        assert spec.data.synth is not None
+        synth = dataclasses.replace(spec.data.synth, num_train_samples=12 * shape.batch_size, num_eval_samples=shape.batch_size)
+        spec = dataclasses.replace(spec, data=dataclasses.replace(spec.data, synth=synth))
+        off[shape] = process_bytes(step_work(spec), software, shape.batch_size) / peak_bytes(spec) - 1
+    assert max(map(abs, off.values())) <= 0.05, off

@@ -1,0 +1,145 @@
+"""Predictions from measured times: they add up, follow the work, and stand beside what a run came to."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from rowstead.plan.auto import fastest, fitting
+from rowstead.plan.foretell import compared_text, foretold
+from rowstead.plan.greedy import Memories, decide
+from rowstead.plan.predict import Prediction, predict
+from rowstead.plan.setup import Setup
+from rowstead.plan.traffic import Popularity, distinct_beyond, distinct_ids
+from rowstead.plan.work import step_work
+from rowstead.spec.catalogue import load_machine, machine_text
+from rowstead.spec.parse import parse
+from rowstead.spec.record import Record
+from rowstead.spec.run import RunSpec
+from tests.measured_machine import measured_machine
+
+MB = 10**6
+
+
+def spec_of(*, batch_size: int = 256, skew: float = 1.0, num_rows: int = 100_000, bottom: int = 64) -> RunSpec:
+    plain = {
+        "name": "small",
+        "data": {"synth": {"num_dense": 16, "num_sparse": 4, "num_ids": num_rows, "mean_ids": 4, "skew": skew}},
+        "features": {
+            "dense": [{"name": "dense_{i}", "repeat": 16}],
+            "sparse": [{"name": "sparse_{i}", "repeat": 4, "num_rows": num_rows}],
+        },
+        "model": {"width": 16, "bottom": [bottom], "top": [64]},
+        "train": {"batch_size": batch_size},
+    }
+    return parse(RunSpec, plain)
+
+
+def step_of(spec: RunSpec, kind: str = "cpu") -> Prediction:
+    machine = measured_machine(kind)
+    assert machine.software is not None
+    setup = Setup(place="device", batch_size=spec.train.batch_size, has_input=False)
+    return predict(step_work(spec), machine, machine.software, setup)
+
+
+def test_on_a_cpu_a_step_is_the_sum_of_its_parts() -> None:
+    found = step_of(spec_of())
+    assert found.step_s == pytest.approx(sum(task.seconds for task in found.tasks))
+    names = {task.name for task in found.tasks}
+    assert {"everything else", "look up", "bottom", "top", "bottom back", "update rows", "dense update"} <= names
+
+
+def test_layers_take_what_was_measured() -> None:
+    small, large = step_of(spec_of(bottom=64)), step_of(spec_of(bottom=128))
+    more = 256 * 64 * (16 * (2e-11 + 2e-11) + 16 * (2e-11 + 4e-11)) + 1e-9 * (17 + 16) * 64
+    assert large.step_s - small.step_s == pytest.approx(more, rel=1e-6)
+
+
+def test_skewed_ids_are_read_faster_than_even_ones() -> None:
+    assert step_of(spec_of(skew=1.3)).step_s < step_of(spec_of(skew=0.0)).step_s
+
+
+def test_on_a_gpu_the_host_is_hidden_until_it_holds_steps_up() -> None:
+    machine, work = measured_machine("cuda"), step_work(spec_of())
+    assert machine.software is not None
+    setup = Setup(place="device", batch_size=256, has_input=False)
+    quick = predict(work, machine, machine.software, setup)
+    slow = predict(work, machine, dataclasses.replace(machine.software, device_step_s=0.01), setup)
+    assert quick.bottlenecks[0].resource == "device"
+    assert slow.step_s == pytest.approx(0.01)
+    assert slow.bottlenecks[0].resource == "dispatch"
+
+
+def test_an_update_waits_for_its_plan() -> None:
+    found = step_of(spec_of(), "cuda")
+    ends = {slot.task.name: slot.end_s for slot in found.slots}
+    starts = {slot.task.name: slot.start_s for slot in found.slots}
+    assert starts["update rows"] >= ends["plan update"]
+    assert starts["plan update"] == 0
+
+
+def test_a_machine_file_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    machine, file = measured_machine(), tmp_path / "here.yaml"
+    file.write_text(machine_text(machine))
+    found = load_machine(str(file))
+    assert found.software is not None
+    assert found.software.cpu_timings == machine.software.cpu_timings  # type: ignore[union-attr]
+    assert found.host.num_cores == machine.host.num_cores
+
+
+def test_ids_beyond_the_hot_ones_are_the_others() -> None:
+    law = Popularity(1000, 1.1)
+    assert distinct_beyond(law, 0, 500) == pytest.approx(distinct_ids(law, 500))
+    assert distinct_beyond(law, 1000, 500) == 0
+    assert 0 < distinct_beyond(law, 100, 500) < distinct_beyond(law, 10, 500)
+
+
+def memories(limit: int, *, has_gpu: bool) -> Memories:
+    return Memories(
+        device_bytes=limit, host_bytes=10_000 * MB if has_gpu else limit, disk_bytes=10_000 * MB, folder="/tmp", has_gpu=has_gpu
+    )
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_auto_takes_the_placement_with_the_shortest_predicted_step(kind: str) -> None:
+    spec, has_gpu, machine = spec_of(skew=1.3), kind == "cuda", measured_machine(kind)
+    room = memories(15 * MB, has_gpu=has_gpu)
+    tried = fitting(spec, room)
+    assert len(tried) > 1
+    chosen = fastest(spec, room, machine)
+    assert chosen is not None
+    steps = [found.step_s for one in tried.values() if (found := foretold(spec, one, machine)) is not None]
+    best = foretold(spec, chosen, machine)
+    assert best is not None
+    assert best.step_s == pytest.approx(min(steps))
+    assert "fastest of" in chosen.tables[0].why
+
+
+def test_rows_that_a_cache_lacks_hold_a_step_up_when_they_are_many() -> None:
+    machine, spec = measured_machine(), spec_of(skew=0.0)
+    room = memories(15 * MB, has_gpu=False)
+    whole = foretold(spec, decide(spec, memories(1000 * MB, has_gpu=False)), machine)
+    behind = foretold(spec, decide(spec, room), machine)
+    assert whole is not None
+    assert behind is not None
+    assert behind.step_s > whole.step_s
+
+
+def test_a_run_is_compared_with_its_prediction() -> None:
+    machine, spec = measured_machine(), spec_of()
+    prediction = foretold(spec, decide(spec, memories(1000 * MB, has_gpu=False)), machine)
+    assert prediction is not None
+    figures = {"samples_per_s": prediction.samples_per_s / 1.1, "peak_memory_bytes": 6e8}
+    record = Record(kind="measured", name="small", spec_digest="", date="2026-11-15", machine={}, figures=figures)
+    text = compared_text(prediction, record)
+    assert text is not None
+    assert "+10%" in text
+    assert "memory" in text
+    assert compared_text(prediction, dataclasses.replace(record, figures={})) is None
+
+
+def test_a_machine_that_was_not_measured_foretells_nothing() -> None:
+    spec = spec_of()
+    assert foretold(spec, decide(spec, memories(1000 * MB, has_gpu=False)), load_machine("laptop")) is None

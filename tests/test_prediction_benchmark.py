@@ -1,0 +1,60 @@
+"""The benchmark of predictions draws what it says, reckons right, and runs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.prediction import error, predicted, random_shapes, rank_correlation, summary_of
+from rowstead.spec.catalogue import machine_text
+from tests.measured_machine import measured_machine
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_models_are_drawn_from_the_whole_range(device: str) -> None:
+    shapes = random_shapes(device, 60, seed=1)
+    assert shapes == random_shapes(device, 60, seed=1)
+    for name, low, high in (("num_dense", 64, 4096), ("num_sparse", 4, 128)):
+        values = [getattr(shape, name) for shape in shapes]
+        assert low <= min(values) < 2 * low
+        assert high / 2 < max(values) <= high
+    assert len({shape.width for shape in shapes}) == 4
+    assert len({shape.batch_size for shape in shapes}) > 3
+
+
+def test_errors_and_ranks_are_what_they_say() -> None:
+    assert error([1.1, 1 / 1.1]) == pytest.approx(0.1)
+    assert rank_correlation([1, 2, 3], [10, 20, 30]) == pytest.approx(1)
+    assert rank_correlation([1, 2, 3], [30, 20, 10]) == pytest.approx(-1)
+
+
+def test_a_summary_has_the_promised_keys() -> None:
+    rows = [
+        {"ratio": 1.1, "measured_ms": 1.0, "predicted_ms": 1.1, "again": 1.0},
+        {"ratio": 0.9, "measured_ms": 2.0, "predicted_ms": 1.8, "again": 1.01},
+    ]
+    found = summary_of(rows)
+    assert {"error_geomean_pct", "error_max_pct", "rank_correlation", "repeatability_geomean_pct"} <= set(found)
+    assert found["error_max_pct"] == pytest.approx(100 * (1 / 0.9 - 1))
+
+
+def test_every_model_has_a_prediction() -> None:
+    machine = measured_machine()
+    steps = [predicted(shape, machine).step_s for shape in random_shapes("cpu", 10, seed=2)]
+    assert all(0 < step_s < 10 for step_s in steps)
+
+
+@pytest.mark.slow
+def test_the_benchmark_runs(tmp_path: Path) -> None:
+    file = tmp_path / "machine.yaml"
+    file.write_text(machine_text(measured_machine()))
+    words = ["--quick", "--models", "2", "--machine", str(file), "--json"]
+    done = subprocess.run([sys.executable, "-m", "benchmarks.prediction", *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["summary"]["num_models"] == 2
+    assert "best_placement_hit_share" in found["summary"]
