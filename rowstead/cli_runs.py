@@ -1,0 +1,181 @@
+"""`rowstead runs`: what runs, sweeps, searches and predictions came to. Needs no torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from rowstead.spec.errors import RowsteadError
+
+if TYPE_CHECKING:
+    from rowstead.records.store import Contents, Entry
+
+app = typer.Typer(
+    help="List, compare and export the records of runs, sweeps, searches and predictions.",
+    invoke_without_command=True,
+    rich_markup_mode=None,
+)
+
+Root = Annotated[Path, typer.Option("--runs", help="Folder that holds the runs.")]
+Where = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--where",
+        metavar="KEY=VALUE",
+        help="Only these: source=sweep, study=fig10, kind=measured, ne<0.8, train.batch_size>=512, machine.cpu~xeon. Repeatable.",
+    ),
+]
+RUNS = Path("runs")
+FIGURES = ("samples_per_s", "ne", "ne_expected")
+"""Shown in a list unless others are asked for."""
+MAX_WIDTH = 48
+"""Characters of a cell in a list; longer texts are cut."""
+
+
+@app.callback()
+def runs(
+    context: typer.Context,
+    where: Where = None,
+    figures: Annotated[
+        str | None, typer.Option("--figures", metavar="NAME,NAME", help="Keys to show. [default: samples_per_s,ne,ne_expected]")
+    ] = None,
+    sort: Annotated[str, typer.Option("--sort", metavar="KEY", help="Order by this, rising; - before it: falling.")] = "date",
+    last: Annotated[int | None, typer.Option("--last", min=1, metavar="N", help="Only the last N of that order.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line instead of a table.")] = False,
+    root: Root = RUNS,
+) -> None:
+    """List records; with a command, compare two or export them."""
+    if context.invoked_subcommand is not None:
+        return
+    from rowstead.records.select import ordered, value_of
+    from rowstead.records.store import line_of
+
+    contents, chosen = _selected(root, where)
+    chosen = ordered(chosen, sort.removeprefix("-"))
+    if sort.startswith("-"):
+        chosen.reverse()
+    chosen = chosen[-last:] if last is not None else chosen
+    console, notes = Console(), Console(stderr=True)
+    if as_json:
+        for entry in chosen:
+            print(json.dumps({"id": entry.id, **json.loads(line_of(entry))}))
+    else:
+        keys = [key.strip() for key in figures.split(",") if key.strip()] if figures is not None else list(FIGURES)
+        table = _table(["id", "date", "kind", "what", "where in the study", *keys, "failed"])
+        for entry in chosen:
+            what = f"{entry.source} {entry.study or entry.record.name}"
+            axes = ", ".join(f"{name}={_shown(value)}" for name, value in entry.axes.items())
+            cells = [entry.id, entry.record.date[:16], _kind(entry), what, axes]
+            cells += [_shown(value_of(entry, key)) for key in keys]
+            table.add_row(*(Text(_cut(cell)) for cell in [*cells, entry.failure or ""]))
+        _print_wide(console, table)
+        console.print(f"{len(chosen):,} of {len(contents.entries):,} records", highlight=False)
+    _say_what_is_wrong(notes, contents)
+
+
+@app.command()
+def compare(
+    one: Annotated[str, typer.Argument(help="A record: its id or the beginning of one, a run's name or folder, or `last`.")],
+    other: Annotated[str, typer.Argument(help="Another.")],
+    root: Root = RUNS,
+) -> None:
+    """Show two records side by side: what they differ in, and their figures."""
+    from rowstead.records.select import compare as compared
+    from rowstead.records.select import find
+    from rowstead.records.store import RunStore
+
+    contents = RunStore(root).read()
+    left, right = find(contents.entries, one), find(contents.entries, other)
+    found = compared(left, right)
+    console = Console()
+    for title, rows in (("differ in", found.facts), ("figures", found.figures)):
+        table = _table([title, left.id, right.id, *(["ratio"] if title == "figures" else [])])
+        for row in rows:
+            ratio = [] if title != "figures" else ["" if row.ratio is None else f"{row.ratio:.4g}"]
+            table.add_row(*(Text(_cut(cell)) for cell in [row.name, _shown(row.one), _shown(row.other), *ratio]))
+        if rows:
+            _print_wide(console, table)
+    if not found.facts:
+        console.print("same recipe, machine and versions", highlight=False)
+    _say_what_is_wrong(Console(stderr=True), contents)
+
+
+@app.command()
+def export(
+    out: Annotated[Path, typer.Argument(help="Parquet file to write.")],
+    where: Where = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
+    root: Root = RUNS,
+) -> None:
+    """Write records to a Parquet file, one row each."""
+    from rowstead.records.select import export_parquet
+
+    contents, chosen = _selected(root, where)
+    if out.exists() and not overwrite:
+        raise RowsteadError(f"{out} exists: choose another name, or give --overwrite")
+    try:
+        num_columns = export_parquet(chosen, out)
+    except OSError as error:
+        raise RowsteadError(f"cannot write {out}: {error.strerror or error}") from error
+    Console().print(f"{len(chosen):,} records with {num_columns:,} columns in {out}", highlight=False, soft_wrap=True)
+    _say_what_is_wrong(Console(stderr=True), contents)
+
+
+def _selected(root: Path, where: list[str] | None) -> tuple[Contents, list[Entry]]:
+    from rowstead.records.select import condition, selected
+    from rowstead.records.store import RunStore
+
+    wishes = [condition(text) for text in where or []]
+    contents = RunStore(root).read()
+    return contents, selected(contents.entries, wishes)
+
+
+def _say_what_is_wrong(notes: Console, contents: Contents) -> None:
+    if contents.num_bad_lines:
+        lines = "line" if contents.num_bad_lines == 1 else "lines"
+        notes.print(f"passed over {contents.num_bad_lines:,} {lines} that cannot be read", highlight=False)
+    if contents.unfinished:
+        some = "run has" if len(contents.unfinished) == 1 else "runs have"
+        notes.print(f"{len(contents.unfinished):,} {some} not finished and no record yet", highlight=False)
+
+
+def _kind(entry: Entry) -> str:
+    machine = entry.record.machine.get("name")
+    return f"predicted: {machine}" if not entry.is_measured and machine is not None else entry.record.kind
+
+
+def _table(headings: list[str]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in headings:
+        table.add_column(Text(heading), no_wrap=True)
+    return table
+
+
+def _print_wide(console: Console, table: Table) -> None:
+    """Each row on one line however narrow the console; the terminal wraps it."""
+    needed = Measurement.get(console, console.options.update(max_width=10_000), table).maximum
+    Console(file=console.file, width=max(console.width, needed)).print(table)
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return value if isinstance(value, str) else json.dumps(value)
+    if float(value).is_integer():
+        return f"{int(value):,}"
+    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}" if abs(value) >= 10 else f"{value:.5g}"
+
+
+def _cut(text: str) -> str:
+    """One line of at most so many characters; control characters are shown, never sent to the terminal."""
+    plain = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return plain if len(plain) <= MAX_WIDTH else plain[: MAX_WIDTH - 1] + "…"

@@ -1,0 +1,95 @@
+"""The points of a study: what each sets, how it becomes the spec of a run, and the name by which it is known again."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rowstead.spec.axis import AxisSpec, with_settings
+from rowstead.spec.errors import SpecError
+from rowstead.spec.parse import digest, parse, read_yaml, to_plain, to_plain_without_defaults
+from rowstead.spec.run import RunSpec, find_recipe
+from rowstead.spec.sweep import SweepSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One run of a study."""
+
+    axes: Mapping[str, Any]
+    """Its place: name of an axis to value."""
+    settings: Mapping[str, Any]
+    """Every key that the study sets for it."""
+    spec: RunSpec | None
+    """None where the settings make no recipe."""
+    problem: str | None = None
+    """Why there is no spec."""
+    seed: int | None = None
+    own: Mapping[str, Any] = field(default_factory=dict)
+    """Of the settings those that are not the same for all points."""
+
+    @property
+    def key(self) -> str:
+        """Names what is run: equal for equal runs, whatever the study's order, and as fields with defaults are added to specs."""
+        started = {name: value for name, value in self.settings.items() if name.startswith(("run.", "plan."))}
+        what = to_plain_without_defaults(self.spec) if self.spec is not None else dict(self.settings)
+        return digest({"spec": to_plain(what), "started": to_plain(started)})
+
+    @property
+    def num_processes(self) -> int:
+        return int(self.settings.get("run.processes") or 1)
+
+    @property
+    def fleet(self) -> str | None:
+        fleet = self.settings.get("run.fleet")
+        return None if fleet is None else str(fleet)
+
+
+def point_of(recipe: Any, axes: Mapping[str, Any], own: Mapping[str, Any], common: Mapping[str, Any] | None = None) -> Point:
+    """A point from the plain recipe that it changes."""
+    settings = {**(common or {}), **own}
+    try:
+        spec, problem = parse(RunSpec, with_settings(recipe, settings)), None
+    except SpecError as error:
+        spec, problem = None, str(error)
+    seed = spec.seed if spec is not None else None
+    return Point(axes=axes, settings=settings, spec=spec, problem=problem, seed=seed, own=own)
+
+
+def points_of(sweep: SweepSpec) -> list[Point]:
+    """Every point of a sweep, in order, none twice; a sweep of which no point makes a recipe is refused."""
+    recipe = read_yaml(find_recipe(sweep.recipe))
+    points: dict[str, Point] = {}
+    for labels in _places(sweep):
+        own = {
+            key: value for axis, label in zip(sweep.grid, labels, strict=True) for key, value in axis.settings(label).items()
+        }
+        axes = {axis.title: label for axis, label in zip(sweep.grid, labels, strict=True)}
+        point = point_of(recipe, axes, own, sweep.set)
+        points.setdefault(point.key, point)
+    found = list(points.values())
+    if all(point.spec is None for point in found):
+        raise SpecError("", f"no point of `{sweep.name}` makes a recipe: {found[0].problem}")
+    return found
+
+
+def _places(sweep: SweepSpec) -> Iterator[tuple[Any, ...]]:
+    if sweep.population is None:
+        yield from itertools.product(*(axis.labels for axis in sweep.grid))
+        return
+    rng = random.Random(sweep.population.seed)
+    for _ in range(sweep.population.num_points):
+        yield tuple(_drawn(axis, rng) for axis in sweep.grid)
+
+
+def _drawn(axis: AxisSpec, rng: random.Random) -> Any:
+    if axis.labels:
+        return axis.labels[rng.randrange(len(axis.labels))]
+    assert axis.low is not None
+    assert axis.high is not None
+    value = math.exp(rng.uniform(math.log(axis.low), math.log(axis.high))) if axis.log else rng.uniform(axis.low, axis.high)
+    return min(max(round(value), math.ceil(axis.low)), math.floor(axis.high)) if axis.whole else value

@@ -1,0 +1,232 @@
+"""Which entries of a store are wanted, what two of them differ in, and all of them as a Parquet file."""
+
+from __future__ import annotations
+
+import json
+import operator
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rowstead.records.run_folder import RunFolder
+from rowstead.records.store import Entry
+from rowstead.spec.errors import RowsteadError, did_you_mean
+from rowstead.spec.parse import to_plain
+
+_CONDITION = re.compile(r"^\s*([^<>=!~]+?)\s*(<=|>=|!=|=|<|>|~)\s*(.*?)\s*$", re.DOTALL)
+_ORDERS: dict[str, Callable[[Any, Any], bool]] = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Condition:
+    """One wish, such as `ne<0.8`, `source=sweep`, `train.batch_size>=512`, `machine.cpu~xeon`."""
+
+    key: str
+    order: str
+    wanted: str
+
+    def holds(self, entry: Entry) -> bool:
+        """Whether an entry is wanted; one that does not have the key is not, unless the wish is `!=`."""
+        value = value_of(entry, self.key)
+        if value is None:
+            return self.order == "!="
+        if self.order == "~":
+            return self.wanted.lower() in _text(value).lower()
+        number = _number(self.wanted)
+        if self.order in ("=", "!="):
+            same = value == number if number is not None and _is_number(value) else _text(value) == self.wanted
+            return same == (self.order == "=")
+        return number is not None and _is_number(value) and _ORDERS[self.order](value, number)
+
+
+def condition(text: str) -> Condition:
+    """A wish as the command line has it."""
+    found = _CONDITION.match(text)
+    if found is None:
+        raise RowsteadError(f"cannot read `--where {text}`: write key=value, with =, !=, <, <=, >, >= or ~ (contains)")
+    key, order, wanted = found.groups()
+    if order in _ORDERS and _number(wanted) is None:
+        raise RowsteadError(f"cannot read `--where {text}`: `{order}` needs a number after it")
+    return Condition(key=key, order=order, wanted=wanted)
+
+
+def value_of(entry: Entry, key: str) -> Any:
+    """What an entry has under a key: of its own, of a figure, an axis, a setting, or `machine.` and `versions.` facts."""
+    record = entry.record
+    own = {
+        "id": entry.id,
+        "kind": record.kind,
+        "name": record.name,
+        "date": record.date,
+        "source": entry.source,
+        "study": entry.study,
+        "point": entry.point,
+        "seed": entry.seed,
+        "failure": entry.failure,
+        "folder": entry.folder,
+        "digest": record.spec_digest,
+    }
+    if key in own:
+        return own[key]
+    for part, prefix in ((record.machine, "machine."), (record.versions, "versions.")):
+        if key.startswith(prefix):
+            return part.get(key[len(prefix) :])
+    for values in (record.figures, entry.axes, entry.settings):
+        if key in values:
+            return values[key]
+    return None
+
+
+def selected(entries: Iterable[Entry], conditions: Sequence[Condition]) -> list[Entry]:
+    """The entries for which every condition holds."""
+    return [entry for entry in entries if all(one.holds(entry) for one in conditions)]
+
+
+def ordered(entries: Iterable[Entry], key: str) -> list[Entry]:
+    """Entries by a key, rising; numbers before texts, and those without it last."""
+
+    def place(entry: Entry) -> tuple[int, float, str]:
+        value = value_of(entry, key)
+        if value is None:
+            return 2, 0.0, ""
+        return (0, float(value), "") if _is_number(value) else (1, 0.0, _text(value))
+
+    return sorted(entries, key=place)
+
+
+def find(entries: Sequence[Entry], name: str) -> Entry:
+    """The entry of an id or the beginning of one; `last` is the newest, and a run's folder names its run."""
+    if not entries:
+        raise RowsteadError("the store is empty: `rowstead train`, `sweep`, `tune` and `quality` fill it")
+    if name == "last":
+        return max(entries, key=lambda entry: entry.record.date)
+    for found in (
+        [entry for entry in entries if entry.id == name],
+        [entry for entry in entries if entry.folder is not None and Path(entry.folder) == Path(name)],
+        [entry for entry in entries if name and entry.id.startswith(name)],
+    ):
+        if len({entry.id for entry in found}) > 1:
+            raise RowsteadError(f"`{name}` could be {', '.join(f'`{entry.id}`' for entry in found[:5])}: give more of its id")
+        if found:
+            return found[0]
+    raise RowsteadError(f"no record `{name}` in the store: {did_you_mean(name, [entry.id for entry in reversed(entries)])}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One line of a comparison; a side that does not have it is None."""
+
+    name: str
+    one: Any
+    other: Any
+
+    @property
+    def ratio(self) -> float | None:
+        """The other over the one, where both are numbers and it means something."""
+        if not (_is_number(self.one) and _is_number(self.other)) or self.one == 0:
+            return None
+        return float(self.other) / float(self.one)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Two entries side by side."""
+
+    facts: tuple[Row, ...]
+    """Of recipe, machine and versions, what differs."""
+    figures: tuple[Row, ...]
+    """All that either has."""
+
+
+def compare(one: Entry, other: Entry) -> Comparison:
+    """What two entries came to, and what of recipe, machine and versions they differ in."""
+    left, right = _facts(one), _facts(other)
+    names = dict.fromkeys([*left, *right])
+    facts = [Row(name=name, one=left.get(name), other=right.get(name)) for name in names if left.get(name) != right.get(name)]
+    figures = dict.fromkeys([*one.record.figures, *other.record.figures])
+    return Comparison(
+        facts=tuple(facts),
+        figures=tuple(
+            Row(name=name, one=one.record.figures.get(name), other=other.record.figures.get(name)) for name in figures
+        ),
+    )
+
+
+def _facts(entry: Entry) -> dict[str, Any]:
+    record = entry.record
+    facts: dict[str, Any] = {"kind": record.kind, "name": record.name, "study": entry.study, "seed": entry.seed}
+    facts |= {f"recipe {key}": value for key, value in _recipe(entry).items()}
+    facts |= {f"machine {key}": value for key, value in record.machine.items()}
+    facts |= {f"version {key}": value for key, value in record.versions.items()}
+    return facts
+
+
+def _recipe(entry: Entry) -> dict[str, Any]:
+    """The whole recipe of a run that was kept, key by key; of other entries what their study set."""
+    if entry.folder is not None:
+        try:
+            return flat(to_plain(RunFolder(Path(entry.folder)).read_spec()))
+        except (RowsteadError, OSError):  # a folder that has gone since
+            return dict(entry.settings)
+    return dict(entry.settings)
+
+
+def flat(plain: Any, path: str = "") -> dict[str, Any]:
+    """Nested mappings and lists as dotted keys, in the form that `--set` takes."""
+    if isinstance(plain, dict):
+        items: Iterable[tuple[Any, Any]] = plain.items()
+    elif isinstance(plain, (list, tuple)) and any(isinstance(item, (dict, list, tuple)) for item in plain):
+        items = enumerate(plain)
+    else:
+        return {path: plain}
+    return {key: value for name, item in items for key, value in flat(item, f"{path}.{name}" if path else str(name)).items()}
+
+
+def export_parquet(entries: Sequence[Entry], path: Path) -> int:
+    """Write entries to a Parquet file, one row each; returns the number of columns.
+
+    Figures are columns of numbers named `figures.…`; axes and settings are text in JSON, as their values may be of any kind.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    columns: dict[str, Any] = {}
+    for name in ("id", "kind", "name", "date", "source", "study", "point", "failure", "folder", "digest"):
+        columns[name] = pa.array([_clean(value_of(entry, name)) for entry in entries], pa.string())
+    columns["seed"] = pa.array([entry.seed for entry in entries], pa.int64())
+    for part in ("figures", "axes", "settings", "machine", "versions"):
+        of_entries = [getattr(entry, part, None) or getattr(entry.record, part, {}) for entry in entries]
+        for key in sorted({key for values in of_entries for key in values}):
+            values = [values.get(key) for values in of_entries]
+            if part == "figures":
+                array = pa.array([None if value is None else float(value) for value in values], pa.float64())
+            else:
+                as_json = part in ("axes", "settings")
+                texts = [None if v is None else _clean(json.dumps(v) if as_json else str(v)) for v in values]
+                array = pa.array(texts, pa.string())
+            columns[f"{part}.{_clean(key)}"] = array
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table(columns), path)
+    return len(columns)
+
+
+def _clean(text: str | None) -> str | None:
+    """Text without lone surrogates, which UTF-8 cannot hold."""
+    return None if text is None else text.encode("utf-8", "replace").decode()
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,248 @@
+"""The run store: every run, sweep point, trial and prediction under one root, as Records with where they came from.
+
+Under a root such as `runs/` there are the folders of runs, each with its `record.json`, and one file `records.jsonl` to which
+sweeps, tuning, quality studies and predictions add a line each. Both are read as one list of entries.
+
+Who may do what: any number of processes may add at once; a line is added whole, under a lock of the file, and never changed. A
+reader takes no lock. A process that is killed while it adds leaves at most one torn line, which the next one ends; readers pass
+over what they cannot read, and count it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NoReturn, get_args
+
+from rowstead.records.files import json_line
+from rowstead.records.run_folder import DEFAULT_ROOT, runs_in
+from rowstead.spec.errors import RowsteadError
+from rowstead.spec.parse import to_plain
+from rowstead.spec.record import Record
+
+FILE = "records.jsonl"
+MAX_LINE_BYTES = 1 << 20
+"""A longer line is none of ours."""
+
+Source = Literal["run", "sweep", "trial", "quality", "plan"]
+"""What made a record: a plain run, a point of a sweep, a trial of a search, a run of a quality study, a prediction by itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A Record, and what it is a part of."""
+
+    record: Record
+    source: Source = "run"
+    study: str | None = None
+    """Name of the sweep, search or quality study; a plain run has none."""
+    point: str | None = None
+    """Names what was run: a measured point and the predictions for it have it in common."""
+    axes: Mapping[str, Any] = field(default_factory=dict)
+    """Where in the study it is: name of an axis to value, as pictures show it."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Dotted keys of the recipe and their values, by which it differs from the study's recipe."""
+    seed: int | None = None
+    failure: str | None = None
+    """Why there are no figures; none where all went well."""
+    folder: str | None = None
+    """Folder of the run, where it was kept."""
+    id: str = ""
+    """Names the entry on the command line; given when it is read."""
+
+    @property
+    def is_measured(self) -> bool:
+        return self.record.kind == "measured"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """What a store holds, in the order in which it was added; plain runs come first, by date."""
+
+    entries: tuple[Entry, ...]
+    num_bad_lines: int
+    """Lines and record files that could not be read, torn ones among them."""
+    unfinished: tuple[str, ...] = ()
+    """Folders of runs that have no record yet."""
+
+    def of(self, *, study: str | None = None, source: Source | None = None, kind: str | None = None) -> tuple[Entry, ...]:
+        """The entries of a study, a source or a kind of record."""
+        return tuple(
+            entry
+            for entry in self.entries
+            if (study is None or entry.study == study)
+            and (source is None or entry.source == source)
+            and (kind is None or entry.record.kind == kind)
+        )
+
+    @property
+    def studies(self) -> dict[str, Source]:
+        """Names of the studies with what each is, in order of first use."""
+        found: dict[str, Source] = {}
+        for entry in self.entries:
+            if entry.study is not None:
+                found.setdefault(entry.study, entry.source)
+        return found
+
+
+class RunStore:
+    """The records under one root."""
+
+    def __init__(self, root: Path | str = DEFAULT_ROOT) -> None:
+        self.root = Path(root)
+
+    @property
+    def file(self) -> Path:
+        return self.root / FILE
+
+    def study_folder(self, study: str) -> Path:
+        """Where a study keeps what is its own: the lock, runs under way, its results."""
+        return self.root / "studies" / study
+
+    def add(self, *entries: Entry) -> None:
+        """Add entries; each is in the file, as far as the operating system is concerned, once this returns."""
+        lines = [line_of(entry).encode() for entry in entries]
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            with _locked(self.file) as descriptor:
+                size = os.fstat(descriptor).st_size
+                if size and os.pread(descriptor, 1, size - 1) != b"\n":
+                    lines.insert(0, b"\n")  # what was torn when a process was killed stays a line of its own
+                data = b"".join(lines)
+                while data:
+                    data = data[os.write(descriptor, data) :]
+        except OSError as error:
+            raise RowsteadError(f"cannot write records to {self.file}: {error.strerror or error}") from error
+
+    def read(self) -> Contents:
+        """All entries that can be read, and how many cannot."""
+        runs, unfinished, num_bad = self._runs()
+        entries = []
+        for line in self._lines():
+            entry = entry_in(line)
+            if entry is None:
+                num_bad += 1
+            else:
+                entries.append(entry)
+        return Contents(entries=(*runs, *entries), num_bad_lines=num_bad, unfinished=unfinished)
+
+    def _lines(self) -> list[bytes]:
+        try:
+            return [line for line in self.file.read_bytes().split(b"\n") if line.strip()]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise RowsteadError(f"cannot read records from {self.file}: {error.strerror or error}") from None
+
+    def _runs(self) -> tuple[list[Entry], tuple[str, ...], int]:
+        entries, unfinished, num_bad = [], [], 0
+        for run in runs_in(self.root):
+            try:
+                line = run.record_file.read_bytes()
+            except OSError:
+                unfinished.append(str(run.path))
+                continue
+            entry = entry_in(line)
+            if entry is None:
+                num_bad += 1
+            else:
+                entries.append(dataclasses.replace(entry, folder=str(run.path), id=run.name))
+        return sorted(entries, key=lambda entry: (entry.record.date, entry.id)), tuple(unfinished), num_bad
+
+
+def line_of(entry: Entry) -> str:
+    """An entry as one line of JSON: the Record's own keys, and beside them what it is a part of."""
+    plain = to_plain(entry.record)
+    rest = {f.name: getattr(entry, f.name) for f in dataclasses.fields(entry) if f.name not in ("record", "id")}
+    plain |= {name: value for name, value in rest.items() if value not in (None, {})}
+    line = json_line(plain).encode(errors="replace").decode()  # a lone surrogate, as a broken file name has, is no UTF-8
+    if len(line.encode()) > MAX_LINE_BYTES:
+        raise RowsteadError(
+            f"a record of {len(line):,} characters is too large: shorten the names in `{entry.record.name[:40]}`"
+        )
+    return line
+
+
+def entry_in(line: bytes) -> Entry | None:
+    """The entry on a line, or None where there is none, or half of one."""
+    if len(line) > MAX_LINE_BYTES:
+        return None
+    try:
+        plain = json.loads(line, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(plain, dict) or not _is_record(plain):
+        return None
+    known = {name: plain.get(name, default) for name, default in _DEFAULTS.items()}
+    words = (known["study"], known["point"], known["failure"], known["folder"])
+    seed = known["seed"]
+    whole = (
+        known["source"] in get_args(Source)
+        and all(word is None or isinstance(word, str) for word in words)
+        and isinstance(known["axes"], dict)
+        and isinstance(known["settings"], dict)
+        and (seed is None or (isinstance(seed, int) and not isinstance(seed, bool)))
+    )
+    if not whole:
+        return None
+    record = Record(**{name: plain[name] for name in _RECORD if name in plain})
+    return Entry(record=record, id=hashlib.sha256(line.strip()).hexdigest()[:12], **known)
+
+
+_RECORD = tuple(f.name for f in dataclasses.fields(Record))
+_DEFAULTS: dict[str, Any] = {
+    f.name: {} if f.default is dataclasses.MISSING else f.default
+    for f in dataclasses.fields(Entry)
+    if f.name not in ("record", "id")
+}
+
+
+def _is_record(plain: dict[str, Any]) -> bool:
+    """Whether a line has what a Record has, each of its type."""
+    texts = all(isinstance(plain.get(name), str) for name in ("name", "spec_digest", "date"))
+    if not texts or plain.get("kind") not in ("measured", "predicted"):
+        return False
+    machine, versions, figures = (plain.get(name, {}) for name in ("machine", "versions", "figures"))
+    return (
+        all(isinstance(part, dict) for part in (machine, versions, figures))
+        and all(isinstance(value, (str, int, float)) for value in machine.values())
+        and all(isinstance(value, str) for value in versions.values())
+        and all(_is_number(value) for value in figures.values())
+    )
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, int):
+        return not isinstance(value, bool) and abs(value) < 2**63
+    return isinstance(value, float) and math.isfinite(value)  # 1e999 is read as infinity
+
+
+def _refuse(word: str) -> NoReturn:
+    raise ValueError(f"{word} is no figure")
+
+
+@contextlib.contextmanager
+def _locked(file: Path) -> Iterator[int]:
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def entries_by_point(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
+    """Entries of the same point together: a measured one and the predictions for it."""
+    found: dict[str, list[Entry]] = {}
+    for entry in entries:
+        if entry.point is not None:
+            found.setdefault(entry.point, []).append(entry)
+    return found

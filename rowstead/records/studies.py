@@ -1,0 +1,267 @@
+"""What the entries of a study say together, as plain numbers: for pictures, tables and tests. No torch, no Optuna."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rowstead.records.store import Entry
+
+
+def newest(entries: Iterable[Entry]) -> list[Entry]:
+    """Of entries for the same point on the same machine the one that was added last; others as they are."""
+    found: dict[tuple[Any, ...], Entry] = {}
+    for place, entry in enumerate(entries):
+        machine, axes = entry.record.machine.get("name"), json.dumps(entry.axes, sort_keys=True)
+        own = (entry.study, entry.point, entry.record.kind, machine, axes) if entry.point else (place,)
+        found[own] = entry
+    return list(found.values())
+
+
+# sweeps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surface:
+    """A figure over two axes; `None` where there is no point, or it failed. With one axis `ys` is `(None,)`."""
+
+    x: str
+    y: str | None
+    figure: str
+    xs: tuple[Any, ...]
+    ys: tuple[Any, ...]
+    values: tuple[tuple[float | None, ...], ...]
+    """One row for each of `ys`. Where several points have the same place, such as several seeds, their mean."""
+
+
+def surface(entries: Iterable[Entry], x: str, y: str | None, figure: str) -> Surface:
+    """A figure of the entries over one or two of their axes; values in order of size, or of first use where they are no numbers."""
+    cells: dict[tuple[str, str], list[float]] = {}
+    xs: dict[str, Any] = {}
+    ys: dict[str, Any] = {}
+    for entry in newest(entries):
+        if x not in entry.axes or (y is not None and y not in entry.axes):
+            continue
+        at_x, at_y = entry.axes[x], None if y is None else entry.axes[y]
+        place = (json.dumps(at_x), json.dumps(at_y))
+        xs.setdefault(place[0], at_x)
+        ys.setdefault(place[1], at_y)
+        if entry.failure is None and figure in entry.record.figures:
+            cells.setdefault(place, []).append(float(entry.record.figures[figure]))
+    x_keys, y_keys = _in_order(xs), _in_order(ys)
+    rows = tuple(tuple(_mean(cells.get((at_x, at_y))) for at_x in x_keys) for at_y in y_keys)
+    return Surface(
+        x=x, y=y, figure=figure, xs=tuple(xs[key] for key in x_keys), ys=tuple(ys[key] for key in y_keys), values=rows
+    )
+
+
+def _in_order(values: dict[str, Any]) -> list[str]:
+    numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values.values())
+    return sorted(values, key=lambda key: values[key]) if numbers else list(values)
+
+
+def _mean(values: Sequence[float] | None) -> float | None:
+    return statistics.fmean(values) if values else None
+
+
+# searches
+
+State = Literal["complete", "pruned", "failed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One trial of a search."""
+
+    number: int
+    state: State
+    objective: float | None
+    best: float | None
+    """The lowest objective so far, of trials that count."""
+    counts: bool
+    """Whether it may be the best: complete, and as fast as was asked for."""
+    samples_per_s: float | None
+    parameters: dict[str, Any]
+    entry: Entry
+
+
+def trial_history(entries: Iterable[Entry], *, samples_per_s: float | None = None) -> list[Trial]:
+    """The trials of one search by number, each with the best so far; with a floor only trials at that speed count."""
+    numbered = {int(e.record.figures["trial_number"]): e for e in entries if "trial_number" in e.record.figures}
+    found: list[Trial] = []
+    best: float | None = None
+    for number, entry in sorted(numbered.items()):
+        figures = entry.record.figures
+        objective, speed = figures.get("objective"), figures.get("samples_per_s")
+        state: State = "complete"
+        if entry.failure is not None:
+            state = "pruned" if entry.failure.startswith("pruned") else "failed"
+        fast = samples_per_s is None or (speed is not None and speed >= samples_per_s)
+        counts = state == "complete" and objective is not None and fast
+        if counts and objective is not None and (best is None or objective < best):
+            best = objective
+        found.append(
+            Trial(
+                number=number,
+                state=state,
+                objective=objective,
+                best=best,
+                counts=counts,
+                samples_per_s=speed,
+                parameters=dict(entry.axes),
+                entry=entry,
+            )
+        )
+    return found
+
+
+def best_trial(trials: Iterable[Trial]) -> Trial | None:
+    """The one of the lowest objective among those that count, the earliest of equals."""
+    counting = [trial for trial in trials if trial.counts]
+    return min(counting, key=lambda trial: (trial.objective, trial.number), default=None)
+
+
+def pareto_front(trials: Iterable[Trial]) -> list[Trial]:
+    """Complete trials that no other beats in both objective and speed, the fastest last."""
+    whole = [t for t in trials if t.state == "complete" and t.objective is not None and t.samples_per_s is not None]
+    front: list[Trial] = []
+    lowest = math.inf
+    for trial in sorted(whole, key=lambda t: (-(t.samples_per_s or 0.0), t.objective)):
+        if trial.objective is not None and trial.objective < lowest:
+            front.append(trial)
+            lowest = trial.objective
+    return front[::-1]
+
+
+def importance_in(folder: Path) -> dict[str, float]:
+    """How much each parameter of a search matters, as its end has left it; empty where it is not known."""
+    try:
+        plain = json.loads((folder / "importance.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    shares = plain if isinstance(plain, dict) else {}
+    return {str(name): float(share) for name, share in shares.items() if isinstance(share, (int, float))}
+
+
+# quality
+
+Verdict = Literal["baseline", "regression", "within", "better", "open"]
+"""`regression`: surely worse than tolerated; `within`: surely not; `better`: surely better than the baseline; `open`: more seeds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effect:
+    """What one setting does to NE, against the baseline with the same seeds."""
+
+    axis: str
+    value: Any
+    num_seeds: int
+    """Seeds with a figure on both sides."""
+    ne: float | None
+    """Mean over the seeds."""
+    change: float | None
+    """Mean of NE over the baseline's, less 1: 0.001 is a tenth of a per cent worse."""
+    low: float | None
+    """Lower end of the interval; with one seed there is none."""
+    high: float | None
+    verdict: Verdict
+    failures: tuple[str, ...] = ()
+
+
+BASELINE = "baseline"
+"""Axis of the runs that others are compared with."""
+
+
+def quality_effects(entries: Iterable[Entry], *, tolerance: float = 0.001, confidence: float = 0.95) -> list[Effect]:
+    """The effects in a quality study, in its order, the baseline first.
+
+    Differences are taken seed by seed, so that what a seed does to both sides drops out; the interval is Student's over seeds.
+    """
+    groups: dict[tuple[str, str], list[Entry]] = {}
+    for entry in newest(entries):
+        if not entry.is_measured or "axis" not in entry.axes:
+            continue
+        groups.setdefault((str(entry.axes["axis"]), json.dumps(entry.axes.get("value"))), []).append(entry)
+    base = {entry.seed: ne_of(entry) for entry in groups.get((BASELINE, "null"), [])}
+    found = []
+    for (axis, value), of_group in groups.items():
+        nes = {entry.seed: ne_of(entry) for entry in of_group}
+        known = [ne for ne in nes.values() if ne is not None]
+        changes = [ne / before - 1 for seed, ne in nes.items() if ne is not None and (before := base.get(seed)) is not None]
+        low, high = interval(changes, confidence)
+        found.append(
+            Effect(
+                axis=axis,
+                value=json.loads(value),
+                num_seeds=len(changes),
+                ne=_mean(known),
+                change=_mean(changes),
+                low=low,
+                high=high,
+                verdict="baseline" if axis == BASELINE else judged(low, high, tolerance),
+                failures=tuple(dict.fromkeys(entry.failure for entry in of_group if entry.failure is not None)),
+            )
+        )
+    return sorted(found, key=lambda effect: effect.axis != BASELINE)
+
+
+def ne_of(entry: Entry) -> float | None:
+    """NE without label noise where the log has a teacher, else the plain one."""
+    if entry.failure is not None:
+        return None
+    figures = entry.record.figures
+    return figures.get("ne_expected", figures.get("ne"))
+
+
+def judged(low: float | None, high: float | None, tolerance: float) -> Verdict:
+    """What an interval of relative change says."""
+    if low is None or high is None:
+        return "open"
+    if low > tolerance:
+        return "regression"
+    if high < 0:
+        return "better"
+    return "within" if high <= tolerance else "open"
+
+
+def interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float | None, float | None]:
+    """Student's interval of a mean; none of fewer than two values."""
+    if len(values) < 2:
+        return None, None
+    mean = statistics.fmean(values)
+    half = student(confidence, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    return mean - half, mean + half
+
+
+def student(confidence: float, freedom: int) -> float:
+    """The two-sided quantile of Student's t, by bisection on its distribution."""
+    low, high = 0.0, 1e6
+    for _ in range(200):
+        middle = (low + high) / 2
+        if _t_inside(middle, freedom) < confidence:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
+def _t_inside(t: float, freedom: int) -> float:
+    """Chance that Student's t is between -t and t: closed forms for whole degrees of freedom."""
+    theta = math.atan(t / math.sqrt(freedom))
+    sine, cosine = math.sin(theta), math.cos(theta)
+    if freedom % 2:
+        term, total = cosine, 0.0
+        for k in range(1, freedom - 1, 2):
+            total += term
+            term *= cosine * cosine * (k + 1) / (k + 2)
+        return 2 / math.pi * (theta + sine * total)
+    term, total = 1.0, 0.0
+    for k in range(0, freedom - 1, 2):
+        total += term
+        term *= cosine * cosine * (k + 1) / (k + 2)
+    return sine * total

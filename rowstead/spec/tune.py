@@ -1,0 +1,201 @@
+"""A search for the settings of a recipe that give the best model."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from rowstead.spec.axis import AxisSpec, axis_from, check_names, with_settings
+from rowstead.spec.errors import RowsteadError, SpecError, require
+from rowstead.spec.parse import parse, read_yaml
+from rowstead.spec.run import RunSpec, find_recipe
+
+Sampler = Literal["grid", "random", "tpe", "gp"]
+RATES = ("train.sparse_optimizer.lr", "train.dense_optimizer.lr")
+"""Learning rates, which a change of the batch asks to change first."""
+MARGIN = 8.0
+"""How far from the recipe's own value a search goes unless it is told, up and down."""
+GROWTH_MARGIN = 2.0
+"""With a larger batch, learning rates are looked for between unchanged and grown with it, so far beyond both."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneSpec:
+    """Trials of a recipe with settings that a sampler chooses, towards the lowest NE."""
+
+    name: str
+    """Name of the study under which its trials are kept."""
+    recipe: str
+    """A recipe file, or the name of a shipped one."""
+    set: Mapping[str, Any] = field(default_factory=dict)
+    """Changes to the recipe that all trials have in common, by dotted key."""
+    retune_for: Mapping[str, Any] = field(default_factory=dict)
+    """What has changed since the recipe was good, such as `train.batch_size: 8192`; trials start from its own settings."""
+    space: tuple[AxisSpec, ...] = ()
+    """What to search; learning rates, the sparse optimizer's eps, warm-up and decay around the recipe's own when left out."""
+    sampler: Sampler = "tpe"
+    """`tpe`: tree-structured Parzen estimator; `gp`: Gaussian process; `random`; `grid`: all combinations of values."""
+    trials: int | None = 40
+    """End after so many."""
+    minutes: float | None = None
+    """End once trials have taken so long, those of earlier times included."""
+    samples_per_s: float | None = None
+    """Slower settings do not count: the lowest NE at this speed or above."""
+    prune: bool = True
+    """End trials early that are worse half-way than two thirds of those before them."""
+    evaluations: int = 4
+    """How often a trial is looked at for that."""
+    workers: int = 1
+    """Processes that try settings at once."""
+    seed: int = 1
+    """Of the sampler; the runs have the recipe's."""
+
+    def __post_init__(self) -> None:
+        good = bool(self.name) and self.name[0].isalnum() and all(c.isalnum() or c in "-_." for c in self.name)
+        require(
+            good and self.name.isascii(), "name", "use letters, digits, `-`, `_` and `.` only, and start with a letter or digit"
+        )
+        check_names(self.space, "space")
+        for name in ("evaluations", "workers"):
+            require(getattr(self, name) >= 1, name, f"must be at least 1, got {getattr(self, name)}")
+        require(self.trials is None or self.trials >= 1, "trials", "must be at least 1")
+        require(self.minutes is None or self.minutes > 0, "minutes", "must be above 0")
+        require(self.trials is not None or self.minutes is not None, "trials", "give a number of `trials`, or of `minutes`")
+        if self.sampler == "grid":
+            ranged = next((axis.title for axis in self.space if axis.low is not None), None)
+            require(ranged is None, "space", f"`grid` needs values of `{ranged}`, not a range")
+            require(bool(self.space), "space", "`grid` needs values to go through")
+
+
+def plain_recipe(spec: TuneSpec) -> Any:
+    """The recipe as it was good, before what has changed since."""
+    return with_settings(read_yaml(find_recipe(spec.recipe)), spec.set)
+
+
+def known_good(spec: TuneSpec) -> RunSpec:
+    """The run whose settings the search starts from."""
+    return parse(RunSpec, plain_recipe(spec))
+
+
+def changed(spec: TuneSpec, settings: Mapping[str, Any] | None = None) -> RunSpec:
+    """The run that is searched for, with some settings."""
+    return parse(RunSpec, with_settings(plain_recipe(spec), {**spec.retune_for, **(settings or {})}))
+
+
+def growth(spec: TuneSpec) -> float:
+    """How many times larger the batch is than it was."""
+    return changed(spec).train.batch_size / known_good(spec).train.batch_size
+
+
+def space_of(spec: TuneSpec) -> tuple[AxisSpec, ...]:
+    """What to search: what the spec says, or what matters most to a model's quality around the recipe's own settings."""
+    if spec.space:
+        return spec.space
+    run, times = known_good(spec), max(1.0, growth(spec))
+    sparse, dense = run.train.sparse_optimizer, run.train.dense_optimizer
+    low, high = (1 / MARGIN, MARGIN) if times == 1 else (1 / GROWTH_MARGIN, GROWTH_MARGIN * times)
+    axes = [
+        AxisSpec(name="sparse lr", keys=(RATES[0],), low=sparse.lr * low, high=sparse.lr * high, log=True),
+        AxisSpec(name="dense lr", keys=(RATES[1],), low=dense.lr * low, high=dense.lr * high, log=True),
+    ]
+    if sparse.kind in ("adagrad", "rowwise_adagrad", "adam"):
+        axes.append(
+            AxisSpec(
+                name="sparse eps", keys=("train.sparse_optimizer.eps",), low=sparse.eps / 10, high=sparse.eps * 10, log=True
+            )
+        )
+    if (num_steps := num_steps_of(changed(spec))) is not None and num_steps >= 20:
+        most = max(num_steps // 5, run.train.schedule.warmup_steps)
+        axes.append(AxisSpec(name="warm-up", keys=("train.schedule.warmup_steps",), low=0, high=most, whole=True))
+    decays = ("none", "linear", "cosine")
+    axes.append(AxisSpec(name="decay", keys=("train.schedule.decay",), values=decays))
+    return tuple(axes)
+
+
+def starts_of(spec: TuneSpec, space: Iterable[AxisSpec]) -> list[dict[str, Any]]:
+    """Settings to try first, by axis: the recipe's own, and with a larger batch its learning rates grown with it."""
+    own = _values_in(changed(spec), space)
+    times = growth(spec)
+    rates = [axis.title for axis in space if set(axis.keys) & set(RATES)]
+    factors = (1.0, math.sqrt(times), times) if times != 1 else (1.0,)
+    found = [own | {title: own[title] * factor for title in rates} for factor in factors]
+    warmed = [axis for axis in space if axis.keys == ("train.schedule.warmup_steps",)]
+    if times > 1 and warmed and own.get(warmed[0].title):
+        found[1:] = [one | {warmed[0].title: round(one[warmed[0].title] / times)} for one in found[1:]]
+    inside = [{name: value for name, value in one.items() if value is not None} for one in found]
+    return [_clipped(one, space) for one in inside]
+
+
+def _values_in(run: RunSpec, space: Iterable[AxisSpec]) -> dict[str, Any]:
+    found = {}
+    for axis in space:
+        if not axis.keys:
+            continue  # which of its options a recipe has is not said anywhere
+        value: Any = run
+        for part in axis.keys[0].split("."):
+            value = value[int(part)] if part.isdigit() and isinstance(value, tuple) else getattr(value, part, None)
+        found[axis.title] = list(value) if isinstance(value, tuple) else value
+    return found
+
+
+def _clipped(values: dict[str, Any], space: Iterable[AxisSpec]) -> dict[str, Any]:
+    """Values inside their ranges; one that an axis does not have is left to the sampler."""
+    kept = {}
+    for axis in space:
+        value = values.get(axis.title)
+        if value is None:
+            continue
+        if axis.low is not None and axis.high is not None:
+            kept[axis.title] = min(max(value, axis.low), axis.high)
+            if axis.whole:
+                kept[axis.title] = round(kept[axis.title])
+        elif value in axis.labels:
+            kept[axis.title] = value
+    return kept
+
+
+def num_steps_of(run: RunSpec) -> int | None:
+    """Steps of a run, where its spec alone says."""
+    if run.data.synth is None:
+        return run.train.max_steps
+    of_log = run.train.epochs * math.ceil(run.data.synth.num_train_samples / run.train.batch_size)
+    return min(of_log, run.train.max_steps or of_log)
+
+
+_RANGE = re.compile(r"^\s*(\S+?)\s*\.\.\s*(\S+?)\s*$")
+
+
+def space_axis_from(text: str) -> AxisSpec:
+    """An axis of the command line: `KEY=LOW..HIGH`, or `KEY=A,B,C`. A range of tenfold or more is searched by its logarithm."""
+    key, _, values = text.partition("=")
+    found = _RANGE.match(values)
+    if found is None:
+        return axis_from(text)
+    try:
+        low, high = (float(end) for end in found.groups())
+    except ValueError:
+        raise RowsteadError(f"cannot read `{text}`: write a range as key.path=0.001..0.1") from None
+    whole = all(re.fullmatch(r"[+-]?[\d_]+", end) for end in found.groups())
+    try:
+        return AxisSpec(keys=(key.strip(),), low=low, high=high, log=low > 0 and high / low >= 10, whole=whole)
+    except SpecError as error:
+        raise RowsteadError(f"`{text}`: {error}") from None
+
+
+def load_tune(name_or_path: str) -> TuneSpec:
+    """A search by path, or one around the recipe of a run, by path or shipped name."""
+    path = Path(name_or_path) if Path(name_or_path).is_file() else find_recipe(name_or_path)
+    plain = read_yaml(path)
+    try:
+        if isinstance(plain, Mapping) and "features" in plain:
+            return TuneSpec(name=f"{plain.get('name', path.stem)}-tune", recipe=name_or_path)
+        spec = parse(TuneSpec, plain)
+    except SpecError as error:
+        raise SpecError("", f"{path.name}: {error}") from None
+    near = path.parent / spec.recipe
+    return dataclasses.replace(spec, recipe=str(near)) if near.is_file() else spec

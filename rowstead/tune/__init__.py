@@ -1,0 +1,1 @@
+"""Search for the settings of a recipe that give the best model."""

@@ -1,0 +1,187 @@
+"""A search finds, keeps, goes on, and ends with a recipe; what fails or dies on the way is recorded."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rowstead import run
+from rowstead.records.store import RunStore
+from rowstead.records.studies import importance_in, trial_history
+from rowstead.spec.errors import RowsteadError
+from rowstead.spec.run import load_recipe
+from rowstead.spec.tune import TuneSpec, load_tune, space_axis_from
+from rowstead.tune.search import mend_journal, write_spec
+from rowstead.tune.tune import tune
+from tests.small_runs import wait_until
+from tests.tune.learnable import LARGER, learnable_recipe
+
+HOSTILE = "<script>alert(1)</script> \x1b[31m 猫"
+
+
+def search(folder: Path, **changes: Any) -> TuneSpec:
+    spec = load_tune(learnable_recipe(folder, num_samples=2_000))
+    return dataclasses.replace(spec, **{"name": "t", "trials": 4, **changes})
+
+
+def test_a_search_ends_with_a_recipe_and_goes_on_when_asked_again(tmp_path: Path) -> None:
+    spec = search(tmp_path, trials=3, sampler="random")
+    found = tune(spec, root=tmp_path / "runs", out=tmp_path / "best.yaml")
+    assert [trial.number for trial in found.trials] == [0, 1, 2]
+    assert found.best is not None
+    assert found.best.objective == min(trial.objective for trial in found.trials if trial.counts and trial.objective)
+    best = load_recipe(str(tmp_path / "best.yaml"))
+    assert best.train.dense_optimizer.lr == pytest.approx(found.best.parameters["dense lr"])
+    assert best.train.checkpoint_every is None
+    quality = run.train(best, out=tmp_path / "run").quality
+    assert quality is not None
+    assert quality.ne_expected == pytest.approx(found.best.objective)
+    again = tune(dataclasses.replace(spec, trials=5), root=tmp_path / "runs")
+    assert [trial.entry.id for trial in again.trials[:3]] == [trial.entry.id for trial in found.trials]
+    assert len(again.trials) == 5
+    assert len({str(trial.parameters) for trial in again.trials}) == 5
+    assert importance_in(tmp_path / "runs/studies/t") == pytest.approx(dict(again.importance))
+    with pytest.raises(RowsteadError, match="another --name"):
+        tune(dataclasses.replace(spec, set={"seed": 2}), root=tmp_path / "runs")
+
+
+def test_a_grid_goes_through_all_combinations_and_hostile_names_are_data(tmp_path: Path) -> None:
+    axes = (
+        dataclasses.replace(space_axis_from("train.dense_optimizer.lr=0.001,0.01"), name=HOSTILE),
+        space_axis_from("model.top=[[4], [8, 4]]"),
+    )
+    found = tune(search(tmp_path, space=axes, sampler="grid", trials=40, prune=False), root=tmp_path / "runs")
+    seen = {(trial.parameters[HOSTILE], tuple(trial.parameters["model.top"])) for trial in found.trials}
+    assert seen == {(0.001, (4,)), (0.001, (8, 4)), (0.01, (4,)), (0.01, (8, 4))}
+    assert len(found.trials) == 4
+    assert found.recipe is not None
+    assert load_recipe(str(found.recipe)).name == "learnable"
+
+
+def test_trials_that_make_no_recipe_or_go_astray_are_recorded_and_the_search_goes_on(tmp_path: Path) -> None:
+    axes = (
+        space_axis_from("train.batch_size=0,64"),
+        space_axis_from("train.dense_optimizer.kind=sgd,adam"),
+        space_axis_from("train.dense_optimizer.lr=0.01,1e30"),
+    )
+    found = tune(search(tmp_path, space=axes, sampler="grid", trials=8, prune=False), root=tmp_path / "runs")
+    assert len(found.trials) == 8
+    by_state = {trial.state for trial in found.trials}
+    assert by_state == {"complete", "failed"}
+    failures = [str(trial.entry.failure) for trial in found.trials if trial.state == "failed"]
+    assert sum("batch_size" in text for text in failures) == 4
+    astray = [trial for trial in found.trials if trial.state == "failed" and "batch_size" not in str(trial.entry.failure)]
+    assert astray
+    assert all(trial.objective == 1.0 and not trial.counts for trial in astray)
+    assert found.best is not None
+    assert found.best.parameters["train.dense_optimizer.lr"] == 0.01
+
+
+@pytest.mark.slow
+def test_slower_settings_do_not_count_below_a_floor(tmp_path: Path) -> None:
+    found = tune(search(tmp_path, trials=3, samples_per_s=1e12), root=tmp_path / "runs")
+    assert found.best is None
+    assert found.recipe is None
+    assert found.pareto
+    assert all(not trial.counts for trial in found.trials)
+
+
+def test_minutes_end_a_search(tmp_path: Path) -> None:
+    found = tune(search(tmp_path, trials=None, minutes=0.001), root=tmp_path / "runs")
+    assert 1 <= len(found.trials) <= 3
+
+
+@pytest.mark.slow
+def test_a_torn_line_is_cut_off_the_journal(tmp_path: Path) -> None:
+    spec = search(tmp_path, trials=1)
+    tune(spec, root=tmp_path / "runs")
+    journal = tmp_path / "runs/studies/t/trials.journal"
+    whole = journal.read_bytes()
+    journal.write_bytes(whole + b'{"op_code": 4, "wor')
+    mend_journal(journal)
+    assert journal.read_bytes() == whole
+    mend_journal(tmp_path / "none")
+    journal.write_bytes(whole + b'{"op_code": 4, "wor')
+    assert len(tune(dataclasses.replace(spec, trials=2), root=tmp_path / "runs").trials) == 2
+
+
+RUN = "import sys; from pathlib import Path; from rowstead.tune.search import read_spec; from rowstead.tune.tune import tune\n"
+RUN += "tune(read_spec(Path(sys.argv[1])), root=sys.argv[2])"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_search_that_is_killed_goes_on_where_it_was(tmp_path: Path, workers: int) -> None:
+    spec = search(tmp_path, trials=12, workers=workers)
+    store = RunStore(tmp_path / "runs")
+    write_spec(tmp_path / "given", spec)
+    command = [sys.executable, "-c", RUN, str(tmp_path / "given"), str(tmp_path / "runs")]
+    process = subprocess.Popen(command)
+    wait_until(lambda: len(store.read().of(source="trial")) >= 3, what="three trials")
+    process.kill()
+    process.wait()
+    before = [entry.id for entry in store.read().of(source="trial")]
+    assert subprocess.run(command, timeout=300, check=False).returncode == 0
+    entries = store.read().of(source="trial")
+    trials = trial_history(entries)
+    assert [entry.id for entry in entries[: len(before)]] == before
+    assert len(entries) == len(trials) == 12
+    assert all(trial.state in ("complete", "pruned") for trial in trials)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_worker_that_is_killed_is_replaced_and_its_trial_recorded(tmp_path: Path) -> None:
+    spec = search(tmp_path, trials=10, workers=2)
+    killed: list[int] = []
+
+    def kill_one(trials: list[Any]) -> None:
+        if not killed and len(trials) >= 2:
+            import psutil
+
+            workers = [p.pid for p in psutil.Process().children() if "rowstead.tune.worker" in p.cmdline()]
+            os.kill(workers[0], signal.SIGKILL)
+            killed.append(workers[0])
+
+    found = tune(spec, root=tmp_path / "runs", tell=kill_one)
+    assert killed
+    assert len(found.trials) == 10
+    failed = [trial for trial in found.trials if trial.state == "failed"]
+    assert len(failed) <= 1
+    assert all("SIGKILL" in str(trial.entry.failure) for trial in failed)
+
+
+@pytest.mark.slow
+def test_all_processes_of_a_trial_have_its_settings(tmp_path: Path) -> None:
+    axes = (space_axis_from("train.dense_optimizer.lr=0.003,0.03"),)
+    nes = {}
+    for processes in (1, 2):
+        spec = search(tmp_path, name=f"t{processes}", space=axes, sampler="grid", prune=False, set={"run.processes": processes})
+        found = tune(spec, root=tmp_path / "runs")
+        assert [trial.state for trial in found.trials] == ["complete", "complete"]
+        nes[processes] = {trial.parameters["train.dense_optimizer.lr"]: trial.objective for trial in found.trials}
+        facts = {trial.entry.record.machine.get("num_processes") for trial in found.trials}
+        assert facts == ({2} if processes == 2 else {None})
+    for rate, ne in nes[1].items():
+        assert nes[2][rate] == pytest.approx(ne, rel=1e-3)  # synchronous training is the same, however many share a batch
+    assert nes[1][0.003] != pytest.approx(nes[1][0.03], rel=1e-2)
+
+
+@pytest.mark.slow
+def test_the_command_searches_and_says_what_it_found(tmp_path: Path) -> None:
+    recipe = learnable_recipe(tmp_path, num_samples=2_000)
+    command = [sys.executable, "-m", "rowstead", "tune", recipe, "--retune-for", f"train.batch_size={LARGER}", "--trials", "4"]
+    command += ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "best.yaml"), "--samples-per-s", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "before the change" in done.stdout
+    assert "trial 4 of 4" in done.stdout
+    assert load_recipe(str(tmp_path / "best.yaml")).train.batch_size == LARGER

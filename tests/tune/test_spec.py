@@ -1,0 +1,77 @@
+"""What a search is about: the space around a recipe, where it starts, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rowstead.spec.errors import RowsteadError, SpecError
+from rowstead.spec.parse import parse
+from rowstead.spec.tune import TuneSpec, changed, load_tune, num_steps_of, space_axis_from, space_of, starts_of
+from tests.tune.learnable import BATCH, LARGER, learnable_recipe
+
+
+def search(folder: Path, **changes: Any) -> TuneSpec:
+    return dataclasses.replace(load_tune(learnable_recipe(folder)), **changes)
+
+
+def test_the_space_around_a_recipe_holds_its_own_settings(tmp_path: Path) -> None:
+    spec = search(tmp_path)
+    space = {axis.title: axis for axis in space_of(spec)}
+    assert set(space) == {"sparse lr", "dense lr", "sparse eps", "warm-up", "decay"}
+    (start,) = starts_of(spec, space.values())
+    assert start == {"sparse lr": 0.1, "dense lr": 0.01, "sparse eps": 0.01, "warm-up": 0, "decay": "linear"}
+    for title in ("sparse lr", "dense lr"):
+        low, high = space[title].low, space[title].high
+        assert low is not None
+        assert high is not None
+        assert low < start[title] < high
+
+
+def test_a_larger_batch_starts_from_the_old_settings_and_from_grown_rates(tmp_path: Path) -> None:
+    spec = search(tmp_path, retune_for={"train.batch_size": LARGER})
+    assert changed(spec).train.batch_size == LARGER
+    assert num_steps_of(changed(spec)) == 391
+    same, root, linear = starts_of(spec, space_of(spec))
+    assert (same["sparse lr"], same["dense lr"]) == (0.1, 0.01)
+    assert root["dense lr"] == pytest.approx(0.01 * (LARGER / BATCH) ** 0.5)
+    assert linear["sparse lr"] == pytest.approx(0.8)
+
+
+def test_starts_stay_inside_a_space_that_was_given(tmp_path: Path) -> None:
+    axes = (space_axis_from("train.dense_optimizer.lr=0.02..0.05"), space_axis_from("model.top=[[8], [32, 16]]"))
+    spec = search(tmp_path, space=axes, retune_for={"train.batch_size": LARGER})
+    starts = starts_of(spec, space_of(spec))
+    assert all(0.02 <= start["train.dense_optimizer.lr"] <= 0.05 for start in starts)
+    assert starts[0]["model.top"] == [32, 16]
+
+
+def test_axes_of_the_command_line() -> None:
+    rate = space_axis_from("train.dense_optimizer.lr=1e-4..1e-1")
+    assert (rate.low, rate.high, rate.log, rate.whole) == (1e-4, 1e-1, True, False)
+    steps = space_axis_from("train.schedule.warmup_steps=0..50")
+    assert (steps.low, steps.high, steps.log, steps.whole) == (0, 50, False, True)
+    assert space_axis_from("model.width=4,8").values == (4, 8)
+    for wrong in ("lr=a..b", "lr=2..1", "lr"):
+        with pytest.raises(RowsteadError):
+            space_axis_from(wrong)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"name": "<b>"}, "letters"),
+        ({"trials": 0}, "at least 1"),
+        ({"trials": None}, "minutes"),
+        ({"sampler": "grid"}, "values"),
+        ({"sampler": "grid", "space": [{"keys": "seed", "low": 1, "high": 2}]}, "not a range"),
+        ({"sampler": "tqe"}, "tpe"),
+        ({"space": [{"keys": "seed", "values": [1]}, {"keys": "seed", "values": [2]}]}, "another axis"),
+    ],
+)
+def test_a_search_that_cannot_be_is_refused(change: dict[str, Any], problem: str) -> None:
+    with pytest.raises(SpecError, match=problem):
+        parse(TuneSpec, {"name": "t", "recipe": "quickstart"} | change)
