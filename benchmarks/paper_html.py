@@ -1,0 +1,141 @@
+"""Builds docs/paper.html: each figure and table of the HPCA 2021 study, beside it what this machine measured and what we predict.
+
+python -m benchmarks.paper_html                   everything: quick sweeps, the quality study, then the page
+python -m benchmarks.paper_html sweeps fig10      some sweeps alone; those that are done already are passed over
+python -m benchmarks.paper_html quality           the quality study alone
+python -m benchmarks.paper_html page              the page from what has been measured so far
+
+Measurements are kept under build/paper, so that what was interrupted goes on where it was. Sentences on the page are made from the
+figures: they say that something agrees only where it does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import html
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.paper_item import Item
+from benchmarks.paper_items import items
+from rowstead.records.store import Contents, RunStore
+from rowstead.report.describe import TextTable
+from rowstead.report.shell import Section, page_of, table_html
+from rowstead.spec.catalogue import load_software
+
+ROOT = Path(__file__).parent.parent
+RUNS = ROOT / "build" / "paper"
+PAGE = ROOT / "docs" / "paper.html"
+SWEEPS = ("fig5", "fig9", "fig10", "fig11", "fig12", "fig13", "fig14", "fig15")
+QUALITY = "paper-quality"
+"""The shipped quality study, or a recipe around which one is made."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """One piece of the work."""
+
+    name: str
+    words: tuple[str, ...]
+
+
+def commands(chosen: Sequence[str], runs: Path = RUNS) -> list[Command]:
+    """The commands that measure: quick sweeps, the whole population of Fig. 9 by prediction, and the quality study."""
+    made = [Command(name, ("sweep", name, "--quick", "--runs", str(runs))) for name in SWEEPS]
+    made.append(Command("fig9", ("sweep", "fig9", "--predict-only", "--runs", str(runs))))
+    made.append(Command("quality", ("quality", _quality(), "--quick", "--runs", str(runs))))
+    return [one for one in made if one.name in chosen]
+
+
+def _quality() -> str:
+    from rowstead.spec.quality import QUALITY as FOLDER
+
+    return QUALITY if (FOLDER / f"{QUALITY}.yaml").is_file() else "quickstart"
+
+
+def measure(chosen: Sequence[str], runs: Path) -> int:
+    """Run what was chosen, one after the other; what fails is said, and the others go on."""
+    failed = 0
+    for one in commands(chosen, runs):
+        start_s = time.monotonic()
+        print(f"rowstead {' '.join(one.words)}", flush=True)
+        status = subprocess.run([sys.executable, "-m", "rowstead", *one.words], cwd=ROOT, check=False).returncode
+        failed += status != 0
+        print(
+            f"  {one.name}: {time.monotonic() - start_s:.0f} s{'' if status == 0 else f', ended with status {status}'}",
+            flush=True,
+        )
+    return failed
+
+
+def page(contents: Contents) -> str:
+    """The whole page."""
+    software = load_software("operators-2020")
+    found = items(contents, software)
+    sections = [Section(key="about", title="In short", blocks=[table_html(_summary(found))], words=ABOUT)]
+    sections += [_section(item) for item in found]
+    bad = f" {contents.num_bad_lines:,} lines of the store could not be read." if contents.num_bad_lines else ""
+    return page_of(
+        "The study of training efficiency, beside this machine",
+        "Acun et al., Understanding Training Efficiency of Deep Learning Recommendation Models at Scale, HPCA 2021"
+        + _where(contents),
+        sections,
+        foot="Written by python -m benchmarks.paper_html (make paper). Facts and figures of the study in our own words." + bad,
+    )
+
+
+ABOUT = (
+    "The study measured production fleets, Big Basin and a Zion prototype. We have none of them. For each of its figures and tables that has "
+    "numbers, this page shows what the study found, what this machine measured in a sweep that is small enough for it, what the equations of "
+    "rowstead plan predict for the study's own machines and sizes, and where these differ. Absolute speeds of this machine mean nothing for "
+    "a fleet: look at the shapes."
+)
+
+
+def _where(contents: Contents) -> str:
+    for entry in contents.entries:
+        if entry.is_measured and "cpu" in entry.record.machine:
+            cores = entry.record.machine.get("num_usable_cores", entry.record.machine.get("num_cores", "?"))
+            return f" · measured on {cores} cores of {entry.record.machine['cpu']}, {entry.record.date[:10]}"
+    return " · nothing was measured yet"
+
+
+def _summary(found: Sequence[Item]) -> TextTable:
+    rows = tuple((item.title, item.measured_words, item.predicted_words, item.verdict) for item in found)
+    return TextTable("The study's figures", ("of the study", "measured here", "predicted", "agrees"), rows)
+
+
+def _section(item: Item) -> Section:
+    blocks = [f"<p><strong>The study:</strong> {html.escape(item.paper)}</p>"]
+    after = f"<p><strong>Ours beside it:</strong> {html.escape(item.differs)}</p>"
+    return Section(key=item.key, title=item.title, blocks=[*blocks, after], figures=item.figures, tables=item.tables)
+
+
+def main() -> int:
+    """Measure what was asked for, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=("all", "sweeps", "quality", "page"), default="all")
+    parser.add_argument("names", nargs="*", metavar="SWEEP", help="with `sweeps`: only these")
+    parser.add_argument("--out", type=Path, default=PAGE, help="where the page goes [docs/paper.html]")
+    parser.add_argument("--runs", type=Path, default=RUNS, help="where measurements are kept [build/paper]")
+    options = parser.parse_args()
+    for name in options.names:
+        if name not in SWEEPS:
+            parser.error(f"no sweep `{name}`: there are {', '.join(SWEEPS)}")
+    failed = 0
+    if options.what in ("all", "sweeps"):
+        failed += measure(options.names or SWEEPS, options.runs)
+    if options.what in ("all", "quality"):
+        failed += measure(["quality"], options.runs)
+    if options.what in ("all", "page"):
+        options.out.write_text(page(RunStore(options.runs).read()), encoding="utf-8")
+        print(f"wrote {options.out}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

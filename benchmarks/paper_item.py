@@ -1,0 +1,107 @@
+"""What stands for one figure or table of the HPCA 2021 study, and how ours is put beside it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rowstead.records.store import Contents
+from rowstead.report import of_studies
+from rowstead.report.describe import TextTable
+from rowstead.report.look import Figure
+from rowstead.report.of_studies import MEASURED, Axis, Cell, Study
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """One figure or table of the study, with ours beside it."""
+
+    key: str
+    title: str
+    paper: str
+    """What the study found."""
+    differs: str
+    """One honest sentence, or a few, made from the figures."""
+    verdict: str
+    """`yes`, `partly`, `no`, or `not measured`."""
+    figures: Sequence[Figure] = ()
+    tables: Sequence[TextTable] = ()
+    measured_words: str = "not measured"
+    predicted_words: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checks:
+    """Statements that either hold of the figures or do not."""
+
+    said: list[tuple[str, bool]] = field(default_factory=list)
+
+    def add(self, text: str, holds: bool) -> None:
+        self.said.append((text, holds))
+
+    @property
+    def verdict(self) -> str:
+        right = sum(holds for _, holds in self.said)
+        return "yes" if right == len(self.said) else "no" if right == 0 else f"partly: {right} of {len(self.said)}"
+
+    @property
+    def words(self) -> str:
+        agree = "; ".join(text for text, holds in self.said if holds)
+        differ = "; ".join(text for text, holds in self.said if not holds)
+        return (
+            ". ".join(
+                filter(None, (f"Not as in the study: {differ}" if differ else "", f"As in the study: {agree}" if agree else ""))
+            )
+            + "."
+        )
+
+
+def measured_of(contents: Contents, name: str, figure: str = "samples_per_s") -> Study | None:
+    """What was measured in a sweep, in its whole size where that was run, else in its quick one."""
+    for study in (name, f"{name}-quick"):
+        entries = [entry for entry in contents.of(study=study) if entry.is_measured]
+        found = of_studies.study_of(study, entries, figure) if entries else None
+        if found is not None and found.series:
+            return found
+    return None
+
+
+def line(study: Study, series: str = MEASURED) -> list[float]:
+    """The values of a study of one axis, in order of the axis."""
+    return [one.value for one in sorted(study.series.get(series, ()), key=lambda one: one.place)]
+
+
+def predicted_lines(name: str, axis_name: str, series: Mapping[str, Mapping[object, float]]) -> Study:
+    """Predictions over one axis as a study."""
+    values = tuple(dict.fromkeys(value for of in series.values() for value in of))
+    cells = {
+        title: tuple(
+            Cell(place=(values.index(value),), value=speed, low=speed, high=speed, num_runs=1) for value, speed in of.items()
+        )
+        for title, of in series.items()
+    }
+    return Study(name=name, figure="samples_per_s", axes=(Axis(name=axis_name, values=values),), series=cells, num_failed=0)
+
+
+def side_by_side(key: str, measured: Study | None, predicted: Study) -> list[Figure]:
+    """The figure of what was measured, where there is one, and that of the predictions."""
+    made: list[Figure] = []
+    if measured is not None:
+        for number, figure in enumerate(of_studies.draw_study(measured)[:4]):
+            title = "Measured here" if number == 0 else figure.title
+            made.append(Figure(**{**vars(figure), "key": f"{key}-measured-{number}", "title": title}))
+    shown = of_studies.draw_lines(predicted, key=f"{key}-predicted", title="Predicted for the study's machines")
+    return [*made, dataclasses.replace(shown, words="In the study's own sizes, by the equations of rowstead plan.")]
+
+
+def thousands(value: float | None) -> str:
+    """A speed in thousands."""
+    return "?" if value is None else f"{value / 1e3:,.1f}k"
+
+
+def size_of(study: Study | None) -> str:
+    """How much was measured, in words."""
+    if study is None:
+        return "not measured"
+    return f"{len(study.series.get(MEASURED, ()))} points" + (f", {study.num_failed} failed" if study.num_failed else "")

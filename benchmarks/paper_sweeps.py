@@ -1,0 +1,282 @@
+"""The sweeps of the HPCA 2021 study (its Figs. 10 to 14), each with ours beside it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+from benchmarks.paper import DENSE, FIG10, SPARSE, cell, error, on_big_basin, on_cpu, placements, suite_model, suite_work
+from benchmarks.paper_item import Checks, Item, line, measured_of, predicted_lines, side_by_side, size_of, thousands
+from rowstead.plan.work import step_work
+from rowstead.records.store import Contents
+from rowstead.report import of_studies
+from rowstead.report.describe import TextTable
+from rowstead.report.look import Figure, axis, layout
+from rowstead.report.of_studies import MEASURED, Study
+from rowstead.spec.machine import Software
+
+CPU, GPU = "predicted: CPU server with parameter servers", "predicted: Big Basin"
+
+
+def _heat(key: str, title: str, words: str, table: Mapping[int, Mapping[int, float]]) -> Figure:
+    rows, columns = list(table), list(SPARSE)
+    values = [[table[row].get(column) for column in columns] for row in rows]
+    texts = [["" if value is None else f"{value:.2f}" for value in row] for row in values]
+    trace = {
+        "type": "heatmap", "x": [str(one) for one in columns], "y": [f"{one:,}" for one in rows], "z": values, "text": texts,
+        "texttemplate": "%{text}", "colorscale": "@scale", "showscale": False, "xgap": 2, "ygap": 2, "zmin": 0, "zmax": 6,
+        "hovertemplate": "%{y} dense, %{x} sparse: %{z:.2f}<extra></extra>",
+    }  # fmt: skip
+    cells = tuple((f"{row:,}", *text) for row, text in zip(rows, texts, strict=True))
+    return Figure(
+        key=key,
+        title=title,
+        words=words,
+        traces=[trace],
+        layout=layout(axis("sparse features", type="category"), axis("dense features", type="category")),
+        table=TextTable("Ratio", ("dense features", *map(str, columns)), cells),
+        height_rem=17,
+    )
+
+
+def dense_and_sparse(contents: Contents, software: Software) -> Item:
+    """Fig. 10: throughput of GPUs over CPUs by dense and sparse features."""
+    found = {dense: {sparse: cell(dense, sparse, software) for sparse in SPARSE} for dense in DENSE}
+    ours = {dense: {sparse: one["gpu_over_cpu_throughput"] for sparse, one in row.items()} for dense, row in found.items()}
+    efficiency = {
+        dense: {sparse: one["gpu_over_cpu_efficiency"] for sparse, one in row.items()} for dense, row in found.items()
+    }
+    measured = measured_of(contents, "fig10")
+    figures = [
+        _heat(
+            "fig10-paper", "The study", "Throughput of one Big Basin over one CPU trainer with two parameter servers.", FIG10
+        ),
+        _heat("fig10-predicted", "Predicted: the same ratio", "For the same machines and sizes, software of 2020.", ours),
+        _heat(
+            "fig10-efficiency",
+            "Predicted: ratio of efficiency",
+            "The ratio times 3 servers over the 7.3 that Big Basin's power is worth.",
+            efficiency,
+        ),
+    ]
+    if measured is not None and len(measured.axes) == 2:
+        heat = of_studies.draw_heat(measured)[0]
+        figures.append(Figure(**{**vars(heat), "key": "fig10-measured", "title": "Measured here: samples/s"}))
+    off = error(ours[dense][sparse] / FIG10[dense][sparse] for dense in FIG10 for sparse in SPARSE)
+    worst = max((error([ours[d][s] / FIG10[d][s]]), d, s) for d in FIG10 for s in SPARSE)
+    checks = Checks()
+    checks.add(
+        f"predicted ratios are within {off:.0%} on average, at worst {worst[0]:.0%} ({worst[1]:,} dense, {worst[2]} sparse)",
+        off < 0.25,
+    )
+    faster = [value > 1 for row in ours.values() for value in row.values()]
+    checks.add(f"the GPUs are faster in {sum(faster)} of {len(faster)} predicted cells", all(faster))
+    low = [(d, s) for d, row in efficiency.items() for s, value in row.items() if value < 1]
+    checks.add(
+        f"efficiency is below 1 in {len(low)} cells"
+        + (f", those with {', '.join(f'{d}/{s}' for d, s in low)} dense/sparse" if low else ""),
+        all(d == 64 for d, _ in low),
+    )
+    if measured is not None and len(measured.axes) == 2:
+        table = measured.table(MEASURED)
+        corner = (table[0][0], table[-1][-1])
+        falls = corner[0] is not None and corner[1] is not None and corner[1] < corner[0]
+        most, fewest = thousands(corner[1]), thousands(corner[0])
+        checks.add(f"with the most features of both kinds this machine does {most} samples/s, with the fewest {fewest}", falls)
+        rows = _falling(table)
+        checks.add(f"here throughput falls along sparse features in {sum(rows)} of {len(rows)} rows", all(rows))
+    return Item(
+        key="fig10",
+        title="Fig. 10: dense and sparse features",
+        paper="Throughput falls as dense or sparse features are added, on CPU and on GPU. The GPUs are faster in every cell; their power efficiency is below that of CPUs only with 64 dense and few sparse features, and best with many dense ones.",
+        differs=checks.words,
+        verdict=checks.verdict,
+        figures=figures,
+        measured_words=size_of(measured),
+        predicted_words=f"ratios off by {off:.0%}",
+    )
+
+
+def _falling(table: Sequence[Sequence[float | None]]) -> list[bool]:
+    rows = [[value for value in row if value is not None] for row in table]
+    return [row == sorted(row, reverse=True) for row in rows]
+
+
+def batch_size(contents: Contents, software: Software) -> Item:
+    """Fig. 11: throughput over batch size."""
+    batches = (100, 200, 400, 800, 1600, 3200, 6400, 12800, 25600, 51200)
+    work = suite_work(64, 4)
+    cpu = {batch: on_cpu(work, software, batch_size=batch).samples_per_s for batch in batches}
+    gpu = {batch: on_big_basin(work, software, batch_size=batch).samples_per_s for batch in batches}
+    measured = measured_of(contents, "fig11")
+    predicted = predicted_lines("fig11", "batch size", {CPU: cpu, GPU: gpu})
+    checks = Checks()
+    speeds = list(gpu.values())
+    checks.add(
+        f"predicted GPU throughput rises {speeds[3] / speeds[0]:.1f}-fold from batch 100 to 800", speeds[3] / speeds[0] > 4
+    )
+    checks.add(f"there the last doubling of the batch gives {speeds[-1] / speeds[-2] - 1:+.0%}", speeds[-1] / speeds[-2] < 1.3)
+    best = max(cpu, key=cpu.__getitem__)
+    checks.add(
+        f"predicted CPU throughput is best at batch {best:,} and {1 - cpu[batches[-1]] / cpu[best]:.0%} lower at {batches[-1]:,}",
+        best < batches[-1],
+    )
+    checks.add(
+        f"the best batch is {best:,} on CPUs and {max(gpu, key=gpu.__getitem__):,} on GPUs",
+        best != max(gpu, key=gpu.__getitem__),
+    )
+    if measured is not None:
+        for name, values in _rows(measured, "batch size"):
+            top = max(values, key=lambda one: one[1])
+            rises = top[1] / values[0][1]
+            checks.add(f"here, {name}, throughput rises {rises:.1f}-fold from batch {values[0][0]} to {top[0]}", rises > 1)
+    return Item(
+        key="fig11",
+        title="Fig. 11: batch size",
+        paper="GPU throughput rises about linearly with the batch, then saturates; CPU throughput can get worse with large batches; the best batch differs between CPU and GPU and with the model.",
+        differs=checks.words,
+        verdict=checks.verdict,
+        figures=side_by_side("fig11", measured, predicted),
+        measured_words=size_of(measured),
+        predicted_words=f"CPU best at {best:,}",
+    )
+
+
+def _rows(study: Study, along: str) -> list[tuple[str, list[tuple[object, float]]]]:
+    """The measured values along one axis, for each combination of the others, in words."""
+    place = next((number for number, one in enumerate(study.axes) if one.name == along), None)
+    if place is None:
+        return []
+    rows: dict[tuple[int, ...], list[tuple[object, float]]] = {}
+    for one in sorted(study.series.get(MEASURED, ()), key=lambda one: one.place):
+        others = tuple(where for number, where in enumerate(one.place) if number != place)
+        rows.setdefault(others, []).append((of_studies.words_of(study.axes[place].values[one.place[place]]), one.value))
+    rest = [one for number, one in enumerate(study.axes) if number != place]
+    return [
+        (
+            ", ".join(f"{one.name} {of_studies.words_of(one.values[where])}" for one, where in zip(rest, others, strict=True))
+            or "for this model",
+            values,
+        )
+        for others, values in rows.items()
+        if len(values) > 1
+    ]
+
+
+def hash_size(contents: Contents, software: Software) -> Item:
+    """Fig. 12: throughput over hash size."""
+    sizes = (100_000, 1_000_000, 3_000_000, 5_000_000)
+    works = {size: step_work(suite_model(1024, 64, num_rows=size)) for size in sizes}
+    cpu = {size: on_cpu(work, software).samples_per_s for size, work in works.items()}
+    on_gpus = {size: on_big_basin(work, software) for size, work in works.items()}
+    gpu = {size: one.samples_per_s for size, one in on_gpus.items()}
+    measured = measured_of(contents, "fig12")
+    predicted = predicted_lines("fig12", "hash size", {CPU: cpu, GPU: gpu})
+    checks = Checks()
+    flat = max(cpu.values()) / min(cpu.values())
+    checks.add(f"the largest predicted CPU throughput is {flat:.2f} times the least", flat < 1.1)
+    counts = [one.setup.num_devices for one in on_gpus.values()]
+    speeds = list(gpu.values())
+    drops = all(after < before for before, after in itertools.pairwise(speeds))
+    shown = ", ".join(
+        f"{count} GPU{'s' if count > 1 else ''} {thousands(speed)}" for count, speed in zip(counts, speeds, strict=True)
+    )
+    checks.add(f"predicted throughput as the tables spread over GPUs is {shown}", drops)
+    if measured is not None:
+        values = line(measured)
+        here = max(values) / min(values)
+        checks.add(f"the largest throughput of this machine is {here:.2f} times the least", here < 1.3)
+    return Item(
+        key="fig12",
+        title="Fig. 12: hash size",
+        paper="Throughput is flat on CPU; on the GPUs it drops as tables spread over more GPUs.",
+        differs=checks.words,
+        verdict=checks.verdict,
+        figures=side_by_side("fig12", measured, predicted),
+        measured_words=size_of(measured),
+        predicted_words=f"CPU flat within {flat - 1:.0%}",
+    )
+
+
+def mlp(contents: Contents, software: Software) -> Item:
+    """Fig. 13: throughput over the size of the MLPs."""
+    sizes = ((64,) * 2, (128,) * 2, (256,) * 3, (512,) * 3, (1024,) * 3, (2048,) * 3)
+    works = {size: step_work(suite_model(1024, 16, mlp=size)) for size in sizes}
+    cpu = {name: on_cpu(work, software).samples_per_s for name, work in works.items()}
+    gpu = {name: on_big_basin(work, software).samples_per_s for name, work in works.items()}
+    measured = measured_of(contents, "fig13")
+    predicted = predicted_lines("fig13", "MLP", {CPU: cpu, GPU: gpu})
+    checks = Checks()
+    for name, speeds in (("CPU", list(cpu.values())), ("GPU", list(gpu.values()))):
+        checks.add(
+            f"predicted {name} throughput at 256^3 is {speeds[2] / speeds[0]:.0%} of that at 64^2", speeds[2] / speeds[0] > 0.8
+        )
+    beyond = {name: list(of.values())[-1] / list(of.values())[2] for name, of in (("CPU", cpu), ("GPU", gpu))}
+    checks.add(f"from 256^3 to 2048^3 CPU keeps {beyond['CPU']:.0%} and GPU {beyond['GPU']:.0%}", beyond["CPU"] < beyond["GPU"])
+    if measured is not None:
+        values = line(measured)
+        checks.add(
+            f"this machine keeps {values[-1] / values[0]:.0%} of its throughput from the smallest MLP to the largest",
+            values[-1] < values[0],
+        )
+    return Item(
+        key="fig13",
+        title="Fig. 13: MLP dimensions",
+        paper="No significant drop up to 256^3; beyond it CPU drops more than GPU.",
+        differs=checks.words,
+        verdict=checks.verdict,
+        figures=side_by_side("fig13", measured, predicted),
+        measured_words=size_of(measured),
+        predicted_words=f"at 2048^3: CPU {beyond['CPU']:.0%}, GPU {beyond['GPU']:.0%} of 256^3",
+    )
+
+
+def places(contents: Contents, software: Software) -> Item:
+    """Fig. 14: M2 with its tables in different places."""
+    names = {"device": "GPU memory", "host": "system memory", "remote": "remote servers"}
+    found = placements(software)
+    series = {
+        f"predicted: {title}": {names[place]: speed for place, speed in found[machine].items()}
+        for machine, title in (("bigbasin-32", "Big Basin"), ("zion-prototype", "Zion prototype"))
+    }
+    measured = measured_of(contents, "fig14")
+    predicted = predicted_lines("fig14", "tables in", series)
+    basin, zion = found["bigbasin-32"], found["zion-prototype"]
+    checks = Checks()
+    best = {name: max(of, key=of.__getitem__) for name, of in found.items()}
+    checks.add(f"best on Big Basin is {names[best['bigbasin-32']]}", best["bigbasin-32"] == "device")
+    lower = basin["device"] / zion["device"]
+    checks.add(f"in GPU memory Zion is {lower:.1f} times below it (the study: far lower)", lower > 2)
+    ahead = zion["host"] / basin["host"]
+    checks.add(
+        f"best on Zion is {names[best['zion-prototype']]}, in which it has {ahead:.1f} times Big Basin's speed",
+        best["zion-prototype"] == "host" and ahead > 1,
+    )
+    below = basin["device"] / basin["host"]
+    checks.add(f"Big Basin in system memory is {below:.1f} times below its GPU memory (the study: 4)", 3 < below < 5.3)
+    shares = [of["remote"] / max(of.values()) for of in (basin, zion)]
+    checks.add(
+        f"remote memory reaches {shares[0]:.0%} of the best on Big Basin and {shares[1]:.0%} on Zion, where it is {zion['remote'] / basin['remote']:.1f} times as fast",
+        max(shares) < 1 and zion["remote"] > basin["remote"],
+    )
+    note = ""
+    if measured is not None:
+        order = sorted(
+            ((one.value, of_studies.words_of(measured.axes[0].values[one.place[0]])) for one in measured.series[MEASURED]),
+            reverse=True,
+        )
+        note = (
+            " This machine has no GPU: measured here are the same places behind a CPU, "
+            + ", ".join(f"{name} {thousands(value)}" for value, name in order)
+            + " samples/s."
+        )
+    return Item(
+        key="fig14",
+        title="Fig. 14: places for the tables of M2",
+        paper="In GPU memory Big Basin is best and Zion far lower, as its GPUs have no direct path; in system memory Zion is best, and Big Basin 4 times below its own GPU-memory figure; remote memory beats neither on either, with Zion slightly ahead.",
+        differs=checks.words + note,
+        verdict=checks.verdict,
+        figures=side_by_side("fig14", measured, predicted),
+        measured_words=size_of(measured),
+        predicted_words="order of places",
+    )

@@ -1,0 +1,358 @@
+"""Serves the what-if page: loopback only unless a token guards it; nothing is ever written, and no path comes from a request.
+
+A page of another site cannot use it: requests must name this server as their host (so that a name that was bound anew leads
+nowhere), those that ask for work must carry a header that other sites may not send, and answers may be framed by nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import http.server
+import ipaddress
+import json
+import secrets
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.cookies import CookieError, SimpleCookie
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import yaml
+
+from rowstead.spec.errors import RowsteadError, did_you_mean
+from rowstead.spec.parse import parse, read_text, to_plain, to_plain_without_defaults
+from rowstead.spec.run import RECIPES, load_recipe, recipe_names
+from rowstead.ui.browse import Browser
+from rowstead.ui.scenario import Scenario, checked_base, scenario_of, spec_of
+from rowstead.ui.whatif import PLACES, answers, known, known_machines
+
+PAGE = Path(__file__).parent / "page"
+FILES = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/app.js": ("app.js", "text/javascript; charset=utf-8"),
+    "/app.css": ("app.css", "text/css; charset=utf-8"),
+    "/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+MAX_BODY_BYTES = 1 << 20
+"""Of a request: a recipe is far smaller."""
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+)
+REPORT_POLICY = (
+    # a report brings its own scripts: they run, and with an origin of their own they can ask this server for nothing
+    "sandbox allow-scripts allow-downloads allow-modals; default-src 'none'; script-src 'unsafe-inline'; "
+    "style-src 'unsafe-inline'; img-src data: blob:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+)
+COOKIE = "rowstead-token"
+ASKED = "X-Rowstead"
+"""Header of every request for work; a page of another site cannot send it without leave, which nobody gives."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guard:
+    """Who may ask."""
+
+    hosts: frozenset[str]
+    """Names, with the port, under which this server may be asked; empty where a token decides instead."""
+    token: str | None = None
+
+    def refusal(self, headers: Any, query: str) -> str | None:
+        """Why a request is refused; None where it is not."""
+        host = (headers.get("Host") or "").lower()
+        if self.hosts and host not in self.hosts:
+            return "this server answers under its own address alone"
+        if self.token is not None and not any(_same(one, self.token) for one in _tokens(headers, query)):
+            return "open the address that the command printed: its token is missing or wrong"
+        return None
+
+    def refusal_of_work(self, headers: Any) -> str | None:
+        """Why a request that asks for work is refused: it must come from our own page."""
+        if headers.get(ASKED) is None or headers.get_content_type() != "application/json":
+            return "only this server's own page may ask for that"
+        origin, host = headers.get("Origin"), (headers.get("Host") or "").lower()
+        if origin is not None and origin.lower() not in (f"http://{host}", f"https://{host}"):
+            return "only this server's own page may ask for that"
+        return None
+
+
+def _tokens(headers: Any, query: str) -> Iterator[str]:
+    """What a request offers as its token: in the address, as a cookie, or as a bearer."""
+    yield from parse_qs(query).get("token", [])
+    with contextlib.suppress(CookieError):
+        found = SimpleCookie(headers.get("Cookie", "")).get(COOKIE)
+        if found is not None:
+            yield found.value
+    scheme, _, given = headers.get("Authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        yield given.strip()
+
+
+def _same(one: str, other: str) -> bool:
+    return hmac.compare_digest(one.encode(), other.encode())
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    """Says nothing of browsers that leave before they have their answer."""
+
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
+
+
+@dataclass(kw_only=True)
+class Ui:
+    """One running page."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    runs: Path = Path("runs")
+    token: str | None = None
+    """Made up when left out, and needed unless the address is loopback."""
+    _server: http.server.ThreadingHTTPServer | None = field(default=None, init=False)
+
+    def start(self) -> str:
+        """Listen in the background; gives the address to open."""
+        self.listen()
+        threading.Thread(target=self.serve, name="rowstead-ui", daemon=True).start()
+        return self.address
+
+    def listen(self) -> None:
+        """Take the port."""
+        local = is_loopback(self.host)
+        if not local and self.token is None:
+            self.token = secrets.token_urlsafe(24)
+        browser = Browser(self.runs)
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        kind = type("_FamilyServer", (_Server,), {"address_family": family})
+        try:
+            self._server = kind((self.host, self.port), _handler(self, browser))
+        except OSError as error:
+            where = f"{self.host}:{self.port}"
+            raise RowsteadError(f"cannot listen on {where}: {error.strerror or error}; choose another --port") from None
+        assert self._server is not None
+        self.port = self._server.server_address[1]
+        names = ("127.0.0.1", "localhost", "[::1]", self._shown_host) if local else ()
+        self.guard = Guard(hosts=frozenset(f"{name}:{self.port}" for name in names), token=self.token)
+
+    def serve(self) -> None:
+        """Answer until `close`."""
+        assert self._server is not None, "`listen` comes first"
+        self._server.serve_forever(poll_interval=0.1)
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._server = None
+
+    @property
+    def _shown_host(self) -> str:
+        return f"[{self.host}]" if ":" in self.host else self.host
+
+    @property
+    def address(self) -> str:
+        """What to open."""
+        host = socket.gethostname() if self.host in ("0.0.0.0", "::") else self._shown_host
+        return f"http://{host}:{self.port}/" + (f"?token={self.token}" if self.token else "")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _handler(ui: Ui, browser: Browser) -> type[http.server.BaseHTTPRequestHandler]:
+    class Handler(_Handler):
+        pass
+
+    Handler.ui, Handler.browser = ui, browser
+    return Handler
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    ui: Ui
+    browser: Browser
+    protocol_version = "HTTP/1.1"
+    server_version = "rowstead"
+    sys_version = ""
+    timeout = 60  # of a connection that says nothing
+
+    def do_GET(self) -> None:
+        self._answer(self._get)
+
+    def do_HEAD(self) -> None:
+        self._answer(self._get)
+
+    def do_POST(self) -> None:
+        self._answer(self._post)
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing: the terminal shows the address, and that stays in sight."""
+
+    def _answer(self, work: Callable[[str, str], None]) -> None:
+        try:
+            address = urlsplit(self.path)
+            refusal = self.ui.guard.refusal(self.headers, address.query)
+            if refusal is not None:
+                self._refuse(403, refusal)
+                return
+            work(unquote(address.path), address.query)
+        except RowsteadError as error:
+            self._refuse(400, str(error))
+        except RecursionError:
+            self._refuse(400, "the request is nested too deeply")
+        except (BrokenPipeError, ConnectionResetError, TimeoutError):
+            self.close_connection = True  # the page went on to something newer
+
+    def _get(self, path: str, query: str) -> None:
+        if self.ui.token is not None and path == "/" and "token=" in query:
+            self.send_response(303)  # so that the token does not stay in the address
+            self.send_header("Location", "/")
+            self.send_header("Set-Cookie", f"{COOKIE}={self.ui.token}; HttpOnly; SameSite=Strict; Path=/")
+            self._end(b"")
+        elif path in FILES:
+            name, kind = FILES[path]
+            self._send(200, (PAGE / name).read_bytes(), kind)
+        elif path == "/api/start":
+            self._json(start_facts(self.browser))
+        elif path == "/api/runs":
+            self._json(self.browser.listing())
+        elif path == "/report" or path.startswith("/report/"):
+            name = path.removeprefix("/report").removeprefix("/")
+            self._send(200, self.browser.report(name or None).encode(), "text/html; charset=utf-8", policy=REPORT_POLICY)
+        else:
+            self._refuse(404, "there is nothing here")
+
+    def _post(self, path: str, query: str) -> None:
+        refusal = self.ui.guard.refusal_of_work(self.headers)
+        if refusal is not None:
+            self._refuse(403, refusal)
+            return
+        asked = self._body()
+        if path == "/api/plan":
+            self._stream(answers(parse(Scenario, asked.get("scenario")), checked_base(asked.get("base"))))
+        elif path == "/api/recipe":
+            self._json(recipe_facts(asked, self.browser))
+        elif path == "/api/save":
+            self._json({"text": recipe_text(parse(Scenario, asked.get("scenario")), asked.get("base"))})
+        else:
+            self._refuse(404, "there is nothing here")
+
+    def _body(self) -> dict[str, Any]:
+        length = self.headers.get("Content-Length", "")
+        if not length.isdigit() or int(length) > MAX_BODY_BYTES:
+            self.close_connection = True
+            raise RowsteadError(f"a request must say how long it is, up to {MAX_BODY_BYTES:,} bytes")
+        try:
+            asked = json.loads(self.rfile.read(int(length)))
+        except ValueError:
+            raise RowsteadError("the request is no JSON") from None
+        if not isinstance(asked, dict):
+            raise RowsteadError("the request is no JSON object")
+        return asked
+
+    def _stream(self, lines: Iterator[dict[str, Any]]) -> None:
+        """One JSON line after another, each as soon as it is known."""
+        first = next(lines)  # what is wrong with a scenario shows here, before the answer begins
+        self.send_response(200)
+        self.send_header("Content-Type", "application/x-ndjson")
+        self.send_header("Transfer-Encoding", "chunked")
+        self._common()
+        self.end_headers()
+        for line in _chain(first, lines):
+            data = json.dumps(line).encode() + b"\n"
+            self.wfile.write(b"%x\r\n%b\r\n" % (len(data), data))
+            self.wfile.flush()
+        self.wfile.write(b"0\r\n\r\n")
+
+    def _json(self, plain: Any) -> None:
+        self._send(200, json.dumps(plain).encode(), "application/json")
+
+    def _refuse(self, status: int, why: str) -> None:
+        self.close_connection = True
+        self._send(status, json.dumps({"error": why}).encode(), "application/json")
+
+    def _send(self, status: int, body: bytes, kind: str, *, policy: str = POLICY) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self._end(body, policy=policy)
+
+    def _end(self, body: bytes, *, policy: str = POLICY) -> None:
+        self.send_header("Content-Length", str(len(body)))
+        self._common(policy)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def _common(self, policy: str = POLICY) -> None:
+        for name, value in (
+            ("Content-Security-Policy", policy),
+            ("X-Content-Type-Options", "nosniff"),
+            ("X-Frame-Options", "DENY"),
+            ("Referrer-Policy", "no-referrer"),
+            ("Cross-Origin-Resource-Policy", "same-origin"),
+            ("Cross-Origin-Opener-Policy", "same-origin"),
+            ("Cache-Control", "no-store"),
+        ):
+            self.send_header(name, value)
+
+
+def _chain(first: dict[str, Any], rest: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    yield first
+    yield from rest
+
+
+def start_facts(browser: Browser) -> dict[str, Any]:
+    """What the page needs to begin with."""
+    recipes = [{"name": name, "about": _about(name)} for name in recipe_names()]
+    machines = [{"name": name, "title": known(name).title} for name in known_machines()]
+    places = [{"name": name, "title": title} for name, title in PLACES.items()]
+    return {
+        "recipes": recipes,
+        "machines": machines,
+        "places": places,
+        "scenario": to_plain(Scenario()),
+        "runs": [one["name"] for one in browser.listing()["runs"]],
+    }
+
+
+def _about(name: str) -> str:
+    return (RECIPES / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
+
+
+def recipe_facts(asked: dict[str, Any], browser: Browser) -> dict[str, Any]:
+    """A shipped recipe, a run's, or one that the user's browser read: as the base of a scenario."""
+    if isinstance(name := asked.get("name"), str):
+        if name not in recipe_names():
+            raise RowsteadError(f"no recipe `{name}`: {did_you_mean(name, recipe_names())}")
+        spec = load_recipe(name)
+    elif isinstance(run := asked.get("run"), str):
+        spec = browser.run(run).read_spec()
+    elif isinstance(text := asked.get("text"), str):
+        found = checked_base(read_text(text, what="the file"))
+        if found is None:
+            raise RowsteadError("the file is empty")
+        spec = found
+    else:
+        raise RowsteadError("name a recipe or a run, or give a recipe's text")
+    return {"name": spec.name, "base": to_plain(spec), "scenario": to_plain(scenario_of(spec))}
+
+
+def recipe_text(scenario: Scenario, base: Any) -> str:
+    """The recipe of a scenario as a file that `rowstead train` takes."""
+    spec = spec_of(scenario, checked_base(base))
+    plain = to_plain_without_defaults(spec)
+    return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=120)

@@ -1,0 +1,186 @@
+"""What a scenario comes to: the chosen fleet in detail, and the best set-up on every platform; plain numbers for the page."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from rowstead.plan.choose import Choice, choose, fewest_servers, num_readers, places_of, remedies
+from rowstead.plan.predict import Prediction, predict
+from rowstead.plan.setup import USABLE_SHARE, Place, Setup
+from rowstead.plan.work import StepWork, step_work
+from rowstead.spec.catalogue import HERE, calibrated_path, load_machine, load_software, machine_names
+from rowstead.spec.errors import RowsteadError, did_you_mean
+from rowstead.spec.machine import Machine, Software
+from rowstead.spec.run import RunSpec
+from rowstead.ui.scenario import Scenario, spec_of
+
+PLACES: dict[Place, str] = {
+    "device": "GPU memory",
+    "mixed": "GPU + system memory",
+    "host": "system memory",
+    "remote": "parameter servers",
+}
+
+
+def known_machines() -> list[str]:
+    """Names of the machines that the page offers: those that are shipped, and this one where it was measured."""
+    measured = any(calibrated_path(kind).is_file() for kind in ("cuda", "cpu"))
+    return [HERE, *machine_names()] if measured else machine_names()
+
+
+@functools.cache
+def known(name: str) -> Machine:
+    """A machine by name; a path is no name here."""
+    if name not in known_machines():
+        raise RowsteadError(f"no machine `{name}`: {did_you_mean(name, known_machines())}")
+    return dataclasses.replace(load_machine(name), name=name)
+
+
+@functools.cache
+def software() -> Software:
+    return load_software("rowstead")
+
+
+def answers(scenario: Scenario, base: RunSpec | None) -> Iterator[dict[str, Any]]:
+    """First the model and the chosen fleet, then each platform: what a page can show as it comes."""
+    spec = spec_of(scenario, base)
+    work = step_work(spec)
+    yield {"model": model_facts(work), "fleet": fleet_facts(scenario, spec, work)}
+    others = [name for name in known_machines() if name != scenario.machine]
+    for name in (scenario.machine, *others):
+        choice = choose(spec, known(name), software(), server=known("cpu-2s"))
+        yield {"platform": platform_facts(choice, work)}
+
+
+def model_facts(work: StepWork) -> dict[str, float]:
+    """What the model itself asks for."""
+    return {
+        "table_bytes": work.table_bytes,
+        "num_parameters": work.num_parameters + sum(table.num_rows * table.width for table in work.tables),
+        "num_dense_parameters": work.num_parameters,
+        "ids_per_sample": work.ids_per_sample,
+        "flops_per_sample": work.flops,
+        "input_bytes": work.input_bytes,
+    }
+
+
+def fleet_facts(scenario: Scenario, spec: RunSpec, work: StepWork) -> dict[str, Any]:
+    """The chosen servers, with the tables where they were asked for, or where they are best."""
+    machine, server = known(scenario.machine), known("cpu-2s")
+    possible = places_of(machine) if work.tables else ("device",)
+    if scenario.place != "auto" and scenario.place not in possible:
+        return {"machine": machine.name, "fits": False, "why": [_no_place(machine, scenario.place)], "remedies": []}
+    places: tuple[Place, ...] = possible if scenario.place == "auto" else (scenario.place,)
+    if scenario.num_trainers > 1 and machine.network is None:
+        why = f"{machine.name} has no network, so several of them cannot train together"
+        return {"machine": machine.name, "fits": False, "why": [why], "remedies": []}
+    tried = [_with_servers(scenario, work, machine, server, place) for place in places]
+    fitting = [one for one in tried if one.fits]
+    if not fitting:
+        return {
+            "machine": machine.name,
+            "fits": False,
+            "why": list(tried[0].shortfalls),
+            "memories": memories(tried[0]),
+            "remedies": list(remedies(spec, machine, server)),
+        }
+    best = max(fitting, key=lambda one: (one.samples_per_j or one.samples_per_s, one.samples_per_s))
+    shown = facts(best)
+    shown["others"] = [{"place": place_words(one), "samples_per_s": one.samples_per_s} for one in fitting if one is not best]
+    shown["num_readers"] = num_readers(work, software(), server, best.samples_per_s)
+    shown["timeline"] = [
+        {"task": slot.task.name, "resource": slot.task.resource, "start_s": slot.start_s, "end_s": slot.end_s}
+        for slot in best.slots
+        if slot.end_s > slot.start_s
+    ]
+    return shown
+
+
+def _with_servers(scenario: Scenario, work: StepWork, machine: Machine, server: Machine, place: Place) -> Prediction:
+    """One place on the chosen fleet, with as many sparse servers as were asked for, or as twice as many would not help."""
+    remote = place == "remote"
+    setup = Setup(
+        place=place,
+        batch_size=scenario.batch_size,
+        num_devices=machine.num_devices,
+        num_trainers=scenario.num_trainers,
+        server=server if remote else None,
+        num_sparse_servers=(scenario.num_servers or fewest_servers(work, server)) if remote else 0,
+        num_dense_servers=1 if remote and machine.accelerators is None else 0,
+    )
+
+    def predicted(one: Setup) -> Prediction:
+        return predict(work, machine, software(), one, precision=scenario.precision)
+
+    now = predicted(setup)
+    while remote and not scenario.num_servers and now.setup.num_sparse_servers < 2048:
+        more = predicted(dataclasses.replace(now.setup, num_sparse_servers=2 * now.setup.num_sparse_servers))
+        better = (more.samples_per_j or more.samples_per_s) / (now.samples_per_j or now.samples_per_s)
+        if better <= 1.0:
+            break
+        now = more
+    return now
+
+
+def _no_place(machine: Machine, place: Place) -> str:
+    return f"{machine.name} has no place for tables in {PLACES[place]}"
+
+
+def platform_facts(choice: Choice, work: StepWork) -> dict[str, Any]:
+    """The best set-up on one platform, or why there is none."""
+    machine = choice.machine
+    found: dict[str, Any] = {"machine": machine.name, "title": machine.title, "fits": choice.best is not None}
+    if choice.best is None:
+        return found | {"why": [s for one in choice.others[:1] for s in one.shortfalls], "remedies": list(choice.remedies)}
+    found |= facts(choice.best)
+    found["num_readers"] = num_readers(work, software(), known("cpu-2s"), choice.best.samples_per_s)
+    return found
+
+
+def facts(one: Prediction) -> dict[str, Any]:
+    """A prediction as the page shows it; what is not known is absent."""
+    setup = one.setup
+    found: dict[str, Any] = {
+        "machine": one.machine.name,
+        "fits": one.fits,
+        "place": place_words(one),
+        "samples_per_s": one.samples_per_s,
+        "step_s": one.step_s,
+        "servers": _servers(setup),
+        "bottlenecks": [{"resource": b.resource, "saved_share": b.saved_share} for b in one.bottlenecks[:3]],
+        "memories": memories(one),
+    }
+    if one.watts is not None:
+        found |= {"watts": one.watts, "samples_per_j": one.samples_per_j}
+    if one.usd_per_billion_samples is not None:
+        found["usd_per_billion_samples"] = one.usd_per_billion_samples
+    return found
+
+
+def place_words(one: Prediction) -> str:
+    """Where the tables are, in words."""
+    if one.machine.accelerators is None and one.setup.place == "device":
+        return "system memory"
+    return PLACES[one.setup.place]
+
+
+def memories(one: Prediction) -> list[dict[str, Any]]:
+    """How full each memory of a set-up would be, against what a run may use of it."""
+    machine, needs, server = one.machine, one.held, one.setup.server
+    rows = []
+    if machine.accelerators is not None:
+        rows.append(("each GPU", needs.device_bytes, machine.accelerators.memory.capacity_bytes))
+    rows.append(("system memory", needs.host_bytes, machine.host.memory.capacity_bytes))
+    if server is not None and one.setup.num_sparse_servers:
+        rows.append(("each parameter server", needs.server_bytes, server.host.memory.capacity_bytes))
+    return [{"what": what, "needed_bytes": need, "usable_bytes": capacity * USABLE_SHARE} for what, need, capacity in rows]
+
+
+def _servers(setup: Setup) -> str:
+    parts = [f"{setup.num_trainers} trainer" + ("s" if setup.num_trainers > 1 else "")]
+    parts += [f"{setup.num_sparse_servers} sparse"] if setup.num_sparse_servers else []
+    parts += [f"{setup.num_dense_servers} dense"] if setup.num_dense_servers else []
+    return " + ".join(parts)

@@ -1,0 +1,182 @@
+"""The report: complete, offline, small, and safe with any name."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from rowstead.records.run_folder import RunFolder
+from rowstead.records.store import Entry, RunStore
+from rowstead.report.material import gather
+from rowstead.report.page import page_from, report_page, sections_of
+from rowstead.spec.errors import RowsteadError
+from rowstead.spec.record import Record
+from rowstead.spec.run import load_recipe
+from tests.report.test_describe import Reader
+
+EVIL = (
+    "</script><script>window.hacked=1</script>",
+    "<img src=x onerror=window.hacked=1>",
+    '"><svg/onload=window.hacked=1>',
+    "' onmouseover='window.hacked=1",
+    '<a href="javascript:window.hacked=1">x</a>',
+    "%{customdata}<b>bold</b>{{7*7}}${window.hacked=1}",
+    "x" * 20_000,
+    "\u2028\u2029\u202eright to left \U0001f9e8 ½ नमस्ते",
+    "@0",
+    "__proto__",
+)
+
+
+def a_store(root: Path, names: Sequence[str] = EVIL) -> Path:
+    """A store with runs, a sweep with predictions, a search and a quality study, all with hostile names."""
+    store = RunStore(root)
+    folder = RunFolder.create(root, "plain")
+    folder.write_spec(load_recipe("quickstart"))
+    folder.write_record(_record("plain", 5e4))
+    for place, name in enumerate(names):
+        study = name
+        for x in (1, 2, 3):
+            for y in (1, 2, 3):
+                axes = {name: x, "b" + name: y}
+                store.add(
+                    Entry(record=_record(name, 1000.0 * x * y), source="sweep", study=study, point=f"{x}-{y}", axes=axes),
+                    Entry(
+                        record=_record(name, 900.0 * x * y, "predicted", "here"),
+                        source="sweep", study=study, point=f"{x}-{y}", axes=axes,
+                    ),
+                    Entry(
+                        record=_record(name, 99.0 * x, "predicted", name), source="sweep", study=study, point=f"{x}-{y}", axes=axes
+                    ),
+                )  # fmt: skip
+        for number in range(4):
+            axes = {name: place + number}
+            failure = name if number == 3 else None
+            store.add(
+                Entry(
+                    record=_record(name, 1.0 + number, trial=number),
+                    source="trial",
+                    study="t" + study,
+                    axes=axes,
+                    failure=failure,
+                )
+            )
+        for axes in ({"axis": "baseline", "value": None}, {"axis": name, "value": name}):
+            for seed in (1, 2):
+                store.add(Entry(record=_record(name, 1.0), source="quality", study="q" + study, axes=axes, seed=seed))
+    return root
+
+
+def _record(name: str, speed: float, kind: str = "measured", machine: str | None = None, *, trial: int = 0) -> Record:
+    figures = {"samples_per_s": speed, "ne": 0.7, "objective": 0.7, "nameplate_watts": 500.0, "num_steps": 10, "forward_s": 1.0}
+    figures["trial_number"] = trial
+    facts: dict[str, str | int | float] = {} if machine is None else {"name": machine}
+    return Record(
+        kind=kind,  # type: ignore[arg-type]
+        name=name,
+        spec_digest="d",
+        date="2026-11-15T12:00:00+00:00",
+        machine=facts,
+        figures=figures,
+    )
+
+
+def test_hostile_names_are_text_and_nothing_else(tmp_path: Path) -> None:
+    text = report_page([a_store(tmp_path)], title=EVIL[0])
+    found = Reader(text)
+    assert not [tag for tag, _ in found.tags if tag in ("img", "svg", "iframe", "object", "link", "base")]
+    assert [tag for tag, _ in found.tags].count("script") == 2
+    for _, attributes in found.tags:
+        assert not [name for name in attributes if name.startswith("on")]
+        assert str(attributes.get("href") or "#").startswith("#")
+    assert EVIL[1] in " ".join(found.words)
+    assert len(text) < 20e6
+
+
+def test_every_section_is_there_and_every_figure_has_data(tmp_path: Path) -> None:
+    sections = sections_of(gather([a_store(tmp_path)]))
+    titles = [section.title for section in sections]
+    for wanted in ("Overview", "Steps and time", "Predicted against measured", "Features and tables", "Efficiency per watt"):
+        assert wanted in titles
+    figures = [figure for section in sections for figure in section.figures]
+    assert len(figures) > 50
+    for figure in figures:
+        assert figure.traces, figure.title
+        assert figure.words, figure.title
+        json.dumps(figure.plain(), allow_nan=False)
+
+
+def test_the_page_fetches_nothing(tmp_path: Path) -> None:
+    found = Reader(report_page([a_store(tmp_path)]))
+    policy = next(str(a["content"]) for _, a in found.tags if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy.startswith("default-src 'none'")
+    assert "http" not in policy
+    assert not [tag for tag, attributes in found.tags if "src" in attributes]
+
+
+def test_broken_lines_are_passed_over_and_counted(tmp_path: Path) -> None:
+    a_store(tmp_path)
+    with (tmp_path / "records.jsonl").open("ab") as file:
+        file.write(b'{"kind": "measured", "name": "torn\n\xff\xfe\n[]\n{"kind": "measured"')
+    text = report_page([tmp_path])
+    assert "4 lines could not be read" in text
+
+
+def test_a_run_by_folder_by_name_and_in_its_store_is_the_same_run(tmp_path: Path) -> None:
+    a_store(tmp_path)
+    by_folder, by_name = gather([tmp_path / "plain-001"]), gather(["plain-001"], root=tmp_path)
+    assert by_folder.runs[0].figures == by_name.runs[0].figures != {}
+    assert len(gather([tmp_path, tmp_path / "plain-001"]).runs) == 1
+    of_file = gather([tmp_path / "records.jsonl"])
+    assert not of_file.runs
+    assert of_file.entries
+
+
+def test_an_unfinished_run_is_shown_as_such(tmp_path: Path) -> None:
+    RunFolder.create(tmp_path, "half").write_spec(load_recipe("quickstart"))
+    assert "not finished" in report_page([tmp_path])
+
+
+def test_nothing_to_report_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(RowsteadError, match="rowstead train"):
+        report_page([tmp_path])
+    (tmp_path / "notes.txt").write_text("x")
+    with pytest.raises(RowsteadError, match="no file of records"):
+        report_page([tmp_path / "notes.txt"])
+    with pytest.raises(RowsteadError, match="no run"):
+        report_page(["missing"], root=tmp_path)
+
+
+def test_ten_thousand_records_make_a_page_of_less_than_20_megabytes(tmp_path: Path) -> None:
+    entries = []
+    for number in range(10_000):
+        kind, machine = ("measured", None) if number % 2 else ("predicted", "here")
+        axes = {"a": number // 2 % 101, "b": number // 2 % 97}
+        record = _record("many", 100.0 + number % 977, kind, machine)
+        entries.append(Entry(record=record, source="sweep", study="many", point=str(number // 2), axes=axes))
+    RunStore(tmp_path).add(*entries)
+    material = gather([tmp_path])
+    assert len(material.entries) >= 9_000  # entries that are equal line by line are one
+    text = page_from(material)
+    assert len(text.encode()) < 20e6
+
+
+def test_the_command_writes_the_page_and_refuses_what_it_cannot(tmp_path: Path) -> None:
+    a_store(tmp_path / "runs")
+    command = [sys.executable, "-m", "rowstead", "report", "--runs", str(tmp_path / "runs"), "--out"]
+    done = subprocess.run([*command, str(tmp_path / "out" / "r.html")], capture_output=True, text=True, check=True)
+    assert "r.html" in done.stdout
+    assert (tmp_path / "out" / "r.html").read_text().startswith("<!doctype html>")
+    failed = subprocess.run([*command, "/proc/nowhere/r.html"], capture_output=True, text=True, check=False)
+    assert failed.returncode == 2
+    assert "cannot write" in failed.stderr
+
+
+def test_no_torch_is_needed() -> None:
+    program = "import sys, rowstead.report.page, rowstead.ui.server; assert not {'torch', 'numba', 'plotly'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)

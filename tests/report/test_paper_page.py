@@ -1,0 +1,126 @@
+"""The page of the study: every item has its words and figures, with and without measurements, and says what its figures say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.paper_html import commands, page
+from benchmarks.paper_item import Checks, Item
+from benchmarks.paper_items import items
+from rowstead.records.store import Contents, Entry, RunStore
+from rowstead.spec.catalogue import load_software
+from rowstead.spec.record import Record
+from tests.report.test_describe import Reader
+
+NOTHING = Contents(entries=(), num_bad_lines=0)
+
+
+def entry(study: str, axes: dict[str, object], **figures: float) -> Entry:
+    record = Record(
+        kind="measured",
+        name="suite",
+        spec_digest="d",
+        date="2026-11-15",
+        machine={"cpu": "Some CPU", "num_cores": 2},
+        figures=figures,
+    )
+    return Entry(record=record, source="sweep", study=study, point=str(axes), axes=axes)
+
+
+def measured(root: Path) -> Contents:
+    """A store in which this machine behaves as the study says, but for hash sizes."""
+    store = RunStore(root)
+    store.add(
+        *(
+            entry("fig10-quick", {"dense features": d, "sparse features": s}, samples_per_s=1e6 / d / s)
+            for d in (16, 64, 256)
+            for s in (2, 8, 32)
+        )
+    )
+    store.add(
+        *(
+            entry("fig11-quick", {"dense features": d, "batch size": b}, samples_per_s=1e3 * b / (b + 100))
+            for d in (16, 64)
+            for b in (64, 256, 1024)
+        )
+    )
+    store.add(*(entry("fig12-quick", {"hash size": h}, samples_per_s=1e9 / h) for h in (1000, 10_000)))
+    store.add(*(entry("fig13-quick", {"MLP": [w, w]}, samples_per_s=1e5 / w) for w in (16, 64)))
+    store.add(
+        *(
+            entry("fig14-quick", {"tables in": place}, samples_per_s=float(len(place)))
+            for place in ("device memory", "files on SSD")
+        )
+    )
+    store.add(
+        *(
+            entry("fig15-quick", {"batch size": b, "seed": s}, ne_expected=0.7 + b / 1e6 + s / 1e5)
+            for b in (256, 4096, 16384)
+            for s in (1, 2, 3)
+        )
+    )
+    store.add(
+        *(
+            entry(
+                "fig5-quick",
+                {"a": i, "b": -i},
+                samples_per_s=1.0,
+                train_s=10.0,
+                trainer_cpu_s=5.0,
+                sparse_cpu_s=2.0,
+                cpu_share_mean=0.01,
+            )
+            for i in range(6)
+        )
+    )
+    return store.read()
+
+
+@pytest.fixture(scope="module")
+def of_nothing() -> list[Item]:
+    return items(NOTHING, load_software("operators-2020"))
+
+
+def test_every_item_is_said_and_drawn_even_where_nothing_was_measured(of_nothing: list[Item]) -> None:
+    assert len(of_nothing) == 11
+    for item in of_nothing:
+        assert item.paper, item.key
+        assert item.differs, item.key
+        assert item.figures or item.tables or "not measured" in (item.verdict, item.measured_words), item.key
+    assert {item.key for item in of_nothing if item.verdict == "not measured"} == {"fig9", "fig15"}
+
+
+def test_what_was_measured_is_on_the_page_and_judged_by_its_figures(tmp_path: Path) -> None:
+    found = {item.key: item for item in items(measured(tmp_path), load_software("operators-2020"))}
+    assert found["fig10"].measured_words == "9 points"
+    assert "falls along sparse features in 3 of 3 rows" in found["fig10"].differs
+    assert "10.00 times the least" in found["fig12"].differs
+    assert found["fig12"].differs.startswith("Not as in the study")
+    assert "+2.30 % at 16,384" in found["fig15"].differs
+    assert "trainers 50% of a core, servers 20%" in found["fig5"].measured_words
+    assert "files on SSD" in found["fig14"].differs
+
+
+def test_an_agreement_is_claimed_only_where_it_holds() -> None:
+    checks = Checks()
+    checks.add("this holds", True)
+    checks.add("that does not", False)
+    assert checks.verdict == "partly: 1 of 2"
+    assert checks.words == "Not as in the study: that does not. As in the study: this holds."
+
+
+def test_the_page_is_whole_and_fetches_nothing(tmp_path: Path) -> None:
+    text = page(measured(tmp_path))
+    found = Reader(text)
+    assert "2 cores of Some CPU" in text
+    assert not [tag for tag, attributes in found.tags if "src" in attributes]
+    assert len(text) < 20e6
+    assert text.count("<figure>") > 15
+
+
+def test_pieces_can_be_run_alone() -> None:
+    assert [one.words[:3] for one in commands(["fig10"])] == [("sweep", "fig10", "--quick")]
+    assert [one.words[-3:-2] for one in commands(["fig9"])] == [("--quick",), ("--predict-only",)]
+    assert commands(["quality"])[0].words[0] == "quality"
