@@ -10,7 +10,7 @@ PEERS := fbgemm-gpu-cpu torchrec
 PEERS_NEED := tensordict torchmetrics tqdm pyre-extensions
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: quickstart test test-slow check format peers docs clean help
+.PHONY: quickstart test test-slow check format peers browser docs paper clean help
 
 help: ## Show what can be made
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 14
@@ -21,7 +21,7 @@ quickstart: $(STAMP) ## Train the default model on a synthetic log, in under 2 m
 test: $(DEV_STAMP) check ## Lint, types, layers and the quick tests
 	$(BIN)/python -m pytest -n 2 -m "not slow"
 
-test-slow: $(DEV_STAMP) ## The tests that take longer: faults, quality, whole commands
+test-slow: $(DEV_STAMP) browser ## The tests that take longer: faults, quality, whole commands
 	$(BIN)/python -m pytest -n 2 -m slow
 
 check: $(DEV_STAMP) ## Lint, format, types, import layers
@@ -36,6 +36,18 @@ format: $(DEV_STAMP) ## Put the code in shape
 
 peers: $(PEERS_STAMP) ## Install what the benchmarks compare with on a CPU: FBGEMM and TorchRec
 	@$(BIN)/pip freeze | grep -iE "^(torch|fbgemm|tensordict|tqdm|pyre)"
+
+browser: ## Install what the browser tests need, or say what is missing
+	@if command -v chromium >/dev/null && command -v chromedriver >/dev/null; then exit 0; fi; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  apt-get install -y -qq chromium chromium-driver >/dev/null || { apt-get update -qq && apt-get install -y -qq chromium chromium-driver >/dev/null; }; \
+	fi; \
+	if ! command -v chromium >/dev/null || ! command -v chromedriver >/dev/null; then \
+	  echo "the browser tests need Chromium and its driver: sudo apt-get install chromium chromium-driver" >&2; exit 1; \
+	fi
+
+paper: $(STAMP) ## Measure the study's sweeps in their quick size, predict its machines, write docs/paper.html (half an hour)
+	$(BIN)/python -m benchmarks.paper_html
 
 docs: $(DEV_STAMP) ## Write the generated pages of docs/ anew
 	$(BIN)/python -m docs.generate

@@ -24,6 +24,7 @@ def performance_page(note: str) -> str:
     parts += _behind_gpu()
     parts += _on_ssd()
     parts += _sharded()
+    parts += _fleet()
     if list(PICTURES.glob("growth-*.svg")):
         parts += ["## How cost grows", _GROWTH, *_growth("cuda"), *_growth("cpu")]
     return "\n\n".join([*parts, _YOURS]) + "\n"
@@ -249,6 +250,39 @@ def _sharded() -> list[str]:
     where = _where(result, "sharded", "cpu").replace(" --device cpu", "")
     text = "Two processes, gloo over the loopback interface; [Several processes](distributed.md) has the formula of the least possible."
     return ["## Several processes", text, where, _table(columns, result["rows"])]
+
+
+def _fleet() -> list[str]:
+    """What rows in another process cost, what a fleet costs, and Hogwild's second thread; nothing that was not measured."""
+    parts: list[str] = []
+    if (result := _latest("exchange", "cpu")) is not None:
+        columns: list[Column] = [
+            ("tables and batch", lambda row: str(row["shape"])),
+            ("remote, ms", lambda row: f"{1e3 * row['remote_s']:.2f}"),
+            ("kernels here, ms", lambda row: f"{1e3 * row['kernel_s']:.2f}"),
+            ("bare echo, ms", lambda row: f"{1e3 * row['echo_s']:.2f}"),
+            ("remote over both", lambda row: f"{row['over_kernel_plus_echo']:.2f}"),
+            ("look-up p50, p99, ms", lambda row: f"{1e3 * row['latency_p50_s']:.2f}, {1e3 * row['latency_p99_s']:.2f}"),
+            ("MB on the wire", lambda row: f"{row['bytes_per_step'] / 1e6:.2f}"),
+        ]
+        text = "Look-up and update of a batch with rows in sparse servers, against our kernels in one process plus a bare ZeroMQ echo of the same bytes."
+        parts += [text, _where(result, "exchange", "cpu").replace(" --device cpu", ""), _table(columns, result["rows"])]
+    if (result := _latest("fleet", "cpu")) is not None:
+        summary = result["summary"]
+        columns = [
+            ("who", lambda row: str(row["who"])),
+            ("CPU s for 1,000 samples", lambda row: f"{row['cpu_s_per_1000_samples']:.3f}"),
+            ("samples/s", lambda row: f"{row['samples_per_s']:,.0f}"),
+        ]
+        rows = [row for row in result["rows"] if "cpu_s_per_1000_samples" in row]
+        text = (
+            "M1 with 100,000 rows a table and batches of 200, from Parquet files: one process, and 2 trainers, 2 sparse servers, a dense server and a reader on the same "
+            f"cores. The fleet uses {summary['cpu_s_per_1000_samples_over_one_process']:.2f} times the processor time of one process; its trainers wait for batches for "
+            f"{100 * summary['trainers_wait_share']:.1f} % of the time, and find one ready {100 * summary['queue_nonempty_share']:.1f} % of the times that they want one. "
+            f"Two Hogwild threads train {summary['hogwild_2_threads_speedup']:.2f} times as many samples a second as one."
+        )
+        parts += [text, _where(result, "fleet", "cpu"), _table(columns, rows)]
+    return ["## The fleet", *parts] if parts else []
 
 
 def _growth(device: str) -> list[str]:

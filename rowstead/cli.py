@@ -13,7 +13,7 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
-from rowstead import cli_data, cli_plan, launch
+from rowstead import cli_data, cli_fleet, cli_plan, cli_report, cli_runs, cli_study, launch
 from rowstead.spec.errors import LostProcessError, RowsteadError
 from rowstead.spec.job import is_one_of_many
 
@@ -28,6 +28,14 @@ app = typer.Typer(
 
 app.add_typer(cli_data.app, name="data")
 app.command()(cli_plan.plan)
+app.command()(cli_plan.calibrate)
+app.command()(cli_fleet.role)
+app.command()(cli_study.sweep)
+app.command()(cli_study.tune)
+app.command()(cli_study.quality)
+app.add_typer(cli_runs.app, name="runs")
+app.command()(cli_report.report)
+app.command()(cli_report.ui)
 
 Set = Annotated[
     list[str] | None,
@@ -65,6 +73,12 @@ def train(
             "--processes", min=1, metavar="N", help="Share each batch and the tables among N processes of this machine."
         ),
     ] = 1,
+    fleet: Annotated[
+        str | None,
+        typer.Option(
+            "--fleet", metavar="ROLES", help="Train with a fleet of processes, such as trainers=2,sparse=2,dense=1,readers=1."
+        ),
+    ] = None,
     profile: Annotated[
         bool, typer.Option("--profile", help="Trace 20 steps into the run's trace.json, and print where their time went.")
     ] = False,
@@ -74,10 +88,17 @@ def train(
     from rowstead.spec.run import load_recipe
 
     if resume is not None:
-        for given, option in ((recipe, "a recipe"), (set_, "--set"), (init_from, "--init-from"), (out, "--out")):
+        refused = ((recipe, "a recipe"), (set_, "--set"), (init_from, "--init-from"), (out, "--out"), (fleet, "--fleet"))
+        for given, option in refused:
             if given:
                 raise RowsteadError(f"--resume goes on with a run as it was started: leave out {option}")
     spec = load_recipe(recipe or "quickstart", set_ or []) if resume is None else None
+    if cli_fleet.has_fleet(spec, fleet, resume, runs):
+        for is_given, option in ((processes > 1, "--processes"), (profile, "--profile")):
+            if is_given:
+                raise RowsteadError(f"a fleet has processes of its own: leave out {option}")
+        cli_fleet.train(spec, fleet, resume=resume, init_from=init_from, out=out, runs=runs)
+        return
     if processes > 1:
         options = [("--resume", resume), ("--init-from", init_from), ("--out", out), ("--runs", runs)]
         given = [str(word) for pair in options if pair[1] is not None for word in pair]

@@ -154,11 +154,30 @@ def build_model(
     encode: Callable[[Mapping[str, Any]], Batch] | None = None,
     channel: Channel | None = None,
     placement: Placement | None = None,
+    store: EmbeddingStore | None = None,
 ) -> DLRM:
     """A model with the initial weights of the spec's seed, without touching anybody's random state.
 
-    With a `channel` the tables are shared by all processes of its job. `placement` is what `planned` gave.
+    With a `channel` the tables are shared by all processes of its job. `placement` is what `planned` gave. With a `store` the
+    tables are there already.
     """
+    if store is None:
+        store = store_for(spec, device, trains=trains, channel=channel, placement=placement)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(spec.seed)
+        model = DLRM(spec.model, spec.features, store, negative_keep_rate=spec.data.negative_keep_rate, encode=encode)
+    return model.to(device)
+
+
+def store_for(
+    spec: RunSpec,
+    device: torch.device,
+    *,
+    trains: bool,
+    channel: Channel | None = None,
+    placement: Placement | None = None,
+) -> EmbeddingStore:
+    """The tables of a model, each where its placement has it."""
     optimizer = spec.train.sparse_optimizer if trains else None
     kernel = spec.kernel if trains else "auto"  # a trained model may be used on another device
     check = spec.check_ids and (device.type == "cpu" or not trains)  # a step on a GPU waits for nothing: `checked_sources`
@@ -169,16 +188,10 @@ def build_model(
     make = StoreMaker(spec=spec, placement=placement, device=device, kernel=kernel, dtype=dtype, check=check, rank=rank)
 
     layout = layout_of(spec.features, spec.tables)
-    store: EmbeddingStore
     if channel is None or isinstance(channel, Alone) or not layout.tables:
-        store = make(layout, optimizer)
-    else:
-        shards, wire = shards_of(spec, layout, channel.world), WIRE_DTYPES[spec.train.wire]
-        store = ShardedStore(layout, optimizer, shards, channel, make, dtype=dtype, device=device, wire=wire, check=check)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(spec.seed)
-        model = DLRM(spec.model, spec.features, store, negative_keep_rate=spec.data.negative_keep_rate, encode=encode)
-    return model.to(device)
+        return make(layout, optimizer)
+    shards, wire = shards_of(spec, layout, channel.world), WIRE_DTYPES[spec.train.wire]
+    return ShardedStore(layout, optimizer, shards, channel, make, dtype=dtype, device=device, wire=wire, check=check)
 
 
 def planned(spec: RunSpec, device: torch.device, *, trains: bool = True, channel: Channel | None = None) -> Placement:

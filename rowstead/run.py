@@ -29,11 +29,15 @@ from rowstead.parts import (
     slow_bf16,
     threads_of,
 )
+from rowstead.placing import measured_machine
+from rowstead.plan.foretell import compared_text, foretold
+from rowstead.plan.predict import record_of as predicted_record
 from rowstead.records.events import EventLog
 from rowstead.records.files import write_atomic
 from rowstead.records.run_folder import DEFAULT_ROOT, RunFolder
 from rowstead.records.usage import UsageSampler, machine_facts, versions
 from rowstead.report.placement import placement_text
+from rowstead.spec.errors import RowsteadError
 from rowstead.spec.parse import digest, to_plain
 from rowstead.spec.placement import Placement
 from rowstead.spec.record import Record
@@ -42,6 +46,7 @@ from rowstead.stores.channel import opened_channel
 from rowstead.trained import architecture, check_same_model, transforms_in
 from rowstead.training import checkpoint
 from rowstead.training.changes import Changes
+from rowstead.training.hogwild import HogwildStepper
 from rowstead.training.loop import Loop, Outcome, Position
 from rowstead.training.metrics import Quality
 from rowstead.training.progress import Silent, Watcher
@@ -77,6 +82,8 @@ def train(
     `trace.json` and tells the watcher where their time went.
     """
     spec = load_recipe(spec) if isinstance(spec, str) else spec
+    if spec.fleet is not None:
+        raise RowsteadError("this recipe has a fleet: train it with `rowstead train`, or `rowstead.fleet_run.head.train_fleet`")
     device = device_of(spec)
     with opened_channel(device) as channel:
         watcher = watcher if watcher is not None and channel.rank == 0 else Silent()
@@ -116,6 +123,8 @@ def train(
 def resume(run: str, *, root: Path | str = DEFAULT_ROOT, watcher: Watcher | None = None, profile: bool = False) -> Result:
     """Go on with a run from its newest good checkpoint, as if it had never stopped."""
     folder = RunFolder.open(run, root)
+    if folder.read_spec().fleet is not None:
+        raise RowsteadError(f"{folder.path} is a fleet's run: go on with `rowstead train --resume {folder.path}`")
     device = device_of(folder.read_spec())
     with opened_channel(device) as channel:
         watcher = watcher if watcher is not None and channel.rank == 0 else Silent()
@@ -192,6 +201,10 @@ def _stepper(spec: RunSpec, sources: Sources, device: torch.device, channel: Cha
     per_epoch = math.ceil(sources.train.num_samples / spec.train.batch_size)
     total_steps = min(spec.train.epochs * per_epoch, spec.train.max_steps or math.inf)
     model = build_model(spec, device, trains=True, channel=channel, placement=placement)
+    if (num_threads := spec.train.sync.hogwild_threads) > 1:
+        if channel.world > 1:
+            raise RowsteadError("train.sync.hogwild_threads: processes that step together have one thread each; leave it out")
+        return HogwildStepper(model, spec.train, total_steps=int(total_steps), num_threads=num_threads), placement
     return Stepper(model, spec.train, total_steps=int(total_steps), channel=channel), placement
 
 
@@ -231,7 +244,7 @@ def _drive(
         "id_kinds": sources.id_kinds,
         "versions": versions(),
     }
-    with _stop_on_signal() as stop_asked, UsageSampler() as usage:
+    with stop_on_signal() as stop_asked, UsageSampler() as usage:
         loop = Loop(
             spec,
             stepper,
@@ -252,14 +265,31 @@ def _drive(
         outcome = loop.run()
     record = None
     if outcome.ending != "interrupted" and channel.rank == 0:
-        record = _record(spec, outcome, device, store.kernel, usage.figures(), num_processes=channel.world)
+        record = record_of(spec, outcome, device, store.kernel, usage.figures(), num_processes=channel.world)
         folder.write_record(record)
+        if channel.world == 1:
+            _compare(spec, placement, device, folder, record, watcher)
     if hasattr(store, "close"):
         store.close()
     return Result(folder=folder.path, outcome=outcome, record=record)
 
 
-def _record(
+def _compare(
+    spec: RunSpec, placement: Placement, device: torch.device, folder: RunFolder, record: Record, watcher: Watcher
+) -> None:
+    """Keep and tell what was predicted for this run, where this machine was measured with as many threads."""
+    machine = measured_machine(device)
+    if machine is None:
+        return
+    prediction = foretold(spec, placement, machine)
+    if prediction is None or (line := compared_text(prediction, record)) is None:
+        return
+    watcher.on_message(line)
+    predicted = predicted_record(prediction, spec, date=record.date)
+    write_atomic(folder.path / "predicted.json", json.dumps(to_plain(predicted)) + "\n")
+
+
+def record_of(
     spec: RunSpec, outcome: Outcome, device: torch.device, kernel: str, used: dict[str, float], *, num_processes: int
 ) -> Record:
     figures: dict[str, float] = {"num_steps": outcome.position.step, "num_samples": outcome.position.num_samples}
@@ -293,7 +323,7 @@ def _record(
 
 
 @contextlib.contextmanager
-def _stop_on_signal() -> Iterator[threading.Event]:
+def stop_on_signal() -> Iterator[threading.Event]:
     """An event that is set by the first Ctrl-C or SIGTERM; a second Ctrl-C interrupts at once."""
     asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():

@@ -49,6 +49,8 @@ def _hints(cls: Any) -> dict[str, Any]:
 def _convert(kind: Any, value: Any) -> Any:
     """`value` as the annotated type `kind`, or a SpecError that says what was expected."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any:  # a value for some key of another spec, which will check it
+        return value
     if origin in (typing.Union, types.UnionType):
         return _convert_union(args, value)
     if origin is typing.Literal:
@@ -127,6 +129,8 @@ def describe_type(kind: Any) -> str:
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if kind is type(None):
         return "nothing (null)"
+    if kind is Any:
+        return "anything"
     if origin in (typing.Union, types.UnionType):
         return " or ".join(describe_type(a) for a in args)
     if origin is typing.Literal:
@@ -201,10 +205,15 @@ def read_yaml(path: Path) -> Any:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError("", f"cannot read {path}: {error}") from None
+    return read_text(text, what=str(path))
+
+
+def read_text(text: str, *, what: str) -> Any:
+    """The plain content of YAML text, with the line named when it is none."""
     try:
         return _from_yaml(text)
     except (yaml.YAMLError, ValueError) as error:
-        raise SpecError("", f"{path} is not valid YAML: {error}") from None
+        raise SpecError("", f"{what} is not valid YAML: {error}") from None
 
 
 class _Loader(yaml.SafeLoader):

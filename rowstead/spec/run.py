@@ -11,6 +11,7 @@ from typing import Literal
 from rowstead.spec.data import DataSpec
 from rowstead.spec.errors import RowsteadError, SpecError, did_you_mean, require
 from rowstead.spec.features import FeaturesSpec, Table, tables_of
+from rowstead.spec.fleet import FleetSpec
 from rowstead.spec.model import ModelSpec
 from rowstead.spec.parse import override, parse, read_yaml
 from rowstead.spec.placement import MemorySpec, PlacementSpec, rules_for
@@ -51,6 +52,8 @@ class RunSpec:
     """Where the tables live: `auto`, or by table name or pattern such as `user_*`. See [Placement](placement.md)."""
     memory: MemorySpec = MemorySpec()
     """How much memory the tables may take, and where those on `ssd` have their files."""
+    fleet: FleetSpec | None = None
+    """Train with processes of several roles. See [The fleet](fleet.md)."""
 
     def __post_init__(self) -> None:
         require(_plain_name(self.name), "name", "use letters, digits, `-`, `_` and `.` only, and start with a letter or digit")
@@ -61,6 +64,8 @@ class RunSpec:
             kept = next((f.name for f in self.features.expanded_sparse() if f.hash == "none"), None)
             require(kept is None, "scale", f"shrinks tables, but ids of `{kept}` are rows already (hash: none): use `mix`")
         self._check_placement()
+        if self.fleet is not None:
+            self._check_fleet(self.fleet)
         if self.model.interaction.kind == "dot":
             require(
                 bool(self.features.dense) or len(self.features.expanded_sparse()) > 1,
@@ -74,6 +79,18 @@ class RunSpec:
                     f"table `{table.name}` has width {table.width}, but `interaction: dot` needs every table as wide as "
                     f"model.width, {self.model.width}: leave its width out, or use `concat` or `cross`",
                 )
+
+    def _check_fleet(self, fleet: FleetSpec) -> None:
+        mode = self.train.sync.mode_for(fleet.num_trainers)
+        require(
+            mode == "none" or fleet.num_dense > 0,
+            "fleet.num_dense",
+            f"`{mode}` needs a dense server, where trainers meet: dense=1",
+        )
+        if fleet.tables == "local":
+            require(self.train.eval_every is None, "train.eval_every", "cannot be with `fleet.tables: local`: leave it out")
+        else:
+            require(bool(self.tables), "fleet.tables", "this model has no tables, so servers have none to keep: use `local`")
 
     def _check_placement(self) -> None:
         try:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rowstead.spec.errors import require
+from rowstead.spec.sync import SyncSpec
 
 SparseOptimizer = Literal["sgd", "adagrad", "rowwise_adagrad", "adam"]
 DenseOptimizer = Literal["sgd", "adagrad", "adam"]
@@ -114,6 +115,8 @@ class TrainSpec:
     """For everything else."""
     schedule: ScheduleSpec = ScheduleSpec()
     """Warm-up and decay, for both."""
+    sync: SyncSpec = SyncSpec()
+    """How trainers of a fleet keep one model, and how many threads share it in each."""
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"
     """Number format of the dense arithmetic; parameters stay FP32. `tf32` rounds what a GPU multiplies, and is FP32 on a CPU."""
     wire: Literal["fp32", "bf16", "fp16"] = "fp32"

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
+from typing import TypeVar
 
 import torch
 
 from rowstead.contracts.batch import Batch
-from rowstead.contracts.source import Cursor
 from rowstead.contracts.store import EmbeddingStore
 
+Where = TypeVar("Where")
+"""What comes with a batch, such as the cursor of its reader."""
 
-def pinned(batches: Iterable[tuple[Batch, Cursor]]) -> Iterator[tuple[Batch, Cursor]]:
+
+def pinned(batches: Iterable[tuple[Batch, Where]]) -> Iterator[tuple[Batch, Where]]:
     """The batches in memory from which a GPU copies by itself."""
     for batch, cursor in batches:
         yield batch.pin_memory(), cursor
 
 
-def copied_ahead(batches: Iterator[tuple[Batch, Cursor]], device: torch.device) -> Iterator[tuple[Batch, Batch, Cursor]]:
+def copied_ahead(batches: Iterator[tuple[Batch, Where]], device: torch.device) -> Iterator[tuple[Batch, Batch, Where]]:
     """Each batch with its copy on the GPU, which was begun while the batch before was trained on."""
     stream = torch.cuda.Stream(device)
 
-    def begin() -> tuple[Batch, Batch, Cursor] | None:
+    def begin() -> tuple[Batch, Batch, Where] | None:
         item = next(batches, None)
         if item is None:
             return None
@@ -46,13 +49,11 @@ def copied_ahead(batches: Iterator[tuple[Batch, Cursor]], device: torch.device) 
             raise error
 
 
-Item = tuple[Batch, Batch, Cursor]
-"""A batch as it was read, the same on the device that trains, and where the reader stands after it."""
-
-
-def announced(items: Iterator[Item], store: EmbeddingStore) -> Iterator[Item]:
-    """The same items; the store hears of each as early as it wants to."""
-    ahead: deque[Item] = deque()
+def announced(
+    items: Iterator[tuple[Batch, Batch, Where]], store: EmbeddingStore
+) -> Generator[tuple[Batch, Batch, Where], None, None]:
+    """The same items, each a batch as it was read, and on the device that trains; the store hears of each as early as it wants to."""
+    ahead: deque[tuple[Batch, Batch, Where]] = deque()
     error: Exception | None = None
     try:
         while True:

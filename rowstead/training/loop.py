@@ -249,9 +249,8 @@ class Loop:
         spec, step = self.spec.train, self.position.step
         counts = (spec.log_every, spec.eval_every, spec.checkpoint_every)
         is_taken = any(every is not None and step % every == 0 for every in counts)
-        if self.device.type != "cuda" or not self._window.has_steps or is_taken or self._done() or self.should_stop():
-            return 0
-        return LOSSES_BEHIND
+        most = LOSSES_BEHIND if self.device.type == "cuda" else self.stepper.steps_ahead
+        return 0 if not self._window.has_steps or is_taken or self._done() or self.should_stop() else most
 
     def _take_losses(self, behind: int = 0) -> None:
         """Wait for the losses of all steps but the last `behind`."""
@@ -308,6 +307,8 @@ class Loop:
                 channel=self.channel,
             )
         self._record("evaluation", quality.figures())
+        if self.events is not None and quality.reliability is not None:
+            self.events.write("calibration", step=self.position.step, **vars(quality.reliability))
         self.watcher.on_evaluation(self.position.step, quality)
         return quality
 

@@ -15,6 +15,21 @@ Floats = NDArray[np.float64]
 EXACT_AUC_SAMPLES = 20_000_000
 """Up to so many examples the AUC is exact; beyond, scores are binned and the error is stated."""
 _BIN_BITS = 20
+NUM_GROUPS = 15
+"""Groups of examples, about as many in each, whose predictions a calibration plot sets against their labels."""
+_LOGIT_BINS, _MAX_LOGIT = 800, 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reliability:
+    """What a calibration plot shows: examples in groups by rising prediction."""
+
+    predicted: tuple[float, ...]
+    """Mean prediction of each group."""
+    observed: tuple[float, ...]
+    """Its mean label."""
+    weight: tuple[float, ...]
+    """Its weight: the number of its examples unless they have weights of their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +52,12 @@ class Quality:
     """NE in expectation under the teacher: without label noise."""
     ne_best: float | None = None
     """The lowest NE that any model can reach on this log: the teacher's own, in expectation."""
+    reliability: Reliability | None = None
+    """Predictions against labels, group by group."""
 
     def figures(self) -> dict[str, float]:
-        """The measures that exist, by name."""
-        return {name: value for name, value in vars(self).items() if value is not None}
+        """The measures that exist and are one number, by name."""
+        return {name: value for name, value in vars(self).items() if value is not None and name != "reliability"}
 
 
 class Evaluation:
@@ -56,6 +73,7 @@ class Evaluation:
         self._num_truths = 0
         names = ("weight", "label", "prediction", "log_loss", "square", "true_weight", "truth", "expected", "best")
         self._sums = dict.fromkeys(names, 0.0)
+        self._by_logit = np.zeros((3, _LOGIT_BINS))  # weight, prediction and label
 
     def add(
         self,
@@ -91,6 +109,9 @@ class Evaluation:
             sums["best"] += float((w * _entropy(p)).sum())
             self._num_truths += len(y)
         self.num_samples += len(y)
+        place = ((np.clip(z, -_MAX_LOGIT, _MAX_LOGIT) + _MAX_LOGIT) * ((_LOGIT_BINS - 1) / (2 * _MAX_LOGIT))).astype(np.int64)
+        for row, values in enumerate((positive + negative, prediction * (positive + negative), positive)):
+            self._by_logit[row] += np.bincount(place, weights=values, minlength=_LOGIT_BINS)
         self._keep_for_auc(log_odds.astype(np.float32), positive, negative)
 
     def quality(self) -> Quality:
@@ -118,6 +139,21 @@ class Evaluation:
             calibration=sums["prediction"] / sums["label"] if sums["label"] > 0 else None,
             ne_expected=sums["expected"] / true_weight / truth_base if knows_truth else None,
             ne_best=sums["best"] / true_weight / truth_base if knows_truth else None,
+            reliability=self._reliability(),
+        )
+
+    def _reliability(self) -> Reliability:
+        """Bins of near predictions, joined to groups of about equal weight."""
+        weight, prediction, label = self._by_logit
+        reached = np.cumsum(weight) - weight / 2
+        group = np.minimum((reached / weight.sum() * NUM_GROUPS).astype(np.int64), NUM_GROUPS - 1)
+        joined = [np.bincount(group, weights=one, minlength=NUM_GROUPS) for one in (weight, prediction, label)]
+        kept = joined[0] > 0
+        total, predicted, observed = (one[kept] for one in joined)
+        return Reliability(
+            predicted=tuple((predicted / total).tolist()),
+            observed=tuple((observed / total).tolist()),
+            weight=tuple(total.tolist()),
         )
 
     def _keep_for_auc(self, scores: NDArray[np.float32], positive: Floats, negative: Floats) -> None:

@@ -12,12 +12,14 @@ from torch.nn import functional
 
 from rowstead.contracts.batch import Batch
 from rowstead.contracts.channel import Alone, Channel
+from rowstead.contracts.sync import SyncPolicy
 from rowstead.kernels.choose import has_triton
 from rowstead.model.dlrm import DLRM
 from rowstead.records.timers import Timers
 from rowstead.spec.errors import CheckpointError, TrainingError
 from rowstead.spec.train import DenseOptimizerSpec, TrainSpec
 from rowstead.training.arithmetic import arithmetic
+from rowstead.training.flat import FlatReplica
 from rowstead.training.saved_tensors import STORE, StoreTensors
 from rowstead.training.schedule import factor
 from rowstead.training.together import TogetherStep
@@ -61,8 +63,11 @@ class Stepper:
     """A model with its optimizers; `step` trains it on one batch.
 
     On a GPU steps are replayed as CUDA graphs, unless the spec says no or the store is one that needs the host. With a `channel`
-    all processes of a job step together, each with its share of the batch.
+    all processes of a job step together, each with its share of the batch. With `follow` it is one of the trainers of a fleet.
     """
+
+    steps_ahead = 0
+    """How many more steps it is of use to start before the loss of one is waited for."""
 
     def __init__(
         self,
@@ -86,6 +91,17 @@ class Stepper:
         """The other processes, where there are any."""
         if channel is not None and not is_alone:
             self.together = TogetherStep(model, spec, self._loss, self.optimizer, self.timers, channel)
+        self._sync: SyncPolicy | None = None
+
+    def follow(self, policy: SyncPolicy) -> None:
+        """Keep together with other trainers as the policy says, from the next step on; it may replace the dense parameters now.
+
+        Whoever calls this calls `policy.close()` after the last step.
+        """
+        assert self.together is None, "processes that step together need no other policy"
+        assert self._on_gpu is None, "a policy has a say between gradients and update: set `cuda_graphs` to false"
+        policy.begin(FlatReplica(self.model.net, self.optimizer))
+        self._sync = policy
 
     def step(self, batch: Batch, number: int) -> float:
         """Train on `batch` as step `number` (from 1) and return its loss, taken before the update.
@@ -128,6 +144,9 @@ class Stepper:
             with timers.phase("backward"):
                 self.optimizer.zero_grad(set_to_none=True)
                 loss.backward()
+        if self._sync is not None:
+            with timers.phase("other trainers"):
+                self._sync.gradients_ready(number)
         with timers.phase("dense update"):
             if spec.dense_optimizer.clip is not None:
                 nn.utils.clip_grad_norm_(model.net.parameters(), spec.dense_optimizer.clip)
@@ -137,6 +156,9 @@ class Stepper:
         if pooled.grad is not None:
             with timers.phase("row update"):
                 model.store.update(batch.sparse, pooled.grad, lr=spec.sparse_optimizer.lr * rate, step=number)
+        if self._sync is not None:
+            with timers.phase("other trainers"):
+                self._sync.after_step(number)
         return value
 
     def _loss(self, log_odds: Tensor, batch: Batch) -> Tensor:
@@ -164,7 +186,12 @@ class Stepper:
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over what `state` gave, so that the next step is the same bit for bit."""
-        load_model(self.model, tensors)
+        self.load_dense_state(tensors)
+        self.model.store.load_state(StoreTensors(tensors))
+
+    def load_dense_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over what `dense_state` gave; the tables stay as they are, and the optimizer where none of it is given."""
+        load_net(self.model, tensors)
         plain = self.optimizer.state_dict()
         state: dict[int, dict[str, Tensor]] = {}
         for name in tensors:
@@ -172,7 +199,8 @@ class Stepper:
             if part == "optimizer":
                 place, _, key = rest.partition(".")
                 state.setdefault(int(place), {})[key] = tensors[name].clone()
-        self.optimizer.load_state_dict({"state": state, "param_groups": plain["param_groups"]})
+        if state:
+            self.optimizer.load_state_dict({"state": state, "param_groups": plain["param_groups"]})
         if self._on_gpu is not None:
             self._on_gpu.forget()
 
@@ -197,6 +225,12 @@ def _finite(value: float, number: int) -> float:
 
 def load_model(model: DLRM, tensors: Mapping[str, Tensor], *, with_optimizer: bool = True) -> None:
     """Take over rows and dense parameters from a checkpoint's tensors, and what the store's optimizer remembers."""
+    load_net(model, tensors)
+    model.store.load_state(StoreTensors(tensors), rows_only=not with_optimizer)
+
+
+def load_net(model: DLRM, tensors: Mapping[str, Tensor]) -> None:
+    """Take over dense parameters from a checkpoint's tensors."""
     own = model.net.state_dict()
     for name, value in own.items():
         saved = f"net.{name}"
@@ -204,4 +238,3 @@ def load_model(model: DLRM, tensors: Mapping[str, Tensor], *, with_optimizer: bo
             found = tuple(tensors[saved].shape) if saved in tensors else "nothing"
             raise CheckpointError(f"the saved model is another one: `{name}` is {tuple(value.shape)} here and {found} there")
     model.net.load_state_dict({name: tensors[f"net.{name}"] for name in own})
-    model.store.load_state(StoreTensors(tensors), rows_only=not with_optimizer)

@@ -80,7 +80,9 @@ class Fleet:
         self.servers[number] = self._started(number)
 
     def connect(self, number: int) -> Client:
-        return Client(lambda: self.servers[number].address, name=f"trainer-{next(_NUMBERS)}", deadline_s=120.0, max_in_flight=32)
+        return Client(
+            lambda: self.servers[number].address, name=f"trainer-{next(_NUMBERS)}", deadline_s=120.0, max_in_flight=32
+        )
 
     def store(self, **options: Any) -> RemoteStore:
         store = RemoteStore(self.layout, self.optimizer, self.partition, self.connect, dtype=self.dtype, **options)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -103,7 +102,10 @@ def test_batches_give_the_same_as_all_at_once(
     options = {"negative_keep_rate": keep, "exact_auc_samples": exact}
     whole = quality_of(*examples, true_p, **options)
     parts = quality_of(*examples, true_p, cuts=inside, **options)
-    assert asdict(parts) == pytest.approx(asdict(whole), rel=1e-9)
+    assert parts.figures() == pytest.approx(whole.figures(), rel=1e-9)
+    assert parts.reliability is not None
+    assert whole.reliability is not None
+    assert sum(parts.reliability.weight) == pytest.approx(sum(whole.reliability.weight))
 
 
 @given(_examples())
@@ -226,3 +228,26 @@ def test_extreme_log_odds_give_finite_measures_without_a_warning() -> None:
     assert quality.log_loss == pytest.approx(1e5 / 3)
     assert quality.mse == pytest.approx(1 / 3)
     assert quality.auc == pytest.approx(0.75)
+
+
+def test_groups_of_a_calibration_plot_hold_every_example_once_and_the_teacher_lies_on_the_line() -> None:
+    rng = np.random.default_rng(1)
+    z = rng.normal(-1, 1.5, 60_000).astype(np.float32)
+    p = 1 / (1 + np.exp(-z))
+    labels = (rng.random(len(z)) < p).astype(np.float32)
+    found = quality_of(z, labels, cuts=(100, 30_000)).reliability
+    assert found is not None
+    assert sum(found.weight) == pytest.approx(len(z))
+    assert max(found.weight) < 2 * min(found.weight)
+    assert list(found.predicted) == sorted(found.predicted)
+    mean = sum(o * w for o, w in zip(found.observed, found.weight, strict=True)) / len(z)
+    assert mean == pytest.approx(labels.mean(), rel=1e-6)
+    for predicted, observed, weight in zip(found.predicted, found.observed, found.weight, strict=True):
+        assert abs(predicted - observed) < 5 * math.sqrt(predicted * (1 - predicted) / weight)
+
+
+def test_one_example_is_a_group_of_its_own_and_no_figure() -> None:
+    quality = quality_of(np.array([0.3], np.float32), np.array([1.0], np.float32))
+    assert quality.reliability is not None
+    assert quality.reliability.observed == (1.0,)
+    assert "reliability" not in quality.figures()
