@@ -107,7 +107,8 @@ def test_cpu_kernels_round_any_number_as_the_reference_does(dtype: torch.dtype, 
 def test_cpu_kernels_train_low_precision_rows_as_the_reference_does(dtype: torch.dtype, kind: str, data: st.DataObject) -> None:
     layout = data.draw(layouts())
     weighted = data.draw(st.booleans())
-    optimizer = SparseOptimizerSpec(kind=kind, eps=1e-6, clip=data.draw(st.sampled_from([None, 0.5])))
+    # Clipped gradients may cancel: a large eps keeps what is left of the order of summing from becoming a whole step.
+    optimizer = SparseOptimizerSpec(kind=kind, eps=1e-2, clip=data.draw(st.sampled_from([None, 0.5])))
     one_order = kind == "sgd" and not weighted and optimizer.clip is None and not any(layout.is_mean)
     random = torch.Generator().manual_seed(3)
     rows = [torch.randn(t.num_rows, t.width, generator=random).to(dtype) for t in layout.tables]

@@ -70,7 +70,7 @@ def cut(num_samples: int, rank: int, world: int) -> tuple[int, int]:
 def test_any_mix_of_shards_over_any_number_of_processes_is_exact(kind: str, data: st.DataObject) -> None:
     layout, world = data.draw(layouts()), data.draw(st.integers(2, 4))
     shards = {table.name: data.draw(st.sampled_from(SHARDS)) for table in layout.tables}
-    optimizer = SparseOptimizerSpec(kind=kind, eps=1e-6, clip=data.draw(st.sampled_from([None, 0.5])))  # type: ignore[arg-type]
+    optimizer = SparseOptimizerSpec(kind=kind, eps=1e-3, clip=data.draw(st.sampled_from([None, 0.5])))  # type: ignore[arg-type]
     weighted, ahead = data.draw(st.booleans()), data.draw(st.integers(0, 2))
     num_places = data.draw(st.sampled_from([None, None, 2]))
     batches = [data.draw(sparse_batches(layout, weighted)) for _ in range(3)]
