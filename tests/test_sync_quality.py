@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from benchmarks.quality import interval
 from benchmarks.synchronisation import BATCH, MODES, Problem, prepare
+from rowstead.records.studies import interval
 
 SEEDS = range(1, 6)
 MOST_PCT = 0.2

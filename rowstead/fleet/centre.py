@@ -74,7 +74,7 @@ class CentreState:
         self._numbers: dict[str, int] = {}
         """Rounds of each group so far."""
         self._joined: set[str] = set()
-        self._finished: dict[str, Tensor] = {}
+        self.finished: dict[str, Tensor] = {}
         """What members that have made their last step had then."""
         self._alive: set[str] | None = None
         self._absent: set[str] = set()
@@ -88,7 +88,7 @@ class CentreState:
         """The centre's parameters, which are these if it has none."""
         with self._lock:
             self._joined.add(name)
-            self._finished.pop(name, None)
+            self.finished.pop(name, None)
             if self.parameters is None:
                 self.parameters = parameters.detach().clone()
             self._check(parameters)
@@ -99,8 +99,8 @@ class CentreState:
         with self._lock:
             if self.parameters is not None:
                 self._check(parameters)
-            self._finished[name] = parameters.detach().clone()
-            self.parameters, self.last_change, self.is_old = _mean(self._finished), None, False
+            self.finished[name] = parameters.detach().clone()
+            self.parameters, self.last_change, self.is_old = _mean(self.finished), None, False
         self.leave(name)
 
     def leave(self, name: str) -> None:
@@ -144,8 +144,10 @@ class CentreState:
         Who comes twice to a round has lost its first answer: the second replaces it.
         """
         with self._lock:
-            if group == PARAMETERS and self.parameters is None:
-                self.parameters = tensor.detach().clone()
+            if group == PARAMETERS:
+                if self.parameters is None:
+                    self.parameters = tensor.detach().clone()
+                self._check(tensor)  # here, where it can be refused: a round that cannot close would hold up all that are in it
             self._joined.add(name)
             current = self._rounds.get(group)
             if current is None:
@@ -212,7 +214,6 @@ class CentreState:
     def _moved(self, mean: Tensor, momentum: float, lr: float) -> Tensor:
         """The centre after a round over parameters with this mean."""
         assert self.parameters is not None
-        self._check(mean)
         if self.is_old or (momentum == 0 and lr == 1):
             self.parameters, self.last_change, self.is_old = mean.clone(), None, False
             return mean

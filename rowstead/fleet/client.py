@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -136,6 +137,10 @@ class Client:
         self._unanswered: dict[int, Pending] = {}
         """By number; the oldest comes first."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._open: list[zmq.Socket[bytes]] = []
+        self._dropped = weakref.finalize(self, _let_go, self._context, self._open)
+        """For a client that nobody closes: a context that is collected before its sockets hangs whoever collects it."""
+        self._dropped.atexit = False
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
         self._poller = zmq.Poller()
@@ -206,6 +211,7 @@ class Client:
         for pending in self._unanswered.values():
             pending._end(ServerGone(f"{self.name} was closed before `{pending.kind}` was answered"))
         self._unanswered.clear()
+        self._dropped.detach()
         self._context.term()
 
     def __enter__(self) -> Client:
@@ -309,6 +315,7 @@ class Client:
             return
         check_address(address, self._keys)
         socket = self._socket = self._context.socket(zmq.DEALER)
+        self._open.append(socket)
         prepare(socket, address, self._limits, num_waiting=2 * self._max_in_flight)
         socket.linger = 0
         socket.reconnect_ivl = -1  # we do it ourselves: the address may be another one
@@ -316,6 +323,7 @@ class Client:
         if self._keys is not None:
             protect_client(socket, self._keys)
         self._monitor = socket.get_monitor_socket(_WATCHED)
+        self._open.append(self._monitor)
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
         socket.connect(address)
@@ -329,6 +337,7 @@ class Client:
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._socket.close(0)
+        self._open.clear()
         self._socket = self._monitor = None
 
     def _send(self, pending: Pending) -> None:
@@ -349,3 +358,10 @@ class Client:
                     f"the server at {self._last_address} has not answered `{pending.kind}` of {self.name} in time; {why}"
                 )
             )
+
+
+def _let_go(context: zmq.Context[zmq.Socket[bytes]], sockets: Sequence[zmq.Socket[bytes]]) -> None:
+    """Close what a client has left open."""
+    for socket in sockets:
+        socket.close(0)
+    context.term()

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 
 from rowstead.fleet.client import Client, ServerGone
 from rowstead.fleet.keys import Keys
-from rowstead.fleet.restart import Decision, Ended, decide
+from rowstead.fleet.restart import MISTAKE, Decision, Ended, decide
 from rowstead.fleet.roster import RoleAddress, RoleFiles, Roster, told
 from rowstead.fleet.wire import Message
 from rowstead.spec.errors import RowsteadError
@@ -75,6 +75,8 @@ class Post:
     """Those that count against it: `restart.py`."""
     start_at: float = 0.0
     """When to start it again, in the state `to be started`."""
+    log_bytes: int = 0
+    """That earlier starts had printed: what they said is no news."""
     address: RoleAddress | None = None
 
     @property
@@ -119,8 +121,9 @@ class Crew:
             self._write_roster()
         for kind, number in self.spec.roles():
             if kind in kinds:
+                log_bytes = RoleFiles(self.folder, kind, number).log_bytes
                 role = self._launcher.start(kind, number)
-                self.posts.append(Post(kind, number, role, started=time.monotonic()))
+                self.posts.append(Post(kind, number, role, started=time.monotonic(), log_bytes=log_bytes))
 
     def wait_ready(self, until: Callable[[], bool] = lambda: False) -> None:
         """Return once all that were begun are ready or have ended, or `until` holds; a RoleError if one of them cannot be."""
@@ -150,12 +153,18 @@ class Crew:
         return [post for post in self.posts if post.kind in kinds]
 
     def stop(self, *kinds: RoleKind, grace_s: float = 10.0) -> None:
-        """Ask all roles of these kinds to end, wait for it, and kill those that do not."""
+        """Ask all roles of these kinds to end, wait for it while the others are looked after, and kill those that do not."""
         posts = [post for post in self.of(*kinds) if post.state in ("starting", "ready", "to be started")]
         running = [post.role for post in posts if post.is_running]
-        self._launcher.stop(running, grace_s)
         for post in posts:
             post.state = "done"
+        for role in running:
+            role.ask_to_stop()
+        ends_s = time.monotonic() + grace_s
+        while any(role.code() is None for role in running) and time.monotonic() < ends_s:
+            self.look()
+            time.sleep(LOOK_EVERY_S)
+        self._launcher.stop(running, 0.0)
 
     def call(self, post: Post, kind: str, facts: Mapping[str, Any] | None = None, *, deadline_s: float = TELL_S) -> Message:
         """Ask a server something."""
@@ -179,7 +188,10 @@ class Crew:
             self._members_changed()
         elif self.spec.start != "by_hand" and time.monotonic() - post.started > self.spec.start_s:
             post.role.kill()
-            self._fail(post, f"{post.kind} {post.number} was not ready after {self.spec.start_s:g} s")
+            self._fail(
+                post,
+                f"{post.kind} {post.number} was not ready after {self.spec.start_s:g} s: allow more by `fleet.start_s` if it only is slow",
+            )
 
     def _ended(self, post: Post, code: int) -> None:
         others = [other for other in self.of("trainer") if other is not post]
@@ -192,11 +204,11 @@ class Crew:
             num_restarts=post.counted_restarts,
             num_other_trainers=sum(other.state not in ("done", "given up") for other in others),
         )
-        self._follow(post, decide(ended, self.spec))
+        self._follow(post, decide(ended, self.spec), is_mistake=code == MISTAKE)
 
-    def _follow(self, post: Post, decision: Decision) -> None:
+    def _follow(self, post: Post, decision: Decision, *, is_mistake: bool) -> None:
         if decision.action == "give up":
-            self._fail(post, decision.why)
+            self._fail(post, decision.why, is_mistake=is_mistake)
         if decision.action == "done":
             post.state = "done"
         elif decision.action == "go on without":
@@ -213,16 +225,18 @@ class Crew:
 
     def _start_again(self, post: Post) -> None:
         post.incarnation += 1
+        post.log_bytes = RoleFiles(self.folder, post.kind, post.number).log_bytes
         post.role = self._launcher.start(post.kind, post.number, post.incarnation)
         post.state, post.started = "starting", time.monotonic()
 
-    def _fail(self, post: Post, why: str) -> None:
+    def _fail(self, post: Post, why: str, *, is_mistake: bool = False) -> None:
+        post.state = "given up"
         files = RoleFiles(self.folder, post.kind, post.number)
-        said = files.last_lines()
-        error = said.rfind("error: ")
+        said = files.last_lines(since_bytes=post.log_bytes)
+        error = said.rfind("error: ") if is_mistake else -1
         if error >= 0:
             raise RoleError(f"{post.kind} {post.number}: {said[error + len('error: ') :]}", post, is_mistake=True)
-        raise RoleError(f"{why}. The end of {files.log}:\n{said or '(it printed nothing)'}", post, is_mistake=False)
+        raise RoleError(f"{why}. The end of {files.log}:\n{said or '(it printed nothing)'}", post, is_mistake=is_mistake)
 
     # Who is where, and who is alive
 

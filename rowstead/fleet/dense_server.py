@@ -21,6 +21,7 @@ The name of a client is that of the member that it speaks for: `trainer-3.1` is 
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -51,7 +52,8 @@ PROBE_S = 24 * 3600.0
 SNAPSHOT_EVERY_S = 5.0
 """Dense parameters are few: they are written often."""
 _LOOK_EVERY_S = 0.05
-_KEPT = "kept."
+_KEPT, _FINISHED = "kept.", "finished."
+_log = logging.getLogger("rowstead.fleet")
 
 
 class DenseServer:
@@ -69,8 +71,9 @@ class DenseServer:
     ) -> None:
         """`snapshot` is the file in which the centre is kept; one that is there is where it begins."""
         self.state = CentreState(deadline_s=round_deadline_s)
-        self.num_snapshots = 0
+        self.num_snapshots = self.num_snapshots_failed = 0
         self._snapshot, self._every_s = snapshot, snapshot_every_s
+        self._writing = threading.Lock()
         if snapshot is not None and snapshot.exists():
             restore(self.state, snapshot.read_bytes())
         handlers: dict[str, Callable[[Message, Caller], Message | Later]] = {
@@ -115,12 +118,17 @@ class DenseServer:
         self.write()
 
     def write(self) -> None:
-        """Keep the centre as it is now on disk, where there is a file for it."""
-        if self._snapshot is None or (content := snapshot_of(self.state)) is None:
-            return
-        self._snapshot.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(self._snapshot, content)
-        self.num_snapshots += 1
+        """Keep the centre as it is now on disk, where there is a file for it; a disk that is full stops nobody."""
+        with self._writing:
+            if self._snapshot is None or (content := snapshot_of(self.state)) is None:
+                return
+            try:
+                self._snapshot.parent.mkdir(parents=True, exist_ok=True)
+                write_atomic(self._snapshot, content)
+                self.num_snapshots += 1
+            except OSError as error:
+                self.num_snapshots_failed += 1
+                _log.warning("the snapshot %s cannot be written: %s", self._snapshot, error)
 
     def facts(self) -> dict[str, Any]:
         """What `status` tells besides what every server does."""
@@ -132,6 +140,7 @@ class DenseServer:
             "num_waiting": state.num_waiting,
             "num_parameters": 0 if state.parameters is None else state.parameters.numel(),
             "num_snapshots": self.num_snapshots,
+            "num_snapshots_failed": self.num_snapshots_failed,
         }
 
     def _look(self) -> None:
@@ -159,6 +168,7 @@ class DenseServer:
 
     def _finish(self, message: Message, caller: Caller) -> Message:
         self.state.finish(caller.name, _flat(message))
+        self.write()  # it will not come again: a restart that did not know its parameters would leave them out of the model
         return Message("finish")
 
     def _take(self, message: Message, caller: Caller) -> Message:
@@ -231,7 +241,9 @@ def snapshot_of(state: CentreState) -> bytes | None:
     with state.held():
         if state.parameters is None:
             return None
-        tensors = {"parameters": state.parameters.clone(), **{f"{_KEPT}{name}": value for name, value in state.kept.items()}}
+        tensors = {"parameters": state.parameters.clone()}
+        tensors |= {f"{_KEPT}{name}": value for name, value in state.kept.items()}
+        tensors |= {f"{_FINISHED}{name}": value for name, value in state.finished.items()}
     return safetensors.torch.save(tensors)
 
 
@@ -242,7 +254,8 @@ def restore(state: CentreState, content: bytes) -> None:
     except safetensors.SafetensorError as error:
         raise RowsteadError(f"the dense server's snapshot cannot be read: {error}. Remove it to begin without") from None
     state.parameters, state.is_old = tensors.pop("parameters"), True
-    state.kept = {name.removeprefix(_KEPT): value for name, value in tensors.items()}
+    state.kept = {name.removeprefix(_KEPT): value for name, value in tensors.items() if name.startswith(_KEPT)}
+    state.finished = {name.removeprefix(_FINISHED): value for name, value in tensors.items() if name.startswith(_FINISHED)}
 
 
 class RemoteCentre:
@@ -257,7 +270,9 @@ class RemoteCentre:
         """A question to a server that was gone; it is back when this is answered."""
 
     def join(self, parameters: Tensor) -> Tensor:
-        return self._call("join", {}, [parameters], deadline_s=self._join_s, is_patient=True).tensors[0]
+        is_first_try = self._probe is None
+        deadline_s = self._join_s if is_first_try else None
+        return self._call("join", {}, [parameters], deadline_s=deadline_s, is_patient=is_first_try).tensors[0]
 
     def leave(self) -> None:
         self._call("leave")
@@ -310,7 +325,8 @@ class RemoteCentre:
         try:
             return self._client.call(kind, facts, own, deadline_s=deadline_s or self._exchange_s)
         except ServerGone as error:
-            self._probe = self._client.start("status", deadline_s=PROBE_S)
+            if self._probe is None or self._probe.is_done:  # one is enough, however often a patient caller comes
+                self._probe = self._client.start("status", deadline_s=PROBE_S)
             raise CentreGone(f"the dense server is gone, and training goes on without: {error}") from None
 
     def _check_probe(self) -> None:

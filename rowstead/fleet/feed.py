@@ -26,6 +26,8 @@ _LEAVE_S = 2.0
 _REFUSALS = 3
 """In a row, after which there is no use in asking."""
 _OVER = ("ended", "stopped")
+_LOOK_EVERY_S = 0.1
+"""How often who waits for a batch looks whether it should still wait."""
 
 
 @dataclass(frozen=True)
@@ -65,14 +67,17 @@ class Feed:
         incarnation: int | None = None,
         layout: Layout | None = None,
         ids: torch.dtype | None = None,
+        until: Callable[[], bool] = lambda: False,
     ) -> None:
         """`connect` gives a client for each reader, in the thread that will use it. `name` is the trainer's, its own among all.
 
         `incarnation` is larger each time that the trainer is started; the time of day when left out. Batches that the reader
-        has checked are marked as fitting `layout`. `ids` is the type to widen ids to; as they come when left out.
+        has checked are marked as fitting `layout`. `ids` is the type to widen ids to; as they come when left out. Once `until`
+        holds nobody waits for a batch any more.
         """
         assert connect, "a trainer needs a reader"
         self.name = name
+        self._until = until
         self._incarnation = time.time_ns() if incarnation is None else incarnation
         self._layout, self._ids = layout, ids
         self.waited_s = 0.0
@@ -85,7 +90,7 @@ class Feed:
         self._arrived = threading.Condition(self._lock)
         self._queue: deque[tuple[Batch, Ticket]] = deque()
         self._error: Exception | None = None
-        self._closed = False
+        self._closed = self._is_at_rest = False
         quota = math.ceil(max(1, batches_ahead) / len(connect))
         self._lines = [_Line(number, self._lock, quota) for number in range(len(connect))]
         self._threads = [
@@ -96,7 +101,7 @@ class Feed:
             thread.start()
 
     def more(self) -> bool:
-        """Wait for a batch; false once all batches of all readers are done, whoever trained on them."""
+        """Wait for a batch; false once all batches of all readers are done, whoever trained on them, or nobody should wait."""
         with self._lock:
             self._wait_for(lambda: all(line.is_over for line in self._lines))
             return bool(self._queue)
@@ -125,10 +130,13 @@ class Feed:
         with self._lock:
             self._lines[ticket.reader].finish(ticket.number)
 
-    def close(self) -> None:
-        """Tell the readers what is done, and give back what is not; harmless when closed."""
+    def close(self, *, is_at_rest: bool = False) -> None:
+        """Tell the readers what is done, and give back what is not; harmless when closed.
+
+        `is_at_rest`: no batch is being trained on, so that those taken and not done were not trained on either.
+        """
         with self._lock:
-            self._closed = True
+            self._closed, self._is_at_rest = True, is_at_rest
             self._arrived.notify_all()
             for line in self._lines:
                 line.wake.notify()
@@ -140,6 +148,11 @@ class Feed:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all batches of all readers are done, whoever trained on them; else somebody was asked to stop."""
+        return all(line.is_over for line in self._lines)
 
     @property
     def nonempty_share(self) -> float | None:
@@ -167,7 +180,8 @@ class Feed:
     def _wait_for(self, nothing_comes: Callable[[], bool]) -> None:
         """Wait until there is a batch, or nothing comes; raises the error that came instead."""
         start_s = time.perf_counter()
-        self._arrived.wait_for(lambda: self._queue or self._error is not None or self._closed or nothing_comes())
+        while not (self._queue or self._error is not None or self._closed or nothing_comes() or self._until()):
+            self._arrived.wait(_LOOK_EVERY_S)  # not for ever: what `until` looks at wakes nobody here
         self.waited_s += time.perf_counter() - start_s
         if self._error is not None and not self._queue:
             raise self._error
@@ -191,7 +205,7 @@ class Feed:
                 line.wake.wait_for(lambda: self._closed or self._error is not None or line.should_ask)
                 if self._error is not None:  # after what is here comes the error
                     return
-                facts, told = line.request(leaves=self._closed)
+                facts, told = line.request(leaves=self._closed, is_at_rest=self._is_at_rest)
             facts |= {"name": self.name, "incarnation": self._incarnation}
             try:
                 answer = client.call("ask", facts, deadline_s=_LEAVE_S if facts["leaves"] else _ASK_S)
@@ -287,12 +301,12 @@ class _Line:
         if self.should_ask:
             self.wake.notify()
 
-    def request(self, *, leaves: bool) -> tuple[dict[str, Any], list[int]]:
+    def request(self, *, leaves: bool, is_at_rest: bool = False) -> tuple[dict[str, Any], list[int]]:
         """The facts of the next request, and what it says is done."""
         self._turn += 1
         told = list(self._done)
-        # Who leaves gives back what nobody has looked at.
-        have = self._given if leaves else self._given | self._queued
+        # Who leaves gives back what nobody has trained on: what it says that it has goes out again as perhaps repeated.
+        have = (set() if is_at_rest else self._given) if leaves else self._given | self._queued
         want = 0 if leaves else max(0, self._quota - len(self._queued))
         facts = {"turn": self._turn, "want": want, "have": sorted(have), "done": told, "knows": self.state, "leaves": leaves}
         return facts, told

@@ -11,6 +11,9 @@ from typing import Protocol
 
 HEAD = "ROWSTEAD_HEAD"
 """Environment variable with the process that started a role."""
+ASK = signal.SIGUSR1
+"""By what whoever started a role asks it to end. Not SIGTERM: a cluster sends that to all processes of a job at once, and then the head has to
+end the roles in order, trainers first."""
 GRACE_S = 10.0
 """How long a role may take to end once it was asked to."""
 LOOK_EVERY_S = 0.02
@@ -46,15 +49,20 @@ def stopped(roles: Sequence[Stoppable], grace_s: float) -> list[int | None]:
 
 
 def stop_asked() -> Callable[[], bool]:
-    """Whether this process was asked to end, by SIGTERM or Ctrl-C; a second Ctrl-C ends it at once."""
+    """Whether this process was asked to end: by whoever started it, who alone is listened to.
+
+    That is the user, by SIGTERM or Ctrl-C, where no head has; a second Ctrl-C ends it at once then.
+    """
     asked = threading.Event()
 
     def ask(number: int, frame: object) -> None:
         asked.set()
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, ask)
+        signal.signal(number, signal.SIG_IGN if HEAD in os.environ else ask)
+    signal.signal(ASK, ask)
     return asked.is_set
 
 
@@ -67,7 +75,7 @@ def end_with_head(grace_s: float = GRACE_S) -> None:
     def watch() -> None:
         while os.getppid() == int(head):
             time.sleep(0.25)
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), ASK)
         time.sleep(grace_s)
         os._exit(1)
 

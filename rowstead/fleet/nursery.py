@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rowstead.fleet.local import GRACE_S, HEAD, LOOK_EVERY_S, environment, stopped
+from rowstead.fleet.local import ASK, GRACE_S, HEAD, LOOK_EVERY_S, environment, stopped
 from rowstead.fleet.roster import ROLES_FOLDER, RoleFiles
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.fleet import RoleKind
@@ -44,7 +44,7 @@ class ForkedRole:
 
     def ask_to_stop(self) -> None:
         """Let it finish what it does and end."""
-        self._send(signal.SIGTERM)
+        self._send(ASK)
 
     def kill(self) -> None:
         """End it at once."""
@@ -171,7 +171,8 @@ def tend(folder: Path, be_role: BeRole) -> None:
     """Start roles as they are asked for, and tell of their ends, until nobody can ask any more."""
     running: set[int] = set()
     asked = b""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):  # the head is who listens to them
+        signal.signal(number, signal.SIG_IGN)
     while True:
         if select.select([0], [], [], LOOK_EVERY_S)[0]:
             more = os.read(0, 1 << 16)
@@ -197,7 +198,6 @@ def _forked(folder: Path, be_role: BeRole, wanted: dict[str, Any]) -> int:
         for descriptor, place in ((nothing, 0), (log, 1), (log, 2)):
             os.dup2(descriptor, place)
         os.environ[HEAD] = str(os.getppid())
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
         code = be_role(wanted["kind"], folder, wanted["number"], wanted["incarnation"])
     finally:
         sys.stdout.flush()
@@ -217,7 +217,7 @@ def _tell_ended(running: set[int]) -> None:
 
 def _end(running: set[int]) -> None:
     """Ask all roles to end, and kill those that do not soon."""
-    for number, within_s in ((signal.SIGTERM, ORPHANED_S), (signal.SIGKILL, GRACE_S)):
+    for number, within_s in ((ASK, ORPHANED_S), (signal.SIGKILL, GRACE_S)):
         for pid in running:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rowstead.fleet.local import GRACE_S, HEAD, LOOK_EVERY_S, stopped
+from rowstead.fleet.local import ASK, GRACE_S, HEAD, LOOK_EVERY_S, stopped
 from rowstead.fleet.roster import ROLES_FOLDER, RoleFiles
 from rowstead.records.usage import usable_cores
 from rowstead.spec.errors import RowsteadError
@@ -53,7 +53,7 @@ class RayRole:
 
     def ask_to_stop(self) -> None:
         """Let it finish what it does and end."""
-        self._actor.send.remote(int(signal.SIGTERM))
+        self._actor.send.remote(int(ASK))
 
     def kill(self) -> None:
         """End it at once; it may not even have a node yet."""

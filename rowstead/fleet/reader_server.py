@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rowstead.contracts.batch import share_bounds
 from rowstead.contracts.source import Source
 from rowstead.fleet.keys import Keys
 from rowstead.fleet.ledger import Caller
@@ -76,6 +78,18 @@ def progress_file(folder: Path, number: int) -> Path:
 def share_of_steps(max_steps: int, number: int, num_readers: int) -> int:
     """How many of `max_steps` batches one reader hands out."""
     return max_steps // num_readers + (number < max_steps % num_readers)
+
+
+def batches_of_readers(
+    num_samples: int, num_readers: int, *, batch_size: int, epochs: int = 1, max_steps: int | None = None
+) -> list[int]:
+    """How many batches each reader hands out of a log of so many rows, none of them bad: each share ends with a batch of its own."""
+    counts = []
+    for number in range(num_readers):
+        first, last = share_bounds(num_samples, number, num_readers)
+        count = epochs * math.ceil((last - first) / batch_size)
+        counts.append(count if max_steps is None else min(count, share_of_steps(max_steps, number, num_readers)))
+    return counts
 
 
 def handlers_of(reader: Reader) -> dict[str, Handler]:

@@ -5,7 +5,7 @@ what one client asks in the order in which it was asked, so a look-up sees all u
 
 With a staleness of k, look-ups are sent up to k batches early, and travel while the batches before them are trained on: the
 look-up of a batch may miss the updates of the k batches before it, and of no others. At most k updates are unanswered at a
-time. With 0 a look-up is sent once the update of the batch before is answered, and training is exact.
+time. With 0 a look-up is sent behind the update of the batch before, and training is exact.
 
 Letters: B examples, F features, S servers.
 """
@@ -138,8 +138,9 @@ class RemoteStore(nn.Module):
                 return self._answer(self._start_lookup(_Batch(sparse, 0, self._cut(sparse))))
             batch = self._taken(sparse)
             if batch.answers is None:
-                if not self.staleness:
-                    self._settle()
+                self._start_lookup(batch)
+            # An update that a server had forgotten reaches it behind the look-up: then look up again.
+            if not self.staleness and self._settle():
                 self._start_lookup(batch)
             pooled = self._answer(batch)
             batch.answers = []  # the vectors are no longer needed
@@ -321,18 +322,21 @@ class RemoteStore(nn.Module):
         known_by, tensors = update.batch.split.asks[server].message()
         return self._client(server).start("update", {**facts, **known_by}, [*tensors, *update.gradients[server]])
 
-    def _settle(self) -> None:
-        """Wait until every update is answered."""
+    def _settle(self) -> bool:
+        """Wait until every update is answered; returns whether one had to be sent again."""
+        was_forgotten = False
         while self._unanswered:
-            self._settle_one()
+            was_forgotten |= self._settle_one()
+        return was_forgotten
 
-    def _settle_one(self) -> None:
-        """Wait until the oldest update is answered by all servers."""
-        update = self._unanswered[0]
+    def _settle_one(self) -> bool:
+        """Wait until the oldest update is answered by all servers; returns whether it had to be sent again."""
+        update, was_forgotten = self._unanswered[0], False
         while update.answers:
             server = next(iter(update.answers))
-            self._note(update, server, update.answers.pop(server).wait().facts)
+            was_forgotten |= self._note(update, server, update.answers.pop(server).wait().facts)
         self._unanswered.popleft()
+        return was_forgotten
 
     def _take_answers(self) -> None:
         """Note the answers that are here already."""
@@ -342,10 +346,14 @@ class RemoteStore(nn.Module):
         while self._unanswered and not self._unanswered[0].answers:
             self._unanswered.popleft()
 
-    def _note(self, update: _Update, server: int, facts: Mapping[str, Any]) -> None:
+    def _note(self, update: _Update, server: int, facts: Mapping[str, Any]) -> bool:
+        """Take an answer; returns whether the update had to be sent again."""
         self._lost[server] = int(facts.get("lost", self._lost[server]))
-        if facts.get("forgotten"):  # it was started anew, or had no room: it gets the batch as well
-            update.answers[server] = self._send_update(update, server, is_known=False)
+        if not facts.get("forgotten"):
+            return False
+        # It was started anew, or had no room: it gets the batch as well.
+        update.answers[server] = self._send_update(update, server, is_known=False)
+        return True
 
     @contextlib.contextmanager
     def _settled(self) -> Iterator[None]:

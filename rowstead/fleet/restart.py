@@ -10,6 +10,8 @@ from rowstead.spec.fleet import FleetSpec, RoleKind
 
 MISTAKE = 2
 """Exit code of a user's mistake, which another start would only repeat."""
+STOPPED = 128 + signal.SIGTERM
+"""Exit code of a trainer that was asked to end before everything was trained on; the head, who may ask it, does not look at it then."""
 FIRST_DELAY_S = 0.5
 LONGEST_DELAY_S = 30.0
 
@@ -57,7 +59,7 @@ def decide(ended: Ended, spec: FleetSpec) -> Decision:
     how = ended_how(ended)
     if ended.code == MISTAKE:
         return Decision(action="give up", why=how)
-    if not ended.was_ready and ended.code >= 0:
+    if not ended.was_ready and ended.code >= 0 and ended.code != STOPPED:
         return Decision(action="give up", why=how)
     if ended.kind == "trainer" and spec.tables == "local":
         return Decision(action="give up", why=f"{how}, and its tables with it: go on from the last checkpoint with --resume")
@@ -79,6 +81,8 @@ def ended_how(ended: Ended) -> str:
         return f"{ended.name} was killed by {_signal_name(-ended.code)}{when}"
     if ended.code == 0:
         return f"{ended.name} ended by itself{when}"
+    if ended.code == STOPPED:
+        return f"{ended.name} was asked to end by somebody else{when}"
     return f"{ended.name} failed{when} (exit code {ended.code})"
 
 

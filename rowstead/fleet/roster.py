@@ -55,10 +55,21 @@ class RoleFiles:
     def log(self) -> Path:
         return self._file("log")
 
-    def last_lines(self, num_lines: int = 15) -> str:
-        """The end of what it printed."""
+    @property
+    def lock(self) -> Path:
+        return self._file("lock")
+
+    @property
+    def log_bytes(self) -> int:
+        """How much it has printed so far, in all its starts."""
+        return self.log.stat().st_size if self.log.exists() else 0
+
+    def last_lines(self, num_lines: int = 15, *, since_bytes: int = 0) -> str:
+        """The end of what it printed, after so many bytes."""
         try:
-            text = self.log.read_bytes()[-20_000:].decode(errors="replace")
+            with open(self.log, "rb") as file:
+                file.seek(max(since_bytes, self.log_bytes - 20_000))
+                text = file.read().decode(errors="replace")
         except OSError:
             return ""
         return "\n".join(text.rstrip().splitlines()[-num_lines:])

@@ -18,6 +18,8 @@ import psutil
 import zmq
 
 from rowstead.fleet.keys import Gate, Keys, check_address, protect_server
+from rowstead.fleet.later import Handler as Handler
+from rowstead.fleet.later import Later as Later
 from rowstead.fleet.ledger import Caller, Ledger, Verdict
 from rowstead.fleet.sockets import prepare, receive_frames, send_frames
 from rowstead.fleet.wire import (
@@ -41,46 +43,6 @@ from rowstead.spec.errors import RowsteadError
 _log = logging.getLogger("rowstead.fleet")
 _LOOK_UP_EVERY_MS = 100
 """How often an idle server looks whether it should end."""
-
-
-class Later:
-    """The answer of a handler that others will complete, such as a round that waits for all trainers. From any thread, once."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._outcome: Message | Exception | None = None
-        self._deliver: Callable[[Message | Exception], None] | None = None
-
-    @property
-    def is_done(self) -> bool:
-        return self._outcome is not None
-
-    def answer(self, message: Message) -> None:
-        """Send the answer."""
-        self._complete(message)
-
-    def fail(self, problem: str) -> None:
-        """Send a refusal: the client raises `RefusedError` with this text."""
-        self._complete(RowsteadError(problem))
-
-    def _complete(self, outcome: Message | Exception) -> None:
-        with self._lock:
-            assert self._outcome is None, "an answer is given once"
-            self._outcome = outcome
-            deliver = self._deliver
-        if deliver is not None:
-            deliver(outcome)
-
-    def _send_by(self, deliver: Callable[[Message | Exception], None]) -> None:
-        with self._lock:
-            self._deliver = deliver
-            outcome = self._outcome
-        if outcome is not None:
-            deliver(outcome)
-
-
-Handler = Callable[[Message, Caller], Message | Later]
-"""Does what a request asks. A `RowsteadError` that it raises is told to the client; the tensors of its answer must not change later."""
 
 
 @dataclass(slots=True)
@@ -331,7 +293,7 @@ class Server:
             _log.exception("%s failed at `%s` of %s", self.name, header.kind, header.name)
             outcome = RowsteadError(f"{self.name} failed at `{header.kind}`: {type(error).__name__}: {error}")
         if isinstance(outcome, Later):
-            outcome._send_by(lambda answer: self._post(header, answer))
+            outcome.send_by(lambda answer: self._post(header, answer))
         else:
             self._post(header, outcome)
 

@@ -188,9 +188,9 @@ class Snapshots:
             outcome: Written | Exception
             try:
                 outcome = self.take()
-            except (OSError, CheckpointError) as error:
+            except Exception as error:  # noqa: BLE001, RUF100 - whatever it is, who asked must hear of it, and the next one is due
                 self.num_failed += 1
-                _log.warning("a snapshot into %s failed: %s", self._folder, error)
+                _log.warning("a snapshot into %s failed: %s", self._folder, error, exc_info=not isinstance(error, OSError))
                 outcome = error
             for done in asked:
                 done(outcome)

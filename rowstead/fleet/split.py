@@ -1,8 +1,8 @@
 """A batch cut by the sparse servers' pieces, and what comes back put together.
 
 Each server is asked at most once a batch. Of a table it either pools, and then gets ids and the lengths of bags and answers
-with vectors, or it sends the distinct rows that are named, and the bags are pooled here. Whichever takes fewer bytes there and
-back, gradients included, is chosen for each table and batch by counting. An update sends the gradients of the vectors, or those
+with vectors, or it sends the distinct rows that are named, and the bags are pooled here. Rows are chosen for a table and a batch where they
+take three quarters of the bytes of vectors or less, there and back, gradients included. An update sends the gradients of the vectors, or those
 of the distinct rows, summed.
 
 Letters: B examples, F features, S servers, D width, n ids that go to one server. A slot is a feature as one server counts them.

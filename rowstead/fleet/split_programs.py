@@ -11,6 +11,10 @@ from __future__ import annotations
 import numba
 import numpy as np
 
+ROWS_SHARE = 0.75
+"""Distinct rows are sent where they are at most so much of the bytes of pooled vectors: bags are then pooled, and gradients summed, by the
+trainer, which takes longer than a few bytes less would save."""
+
 _jit = numba.njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
 
 
@@ -69,7 +73,7 @@ def cut_batch(  # type: ignore[no-untyped-def]
 def find_distinct(  # type: ignore[no-untyped-def]
     ids, bounds, slots_from, slots, widths, num_samples, id_bytes, weight_bytes, row_bytes, real_bytes, places, distinct, counts
 ):
-    """Of which tables it takes fewer bytes to send distinct rows than pooled vectors; returns how many rows those are in all.
+    """Of which tables it takes so much fewer bytes to send distinct rows than pooled vectors; returns how many rows those are in all.
 
     ids [n] are those of one server, bounds [F + 1] where each of its slots begins; slots_from [T + 1] and slots say which slots
     read a table, widths [T]. A row has `row_bytes` a number and its gradient `real_bytes`. counts [T] becomes -1 for tables
@@ -85,7 +89,7 @@ def find_distinct(  # type: ignore[no-untyped-def]
             num_bags += num_samples
         pooled = num_ids * (id_bytes + weight_bytes) + num_bags * (1 + 2 * widths[table] * real_bytes)
         each = id_bytes + widths[table] * (row_bytes + real_bytes)
-        most = (pooled - 1) // each if pooled > 0 else 0
+        most = np.int64(ROWS_SHARE * pooled) // each
         counts[table] = -1
         if num_bags == 0:
             continue

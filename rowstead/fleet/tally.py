@@ -71,7 +71,7 @@ class Tally:
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON."""
-        return {who: [sent.highest, [list(run) for run in sent.missing]] for who, sent in self._sent.items()}
+        return {who: [sent.highest, [list(run) for run in sent.missing]] for who, sent in list(self._sent.items())}
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> Tally:

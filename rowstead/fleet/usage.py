@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -13,6 +14,7 @@ import psutil
 
 from rowstead.records.files import json_line
 
+_log = logging.getLogger("rowstead.fleet")
 Facts = Callable[[], Mapping[str, Any]]
 """Figures of a role at this moment, totals since its start: `num_samples`, `waiting_s`, `queue_depth`, `bytes_in`, `bytes_out` …"""
 
@@ -32,6 +34,7 @@ class RoleSampler:
         self._path, self._facts, self._incarnation, self._interval_s = path, facts, incarnation, interval_s
         self._process = psutil.Process()
         self._ended = threading.Event()
+        self._problem = ""
         self._thread = threading.Thread(target=self._run, name="rowstead-role-usage", daemon=True)
 
     def __enter__(self) -> RoleSampler:
@@ -43,12 +46,17 @@ class RoleSampler:
         self._thread.join()
 
     def _run(self) -> None:
-        with open(self._path, "a") as file:
-            is_last = False
-            while not is_last:
-                is_last = self._ended.wait(self._interval_s)
-                file.write(json_line(self._sample()))
-                file.flush()
+        is_last = False
+        while not is_last:
+            is_last = self._ended.wait(self._interval_s)
+            try:
+                line = json_line(self._sample())
+                with open(self._path, "ab", buffering=0) as file:
+                    file.write(line.encode())
+            except Exception as error:  # noqa: BLE001, RUF100 - a sample less; a role that samples no more would be taken for gone
+                if repr(error) != self._problem:  # once, or the log would grow for as long as it lasts
+                    self._problem = repr(error)
+                    _log.exception("nothing could be added to %s", self._path)
 
     def _sample(self) -> dict[str, Any]:
         times, memory = self._process.cpu_times(), self._process.memory_info()

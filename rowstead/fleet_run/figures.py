@@ -22,7 +22,16 @@ REPORTED = (
     "num_lost_updates",
 )
 """Facts of servers that add up to figures of the record."""
-ADDED = ("cpu_s", "waiting_s", "num_bytes_sent", "num_bytes_received", "num_sent_again", "num_exchanges", "num_alone")
+ADDED = (
+    "cpu_s",
+    "waiting_s",
+    "num_bytes_sent",
+    "num_bytes_received",
+    "num_sent_again",
+    "num_exchanges",
+    "num_alone",
+    "num_lookups_early",
+)
 """Samples of roles that add up, over all of a kind and all their starts."""
 
 

@@ -30,6 +30,7 @@ from rowstead.fleet_run.parts import (
     save_checkpoint,
     write_dense,
 )
+from rowstead.spec.errors import RowsteadError
 from rowstead.spec.run import RunSpec
 from rowstead.trained import evaluate as evaluate_run
 from rowstead.training import checkpoint
@@ -40,7 +41,11 @@ from rowstead.training.metrics import Quality
 from rowstead.training.saved_tensors import StoreTensors
 from rowstead.training.step import load_net
 
-DEADLINE_S = 60.0
+DEADLINE_S = 600.0
+"""How long a server may be away: whoever looks after the roles says sooner when one cannot come back."""
+SNAPSHOT_S = 3600.0
+MOST_TRIES = 5
+"""Of giving the servers a model, if they are killed meanwhile."""
 
 
 class GatheredModel:
@@ -53,16 +58,29 @@ class GatheredModel:
         store = remote_store(spec, self._roster, connections, staleness=0)
         self.model = fleet_model(spec, torch.device("cpu"), store, self._dtype)
         flat_of(self.model.net)
-        self._centre = RemoteCentre(connections.to("dense", 0, "head-centre")) if fleet_of(spec).num_dense else None
+        self._centre: RemoteCentre | None = None
+        if fleet_of(spec).num_dense:
+            self._centre = RemoteCentre(connections.to("dense", 0, "head-centre"), exchange_s=DEADLINE_S)
+        self._sparse = [connections.to("sparse", number, "head-rows") for number in range(fleet_of(spec).num_sparse)]
         self._optimizer: dict[str, Tensor] = {}
 
     def put(self, saved: checkpoint.Checkpoint, *, with_optimizer: bool) -> None:
-        """Give a saved model to the fleet, before its trainers begin."""
+        """Give a saved model to the fleet while no trainer is at work; servers that are killed later come back with it."""
         load_net(self.model, saved.tensors)
-        self.model.store.load_state(StoreTensors(saved.tensors), rows_only=not with_optimizer)
+        for _ in range(MOST_TRIES):
+            before = self._asked_all("status")
+            self.model.store.load_state(StoreTensors(saved.tensors), rows_only=not with_optimizer)
+            if self._asked_all("snapshot") == before:
+                break
+        else:
+            raise RowsteadError(
+                f"sparse servers were started again {MOST_TRIES} times while they were given saved rows: their logs under "
+                f"{self._folder / ROLES_FOLDER} say why"
+            )
         dense = {name: saved.tensors[name] for name in saved.tensors if name.startswith("net.")}
         if with_optimizer:
-            dense |= {name: saved.tensors[name] for name in saved.tensors if name.startswith("optimizer.")}
+            self._optimizer = {name: saved.tensors[name] for name in saved.tensors if name.startswith("optimizer.")}
+            dense |= self._optimizer
         write_dense(self._folder / ROLES_FOLDER / INITIAL_FILE, dense)
 
     def take(self) -> None:
@@ -96,6 +114,12 @@ class GatheredModel:
             negative_keep_rate=self._spec.data.negative_keep_rate,
             max_samples=max_samples,
         )
+
+    def _asked_all(self, kind: str) -> list[int | None]:
+        """Ask each sparse server, and say which start of it has answered."""
+        for client in self._sparse:
+            client.call(kind, deadline_s=SNAPSHOT_S)
+        return [client.server_incarnation for client in self._sparse]
 
     def close(self) -> None:
         """Let go of all connections; nobody may be using it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import shutil
 import time
 from collections.abc import Callable
@@ -12,37 +11,38 @@ from typing import Any, TypeVar
 
 import torch
 
-from rowstead.fleet.by_hand import ByHand
-from rowstead.fleet.client import ServerGone
+from rowstead.fleet.by_hand import ByHand, ask_former
 from rowstead.fleet.crew import LOOK_EVERY_S, Crew, Post, RoleError
 from rowstead.fleet.keys import Keys
 from rowstead.fleet.local import environment
 from rowstead.fleet.nursery import Nursery
 from rowstead.fleet.ray_roles import Needs, RayRoles
-from rowstead.fleet.roster import ROLES_FOLDER
+from rowstead.fleet.reader_server import batches_of_readers
+from rowstead.fleet.role_lock import sole_holder
+from rowstead.fleet.roster import ROLES_FOLDER, ROSTER_FILE
 from rowstead.fleet.sparse_server import SNAPSHOTS_FOLDER
+from rowstead.fleet_run.accounts import Accounts
 from rowstead.fleet_run.background import InBackground
 from rowstead.fleet_run.console import FleetWatcher, SilentFleet
 from rowstead.fleet_run.figures import FleetFigures
 from rowstead.fleet_run.gather import GatheredModel, TrainersModel
-from rowstead.fleet_run.parts import KEYS_FILE, fleet_of, put_progress, readers_progress, settled, shared_facts, told_keys
-from rowstead.parts import Sources, open_sources
+from rowstead.fleet_run.milestones import Milestones
+from rowstead.fleet_run.parts import KEYS_FILE, fleet_of, put_progress, settled, shared_facts, told_keys
+from rowstead.parts import Sources, device_of, open_sources
 from rowstead.records.events import EventLog
 from rowstead.records.run_folder import DEFAULT_ROOT, RunFolder
 from rowstead.records.tensorboard import ScalarWriter
 from rowstead.records.usage import UsageSampler, usable_cores
 from rowstead.run import Result, record_of, stop_on_signal
 from rowstead.spec.errors import RowsteadError
-from rowstead.spec.fleet import KINDS
+from rowstead.spec.fleet import KINDS, FleetSpec
 from rowstead.spec.job import is_one_of_many
 from rowstead.spec.run import RunSpec
 from rowstead.trained import check_same_model, transforms_in
 from rowstead.training import checkpoint
 from rowstead.training.loop import Ending, Outcome, Position
-from rowstead.training.metrics import Quality
 
 SHOW_EVERY_S = 0.5
-SNAPSHOT_S = 3600.0
 LET_GO_S = 5.0
 STOP_S = 60.0
 """How long trainers may take to finish their batch and hand over."""
@@ -87,8 +87,8 @@ def resume_fleet(run: str, *, root: Path | str = DEFAULT_ROOT, watcher: FleetWat
     watcher = watcher or SilentFleet()
     folder = RunFolder.open(run, root)
     spec = folder.read_spec()
-    fleet_of(spec)
     with folder.lock():
+        _end_former(folder.path, fleet_of(spec))
         saved = None
         if checkpoint.checkpoints_in(folder.checkpoints):
             saved = checkpoint.load_latest(folder.checkpoints, watcher.on_message)
@@ -107,6 +107,16 @@ def _check_alone() -> None:
         raise RowsteadError("torchrun has started this process as one of several: a fleet starts its own processes")
 
 
+def _end_former(folder: Path, fleet: FleetSpec) -> None:
+    """Wait until no role of an earlier head is at work any more: what it still wrote would be taken for ours."""
+    if fleet.start == "by_hand":
+        ask_former(folder, fleet.roles())
+    (folder / ROLES_FOLDER).mkdir(exist_ok=True)
+    for kind, number in fleet.roles():
+        with sole_holder(folder, kind, number):
+            pass
+
+
 class Head:
     """One run of a fleet, seen from the process that starts and watches the others."""
 
@@ -121,24 +131,29 @@ class Head:
     ) -> None:
         self._spec, self._fleet, self._folder, self._watcher = spec, fleet_of(spec), folder, watcher
         self._sources, self._dtype = sources, dtype
-        per_epoch = math.ceil(sources.train.num_samples / spec.train.batch_size)
-        self._total_steps = int(min(spec.train.epochs * per_epoch, spec.train.max_steps or math.inf))
+        train = spec.train
+        batches = batches_of_readers(
+            sources.train.num_samples,
+            self._fleet.num_readers,
+            batch_size=train.batch_size,
+            epochs=train.epochs,
+            max_steps=train.max_steps,
+        )
+        self._total_steps = sum(batches)
+        self._num_places = self._fleet.num_readers * max(batches)
+        """Of batches in the run, where readers take turns: what the learning rate is scheduled over."""
         self._position = Position()
         self._shown_s, self._logged_step = 0.0, 0
-        self._job: InBackground[Any] | None = None
         self._background: InBackground[Any] | None = None
-        """What was begun last."""
+        """What was begun last, of what is waited for."""
         self._gathered: GatheredModel | TrainersModel | None = None
-        self._due = {"evaluation": spec.train.eval_every, "checkpoint": spec.train.checkpoint_every}
-        self._saved_step = -1
-        self._num_skipped: int | None = None
-        """Bad rows that readers have left out; absent for a log that cannot have any."""
+        self._milestones: Milestones | None = None
 
     def run(self, *, initial: checkpoint.Checkpoint | None = None, saved: checkpoint.Checkpoint | None = None) -> Result:
         """Train to the end; on a request to stop, save and return early."""
         spec, folder, watcher = self._spec, self._folder, self._watcher
         self._clear(saved)
-        facts = shared_facts(spec, self._sources, dtype=self._dtype, total_steps=self._total_steps)
+        facts = shared_facts(spec, self._sources, dtype=self._dtype, total_steps=self._num_places)
         if (begin_with := saved or initial) is not None:
             facts["begin_with"] = {"path": str(begin_with.path.resolve()), "with_optimizer": saved is not None}
         cores = max(1, usable_cores() // len(self._fleet.roles()))
@@ -164,9 +179,10 @@ class Head:
             crew.on_event = self._note
             before = (self._position.step, self._position.num_samples)
             self._figures = FleetFigures(spec, folder.path, crew, total_steps=self._total_steps, before=before)
+            accounts = self._accounts = Accounts(crew, self._position, watcher.on_message)
             try:
                 outcome = self._train(crew, asked.is_set, begin_with, with_optimizer=saved is not None)
-                statuses = self._statuses(crew)
+                statuses = {} if outcome.ending == "interrupted" else accounts.last()
                 crew.stop(*KINDS)  # asked, not killed: each has its last figures in its file then
             finally:
                 self._let_go()
@@ -174,7 +190,8 @@ class Head:
                 crew.close()
         record = None
         if outcome.ending != "interrupted":
-            record = record_of(spec, outcome, torch.device("cpu"), "cpu", usage.figures(), num_processes=1 + len(crew.posts))
+            device, kernel = self._device()
+            record = record_of(spec, outcome, device, kernel, usage.figures(), num_processes=1 + len(crew.posts))
             of_roles = self._figures.for_record(statuses, record.figures.get("cpu_s", 0.0))
             record = dataclasses.replace(record, figures={**record.figures, **of_roles})
             folder.write_record(record)
@@ -195,6 +212,11 @@ class Head:
         needs["trainer"] = Needs(num_cpus=threads * self._fleet.ray_cpus, num_gpus=num_gpus)
         return RayRoles(path, self._fleet, needs)
 
+    def _device(self) -> tuple[torch.device, str]:
+        """What trainers train on, as far as it can be known here, and the kernels that train rows."""
+        device = device_of(self._spec) if self._fleet.start == "here" else torch.device("cpu")
+        return device, "gpu" if device.type == "cuda" and self._fleet.tables == "local" else "cpu"
+
     # From the first process to the last
 
     def _train(
@@ -203,50 +225,69 @@ class Head:
         crew.start("sparse", "dense", "reader")
         crew.wait_ready(asked)
         self._figures.follow()
+        if asked():
+            return Outcome("interrupted", self._position, None, None)
         model = self._gathered = self._meanwhile(self._model)
         if begin_with is not None:
             self._meanwhile(lambda: model.put(begin_with, with_optimizer=with_optimizer))
-            for post in crew.of("sparse"):  # a server that is killed early comes back with these rows
-                crew.call(post, "snapshot", deadline_s=SNAPSHOT_S)
         if asked():
             return Outcome("interrupted", self._position, None, None)
+        milestones = self._milestones = Milestones(
+            self._spec,
+            self._folder,
+            self._sources,
+            model,
+            self._position,
+            total_steps=self._total_steps,
+            keep=self._record,
+            watcher=self._watcher,
+            is_saved=begin_with is not None and with_optimizer,
+        )
         crew.start("trainer")
         self._figures.follow()
         started = time.monotonic()
         try:
-            ending = self._watch(crew, model, asked)
+            ending = self._watch(crew, milestones, asked)
         except RoleError as error:
-            raise self._rescued(crew, model, error) from None
+            raise self._rescued(crew, model, milestones, error) from None
         if ending != "finished":
             crew.stop("trainer", grace_s=STOP_S)
-        self._wait_for_job()
+        while not milestones.wait(LOOK_EVERY_S):
+            crew.look()
         self._position.train_s += time.monotonic() - started
         self._show(at_once=True)
         crew.wait_ready()  # a server that is just coming back has its say too
-        self._count(crew)
+        self._accounts.settle()
         if ending == "stopped early":
-            self._take_back_best(model)
+            self._meanwhile(milestones.take_back_best)
         else:
             self._meanwhile(model.take)
-        self._save(model)
-        quality = None if ending == "interrupted" else self._evaluate(model, None)
-        return Outcome(ending, self._position, quality, self._figures.samples_per_s, num_skipped=self._num_skipped)
+        self._meanwhile(lambda: milestones.save(is_changed=ending == "stopped early"))
+        quality = None if ending == "interrupted" else self._meanwhile(milestones.evaluate)
+        num_skipped = self._accounts.num_skipped
+        return Outcome(ending, self._position, quality, self._figures.samples_per_s, num_skipped=num_skipped)
 
-    def _rescued(self, crew: Crew, model: GatheredModel | TrainersModel, error: RoleError) -> RowsteadError:
+    def _rescued(
+        self, crew: Crew, model: GatheredModel | TrainersModel, milestones: Milestones, error: RoleError
+    ) -> RowsteadError:
         """The error to end with, after what can still be gathered was saved.
 
-        A trainer that says itself what is wrong speaks of its model, which is then not worth saving, unless a reader told it.
+        A trainer that says itself what is wrong speaks of its model, which is then not worth saving, unless a reader told it. One
+        that keeps the tables has saved what there is.
         """
+        if error.post.kind in ("sparse", "dense"):
+            return error
         crew.stop("trainer", grace_s=STOP_S)
-        readers = self._statuses(crew, "reader").values()
-        is_spoilt = error.post.kind == "trainer" and error.is_mistake and not any("error" in status for status in readers)
-        if is_spoilt or error.post.kind in ("sparse", "dense") or self._position.step == 0:
+        if self._fleet.tables == "local" or self._position.step == 0:
             return error
         try:
-            self._count(crew)
-            progress = readers_progress(self._spec, self._folder.path)
+            has_bad_log = self._accounts.rescue()
+            if error.post.kind == "trainer" and error.is_mistake and not has_bad_log:
+                return error
+            if not milestones.wait(STOP_S):
+                return error  # what runs in the background has the model to itself
             model.take()
-            self._write(model, self._position, progress)
+            milestones.save()
         except RowsteadError:
             return error
         saved = (
@@ -258,90 +299,25 @@ class Head:
         """Close the connections of the model, once nobody uses them any more."""
         if self._background is not None:
             self._background.wait(LET_GO_S)
-        if self._gathered is not None and (self._background is None or self._background.is_done):
+        is_idle = self._milestones is None or self._milestones.is_idle(LET_GO_S)
+        if self._gathered is not None and is_idle and (self._background is None or self._background.is_done):
             self._gathered.close()
 
     def _model(self) -> GatheredModel | TrainersModel:
         path = self._folder.path
         return TrainersModel(path) if self._fleet.tables == "local" else GatheredModel(self._spec, path, told_keys(path))
 
-    def _watch(self, crew: Crew, model: GatheredModel | TrainersModel, asked: Callable[[], bool]) -> Ending:
+    def _watch(self, crew: Crew, milestones: Milestones, asked: Callable[[], bool]) -> Ending:
         """Keep everybody at work until there is nothing left to train on, or somebody wants to stop."""
         while crew.is_training:
             if asked():
                 return "interrupted"
             crew.look()
             self._show()
-            if self._between(model):
+            if milestones.look():
                 return "stopped early"
             time.sleep(LOOK_EVERY_S)
         return "finished"
-
-    def _between(self, model: GatheredModel | TrainersModel) -> bool:
-        """Evaluate and save when it is time, in the background; true when training should stop early."""
-        if self._job is not None:
-            if not self._job.is_done:
-                return False
-            job, self._job = self._job, None
-            return bool(job.result())
-        step = self._position.step
-        for what, every in (("evaluation", self._spec.train.eval_every), ("checkpoint", self._spec.train.checkpoint_every)):
-            due = self._due[what]
-            if every is not None and due is not None and due <= step < self._total_steps:
-                self._due[what] = (step // every + 1) * every
-                self._job = InBackground(lambda what=what: self._intermediate(model, what))  # type: ignore[misc]
-                self._background = self._job
-                return False
-        return False
-
-    def _intermediate(self, model: GatheredModel | TrainersModel, what: str) -> bool:
-        position = dataclasses.replace(self._position)
-        progress = readers_progress(self._spec, self._folder.path)  # before the rows: what is newer in them is trained on again
-        model.take()
-        if what == "checkpoint":
-            self._write(model, position, progress)
-            return False
-        quality = model.evaluate(self._sources.eval, self._spec.train.eval_samples)
-        self._tell_quality(position.step, quality)
-        return self._lost_patience(model, quality, position, progress)
-
-    def _lost_patience(
-        self, model: GatheredModel | TrainersModel, quality: Quality, position: Position, progress: list[str]
-    ) -> bool:
-        spec = self._spec.train.early_stop
-        if spec is None:
-            return False
-        measure = quality.mse if self._spec.train.loss == "mse" or quality.ne is None else quality.ne
-        if self._position.best is None or measure < self._position.best - spec.min_delta:
-            self._position.best, self._position.evaluations_since_best = measure, 0
-            model.save(self._folder.path / "best", position, keep=1, progress=progress)
-        else:
-            self._position.evaluations_since_best += 1
-        return self._position.evaluations_since_best >= spec.patience
-
-    def _take_back_best(self, model: GatheredModel | TrainersModel) -> None:
-        best = checkpoint.load_latest(self._folder.path / "best", self._watcher.on_message)
-        self._meanwhile(lambda: model.put(best, with_optimizer=True))
-        self._watcher.on_message(f"no better evaluation for a while: took back the weights of step {best.step}")
-
-    def _save(self, model: GatheredModel | TrainersModel) -> None:
-        if self._position.step != self._saved_step:
-            progress = readers_progress(self._spec, self._folder.path)
-            self._meanwhile(lambda: self._write(model, self._position, progress))
-
-    def _write(self, model: GatheredModel | TrainersModel, position: Position, progress: list[str]) -> None:
-        model.save(self._folder.checkpoints, position, keep=self._spec.train.keep_checkpoints, progress=progress)
-        self._saved_step = position.step
-        self._events.write("checkpoint", step=position.step)
-
-    def _evaluate(self, model: GatheredModel | TrainersModel, max_samples: int | None) -> Quality:
-        quality = self._meanwhile(lambda: model.evaluate(self._sources.eval, max_samples))
-        self._tell_quality(self._position.step, quality)
-        return quality
-
-    def _tell_quality(self, step: int, quality: Quality) -> None:
-        self._record("evaluation", step, quality.figures())
-        self._watcher.on_evaluation(step, quality)
 
     def _meanwhile(self, work: Callable[[], T]) -> T:
         """Do something with the model while the roles are looked after."""
@@ -351,25 +327,20 @@ class Head:
             job.wait(LOOK_EVERY_S)
         return job.result()
 
-    def _wait_for_job(self) -> None:
-        if self._job is not None:
-            job, self._job = self._job, None
-            self._meanwhile(job.result)
-
     def _clear(self, saved: checkpoint.Checkpoint | None) -> None:
         """Leave of an earlier part of the run what was printed and sampled; roles begin anew, readers where the checkpoint says."""
-        roles = self._folder.path / ROLES_FOLDER
+        path = self._folder.path
+        (path / ROSTER_FILE).unlink(missing_ok=True)  # first: a role that comes too early must not go by what it says
+        roles = path / ROLES_FOLDER
         roles.mkdir(exist_ok=True)
-        for path in roles.iterdir():
-            if path.suffix not in (".jsonl", ".log"):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-        shutil.rmtree(self._folder.path / SNAPSHOTS_FOLDER, ignore_errors=True)
+        for file in roles.iterdir():
+            if file.suffix not in (".jsonl", ".log", ".lock"):
+                shutil.rmtree(file) if file.is_dir() else file.unlink()
+        shutil.rmtree(path / SNAPSHOTS_FOLDER, ignore_errors=True)
         if saved is not None:
             self._position = Position(**saved.facts["position"])
-            self._logged_step = self._saved_step = self._position.step
-            for what, every in self._due.items():
-                self._due[what] = None if every is None else (self._position.step // every + 1) * every
-            put_progress(self._spec, self._folder.path, saved.facts["readers"])
+            self._logged_step = self._position.step
+            put_progress(self._spec, path, saved.facts["readers"])
 
     # What is shown and kept
 
@@ -385,7 +356,7 @@ class Head:
         progress = self._figures.progress(rows)
         if progress is None:
             return
-        self._position.step = progress.step
+        self._position.step, self._position.num_samples = progress.step, progress.num_samples
         self._watcher.on_step(progress)
         if progress.step >= self._logged_step + self._spec.train.log_every:
             self._logged_step = progress.step
@@ -394,32 +365,9 @@ class Head:
 
     def _record(self, kind: str, step: int, figures: dict[str, Any]) -> None:
         self._events.write(kind, step=step, **figures)
-        self._scalars.write(
-            step, {f"{kind}/{name}": value for name, value in figures.items() if isinstance(value, (int, float))}
-        )
+        scalars = {f"{kind}/{name}": value for name, value in figures.items() if isinstance(value, (int, float))}
+        if scalars:
+            self._scalars.write(step, scalars)
 
     def _note(self, what: str, post: Post, why: str) -> None:
         self._events.write(what, step=self._position.step, role=post.name, why=why)
-
-    def _count(self, crew: Crew) -> None:
-        """How far the run has come by the readers' books: every batch that is done, once."""
-        found = [status for name, status in self._statuses(crew, "reader").items() if status]
-        if found:
-            self._position.step = sum(int(status["num_done"]) for status in found)
-            handed_out = sum(int(status["num_batches"]) for status in found)
-            samples = sum(int(status["num_samples"]) for status in found)
-            self._position.num_samples = round(samples * self._position.step / handed_out) if handed_out else 0
-            self._position.epoch = max(int(status["epoch"]) for status in found)
-            skipped = [int(status["num_skipped"]) for status in found if "num_skipped" in status]
-            self._num_skipped = sum(skipped) if skipped else None
-
-    def _statuses(self, crew: Crew, *kinds: str) -> dict[str, dict[str, Any]]:
-        """What the servers say of themselves."""
-        found = {}
-        for post in crew.posts:
-            if post.state == "ready" and post.kind != "trainer" and (not kinds or post.kind in kinds):
-                try:
-                    found[post.name] = crew.call(post, "status", deadline_s=10.0).facts
-                except ServerGone:
-                    found[post.name] = {}
-        return found

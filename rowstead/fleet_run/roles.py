@@ -7,6 +7,7 @@ ready, and samples there what it uses.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 import traceback
@@ -14,13 +15,14 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rowstead.fleet.by_hand import asked_by_file, is_by_hand, leave_code
+from rowstead.fleet.by_hand import AskedByHand, is_by_hand, leave_code
 from rowstead.fleet.crew import TRAINERS_BEGIN
 from rowstead.fleet.keys import Keys
 from rowstead.fleet.local import end_with_head, stop_asked
 from rowstead.fleet.nursery import tend
-from rowstead.fleet.restart import MISTAKE
-from rowstead.fleet.roster import ROLES_FOLDER, RoleFiles, Roster, tell
+from rowstead.fleet.restart import MISTAKE, STOPPED
+from rowstead.fleet.role_lock import sole_holder
+from rowstead.fleet.roster import ROLES_FOLDER, RoleFiles, Roster, tell, told
 from rowstead.fleet.usage import RoleSampler
 from rowstead.fleet_run.parts import fleet_dtype, fleet_of, row_dtype, sources_of, told_keys
 from rowstead.launch import LOST
@@ -43,39 +45,60 @@ def serve_role(
     until: Callable[[], bool],
     incarnation: int = 0,
     address: str = LOOPBACK,
-) -> None:
-    """Be one role of the fleet that trains into `folder`, until its work is done or `until` holds."""
-    run = RunFolder(folder)
-    if not run.spec_file.is_file():
-        raise RowsteadError(f"{folder} is not the folder of a run: give that of a fleet whose head is running")
-    spec = run.read_spec()
-    if not 0 <= number < fleet_of(spec).count(kind):
-        raise RowsteadError(f"{folder} has {fleet_of(spec).count(kind)} roles `{kind}`, numbered from 0: there is no {number}")
-    (folder / ROLES_FOLDER).mkdir(exist_ok=True)
+) -> bool:
+    """Be one role of the fleet that trains into `folder`, until its work is done or `until` holds.
+
+    Returns whether it has ended as it should: a trainer that ends before everything is trained on has not.
+    """
+    spec = RunFolder(folder).read_spec()
     role = _Role(spec, folder, kind, number, until=until, incarnation=incarnation, address=address, keys=told_keys(folder))
-    {"sparse": _serve_sparse, "dense": _serve_dense, "reader": _serve_reader, "trainer": _train}[kind](role)
+    return {"sparse": _serve_sparse, "dense": _serve_dense, "reader": _serve_reader, "trainer": _train}[kind](role)
 
 
 def be_role(kind: RoleKind, folder: Path, number: int, incarnation: int, *, address: str = LOOPBACK) -> int:
     """Be a role in a process of its own, until asked to end or its head is gone; returns the exit code."""
     is_asked = stop_asked()
     end_with_head()
+    asked_by_hand = AskedByHand(folder, kind, number, incarnation) if is_by_hand() else None
 
     def until() -> bool:
-        return is_asked() or (is_by_hand() and asked_by_file(folder, kind, number, incarnation))
+        return is_asked() or (asked_by_hand is not None and asked_by_hand.is_so())
 
+    def serve() -> bool:
+        _check_role(kind, folder, number)
+        with sole_holder(folder, kind, number):
+            return serve_role(kind, folder, number, until=until, incarnation=incarnation, address=address)
+
+    code = _code_of(serve)
+    if asked_by_hand is not None:
+        if code == STOPPED and asked_by_hand.is_so():
+            code = 0  # it was the head who asked
+        found = told(folder, kind, number)
+        if found is not None and found.pid == os.getpid():  # else the head waits for another start, by who can read why
+            leave_code(folder, kind, number, incarnation, code)
+    return code
+
+
+def _code_of(serve: Callable[[], bool]) -> int:
+    """The exit code of a role, which prints its last words."""
     try:
-        serve_role(kind, folder, number, until=until, incarnation=incarnation, address=address)
-        code = 0
+        return 0 if serve() else STOPPED
     except RowsteadError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
-        code = LOST if isinstance(error, LostProcessError) else MISTAKE
+        return LOST if isinstance(error, LostProcessError) else MISTAKE
     except Exception:
         traceback.print_exc()
-        code = 1
-    if is_by_hand() and (folder / ROLES_FOLDER).is_dir():
-        leave_code(folder, kind, number, incarnation, code)
-    return code
+        return 1
+
+
+def _check_role(kind: RoleKind, folder: Path, number: int) -> None:
+    run = RunFolder(folder)
+    if not run.spec_file.is_file():
+        raise RowsteadError(f"{folder} is not the folder of a run: give that of a fleet whose head is running")
+    count = fleet_of(run.read_spec()).count(kind)
+    if not 0 <= number < count:
+        raise RowsteadError(f"{folder} has {count} roles `{kind}`, numbered from 0: there is no {number}")
+    (folder / ROLES_FOLDER).mkdir(exist_ok=True)
 
 
 class _Role:
@@ -123,7 +146,7 @@ class _Role:
         }
 
 
-def _serve_sparse(role: _Role) -> None:
+def _serve_sparse(role: _Role) -> bool:
     from rowstead.fleet.sparse_server import serve_sparse
 
     with role.at_work():
@@ -136,9 +159,10 @@ def _serve_sparse(role: _Role) -> None:
             incarnation=role.incarnation,
             **role.options(),
         )
+    return True
 
 
-def _serve_dense(role: _Role) -> None:
+def _serve_dense(role: _Role) -> bool:
     from rowstead.fleet.dense_server import serve_dense
 
     with role.at_work():
@@ -150,9 +174,10 @@ def _serve_dense(role: _Role) -> None:
             incarnation=role.incarnation,
             **role.options(),
         )
+    return True
 
 
-def _serve_reader(role: _Role) -> None:
+def _serve_reader(role: _Role) -> bool:
     from rowstead.fleet.reader_server import serve_reader
     from rowstead.kernels.layout import layout_of
 
@@ -169,19 +194,20 @@ def _serve_reader(role: _Role) -> None:
             layout=layout_of(spec.features, spec.tables) if spec.check_ids else None,
             **role.options(),
         )
+    return True
 
 
-def _train(role: _Role) -> None:
+def _train(role: _Role) -> bool:
     from rowstead.fleet_run.trainer import Trainer
 
     while not role.roster.facts.get(TRAINERS_BEGIN):  # started by hand, before there was anything to train with
         if role.until():
-            return
+            return False
         time.sleep(0.1)
     trainer = Trainer(role.spec, role.folder, role.number, incarnation=role.incarnation, keys=role.keys)
     with role.at_work():
         role.sampled(trainer.figures)
-        trainer.run(until=role.until, ready=role.ready)
+        return trainer.run(until=role.until, ready=role.ready)
 
 
 if __name__ == "__main__":  # the process that is forked for each role: `fleet/nursery.py`

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ import torch
 
 from rowstead.contracts.batch import Batch
 from rowstead.contracts.store import EmbeddingStore
-from rowstead.contracts.sync import SyncPolicy
 from rowstead.fleet.dense_server import RemoteCentre
 from rowstead.fleet.feed import Feed, Ticket
 from rowstead.fleet.keys import Keys
@@ -50,7 +50,7 @@ from rowstead.training.hogwild import Hogwild
 from rowstead.training.loop import Position
 from rowstead.training.progress import Window
 from rowstead.training.step import Stepper, load_model
-from rowstead.training.sync import policies_for
+from rowstead.training.sync import Unsynchronised, policies_for
 
 DEADLINE_S = 120.0
 """How long a server may be away before a trainer gives up; time enough to start it again."""
@@ -77,13 +77,24 @@ class Trainer:
         self._saves = _Every(self._fleet.snapshot_every_s)
         self._feed: Feed | None = None
         self._workers: list[Stepper] = []
-        self._policies: list[SyncPolicy] = []
+        self._stores: list[Any] = []
+        """Those that may be remote, one a thread."""
+        self._phase_s: dict[int, dict[str, float]] = {}
+        """Where the time of each thread has gone, as it has said itself: its timers are its own."""
+        is_remote = self._fleet.tables == "remote"
+        self._most_unanswered = max(1, self._sync.staleness) + (self._device.type == "cuda") if is_remote else 0
+        """Updates of one thread, at most, that the servers may not have after a step; a GPU's are handed on by a thread beside."""
+        self._policies: list[Unsynchronised] = []
 
-    def run(self, *, until: Callable[[], bool], ready: Callable[[], None]) -> None:
-        """Train until the readers have no more, or `until` holds; then hand over what was learned."""
+    def run(self, *, until: Callable[[], bool], ready: Callable[[], None]) -> bool:
+        """Train until the readers have no more, or `until` holds; then hand over what was learned.
+
+        Returns whether everything is trained on, by this trainer or others.
+        """
         spec, num_threads = self._spec, self._sync.hogwild_threads
         stores = [self._store()]
         stores += [self._another(stores[0]) for _ in range(1, num_threads)]
+        self._stores = [getattr(store, "inner", store) for store in stores]
         model = fleet_model(spec, self._device, stores[0], self._dtype)
         stepper = Stepper(model, self._train_spec(), total_steps=int(self._roster.facts["total_steps"]))
         self._take_over(stepper)
@@ -93,11 +104,15 @@ class Trainer:
         readers = [_connect(self._connections, number) for number in range(self._fleet.num_readers)]
         layout = getattr(stores[0], "layout", None)  # the very one that the store checks batches against
         ids = torch.int64 if self._device.type == "cuda" else None
-        self._feed = Feed(readers, name=self.name, layout=layout, ids=ids)
+
+        def stops() -> bool:
+            return until() or hogwild.stops.is_set()
 
         def work(thread: int, worker: Stepper) -> None:
-            self._work(worker, lambda: until() or hogwild.stops.is_set(), keeps=thread == 0)
+            self._work(thread, worker, stops)
 
+        feed = self._feed = Feed(readers, name=self.name, layout=layout, ids=ids, until=stops)
+        is_at_rest = False
         try:
             for worker, policy in zip(hogwild.workers, policies, strict=False):
                 worker.follow(policy)
@@ -107,14 +122,16 @@ class Trainer:
             else:
                 with threads_of(spec):
                     work(0, stepper)
+            is_at_rest = True
             for policy in policies:
                 policy.close()
         finally:
-            self._feed.close()
+            feed.close(is_at_rest=is_at_rest)
         for store in stores:
-            _flush(store)
+            _end(store)
         self._keep()
         self._connections.close()
+        return feed.is_over
 
     def figures(self) -> dict[str, Any]:
         """Totals so far, and the loss over the last steps."""
@@ -123,36 +140,51 @@ class Trainer:
             figures |= {"num_steps": self._num_steps, "num_samples": self._num_samples}
             if self._window.has_steps:
                 figures |= {"loss": self._window.loss, "ne": self._window.ne}
+            for phase_s in self._phase_s.values():
+                for name, value in phase_s.items():
+                    key = f"{name.replace(' ', '_').replace('-', '_')}_s"
+                    figures[key] = figures.get(key, 0.0) + value
         figures |= self._connections.figures()
-        for worker in self._workers:
-            for name, value in worker.timers.totals_s().items():
-                key = f"{name.replace(' ', '_').replace('-', '_')}_s"
-                figures[key] = figures.get(key, 0.0) + value
-        for name in ("num_exchanges", "num_alone"):
-            if counts := [getattr(policy, name) for policy in self._policies if hasattr(policy, name)]:
+        for name, parts in (
+            ("num_exchanges", self._policies),
+            ("num_alone", self._policies),
+            ("num_lookups_early", self._stores),
+        ):
+            if counts := [getattr(part, name) for part in parts if hasattr(part, name)]:
                 figures[name] = sum(counts)
         return figures
 
-    def _work(self, worker: Stepper, stops: Callable[[], bool], *, keeps: bool) -> None:
-        feed = self._feed
+    def _work(self, thread: int, worker: Stepper, stops: Callable[[], bool]) -> None:
+        feed, store = self._feed, worker.model.store
         assert feed is not None
+        trained: deque[Ticket] = deque()
+        """Whose updates may still be on their way: were this process killed now, others would have to train on them again."""
         while not stops() and feed.more():
-            with contextlib.closing(announced(self._batches(feed), worker.model.store)) as items:
+            with contextlib.closing(announced(self._batches(feed), store)) as items:
                 for batch, here, ticket in items:
-                    self._step(worker, batch, here, ticket)
-                    feed.done(ticket)
-                    if keeps:
+                    self._step(thread, worker, batch, here, ticket)
+                    trained.append(ticket)
+                    while len(trained) > self._most_unanswered:
+                        feed.done(trained.popleft())
+                    if thread == 0:
                         self._keep_if_due()
                     if stops():
                         break
+            if trained:
+                _settle(store)
+            while trained:
+                feed.done(trained.popleft())
+            if self._policies:
+                self._policies[thread].rest()
 
-    def _step(self, worker: Stepper, batch: Batch, here: Batch, ticket: Ticket) -> None:
+    def _step(self, thread: int, worker: Stepper, batch: Batch, here: Batch, ticket: Ticket) -> None:
         try:
             loss = worker.step(here, ticket.step + 1)
         except TrainingError as error:
             raise TrainingError(f"{error} (epoch {ticket.epoch}, batch {ticket.step} of the run, {self.name})") from None
-        whole = batch.whole
+        whole, phase_s = batch.whole, worker.timers.totals_s()
         with self._lock:
+            self._phase_s[thread] = phase_s
             self._num_steps += 1
             self._num_samples += whole.num_samples
             self._window.add(whole.weight, loss, whole.mean_label)
@@ -178,7 +210,7 @@ class Trainer:
         assert isinstance(inner, RemoteStore)
         return on_device(inner.copy(), self._device)
 
-    def _sync_policies(self, num_threads: int) -> list[SyncPolicy]:
+    def _sync_policies(self, num_threads: int) -> list[Unsynchronised]:
         """One for each thread; none without a dense server, where there is nobody to meet."""
         if not self._fleet.num_dense:
             return []
@@ -254,13 +286,18 @@ def _device_of(spec: RunSpec, number: int) -> torch.device:
     return device if device.type == "cpu" else torch.device("cuda", number % torch.cuda.device_count())
 
 
-def _flush(store: EmbeddingStore) -> None:
+def _settle(store: EmbeddingStore) -> None:
     """Wait until the servers have every update."""
-    close = getattr(store, "close", None)
     if isinstance(store, HostStore):
         store.drop_prefetched()  # waits for what was asked for
         store = store.inner  # type: ignore[assignment]
     if isinstance(store, RemoteStore):
         store.flush()
+
+
+def _end(store: EmbeddingStore) -> None:
+    """Let go of a store whose servers have every update."""
+    _settle(store)
+    close = getattr(store, "close", None)
     if close is not None:
         close()

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rowstead.contracts.sync import Centre, CentreGone, Replica, SyncPolicy
+from rowstead.contracts.sync import Centre, CentreGone, Replica
 from rowstead.spec.sync import SyncSpec
 
 OPTIMIZER = "optimizer"
@@ -25,7 +25,7 @@ REPAIR_EVERY = 16
 
 def policies_for(
     spec: SyncSpec, centre_of: Callable[[int], Centre], *, num_trainers: int, num_threads: int = 1
-) -> list[SyncPolicy]:
+) -> list[Unsynchronised]:
     """A policy for each thread of one trainer; `centre_of(thread)` gives that thread's own view of the centre."""
     mode, alpha = spec.mode_for(num_trainers), spec.alpha_for(num_trainers)
     if mode == "allreduce":
@@ -42,7 +42,8 @@ def policies_for(
             lr=spec.block_lr if spec.rule == "bmuf" else 1.0,
         )
         return [first, *(first.counting() for _ in range(num_threads - 1))]
-    return [KeepCentre(centre_of(0), period=KEEP_EVERY * spec.period), *(Unsynchronised() for _ in range(num_threads - 1))]
+    period = max(1, KEEP_EVERY * spec.period // num_threads)  # one thread counts for all
+    return [KeepCentre(centre_of(0), period=period), *(Unsynchronised() for _ in range(num_threads - 1))]
 
 
 class Unsynchronised:
@@ -56,6 +57,9 @@ class Unsynchronised:
 
     def after_step(self, step: int) -> None:
         """Nobody to tell."""
+
+    def rest(self) -> None:
+        """There is nothing to train on for now: nobody should wait for this one."""
 
     def close(self) -> None:
         """Nobody to tell."""
@@ -142,9 +146,12 @@ class KeepCentre(_WithCentre):
     def __init__(self, centre: Centre, *, period: int) -> None:
         super().__init__(centre)
         self._period = period
+        self._num_steps = 0
+        """Of this thread: numbers of steps may go to others, or come in any order."""
 
     def after_step(self, step: int) -> None:
-        if step % self._period == 0:
+        self._num_steps += 1
+        if self._num_steps % self._period == 0:
             self._give()
 
     def _give(self) -> None:
@@ -179,6 +186,10 @@ class AllReduce(_WithCentre):
     def after_step(self, step: int) -> None:
         if self._thread == 0 and self._round and self._round % REPAIR_EVERY == 0:  # so for all that were in this round
             self._blend()
+
+    def rest(self) -> None:
+        """Leave; who comes to a round is a member again."""
+        self._attempt(self._centre.leave)
 
     def _blend(self) -> None:
         def blend() -> None:
@@ -225,7 +236,7 @@ class Shadow(_WithCentre):
         super().__init__(centre)
         self._rule, self._alpha, self._period, self._momentum, self._lr = rule, alpha, period, momentum, lr
         self._steps = 0
-        self._ends = False
+        self._ends = self._rests = False
         self._changed = threading.Condition()
         self._thread_of_its_own: threading.Thread | None = None
         self._error: Exception | None = None
@@ -242,6 +253,12 @@ class Shadow(_WithCentre):
                 self._changed.notify()
         if self._error is not None:
             raise self._error
+
+    def rest(self) -> None:
+        """Leave, where others would wait for this one in a round."""
+        with self._changed:
+            self._rests = self._rule != "easgd"
+            self._changed.notify()
 
     def counting(self) -> _Counting:
         """The policy of another thread of the same trainer, whose steps count too."""
@@ -277,11 +294,14 @@ class Shadow(_WithCentre):
         try:
             while True:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._ends or self._steps >= self._period)
+                    self._changed.wait_for(lambda: self._ends or self._rests or self._steps >= self._period)
                     if self._ends:
                         return
-                    self._steps = 0
-                self.exchange()
+                    rests, self._rests, self._steps = self._rests, False, 0
+                if rests:
+                    self._attempt(self._centre.leave)
+                else:
+                    self.exchange()
         except Exception as error:  # noqa: BLE001, RUF100 - raised by the next step
             self._error = error
 
@@ -294,3 +314,6 @@ class _Counting(Unsynchronised):
 
     def after_step(self, step: int) -> None:
         self._shadow.after_step(step)
+
+    def rest(self) -> None:
+        self._shadow.rest()

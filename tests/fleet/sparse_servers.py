@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
+from rowstead.contracts.batch import Sparse
 from rowstead.fleet.client import Client
 from rowstead.fleet.kept_rows import KeptRows
 from rowstead.fleet.partition import Partition, Piece
@@ -18,9 +20,12 @@ from rowstead.fleet.sparse_server import SparseServer
 from rowstead.kernels.layout import Layout, layout_of
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of
 from rowstead.spec.train import SparseOptimizerSpec
+from rowstead.stores.device import DeviceStore
 from rowstead.stores.sharding import piece_layout, row_ranges
 
 _NUMBERS = itertools.count()
+SGD = SparseOptimizerSpec(kind="sgd")
+ADAGRAD = SparseOptimizerSpec(kind="adagrad", eps=1e-6)
 
 
 def plain_layout(*num_rows: int, width: int = 8, pooling: Literal["sum", "mean"] = "sum") -> Layout:
@@ -45,6 +50,26 @@ def whole_tables(layout: Layout, num_servers: int) -> Partition:
     for place, table in enumerate(layout.tables):
         servers[place % num_servers].append(Piece(table=table.name, first_row=0, num_rows=table.num_rows))
     return Partition(servers=tuple(map(tuple, servers)))
+
+
+def batch_of(layout: Layout, num_samples: int, seed: int, *, length: int = 3) -> Sparse:
+    """Bags of 0 to 2 * length ids."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(0, 2 * length + 1, size=layout.num_features * num_samples)
+    rows = np.repeat([layout.tables[table].num_rows for table in layout.table_of], num_samples)
+    ids = np.concatenate([rng.integers(0, rows[bag], size=count) for bag, count in enumerate(lengths)])
+    offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]))
+    return Sparse(ids=torch.from_numpy(ids), offsets=offsets, num_features=layout.num_features)
+
+
+def grad_of(layout: Layout, batch: Sparse, seed: int) -> torch.Tensor:
+    rng = np.random.default_rng(1000 + seed)
+    return torch.from_numpy(rng.normal(size=(batch.num_samples, layout.total_width)))
+
+
+def assert_same_rows(store: RemoteStore, local: DeviceStore) -> None:
+    for name, value in local.state().items():
+        torch.testing.assert_close(store.state()[name], value, rtol=1e-12, atol=1e-14)
 
 
 class Fleet:

@@ -213,3 +213,71 @@ def test_the_role_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
         ends.set()
         thread.join(30)
     assert (tmp_path / "snapshots" / "dense-0.safetensors").exists()
+
+
+def test_what_trainers_have_ended_with_outlives_the_server(tmp_path: Path) -> None:
+    snapshot = tmp_path / "dense.safetensors"
+    with served(snapshot=snapshot, snapshot_every_s=1e9) as server, centre_of(server, "trainer-0.0") as one:
+        one.join(flat(0, 0))
+        one.finish(flat(2, 4))
+        killed = snapshot.read_bytes()  # what a server that is killed now leaves
+    snapshot.write_bytes(killed)
+    with served(snapshot=snapshot) as server, centre_of(server, "trainer-1.0") as two:
+        assert torch.equal(two.take(), flat(2, 4)), "nobody comes again to say it"
+        two.finish(flat(4, 0))
+        assert torch.equal(two.take(), flat(3, 2)), "the mean of both"
+
+
+def test_a_trainer_that_begins_without_the_server_waits_once_and_then_goes_on_at_once() -> None:
+    nowhere = Client("tcp://127.0.0.1:1", name="trainer-0.0", max_in_flight=4)
+    centre = RemoteCentre(nowhere, exchange_s=0.2, join_s=0.4)
+    try:
+        for _ in range(50):  # more often than requests may be unanswered
+            with pytest.raises(CentreGone):
+                centre.join(flat(1, 2))
+        assert nowhere.waited_s < 2
+        with pytest.raises(CentreGone):
+            centre.finish(flat(1, 2))
+        assert nowhere.num_in_flight == 1, "one question is enough to learn that it is back"
+    finally:
+        centre.close()
+
+
+def test_parameters_that_are_not_finite_are_refused_to_who_brings_them_and_hold_up_nobody_else() -> None:
+    with (
+        served(round_deadline_s=600.0) as server,
+        centre_of(server, "trainer-0.0") as one,
+        centre_of(server, "trainer-1.0") as bad,
+    ):
+        for centre in (one, bad):
+            centre.join(flat(0, 0))
+        thread, results = in_thread(lambda: one.blend(flat(2, 4)))
+        wait_until(lambda: server.state.num_waiting == 1, what="the first of the round")
+        with pytest.raises(RefusedError, match="no longer finite"):
+            bad.blend(flat(float("nan"), 0))
+        bad.leave()
+        thread.join(30)
+        assert torch.equal(results[0], flat(2, 4))  # type: ignore[arg-type]
+
+
+def test_rounds_close_late_where_the_snapshot_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with served(snapshot=tmp_path / "file" / "dense", snapshot_every_s=0.05, round_deadline_s=0.2) as server:
+        with centre_of(server, "trainer-1.0") as lost:
+            lost.join(flat(0))
+        wait_until(lambda: server.facts()["num_snapshots_failed"] > 1, what="snapshots that fail")
+        with centre_of(server, "trainer-0.0") as one:
+            assert one.average(flat(2), "gradients.0")[0].item() == 2
+
+
+def test_snapshots_that_several_threads_write_are_whole(tmp_path: Path) -> None:
+    snapshot = tmp_path / "dense.safetensors"
+    with served(snapshot=snapshot, snapshot_every_s=1e9) as server, centre_of(server) as centre:
+        centre.join(flat(*range(1000)))
+        threads = [threading.Thread(target=lambda: [server.write() for _ in range(20)]) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert server.facts()["num_snapshots_failed"] == 0
+        assert server.num_snapshots >= 81

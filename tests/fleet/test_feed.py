@@ -147,6 +147,38 @@ def test_what_a_feed_has_not_looked_at_is_given_back(log, tmp_path):
     assert status["num_batches_repeated"] == 1, "only the one that was looked at may have been trained on"
 
 
+def test_what_was_taken_and_not_begun_counts_as_trained_on_once(log, tmp_path):
+    with served(log, tmp_path) as (connects, readers):
+        feed = Feed(connects, name="trainer-0")
+        assert feed.more()
+        next(feed)  # ahead of its turn, and then the trainer was asked to stop
+        feed.close(is_at_rest=True)
+        trained = []
+        with Feed(connects, name="trainer-1") as other:
+            train(other, trained)
+        status = readers[0].status()
+    assert rows_by_epoch(trained)[0] == Counter(range(1000))
+    assert status["num_batches_repeated"] == 0
+    assert status["num_batches_resent"] > 0
+
+
+def test_nobody_waits_for_a_batch_once_he_should_stop(log, tmp_path):
+    stops, ended = threading.Event(), []
+    with served(log, tmp_path, max_batches=1) as (connects, _), Feed(connects, name="trainer-0") as holder:
+        next(holder)  # never done: everybody else waits to the end of time
+        with Feed(connects, name="trainer-1", until=stops.is_set) as feed:
+            threads = [threading.Thread(target=lambda: ended.append(feed.more()), daemon=True) for _ in range(2)]
+            for thread in threads:
+                thread.start()
+            wait_until(lambda: feed._lines[0].state == "drained", what="the end of the log")
+            assert not ended
+            stops.set()
+            for thread in threads:
+                thread.join(20)
+            assert ended == [False, False]
+            assert not feed.is_over
+
+
 def test_an_error_of_the_reader_comes_after_its_good_batches(tmp_path):
     log, bad, before = write_log_with_a_late_bad_row(tmp_path / "log")
     with served(log, tmp_path) as (connects, _):

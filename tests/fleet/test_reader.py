@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from rowstead.fleet import reader as reader_module
 from rowstead.fleet.handouts import Holder
-from rowstead.fleet.log_share import LogShare
+from rowstead.fleet.log_share import Fresh, LogShare, Place
 from rowstead.fleet.reader import READ_AHEAD_BYTES, Reader, Request
-from rowstead.fleet.reader_server import share_of_steps
+from rowstead.fleet.reader_server import batches_of_readers, share_of_steps
 from rowstead.fleet.wire import WireError
 from rowstead.spec.errors import RowsteadError
 from tests.fleet.numbered_log import DirectTrainer, numbers_in, source_of, write_log, write_log_with_a_late_bad_row
@@ -225,6 +225,16 @@ def test_a_reader_hands_out_no_more_than_its_share_of_steps(log, tmp_path):
             assert trainer.state == "ended"
             trained += trainer.trained
     assert len(trained) == 10
+
+
+@pytest.mark.parametrize(("num_readers", "max_steps"), [(1, None), (3, None), (3, 20), (7, 11), (7, 1000)])
+def test_it_is_known_beforehand_how_many_batches_readers_hand_out(log, num_readers, max_steps):
+    plan = {"batch_size": 64, "epochs": 2}
+    expected = batches_of_readers(1000, num_readers, **plan, max_steps=max_steps)
+    for number, count in enumerate(expected):
+        most = None if max_steps is None else share_of_steps(max_steps, number, num_readers)
+        share = LogShare(source_of(log), number=number, num_readers=num_readers, max_batches=most, **plan)
+        assert count == sum(isinstance(item, Fresh) for item in share.fresh(Place()))
 
 
 def test_more_readers_than_rows_is_no_trouble(tmp_path):

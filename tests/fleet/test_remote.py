@@ -6,17 +6,14 @@ import threading
 import types
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rowstead.contracts.batch import Sparse
-from rowstead.fleet.client import Client
 from rowstead.fleet.remote import RemoteStore
 from rowstead.fleet.sparse_server import SparseServer
 from rowstead.kernels.layout import Layout
@@ -26,8 +23,18 @@ from rowstead.stores.device import DeviceStore
 from rowstead.stores.host import HostStore
 from rowstead.training.ahead import announced
 from tests.contracts.store_contract import BriefStoreContract
-from tests.fleet.relay import Relay
-from tests.fleet.sparse_servers import Fleet, cut_by_rows, plain_layout, running, whole_tables
+from tests.fleet.sparse_servers import (
+    ADAGRAD,
+    SGD,
+    Fleet,
+    assert_same_rows,
+    batch_of,
+    cut_by_rows,
+    grad_of,
+    plain_layout,
+    running,
+    whole_tables,
+)
 from tests.small_runs import wait_until
 
 
@@ -51,30 +58,6 @@ class TestRemoteStore(BriefStoreContract):
         fleet = Fleet(layout, optimizer, self.cut(layout, self.num_servers), dtype=dtype)
         self.fleets.append(fleet)
         return fleet.store()
-
-
-def batch_of(layout: Layout, num_samples: int, seed: int, *, length: int = 3) -> Sparse:
-    """Bags of 0 to 2 * length ids."""
-    rng = np.random.default_rng(seed)
-    lengths = rng.integers(0, 2 * length + 1, size=layout.num_features * num_samples)
-    rows = np.repeat([layout.tables[table].num_rows for table in layout.table_of], num_samples)
-    ids = np.concatenate([rng.integers(0, rows[bag], size=count) for bag, count in enumerate(lengths)])
-    offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]))
-    return Sparse(ids=torch.from_numpy(ids), offsets=offsets, num_features=layout.num_features)
-
-
-def grad_of(layout: Layout, batch: Sparse, seed: int) -> torch.Tensor:
-    rng = np.random.default_rng(1000 + seed)
-    return torch.from_numpy(rng.normal(size=(batch.num_samples, layout.total_width)))
-
-
-SGD = SparseOptimizerSpec(kind="sgd")
-ADAGRAD = SparseOptimizerSpec(kind="adagrad", eps=1e-6)
-
-
-def assert_same_rows(store: RemoteStore, local: DeviceStore) -> None:
-    for name, value in local.state().items():
-        torch.testing.assert_close(store.state()[name], value, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
@@ -172,7 +155,7 @@ HEADERS = 2000
 @given(
     num_rows=st.integers(1, 500), width=st.sampled_from([1, 16, 64]), num_samples=st.integers(1, 64), length=st.integers(0, 8)
 )
-def test_pooled_vectors_or_distinct_rows_travel_whichever_are_fewer_bytes(
+def test_distinct_rows_travel_where_they_are_clearly_fewer_bytes_than_pooled_vectors(
     num_rows: int, width: int, num_samples: int, length: int
 ) -> None:
     layout = plain_layout(num_rows, width=width)
@@ -185,7 +168,7 @@ def test_pooled_vectors_or_distinct_rows_travel_whichever_are_fewer_bytes(
         store.lookup(batch)
         store.update(batch, grad_of(layout, batch, 0), lr=0.1, step=1)
         store.flush()
-        assert wire_bytes(store) <= min(pooled, distinct) + HEADERS
+        assert wire_bytes(store) <= (distinct if distinct <= 0.75 * pooled else pooled) + HEADERS
         local = DeviceStore(layout, SGD, dtype=torch.float64)
         local.update(batch, grad_of(layout, batch, 0), lr=0.1, step=1)
         assert_same_rows(store, local)
@@ -285,68 +268,6 @@ def test_a_batch_without_examples_or_without_ids_is_legal() -> None:
         assert store.num_updates_sent == 0
 
 
-def test_a_server_that_was_started_anew_goes_on_from_its_snapshot_and_counts_what_it_lost(tmp_path: Path) -> None:
-    layout = plain_layout(40, 30)
-    batches = [batch_of(layout, 4, seed) for seed in range(9)]
-    grads = [grad_of(layout, batch, seed) for seed, batch in enumerate(batches)]
-    partition = whole_tables(layout, 2)
-    with running(layout, ADAGRAD, partition, folder=tmp_path) as fleet:
-        store = fleet.store(staleness=1)
-        local = DeviceStore(layout, ADAGRAD, dtype=torch.float64)
-        saved: dict[str, torch.Tensor] = {}
-        for place, batch in enumerate(batches):
-            store.lookup(batch)
-            if place == 6:  # between look-up and update: the new server does not know the batch
-                store._settle()
-                fleet.restart(0)
-                local.load_state({**local.state(), **saved})
-            store.update(batch, grads[place], lr=0.1, step=place + 1)
-            local.update(batch, grads[place], lr=0.1, step=place + 1)
-            if place == 3:
-                store._settle()
-                fleet.connect(0).call("snapshot")
-                saved = {name: value.clone() for name, value in local.state().items() if name.startswith("t0.")}
-        store.flush()
-        assert store.num_lost_updates == 2, "updates 5 and 6 of the first server"
-        assert [server.tally.num_lost for server in fleet.servers] == [2, 0]
-        assert [server.tally.num_updates for server in fleet.servers] == [7, 9]
-        assert_same_rows(store, local)
-        assert store.figures()["num_sent_again"] >= 0
-
-
-def test_updates_lost_at_the_very_end_are_counted_too(tmp_path: Path) -> None:
-    layout = plain_layout(40)
-    with running(layout, SGD, whole_tables(layout, 1), folder=tmp_path) as fleet:
-        store = fleet.store()
-        for seed in range(3):
-            batch = batch_of(layout, 4, seed)
-            store.update(batch, grad_of(layout, batch, seed), lr=0.1, step=1)
-        store.flush()
-        assert store.num_lost_updates == 0
-        fleet.restart(0)
-        store.flush()
-        assert store.num_lost_updates == 3
-
-
-def test_the_memory_of_a_server_does_not_grow_with_look_ups_that_are_never_updated() -> None:
-    layout = plain_layout(1000, width=4)
-    with running(layout, SGD, whole_tables(layout, 1), remembered_bytes=20_000) as fleet:
-        store = fleet.store()
-        batches = [batch_of(layout, 100, seed, length=5) for seed in range(30)]
-        local = DeviceStore(layout, SGD, dtype=torch.float64)
-        for batch in batches:
-            store.lookup(batch)
-        facts = fleet.servers[0].facts()
-        assert facts["batches_remembered_bytes"] <= 20_000
-        assert facts["num_batches_remembered"] < 30
-        store._current = None
-        first = store._taken(batches[0])  # as if its update came late: the server has forgotten it
-        first.number, store._current = 1, first
-        store.update(batches[0], grad_of(layout, batches[0], 0), lr=0.1, step=1)
-        local.update(batches[0], grad_of(layout, batches[0], 0), lr=0.1, step=1)
-        assert_same_rows(store, local)
-
-
 def test_a_large_batch_is_put_together_by_several_threads_to_the_same_numbers() -> None:
     layout = plain_layout(50_000, 40, 60_000, 30, width=64, pooling="mean")
     batch, clipped = batch_of(layout, 1000, 1), SparseOptimizerSpec(kind="adagrad", eps=1e-6, clip=0.5)
@@ -362,35 +283,6 @@ def test_a_large_batch_is_put_together_by_several_threads_to_the_same_numbers() 
                 torch.testing.assert_close(store.state()[name], local.state()[name], rtol=1e-9, atol=1e-12)
     finally:
         torch.set_num_threads(threads)
-
-
-@pytest.mark.parametrize("staleness", [0, 2])
-def test_connections_that_break_and_answers_that_are_lost_leave_the_rows_exact(staleness: int) -> None:
-    layout = plain_layout(40, 30)
-    batches = [batch_of(layout, 4, seed) for seed in range(12)]
-    local = DeviceStore(layout, ADAGRAD, dtype=torch.float64)
-    with running(layout, ADAGRAD, whole_tables(layout, 1)) as fleet, Relay(fleet.servers[0].address) as relay:
-        client = Client(relay.address, name="trainer", deadline_s=120.0)
-        store = RemoteStore(layout, ADAGRAD, fleet.partition, lambda _: client, dtype=torch.float64, staleness=staleness)
-        fleet.stores.append(store)
-        for place, batch in enumerate(batches):
-            grad = grad_of(layout, batch, place)
-            store.lookup(batch)
-            local.lookup(batch)
-            if place % 3 == 1:  # the server does the update, and nobody hears of it
-                store._settle()
-                before = fleet.servers[0].tally.num_updates
-                relay.loses_answers = True
-            store.update(batch, grad, lr=0.1, step=place + 1)
-            local.update(batch, grad, lr=0.1, step=place + 1)
-            if place % 3 == 1:
-                wait_until(lambda before=before: fleet.servers[0].tally.num_updates > before, what="the update")
-                relay.cut()
-                relay.loses_answers = False
-        store.flush()
-        assert_same_rows(store, local)
-        assert store.figures()["num_sent_again"] >= 4
-        assert (store.num_lost_updates, fleet.servers[0].tally.num_updates) == (0, 12)
 
 
 def test_a_host_store_in_front_of_it_trains_the_same_rows_from_its_own_thread() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rowstead.fleet.restart import LONGEST_DELAY_S, MISTAKE, Ended, decide
+from rowstead.fleet.restart import LONGEST_DELAY_S, MISTAKE, STOPPED, Ended, decide
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.fleet import KINDS, FleetSpec, fleet_from
 
@@ -99,3 +99,16 @@ def test_a_fleet_that_cannot_be_is_refused_with_the_reason(text: str, said: str)
     with pytest.raises(RowsteadError, match="--fleet") as refused:
         fleet_from(text)
     assert said in str(refused.value)
+
+
+def test_a_trainer_that_somebody_else_asked_to_end_is_started_again() -> None:
+    """Or a fleet of which somebody ends the only trainer would take its log for trained on."""
+    stopped = changed(kind="trainer", code=STOPPED)
+    decision = decide(stopped, SPEC)
+    assert (decision.action, decision.why) == (
+        "restart",
+        "trainer 1 was asked to end by somebody else: starting it again (1 of 3)",
+    )
+    assert decide(dataclasses.replace(stopped, was_ready=False), SPEC).action == "restart"
+    local = FleetSpec(num_trainers=1, num_sparse=0, tables="local")
+    assert decide(stopped, local).action == "give up"

@@ -66,3 +66,18 @@ def test_memory_traffic_is_what_the_machine_counts_or_absent(tmp_path: Path) -> 
     assert memory_traffic_bytes(tmp_path) == 1234
     (tmp_path / "mon_L3_01" / "mbm_total_bytes").write_text("Unavailable\n")
     assert memory_traffic_bytes(tmp_path) is None
+
+
+def test_a_sample_that_fails_is_one_less_and_no_end(tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    def facts() -> dict[str, int]:
+        asked.append(1)
+        if len(asked) == 2:
+            raise RuntimeError("dictionary changed size during iteration")
+        return {"num_samples": len(asked)}
+
+    with RoleSampler(tmp_path / "usage.jsonl", facts, interval_s=0.01):
+        wait_until(lambda: len(asked) > 4, what="samples after the one that failed")
+    found = [json.loads(line)["num_samples"] for line in (tmp_path / "usage.jsonl").read_text().splitlines()]
+    assert found == [number for number in range(1, len(asked) + 1) if number != 2]

@@ -23,8 +23,7 @@ from rowstead.kernels.layout import Layout
 from rowstead.records.usage import peak_memory_bytes
 from rowstead.spec.errors import CheckpointError
 from rowstead.spec.train import SparseOptimizerSpec
-from tests.fleet.sparse_servers import plain_layout, whole_tables
-from tests.fleet.test_remote import batch_of, grad_of
+from tests.fleet.sparse_servers import batch_of, grad_of, plain_layout, whole_tables
 from tests.small_runs import wait_until
 
 ADAM = SparseOptimizerSpec(kind="adam")
@@ -274,3 +273,24 @@ def test_a_tally_knows_which_updates_it_has_and_how_many_are_missing(numbers: li
     again = Tally.from_json(tally.to_json())
     assert again.of("trainer") == sent
     assert again.of("another") == Sent()
+
+
+def test_whatever_goes_wrong_with_a_snapshot_is_told_and_the_next_one_is_taken(tmp_path: Path) -> None:
+    counts = iter([RuntimeError("dictionary changed size during iteration"), {"sent": {}}])
+
+    def counted() -> dict[str, object]:
+        found = next(counts)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    kept = KeptRows(plain_layout(10), ADAM)
+    snapshots, outcomes = Snapshots(kept, tmp_path, counted=counted).start(), list[object]()
+    try:
+        for number in (1, 2):
+            snapshots.ask(outcomes.append)
+            wait_until(lambda number=number: len(outcomes) == number, what="an outcome")  # type: ignore[misc]
+    finally:
+        snapshots.close()
+    assert isinstance(outcomes[0], RuntimeError)
+    assert (snapshots.num_failed, snapshots.num_taken) == (1, 1)

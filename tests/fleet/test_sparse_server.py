@@ -24,8 +24,7 @@ from rowstead.kernels.layout import layout_of
 from rowstead.spec.train import SparseOptimizerSpec
 from rowstead.stores.device import DeviceStore
 from tests.contracts.store_contract import layouts
-from tests.fleet.sparse_servers import cut_by_rows, plain_layout, running, whole_tables
-from tests.fleet.test_remote import ADAGRAD, SGD, batch_of, grad_of
+from tests.fleet.sparse_servers import ADAGRAD, SGD, batch_of, cut_by_rows, grad_of, plain_layout, running, whole_tables
 from tests.small_runs import small_spec, wait_until
 
 

@@ -8,9 +8,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
@@ -90,10 +88,9 @@ def training(folder: Path, recipe: Path, fleet: str, within: Sequence[str] = ())
         fleet_at_work.head.wait()
 
 
-@cache
-def undisturbed_ne() -> float:
-    """NE of the same fleet on the same samples, when nothing happens to it; trained once a process."""
-    with TemporaryDirectory() as folder, training(Path(folder), recipe(Path(folder)), ROLES) as fleet:
+def train_undisturbed(folder: Path) -> float:
+    """NE of the same fleet on the same samples, when nothing happens to it."""
+    with training(folder, recipe(folder), ROLES) as fleet:
         figures = fleet.end()
         check_counts(fleet.out, figures)
         assert figures["num_batches_repeated"] == figures["num_batches_resent"] == figures["num_lost_updates"] == 0

@@ -30,7 +30,6 @@ from tests.fleet_run.disturbed import (
     samples_of,
     steps_of,
     training,
-    undisturbed_ne,
 )
 from tests.fleet_run.test_fleet import of_role
 from tests.small_runs import wait_until
@@ -41,17 +40,19 @@ MOST_HELD = 16
 pytestmark = pytest.mark.slow
 
 
-def killed(fleet: Fleet, kind: RoleKind) -> dict[str, float]:
-    """Kill the first role of a kind and let the fleet end; the figures of its record."""
+def killed(fleet: Fleet, kind: RoleKind, *, num_restarts: int = 1) -> dict[str, float]:
+    """Kill the first role of a kind and let the fleet end, after so many kills in all; the figures of its record."""
     os.kill(of_role(fleet.out, kind).pid, signal.SIGKILL)
     figures = fleet.end()
     assert f"{kind} 0 was killed by SIGKILL: starting it again" in fleet.printed
-    assert figures["num_restarts"] == 1
+    assert figures["num_restarts"] == num_restarts
     check_counts(fleet.out, figures)
     return figures
 
 
-def test_a_killed_trainer_costs_no_quality_and_what_it_held_is_counted_as_repeated(tmp_path: Path) -> None:
+def test_a_killed_trainer_costs_no_quality_and_what_it_held_is_counted_as_repeated(
+    undisturbed_ne: float, tmp_path: Path
+) -> None:
     with training(tmp_path, recipe(tmp_path), ROLES) as fleet:
         fleet.wait_for_steps(NUM_STEPS // 3)
         figures = killed(fleet, "trainer")
@@ -65,10 +66,12 @@ def test_a_killed_trainer_costs_no_quality_and_what_it_held_is_counted_as_repeat
     for number in range(NUM_SPARSE):  # what the dead one did in vain is in the rows, and no more of it than is reported
         server = last_of(fleet.out, "sparse", number)
         assert 0 <= server["num_updates"] - NUM_STEPS <= figures["num_batches_repeated"]
-    assert figures["ne_expected"] == pytest.approx(undisturbed_ne(), rel=NE_WITHIN)
+    assert figures["ne_expected"] == pytest.approx(undisturbed_ne, rel=NE_WITHIN)
 
 
-def test_a_killed_sparse_server_costs_no_quality_and_every_update_it_lost_is_counted(tmp_path: Path) -> None:
+def test_a_killed_sparse_server_costs_no_quality_and_every_update_it_lost_is_counted(
+    undisturbed_ne: float, tmp_path: Path
+) -> None:
     with training(tmp_path, recipe(tmp_path), ROLES) as fleet:
         fleet.wait_for_steps(NUM_STEPS // 3)
         with Client(Roster(fleet.out).address("sparse", 0), name="test") as client:
@@ -88,7 +91,7 @@ def test_a_killed_sparse_server_costs_no_quality_and_every_update_it_lost_is_cou
     assert last_of(fleet.out, "sparse", 1)["num_lost_updates"] == 0
     check_every_update_is_known(fleet.out)
     assert (figures["num_batches_repeated"], sum(steps_of(fleet.out).values())) == (0, NUM_STEPS)
-    assert figures["ne_expected"] == pytest.approx(undisturbed_ne(), rel=NE_WITHIN)
+    assert figures["ne_expected"] == pytest.approx(undisturbed_ne, rel=NE_WITHIN)
 
 
 def has_unsaved(client: Client, before: dict[str, Any], status: dict[str, Any]) -> bool:
@@ -99,26 +102,21 @@ def has_unsaved(client: Client, before: dict[str, Any], status: dict[str, Any]) 
     return bool(status["num_updates"] >= before["num_updates"] + 25)
 
 
-def test_a_killed_dense_server_costs_no_quality_and_exchanges_without_it_are_counted(tmp_path: Path) -> None:
+def test_a_killed_dense_server_and_then_a_killed_reader_cost_no_quality_and_nothing_is_trained_on_twice(
+    undisturbed_ne: float, tmp_path: Path
+) -> None:
     with training(tmp_path, recipe(tmp_path), ROLES) as fleet:
-        fleet.wait_for_steps(NUM_STEPS // 3)
-        figures = killed(fleet, "dense")
-    assert figures["num_batches_repeated"] == figures["num_batches_resent"] == figures["num_lost_updates"] == 0
+        fleet.wait_for_steps(NUM_STEPS // 4)
+        os.kill(of_role(fleet.out, "dense").pid, signal.SIGKILL)
+        fleet.wait_for_steps(NUM_STEPS // 2)
+        figures = killed(fleet, "reader", num_restarts=2)
+    assert "dense 0 was killed by SIGKILL: starting it again" in fleet.printed
+    assert figures["num_batches_repeated"] == figures["num_lost_updates"] == 0
+    assert figures["num_batches_resent"] <= NUM_TRAINERS * MOST_HELD, "at most what was on its way from the reader"
     assert sum(steps_of(fleet.out).values()) == NUM_STEPS
     check_every_update_is_known(fleet.out)
     check_exchanges(fleet.out)
     trainers = [last_of(fleet.out, "trainer", number) for number in range(NUM_TRAINERS)]
     assert figures["trainer_num_alone"] == sum(trainer["num_alone"] for trainer in trainers)
     assert samples_of(fleet.out, "dense", 0)[1][-1]["num_exchanges"] > 0, "they have met again since"
-    assert figures["ne_expected"] == pytest.approx(undisturbed_ne(), rel=NE_WITHIN)
-
-
-def test_a_killed_reader_costs_no_quality_and_nothing_is_trained_on_twice(tmp_path: Path) -> None:
-    with training(tmp_path, recipe(tmp_path), ROLES) as fleet:
-        fleet.wait_for_steps(NUM_STEPS // 3)
-        figures = killed(fleet, "reader")
-    assert figures["num_batches_repeated"] == figures["num_lost_updates"] == 0
-    assert figures["num_batches_resent"] <= NUM_TRAINERS * MOST_HELD, "at most what was on its way"
-    assert sum(steps_of(fleet.out).values()) == NUM_STEPS
-    check_every_update_is_known(fleet.out)
-    assert figures["ne_expected"] == pytest.approx(undisturbed_ne(), rel=NE_WITHIN)
+    assert figures["ne_expected"] == pytest.approx(undisturbed_ne, rel=NE_WITHIN)

@@ -19,6 +19,7 @@ import yaml
 from torch import Tensor
 
 from rowstead import trained
+from rowstead.fleet.restart import STOPPED
 from rowstead.fleet.roster import RoleAddress, told
 from rowstead.fleet.usage import UsageReader
 from rowstead.fleet_run.head import train_fleet
@@ -197,12 +198,15 @@ LONG = f"data.synth.num_train_samples={1500 * 64}"
 
 
 @pytest.mark.slow
-def test_ctrl_c_saves_and_the_run_goes_on_from_there(tmp_path: Path) -> None:
+def test_a_job_whose_processes_are_all_told_to_end_saves_and_goes_on_from_there(tmp_path: Path) -> None:
+    """As a cluster does it, or a user with Ctrl-C to the head: that one alone listens, and ends the others in order."""
     with training(tmp_path, LONG) as (head, out):
-        head.send_signal(signal.SIGINT)
+        for process in (*psutil.Process(head.pid).children(recursive=True), head):
+            process.send_signal(signal.SIGTERM)
         said, _ = head.communicate(timeout=120)
     assert head.returncode == INTERRUPTED, said
     assert "the checkpoint is saved" in said
+    assert not [event for event in read_events(out / "events.jsonl") if event["kind"] in ("restart", "given up")]
     assert f"train --resume {out}" in said
     assert left_behind(out) == []
     stopped_at = checkpoint.load_latest(out / "checkpoints", pytest.fail).step
@@ -210,18 +214,23 @@ def test_ctrl_c_saves_and_the_run_goes_on_from_there(tmp_path: Path) -> None:
     again = run("train", "--resume", out)
     assert again.returncode == 0, again.stdout + again.stderr
     assert f"resuming {out} after step {stopped_at:,}" in again.stdout
-    assert figures_of(out)["num_steps"] == 1500
+    figures = figures_of(out)
+    assert (figures["num_steps"], figures["num_batches_repeated"], figures["num_lost_updates"]) == (1500, 0, 0)
     assert left_behind(out) == []
 
 
 @pytest.mark.slow
-def test_no_role_outlives_a_head_that_was_killed(tmp_path: Path) -> None:
-    with training(tmp_path, LONG) as (head, out):
+def test_no_role_outlives_a_head_that_was_killed_and_the_next_head_waits_for_their_end(tmp_path: Path) -> None:
+    with training(tmp_path, f"data.synth.num_train_samples={600 * 64}") as (head, out):
         pids = [of_role(out, kind).pid for kind in KINDS]
         head.kill()
         head.wait()
-        wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids), what="the roles to end", deadline_s=60)
-        wait_until(lambda: not left_behind(out), what="who started them to end", deadline_s=60)
+        again = run("train", "--resume", out)  # at once
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    figures = figures_of(out)
+    assert (figures["num_steps"], figures["num_restarts"], figures["num_batches_repeated"]) == (600, 0, 0)
+    assert left_behind(out) == []
 
 
 # What a run may ask for
@@ -261,23 +270,34 @@ def test_a_fleet_may_begin_with_the_weights_of_another_run(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_roles_that_were_started_by_hand_in_any_order_train_with_keys(tmp_path: Path) -> None:
-    out = tmp_path / "fleet"
-    started = command("train", recipe(tmp_path), "--fleet", "by_hand,trainers=1,sparse=1,dense=0", "--out", out)
-    head = subprocess.Popen(started, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    roles = []
+def test_roles_that_were_started_by_hand_in_any_order_train_with_keys_and_may_be_stopped_by_hand(tmp_path: Path) -> None:
+    out, printed = tmp_path / "fleet", tmp_path / "printed"
+    roles = ["--fleet", "by_hand,trainers=1,sparse=1,dense=0", "--set", LONG]
+    begun = []
+
+    def begin(*arguments: object) -> subprocess.Popen[bytes]:
+        with open(printed, "ab") as file:
+            begun.append(subprocess.Popen(command(*arguments), stdout=file, stderr=subprocess.STDOUT))
+        return begun[-1]
+
     try:
+        head = begin("train", recipe(tmp_path), *roles, "--out", out)
         wait_until(lambda: (out / "fleet.json").exists(), what="the fleet to be asked for")
         assert (out / "keys.json").stat().st_mode & 0o077 == 0
-        roles = [subprocess.Popen(command("role", kind, out, 0)) for kind in ("trainer", "reader", "sparse")]
-        said, _ = head.communicate(timeout=240)
-        codes = [role.wait(timeout=60) for role in roles]
+        trainer, *_ = [begin("role", kind, out, 0) for kind in ("trainer", "reader", "sparse")]
+        wait_until(lambda: steps_of(out, "trainer", 0) > 10, what="some steps")
+        trainer.send_signal(signal.SIGTERM)
+        assert trainer.wait(60) == STOPPED
+        asked = f"waiting for: rowstead role trainer {out} 0 --incarnation 1"
+        wait_until(lambda: asked in printed.read_text(), what="the trainer to be asked for again")
+        begin("role", "trainer", out, 0, "--incarnation", 1)
+        codes = [process.wait(240) for process in (head, *begun[1:])]
     finally:
-        for process in (head, *roles):
+        for process in begun:
             process.kill()
-    assert (head.returncode, codes) == (0, [0, 0, 0]), said
-    assert f"waiting for: rowstead role trainer {out} 0" in said
-    assert figures_of(out)["num_steps"] == 100
+    assert codes == [0, STOPPED, 0, 0, 0], printed.read_text()
+    figures = figures_of(out)
+    assert (figures["num_steps"], figures["num_batches_repeated"], figures["num_restarts"]) == (1500, 0, 1)
 
 
 @pytest.mark.slow
@@ -289,6 +309,7 @@ def test_one_trainer_may_keep_the_tables_itself_and_go_on_from_its_checkpoints(t
         said, _ = head.communicate(timeout=120)
     assert head.returncode == MISTAKE, said
     assert "go on from the last checkpoint with --resume" in said
+    assert "is saved" not in said, "who kept the tables was killed"
     again = run("train", "--resume", out)
     assert again.returncode == 0, again.stdout + again.stderr
     alone = train(small_spec(LONG), out=tmp_path / "alone").quality

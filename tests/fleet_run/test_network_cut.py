@@ -24,7 +24,6 @@ from tests.fleet_run.disturbed import (
     recipe,
     steps_of,
     training,
-    undisturbed_ne,
 )
 from tests.fleet_run.test_fleet import command
 from tests.small_runs import wait_until
@@ -104,7 +103,7 @@ def roles_at_work(networks: Networks, out: Path) -> Iterator[list[subprocess.Pop
 
 
 def test_a_network_that_is_cut_for_ten_seconds_costs_no_quality_and_no_batch_nor_update_is_lost_or_done_twice(
-    networks: Networks, tmp_path: Path
+    networks: Networks, undisturbed_ne: float, tmp_path: Path
 ) -> None:
     by_hand = f"by_hand,{ROLES}"
     with training(tmp_path, recipe(tmp_path), by_hand, networks.within("here")) as fleet:
@@ -125,4 +124,4 @@ def test_a_network_that_is_cut_for_ten_seconds_costs_no_quality_and_no_batch_nor
     assert figures["num_batches_resent"] <= 16 * NUM_TRAINERS, "at most what was on its way"
     assert sum(steps_of(fleet.out).values()) == NUM_STEPS
     assert figures["trainer_num_sent_again"] > 0, "requests that were on their way were sent again"
-    assert figures["ne_expected"] == pytest.approx(undisturbed_ne(), rel=NE_WITHIN)
+    assert figures["ne_expected"] == pytest.approx(undisturbed_ne, rel=NE_WITHIN)

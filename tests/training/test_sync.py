@@ -1,79 +1,22 @@
-"""Each policy follows its defining equations, in FP64, on problems whose path is known; none stops when the centre is gone."""
+"""Each policy follows its defining equations, in FP64, on problems whose path is known."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
-from rowstead.contracts.sync import Centre, CentreGone, Replica, SyncPolicy
+from rowstead.contracts.sync import Centre
 from rowstead.fleet.centre import CentreState, LocalCentre
 from rowstead.spec.errors import SpecError
 from rowstead.spec.sync import SyncSpec
-from rowstead.training.flat import FlatReplica, flat_of, named_parts
-from rowstead.training.sync import OPTIMIZER, AllReduce, Easgd, KeepCentre, Shadow, Unsynchronised, policies_for
+from rowstead.training.sync import AllReduce, Easgd, KeepCentre, Shadow, Unsynchronised, policies_for
 from tests.small_runs import wait_until
-
-
-class Bowl(nn.Module):
-    """f(x) = |x - target|^2 / 2, whose gradient is x - target."""
-
-    def __init__(self, target: Sequence[float], start: Sequence[float]) -> None:
-        super().__init__()
-        self.x = nn.Parameter(torch.tensor(start, dtype=torch.float64))
-        self.target = torch.tensor(target, dtype=torch.float64)
-
-    def forward(self) -> Tensor:
-        return (self.x - self.target).square().sum() / 2
-
-
-class Trainer:
-    """Plain SGD on a bowl, in the order of a Stepper."""
-
-    def __init__(
-        self, policy: SyncPolicy, *, target: Sequence[float], start: Sequence[float] = (0.0,), lr: float = 0.5
-    ) -> None:
-        self.bowl, self.policy, self.step_number = Bowl(target, start), policy, 0
-        self.optimizer = torch.optim.SGD(self.bowl.parameters(), lr=lr)
-        self.replica = FlatReplica(self.bowl, self.optimizer)
-        policy.begin(self.replica)
-
-    def step(self) -> None:
-        self.step_number += 1
-        self.optimizer.zero_grad()
-        self.bowl().backward()  # type: ignore[no-untyped-call]
-        self.policy.gradients_ready(self.step_number)
-        self.optimizer.step()
-        self.policy.after_step(self.step_number)
-
-    @property
-    def x(self) -> list[float]:
-        return self.bowl.x.detach().tolist()
-
-
-def together(*calls: Callable[[], None]) -> None:
-    """All calls at once, each in a thread."""
-    errors: list[BaseException] = []
-
-    def one(call: Callable[[], None]) -> None:
-        try:
-            call()
-        except BaseException as error:  # noqa: BLE001, RUF100 - raised below
-            errors.append(error)
-
-    threads = [threading.Thread(target=one, args=(call,)) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive(), "a trainer waits for ever"
-    if errors:
-        raise errors[0]
+from tests.training.bowls import Trainer, together
 
 
 def test_easgd_follows_the_path_worked_out_by_hand() -> None:
@@ -267,107 +210,6 @@ def test_threads_average_with_the_same_threads_of_others() -> None:
     assert {name: value.item() for name, value in results.items()} == {"0.0": 0.5, "1.0": 0.5, "0.1": 10.5, "1.1": 10.5}
 
 
-def test_a_trainer_that_comes_later_takes_the_centres_parameters() -> None:
-    state = CentreState()
-    first = Trainer(Easgd(LocalCentre(state, "trainer-0"), alpha=0.5, period=1), target=[4.0])
-    for _ in range(5):
-        first.step()
-    later = Trainer(Easgd(LocalCentre(state, "trainer-1"), alpha=0.5, period=1), target=[4.0], start=[100.0])
-    assert later.x == state.take().tolist() != [100.0]
-
-
-def test_adam_goes_on_in_another_trainer_as_in_the_first() -> None:
-    modules = [Bowl([1.0], [0.0]), Bowl([1.0], [0.0])]
-    adam = [torch.optim.Adam(module.parameters(), lr=0.1) for module in modules]
-    for _ in range(3):
-        adam[0].zero_grad()
-        modules[0]().backward()  # type: ignore[no-untyped-call]
-        adam[0].step()
-    centre = LocalCentre(CentreState(), "trainer-0")
-    KeepCentre(centre, period=1).begin(FlatReplica(modules[0], adam[0]))
-    centre.keep(OPTIMIZER, FlatReplica(modules[0], adam[0]).optimizer_state())
-    KeepCentre(centre, period=1).begin(FlatReplica(modules[1], adam[1]))
-    for module, optimizer in zip(modules, adam, strict=True):
-        optimizer.zero_grad()
-        module().backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-    assert modules[0].x.item() == modules[1].x.item()
-
-
-class Flaky(LocalCentre):
-    """A centre that can be gone."""
-
-    is_gone = False
-
-    def elastic(self, local: Tensor, alpha: float) -> Tensor:
-        if self.is_gone:
-            raise CentreGone("gone")
-        return super().elastic(local, alpha)
-
-    def join(self, parameters: Tensor) -> Tensor:
-        if self.is_gone:
-            raise CentreGone("gone")
-        return super().join(parameters)
-
-
-def test_a_trainer_goes_on_alone_while_the_centre_is_gone_and_returns_to_it() -> None:
-    state = CentreState()
-    centre = Flaky(state, "trainer-0")
-    policy = Easgd(centre, alpha=0.5, period=1)
-    trainer = Trainer(policy, target=[8.0])
-    trainer.step()
-    centre.is_gone = True
-    alone = trainer.x[0]
-    trainer.step()
-    assert trainer.x == [alone - 0.5 * (alone - 8.0)], "a plain step"
-    assert policy.num_alone == 1
-    centre.is_gone = False
-    trainer.step()
-    assert policy.num_exchanges == 2
-    assert state.take().item() != 0.0
-
-
-def test_a_trainer_that_could_not_join_joins_when_it_can() -> None:
-    state = CentreState()
-    state.give(torch.tensor([7.0], dtype=torch.float64))
-    centre = Flaky(state, "trainer-0")
-    centre.is_gone = True
-    trainer = Trainer(Easgd(centre, alpha=0.5, period=1), target=[7.0], start=[100.0])
-    assert trainer.x == [100.0]
-    centre.is_gone = False
-    trainer.step()
-    assert abs(trainer.x[0]) < 50, "it has taken the centre's parameters before its own went there"
-    assert state.take().tolist() == [7.0]
-
-
-def test_the_model_is_the_mean_of_what_trainers_end_with() -> None:
-    state = CentreState()
-    trainers = [
-        Trainer(Easgd(LocalCentre(state, f"trainer-{i}"), alpha=0.1, period=3), target=[t])
-        for i, t in enumerate((4.0, 1.0, 7.0))
-    ]
-    for trainer in trainers:
-        for _ in range(5):
-            trainer.step()
-    for trainer in trainers[:2]:
-        trainer.policy.close()
-    assert state.take().item() == pytest.approx((trainers[0].x[0] + trainers[1].x[0]) / 2, abs=1e-15)
-    again = Trainer(Easgd(LocalCentre(state, "trainer-1"), alpha=0.1, period=3), target=[1.0])  # it has come back
-    again.policy.close()
-    trainers[2].policy.close()
-    assert state.take().item() == pytest.approx((trainers[0].x[0] + again.x[0] + trainers[2].x[0]) / 3, abs=1e-15)
-
-
-def test_one_trainer_leaves_its_exact_parameters_with_the_centre() -> None:
-    state = CentreState()
-    (policy,) = policies_for(SyncSpec(), lambda _: LocalCentre(state, "trainer-0"), num_trainers=1)
-    trainer = Trainer(policy, target=[0.7, 0.1], start=[0.0, 0.0], lr=0.3)
-    for _ in range(7):
-        trainer.step()
-    policy.close()
-    assert state.take().tolist() == trainer.x
-
-
 @pytest.mark.parametrize(
     ("mode", "rule", "kind"), [("allreduce", "easgd", AllReduce), ("easgd", "easgd", Easgd), ("shadow", "bmuf", Shadow)]
 )
@@ -385,25 +227,3 @@ def test_several_trainers_without_synchronisation_are_refused() -> None:
         SyncSpec(mode="none").mode_for(2)
     assert SyncSpec().mode_for(2) == "easgd"
     assert SyncSpec(mode="easgd").alpha_for(4) == pytest.approx(0.225)
-
-
-def test_flat_parameters_are_the_memory_of_the_module() -> None:
-    module = nn.Sequential(nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 1))
-    before = {name: value.clone() for name, value in module.state_dict().items()}
-    flat = flat_of(module)
-    assert flat_of(module).data_ptr() == flat.data_ptr(), "they are moved once"
-    assert all(torch.equal(named_parts(module, flat)[name], value) for name, value in before.items())
-    loss = module(torch.ones(1, 3)).sum()
-    flat.add_(1.0)  # while autograd remembers them
-    loss.backward()
-    assert all(torch.equal(value, before[name] + 1) for name, value in module.state_dict().items())
-
-
-def test_gradients_go_to_the_policy_and_back() -> None:
-    module = nn.Linear(2, 1)
-    replica: Replica = FlatReplica(module, torch.optim.SGD(module.parameters(), lr=1.0))
-    module(torch.tensor([[1.0, 2.0]])).sum().backward()
-    assert replica.gradients().tolist() == [1.0, 2.0, 1.0]
-    replica.set_gradients(torch.tensor([5.0, 6.0, 7.0]))
-    assert module.weight.grad is not None
-    assert module.weight.grad.tolist() == [[5.0, 6.0]]
