@@ -1,7 +1,7 @@
 """The HPCA 2021 study of training efficiency, reproduced by prediction: the same equations as `rowstead plan`, on its platforms.
 
-Nothing is measured here. Two constants of the software are fitted to the sweep (`python -m benchmarks.fit_paper`), two are set by
-hand; everything else is in rowstead/machines/. Figures of the study stand beside ours where it gives them.
+Nothing is measured here. One constant of the software is fitted to the sweep (`python -m benchmarks.fit_paper`), two are set by hand;
+everything else is in rowstead/machines/. Figures of the study stand beside ours where it gives them.
 
 python -m benchmarks.paper --dense 64,1024 --sparse 4,128 --json
 """

@@ -3,12 +3,14 @@
 The machine is measured first (`rowstead calibrate`), unless `--machine` names a file. Then random models are drawn: dense features
 from 64 to 4,096 in steps of 8, sparse features from 4 to 128, batch, rows of a table, width, ids of a bag, skew of the ids, and widths
 and numbers of layers. Each is trained on batches that are there already, after a warm-up; its step time is the median, on a GPU of
-steps back to back. Beside it stands what `rowstead plan` predicts, with the same equations as for every machine of the catalogue. On
+steps back to back. All models are gone through several times, since the speed of a shared machine drifts within minutes, and the median over these
+passes counts. Beside it stands what `rowstead plan` predicts, with the same equations as for every machine of the catalogue. On
 a CPU the parts of the step stand beside each other too, so that it can be seen which is off.
 
-`error` is exp(mean |ln(predicted / measured)|) - 1; `repeatability` is the same between two stretches of the same steps. Rank
-correlation is Spearman's. `best_placement_hit_share`: of models whose tables do not fit the memory that they are given, the share for
-which the placement predicted to be fastest is measured to be so, or at most 5 % slower than the fastest.
+`error` is exp(mean |ln(predicted / measured)|) - 1; `repeatability` is the same between the first pass and the last. Rank
+correlation is Spearman's. `…_at_pace`: a CPU's times are brought to the pace that the machine had when it was calibrated, by a small piece
+of work that is always the same and timed beside them (`rowstead/measure/pace.py`); `pace` is how many times as long it took. `best_placement_hit_share`: of models whose tables do not fit the memory that they are given, the share for
+which the placement that `placement: auto` chooses is measured to be fastest, or at most 5 % slower than the fastest.
 
 python -m benchmarks.prediction --device cpu --quick
 python -m benchmarks.prediction --device cuda --machine here.yaml --json
@@ -18,10 +20,12 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +36,11 @@ from benchmarks.harness import OtherLoad, arguments, noise_of, publish
 from benchmarks.timing import give_back_gpu_memory
 from rowstead.measure.calibrate import calibrate
 from rowstead.measure.fit import parts_of
-from rowstead.measure.steps import Shape, Steps
+from rowstead.measure.pace import Pace
+from rowstead.measure.steps import Shape, Steps, StepTime
 from rowstead.parts import granted_cores
 from rowstead.placing import mean_ids_of, memories_of
-from rowstead.plan.auto import fitting
+from rowstead.plan.auto import choice, fitting
 from rowstead.plan.cost import device_processor
 from rowstead.plan.foretell import foretold
 from rowstead.plan.predict import Prediction, predict
@@ -48,11 +53,14 @@ NUM_MODELS, NUM_QUICK = 40, 6
 NUM_CASES, NUM_PLACEMENTS = {"cpu": 10, "cuda": 6}, 5
 """Models that are placed, and placements of each that are measured at most."""
 LARGEST = {"cpu": {"bytes": 8e8, "ids": 6e5}, "cuda": {"bytes": 2e10, "ids": 1.2e7}}
+PLACEMENT_ROUNDS = 3
 BATCHES = {"cpu": (7, 11), "cuda": (9, 14)}
 """Powers of two."""
 ROWS = {"cpu": (1e4, 1e6), "cuda": (1e5, 1e7)}
 LAYERS = (64, 128, 256, 512, 1024)
-SECONDS = {"cpu": 1.0, "cuda": 0.4}
+NUM_PASSES = {"cpu": 3, "cuda": 2}
+SECONDS = {"cpu": 0.7, "cuda": 0.2}
+"""Of one pass."""
 
 
 def random_shapes(device: str, count: int, seed: int) -> list[Shape]:
@@ -87,13 +95,29 @@ def predicted(shape: Shape, machine: Machine) -> Prediction:
     return predict(step_work(shape.spec("cpu")), machine, software, setup, precision=shape.precision)  # type: ignore[arg-type]
 
 
-def measured_row(shape: Shape, machine: Machine, device: torch.device, seconds: float) -> dict[str, Any]:
-    """One model: measured twice, and predicted."""
-    steps = Steps.of(shape, device)
+@dataclass(frozen=True)
+class Measured:
+    """A model's steps in one pass."""
+
+    time: StepTime
+    cores_used_by_others: float
+
+
+def measured(shape: Shape, device: torch.device, seconds: float, pace: Pace | None) -> Measured:
+    """Train a model for so long."""
+    steps = Steps.of(shape, device, pace=pace)
     with OtherLoad() as others:
-        times = [steps.measured(seconds / 2) for _ in range(2)]
+        time = steps.measured(seconds)
+    return Measured(time, others.cores)
+
+
+def model_row(shape: Shape, machine: Machine, device: torch.device, passes: Sequence[Measured]) -> dict[str, Any]:
+    """One model, predicted, and as it was measured."""
     found = predicted(shape, machine)
-    measured_s = math.sqrt(times[0].step_s * times[1].step_s)
+    times = sorted((one.time for one in passes), key=lambda time: time.step_s)
+    middle = times[len(times) // 2]
+    measured_s = statistics.median(time.step_s for time in times)
+    paced_s = statistics.median(time.at_standard_pace().step_s for time in times)
     mlps = "/".join("-".join(map(str, widths)) for widths in (shape.bottom, shape.top))
     row: dict[str, Any] = {
         "dense": shape.num_dense,
@@ -107,13 +131,16 @@ def measured_row(shape: Shape, machine: Machine, device: torch.device, seconds: 
         "measured_ms": 1e3 * measured_s,
         "predicted_ms": 1e3 * found.step_s,
         "ratio": found.step_s / measured_s,
-        "again": times[1].step_s / times[0].step_s,
-        "spread": times[0].spread,
+        "again": passes[-1].time.step_s / passes[0].time.step_s,
+        "pace": statistics.median(time.pace for time in times),
+        "ratio_at_pace": found.step_s / paced_s,
+        "again_at_pace": passes[-1].time.at_standard_pace().step_s / passes[0].time.at_standard_pace().step_s,
+        "spread": middle.spread,
     }
-    row |= _parts_row(shape, machine, times[1].phases_s)
+    row |= _parts_row(shape, machine, middle.at_standard_pace().phases_s)
     row["held_up_by"] = found.bottlenecks[0].resource
     if device.type == "cpu":
-        row["cores_used_by_others"] = others.cores
+        row["cores_used_by_others"] = max(one.cores_used_by_others for one in passes)
     return row
 
 
@@ -128,7 +155,7 @@ def _parts_row(shape: Shape, machine: Machine, phases_s: dict[str, float]) -> di
     if phases_s:
         dense_s = phases_s["forward"] + phases_s["backward"]
         row |= {
-            "dense_ratio": (parts.dense_s + processor.timings.fixed_s) / dense_s,
+            "dense_ratio": (parts.dense_s + processor.timings.dense.fixed_s) / dense_s,
             "lookup_ratio": parts.lookup_s / phases_s["look-up"],
             "update_ratio": parts.update_s / phases_s["row update"],
             "dense_update_ratio": parts.dense_update_s / phases_s["dense update"],
@@ -153,33 +180,41 @@ def placement_shape(device: str, draw: random.Random) -> Shape:
     )
 
 
-def placement_row(shape: Shape, share: float, machine: Machine, device: torch.device, seconds: float) -> dict[str, Any] | None:
-    """One model whose tables may take a share of their bytes: each placement that fits, predicted and measured."""
-    predicted_s, measured_s = {}, {}
+def placement_rows(
+    shape: Shape, share: float, machine: Machine, device: torch.device, seconds: float
+) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
+    """One model whose tables may take a share of their bytes: what was chosen for it, and each placement that fits."""
+    predicted_s: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="rowstead-rows-") as folder:
         limit = {"device" if device.type == "cuda" else "host": int(share * shape.table_bytes), "folder": folder}
         spec = shape.spec(device.type, memory=limit)
         placements = fitting(spec, memories_of(spec, device), mean_ids=mean_ids_of(spec))
-        for name, placement in list(placements.items())[:NUM_PLACEMENTS]:
-            found = foretold(spec, placement, machine)
-            if found is None:
-                return None
-            predicted_s[name] = found.step_s
-            rules = {
-                one.name: {"where": one.where, **({"cache_fraction": one.cache_fraction} if one.cache_fraction else {})}
-                for one in placement.tables
-            }
-            steps = Steps.of(shape, device, placement=rules, memory=limit)
-            try:
-                measured_s[name] = steps.measured(seconds).step_s
-            finally:
+        all_steps: dict[str, Steps] = {}
+        try:
+            for name, placement in list(placements.items())[:NUM_PLACEMENTS]:
+                found = foretold(spec, placement, machine)
+                if found is None:
+                    return None, []
+                predicted_s[name] = found.step_s
+                rules = {
+                    one.name: {"where": one.where, **({"cache_fraction": one.cache_fraction} if one.cache_fraction else {})}
+                    for one in placement.tables
+                }
+                all_steps[name] = Steps.of(shape, device, placement=rules, memory=limit)
+            taken: dict[str, list[float]] = {name: [] for name in all_steps}
+            for _ in range(PLACEMENT_ROUNDS):  # they take turns: a machine's pace drifts
+                for name, steps in all_steps.items():
+                    taken[name].append(steps.measured(seconds / PLACEMENT_ROUNDS).step_s)
+            measured_s = {name: statistics.median(each) for name, each in taken.items()}
+        finally:
+            for steps in all_steps.values():
                 steps.close()
-            del steps
-            give_back_gpu_memory()
+        del all_steps
+        give_back_gpu_memory()
     if len(predicted_s) < 2:
-        return None
-    chosen, best = min(predicted_s, key=predicted_s.__getitem__), min(measured_s, key=measured_s.__getitem__)
-    return {
+        return None, []
+    chosen, best = choice(predicted_s, placements), min(measured_s, key=measured_s.__getitem__)
+    case = {
         "tables_gb": shape.table_bytes / 1e9,
         "limit_share": share,
         "skew": shape.skew,
@@ -191,6 +226,15 @@ def placement_row(shape: Shape, share: float, machine: Machine, device: torch.de
         "worst_over_best": max(measured_s.values()) / measured_s[best],
         "predicted_error_pct": 100 * error([predicted_s[name] / measured_s[name] for name in predicted_s]),
     }
+    return case, [
+        {
+            "of_tables_gb": shape.table_bytes / 1e9,
+            "placement": name,
+            "predicted_ms": 1e3 * predicted_s[name],
+            "measured_ms": 1e3 * measured_s[name],
+        }
+        for name in predicted_s
+    ]
 
 
 def error(ratios: Sequence[float]) -> float:
@@ -212,7 +256,14 @@ def summary_of(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
         "error_geomean_pct": 100 * error(ratios),
         "error_max_pct": 100 * max(error([ratio]) for ratio in ratios),
         "rank_correlation": rank_correlation([row["measured_ms"] for row in rows], [row["predicted_ms"] for row in rows]),
+        "rank_correlation_at_pace": rank_correlation(
+            [row["measured_ms"] for row in rows], [row["measured_ms"] * row["ratio_at_pace"] for row in rows]
+        ),
         "repeatability_geomean_pct": 100 * error([row["again"] for row in rows]),
+        "error_at_pace_geomean_pct": 100 * error([row["ratio_at_pace"] for row in rows]),
+        "error_at_pace_max_pct": 100 * max(error([row["ratio_at_pace"]]) for row in rows),
+        "repeatability_at_pace_geomean_pct": 100 * error([row["again_at_pace"] for row in rows]),
+        "pace_median": statistics.median(row["pace"] for row in rows),
         "predicted_over_measured_geomean": math.exp(sum(map(math.log, ratios)) / len(ratios)),
     }
     for part in ("dense", "lookup", "update", "dense_update"):
@@ -239,29 +290,45 @@ def main() -> None:
         machine = load_machine(options.machine)
     else:
         with tempfile.TemporaryDirectory() as folder:
-            machine = calibrate(device, name="measured-now", folder=Path(folder), is_short=options.quick)
+            machine = calibrate(
+                device,
+                name="measured-now",
+                folder=Path(folder),
+                is_short=options.quick,
+                tell=lambda line: _progress(line, start),
+            )
     calibrate_s = time.perf_counter() - start
     _progress("the machine is known", start)
     if options.write_machine is not None:
         Path(options.write_machine).write_text(machine_text(machine))
     give_back_gpu_memory()
-    rows = []
     count = options.models or (NUM_QUICK if options.quick else NUM_MODELS)
-    for shape in random_shapes(options.device, count, options.seed):
-        rows.append(measured_row(shape, machine, device, 0.3 if options.quick else SECONDS[options.device]))
-        _progress(f"{len(rows)} of {count} models, the last predicted {rows[-1]['ratio']:.2f} of what was measured", start)
-        give_back_gpu_memory()
+    num_passes, seconds = (1, 0.3) if options.quick else (NUM_PASSES[options.device], SECONDS[options.device])
+    shapes = random_shapes(options.device, count, options.seed)
+    timings = machine.software.cpu_timings if machine.software is not None else None
+    pace = Pace(timings.pace_s) if options.device == "cpu" and timings is not None and timings.pace_s else None
+    found: list[list[Measured]] = [[] for _ in shapes]
+    for number in range(num_passes):
+        for place, shape in enumerate(shapes):
+            found[place].append(measured(shape, device, seconds, pace))
+            last = found[place][-1].time
+            ratio = predicted(shape, machine).step_s / last.step_s
+            progress = f"pass {number + 1} of {num_passes}, model {place + 1} of {count}"
+            _progress(f"{progress}: predicted {ratio:.2f} of what was measured, pace {last.pace:.2f}", start)
+            give_back_gpu_memory()
+    rows = [model_row(shape, machine, device, passes) for shape, passes in zip(shapes, found, strict=True)]
     summary = {**summary_of(rows), **noise_of(rows)}
-    draw, cases = random.Random(options.seed), []
+    draw, cases, placed = random.Random(options.seed), [], []
     for _ in range(2 if options.quick else NUM_CASES[options.device]):
-        case = placement_row(
-            placement_shape(options.device, draw), draw.uniform(0.25, 0.7), machine, device, 0.15 if options.quick else 0.5
+        case, of_case = placement_rows(
+            placement_shape(options.device, draw), draw.uniform(0.25, 0.7), machine, device, 0.15 if options.quick else 1.0
         )
         cases += [case] if case is not None else []
+        placed += of_case
         _progress(f"{len(cases)} models placed", start)
     if cases:
         summary["best_placement_hit_share"] = sum(case["chosen_over_best"] <= 1.05 for case in cases) / len(cases)
-    rows += cases
+    rows += cases + placed
     if options.machine is None:
         summary["calibrate_s"] = calibrate_s
     publish("prediction", rows, summary, options)

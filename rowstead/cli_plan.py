@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import box
-from rich.console import Console
-from rich.measure import Measurement
-from rich.table import Table
 
 from rowstead.spec.errors import RowsteadError
 
 if TYPE_CHECKING:
-    from rowstead.plan.choose import Choice, Requirements
-    from rowstead.plan.predict import Prediction
+    from rowstead.plan.choose import Choice
     from rowstead.spec.machine import Machine
     from rowstead.spec.run import RunSpec
-
-NAMES = {"device": "GPU memory", "host": "system memory", "remote": "sparse servers", "mixed": "GPU + system memory"}
 
 
 def plan(
@@ -75,20 +70,18 @@ def plan(
     from rowstead.plan.choose import choose, num_readers
     from rowstead.plan.choose import requirements as requirements_of
     from rowstead.plan.work import step_work
-    from rowstead.spec.catalogue import load_machine, load_software, machine_names
+    from rowstead.report.plans import Plan, plain_of, print_plan, say
+    from rowstead.spec.catalogue import load_machine, load_software
     from rowstead.spec.run import load_recipe
 
-    if samples_per_s is not None and not samples_per_s > 0:
-        raise RowsteadError(f"--samples-per-s must be above 0, got {samples_per_s:g}")
+    if samples_per_s is not None and not 0 < samples_per_s < math.inf:
+        raise RowsteadError(f"--samples-per-s must be above 0 and finite, got {samples_per_s:g}")
     if prefer not in ("efficiency", "speed"):
         raise RowsteadError(f"--prefer is `efficiency` or `speed`, got `{prefer}`")
-    spec = load_recipe(recipe, set_ or [])
-    names = [name.strip() for name in on.split(",") if name.strip()] if on is not None else machine_names()
-    if not names:
-        raise RowsteadError("--on names no machine")
+    spec, batches = load_recipe(recipe, set_ or []), _batches(batch)
     program, helper = load_software(software or "rowstead"), load_machine(server)
-    machines = [load_machine(name, _applicable(name, what_if or [], on is not None)) for name in names]
-    batches = _batches(batch)
+    if helper.network is None:
+        raise RowsteadError(f"--server {server}: it has no network, so it can be no parameter server and no reader")
     choices = [
         choose(
             spec,
@@ -99,40 +92,88 @@ def plan(
             samples_per_s=samples_per_s,
             prefer="speed" if prefer == "speed" else "efficiency",
         )
-        for machine in machines
+        for machine in _machines(on, what_if or [], is_measured=software is None)
     ]
-    speeds = [one.best.samples_per_s for one in choices if one.best is not None]
-    needs = requirements_of(spec, samples_per_s or max(speeds, default=1e6)) if requirements else None
-    work = step_work(spec)
-    readers = {
-        one.machine.name: num_readers(work, program, helper, min(one.best.samples_per_s, samples_per_s or 1e99))
-        for one in choices
-        if one.best is not None
-    }
+    work, fastest = step_work(spec), max((one.best.samples_per_s for one in choices if one.best is not None), default=1e6)
+    plan_ = Plan(
+        name=spec.name,
+        choices=choices,
+        num_readers={
+            one.machine.name: num_readers(work, program, helper, min(one.best.samples_per_s, samples_per_s or math.inf))
+            for one in choices
+            if one.best is not None and one.machine.network is not None
+        },
+        asked={"prefer": prefer, "samples_per_s": samples_per_s, "what_if": what_if or None},
+        needs=requirements_of(spec, samples_per_s or fastest) if requirements else None,
+    )
     if keep is not None:
         _keep(keep, spec, choices)
     if picture is not None:
         from rowstead.report.timeline import write_timeline
 
-        write_timeline(picture, [one.best for one in choices if one.best is not None], title=spec.name)
+        write_timeline(picture, plan_.best, title=spec.name)
     if as_json:
-        print(json.dumps(_plain(spec.name, program.name, choices, readers, needs)))
+        print(json.dumps(plain_of(plan_)))
         return
-    console = Console()
-    shown = _table(spec.name, choices, readers, samples_per_s)
-    wanted = Measurement.get(Console(width=400), Console(width=400).options, shown).maximum
-    Console(width=max(console.width, wanted)).print(shown)  # lines that are too long are wrapped by the terminal, not shortened
-    _print_remedies(console, choices)
-    for one in choices:
-        if one.best is not None and tables:
-            _print_tables(console, one.best)
-        if one.best is not None and timeline:
-            _print_timeline(console, one.best)
-    if needs is not None:
-        _print_requirements(console, needs)
+    print_plan(plan_, tables=tables, timeline=timeline)
     if spec.data.parquet is not None:
-        console.print(
-            "the log's own lengths and law of ids are not known here: one id a feature, drawn evenly", highlight=False
+        say("the log's own lengths and law of ids are not known here: one id a feature, drawn evenly")
+
+
+def _machines(on: str | None, changes: list[str], *, is_measured: bool) -> list[Machine]:
+    """The machines that are meant, all shipped ones where none is, with the changes to them."""
+    from rowstead.spec.catalogue import load_machine, machine_names
+
+    names = list(dict.fromkeys(name.strip() for name in on.split(",") if name.strip())) if on is not None else machine_names()
+    if not names:
+        raise RowsteadError("--on names no machine")
+    found: dict[str, Machine] = {}
+    unused = set(changes)
+    for name in names:
+        made = changes if on is not None else _applicable(name, changes)
+        unused -= set(made)
+        machine = load_machine(name, made)
+        if machine.name in found:
+            raise RowsteadError(
+                f"--on: two machines are called `{machine.name}`: give the one of `{name}` another `name` in its file"
+            )
+        if is_measured and made:
+            _refuse_measured(load_machine(name), machine, made)
+        found[machine.name] = machine
+    if unused:
+        raise RowsteadError(f"--what-if {min(unused)}: none of the machines has such a part")
+    return list(found.values())
+
+
+def _applicable(name: str, changes: list[str]) -> list[str]:
+    """Changes of parts that one machine has."""
+    from rowstead.spec.catalogue import load_machine
+
+    kept = []
+    for change in changes:
+        try:
+            load_machine(name, [change])
+        except RowsteadError as error:
+            if "has no such part" not in str(error):
+                raise
+        else:
+            kept.append(change)
+    return kept
+
+
+def _refuse_measured(before: Machine, after: Machine, changes: list[str]) -> None:
+    """Raise an error about changes of rates that do not count, since times of a step's parts were measured."""
+    if before.software is None or (before.software.cpu_timings is None and before.software.device_timings is None):
+        return
+
+    def rates(machine: Machine) -> tuple[object, ...]:
+        part = machine.accelerators or machine.host
+        return replace(part.memory, capacity_bytes=1.0, cache_bytes=0.0), part.memory.cache_bytes, part.compute
+
+    if rates(before) != rates(after):
+        raise RowsteadError(
+            f"--what-if {' '.join(changes)}: the parts of a step were measured on `{before.name}`, and their times do not follow "
+            "its rates: add `--software rowstead` to predict from rates instead"
         )
 
 
@@ -160,7 +201,9 @@ def calibrate(
     from rowstead.measure.calibrate import calibrate as measured
     from rowstead.parts import granted_cores
     from rowstead.records.files import write_atomic
+    from rowstead.report.plans import say
     from rowstead.spec.catalogue import calibrated_path, machine_text
+    from rowstead.spec.machine import check_name
 
     if device not in ("auto", "cpu", "cuda"):
         raise RowsteadError(f"--device is `auto`, `cpu` or `cuda`, got `{device}`")
@@ -171,27 +214,30 @@ def calibrate(
         raise RowsteadError(f"--threads must be at least 1, got {threads}")
     if not folder.is_dir():
         raise RowsteadError(f"--folder: there is no folder `{folder}`")
+    check_name(name)
     kind = "cuda" if device == "cuda" or (device == "auto" and has_gpu) else "cpu"
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads or min(before, granted_cores() or before))
-    start, console = time.perf_counter(), Console()
+    path = out if out is not None else calibrated_path(kind)
+    if path.is_dir():
+        raise RowsteadError(f"--out: `{path}` is a folder: name a file in it")
     try:
-        machine = measured(
-            torch.device(kind),
-            name=name,
-            folder=folder,
-            is_short=quick,
-            tell=lambda line: console.print(f"{time.perf_counter() - start:5.0f} s  {line}", highlight=False),
-        )
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:  # better now than after the measuring
+        raise RowsteadError(f"cannot write {path}: {error}: name another file with --out") from None
+    before, start = torch.get_num_threads(), time.perf_counter()
+
+    def tell(line: str) -> None:
+        say(f"{time.perf_counter() - start:5.0f} s  {line}")
+
+    torch.set_num_threads(threads or min(before, granted_cores() or before))
+    try:
+        machine = measured(torch.device(kind), name=name, folder=folder, is_short=quick, tell=tell)
     finally:
         torch.set_num_threads(before)
-    path = out if out is not None else calibrated_path(kind)
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, machine_text(machine))
-    console.print(f"{time.perf_counter() - start:5.0f} s  written to {path}", highlight=False, soft_wrap=True)
+    tell(f"written to {path}")
     for line in _shown_machine(machine):
-        console.print(f"  {line}", highlight=False, soft_wrap=True)
-    console.print(f"`rowstead plan RECIPE --on {'here' if out is None else path}` predicts with it", highlight=False)
+        say(f"  {line}")
+    say(f"`rowstead plan RECIPE --on {'here' if out is None else path}` predicts with it")
 
 
 def _shown_machine(machine: Machine) -> list[str]:
@@ -238,24 +284,6 @@ def _keep(root: Path, spec: RunSpec, choices: list[Choice]) -> None:
         RunStore(root).add(Entry(record=record, source="plan", axes={"machine": one.machine.name}, failure=failure))
 
 
-def _applicable(name: str, changes: list[str], asked_for: bool) -> list[str]:
-    """Changes for one machine; of all machines, those that have no such part stay as they are."""
-    from rowstead.spec.catalogue import load_machine
-
-    if asked_for:
-        return changes
-    kept = []
-    for change in changes:
-        try:
-            load_machine(name, [change])
-        except RowsteadError as error:
-            if "has no such part" not in str(error):
-                raise
-        else:
-            kept.append(change)
-    return kept
-
-
 def _batches(text: str | None) -> list[int]:
     try:
         batches = [int(number) for number in text.split(",")] if text else []
@@ -264,120 +292,3 @@ def _batches(text: str | None) -> list[int]:
     if any(one < 1 for one in batches):
         raise RowsteadError("--batch must be at least 1")
     return batches
-
-
-def _table(name: str, choices: list[Choice], readers: dict[str, int], samples_per_s: float | None) -> Table:
-    title = f"{name}: predicted" + (f", for {samples_per_s:,.0f} samples/s" if samples_per_s else "")
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
-    has_price = any(one.best is not None and one.best.usd_per_billion_samples is not None for one in choices)
-    priced = ("$/billion",) if has_price else ()
-    for column in ("machine", "tables in", "servers", "batch", "samples/s", "samples/J", *priced, "held up by", "then by"):
-        is_number = column in ("batch", "samples/s", "samples/J", "$/billion")
-        table.add_column(column, justify="right" if is_number else "left", no_wrap=True)
-    order = sorted(choices, key=lambda one: -one.best.samples_per_s if one.best is not None else 1.0)
-    for one in order:
-        if one.best is None:
-            table.add_row(one.machine.name, "does not fit", *[""] * (6 + len(priced)))
-            continue
-        best = one.best
-        first, second = ([*(b.resource for b in best.bottlenecks), "", ""])[:2]
-        enough = samples_per_s is None or best.samples_per_s >= samples_per_s
-        per_j = "" if best.samples_per_j is None else _figure(best.samples_per_j)
-        table.add_row(
-            one.machine.name,
-            NAMES[best.setup.place] if best.machine.accelerators is not None else _cpu_place(best),
-            _servers(best, readers[one.machine.name]),
-            f"{best.setup.batch_size:,}" + (f" x {best.setup.num_devices}" if best.setup.num_devices > 1 else ""),
-            f"{best.samples_per_s:,.0f}" + ("" if enough else " (at most)"),
-            per_j,
-            *[_figure(best.usd_per_billion_samples) if best.usd_per_billion_samples is not None else "" for _ in priced],
-            first,
-            second,
-        )
-    return table
-
-
-def _figure(number: float) -> str:
-    """Three digits at least."""
-    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
-
-
-def _cpu_place(best: Prediction) -> str:
-    return "sparse servers" if best.setup.place == "remote" else "system memory"
-
-
-def _servers(best: Prediction, num_readers: int) -> str:
-    setup = best.setup
-    parts = [f"{setup.num_trainers} trainer" + ("s" if setup.num_trainers > 1 else "")]
-    parts += [f"{setup.num_sparse_servers} sparse"] if setup.num_sparse_servers else []
-    parts += [f"{setup.num_dense_servers} dense"] if setup.num_dense_servers else []
-    return " + ".join([*parts, f"{num_readers} reader" + ("s" if num_readers > 1 else "")])
-
-
-def _print_remedies(console: Console, choices: list[Choice]) -> None:
-    for one in choices:
-        if one.best is None:
-            why = one.others[0].shortfalls[0] if one.others else "it has no place for tables"
-            console.print(f"{one.machine.name} does not fit: {why}. What would help:", highlight=False, soft_wrap=True)
-            for number, remedy in enumerate(one.remedies, 1):
-                console.print(f"  {number}. {remedy}", highlight=False, soft_wrap=True)
-
-
-def _print_tables(console: Console, best: Prediction) -> None:
-    console.print(f"{best.machine.name}, table by table:", highlight=False)
-    for name, where in best.where().items():
-        console.print(f"  {name}: {where}", highlight=False, soft_wrap=True)
-
-
-WIDTH = 48
-"""Characters of the timeline."""
-
-
-def _print_timeline(console: Console, best: Prediction) -> None:
-    slots = best.slots
-    whole = max(slot.end_s for slot in slots)
-    console.print(f"{best.machine.name}, one step of {whole * 1e3:.3g} ms:", highlight=False)
-    for slot in slots:
-        start, end = round(slot.start_s / whole * WIDTH), max(round(slot.end_s / whole * WIDTH), 0)
-        bar = " " * start + "█" * max(1, end - start)
-        console.print(
-            f"  {slot.task.resource:<15} {bar:<{WIDTH + 1}} {slot.task.name}", highlight=False, markup=False, soft_wrap=True
-        )
-
-
-def _print_requirements(console: Console, needs: Requirements) -> None:
-    from rowstead.spec.sizes import shown_bytes
-
-    console.print(f"a machine needs for {needs.samples_per_s:,.0f} samples/s, were it used perfectly:", highlight=False)
-    for what, figure in (
-        ("memory", shown_bytes(needs.memory_bytes)),
-        ("memory bandwidth", f"{shown_bytes(needs.memory_bytes_per_s)}/s"),
-        ("arithmetic", f"{needs.flops_per_s / 1e12:.3g} TFLOP/s"),
-        ("exchange, each direction", f"{shown_bytes(needs.exchange_bytes_per_s)}/s"),
-        ("input", f"{shown_bytes(needs.input_bytes_per_s)}/s"),
-    ):
-        console.print(f"  {what}: {figure}", highlight=False)
-
-
-def _plain(
-    name: str, software: str, choices: list[Choice], readers: dict[str, int], needs: Requirements | None
-) -> dict[str, Any]:
-    from rowstead.spec.parse import to_plain
-
-    machines = []
-    for one in choices:
-        plain: dict[str, Any] = {"machine": one.machine.name, "fits": one.best is not None}
-        if one.best is not None:
-            plain |= {**one.best.figures(), "num_readers": readers[one.machine.name], "tables": one.best.where()}
-        else:
-            plain["remedies"] = list(one.remedies)
-        plain["others"] = [
-            {"place": other.setup.place, "fits": other.fits}
-            | ({"samples_per_s": other.samples_per_s} if other.fits else {"shortfalls": list(other.shortfalls)})
-            for other in one.others
-        ]
-        machines.append(plain)
-    result: dict[str, Any] = {"recipe": name, "kind": "predicted", "software": software, "machines": machines}
-    if needs is not None:
-        result["requirements"] = to_plain(needs)
-    return result

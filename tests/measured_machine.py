@@ -7,7 +7,7 @@ import dataclasses
 from rowstead.spec.catalogue import load_machine, load_software
 from rowstead.spec.curve import Axis, Curve
 from rowstead.spec.machine import Machine
-from rowstead.spec.timings import LayerTimes, Timings
+from rowstead.spec.timings import InStep, LayerTimes, Timings
 
 
 def curve(per_unit_s: float, *names: str, grows: bool = True) -> Curve:
@@ -39,7 +39,7 @@ def timings(*, has_plan: bool = False) -> Timings:
         plan_factor=0.5 if has_plan else 0.0,
         place_id_s=1e-8,
         move_row=curve(1e-8, "record_bytes"),
-        fixed_s=2e-4,
+        dense=InStep(fixed_s=2e-4),
     )
 
 

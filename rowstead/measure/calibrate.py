@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import platform
+import statistics
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -18,10 +19,11 @@ import torch
 
 from rowstead.measure import hardware
 from rowstead.measure.clock import Clock
-from rowstead.measure.dense_part import dense_update_times, interaction_times, layer_times
+from rowstead.measure.dense_part import dense_update_times, fp32_interaction_factor, interaction_times, layer_times
 from rowstead.measure.exchange import exchange_times
 from rowstead.measure.fit import fitted
 from rowstead.measure.footprint import base_bytes
+from rowstead.measure.pace import Pace
 from rowstead.measure.row_part import row_times
 from rowstead.measure.steps import Shape, Steps
 from rowstead.placing import free_host_bytes
@@ -37,7 +39,10 @@ from rowstead.spec.timings import Timings
 
 PASSING_BYTES = 16 << 20
 """What a dense part is taken to bring into a CPU's caches between two uses of the rows: more than all but the last of them holds."""
-TINY = Shape(num_dense=16, num_sparse=2, batch_size=256, num_rows=1000, width=16, mean_ids=1, skew=1.0, bottom=(16,), top=(16,))
+TINY = Shape(
+    num_dense=16, num_sparse=4, batch_size=256, num_rows=1000, width=16, mean_ids=1, skew=1.0, bottom=(16,), top=(16,),
+    precision="tf32",
+)  # fmt: skip
 """A model so small that on a GPU its steps show the host's time alone."""
 
 Tell = Callable[[str], Any]
@@ -56,7 +61,24 @@ def whole_shapes(device: torch.device, *, is_short: bool) -> list[Shape]:
         (2048, 24, 256, 40_000, 128, 2, 1.0, (256, 256), (512, 512)),
         (512, 96, 128, 10_000, 16, 12, 0.9, (64, 64), (128, 128)),
         (96, 12, 2048, 30_000, 64, 3, 0.3, (128,), (64, 64)),
+        (64, 24, 128, 200_000, 16, 2, 0.6, (64,), (64,)),
+        (768, 6, 1024, 200_000, 128, 5, 0.4, (1024, 256), (256,)),
+        (3072, 32, 512, 20_000, 32, 6, 0.7, (512,), (1024, 128)),
+        (160, 64, 512, 50_000, 32, 1, 1.2, (256, 256, 128), (512, 256, 128)),
+        (1536, 10, 128, 500_000, 64, 24, 0.2, (1024, 512), (1024,)),
+        (200, 40, 1024, 40_000, 16, 20, 0.8, (512, 128), (256, 256)),
+        (320, 5, 256, 100_000, 32, 1, 0.5, (1024, 1024), (512,)),
     ]
+    if on_gpu:  # with the vectors and widths of the parts: every other pair is programs to compile, which takes seconds
+        sizes = [
+            (64, 16, 256, 50_000, 16, 8, 0.8, (256, 128), (256,)),
+            (1024, 4, 512, 20_000, 128, 1, 0.0, (512, 512), (512, 256)),
+            (128, 64, 256, 30_000, 128, 8, 1.1, (128,), (256, 64)),
+            (256, 16, 1024, 100_000, 16, 16, 0.5, (256,), (128,)),
+            (2048, 16, 256, 40_000, 128, 1, 1.0, (256, 256), (512, 512)),
+            (512, 128, 128, 10_000, 16, 12, 0.9, (64, 64), (128, 128)),
+            (96, 4, 2048, 30_000, 128, 8, 0.3, (128,), (64, 64)),
+        ]
     if is_short:
         sizes = sizes[:3]
     return [
@@ -92,6 +114,7 @@ def calibrate(
     if device.type == "cuda":
         tell("memory, arithmetic and link of the GPU")
         machine = dataclasses.replace(machine, accelerators=_accelerators(Clock(device), source))
+    pace = Pace() if device.type == "cpu" else None
     timings = _timings(device, is_short=is_short, tell=tell)
     machine = _with_random_rates(machine, timings)
     software = _software(device, timings, source)
@@ -101,10 +124,9 @@ def calibrate(
     if device.type == "cpu":
         tell("memory of a training process")
         software = dataclasses.replace(software, base_bytes=base_bytes(torch.get_num_threads()))
-    tell("whole steps")
-    software, steps = _with_whole_steps(machine, software, device, is_short=is_short)
+    software, steps = _with_whole_steps(machine, software, device, pace, is_short=is_short, tell=tell)
     tell("rows behind a cache")
-    software = _with_caches(machine, software, device, folder, is_short=is_short)
+    software = _with_caches(machine, software, device, folder, pace, is_short=is_short)
     tell("power")
     machine = dataclasses.replace(machine, meter=hardware.meter(device, steps.measured, source))
     return dataclasses.replace(machine, software=software)
@@ -169,13 +191,18 @@ def _accelerators(clock: Clock, source: str) -> Accelerators:
 
 def _timings(device: torch.device, *, is_short: bool, tell: Tell) -> Timings:
     """Each part of a step alone."""
-    clock = Clock(device, budget_s=0.004 if is_short else 0.03)
+    clock = Clock(device, budget_s=0.004 if is_short else 0.02)
     among = dataclasses.replace(clock, passing_bytes=PASSING_BYTES, least_calls=5 if is_short else 9)
-    precisions = ("fp32", "tf32", "bf16") if device.type == "cuda" and not is_short else ("fp32",)
-    tell("linear layers")
-    layers = tuple(layer_times(clock, precision, is_short=is_short) for precision in precisions)
-    tell("interaction and dense optimizer")
-    forward, back = interaction_times(clock, is_short=is_short)
+    formats = ("fp32", "tf32", "bf16")[: 2 if is_short else 3] if device.type == "cuda" else ("fp32",)
+    layers = []
+    for precision in formats:
+        tell(f"linear layers, {precision}")
+        layers.append(layer_times(clock, precision, is_short=is_short))
+    tell("interaction")
+    multiplied = "tf32" if clock.is_cuda else "fp32"
+    forward, back = interaction_times(clock, multiplied, is_short=is_short)
+    fp32_factor = fp32_interaction_factor(clock, multiplied) if clock.is_cuda else 1.0
+    tell("dense optimizer")
     update = dense_update_times(among)
     clock.give_back()
     tell("look-up and update of rows")
@@ -184,9 +211,10 @@ def _timings(device: torch.device, *, is_short: bool, tell: Tell) -> Timings:
     clock.give_back()
     fresh_from = Timings.fresh_from_bytes
     return Timings(
-        layers=layers,
+        layers=tuple(layers),
         interaction_forward=forward,
         interaction_back=back,
+        fp32_interaction_factor=fp32_factor,
         dense_update=update,
         **{field.name: getattr(rows, field.name) for field in dataclasses.fields(rows)},
         fills_batch=clock.is_cuda,
@@ -230,24 +258,33 @@ def _software(device: torch.device, timings: Timings, source: str) -> Software:
     )
 
 
-def _with_whole_steps(machine: Machine, software: Software, device: torch.device, *, is_short: bool) -> tuple[Software, Steps]:
+def _with_whole_steps(
+    machine: Machine, software: Software, device: torch.device, pace: Pace | None, *, is_short: bool, tell: Tell
+) -> tuple[Software, Steps]:
     """What whole steps show: the time between the parts, and on a GPU that of the host; and the last steps, ready to go on."""
-    on_gpu, seconds = device.type == "cuda", 0.05 if is_short else 0.6
+    on_gpu, seconds = device.type == "cuda", 0.05 if is_short else 0.4
     processor = device_processor(machine, software) if on_gpu else host_processor(machine, software)
     host_s = 0.0
     if on_gpu:
         host_s = Steps.of(TINY, device).measured(seconds).step_s
         software = dataclasses.replace(software, device_step_s=host_s)
     shapes, times = [], []
-    for shape in whole_shapes(device, is_short=is_short):
-        steps = Steps.of(shape, device)
+    tried = whole_shapes(device, is_short=is_short)
+    for number, shape in enumerate(tried, 1):
+        tell(f"whole steps, {number} of {len(tried)} models")
+        steps = Steps.of(shape, device, pace=pace)
         time = steps.measured(seconds)
         if time.step_s > 1.3 * host_s:  # what the host holds up says nothing of the GPU
             shapes.append(shape)
             times.append(time)
     assert processor.timings is not None
+    if pace is not None:  # the usual one of these steps counts as 1
+        usual = statistics.median(time.pace for time in times)
+        pace.standard_s *= usual
+        times = [dataclasses.replace(time, pace=time.pace / usual).at_standard_pace() for time in times]
     if shapes:
         changed = fitted(processor.timings, processor, software, shapes, times)
+        changed = dataclasses.replace(changed, pace_s=0.0 if pace is None else pace.standard_s)
         kind = "device_timings" if on_gpu else "cpu_timings"
         software = dataclasses.replace(software, **{kind: changed})  # type: ignore[arg-type]
     return software, steps
@@ -255,12 +292,14 @@ def _with_whole_steps(machine: Machine, software: Software, device: torch.device
 
 BEHIND_WIDTHS = (16, 128)
 BEHIND = Shape(
-    num_dense=16, num_sparse=8, batch_size=512, num_rows=100_000, width=16, mean_ids=4, skew=0.0, bottom=(32,), top=(32,)
+    num_dense=16, num_sparse=8, batch_size=512, num_rows=50_000, width=16, mean_ids=4, skew=0.0, bottom=(32,), top=(32,)
 )
 """A model whose steps show what it costs to have rows behind a cache."""
 
 
-def _with_caches(machine: Machine, software: Software, device: torch.device, folder: Path, *, is_short: bool) -> Software:
+def _with_caches(
+    machine: Machine, software: Software, device: torch.device, folder: Path, pace: Pace | None, *, is_short: bool
+) -> Software:
     """What rows behind a cache cost: steps in which most are missing, and steps in which few are."""
     on_gpu, seconds = device.type == "cuda", 0.1 if is_short else 0.5
     timings = software.device_timings if on_gpu else software.cpu_timings
@@ -269,13 +308,15 @@ def _with_caches(machine: Machine, software: Software, device: torch.device, fol
     even = dataclasses.replace(
         BEHIND, batch_size=BEHIND.batch_size * more, num_rows=(10_000 if is_short else BEHIND.num_rows) * more
     )
+    if on_gpu:  # of programs that are compiled already
+        even = dataclasses.replace(even, num_sparse=16, precision="tf32")
     rule: dict[str, Any] = {"where": "cached" if on_gpu else "ssd", "cache_fraction": 0.05}
 
     def step_s(shape: Shape) -> float:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".rowstead-rows-") as place:
-            steps = Steps.of(shape, device, placement={"*": rule}, memory={"folder": place})
+            steps = Steps.of(shape, device, pace=pace, placement={"*": rule}, memory={"folder": place})
             try:
-                return steps.measured(seconds).step_s
+                return steps.measured(seconds).at_standard_pace().step_s
             finally:
                 steps.close()
 
@@ -286,7 +327,7 @@ def _with_caches(machine: Machine, software: Software, device: torch.device, fol
         changed = dataclasses.replace(software, **{kind: known})  # type: ignore[arg-type]
         plain = Setup(place="device", batch_size=shape.batch_size, has_input=False)
         behind = tuple(Behind(table=table.name, kept_share=0.05) for table in work.tables)
-        alone_s = predict(work, machine, changed, plain).step_s
+        alone_s = predict(work, machine, changed, plain, precision=shape.precision).step_s  # type: ignore[arg-type]
         moved = predict(work, machine, changed, dataclasses.replace(plain, behind=behind))
         return alone_s, next(task.seconds for task in moved.tasks if task.name == "move rows")
 
@@ -297,8 +338,10 @@ def _with_caches(machine: Machine, software: Software, device: torch.device, fol
     for width in BEHIND_WIDTHS:
         shape = dataclasses.replace(even, width=width)
         moves.append(step_s(shape) / max(1.0, tasks_of(shape, counted)[1]))
-    hot = dataclasses.replace(even, skew=1.6)
     known = dataclasses.replace(timings, move_row=Curve(axes=(axis,), seconds=tuple(moves)))
-    alone_s, moved_s = tasks_of(hot, known)
-    found = dataclasses.replace(known, place_id_s=max(0.0, step_s(hot) - max(alone_s, moved_s)) / hot.num_ids)
+    hot = dataclasses.replace(even, skew=1.6)
+    small = dataclasses.replace(hot, batch_size=hot.batch_size // 4, mean_ids=1)
+    few_s, many_s = (max(0.0, step_s(shape) - max(tasks_of(shape, known))) for shape in (small, hot))
+    id_s = max(0.0, many_s - few_s) / (hot.num_ids - small.num_ids)
+    found = dataclasses.replace(known, place_batch_s=max(0.0, few_s - id_s * small.num_ids), place_id_s=id_s)
     return dataclasses.replace(software, **{"device_timings" if on_gpu else "cpu_timings": found})  # type: ignore[arg-type]

@@ -38,7 +38,7 @@ class Clock:
 
     def seconds(self, call: Call) -> float:
         """Seconds of one call, those that launch it not counted on a GPU."""
-        return self._replayed(call) if self.is_cuda else self._quantile(self._timed([call])[0])
+        return self._replayed(call) if self.is_cuda else self._timed([call])[0]
 
     def forward_and_back(
         self, forward: Callable[[], torch.Tensor], back: Callable[[torch.Tensor], Any], *, forward_s: float | None = None
@@ -54,10 +54,10 @@ class Clock:
             out[:] = [forward()]
 
         first, second = self._timed([begin, lambda: back(out[0])])
-        return self._quantile(first), self._quantile(second)
+        return first, second
 
-    def _timed(self, calls: list[Call]) -> list[list[float]]:
-        """Seconds of some calls, one after the other, again and again."""
+    def _timed(self, calls: list[Call]) -> list[float]:
+        """Seconds of each of some calls, which are made one after the other, again and again."""
         for _ in range(2):
             for call in calls:
                 call()
@@ -70,7 +70,7 @@ class Clock:
                 start = now()
                 call()
                 seconds[place].append(now() - start)
-        return seconds
+        return [self._quantile(each) for each in seconds]
 
     @staticmethod
     def _quantile(seconds: list[float]) -> float:

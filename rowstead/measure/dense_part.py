@@ -28,7 +28,9 @@ INPUTS, OUTPUTS = (16, 64, 256, 1024, 4096), (1, 16, 64, 256, 1024)
 LARGEST_FLOPS = {"cpu": 4e9, "cuda": 3e11}
 """Of one product; what is larger is taken to run at the rate of the largest that is not."""
 INTERACTING = {"cpu": (64, 512, 2048), "cuda": (256, 2048, 16384)}
-VECTORS, WIDTHS = (5, 17, 65, 129), (16, 32, 64, 128)
+VECTORS = {"cpu": (5, 17, 65, 129), "cuda": (5, 17, 65, 129)}
+WIDTHS = {"cpu": (16, 32, 64, 128), "cuda": (16, 128)}
+"""On a GPU each pair of these is two programs to compile, which takes far longer than to run them: no more than are needed."""
 LARGEST_INTERACTION = {"cpu": 1.5e9, "cuda": 1e11}
 PARAMETERS = (10_000, 100_000, 1_000_000, 10_000_000)
 
@@ -55,7 +57,11 @@ def layer_times(clock: Clock, precision: str, *, is_short: bool = False) -> Laye
                 with arithmetic(precision, clock.device):
                     return layer(x)
 
-            return clock.forward_and_back(forward, lambda out: out.backward(grad.to(out.dtype)), forward_s=known_s)
+            def back(out: Tensor) -> None:
+                with arithmetic(precision, clock.device):  # which products look at when they run
+                    out.backward(grad.to(out.dtype))
+
+            return clock.forward_and_back(forward, back, forward_s=known_s)
 
         forward_s, back_s = timed(is_first=False)
         return forward_s, back_s, min(back_s, timed(is_first=True, known_s=forward_s)[1])
@@ -66,25 +72,46 @@ def layer_times(clock: Clock, precision: str, *, is_short: bool = False) -> Laye
     return LayerTimes(precision=precision, forward=forward, back=back, back_first=back_first)
 
 
-def interaction_times(clock: Clock, *, is_short: bool = False) -> tuple[Curve, Curve]:
-    """The products of all pairs of vectors, forward and backward."""
-    kind = clock.device.type
+def interaction_times(clock: Clock, precision: str, *, is_short: bool = False) -> tuple[Curve, Curve]:
+    """The products of all pairs of vectors, forward and backward, in one number format."""
+    kind, step = clock.device.type, 2 if is_short else 1
+    sizes = (INTERACTING[kind][::step], VECTORS[kind][::step], WIDTHS[kind][::step])
+    forward, back = _curves(
+        ("examples", "vectors", "width"),
+        sizes,
+        _interaction(clock, precision),
+        lambda b, v, d: b * v * v * d <= LARGEST_INTERACTION[kind],
+    )
+    return forward, back
+
+
+def fp32_interaction_factor(clock: Clock, precision: str) -> float:
+    """What the products take in FP32 over what they take in a faster format, both passes, for one shape: programs of FP32 compile slowly."""
+    shape = INTERACTING[clock.device.type][1], VECTORS[clock.device.type][2], WIDTHS[clock.device.type][0]
+    return sum(_interaction(clock, "fp32")(*shape)) / sum(_interaction(clock, precision)(*shape))
+
+
+def _interaction(clock: Clock, precision: str) -> Measure:
+    """What measures both passes of one shape."""
 
     def measure(num: int, vectors: int, width: int) -> tuple[float, float]:
         dense = torch.randn(num, width, device=clock.device, requires_grad=True)
         pooled = torch.randn(num, (vectors - 1) * width, device=clock.device, requires_grad=True)
-        grad = torch.ones_like(pairwise_dots(dense, pooled, width).detach())
+        with arithmetic(precision, clock.device):
+            grad = torch.ones_like(pairwise_dots(dense, pooled, width).detach())
 
         def forward() -> Tensor:
             dense.grad = pooled.grad = None
-            return pairwise_dots(dense, pooled, width)
+            with arithmetic(precision, clock.device):
+                return pairwise_dots(dense, pooled, width)
 
-        return clock.forward_and_back(forward, lambda out: out.backward(grad))
+        def back(out: Tensor) -> None:
+            with arithmetic(precision, clock.device):
+                out.backward(grad)
 
-    sizes = (INTERACTING[kind][::2], VECTORS[::2], WIDTHS[::2]) if is_short else (INTERACTING[kind], VECTORS, WIDTHS)
-    names = ("examples", "vectors", "width")
-    forward, back = _curves(names, sizes, measure, lambda b, v, d: b * v * v * d <= LARGEST_INTERACTION[kind])
-    return forward, back
+        return clock.forward_and_back(forward, back)
+
+    return measure
 
 
 def dense_update_times(clock: Clock) -> Curve:

@@ -1,4 +1,4 @@
-"""From parts measured alone to steps: what a step takes besides them, and by how much each part is slower in it."""
+"""From parts measured alone to steps: what each phase takes in one, by what its parts take alone and by the bytes that it moves."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rowstead.measure.steps import Shape, StepTime
 from rowstead.plan import cost
 from rowstead.plan.cost import Processor
 from rowstead.plan.work import step_work
 from rowstead.spec.machine import Software
-from rowstead.spec.timings import Timings
+from rowstead.spec.timings import InStep, Timings
 
 PULL = 0.05
 """How much a factor that is not 1 counts beside an error of the same share of a step: few steps decide little."""
-FACTORS = (0.4, 3.0)
+FACTORS = (0.3, 3.0)
 """Within which they must be."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What the parts of one step take by the timings, each alone."""
+    """What the parts of one step take by the timings."""
 
     dense_s: float
     lookup_s: float
@@ -54,39 +55,90 @@ def parts_of(shape: Shape, processor: Processor, software: Software) -> Parts:
 def fitted(
     timings: Timings, processor: Processor, software: Software, shapes: Sequence[Shape], times: Sequence[StepTime]
 ) -> Timings:
-    """The timings with what whole steps have shown: fixed time and factors of least squares, errors taken as shares of a step.
+    """The timings with what whole steps have shown, by least squares, errors taken as shares of what was measured.
 
-    Where the trainer counts its phases, each is an equation of its own; on a GPU there is one for each step.
+    Where the trainer counts its phases, each has an equation of its own for every step; on a GPU there is one for each step.
     """
-    plain = dataclasses.replace(timings, fixed_s=0.0, dense_factor=1.0, lookup_factor=1.0, update_factor=1.0, plan_factor=0.0)
-    processor = dataclasses.replace(processor, timings=plain)
-    rows, wanted = [], []
+    alone = dataclasses.replace(
+        timings, dense=InStep(), lookup=InStep(), update=InStep(), dense_optimizer=InStep(), plan_factor=0.0
+    )
+    processor = dataclasses.replace(processor, timings=alone)
+    parts = [parts_of(shape, processor, software) for shape in shapes]
+    if all(time.phases_s for time in times):
+        return _by_phases(alone, shapes, parts, times)
+    return _by_steps(alone, parts, times)
 
-    def equation(fixed: float, dense: float, lookup: float, update: float, plan: float, known: float, taken: float) -> None:
-        """`known` seconds have no factor; all are shares of what was taken."""
-        rows.append([fixed / taken, dense / taken, lookup / taken, update / taken, plan / taken])
-        wanted.append((taken - known) / taken)
 
-    for shape, time in zip(shapes, times, strict=True):
-        parts = parts_of(shape, processor, software)
-        lookup_s, update_s = parts.lookup_s - plain.lookup_call_s, parts.update_s - plain.update_call_s
-        calls_s = plain.lookup_call_s + plain.update_call_s
-        equation(
-            1.0, parts.dense_s, lookup_s, update_s, parts.plan_s, calls_s + parts.dense_update_s + parts.fill_s, time.step_s
-        )
-        if time.phases_s:
-            dense_s = time.phases_s["forward"] + time.phases_s["backward"]
-            equation(1.0, parts.dense_s, 0, 0, 0, 0.0, dense_s)
-            equation(0, 0, lookup_s, 0, 0, plain.lookup_call_s, time.phases_s["look-up"])
-            equation(0, 0, 0, update_s, 0, plain.update_call_s, time.phases_s["row update"])
-    pulls = np.diag([0.0, PULL, PULL, PULL, PULL if plain.plan is not None else 1.0])
-    toward = pulls @ np.array([0.0, 1.0, 1.0, 1.0, 0.5 if plain.plan is not None else 0.0])
-    left, right = np.vstack([np.array(rows), pulls]), np.concatenate([wanted, toward])
-    found, *_ = np.linalg.lstsq(left, right, rcond=None)
-    if found[0] < 0:  # a step takes no less than its parts
-        found[1:], *_ = np.linalg.lstsq(left[:, 1:], right, rcond=None)
-    fixed_s, plan_factor = max(0.0, float(found[0])), float(np.clip(found[4], 0.0, 1.0))
+def _by_phases(alone: Timings, shapes: Sequence[Shape], parts: Sequence[Parts], times: Sequence[StepTime]) -> Timings:
+    """A fixed time, a factor and the cost of a byte for each phase."""
+    works = [step_work(shape.spec("cpu")) for shape in shapes]
+    pooled = [shape.batch_size * work.pooled_bytes for shape, work in zip(shapes, works, strict=True)]
+    moved = [
+        shape.batch_size * (cost.layer_bytes((*work.bottom, *work.top)) + cost.interaction_in_step_bytes(work))
+        for shape, work in zip(shapes, works, strict=True)
+    ]
+    phases = [time.phases_s for time in times]
+    return dataclasses.replace(
+        alone,
+        dense=_phase([one.dense_s for one in parts], moved, [one["forward"] + one["backward"] for one in phases]),
+        lookup=_phase(
+            [one.lookup_s - alone.lookup_call_s for one in parts],
+            pooled,
+            [one["look-up"] - alone.lookup_call_s for one in phases],
+        ),
+        update=_phase(
+            [one.update_s - alone.update_call_s for one in parts],
+            pooled,
+            [one["row update"] - alone.update_call_s for one in phases],
+        ),
+        dense_optimizer=_phase(
+            [one.dense_update_s for one in parts], [0.0] * len(parts), [one["dense update"] for one in phases]
+        ),
+    )
+
+
+def _phase(parts_s: Sequence[float], moved_bytes: Sequence[float], taken_s: Sequence[float]) -> InStep:
+    """What one phase takes in a step."""
+    taken = np.maximum(taken_s, 1e-9)
+    terms = np.stack([np.ones(len(taken)), np.array(parts_s), np.array(moved_bytes)], axis=1) / taken[:, None]
+    pulls = PULL * np.median(terms, axis=0)
+    found = _not_negative(np.vstack([terms, np.diag(pulls)]), np.concatenate([np.ones(len(taken)), [0.0, pulls[1], 0.0]]))
+    return InStep(fixed_s=float(found[0]), factor=float(np.clip(found[1], *FACTORS)), byte_s=float(found[2]))
+
+
+def _by_steps(alone: Timings, parts: Sequence[Parts], times: Sequence[StepTime]) -> Timings:
+    """One fixed time, and a factor for each phase and for what is done beside them."""
+    taken = np.array([time.step_s for time in times])
+    calls_s = alone.lookup_call_s + alone.update_call_s
+    known = np.array([calls_s + one.dense_update_s + one.fill_s for one in parts])
+    terms = np.array(
+        [
+            [1.0, one.dense_s, one.lookup_s - alone.lookup_call_s, one.update_s - alone.update_call_s, one.plan_s]
+            for one in parts
+        ]
+    )
+    has_plan = alone.plan is not None
+    pulls = np.diag([0.0, PULL, PULL, PULL, PULL if has_plan else 1.0])
+    toward = pulls @ np.array([0.0, 1.0, 1.0, 1.0, 0.5 if has_plan else 0.0])
+    found = _not_negative(np.vstack([terms / taken[:, None], pulls]), np.concatenate([(taken - known) / taken, toward]))
     dense, lookup, update = (float(np.clip(one, *FACTORS)) for one in found[1:4])
     return dataclasses.replace(
-        timings, fixed_s=fixed_s, dense_factor=dense, lookup_factor=lookup, update_factor=update, plan_factor=plan_factor
+        alone,
+        dense=InStep(fixed_s=float(found[0]), factor=dense),
+        lookup=InStep(factor=lookup),
+        update=InStep(factor=update),
+        plan_factor=float(min(found[4], 1.0)),
     )
+
+
+def _not_negative(left: NDArray[np.float64], right: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Least squares without negative numbers: what would be most negative is left out, until nothing is."""
+    sizes = np.maximum(np.linalg.norm(left, axis=0), 1e-300)  # columns are seconds, shares and bytes
+    kept, whole = list(range(left.shape[1])), np.zeros(left.shape[1])
+    while kept:
+        found, *_ = np.linalg.lstsq(left[:, kept] / sizes[kept], right, rcond=None)
+        if found.min() >= 0:
+            whole[kept] = found / sizes[kept]
+            break
+        kept.pop(int(found.argmin()))
+    return whole

@@ -48,6 +48,11 @@ class Point:
         fleet = self.settings.get("run.fleet")
         return None if fleet is None else str(fleet)
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether one process runs it."""
+        return self.num_processes == 1 and self.fleet is None
+
 
 def point_of(recipe: Any, axes: Mapping[str, Any], own: Mapping[str, Any], common: Mapping[str, Any] | None = None) -> Point:
     """A point from the plain recipe that it changes."""

@@ -7,12 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from rowstead.measure.points import Point, point_of
 from rowstead.measure.sweep import Finished, Watcher, perform
+from rowstead.records.files import write_atomic
 from rowstead.records.run_folder import DEFAULT_ROOT
-from rowstead.records.studies import BASELINE, Effect, quality_effects
+from rowstead.records.store import RunStore
+from rowstead.records.studies import BASELINE, QUALITY_FILE, Effect, quality_effects
 from rowstead.spec.errors import SpecError
-from rowstead.spec.parse import read_yaml
+from rowstead.spec.parse import read_yaml, to_plain
 from rowstead.spec.quality import QualitySpec
 from rowstead.spec.run import find_recipe
 
@@ -34,6 +38,9 @@ def quality(
 ) -> QualityStudy:
     """Run what is not in the store yet, and say what each setting does to NE."""
     points = points_of(spec)
+    folder = RunStore(root).study_folder(spec.name)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(folder / QUALITY_FILE, yaml.safe_dump(to_plain(spec), sort_keys=False, allow_unicode=True))
     finished = perform(
         points, study=spec.name, source="quality", root=root, retry_failed=retry_failed, fresh=False, watcher=watcher
     )

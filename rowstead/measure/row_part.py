@@ -23,7 +23,8 @@ from rowstead.spec.curve import Axis, Curve
 from rowstead.spec.features import Table
 from rowstead.spec.train import SparseOptimizerSpec
 
-WIDTHS = (16, 64, 128, 256)
+WIDTHS = {"cpu": (16, 64, 128, 256), "cuda": (16, 64, 128)}
+"""Each is several programs to compile on a GPU."""
 WITHIN_BYTES = {
     "cpu": (1 << 20, 8 << 20, 32 << 20, 128 << 20, 512 << 20, 2 << 30),
     "cuda": (8 << 20, 32 << 20, 128 << 20, 1 << 30, 16 << 30),
@@ -144,7 +145,7 @@ def row_times(clock: Clock, free_bytes: int, *, is_short: bool = False) -> RowTi
     kind = clock.device.type
     within = [one for one in WITHIN_BYTES[kind] if 3 * one <= free_bytes] or [WITHIN_BYTES[kind][0]]
     within = within[::2] if is_short else within
-    widths = WIDTHS[::2] if is_short else WIDTHS
+    widths = WIDTHS[kind][::2] if is_short else WIDTHS[kind]
     memory = prefer_large_pages(torch.empty(within[-1] // 4, device=clock.device)).zero_()
     num_ids = NUM_IDS[kind]
     small = Rows(clock, memory, widths[0], within[0])

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from rowstead.contracts.batch import Batch, Sparse
 from rowstead.measure import clock
+from rowstead.measure.pace import Pace
 from rowstead.parts import build_model
 from rowstead.spec.parse import parse
 from rowstead.spec.run import RunSpec
@@ -26,9 +27,11 @@ from rowstead.training.ahead import announced
 from rowstead.training.step import Stepper
 
 WARM_STEPS = {"cpu": 3, "cuda": 8}
-LEAST_STEPS = {"cpu": 9, "cuda": 4}
-"""That count: on a GPU these are rounds of some steps back to back."""
-STEPS_A_ROUND = 16
+LEAST_STEPS = 9
+"""That count, on a CPU."""
+LEAST_ROUNDS = {"cpu": 2, "cuda": 4}
+"""Of some steps back to back."""
+STEPS_A_ROUND, STEPS_A_BEAT = 16, 3
 MAX_BATCHES, DRAWN_IDS, NUM_DENSE = 512, 4_000_000, 4
 """Of a model: so many batches, unless their ids are more than these, so that rows are not in a cache for having been used a
 little before; their dense values are taken in turn from so many."""
@@ -75,7 +78,7 @@ class Shape:
             },
             "features": {
                 "dense": [{"name": "dense_{i}", "repeat": self.num_dense}],
-                "sparse": [{"name": "sparse_{i}", "repeat": self.num_sparse, "num_rows": self.num_rows}],
+                "sparse": [{"name": "sparse_{i}", "repeat": self.num_sparse, "num_rows": self.num_rows, "hash": "modulo"}],
             },
             "model": {"width": self.width, "bottom": list(self.bottom), "top": list(self.top)},
             "train": {"batch_size": self.batch_size, "precision": self.precision},
@@ -126,6 +129,13 @@ class StepTime:
     """Half the distance between the quartiles, over the median."""
     phases_s: dict[str, float]
     """Medians of the parts that the trainer counts; on a GPU of the whole alone."""
+    pace: float = 1.0
+    """How many times as long as at the standard pace the machine took, where that was looked at."""
+
+    def at_standard_pace(self) -> StepTime:
+        """The times that steps would have taken then."""
+        phases_s = {name: seconds / self.pace for name, seconds in self.phases_s.items()}
+        return dataclasses.replace(self, step_s=self.step_s / self.pace, phases_s=phases_s, pace=1.0)
 
 
 @dataclass
@@ -137,9 +147,10 @@ class Steps:
     stepper: Stepper
     batches: list[Batch]
     number: int = 0
+    pace: Pace | None = None
 
     @classmethod
-    def of(cls, shape: Shape, device: torch.device, **more: Any) -> Steps:
+    def of(cls, shape: Shape, device: torch.device, *, pace: Pace | None = None, **more: Any) -> Steps:
         """A model of this shape and its batches; `more` is what its recipe says besides, such as `placement`."""
         spec = shape.spec(device.type, **more)
         model = build_model(spec, device, trains=True)
@@ -147,7 +158,7 @@ class Steps:
         batches = drawn_batches(shape, device)
         if device.type == "cpu":  # the thread that reads has checked them, in a run
             batches = [dataclasses.replace(one, sparse=checked(one.sparse, model.store.layout, device)) for one in batches]  # type: ignore[attr-defined]
-        return cls(shape, device, stepper, batches)
+        return cls(shape, device, stepper, batches, pace=pace)
 
     def take(self, count: int) -> Iterator[Callable[[], float]]:
         """Some steps, each on the next batch, which stores hear of as early as in a run; what is given waits for a loss."""
@@ -158,22 +169,31 @@ class Steps:
 
     def measured(self, seconds: float) -> StepTime:
         """Take steps for so long, and say what one took."""
-        return self._on_gpu(seconds) if self.device.type == "cuda" else self._on_cpu(seconds)
+        if self.device.type == "cuda":
+            return self._on_gpu(seconds)
+        if self.pace is None:
+            return self._on_cpu(seconds, lambda: None)
+        beats_s: list[float] = []
+        time = self._on_cpu(seconds, lambda: beats_s.append(self.pace.beat()))  # type: ignore[union-attr]
+        return dataclasses.replace(time, pace=self.pace.over_standard(beats_s))
 
-    def _on_cpu(self, seconds: float) -> StepTime:
+    def _on_cpu(self, seconds: float, between: Callable[[], Any]) -> StepTime:
+        """`between` is called now and then between two steps."""
         timers = self.stepper.timers
         for _ in self.take(WARM_STEPS["cpu"]):
             pass
         if self.stepper.model.store.batches_ahead:
-            return self._rounds(seconds, lambda: None)
+            return self._rounds(seconds, lambda: None, between)
         taken: list[float] = []
         phases: list[dict[str, float]] = []
         end = time.perf_counter() + seconds
-        while len(taken) < LEAST_STEPS["cpu"] or time.perf_counter() < end:
+        while len(taken) < LEAST_STEPS or time.perf_counter() < end:
             timers.reset()
             for _ in self.take(1):
                 taken.append(sum(timers.totals_s().values()))
                 phases.append(timers.totals_s())
+            if len(taken) % STEPS_A_BEAT == 0:
+                between()
         return StepTime(
             step_s=_quantile(taken),
             spread=_spread(taken),
@@ -183,22 +203,23 @@ class Steps:
     def _on_gpu(self, seconds: float) -> StepTime:
         for _ in self.take(WARM_STEPS["cuda"]):
             pass
-        return self._rounds(seconds, lambda: torch.cuda.synchronize(self.device))
+        return self._rounds(seconds, lambda: torch.cuda.synchronize(self.device), lambda: None)
 
-    def _rounds(self, seconds: float, wait: Callable[[], Any]) -> StepTime:
-        """Some steps back to back, again and again, with nothing under way before and after."""
+    def _rounds(self, seconds: float, wait: Callable[[], Any], between: Callable[[], Any]) -> StepTime:
+        """Some steps back to back, again and again, with nothing under way before and after; `between` is called between rounds."""
         count = STEPS_A_ROUND * (
             4 if self.stepper.model.store.batches_ahead else 1
         )  # the first batches were not announced early
         taken: list[float] = []
         end = time.perf_counter() + seconds
-        while len(taken) < LEAST_STEPS["cuda"] or time.perf_counter() < end:
+        while len(taken) < LEAST_ROUNDS[self.device.type] or time.perf_counter() < end:
             wait()
             start = time.perf_counter()
             for _ in self.take(count):
                 pass
             wait()
             taken.append((time.perf_counter() - start) / count)
+            between()
         return StepTime(step_s=_quantile(taken), spread=_spread(taken), phases_s={})
 
     def close(self) -> None:

@@ -14,6 +14,8 @@ from rowstead.spec.run import RunSpec
 
 FRACTIONS = (0.5, 0.3, 0.2, 0.1, 0.05, 0.02, 0.01)
 """Shares of the rows that caches are tried with."""
+EQUAL_SHARE = 0.05
+"""By how much of the shortest step predictions must differ to count."""
 
 
 def candidates(memories: Memories) -> dict[str, PlacementSpec]:
@@ -54,6 +56,20 @@ def _places(placement: Placement) -> list[tuple[str, float | None]]:
     return [(table.where, table.cache_fraction) for table in placement.tables]
 
 
+def choice(steps_s: Mapping[str, float], placements: Mapping[str, Placement]) -> str:
+    """The shortest predicted step; of those that are as good as equal, the one whose smallest cache is largest.
+
+    Predictions say little of a few per cent, and a larger cache is hurt less where ids are not as they were taken to be.
+    """
+    least_s = min(steps_s.values())
+    equal = [name for name, seconds in steps_s.items() if seconds <= (1 + EQUAL_SHARE) * least_s]
+    return max(equal, key=lambda name: (_smallest_cache(placements[name]), -steps_s[name]))
+
+
+def _smallest_cache(placement: Placement) -> float:
+    return min((table.cache_fraction or 0.0 for table in placement.tables if table.where != "device"), default=1.0)
+
+
 def fastest(
     spec: RunSpec, memories: Memories, machine: Machine, *, mean_ids: Sequence[float] | None = None
 ) -> Placement | None:
@@ -66,9 +82,10 @@ def fastest(
             steps_s[name] = prediction.step_s
     if not steps_s:
         return None
-    order = sorted(steps_s, key=lambda name: steps_s[name])
-    why = f"predicted {steps_s[order[0]] * 1e3:.3g} ms a step with {order[0]}"
-    if len(order) > 1:
-        why += f", the fastest of {len(order)} placements that fit; the next, {order[1]}, {steps_s[order[1]] * 1e3:.3g} ms"
-    best = placements[order[0]]
+    chosen = choice(steps_s, placements)
+    why = f"predicted {steps_s[chosen] * 1e3:.3g} ms a step with {chosen}"
+    others = sorted((name for name in steps_s if name != chosen), key=lambda name: steps_s[name])
+    if others:
+        why += f", of {len(steps_s)} placements that fit; the next, {others[0]}, {steps_s[others[0]] * 1e3:.3g} ms"
+    best = placements[chosen]
     return dataclasses.replace(best, tables=tuple(dataclasses.replace(table, why=why) for table in best.tables))

@@ -6,10 +6,10 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from rowstead.plan.predict import Prediction, predict
-from rowstead.plan.setup import USABLE_SHARE, Place, Setup
+from rowstead.plan.setup import USABLE_SHARE, Place, Setup, dense_held_bytes, tables_on_devices
 from rowstead.plan.work import StepWork, step_work
 from rowstead.spec.machine import Machine, Precision, Software
 from rowstead.spec.run import RunSpec
@@ -18,7 +18,12 @@ from rowstead.spec.sizes import shown_bytes
 MAX_SERVERS = 4096
 """Servers of one kind beyond which we give up."""
 SATURATED_GAIN = 1.05
-"""Twice the sparse servers must give so much more, or they are not worth it."""
+"""Twice the parameter servers of a kind must give so much more, or they are not worth it."""
+KEPT_SPEED = 0.99
+"""Share of the speed that must be left when some of them are given up again."""
+
+ServerKind = Literal["num_sparse_servers", "num_dense_servers"]
+SERVER_KINDS: tuple[ServerKind, ...] = ("num_sparse_servers", "num_dense_servers")
 
 Prefer = Literal["efficiency", "speed"]
 """What the best set-up is best at: samples a joule (or a server, where some machine's power is not known), or samples a second."""
@@ -67,7 +72,9 @@ def choose(
     fitting = sorted((one for one in found if one.fits), key=chooser.rank)
     failing = [one for one in found if not one.fits]
     if not fitting:
-        return Choice(machine=machine, best=None, others=tuple(failing), remedies=remedies(spec, machine, server))
+        smallest = min(batch_sizes, default=spec.train.batch_size)
+        helping = remedies(spec, machine, server, batch_size=smallest)
+        return Choice(machine=machine, best=None, others=tuple(failing), remedies=helping)
     return Choice(machine=machine, best=fitting[0], others=(*fitting[1:], *failing))
 
 
@@ -103,32 +110,81 @@ class Chooser:
             num_sparse_servers=fewest_servers(self.work, server) if place == "remote" else 0,
             num_dense_servers=1 if place == "remote" and machine.accelerators is None else 0,
         )
+        if place == "mixed" and len(tables_on_devices(self.work, machine, setup)) in (0, len(self.work.tables)):
+            return  # that is another place
         now = self.with_enough_servers(setup)
         yield now
-        wanted = self.samples_per_s
-        if wanted is None or machine.network is None or not (now.fits or place == "device"):
-            return
-        while (now.samples_per_s < wanted or not now.fits) and now.setup.num_trainers < MAX_SERVERS:
-            missing = wanted / now.samples_per_s if now.fits else 2.0
-            num_trainers = max(now.setup.num_trainers + 1, min(math.ceil(now.setup.num_trainers * missing), MAX_SERVERS))
-            before, now = now, self.with_enough_servers(dataclasses.replace(now.setup, num_trainers=num_trainers))
+        if self.samples_per_s is not None and machine.network is not None and (now.fits or place != "remote"):
+            yield from self.larger(now)
+        else:
+            yield self.with_fewest_servers(now)
+
+    def larger(self, now: Prediction) -> Iterator[Prediction]:
+        """More trainers, until the speed that is wanted is reached or more do not help; then the fewest that reach it."""
+        assert self.samples_per_s is not None
+        too_few = 0
+        while not self.is_enough(now) and now.setup.num_trainers < MAX_SERVERS:
+            missing = self.samples_per_s / now.samples_per_s if now.fits else 2.0
+            wanted = math.ceil(min(now.setup.num_trainers * missing, MAX_SERVERS))
+            before, now = now, self.with_trainers(now, max(now.setup.num_trainers + 1, wanted))
+            too_few = before.setup.num_trainers
             yield now
             if before.fits and now.samples_per_s < before.samples_per_s * 1.001:
                 return
+        while self.is_enough(now) and now.setup.num_trainers - too_few > 1:
+            tried = self.with_trainers(now, (too_few + now.setup.num_trainers) // 2)
+            if self.is_enough(tried):
+                now = tried
+            else:
+                too_few = tried.setup.num_trainers
+        yield self.with_fewest_servers(now)
+
+    def is_enough(self, one: Prediction) -> bool:
+        """Whether a set-up fits and is as fast as is wanted."""
+        return one.fits and one.samples_per_s >= (self.samples_per_s or 0.0)
+
+    def with_trainers(self, now: Prediction, num_trainers: int) -> Prediction:
+        return self.with_enough_servers(dataclasses.replace(now.setup, num_trainers=num_trainers))
 
     def with_enough_servers(self, setup: Setup) -> Prediction:
-        """A prediction with so many sparse servers that twice as many are not worth it."""
-        now = self.predicted(setup)
-        while now.setup.num_sparse_servers and now.setup.num_sparse_servers < MAX_SERVERS:
-            doubled = dataclasses.replace(now.setup, num_sparse_servers=2 * now.setup.num_sparse_servers)
-            after = self.predicted(doubled)
+        """A prediction with so many parameter servers of each kind that twice as many are not worth it."""
+        now, before = self.predicted(setup), None
+        while now is not before:
+            before = now
+            now = self.with_twice_the_servers(now, "num_sparse_servers")
+            now = self.with_twice_the_servers(now, "num_dense_servers")
+        return now
+
+    def with_twice_the_servers(self, now: Prediction, kind: ServerKind) -> Prediction:
+        """The same, or one with twice as many of one kind where that is worth it, as often as it is."""
+        while 0 < (count := getattr(now.setup, kind)) < MAX_SERVERS:
+            after = self.with_servers(now, kind, 2 * count)
             gain = after.samples_per_s / now.samples_per_s
-            slow = self.samples_per_s is not None and now.samples_per_s < self.samples_per_s
+            slow = self.samples_per_s is not None and not self.is_enough(now)
             worth = SATURATED_GAIN if slow or self.prefer == "speed" else self.cost(after) / self.cost(now)
             if gain < max(worth, SATURATED_GAIN):
                 break
             now = after
         return now
+
+    def with_fewest_servers(self, now: Prediction) -> Prediction:
+        """As few parameter servers as keep up the speed, or the one that is wanted: doubling has passed over their number."""
+        least_speed = KEPT_SPEED * now.samples_per_s
+        if self.samples_per_s is not None and self.is_enough(now):
+            least_speed = self.samples_per_s
+        for kind in SERVER_KINDS:
+            too_few = 0
+            while (count := getattr(now.setup, kind)) - too_few > 1:
+                tried = self.with_servers(now, kind, (too_few + count) // 2)
+                if (tried.fits or not now.fits) and tried.samples_per_s >= least_speed:
+                    now = tried
+                else:
+                    too_few = getattr(tried.setup, kind)
+        return now
+
+    def with_servers(self, now: Prediction, kind: ServerKind, count: int) -> Prediction:
+        changed: dict[str, Any] = {kind: count}
+        return self.predicted(dataclasses.replace(now.setup, **changed))
 
     def predicted(self, setup: Setup) -> Prediction:
         return predict(self.work, self.machine, self.software, setup, precision=self.precision)
@@ -143,9 +199,9 @@ class Chooser:
     def rank(self, one: Prediction) -> tuple[float, ...]:
         """What fits comes first; then what is fast enough, the cheapest first; then the best at what is preferred."""
         if self.samples_per_s is not None:
-            enough = one.fits and one.samples_per_s >= self.samples_per_s
+            enough = self.is_enough(one)
             return not one.fits, not enough, self.cost(one) if enough else -one.samples_per_s
-        return not one.fits, -one.samples_per_s / (self.cost(one) if self.prefer == "efficiency" else 1.0)
+        return not one.fits, -one.samples_per_s / (self.cost(one) if self.prefer == "efficiency" else 1.0), self.cost(one)
 
 
 def fewest_servers(work: StepWork, server: Machine) -> int:
@@ -161,29 +217,28 @@ def num_readers(work: StepWork, software: Software, server: Machine, samples_per
     return max(1, math.ceil(max(cores, wire)))
 
 
-def remedies(spec: RunSpec, machine: Machine, server: Machine) -> tuple[str, ...]:
+def remedies(spec: RunSpec, machine: Machine, server: Machine, *, batch_size: int | None = None) -> tuple[str, ...]:
     """What would make a model fit, each with its sizes."""
-    work = step_work(spec)
+    work, batch_size = step_work(spec), batch_size or spec.train.batch_size
+    has_devices = machine.accelerators is not None
     memory = machine.accelerators.memory if machine.accelerators is not None else machine.host.memory
-    room = memory.capacity_bytes * machine.num_devices * USABLE_SHARE
-    host_room = machine.host.memory.capacity_bytes * USABLE_SHARE
-    where = "GPU memory" if machine.accelerators is not None else "system memory"
+    where = "GPU memory" if has_devices else "system memory"
+    usable, dense = memory.capacity_bytes * USABLE_SHARE, dense_held_bytes(work, batch_size)
+    if dense > usable:  # tables or not
+        return (_smaller_dense_part(work, usable, batch_size, where),)
+    room = (usable - dense) * machine.num_devices
+    host_room = machine.host.memory.capacity_bytes * USABLE_SHARE if has_devices else 0.0
     found = []
-    if machine.network is not None:
+    if machine.network is not None and work.table_bytes > room:
         many = math.ceil(work.table_bytes / room)
         found.append(
-            f"use {many} such servers: their {where} of {shown_bytes(many * room)} holds the tables' {shown_bytes(work.table_bytes)}"
+            f"use {many} such servers: their {where} has {shown_bytes(many * room)} for the tables' {shown_bytes(work.table_bytes)}"
         )
-        servers = fewest_servers(work, server)
-        found.append(f"put the tables on {servers} sparse parameter servers ({server.name})")
-    for change, text in (
-        ({"sparse": "rowwise_adagrad"}, "train.sparse_optimizer.kind=rowwise_adagrad"),
-        ({"row_format": "bf16"}, "model.row_format=bf16"),
-    ):
-        smaller = step_work(_changed(spec, change))
-        if smaller.table_bytes < work.table_bytes:
-            found.append(f"set {text}: {shown_bytes(work.table_bytes)} become {shown_bytes(smaller.table_bytes)}")
-    scale = max(room, host_room) / work.table_bytes
+    if machine.network is not None and server.network is not None:
+        count = fewest_servers(work, server)
+        found.append(f"put the tables on {count} sparse parameter server{'s' if count > 1 else ''} ({server.name})")
+    found += _smaller_rows(spec, work.table_bytes, max(room, host_room))
+    scale = max(room, host_room) / work.table_bytes if work.table_bytes else 1.0
     if scale < 1:
         found.append(
             f"set scale={spec.scale * scale * 0.95:.2g}, so that tables shrink to {shown_bytes(max(room, host_room) * 0.95)}"
@@ -191,11 +246,39 @@ def remedies(spec: RunSpec, machine: Machine, server: Machine) -> tuple[str, ...
     return tuple(found)
 
 
-def _changed(spec: RunSpec, change: dict[str, str]) -> RunSpec:
-    if "sparse" in change:
-        optimizer = dataclasses.replace(spec.train.sparse_optimizer, kind=change["sparse"])  # type: ignore[arg-type]
-        return dataclasses.replace(spec, train=dataclasses.replace(spec.train, sparse_optimizer=optimizer))
-    return dataclasses.replace(spec, model=dataclasses.replace(spec.model, row_format=change["row_format"]))  # type: ignore[arg-type]
+def _smaller_dense_part(work: StepWork, usable_bytes: float, batch_size: int, where: str) -> str:
+    """What to do about activations and parameters that do not fit by themselves."""
+    fixed = dense_held_bytes(work, 0)
+    largest = int((usable_bytes - fixed) / (dense_held_bytes(work, 1) - fixed))
+    if largest < 1:
+        return (
+            f"make the MLPs smaller: parameters, gradients and state take {shown_bytes(fixed)} of {where}, tables not counted"
+        )
+    held = dense_held_bytes(work, batch_size)
+    return f"use a batch of {largest:,} or less (train.batch_size, --batch): with {batch_size:,} the dense part takes {shown_bytes(held)} of {where}, tables not counted"
+
+
+def _smaller_rows(spec: RunSpec, table_bytes: int, room: float) -> list[str]:
+    """Settings with which rows take less, each alone and both together, unless one is enough."""
+    optimizer = dataclasses.replace(spec.train.sparse_optimizer, kind="rowwise_adagrad")
+    less_state = dataclasses.replace(spec, train=dataclasses.replace(spec.train, sparse_optimizer=optimizer))
+    found: list[str] = []
+    is_enough = False
+    for text, changed in (
+        ("train.sparse_optimizer.kind=rowwise_adagrad", less_state),
+        ("model.row_format=bf16", _in_bf16(spec)),
+        ("both", _in_bf16(less_state)),
+    ):
+        smaller = step_work(changed).table_bytes
+        if smaller < table_bytes and (text != "both" or (len(found) == 2 and not is_enough)):
+            is_enough = is_enough or smaller <= room
+            short = "" if smaller <= room else ", which is not enough by itself"
+            found.append(f"set {text}: {shown_bytes(table_bytes)} become {shown_bytes(smaller)}{short}")
+    return found
+
+
+def _in_bf16(spec: RunSpec) -> RunSpec:
+    return dataclasses.replace(spec, model=dataclasses.replace(spec.model, row_format="bf16"))
 
 
 @dataclass(frozen=True, kw_only=True)

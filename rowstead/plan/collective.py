@@ -20,12 +20,23 @@ class Fabric:
     latency_s: float
 
 
-def fabric_of(accelerators: Accelerators) -> Fabric:
-    """The fabric inside a server; without links of its own a device reaches the others through the host's memory."""
+def fabric_of(accelerators: Accelerators, num_used: int) -> Fabric:
+    """The fabric between some devices of a server; without links of its own a device reaches the others through the host's memory.
+
+    Links that are wired to devices which are not used stay idle; only a switch lends them to others.
+    """
     peer, link = accelerators.peer_link, accelerators.host_link
     if peer is None or peer.bandwidth_bytes_per_s is None:
         return Fabric("through_host", link.bandwidth_bytes_per_s, 2 * link.latency_s)
-    return Fabric(peer.topology, peer.bandwidth_bytes_per_s, peer.latency_s)
+    share = 1.0
+    if peer.topology != "switched" and 1 < num_used < accelerators.num:
+        share = _num_wired(peer.topology, num_used) / _num_wired(peer.topology, accelerators.num)
+    return Fabric(peer.topology, share * peer.bandwidth_bytes_per_s, peer.latency_s)
+
+
+def _num_wired(topology: Topology, num_devices: int) -> int:
+    """Others to which a device has a link of its own."""
+    return hops_of(topology, num_devices).count(1)
 
 
 def all_reduce_s(fabric: Fabric, num_devices: int, num_bytes: float) -> float:
@@ -37,19 +48,12 @@ def all_reduce_s(fabric: Fabric, num_devices: int, num_bytes: float) -> float:
     """
     if num_devices == 1 or num_bytes == 0:
         return 0.0
-    bytes_per_s = _ring_bytes_per_s(fabric, num_devices)
+    # through the host each byte crosses a link twice, up and down
+    bytes_per_s = fabric.bytes_per_s / 2 if fabric.topology == "through_host" else fabric.bytes_per_s
     rounds = 2 * (num_devices - 1)
     ring_s = rounds * (fabric.latency_s + num_bytes / num_devices / bytes_per_s)
     tree_s = 2 * math.ceil(math.log2(num_devices)) * (fabric.latency_s + num_bytes / bytes_per_s)
     return min(ring_s, tree_s)
-
-
-def _ring_bytes_per_s(fabric: Fabric, num_devices: int) -> float:
-    if fabric.topology == "through_host":
-        return fabric.bytes_per_s / 2  # each byte crosses the host link twice, up and down
-    if fabric.topology == "ring":
-        return fabric.bytes_per_s if num_devices > 2 else fabric.bytes_per_s / 2  # of two neighbours only one is left
-    return fabric.bytes_per_s
 
 
 def all_to_all_s(fabric: Fabric, num_devices: int, num_bytes: float) -> float:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rowstead.plan.traffic import hit_share
 from rowstead.plan.work import Layer, StepWork, TableWork
 from rowstead.spec.machine import Compute, Machine, Memory, Precision, Software
 from rowstead.spec.timings import Timings
@@ -25,12 +24,14 @@ class Processor:
     random_share: float
     call_s: float
     """Least time of an operator beside its work: its dispatch on a CPU, its kernel's latency on an accelerator."""
+    calls_per_layer: float = 3.0
+    """Operators of a linear layer in one step."""
     activation_share: float = 1.0
     """Share of the bandwidth that operators between matrix products reach."""
     timings: Timings | None = None
     """What parts of a step take, where that was measured; the rates above are used without it."""
 
-    def gemm_s(self, flops: float, precision: Precision, *, num_calls: int = 1) -> float:
+    def gemm_s(self, flops: float, precision: Precision, *, num_calls: float = 1.0) -> float:
         """Seconds of matrix products."""
         return flops / (self.compute.flops_per_s(precision) * self.gemm_share) + num_calls * self.call_s
 
@@ -88,6 +89,7 @@ def host_processor(machine: Machine, software: Software) -> Processor:
         gemm_share=software.cpu_gemm_share,
         random_share=software.cpu_random_share,
         call_s=software.operator_s,
+        calls_per_layer=software.operators_per_layer,
         activation_share=machine.host.core_share if software.one_core_activations else 1.0,
         timings=software.cpu_timings,
     )
@@ -103,6 +105,7 @@ def device_processor(machine: Machine, software: Software) -> Processor:
         gemm_share=software.device_gemm_share,
         random_share=software.device_random_share,
         call_s=software.kernel_s,
+        calls_per_layer=software.operators_per_layer,
         timings=software.device_timings,
     )
 
@@ -112,17 +115,28 @@ def layers_s(
 ) -> float:
     """Seconds of some layers' products and activations: one pass forward, two backward."""
     if processor.timings is not None:
-        return processor.timings.dense_factor * sum(
+        parts_s = sum(
             _layer_s(
                 processor.timings, layer, batch_size, precision, passes=passes, is_first=layers is work.bottom and not place
             )
             for place, layer in enumerate(layers)
         )
+        return processor.timings.dense.seconds(parts_s, passes / 3 * batch_size * layer_bytes(layers))
     flops = batch_size * passes * sum(layer.forward_flops for layer in layers)
     touched = ACTIVATION_TOUCHES / 3 * passes * batch_size * 4 * sum(layer.outputs for layer in layers)
-    products_s = processor.gemm_s(flops, precision, num_calls=passes * len(layers))
+    products_s = processor.gemm_s(flops, precision, num_calls=passes / 3 * processor.calls_per_layer * len(layers))
     held = batch_size * work.activation_bytes
     return products_s + processor.stream_s(touched, held_bytes=held) / processor.activation_share
+
+
+def layer_bytes(layers: Sequence[Layer]) -> float:
+    """What layers get from other parts of a step and leave to them, for one example."""
+    return 4.0 * sum(layer.inputs + layer.outputs for layer in layers)
+
+
+def interaction_in_step_bytes(work: StepWork) -> float:
+    """The same of the interaction: pooled vectors, and their gradients."""
+    return 2.0 * work.pooled_bytes
 
 
 def _layer_s(timings: Timings, layer: Layer, batch_size: int, precision: Precision, *, passes: int, is_first: bool) -> float:
@@ -145,7 +159,9 @@ def interaction_s(processor: Processor, work: StepWork, batch_size: int, precisi
         timings, vectors = processor.timings, (batch_size, work.num_vectors, work.vector_width)
         forward_s = timings.interaction_forward.at(*vectors) + timings.fresh_s(batch_size * 4 * work.top[0].inputs)
         back_s = timings.interaction_back.at(*vectors) + timings.fresh_s(batch_size * work.pooled_bytes)
-        return timings.dense_factor * {1: forward_s, 2: back_s, 3: forward_s + back_s}[passes]
+        parts_s = {1: forward_s, 2: back_s, 3: forward_s + back_s}[passes]
+        parts_s *= timings.fp32_interaction_factor if precision == "fp32" else 1.0
+        return timings.dense.seconds(parts_s, passes / 3 * batch_size * interaction_in_step_bytes(work))
     products_s = processor.gemm_s(batch_size * passes * work.interaction_flops, precision, num_calls=passes)
     return products_s + processor.stream_s(touched, held_bytes=held) / processor.activation_share
 
@@ -158,7 +174,8 @@ def dense_update_s(processor: Processor, work: StepWork) -> float:
     """Seconds of the dense optimizer: gradients are read, parameters and state read and written."""
     touches = 3 + 2 * work.dense_state_per_parameter
     if processor.timings is not None:
-        return touches / ADAGRAD_TOUCHES * processor.timings.dense_update.at(max(1, work.num_parameters))
+        parts_s = touches / ADAGRAD_TOUCHES * processor.timings.dense_update.at(max(1, work.num_parameters))
+        return processor.timings.dense_optimizer.fixed_s + processor.timings.dense_optimizer.seconds(parts_s)
     return processor.stream_s(work.dense_bytes * touches, held_bytes=3 * work.dense_bytes)
 
 
@@ -175,7 +192,10 @@ def accesses_of(tables: Iterable[TableWork]) -> float:
 
 
 def ring_shares(processor: Processor, accesses: float, table: TableWork) -> list[float]:
-    """Shares of a table's accesses in each ring of the memory, when tables divide caches as they are accessed."""
+    """Shares of a table's accesses in each ring of the memory, when tables divide caches as they are accessed.
+
+    `accesses` are bytes of rows that an example reads of all tables behind these caches.
+    """
     shares, before = [], 0.0
     for within, _ in processor.rings(table.row_bytes):
         if within == math.inf:
@@ -184,7 +204,7 @@ def ring_shares(processor: Processor, accesses: float, table: TableWork) -> list
             served = 0.0
         else:
             part = within * table.ids_per_sample * table.row_bytes / accesses
-            served = hit_share(table.popularity, part / processor.memory.lines(table.row_bytes))
+            served = table.hit_share(part / processor.memory.lines(table.row_bytes))
         shares.append(max(served - before, 0.0))
         before = max(before, served)
     return shares
@@ -197,14 +217,18 @@ def _expected_s(processor: Processor, piece_bytes: float, shares: Sequence[float
     return sum(share * seconds for share, (_, seconds) in zip(shares, processor.rings(piece_bytes), strict=True))
 
 
-def lookup_s(processor: Processor, tables: Sequence[TableWork], batch_size: float) -> float:
-    """Seconds to read and pool the rows of a batch."""
-    accesses = accesses_of(tables)
+def lookup_s(processor: Processor, tables: Sequence[TableWork], batch_size: float, *, num_sharing: int = 1) -> float:
+    """Seconds to read and pool the rows of a batch.
+
+    Where several processors share the tables, each has its part of the rows for the batches of all, and so has more cache for them.
+    """
+    accesses = accesses_of(tables) / num_sharing
     seconds = sum(table_lookup_s(processor, accesses, table, batch_size) for table in tables)
     if processor.timings is None or not tables:
         return seconds
-    fresh_s = processor.timings.fresh_s(batch_size * sum(table.pooled_bytes for table in tables))
-    return processor.timings.lookup_call_s + processor.timings.lookup_factor * (seconds + fresh_s)
+    timings, pooled_bytes = processor.timings, batch_size * sum(table.pooled_bytes for table in tables)
+    in_step_s = timings.lookup.seconds(seconds + timings.fresh_s(pooled_bytes), pooled_bytes)
+    return timings.lookup_call_s + timings.lookup.fixed_s + in_step_s
 
 
 def table_lookup_s(processor: Processor, accesses: float, table: TableWork, batch_size: float) -> float:
@@ -213,19 +237,29 @@ def table_lookup_s(processor: Processor, accesses: float, table: TableWork, batc
     return batch_size * (table.ids_per_sample * row_s + processor.bag_s(table))
 
 
-def update_s(processor: Processor, tables: Sequence[TableWork], batch_size: float, software: Software) -> float:
-    """Seconds to turn the gradients of pooled vectors into updates of rows."""
-    accesses = accesses_of(tables)
-    within = min(sum(table.bytes for table in tables), sum(_touched_bytes(table, batch_size) for table in tables))
-    seconds = sum(table_update_s(processor, accesses, table, batch_size, software, within) for table in tables)
+def update_s(
+    processor: Processor, tables: Sequence[TableWork], batch_size: float, software: Software, *, num_sharing: int = 1
+) -> float:
+    """Seconds to turn the gradients of pooled vectors into updates of rows.
+
+    Where several processors share the tables, each has its part of the rows for the batches of all, among which more repeat.
+    """
+    accesses = accesses_of(tables) / num_sharing
+    touched = sum(_touched_bytes(table, batch_size, num_sharing) for table in tables)
+    within = min(sum(table.bytes for table in tables) / num_sharing, touched)
+    seconds = sum(
+        table_update_s(processor, accesses, table, batch_size, software, within, num_sharing=num_sharing) for table in tables
+    )
     if processor.timings is None or not tables:
         return seconds
-    return processor.timings.update_call_s + processor.timings.update_factor * seconds
+    timings, pooled_bytes = processor.timings, batch_size * sum(table.pooled_bytes for table in tables)
+    return timings.update_call_s + timings.update.fixed_s + timings.update.seconds(seconds, pooled_bytes)
 
 
-def _touched_bytes(table: TableWork, batch_size: float) -> float:
+def _touched_bytes(table: TableWork, batch_size: float, num_sharing: int) -> float:
     """Bytes that have gone through caches since the rows of a batch were read: the rows, and pooled vectors with their gradients."""
-    return table.distinct_rows(batch_size) * table.row_bytes + 2 * batch_size * table.pooled_bytes
+    rows = table.distinct_rows(batch_size * num_sharing) / num_sharing
+    return rows * table.row_bytes + 2 * batch_size * table.pooled_bytes
 
 
 def table_update_s(
@@ -235,11 +269,14 @@ def table_update_s(
     batch_size: float,
     software: Software,
     within_bytes: float = math.inf,
+    *,
+    num_sharing: int = 1,
 ) -> float:
     """Seconds to update one table's rows, all those of the batch being within so many bytes."""
     ids = batch_size * table.ids_per_sample
     if software.sparse_updates_all_ids:
         rows, shares = ids, ring_shares(processor, accesses, table)
     else:
-        rows, shares = table.distinct_rows(batch_size), [*[0.0] * (len(processor.rings(table.row_bytes)) - 1), 1.0]
+        rows = table.distinct_rows(batch_size * num_sharing) / num_sharing
+        shares = [*[0.0] * (len(processor.rings(table.row_bytes)) - 1), 1.0]
     return ids * processor.update_id_s(table, software) + rows * processor.update_row_s(table, shares, within_bytes)

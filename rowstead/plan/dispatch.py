@@ -15,22 +15,26 @@ def hand_over_s(work: StepWork, software: Software, setup: Setup, *, has_devices
     return fixed + columns + software.sample_s * setup.batch_size * num_devices
 
 
-def table_operators(software: Software, setup: Setup, *, num_on_devices: int, num_off_devices: int) -> float:
-    """Operators of a server for its tables; of a remote table only the two that send ids and gradients are left to it."""
-    each = software.operators_per_table
-    of_far = min(2.0, each) if setup.place == "remote" else each
-    # a table that is not on devices is read for each device's batch
-    return each * num_on_devices + of_far * num_off_devices * setup.num_devices
+def cpu_operators_s(software: Software, setup: Setup, *, num_remote: int) -> float:
+    """Time of a CPU's cores for operators that are not counted with the work they do, as those of layers and of own tables are."""
+    return software.operator_s * (software.operators_fixed + far_operators(software, setup) * num_remote)
+
+
+def far_operators(software: Software, setup: Setup) -> float:
+    """Operators for a table that is not on devices; of a remote one only the two that send ids and gradients are left to a trainer."""
+    return min(2.0, software.operators_per_table) if setup.place == "remote" else software.operators_per_table
 
 
 def launches_s(
     work: StepWork, software: Software, setup: Setup, *, num_on_devices: int, num_off_devices: int, through_host: bool
 ) -> float:
     """Host time to launch the kernels of a step: of all devices where one program launches, else of one device."""
-    num_devices = setup.num_devices
+    num_devices, num_here = setup.num_devices, num_on_devices / setup.num_in_step
     of_dense = len(work.layers) * software.operators_per_layer + software.operators_fixed
-    of_tables = table_operators(software, setup, num_on_devices=num_on_devices, num_off_devices=num_off_devices)
+    # a table that is not on devices is read for each device's batch
+    of_tables = software.operators_per_table * num_here + far_operators(software, setup) * num_off_devices * num_devices
     crossings = 2 if through_host else 1  # up to the host and down again
-    exchanged = 2 * crossings * num_on_devices * (num_devices - 1) * software.operators_per_exchange
+    num_others = num_devices * setup.num_in_step - 1
+    exchanged = 2 * crossings * num_here * num_others * software.operators_per_exchange
     launches = num_devices * of_dense + of_tables + exchanged
     return software.operator_s * (launches if software.one_dispatcher else launches / num_devices)

@@ -55,16 +55,18 @@ class Prediction:
             "num_dense_servers": setup.num_dense_servers,
             "samples_per_s": self.samples_per_s,
             "step_s": self.step_s,
-            "device_bytes": needs.device_bytes,
             "host_bytes": needs.host_bytes,
-            "server_bytes": needs.server_bytes,
         }
+        if self.machine.accelerators is not None:
+            found["device_bytes"] = needs.device_bytes
+        if setup.num_sparse_servers:
+            found["server_bytes"] = needs.server_bytes
         if self.process_bytes is not None:
             found["process_bytes"] = self.process_bytes
         if self.watts is not None:
             found |= {"nameplate_watts": self.watts, "samples_per_j": self.samples_per_j}
         if self.metered_watts is not None:
-            found |= {"metered_watts": self.metered_watts, "samples_per_metered_j": self.samples_per_s / self.metered_watts}
+            found |= {"metered_watts": self.metered_watts, "samples_per_metered_j": self.samples_per_metered_j}
         if self.usd_per_billion_samples is not None:
             found["usd_per_billion_samples"] = self.usd_per_billion_samples
         found["bottlenecks"] = [{"resource": b.resource, "saved_share": b.saved_share} for b in self.bottlenecks[:2]]
@@ -76,17 +78,20 @@ class Prediction:
 
     def where(self) -> dict[str, str]:
         """Where each table goes, in words."""
-        trainer, found = self.trainer, {}
-        assignment = trainer.assignment
-        device_of: dict[str, list[str]] = {}
+        trainer, assignment = self.trainer, self.trainer.assignment
+        parts: dict[str, list[str]] = {}
         for part in assignment.parts if assignment is not None else ():
-            text = f"device {part.device}" + ("" if part.share == 1 else f" ({part.share:.0%} of its rows)")
-            device_of.setdefault(part.table, []).append(text)
-        for table in trainer.on_devices:
-            found[table.name] = ", ".join(device_of.get(table.name, ["device 0"]))
-        for table in trainer.off_devices:
-            found[table.name] = "sparse servers" if self.setup.place == "remote" else "system memory"
-        return {table.name: found[table.name] for table in trainer.work.tables}
+            text = self._device_words(part.device) + ("" if part.share == 1 else f" ({part.share:.0%} of its rows)")
+            parts.setdefault(part.table, []).append(text)
+        found = {table.name: ", ".join(parts.get(table.name, [self._device_words(0)])) for table in trainer.on_devices}
+        elsewhere = "sparse servers" if self.setup.place == "remote" else "system memory"
+        return {table.name: found.get(table.name, elsewhere) for table in trainer.work.tables}
+
+    def _device_words(self, number: int) -> str:
+        """One device of all servers, or the memory of a server without any."""
+        server, device = divmod(number, self.setup.num_devices)
+        memory = "system memory" if self.machine.accelerators is None else f"device {device}"
+        return memory if self.setup.num_trainers == 1 else f"server {server}, {memory}"
 
     @property
     def slots(self) -> list[Slot]:
@@ -113,11 +118,15 @@ class Prediction:
 
     @property
     def metered_watts(self) -> float | None:
-        """What the meters of all trainers read under load; absent where there are none, or other servers without one."""
+        """What the meters of all trainers read under load; absent where there are none, or servers or devices without one."""
         setup = self.setup
-        if self.machine.meter is None or setup.num_sparse_servers + setup.num_dense_servers:
+        if self.machine.meter is None or setup.num_devices > 1 or setup.num_sparse_servers + setup.num_dense_servers:
             return None
         return setup.num_trainers * self.machine.meter.loaded_watts
+
+    @property
+    def samples_per_metered_j(self) -> float | None:
+        return None if self.metered_watts is None else self.samples_per_s / self.metered_watts
 
     @property
     def samples_per_j(self) -> float | None:
@@ -149,11 +158,7 @@ def record_of(prediction: Prediction, spec: RunSpec, *, date: str) -> Record:
 
 def predict(work: StepWork, machine: Machine, software: Software, setup: Setup, *, precision: Precision = "fp32") -> Prediction:
     """How fast a set-up trains."""
-    for one in (machine, setup.server) if setup.place == "remote" else ():
-        if one is not None and one.network is None:
-            raise RowsteadError(f"`{one.name}` has no network: it cannot use tables on other servers, or serve them")
-    if setup.num_devices > machine.num_devices:
-        raise RowsteadError(f"`{machine.name}` has {machine.num_devices} devices, not {setup.num_devices}")
+    _refuse_impossible(machine, setup)
     trainer = Trainer(work=work, machine=machine, software=software, setup=setup, precision=precision)
     tasks = tuple(trainer.tasks())
     step_s = period_s(tasks, in_flight=setup.in_flight)
@@ -168,3 +173,16 @@ def predict(work: StepWork, machine: Machine, software: Software, setup: Setup, 
         shortfalls=tuple(shortfalls(work, machine, setup)),
         trainer=trainer,
     )
+
+
+def _refuse_impossible(machine: Machine, setup: Setup) -> None:
+    """Raise an error about a set-up that such machines cannot have."""
+    if setup.num_trainers > 1 and machine.network is None:
+        raise RowsteadError(f"`{machine.name}` has no network: {setup.num_trainers} of them cannot train together")
+    for one in (machine, setup.server) if setup.num_sparse_servers + setup.num_dense_servers else ():
+        if one is not None and one.network is None:
+            raise RowsteadError(f"`{one.name}` has no network: it cannot use tables on other servers, or serve them")
+    if setup.num_devices > machine.num_devices:
+        raise RowsteadError(f"`{machine.name}` has {machine.num_devices} devices, not {setup.num_devices}")
+    if setup.place in ("host", "mixed") and machine.accelerators is None:
+        raise RowsteadError(f"`{machine.name}` has no accelerators: its system memory is `device`, not `{setup.place}`")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from rowstead.plan.work import StepWork
+from rowstead.plan.work import StepWork, TableWork
 from rowstead.spec.errors import require
 from rowstead.spec.machine import Machine, Software
 from rowstead.spec.sizes import shown_bytes
@@ -58,15 +58,26 @@ class Setup:
     def __post_init__(self) -> None:
         for name in ("batch_size", "num_devices", "num_trainers", "in_flight", "sync_every"):
             require(getattr(self, name) >= 1, name, f"must be at least 1, got {getattr(self, name)}")
+        for name in ("num_sparse_servers", "num_dense_servers"):
+            require(getattr(self, name) >= 0, name, f"must not be negative, got {getattr(self, name)}")
         needs = (self.place == "remote") == (self.num_sparse_servers > 0)
         require(needs, "num_sparse_servers", "give some with `remote`, and none otherwise")
         served = self.num_sparse_servers + self.num_dense_servers == 0 or self.server is not None
         require(served, "server", "say what machine the parameter servers are")
+        alone = self.place == "remote" or self.num_trainers == 1 or self.num_dense_servers == 0
+        require(
+            alone, "num_dense_servers", "trainers that hold tables between them are synchronous: give none, or use `remote`"
+        )
 
     @property
     def num_samples(self) -> int:
         """Examples in one step of all trainers."""
         return self.batch_size * self.num_devices * self.num_trainers
+
+    @property
+    def num_in_step(self) -> int:
+        """Servers that train on one step together, and hold the tables between them unless those are remote."""
+        return self.num_trainers if self.num_dense_servers == 0 else 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,22 +123,30 @@ def held(work: StepWork, machine: Machine, setup: Setup) -> Held:
         own = tables / setup.num_trainers if setup.place == "device" else 0.0
         return Held(device_bytes=0.0, host_bytes=own + dense, server_bytes=server, device_table_share=0.0)
     batches = setup.num_devices * setup.batch_size * BUFFERED_BATCHES * work.input_bytes
-    num_devices = setup.num_devices * setup.num_trainers
+    on_devices = float(sum(table.bytes for table in tables_on_devices(work, machine, setup)))
+    in_host = (tables - on_devices) / setup.num_trainers if setup.place in ("host", "mixed") else 0.0
+    return Held(
+        device_bytes=on_devices / (setup.num_devices * setup.num_trainers) + dense,
+        host_bytes=in_host + batches,
+        server_bytes=server,
+        device_table_share=on_devices / tables if tables else 1.0,
+    )
+
+
+def tables_on_devices(work: StepWork, machine: Machine, setup: Setup) -> tuple[TableWork, ...]:
+    """Tables in the memory of what trains; of a mixed set-up as many whole ones as fit, those that are read most for their size first."""
     if setup.place == "device":
-        return Held(device_bytes=tables / num_devices + dense, host_bytes=batches, server_bytes=0.0, device_table_share=1.0)
-    if setup.place == "mixed":
-        room = max(0.0, machine.accelerators.memory.capacity_bytes * USABLE_SHARE - dense) * num_devices
-        on_devices = min(tables, room)
-        share = on_devices / tables if tables else 1.0
-        off_devices = (tables - on_devices) / setup.num_trainers
-        return Held(
-            device_bytes=on_devices / num_devices + dense,
-            host_bytes=off_devices + batches,
-            server_bytes=0.0,
-            device_table_share=share,
-        )
-    in_host = tables / setup.num_trainers if setup.place == "host" else 0.0
-    return Held(device_bytes=dense, host_bytes=in_host + batches, server_bytes=server, device_table_share=0.0)
+        return work.tables
+    if setup.place != "mixed" or machine.accelerators is None:
+        return ()
+    free = machine.accelerators.memory.capacity_bytes * USABLE_SHARE - dense_held_bytes(work, setup.batch_size)
+    room = free * setup.num_devices * setup.num_trainers
+    chosen = []
+    for table in sorted(work.tables, key=lambda one: one.ids_per_sample * one.row_bytes / one.bytes, reverse=True):
+        if table.bytes <= room:
+            chosen.append(table)
+            room -= table.bytes
+    return tuple(chosen)
 
 
 def shortfalls(work: StepWork, machine: Machine, setup: Setup) -> list[str]:
@@ -148,11 +167,10 @@ def shortfalls(work: StepWork, machine: Machine, setup: Setup) -> list[str]:
 
 
 def fewest_devices(work: StepWork, machine: Machine, batch_size: int) -> int | None:
-    """As few accelerators of a server as hold the tables, a power of two of them; None where all do not."""
-    num_devices = 1
-    while num_devices <= machine.num_devices:
+    """As few accelerators of a server as hold the tables, a power of two of them or all; None where all do not."""
+    powers = [1 << power for power in range(machine.num_devices.bit_length())]
+    for num_devices in dict.fromkeys((*powers, machine.num_devices)):
         setup = Setup(place="device", batch_size=max(1, batch_size // num_devices), num_devices=num_devices)
         if not shortfalls(work, machine, setup):
             return num_devices
-        num_devices *= 2
     return None

@@ -55,20 +55,48 @@ def popularities(spec: RunSpec) -> tuple[Popularity, ...]:
 
 
 def _mean_lengths(synth: SynthSpec) -> Array:
-    """Mean ids an example of each column before truncation, largest first where a power law spreads them."""
+    """Mean ids an example of each column before truncation, as the log that we draw has them; only, `fixed` lengths are not rounded."""
+    count, cap = synth.num_sparse, float(synth.max_ids)
     if isinstance(synth.mean_ids, tuple):
-        return np.minimum(np.array(synth.mean_ids, np.float64), synth.max_ids)
-    shape = np.arange(1, synth.num_sparse + 1, dtype=np.float64) ** -synth.length_power
-    means = np.zeros(synth.num_sparse)
+        means = np.minimum(np.array(synth.mean_ids, np.float64), cap)
+    else:
+        means = _power_law(synth.mean_ids, synth.length_power, count, cap)
+        if synth.lengths == "fixed" and synth.length_power > 0:
+            means = np.diff(np.rint(np.cumsum(means)), prepend=0.0)  # whole numbers with the same sum
+        means = means[_shuffled(synth.seed, count)]
+    return means
+
+
+def _power_law(mean: float, power: float, count: int, cap: float) -> Array:
+    """Falling numbers proportional to place^-power, of this mean, none above `cap`."""
+    shape = np.arange(1, count + 1, dtype=np.float64) ** -power
+    means = np.zeros(count)
     capped = 0
-    while capped < synth.num_sparse:  # what the cap takes from the first goes to the others
-        means[:capped] = synth.max_ids
-        rest = max(synth.mean_ids * synth.num_sparse - capped * synth.max_ids, 0.0)
-        means[capped:] = rest * shape[capped:] / shape[capped:].sum()
-        if means[capped] <= synth.max_ids:
+    while capped < count:  # what the cap takes from the first goes to the others
+        means[:capped] = cap
+        means[capped:] = max(mean * count - capped * cap, 0.0) * shape[capped:] / shape[capped:].sum()
+        if means[capped] <= cap:
             break
         capped += 1
-    return np.minimum(means, synth.max_ids)
+    return np.minimum(means, cap)
+
+
+_GOLDEN, _WORD, _SHUFFLE = 0x9E3779B97F4A7C15, (1 << 64) - 1, 4
+
+
+def _shuffled(seed: int, count: int) -> NDArray[np.int64]:
+    """The order in which the log gives lengths to columns: `data/draws.py` without its compiled parts, which planning does not load."""
+    key = _mixed(_mixed(seed) + (_SHUFFLE + 1) * _GOLDEN)
+    drawn = [(_mixed(key + (place + 1) * _GOLDEN) >> 11) / (1 << 53) for place in range(count)]
+    return np.argsort(np.array(drawn), kind="stable")
+
+
+def _mixed(word: int) -> int:
+    """SplitMix64's finaliser."""
+    word &= _WORD
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _WORD
+    return word ^ (word >> 31)
 
 
 def truncated_poisson(mean: float, cap: int) -> float:
@@ -104,10 +132,9 @@ def distinct_ids(popularity: Popularity, num_draws: float) -> float:
     return float((counts * -np.expm1(num_draws * np.log1p(-np.minimum(chances, 1 - 1e-12)))).sum())
 
 
-def distinct_rows(popularity: Popularity, num_rows: int, num_draws: float) -> float:
-    """How many different rows of a table turn up in so many draws, ids that fall on one row counted once."""
-    ids = distinct_ids(popularity, num_draws)
-    return min(ids, num_rows * -math.expm1(ids * math.log1p(-1 / num_rows))) if num_rows > 1 else min(ids, 1.0)
+def rows_of_ids(num_ids: float, num_rows: int) -> float:
+    """On how many different rows of a table so many different ids fall by chance."""
+    return min(num_ids, num_rows * -math.expm1(num_ids * math.log1p(-1 / num_rows))) if num_rows > 1 else min(num_ids, 1.0)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rowstead.plan.traffic import Popularity, distinct_rows, mean_ids, popularities
+from rowstead.plan.traffic import Popularity, distinct_beyond, distinct_ids, hit_share, mean_ids, popularities, rows_of_ids
 from rowstead.spec.run import RunSpec
 from rowstead.spec.train import DenseOptimizer, SparseOptimizer
 
@@ -24,11 +26,19 @@ class TableWork:
     """One row as it is kept."""
     state_bytes: int
     """What the optimizer keeps of one row."""
-    num_features: int
-    """Features that read it; each gives one pooled vector an example."""
-    ids_per_sample: float
-    """Rows that an example reads."""
-    popularity: Popularity
+    reads: tuple[tuple[float, Popularity], ...]
+    """For each feature that reads it: ids of an example, and their law. Each gives one pooled vector an example."""
+    is_hashed: bool = True
+    """Whether ids fall on rows by chance, several on one; else each has a row of its own."""
+
+    @property
+    def num_features(self) -> int:
+        return len(self.reads)
+
+    @functools.cached_property
+    def ids_per_sample(self) -> float:
+        """Rows that an example reads."""
+        return sum(ids for ids, _ in self.reads)
 
     @property
     def bytes(self) -> int:
@@ -41,8 +51,24 @@ class TableWork:
         return self.num_features * self.width * 4
 
     def distinct_rows(self, batch_size: float) -> float:
-        """Different rows that a batch reads."""
-        return distinct_rows(self.popularity, self.num_rows, batch_size * self.ids_per_sample)
+        """Different rows that a batch reads; what is popular in one feature need not be so in another."""
+        num_ids = sum(distinct_ids(law, batch_size * ids) for ids, law in self.reads)
+        return rows_of_ids(num_ids, self.num_rows) if self.is_hashed else min(num_ids, float(self.num_rows))
+
+    def distinct_beyond(self, num_kept: float, batch_size: float) -> float:
+        """Different ids that a batch reads besides the most popular ones, so many in all, each feature's by how much it reads."""
+        return sum(distinct_beyond(law, num_kept * self._share(ids), batch_size * ids) for ids, law in self.reads)
+
+    def hit_share(self, num_kept: float) -> float:
+        """Share of the accesses that so many rows serve, those of the most popular ids; by chance, other ids fall on them too."""
+        if num_kept >= self.num_rows:
+            return 1.0
+        served = sum(self._share(ids) * hit_share(law, num_kept * self._share(ids)) for ids, law in self.reads)
+        return served + (1 - served) * num_kept / self.num_rows if self.is_hashed else served
+
+    def _share(self, ids: float) -> float:
+        """Of one feature in all accesses."""
+        return ids / self.ids_per_sample if self.ids_per_sample else 1 / self.num_features
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,8 +138,12 @@ class StepWork:
     @property
     def input_bytes(self) -> float:
         """One example as a batch holds it: dense values, ids, lengths, label."""
-        num_features = sum(table.num_features for table in self.tables)
-        return 4 * self.num_dense + ID_BYTES * self.ids_per_sample + 4 * num_features + 4
+        return self.input_bytes_with(self.tables)
+
+    def input_bytes_with(self, tables: Sequence[TableWork]) -> float:
+        """The same with ids and lengths of some tables alone."""
+        ids, num_features = sum(table.ids_per_sample for table in tables), sum(table.num_features for table in tables)
+        return 4 * self.num_dense + ID_BYTES * ids + 4 * num_features + 4
 
     @property
     def activation_bytes(self) -> float:
@@ -163,7 +193,8 @@ def _layers(inputs: int, widths: tuple[int, ...]) -> tuple[Layer, ...]:
 
 def _tables_of(spec: RunSpec) -> list[TableWork]:
     optimizer, element_bytes = spec.train.sparse_optimizer.kind, ELEMENT_BYTES[spec.model.row_format]
-    ids, laws = mean_ids(spec), popularities(spec)
+    ids, laws, features = mean_ids(spec), popularities(spec), spec.features.expanded_sparse()
+    is_known = spec.data.synth is not None  # a law that is not known is one of rows
     return [
         TableWork(
             name=table.name,
@@ -171,9 +202,8 @@ def _tables_of(spec: RunSpec) -> list[TableWork]:
             width=table.width,
             row_bytes=table.width * element_bytes,
             state_bytes=4 if optimizer == "rowwise_adagrad" else 4 * table.width * STATE_PER_ELEMENT[optimizer],
-            num_features=len(table.features),
-            ids_per_sample=sum(ids[place] for place in table.features),
-            popularity=laws[table.features[0]],
+            reads=tuple((ids[place], laws[place]) for place in table.features),
+            is_hashed=is_known and any(features[one].hash == "mix" for one in table.features),
         )
         for table in spec.tables
     ]

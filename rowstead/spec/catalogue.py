@@ -111,7 +111,8 @@ def _plain_of(name_or_path: str, folder: Path, known: list[str], what: str) -> t
 def changed(plain: Any, change: str) -> Any:
     """The plain form of a machine with one number changed: `network.bandwidth=4x` multiplies, `host.num_cores=64` sets.
 
-    The last key may be the beginning of a field's name, as long as no other field begins so.
+    A key may be the beginning of a field's name, as long as no other field begins so. What hangs together changes together: a faster
+    memory is so at random too, and more cores do more arithmetic.
     """
     key, separator, text = change.partition("=")
     keys = key.strip().removeprefix("machine.").split(".")
@@ -143,13 +144,25 @@ def _with_change(node: Any, keys: list[str], factor: float, multiply: bool, chan
     if rest:
         return {**node, name: _with_change(value, rest, factor, multiply, change)}
     if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise RowsteadError(f"`{change}`: `{name}` is no number here, so it cannot be changed")
+        inside = f": name one of its fields, {', '.join(value)}" if isinstance(value, dict) else ""
+        raise RowsteadError(f"`{change}`: `{name}` is no number here, so it cannot be changed{inside}")
     new = value * factor if multiply else factor
-    result = {**node, name: round(new) if isinstance(value, int) else new}
-    if (
-        multiply and name == "bandwidth_bytes_per_s" and isinstance(node.get("random"), list)
-    ):  # faster memory is so at random too
-        result["random"] = [{**rate, "bytes_per_s": rate["bytes_per_s"] * factor} for rate in node["random"]]
-        if result.get("cache_bandwidth_bytes_per_s") is not None:
-            result["cache_bandwidth_bytes_per_s"] = max(result["cache_bandwidth_bytes_per_s"], new)
-    return result
+    if isinstance(value, int):
+        if not math.isfinite(new):
+            raise RowsteadError(f"`{change}`: `{name}` is a whole number, and cannot become {new:g}")
+        new = round(new)
+    return _hanging_together({**node, name: new}, name, new / value if value else 1.0)
+
+
+def _hanging_together(node: dict[str, Any], name: str, ratio: float) -> dict[str, Any]:
+    """A part with what follows from a change of one of its fields, by so much that the change itself is not to be refused."""
+    if not 0 < ratio < math.inf:
+        return node
+    if name == "bandwidth_bytes_per_s" and isinstance(node.get("random"), list):
+        node["random"] = [{**rate, "bytes_per_s": rate["bytes_per_s"] * ratio} for rate in node["random"]]
+        if node.get("cache_bandwidth_bytes_per_s") is not None:
+            node["cache_bandwidth_bytes_per_s"] = max(node["cache_bandwidth_bytes_per_s"], node[name])
+    if name == "num_cores" and isinstance(node.get("compute"), dict):
+        rates = {key: value * ratio for key, value in node["compute"].items() if isinstance(value, (int, float))}
+        node["compute"] = {**node["compute"], **rates}
+    return node

@@ -52,7 +52,8 @@ class Memory:
     def __post_init__(self) -> None:
         _above_zero(self, "capacity_bytes", "bandwidth_bytes_per_s")
         require(self.line_bytes >= 1, "line_bytes", f"must be at least 1, got {self.line_bytes}")
-        require(0 <= self.cache_bytes < math.inf, "cache_bytes", f"must not be negative, got {self.cache_bytes}")
+        fits = 0 <= self.cache_bytes <= self.capacity_bytes
+        require(fits, "cache_bytes", f"must not be negative, nor above capacity_bytes, got {self.cache_bytes:g}")
         require(bool(self.random), "random", "give at least one size with its bandwidth")
         sizes = [rate.piece_bytes for rate in self.random]
         require(sizes == sorted(set(sizes)), "random", "give each size once, the smallest first")
@@ -193,6 +194,8 @@ class Accelerators:
     def __post_init__(self) -> None:
         require(self.num >= 1, "num", f"must be at least 1, got {self.num}: leave out `accelerators` where there are none")
         require(self.num == 1 or self.peer_link is not None, "peer_link", f"is required with {self.num} accelerators")
+        meshed = self.peer_link is not None and self.peer_link.topology == "hybrid_cube_mesh"
+        require(not meshed or self.num <= 8, "peer_link.topology", f"a hybrid cube mesh joins up to 8, not {self.num}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,6 +231,8 @@ class Meter:
 
     def __post_init__(self) -> None:
         _above_zero(self, "idle_watts", "loaded_watts")
+        more = f"must not be below idle_watts, {self.idle_watts:g}, got {self.loaded_watts:g}"
+        require(self.loaded_watts >= self.idle_watts, "loaded_watts", more)
         _sourced(self)
 
 
@@ -285,8 +290,11 @@ class Machine:
     """What the training program costs on this machine, where that was measured; it is used instead of what is shipped."""
 
     def __post_init__(self) -> None:
-        plain = bool(self.name) and all(c.isalnum() or c in "-_." for c in self.name)
-        require(plain, "name", "use letters, digits, `-`, `_` and `.` only")
+        check_name(self.name)
+        if self.power is not None and self.meter is not None:
+            possible = self.meter.loaded_watts <= self.power.nameplate_watts
+            limit = f"loaded_watts are more than the nameplate's {self.power.nameplate_watts:g}: one of the two is wrong"
+            require(possible, "meter", limit)
 
     @property
     def num_devices(self) -> int:
@@ -378,6 +386,12 @@ class Software:
             require(0 < value <= 1, name, f"must be above 0 and at most 1, got {value}")
         _above_zero(self, "message_bytes_per_s_per_core")
         _sourced(self)
+
+
+def check_name(name: str) -> None:
+    """Raise an error about a machine's name that cannot stand in a list on a command line."""
+    plain = bool(name) and all(c.isalnum() or c in "-_." for c in name)
+    require(plain, "name", f"use letters, digits, `-`, `_` and `.` only, got `{name}`")
 
 
 def _above_zero(spec: Any, *names: str) -> None:

@@ -24,6 +24,28 @@ class LayerTimes:
 
 
 @dataclass(frozen=True, kw_only=True)
+class InStep:
+    """What a phase takes in a step, by what its parts take alone: `fixed_s + factor * parts + byte_s * bytes`."""
+
+    fixed_s: float = 0.0
+    """However small it is: threads that are woken, and Python."""
+    factor: float = 1.0
+    """Each second of its parts."""
+    byte_s: float = 0.0
+    """Each byte that it gets from other phases or leaves to them: in a step that is not in the caches, as it is when parts are measured."""
+
+    def __post_init__(self) -> None:
+        for name in ("fixed_s", "byte_s"):
+            value = getattr(self, name)
+            require(0 <= value < math.inf, name, f"must be finite and not negative, got {value}")
+        require(0 < self.factor < math.inf, "factor", f"must be above 0 and finite, got {self.factor}")
+
+    def seconds(self, parts_s: float, num_bytes: float = 0.0) -> float:
+        """Without the fixed time, so that parts of a phase can be added."""
+        return self.factor * parts_s + self.byte_s * num_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
 class Timings:
     """Times of the parts of a step. Rows were trained by row-wise Adagrad."""
 
@@ -33,6 +55,8 @@ class Timings:
     """Products of all pairs, by examples, vectors and width."""
     interaction_back: Curve
     """Their gradients."""
+    fp32_interaction_factor: float = 1.0
+    """What both take in FP32 over what was measured, where that was in a faster format."""
     dense_update: Curve
     """The dense optimizer, Adagrad, by parameters."""
     read_row: Curve
@@ -51,6 +75,8 @@ class Timings:
     """What an accelerator does for an update beside look-up and network, by ids; absent where nothing is done beside them."""
     fills_batch: bool = False
     """Whether each batch is copied to fixed memory of the accelerator before its step."""
+    place_batch_s: float = 0.0
+    """A step whose rows are behind a cache, whatever it reads: its plan is made and handed over."""
     place_id_s: float = 0.0
     """One id of a batch whose rows are behind a cache: its row's place is looked for."""
     move_row: Curve | None = None
@@ -60,25 +86,26 @@ class Timings:
     """Tensors of so many bytes or more are memory that the system gives anew at every step."""
     fresh_byte_s: float = 0.0
     """Seconds of each byte of it."""
-    fixed_s: float = 0.0
-    """What a step takes besides its parts, on the processor that computes."""
-    dense_factor: float = 1.0
-    """What the dense part takes in a step over what its parts take alone, where nothing else has been in the caches."""
-    lookup_factor: float = 1.0
-    """The same for look-ups."""
-    update_factor: float = 1.0
-    """The same for updates."""
+    pace_s: float = 0.0
+    """What a beat of `measure/pace.py` takes between steps at the pace to which these were brought; 0 where none was kept."""
+    dense: InStep = InStep()
+    """Layers and interaction in a step, by the bytes of their inputs and outputs; its fixed time is all that no other phase has."""
+    lookup: InStep = InStep()
+    """Look-ups, by the bytes of pooled vectors."""
+    update: InStep = InStep()
+    """Updates of rows, by the bytes of the pooled vectors' gradients."""
+    dense_optimizer: InStep = InStep()
+    """The dense optimizer."""
     plan_factor: float = 0.0
     """Share of `plan` by which it slows down what it runs beside."""
 
     def __post_init__(self) -> None:
         require(bool(self.layers), "layers", "give at least one number format")
-        for name in ("lookup_call_s", "update_call_s", "place_id_s", "fresh_byte_s", "fixed_s", "plan_factor"):
+        factor = self.fp32_interaction_factor
+        require(0 < factor < math.inf, "fp32_interaction_factor", f"must be above 0 and finite, got {factor}")
+        for name in ("lookup_call_s", "update_call_s", "place_batch_s", "place_id_s", "fresh_byte_s", "pace_s", "plan_factor"):
             value = getattr(self, name)
             require(0 <= value < math.inf, name, f"must be finite and not negative, got {value}")
-        for name in ("dense_factor", "lookup_factor", "update_factor"):
-            value = getattr(self, name)
-            require(0 < value < math.inf, name, f"must be above 0 and finite, got {value}")
 
     def fresh_s(self, num_bytes: float) -> float:
         """What the memory of a new tensor takes besides what is done with it."""

@@ -18,6 +18,9 @@ from rowstead.spec.run import RunSpec, find_recipe
 Sampler = Literal["grid", "random", "tpe", "gp"]
 RATES = ("train.sparse_optimizer.lr", "train.dense_optimizer.lr")
 """Learning rates, which a change of the batch asks to change first."""
+EPS, WARMUP, BETAS = "train.sparse_optimizer.eps", "train.schedule.warmup_steps", ("beta1", "beta2")
+BY_STEPS = ("max_steps", "eval_every", "checkpoint_every")
+"""Of the training loop what counts steps; a step of a larger batch is worth more of them."""
 MARGIN = 8.0
 """How far from the recipe's own value a search goes unless it is told, up and down."""
 GROWTH_MARGIN = 2.0
@@ -37,9 +40,10 @@ class TuneSpec:
     retune_for: Mapping[str, Any] = field(default_factory=dict)
     """What has changed since the recipe was good, such as `train.batch_size: 8192`; trials start from its own settings."""
     space: tuple[AxisSpec, ...] = ()
-    """What to search; learning rates, the sparse optimizer's eps, warm-up and decay around the recipe's own when left out."""
-    sampler: Sampler = "tpe"
-    """`tpe`: tree-structured Parzen estimator; `gp`: Gaussian process; `random`; `grid`: all combinations of values."""
+    """What to search; learning rates, the sparse optimizer's eps, warm-up and decay around the recipe's own when left out, and after a
+    growth of the batch also Adam's betas."""
+    sampler: Sampler = "gp"
+    """`gp`: Gaussian process; `tpe`: tree-structured Parzen estimator; `random`; `grid`: all combinations of values."""
     trials: int | None = 40
     """End after so many."""
     minutes: float | None = None
@@ -82,14 +86,23 @@ def known_good(spec: TuneSpec) -> RunSpec:
     return parse(RunSpec, plain_recipe(spec))
 
 
+def changes_of(spec: TuneSpec) -> dict[str, Any]:
+    """What all trials change in the recipe: what `retune_for` says, and what goes by steps so that it comes after as many samples."""
+    run, times = known_good(spec), growth(spec)
+    kept = {f"train.{name}": getattr(run.train, name) for name in BY_STEPS} if times != 1 else {}
+    kept = {key: max(1, round(steps / times)) for key, steps in kept.items() if steps is not None}
+    return {**kept, **spec.retune_for}
+
+
 def changed(spec: TuneSpec, settings: Mapping[str, Any] | None = None) -> RunSpec:
     """The run that is searched for, with some settings."""
-    return parse(RunSpec, with_settings(plain_recipe(spec), {**spec.retune_for, **(settings or {})}))
+    return parse(RunSpec, with_settings(plain_recipe(spec), {**changes_of(spec), **(settings or {})}))
 
 
 def growth(spec: TuneSpec) -> float:
     """How many times larger the batch is than it was."""
-    return changed(spec).train.batch_size / known_good(spec).train.batch_size
+    now = parse(RunSpec, with_settings(plain_recipe(spec), spec.retune_for))
+    return now.train.batch_size / known_good(spec).train.batch_size
 
 
 def space_of(spec: TuneSpec) -> tuple[AxisSpec, ...]:
@@ -104,31 +117,48 @@ def space_of(spec: TuneSpec) -> tuple[AxisSpec, ...]:
         AxisSpec(name="dense lr", keys=(RATES[1],), low=dense.lr * low, high=dense.lr * high, log=True),
     ]
     if sparse.kind in ("adagrad", "rowwise_adagrad", "adam"):
-        axes.append(
-            AxisSpec(
-                name="sparse eps", keys=("train.sparse_optimizer.eps",), low=sparse.eps / 10, high=sparse.eps * 10, log=True
-            )
-        )
+        # A row's gradient is a mean over the batch: of ids that are rare in it, it falls as the batch grows, and eps counts for more.
+        axes.append(AxisSpec(name="sparse eps", keys=(EPS,), low=sparse.eps / 10 / times, high=sparse.eps * 10, log=True))
+    if times > 1:  # Adam's means are over steps: so that they go as far back in samples, it forgets faster
+        for which, optimizer in (("sparse", sparse), ("dense", dense)):
+            for name in BETAS if optimizer.kind == "adam" else ():
+                beta = getattr(optimizer, name)
+                if beta > 0:
+                    key = f"train.{which}_optimizer.{name}"
+                    axes.append(AxisSpec(name=f"{which} {name}", keys=(key,), low=beta**times, high=beta))
     if (num_steps := num_steps_of(changed(spec))) is not None and num_steps >= 20:
         most = max(num_steps // 5, run.train.schedule.warmup_steps)
-        axes.append(AxisSpec(name="warm-up", keys=("train.schedule.warmup_steps",), low=0, high=most, whole=True))
+        axes.append(AxisSpec(name="warm-up", keys=(WARMUP,), low=0, high=most, whole=True))
     decays = ("none", "linear", "cosine")
     axes.append(AxisSpec(name="decay", keys=("train.schedule.decay",), values=decays))
     return tuple(axes)
 
 
 def starts_of(spec: TuneSpec, space: Iterable[AxisSpec]) -> list[dict[str, Any]]:
-    """Settings to try first, by axis: the recipe's own, and with a larger batch its learning rates grown with it."""
+    """Settings to try first, by axis: the recipe's own, and with a larger batch its learning rates grown with it.
+
+    Along with them eps falls as gradients of rare rows do, and the warm-up and Adam's means take as many samples as before.
+    """
     own = _values_in(changed(spec), space)
     times = growth(spec)
     rates = [axis.title for axis in space if set(axis.keys) & set(RATES)]
-    factors = (1.0, math.sqrt(times), times) if times != 1 else (1.0,)
-    found = [own | {title: own[title] * factor for title in rates} for factor in factors]
-    warmed = [axis for axis in space if axis.keys == ("train.schedule.warmup_steps",)]
-    if times > 1 and warmed and own.get(warmed[0].title):
-        found[1:] = [one | {warmed[0].title: round(one[warmed[0].title] / times)} for one in found[1:]]
+    title_of = {axis.keys[0]: axis.title for axis in space if len(axis.keys) == 1}
+    with_it: dict[str, Any] = {}
+    if (eps := title_of.get(EPS)) is not None:
+        with_it[eps] = own[eps] / times
+    if (warmup := title_of.get(WARMUP)) is not None:
+        with_it[warmup] = round(own[warmup] / times)
+    with_it |= {title: own[title] ** times for key, title in title_of.items() if key.rpartition(".")[2] in BETAS}
+    factors = (math.sqrt(times), times) if times != 1 else ()
+    found = [own, *(own | with_it | {title: own[title] * factor for title in rates} for factor in factors)]
     inside = [{name: value for name, value in one.items() if value is not None} for one in found]
     return [_clipped(one, space) for one in inside]
+
+
+def unchanged_of(spec: TuneSpec, space: Iterable[AxisSpec]) -> dict[str, Any] | None:
+    """The recipe's own settings, by axis; None where the space does not hold them."""
+    own = {name: value for name, value in _values_in(changed(spec), space).items() if value is not None}
+    return own if own and _clipped(own, space) == own else None
 
 
 def _values_in(run: RunSpec, space: Iterable[AxisSpec]) -> dict[str, Any]:

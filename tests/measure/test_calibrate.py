@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import torch
 from typer.testing import CliRunner
 
 from rowstead.cli import app
+from rowstead.measure import dense_part, row_part
+from rowstead.measure.calibrate import TINY, _timings, whole_shapes
 from rowstead.measure.clock import Clock
-from rowstead.measure.dense_part import layer_times
+from rowstead.measure.dense_part import interaction_times, layer_times
 from rowstead.measure.fit import fitted, parts_of
 from rowstead.measure.footprint import base_bytes, peak_bytes
 from rowstead.measure.steps import Shape, Steps, StepTime, drawn_batches
@@ -26,6 +29,7 @@ from rowstead.run import train
 from rowstead.spec.catalogue import HERE, MACHINE_VARIABLE, calibrated_machine, load_machine, load_software, machine_text
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.run import RunSpec
+from rowstead.spec.timings import InStep
 from rowstead.training.progress import Silent
 from tests.measured_machine import measured_machine
 
@@ -46,20 +50,26 @@ def test_the_fit_finds_the_factors_that_steps_were_made_with(has_phases: bool) -
     assert machine.software is not None
     processor = host_processor(machine, machine.software)
     assert processor.timings is not None
-    wanted = dataclasses.replace(processor.timings, fixed_s=1e-3, dense_factor=1.2, lookup_factor=1.5, update_factor=0.8)
+    byte_s = 1e-9 if has_phases else 0.0
+    wanted = dataclasses.replace(
+        processor.timings,
+        dense=InStep(fixed_s=1e-3, factor=1.2, byte_s=byte_s),
+        lookup=InStep(factor=1.5, fixed_s=1e-4 if has_phases else 0.0),
+        update=InStep(factor=0.8, byte_s=byte_s),
+    )
     made = dataclasses.replace(processor, timings=wanted)
     times = []
     for shape in SHAPES:
         parts = parts_of(shape, made, machine.software)
         phases = {
             "forward": parts.dense_s / 3,
-            "backward": 2 * parts.dense_s / 3 + wanted.fixed_s,
+            "backward": 2 * parts.dense_s / 3 + wanted.dense.fixed_s,
             "look-up": parts.lookup_s,
+            "dense update": parts.dense_update_s,
             "row update": parts.update_s,
         }
-        times.append(
-            StepTime(step_s=sum(vars(parts).values()) + wanted.fixed_s, spread=0.0, phases_s=phases if has_phases else {})
-        )
+        step_s = sum(vars(parts).values()) + wanted.dense.fixed_s
+        times.append(StepTime(step_s=step_s, spread=0.0, phases_s=phases if has_phases else {}))
     found = fitted(processor.timings, processor, machine.software, SHAPES, times)
     for shape, time in zip(SHAPES, times, strict=True):
         changed = dataclasses.replace(machine.software, cpu_timings=found)
@@ -67,8 +77,9 @@ def test_the_fit_finds_the_factors_that_steps_were_made_with(has_phases: bool) -
         step_s = predict(step_work(shape.spec("cpu")), machine, changed, setup).step_s
         assert step_s == pytest.approx(time.step_s, rel=0.05)
     if has_phases:
-        assert found.lookup_factor == pytest.approx(1.5, rel=0.1)
-        assert found.update_factor == pytest.approx(0.8, rel=0.1)
+        assert found.lookup.factor == pytest.approx(1.5, rel=0.1)
+        assert found.update.factor == pytest.approx(0.8, rel=0.1)
+        assert found.dense.byte_s == pytest.approx(byte_s, rel=0.3)
 
 
 def test_drawn_ids_are_as_different_as_the_law_says() -> None:
@@ -169,6 +180,47 @@ def test_auto_places_by_predicted_time_where_the_machine_is_known(tmp_path: Path
     spec = small_run(shape, memory={"host": 3_000_000, "folder": str(tmp_path)})
     train(spec, out=tmp_path / "run", watcher=listener)
     assert any("ms a step" in message for message in listener.messages), listener.messages
+
+
+class Recorder(Clock):
+    """A clock that notes in which number format a backward pass runs, and measures nothing."""
+
+    def forward_and_back(self, forward: Any, back: Any, *, forward_s: float | None = None) -> tuple[float, float]:
+        out = forward()
+        out.register_hook(lambda grad: formats.append(torch.get_float32_matmul_precision()))
+        back(out)
+        return 1e-6, 1e-6
+
+
+formats: list[str] = []
+
+
+@pytest.mark.parametrize("measure", [layer_times, interaction_times])
+def test_a_backward_pass_is_measured_in_the_number_format_that_it_is_trained_in(measure: Callable[..., Any]) -> None:
+    formats.clear()
+    measure(Recorder(CPU), "tf32", is_short=True)
+    assert set(formats) == {"high"}
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+@pytest.mark.parametrize("is_short", [True, False])
+def test_whole_steps_on_a_gpu_need_no_programs_that_the_parts_have_not_compiled(is_short: bool) -> None:
+    shapes = [TINY, *whole_shapes(torch.device("cuda"), is_short=is_short)]
+    assert {shape.num_sparse + 1 for shape in shapes} <= set(dense_part.VECTORS["cuda"])
+    assert {shape.width for shape in shapes} <= set(dense_part.WIDTHS["cuda"])
+    assert set(dense_part.WIDTHS["cuda"]) <= set(row_part.WIDTHS["cuda"])
+    assert {shape.precision for shape in shapes} == {"tf32"}
+    assert len(dense_part.VECTORS["cuda"]) * len(dense_part.WIDTHS["cuda"]) <= 8
+
+
+def test_calibration_says_what_it_is_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense_part, "EXAMPLES", {"cpu": (16,)})
+    monkeypatch.setattr(dense_part, "INTERACTING", {"cpu": (16,)})
+    monkeypatch.setattr(dense_part, "PARAMETERS", (1000,))
+    monkeypatch.setattr(row_part, "WITHIN_BYTES", {"cpu": (1 << 16,)})
+    told: list[str] = []
+    _timings(CPU, is_short=True, tell=told.append)
+    assert told == ["linear layers, fp32", "interaction", "dense optimizer", "look-up and update of rows"]
 
 
 @pytest.mark.slow

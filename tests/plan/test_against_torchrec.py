@@ -27,9 +27,7 @@ def random_tables(rng: np.random.Generator) -> list[TableWork]:
             width=WIDTH,
             row_bytes=4 * WIDTH,
             state_bytes=4,
-            num_features=1,
-            ids_per_sample=float(np.clip(rng.lognormal(2, 1), 1, 200)),
-            popularity=Popularity(1_000_000, 1.05),
+            reads=((float(np.clip(rng.lognormal(2, 1), 1, 200)), Popularity(1_000_000, 1.05)),),
         )
         for place in range(int(rng.integers(10, 40)))
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import resource
 import subprocess
@@ -12,11 +13,13 @@ import pytest
 from typer.testing import CliRunner
 
 from rowstead.cli import app
-from rowstead.plan.choose import choose, num_readers, requirements
+from rowstead.plan.choose import choose, num_readers, remedies, requirements
+from rowstead.plan.predict import predict
 from rowstead.plan.work import step_work
-from rowstead.spec.catalogue import MACHINES, load_machine, load_software
+from rowstead.spec.catalogue import MACHINES, load_machine, load_software, machine_text
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.run import load_recipe
+from tests.measured_machine import measured_machine
 
 CPU = load_machine("cpu-2s")
 ROWSTEAD = load_software("rowstead")
@@ -127,6 +130,11 @@ def test_what_if_of_a_part_that_only_some_machines_have_changes_those() -> None:
         (["m1", "--on", "bigbassin-32"], "did you mean `bigbasin-32`"),
         (["m1", "--on", ","], "names no machine"),
         (["m1", "--samples-per-s", "-1"], "must be above 0"),
+        (["m1", "--samples-per-s", "inf"], "must be above 0 and finite"),
+        (["m1", "--samples-per-s", "nan"], "must be above 0 and finite"),
+        (["m1", "--server", "laptop"], "has no network"),
+        (["m1", "--what-if", "price.usd=2x"], "none of the machines has such a part"),
+        (["m1", "--what-if", "host.num_cores=infx"], "whole number"),
         (["m1", "--batch", "12,x"], "give whole numbers"),
         (["m1", "--prefer", "fast"], "`efficiency` or `speed`"),
         (["m1", "--on", "zion", "--what-if", "network.bandwidth=0x"], "must be above 0"),
@@ -191,3 +199,85 @@ def test_cost_is_shown_where_a_machine_has_a_price(tmp_path: Path) -> None:
     assert done.exit_code == 0
     assert "$/billion" in done.output
     assert "$/billion" not in CliRunner().invoke(app, ["plan", "quickstart", "--on", "laptop"]).output
+
+
+@pytest.mark.parametrize(("name", "recipe"), [("cpu-2s", "m1"), ("cpu-2s", "m3"), ("bigbasin-32", "m3"), ("dgx-a100", "m3")])
+def test_a_wanted_speed_takes_no_server_that_could_be_left_out(name: str, recipe: str) -> None:
+    spec, machine = load_recipe(recipe), load_machine(name)
+    found = choose(spec, machine, ROWSTEAD, server=CPU, samples_per_s=1.5e6).best
+    assert found is not None
+    assert found.fits
+    assert found.samples_per_s >= 1.5e6
+    for kind, least in (("num_trainers", 1), ("num_sparse_servers", 1), ("num_dense_servers", 1)):
+        count = getattr(found.setup, kind)
+        if count > least:
+            setup = dataclasses.replace(found.setup, **{kind: count - 1})
+            fewer = predict(step_work(spec), machine, ROWSTEAD, setup, precision=spec.train.precision)
+            assert not fewer.fits or fewer.samples_per_s < 1.5e6, f"{kind} {count} is one too many"
+
+
+def test_dense_servers_are_added_where_one_holds_up_a_large_fleet() -> None:
+    slow = load_machine("cpu-2s", ["network.bandwidth=0.05x"])
+    found = choose(load_recipe("m2"), CPU, ROWSTEAD, server=slow, samples_per_s=2e7)
+    remote = next(one for one in (found.best, *found.others) if one is not None and one.setup.place == "remote")
+    assert remote.setup.num_dense_servers > 1
+
+
+def test_a_batch_that_is_too_large_is_told_the_largest_that_fits() -> None:
+    spec, laptop = load_recipe("quickstart"), load_machine("laptop")
+    found = choose(spec, laptop, ROWSTEAD, server=CPU, batch_sizes=[10**8])
+    assert found.best is None
+    (remedy,) = found.remedies
+    largest = int(remedy.split("a batch of ")[1].split(" ")[0].replace(",", ""))
+    assert choose(spec, laptop, ROWSTEAD, server=CPU, batch_sizes=[int(0.99 * largest)]).best is not None
+    assert choose(spec, laptop, ROWSTEAD, server=CPU, batch_sizes=[int(1.05 * largest)]).best is None
+
+
+def test_servers_that_cannot_serve_are_no_remedy() -> None:
+    found = remedies(load_recipe("m3"), load_machine("bigbasin-32"), load_machine("laptop"))
+    assert not any("parameter server" in remedy for remedy in found)
+    assert any("such servers" in remedy for remedy in found)
+
+
+def test_two_machines_of_one_name_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text((MACHINES / "laptop.yaml").read_text())
+    done = CliRunner().invoke(app, ["plan", "quickstart", "--on", f"laptop,{file}"])
+    assert isinstance(done.exception, RowsteadError)
+    assert "two machines are called `laptop`" in str(done.exception)
+
+
+def test_json_says_what_was_asked_and_whether_it_is_reached() -> None:
+    done = CliRunner().invoke(app, ["plan", "m1", "--on", "cpu-2s,laptop", "--samples-per-s", "1e6", "--json"])
+    found = json.loads(done.stdout)
+    assert found["asked"] == {"prefer": "efficiency", "samples_per_s": 1e6}
+    enough = {one["machine"]: one["is_enough"] for one in found["machines"] if one["fits"]}
+    assert enough["cpu-2s"] is True
+    assert all(one["software"] == "rowstead" for one in found["machines"] if one["fits"])
+
+
+def test_measured_energy_stands_beside_the_nameplates_where_there_is_a_meter(tmp_path: Path) -> None:
+    file = tmp_path / "metered.yaml"
+    meter = "meter: {idle_watts: 100, loaded_watts: 600, of: one GPU, source: a test}\n"
+    file.write_text((MACHINES / "h200.yaml").read_text() + meter)
+    done = CliRunner().invoke(app, ["plan", "quickstart", "--on", str(file)])
+    assert "samples/J metered" in done.output
+    assert "samples/J metered" not in CliRunner().invoke(app, ["plan", "quickstart", "--on", "h200"]).output
+
+
+def test_a_what_if_that_measured_times_do_not_follow_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "here.yaml"
+    file.write_text(machine_text(measured_machine()))
+    words = ["plan", "quickstart", "--on", str(file), "--what-if", "host.memory.bandwidth=2x"]
+    done = CliRunner().invoke(app, words)
+    assert isinstance(done.exception, RowsteadError)
+    assert "add `--software rowstead`" in str(done.exception)
+    assert CliRunner().invoke(app, [*words, "--software", "rowstead"]).exit_code == 0
+    assert CliRunner().invoke(app, [*words[:-1], "host.memory.capacity=2x"]).exit_code == 0
+
+
+def test_a_machine_without_a_network_has_no_reader_servers() -> None:
+    found = planned("quickstart", "--on", "laptop,cpu-2s")
+    assert "num_readers" not in found["laptop"]
+    assert found["cpu-2s"]["num_readers"] == 1
+    assert "reader" not in CliRunner().invoke(app, ["plan", "quickstart", "--on", "laptop"]).output

@@ -47,7 +47,7 @@ def test_little_is_summed_in_few_rounds() -> None:
 def test_a_machine_without_direct_links_goes_through_its_host() -> None:
     accelerators = load_machine("zion-prototype").accelerators
     assert accelerators is not None
-    found = fabric_of(accelerators)
+    found = fabric_of(accelerators, 8)
     assert found.topology == "through_host"
     assert found.bytes_per_s == accelerators.host_link.bandwidth_bytes_per_s
 
@@ -56,3 +56,12 @@ def test_servers_exchange_all_but_what_stays_at_home() -> None:
     assert across_servers_s(1e9, 0.0, 4, 1e9, reduce=False) == pytest.approx(0.75)
     assert across_servers_s(1e9, 0.0, 4, 1e9, reduce=True) == pytest.approx(1.5)
     assert across_servers_s(1e9, 1.0, 1, 1e9, reduce=True) == 0
+
+
+def test_links_to_devices_that_are_not_used_stay_idle_unless_there_is_a_switch() -> None:
+    mesh, switch = (load_machine(name).accelerators for name in ("bigbasin-32", "dgx-h100"))
+    assert mesh is not None
+    assert switch is not None
+    whole = fabric_of(mesh, 8).bytes_per_s
+    assert [fabric_of(mesh, count).bytes_per_s / whole for count in (2, 4, 8)] == pytest.approx([1 / 4, 3 / 4, 1])
+    assert fabric_of(switch, 2) == fabric_of(switch, 8)

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from rowstead.plan.choose import places_of
 from rowstead.plan.predict import Prediction, predict, record_of
-from rowstead.plan.setup import Place, Setup, fewest_devices, held, shortfalls
+from rowstead.plan.schedule import Task
+from rowstead.plan.setup import Place, Setup, fewest_devices, held, shortfalls, tables_on_devices
 from rowstead.plan.work import StepWork, step_work
 from rowstead.spec.catalogue import MACHINES, load_machine, load_software, machine_names
 from rowstead.spec.errors import RowsteadError
-from rowstead.spec.machine import Machine
+from rowstead.spec.machine import Machine, Meter
 from rowstead.spec.parse import digest
 from rowstead.spec.run import load_recipe
 
@@ -130,6 +131,8 @@ def test_as_few_devices_as_hold_the_tables() -> None:
         ({"place": "remote"}, "num_sparse_servers"),
         ({"num_sparse_servers": 2}, "num_sparse_servers"),
         ({"num_dense_servers": 1}, "server"),
+        ({"num_dense_servers": -1}, "num_dense_servers"),
+        ({"num_dense_servers": 1, "num_trainers": 2, "server": load_machine("cpu-2s")}, "num_dense_servers"),
     ],
 )
 def test_a_set_up_that_contradicts_itself_is_refused(change: dict[str, object], problem: str) -> None:
@@ -143,6 +146,15 @@ def test_a_set_up_that_the_machine_cannot_have_is_refused() -> None:
     setup = Setup(place="device", batch_size=1, num_devices=16)
     with pytest.raises(RowsteadError, match="has 8 devices, not 16"):
         predict(work_of("m1"), machine_of("bigbasin-32"), software_of("rowstead"), setup)
+    with pytest.raises(RowsteadError, match="cannot train together"):
+        predict(
+            work_of("m1"),
+            machine_of("laptop"),
+            software_of("rowstead"),
+            dataclasses.replace(setup, num_devices=1, num_trainers=2),
+        )
+    with pytest.raises(RowsteadError, match="`cpu-2s` has no accelerators"):
+        on(machine_of("cpu-2s"), "host")
 
 
 def test_more_servers_in_step_are_faster_but_not_quite_in_proportion() -> None:
@@ -202,3 +214,132 @@ def test_every_place_of_every_machine_has_a_schedule_that_ends(name: str, softwa
             assert 0 < found.step_s < 60
             assert max(slot.end_s for slot in found.slots) <= found.step_s * (1 + 1e-9)
             assert found.bottlenecks[0].saved_share >= 0
+
+
+def together(
+    machine: Machine, place: Place, num_trainers: int, *, software: str = "rowstead", recipe: str = "m1"
+) -> Prediction:
+    setup = Setup(place=place, batch_size=1600, num_devices=machine.num_devices, num_trainers=num_trainers, has_input=False)
+    return predict(work_of(recipe), machine, software_of(software), setup)
+
+
+def task_of(found: Prediction, name: str) -> Task:
+    return next(task for task in found.tasks if task.name == name)
+
+
+@pytest.mark.parametrize("place", ["host", "mixed"])
+def test_tables_in_the_system_memory_of_several_servers_are_read_over_the_network(place: Place) -> None:
+    slow = load_machine("bigbasin-16", ["network.bandwidth=0.01x", "accelerators.memory.capacity=0.05x"])
+    alone, four = together(slow, place, 1), together(slow, place, 4)
+    assert four.step_s > 2 * alone.step_s
+    pooled_bytes = sum(table.pooled_bytes for table in four.trainer.off_devices)
+    assert slow.network is not None
+    wire_s = 0.75 * 8 * 1600 * pooled_bytes / slow.network.bandwidth_bytes_per_s
+    for what in ("pooled", "gradients"):
+        assert task_of(four, f"send host {what}").seconds == pytest.approx(wire_s, rel=0.01)
+
+
+def test_what_stays_on_a_server_does_not_go_over_the_network_nor_the_rest_over_its_links() -> None:
+    machine = machine_of("dgx-h100")
+    alone, four = (together(machine, "device", num_trainers) for num_trainers in (1, 4))
+    latency_s = machine.accelerators.peer_link.latency_s  # type: ignore[union-attr]
+    within = [task_of(one, "exchange pooled").seconds - latency_s for one in (alone, four)]
+    assert within[1] == pytest.approx(within[0] / 4)
+    assert machine.network is not None
+    bytes_out = 0.75 * 8 * 1600 * work_of("m1").pooled_bytes
+    sent_s = task_of(four, "send pooled").seconds - 3 * machine.network.latency_s
+    assert sent_s == pytest.approx(bytes_out / machine.network.bandwidth_bytes_per_s)
+
+
+def test_dense_gradients_between_servers_take_cores_and_links_where_the_network_is_not_direct() -> None:
+    names = {task.name for task in together(machine_of("bigbasin-32"), "device", 2).tasks}
+    assert {"lift sums", "pack sums", "all-reduce servers", "lower sums"} <= names
+    assert "pack sums" not in {task.name for task in together(machine_of("dgx-h100"), "device", 2).tasks}
+
+
+def test_a_row_that_all_devices_read_is_updated_once() -> None:
+    machine, work = machine_of("dgx-h100"), work_of("m1")
+    updates = []
+    for num_devices in (1, 8):
+        setup = Setup(place="device", batch_size=1600, num_devices=num_devices)
+        found = predict(work, machine, software_of("rowstead"), setup)
+        updates.append(task_of(found, "update rows").seconds / found.trainer.imbalance)
+    distinct = [sum(table.distinct_rows(1600 * n) for table in work.tables) / n for n in (1, 8)]
+    assert distinct[1] < 0.8 * distinct[0]
+    assert updates[1] < 0.95 * updates[0]
+
+
+def test_every_operator_of_a_cpu_step_is_counted_once() -> None:
+    work, machine = work_of("m1"), machine_of("cpu-2s")
+    software = dataclasses.replace(software_of("operators-2020"), operator_s=1.0)
+    found = predict(work, machine, software, Setup(place="device", batch_size=1))
+    counted = software.operators_fixed + software.operators_per_column * work.num_dense
+    counted += software.operators_per_layer * len(work.layers) + software.operators_per_table * len(work.tables)
+    assert found.step_s == pytest.approx(counted + 3, abs=0.5)  # three for the interaction
+
+
+def test_every_launch_of_a_gpu_step_is_dispatched_once() -> None:
+    work, machine = work_of("m1"), machine_of("bigbasin-32")
+    software = dataclasses.replace(software_of("operators-2020"), operator_s=1.0)
+    found = predict(work, machine, software, Setup(place="device", batch_size=1))
+    counted = software.operators_fixed + software.operators_per_column * work.num_dense
+    counted += software.operators_per_layer * len(work.layers) + software.operators_per_table * len(work.tables)
+    dispatched = sum(task.seconds for task in found.tasks if task.resource == "dispatch")
+    assert dispatched == pytest.approx(counted, abs=0.5)
+
+
+def test_a_mixed_set_up_keeps_whole_tables_and_holds_what_is_left_in_system_memory() -> None:
+    machine, work = load_machine("bigbasin-32", ["accelerators.num=1"]), work_of("m1")
+    setup = Setup(place="mixed", batch_size=1600)
+    chosen = tables_on_devices(work, machine, setup)
+    assert 0 < len(chosen) < len(work.tables)
+    needs = held(work, machine, setup)
+    rest = work.table_bytes - sum(table.bytes for table in chosen)
+    assert needs.host_bytes == pytest.approx(rest + 3 * 1600 * work.input_bytes)
+    assert not shortfalls(work, machine, setup)
+
+
+def test_six_devices_hold_what_four_do_not() -> None:
+    machine = load_machine("bigbasin-32", ["accelerators.num=6", "accelerators.memory.capacity=0.33x"])
+    assert fewest_devices(work_of("m1"), machine, 1600) == 6
+
+
+def test_the_servers_network_is_a_resource_of_its_own() -> None:
+    setup = Setup(place="remote", batch_size=800, num_devices=8, num_sparse_servers=2, server=machine_of("cpu-2s"))
+    found = predict(work_of("m3"), machine_of("dgx-h100"), software_of("rowstead"), setup)
+    more = predict(work_of("m3"), load_machine("dgx-h100", ["network.bandwidth=4x"]), software_of("rowstead"), setup)
+    slow = predict(
+        work_of("m3"),
+        machine_of("dgx-h100"),
+        software_of("rowstead"),
+        dataclasses.replace(setup, server=load_machine("cpu-2s", ["network.bandwidth=0.1x"])),
+    )
+    assert slow.bottlenecks[0].resource.startswith("servers' network")
+    assert more.step_s == pytest.approx(found.step_s, rel=0.01)
+
+
+def test_a_meter_of_one_gpu_says_nothing_of_eight() -> None:
+    meter = Meter(idle_watts=100, loaded_watts=600, of="one GPU", source="a test")
+    machine = dataclasses.replace(machine_of("dgx-h100"), meter=meter)
+    eight = on(machine, "device")
+    one = predict(work_of("m1"), machine, software_of("rowstead"), Setup(place="device", batch_size=1600))
+    assert eight.metered_watts is None
+    assert one.metered_watts == 600
+    assert one.figures()["samples_per_metered_j"] == pytest.approx(one.samples_per_s / 600)
+
+
+def test_tables_of_cpu_servers_are_in_system_memory_in_words_too() -> None:
+    alone, four = (together(machine_of("cpu-2s"), "device", num_trainers) for num_trainers in (1, 4))
+    assert set(alone.where().values()) == {"system memory"}
+    assert {text.split(",")[0] for text in four.where().values()} == {f"server {number}" for number in range(4)}
+    assert "device_bytes" not in alone.figures()
+    assert "server_bytes" not in alone.figures()
+
+
+def test_ids_of_tables_that_are_elsewhere_are_not_copied_to_devices() -> None:
+    machine, work = machine_of("bigbasin-32"), work_of("m1")
+    link = machine.accelerators.host_link  # type: ignore[union-attr]
+    for place, ids in (("device", work.ids_per_sample), ("host", 0.0), ("remote", 0.0)):
+        copied_s = task_of(on(machine, place), "copy batch").seconds - link.latency_s  # type: ignore[arg-type]
+        num_bytes = 4 * work.num_dense + 4 + (8 * ids + 4 * len(work.tables) if ids else 0)
+        assert copied_s == pytest.approx(1600 * num_bytes / link.bandwidth_bytes_per_s)

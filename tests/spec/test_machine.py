@@ -16,6 +16,7 @@ from rowstead.spec.machine import Machine
 from rowstead.spec.parse import parse, to_plain
 
 BIG_BASIN = MACHINES / "bigbasin-32.yaml"
+METER = {"idle_watts": 100.0, "of": "all of it", "source": "a test"}
 
 
 def plain() -> dict[str, Any]:
@@ -95,6 +96,10 @@ def test_unknown_software_names_what_there_is() -> None:
         ("accelerators.num", 0, "accelerators.num: must be at least 1"),
         ("power.nameplate_watts", 0, "power.nameplate_watts: must be above 0"),
         ("networck", {}, "did you mean `network`"),
+        ("host.memory.cache_bytes", 1e15, "host.memory.cache_bytes: must not be negative, nor above capacity_bytes"),
+        ("accelerators.num", 16, "a hybrid cube mesh joins up to 8"),
+        ("meter", METER | {"loaded_watts": 50}, "meter.loaded_watts: must not be below idle_watts"),
+        ("meter", METER | {"loaded_watts": 1e5}, "more than the nameplate's 3500"),
     ],
 )
 def test_what_cannot_be_right_is_refused_by_field(path: str, value: Any, problem: str, tmp_path: Path) -> None:
@@ -126,7 +131,7 @@ def test_what_if_makes_memory_faster_at_random_too() -> None:
     ("change", "problem"),
     [
         ("network.bandwith=4x", "did you mean"),
-        ("network=4x", "no number"),
+        ("network=4x", "no number here, so it cannot be changed: name one of its fields, bandwidth_bytes_per_s"),
         ("price.usd=2x", "no such part"),
         ("network.bandwidth=fast", "give a factor such as 4x"),
         ("network.bandwidth", "write it as"),
@@ -157,3 +162,8 @@ def load_machine_once() -> Machine:
 def test_memory_moves_whole_lines() -> None:
     memory = load_machine_once().host.memory
     assert [memory.lines(size) for size in (1, 64, 65, 256)] == [64, 64, 128, 256]
+
+
+def test_more_cores_do_more_arithmetic() -> None:
+    before, after = load_machine("cpu-2s"), load_machine("cpu-2s", ["host.num_cores=10"])
+    assert after.host.compute.fp32_flops_per_s == pytest.approx(before.host.compute.fp32_flops_per_s / 4)
