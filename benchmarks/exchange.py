@@ -277,7 +277,7 @@ def main() -> None:
         serve_rows(SHAPES[options.serve[0]], options.serve[1])
         return
     torch.set_num_threads(1)
-    rows = [measure(shape, 5 if options.quick else 60) for shape in chosen(SHAPES, options)]
+    rows = [measure(shape, 5 if options.quick else 30) for shape in chosen(SHAPES, options)]
     summary = {
         "lookup_update_over_kernel_plus_echo": max(row["over_kernel_plus_echo"] for row in rows),
         "latency_p50_s": rows[0]["latency_p50_s"],

@@ -162,6 +162,8 @@ def _lock_row(phase: str, cpu_s: float, free_s: float, num_steps: int) -> dict[s
 
 
 def main() -> None:
+    # The same batches again and again leave gradients too small for normal numbers, and those slow a processor down.
+    torch.set_flush_denormal(True)
     options = arguments(__doc__).parse_args()
     torch.set_num_threads(1)
     contenders = Contenders(num_threads=2)

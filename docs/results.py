@@ -25,6 +25,7 @@ def performance_page(note: str) -> str:
     parts += _on_ssd()
     parts += _sharded()
     parts += _fleet()
+    parts += _predicted()
     if list(PICTURES.glob("growth-*.svg")):
         parts += ["## How cost grows", _GROWTH, *_growth("cuda"), *_growth("cpu")]
     return "\n\n".join([*parts, _YOURS]) + "\n"
@@ -278,11 +279,65 @@ def _fleet() -> list[str]:
         text = (
             "M1 with 100,000 rows a table and batches of 200, from Parquet files: one process, and 2 trainers, 2 sparse servers, a dense server and a reader on the same "
             f"cores. The fleet uses {summary['cpu_s_per_1000_samples_over_one_process']:.2f} times the processor time of one process; its trainers wait for batches for "
-            f"{100 * summary['trainers_wait_share']:.1f} % of the time, and find one ready {100 * summary['queue_nonempty_share']:.1f} % of the times that they want one. "
-            f"Two Hogwild threads train {summary['hogwild_2_threads_speedup']:.2f} times as many samples a second as one."
+            f"{100 * summary['trainers_wait_share']:.1f} % of the time, and find one ready {100 * summary['queue_nonempty_share']:.1f} % of the times that they want one."
         )
         parts += [text, _where(result, "fleet", "cpu"), _table(columns, rows)]
+    if (result := _latest("hogwild", "cpu")) is not None:
+        summary = result["summary"]
+        threads: list[Column] = [
+            ("trained by", lambda row: str(row["threads"])),
+            ("samples/s", lambda row: f"{row['samples_per_s']:,.0f}"),
+        ]
+        phases: list[Column] = [
+            ("phase", lambda row: str(row["phase"])),
+            ("ms on a core", lambda row: f"{row['cpu_ms']:.1f}"),
+            ("may hold Python's lock", lambda row: f"{100 * row['lock_share']:.0f} %"),
+        ]
+        text = f"Two Hogwild threads train {summary['hogwild_2_threads_speedup']:.2f} times as many samples a second as one."
+        parts += [text, _where(result, "hogwild", "cpu").replace(" --device cpu", "")]
+        parts += [_table(threads, [row for row in result["rows"] if "threads" in row])]
+        text = "How much of a step may hold Python's lock, from above: all of a thread's time on a core but that inside calls that let go of it."
+        parts += [text, _table(phases, [row for row in result["rows"] if "phase" in row])]
     return ["## The fleet", *parts] if parts else []
+
+
+def _predicted() -> list[str]:
+    """How far predicted steps are from measured ones; nothing before that was measured."""
+    parts: list[str] = []
+    for device in ("cuda", "cpu"):
+        if (result := _latest("prediction", device)) is None:
+            continue
+        summary = result["summary"]
+        lines = [
+            ("all models", "error_geomean_pct", "error_max_pct", "repeatability_geomean_pct"),
+            (
+                "at the pace of calibration",
+                "error_at_pace_geomean_pct",
+                "error_at_pace_max_pct",
+                "repeatability_at_pace_geomean_pct",
+            ),
+        ]
+        columns: list[Column] = [
+            ("", lambda row: str(row["what"])),
+            ("error in geometric mean", lambda row: f"{row['mean']:.1f} %"),
+            ("largest", lambda row: f"{row['most']:.0f} %"),
+            ("between two measurements of the same model", lambda row: f"{row['again']:.1f} %"),
+        ]
+        rows = [
+            {"what": what, "mean": summary[mean], "most": summary[most], "again": summary[again]}
+            for what, mean, most, again in (lines if device == "cpu" else lines[:1])
+        ]
+        text = (
+            f"{summary['num_models']:.0f} random models that calibration had not seen; rank correlation of predicted and measured step times "
+            f"{summary['rank_correlation']:.3f}."
+        )
+        if "best_placement_hit_share" in summary:
+            text += (
+                " Of models whose tables did not fit the memory that they were given, the placement that was predicted to be fastest was measured to be, or to be within "
+                f"5 % of it, for {100 * summary['best_placement_hit_share']:.0f} %."
+            )
+        parts += [text, _where(result, "prediction", device), _table(columns, rows)]
+    return ["## Predicted against measured", *parts] if parts else []
 
 
 def _growth(device: str) -> list[str]:
