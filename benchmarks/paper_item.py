@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from rowstead.records.store import Contents
+from rowstead.records.studies import machine_of
 from rowstead.report import of_studies
 from rowstead.report.describe import TextTable
 from rowstead.report.look import Figure
@@ -58,10 +60,11 @@ class Checks:
 
 
 def measured_of(contents: Contents, name: str, figure: str = "samples_per_s") -> Study | None:
-    """What was measured in a sweep, in its whole size where that was run, else in its quick one."""
+    """What was measured in a sweep, in its whole size where that was run, else in its quick one; by one machine, the last one."""
     for study in (name, f"{name}-quick"):
-        entries = [entry for entry in contents.of(study=study) if entry.is_measured]
-        found = of_studies.study_of(study, entries, figure) if entries else None
+        entries = contents.of(study=study, kind="measured")
+        here = [entry for entry in entries if machine_of(entry) == machine_of(entries[-1])]
+        found = of_studies.study_of(study, here, figure) if here else None
         if found is not None and found.series:
             return found
     return None
@@ -84,15 +87,34 @@ def predicted_lines(name: str, axis_name: str, series: Mapping[str, Mapping[obje
     return Study(name=name, figure="samples_per_s", axes=(Axis(name=axis_name, values=values),), series=cells, num_failed=0)
 
 
+def renamed(figure: Figure, key: str, title: str, **changes: Any) -> Figure:
+    """The same figure under another name."""
+    return dataclasses.replace(figure, key=key, title=title, **changes)
+
+
 def side_by_side(key: str, measured: Study | None, predicted: Study) -> list[Figure]:
     """The figure of what was measured, where there is one, and that of the predictions."""
-    made: list[Figure] = []
-    if measured is not None:
-        for number, figure in enumerate(of_studies.draw_study(measured)[:4]):
-            title = "Measured here" if number == 0 else figure.title
-            made.append(Figure(**{**vars(figure), "key": f"{key}-measured-{number}", "title": title}))
-    shown = of_studies.draw_lines(predicted, key=f"{key}-predicted", title="Predicted for the study's machines")
-    return [*made, dataclasses.replace(shown, words="In the study's own sizes, by the equations of rowstead plan.")]
+    drawn = of_studies.draw_study(measured)[:4] if measured is not None else []
+    made = [renamed(one, f"{key}-measured-{n}", one.title if n else "Measured here") for n, one in enumerate(drawn)]
+    words = "In the study's own sizes, by the equations of rowstead plan."
+    shown = of_studies.draw_lines(predicted)
+    return [*made, renamed(shown, f"{key}-predicted", "Predicted for the study's machines", words=words)]
+
+
+def item_of(
+    key: str, title: str, paper: str, checks: Checks, measured: Study | None, predicted: Study, *, in_short: str, note: str = ""
+) -> Item:
+    """A sweep over one axis: what was measured and what is predicted side by side, and what the checks say."""
+    return Item(
+        key=key,
+        title=title,
+        paper=paper,
+        differs=checks.words + note,
+        verdict=checks.verdict,
+        figures=side_by_side(key, measured, predicted),
+        measured_words=size_of(measured),
+        predicted_words=in_short,
+    )
 
 
 def thousands(value: float | None) -> str:

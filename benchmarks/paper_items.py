@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from dataclasses import dataclass
 
-from benchmarks.paper import (
-    TABLE3,
-    on_cpu,
-    production,
-)
-from benchmarks.paper_item import Checks, Item, line, measured_of, size_of
+from benchmarks.paper import TABLE3, on_cpu, production
+from benchmarks.paper_item import Checks, Item, line, measured_of, renamed, size_of
 from benchmarks.paper_page import PAPER_EFFICIENCY
-from benchmarks.paper_sweeps import batch_size, dense_and_sparse, hash_size, mlp, places
+from benchmarks.paper_sweeps import batch_size, dense_and_sparse, hash_size, mlp, places, power
 from rowstead.measure.points import points_of
 from rowstead.plan.schedule import busy_s
 from rowstead.plan.work import step_work
 from rowstead.records.store import Contents, Entry
-from rowstead.records.studies import quality_effects
+from rowstead.records.studies import newest, quality_effects
 from rowstead.report import of_populations, of_searches, of_studies, of_tables
 from rowstead.report.describe import TextTable
-from rowstead.report.look import Figure, axis, color, label, layout, thinned
-from rowstead.spec.catalogue import HERE
+from rowstead.report.look import Figure, axis, bars, layout, thinned, violin
+from rowstead.spec.catalogue import HERE, load_machine
 from rowstead.spec.machine import Software
 from rowstead.spec.run import load_recipe
 from rowstead.spec.sizes import shown_bytes
@@ -31,6 +28,8 @@ from rowstead.spec.sweep import load_sweep
 def items(contents: Contents, software: Software) -> list[Item]:
     """All of them, in the order of the study."""
     return [
+        power(software),
+        platforms(),
         models(),
         use(contents, software),
         features(),
@@ -43,6 +42,52 @@ def items(contents: Contents, software: Software) -> list[Item]:
         production_models(software),
         quality(contents),
     ]
+
+
+def platforms() -> Item:
+    """The study's table of platforms, and the machines that stand for them."""
+    theirs = {
+        "cpu-2s": ("2", "256 GB", "", "", "", "25 Gb/s", "1"),
+        "bigbasin-32": ("2", "256 GB", "8 V100", "16 or 32 GB, 900 GB/s", "15.7 TFLOP/s", "100 Gb/s", "7.3"),
+        "zion-prototype": (
+            "8",
+            "about 2 TB, 1 TB/s",
+            "8 V100, no direct path",
+            "32 GB",
+            "15.7 TFLOP/s",
+            "4 x 100 Gb/s",
+            "not given",
+        ),
+    }
+    unit = load_machine("cpu-2s").power
+    assert unit is not None
+    rows = []
+    for name, facts in theirs.items():
+        machine = load_machine(name)
+        gpus, host = machine.accelerators, machine.host.memory
+        assert machine.network is not None
+        of_gpus = ("", "", "")
+        if gpus is not None:
+            direct = "" if gpus.peer_link is not None and gpus.peer_link.bandwidth_bytes_per_s else ", no direct path"
+            memory = f"{shown_bytes(gpus.memory.capacity_bytes)}, {shown_bytes(gpus.memory.bandwidth_bytes_per_s)}/s"
+            of_gpus = (f"{gpus.num}{direct}", memory, f"{gpus.compute.fp32_flops_per_s / 1e12:.1f} TFLOP/s")
+        ours = (
+            str(machine.host.num_sockets), f"{shown_bytes(host.capacity_bytes)}, {shown_bytes(host.bandwidth_bytes_per_s)}/s", *of_gpus,
+            f"{8 * machine.network.bandwidth_bytes_per_s / 1e9:.0f} Gb/s",
+            "not given" if machine.power is None else f"{machine.power.nameplate_watts / unit.nameplate_watts:.1f}",
+        )  # fmt: skip
+        rows += [(f"{name}, the study", *facts), (f"{name}, ours", *ours)]
+    headings = ("platform", "sockets", "system memory", "GPUs", "memory of each", "FP32 of each", "network", "power, units")
+    return Item(
+        key="platforms",
+        title="Table I: the platforms",
+        paper="A dual-socket CPU server, Big Basin with eight V100 on NVLink, and a Zion prototype with eight sockets and eight V100 that have no direct path to each other.",
+        differs="The machines are described by these facts and by data sheets; where neither says anything, as about random access, a share is assumed, and the file says so.",
+        verdict="by construction",
+        tables=[TextTable("Platforms", headings, tuple(rows))],
+        measured_words="not at hand",
+        predicted_words="described as machines",
+    )
 
 
 def models() -> Item:
@@ -108,16 +153,14 @@ def busy(software: Software, most: int = 100) -> Busy:
 def use(contents: Contents, software: Software) -> Item:
     """Fig. 5: how much of their machines runs use."""
     found = busy(software)
-    entries = [entry for name in ("fig5", "fig5-quick") for entry in contents.of(study=name) if entry.is_measured]
+    entries = [entry for name in ("fig5", "fig5-quick") for entry in newest(contents.of(study=name, kind="measured"))]
     measured = of_populations.uses(entries)
     figures = [one for one in [of_populations.draw_uses("Measured here", measured)] if one is not None]
+    shares = {"trainers' cores": found.trainers, "sparse servers": found.servers}
     traces = [
-        {
-            "type": "violin", "name": name, "y": list(values), "box": {"visible": True}, "points": "all", "jitter": 0.3, "spanmode": "hard",
-            "line": {"color": color(place)}, "marker": {"size": 4, "opacity": 0.6}, "hovertemplate": "%{y:.0%}<extra>" + name + "</extra>",
-        }
-        for place, (name, values) in enumerate((("trainers' cores", found.trainers), ("sparse servers", found.servers)))
-    ]  # fmt: skip
+        violin(name, values, place, hovertemplate="%{y:.0%}<extra>" + name + "</extra>")
+        for place, (name, values) in enumerate(shares.items())
+    ]
     figures.append(
         Figure(
             key="fig5-predicted",
@@ -185,7 +228,7 @@ def servers(contents: Contents) -> Item:
     entries = [
         entry
         for name in ("fig9", "fig9-quick")
-        for entry in contents.of(study=name, kind="predicted")
+        for entry in newest(contents.of(study=name, kind="predicted"))
         if entry.record.machine.get("name") != HERE and entry.failure is None
     ]
     whole = [entry for entry in entries if entry.study == "fig9"]
@@ -237,12 +280,9 @@ def production_models(software: Software) -> Item:
         ("efficiency, the study", list(PAPER_EFFICIENCY.values()), 4), ("efficiency, predicted", list(efficiencies.values()), 1),
     )  # fmt: skip
     traces = [
-        {
-            "type": "bar", "name": label(name), "x": shown, "y": values, "marker": {"color": color(place)},
-            "hovertemplate": "%{x}: %{y:.2f}<extra>" + label(name) + "</extra>",
-        }
+        bars(name, shown, values, place, hovertemplate="%{x}: %{y:.2f}<extra>" + name + "</extra>")
         for name, values, place in pairs
-    ]  # fmt: skip
+    ]
     figure = Figure(
         key="table3",
         title="One Big Basin over the CPU fleet",
@@ -286,8 +326,7 @@ def quality(contents: Contents) -> Item:
     figures: list[Figure] = []
     checks = Checks()
     if measured is not None:
-        drawn = of_studies.draw_study(measured)[0]
-        figures.append(Figure(**{**vars(drawn), "key": "fig15-measured", "title": "Measured here: NE over batch size"}))
+        figures.append(renamed(of_studies.draw_study(measured)[0], "fig15-measured", "Measured here: NE over batch size"))
         values = line(measured)
         gaps = [100 * (value / values[0] - 1) for value in values]
         names = [of_studies.words_of(value) for value in measured.axes[0].values]
@@ -296,6 +335,8 @@ def quality(contents: Contents) -> Item:
             + ", ".join(f"{gap:+.2f} % at {name}" for gap, name in zip(gaps[1:], names[1:], strict=True)),
             gaps[-1] > 0.1,
         )
+        grows = [after > before for before, after in itertools.pairwise(gaps)]
+        checks.add(f"the gap grows in {sum(grows)} of {len(grows)} steps to a larger batch", all(grows))
     words = []
     for name, source in contents.studies.items():
         if source != "quality":

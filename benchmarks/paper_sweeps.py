@@ -1,94 +1,150 @@
-"""The sweeps of the HPCA 2021 study (its Figs. 10 to 14), each with ours beside it."""
+"""The sweeps of the HPCA 2021 study (its Figs. 1 and 10 to 14), each with ours beside it."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from benchmarks.paper import DENSE, FIG10, SPARSE, cell, error, on_big_basin, on_cpu, placements, suite_model, suite_work
-from benchmarks.paper_item import Checks, Item, line, measured_of, predicted_lines, side_by_side, size_of, thousands
+from benchmarks.paper import (
+    DENSE,
+    FIG10,
+    NUM_CPU_SERVERS,
+    SPARSE,
+    cell,
+    error,
+    on_big_basin,
+    on_cpu,
+    placements,
+    suite_model,
+    suite_work,
+)
+from benchmarks.paper_item import Checks, Item, item_of, line, measured_of, predicted_lines, renamed, size_of, thousands
 from rowstead.plan.work import step_work
 from rowstead.records.store import Contents
 from rowstead.report import of_studies
 from rowstead.report.describe import TextTable
-from rowstead.report.look import Figure, axis, layout
+from rowstead.report.look import Figure, axis, heat_map, layout
 from rowstead.report.of_studies import MEASURED, Study
 from rowstead.spec.machine import Software
 
+Table = Mapping[int, Mapping[int, float]]
+"""A figure by dense features, then by sparse ones."""
+BIG_BASIN_UNITS = 7.3
+"""What Big Basin's nameplate power is worth in CPU servers."""
 CPU, GPU = "predicted: CPU server with parameter servers", "predicted: Big Basin"
 
 
-def _heat(key: str, title: str, words: str, table: Mapping[int, Mapping[int, float]]) -> Figure:
-    rows, columns = list(table), list(SPARSE)
-    values = [[table[row].get(column) for column in columns] for row in rows]
+def _heat(key: str, title: str, words: str, table: Table, **options: Any) -> Figure:
+    rows = list(table)
+    values = [[table[row].get(column) for column in SPARSE] for row in rows]
     texts = [["" if value is None else f"{value:.2f}" for value in row] for row in values]
-    trace = {
-        "type": "heatmap", "x": [str(one) for one in columns], "y": [f"{one:,}" for one in rows], "z": values, "text": texts,
-        "texttemplate": "%{text}", "colorscale": "@scale", "showscale": False, "xgap": 2, "ygap": 2, "zmin": 0, "zmax": 6,
-        "hovertemplate": "%{y} dense, %{x} sparse: %{z:.2f}<extra></extra>",
-    }  # fmt: skip
-    cells = tuple((f"{row:,}", *text) for row, text in zip(rows, texts, strict=True))
+    down, across = [f"{row:,}" for row in rows], [str(column) for column in SPARSE]
+    hover = "%{y} dense, %{x} sparse: %{z:.2f}<extra></extra>"
+    cells = tuple((name, *text) for name, text in zip(down, texts, strict=True))
     return Figure(
         key=key,
         title=title,
         words=words,
-        traces=[trace],
+        traces=[heat_map(across, down, values, texts, **{"zmin": 0, "zmax": 6, "hovertemplate": hover, **options})],
         layout=layout(axis("sparse features", type="category"), axis("dense features", type="category")),
-        table=TextTable("Ratio", ("dense features", *map(str, columns)), cells),
+        table=TextTable("Ratio", ("dense features", *across), cells),
         height_rem=17,
+    )
+
+
+def _predicted(software: Software, key: str) -> dict[int, dict[int, float]]:
+    """One figure of every cell of the sweep over features."""
+    return {dense: {sparse: cell(dense, sparse, software)[key] for sparse in SPARSE} for dense in DENSE}
+
+
+def _off(ours: Table, theirs: Table) -> tuple[float, str]:
+    """The mean error over the study's cells, and where it is largest in words."""
+    errors = {(d, s): error([ours[d][s] / theirs[d][s]]) for d in theirs for s in SPARSE}
+    (dense, sparse), most = max(errors.items(), key=lambda one: one[1])
+    mean = error(ours[d][s] / theirs[d][s] for d in theirs for s in SPARSE)
+    return mean, f"within {mean:.0%} on average, at worst {most:.0%} ({dense:,} dense, {sparse} sparse)"
+
+
+def power(software: Software) -> Item:
+    """Fig. 1: what GPUs give over CPUs for their power, by dense and sparse features."""
+    theirs = {
+        dense: {sparse: one * NUM_CPU_SERVERS / BIG_BASIN_UNITS for sparse, one in row.items()} for dense, row in FIG10.items()
+    }
+    ours = _predicted(software, "gpu_over_cpu_efficiency")
+    off, words = _off(ours, theirs)
+    checks = Checks()
+    checks.add(f"predicted ratios are {words}", off < 0.25)
+
+    def below(table: Table) -> list[tuple[int, int]]:
+        return [(d, s) for d in theirs for s in SPARSE if table[d][s] < 1]
+
+    def named(cells: Sequence[tuple[int, int]]) -> str:
+        return ", ".join(f"{d}/{s}" for d, s in cells) or "none"
+
+    checks.add(
+        f"CPUs give more for their power at {named(below(ours))} dense/sparse features of those that the study has, there at {named(below(theirs))}",
+        below(ours) == below(theirs),
+    )
+    best = max(((value, d, s) for d, row in ours.items() for s, value in row.items()))
+    checks.add(
+        f"GPUs are furthest ahead, {best[0]:.1f}-fold, with {best[1]:,} dense and {best[2]} sparse features", best[1] >= 1024
+    )
+    around_one = {"colorscale": "@against", "zmin": 0, "zmax": 2}
+    words_of_study = (
+        f"Its ratio of throughput times {NUM_CPU_SERVERS} CPU servers over the {BIG_BASIN_UNITS} that Big Basin's power is worth: "
+        "its own matrix to 0.006. Blue is where the GPUs are ahead."
+    )
+    words_of_ours = "For the same machines and sizes, software of 2020."
+    return Item(
+        key="fig1",
+        title="Fig. 1: power efficiency of GPUs over CPUs",
+        paper="Whether GPUs are worth their power depends on the model: with 64 dense and few sparse features CPUs give more for it, with many dense features the GPUs do by far.",
+        differs=checks.words
+        + " This machine has no GPU, so nothing of it can be measured here; power is that of nameplates, in the study as in ours, and no joule was measured.",
+        verdict=checks.verdict,
+        figures=[
+            _heat("fig1-paper", "The study", words_of_study, theirs, **around_one),
+            _heat("fig1-predicted", "Predicted: ratio of samples a joule", words_of_ours, ours, **around_one),
+        ],
+        measured_words="no GPU at hand",
+        predicted_words=f"ratios off by {off:.0%}",
     )
 
 
 def dense_and_sparse(contents: Contents, software: Software) -> Item:
     """Fig. 10: throughput of GPUs over CPUs by dense and sparse features."""
-    found = {dense: {sparse: cell(dense, sparse, software) for sparse in SPARSE} for dense in DENSE}
-    ours = {dense: {sparse: one["gpu_over_cpu_throughput"] for sparse, one in row.items()} for dense, row in found.items()}
-    efficiency = {
-        dense: {sparse: one["gpu_over_cpu_efficiency"] for sparse, one in row.items()} for dense, row in found.items()
-    }
+    ours = _predicted(software, "gpu_over_cpu_throughput")
     measured = measured_of(contents, "fig10")
     figures = [
         _heat(
             "fig10-paper", "The study", "Throughput of one Big Basin over one CPU trainer with two parameter servers.", FIG10
         ),
         _heat("fig10-predicted", "Predicted: the same ratio", "For the same machines and sizes, software of 2020.", ours),
-        _heat(
-            "fig10-efficiency",
-            "Predicted: ratio of efficiency",
-            "The ratio times 3 servers over the 7.3 that Big Basin's power is worth.",
-            efficiency,
-        ),
     ]
-    if measured is not None and len(measured.axes) == 2:
-        heat = of_studies.draw_heat(measured)[0]
-        figures.append(Figure(**{**vars(heat), "key": "fig10-measured", "title": "Measured here: samples/s"}))
-    off = error(ours[dense][sparse] / FIG10[dense][sparse] for dense in FIG10 for sparse in SPARSE)
-    worst = max((error([ours[d][s] / FIG10[d][s]]), d, s) for d in FIG10 for s in SPARSE)
+    off, words = _off(ours, FIG10)
     checks = Checks()
-    checks.add(
-        f"predicted ratios are within {off:.0%} on average, at worst {worst[0]:.0%} ({worst[1]:,} dense, {worst[2]} sparse)",
-        off < 0.25,
-    )
+    checks.add(f"predicted ratios are {words}", off < 0.25)
     faster = [value > 1 for row in ours.values() for value in row.values()]
     checks.add(f"the GPUs are faster in {sum(faster)} of {len(faster)} predicted cells", all(faster))
-    low = [(d, s) for d, row in efficiency.items() for s, value in row.items() if value < 1]
-    checks.add(
-        f"efficiency is below 1 in {len(low)} cells"
-        + (f", those with {', '.join(f'{d}/{s}' for d, s in low)} dense/sparse" if low else ""),
-        all(d == 64 for d, _ in low),
-    )
+    for kind in ("cpu", "gpu"):
+        speeds = _predicted(software, f"{kind}_samples_per_s")
+        rows = [list(row.values()) for row in speeds.values()]
+        lines = _falling([*rows, *zip(*rows, strict=True)])
+        checks.add(f"predicted {kind.upper()} throughput falls along {sum(lines)} of {len(lines)} rows and columns", all(lines))
     if measured is not None and len(measured.axes) == 2:
+        figures.append(renamed(of_studies.draw_heat(measured)[0], "fig10-measured", "Measured here: samples/s"))
         table = measured.table(MEASURED)
         corner = (table[0][0], table[-1][-1])
         falls = corner[0] is not None and corner[1] is not None and corner[1] < corner[0]
         most, fewest = thousands(corner[1]), thousands(corner[0])
         checks.add(f"with the most features of both kinds this machine does {most} samples/s, with the fewest {fewest}", falls)
-        rows = _falling(table)
-        checks.add(f"here throughput falls along sparse features in {sum(rows)} of {len(rows)} rows", all(rows))
+        for name, lines in (("sparse", _falling(table)), ("dense", _falling(list(zip(*table, strict=True))))):
+            checks.add(f"here throughput falls along {name} features in {sum(lines)} of {len(lines)} rows", all(lines))
     return Item(
         key="fig10",
         title="Fig. 10: dense and sparse features",
-        paper="Throughput falls as dense or sparse features are added, on CPU and on GPU. The GPUs are faster in every cell; their power efficiency is below that of CPUs only with 64 dense and few sparse features, and best with many dense ones.",
+        paper="Throughput falls as dense or sparse features are added, on CPU and on GPU. The GPUs are faster in every cell.",
         differs=checks.words,
         verdict=checks.verdict,
         figures=figures,
@@ -130,15 +186,14 @@ def batch_size(contents: Contents, software: Software) -> Item:
             top = max(values, key=lambda one: one[1])
             rises = top[1] / values[0][1]
             checks.add(f"here, {name}, throughput rises {rises:.1f}-fold from batch {values[0][0]} to {top[0]}", rises > 1)
-    return Item(
-        key="fig11",
-        title="Fig. 11: batch size",
-        paper="GPU throughput rises about linearly with the batch, then saturates; CPU throughput can get worse with large batches; the best batch differs between CPU and GPU and with the model.",
-        differs=checks.words,
-        verdict=checks.verdict,
-        figures=side_by_side("fig11", measured, predicted),
-        measured_words=size_of(measured),
-        predicted_words=f"CPU best at {best:,}",
+    return item_of(
+        "fig11",
+        "Fig. 11: batch size",
+        "GPU throughput rises about linearly with the batch, then saturates; CPU throughput can get worse with large batches; the best batch differs between CPU and GPU and with the model.",
+        checks,
+        measured,
+        predicted,
+        in_short=f"CPU best at {best:,}",
     )
 
 
@@ -186,15 +241,14 @@ def hash_size(contents: Contents, software: Software) -> Item:
         values = line(measured)
         here = max(values) / min(values)
         checks.add(f"the largest throughput of this machine is {here:.2f} times the least", here < 1.3)
-    return Item(
-        key="fig12",
-        title="Fig. 12: hash size",
-        paper="Throughput is flat on CPU; on the GPUs it drops as tables spread over more GPUs.",
-        differs=checks.words,
-        verdict=checks.verdict,
-        figures=side_by_side("fig12", measured, predicted),
-        measured_words=size_of(measured),
-        predicted_words=f"CPU flat within {flat - 1:.0%}",
+    return item_of(
+        "fig12",
+        "Fig. 12: hash size",
+        "Throughput is flat on CPU; on the GPUs it drops as tables spread over more GPUs.",
+        checks,
+        measured,
+        predicted,
+        in_short=f"CPU flat within {flat - 1:.0%}",
     )
 
 
@@ -219,15 +273,14 @@ def mlp(contents: Contents, software: Software) -> Item:
             f"this machine keeps {values[-1] / values[0]:.0%} of its throughput from the smallest MLP to the largest",
             values[-1] < values[0],
         )
-    return Item(
-        key="fig13",
-        title="Fig. 13: MLP dimensions",
-        paper="No significant drop up to 256^3; beyond it CPU drops more than GPU.",
-        differs=checks.words,
-        verdict=checks.verdict,
-        figures=side_by_side("fig13", measured, predicted),
-        measured_words=size_of(measured),
-        predicted_words=f"at 2048^3: CPU {beyond['CPU']:.0%}, GPU {beyond['GPU']:.0%} of 256^3",
+    return item_of(
+        "fig13",
+        "Fig. 13: MLP dimensions",
+        "No significant drop up to 256^3; beyond it CPU drops more than GPU.",
+        checks,
+        measured,
+        predicted,
+        in_short=f"at 2048^3: CPU {beyond['CPU']:.0%}, GPU {beyond['GPU']:.0%} of 256^3",
     )
 
 
@@ -270,13 +323,13 @@ def places(contents: Contents, software: Software) -> Item:
             + ", ".join(f"{name} {thousands(value)}" for value, name in order)
             + " samples/s."
         )
-    return Item(
-        key="fig14",
-        title="Fig. 14: places for the tables of M2",
-        paper="In GPU memory Big Basin is best and Zion far lower, as its GPUs have no direct path; in system memory Zion is best, and Big Basin 4 times below its own GPU-memory figure; remote memory beats neither on either, with Zion slightly ahead.",
-        differs=checks.words + note,
-        verdict=checks.verdict,
-        figures=side_by_side("fig14", measured, predicted),
-        measured_words=size_of(measured),
-        predicted_words="order of places",
+    return item_of(
+        "fig14",
+        "Fig. 14: places for the tables of M2",
+        "In GPU memory Big Basin is best and Zion far lower, as its GPUs have no direct path; in system memory Zion is best, and Big Basin 4 times below its own GPU-memory figure; remote memory beats neither on either, with Zion slightly ahead.",
+        checks,
+        measured,
+        predicted,
+        in_short="order of places",
+        note=note,
     )

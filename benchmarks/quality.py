@@ -10,7 +10,6 @@ processor time of our training on all threads, the drawing of the log and the la
 from __future__ import annotations
 
 import math
-import statistics
 import tempfile
 import time
 from collections.abc import Sequence
@@ -21,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.harness import arguments, publish
+from benchmarks.harness import publish
+from benchmarks.seeds import over_seeds, seed_arguments, seeds_of
 from rowstead import run
 from rowstead.contracts.batch import Batch
 from rowstead.contracts.source import Source
@@ -33,8 +33,6 @@ from rowstead.training.metrics import Evaluation, Quality
 
 RATES = (0.003, 0.01, 0.03)
 """Learning rates that are tried for logistic regression."""
-STUDENT_T = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
-"""97.5 % quantile of Student's distribution, by the number of seeds."""
 
 
 class LogisticRegression(nn.Module):
@@ -129,30 +127,18 @@ def compare(seed: int) -> dict[str, Any]:
     }
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Student's 95 % interval of the mean."""
-    half = STUDENT_T[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
-    return statistics.mean(values) - half, statistics.mean(values) + half
-
-
 def summary_of(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Means, worst cases and intervals over the seeds."""
     summary = {"ne_best_max": max(row["ne_best"] for row in rows)}
     for key, worst in (("above_best_pct", np.max), ("logistic_regression_above_ours_pct", np.min)):
         values = [row[key] for row in rows]
-        summary[f"{key}_mean"] = statistics.mean(values)
-        summary[f"{key}_worst"] = float(worst(values))
-        if len(values) > 1:
-            summary[f"{key}_low"], summary[f"{key}_high"] = interval(values)
+        summary |= over_seeds(key, values) | {f"{key}_worst": float(worst(values))}
     return summary
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--seeds", type=int, default=None, choices=range(1, 11), help="how many seeds [5, quick: 1]")
-    options = parser.parse_args()
-    num_seeds = options.seeds or (1 if options.quick else 5)
-    rows = [compare(seed) for seed in range(1, num_seeds + 1)]
+    options = seed_arguments(__doc__).parse_args()
+    rows = [compare(seed) for seed in seeds_of(options)]
     publish("quality", rows, summary_of(rows), options)
 
 

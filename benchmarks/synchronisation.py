@@ -17,7 +17,6 @@ one). Seeds are those of the log and of the initial weights; a difference is bet
 
 from __future__ import annotations
 
-import statistics
 import sys
 import threading
 from collections.abc import Sequence
@@ -25,8 +24,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import arguments, publish
-from benchmarks.quality import interval
+from benchmarks.harness import publish
+from benchmarks.seeds import over_seeds, seed_arguments, seeds_of
 from rowstead.contracts.batch import Batch
 from rowstead.fleet.centre import CentreState, LocalCentre
 from rowstead.model.dlrm import DLRM
@@ -198,21 +197,16 @@ def summary_of(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     for mode, num_trainers in dict.fromkeys((row["mode"], row["num_trainers"]) for row in rows):
         chosen = [row for row in rows if (row["mode"], row["num_trainers"]) == (mode, num_trainers)]
         for peer in ("synchronous", "one_trainer"):
-            values = [row[f"above_{peer}_pct"] for row in chosen]
             key = f"{mode.replace(' ', '_')}_{num_trainers}_above_{peer}_pct"
-            summary[f"{key}_mean"] = statistics.mean(values)
-            if len(values) > 1:
-                summary[f"{key}_low"], summary[f"{key}_high"] = interval(values)
+            summary |= over_seeds(key, [row[f"above_{peer}_pct"] for row in chosen])
     return summary
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--seeds", type=int, default=None, choices=range(1, 11), help="how many seeds [5, quick: 1]")
-    options = parser.parse_args()
+    options = seed_arguments(__doc__).parse_args()
     prepare()
     rows = []
-    for seed in range(1, (options.seeds or (1 if options.quick else 5)) + 1):
+    for seed in seeds_of(options):
         problem = Problem(seed, num_samples=40_000 if options.quick else NUM_SAMPLES)
         for num_trainers in NUM_TRAINERS:
             rows += compare(problem, seed, num_trainers, MODES)

@@ -68,16 +68,19 @@ def ui(
         str, typer.Option("--host", help="Address to listen on; one that others can reach needs the token that is printed.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0 takes a free one.")] = 8642,
+    token: Annotated[
+        bool, typer.Option("--token", help="Ask for a token on this machine as well, where others have accounts on it.")
+    ] = False,
     open_: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = True,
     runs: Root = RUNS,
 ) -> None:
     """Serve a page for what-if planning: sliders for model and fleet, every platform predicted as they move."""
-    from rowstead.ui.server import Ui
+    from rowstead.ui.server import Ui, new_token
 
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())
-    page = Ui(host=host, port=port, runs=runs)
+    page = Ui(host=host, port=port, runs=runs, token=new_token() if token else None)
     page.start()
     console = Console()
     console.print(f"open {page.address}", highlight=False, soft_wrap=True)

@@ -101,7 +101,7 @@ def tune(
         ),
     ] = None,
     sampler: Annotated[
-        str | None, typer.Option("--sampler", metavar="tpe|gp|random|grid", help="What proposes settings. [default: tpe]")
+        str | None, typer.Option("--sampler", metavar="gp|tpe|random|grid", help="What proposes settings. [default: gp]")
     ] = None,
     trials: Annotated[int | None, typer.Option("--trials", min=1, metavar="N", help="End after so many. [default: 40]")] = None,
     minutes: Annotated[float | None, typer.Option("--minutes", metavar="M", help="End after so many minutes.")] = None,
@@ -150,21 +150,29 @@ def tune(
 
     console = Console()
     with _stoppable(console):
-        found = run_search(spec, root=runs, out=out, tell=lambda so_far: _tell_trial(console, so_far, spec.trials))
+        found = run_search(spec, root=runs, out=out, tell=TrialLines(console, spec.trials).tell)
     _print_search(console, found)
 
 
-def _tell_trial(console: Console, trials: list[Trial], num_trials: int | None) -> None:
-    if not trials:
-        return
-    last = trials[-1]
-    ne = "" if last.objective is None else f": NE {last.objective:.5f}"
-    best = "" if last.best is None else f" · best {last.best:.5f}"
-    of_all = "" if num_trials is None else f" of {num_trials:,}"
-    line = f"trial {last.number + 1:,}{of_all} {last.state}{ne}{best}"
-    if last.state == "failed":
-        line += f" · {last.entry.failure}"
-    console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
+class TrialLines:
+    """Tells of each trial once, as it ends: with several workers that is not the order of their numbers."""
+
+    def __init__(self, console: Console, num_trials: int | None) -> None:
+        self._console = console
+        self._of_all = "" if num_trials is None else f" of {num_trials:,}"
+        self._told: set[int] = set()
+
+    def tell(self, trials: list[Trial]) -> None:
+        lowest = min((trial.objective for trial in trials if trial.counts and trial.objective is not None), default=None)
+        best = "" if lowest is None else f" · best {lowest:.5f}"
+        for trial in trials:
+            if trial.number in self._told:
+                continue
+            self._told.add(trial.number)
+            ne = "" if trial.objective is None else f": NE {trial.objective:.5f}"
+            why = f" · {trial.entry.failure}" if trial.state == "failed" else ""
+            line = f"trial {len(self._told):,}{self._of_all} {trial.state}{ne}{best}{why}"
+            self._console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
 
 
 def _print_search(console: Console, found: Found) -> None:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.fit_steps import measured_steps
 from benchmarks.prediction import error, predicted, random_shapes, rank_correlation, summary_of
-from rowstead.spec.catalogue import machine_text
+from rowstead.spec.catalogue import load_software, machine_text
 from tests.measured_machine import measured_machine
 
 
@@ -34,10 +35,10 @@ def test_errors_and_ranks_are_what_they_say() -> None:
 
 def test_a_summary_has_the_promised_keys() -> None:
     rows = [
-        {"ratio": 1.1, "measured_ms": 1.0, "predicted_ms": 1.1, "again": 1.0},
-        {"ratio": 0.9, "measured_ms": 2.0, "predicted_ms": 1.8, "again": 1.01},
+        {"ratio": 1.1, "measured_ms": 1.0, "predicted_ms": 1.1, "again": 1.0, "pace": 1.0},
+        {"ratio": 0.9, "measured_ms": 2.0, "predicted_ms": 1.8, "again": 1.01, "pace": 1.2},
     ]
-    found = summary_of(rows)
+    found = summary_of([{**row, "ratio_at_pace": row["ratio"], "again_at_pace": row["again"]} for row in rows])
     assert {"error_geomean_pct", "error_max_pct", "rank_correlation", "repeatability_geomean_pct"} <= set(found)
     assert found["error_max_pct"] == pytest.approx(100 * (1 / 0.9 - 1))
 
@@ -46,6 +47,14 @@ def test_every_model_has_a_prediction() -> None:
     machine = measured_machine()
     steps = [predicted(shape, machine).step_s for shape in random_shapes("cpu", 10, seed=2)]
     assert all(0 < step_s < 10 for step_s in steps)
+
+
+@pytest.mark.parametrize(("device", "count", "most"), [("cuda", 6, 7 / 6), ("cpu", 3, 1.6)])
+def test_shipped_overheads_come_near_the_steps_that_were_measured(device: str, count: int, most: float) -> None:
+    software = load_software("rowstead")
+    ratios = {step.name: step.ratio(software) for step in measured_steps(device)}
+    assert len(ratios) == count
+    assert all(1 / most <= ratio <= most for ratio in ratios.values()), ratios
 
 
 @pytest.mark.slow

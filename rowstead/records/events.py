@@ -83,7 +83,7 @@ def _parsed(line: bytes) -> Event | None:
     """The event on a line, or None where a process was killed while writing it."""
     try:
         event = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     whole = isinstance(event, dict) and isinstance(event.get("kind"), str) and isinstance(event.get("step"), int)
     return event if whole else None

@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,17 +39,21 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def json_line(plain: Mapping[str, Any]) -> str:
-    """One line of strict JSON; figures that are None, NaN or infinite are left out, as nothing was measured."""
-    return json.dumps(_measured(plain), allow_nan=False, ensure_ascii=False) + "\n"
+def json_line(plain: Mapping[str, Any], *, whole: Collection[str] = ()) -> str:
+    """One line of strict JSON; figures that are None, NaN or infinite are left out, as nothing was measured.
+
+    Under the keys in `whole` nothing is left out: there they are null.
+    """
+    kept = {str(key): _strict(item, leave_out=key not in whole) for key, item in plain.items()}
+    return json.dumps({key: item for key, item in kept.items() if item is not None}, allow_nan=False, ensure_ascii=False) + "\n"
 
 
-def _measured(value: Any) -> Any:
+def _strict(value: Any, *, leave_out: bool) -> Any:
     if isinstance(value, Mapping):
-        cleaned = ((str(key), _measured(item)) for key, item in value.items())
-        return {key: item for key, item in cleaned if item is not None}
+        cleaned = ((str(key), _strict(item, leave_out=leave_out)) for key, item in value.items())
+        return {key: item for key, item in cleaned if item is not None or not leave_out}
     if isinstance(value, (list, tuple)):
-        return [_measured(item) for item in value]
+        return [_strict(item, leave_out=leave_out) for item in value]
     if not isinstance(value, (str, int, float, bool)) and hasattr(value, "item"):
         value = value.item()  # a scalar of NumPy or torch
     return None if isinstance(value, float) and not math.isfinite(value) else value

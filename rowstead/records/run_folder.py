@@ -60,6 +60,11 @@ class RunFolder:
         """What the run came to; absent until it has finished."""
         return self.path / "record.json"
 
+    @property
+    def predicted_file(self) -> Path:
+        """What was predicted for it, as a Record; absent where this machine was not measured before."""
+        return self.path / "predicted.json"
+
     @classmethod
     def create(cls, root: Path | str, name: str) -> RunFolder:
         """A fresh folder `root/name-001`, or the next number that nobody has."""
@@ -162,7 +167,7 @@ class RunFolder:
             text = self.record_file.read_bytes()
         try:
             return Record(**json.loads(text))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise RowsteadError(f"{self.record_file} cannot be read as a record: {error}") from None
 
 

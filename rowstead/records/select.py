@@ -101,10 +101,10 @@ def find(entries: Sequence[Entry], name: str) -> Entry:
     if not entries:
         raise RowsteadError("the store is empty: `rowstead train`, `sweep`, `tune` and `quality` fill it")
     if name == "last":
-        return max(entries, key=lambda entry: entry.record.date)
+        return max(entries, key=lambda entry: (entry.record.date, entry.is_measured))
     for found in (
         [entry for entry in entries if entry.id == name],
-        [entry for entry in entries if entry.folder is not None and Path(entry.folder) == Path(name)],
+        [entry for entry in entries if entry.is_measured and entry.folder is not None and Path(entry.folder) == Path(name)],
         [entry for entry in entries if name and entry.id.startswith(name)],
     ):
         if len({entry.id for entry in found}) > 1:

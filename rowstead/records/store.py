@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import hashlib
 import json
 import math
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
 
 from rowstead.records.files import json_line
-from rowstead.records.run_folder import DEFAULT_ROOT, runs_in
+from rowstead.records.run_folder import DEFAULT_ROOT, RunFolder, runs_in
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.parse import to_plain
 from rowstead.spec.record import Record
@@ -62,6 +63,15 @@ class Entry:
     def is_measured(self) -> bool:
         return self.record.kind == "measured"
 
+    @property
+    def is_pruned(self) -> bool:
+        """Whether it is a trial that was ended early, as others were better: no failure."""
+        return self.source == "trial" and self.failure is not None and self.failure.startswith("pruned")
+
+    @property
+    def has_failed(self) -> bool:
+        return self.failure is not None and not self.is_pruned
+
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
@@ -77,11 +87,18 @@ class Contents:
         """The entries of a study, a source or a kind of record."""
         return tuple(
             entry
-            for entry in self.entries
-            if (study is None or entry.study == study)
-            and (source is None or entry.source == source)
-            and (kind is None or entry.record.kind == kind)
+            for entry in (self.entries if study is None else self._of_study.get(study, ()))
+            if (source is None or entry.source == source) and (kind is None or entry.record.kind == kind)
         )
+
+    @functools.cached_property
+    def _of_study(self) -> dict[str, list[Entry]]:
+        """By study, so that a report of many need not go through all entries for each."""
+        found: dict[str, list[Entry]] = {}
+        for entry in self.entries:
+            if entry.study is not None:
+                found.setdefault(entry.study, []).append(entry)
+        return found
 
     @property
     def studies(self) -> dict[str, Source]:
@@ -145,17 +162,29 @@ class RunStore:
     def _runs(self) -> tuple[list[Entry], tuple[str, ...], int]:
         entries, unfinished, num_bad = [], [], 0
         for run in runs_in(self.root):
-            try:
-                line = run.record_file.read_bytes()
-            except OSError:
+            found, bad = entries_of(run)
+            num_bad += bad
+            entries += found
+            if not found and not bad:
                 unfinished.append(str(run.path))
-                continue
-            entry = entry_in(line)
-            if entry is None:
-                num_bad += 1
-            else:
-                entries.append(dataclasses.replace(entry, folder=str(run.path), id=run.name))
         return sorted(entries, key=lambda entry: (entry.record.date, entry.id)), tuple(unfinished), num_bad
+
+
+def entries_of(run: RunFolder) -> tuple[list[Entry], int]:
+    """What a run came to, what was predicted for it, and how many of these files cannot be read; nothing before it has finished."""
+    entries, num_bad = [], 0
+    for file, name in ((run.record_file, run.name), (run.predicted_file, f"predicted:{run.name}")):
+        try:
+            line = file.read_bytes()
+        except OSError:
+            if file == run.record_file:
+                break
+            continue
+        entry = entry_in(line)
+        num_bad += entry is None
+        if entry is not None:
+            entries.append(dataclasses.replace(entry, folder=str(run.path), id=name))
+    return entries, num_bad
 
 
 def line_of(entry: Entry) -> str:
@@ -163,7 +192,8 @@ def line_of(entry: Entry) -> str:
     plain = to_plain(entry.record)
     rest = {f.name: getattr(entry, f.name) for f in dataclasses.fields(entry) if f.name not in ("record", "id")}
     plain |= {name: value for name, value in rest.items() if value not in (None, {})}
-    line = json_line(plain).encode(errors="replace").decode()  # a lone surrogate, as a broken file name has, is no UTF-8
+    line = json_line(plain, whole=("axes", "settings"))  # where null is a value as good as others
+    line = line.encode(errors="replace").decode()  # a lone surrogate, as a broken file name has, is no UTF-8
     if len(line.encode()) > MAX_LINE_BYTES:
         raise RowsteadError(
             f"a record of {len(line):,} characters is too large: shorten the names in `{entry.record.name[:40]}`"
@@ -189,7 +219,7 @@ def entry_in(line: bytes) -> Entry | None:
         and all(word is None or isinstance(word, str) for word in words)
         and isinstance(known["axes"], dict)
         and isinstance(known["settings"], dict)
-        and (seed is None or (isinstance(seed, int) and not isinstance(seed, bool)))
+        and (seed is None or (isinstance(seed, int) and _is_number(seed)))
     )
     if not whole:
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import statistics
@@ -11,16 +12,44 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rowstead.records.store import Entry
+from rowstead.spec.errors import RowsteadError
+from rowstead.spec.parse import read_yaml
+
+SEARCH_FILE, QUALITY_FILE = "tune.yaml", "quality.yaml"
+"""What was asked for, in a study's folder."""
+
+
+def machine_of(entry: Entry) -> str:
+    """What measured an entry, or what it was predicted for: a name, or a processor with the cores that could be used."""
+    facts = entry.record.machine
+    if "name" in facts:
+        return str(facts["name"])
+    cores = f", {facts['num_usable_cores']} cores" if "num_usable_cores" in facts else ""
+    return f"{facts.get('cpu', '')}{cores}"
 
 
 def newest(entries: Iterable[Entry]) -> list[Entry]:
-    """Of entries for the same point on the same machine the one that was added last; others as they are."""
-    found: dict[tuple[Any, ...], Entry] = {}
-    for place, entry in enumerate(entries):
-        machine, axes = entry.record.machine.get("name"), json.dumps(entry.axes, sort_keys=True)
-        own = (entry.study, entry.point, entry.record.kind, machine, axes) if entry.point else (place,)
-        found[own] = entry
-    return list(found.values())
+    """Of entries at the same place of a study, of the same seed and machine, the one that was added last; others as they are.
+
+    What was measured there with other settings, before the study's own were changed, is left out with all its seeds. Trials all
+    count, as a search may try the same settings again.
+    """
+    found: dict[tuple[Any, ...], tuple[tuple[Any, ...], Entry]] = {}
+    common: dict[tuple[Any, ...], str] = {}
+    for number, entry in enumerate(entries):
+        if entry.point is None or entry.source == "trial":
+            found[(number,)] = ((), entry)
+            continue
+        where = json.dumps(entry.axes, sort_keys=True) if entry.axes else entry.point
+        place = (entry.study, entry.record.kind, machine_of(entry), where)
+        found[(*place, entry.seed)] = (place, entry)
+        common[place] = _common(entry)
+    return [entry for place, entry in found.values() if not place or _common(entry) == common[place]]
+
+
+def _common(entry: Entry) -> str:
+    """The settings of an entry but for its seeds, which may differ at one place of a study."""
+    return json.dumps({k: v for k, v in entry.settings.items() if k.rpartition(".")[2] != "seed"}, sort_keys=True)
 
 
 # sweeps
@@ -100,7 +129,7 @@ def trial_history(entries: Iterable[Entry], *, samples_per_s: float | None = Non
         objective, speed = figures.get("objective"), figures.get("samples_per_s")
         state: State = "complete"
         if entry.failure is not None:
-            state = "pruned" if entry.failure.startswith("pruned") else "failed"
+            state = "pruned" if entry.is_pruned else "failed"
         fast = samples_per_s is None or (speed is not None and speed >= samples_per_s)
         counts = state == "complete" and objective is not None and fast
         if counts and objective is not None and (best is None or objective < best):
@@ -142,10 +171,29 @@ def importance_in(folder: Path) -> dict[str, float]:
     """How much each parameter of a search matters, as its end has left it; empty where it is not known."""
     try:
         plain = json.loads((folder / "importance.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
-    shares = plain if isinstance(plain, dict) else {}
-    return {str(name): float(share) for name, share in shares.items() if isinstance(share, (int, float))}
+    return _numbers(plain)
+
+
+def wishes_in(folder: Path) -> dict[str, float]:
+    """What was asked of a study: the speed that a search's trials must have, the tolerance and confidence of a quality study.
+
+    Empty where it is not known; what is no number is passed over.
+    """
+    found: dict[str, float] = {}
+    for file in (SEARCH_FILE, QUALITY_FILE):
+        with contextlib.suppress(RowsteadError, RecursionError, ValueError):
+            found |= _numbers(read_yaml(folder / file))
+    most = {"samples_per_s": math.inf, "tolerance": math.inf, "confidence": 1.0}
+    return {name: found[name] for name, bound in most.items() if 0 < found.get(name, 0.0) < bound}
+
+
+def _numbers(plain: Any) -> dict[str, float]:
+    """The finite numbers of a mapping that may hold anything."""
+    items = plain.items() if isinstance(plain, dict) else ()
+    numbers = ((str(key), value) for key, value in items if isinstance(value, (int, float)) and not isinstance(value, bool))
+    return {key: float(value) for key, value in numbers if abs(value) < 1e300}
 
 
 # quality

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import os
 import platform
@@ -125,6 +126,12 @@ def machine_facts(gpu: str | None = None) -> dict[str, str | int | float]:
 
 def versions() -> dict[str, str]:
     """Versions of the packages that matter to a figure, those that are installed."""
+    return dict(_versions())
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    """Read once: it takes some milliseconds, and what a process runs does not change."""
     found = {}
     for name in PACKAGES:
         try:

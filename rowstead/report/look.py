@@ -14,6 +14,8 @@ from rowstead.report.describe import TextTable
 MAX_LABEL = 48
 """Characters of a name that a figure shows; the tables beneath have more of it."""
 NUM_COLORS = 8
+MAX_SPREAD = 1_000
+"""Points of a violin."""
 
 LIGHT = {
     **{f"@{place}": color for place, color in enumerate(
@@ -150,6 +152,49 @@ def lines(name: str, x: Sequence[Any], y: Sequence[Any], place: int, **options: 
     }  # fmt: skip
 
 
+def bars(name: str, x: Sequence[Any], y: Sequence[Any], place: int, **options: Any) -> dict[str, Any]:
+    """Bars of one series."""
+    return {"type": "bar", "name": name, "x": list(x), "y": list(y), "marker": {"color": color(place)}, **options}
+
+
+def lying_bars(name: str, x: Sequence[Any], y: Sequence[Any], place: int, **options: Any) -> dict[str, Any]:
+    """Bars from left to right, told apart by a line where they touch."""
+    edge = {"color": color(place), "line": {"color": "@card", "width": 1}}
+    return bars(name, x, y, place, orientation="h", **{"marker": edge, **options})
+
+
+def violin(name: str, values: Sequence[float], place: int, **options: Any) -> dict[str, Any]:
+    """How values are spread, with each of them as a point, thinned evenly where there are many."""
+    return {
+        "type": "violin", "name": name, "y": thinned(sorted(values), MAX_SPREAD), "box": {"visible": True}, "points": "all", "jitter": 0.3,
+        "line": {"color": color(place)}, "marker": {"size": 4, "opacity": 0.6}, "spanmode": "hard", **options,
+    }  # fmt: skip
+
+
+def heat_map(
+    x: Sequence[str], y: Sequence[str], z: Sequence[Sequence[float | None]], text: Sequence[Sequence[str]], **options: Any
+) -> dict[str, Any]:
+    """Cells by value, with their numbers in them."""
+    return {
+        "type": "heatmap", "x": list(x), "y": list(y), "z": z, "text": text, "texttemplate": "%{text}", "colorscale": "@scale",
+        "showscale": False, "xgap": 2, "ygap": 2, **options,
+    }  # fmt: skip
+
+
+def diagonal(name: str, low: float, high: float) -> dict[str, Any]:
+    """The line on which both sides are equal."""
+    line = {"color": "@quiet", "dash": "dot", "width": 1.5}
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": name,
+        "x": [low, high],
+        "y": [low, high],
+        "line": line,
+        "hoverinfo": "skip",
+    }
+
+
 def figure_text(value: float | None) -> str:
     """A number of any size as people read it."""
     if value is None or not math.isfinite(value):
@@ -164,7 +209,7 @@ def figure_text(value: float | None) -> str:
 
 def thinned(items: Sequence[Any], most: int) -> list[Any]:
     """At most so many of the items, evenly taken, the first and the last among them."""
-    if len(items) <= most:
-        return list(items)
+    if len(items) <= most or most < 2:
+        return list(items[:most])
     step = (len(items) - 1) / (most - 1)
     return [items[round(place * step)] for place in range(most)]

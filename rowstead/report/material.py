@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 from rowstead.records.events import Event, read_events
 from rowstead.records.run_folder import RunFolder, runs_in
-from rowstead.records.store import FILE, Contents, Entry, RunStore, entry_in
+from rowstead.records.store import FILE, Contents, Entry, RunStore, entries_of, entry_in
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.run import RunSpec
 
@@ -75,7 +76,7 @@ class Material:
 def gather(paths: Iterable[Path | str], *, root: Path | str = "runs") -> Material:
     """Runs by name or folder, whole stores, and files of records, all together."""
     runs: dict[str, RunView] = {}
-    entries: dict[str, Entry] = {}
+    entries: dict[tuple[str, str], Entry] = {}
     unfinished: list[str] = []
     num_bad, places = 0, []
     for path in paths:
@@ -84,20 +85,19 @@ def gather(paths: Iterable[Path | str], *, root: Path | str = "runs") -> Materia
         if given.is_file():
             found, bad = _of_file(given)
             num_bad += bad
-            entries |= {one.id: one for one in found}
+            entries |= {_own(one): one for one in found}
         elif (given / "spec.yaml").is_file() or not given.is_dir():
             folder = RunFolder(given) if (given / "spec.yaml").is_file() else RunFolder.open(str(path), root)
-            view, bad = _of_run(folder)
+            found, bad = entries_of(folder)
             num_bad += bad
-            runs.setdefault(str(folder.path.resolve()), view)
-            if view.entry is not None:
-                entries.setdefault(view.entry.id, view.entry)
+            runs.setdefault(str(folder.path.resolve()), RunView(folder, next((one for one in found if one.is_measured), None)))
+            entries = {_own(one): one for one in found} | entries
         else:
             contents = RunStore(given).read()
             num_bad += contents.num_bad_lines
             unfinished += contents.unfinished
-            entries |= {one.id: one for one in contents.entries}
-            of_folder = {one.folder: one for one in contents.entries if one.source == "run"}
+            entries |= {_own(one): one for one in contents.entries}
+            of_folder = {one.folder: one for one in contents.entries if one.source == "run" and one.is_measured}
             for folder in runs_in(given):
                 runs.setdefault(str(folder.path.resolve()), RunView(folder, of_folder.get(str(folder.path))))
     if not runs and not entries:
@@ -108,15 +108,9 @@ def gather(paths: Iterable[Path | str], *, root: Path | str = "runs") -> Materia
     return Material(runs=tuple(newest_first), contents=contents, places=tuple(places))
 
 
-def _of_run(folder: RunFolder) -> tuple[RunView, int]:
-    try:
-        line = folder.record_file.read_bytes()
-    except OSError:
-        return RunView(folder, None), 0
-    entry = entry_in(line)
-    if entry is None:
-        return RunView(folder, None), 1
-    return RunView(folder, Entry(record=entry.record, folder=str(folder.path), id=folder.name)), 0
+def _own(entry: Entry) -> tuple[str, str]:
+    """Tells an entry from others, also from a run of the same name under another root; equal lines are one entry."""
+    return ("" if entry.folder is None else os.path.abspath(entry.folder), entry.id)
 
 
 def _of_file(path: Path) -> tuple[list[Entry], int]:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rowstead.records.store import Entry
+from rowstead.records.studies import newest
 from rowstead.report.describe import TextTable
-from rowstead.report.look import Figure, axis, color, figure_text, label, labels, layout, log_axis, thinned
+from rowstead.report.look import Figure, axis, color, diagonal, figure_text, label, labels, layout, log_axis, thinned
 from rowstead.spec.catalogue import HERE
 
 MAX_SHOWN = 2_000
 """Points of a figure; where there are more, those farthest off and an even selection of the others."""
 WORST = 100
+MAX_GROUPS = 12
+"""Studies or recipes with a colour and a row of their own: those with the most points."""
+OTHERS = "others"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,17 +52,18 @@ class Errors:
 
 
 def pairs(entries: Sequence[Entry], figure: str = "samples_per_s") -> list[Pair]:
-    """Measured entries beside the predictions made for the same point, or for the same recipe, on this machine."""
-    measured: dict[tuple[str | None, str], Entry] = {}
+    """Measured entries beside the newest predictions made for the same point, or for the same recipe, on this machine."""
+    entries = newest(entries)
+    measured: dict[tuple[str | None, ...], Entry] = {}
     for entry in entries:
         if entry.is_measured and entry.record.figures.get(figure, 0) > 0:
-            measured[entry.study, entry.point or entry.record.spec_digest] = entry
+            measured[_run_of(entry)] = entry
     found = []
     for entry in entries:
         speed = entry.record.figures.get(figure, 0.0)
-        if entry.is_measured or speed <= 0 or entry.record.machine.get("name") != HERE:
+        if entry.is_measured or speed <= 0 or (entry.folder is None and entry.record.machine.get("name") != HERE):
             continue
-        real = measured.get((entry.study, entry.point or entry.record.spec_digest))
+        real = measured.get(_run_of(entry))
         if real is not None:
             axes = ", ".join(f"{name} {value}" for name, value in entry.axes.items())
             found.append(
@@ -68,6 +75,11 @@ def pairs(entries: Sequence[Entry], figure: str = "samples_per_s") -> list[Pair]
                 )
             )
     return found
+
+
+def _run_of(entry: Entry) -> tuple[str | None, ...]:
+    """What a measured entry and the prediction for it have in common: the run's folder, a study's point, or a recipe."""
+    return (entry.folder,) if entry.folder is not None else (entry.study, entry.point or entry.record.spec_digest)
 
 
 def errors(found: Sequence[Pair]) -> Errors | None:
@@ -96,16 +108,12 @@ def draw_pairs(found: Sequence[Pair]) -> Figure | None:
     total = errors(found)
     if total is None:
         return None
+    of_name = _named(pair.group for pair in found)
+    found = [dataclasses.replace(pair, group=of_name[pair.group]) for pair in found]
     shown = shown_pairs(found)
-    groups = list(dict.fromkeys(pair.group for pair in found))
+    groups = list(dict.fromkeys(of_name.values()))
     every = [value for pair in shown for value in (pair.measured, pair.predicted)]
-    low, high = min(every), max(every)
-    traces: list[dict[str, object]] = [
-        {
-            "type": "scatter", "mode": "lines", "name": "equal", "x": [low, high], "y": [low, high],
-            "line": {"color": "@quiet", "dash": "dot", "width": 1.5}, "hoverinfo": "skip",
-        }
-    ]  # fmt: skip
+    traces = [diagonal("equal", min(every), max(every))]
     rows = []
     for place, (group, name) in enumerate(zip(groups, labels(groups), strict=True)):
         mine = [pair for pair in shown if pair.group == group]
@@ -140,6 +148,16 @@ def draw_pairs(found: Sequence[Pair]) -> Figure | None:
     )
 
 
+def _named(groups: Iterable[str]) -> dict[str, str]:
+    """What each group is called: by its own name, or where there are many, the smaller ones together."""
+    counted = collections.Counter(groups)
+    if len(counted) <= MAX_GROUPS:
+        return {group: group for group in counted}
+    own = {group for group, _ in counted.most_common(MAX_GROUPS - 1)}
+    called = {group: group for group in counted if group in own}
+    return called | {group: f"{len(counted) - len(own):,} {OTHERS}" for group in counted if group not in own}
+
+
 def _off(error: float) -> str:
     return f"{error:.0%}" if error < 1 else f"a factor of {1 + error:.3g}"
 
@@ -164,6 +182,8 @@ class Efficiency:
 def efficiencies(entries: Sequence[Entry]) -> list[Efficiency]:
     """By study and machine, of entries that know their power; measured power before what is on the nameplate."""
     found: dict[tuple[str, str, str], list[tuple[float, float, str]]] = {}
+    entries = newest(entries)
+    called = _named(entry.study or entry.record.name for entry in entries)
     for entry in entries:
         figures = entry.record.figures
         kind = next((name for name in ("measured", "nameplate") if figures.get(f"{_PREFIX[name]}watts", 0) > 0), None)
@@ -175,7 +195,7 @@ def efficiencies(entries: Sequence[Entry]) -> list[Efficiency]:
         )
         axes = ", ".join(f"{name} {value}" for name, value in entry.axes.items()) or entry.record.name
         watts = figures[f"{_PREFIX[kind]}watts"]
-        found.setdefault((entry.study or entry.record.name, machine, kind), []).append((watts, speed, axes))
+        found.setdefault((called[entry.study or entry.record.name], machine, kind), []).append((watts, speed, axes))
     return [
         Efficiency(
             study=study,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rowstead.records.store import Entry
 from rowstead.report.describe import TextTable
-from rowstead.report.look import Figure, axis, color, layout, thinned
+from rowstead.report.look import Figure, axis, bars, layout, violin
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +45,15 @@ def draw_counts(name: str, found: Sequence[Counts]) -> Figure | None:
     if not found:
         return None
     traces = [
-        {
-            "type": "bar", "name": one.kind, "x": [str(number) for number in one.counts], "y": list(one.counts.values()),
-            "marker": {"color": color(place)}, "hovertemplate": "%{y} models with %{x} " + one.kind + "<extra></extra>",
-        }
+        bars(
+            one.kind,
+            [str(number) for number in one.counts],
+            list(one.counts.values()),
+            place,
+            hovertemplate="%{y} models with %{x} " + one.kind + "<extra></extra>",
+        )
         for place, one in enumerate(found)
-    ]  # fmt: skip
+    ]
     numbers = sorted({number for one in found for number in one.counts})
     rows = tuple((one.kind, f"{one.largest_share:.0%}", str(len(one.counts))) for one in found)
     return Figure(
@@ -114,13 +117,9 @@ def draw_uses(name: str, found: Sequence[Use]) -> Figure | None:
     if not found or max(len(one.shares) for one in found) < 3:
         return None
     traces = [
-        {
-            "type": "violin", "name": one.what, "y": thinned(sorted(one.shares), 1000), "box": {"visible": True}, "points": "all",
-            "jitter": 0.3, "line": {"color": color(place)}, "marker": {"size": 4, "opacity": 0.6}, "spanmode": "hard",
-            "hovertemplate": "%{y:.1%}<extra>" + one.what + "</extra>",
-        }
+        violin(one.what, one.shares, place, hovertemplate="%{y:.1%}<extra>" + one.what + "</extra>")
         for place, one in enumerate(found)
-    ]  # fmt: skip
+    ]
     rows = tuple(
         (one.what, f"{statistics.fmean(one.shares):.1%}", f"{min(one.shares):.1%}", f"{max(one.shares):.1%}") for one in found
     )

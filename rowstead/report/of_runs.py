@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rowstead.report.describe import TextTable
-from rowstead.report.look import Figure, axis, color, figure_text, labels, layout, lines, log_axis, thinned
+from rowstead.report.look import Figure, axis, diagonal, figure_text, labels, layout, lines, log_axis, lying_bars, thinned
 from rowstead.report.material import RunView
 
 MAX_RUNS = 8
@@ -74,29 +75,27 @@ def draw_times(spent: Sequence[TimeSpent]) -> Figure | None:
     names = labels(one.name for one in spent)
     phases = [key for key in PHASES if any(key in one.seconds for one in spent)]
     traces = [
-        {
-            "type": "bar", "orientation": "h", "name": PHASES[key], "y": names,
-            "x": [100 * one.seconds.get(key, 0.0) / one.total_s for one in spent],
-            "customdata": [one.seconds.get(key, 0.0) for one in spent],
-            "hovertemplate": f"{PHASES[key]}: %{{x:.1f}} %, %{{customdata:.3~s}}s<extra></extra>",
-            "marker": {"color": color(place), "line": {"color": "@card", "width": 1}},
-        }
+        lying_bars(
+            PHASES[key],
+            [100 * one.seconds.get(key, 0.0) / one.total_s for one in spent],
+            names,
+            place,
+            customdata=[one.seconds.get(key, 0.0) for one in spent],
+            hovertemplate=f"{PHASES[key]}: %{{x:.1f}} %, %{{customdata:.3~s}}s<extra></extra>",
+        )
         for place, key in enumerate(phases)
-    ]  # fmt: skip
+    ]
     rows = tuple((one.name, *(figure_text(one.seconds.get(key)) for key in phases)) for one in spent)
     return Figure(
         key="time-by-phase",
         title="Where the time went",
         words="Wall-clock time of each run by what it was spent on, evaluation and checkpoints included." + _newest(spent),
         traces=traces,
-        layout=layout(
+        **_a_line_each(
             axis("share of the run, %", range=[0, 100]),
-            axis("", autorange="reversed", type="category"),
-            barmode="stack",
-            bargap=0.35,
+            "stack",
+            TextTable("Seconds", ("run", *(PHASES[key] for key in phases)), rows),
         ),
-        table=TextTable("Seconds", ("run", *(PHASES[key] for key in phases)), rows),
-        height_rem=max(11.0, 6 + 2.4 * len(spent)),
     )
 
 
@@ -110,14 +109,9 @@ def draw_steps(spent: Sequence[TimeSpent]) -> Figure | None:
     traces = []
     for place, key in enumerate(phases):
         begins = [sum(one.step_s.get(other, 0.0) for other in phases[:place]) for one in spent]
-        traces.append(
-            {
-                "type": "bar", "orientation": "h", "name": PHASES[key], "y": names, "base": [1e3 * one for one in begins],
-                "x": [1e3 * one.step_s.get(key, 0.0) for one in spent],
-                "hovertemplate": f"{PHASES[key]}: %{{x:.3~g}} ms, from %{{base:.3~g}} ms<extra></extra>",
-                "marker": {"color": color(place), "line": {"color": "@card", "width": 1}},
-            }
-        )  # fmt: skip
+        widths = [1e3 * one.step_s.get(key, 0.0) for one in spent]
+        hover = f"{PHASES[key]}: %{{x:.3~g}} ms, from %{{base:.3~g}} ms<extra></extra>"
+        traces.append(lying_bars(PHASES[key], widths, names, place, base=[1e3 * one for one in begins], hovertemplate=hover))
     rows = tuple((one.name, *(figure_text(1e3 * one.step_s.get(key, 0.0)) for key in phases)) for one in spent)
     return Figure(
         key="mean-step",
@@ -125,15 +119,22 @@ def draw_steps(spent: Sequence[TimeSpent]) -> Figure | None:
         words="The phases of one training step, one after the other, as means over the run: data that is read ahead costs only what a step waits for it."
         + _newest(spent),
         traces=traces,
-        layout=layout(
+        **_a_line_each(
             axis("milliseconds", rangemode="tozero"),
-            axis("", autorange="reversed", type="category"),
-            barmode="overlay",
-            bargap=0.35,
+            "overlay",
+            TextTable("Milliseconds", ("run", *(PHASES[key] for key in phases)), rows),
         ),
-        table=TextTable("Milliseconds", ("run", *(PHASES[key] for key in phases)), rows),
-        height_rem=max(11.0, 6 + 2.4 * len(spent)),
     )
+
+
+def _a_line_each(across: Mapping[str, Any], mode: str, table: TextTable) -> dict[str, Any]:
+    """What figures with a line of bars for each run have in common."""
+    down = axis("", autorange="reversed", type="category")
+    return {
+        "layout": layout(across, down, barmode=mode, bargap=0.35),
+        "table": table,
+        "height_rem": max(11.0, 6 + 2.4 * len(table.rows)),
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +163,7 @@ class QualityCurves:
 
 def curve(run: RunView, kind: str, figure: str, *, most: int = MAX_POINTS) -> Curve:
     """One figure of a run's events of a kind, thinned evenly to at most so many."""
-    points = [(event["step"], event[figure]) for event in run.of_kind(kind) if isinstance(event.get(figure), (int, float))]
+    points = [(event["step"], event[figure]) for event in run.of_kind(kind) if _is_number(event.get(figure))]
     points = thinned(points, most)
     return Curve(name=run.name, steps=tuple(step for step, _ in points), values=tuple(float(value) for _, value in points))
 
@@ -259,24 +260,28 @@ def calibrations(runs: Sequence[RunView]) -> list[Calibration]:
         if not events:
             continue
         last = events[-1]
-        parts = [last.get(key) for key in ("predicted", "observed", "weight")]
-        if all(isinstance(part, list) and len(part) == len(parts[0] or []) for part in parts):
-            predicted, observed, weight = (tuple(map(float, part or ())) for part in parts)
+        predicted, observed, weight = (_numbers(last.get(key)) for key in ("predicted", "observed", "weight"))
+        if predicted and len(predicted) == len(observed) == len(weight):
             found.append(Calibration(name=run.name, step=last["step"], predicted=predicted, observed=observed, weight=weight))
     return found
+
+
+def _numbers(part: object) -> tuple[float, ...]:
+    """A list of finite numbers; nothing where it is none."""
+    given = part if isinstance(part, list) else []
+    return tuple(map(float, given)) if all(_is_number(one) for one in given) else ()
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 def draw_calibration(found: Sequence[Calibration]) -> Figure | None:
     """Mean label against mean prediction, with the line of perfect calibration."""
     if not found:
         return None
-    most = max(max(*one.predicted, *one.observed) for one in found if one.predicted)
-    traces = [
-        {
-            "type": "scatter", "mode": "lines", "name": "calibrated", "x": [0, most], "y": [0, most],
-            "line": {"color": "@quiet", "dash": "dot", "width": 1.5}, "hoverinfo": "skip",
-        }
-    ]  # fmt: skip
+    most = max(max(*one.predicted, *one.observed) for one in found)
+    traces = [diagonal("calibrated", 0, most)]
     for place, (one, name) in enumerate(zip(found, labels(one.name for one in found), strict=True)):
         hover = "predicted %{x:.2%}<br>observed %{y:.2%}<br>%{customdata:,.0f} examples<extra>" + name + "</extra>"
         traces.append(lines(name, one.predicted, one.observed, place, customdata=list(one.weight), hovertemplate=hover))

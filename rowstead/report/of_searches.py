@@ -7,19 +7,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rowstead.records.store import Entry
-from rowstead.records.studies import Effect, Trial, importance_in, pareto_front, quality_effects, trial_history
+from rowstead.records.studies import Effect, Trial, importance_in, pareto_front, quality_effects, trial_history, wishes_in
 from rowstead.report.describe import TextTable
-from rowstead.report.look import Figure, axis, color, figure_text, labels, layout, lines, thinned
+from rowstead.report.look import Figure, axis, color, figure_text, labels, layout, lines, lying_bars, thinned
 from rowstead.report.of_studies import words_of
 
 MAX_TRIALS = 2_000
 TOLERANCE = 0.001
 """Relative rise of NE that is not tolerable, where a study does not say otherwise."""
+CONFIDENCE = 0.95
+"""Of intervals, where a study does not say otherwise."""
 
 
 def draw_search(name: str, entries: Sequence[Entry], places: Sequence[str]) -> list[Figure]:
-    """History, importance, and quality against speed; nothing before a trial has ended well."""
-    trials = trial_history(entries)
+    """History, importance, and quality against speed; nothing before a trial has ended well, and fast enough where that was asked."""
+    trials = trial_history(entries, samples_per_s=wishes(name, places).get("samples_per_s"))
     if not any(trial.counts for trial in trials):
         return []
     figures = [draw_history(name, trials)]
@@ -66,18 +68,27 @@ def draw_history(name: str, trials: Sequence[Trial]) -> Figure:
 
 def importance(name: str, places: Sequence[str]) -> dict[str, float]:
     """What the search wrote down about which parameters mattered; nothing where it did not."""
+    return next((found for folder in _folders(name, places) if (found := importance_in(folder))), {})
+
+
+def wishes(name: str, places: Sequence[str]) -> dict[str, float]:
+    """What was asked of a study beyond what its records say; nothing where that is not known."""
+    return next((found for folder in _folders(name, places) if (found := wishes_in(folder))), {})
+
+
+def _folders(name: str, places: Sequence[str]) -> list[Path]:
+    """The folders that a study of this name has beside the stores; none for a name that would lead elsewhere."""
     if not name or any(c in name for c in "/\\\0") or name.startswith("."):
-        return {}
-    return next((found for place in places if (found := importance_in(Path(place) / "studies" / name))), {})
+        return []
+    stores = [Path(place).parent if Path(place).is_file() else Path(place) for place in places]
+    return [store / "studies" / name for store in stores]
 
 
 def draw_importance(name: str, shares: dict[str, float]) -> Figure:
     """Bars, the most important first."""
     falling = sorted(shares.items(), key=lambda one: -one[1])
-    trace = {
-        "type": "bar", "orientation": "h", "y": labels(key for key, _ in falling), "x": [share for _, share in falling],
-        "marker": {"color": color(0)}, "hovertemplate": "%{y}: %{x:.0%}<extra></extra>",
-    }  # fmt: skip
+    names, widths = labels(key for key, _ in falling), [share for _, share in falling]
+    trace = lying_bars("importance", widths, names, 0, hovertemplate="%{y}: %{x:.0%}<extra></extra>")
     return Figure(
         key=f"{name}-importance",
         title="Which parameters mattered",
@@ -136,11 +147,12 @@ WORDS = {
 }
 
 
-def draw_effects(name: str, entries: Sequence[Entry], *, tolerance: float = TOLERANCE) -> Figure | None:
+def draw_effects(
+    name: str, entries: Sequence[Entry], *, tolerance: float = TOLERANCE, confidence: float = CONFIDENCE
+) -> Figure | None:
     """Changes of NE with their intervals, beside the tolerance."""
-    found = [
-        one for one in quality_effects(entries, tolerance=tolerance) if one.change is not None and one.verdict != "baseline"
-    ]
+    effects = quality_effects(entries, tolerance=tolerance, confidence=confidence)
+    found = [one for one in effects if one.change is not None and one.verdict != "baseline"]
     if not found:
         return None
     changes = [100 * (one.change or 0.0) for one in found]
@@ -155,7 +167,7 @@ def draw_effects(name: str, entries: Sequence[Entry], *, tolerance: float = TOLE
     limit = {
         "type": "line", "yref": "paper", "y0": 0, "y1": 1, "x0": 100 * tolerance, "x1": 100 * tolerance,
         "line": {"dash": "dot", "width": 1.5, "color": "@bad"},
-        "label": {"text": f"tolerance {tolerance:.1%}", "textposition": "end", "font": {"color": "@quiet"}},
+        "label": {"text": f"tolerance {100 * tolerance:g} %", "textposition": "end", "font": {"color": "@quiet"}},
     }  # fmt: skip
     rows = tuple(
         (
@@ -170,7 +182,7 @@ def draw_effects(name: str, entries: Sequence[Entry], *, tolerance: float = TOLE
     return Figure(
         key=f"{name}-effects",
         title="What changes do to NE",
-        words="Relative change of NE against the baseline over paired seeds, with 95 % intervals. Right of the dotted line is a regression that is not tolerable.",
+        words=f"Relative change of NE against the baseline over paired seeds, with {100 * confidence:g} % intervals. Right of the dotted line is a regression that is not tolerable.",
         traces=[trace],
         layout=layout(
             axis("change of NE, %", zeroline=True, zerolinecolor="@quiet"),

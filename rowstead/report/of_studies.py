@@ -11,11 +11,26 @@ from dataclasses import dataclass
 from typing import Any
 
 from rowstead.records.store import Entry
-from rowstead.records.studies import newest
+from rowstead.records.studies import machine_of, newest
 from rowstead.report.describe import TextTable
-from rowstead.report.look import Figure, axis, bare, color, figure_text, label, labels, layout, lines, log_axis, thinned
+from rowstead.report.look import (
+    Figure,
+    axis,
+    bare,
+    bars,
+    color,
+    figure_text,
+    heat_map,
+    label,
+    labels,
+    layout,
+    lines,
+    log_axis,
+    violin,
+)
 
 MEASURED = "measured here"
+"""The series of what was measured, where one machine did; with several each has its own, which begins with `measured on`."""
 MAX_SERIES = 10
 MAX_PANELS = 6
 """Heat maps of one study."""
@@ -70,7 +85,7 @@ class Study:
     figure: str
     axes: tuple[Axis, ...]
     series: Mapping[str, tuple[Cell, ...]]
-    """`measured here`, and each machine that was predicted."""
+    """`measured here`, or each machine that measured where there are several; and each that was predicted."""
     num_failed: int
 
     @property
@@ -94,6 +109,14 @@ def _key(value: Any) -> str:
     return json.dumps(value, sort_keys=True, default=str)
 
 
+def grids_in(entries: Sequence[Entry]) -> list[list[Entry]]:
+    """The entries of a study by the axes that they have, in order of first use: one name may have been swept over several grids."""
+    found: dict[frozenset[str], list[Entry]] = {}
+    for entry in entries:
+        found.setdefault(frozenset(entry.axes), []).append(entry)
+    return list(found.values())
+
+
 def study_of(name: str, entries: Sequence[Entry], figure: str = "samples_per_s") -> Study | None:
     """The figure over the axes of a study; None where no entry has it.
 
@@ -111,14 +134,17 @@ def study_of(name: str, entries: Sequence[Entry], figure: str = "samples_per_s")
             axes.append(Axis(name=key, values=_ordered(list(values.values()))))
     place_of = [{_key(value): place for place, value in enumerate(one.values)} for one in axes]
     groups: dict[str, dict[tuple[int, ...], list[float]]] = {}
+    several = len({machine_of(entry) for entry in whole if entry.is_measured}) > 1
     for entry in whole:
         if not all(one.name in entry.axes for one in axes):
             continue
         place = tuple(places[_key(entry.axes[one.name])] for one, places in zip(axes, place_of, strict=True))
-        series = MEASURED if entry.is_measured else f"predicted: {entry.record.machine.get('name', '?')}"
+        series = f"predicted: {entry.record.machine.get('name', '?')}"
+        if entry.is_measured:
+            series = f"measured on {machine_of(entry) or 'another machine'}" if several else MEASURED
         groups.setdefault(series, {}).setdefault(place, []).append(entry.record.figures[figure])
     cells = {series: tuple(_cell(place, found) for place, found in sorted(of.items())) for series, of in groups.items()}
-    ordered = dict(sorted(cells.items(), key=lambda one: one[0] != MEASURED))
+    ordered = dict(sorted(cells.items(), key=lambda one: not _is_measured(one[0])))
     return Study(
         name=name,
         figure=figure,
@@ -126,6 +152,10 @@ def study_of(name: str, entries: Sequence[Entry], figure: str = "samples_per_s")
         series=ordered,
         num_failed=sum(entry.failure is not None for entry in entries),
     )
+
+
+def _is_measured(series: str) -> bool:
+    return series.startswith("measured ")
 
 
 def _cell(place: tuple[int, ...], found: Sequence[float]) -> Cell:
@@ -165,10 +195,11 @@ def draw_study(study: Study) -> list[Figure]:
 
 
 def _whose(study: Study) -> str:
-    predicted = any(name != MEASURED for name in study.series)
-    if MEASURED not in study.series:
+    predicted = any(not _is_measured(name) for name in study.series)
+    if not any(_is_measured(name) for name in study.series):
         return "Predicted; nothing was measured."
-    return "Whole lines were measured here; dashed ones are predictions." if predicted else "On this machine."
+    where = "here" if MEASURED in study.series else "on several machines"
+    return f"Whole lines were measured {where}; dashed ones are predictions." if predicted else f"Measured {where}."
 
 
 def _failed(study: Study) -> str:
@@ -180,17 +211,16 @@ def draw_lines(study: Study, *, key: str | None = None, title: str | None = None
     (one,) = study.axes
     logs = one.is_number and min(one.values) > 0 and max(one.values) > 8 * min(one.values)
     traces, rows = [], []
-    bars = not one.is_number and not all(isinstance(value, (list, tuple)) for value in one.values)
+    is_words = not one.is_number and not all(isinstance(value, (list, tuple)) for value in one.values)
+    at = one.values if one.is_number else one.words
     for place, (name, cells) in enumerate(itertools.islice(study.series.items(), MAX_SERIES)):
-        x = [one.values[cell.place[0]] if one.is_number else one.words[cell.place[0]] for cell in cells]
+        x = [at[cell.place[0]] for cell in cells]
         y = [cell.value for cell in cells]
         hover = "%{x}<br>%{y:.4~s} " + label(unit(study.figure)) + "<extra>" + label(name) + "</extra>"
-        if bars:
-            traces.append(
-                {"type": "bar", "name": label(name), "x": x, "y": y, "hovertemplate": hover, "marker": {"color": color(place)}}
-            )
+        if is_words:
+            traces.append(bars(label(name), x, y, place, hovertemplate=hover))
         else:
-            dash = {} if name == MEASURED else {"line": {"color": color(place), "width": 2, "dash": "dash"}}
+            dash = {} if _is_measured(name) else {"line": {"color": color(place), "width": 2, "dash": "dash"}}
             spread: dict[str, Any] = {}
             if any(cell.num_runs > 1 for cell in cells):
                 above, below = [cell.high - cell.value for cell in cells], [cell.value - cell.low for cell in cells]
@@ -201,13 +231,13 @@ def draw_lines(study: Study, *, key: str | None = None, title: str | None = None
         by_place = {cell.place[0]: cell.value for cell in cells}
         rows.append((name, *(figure_text(by_place.get(where)) for where in range(len(one.values)))))
     values = [cell.value for cells in study.series.values() for cell in cells]
-    wide = not bars and min(values) > 0 and max(values) > 5 * min(values)
+    wide = not is_words and min(values) > 0 and max(values) > 5 * min(values)
     across = (
         log_axis(label(one.name), one.values)
         if logs
         else axis(label(one.name), **({} if one.is_number else {"type": "category"}))
     )
-    near = not bars and (
+    near = not is_words and (
         study.figure.startswith("ne") or max(values) < 1.25 * min(values)
     )  # a figure such as NE, whose small differences count
     plain = {} if near else {"rangemode": "tozero"}
@@ -222,7 +252,7 @@ def draw_lines(study: Study, *, key: str | None = None, title: str | None = None
         title=title or f"{study.name}: {unit(study.figure)} over {one.name}",
         words=_whose(study) + several + _failed(study),
         traces=traces,
-        layout=layout(across, up, **({"barmode": "group"} if bars else {})),
+        layout=layout(across, up, **({"barmode": "group"} if is_words else {})),
         table=TextTable(unit(study.figure), ("", *(words_of(value) for value in one.values)), tuple(rows)),
     )
 
@@ -234,11 +264,10 @@ def draw_heat(study: Study) -> list[Figure]:
     for name in itertools.islice(study.series, MAX_PANELS):
         table = study.table(name)
         texts = [[figure_text(value) for value in row] for row in table]
-        trace = {
-            "type": "heatmap", "x": second.words, "y": first.words, "z": table, "text": texts, "texttemplate": "%{text}",
-            "colorscale": "@scale", "showscale": False, "xgap": 2, "ygap": 2,
-            "hovertemplate": f"{label(first.name)} %{{y}}, {label(second.name)} %{{x}}<br>%{{z:.4~s}} {label(unit(study.figure))}<extra></extra>",
-        }  # fmt: skip
+        hover = (
+            f"{label(first.name)} %{{y}}, {label(second.name)} %{{x}}<br>%{{z:.4~s}} {label(unit(study.figure))}<extra></extra>"
+        )
+        trace = heat_map(second.words, first.words, table, texts, hovertemplate=hover)
         rows = tuple((words_of(value), *row) for value, row in zip(first.values, texts, strict=True))
         figures.append(
             Figure(
@@ -331,13 +360,8 @@ def draw_spread(study: Study) -> list[Figure]:
     traces, rows = [], []
     for place, (name, cells) in enumerate(itertools.islice(study.series.items(), MAX_SERIES)):
         values = sorted(cell.value for cell in cells)
-        traces.append(
-            {
-                "type": "violin", "name": label(name), "y": thinned(values, 1000), "box": {"visible": True}, "meanline": {"visible": True},
-                "points": "all", "jitter": 0.3, "line": {"color": color(place)}, "marker": {"size": 4, "opacity": 0.6},
-                "hovertemplate": "%{y:.4~s}<extra>" + label(name) + "</extra>", "spanmode": "hard",
-            }
-        )  # fmt: skip
+        hover = "%{y:.4~s}<extra>" + label(name) + "</extra>"
+        traces.append(violin(label(name), values, place, meanline={"visible": True}, hovertemplate=hover))
         quarters = statistics.quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
         rows.append((name, f"{len(values):,}", *(figure_text(one) for one in (values[0], *quarters, values[-1]))))
     return [

@@ -62,7 +62,7 @@ def draw_sizes(found: Sequence[tuple[str, FeatureSizes]]) -> Figure | None:
                 "marker": {"color": color(place), "size": 9, "opacity": 0.7},
             }
         )  # fmt: skip
-        rows += [(one[2], label(name), figure_text(one[0]), f"{one[1]:,}") for one in points[:100]]
+        rows += [(one[2], name, figure_text(one[0]), f"{one[1]:,}") for one in points[:100]]
     lengths = [max(length, 1e-3) for _, sizes in found for length in sizes.ids]
     heights = [float(size) for _, sizes in found for size in sizes.num_rows]
     return Figure(

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rowstead.records.store import Entry
+from rowstead.records.studies import newest
 from rowstead.report import of_forecasts, of_populations, of_runs, of_searches, of_studies, of_tables
 from rowstead.report.describe import TextTable
 from rowstead.report.look import Figure, figure_text
@@ -27,8 +28,9 @@ FIGURES = {
     "peak_memory_bytes": "peak bytes",
 }
 """Of runs, in the table at the top."""
-STUDY_FIGURES = ("samples_per_s",)
 MAX_SURFACES = 4
+MAX_RECIPES_READ = 64
+"""Runs, the newest, whose recipes are looked through for their tables: reading one takes some milliseconds."""
 RATIOS = (("predicted: bigbasin-32", "predicted: cpu-2s"),)
 """Machines that the study of the paper compares."""
 PAPER = {
@@ -95,13 +97,13 @@ def _in_order(name: str) -> list[tuple[int, str]]:
 
 
 def _counted(material: Material) -> str:
-    runs, entries = len(material.runs), material.entries
+    runs, entries = len(material.runs), newest(material.entries)
     measured = sum(entry.is_measured for entry in entries)
     parts = [
         f"{runs:,} run{'s' if runs != 1 else ''}",
         f"{measured:,} measured and {len(entries) - measured:,} predicted records",
     ]
-    failed = sum(entry.failure is not None for entry in entries)
+    failed = sum(entry.has_failed for entry in entries)
     parts += [f"{failed:,} failed"] if failed else []
     bad = material.contents.num_bad_lines
     parts += [f"{bad:,} line{'s' if bad != 1 else ''} could not be read"] if bad else []
@@ -113,9 +115,9 @@ def overview(material: Material) -> Section:
     blocks = []
     finished = [run for run in material.runs if run.entry is not None]
     if finished:
-        newest = finished[0]
-        figures = newest.figures
-        cards = [("newest run", newest.name, newest.entry.record.date[:16].replace("T", " ") if newest.entry else "")]
+        last = finished[0]
+        figures = last.figures
+        cards = [("newest run", last.name, last.entry.record.date[:16].replace("T", " ") if last.entry else "")]
         if "samples_per_s" in figures:
             cards.append(("throughput", figure_text(figures["samples_per_s"]), "samples/s"))
         if "ne" in figures:
@@ -140,14 +142,14 @@ def overview(material: Material) -> Section:
         tables.append(TextTable("Runs", ("run", "date", *(FIGURES[key] for key in shown)), rows))
     studies = material.contents.studies
     if studies:
-        rows = tuple(_study_row(name, source, material.contents.of(study=name)) for name, source in studies.items())
+        rows = tuple(_study_row(name, source, newest(material.contents.of(study=name))) for name, source in studies.items())
         tables.append(TextTable("Studies", ("study", "kind", "measured", "predicted", "failed"), rows))
     return Section(key="overview", title="Overview", blocks=blocks, tables=tables)
 
 
 def _study_row(name: str, source: str, entries: Sequence[Entry]) -> tuple[str, ...]:
     measured = sum(entry.is_measured for entry in entries)
-    failed = sum(entry.failure is not None for entry in entries)
+    failed = sum(entry.has_failed for entry in entries)
     return name, source, f"{measured:,}", f"{len(entries) - measured:,}", f"{failed:,}"
 
 
@@ -171,26 +173,40 @@ def _of_forecasts(entries: Sequence[Entry]) -> Section:
 
 
 def _of_study(name: str, material: Material) -> Section:
-    entries = material.contents.of(study=name)
+    entries = newest(material.contents.of(study=name))
     figures: list[Figure] = []
-    for figure in STUDY_FIGURES:
+    for number, grid in enumerate(of_studies.grids_in(entries), start=1):
+        figures += _of_grid(name if number == 1 else f"{name}, grid {number}", grid)
+    about = PAPER.get(name.removesuffix("-quick"), "")
+    tables = _failures("Points that failed", entries)
+    return Section(key=f"study-{name}", title=f"Sweep {name}", words=about, figures=figures, tables=tables)
+
+
+def _of_grid(name: str, entries: Sequence[Entry]) -> list[Figure]:
+    """Speed over the axes that some entries have in common, and quality where it was measured."""
+    figures: list[Figure] = []
+    study = of_studies.study_of(name, entries)
+    if study is not None:
+        figures += of_studies.draw_study(study)
+        for over, under in RATIOS:
+            ratio = of_studies.ratio_of(study, over, under) if len(study.axes) == 2 and not study.is_population else None
+            figures += of_studies.draw_heat(ratio) if ratio is not None else []
+        if study.is_population:
+            figures += _there([of_populations.draw_uses(name, of_populations.uses(entries))])
+            predicted = [one for one in entries if not one.is_measured and one.record.machine.get("name") != HERE]
+            figures += _there([of_populations.draw_counts(name, of_populations.server_counts(predicted))])
+    for figure in ("ne_expected", "ne"):
         study = of_studies.study_of(name, entries, figure)
         if study is not None:
-            figures += of_studies.draw_study(study)
-            for over, under in RATIOS:
-                ratio = of_studies.ratio_of(study, over, under) if len(study.axes) == 2 and not study.is_population else None
-                figures += of_studies.draw_heat(ratio) if ratio is not None else []
-            if study.is_population:
-                figures += _there([of_populations.draw_uses(name, of_populations.uses(entries))])
-                predicted = [one for one in entries if not one.is_measured and one.record.machine.get("name") != HERE]
-                figures += _there([of_populations.draw_counts(name, of_populations.server_counts(predicted))])
-    if any("ne_expected" in entry.record.figures for entry in entries):
-        study = of_studies.study_of(name, entries, "ne_expected")
-        figures += of_studies.draw_study(study)[:1] if study is not None else []
-    about = PAPER.get(name.removesuffix("-quick"), "")
-    failures = [(entry.point or "", _axes(entry), entry.failure or "") for entry in entries if entry.failure is not None]
-    tables = [TextTable("Points that failed", ("point", "where", "why"), tuple(failures[:100]))] if failures else []
-    return Section(key=f"study-{name}", title=f"Sweep {name}", words=about, figures=figures, tables=tables)
+            return [*figures, *of_studies.draw_study(study)[:1]]
+    return figures
+
+
+def _failures(title: str, entries: Sequence[Entry]) -> list[TextTable]:
+    """Where something failed, and why; nothing where all went well."""
+    lost = [entry for entry in entries if entry.has_failed]
+    failed = [(_axes(entry) or entry.point or "", str(entry.seed or ""), entry.failure or "") for entry in lost]
+    return [TextTable(title, ("where", "seed", "why"), tuple(failed))] if failed else []
 
 
 def _axes(entry: Entry) -> str:
@@ -200,19 +216,29 @@ def _axes(entry: Entry) -> str:
 def _of_search(name: str, material: Material) -> Section:
     entries = material.contents.of(study=name, source="trial")
     return Section(
-        key=f"search-{name}", title=f"Search {name}", figures=of_searches.draw_search(name, entries, material.places)
+        key=f"search-{name}",
+        title=f"Search {name}",
+        figures=of_searches.draw_search(name, entries, material.places),
+        tables=_failures("Trials that failed", entries),
     )
 
 
 def _of_quality(name: str, material: Material) -> Section:
-    entries = material.contents.of(study=name, source="quality")
-    figure = of_searches.draw_effects(name, entries)
-    return Section(key=f"quality-{name}", title=f"Quality study {name}", figures=_there([figure]))
+    entries = newest(material.contents.of(study=name, source="quality"))
+    asked = of_searches.wishes(name, material.places)
+    figure = of_searches.draw_effects(
+        name,
+        entries,
+        tolerance=asked.get("tolerance", of_searches.TOLERANCE),
+        confidence=asked.get("confidence", of_searches.CONFIDENCE),
+    )
+    tables = _failures("Runs that failed", entries)
+    return Section(key=f"quality-{name}", title=f"Quality study {name}", figures=_there([figure]), tables=tables)
 
 
 def _of_tables(runs: Sequence[RunView]) -> Section:
     by_recipe: dict[str, RunView] = {}
-    for run in runs:
+    for run in runs[:MAX_RECIPES_READ]:
         if run.spec is not None and run.spec.features.sparse:
             by_recipe.setdefault(run.spec.name, run)
         if len(by_recipe) == of_runs.MAX_RUNS:

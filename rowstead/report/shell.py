@@ -159,8 +159,10 @@ footer p { font-size: .85rem; }
 """
 
 _SCRIPT = """
-const dark = matchMedia('(prefers-color-scheme: dark)'), narrow = matchMedia('(max-width: 40rem)'), print = matchMedia('print');
+const dark = matchMedia('(prefers-color-scheme: dark)'), narrow = matchMedia('(max-width: 40rem)');
 const places = [...document.querySelectorAll('div.figure')], drawn = new Set();
+const paper = 660; // pixels that a sheet has between its margins
+let printing = false;
 function colored(value, scheme) {
   if (typeof value === 'string') return value[0] === '@' && value in scheme ? scheme[value] : value;
   if (Array.isArray(value)) return typeof value[0] === 'number' && typeof value.at(-1) === 'number' ? value : value.map((one) => colored(one, scheme));
@@ -168,10 +170,11 @@ function colored(value, scheme) {
   return value;
 }
 function draw(place) {
-  const scheme = dark.matches && !print.matches ? colors.dark : colors.light;
+  const scheme = dark.matches && !printing ? colors.dark : colors.light;
   const { data, layout } = colored(figures[place], scheme);
   if (layout.showlegend === undefined) layout.showlegend = data.length > 1;
-  if (narrow.matches) {
+  if (printing) layout.width = paper;
+  else if (narrow.matches) {
     layout.font.size = 11;
     if (layout.showlegend && !layout.scene) { // beneath, where it takes no room from the figure
       layout.legend = { orientation: 'h', y: -0.25, yanchor: 'top', entrywidthmode: 'fraction', entrywidth: 0.48 };
@@ -192,8 +195,8 @@ places.forEach((place) => seen.observe(place));
 const again = () => { for (const place of drawn) draw(place); };
 dark.addEventListener('change', again);
 narrow.addEventListener('change', again);
-addEventListener('beforeprint', () => places.forEach((_, place) => draw(place)));
-addEventListener('afterprint', again);
+addEventListener('beforeprint', () => { printing = true; places.forEach((_, place) => draw(place)); });
+addEventListener('afterprint', () => { printing = false; again(); });
 document.querySelectorAll('button.save').forEach((button, place) => button.addEventListener('click', () => {
   if (!drawn.has(place)) draw(place);
   Plotly.downloadImage(places[place], { format: 'svg', filename: button.dataset.name, width: 900, height: places[place].clientHeight });

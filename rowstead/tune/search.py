@@ -29,13 +29,13 @@ from rowstead.measure.points import point_of
 from rowstead.records.files import write_atomic
 from rowstead.records.run_folder import DEFAULT_ROOT
 from rowstead.records.store import Entry, RunStore
-from rowstead.records.studies import Trial, trial_history
+from rowstead.records.studies import SEARCH_FILE, Trial, trial_history
 from rowstead.records.usage import machine_facts, versions
 from rowstead.spec.axis import AxisSpec
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.parse import digest, parse, read_yaml, to_plain
 from rowstead.spec.record import Record
-from rowstead.spec.tune import TuneSpec, changed, known_good, plain_recipe, space_of, starts_of
+from rowstead.spec.tune import TuneSpec, changed, changes_of, known_good, plain_recipe, space_of, starts_of
 from rowstead.tune.trial import CONSTANT_NE, Outcome, performed, performed_together, watched
 
 try:
@@ -56,14 +56,17 @@ STARTUP_TRIALS = 8
 class Search:
     """One worker's view of a search."""
 
-    def __init__(self, spec: TuneSpec, root: Path | str = DEFAULT_ROOT, *, worker: int = 0) -> None:
+    def __init__(self, spec: TuneSpec, root: Path | str = DEFAULT_ROOT, *, worker: int = 0, held: tuple[int, ...] = ()) -> None:
+        """`held` are descriptors that processes of ours keep open as long as they live, such as the lock of the study."""
         self.spec = spec
+        self.held = held
         self.store = RunStore(root)
         self.folder = self.store.study_folder(spec.name)
         self.space = space_of(spec)
         self.worker = worker
         self._recipe = plain_recipe(spec)
-        self._held = machine_facts()
+        self._changes = changes_of(spec)
+        self._machine = machine_facts()
         self.folder.mkdir(parents=True, exist_ok=True)
         lock: Any = _Lock(self.folder / ".journal-lock")
         self._storage = optuna.storages.JournalStorage(JournalFileBackend(str(self.journal), lock_obj=lock))
@@ -103,7 +106,7 @@ class Search:
 
     def run(self, tell: Callable[[], None] = lambda: None) -> None:
         """Try settings until the budget is spent; `tell` is called after each trial."""
-        with Performer(self.folder / f"worker-{self.worker}", fresh=False) as performer:
+        with Performer(self.folder / f"worker-{self.worker}", fresh=False, held=self.held) as performer:
             while (trial := self._next()) is not None:
                 self._try(trial, performer)
                 tell()
@@ -131,10 +134,10 @@ class Search:
             warnings.simplefilter("ignore")
             labels = {axis.title: _suggested(trial, axis) for axis in self.space}
         own = {key: value for axis in self.space for key, value in axis.settings(labels[axis.title]).items()}
-        point = point_of(self._recipe, labels, own, {**self.spec.set, **self.spec.retune_for})
+        point = point_of(self._recipe, labels, own, {**self.spec.set, **self._changes})
         if point.spec is None:
             outcome = Outcome(record=None, objective=None, failure=point.problem, spent_s=0.0)
-        elif point.num_processes > 1 or point.fleet is not None:
+        elif not point.is_alone:
             outcome = performed_together(watched(point.spec, 1), point, performer)
         else:
 
@@ -155,8 +158,7 @@ class Search:
             self._note(number, "missing_speed", self.spec.samples_per_s / speed - 1)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            is_pruned = entry.failure is not None and entry.failure.startswith("pruned")
-            if is_pruned and self.spec.sampler != "gp":  # which would pass over it, and go there again
+            if entry.is_pruned and self.spec.sampler != "gp":  # which would pass over it, and go there again
                 self.study.tell(number, state=TrialState.PRUNED)
             elif objective is None:
                 self.study.tell(number, state=TrialState.FAIL)
@@ -177,7 +179,7 @@ class Search:
                 name=run.name,
                 spec_digest=digest(dict(own)),
                 date=_now(),
-                machine=self._held,
+                machine=self._machine,
                 versions=versions(),
             )
         figures = {**record.figures, "trial_number": number, "trial_s": outcome.spent_s}
@@ -189,7 +191,7 @@ class Search:
             study=self.spec.name,
             point=digest(dict(own)),
             axes=dict(labels),
-            settings={**self.spec.set, **self.spec.retune_for, **own},
+            settings={**self.spec.set, **self._changes, **own},
             failure=outcome.failure,
         )
 
@@ -218,8 +220,10 @@ class Search:
                 continue
             self._note(trial.number, "interrupted", True)
             self.study.tell(trial.number, state=TrialState.FAIL)
-            if len(trial.params) == len(self.space):
-                self.study.enqueue_trial(trial.params)
+            # One that was killed before all its settings were drawn may still have been lined up with some.
+            chosen = trial.params if len(trial.params) == len(self.space) else trial.system_attrs.get("fixed_params", {})
+            if chosen:
+                self.study.enqueue_trial(chosen)
 
     def _note(self, number: int, name: str, value: Any) -> None:
         """Keep a fact of a running trial in Optuna's memory."""
@@ -315,14 +319,14 @@ def mend_journal(path: Path) -> None:
 def write_spec(folder: Path, spec: TuneSpec) -> Path:
     """Keep what is searched, for workers and for readers."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "tune.yaml"
+    path = folder / SEARCH_FILE
     write_atomic(path, yaml.safe_dump(to_plain(spec), sort_keys=False, allow_unicode=True))
     return path
 
 
 def read_spec(folder: Path) -> TuneSpec:
     """What is searched in a study's folder."""
-    return parse(TuneSpec, read_yaml(folder / "tune.yaml"))
+    return parse(TuneSpec, read_yaml(folder / SEARCH_FILE))
 
 
 def best_recipe(spec: TuneSpec, trial: Trial) -> str:
@@ -331,7 +335,7 @@ def best_recipe(spec: TuneSpec, trial: Trial) -> str:
     found = ", ".join(
         f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in trial.parameters.items()
     )
-    about = _one_line(f"# The best of search `{spec.name}`, trial {trial.number}: NE {trial.objective:.5f} with {found}.")
+    about = _one_line(f"# The best of search `{spec.name}`, trial {trial.number + 1}: NE {trial.objective:.5f} with {found}.")
     started = {key: value for key, value in spec.set.items() if key.startswith("run.")}
     note = "".join("\n" + _one_line(f"# Trials ran with {key} = {value}.") for key, value in started.items())
     return f"{about}{note}\n" + yaml.safe_dump(to_plain(changed(spec, own)), sort_keys=False, allow_unicode=True)

@@ -42,10 +42,6 @@ class Outcome:
     """Begins with `pruned` for a trial that was ended early."""
     spent_s: float
 
-    @property
-    def is_pruned(self) -> bool:
-        return self.failure is not None and self.failure.startswith("pruned")
-
 
 def watched(spec: RunSpec, evaluations: int) -> RunSpec:
     """The same run, evaluated now and then and without checkpoints in between; its model is the same."""

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rowstead.measure.perform import study_held
+from rowstead.measure.perform import Performer, study_held
+from rowstead.measure.points import point_of
 from rowstead.records.files import write_atomic
 from rowstead.records.run_folder import DEFAULT_ROOT
 from rowstead.records.store import Entry, RunStore
@@ -22,9 +23,9 @@ from rowstead.records.studies import Trial, best_trial, pareto_front
 from rowstead.records.usage import usable_cores
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.parse import difference, to_plain
-from rowstead.spec.tune import TuneSpec, known_good
+from rowstead.spec.tune import TuneSpec, known_good, plain_recipe, space_of, unchanged_of
 from rowstead.tune.search import Search, best_recipe, mend_journal, read_spec, write_spec
-from rowstead.tune.trial import performed, watched
+from rowstead.tune.trial import performed, performed_together, watched
 
 MAX_RESTARTS = 3
 LOOK_EVERY_S = 0.2
@@ -54,8 +55,12 @@ class Found:
 
     @property
     def unchanged(self) -> Trial | None:
-        """With `retune_for`: the first trial, which has the settings that were good before."""
-        return self.trials[0] if self.spec.retune_for and self.trials else None
+        """With `retune_for`: the trial of the settings that were good before, which need not be the first that has ended."""
+        if not self.spec.retune_for:
+            return None
+        good = unchanged_of(self.spec, space_of(self.spec))
+        same = (t for t in self.trials if good and all(t.parameters.get(name) == value for name, value in good.items()))
+        return next(same, None)
 
 
 def tune(
@@ -72,11 +77,11 @@ def tune(
     known_good(spec)  # a mistake in the recipe shows before anything is started
     store = RunStore(root)
     folder = store.study_folder(spec.name)
-    with study_held(folder):
+    with study_held(folder) as lock:
         _check_same(folder, spec)
         write_spec(folder, spec)
         mend_journal(folder / "trials.journal")
-        search = Search(spec, root)
+        search = Search(spec, root, held=(lock,))
         search.begin()
         before = _before(search) if spec.retune_for else None
         if spec.workers == 1:
@@ -99,14 +104,16 @@ def _check_same(folder: Path, spec: TuneSpec) -> None:
     """Refuse to go on with a search of other settings under the same name: its trials would not be comparable."""
     if not (folder / "trials.journal").exists():
         return
-    old, new = (to_plain(dataclasses.replace(one, **_defaults())) for one in (read_spec(folder), spec))
+    old, new = (to_plain(dataclasses.replace(one, **_free(one))) for one in (read_spec(folder), spec))
     if (found := difference(old, new)) is not None:
         key, before, now = found
         raise RowsteadError(f"search `{spec.name}` had {key} {before}, and now {now}: give this one another --name")
 
 
-def _defaults() -> dict[str, Any]:
-    return {f.name: f.default for f in dataclasses.fields(TuneSpec) if f.name in FREE and f.name != "sampler"}
+def _free(spec: TuneSpec) -> dict[str, Any]:
+    """Values for what may differ, the same for all; of samplers a grid alone does not go on from another, nor another from it."""
+    free = {f.name: f.default for f in dataclasses.fields(TuneSpec) if f.name in FREE}
+    return free | ({"sampler": "grid"} if spec.sampler == "grid" else {})
 
 
 def _before(search: Search) -> Entry:
@@ -115,7 +122,13 @@ def _before(search: Search) -> Entry:
     for entry in search.store.read().of(study=spec.name, source="trial"):
         if entry.axes.get("run") == BEFORE and entry.failure is None:
             return entry
-    outcome = performed(watched(known_good(spec), 1), search.folder / "before", is_bad=lambda number, ne: False)
+    point = point_of(plain_recipe(spec), {"run": BEFORE}, {}, spec.set)
+    run = watched(known_good(spec), 1)
+    if point.is_alone:
+        outcome = performed(run, search.folder / "before", is_bad=lambda number, ne: False)
+    else:  # with as many processes, or the fleet, that trials have unless that is what changes
+        with Performer(search.folder / "before", fresh=False, held=search.held) as performer:
+            outcome = performed_together(run, point, performer)
     if outcome.record is None or outcome.objective is None:
         raise RowsteadError(f"the recipe fails before anything is changed: {outcome.failure}")
     figures = {**outcome.record.figures, "objective": outcome.objective, "trial_s": outcome.spent_s}
@@ -140,7 +153,13 @@ def _run_workers(search: Search, root: Path, tell: Callable[[list[Trial]], None]
         command = [sys.executable, "-m", "rowstead.tune.worker", str(root), search.spec.name, str(number)]
         with open(search.folder / f"worker-{number}.log", "ab") as log:
             return subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, start_new_session=True
+                command,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
+                pass_fds=search.held,  # should we be killed, the study is not free before they have gone as well
             )
 
     workers = {number: start(number) for number in range(num)}

@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from rowstead.records.run_folder import RunFolder, runs_in
+from rowstead.records.store import RunStore, entries_of
+from rowstead.records.studies import newest
 from rowstead.report.page import report_page
 from rowstead.spec.errors import RowsteadError
 
 SHOWN = ("samples_per_s", "ne", "auc", "num_samples", "train_s")
 """Figures in the list of runs."""
 MAX_LISTED = 500
+"""Runs and studies in the lists: the newest. The page says how many there are."""
 
 
 class Browser:
@@ -23,9 +26,30 @@ class Browser:
         self._lock = threading.Lock()
 
     def listing(self) -> dict[str, Any]:
-        """The runs, the newest first."""
+        """The runs, the newest first, and the studies."""
         found = list(reversed(runs_in(self.root)))
-        return {"root": str(self.root), "num_runs": len(found), "runs": [_facts(run) for run in found[:MAX_LISTED]]}
+        runs = [_facts(run) for run in found[:MAX_LISTED]]
+        return {"root": str(self.root), "num_runs": len(found), "runs": runs, "studies": self._studies()}
+
+    def names(self) -> list[str]:
+        """The names of the runs, the newest first."""
+        return [run.name for run in reversed(runs_in(self.root))]
+
+    def _studies(self) -> list[dict[str, Any]]:
+        contents = RunStore(self.root).read()
+        listed = []
+        for name, source in list(contents.studies.items())[-MAX_LISTED:]:
+            entries = newest(contents.of(study=name))
+            listed.append(
+                {
+                    "name": name,
+                    "kind": source,
+                    "num_measured": sum(entry.is_measured for entry in entries),
+                    "num_predicted": sum(not entry.is_measured for entry in entries),
+                    "num_failed": sum(entry.has_failed for entry in entries),
+                }
+            )
+        return listed[::-1]
 
     def run(self, name: str) -> RunFolder:
         """The run of a name; what is no name of a run is refused, whatever it looks like."""
@@ -41,11 +65,10 @@ class Browser:
 
 
 def _facts(run: RunFolder) -> dict[str, Any]:
-    facts: dict[str, Any] = {"name": run.name, "finished": run.record_file.is_file()}
-    if facts["finished"]:
-        try:
-            record = run.read_record()
-        except RowsteadError as error:
-            return facts | {"error": str(error)}
-        facts |= {"date": record.date, "figures": {name: record.figures[name] for name in SHOWN if name in record.figures}}
-    return facts
+    entries, num_bad = entries_of(run)
+    entry = next((one for one in entries if one.is_measured), None)
+    if entry is None:
+        facts = {"name": run.name, "finished": bool(num_bad)}
+        return facts | ({"error": "its record cannot be read"} if num_bad else {})
+    figures = {name: entry.record.figures[name] for name in SHOWN if name in entry.record.figures}
+    return {"name": run.name, "finished": True, "date": entry.record.date, "figures": figures}

@@ -15,6 +15,7 @@ import secrets
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.cookies import CookieError, SimpleCookie
@@ -29,7 +30,7 @@ from rowstead.spec.parse import parse, read_text, to_plain, to_plain_without_def
 from rowstead.spec.run import RECIPES, load_recipe, recipe_names
 from rowstead.ui.browse import Browser
 from rowstead.ui.scenario import Scenario, checked_base, scenario_of, spec_of
-from rowstead.ui.whatif import PLACES, answers, known, known_machines
+from rowstead.ui.whatif import PLACES, answers, known, known_machines, trouble_here
 
 PAGE = Path(__file__).parent / "page"
 FILES = {
@@ -50,6 +51,7 @@ REPORT_POLICY = (
     "style-src 'unsafe-inline'; img-src data: blob:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 )
 COOKIE = "rowstead-token"
+"""Begin of its name; the port follows, as a browser sends cookies to all ports of a host, and two pages may be open."""
 ASKED = "X-Rowstead"
 """Header of every request for work; a page of another site cannot send it without leave, which nobody gives."""
 
@@ -61,14 +63,22 @@ class Guard:
     hosts: frozenset[str]
     """Names, with the port, under which this server may be asked; empty where a token decides instead."""
     token: str | None = None
+    cookie: str = COOKIE
+    """Name of the cookie that holds the token."""
 
     def refusal(self, headers: Any, query: str) -> str | None:
         """Why a request is refused; None where it is not."""
         host = (headers.get("Host") or "").lower()
         if self.hosts and host not in self.hosts:
             return "this server answers under its own address alone"
-        if self.token is not None and not any(_same(one, self.token) for one in _tokens(headers, query)):
+        if self.token is not None and not any(_same(one, self.token) for one in _tokens(headers, query, self.cookie)):
             return "open the address that the command printed: its token is missing or wrong"
+        return None
+
+    def refusal_of_reading(self, headers: Any) -> str | None:
+        """Why a request for what is here is refused: a page of another site, or of another port, cannot read it, nor keep us busy."""
+        if headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
+            return "only this server's own page may ask for that"
         return None
 
     def refusal_of_work(self, headers: Any) -> str | None:
@@ -81,11 +91,12 @@ class Guard:
         return None
 
 
-def _tokens(headers: Any, query: str) -> Iterator[str]:
+def _tokens(headers: Any, query: str, cookie: str) -> Iterator[str]:
     """What a request offers as its token: in the address, as a cookie, or as a bearer."""
-    yield from parse_qs(query).get("token", [])
+    with contextlib.suppress(ValueError):  # more fields than anybody has a use for
+        yield from parse_qs(query, max_num_fields=16).get("token", [])
     with contextlib.suppress(CookieError):
-        found = SimpleCookie(headers.get("Cookie", "")).get(COOKIE)
+        found = SimpleCookie(headers.get("Cookie", "")).get(cookie)
         if found is not None:
             yield found.value
     scheme, _, given = headers.get("Authorization", "").partition(" ")
@@ -115,7 +126,7 @@ class Ui:
     port: int = 0
     runs: Path = Path("runs")
     token: str | None = None
-    """Made up when left out, and needed unless the address is loopback."""
+    """What every request must bring; made up when left out, unless only this machine can reach the address."""
     _server: http.server.ThreadingHTTPServer | None = field(default=None, init=False)
 
     def start(self) -> str:
@@ -128,7 +139,7 @@ class Ui:
         """Take the port."""
         local = is_loopback(self.host)
         if not local and self.token is None:
-            self.token = secrets.token_urlsafe(24)
+            self.token = new_token()
         browser = Browser(self.runs)
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         kind = type("_FamilyServer", (_Server,), {"address_family": family})
@@ -140,7 +151,8 @@ class Ui:
         assert self._server is not None
         self.port = self._server.server_address[1]
         names = ("127.0.0.1", "localhost", "[::1]", self._shown_host) if local else ()
-        self.guard = Guard(hosts=frozenset(f"{name}:{self.port}" for name in names), token=self.token)
+        hosts = frozenset(f"{name}:{self.port}" for name in names)
+        self.guard = Guard(hosts=hosts, token=self.token, cookie=f"{COOKIE}-{self.port}")
 
     def serve(self) -> None:
         """Answer until `close`."""
@@ -162,6 +174,11 @@ class Ui:
         """What to open."""
         host = socket.gethostname() if self.host in ("0.0.0.0", "::") else self._shown_host
         return f"http://{host}:{self.port}/" + (f"?token={self.token}" if self.token else "")
+
+
+def new_token() -> str:
+    """What nobody can guess."""
+    return secrets.token_urlsafe(24)
 
 
 def is_loopback(host: str) -> bool:
@@ -189,6 +206,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     server_version = "rowstead"
     sys_version = ""
     timeout = 60  # of a connection that says nothing
+    _begun = False
+    """Whether an answer that comes line by line has begun."""
 
     def do_GET(self) -> None:
         self._answer(self._get)
@@ -203,8 +222,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         """Say nothing: the terminal shows the address, and that stays in sight."""
 
     def _answer(self, work: Callable[[str, str], None]) -> None:
+        self._begun = False
         try:
-            address = urlsplit(self.path)
+            try:
+                address = urlsplit(self.path)
+            except ValueError:
+                raise RowsteadError("that is no address") from None
             refusal = self.ui.guard.refusal(self.headers, address.query)
             if refusal is not None:
                 self._refuse(403, refusal)
@@ -216,16 +239,21 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._refuse(400, "the request is nested too deeply")
         except (BrokenPipeError, ConnectionResetError, TimeoutError):
             self.close_connection = True  # the page went on to something newer
+        except Exception:  # our own mistake: the page says so, and the terminal what it was
+            traceback.print_exc()
+            self._refuse(500, "something went wrong in the server: its terminal says what")
 
     def _get(self, path: str, query: str) -> None:
         if self.ui.token is not None and path == "/" and "token=" in query:
             self.send_response(303)  # so that the token does not stay in the address
             self.send_header("Location", "/")
-            self.send_header("Set-Cookie", f"{COOKIE}={self.ui.token}; HttpOnly; SameSite=Strict; Path=/")
+            self.send_header("Set-Cookie", f"{self.ui.guard.cookie}={self.ui.token}; HttpOnly; SameSite=Strict; Path=/")
             self._end(b"")
         elif path in FILES:
             name, kind = FILES[path]
             self._send(200, (PAGE / name).read_bytes(), kind)
+        elif (refusal := self.ui.guard.refusal_of_reading(self.headers)) is not None:
+            self._refuse(403, refusal)
         elif path == "/api/start":
             self._json(start_facts(self.browser))
         elif path == "/api/runs":
@@ -253,7 +281,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _body(self) -> dict[str, Any]:
         length = self.headers.get("Content-Length", "")
-        if not length.isdigit() or int(length) > MAX_BODY_BYTES:
+        plain = length.isascii() and length.isdigit() and len(length) < 16
+        if not plain or int(length) > MAX_BODY_BYTES:
             self.close_connection = True
             raise RowsteadError(f"a request must say how long it is, up to {MAX_BODY_BYTES:,} bytes")
         try:
@@ -265,25 +294,34 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         return asked
 
     def _stream(self, lines: Iterator[dict[str, Any]]) -> None:
-        """One JSON line after another, each as soon as it is known."""
+        """One JSON line after another, each as soon as it is known; what goes wrong on the way is a line, and the last."""
         first = next(lines)  # what is wrong with a scenario shows here, before the answer begins
         self.send_response(200)
         self.send_header("Content-Type", "application/x-ndjson")
         self.send_header("Transfer-Encoding", "chunked")
         self._common()
         self.end_headers()
-        for line in _chain(first, lines):
-            data = json.dumps(line).encode() + b"\n"
-            self.wfile.write(b"%x\r\n%b\r\n" % (len(data), data))
-            self.wfile.flush()
+        self._begun = True
+        self._chunk(first)
+        for line in lines:
+            self._chunk(line)
         self.wfile.write(b"0\r\n\r\n")
+
+    def _chunk(self, line: dict[str, Any]) -> None:
+        data = json.dumps(line).encode() + b"\n"
+        self.wfile.write(b"%x\r\n%b\r\n" % (len(data), data))
+        self.wfile.flush()
 
     def _json(self, plain: Any) -> None:
         self._send(200, json.dumps(plain).encode(), "application/json")
 
     def _refuse(self, status: int, why: str) -> None:
         self.close_connection = True
-        self._send(status, json.dumps({"error": why}).encode(), "application/json")
+        if self._begun:  # the status is out: what is wrong can only be the last line
+            self._chunk({"error": why})
+            self.wfile.write(b"0\r\n\r\n")
+        else:
+            self._send(status, json.dumps({"error": why}).encode(), "application/json")
 
     def _send(self, status: int, body: bytes, kind: str, *, policy: str = POLICY) -> None:
         self.send_response(status)
@@ -310,11 +348,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.send_header(name, value)
 
 
-def _chain(first: dict[str, Any], rest: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    yield first
-    yield from rest
-
-
 def start_facts(browser: Browser) -> dict[str, Any]:
     """What the page needs to begin with."""
     recipes = [{"name": name, "about": _about(name)} for name in recipe_names()]
@@ -325,7 +358,8 @@ def start_facts(browser: Browser) -> dict[str, Any]:
         "machines": machines,
         "places": places,
         "scenario": to_plain(Scenario()),
-        "runs": [one["name"] for one in browser.listing()["runs"]],
+        "left_out": trouble_here(),
+        "runs": browser.names(),
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from rowstead.plan.choose import Choice, choose, fewest_servers, num_readers, places_of, remedies
@@ -27,8 +28,27 @@ PLACES: dict[Place, str] = {
 
 def known_machines() -> list[str]:
     """Names of the machines that the page offers: those that are shipped, and this one where it was measured."""
-    measured = any(calibrated_path(kind).is_file() for kind in ("cuda", "cpu"))
-    return [HERE, *machine_names()] if measured else machine_names()
+    return [HERE, *machine_names()] if _measured_file() is not None and trouble_here() is None else machine_names()
+
+
+def trouble_here() -> str | None:
+    """Why this machine is not offered though it was measured; none where all is well, or it was not."""
+    file = _measured_file()
+    return None if file is None else _trouble(str(file), file.stat().st_mtime_ns)
+
+
+def _measured_file() -> Path | None:
+    return next((path for kind in ("cuda", "cpu") if (path := calibrated_path(kind)).is_file()), None)
+
+
+@functools.lru_cache(maxsize=8)
+def _trouble(path: str, changed_ns: int) -> str | None:
+    """What is wrong with a file as it was written at a time."""
+    try:
+        load_machine(path)
+    except RowsteadError as error:
+        return str(error)
+    return None
 
 
 @functools.cache

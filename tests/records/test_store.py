@@ -49,6 +49,33 @@ def test_what_is_added_is_read(tmp_path: Path) -> None:
     assert [e.record.name for e in entries_by_point(contents.entries)["p"]] == ["one", "two"]
 
 
+def test_null_is_a_value_of_an_axis_and_of_a_setting(tmp_path: Path) -> None:
+    store = RunStore(tmp_path)
+    store.add(entry(axes={"early stop": None, "b": [1, None]}, settings={"train.early_stop": None, "x": {"y": None}}))
+    (found,) = store.read().entries
+    assert found.axes == {"early stop": None, "b": [1, None]}
+    assert found.settings == {"train.early_stop": None, "x": {"y": None}}
+
+
+def test_what_was_predicted_for_a_run_is_in_the_store_beside_it(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path, "small")
+    run.write_spec(small_spec())
+    record = entry("small").record
+    run.predicted_file.write_text(json.dumps(vars(record) | {"kind": "predicted"}))
+    assert RunStore(tmp_path).read().entries == ()  # before the run has finished it says nothing
+    run.write_record(record)
+    contents = RunStore(tmp_path).read()
+    assert [(one.id, one.record.kind) for one in contents.entries] == [
+        ("predicted:small-001", "predicted"),
+        ("small-001", "measured"),
+    ]
+    assert {one.folder for one in contents.entries} == {str(run.path)}
+    for name in ("last", "small-001", "small-0", str(run.path)):
+        assert find(contents.entries, name).id == "small-001"
+    run.predicted_file.write_text("{")
+    assert RunStore(tmp_path).read().num_bad_lines == 1
+
+
 def test_an_empty_root_is_an_empty_store(tmp_path: Path) -> None:
     assert RunStore(tmp_path / "none").read().entries == ()
 
@@ -67,6 +94,7 @@ BROKEN = [
     line_of(entry()).replace("1000.0", '"many"').encode(),
     line_of(entry()).replace('"sweep"', '["sweep"]').encode(),
     line_of(entry(axes={"a": 1})).replace('{"a": 1}', "7").encode(),
+    line_of(entry(seed=7)).replace('"seed": 7', f'"seed": {2**63}').encode(),
     b'{"name": "' + b"x" * (1 << 20) + b'"}',
 ]
 

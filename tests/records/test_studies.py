@@ -24,6 +24,7 @@ from rowstead.records.studies import (
     student,
     surface,
     trial_history,
+    wishes_in,
 )
 from rowstead.spec.record import Record
 
@@ -57,6 +58,35 @@ def test_a_surface_takes_the_newest_of_a_point() -> None:
     entries = [entry({"speed": v}, kind="predicted", axes={"x": 1}, point="1", machine={"name": "m"}) for v in (1.0, 2.0)]
     assert surface(entries, "x", None, "speed").values == ((2.0,),)
     assert len(newest([*entries, entry({}), entry({})])) == 3
+
+
+def test_what_was_measured_with_other_settings_before_is_not_mixed_in() -> None:
+    def at(steps: int, seed: int, speed: float, **changes: Any) -> Entry:
+        settings = {"train.max_steps": steps, "seed": seed, "data.synth.seed": seed}
+        point = f"{steps}-{seed}-{changes}"
+        return entry({"speed": speed}, axes={"x": 1}, settings=settings, seed=seed, point=point, **changes)
+
+    before = [at(100, seed, 1.0) for seed in (1, 2, 3)]
+    elsewhere = at(100, 1, 9.0, machine={"cpu": "another", "num_usable_cores": 64})
+    after = [at(200, seed, 2.0) for seed in (1, 2)]
+    kept = newest([*before, elsewhere, *after])
+    assert sorted(map(id, kept)) == sorted(map(id, [*after, elsewhere]))
+    assert newest(before) == before  # seeds are no change of settings
+    tried = [entry({"trial_number": n}, source="trial", point="same", axes={"lr": 1}) for n in (0, 1)]
+    assert newest(tried) == tried
+
+
+def test_what_was_asked_of_a_study_is_read_from_its_folder(tmp_path: Path) -> None:
+    assert wishes_in(tmp_path) == {}
+    (tmp_path / "tune.yaml").write_text("name: t\nsamples_per_s: 5_000\ntrials: 4\n")
+    assert wishes_in(tmp_path) == {"samples_per_s": 5000.0}
+    (tmp_path / "quality.yaml").write_text("tolerance: 0.01\nconfidence: 0.9\n")
+    assert wishes_in(tmp_path) == {"samples_per_s": 5000.0, "tolerance": 0.01, "confidence": 0.9}
+    (tmp_path / "tune.yaml").write_text("samples_per_s: .nan\n")
+    (tmp_path / "quality.yaml").write_text("tolerance: -1\nconfidence: 95\n")
+    assert wishes_in(tmp_path) == {}
+    (tmp_path / "quality.yaml").write_text("{" * 5000)
+    assert wishes_in(tmp_path) == {}
 
 
 def trial(number: int, objective: float | None, speed: float | None = 10.0, failure: str | None = None) -> Entry:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -88,6 +89,88 @@ def test_curves_of_a_resumed_run_have_no_point_twice(tmp_path: Path) -> None:
     assert drawn is not None
     assert drawn.traces[1]["x"] == [501 * 2048]  # samples: the batch is the recipe's
     assert of_runs.draw_speed(of_runs.speed_curves([run])) is not None
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"predicted": [], "observed": [], "weight": []},
+        {"predicted": [None], "observed": [0.1], "weight": [1]},
+        {"predicted": ["x"], "observed": [0.1], "weight": [1]},
+        {"predicted": [0.1], "observed": [0.1, 0.2], "weight": [1]},
+        {"predicted": 7, "observed": [0.1], "weight": [1]},
+        {"predicted": [10**400], "observed": [0.1], "weight": [1]},
+    ],
+)
+def test_a_calibration_that_is_none_is_not_drawn(tmp_path: Path, parts: dict[str, Any]) -> None:
+    run = a_run(tmp_path)
+    lines = [{"kind": "calibration", "step": 1, **parts}, {"kind": "train", "step": 1, "ne": 10**400, "samples_per_s": True}]
+    run.folder.events_file.write_text("".join(json.dumps(line) + "\n" for line in lines) + "[" * 100_000)
+    assert of_runs.calibrations([run]) == []
+    assert of_runs.quality_curves([run]) == []
+    assert of_runs.draw_calibration([]) is None
+
+
+def test_a_run_is_paired_with_what_was_predicted_for_it_and_with_no_other(tmp_path: Path) -> None:
+    runs = [a_run(tmp_path, figures={"samples_per_s": speed}) for speed in (100.0, 400.0)]
+    for run, speed in zip(runs, (150.0, 200.0), strict=True):
+        record = Record(
+            kind="predicted",
+            name="quickstart",
+            spec_digest="d",
+            date=DATE,
+            machine={"name": "box"},
+            figures={"samples_per_s": speed},
+        )
+        run.folder.predicted_file.write_text(json.dumps(vars(record)))
+    for asked in ([tmp_path], [run.folder.path for run in runs]):
+        found = of_forecasts.pairs(gather(asked).entries)
+        assert sorted((pair.measured, pair.predicted) for pair in found) == [(100.0, 150.0), (400.0, 200.0)]
+
+
+def test_only_the_newest_prediction_of_a_point_counts() -> None:
+    entries = [entry(study="s", point="a", figures={"samples_per_s": 100.0})]
+    entries += [entry("predicted", "here", study="s", point="a", figures={"samples_per_s": speed}) for speed in (500.0, 110.0)]
+    (pair,) = of_forecasts.pairs(entries)
+    assert pair.predicted == 110.0
+
+
+def test_of_many_studies_the_smaller_ones_are_shown_together() -> None:
+    many = [of_forecasts.Pair(group=f"g{i}", what="w", measured=1.0, predicted=2.0) for i in range(3000)]
+    figure = of_forecasts.draw_pairs([*many, *many[:1]])
+    assert figure is not None
+    assert len(figure.traces) == 1 + of_forecasts.MAX_GROUPS
+    assert figure.traces[1]["name"] == "g0"
+    assert figure.traces[-1]["name"] == "2,989 others"
+    assert figure.table is not None
+    assert sum(int(row[1].replace(",", "")) for row in figure.table.rows) == 3001
+
+
+def test_machines_that_measured_the_same_sweep_are_kept_apart() -> None:
+    def on(cpu: str, speed: float) -> list[Entry]:
+        found = [entry(study="g", point=str(x), axes={"x": x}, figures={"samples_per_s": speed * x}) for x in (1, 2)]
+        return [
+            dataclasses.replace(one, record=dataclasses.replace(one.record, machine={"cpu": cpu, "num_usable_cores": 2}))
+            for one in found
+        ]
+
+    study = of_studies.study_of("g", [*on("fast", 10.0), *on("slow", 1.0)])
+    assert study is not None
+    assert {name: [cell.value for cell in cells] for name, cells in study.series.items()} == {
+        "measured on fast, 2 cores": [10.0, 20.0],
+        "measured on slow, 2 cores": [1.0, 2.0],
+    }
+    assert "several machines" in of_studies.draw_study(study)[0].words
+    alone = of_studies.study_of("g", on("fast", 10.0))
+    assert alone is not None
+    assert list(alone.series) == [of_studies.MEASURED]
+
+
+def test_an_axis_with_null_among_its_values_is_drawn() -> None:
+    entries = [entry(study="g", point=str(v), axes={"stop": v}, figures={"samples_per_s": 1.0}) for v in (None, 3)]
+    study = of_studies.study_of("g", entries)
+    assert study is not None
+    assert of_studies.draw_study(study)[0].traces[0]["x"] == ["null", "3"]
 
 
 def test_predictions_are_paired_with_what_was_measured_at_the_same_point() -> None:
@@ -222,6 +305,17 @@ def test_a_search_is_drawn_with_its_best_so_far_and_its_front() -> None:
     assert "not counted: 1" in history.words
     assert (front.traces[0]["x"], front.traces[1]["x"]) == ([10.0], [5.0, 20.0])
     assert of_searches.draw_search("t", trials[3:], []) == []
+
+
+def test_trials_below_the_speed_that_was_asked_for_are_not_the_best(tmp_path: Path) -> None:
+    trials = [trial(0, 0.9), trial(1, 0.7, 5.0), trial(2, 0.8, 20.0)]
+    (tmp_path / "studies" / "t").mkdir(parents=True)
+    (tmp_path / "studies" / "t" / "tune.yaml").write_text("samples_per_s: 8\n")
+    (tmp_path / "records.jsonl").write_text("")
+    for place in (tmp_path, tmp_path / "records.jsonl"):
+        history = of_searches.draw_search("t", trials, [str(place)])[0]
+        assert history.traces[1]["y"] == [0.9, 0.8]
+        assert "not counted: 1" in history.words
 
 
 def test_effects_are_drawn_with_their_interval_beside_the_tolerance() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -135,6 +137,91 @@ def test_a_run_by_folder_by_name_and_in_its_store_is_the_same_run(tmp_path: Path
     of_file = gather([tmp_path / "records.jsonl"])
     assert not of_file.runs
     assert of_file.entries
+
+
+def test_runs_of_the_same_name_under_two_roots_are_both_counted(tmp_path: Path) -> None:
+    for root, speed in (("a", 1.0), ("b", 2.0)):
+        run = RunFolder.create(tmp_path / root, "plain")
+        run.write_spec(load_recipe("quickstart"))
+        run.write_record(_record("plain", speed))
+    material = gather([tmp_path / "a", tmp_path / "b"])
+    assert len(material.runs) == len(material.entries) == 2
+    assert "2 runs, 2 measured" in page_from(material)
+
+
+def test_a_quality_study_is_judged_by_the_tolerance_that_it_was_run_with(tmp_path: Path) -> None:
+    store = RunStore(tmp_path)
+    for seed in (1, 2, 3):
+        for axes, ne in (({"axis": "baseline"}, 0.7), ({"axis": "rows", "value": "bf16"}, 0.7 * (1.004 + seed * 1e-5))):
+            record = dataclasses.replace(_record("q", 1.0), figures={"ne": ne})
+            store.add(Entry(record=record, source="quality", study="q", point=f"{axes}{seed}", axes=axes, seed=seed))
+
+    def verdict() -> str:
+        (figure,) = next(section.figures for section in sections_of(gather([tmp_path])) if section.key == "quality-q")
+        assert figure.table is not None
+        return figure.words + figure.table.rows[0][-1]
+
+    assert "95 % intervals" in verdict()
+    assert verdict().endswith("worse than tolerated")
+    store.study_folder("q").mkdir(parents=True)
+    (store.study_folder("q") / "quality.yaml").write_text("tolerance: 0.01\nconfidence: 0.9\n")
+    assert "90 % intervals" in verdict()
+    assert verdict().endswith("within tolerance")
+
+
+def test_what_failed_is_listed_unless_it_was_run_again_and_went_well(tmp_path: Path) -> None:
+    store = RunStore(tmp_path)
+    where = {"source": "sweep", "study": "s", "point": "p", "axes": {"x": 1}}
+    store.add(Entry(record=_record("s", 0.0), failure="no memory", **where))  # type: ignore[arg-type]
+    store.add(Entry(record=_record("q", 0.0), source="quality", study="q", axes={"axis": "a", "value": 7}, failure="no disk"))
+    store.add(Entry(record=_record("t", 0.0), source="trial", study="t", axes={"lr": 1}, failure="no patience"))
+    store.add(Entry(record=_record("t", 0.0, trial=1), source="trial", study="t", axes={"lr": 2}, failure="pruned at step 3"))
+    text = report_page([tmp_path])
+    assert all(why in text for why in ("no memory", "no disk", "no patience"))
+    assert "pruned at step" not in text
+    store.add(Entry(record=_record("s", 5.0), **where))  # type: ignore[arg-type]
+    text = report_page([tmp_path])
+    assert "no memory" not in text
+    assert "2 failed" in text
+
+
+def test_a_thousand_studies_are_reported_in_seconds(tmp_path: Path) -> None:
+    store = RunStore(tmp_path)
+    store.add(
+        *(
+            Entry(
+                record=_record(f"s{n}", 1.0 + x, kind, None if kind == "measured" else "here"),
+                source="sweep",
+                study=f"s{n}",
+                point=str(x),
+                axes={"x": x},
+            )
+            for n in range(1000)
+            for x in range(5)
+            for kind in ("measured", "predicted")
+        )
+    )
+    started = time.process_time()
+    text = report_page([tmp_path])
+    assert time.process_time() - started < 15  # going through all records for each study took minutes
+    assert len(text.encode()) < 20e6
+
+
+def test_two_grids_under_one_name_are_both_drawn(tmp_path: Path) -> None:
+    store = RunStore(tmp_path)
+    for axis, values in (("batch", (1, 2)), ("width", (8, 16, 32))):
+        store.add(
+            *(
+                Entry(record=_record("s", 1.0 * v), source="sweep", study="s", point=f"{axis}{v}", axes={axis: v, "common": 7})
+                for v in values
+            )
+        )
+    figures = next(section.figures for section in sections_of(gather([tmp_path])) if section.key == "study-s")
+    drawn = {figure.title.rpartition(" over ")[2]: figure.traces[0]["x"] for figure in figures if "samples/s" in figure.title}
+    assert drawn == {"batch": [1, 2], "width": [8, 16, 32]}
+    assert (
+        len({figure.key for figure in figures}) == len(figures) == 4
+    )  # speed and NE, which a log without a teacher has as well
 
 
 def test_an_unfinished_run_is_shown_as_such(tmp_path: Path) -> None:

@@ -84,12 +84,30 @@ def of_nothing() -> list[Item]:
 
 
 def test_every_item_is_said_and_drawn_even_where_nothing_was_measured(of_nothing: list[Item]) -> None:
-    assert len(of_nothing) == 11
+    assert [item.key for item in of_nothing] == [
+        "fig1", "platforms", "models", "fig5", "fig6-7", "fig9", "fig10", "fig11", "fig12", "fig13", "fig14", "table3", "fig15",
+    ]  # fmt: skip
     for item in of_nothing:
         assert item.paper, item.key
         assert item.differs, item.key
         assert item.figures or item.tables or "not measured" in (item.verdict, item.measured_words), item.key
     assert {item.key for item in of_nothing if item.verdict == "not measured"} == {"fig9", "fig15"}
+
+
+def test_the_power_of_gpus_is_set_beside_the_studys(of_nothing: list[Item]) -> None:
+    item = next(item for item in of_nothing if item.key == "fig1")
+    theirs, ours = (figure.traces[0]["z"] for figure in item.figures)
+    assert theirs[0] == pytest.approx([0.79, 0.99, 1.47, 1.04], abs=0.006)
+    assert len(ours) == 4  # with the row that the study's figures here leave out
+    assert "64/4" in item.differs
+    assert "no joule was measured" in item.differs
+
+
+def test_the_platforms_are_those_of_the_study(of_nothing: list[Item]) -> None:
+    (table,) = next(item for item in of_nothing if item.key == "platforms").tables
+    rows = {row[0]: row[1:] for row in table.rows}
+    assert rows["bigbasin-32, ours"][-2:] == rows["bigbasin-32, the study"][-2:] == ("100 Gb/s", "7.3")
+    assert "no direct path" in rows["zion-prototype, ours"][2]
 
 
 def test_what_was_measured_is_on_the_page_and_judged_by_its_figures(tmp_path: Path) -> None:
@@ -120,7 +138,10 @@ def test_the_page_is_whole_and_fetches_nothing(tmp_path: Path) -> None:
     assert text.count("<figure>") > 15
 
 
-def test_pieces_can_be_run_alone() -> None:
-    assert [one.words[:3] for one in commands(["fig10"])] == [("sweep", "fig10", "--quick")]
-    assert [one.words[-3:-2] for one in commands(["fig9"])] == [("--quick",), ("--predict-only",)]
-    assert commands(["quality"])[0].words[0] == "quality"
+def test_pieces_can_be_run_alone(tmp_path: Path) -> None:
+    assert [one.words[:3] for one in commands(["fig10"], tmp_path)][1:] == [("sweep", "fig10", "--quick")]
+    assert [one.words[-3:-2] for one in commands(["fig9"], tmp_path)][1:] == [("--quick",), ("--predict-only",)]
+    assert commands(["quality"], tmp_path)[0].words[0] == "quality"
+    assert commands(["fig10"], tmp_path)[0].words == ("calibrate", "--out", str(tmp_path / "here.yaml"))
+    (tmp_path / "here.yaml").touch()
+    assert [one.name for one in commands(["fig10"], tmp_path)] == ["fig10"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
 import signal
 import subprocess
@@ -10,16 +11,22 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from optuna.trial import TrialState
+from rich.console import Console
 
 from rowstead import run
-from rowstead.records.store import RunStore
+from rowstead.cli_study import TrialLines
+from rowstead.measure.perform import study_held
+from rowstead.records.store import Entry, RunStore
 from rowstead.records.studies import importance_in, trial_history
 from rowstead.spec.errors import RowsteadError
+from rowstead.spec.record import Record
 from rowstead.spec.run import load_recipe
-from rowstead.spec.tune import TuneSpec, load_tune, space_axis_from
-from rowstead.tune.search import mend_journal, write_spec
-from rowstead.tune.tune import tune
+from rowstead.spec.tune import TuneSpec, load_tune, space_axis_from, space_of, starts_of
+from rowstead.tune.search import Search, mend_journal, write_spec
+from rowstead.tune.tune import Found, tune
 from tests.small_runs import wait_until
 from tests.tune.learnable import LARGER, learnable_recipe
 
@@ -50,6 +57,60 @@ def test_a_search_ends_with_a_recipe_and_goes_on_when_asked_again(tmp_path: Path
     assert importance_in(tmp_path / "runs/studies/t") == pytest.approx(dict(again.importance))
     with pytest.raises(RowsteadError, match="another --name"):
         tune(dataclasses.replace(spec, set={"seed": 2}), root=tmp_path / "runs")
+
+
+def test_a_search_may_go_on_with_another_sampler_but_not_with_a_grid(tmp_path: Path) -> None:
+    values = (space_axis_from("train.dense_optimizer.lr=0.001,0.01"), space_axis_from("seed=1,2"))
+    spec = search(tmp_path, trials=1, sampler="random", space=values, prune=False)
+    tune(spec, root=tmp_path / "runs")
+    assert len(tune(dataclasses.replace(spec, sampler="tpe", trials=2), root=tmp_path / "runs").trials) == 2
+    with pytest.raises(RowsteadError, match="another --name"):
+        tune(dataclasses.replace(spec, sampler="grid"), root=tmp_path / "runs")
+
+
+def test_settings_that_were_lined_up_are_not_lost_with_the_process_that_took_them(tmp_path: Path) -> None:
+    spec = search(tmp_path, retune_for={"train.batch_size": LARGER})
+    search_ = Search(spec, tmp_path / "runs")
+    search_.begin()
+    lined_up = [trial.system_attrs["fixed_params"] for trial in search_.study.get_trials(deepcopy=False)]
+    search_.study.ask()  # and there it is killed, before any setting is drawn
+    again = Search(spec, tmp_path / "runs")
+    again.begin()
+    waiting = again.study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
+    assert sorted(map(str, lined_up)) == sorted(str(trial.system_attrs["fixed_params"]) for trial in waiting)
+
+
+def test_the_unchanged_settings_are_known_by_what_they_are(tmp_path: Path) -> None:
+    spec = search(tmp_path, retune_for={"train.batch_size": LARGER})
+    same, *grown = starts_of(spec, space_of(spec))
+    record = Record(kind="measured", name="n", spec_digest="d", date="2026-01-01")
+
+    def of(number: int, axes: dict[str, Any], objective: float) -> Entry:
+        figures = {"trial_number": number, "objective": objective}
+        return Entry(record=dataclasses.replace(record, figures=figures), source="trial", axes=axes)
+
+    trials = trial_history([of(1, grown[0], 0.7), of(2, grown[1], 0.8), of(5, same, 0.9)])  # number 0 was interrupted
+    found = Found(spec=spec, trials=tuple(trials), best=trials[0], before=None, importance={}, recipe=None)
+    assert found.unchanged is not None
+    assert found.unchanged.number == 5
+
+
+def test_each_trial_is_told_of_once_whatever_the_order_in_which_they_end(tmp_path: Path) -> None:
+    record = Record(kind="measured", name="n", spec_digest="d", date="2026-01-01")
+    entries = [
+        Entry(record=dataclasses.replace(record, figures={"trial_number": number, "objective": objective}), source="trial")
+        for number, objective in ((1, 0.8), (2, 0.7), (0, 0.9))
+    ]
+    told = io.StringIO()
+    teller = TrialLines(Console(file=told, width=200), 3)
+    for place in range(len(entries)):
+        teller.tell(trial_history(entries[: place + 1]))
+        teller.tell(trial_history(entries[: place + 1]))
+    assert told.getvalue().splitlines() == [
+        "trial 1 of 3 complete: NE 0.80000 · best 0.80000",
+        "trial 2 of 3 complete: NE 0.70000 · best 0.70000",
+        "trial 3 of 3 complete: NE 0.90000 · best 0.70000",
+    ]
 
 
 def test_a_grid_goes_through_all_combinations_and_hostile_names_are_data(tmp_path: Path) -> None:
@@ -139,14 +200,36 @@ def test_a_search_that_is_killed_goes_on_where_it_was(tmp_path: Path, workers: i
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+def test_a_search_that_is_killed_is_not_free_before_its_workers_have_gone(tmp_path: Path) -> None:
+    write_spec(tmp_path / "given", search(tmp_path, trials=1000, workers=2))
+    store = RunStore(tmp_path / "runs")
+    process = subprocess.Popen([sys.executable, "-c", RUN, str(tmp_path / "given"), str(tmp_path / "runs")])
+    wait_until(lambda: len(store.read().of(source="trial")) >= 1, what="a trial")
+    workers = psutil.Process(process.pid).children()
+    for worker in workers:
+        worker.suspend()  # as if deep in arithmetic: they have not seen yet that they are alone
+    process.kill()
+    process.wait()
+    try:
+        with pytest.raises(RowsteadError, match="under way"), study_held(store.study_folder("t"), deadline_s=0.2):
+            pass
+    finally:
+        for worker in workers:
+            worker.resume()
+    with study_held(store.study_folder("t")):
+        num_trials = len(store.read().of(source="trial"))
+        psutil.wait_procs(workers, timeout=60)
+        assert len(store.read().of(source="trial")) == num_trials
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_worker_that_is_killed_is_replaced_and_its_trial_recorded(tmp_path: Path) -> None:
     spec = search(tmp_path, trials=10, workers=2)
     killed: list[int] = []
 
     def kill_one(trials: list[Any]) -> None:
         if not killed and len(trials) >= 2:
-            import psutil
-
             workers = [p.pid for p in psutil.Process().children() if "rowstead.tune.worker" in p.cmdline()]
             os.kill(workers[0], signal.SIGKILL)
             killed.append(workers[0])
@@ -164,8 +247,11 @@ def test_all_processes_of_a_trial_have_its_settings(tmp_path: Path) -> None:
     axes = (space_axis_from("train.dense_optimizer.lr=0.003,0.03"),)
     nes = {}
     for processes in (1, 2):
-        spec = search(tmp_path, name=f"t{processes}", space=axes, sampler="grid", prune=False, set={"run.processes": processes})
-        found = tune(spec, root=tmp_path / "runs")
+        started = {"run.processes": processes}
+        spec = search(tmp_path, name=f"t{processes}", space=axes, sampler="grid", prune=False, set=started)
+        found = tune(dataclasses.replace(spec, retune_for={"train.log_every": 7}), root=tmp_path / "runs")
+        assert found.before is not None
+        assert found.before.record.machine.get("num_processes") == (2 if processes == 2 else None)  # as the trials
         assert [trial.state for trial in found.trials] == ["complete", "complete"]
         nes[processes] = {trial.parameters["train.dense_optimizer.lr"]: trial.objective for trial in found.trials}
         facts = {trial.entry.record.machine.get("num_processes") for trial in found.trials}

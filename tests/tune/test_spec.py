@@ -10,7 +10,17 @@ import pytest
 
 from rowstead.spec.errors import RowsteadError, SpecError
 from rowstead.spec.parse import parse
-from rowstead.spec.tune import TuneSpec, changed, load_tune, num_steps_of, space_axis_from, space_of, starts_of
+from rowstead.spec.tune import (
+    TuneSpec,
+    changed,
+    changes_of,
+    load_tune,
+    num_steps_of,
+    space_axis_from,
+    space_of,
+    starts_of,
+    unchanged_of,
+)
 from tests.tune.learnable import BATCH, LARGER, learnable_recipe
 
 
@@ -39,6 +49,32 @@ def test_a_larger_batch_starts_from_the_old_settings_and_from_grown_rates(tmp_pa
     assert (same["sparse lr"], same["dense lr"]) == (0.1, 0.01)
     assert root["dense lr"] == pytest.approx(0.01 * (LARGER / BATCH) ** 0.5)
     assert linear["sparse lr"] == pytest.approx(0.8)
+    assert same["sparse eps"] == 0.01
+    assert (
+        root["sparse eps"] == linear["sparse eps"] == pytest.approx(0.01 / 8)
+    )  # the gradients of rare rows are so much smaller
+    assert (same["dense beta1"], same["dense beta2"]) == (0.9, 0.999)
+    assert root["dense beta1"] == pytest.approx(0.9**8)  # of a gradient as much is left after as many samples
+    assert linear["dense beta2"] == pytest.approx(0.999**8)
+    warm = dataclasses.replace(spec, set={"train.schedule.warmup_steps": 64})
+    assert [start["warm-up"] for start in starts_of(warm, space_of(warm))] == [64, 8, 8]
+
+
+def test_what_counts_steps_comes_after_as_many_samples_as_before(tmp_path: Path) -> None:
+    before = {"train.max_steps": 800, "train.eval_every": 100}
+    spec = search(tmp_path, set=before, retune_for={"train.batch_size": LARGER})
+    assert changes_of(spec) == {"train.max_steps": 100, "train.eval_every": 12, **spec.retune_for}
+    assert changed(spec).train.max_steps == 100
+    told = dataclasses.replace(spec, retune_for={"train.batch_size": LARGER, "train.max_steps": 5})
+    assert changed(told).train.max_steps == 5
+    assert changes_of(search(tmp_path, set=before, retune_for={"seed": 2})) == {"seed": 2}
+
+
+def test_the_unchanged_settings_are_none_where_the_space_leaves_them_out(tmp_path: Path) -> None:
+    spec = search(tmp_path, retune_for={"train.batch_size": LARGER})
+    assert unchanged_of(spec, space_of(spec)) == starts_of(spec, space_of(spec))[0]
+    for text in ("train.dense_optimizer.lr=0.02..0.05", "model.top=[[8], [4, 4]]"):
+        assert unchanged_of(spec, (space_axis_from(text),)) is None
 
 
 def test_starts_stay_inside_a_space_that_was_given(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select
 
 from rowstead.records.store import Entry, RunStore
+from rowstead.report.look import DARK, LIGHT
 from rowstead.report.page import report_page
 from rowstead.spec.parse import parse, read_text
 from rowstead.spec.record import Record
@@ -200,6 +201,24 @@ def test_on_a_phone_nothing_is_cut_and_the_figures_stay_in_sight(ui: Ui) -> None
         assert complaints(driver) == []
 
 
+def test_on_a_phone_the_last_lines_stay_above_the_bar(ui: Ui) -> None:
+    with chromium(390, 844, phone=True) as driver:
+        opened(driver, ui)
+        driver.execute_script("scrollTo(0, document.body.scrollHeight)")
+        under = "return document.getElementById('memories').getBoundingClientRect().bottom - document.getElementById('short').getBoundingClientRect().top"
+        until(lambda: driver.execute_script(under) <= 0)
+
+
+def test_trouble_is_seen_in_every_view(page: Chrome) -> None:
+    page.find_element(By.ID, "view-runs").click()
+    until(lambda: page.find_elements(By.CSS_SELECTOR, "#run-list tbody tr"))
+    assert len(page.find_elements(By.CSS_SELECTOR, "#study-list tbody tr")) > 8  # studies are listed beneath the runs
+    page.execute_script("window.fetch = () => Promise.reject(new Error('the server has gone'))")
+    page.find_element(By.ID, "view-runs").click()
+    until(lambda: page.find_element(By.ID, "trouble").is_displayed())
+    assert "the server has gone" in text(page, "#trouble")
+
+
 # the report
 
 DRAW_ALL = "places.forEach((_, place) => draw(place)); return places.length"
@@ -245,8 +264,13 @@ def test_a_report_prints_by_day_with_all_figures(tmp_path: Path) -> None:
     with chromium(dark=True) as driver:
         shown_report(driver, page)
         driver.set_script_timeout(240)
+        ink, night = "return places.map((place) => place.layout?.font.color).at(-1)", DARK["@text"]
         driver.execute_script("dispatchEvent(new Event('beforeprint'))")
         until(lambda: driver.execute_script("return places.every((place) => place.dataset.drawn)"))
+        assert driver.execute_script(ink) == LIGHT["@text"]
+        assert driver.execute_script("return places.every((place) => place.querySelector('.main-svg').clientWidth < 700)")
+        driver.execute_script("dispatchEvent(new Event('afterprint'))")
+        until(lambda: driver.execute_script(ink) == night)
         pdf = driver.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})["data"]
         assert len(base64.b64decode(pdf)) > 50_000
 

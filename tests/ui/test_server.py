@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from rowstead.records.run_folder import RunFolder
+from rowstead.records.store import Entry, RunStore
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.parse import parse, read_text, to_plain
 from rowstead.spec.record import Record
@@ -165,6 +166,15 @@ def test_a_page_of_another_site_cannot_ask_for_work(ui: Ui, headers: dict[str, s
         assert ask(ui, "POST", path, {"scenario": {}}, **headers)[0] == 403
 
 
+@pytest.mark.parametrize("path", ["/report", "/report/quickstart-001", "/api/start", "/api/runs"])
+def test_a_page_of_another_site_cannot_have_reports_made(ui: Ui, path: str) -> None:
+    for elsewhere in ("cross-site", "same-site"):
+        assert ask(ui, "GET", path, Sec_Fetch_Site=elsewhere)[0] == 403
+    for ours in ("same-origin", "none"):
+        assert ask(ui, "GET", path, Sec_Fetch_Site=ours)[0] == 200
+    assert ask(ui, "GET", "/", Sec_Fetch_Site="cross-site")[0] == 200  # a link to the page itself may be anywhere
+
+
 def test_no_method_gives_leave_to_other_sites(ui: Ui) -> None:
     status, _, headers = ask(ui, "OPTIONS", "/api/plan", Origin="http://evil.example", Access_Control_Request_Method="POST")
     assert status == 501
@@ -201,7 +211,7 @@ def test_beyond_loopback_nothing_is_answered_without_the_token(tmp_path: Path) -
         for path in ("/", "/app.js", "/api/start", "/report"):
             assert ask(page, "GET", path)[0] == 403
             assert ask(page, "GET", f"{path}?token=wrong")[0] == 403
-            assert ask(page, "GET", path, Cookie="rowstead-token=wrong")[0] == 403
+            assert ask(page, "GET", path, Cookie=f"rowstead-token-{page.port}=wrong")[0] == 403
         assert post(page, "/api/plan", {"scenario": {}})[0] == 403
         status, _, headers = ask(page, "GET", f"/?token={page.token}")
         assert (status, headers["Location"]) == (303, "/")
@@ -252,3 +262,112 @@ def test_the_command_prints_its_address_serves_and_ends_quietly_with_ctrl_c(tmp_
         _, wrong = process.communicate(timeout=60)
     assert process.returncode == 0
     assert wrong == ""
+
+
+def test_two_pages_of_one_host_keep_their_tokens_apart(tmp_path: Path) -> None:
+    pages = [Ui(host="0.0.0.0", runs=tmp_path) for _ in range(2)]
+    cookies = []
+    try:
+        for page in pages:
+            page.start()
+            cookies.append(ask(page, "GET", f"/?token={page.token}")[2]["Set-Cookie"].split(";")[0])
+        both = "; ".join(cookies)  # a browser sends the cookies of all ports of a host
+        assert [ask(page, "GET", "/", Cookie=both)[0] for page in pages] == [200, 200]
+        assert ask(pages[0], "GET", "/", Cookie=cookies[1])[0] == 403
+    finally:
+        for page in pages:
+            page.close()
+
+
+def test_a_token_can_be_asked_for_on_this_machine_too(tmp_path: Path) -> None:
+    page = Ui(runs=tmp_path, token="secret of mine")
+    page.start()
+    try:
+        assert ask(page, "GET", "/api/runs")[0] == 403
+        assert ask(page, "GET", "/api/runs", Authorization="Bearer secret of mine")[0] == 200
+        assert ask(page, "GET", "/api/runs", Authorization="Bearer secret of mine", Host="evil.example")[0] == 403
+    finally:
+        page.close()
+
+
+@pytest.mark.parametrize("path", ["//[", "http://[::1", "/?" + "&".join(["token=x"] * 50)])
+def test_an_address_that_is_none_is_answered(ui: Ui, path: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.create_connection(("127.0.0.1", ui.port), timeout=30) as raw:
+        raw.sendall(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1:{ui.port}\r\n\r\n".encode())
+        assert raw.recv(4096).split()[1] in (b"200", b"400", b"404")
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("length", ["\u00b2", "9" * 5000, "-1", "1e3"])
+def test_a_length_that_is_no_number_is_refused(ui: Ui, length: str, capfd: pytest.CaptureFixture[str]) -> None:
+    head = f"POST /api/plan HTTP/1.1\r\nHost: 127.0.0.1:{ui.port}\r\nX-Rowstead: 1\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", ui.port), timeout=30) as raw:
+        raw.sendall(f"{head}Content-Length: {length}\r\n\r\n".encode("latin-1"))
+        assert b" 400 " in raw.recv(4096).splitlines()[0]
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "record", ['{"kind": "measured"', '{"figures": "ne"}', "[]", '{"figures": {"ne": NaN}}', "[" * 100_000]
+)
+def test_one_record_that_cannot_be_read_does_not_hide_the_others(ui: Ui, record: str) -> None:
+    broken = RunFolder.create(ui.runs, "broken")
+    broken.write_spec(load_recipe("quickstart"))
+    broken.record_file.write_text(record)
+    status, data, _ = ask(ui, "GET", "/api/runs")
+    assert status == 200
+    listed = {run["name"]: run for run in json.loads(data, parse_constant=lambda word: pytest.fail(word))["runs"]}
+    assert "cannot be read" in listed["broken-001"]["error"]
+    assert listed["quickstart-001"]["figures"]["samples_per_s"] == 5e4
+
+
+def test_studies_are_listed_where_there_are_no_runs(tmp_path: Path) -> None:
+    record = Record(kind="measured", name="n", spec_digest="d", date="2026-11-15", figures={"samples_per_s": 1.0})
+    RunStore(tmp_path).add(Entry(record=record, source="sweep", study="widths", point="p", axes={"x": 1}))
+    page = Ui(runs=tmp_path)
+    page.start()
+    try:
+        listing = json.loads(ask(page, "GET", "/api/runs")[1])
+        expected = {"name": "widths", "kind": "sweep", "num_measured": 1, "num_predicted": 0, "num_failed": 0}
+        assert (listing["num_runs"], listing["studies"]) == (0, [expected])
+        assert ask(page, "GET", "/report")[0] == 200
+    finally:
+        page.close()
+
+
+def test_what_goes_wrong_half_way_ends_the_answer_with_the_reason(ui: Ui, monkeypatch: pytest.MonkeyPatch) -> None:
+    def half(*_: object) -> Iterator[dict[str, Any]]:
+        yield {"fleet": 1}
+        raise RowsteadError("no more of it")
+
+    monkeypatch.setattr("rowstead.ui.server.answers", half)
+    status, data = post(ui, "/api/plan", {"scenario": {}})
+    assert status == 200
+    assert [json.loads(line) for line in data.splitlines()] == [{"fleet": 1}, {"error": "no more of it"}]
+
+
+def test_our_own_mistakes_are_answered_and_told_on_the_terminal(
+    ui: Ui, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def wrong(*_: object) -> Iterator[dict[str, Any]]:
+        raise ZeroDivisionError("oh")
+
+    monkeypatch.setattr("rowstead.ui.server.answers", wrong)
+    status, data = post(ui, "/api/plan", {"scenario": {}})
+    assert status == 500
+    assert b"terminal" in data
+    assert "ZeroDivisionError" in capfd.readouterr().err
+
+
+def test_a_broken_measurement_of_this_machine_does_not_end_the_page(
+    ui: Ui, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "machine.yaml"
+    file.write_text("name: here\nhost: 7\n")
+    monkeypatch.setenv("ROWSTEAD_MACHINE", str(file))
+    start = json.loads(ask(ui, "GET", "/api/start")[1])
+    assert "here" not in [machine["name"] for machine in start["machines"]]
+    assert start["left_out"].startswith("machine.yaml: ")
+    status, data = post(ui, "/api/plan", {"scenario": {}})
+    assert status == 200
+    assert len(data.splitlines()) > 8

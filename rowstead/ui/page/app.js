@@ -152,6 +152,7 @@ async function plan(which) {
 
 function take(which, line, mine) {
   const one = state[which];
+  if (line.error) throw new Error(line.error);
   if (line.fleet) {
     one.answer = line;
     mine.began = true;
@@ -433,8 +434,14 @@ function draw() {
 
 async function show_runs() {
   const found = await (await ask('/api/runs')).json();
-  by('runs-note').textContent = found.num_runs ? `${found.num_runs.toLocaleString('en')} under ${found.root}, the newest first.` : `There are no runs under ${found.root} yet: rowstead train makes one.`;
-  by('all-runs').hidden = !found.num_runs;
+  const some = found.num_runs > found.runs.length ? ` ${found.runs.length} of them are listed.` : '';
+  by('runs-note').textContent = found.num_runs ? `${found.num_runs.toLocaleString('en')} under ${found.root}, the newest first.${some}` : `There are no runs under ${found.root} yet: rowstead train makes one.`;
+  by('all-runs').hidden = !found.num_runs && !found.studies.length;
+  by('studies').hidden = !found.studies.length;
+  const heads = ['Study', 'Kind', 'measured', 'predicted', 'failed'].map((text, i) => make('th', { scope: 'col', class: i > 1 ? 'number' : '' }, text));
+  const rows = found.studies.map((one) => make('tr', {}, make('th', { scope: 'row' }, one.name), make('td', {}, one.kind), ...[one.num_measured, one.num_predicted, one.num_failed].map((n) => make('td', { class: 'number' }, n.toLocaleString('en')))));
+  by('study-list').replaceChildren(make('thead', {}, make('tr', {}, ...heads)), make('tbody', {}, ...rows));
+  by('run-list').hidden = !found.num_runs;
   const columns = [['samples_per_s', 'samples/s', count], ['ne', 'NE', (x) => x.toFixed(4)], ['auc', 'AUC', (x) => x.toFixed(4)], ['num_samples', 'samples', count], ['train_s', 'time', seconds]];
   const head = make('thead', {}, make('tr', {}, ...['Run', 'Date', ...columns.map(([, text]) => text), ''].map((text, i) => make('th', { scope: 'col', class: i > 1 && i < 7 ? 'number' : '' }, text))));
   const body = make('tbody', {}, ...found.runs.map((run) => {
@@ -468,6 +475,7 @@ async function begin() {
   CHOICES.Fleet[1].options = [['auto', 'wherever is best'], ...state.start.places.map((one) => [one.name, one.title])];
   by('recipe').append(make('option', { value: '' }, 'from scratch, or a file'), ...state.start.recipes.map((one) => make('option', { value: one.name }, `${one.name}: ${one.about}`)));
   if (state.start.runs.length) by('recipe').append(make('optgroup', { label: 'Recipes of runs' }, ...state.start.runs.slice(0, 50).map((name) => make('option', { value: 'run:' + name }, name))));
+  if (state.start.left_out) by('left-out').textContent = ` This machine was measured and is left out: ${state.start.left_out}`;
   state.A.scenario = { ...state.start.scenario };
   build_controls();
   refresh_controls();
