@@ -46,7 +46,7 @@ browser: ## Install what the browser tests need, or say what is missing
 	  echo "the browser tests need Chromium and its driver: sudo apt-get install chromium chromium-driver" >&2; exit 1; \
 	fi
 
-paper: $(STAMP) ## Measure the study's sweeps in their quick size, predict its machines, write docs/paper.html (half an hour)
+paper: $(STAMP) ## Measure the study's sweeps in their quick size, predict its machines, write docs/paper.html (a quarter of an hour)
 	$(BIN)/python -m benchmarks.paper_html
 
 docs: $(DEV_STAMP) ## Write the generated pages of docs/ anew
