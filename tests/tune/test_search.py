@@ -181,7 +181,7 @@ RUN += "tune(read_spec(Path(sys.argv[1])), root=sys.argv[2])"
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_search_that_is_killed_goes_on_where_it_was(tmp_path: Path, workers: int) -> None:
-    spec = search(tmp_path, trials=12, workers=workers)
+    spec = search(tmp_path, trials=8, workers=workers)
     store = RunStore(tmp_path / "runs")
     write_spec(tmp_path / "given", spec)
     command = [sys.executable, "-c", RUN, str(tmp_path / "given"), str(tmp_path / "runs")]
@@ -194,7 +194,7 @@ def test_a_search_that_is_killed_goes_on_where_it_was(tmp_path: Path, workers: i
     entries = store.read().of(source="trial")
     trials = trial_history(entries)
     assert [entry.id for entry in entries[: len(before)]] == before
-    assert len(entries) == len(trials) == 12
+    assert len(entries) == len(trials) == 8
     assert all(trial.state in ("complete", "pruned") for trial in trials)
 
 

@@ -240,22 +240,26 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "report.html"
 
 
-def test_hostile_names_are_shown_and_never_run(wide: Chrome, hostile: Path) -> None:
-    shown_report(wide, hostile)
-    wide.set_script_timeout(240)
-    assert wide.execute_script(DRAW_ALL) > 50
-    assert wide.execute_script("return window.hacked") is None
-    assert wide.execute_script("return document.querySelectorAll('main img, main iframe, .figure a').length") == 0
-    assert "<img src=x onerror=window.hacked=1>" in wide.find_element(By.TAG_NAME, "main").text
-    assert complaints(wide) == []
+@pytest.fixture(scope="module")
+def drawn(hostile: Path) -> Iterator[Chrome]:
+    """The report with all its figures, which takes a browser a while."""
+    with chromium() as driver:
+        shown_report(driver, hostile)
+        driver.set_script_timeout(240)
+        assert driver.execute_script(DRAW_ALL) > 50
+        yield driver
 
 
-def test_every_figure_of_a_report_has_data(wide: Chrome, hostile: Path) -> None:
-    shown_report(wide, hostile)
-    wide.set_script_timeout(240)
-    wide.execute_script(DRAW_ALL)
-    assert wide.execute_script(EMPTY) == []
-    assert unnamed(wide) == []
+def test_hostile_names_are_shown_and_never_run(drawn: Chrome) -> None:
+    assert drawn.execute_script("return window.hacked") is None
+    assert drawn.execute_script("return document.querySelectorAll('main img, main iframe, .figure a').length") == 0
+    assert "<img src=x onerror=window.hacked=1>" in drawn.find_element(By.TAG_NAME, "main").text
+    assert complaints(drawn) == []
+
+
+def test_every_figure_of_a_report_has_data(drawn: Chrome) -> None:
+    assert drawn.execute_script(EMPTY) == []
+    assert unnamed(drawn) == []
 
 
 def test_a_report_prints_by_day_with_all_figures(tmp_path: Path) -> None:
