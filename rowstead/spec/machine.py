@@ -358,7 +358,7 @@ class Software:
     """Whether the host hands over later steps while an accelerator is busy with earlier ones."""
     base_bytes: float = 0.0
     """Memory of a training process that holds next to nothing of a model; 0 where it was not measured."""
-    buffered_batches: int = 9
+    buffered_batches: int = 11
     """Batches that a process holds at once on a host, as they are put together and read ahead."""
     exchange: Curve | None = None
     """An all-to-all between two processes of one machine, by the bytes that each sends, as measured."""
