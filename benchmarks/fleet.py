@@ -191,6 +191,11 @@ def remote_rows(device: str, num_steps: int) -> list[dict[str, Any]]:
     size = M3.shape.batch_size
     step_s = stepped(DeviceStore(layout, optimizer, device=device, check=False), device, num_steps)
     rows: list[dict[str, Any]] = [{"tables": "device", "samples_per_s": size / step_s, "step_ms": 1e3 * step_s}]
+    print(
+        f"tables in the device's memory: {1e3 * step_s:.1f} ms a step; starting {NUM_SERVERS} servers",
+        file=sys.stderr,
+        flush=True,
+    )
     with servers() as started:
         for staleness in (0, STALENESS):
             clients: list[Client] = []
@@ -219,6 +224,7 @@ def remote_rows(device: str, num_steps: int) -> list[dict[str, Any]]:
                     "waiting_share": used["waited_s"] * per_step / step_s,
                 }
             )
+            print(f"{rows[-1]['tables']}: {1e3 * step_s:.1f} ms a step", file=sys.stderr, flush=True)
             far.close()
     return rows
 

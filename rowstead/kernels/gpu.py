@@ -21,7 +21,7 @@ import torch
 import triton
 from torch import Tensor
 
-from rowstead.kernels.gpu_programs import apply_tiles, join_tiles, name_rows, plan_places, pool, scale_places
+from rowstead.kernels.gpu_programs import apply_tiles, join_tiles, name_rows, plan_places, pool, scale_places, sum_heads
 from rowstead.kernels.layout import Layout
 from rowstead.kernels.optimizer import KINDS, RowState, compute_dtype, numbers_of, state_addresses
 from rowstead.spec.errors import RowsteadError
@@ -40,7 +40,8 @@ MAX_WIDTH = 2048
 MAX_REGISTERS = 80
 """Of a lane in an update: a few fewer than the compiler would take let more rows be under way at once."""
 JOINED_TILES = 32
-HEADS_AT_A_TIME = 4
+TILES_OF_A_GROUP, HEADS_AT_A_TIME = 64, 8
+"""Of runs that are split: tiles that are summed on their own where a run fills them, and sums that are read at once."""
 
 
 def lookup(tables: Sequence[Tensor], layout: Layout, ids: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -176,8 +177,9 @@ def apply_plan(
     shape = _shape(layout, tables[0].element_size(), _placed(tables, grad.device)[1])
     warps, streams = _lanes(shape["D"])
     num_tiles = triton.cdiv(num_places, plan.tile)
-    head = torch.empty(num_tiles, shape["D"], dtype=grad.dtype, device=grad.device)
-    tail = torch.empty_like(head)
+    num_groups = num_tiles // TILES_OF_A_GROUP
+    head = torch.empty(num_tiles + num_groups, shape["D"], dtype=grad.dtype, device=grad.device)
+    tail = torch.empty(num_tiles, shape["D"], dtype=grad.dtype, device=grad.device)
     step = (*plan.memory, offsets, num_bags, numbers, numbers if guard is None else guard)
     options = {
         **shape, "KIND": KINDS[optimizer.kind], "ROUNDS": tables[0].dtype != grad.dtype, "TILE": plan.tile, "S": streams,
@@ -188,8 +190,14 @@ def apply_plan(
         FACTORS=factors is not None, **options, EXTRA=PLACES_AT_A_TIME, R=PLACES_AT_A_TIME,
         maxnreg=MAX_REGISTERS if grad.dtype == torch.float32 and optimizer.kind in ("sgd", "rowwise_adagrad") else None,
     )  # fmt: skip
+    joining = {"GROUP": TILES_OF_A_GROUP, "HEADS": HEADS_AT_A_TIME}
+    if num_groups:
+        sum_heads[(triton.cdiv(num_groups, streams),)](
+            plan.keys, head, offsets, num_bags, step[-1], num_tiles, num_groups,
+            D=shape["D"], TILE=plan.tile, S=streams, **joining, num_warps=warps,
+        )  # fmt: skip
     join_tiles[(triton.cdiv(num_tiles, JOINED_TILES),)](
-        plan.keys, plan.plans, head, tail, tables[0], *step, **options, TILES=JOINED_TILES, HEADS=HEADS_AT_A_TIME
+        plan.keys, plan.plans, head, tail, tables[0], *step, num_tiles, num_groups, **options, TILES=JOINED_TILES, **joining
     )
 
 

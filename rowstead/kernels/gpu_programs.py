@@ -332,14 +332,39 @@ def apply_tiles(
 
 
 @triton.jit
+def sum_heads(
+    keys, parts, offsets, num_bags, guard, num_tiles, num_groups,
+    D: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, S: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """S groups of GROUP tiles a program: where one run fills a group, the sum of its heads, behind all heads in `parts`.
+
+    Else a row that most of a batch names would be summed by one program, a few tiles at a time.
+    """
+    num_ids = _num_ids(offsets, num_bags, guard)
+    group = tl.program_id(0) * S + tl.arange(0, S)[None, :, None]
+    begin, end = group * (GROUP * TILE), (group * GROUP + GROUP - 1) * TILE
+    is_one = (group < num_groups) & (end < num_ids)
+    is_one = is_one & (tl.load(keys + begin, mask=is_one, other=-1) == tl.load(keys + end, mask=is_one, other=-2))
+    d = tl.arange(0, D)[None, None, :]
+    if tl.max(tl.max(tl.max(is_one.to(tl.int32), axis=2), axis=1), axis=0) != 0:
+        total = tl.zeros([1, S, D], parts.dtype.element_ty)
+        for start in range(0, GROUP, HEADS):
+            tile = group * GROUP + start + tl.arange(0, HEADS)[:, None, None]
+            total += tl.sum(tl.load(parts + tile.to(tl.int64) * D + d, mask=is_one, other=0.0), axis=0, keep_dims=True)
+        tl.store(parts + (num_tiles + group).to(tl.int64) * D + d, total, mask=is_one)
+
+
+@triton.jit
 def join_tiles(
-    keys, plans, head, tail, like, rows_at, firsts_at, seconds_at, noises, offsets, num_bags, numbers, guard,
+    keys, plans, parts, tail, like, rows_at, firsts_at, seconds_at, noises, offsets, num_bags, numbers, guard,
+    num_tiles, num_groups,
     WIDTH: tl.constexpr, D: tl.constexpr, ALIGNED: tl.constexpr, KIND: tl.constexpr, ROUNDS: tl.constexpr,
-    TILE: tl.constexpr, TILES: tl.constexpr, S: tl.constexpr, HEADS: tl.constexpr,
+    TILE: tl.constexpr, TILES: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """Split runs: the tail of the tile where a run begins, and the heads of the tiles that it runs through.
 
-    A program looks for them in TILES tiles, and then joins S of those that it found at a time.
+    A program looks for them in TILES tiles, and then joins S of those that it found at a time: head by head up to the next group of
+    tiles, then group by group, then head by head to the end.
     """
     num_ids = _num_ids(offsets, num_bags, guard)
     candidate = tl.program_id(0) * TILES + tl.arange(0, TILES)[None, None, :]
@@ -348,6 +373,7 @@ def join_tiles(
     found = tl.sum(tl.sum(tl.sum(splits, axis=2), axis=1), axis=0)
     rank = tl.cumsum(splits, axis=2) - 1
     d = tl.arange(0, D)[None, None, :]
+    ahead = tl.arange(0, HEADS)[:, None, None]
     for first in range(0, found, S):
         wanted = first + tl.arange(0, S)[None, :, None]
         live = wanted < found
@@ -362,17 +388,25 @@ def join_tiles(
         on = live & (d < width)
         total = tl.load(tail + tile.to(tl.int64) * D + d, mask=on, other=0.0)
         at = tile + 1
-        more = live
+        leg = tl.where(live, 0, 3)  # up to a group, groups, what is left, done
         busy = 1
         while busy != 0:
-            tiles = at + tl.arange(0, HEADS)[:, None, None]
-            same = more & (tiles * TILE < num_ids)
-            same = same & (tl.load(keys + tiles * TILE, mask=same, other=-1) == key)
-            values = tl.load(head + tiles.to(tl.int64) * D + d, mask=same & on, other=0.0)
-            total += tl.sum(values, axis=0, keep_dims=True)
-            more = tl.min(same.to(tl.int32), axis=0, keep_dims=True) != 0
-            at += HEADS
-            busy = tl.max(tl.max(tl.max(more.to(tl.int32), axis=2), axis=1), axis=0)
+            leg = tl.where((leg == 0) & (at % GROUP == 0), 1, leg)
+            in_groups = leg == 1
+            step = tl.where(in_groups, GROUP, 1)
+            begin = at + ahead * step
+            border = tl.where(leg == 0, (at // GROUP + 1) * GROUP, num_tiles)
+            end = begin + step - 1
+            can = (leg < 3) & (begin < border) & (end * TILE < num_ids) & ((leg != 1) | (begin // GROUP < num_groups))
+            part = tl.where(in_groups, num_tiles + begin // GROUP, begin)
+            values = tl.load(parts + part.to(tl.int64) * D + d, mask=can & on, other=0.0)
+            same = can & (tl.load(keys + end * TILE, mask=can, other=-1) == key)  # as is all before it: keys rise
+            total += tl.sum(tl.where(same, values, 0.0), axis=0, keep_dims=True)
+            count = tl.sum(same.to(tl.int32), axis=0, keep_dims=True)
+            at += count * step
+            is_whole = (count == HEADS) | ((leg == 0) & (at == border))
+            leg = tl.where(is_whole, leg, tl.where(in_groups, 2, 3))
+            busy = tl.max(tl.max(tl.max((leg < 3).to(tl.int32), axis=2), axis=1), axis=0)
         _apply(
             total, place, width, d, live, on, like, rows_at, firsts_at, seconds_at, noises, numbers, ALIGNED, KIND, ROUNDS
         )  # fmt: skip

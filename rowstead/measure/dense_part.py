@@ -28,9 +28,10 @@ INPUTS, OUTPUTS = (16, 64, 256, 1024, 4096), (1, 16, 64, 256, 1024)
 LARGEST_FLOPS = {"cpu": 4e9, "cuda": 3e11}
 """Of one product; what is larger is taken to run at the rate of the largest that is not."""
 INTERACTING = {"cpu": (64, 512, 2048), "cuda": (256, 2048, 16384)}
-VECTORS = {"cpu": (5, 17, 65, 129), "cuda": (5, 17, 65, 129)}
-WIDTHS = {"cpu": (16, 32, 64, 128), "cuda": (16, 128)}
-"""On a GPU each pair of these is two programs to compile, which takes far longer than to run them: no more than are needed."""
+VECTORS = {"cpu": (5, 17, 65, 129), "cuda": (5, 16, 32, 33, 64, 65, 128)}
+WIDTHS = {"cpu": (16, 32, 64, 128), "cuda": (16, 64, 128)}
+"""A GPU multiplies tiles of 16, 32 or 64 vectors: one vector more than fills them may take three times as long. Each pair of these is two
+programs to compile, which takes far longer than to run them: no more than are needed."""
 LARGEST_INTERACTION = {"cpu": 1.5e9, "cuda": 1e11}
 PARAMETERS = (10_000, 100_000, 1_000_000, 10_000_000)
 
@@ -87,7 +88,7 @@ def interaction_times(clock: Clock, precision: str, *, is_short: bool = False) -
 
 def fp32_interaction_factor(clock: Clock, precision: str) -> float:
     """What the products take in FP32 over what they take in a faster format, both passes, for one shape: programs of FP32 compile slowly."""
-    shape = INTERACTING[clock.device.type][1], VECTORS[clock.device.type][2], WIDTHS[clock.device.type][0]
+    shape = INTERACTING[clock.device.type][1], VECTORS[clock.device.type][-2], WIDTHS[clock.device.type][0]
     return sum(_interaction(clock, "fp32")(*shape)) / sum(_interaction(clock, precision)(*shape))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,10 +20,17 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @settings(max_examples=15 if DEVICE == "cpu" else 200, deadline=None)
 @given(
-    lengths=st.lists(st.sampled_from([1, 1, 2, 3, 4, 5, 8, 27, 31, 32, 33, 36, 37, 64, 70, 200]), min_size=1, max_size=12),
+    lengths=st.lists(st.sampled_from([1, 1, 2, 3, 4, 5, 8, 27, 31, 32, 33, 36, 37, 64, 70, 200, 500]), min_size=1, max_size=12),
     seed=st.integers(0, 99),
 )
-def test_runs_of_equal_ids_are_summed_once_wherever_tiles_end(lengths: list[int], seed: int) -> None:
+def test_runs_of_equal_ids_are_summed_once_wherever_tiles_and_their_groups_end(lengths: list[int], seed: int) -> None:
+    from rowstead.kernels import gpu
+
+    with mock.patch.multiple(gpu, TILES_OF_A_GROUP=4, HEADS_AT_A_TIME=2):  # else no run here would fill a group
+        _check_runs(lengths, seed)
+
+
+def _check_runs(lengths: list[int], seed: int) -> None:
     from rowstead.kernels import gpu
 
     num_rows = len(lengths)
@@ -97,16 +106,16 @@ def test_a_run_of_equal_ids_over_many_tiles_is_summed_once() -> None:
     features = FeaturesSpec(sparse=(SparseFeatureSpec(name="hot", num_rows=3),))
     layout = layout_of(features, tables_of(features, width=4))
     rows, others = torch.zeros(3, 4, device=DEVICE), torch.zeros(3, 4, device=DEVICE)
-    ids = torch.full((1500,), 1, device=DEVICE)
+    ids = torch.full((12_000,), 1, device=DEVICE)
     ids[:3], ids[-2:] = 0, 2
-    offsets = torch.tensor([0, 700, 1500], device=DEVICE)
+    offsets = torch.tensor([0, 700, 12_000], device=DEVICE)
     grad = torch.tensor([[1.0, 2, 3, 4], [10, 20, 30, 40]], device=DEVICE)
     for kernels, table in ((gpu, rows), (reference, others)):
         kernels.update(
             [table], [{}], layout, ids, offsets, None, grad, optimizer=SparseOptimizerSpec(kind="sgd"), lr=1.0, step=1
         )
     torch.testing.assert_close(rows, others)
-    assert rows[1, 0].item() == -(697 * 1 + 798 * 10)
+    assert rows[1, 0].item() == -(697 * 1 + 11_298 * 10)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

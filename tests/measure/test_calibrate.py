@@ -210,7 +210,7 @@ def test_whole_steps_on_a_gpu_need_no_programs_that_the_parts_have_not_compiled(
     assert {shape.width for shape in shapes} <= set(dense_part.WIDTHS["cuda"])
     assert set(dense_part.WIDTHS["cuda"]) <= set(row_part.WIDTHS["cuda"])
     assert {shape.precision for shape in shapes} == {"tf32"}
-    assert len(dense_part.VECTORS["cuda"]) * len(dense_part.WIDTHS["cuda"]) <= 8
+    assert len(dense_part.VECTORS["cuda"]) * len(dense_part.WIDTHS["cuda"]) <= 21  # about 1.5 s to compile each
 
 
 def test_calibration_says_what_it_is_at(monkeypatch: pytest.MonkeyPatch) -> None:
