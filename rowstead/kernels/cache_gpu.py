@@ -1,4 +1,4 @@
-"""What a cache in a GPU's memory does there: names and marks the rows that a batch needs, and swaps rows over the bus.
+"""What a cache in a GPU's memory does there: names the rows that a batch needs, and swaps rows over the bus.
 
 Rows are swapped in one launch: lanes read rows from page-locked system memory and write others back at the same time, so both
 directions of the bus are busy; few programs do it, so that training beside them goes on. Rows should come in rising order: the
@@ -16,12 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rowstead.kernels.cache_cpu import WANTED
-
 PROGRAMS = 32
 """Just enough to keep both directions of a bus busy: with more, launches beside these wait for memory up to three times longer."""
-BYTES_A_TURN = 4096
-"""That a program has under way in each direction."""
+BYTES_A_TURN, WARPS = 4096, 4
+"""That a program has under way in each direction, and by how many warps."""
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 
@@ -43,7 +41,7 @@ def swap_rows(fast: Tensor, behind: Tensor, in_rows: Tensor, in_places: Tensor, 
     programs = min(PROGRAMS, triton.cdiv(max(num_in, num_out), turn))
     _swap[(programs,)](
         fast.view(_WORDS[word]), behind.view(_WORDS[word]), in_rows, in_places, out_rows, out_places, num_in, num_out,
-        max(num_in, num_out), torch.zeros(1, dtype=torch.int32, device=fast.device), WIDTH=width, D=block, R=turn, num_warps=4,
+        max(num_in, num_out), torch.zeros(1, dtype=torch.int32, device=fast.device), WIDTH=width, D=block, R=turn, num_warps=WARPS,
     )  # fmt: skip
 
 
@@ -102,29 +100,3 @@ def _name(ids, offsets, first_rows, rows, num_samples, stride, BLOCK: tl.constex
         at = start + tl.arange(0, BLOCK)
         named = tl.load(ids + at, mask=at < end, other=0).to(tl.int64) + first
         tl.store(rows + at, tl.where(first < 0, -1, named), mask=at < end)
-
-
-def mark_rows(rows: Tensor, place_of: Tensor, used: Tensor, number: int) -> None:
-    """Say which rows a batch needs: `used` of the place of each becomes `number`, and `place_of` of those without one WANTED.
-
-    rows int64 [nnz], some of them several times; place_of int32 [N], with -1 for none; used int32 [P or more]. With a negative
-    number `used` stays as it is. What is marked is not written again: many ids name few rows.
-    """
-    if rows.numel():
-        grid = (triton.cdiv(rows.numel(), 1024),)
-        _mark[grid](
-            rows, place_of, used, number, rows.numel(), COUNTS=number >= 0, WANTED_PLACE=WANTED, BLOCK=1024, num_warps=4
-        )
-
-
-@triton.jit
-def _mark(rows, place_of, used, number, count, COUNTS: tl.constexpr, WANTED_PLACE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    is_id = at < count
-    row = tl.load(rows + at, mask=is_id, other=0)
-    place = tl.load(place_of + row, mask=is_id, other=WANTED_PLACE)
-    has_place = is_id & (place >= 0)
-    if COUNTS:
-        last = tl.load(used + place, mask=has_place, other=0)
-        tl.store(used + place, tl.zeros_like(last) + number, mask=has_place & (last != number))
-    tl.store(place_of + row, tl.zeros_like(place) + WANTED_PLACE, mask=is_id & (place == -1))

@@ -36,8 +36,8 @@ SPARE_DISK = 1.5
 """Length of a file over that of the records in it, segments in use aside."""
 SEGMENTS_BYTES, SEGMENTS_SHARE = 27 << 20, 0.42
 """What those take: this much, and of a small file at most this share of its records."""
-PLACE_BYTES = 20
-"""A place, besides its row: which row it holds, and when that was used."""
+PLACE_BYTES, GPU_PLACE_BYTES = 20, 22
+"""A place, besides its row: which row it holds, and when that was used; on a GPU also how often."""
 BATCHES_UNDER_WAY, ROOM = 3, 1.25
 """Batches whose rows are in fast memory at once: one is trained on, two are brought in. And the room for them over what they need."""
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -172,11 +172,13 @@ class _Draft:
         if where == "device":
             return Sizes(device=self.whole_bytes)
         if where == "host":
-            under_way = self.rows_under_way * (self.record_bytes + PLACE_BYTES)
+            under_way = self.rows_under_way * (self.record_bytes + GPU_PLACE_BYTES)
             return Sizes(device=under_way + self.num_rows * (MAP_BYTES + STATE_BYTES), host=self.whole_bytes)
-        places = max(self.num_places, self.rows_under_way) * (self.record_bytes + PLACE_BYTES)
+        num_places = max(self.num_places, self.rows_under_way)
         if where == "cached":
+            places = num_places * (self.record_bytes + GPU_PLACE_BYTES)
             return Sizes(device=places + self.num_rows * (MAP_BYTES + STATE_BYTES), host=self.whole_bytes)
+        places = num_places * (self.record_bytes + PLACE_BYTES)
         return Sizes(host=places + self.num_rows * (MAP_BYTES + RECORD_BYTES), disk=self.file_bytes)
 
     def decided(self) -> TablePlacement:

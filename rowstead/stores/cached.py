@@ -33,8 +33,8 @@ from rowstead.stores.checked import checked
 from rowstead.stores.device import DeviceStore, numbered
 from rowstead.stores.exchange import Exchange, exchange_for
 from rowstead.stores.groups import Group, RowNames, grouped, places_layout
-from rowstead.stores.places import Moves, Places
-from rowstead.stores.places_cpu import CompiledPlaces
+from rowstead.stores.places import Moves
+from rowstead.stores.plans import Plan, places_for, plan_for
 from rowstead.stores.state import load_parts, whole_state
 from rowstead.stores.turns import Coming, Turns
 
@@ -80,6 +80,7 @@ class CachedStore(nn.Module):
         """Rises whenever the memory of `resident` has moved."""
         self.num_rows_in = self.num_rows_out = 0
         """Rows that were brought in and written back so far."""
+        self._plan: Plan = plan_for(self._device)
         self._exchange: Exchange = exchange_for(self._device)
         is_cuda = self._device.type == "cuda"
         self._planning = torch.cuda.Stream(self._device, priority=-1) if is_cuda else None
@@ -154,13 +155,12 @@ class CachedStore(nn.Module):
         Rows that batches from `oldest` on use stay; of those before, a GPU is done with the event `left`.
         """
         with self._on(self._planning, *(coming.copied for coming in some)):
-            rows = [self._names.rows(coming.sparse) for coming in some]
-            all_moves = []
-            for place, names in enumerate(self._names.by_group(rows[0] if len(rows) == 1 else torch.cat(rows))):
-                all_moves.append(self._places[place].plan(names, some[-1].number, oldest=oldest))
-                self._make_room()
-            for coming, names in zip(some, rows, strict=True):
-                coming.here = self._named(coming.sparse, names)
+            all_moves, named = self._plan(
+                [coming.sparse for coming in some], self._names, self._places,
+                number=some[-1].number, oldest=oldest, make_room=self._make_room,
+            )  # fmt: skip
+            for coming, ids in zip(some, named, strict=True):
+                coming.here = dataclasses.replace(coming.sparse, ids=ids, checked_for=self.resident.layout)
             planned = self._recorded(self._planning)
 
         def move() -> None:
@@ -369,7 +369,3 @@ class CachedStore(nn.Module):
             self._settle()
             for backing in self.backings:
                 backing.close()
-
-
-def places_for(num_rows: int, num_places: int, device: torch.device) -> Places:
-    return CompiledPlaces(num_rows, num_places) if device.type == "cpu" else Places(num_rows, num_places, device)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -105,6 +106,22 @@ class RowNames:
         self._firsts = np.array([firsts.get(name, -1) for name in names], np.int64)
         self._firsts_there = torch.from_numpy(self._firsts).to(device)
         self._all_behind = all(name in firsts for name in names)
+        self.first_rows = [
+            torch.from_numpy(np.where((self._firsts >= start) & (self._firsts < stop), self._firsts - start, -1)).to(device)
+            for start, stop in pairwise(self._starts)
+        ]
+        """For each group the first row of every feature by the group's own numbers, int64 [F]; -1 where it is of another."""
+
+    @property
+    def starts(self) -> list[int]:
+        """For each group how many rows those before it have."""
+        return self._starts[:-1]
+
+    def blank(self, ids: Tensor) -> Tensor:
+        """Where the places of `ids` [nnz] go, or what -1 - row of one is: the ids themselves if some belong to no group."""
+        if not self._all_behind or len(self._starts) > 2:
+            return ids.to(torch.int64, copy=True)
+        return torch.empty_like(ids, dtype=torch.int32 if self._starts[-1] < 2**31 else torch.int64)
 
     def rows(self, sparse: Sparse) -> Tensor:
         """For each id its row, int64 [nnz]; -1 where its table belongs to no group."""

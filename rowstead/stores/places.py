@@ -1,7 +1,7 @@
 """Which rows are in fast memory, and where: the bookkeeping of a cache whose coming batches are known.
 
-All of it is plain tensor arithmetic, on a GPU but for the marking of rows (`kernels/cache_gpu.py`). On a CPU
-`places_cpu.py` does the same in compiled loops, and is tested against this.
+All of it is plain tensor arithmetic, which says what is promised. Stores use `places_cpu.py`, which does the same in compiled
+loops, and on a GPU `places_gpu.py`, which does it in launches of its own; tests hold both against this.
 
 Letters: N rows, n rows that a batch misses.
 """
@@ -13,15 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rowstead.kernels.cache_cpu import MOST_USES, WANTED
-from rowstead.kernels.choose import has_triton
+from rowstead.kernels.cache_cpu import MOST_USES
 
 HALF_LIFE = 64
 """Batches after which the uses of a row count half."""
-SAMPLE = 1 << 13
-"""Rows by whose heat it is guessed how cold the coldest of all are."""
-DENSE_SHARE = 64
-"""With more ids than one for so many rows a GPU goes through all rows more quickly than from id to id."""
 GROWTH = 1.25
 """Room beyond what is needed when places run out, so that they seldom do."""
 
@@ -53,8 +48,8 @@ class Places:
         self.place_of = torch.full((num_rows,), -1, dtype=torch.int32, device=device)
         """For each row its place, or -1."""
         self._row_in = torch.full((num_places,), -1, dtype=torch.int64, device=device)
-        self._used = torch.full((num_places + 1,), -1, dtype=torch.int32, device=device)
-        """For each place the last batch that needed its row; one more at the end for rows that have no place."""
+        self._used = torch.full((num_places,), -1, dtype=torch.int32, device=device)
+        """For each place the last batch that needed its row."""
         self._uses = torch.zeros(num_rows, dtype=torch.uint8, device=device)
         """For each row, also one that has no place, by how many batches it was used, those of long ago counted less."""
         self._halved = 0
@@ -84,19 +79,11 @@ class Places:
         if number is not None and number - self._halved >= HALF_LIFE:
             self._uses >>= 1
             self._halved = number
-        if rows.numel() * DENSE_SHARE < self.place_of.numel():
-            place = self.place_of[rows]
-            missing = torch.unique(rows[place < 0])
-            if number is not None:
-                self._used[place.long()] = number  # of a row without a place: the last, which is nobody's
-                self._count(rows)
-            return missing
-        _mark(rows, self.place_of, self._used, -1 if number is None else number)
-        missing = (self.place_of == WANTED).nonzero().flatten()
+        place = self.place_of[rows]
         if number is not None:
-            self._count(missing)
-            self._count(self._row_in[(self._used[:-1] == number).nonzero().flatten()])
-        return missing
+            self._used[place[place >= 0].long()] = number
+            self._count(rows)
+        return torch.unique(rows[place < 0])
 
     def _count(self, rows: Tensor) -> None:
         """One more batch uses these rows, some of them perhaps several times, which counts once."""
@@ -133,12 +120,10 @@ class Places:
         """Up to `count` places, of the coldest rows that batches from `oldest` on do not use."""
         if count <= 0:
             return self._free[:0]
-        used = self._used[:-1]
-        candidates = ((used < oldest) & (self._row_in >= 0)).nonzero().flatten()
-        if candidates.numel() <= count:
-            return candidates
-        recent = 1 / (oldest - used[candidates])
-        return candidates[_coldest(self._uses[self._row_in[candidates]] + recent, count)]
+        candidates = ((self._used < oldest) & (self._row_in >= 0)).nonzero().flatten()
+        recent = 1 / (oldest - self._used[candidates])
+        heat = self._uses[self._row_in[candidates]] + recent
+        return candidates[heat.sort(stable=True).indices[:count]]
 
     def _grow(self, capacity: int) -> None:
         device, more = self.place_of.device, capacity - self.capacity
@@ -146,29 +131,3 @@ class Places:
         self._used = torch.cat([self._used, torch.full((more,), -1, dtype=torch.int32, device=device)])
         self._free = torch.cat([self._free, torch.arange(self.capacity, capacity, device=device)])
         self.capacity = capacity
-
-
-def _mark(rows: Tensor, place_of: Tensor, used: Tensor, number: int) -> None:
-    """As `mark_rows` on a GPU says, which does it without writing the same again and again."""
-    if rows.is_cuda and has_triton():
-        from rowstead.kernels.cache_gpu import mark_rows
-
-        mark_rows(rows, place_of, used, number)
-        return
-    place = place_of[rows]
-    if number >= 0:
-        used[place.long()] = number
-    place_of[rows] = torch.where(place < 0, WANTED, place)
-
-
-def _coldest(heat: Tensor, count: int) -> Tensor:
-    """`count` of the coldest, fewer than there are; of many not exactly those, since a sample says how cold they are."""
-    if heat.numel() > 4 * SAMPLE:
-        sample = heat[:: heat.numel() // SAMPLE].sort().values
-        share = count / heat.numel()
-        border = int(sample.numel() * share + 3 * (sample.numel() * share * (1 - share)) ** 0.5 + 1)
-        if border < sample.numel():
-            cold = (heat <= sample[border]).nonzero().flatten()
-            if cold.numel() >= count:
-                return cold[:count]
-    return heat.sort().indices[:count]

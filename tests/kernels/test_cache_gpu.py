@@ -1,4 +1,4 @@
-"""Rows that are marked and that swap places over the bus, against plain torch; without a GPU the kernel runs in Triton's interpreter."""
+"""Rows that are named and that swap places over the bus, against plain torch; without a GPU the kernel runs in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 triton = pytest.importorskip("triton")
 
-from rowstead.kernels.cache_gpu import mark_rows, name_rows, swap_rows, swap_rows_plainly  # noqa: E402
-from rowstead.stores import places  # noqa: E402
+from rowstead.kernels.cache_gpu import name_rows, swap_rows, swap_rows_plainly  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
@@ -37,22 +36,6 @@ def test_rows_swap_places_as_in_plain_torch(data: st.DataObject, dtype: torch.dt
     swap_rows(*ours, *(move.to(DEVICE) for move in moves))
     assert torch.equal(ours[0].cpu(), wanted[0])
     assert torch.equal(ours[1].cpu(), wanted[1])
-
-
-@settings(max_examples=25, deadline=None)
-@given(data=st.data(), number=st.integers(-1, 5))
-def test_rows_are_marked_as_in_plain_torch(data: st.DataObject, number: int) -> None:
-    draws = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
-    place_of = torch.full((30,), -1, dtype=torch.int32)
-    place_of[torch.randperm(30, generator=draws)[:12]] = torch.arange(12, dtype=torch.int32)
-    used = torch.randint(0, 5, (13,), generator=draws, dtype=torch.int32)
-    rows = torch.randint(0, 30, (data.draw(st.integers(0, 60)),), generator=draws)
-    wanted = place_of.clone(), used.clone()
-    places._mark(rows, *wanted, number)
-    ours = place_of.to(DEVICE), used.to(DEVICE)
-    mark_rows(rows.to(DEVICE), *ours, number)
-    assert torch.equal(ours[0].cpu(), wanted[0])
-    assert torch.equal(ours[1][:12].cpu(), wanted[1][:12])
 
 
 @settings(max_examples=25, deadline=None)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rowstead.plan.greedy import (
+    GPU_PLACE_BYTES,
     MAP_BYTES,
     PLACE_BYTES,
     RECORD_BYTES,
@@ -117,8 +118,8 @@ def test_a_recipe_has_its_way() -> None:
     cached, host, ssd, rest = decide(spec_of(*[10_000] * 4, placement=placement), on_gpu(100 * MB, 100 * MB, 100 * MB)).tables
     assert cached.cache_fraction == 0.5
     assert cached.host_bytes == MB
-    assert cached.device_bytes == 5_000 * (100 + PLACE_BYTES) + 10_000 * (MAP_BYTES + STATE_BYTES)
-    assert (host.device_bytes, host.host_bytes) == (60 * (100 + PLACE_BYTES) + 10_000 * (MAP_BYTES + STATE_BYTES), MB)
+    assert cached.device_bytes == 5_000 * (100 + GPU_PLACE_BYTES) + 10_000 * (MAP_BYTES + STATE_BYTES)
+    assert (host.device_bytes, host.host_bytes) == (60 * (100 + GPU_PLACE_BYTES) + 10_000 * (MAP_BYTES + STATE_BYTES), MB)
     assert ssd.host_bytes == 1_000 * (100 + PLACE_BYTES) + 10_000 * (MAP_BYTES + RECORD_BYTES)
     assert ssd.disk_bytes == int((1.5 + SEGMENTS_SHARE) * 10_000 * 112)  # a record with its row's number, and room
     assert rest.where == "device"

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rowstead.contracts.batch import Sparse
+from rowstead.kernels.choose import has_triton
 from rowstead.kernels.layout import Layout, layout_of
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of
@@ -19,7 +20,12 @@ from rowstead.spec.train import SparseOptimizerSpec
 from rowstead.stores.backing import RamRows
 from rowstead.stores.cached import CachedStore
 from rowstead.stores.device import DeviceStore
+from rowstead.stores.plans import plan_by_launches
 from tests.contracts.store_contract import KINDS, StoreContract, layouts, sparse_batches
+
+needs_interpreter = pytest.mark.skipif(
+    torch.cuda.is_available() or not has_triton(), reason="needs Triton's interpreter: a GPU works on tensors of its own alone"
+)
 
 
 def cached(
@@ -78,10 +84,50 @@ def sparse_of(layout: Layout, seed: int, *, num_samples: int = 3, num_ids: int =
 @given(data=st.data())
 def test_batches_announced_ahead_train_the_same_rows(kind: str, data: st.DataObject) -> None:
     layout = data.draw(layouts())
-    optimizer = SparseOptimizerSpec(kind=kind)
+    store = cached(layout, SparseOptimizerSpec(kind=kind), torch.float64, places=data.draw(st.integers(1, 4)))
+    check_announced(store, data)
+
+
+def planned_by_launches(
+    layout: Layout, optimizer: SparseOptimizerSpec, dtype: torch.dtype, *, places: int, every: int = 1
+) -> CachedStore:
+    """A store in system memory that plans as on a GPU, in Triton's interpreter; each `every`-th table is behind places."""
+    from rowstead.stores.places_gpu import LaunchedPlaces
+
+    counts = {table.name: places for table in layout.tables[::every]}
+    store = CachedStore(layout, optimizer, places=counts, backing=lambda group: RamRows(group, seed=1), dtype=dtype)
+    store._places = [LaunchedPlaces(part.place_of.numel(), part.num_places, part.place_of.device) for part in store._places]
+    store._plan = plan_by_launches
+    return store
+
+
+@needs_interpreter
+@settings(max_examples=2, deadline=None)
+@given(data=st.data())
+def test_batches_planned_by_launches_train_the_same_rows(data: st.DataObject) -> None:
+    layout = data.draw(layouts())
+    every = data.draw(st.integers(1, 2))
+    store = planned_by_launches(layout, SparseOptimizerSpec(kind="sgd"), torch.float64, places=2, every=every)
+    check_announced(store, data, most_batches=3)
+
+
+@needs_interpreter
+@pytest.mark.slow
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_many_batches_planned_by_launches_train_the_same_rows(data: st.DataObject) -> None:
+    layout, optimizer = data.draw(layouts()), SparseOptimizerSpec(kind="rowwise_adagrad")
+    every, places = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 4))
+    store = planned_by_launches(layout, optimizer, torch.float64, places=places, every=every)
+    store._turns.set_size = data.draw(st.integers(1, 2))
+    check_announced(store, data)
+
+
+def check_announced(store: CachedStore, data: st.DataObject, *, most_batches: int = 8) -> None:
+    """Train on batches that are announced, and beside it without a cache."""
+    layout, optimizer = store.layout, store.optimizer
     device = DeviceStore(layout, optimizer, dtype=torch.float64)
-    store = cached(layout, optimizer, torch.float64, places=data.draw(st.integers(1, 4)))
-    batches = data.draw(st.lists(sparse_batches(layout, weighted=False), min_size=1, max_size=8))
+    batches = data.draw(st.lists(sparse_batches(layout, weighted=False), min_size=1, max_size=most_batches))
     ahead = data.draw(st.integers(1, 5))
     looks_aside = data.draw(st.booleans())
     announced = 0

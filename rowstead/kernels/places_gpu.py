@@ -1,0 +1,372 @@
+"""What a GPU does to plan a batch of a cache: marks the rows that it needs, picks rows that make room, and gives places.
+
+Sets of rows are maps of one bit a row. Whatever the order in which bits were set, listing them gives each row once and rising,
+so nothing is sorted, and the same batches lead to the same plan. A launch that lists a map also empties it.
+
+Letters: B examples, F features, N rows, P places, nnz ids, n rows.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rowstead.kernels.cache_cpu import MOST_USES, WANTED
+
+IDS, PLACES, WORDS = 1024, 2048, 2048
+"""Ids, places and words of a map that a program takes at a time."""
+MOST_BLOCKS = 1024
+"""Programs among which places, or words, are divided at most: each adds up what those before it found."""
+LEVELS, BINS = 2, 128
+"""Places are told apart by the uses of their rows and, in so many levels, by how long ago the last was; the last bin is of places
+that stay."""
+
+
+def num_blocks(count: int, at_a_time: int) -> int:
+    """Programs that share `count` places or words."""
+    return max(1, triton.cdiv(count, at_a_time * _chunks(count, at_a_time)))
+
+
+def _chunks(count: int, at_a_time: int) -> int:
+    """How many times each of them takes some."""
+    return max(1, triton.cdiv(count, at_a_time * MOST_BLOCKS))
+
+
+def num_words(num_rows: int) -> int:
+    """int32 words of a map."""
+    return triton.cdiv(num_rows, 32)
+
+
+def mark_ids(
+    ids: Tensor,
+    offsets: Tensor,
+    first_rows: Tensor,
+    place_of: Tensor,
+    wanted: Tensor,
+    *,
+    seen: Tensor | None = None,
+    tag: int = 0,
+    into: Tensor | None = None,
+    start: int = 0,
+) -> None:
+    """Say which rows a batch needs, and name its ids by their places.
+
+    ids int32 or int64 [nnz]; offsets int64 [F*B + 1]; first_rows int64 [F], the first row of each feature's table, or -1 for
+    features whose ids are left alone; place_of int32 [N], with -1 for none. Rows without a place get WANTED there, and a bit in
+    the map `wanted`. `seen` uint8 [P] of the places of the others becomes `tag`. `into` [nnz] gets the place of each id, or
+    -1 - row - `start` where it has none yet. What is marked is not written again: many ids name few rows.
+    """
+    if not ids.numel():
+        return
+    num_features = first_rows.numel()
+    programs = max(1, triton.cdiv(2 * ids.numel(), num_features * IDS))  # features differ in how many ids they have
+    # Programs that run at the same time are of few features, whose rows and places are near each other and stay in caches.
+    _mark[(programs, num_features)](
+        ids, offsets, first_rows, place_of, wanted, seen if seen is not None else wanted, into if into is not None else wanted,
+        (offsets.numel() - 1) // num_features, programs * IDS, tag, start,
+        SEES=seen is not None, NAMES=into is not None, WANTED_PLACE=WANTED, BLOCK=IDS, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["tag", "start_row"])
+def _mark(ids, offsets, first_rows, place_of, wanted, seen, into, num_samples, stride, tag, start_row, SEES: tl.constexpr, NAMES: tl.constexpr, WANTED_PLACE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+    feature = tl.program_id(1).to(tl.int64)
+    first = tl.load(first_rows + feature)
+    if first >= 0:
+        begin = tl.load(offsets + feature * num_samples)
+        end = tl.load(offsets + (feature + 1) * num_samples)
+        for start in range(begin + tl.program_id(0) * BLOCK, end, stride):
+            at = start + tl.arange(0, BLOCK)
+            is_id = at < end
+            row = tl.load(ids + at, mask=is_id, other=0, eviction_policy="evict_first").to(tl.int64) + first
+            place = tl.load(place_of + row, mask=is_id, other=WANTED_PLACE)
+            has_place = place >= 0
+            if SEES:
+                # Past the first cache, which does not see what others store: there a hot row would stay unmarked.
+                last = tl.load(seen + place, mask=has_place, other=0, cache_modifier=".cg")
+                tl.store(seen + place, (tl.zeros_like(place) + tag).to(tl.uint8), mask=has_place & (last.to(tl.int32) != tag))
+            is_new = is_id & (place == -1)
+            tl.store(place_of + row, tl.zeros_like(place) + WANTED_PLACE, mask=is_new)
+            tl.atomic_or(wanted + (row >> 5), _bit(row), mask=is_new, sem="relaxed")
+            if NAMES:
+                named = tl.where(has_place, place.to(tl.int64), -1 - row - start_row)
+                tl.store(into + at, named, mask=is_id, eviction_policy="evict_first")
+
+
+def name_left(into: Tensor, place_of: Tensor, start: int) -> None:
+    """Name the ids that `mark_ids` left, once their rows have places."""
+    if into.numel():
+        _name_left[(triton.cdiv(into.numel(), 4 * IDS),)](
+            into, place_of, into.numel(), start, place_of.numel(), BLOCK=4 * IDS, num_warps=8
+        )
+
+
+@triton.jit(do_not_specialize=["count", "start_row"])
+def _name_left(into, place_of, count, start_row, num_rows, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    row = -1 - tl.load(into + at, mask=at < count, other=0).to(tl.int64) - start_row
+    is_left = (row >= 0) & (row < num_rows)
+    tl.store(into + at, tl.load(place_of + row, mask=is_left, other=0), mask=is_left)
+
+
+def count_bits(bits: Tensor, counts: Tensor, total: Tensor) -> None:
+    """Fill `counts` int32 [blocks of words] with how many bits of a map each has; `total` int32 [1] rises by their sum."""
+    chunks, blocks = _chunks(bits.numel(), WORDS), num_blocks(bits.numel(), WORDS)
+    _count_bits[(blocks,)](bits, counts, total, bits.numel(), chunks, BLOCK=WORDS, num_warps=4)
+
+
+@triton.jit
+def _count_bits(bits, counts, total, num_words, chunks, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    program = tl.program_id(0)
+    found = tl.zeros((BLOCK,), tl.int32)
+    for chunk in range(chunks):
+        at = (program.to(tl.int64) * chunks + chunk) * BLOCK + tl.arange(0, BLOCK)
+        found += _ones(tl.load(bits + at, mask=at < num_words, other=0).to(tl.uint32, bitcast=True))
+    count = tl.sum(found, 0)
+    tl.store(counts + program, count)
+    tl.atomic_add(total, count, sem="relaxed")
+
+
+def tally(
+    used: Tensor,
+    heat: Tensor,
+    seen: Tensor,
+    bins: Tensor,
+    totals: Tensor,
+    candidates: Tensor,
+    *,
+    tag: int,
+    number: int,
+    oldest: int,
+) -> None:
+    """Count one more use, by batch `number`, of places that were seen, and count those that may go, by how cold they are.
+
+    used int32 [P], the batch that needed a place last, or -1 where there is no row; heat uint8 [P]; seen uint8 [P] of `mark_ids`;
+    bins int32 [blocks of places, BINS] is filled, totals int32 [BINS] and candidates int32 [1] rise by the sums over it, the
+    latter without the last bin. Places may go that batches from `oldest` on do not use.
+    """
+    chunks, blocks = _chunks(used.numel(), PLACES), num_blocks(used.numel(), PLACES)
+    _tally[(blocks,)](
+        used, heat, seen, bins, totals, candidates, used.numel(), chunks, tag, number, oldest,
+        MOST=MOST_USES, LEVEL_COUNT=LEVELS, BIN_COUNT=BINS, BLOCK=PLACES, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["tag", "number", "oldest"])
+def _tally(used, heat, seen, bins, totals, candidates, num_places, chunks, tag, number, oldest, MOST: tl.constexpr, LEVEL_COUNT: tl.constexpr, BIN_COUNT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+    program = tl.program_id(0)
+    bin = tl.arange(0, BIN_COUNT)
+    found = tl.zeros((BIN_COUNT,), tl.int32)
+    for chunk in range(chunks):
+        at = (program * chunks + chunk) * BLOCK + tl.arange(0, BLOCK)
+        is_place = at < num_places
+        last = tl.load(used + at, mask=is_place, other=-1)
+        warm = tl.load(heat + at, mask=is_place, other=0).to(tl.int32)
+        is_seen = tl.load(seen + at, mask=is_place, other=0).to(tl.int32) == tag
+        last = tl.where(is_seen, number, last)
+        tl.store(used + at, last, mask=is_seen)
+        tl.store(heat + at, tl.minimum(warm + 1, MOST).to(tl.uint8), mask=is_seen)
+        found += tl.histogram(_bin_of(last, warm, oldest, LEVEL_COUNT, BIN_COUNT), BIN_COUNT)
+    tl.store(bins + program * BIN_COUNT + bin, found)
+    tl.atomic_add(totals + bin, found, mask=found > 0, sem="relaxed")
+    tl.atomic_add(candidates, tl.sum(tl.where(bin < BIN_COUNT - 1, found, 0), 0), sem="relaxed")
+
+
+def choose(
+    used: Tensor, heat: Tensor, row_in: Tensor, bins: Tensor, totals: Tensor, going: Tensor, *, count: int, oldest: int
+) -> None:
+    """Set the bits of `count` rows in the map `going`: those of the coldest places that may go, and of equals the first.
+
+    `count` is at most the candidates that `tally` counted; row_in [P] has the row of each place.
+    """
+    chunks, blocks = _chunks(used.numel(), PLACES), num_blocks(used.numel(), PLACES)
+    _choose[(blocks,)](
+        used, heat, row_in, bins, totals, going, used.numel(), chunks, count, oldest,
+        LEVEL_COUNT=LEVELS, BIN_COUNT=BINS, BLOCK=PLACES, BLOCKS=triton.next_power_of_2(blocks), num_warps=8,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["count", "oldest"])
+def _choose(used, heat, row_in, bins, totals, going, num_places, chunks, count, oldest, LEVEL_COUNT: tl.constexpr, BIN_COUNT: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+    program = tl.program_id(0)
+    up_to = tl.cumsum(tl.load(totals + tl.arange(0, BIN_COUNT)), 0)
+    border = tl.sum((up_to < count).to(tl.int32), 0)
+    block = tl.arange(0, BLOCKS)
+    before = tl.sum(tl.load(bins + block * BIN_COUNT + border, mask=block < program, other=0), 0)
+    left = count - tl.max(tl.where(up_to < count, up_to, 0), 0) - before  # that go from here on, of those at the border
+    for chunk in range(chunks):
+        at = (program * chunks + chunk) * BLOCK + tl.arange(0, BLOCK)
+        is_place = at < num_places
+        last = tl.load(used + at, mask=is_place, other=-1)
+        warm = tl.load(heat + at, mask=is_place, other=0).to(tl.int32)
+        bin = _bin_of(last, warm, oldest, LEVEL_COUNT, BIN_COUNT)
+        at_border = (bin == border).to(tl.int32)
+        goes = (bin < border) | ((bin == border) & (tl.cumsum(at_border, 0) <= left))
+        left -= tl.sum(at_border, 0)
+        row = tl.load(row_in + at, mask=goes, other=0)
+        tl.atomic_or(going + (row >> 5), _bit(row), mask=goes, sem="relaxed")
+
+
+def send_away(
+    going: Tensor,
+    counts: Tensor,
+    place_of: Tensor,
+    row_in: Tensor,
+    used: Tensor,
+    heat: Tensor,
+    uses: Tensor,
+    rows: Tensor,
+    places: Tensor,
+) -> None:
+    """Take the rows of the map `going` out of their places, and list both in `rows` and `places`, int64 [n].
+
+    uses uint8 [N] has what `heat` is for rows without a place; counts as `count_bits` filled it.
+    """
+    blocks = num_blocks(going.numel(), WORDS)
+    _send_away[(blocks,)](
+        going, counts, place_of, row_in, used, heat, uses, rows, places, going.numel(), _chunks(going.numel(), WORDS),
+        BLOCK=WORDS, BLOCKS=triton.next_power_of_2(blocks), num_warps=16,
+    )  # fmt: skip
+
+
+@triton.jit
+def _send_away(going, counts, place_of, row_in, used, heat, uses, rows, places, num_words, chunks, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+    begin = _bits_before(counts, BLOCKS)
+    for chunk in range(chunks):
+        at = (tl.program_id(0).to(tl.int64) * chunks + chunk) * BLOCK + tl.arange(0, BLOCK)
+        word, number, into = _bits_of(going, at, num_words, begin)
+        begin += tl.sum(number, 0)
+        turns = tl.max(number, 0)
+        while turns > 0:
+            is_row = word != 0
+            row = at * 32 + _lowest(word)
+            place = tl.load(place_of + row, mask=is_row, other=0).to(tl.int64)
+            tl.store(rows + into, row, mask=is_row)
+            tl.store(places + into, place, mask=is_row)
+            tl.store(place_of + row, tl.full((BLOCK,), -1, tl.int32), mask=is_row)
+            tl.store(uses + row, tl.load(heat + place, mask=is_row, other=0), mask=is_row)
+            tl.store(used + place, tl.full((BLOCK,), -1, tl.int32), mask=is_row)
+            tl.store(row_in + place, tl.full((BLOCK,), -1, tl.int64), mask=is_row)
+            word = word & (word - 1)
+            into += 1
+            turns -= 1
+
+
+def settle(
+    wanted: Tensor,
+    counts: Tensor,
+    lent: Tensor,
+    place_of: Tensor,
+    row_in: Tensor,
+    used: Tensor,
+    heat: Tensor,
+    uses: Tensor,
+    rows: Tensor,
+    *,
+    number: int,
+) -> None:
+    """Give the rows of the map `wanted`, which batch `number` needs, the places `lent` int64 [n], and list them in `rows`."""
+    blocks = num_blocks(wanted.numel(), WORDS)
+    _settle[(blocks,)](
+        wanted, counts, lent, place_of, row_in, used, heat, uses, rows, wanted.numel(), _chunks(wanted.numel(), WORDS), number,
+        MOST=MOST_USES, BLOCK=WORDS, BLOCKS=triton.next_power_of_2(blocks), num_warps=16,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["number_of_batch"])
+def _settle(wanted, counts, lent, place_of, row_in, used, heat, uses, rows, num_words, chunks, number_of_batch, MOST: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+    begin = _bits_before(counts, BLOCKS)
+    for chunk in range(chunks):
+        at = (tl.program_id(0).to(tl.int64) * chunks + chunk) * BLOCK + tl.arange(0, BLOCK)
+        word, number, into = _bits_of(wanted, at, num_words, begin)
+        begin += tl.sum(number, 0)
+        turns = tl.max(number, 0)
+        while turns > 0:
+            is_row = word != 0
+            row = at * 32 + _lowest(word)
+            place = tl.load(lent + into, mask=is_row, other=0)
+            warm = tl.load(uses + row, mask=is_row, other=0).to(tl.int32)
+            tl.store(rows + into, row, mask=is_row)
+            tl.store(place_of + row, place.to(tl.int32), mask=is_row)
+            tl.store(row_in + place, row, mask=is_row)
+            tl.store(used + place, tl.zeros_like(warm) + number_of_batch, mask=is_row)
+            tl.store(heat + place, tl.minimum(warm + 1, MOST).to(tl.uint8), mask=is_row)
+            word = word & (word - 1)
+            into += 1
+            turns -= 1
+
+
+def list_rows(bits: Tensor, counts: Tensor, rows: Tensor) -> None:
+    """Fill `rows` int64 [n] with the rows of a map."""
+    blocks = num_blocks(bits.numel(), WORDS)
+    chunks = _chunks(bits.numel(), WORDS)
+    _list_rows[(blocks,)](
+        bits, counts, rows, bits.numel(), chunks, BLOCK=WORDS, BLOCKS=triton.next_power_of_2(blocks), num_warps=16
+    )
+
+
+@triton.jit
+def _list_rows(bits, counts, rows, num_words, chunks, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
+    begin = _bits_before(counts, BLOCKS)
+    for chunk in range(chunks):
+        at = (tl.program_id(0).to(tl.int64) * chunks + chunk) * BLOCK + tl.arange(0, BLOCK)
+        word, number, into = _bits_of(bits, at, num_words, begin)
+        begin += tl.sum(number, 0)
+        turns = tl.max(number, 0)
+        while turns > 0:
+            tl.store(rows + into, at * 32 + _lowest(word), mask=word != 0)
+            word = word & (word - 1)
+            into += 1
+            turns -= 1
+
+
+# What launches share
+
+
+@triton.jit
+def _bin_of(last, warm, oldest, LEVEL_COUNT: tl.constexpr, BIN_COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The bin of places: uses of the row, and up to one more if the last was of late; the last bin where it stays."""
+    level = LEVEL_COUNT // tl.maximum(oldest - last, 1)
+    bin = tl.minimum(warm * LEVEL_COUNT + level, BIN_COUNT - 2)
+    return tl.where((last >= 0) & (last < oldest), bin, BIN_COUNT - 1)
+
+
+@triton.jit
+def _bit(row):  # type: ignore[no-untyped-def]
+    """The bit of each row in its word."""
+    shift = (row & 31).to(tl.int32)
+    return (tl.zeros_like(shift) + 1) << shift
+
+
+@triton.jit
+def _ones(word):  # type: ignore[no-untyped-def]
+    """How many bits of each word are set; int32."""
+    word = word - ((word >> 1) & 0x55555555)
+    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
+    word = (word + (word >> 4)) & 0x0F0F0F0F
+    word = word + (word >> 8)
+    return ((word + (word >> 16)) & 63).to(tl.int32)
+
+
+@triton.jit
+def _lowest(word):  # type: ignore[no-untyped-def]
+    """Which bit of each word is its lowest; 32 where there is none."""
+    return _ones((word ^ (word & (word - 1))) - 1)
+
+
+@triton.jit
+def _bits_before(counts, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Bits in the words of all programs before this one."""
+    block = tl.arange(0, BLOCKS)
+    return tl.sum(tl.load(counts + block, mask=block < tl.program_id(0), other=0), 0)
+
+
+@triton.jit
+def _bits_of(bits, at, num_words, begin):  # type: ignore[no-untyped-def]
+    """Words of a map, which are emptied, how many bits each has, and where in a list its first goes."""
+    signed = tl.load(bits + at, mask=at < num_words, other=0)
+    tl.store(bits + at, tl.zeros_like(signed), mask=signed != 0)
+    word = signed.to(tl.uint32, bitcast=True)
+    number = _ones(word)
+    return word, number, begin + tl.cumsum(number, 0) - number
