@@ -18,6 +18,8 @@ from rowstead.spec.timings import InStep, Timings
 
 PULL = 0.05
 """How much a factor that is not 1 counts beside an error of the same share of a step: few steps decide little."""
+STEP_PULL = 0.3
+"""The same where a step gives one equation for all its parts, which then tells little of each."""
 FACTORS = (0.3, 3.0)
 """Within which they must be."""
 
@@ -118,7 +120,7 @@ def _by_steps(alone: Timings, parts: Sequence[Parts], times: Sequence[StepTime])
         ]
     )
     has_plan = alone.plan is not None
-    pulls = np.diag([0.0, PULL, PULL, PULL, PULL if has_plan else 1.0])
+    pulls = np.diag([0.0, STEP_PULL, STEP_PULL, STEP_PULL, STEP_PULL if has_plan else 1.0])
     toward = pulls @ np.array([0.0, 1.0, 1.0, 1.0, 0.5 if has_plan else 0.0])
     found = _not_negative(np.vstack([terms / taken[:, None], pulls]), np.concatenate([(taken - known) / taken, toward]))
     dense, lookup, update = (float(np.clip(one, *FACTORS)) for one in found[1:4])

@@ -34,6 +34,8 @@ NUM_IDS = {"cpu": 1 << 15, "cuda": 1 << 21}
 POOL = {"cpu": 1 << 20, "cuda": 1 << 21}
 """Ids that are drawn; each call on a CPU takes other ones of them."""
 LONG_BAG, UPDATED_BAG = 16, 4
+HOT_ROWS = {"cpu": 64, "cuda": 4096}
+"""So few that they are in the fastest cache, and on a GPU so many that no program has to join the sums of most others."""
 PLANNED_IDS = (1 << 12, 1 << 15, 1 << 18, 1 << 21, 1 << 23)
 BAG_BYTES = {"cpu": 4 << 20, "cuda": 1 << 28}
 """Most pooled bytes of a call that measures bags: few enough for a CPU that the system does not give their memory anew."""
@@ -159,7 +161,9 @@ def row_times(clock: Clock, free_bytes: int, *, is_short: bool = False) -> RowTi
         of_one_s = (rows.lookup_s(num_bags, 1) - lookup_call_s) / num_bags
         bag_s = max(LEAST_S, (of_one_s - in_cache_s) / (1 - 1 / LONG_BAG))
         bags.append(bag_s)
-        ids.append(max(LEAST_S, (rows.update_s(num_ids, num_rows=min(64, rows.num_rows)) - update_call_s) / num_ids))
+        ids.append(
+            max(LEAST_S, (rows.update_s(num_ids, num_rows=min(HOT_ROWS[kind], rows.num_rows)) - update_call_s) / num_ids)
+        )
     for some in within:
         for place, width in enumerate(widths):
             rows = Rows(clock, memory, width, some)

@@ -242,16 +242,25 @@ def update_s(
 ) -> float:
     """Seconds to turn the gradients of pooled vectors into updates of rows.
 
-    Where several processors share the tables, each has its part of the rows for the batches of all, among which more repeat.
+    Where several processors share the tables, each has its part of the rows for the batches of all, among which more repeat. Rows that
+    the look-up has left in a cache are within the bytes that went through it since; others anywhere in the tables.
     """
     accesses = accesses_of(tables) / num_sharing
-    touched = sum(_touched_bytes(table, batch_size, num_sharing) for table in tables)
-    within = min(sum(table.bytes for table in tables) / num_sharing, touched)
-    seconds = sum(
-        table_update_s(processor, accesses, table, batch_size, software, within, num_sharing=num_sharing) for table in tables
-    )
+
+    def seconds_within(num_bytes: float) -> float:
+        return sum(
+            table_update_s(processor, accesses, table, batch_size, software, num_bytes, num_sharing=num_sharing)
+            for table in tables
+        )
+
     if processor.timings is None or not tables:
-        return seconds
+        return seconds_within(math.inf)
+    touched = sum(_touched_bytes(table, batch_size, num_sharing) for table in tables)
+    whole = sum(table.bytes for table in tables) / num_sharing
+    kept = min(1.0, processor.memory.cache_bytes / max(touched, 1.0))  # of the rows that the look-up has read
+    seconds = kept * seconds_within(min(touched, whole))
+    if kept < 1:
+        seconds += (1 - kept) * seconds_within(whole)
     timings, pooled_bytes = processor.timings, batch_size * sum(table.pooled_bytes for table in tables)
     return timings.update_call_s + timings.update.fixed_s + timings.update.seconds(seconds, pooled_bytes)
 
