@@ -1,14 +1,23 @@
-"""Runs small enough for tests: a log that is learned in a second, and how to wait for what another process does."""
+"""Runs small enough for tests: a log that is learned in a second, how to listen to a run, and what it leaves."""
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+
+from rowstead.data.synth import write_parquet
+from rowstead.run import Result
 from rowstead.spec.parse import override, parse
 from rowstead.spec.run import RunSpec
+from rowstead.training import checkpoint
+from rowstead.training.progress import Progress, Silent
 
 
 def small_plain() -> dict[str, Any]:
@@ -56,3 +65,62 @@ def wait_until(condition: Callable[[], bool], *, what: str, deadline_s: float = 
     while not condition():
         assert time.monotonic() < ends, f"waited {deadline_s} s in vain for {what}"
         time.sleep(0.002)
+
+
+def written_log(folder: Path) -> Path:
+    """The small synthetic log in several uneven Parquet files."""
+    synth = small_spec().data.synth
+    assert synth is not None
+    write_parquet(synth, folder, rows_per_file=1500, rows_per_group=400)
+    return folder
+
+
+class Listening(Silent):
+    """Keeps the messages, and asks the process to stop after a step, as Ctrl-C or `kill` would."""
+
+    def __init__(self, stop_after: int | None = None, by: signal.Signals = signal.SIGINT) -> None:
+        self.messages: list[str] = []
+        self.steps: list[Progress] = []
+        self._stop_after, self._by = stop_after, by
+
+    def on_step(self, progress: Progress) -> None:
+        self.steps.append(progress)
+        if progress.step == self._stop_after:
+            os.kill(os.getpid(), self._by)
+
+    def on_message(self, text: str) -> None:
+        self.messages.append(text)
+
+
+def tensors_in(run: Path, folder: str = "checkpoints") -> dict[str, torch.Tensor]:
+    """The tensors of a run's newest checkpoint."""
+    saved = checkpoint.load_latest(run / folder, lambda text: pytest.fail(text))
+    return dict(saved.tensors)
+
+
+def assert_same_weights(one: Path, other: Path) -> None:
+    first, second = tensors_in(one), tensors_in(other)
+    assert first.keys() == second.keys()
+    different = [name for name, value in first.items() if not torch.equal(value, second[name])]
+    assert not different
+
+
+def figures_of(result: Result) -> dict[str, float]:
+    assert result.quality is not None
+    return result.quality.figures()
+
+
+def truncate(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def overfitting() -> RunSpec:
+    """Few examples and many epochs: the evaluation gets better, then worse."""
+    return small_spec(
+        "data.synth.num_train_samples=320",
+        "train.epochs=100",
+        "train.eval_every=10",
+        "train.early_stop.patience=3",
+        "train.dense_optimizer={kind: adam, lr: 0.02}",
+        "train.sparse_optimizer.lr=0.3",
+    )

@@ -17,9 +17,7 @@ from rowstead.serve.predict import predict
 from rowstead.spec.run import RunSpec
 from rowstead.trained import evaluate, load
 from rowstead.training import checkpoint
-from tests.small_runs import small_spec
-from tests.test_run import Listening, _truncate, assert_same_weights, figures_of, tensors_in
-from tests.test_run import _overfitting as overfitting
+from tests.small_runs import Listening, assert_same_weights, figures_of, overfitting, small_spec, tensors_in, truncate
 
 INCREMENTAL = ("train.checkpoint_every=10", "train.full_checkpoint_every=4")
 
@@ -54,7 +52,7 @@ def test_a_damaged_increment_is_named_and_the_run_goes_on_from_the_one_before(tm
     spec = small_spec("train.max_steps=60", *INCREMENTAL)
     stopped = train(spec, out=tmp_path / "stopped", watcher=Listening(stop_after=35))
     newest = stopped.folder / "checkpoints" / "step-000000035"
-    _truncate(newest / "shard-00000.safetensors")
+    truncate(newest / "shard-00000.safetensors")
     listening = Listening()
     ended = resume(str(stopped.folder), watcher=listening)
     assert any(str(newest) in text and "trying the one before" in text for text in listening.messages)
