@@ -282,6 +282,21 @@ def _fleet() -> list[str]:
             f"{100 * summary['trainers_wait_share']:.1f} % of the time, and find one ready {100 * summary['queue_nonempty_share']:.1f} % of the times that they want one."
         )
         parts += [text, _where(result, "fleet", "cpu"), _table(columns, rows)]
+    if (result := _latest("fleet", "cuda")) is not None:
+        columns = [
+            ("tables in", lambda row: str(row["tables"])),
+            ("ms a step", lambda row: f"{row['step_ms']:.1f}"),
+            ("samples/s", lambda row: f"{row['samples_per_s']:,.0f}"),
+            ("cores of the servers", lambda row: f"{row['server_cores']:.1f}" if "server_cores" in row else ""),
+            ("GB/s on the wire", lambda row: f"{row['wire_gb_per_s']:.2f}" if "wire_gb_per_s" in row else ""),
+            ("waiting for answers", lambda row: f"{100 * row['waiting_share']:.0f} %" if "waiting_share" in row else ""),
+        ]
+        text = (
+            "M3 with 100,000 rows a table and batches of 800, trained by a GPU: tables in its memory, and in two sparse servers on the CPU cores of its machine. The GPU is idle for nearly "
+            "all of a remote step: what is left of it after waiting for answers is the trainer's one thread that cuts batches and gradients for the servers and copies pooled vectors, and the servers pool and update on "
+            "the cores that are given. So it is the processors beside the GPU that bind, not the bus, the wire or the GPU; by the study's figures a Big Basin that trained M3 had about 18 parameter servers beside it."
+        )
+        parts += [text, _where(result, "fleet", "cuda"), _table(columns, result["rows"])]
     if (result := _latest("hogwild", "cpu")) is not None:
         summary = result["summary"]
         threads: list[Column] = [
