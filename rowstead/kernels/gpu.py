@@ -41,7 +41,8 @@ MAX_REGISTERS = 80
 """Of a lane in an update: a few fewer than the compiler would take let more rows be under way at once."""
 JOINED_TILES = 32
 TILES_OF_A_GROUP, HEADS_AT_A_TIME = 64, 8
-"""Of runs that are split: tiles that are summed on their own where a run fills them, and sums that are read at once."""
+"""Of runs that are split: tiles that are summed on their own where a run fills them, and sums that are read at once.
+The first is a multiple of the second."""
 
 
 def lookup(tables: Sequence[Tensor], layout: Layout, ids: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Tensor:

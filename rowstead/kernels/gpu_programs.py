@@ -331,7 +331,7 @@ def apply_tiles(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles", "num_groups"])  # both follow the room for ids, of which there are many sizes
 def sum_heads(
     keys, parts, offsets, num_bags, guard, num_tiles, num_groups,
     D: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, S: tl.constexpr, HEADS: tl.constexpr,
@@ -354,7 +354,7 @@ def sum_heads(
         tl.store(parts + (num_tiles + group).to(tl.int64) * D + d, total, mask=is_one)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles", "num_groups"])
 def join_tiles(
     keys, plans, parts, tail, like, rows_at, firsts_at, seconds_at, noises, offsets, num_bags, numbers, guard,
     num_tiles, num_groups,

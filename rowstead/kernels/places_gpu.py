@@ -33,6 +33,11 @@ def _chunks(count: int, at_a_time: int) -> int:
     return max(1, triton.cdiv(count, at_a_time * MOST_BLOCKS))
 
 
+def _warps() -> int:
+    """Of a program that empties a map: none beside others with the same words, which it might read after they have emptied them."""
+    return max(1, min(16, WORDS // 128))
+
+
 def num_words(num_rows: int) -> int:
     """int32 words of a map."""
     return triton.cdiv(num_rows, 32)
@@ -226,7 +231,7 @@ def send_away(
     blocks = num_blocks(going.numel(), WORDS)
     _send_away[(blocks,)](
         going, counts, place_of, row_in, used, heat, uses, rows, places, going.numel(), _chunks(going.numel(), WORDS),
-        BLOCK=WORDS, BLOCKS=triton.next_power_of_2(blocks), num_warps=16,
+        BLOCK=WORDS, BLOCKS=triton.next_power_of_2(blocks), num_warps=_warps(),
     )  # fmt: skip
 
 
@@ -270,7 +275,7 @@ def settle(
     blocks = num_blocks(wanted.numel(), WORDS)
     _settle[(blocks,)](
         wanted, counts, lent, place_of, row_in, used, heat, uses, rows, wanted.numel(), _chunks(wanted.numel(), WORDS), number,
-        MOST=MOST_USES, BLOCK=WORDS, BLOCKS=triton.next_power_of_2(blocks), num_warps=16,
+        MOST=MOST_USES, BLOCK=WORDS, BLOCKS=triton.next_power_of_2(blocks), num_warps=_warps(),
     )  # fmt: skip
 
 
@@ -302,7 +307,7 @@ def list_rows(bits: Tensor, counts: Tensor, rows: Tensor) -> None:
     blocks = num_blocks(bits.numel(), WORDS)
     chunks = _chunks(bits.numel(), WORDS)
     _list_rows[(blocks,)](
-        bits, counts, rows, bits.numel(), chunks, BLOCK=WORDS, BLOCKS=triton.next_power_of_2(blocks), num_warps=16
+        bits, counts, rows, bits.numel(), chunks, BLOCK=WORDS, BLOCKS=triton.next_power_of_2(blocks), num_warps=_warps()
     )
 
 

@@ -71,7 +71,11 @@ class CachedStore(nn.Module):
         self._device, self._check = numbered(device), check
         self._groups = grouped(layout.tables, places, dtype=dtype, optimizer=optimizer)
         self._names = RowNames(layout, self._groups, self._device)
-        self._places = [places_for(group.num_rows, group.num_places, self._device) for group in self._groups]
+        is_cuda = self._device.type == "cuda"
+        self._planning = torch.cuda.Stream(self._device, priority=-1) if is_cuda else None
+        self._moving = torch.cuda.Stream(self._device, priority=-1) if is_cuda else None
+        with self._on(self._planning):  # else memory that a plan still reads might go to others as soon as it is replaced
+            self._places = [places_for(group.num_rows, group.num_places, self._device) for group in self._groups]
         self.backings = [backing(group) for group in self._groups]
         fast, self._first_place = places_layout(layout, self._groups, [group.num_places for group in self._groups])
         self.resident = DeviceStore(fast, optimizer, seed=seed, kernel=kernel, device=device, dtype=dtype, check=False)
@@ -82,9 +86,6 @@ class CachedStore(nn.Module):
         """Rows that were brought in and written back so far."""
         self._plan: Plan = plan_for(self._device)
         self._exchange: Exchange = exchange_for(self._device)
-        is_cuda = self._device.type == "cuda"
-        self._planning = torch.cuda.Stream(self._device, priority=-1) if is_cuda else None
-        self._moving = torch.cuda.Stream(self._device, priority=-1) if is_cuda else None
         self._turns = Turns(self)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> CachedStore:
@@ -357,7 +358,7 @@ class CachedStore(nn.Module):
     def _forget_places(self) -> None:
         """Rows behind are about to change: none is in a place any more."""
         self.drop_prefetched()
-        with self._turns.hold():
+        with self._turns.hold(), self._on(self._planning):
             self._settle()
             for places in self._places:
                 places.clear()

@@ -26,11 +26,16 @@ def checked(sparse: Sparse, layout: Layout, device: torch.device | None = None) 
 
 
 class CheckedSource:
-    """A Source whose batches are known to fit the tables; whoever reads ahead in a thread has them checked there."""
+    """A Source whose batches are known to fit the tables; whoever reads ahead in a thread has them checked there.
+
+    A source that makes batches in several threads checks them there, so that the one that asks for them need not.
+    """
 
     def __init__(self, source: Source, layout: Layout) -> None:
         self._source, self._layout = source, layout
         self.num_samples = source.num_samples
+        if hasattr(source, "finish_with"):
+            source.finish_with(self._checked)
 
     def batches(
         self, batch_size: int, *, epoch: int = 0, rank: int = 0, world: int = 1, cursor: Cursor | None = None
@@ -38,10 +43,14 @@ class CheckedSource:
         batches = self._source.batches(batch_size, epoch=epoch, rank=rank, world=world, cursor=cursor)
         try:
             for batch, after in batches:
-                yield dataclasses.replace(batch, sparse=checked(batch.sparse, self._layout)), after
+                yield self._checked(batch), after
         finally:
             if isinstance(batches, Generator):
                 batches.close()
+
+    def _checked(self, batch: Batch) -> Batch:
+        sparse = checked(batch.sparse, self._layout)
+        return batch if sparse is batch.sparse else dataclasses.replace(batch, sparse=sparse)
 
     def __getattr__(self, name: str) -> Any:
         """What some sources know besides, such as `num_skipped`."""

@@ -233,7 +233,8 @@ class Turns:
                 raise self._failed
             # All before it have left. Others may have meanwhile, but what is where shall not depend on which thread is quicker,
             # and rows move while a GPU is busy with those others.
-            oldest = max(0, some[0].number - AHEAD * self.set_size)
+            # Sets may be smaller by now than when this one was begun: what has not left stays in any case.
+            oldest = max(0, min(some[0].number - AHEAD * self.set_size, self._num_left))
             left = next((event for number, event in self._left if number >= oldest - 1), None)
         return cache.plan_rows(some, oldest, left)
 

@@ -53,6 +53,33 @@ def _check_runs(lengths: list[int], seed: int) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("loss", [1.0, float("nan")])
+def test_only_sums_that_were_made_are_joined(loss: float) -> None:
+    """Runs that begin or end with a group of tiles, rows of two widths, and ids that are no rows, which fill groups too."""
+    from rowstead.kernels import gpu
+
+    lengths, none = ([32, 64, 33, 31, 16, 1], [15, 49, 96]), 70
+    features = FeaturesSpec(sparse=tuple(SparseFeatureSpec(name=f"f{width}", num_rows=6, width=width) for width in (3, 4)))
+    layout = layout_of(features, tables_of(features, width=4))
+    runs = [torch.repeat_interleave(torch.arange(len(some)), torch.tensor(some)) for some in lengths]
+    ids = torch.cat([*runs, torch.full((none,), 6)]).to(DEVICE)
+    offsets = torch.tensor([0, len(runs[0]), len(ids)], device=DEVICE)
+    grad = torch.randn(1, 7, dtype=torch.float64, device=DEVICE)
+    tables = [torch.zeros(6, width, dtype=torch.float64, device=DEVICE) for width in (3, 4)]
+    optimizer, numbers = SparseOptimizerSpec(kind="sgd"), gpu.host_numbers([1.0, 0, 0, 0, 0], 1, torch.float64).to(DEVICE)
+
+    def unknown(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.full(shape, float("nan"), dtype=dtype, device=device)
+
+    plan = gpu.plan_update(tables, [{}, {}], layout, ids, offsets, optimizer=optimizer, numbers=numbers)
+    with mock.patch.multiple(gpu, TILES_OF_A_GROUP=2, HEADS_AT_A_TIME=2), mock.patch.object(torch, "empty", unknown):
+        guard = torch.tensor(loss, device=DEVICE)
+        gpu.apply_plan(plan, tables, layout, offsets, None, grad, optimizer=optimizer, numbers=numbers, guard=guard)
+    for table, some, part in zip(tables, lengths, grad.split([3, 4], dim=1), strict=True):
+        counts = torch.tensor([*some, *[0] * (6 - len(some))], device=DEVICE)[:, None]
+        torch.testing.assert_close(table, -counts * part if loss == 1.0 else torch.zeros_like(table))
+
+
 @pytest.mark.parametrize("kind", ["sgd", "rowwise_adagrad", "adam"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_rows_are_rounded_as_in_the_reference(dtype: torch.dtype, kind: str) -> None:
@@ -106,16 +133,16 @@ def test_a_run_of_equal_ids_over_many_tiles_is_summed_once() -> None:
     features = FeaturesSpec(sparse=(SparseFeatureSpec(name="hot", num_rows=3),))
     layout = layout_of(features, tables_of(features, width=4))
     rows, others = torch.zeros(3, 4, device=DEVICE), torch.zeros(3, 4, device=DEVICE)
-    ids = torch.full((12_000,), 1, device=DEVICE)
+    ids = torch.full((3_400,), 1, device=DEVICE)
     ids[:3], ids[-2:] = 0, 2
-    offsets = torch.tensor([0, 700, 12_000], device=DEVICE)
+    offsets = torch.tensor([0, 700, 3_400], device=DEVICE)
     grad = torch.tensor([[1.0, 2, 3, 4], [10, 20, 30, 40]], device=DEVICE)
     for kernels, table in ((gpu, rows), (reference, others)):
         kernels.update(
             [table], [{}], layout, ids, offsets, None, grad, optimizer=SparseOptimizerSpec(kind="sgd"), lr=1.0, step=1
         )
     torch.testing.assert_close(rows, others)
-    assert rows[1, 0].item() == -(697 * 1 + 11_298 * 10)
+    assert rows[1, 0].item() == -(697 * 1 + 2_698 * 10)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

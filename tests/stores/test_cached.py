@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -121,6 +121,45 @@ def test_many_batches_planned_by_launches_train_the_same_rows(data: st.DataObjec
     store = planned_by_launches(layout, optimizer, torch.float64, places=places, every=every)
     store._turns.set_size = data.draw(st.integers(1, 2))
     check_announced(store, data)
+
+
+@pytest.mark.parametrize("make", [cached, pytest.param(planned_by_launches, marks=[pytest.mark.slow, needs_interpreter])])
+@settings(max_examples=8, deadline=None)
+@given(data=st.data())
+def test_rows_are_exact_whatever_is_done_between_announced_batches(
+    make: Callable[..., CachedStore], data: st.DataObject
+) -> None:
+    layout, optimizer = data.draw(layouts()), SparseOptimizerSpec(kind="rowwise_adagrad")
+    store = make(layout, optimizer, torch.float64, places=data.draw(st.integers(1, 4)))
+    store._turns.set_size = data.draw(st.integers(1, 2))
+    device = DeviceStore(layout, optimizer, dtype=torch.float64)
+    batches = data.draw(st.lists(sparse_batches(layout, weighted=False), min_size=4, max_size=8))
+    saved, announced = device.state(), 0
+    for step, sparse in enumerate(batches, start=1):
+        done = data.draw(st.sampled_from(["nothing", "look", "drop", "save", "load"]))
+        if done in ("drop", "load"):
+            store.drop_prefetched()
+            announced = step - 1
+        announced = max(announced, step - 1)
+        ahead = data.draw(st.integers(0, 5))
+        while done != "load" and announced < min(len(batches), step - 1 + ahead):
+            store.prefetch(batches[announced])
+            announced += 1
+        if done == "load":
+            for each in (device, store):
+                each.load_state(saved)
+        elif done == "save":
+            saved = {name: value.clone() for name, value in store.state().items()}
+        elif done == "look":
+            store.eval()
+            torch.testing.assert_close(store.lookup(batches[-1]), device.lookup(batches[-1]))
+            store.train()
+        for each in (device, store):
+            each.update(sparse, each.lookup(sparse) + 1, lr=0.1, step=step)
+    ours = store.state()
+    for name, value in device.state().items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-12, atol=1e-12)
+    store.close()
 
 
 def check_announced(store: CachedStore, data: st.DataObject, *, most_batches: int = 8) -> None:
