@@ -8,13 +8,18 @@ large as the memory of the files that the system keeps, so that the disk plays n
 `train_samples_per_s` leaves out the first 10 steps, in which kernels are compiled. `reader_cores_needed` is what `rowstead train`
 works out for itself: the processor time of its reading threads for a sample, times the samples that the step alone could do in a
 second; on a CPU beside the cores that train, and on a GPU by the time for which it was busy. `told` is what it said about it.
+
+`read_samples_per_s` is what the reader does when nobody trains: its batches are dropped as they come. The first tenth is left out.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import tempfile
+import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +39,9 @@ from benchmarks.step import (
     steps_of,
 )
 from benchmarks.timing import give_back_gpu_memory
+from rowstead.data.parquet import ParquetSource
 from rowstead.data.synth import write_parquet
-from rowstead.parts import build_model
+from rowstead.parts import build_model, open_sources
 from rowstead.records.usage import usable_cores
 from rowstead.spec.data import DataSpec, ParquetSpec
 from rowstead.spec.run import RunSpec, load_recipe
@@ -107,6 +113,23 @@ def step_samples_per_s(model: Model, device: str, quick: bool) -> float:
     return model.shape.batch_size / seconds["rowstead"]
 
 
+def read_samples_per_s(run: RunSpec, num_samples: int) -> float:
+    """What reading alone does, batches made where training wants them."""
+    source = open_sources(run).train
+    if run.device == "cuda" and isinstance(source, ParquetSource):
+        source.pin_batches()
+    num_read, started, num_before = 0, time.perf_counter(), 0
+    for epoch in itertools.count():
+        with closing(source.batches(run.train.batch_size, epoch=epoch)) as batches:  # type: ignore[type-var]
+            for batch, _ in batches:
+                num_read += batch.num_samples
+                if not num_before and num_read >= num_samples // 10:
+                    num_before, started = num_read, time.perf_counter()
+                if num_read >= num_before + num_samples:
+                    return (num_read - num_before) / (time.perf_counter() - started)
+    raise AssertionError("epochs do not end")
+
+
 class Listening(Silent):
     """Keeps what a run says about its reading."""
 
@@ -123,7 +146,9 @@ def measure(model: Model, log: ParquetSpec, device: str, options: Any, num_sampl
     with OtherLoad() as others:
         before = step_samples_per_s(model, device, options.quick)
         give_back_gpu_memory()
-        result = rowstead.train(run_of(model, log, device, num_samples), out=folder, watcher=listening)
+        run = run_of(model, log, device, num_samples)
+        read = read_samples_per_s(run, num_samples // 4)
+        result = rowstead.train(run, out=folder, watcher=listening)
         give_back_gpu_memory()
         step = max(before, step_samples_per_s(model, device, options.quick))
     give_back_gpu_memory()
@@ -137,6 +162,8 @@ def measure(model: Model, log: ParquetSpec, device: str, options: Any, num_sampl
         "train_samples_per_s": trained,
         "step_samples_per_s": step,
         "share_of_step": trained / step,
+        "read_samples_per_s": read,
+        "share_of_reading": trained / min(step, read),
         **reading.figures(),
         "num_cores": usable_cores(),
     }
@@ -159,6 +186,7 @@ def main() -> None:
                 print(f"{model.name}: {told}")
     summary = {
         "train_share_of_step_min": min(row["share_of_step"] for row in rows),
+        "train_share_of_reading_min": min(row["share_of_reading"] for row in rows),
         "reading_held_up_share_max": max(row["reading_held_up_share"] for row in rows),
         "reader_cores_needed_max": max(row["reader_cores_needed"] for row in rows),
     }

@@ -41,8 +41,7 @@ processor has no BF16 instructions: `train.precision: bf16` is for processors th
 
 _GROWTH = """M1 with one thing changed at a time, and the limit that bandwidth, and for whole steps arithmetic, would set."""
 
-_REACH = """Reading costs what the reading threads use of the processor (copies into page-locked memory for a GPU, which torch spreads over threads of its own,
-are counted in part). That cost for a sample, times the samples that training alone could do in a second
+_REACH = """Reading costs what the reading threads use of the processor (for a GPU batches are made straight in page-locked memory). That cost for a sample, times the samples that training alone could do in a second
 (on a GPU by the time for which it is busy, on a CPU by the time spent not waiting), is the number of cores that would read fast enough. `rowstead train` works it
 out at the end of every run and keeps it in `record.json` (`reader_cores_needed`); where reading held training up for a tenth of the time or more, and for a second
 at least, it says so. `samples/s` leaves out the first 10 steps of a process, in which kernels are compiled, once there are 20."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numba
@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from rowstead.data.block import RawBlock
+from rowstead.data.chunks import TILE
 from rowstead.data.hashing import hash_texts
 from rowstead.kernels.memory import address_of, floats_at
 from rowstead.spec.errors import DataError, did_you_mean
@@ -27,10 +28,6 @@ IdKinds = Mapping[str, str]
 """For each sparse column `text` or `integers`."""
 Bags = tuple[NDArray[np.int64], NDArray[np.int64]]
 """Ids [nnz] and offsets [R + 1] of one sparse column."""
-
-
-TILE = 16
-"""Columns and rows that are laid side by side at a time: as many numbers as a cache line holds."""
 
 
 class Columns:
@@ -50,8 +47,9 @@ class Columns:
         self.dense = tuple(str(f.column) for f in features.expanded_dense())
         self.sparse = tuple(str(f.column) for f in features.expanded_sparse())
         self.label, self.weight, self.true_p = label, weight, true_p
-        named = [name for name in (label, weight, true_p) if name is not None]
-        self.names = tuple(dict.fromkeys([*self.dense, *self.sparse, *named]))
+        self.scalars = tuple(name for name in (label, weight, true_p) if name is not None)
+        """Columns of which a block has each as a vector of its own."""
+        self.names = tuple(dict.fromkeys([*self.dense, *self.sparse, *self.scalars]))
         """Every column once: what has to be read."""
 
     def check(self, schema: pa.Schema) -> None:
@@ -110,7 +108,7 @@ class Columns:
         # A few columns at a time, so that they are still in the cache when they are laid side by side.
         for first in range(0, len(self.dense) if num_rows else 0, TILE):
             columns = [floats(name) for name in self.dense[first : first + TILE]]
-            _interleave(np.array([address_of(column) for column in columns], np.int64), dense, first)
+            interleave(columns, dense, np.arange(first, first + len(columns)))
         found = [bags(name) for name in self.sparse]
         return RawBlock(
             dense=dense,
@@ -157,6 +155,7 @@ def floats_of(column: pa.Array | pa.ChunkedArray, name: str) -> NDArray[np.float
         if column.num_chunks != 1:
             return np.concatenate([np.empty(0, np.float32), *(floats_of(chunk, name) for chunk in column.chunks)])
         column = column.chunk(0)
+    column.validate()
     if column.type != pa.float32():
         if pa.types.is_boolean(column.type):
             column = column.cast(pa.int8())
@@ -179,6 +178,15 @@ def bags_of(column: pa.Array | pa.ChunkedArray, name: str) -> Bags:
 
 
 def _bags(array: pa.Array) -> Bags:
+    """What pyarrow makes of a damaged file may refer to memory that is not there: that is an ArrowInvalid."""
+    array.validate()
+    ids, offsets = _bags_of_sound(array)
+    if offsets[0] != 0 or offsets[-1] > len(ids) or (offsets[1:] < offsets[:-1]).any():
+        raise pa.ArrowInvalid("lists that overlap")
+    return ids, offsets
+
+
+def _bags_of_sound(array: pa.Array) -> Bags:
     kind = array.type
     if not _is_list(kind):
         ids, valid = _ids(array)
@@ -309,13 +317,18 @@ def _missing(name: str, known: list[str]) -> DataError:
     return DataError(f"the log has no column `{name}`: {did_you_mean(name, known)}")
 
 
+def interleave(columns: Sequence[NDArray[np.float32]], dense: NDArray[np.float32], places: NDArray[np.int64]) -> None:
+    """Write columns, each float32 [R], into those columns of dense [R, Fd] that `places` names."""
+    _interleave(np.array([address_of(column) for column in columns], np.int64), dense, places)
+
+
 @numba.njit(nogil=True, cache=True, boundscheck=False)
-def _interleave(addresses, dense, first):  # type: ignore[no-untyped-def]
-    """Write columns at `addresses` [n], each float32 [R], into columns first to first + n of dense [R, Fd]."""
+def _interleave(addresses, dense, places):  # type: ignore[no-untyped-def]
+    """Write columns at `addresses` [n], each float32 [R], into the columns `places` [n] of dense [R, Fd]."""
     num_rows = dense.shape[0]
     for row in range(0, num_rows, TILE):
         stop = min(row + TILE, num_rows)
         for c in range(len(addresses)):
             column = floats_at(addresses[c], num_rows)
             for r in range(row, stop):
-                dense[r, first + c] = column[r]
+                dense[r, places[c]] = column[r]

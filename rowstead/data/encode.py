@@ -5,7 +5,7 @@ Letters: B examples of the batch, F sparse features, Fd dense features, K blocks
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numba
 import numpy as np
@@ -19,6 +19,32 @@ from rowstead.data.transforms import DenseTransforms
 from rowstead.kernels.memory import address_of, floats_at, integers_at, prefetch
 from rowstead.spec.errors import DataError
 from rowstead.spec.features import FeaturesSpec, Table
+
+New = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+"""Makes a tensor of a shape, its numbers whatever they may be."""
+
+
+def in_memory(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor by NumPy, which has the system keep large ones in large pages."""
+    return torch.from_numpy(np.empty(shape, np.float32 if dtype == torch.float32 else np.int64))
+
+
+def page_locked(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor in memory from which a GPU copies by itself; torch uses that of earlier ones again."""
+    return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+
+Each = Callable[[int, Callable[[int], int]], list[int]]
+"""Calls a function with every number below the one given, in any order and at once if it likes; what it returned, in order."""
+
+
+def in_turn(count: int, work: Callable[[int], int]) -> list[int]:
+    """One after the other."""
+    return [work(number) for number in range(count)]
+
+
+SCALARS = ("labels", "weights", "true_p")
+"""Columns of a block of one number an example, which a batch has by the same names."""
 
 
 class Rows:
@@ -71,8 +97,19 @@ class Encoder:
         self._hash = np.array([HASH_CODES[s.hash] for s in specs], np.int64)
         self._max_ids = np.array([np.iinfo(np.int64).max if s.max_ids is None else s.max_ids for s in specs], np.int64)
 
-    def encode(self, rows: RawBlock | Rows, order: NDArray[np.int64] | None = None) -> Batch:
-        """A batch of the rows that `order` [B] names, in that order; of all rows when left out."""
+    def encode(
+        self,
+        rows: RawBlock | Rows,
+        order: NDArray[np.int64] | None = None,
+        *,
+        new: New = in_memory,
+        each: Each = in_turn,
+        num_parts: int = 1,
+    ) -> Batch:
+        """A batch of the rows that `order` [B] names, in that order; of all rows when left out.
+
+        `new` makes its tensors. Most of the work is in `num_parts` parts, which `each` may do at once; the batch is the same.
+        """
         if isinstance(rows, RawBlock):
             rows = Rows([rows])
         for block in rows.blocks:
@@ -82,57 +119,87 @@ class Encoder:
                     f"the model reads {self._num_dense} and {len(self._names)}"
                 )
         order = np.arange(len(rows), dtype=np.int64) if order is None else np.ascontiguousarray(order, np.int64)
-        assert not len(order) or (order.min() >= 0 and order.max() < len(rows)), "order names a row that is not there"
-        block_of, place_of = _places(rows, order)
+        num_samples, num_features, addresses = len(order), len(self._names), rows.addresses
+        block_of, place_of = np.empty_like(order), np.empty_like(order)
+        all_offsets = new((num_features * num_samples + 1,), torch.int64)
+        offsets = all_offsets.numpy()
+        (num_ids,) = each(1, lambda _: _measure(rows.starts, order, addresses, self._max_ids, block_of, place_of, offsets))
+        assert num_ids >= 0, "order names a row that is not there"
+        dense, all_ids = new((num_samples, self._num_dense), torch.float32), new((num_ids,), torch.int64)
+        ids, values = all_ids.numpy(), dense.numpy()
+        raw = values if self.transforms.is_identity else np.empty_like(values)
+        names = [name for name in SCALARS if all(getattr(block, name) is not None for block in rows.blocks)]
+        scalars = {name: new((num_samples,), torch.float32) for name in names}
+        columns = np.array([_column_addresses(rows, name) for name in names], np.int64).reshape(len(names), len(rows.blocks))
+        targets = np.array([scalar.data_ptr() for scalar in scalars.values()], np.int64)
+        num_parts = max(1, min(num_parts, num_samples))
 
-        num_samples, num_features = len(order), len(self._names)
-        dense = np.empty((num_samples, self._num_dense), np.float32)
-        offsets = np.zeros(num_features * num_samples + 1, np.int64)
-        _gather_dense(rows.addresses, block_of, place_of, dense)
-        _count_ids(rows.addresses, block_of, place_of, self._max_ids, offsets)
-        ids = np.empty(int(offsets[-1]), np.int64)
-        outside = _gather_ids(rows.addresses, block_of, place_of, self._hash, self._num_rows, offsets, ids)
-        if outside >= 0:
+        def gather(part: int) -> int:
+            where = (part, num_parts, addresses, block_of, place_of)
+            outside = _gather_part(*where, self._hash, self._num_rows, offsets, ids, raw, columns, targets)
+            if raw is not values:
+                start, stop = num_samples * part // num_parts, num_samples * (part + 1) // num_parts
+                self.transforms.apply(raw[start:stop], out=values[start:stop])
+            return int(outside)
+
+        outside = min((place for place in each(num_parts, gather) if place >= 0), default=None)
+        if outside is not None:
             feature = int(np.searchsorted(offsets, outside, side="right") - 1) // num_samples
             raise id_outside_table(self._names[feature], int(ids[outside]), int(self._num_rows[feature]))
-
-        def gathered(name: str) -> torch.Tensor | None:
-            return _gathered(name, rows, block_of, place_of)
-
         return Batch(
-            dense=torch.from_numpy(self.transforms.apply(dense)),
-            sparse=Sparse(ids=torch.from_numpy(ids), offsets=torch.from_numpy(offsets), num_features=num_features),
-            labels=gathered("labels"),
-            weights=gathered("weights"),
-            true_p=gathered("true_p"),
+            dense=dense,
+            sparse=Sparse(ids=all_ids, offsets=all_offsets, num_features=num_features),
+            labels=scalars.get("labels"),
+            weights=scalars.get("weights"),
+            true_p=scalars.get("true_p"),
         )
 
 
 def whole_of(rows: Rows, order: NDArray[np.int64]) -> Whole | None:
     """What is known of a batch of the rows that `order` [B] names, without encoding it; none where there are no labels."""
-    block_of, place_of = _places(rows, order)
-    labels, weights = (_gathered(name, rows, block_of, place_of) for name in ("labels", "weights"))
+    block_of, place_of = np.empty_like(order), np.empty_like(order)
+    assert _find_places(rows.starts, order, block_of, place_of), "order names a row that is not there"
+
+    def gathered(name: str) -> torch.Tensor | None:
+        if any(getattr(block, name) is None for block in rows.blocks):
+            return None
+        values = np.empty(len(order), np.float32)
+        _gather_scalar(np.array(_column_addresses(rows, name), np.int64), block_of, place_of, values)
+        return torch.from_numpy(values)
+
+    labels, weights = gathered("labels"), gathered("weights")
     return None if labels is None else Whole.of(labels, weights)
 
 
-def _places(rows: Rows, order: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The block of each row that `order` [B] names, and its place in it."""
-    block_of = np.searchsorted(rows.starts, order, side="right") - 1
-    return block_of, order - rows.starts[block_of]
-
-
-def _gathered(name: str, rows: Rows, block_of: NDArray[np.int64], place_of: NDArray[np.int64]) -> torch.Tensor | None:
-    """One of the blocks' columns of scalars, for each example; none where a block has none."""
-    parts = [getattr(block, name) for block in rows.blocks]
-    if any(part is None for part in parts):
-        return None
-    return torch.from_numpy(_gather_scalar(np.array([address_of(part) for part in parts]), block_of, place_of))
+def _column_addresses(rows: Rows, name: str) -> list[int]:
+    """Where each block has one of its columns of scalars."""
+    return [address_of(getattr(block, name)) for block in rows.blocks]
 
 
 _kernel = numba.njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
 _AHEAD = 8  # Bags: about what one core can have under way to main memory.
 _AHEAD_BYTES = 512  # Of a long bag the hardware's own prefetcher brings the rest.
 # In the kernels below: addresses [K, 1 + 2F], block_of [B] and place_of [B] say where each example's row is.
+
+
+@_kernel
+def _find_places(starts, order, block_of, place_of):  # type: ignore[no-untyped-def]
+    """Fill block_of [B] and place_of [B] for the rows that order [B] names, blocks beginning at starts [K + 1]; false if one is outside."""
+    num_blocks = len(starts) - 1
+    for b in range(len(order)):
+        row = order[b]
+        if row < 0 or row >= starts[num_blocks]:
+            return False
+        low, high = 0, num_blocks  # the block is one of those from `low` on, before `high`
+        while high - low > 1:
+            middle = (low + high) >> 1
+            if starts[middle] <= row:
+                low = middle
+            else:
+                high = middle
+        block_of[b] = low
+        place_of[b] = row - starts[low]
+    return True
 
 
 @_kernel
@@ -147,19 +214,17 @@ def _gather_dense(addresses, block_of, place_of, dense):  # type: ignore[no-unty
 
 
 @_kernel
-def _gather_scalar(addresses, block_of, place_of):  # type: ignore[no-untyped-def]
-    """One float32 an example, from the blocks' columns at addresses [K]."""
-    out = np.empty(len(block_of), np.float32)
+def _gather_scalar(addresses, block_of, place_of, out):  # type: ignore[no-untyped-def]
+    """One float32 an example into out [B], from the blocks' columns at addresses [K]."""
     for b in range(len(block_of)):
         out[b] = floats_at(addresses[block_of[b]], place_of[b] + 1)[place_of[b]]
-    return out
 
 
 @_kernel
 def _count_ids(addresses, block_of, place_of, max_ids, offsets):  # type: ignore[no-untyped-def]
     """Fill offsets [F*B + 1] from the truncated lengths; max_ids [F]."""
     num_samples, num_features = len(block_of), len(max_ids)
-    total = 0
+    total = offsets[0] = 0
     for f in range(num_features):
         for b in range(num_samples):
             place = place_of[b]
@@ -169,16 +234,16 @@ def _count_ids(addresses, block_of, place_of, max_ids, offsets):  # type: ignore
 
 
 @_kernel
-def _gather_ids(addresses, block_of, place_of, hash_of, num_rows, offsets, ids):  # type: ignore[no-untyped-def]
-    """Copy each example's ids into ids [nnz] and hash them there; hash_of and num_rows [F].
+def _gather_ids(addresses, block_of, place_of, hash_of, num_rows, offsets, ids, first, last):  # type: ignore[no-untyped-def]
+    """Copy the ids of bags `first` to `last` of F * B into ids [nnz] and hash them there; hash_of and num_rows [F].
 
     Returns -1, or the place in `ids` of an id that is no row of its table, which is left there unhashed.
     """
     num_samples, num_features = len(block_of), len(hash_of)
-    if num_samples == 0:
-        return -1
-    for f in range(num_features):
-        for b in range(num_samples):
+    while first < last:
+        f = first // num_samples
+        stop_bag = min(last, (f + 1) * num_samples)
+        for b in range(first - f * num_samples, stop_bag - f * num_samples):
             # Rows of a shuffled window are far apart: without asking ahead, each bag waits for main memory.
             ahead = b + _AHEAD
             if ahead < num_samples:
@@ -191,11 +256,39 @@ def _gather_ids(addresses, block_of, place_of, hash_of, num_rows, offsets, ids):
             bag = ids[start:stop]
             for i in range(stop - start):
                 bag[i] = raw[i]
-        start, stop = offsets[f * num_samples], offsets[(f + 1) * num_samples]
+        start, stop = offsets[first], offsets[stop_bag]
         outside = hash_in_place(ids[start:stop], hash_of[f], num_rows[f])
         if outside >= 0:
             return start + outside
+        first = stop_bag
     return -1
+
+
+@_kernel
+def _measure(starts, order, addresses, max_ids, block_of, place_of, offsets):  # type: ignore[no-untyped-def]
+    """Fill block_of [B], place_of [B] and offsets [F*B + 1]; the number of ids, -1 when order [B] names a row that is not there."""
+    if not _find_places(starts, order, block_of, place_of):
+        return -1
+    _count_ids(addresses, block_of, place_of, max_ids, offsets)
+    return offsets[-1]
+
+
+@_kernel
+def _gather_part(  # type: ignore[no-untyped-def]
+    part, num_parts, addresses, block_of, place_of, hash_of, num_rows, offsets, ids, dense, columns, targets
+):
+    """One part of a batch: some of its examples' dense values and scalars, and some of its bags.
+
+    columns [S, K] says where each block has each scalar, targets [S] where they go. Returns what `_gather_ids` does.
+    """
+    num_samples, num_bags = len(block_of), len(block_of) * len(hash_of)
+    start, stop = num_samples * part // num_parts, num_samples * (part + 1) // num_parts
+    blocks, places = block_of[start:stop], place_of[start:stop]
+    _gather_dense(addresses, blocks, places, dense[start:stop])
+    for scalar in range(len(targets)):
+        _gather_scalar(columns[scalar], blocks, places, floats_at(targets[scalar], num_samples)[start:stop])
+    first, last = num_bags * part // num_parts, num_bags * (part + 1) // num_parts
+    return _gather_ids(addresses, block_of, place_of, hash_of, num_rows, offsets, ids, first, last)
 
 
 @numba.njit(nogil=True, cache=True, inline="always")

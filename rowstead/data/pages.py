@@ -57,7 +57,7 @@ def decode_floats(chunk: Bytes, codec: str | None, max_def: int, num_rows: int) 
                 return None
             dictionary = page[: 4 * header[VALUES]].view(np.float32)
             continue
-        at = _floats_of_page(page, header, max_def, dictionary, values, at)
+        at = floats_of_page(page, header, max_def, dictionary, values, at)
         if at < 0:
             return None
     return values if at == num_rows else None
@@ -81,7 +81,7 @@ def decode_bags(
             if not 0 <= header[VALUES] <= len(page) // 8:
                 return None
             dictionary = page[: 8 * header[VALUES]].view(np.int64)
-        elif not _bags_of_page(page, header, max_def, max_rep, dictionary, ids, offsets, place):
+        elif not bags_of_page(page, header, max_def, max_rep, dictionary, ids, offsets, place):
             return None
     if place[1] != num_rows:
         return None
@@ -212,7 +212,7 @@ def _dictionary_values(page, at, dictionary, values):  # type: ignore[no-untyped
 
 
 @_kernel
-def _plain_values(page, at, values):  # type: ignore[no-untyped-def]
+def plain_values(page, at, values):  # type: ignore[no-untyped-def]
     """Fill values [n] from bytes at `at`; false when they end first."""
     size = values.nbytes
     if size > len(page) - at:
@@ -229,14 +229,14 @@ def _plain_values(page, at, values):  # type: ignore[no-untyped-def]
 @_kernel
 def _page_values(page, at, encoding, dictionary, values):  # type: ignore[no-untyped-def]
     if encoding == _PLAIN:
-        return _plain_values(page, at, values)
+        return plain_values(page, at, values)
     if encoding in (_RLE_DICTIONARY, _PLAIN_DICTIONARY):
         return _dictionary_values(page, at, dictionary, values)
     return False
 
 
 @_kernel
-def _floats_of_page(page, header, max_def, dictionary, values, at):  # type: ignore[no-untyped-def]
+def floats_of_page(page, header, max_def, dictionary, values, at):  # type: ignore[no-untyped-def]
     """Write one data page's values into values [R] from `at` on; the place after them, -1 when it cannot be read."""
     count = header[VALUES]
     if count < 0 or count > len(values) - at:
@@ -262,7 +262,7 @@ def _floats_of_page(page, header, max_def, dictionary, values, at):  # type: ign
 
 
 @_kernel
-def _bags_of_page(page, header, max_def, max_rep, dictionary, ids, offsets, place):  # type: ignore[no-untyped-def]
+def bags_of_page(page, header, max_def, max_rep, dictionary, ids, offsets, place):  # type: ignore[no-untyped-def]
     """Append one data page's ids to ids [nnz] and the starts of its rows to offsets [R + 1]; place [2]: ids and rows so far."""
     count, is_v2 = header[VALUES], header[TYPE] == DATA_PAGE_V2
     if count < 0 or count > len(ids):
@@ -300,7 +300,7 @@ def _bags_of_page(page, header, max_def, max_rep, dictionary, ids, offsets, plac
 
 @_kernel
 def _full_bags_of_page(page, header, start, at, dictionary, ids, offsets, place):  # type: ignore[no-untyped-def]
-    """`_bags_of_page` for lists without a null or an empty one, straight from the bits of the repetition levels at `start`."""
+    """`bags_of_page` for lists without a null or an empty one, straight from the bits of the repetition levels at `start`."""
     count = header[VALUES]
     if place[0] + count > len(ids):
         return False

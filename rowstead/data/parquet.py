@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import threading
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -27,10 +29,12 @@ from rowstead.contracts.source import Cursor
 from rowstead.data import rowgroup
 from rowstead.data.block import RawBlock
 from rowstead.data.columns import Columns, IdKinds, check_id_kinds
-from rowstead.data.encode import Encoder, Rows, whole_of
+from rowstead.data.encode import Encoder, Rows, in_memory, page_locked, whole_of
 from rowstead.data.files import LogFile, find_files
 from rowstead.data.prefetch import chain_ahead, map_ahead
-from rowstead.data.rowgroup import plain_leaves, read_row_group
+from rowstead.data.room import Room
+from rowstead.data.rowgroup import GroupPlan, Leaf, plain_leaves, plan_group, read_row_group
+from rowstead.data.spans import Span, cut, part_of
 from rowstead.data.transforms import RowRule
 from rowstead.records.cost import Cost
 from rowstead.records.usage import usable_cores
@@ -46,26 +50,16 @@ BUFFER_BYTES = 64 << 10
 """Read of a local column at a time, so that a row group need not fit in memory."""
 UNSHUFFLED_WINDOW = 8_192
 """Rows of a window where nothing is shuffled; only resuming sees it."""
+SCHEMAS = 16
+"""Different schemas of files of which is remembered what we decode ourselves."""
+PLANS = 1024
+"""Row groups of which is remembered where their columns are: some 40 kB each with 800 columns."""
+TRAINING_CORES = 2
+"""Beside a GPU one thread starts steps and one hands over batches: waiting for a core, they would hold up everybody."""
+PART_ROWS = 512
+"""Of a batch a thread makes at least so many examples, or as much work with ids: less is not worth handing over."""
 SAMPLED_GROUPS = 64
 """Row groups among which a sample of a long log is spread."""
-
-
-@dataclass(frozen=True)
-class Span:
-    """Consecutive rows of one row group."""
-
-    file: int
-    group: int
-    start: int
-    stop: int
-
-    @property
-    def num_rows(self) -> int:
-        return self.stop - self.start
-
-    def part(self, start: int, stop: int) -> Span:
-        """The rows from `start` to `stop` of this span, as far as it has them."""
-        return Span(self.file, self.group, self.start + max(start, 0), self.start + min(stop, self.num_rows))
 
 
 @dataclass(frozen=True)
@@ -95,6 +89,9 @@ class ParquetLog:
         """
         self.spec = spec
         self.threads = spec.decode_threads or usable_cores()
+        self.at_work = threading.Semaphore(num_at_work(spec.decode_threads, usable_cores()))
+        """Held by a thread while it decodes or makes a batch. Were more of them at work than there are cores, one would now and then be
+        taken off its core while it has Python's lock, and everybody would wait for it."""
         named = {"label": spec.label, "weight": spec.weight, "true_p": spec.true_p} if with_labels else {}
         self.columns = Columns(features, **named, id_kinds=id_kinds)
         self.id_kinds: dict[str, str] = {}
@@ -103,7 +100,9 @@ class ParquetLog:
         patterns = spec.eval if split == "eval" and spec.eval else spec.train
         self.files: list[LogFile] = find_files(patterns)
         self._metadata = lru_cache(maxsize=16)(self._read_metadata)
-        self._leaves = lru_cache(maxsize=16)(lambda index: plain_leaves(self.columns, self._metadata(index)))
+        self._leaves: list[tuple[pq.ParquetSchema, dict[str, Leaf]]] = []
+        """Columns that we decode ourselves, by the schema of the files: most logs have one."""
+        self._plan = lru_cache(maxsize=PLANS)(self._make_plan)
         self._group_rows = self._inspect()
         check_id_kinds(features, self.id_kinds)
         self.spans = self._split(split)
@@ -130,7 +129,10 @@ class ParquetLog:
         """The rows of `spans` in order, decoded by threads about `rows_ahead` rows ahead."""
         # Where row groups are fewer than threads, the columns of one are decoded side by side instead.
         split_columns = self.threads > 1 and len(spans) < self.threads
-        streams: list[Callable[[], Iterator[Piece]]] = [partial(self._decode, span, split_columns, check) for span in spans]
+        room = Room()
+        streams: list[Callable[[], Iterator[Piece]]] = [
+            partial(self._decode, span, split_columns, check, room) for span in spans
+        ]
         return chain_ahead(
             streams,
             threads=self.threads,
@@ -139,15 +141,15 @@ class ParquetLog:
             cost=self.decoding,
         )
 
-    def _decode(self, span: Span, split_columns: bool, check: bool) -> Iterator[Piece]:
+    def _decode(self, span: Span, split_columns: bool, check: bool, room: Room) -> Iterator[Piece]:
         file = self.files[span.file]
         try:
-            whole = self._whole_group(span)
+            whole = self._whole_group(span, room)
         except (pa.ArrowException, OSError) as error:
             raise _unreadable(file, span, error) from None
         if whole is not None:
             first_row = sum(self._group_rows[span.file][: span.group]) + span.start
-            yield self._piece(_rows(whole, span.start, span.stop), file, first_row, check)
+            yield self._piece(part_of(whole, span.start, span.stop), file, first_row, check)
             return
         at = 0
         try:
@@ -169,15 +171,27 @@ class ParquetLog:
         if at < span.stop:
             raise DataError(f"`{file.path}`: row group {span.group} ends after {at} rows, its footer says {span.stop} or more")
 
-    def _whole_group(self, span: Span) -> RawBlock | None:
+    def _whole_group(self, span: Span, room: Room) -> RawBlock | None:
         """A row group decoded at once, None where it has to be streamed by pyarrow."""
         file = self.files[span.file]
         if not file.is_local or 2 * span.num_rows < self._group_rows[span.file][span.group]:
             return None
-        metadata = self._metadata(span.file)
-        leaves = self._leaves(span.file)
+        plan = self._plan(span.file, span.group)
+        if plan is None:
+            return None
         share = rowgroup.DECODED_BYTES // min(self.threads, rowgroup.SHARING_THREADS)
-        return read_row_group(file.path, metadata, span.group, self.columns, leaves, max_bytes=share) if leaves else None
+        footer = partial(self._metadata, span.file)
+        with self.at_work:
+            return read_row_group(file.path, plan, self.columns, footer, max_bytes=share, room=room)
+
+    def _make_plan(self, file: int, group: int) -> GroupPlan | None:
+        """How to decode a row group at once; None where no column is of a kind that we decode ourselves."""
+        metadata = self._metadata(file)
+        leaves = next((leaves for schema, leaves in list(self._leaves) if metadata.schema.equals(schema)), None)
+        if leaves is None:
+            leaves = plain_leaves(self.columns, metadata.schema)
+            self._leaves = [(metadata.schema, leaves), *self._leaves[: SCHEMAS - 1]]
+        return plan_group(self.columns, metadata, group, leaves)
 
     def _piece(self, block: RawBlock, file: LogFile, first_row: int, check: bool) -> Piece:
         bad = self._rule.check(block) if check else None
@@ -246,7 +260,8 @@ class ParquetSource:
 
     Up to three windows are in memory: the one being read, the one being gathered and the one decoded ahead; beside them what the
     threads are decoding (`rowgroup.DECODED_BYTES`), and a row group stays whole while a window holds a part of it; and batches made
-    ahead, one a thread and a window's rows at most. One thread at a time iterates; several iterators may be open.
+    ahead, one a thread and a window's rows at most. What rows that are done with took is used again. One thread at a time iterates;
+    several iterators may be open.
     """
 
     def __init__(self, log: ParquetLog, encoder: Encoder, *, seed: int = 0, shuffle: bool = True) -> None:
@@ -255,16 +270,33 @@ class ParquetSource:
         self.num_samples = log.num_samples
         self.num_skipped = 0
         """Bad rows left out so far, over all iterators."""
-        self._making = Cost()
+        self._making, self._sharing = Cost(), Cost()
+        """What a sample costs the threads that make batches, and those that help them."""
         self._rank, self._world = 0, 1
+        self._pins = False
+        self._finish: Callable[[Batch], Batch] = lambda batch: batch
         self._seed = seed % 2**64
         self._shuffle = shuffle and log.spec.shuffle_rows > 0
         self._window_rows = log.spec.shuffle_rows if self._shuffle else UNSHUFFLED_WINDOW
 
+    def pin_batches(self) -> None:
+        """From now on make batches where a GPU copies them by itself, so that nobody has to copy them there.
+
+        Of the cores some are left to the threads that train and hand over batches.
+        """
+        if not self._pins:
+            free = max(1, usable_cores() - TRAINING_CORES)
+            self.log.at_work = threading.Semaphore(num_at_work(self.log.spec.decode_threads, free))
+        self._pins = True
+
+    def finish_with(self, function: Callable[[Batch], Batch]) -> None:
+        """Have the threads that make batches do this to each as well, from now on."""
+        self._finish = function
+
     def shared(self, rank: int, world: int) -> ParquetSource:
         """The same source, of each batch the share of one of `world` processes: other rows are decoded, but not encoded."""
         source = copy.copy(self)
-        source._rank, source._world, source._making = rank, world, Cost()
+        source._rank, source._world, source._making, source._sharing = rank, world, Cost(), Cost()
         return source
 
     def batches(
@@ -284,15 +316,19 @@ class ParquetSource:
                 f"cannot resume in this log: this reader's share had {cursor['of']} rows and now has {share_rows}. "
                 "Give back the files of the first start, or begin a new run"
             )
-        made = map_ahead(
-            lambda item: (self._encode(item[0]), item[1]),
-            self._cuts(batch_size, share, (epoch, rank), number, at),
-            threads=min(self.log.threads, max(1, self._window_rows // batch_size)),
-            size=lambda item: item[0].num_samples,
-            cost=self._making,
-        )
-        with closing(made):
-            yield from made
+        # Of batches as large as windows few are under way, and threads share the work of each.
+        num_ahead = min(self.log.threads, max(1, self._window_rows // batch_size))
+        num_parts = max(1, min(-(-self.log.threads // num_ahead), batch_size // PART_ROWS))
+        with ThreadPoolExecutor(self.log.threads, thread_name_prefix="part") as pool:  # threads start when they are needed
+            made = map_ahead(
+                lambda item: (self._encode(item[0], pool, num_parts), item[1]),
+                self._cuts(batch_size, share, (epoch, rank), number, at),
+                threads=num_ahead,
+                size=lambda item: item[0].num_samples,
+                cost=self._making,
+            )
+            with closing(made):
+                yield from made
 
     def _cuts(
         self, batch_size: int, share: Sequence[Span], seeds: tuple[int, int], number: int, at: int
@@ -326,7 +362,7 @@ class ParquetSource:
     @property
     def beside_s_per_sample(self) -> float | None:
         """Processor seconds a sample of threads other than the one that iterates; absent before any."""
-        beside = [cost.s_per_item for cost in (self.log.decoding, self._making)]
+        beside = [cost.s_per_item for cost in (self.log.decoding, self._making, self._sharing)]
         return sum(filter(None, beside)) if any(beside) else None
 
     def _share(self, epoch: int, rank: int, world: int) -> list[Span]:
@@ -360,16 +396,51 @@ class ParquetSource:
         if blocks:
             yield Rows(blocks), np.concatenate(places)
 
-    def _encode(self, parts: Sequence[Part]) -> Batch:
+    def _encode(self, parts: Sequence[Part], pool: ThreadPoolExecutor, num_parts: int) -> Batch:
         rows, order = parts[0]
         if len(parts) > 1:
             starts = accumulate((len(rows) for rows, _ in parts), initial=0)
             order = np.concatenate([start + order for start, (_, order) in zip(starts, parts, strict=False)])
             rows = Rows.joined([rows for rows, _ in parts])
-        if self._world == 1:
-            return self.encoder.encode(rows, order)
         start, stop = share_bounds(len(order), self._rank, self._world)
-        return dataclasses.replace(self.encoder.encode(rows, order[start:stop]), share_of=whole_of(rows, order))
+        beside_s: list[float] = []
+
+        def each(count: int, work: Callable[[int], int]) -> list[int]:
+            others = [pool.submit(_timed, partial(at_work, work), part, beside_s) for part in range(1, count)]
+            try:
+                return [at_work(work, 0), *(other.result() for other in others)]
+            finally:
+                wait(others)
+
+        def at_work(work: Callable[[int], int], part: int) -> int:
+            with self.log.at_work:
+                return work(part)
+
+        new = page_locked if self._pins else in_memory
+        batch = self.encoder.encode(rows, order[start:stop], new=new, each=each, num_parts=num_parts)
+        if beside_s:
+            self._sharing.add(sum(beside_s), batch.num_samples)
+        if self._world > 1:
+            batch = dataclasses.replace(batch, share_of=whole_of(rows, order))
+        with self.log.at_work:
+            return self._finish(batch)
+
+
+def _timed(work: Callable[[int], int], part: int, spent_s: list[float]) -> int:
+    """What `work` returns for a part; the processor time of this thread is added to the list."""
+    start_s = time.thread_time()
+    try:
+        return work(part)
+    finally:
+        spent_s.append(time.thread_time() - start_s)
+
+
+def num_at_work(decode_threads: int | None, num_cores: int) -> int:
+    """How many threads decode and make batches at a time: as many as there are cores, unless other numbers were asked for.
+
+    Those who ask for more than there are cores have slow files, and most of their threads wait for these.
+    """
+    return num_cores if decode_threads is None else max(decode_threads, min(2 * decode_threads, num_cores))
 
 
 def schema_of(file: LogFile) -> pa.Schema:
@@ -387,39 +458,11 @@ def _metadata_of(file: LogFile) -> pq.FileMetaData:
         raise DataError(f"`{file.path}` cannot be opened: {_first_line(error)}") from None
 
 
-def cut(spans: Sequence[Span], start: int, stop: int) -> list[Span]:
-    """The spans of rows `start` to `stop`, counted over all `spans`."""
-    parts, at = [], 0
-    for span in spans:
-        if at < stop and at + span.num_rows > start:
-            parts.append(span.part(start - at, stop - at))
-        at += span.num_rows
-    return parts
-
-
 def _opened(file: LogFile, metadata: pq.FileMetaData | None) -> pq.ParquetFile:
     if file.is_local:
         return pq.ParquetFile(file.path, metadata=metadata, buffer_size=BUFFER_BYTES, pre_buffer=False)
     # Over a network few large requests are better than many small ones: a row group's columns come together.
     return pq.ParquetFile(file.ranges(), metadata=metadata, pre_buffer=True)
-
-
-def _rows(block: RawBlock, start: int, stop: int) -> RawBlock:
-    """Rows `start` to `stop` of a block, without copying ids or dense values."""
-    if start == 0 and stop == block.num_rows:
-        return block
-
-    def part(values: NDArray[np.float32] | None) -> NDArray[np.float32] | None:
-        return None if values is None else values[start:stop]
-
-    return RawBlock(
-        dense=block.dense[start:stop],
-        ids=tuple(ids[o[start] : o[stop]] for ids, o in zip(block.ids, block.offsets, strict=True)),
-        offsets=tuple(o[start : stop + 1] - o[start] for o in block.offsets),
-        labels=part(block.labels),
-        weights=part(block.weights),
-        true_p=part(block.true_p),
-    )
 
 
 def _unreadable(file: LogFile, span: Span, error: BaseException) -> DataError:

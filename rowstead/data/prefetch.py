@@ -174,11 +174,16 @@ class _Ahead(Generic[T]):
     """What the threads of `chain_ahead` share; every method locks.
 
     Streams are begun in order, so that the one whose turn it is always has a thread, and that thread may always go on when
-    nothing of its stream is held: hence no deadlock, however small `max_size`.
+    nothing of its stream is held: hence no deadlock, however small `max_size`. Threads are woken only when one of them may go on, since
+    each that wakes in vain takes Python's lock from those that work.
     """
 
     def __init__(self, num_streams: int, max_size: int) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._has_room = threading.Condition(self._lock)
+        """What threads wait for."""
+        self._has_come = threading.Condition(self._lock)
+        """What the consumer waits for."""
         self._held: list[deque[tuple[T, int]]] = [deque() for _ in range(num_streams)]
         self._end: dict[int, BaseException | None] = {}
         self._begun, self._turn = 0, 0
@@ -186,7 +191,7 @@ class _Ahead(Generic[T]):
         self._closed = False
 
     def next_stream(self) -> int | None:
-        with self._changed:
+        with self._lock:
             if self._closed or self._begun == len(self._held):
                 return None
             self._begun += 1
@@ -194,33 +199,38 @@ class _Ahead(Generic[T]):
 
     def wait_for_room(self, stream: int) -> bool:
         """Wait until this stream may make one more item; false when nobody wants it any more."""
-        with self._changed:
-            self._changed.wait_for(
+        with self._lock:
+            self._has_room.wait_for(
                 lambda: self._closed or self._size < self._max_size or (stream == self._turn and not self._held[stream])
             )
             return not self._closed
 
     def put(self, stream: int, item: T, size: int) -> None:
-        with self._changed:
+        with self._lock:
             self._held[stream].append((item, size))
             self._size += size
-            self._changed.notify_all()
+            if stream == self._turn:
+                self._has_come.notify()
 
     def finish(self, stream: int, error: BaseException | None) -> None:
-        with self._changed:
+        with self._lock:
             self._end[stream] = error
-            self._changed.notify_all()
+            if stream == self._turn:
+                self._has_come.notify()
 
     def take(self, stream: int) -> tuple[T] | None:
         """The next item of a stream, None at its end."""
-        with self._changed:
-            self._turn = stream
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._held[stream] or stream in self._end)
+        with self._lock:
+            if self._turn != stream:
+                self._turn = stream
+                if not self._held[stream]:
+                    self._has_room.notify_all()
+            self._has_come.wait_for(lambda: self._held[stream] or stream in self._end)
             if self._held[stream]:
                 item, size = self._held[stream].popleft()
                 self._size -= size
-                self._changed.notify_all()
+                if self._size < self._max_size or not (self._held[stream] or stream in self._end):
+                    self._has_room.notify_all()
                 return (item,)
             error = self._end[stream]
             if error is not None:
@@ -228,7 +238,7 @@ class _Ahead(Generic[T]):
             return None
 
     def close(self) -> None:
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._held = [deque() for _ in self._held]
-            self._changed.notify_all()
+            self._has_room.notify_all()

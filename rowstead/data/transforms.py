@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +36,7 @@ class DenseTransforms:
     shift: Vector
     scale: Vector
 
-    @property
+    @functools.cached_property
     def is_identity(self) -> bool:
         """Whether `apply` changes nothing."""
         bounded = np.isfinite(self.low) | np.isfinite(self.high)
@@ -43,13 +44,13 @@ class DenseTransforms:
             bounded.any() or self.log.any() or (~np.isnan(self.fill)).any() or self.shift.any() or (self.scale != 1).any()
         )
 
-    def apply(self, dense: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Transformed values [R, Fd] in a new array; `dense` [R, Fd] itself when there is nothing to do."""
+    def apply(self, dense: NDArray[np.float32], out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
+        """Transformed values [R, Fd] in `out`, or a new array; `dense` [R, Fd] itself when there is nothing to do and no `out`."""
         if dense.shape[1] != len(self.names):
             raise DataError(f"dense values have {dense.shape[1]} columns, the model has {len(self.names)} dense features")
-        if self.is_identity:
+        if self.is_identity and out is None:
             return dense
-        out = np.empty_like(dense)
+        out = np.empty_like(dense) if out is None else out
         _apply(dense, self.low, self.high, self.log, self.fill, self.shift, self.scale, out)
         return out
 

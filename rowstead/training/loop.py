@@ -206,7 +206,10 @@ class Loop:
         if self._profiler is not None:
             batches = self._profiler.reading(batches)
         if self.device.type == "cuda":
-            batches = pinned(batches)
+            if hasattr(self.train_source, "pin_batches"):  # made there by several threads, where others are copied by one
+                self.train_source.pin_batches()
+            else:
+                batches = pinned(batches)
         batches = counted(batches, self._making, lambda item: item[0].num_samples)
         with Prefetch(batches, depth=PREFETCH_BATCHES) as ahead:
             started = time.perf_counter()

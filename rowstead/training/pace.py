@@ -11,6 +11,10 @@ TOLD_SHARE, TOLD_S = 0.1, 1.0
 """Reading that held training up for less, as a share of the time or in seconds, is not worth a line."""
 BUSY_SHARE = 0.8
 """A thread that is busy for this share of the time or more is taken for the one that everybody waits for."""
+SPREAD_SHARE = 0.6
+"""Reading that kept a smaller share of the cores busy beside a GPU was not short of cores, and would not use more of them either."""
+IDLE_SHARE = 0.25
+"""A GPU that waited for something other than data for this share of the time or more is worth a word."""
 
 
 class Pace:
@@ -69,6 +73,8 @@ class Reading:
     """Cores that reading would keep busy at the rate that training could do."""
     thread_share: float
     """Share of the time in which the one thread that hands over batches was busy."""
+    idle_share: float = 0.0
+    """Share of the time in which a GPU had nothing to do, though data was there: the process did not start steps fast enough."""
 
     def figures(self) -> dict[str, float]:
         """As a record has them."""
@@ -98,13 +104,15 @@ def reading_of(
         alone_per_s = samples_per_s / max(1.0 - waiting_share, 1e-3)
     else:
         alone_per_s = max(samples_per_s, 1.0 / max(alone_s_per_sample, 1e-12))
+    # The host waits for data also while a GPU is still busy with earlier batches, and that holds nobody up.
+    held_up_share = min(waiting_share, 1.0 - samples_per_s / alone_per_s)
     return Reading(
-        # The host waits for data also while a GPU is still busy with earlier batches, and that holds nobody up.
-        held_up_share=min(waiting_share, 1.0 - samples_per_s / alone_per_s),
+        held_up_share=held_up_share,
         alone_samples_per_s=alone_per_s,
         cores_used=core_s_per_sample * samples_per_s,
         cores_needed=core_s_per_sample * alone_per_s,
         thread_share=thread_s_per_sample * samples_per_s,
+        idle_share=0.0 if alone_s_per_sample is None else max(0.0, 1.0 - samples_per_s / alone_per_s - held_up_share),
     )
 
 
@@ -112,17 +120,31 @@ def reading_line(reading: Reading, *, spent_s: float, num_cores: int, on_gpu: bo
     """What to tell a user whose training waited for data; none where it hardly did. `num_cores` is what we may use."""
     if reading.held_up_share < TOLD_SHARE or reading.held_up_share * spent_s < TOLD_S:
         return None
+    line = f"reading held the trainer up for {reading.held_up_share:.0%} of the time"
+    line += _remedy(reading, num_cores=num_cores, on_gpu=on_gpu)
+    if reading.idle_share >= IDLE_SHARE:
+        line += f". For another {reading.idle_share:.0%} the GPU waited until steps were started: larger batches keep it busier"
+    return line
+
+
+def _remedy(reading: Reading, *, num_cores: int, on_gpu: bool) -> str:
+    """What would have helped, as far as the figures tell."""
     used, needed = _cores(reading.cores_used), _cores(reading.cores_needed)
     here = f"{num_cores} {'is' if num_cores == 1 else 'are'} here"
-    line = f"reading held the trainer up for {reading.held_up_share:.0%} of the time: it used {used} cores, and about {needed} "
-    line += "would keep this GPU busy" if on_gpu else "beside those that train would keep up"
-    if reading.cores_needed > num_cores:
-        return f"{line} ({here}); fewer features or a lower `max_ids` help too"
+    wants = f": it used {used} cores, and about {needed} "
+    wants += "would keep this GPU busy" if on_gpu else "beside those that train would keep up"
     if reading.thread_share >= BUSY_SHARE:
-        return f"{line}, but one thread hands over the batches and is busy all the time"
-    if not on_gpu:
-        return f"{line} ({here}, and training uses {'it' if num_cores == 1 else 'them'} too)"
-    return f"{line} ({here}): files come too slowly, `data.parquet.decode_threads` is too low, or others use the cores"
+        return f"{wants}, but one thread hands over the batches and is busy all the time"
+    if on_gpu and reading.cores_used < SPREAD_SHARE * num_cores:
+        return (
+            f", but used only {used} of the {num_cores} cores, so that more alone would not help (about {needed} at work would keep this "
+            "GPU busy): files come too slowly, `data.parquet.decode_threads` is too low, row groups are few, or others use the cores"
+        )
+    if reading.cores_needed > num_cores:
+        return f"{wants} ({here}); fewer features or a lower `max_ids` help too"
+    if on_gpu:
+        return f"{wants} ({here})"
+    return f"{wants} ({here}, and training uses {'it' if num_cores == 1 else 'them'} too)"
 
 
 def _cores(number: float) -> str:

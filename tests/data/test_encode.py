@@ -93,15 +93,28 @@ def test_encode_equals_the_obvious_loop(problem):
             assert getattr(batch, name).tolist() == [getattr(where[i][0], name)[where[i][1]] for i in order]
 
 
+def assert_same(one, other):
+    assert len(one.tensors()) == len(other.tensors())
+    assert all(torch.equal(a, b) for a, b in zip(one.tensors(), other.tensors(), strict=True))
+
+
 @given(problems())
 def test_blocks_end_to_end_are_one_long_block(problem):
     features, blocks, order = problem
     encoder = Encoder(features, tables_of(features, width=4), DenseTransforms.of(features))
-    once = encoder.encode(Rows(blocks), order)
-    joined = encoder.encode(Rows.joined([Rows([block]) for block in blocks]), order)
-    assert torch.equal(once.dense, joined.dense)
-    assert torch.equal(once.sparse.ids, joined.sparse.ids)
-    assert torch.equal(once.sparse.offsets, joined.sparse.offsets)
+    assert_same(encoder.encode(Rows(blocks), order), encoder.encode(Rows.joined([Rows([block]) for block in blocks]), order))
+
+
+@given(problems(), st.integers(1, 30))
+def test_a_batch_made_in_parts_is_the_same_in_any_order(problem, num_parts):
+    features, blocks, order = problem
+    encoder = Encoder(features, tables_of(features, width=4), DenseTransforms.of(features))
+
+    def backwards(count, work):
+        return [work(number) for number in reversed(range(count))][::-1]
+
+    made = encoder.encode(Rows(blocks), order, each=backwards, num_parts=num_parts)
+    assert_same(made, encoder.encode(Rows(blocks), order))
 
 
 ONE = FeaturesSpec(sparse=(SparseFeatureSpec(name="a", num_rows=9), SparseFeatureSpec(name="b", num_rows=5, hash="none")))
@@ -117,8 +130,9 @@ def test_an_id_that_is_no_row_is_named_with_its_feature():
     assert encoder.encode(_block_of_ids([1, 2], [4, 0])).sparse.ids.tolist()[2:] == [4, 0]
     with pytest.raises(DataError, match="feature `b`: id 5 is no row"):
         encoder.encode(_block_of_ids([100, 200], [4, 5]))
-    with pytest.raises(DataError, match="feature `b`: id -3 is no row"):
-        encoder.encode(_block_of_ids([100, 200], [-3, 5]))
+    for num_parts in (1, 2, 4):
+        with pytest.raises(DataError, match="feature `b`: id -3 is no row"):
+            encoder.encode(_block_of_ids([100, 200], [-3, 5]), num_parts=num_parts)
 
 
 def test_rows_of_another_shape_are_refused():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -9,9 +11,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rowstead.data import chunks
 from rowstead.data.columns import Columns
 from rowstead.data.pages import CODECS, decode_bags, decode_floats
-from rowstead.data.rowgroup import plain_leaves, read_row_group
+from rowstead.data.room import Room
+from rowstead.data.rowgroup import plain_leaves, plan_group, read_row_group
+from rowstead.data.snappy import unpack_snappy
 from rowstead.spec.features import DenseFeatureSpec, FeaturesSpec, SparseFeatureSpec
 
 COLUMNS = Columns(
@@ -65,6 +70,25 @@ options = st.fixed_dictionaries(
 )
 
 
+def read_all(path, metadata, columns, leaves):
+    """The first row group of a file."""
+    plan = plan_group(columns, metadata, 0, leaves)
+    return read_row_group(path, plan, columns, lambda: metadata, max_bytes=1 << 30, room=Room())
+
+
+def read_at_once(path, plan):
+    """Which of the columns the calls that need no Python can read."""
+    num_values = plan.bags[:, chunks.NUM_VALUES]
+    done, counts = np.empty(len(plan.floats), np.bool_), np.empty(len(plan.bags), np.int64)
+    dense = np.empty((plan.num_rows, len(plan.floats) - 1), np.float32)
+    offsets = np.empty((len(plan.bags), plan.num_rows + 1), np.int64)
+    firsts = np.concatenate([[0], np.cumsum(num_values)])
+    with open(path, "rb") as file:
+        chunks.read_floats(file.fileno(), plan.floats, dense, np.empty((1, plan.num_rows), np.float32), done)
+        chunks.read_bags(file.fileno(), plan.bags, firsts, np.empty(firsts[-1], np.int64), offsets, counts)
+    return [*done.tolist(), *(counts >= 0).tolist()]
+
+
 def assert_same(block, other):
     np.testing.assert_array_equal(block.dense, other.dense)
     np.testing.assert_array_equal(block.labels, other.labels)
@@ -79,7 +103,7 @@ def test_our_decoder_agrees_with_pyarrow(tmp_path, table, options):
     path = str(tmp_path / "a.parquet")
     pq.write_table(table, path, **options)
     metadata = pq.read_metadata(path)
-    leaves = plain_leaves(COLUMNS, metadata)
+    leaves = plain_leaves(COLUMNS, metadata.schema)
     assert set(leaves) == {"x", "y", "one", "many", "label"}
     for name, leaf in leaves.items():  # and did it itself, without falling back
         chunk = metadata.row_group(0).column(leaf.index)
@@ -91,7 +115,10 @@ def test_our_decoder_agrees_with_pyarrow(tmp_path, table, options):
             assert decode_bags(data, codec, leaf.max_def, leaf.max_rep, table.num_rows, room) is not None
         else:
             assert decode_floats(data, codec, leaf.max_def, table.num_rows) is not None
-    assert_same(read_row_group(path, metadata, 0, COLUMNS, leaves, max_bytes=1 << 30), COLUMNS.block(table))
+    if options["compression"] in ("none", "snappy"):  # all in one call, without Python
+        plan = plan_group(COLUMNS, metadata, 0, leaves)
+        assert read_at_once(path, plan) == [True] * 5
+    assert_same(read_all(path, metadata, COLUMNS, leaves), COLUMNS.block(table))
 
 
 def test_columns_of_other_kinds_are_left_to_pyarrow(tmp_path):
@@ -107,9 +134,9 @@ def test_columns_of_other_kinds_are_left_to_pyarrow(tmp_path):
     path = str(tmp_path / "a.parquet")
     pq.write_table(table, path, column_encoding={"y": "BYTE_STREAM_SPLIT"}, use_dictionary=["many"])
     metadata = pq.read_metadata(path)
-    leaves = plain_leaves(COLUMNS, metadata)
+    leaves = plain_leaves(COLUMNS, metadata.schema)
     assert set(leaves) == {"y", "many"}
-    assert_same(read_row_group(path, metadata, 0, COLUMNS, leaves, max_bytes=1 << 30), COLUMNS.block(table))
+    assert_same(read_all(path, metadata, COLUMNS, leaves), COLUMNS.block(table))
 
 
 @pytest.mark.parametrize("compression", ["none", "snappy"])
@@ -129,13 +156,77 @@ def test_damaged_bytes_never_lead_outside(tmp_path, compression, version):
             data = whole.copy()
             data[rng.integers(0, len(data), 3)] = rng.integers(0, 256, 3)
             data = data[: rng.integers(1, len(data) + 1)] if rng.random() < 0.3 else data
-            codec = CODECS[chunk.compression]
+            codec, code = CODECS[chunk.compression], list(CODECS).index(chunk.compression)
+            scratch = np.empty(0, np.uint8)
             if name == "x":
                 found = decode_floats(data, codec, 1, 400)
                 assert found is None or len(found) == 400
+                values = guarded(400, np.float32)
+                ok, _, _ = chunks.floats_of_chunk(data, 1, code, values[GUARD:-GUARD], scratch, np.empty(0, np.float32))
+                if ok:  # it may well refuse more
+                    np.testing.assert_array_equal(values[GUARD:-GUARD], found)
+                assert untouched(values)
             else:
                 bags = decode_bags(data, codec, 3, 1, 400, np.empty(chunk.num_values, np.int64))
                 assert bags is None or (np.diff(bags[1]) >= 0).all()
+                ids, offsets = guarded(chunk.num_values, np.int64), guarded(401, np.int64)
+                room = (ids[GUARD:-GUARD], offsets[GUARD:-GUARD])
+                count, _, _ = chunks.bags_of_chunk(data, 3, 1, code, *room, scratch, np.empty(0, np.int64))
+                if count >= 0:
+                    np.testing.assert_array_equal(ids[GUARD : GUARD + count], bags[0])
+                    np.testing.assert_array_equal(offsets[GUARD:-GUARD], bags[1])
+                assert untouched(ids)
+                assert untouched(offsets)
+
+
+GUARD = 64
+"""Numbers before and after an array that nobody may write to."""
+
+
+def guarded(size, dtype):
+    return np.full(size + 2 * GUARD, 77, dtype)
+
+
+def untouched(array):
+    return (array[:GUARD] == 77).all() and (array[-GUARD:] == 77).all()
+
+
+@given(st.lists(st.tuples(st.binary(max_size=80), st.integers(1, 90)), max_size=12))
+def test_snappy_is_unpacked_as_by_pyarrow(parts):
+    plain = b"".join(piece * times for piece, times in parts)
+    packed = np.frombuffer(pa.Codec("snappy").compress(plain, asbytes=True), np.uint8)
+    out = guarded(len(plain), np.uint8)
+    assert unpack_snappy(packed, out[GUARD:-GUARD])
+    assert out[GUARD:-GUARD].tobytes() == plain
+    assert untouched(out)
+    assert not unpack_snappy(packed, np.empty(len(plain) + 1, np.uint8)), "it has another length"
+
+
+@given(st.binary(max_size=60), st.integers(0, 200))
+def test_damaged_snappy_never_leads_outside(packed, size):
+    length = bytes([size]) if size < 128 else bytes([size & 127 | 128, size >> 7])
+    data, out = np.frombuffer(length + packed, np.uint8), guarded(size, np.uint8)
+    unpacked = unpack_snappy(data, out[GUARD:-GUARD])
+    assert untouched(out)
+    try:
+        theirs = pa.Codec("snappy").decompress(data.tobytes(), size, asbytes=True)
+    except (pa.ArrowException, OSError):
+        theirs = None
+    assert (out[GUARD:-GUARD].tobytes() if unpacked else None) == theirs
+
+
+def test_a_file_that_was_cut_off_is_left_to_pyarrow(tmp_path):
+    path = tmp_path / "a.parquet"
+    columns = {name: np.arange(2000, dtype=np.float32) for name in ("x", "y", "label")}
+    ids = {name: np.arange(2000) for name in ("one", "many")}
+    pq.write_table(pa.table(columns | ids), path, compression="none")
+    metadata = pq.read_metadata(path)
+    plan = plan_group(COLUMNS, metadata, 0, plain_leaves(COLUMNS, metadata.schema))
+    with open(path, "r+b") as file:
+        file.truncate(int(plan.bags[:, chunks.AT].min()) + 100)
+    assert read_at_once(str(path), plan) == [True, True, True, False, False]
+    with pytest.raises((pa.ArrowException, OSError)):
+        read_all(str(path), metadata, COLUMNS, plain_leaves(COLUMNS, metadata.schema))
 
 
 def test_a_dot_in_a_column_name_does_not_confuse_columns(tmp_path):
@@ -147,5 +238,30 @@ def test_a_dot_in_a_column_name_does_not_confuse_columns(tmp_path):
     table = pa.table({"user": pa.array([[1, 2], [3]]), "user.country": pa.array([7, 8])})
     pq.write_table(table, path)
     metadata = pq.read_metadata(path)
-    block = read_row_group(path, metadata, 0, columns, plain_leaves(columns, metadata), max_bytes=1 << 20)
+    block = read_all(path, metadata, columns, plain_leaves(columns, metadata.schema))
     assert [ids.tolist() for ids in block.ids] == [[1, 2, 3], [7, 8]]
+
+
+def calls_to_read(path, num_dense, compression):
+    """Calls that Python makes to read a row group of so many dense columns, of a file whose plan is known."""
+    columns = Columns(FeaturesSpec(dense=(DenseFeatureSpec(name="x_{i}", repeat=num_dense),)), label="label")
+    values = np.arange(500, dtype=np.float32)
+    pq.write_table(pa.table(dict.fromkeys(columns.names, values)), path, compression=compression)
+    metadata, room = pq.read_metadata(path), Room()
+    plan = plan_group(columns, metadata, 0, plain_leaves(columns, metadata.schema))
+    calls = []
+    for _ in range(2):  # the first compiles
+        calls.clear()
+        sys.setprofile(lambda _, event, __: calls.append(event))
+        try:
+            block = read_row_group(path, plan, columns, lambda: metadata, max_bytes=1 << 30, room=room)
+        finally:
+            sys.setprofile(None)
+    assert (block.dense == values[:, None]).all()
+    return len(calls)
+
+
+@pytest.mark.parametrize("compression", ["none", "snappy"])
+def test_python_does_nothing_for_each_column(tmp_path, compression):
+    path = str(tmp_path / "a.parquet")
+    assert calls_to_read(path, 300, compression) == calls_to_read(path, 20, compression)

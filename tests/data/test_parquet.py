@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -106,6 +107,19 @@ def test_the_sequence_does_not_depend_on_threads_or_on_pieces(tmp_path, file_row
     three = source_of(pattern, shuffle_rows=shuffle_rows, decode_threads=3)
     three.log._piece_rows = 2
     assert [(plain(b), c) for b, c in one.batches(4)] == [(plain(b), c) for b, c in three.batches(4)]
+
+
+@on_files
+@given(logs, st.integers(1, 9), st.integers(1, 8))
+def test_threads_that_share_the_work_of_a_batch_make_the_same(tmp_path, file_rows, group_rows, batch_size):
+    pattern = write_log(tmp_path, file_rows, group_rows)
+    before, parquet.PART_ROWS = parquet.PART_ROWS, 1
+    try:
+        one, many = (source_of(pattern, shuffle_rows=batch_size, decode_threads=threads) for threads in (1, 5))
+        assert [(plain(b), c) for b, c in one.batches(batch_size)] == [(plain(b), c) for b, c in many.batches(batch_size)]
+    finally:
+        parquet.PART_ROWS = before
+    assert not [t for t in threading.enumerate() if t.name.startswith(("part", "make", "decode"))]
 
 
 def test_file_order_is_kept_without_shuffling(tmp_path):
@@ -278,3 +292,35 @@ def test_a_huge_row_group_is_decoded_in_bounded_pieces(tmp_path, monkeypatch):
     blocks = list(source.log.raw_blocks())
     assert max(block.num_rows for block in blocks) <= 256
     assert sorted(numbers_of(source, 64)) == list(range(5000))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_beside_a_gpu_batches_are_made_where_it_copies_them_by_itself(tmp_path):
+    pattern = write_log(tmp_path, [40, 40])
+    plainly, pinned = (source_of(pattern, shuffle_rows=16, decode_threads=3) for _ in range(2))
+    pinned.pin_batches()
+    found = list(pinned.batches(5))
+    assert all(tensor.is_pinned() for batch, _ in found for tensor in batch.tensors())
+    assert [(plain(b), c) for b, c in found] == [(plain(b), c) for b, c in plainly.batches(5)]
+
+
+def test_threads_that_make_batches_finish_them_and_an_error_comes_in_its_place(tmp_path):
+    source = source_of(write_log(tmp_path, [40]), shuffle_rows=16, decode_threads=3)
+    expected, threads = numbers_of(source), set()
+
+    def finish(batch):
+        threads.add(threading.current_thread().name)
+        if batch.dense[0, 0] == expected[20]:
+            raise KeyError("lost")
+        return batch
+
+    source.finish_with(finish)
+    batches = source.batches(4)
+    assert [int(next(batches)[0].dense[0, 0]) for _ in range(5)] == expected[:20:4]
+    with pytest.raises(KeyError, match="lost"):
+        next(batches)
+    assert all(name.startswith("make") for name in threads)
+
+
+def test_as_many_threads_work_as_there_are_cores_or_as_were_asked_for():
+    assert [parquet.num_at_work(threads, 16) for threads in (None, 1, 6, 10, 16, 64)] == [16, 2, 12, 16, 16, 64]

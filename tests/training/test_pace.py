@@ -13,7 +13,7 @@ from rowstead.run import train
 from rowstead.training.pace import WARM_STEPS, Pace, Reading, reading_line, reading_of
 from tests.small_runs import parquet_spec, small_spec
 
-HELD_UP = Reading(held_up_share=0.62, alone_samples_per_s=1e6, cores_used=7.1, cores_needed=18.7, thread_share=0.3)
+HELD_UP = Reading(held_up_share=0.62, alone_samples_per_s=1e6, cores_used=14.2, cores_needed=37.4, thread_share=0.3)
 
 
 def told(*, spent_s: float = 60.0, num_cores: int = 16, on_gpu: bool = True, **changes: float) -> str | None:
@@ -81,14 +81,27 @@ def test_whatever_was_measured_shares_are_shares_and_more_cores_are_needed_than_
 
 def test_the_line_says_how_many_cores_would_read_fast_enough() -> None:
     assert told() == (
-        "reading held the trainer up for 62% of the time: it used 7.1 cores, and about 19 would keep this GPU busy (16 are here); "
+        "reading held the trainer up for 62% of the time: it used 15 cores, and about 38 would keep this GPU busy (16 are here); "
         "fewer features or a lower `max_ids` help too"
     )
 
 
-def test_where_the_cores_are_there_the_line_says_what_else_it_may_be() -> None:
-    assert "would keep this GPU busy (64 are here): files come too slowly" in str(told(num_cores=64))
+def test_where_reading_did_not_use_the_cores_nobody_is_told_to_get_more() -> None:
+    for num_cores in (16, 64):
+        line = str(told(num_cores=num_cores, cores_used=1.1, cores_needed=92))
+        assert f"62% of the time, but used only 1.1 of the {num_cores} cores, so that more alone would not help (about " in line
     assert "but one thread hands over the batches" in str(told(num_cores=64, thread_share=0.97))
+    assert "but one thread hands over the batches" in str(told(num_cores=16, thread_share=0.97))
+
+
+def test_a_gpu_that_waited_for_more_than_data_is_told_of() -> None:
+    reading = reading_of(
+        samples_per_s=25_000, waiting_share=0.23, core_s_per_sample=45e-6, thread_s_per_sample=2e-6, alone_s_per_sample=0.5e-6
+    )
+    assert reading.idle_share == pytest.approx(1 - 0.0125 - 0.23)
+    line = reading_line(reading, spent_s=60.0, num_cores=16, on_gpu=True)
+    assert str(line).endswith("For another 76% the GPU waited until steps were started: larger batches keep it busier")
+    assert "For another" not in str(told())
 
 
 def test_on_a_cpu_the_cores_that_train_come_on_top() -> None:
