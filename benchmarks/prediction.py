@@ -33,16 +33,14 @@ import numpy as np
 import torch
 
 from benchmarks.harness import OtherLoad, arguments, noise_of, publish
+from benchmarks.placements import placed_models, placement_summary
 from benchmarks.timing import give_back_gpu_memory
 from rowstead.measure.calibrate import calibrate
 from rowstead.measure.fit import parts_of
 from rowstead.measure.pace import Pace
 from rowstead.measure.steps import Shape, Steps, StepTime
 from rowstead.parts import granted_cores
-from rowstead.placing import mean_ids_of, memories_of
-from rowstead.plan.auto import choice, fitting
 from rowstead.plan.cost import device_processor
-from rowstead.plan.foretell import foretold
 from rowstead.plan.predict import Prediction, predict
 from rowstead.plan.setup import Setup
 from rowstead.plan.work import step_work
@@ -50,10 +48,7 @@ from rowstead.spec.catalogue import load_machine, load_software, machine_text
 from rowstead.spec.machine import Machine
 
 NUM_MODELS, NUM_QUICK = 40, 6
-NUM_CASES, NUM_PLACEMENTS = {"cpu": 10, "cuda": 6}, 5
-"""Models that are placed, and placements of each that are measured at most."""
 LARGEST = {"cpu": {"bytes": 8e8, "ids": 6e5}, "cuda": {"bytes": 2e10, "ids": 1.2e7}}
-PLACEMENT_ROUNDS = 3
 BATCHES = {"cpu": (7, 11), "cuda": (9, 14)}
 """Powers of two."""
 ROWS = {"cpu": (1e4, 1e6), "cuda": (1e5, 1e7)}
@@ -163,80 +158,6 @@ def _parts_row(shape: Shape, machine: Machine, phases_s: dict[str, float]) -> di
     return row
 
 
-def placement_shape(device: str, draw: random.Random) -> Shape:
-    """A model of which rows decide the speed, with tables that are quickly made."""
-    more_examples, more_rows = (1, 1) if device == "cpu" else (16, 4)
-    return Shape(
-        num_dense=64,
-        num_sparse=draw.randint(4, 16),
-        batch_size=draw.choice((256, 512, 1024)) * more_examples,
-        num_rows=round(_between(draw, 2e4, 8e4)) * more_rows,
-        width=draw.choice((16, 32, 64)),
-        mean_ids=draw.randint(1, 8),
-        skew=round(draw.uniform(0.3, 1.4), 2),
-        bottom=(64,),
-        top=(128,),
-        precision="tf32" if device == "cuda" else "fp32",
-    )
-
-
-def placement_rows(
-    shape: Shape, share: float, machine: Machine, device: torch.device, seconds: float
-) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
-    """One model whose tables may take a share of their bytes: what was chosen for it, and each placement that fits."""
-    predicted_s: dict[str, float] = {}
-    with tempfile.TemporaryDirectory(prefix="rowstead-rows-") as folder:
-        limit = {"device" if device.type == "cuda" else "host": int(share * shape.table_bytes), "folder": folder}
-        spec = shape.spec(device.type, memory=limit)
-        placements = fitting(spec, memories_of(spec, device), mean_ids=mean_ids_of(spec))
-        all_steps: dict[str, Steps] = {}
-        try:
-            for name, placement in list(placements.items())[:NUM_PLACEMENTS]:
-                found = foretold(spec, placement, machine)
-                if found is None:
-                    return None, []
-                predicted_s[name] = found.step_s
-                rules = {
-                    one.name: {"where": one.where, **({"cache_fraction": one.cache_fraction} if one.cache_fraction else {})}
-                    for one in placement.tables
-                }
-                all_steps[name] = Steps.of(shape, device, placement=rules, memory=limit)
-            taken: dict[str, list[float]] = {name: [] for name in all_steps}
-            for _ in range(PLACEMENT_ROUNDS):  # they take turns: a machine's pace drifts
-                for name, steps in all_steps.items():
-                    taken[name].append(steps.measured(seconds / PLACEMENT_ROUNDS).step_s)
-            measured_s = {name: statistics.median(each) for name, each in taken.items()}
-        finally:
-            for steps in all_steps.values():
-                steps.close()
-        del all_steps
-        give_back_gpu_memory()
-    if len(predicted_s) < 2:
-        return None, []
-    chosen, best = choice(predicted_s, placements), min(measured_s, key=measured_s.__getitem__)
-    case = {
-        "tables_gb": shape.table_bytes / 1e9,
-        "limit_share": share,
-        "skew": shape.skew,
-        "num_placements": len(predicted_s),
-        "chosen": chosen,
-        "chosen_over_best": measured_s[chosen] / measured_s[best],
-        "best": best,
-        "best_ms": 1e3 * measured_s[best],
-        "worst_over_best": max(measured_s.values()) / measured_s[best],
-        "predicted_error_pct": 100 * error([predicted_s[name] / measured_s[name] for name in predicted_s]),
-    }
-    return case, [
-        {
-            "of_tables_gb": shape.table_bytes / 1e9,
-            "placement": name,
-            "predicted_ms": 1e3 * predicted_s[name],
-            "measured_ms": 1e3 * measured_s[name],
-        }
-        for name in predicted_s
-    ]
-
-
 def error(ratios: Sequence[float]) -> float:
     """exp of the mean of |ln(ratio)|, minus 1."""
     return math.exp(sum(abs(math.log(ratio)) for ratio in ratios) / len(ratios)) - 1
@@ -318,16 +239,10 @@ def main() -> None:
             give_back_gpu_memory()
     rows = [model_row(shape, machine, device, passes) for shape, passes in zip(shapes, found, strict=True)]
     summary = {**summary_of(rows), **noise_of(rows)}
-    draw, cases, placed = random.Random(options.seed), [], []
-    for _ in range(2 if options.quick else NUM_CASES[options.device]):
-        case, of_case = placement_rows(
-            placement_shape(options.device, draw), draw.uniform(0.25, 0.7), machine, device, 0.15 if options.quick else 1.0
-        )
-        cases += [case] if case is not None else []
-        placed += of_case
-        _progress(f"{len(cases)} models placed", start)
-    if cases:
-        summary["best_placement_hit_share"] = sum(case["chosen_over_best"] <= 1.05 for case in cases) / len(cases)
+    cases, placed = placed_models(
+        machine, device, seed=options.seed, is_quick=options.quick, tell=lambda line: _progress(line, start)
+    )
+    summary |= placement_summary(cases)
     rows += cases + placed
     if options.machine is None:
         summary["calibrate_s"] = calibrate_s

@@ -9,7 +9,6 @@ import dataclasses
 import datetime
 import platform
 import statistics
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import psutil
 import torch
 
 from rowstead.measure import hardware
+from rowstead.measure.cache_part import with_caches
 from rowstead.measure.clock import Clock
 from rowstead.measure.dense_part import dense_update_times, fp32_interaction_factor, interaction_times, layer_times
 from rowstead.measure.exchange import exchange_times
@@ -28,12 +28,8 @@ from rowstead.measure.row_part import row_times
 from rowstead.measure.steps import Shape, Steps
 from rowstead.placing import free_host_bytes
 from rowstead.plan.cost import device_processor, host_processor
-from rowstead.plan.predict import predict
-from rowstead.plan.setup import Behind, Setup
-from rowstead.plan.work import step_work
 from rowstead.records.usage import machine_facts
 from rowstead.spec.catalogue import load_software
-from rowstead.spec.curve import Axis, Curve
 from rowstead.spec.machine import Accelerators, Compute, Host, Machine, Memory, PeerLink, RandomRate, Software
 from rowstead.spec.timings import Timings
 
@@ -129,7 +125,7 @@ def calibrate(
         software = dataclasses.replace(software, base_bytes=base_bytes(torch.get_num_threads()))
     software, steps = _with_whole_steps(machine, software, device, pace, is_short=is_short, tell=tell)
     tell("rows behind a cache")
-    software = _with_caches(machine, software, device, folder, pace, is_short=is_short)
+    software = with_caches(machine, software, device, folder, pace, is_short=is_short)
     tell("power")
     machine = dataclasses.replace(machine, meter=hardware.meter(device, steps.measured, source))
     return dataclasses.replace(machine, software=software)
@@ -291,60 +287,3 @@ def _with_whole_steps(
         kind = "device_timings" if on_gpu else "cpu_timings"
         software = dataclasses.replace(software, **{kind: changed})  # type: ignore[arg-type]
     return software, steps
-
-
-BEHIND_WIDTHS = (16, 128)
-BEHIND = Shape(
-    num_dense=16, num_sparse=8, batch_size=512, num_rows=50_000, width=16, mean_ids=4, skew=0.0, bottom=(32,), top=(32,)
-)
-"""A model whose steps show what it costs to have rows behind a cache."""
-
-
-def _with_caches(
-    machine: Machine, software: Software, device: torch.device, folder: Path, pace: Pace | None, *, is_short: bool
-) -> Software:
-    """What rows behind a cache cost: steps in which most are missing, and steps in which few are."""
-    on_gpu, seconds = device.type == "cuda", 0.1 if is_short else 0.5
-    timings = software.device_timings if on_gpu else software.cpu_timings
-    assert timings is not None
-    more = 8 if on_gpu else 1
-    even = dataclasses.replace(
-        BEHIND, batch_size=BEHIND.batch_size * more, num_rows=(10_000 if is_short else BEHIND.num_rows) * more
-    )
-    if on_gpu:  # of programs that are compiled already
-        even = dataclasses.replace(even, num_sparse=16, precision="tf32")
-    rule: dict[str, Any] = {"where": "cached" if on_gpu else "ssd", "cache_fraction": 0.05}
-
-    def step_s(shape: Shape) -> float:
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".rowstead-rows-") as place:
-            steps = Steps.of(shape, device, pace=pace, placement={"*": rule}, memory={"folder": place})
-            try:
-                return steps.measured(seconds).at_standard_pace().step_s
-            finally:
-                steps.close()
-
-    def tasks_of(shape: Shape, known: Timings) -> tuple[float, float]:
-        """Predicted seconds of a step without caches, and rows that it moves."""
-        work = step_work(shape.spec("cpu"))
-        kind = "device_timings" if on_gpu else "cpu_timings"
-        changed = dataclasses.replace(software, **{kind: known})  # type: ignore[arg-type]
-        plain = Setup(place="device", batch_size=shape.batch_size, has_input=False)
-        behind = tuple(Behind(table=table.name, kept_share=0.05) for table in work.tables)
-        alone_s = predict(work, machine, changed, plain, precision=shape.precision).step_s  # type: ignore[arg-type]
-        moved = predict(work, machine, changed, dataclasses.replace(plain, behind=behind))
-        return alone_s, next(task.seconds for task in moved.tasks if task.name == "move rows")
-
-    record = [4.0 * width + 4 for width in BEHIND_WIDTHS]
-    axis = Axis(name="record_bytes", sizes=tuple(record))
-    counted = dataclasses.replace(timings, move_row=Curve(axes=(dataclasses.replace(axis, grows=False),), seconds=(1.0, 1.0)))
-    moves = []
-    for width in BEHIND_WIDTHS:
-        shape = dataclasses.replace(even, width=width)
-        moves.append(step_s(shape) / max(1.0, tasks_of(shape, counted)[1]))
-    known = dataclasses.replace(timings, move_row=Curve(axes=(axis,), seconds=tuple(moves)))
-    hot = dataclasses.replace(even, skew=1.6)
-    small = dataclasses.replace(hot, batch_size=hot.batch_size // 4, mean_ids=1)
-    few_s, many_s = (max(0.0, step_s(shape) - max(tasks_of(shape, known))) for shape in (small, hot))
-    id_s = max(0.0, many_s - few_s) / (hot.num_ids - small.num_ids)
-    found = dataclasses.replace(known, place_batch_s=max(0.0, few_s - id_s * small.num_ids), place_id_s=id_s)
-    return dataclasses.replace(software, **{"device_timings" if on_gpu else "cpu_timings": found})  # type: ignore[arg-type]

@@ -14,8 +14,6 @@ from rowstead.spec.run import RunSpec
 
 FRACTIONS = (0.5, 0.3, 0.2, 0.1, 0.05, 0.02, 0.01)
 """Shares of the rows that caches are tried with."""
-EQUAL_SHARE = 0.05
-"""By how much of the shortest step predictions must differ to count."""
 
 
 def candidates(memories: Memories) -> dict[str, PlacementSpec]:
@@ -40,34 +38,31 @@ def fitting(
     mean_ids: Sequence[float] | None = None,
     tried: Mapping[str, PlacementSpec] | None = None,
 ) -> dict[str, Placement]:
-    """Those of the candidates that fit, each placement once."""
+    """Those of the candidates that fit; of those with the same whole tables only the one with the largest caches, which is never slower."""
     found: dict[str, Placement] = {}
     for name, rules in (candidates(memories) if tried is None else tried).items():
         try:
             placement = decide(dataclasses.replace(spec, placement=rules), memories, mean_ids=mean_ids)
         except RowsteadError:
             continue
-        if _places(placement) not in map(_places, found.values()):
-            found[name] = placement
+        if any(_covers(other, placement) for other in found.values()):
+            continue
+        found = {known: other for known, other in found.items() if not _covers(placement, other)}
+        found[name] = placement
     return found
 
 
-def _places(placement: Placement) -> list[tuple[str, float | None]]:
-    return [(table.where, table.cache_fraction) for table in placement.tables]
+def _covers(one: Placement, other: Placement) -> bool:
+    """Whether all tables are in the same places, and no cache of the first is smaller than that of the second."""
+    return all(
+        mine.where == its.where and (mine.cache_fraction or 0.0) >= (its.cache_fraction or 0.0)
+        for mine, its in zip(one.tables, other.tables, strict=True)
+    )
 
 
-def choice(steps_s: Mapping[str, float], placements: Mapping[str, Placement]) -> str:
-    """The shortest predicted step; of those that are as good as equal, the one whose smallest cache is largest.
-
-    Predictions say little of a few per cent, and a larger cache is hurt less where ids are not as they were taken to be.
-    """
-    least_s = min(steps_s.values())
-    equal = [name for name, seconds in steps_s.items() if seconds <= (1 + EQUAL_SHARE) * least_s]
-    return max(equal, key=lambda name: (_smallest_cache(placements[name]), -steps_s[name]))
-
-
-def _smallest_cache(placement: Placement) -> float:
-    return min((table.cache_fraction or 0.0 for table in placement.tables if table.where != "device"), default=1.0)
+def choice(steps_s: Mapping[str, float]) -> str:
+    """The placement with the shortest predicted step."""
+    return min(steps_s, key=steps_s.__getitem__)
 
 
 def fastest(
@@ -82,7 +77,7 @@ def fastest(
             steps_s[name] = prediction.step_s
     if not steps_s:
         return None
-    chosen = choice(steps_s, placements)
+    chosen = choice(steps_s)
     why = f"predicted {steps_s[chosen] * 1e3:.3g} ms a step with {chosen}"
     others = sorted((name for name in steps_s if name != chosen), key=lambda name: steps_s[name])
     if others:

@@ -112,7 +112,7 @@ def truncated_poisson(mean: float, cap: int) -> float:
 
 
 @functools.lru_cache(maxsize=512)
-def _bins(popularity: Popularity) -> tuple[Array, Array]:
+def id_bins(popularity: Popularity) -> tuple[Array, Array]:
     """Ids in bins of like popularity, the most popular first: how many there are in each, and the chance of one of them."""
     num_ids, skew = popularity.num_ids, popularity.skew
     head = min(num_ids, NUM_HEAD)
@@ -128,7 +128,7 @@ def _bins(popularity: Popularity) -> tuple[Array, Array]:
 @functools.lru_cache(maxsize=4096)  # many tables are alike
 def distinct_ids(popularity: Popularity, num_draws: float) -> float:
     """How many different ids turn up in so many draws, on average."""
-    counts, chances = _bins(popularity)
+    counts, chances = id_bins(popularity)
     return float((counts * -np.expm1(num_draws * np.log1p(-np.minimum(chances, 1 - 1e-12)))).sum())
 
 
@@ -140,15 +140,7 @@ def rows_of_ids(num_ids: float, num_rows: int) -> float:
 @functools.lru_cache(maxsize=4096)
 def hit_share(popularity: Popularity, num_kept: float) -> float:
     """Share of the accesses that go to the `num_kept` most popular ids: what a cache that keeps them serves."""
-    counts, chances = _bins(popularity)
+    counts, chances = id_bins(popularity)
     ends = np.cumsum(counts)
     served = np.clip(num_kept - (ends - counts), 0.0, counts)
     return float(min((served * chances).sum(), 1.0))
-
-
-def distinct_beyond(popularity: Popularity, num_kept: float, num_draws: float) -> float:
-    """How many different ids turn up in so many draws besides the `num_kept` most popular ones."""
-    counts, chances = _bins(popularity)
-    ends = np.cumsum(counts)
-    left = counts - np.clip(num_kept - (ends - counts), 0.0, counts)
-    return float((left * -np.expm1(num_draws * np.log1p(-np.minimum(chances, 1 - 1e-12)))).sum())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from rowstead.plan import cost, dispatch, links, remote
+from rowstead.plan import caching, cost, dispatch, links, remote
 from rowstead.plan.schedule import Task
 from rowstead.plan.site import Site
 
@@ -15,14 +17,15 @@ class Trainer(Site):
 
     def tasks(self) -> list[Task]:
         """The step, in the order in which its tasks are issued."""
-        return [
+        in_step = [
             *self.reading(),
-            *self.moving(),
+            *self.finding_places(),
             *self.looking_up(),
             *self.dense(),
             *self.going_back(),
             *self.synchronising(),
         ]
+        return [*in_step, *self.moving(in_step)]
 
     # what comes in
 
@@ -60,25 +63,51 @@ class Trainer(Site):
 
     # rows
 
-    def moving(self) -> list[Task]:
-        """Rows that caches lack are brought in while steps before are trained on; ids are named by their places."""
-        timings, batch_size = self.processor.timings, self.setup.batch_size
+    def finding_places(self) -> list[Task]:
+        """Ids of tables behind caches are named by the places of their rows; where rows are moved by the same cores, that slows a step down."""
+        timings = self.processor.timings
         if not self.setup.behind:
             return []
         assert timings is not None, "only measured times say what a cache costs"
-        assert timings.move_row is not None
-        table_of = {table.name: table for table in self.on_devices}
-        placed_s, moved_s = timings.place_batch_s, 0.0
-        for one in self.setup.behind:
-            table = table_of[one.table]
-            kept = one.kept_share * table.num_rows + table.distinct_rows(batch_size)  # what is under way stays a while
-            num_moved = min(table.distinct_beyond(kept, batch_size), table.distinct_rows(batch_size))
-            placed_s += batch_size * table.ids_per_sample * timings.place_id_s
-            moved_s += num_moved * timings.move_row.at(table.row_bytes + table.state_bytes)
+        names = {one.table for one in self.setup.behind}
+        num_ids = self.setup.batch_size * sum(table.ids_per_sample for table in self.on_devices if table.name in names)
+        placed_s = timings.place_batch_s + num_ids * timings.place_id_s
+        tasks = [Task(name="find places", resource=self.compute, seconds=placed_s, after=self.ready)]
+        if timings.move_share:
+            seconds = timings.move_share * self.moved_s
+            tasks.append(Task(name="slowed by moving rows", resource=self.compute, seconds=seconds, after=self.ready))
+        return tasks
+
+    def moving(self, in_step: Sequence[Task]) -> list[Task]:
+        """Rows that caches lack are brought in, and others written back, while steps before are trained on."""
+        if not self.setup.behind:
+            return []
+        timings = self.processor.timings
+        assert timings is not None
+        own_s = sum(task.seconds for task in in_step if task.resource == self.compute and not task.hidden)
+        slowed_s = timings.move_share * (own_s - timings.move_share * self.moved_s)
         return [
-            Task(name="find places", resource=self.compute, seconds=placed_s, after=self.ready),
-            Task(name="move rows", resource="rows behind caches", seconds=moved_s, hidden=True),
+            Task(
+                name="move rows",
+                resource="rows behind caches",
+                seconds=self.moved_s,
+                hidden=True,
+                busy_s=self.moved_s + slowed_s if self.moved_s else 0.0,
+            )
         ]
+
+    @functools.cached_property
+    def moved_s(self) -> float:
+        """Seconds of whatever moves rows between caches and what is behind them, for one step."""
+        timings, is_file = self.processor.timings, not self.has_devices
+        assert timings is not None
+        assert timings.move_row is not None
+        seconds = 0.0
+        for group in caching.groups_of(self.on_devices, self.setup):
+            num_rows = group.missing_rows
+            seconds += num_rows * timings.move_row.at(group.row_bytes)
+            seconds += group.num_reads(num_rows) * timings.move_read_s if is_file else 0.0
+        return seconds
 
     def looking_up(self) -> list[Task]:
         """Rows are read and pooled where they live, and the pooled vectors brought to the devices."""

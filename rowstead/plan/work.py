@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rowstead.plan.traffic import Popularity, distinct_beyond, distinct_ids, hit_share, mean_ids, popularities, rows_of_ids
+from rowstead.plan.traffic import Popularity, distinct_ids, hit_share, mean_ids, popularities, rows_of_ids
 from rowstead.spec.run import RunSpec
 from rowstead.spec.train import DenseOptimizer, SparseOptimizer
 
@@ -54,10 +54,6 @@ class TableWork:
         """Different rows that a batch reads; what is popular in one feature need not be so in another."""
         num_ids = sum(distinct_ids(law, batch_size * ids) for ids, law in self.reads)
         return rows_of_ids(num_ids, self.num_rows) if self.is_hashed else min(num_ids, float(self.num_rows))
-
-    def distinct_beyond(self, num_kept: float, batch_size: float) -> float:
-        """Different ids that a batch reads besides the most popular ones, so many in all, each feature's by how much it reads."""
-        return sum(distinct_beyond(law, num_kept * self._share(ids), batch_size * ids) for ids, law in self.reads)
 
     def hit_share(self, num_kept: float) -> float:
         """Share of the accesses that so many rows serve, those of the most popular ids; by chance, other ids fall on them too."""

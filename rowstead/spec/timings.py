@@ -82,6 +82,11 @@ class Timings:
     move_row: Curve | None = None
     """One row that a cache lacks, brought in and another written back while other steps run, by the bytes of a row with its state: from SSD
     for a CPU, from system memory for a GPU; absent where it was not measured."""
+    move_read_s: float = 0.0
+    """One read of a file besides the rows in it, of which it brings those that are near each other."""
+    move_share: float = 0.0
+    """Share of the time of moved rows by which a step gets longer that does not wait for them, and of a step's by which they do: both want the
+    same cores."""
     fresh_from_bytes: float = 32 * 2**20
     """Tensors of so many bytes or more are memory that the system gives anew at every step."""
     fresh_byte_s: float = 0.0
@@ -103,7 +108,8 @@ class Timings:
         require(bool(self.layers), "layers", "give at least one number format")
         factor = self.fp32_interaction_factor
         require(0 < factor < math.inf, "fp32_interaction_factor", f"must be above 0 and finite, got {factor}")
-        for name in ("lookup_call_s", "update_call_s", "place_batch_s", "place_id_s", "fresh_byte_s", "pace_s", "plan_factor"):
+        not_negative = ("lookup_call_s", "update_call_s", "place_batch_s", "place_id_s", "move_read_s", "move_share")
+        for name in (*not_negative, "fresh_byte_s", "pace_s", "plan_factor"):
             value = getattr(self, name)
             require(0 <= value < math.inf, name, f"must be finite and not negative, got {value}")
 

@@ -1,0 +1,244 @@
+"""What rows behind a cache cost: models are trained with all rows in memory and with most of them behind a cache, and the difference is explained.
+
+Some models have few ids, some many; some lack few rows, some many; some rows are near each other in their file, others are not; some
+steps wait for their rows, others do not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rowstead.measure.pace import Pace
+from rowstead.measure.settled import Drawn, settled, turn_s
+from rowstead.measure.steps import Shape, Steps
+from rowstead.plan.caching import Group, groups_of
+from rowstead.plan.predict import predict
+from rowstead.plan.setup import Behind, Setup
+from rowstead.plan.work import step_work
+from rowstead.spec.curve import Axis, Curve
+from rowstead.spec.machine import Machine, Software
+from rowstead.spec.timings import Timings
+
+WIDTHS = (16, 128)
+"""Of the rows that a GPU moves."""
+RECORDS = (36.0, 68.0, 132.0, 260.0, 516.0)
+"""Bytes of rows with their state for which times are given, on a CPU."""
+TURNS, STEPS_A_TURN, STEPS_A_BEAT = 5, 8, 2
+SHARES = tuple(share / 20 for share in range(21))
+"""That are tried for the share by which moving rows and training slow each other down."""
+NUM_SWEEPS = 400
+
+
+@dataclass(frozen=True, kw_only=True)
+class Behaved:
+    """Steps of one model, and what they ask of its cache."""
+
+    alone_s: float
+    """With all rows in memory."""
+    step_s: float
+    num_ids: float
+    """Behind the cache."""
+    num_rows: float
+    """That the cache lacks."""
+    num_reads: float
+    row_bytes: float
+
+
+def behind_shapes(*, is_short: bool) -> list[tuple[Shape, float]]:
+    """Models whose rows are put behind a cache of a CPU, with the share of them that the cache keeps."""
+    sizes = [
+        # sparse, batch, rows, width, ids, skew, top MLP, share
+        (8, 128, 10_000, 16, 1, 1.6, (32,), 0.2),  # next to nothing
+        (8, 512, 20_000, 16, 8, 1.6, (32,), 0.3),  # many ids, few rows
+        (4, 512, 20_000, 16, 3, 0.0, (32,), 0.1),  # many rows, near each other
+        (4, 256, 20_000, 128, 4, 0.2, (32,), 0.1),  # wide ones
+        (4, 256, 150_000, 16, 1, 0.2, (32,), 0.05),  # rows far from each other
+        (6, 256, 80_000, 32, 2, 1.0, (32,), 0.1),  # some of each
+        (4, 512, 20_000, 16, 2, 0.3, (512, 512), 0.2),  # beside steps that take longer than that
+        (6, 256, 80_000, 32, 1, 0.9, (1024, 512), 0.1),
+    ]
+    if is_short:
+        sizes = sizes[:2] + sizes[6:7]
+    return [
+        (
+            Shape(
+                num_dense=16, num_sparse=sparse, batch_size=batch, num_rows=rows, width=width, mean_ids=ids, skew=skew,
+                bottom=(32,), top=top,
+            ),
+            share,
+        )
+        for sparse, batch, rows, width, ids, skew, top, share in sizes
+    ]  # fmt: skip
+
+
+def behaved(shape: Shape, share: float, folder: Path, pace: Pace | None, *, num_turns: int = TURNS) -> Behaved:
+    """Train a model with all rows in memory and with this share of them there, in turns."""
+    cpu, work = torch.device("cpu"), step_work(shape.spec("cpu"))
+    with contextlib.ExitStack() as opened:
+        place = opened.enter_context(tempfile.TemporaryDirectory(dir=folder, prefix=".rowstead-rows-"))
+        drawn = Drawn.of(shape, cpu)
+        alone = settled(shape, cpu, placement={"*": "device"}, kept_share=0.0, folder=place, drawn=drawn)
+        rule = {"*": {"where": "ssd", "cache_fraction": share}}
+        behind = settled(shape, cpu, placement=rule, kept_share=share, folder=place, drawn=drawn)
+        opened.callback(behind.close)
+        turns: dict[str, list[float]] = {"alone": [], "behind": []}
+        for _ in range(num_turns):
+            for name, steps in (("alone", alone), ("behind", behind)):
+                turns[name].append(_turn_s(steps, pace))
+    (group,) = groups_of(work.tables, _setup(shape, [table.name for table in work.tables], share))
+    return Behaved(
+        alone_s=statistics.median(turns["alone"]),
+        step_s=statistics.median(turns["behind"]),
+        num_ids=float(shape.num_ids),
+        num_rows=group.missing_rows,
+        num_reads=group.num_reads(group.missing_rows),
+        row_bytes=float(group.row_bytes),
+    )
+
+
+def _turn_s(steps: Steps, pace: Pace | None) -> float:
+    """Seconds of a step at the standard pace."""
+    if pace is None:
+        return turn_s(steps, STEPS_A_TURN)
+    before = [pace.beat() for _ in range(STEPS_A_BEAT)]
+    seconds = turn_s(steps, STEPS_A_TURN)
+    return seconds / pace.over_standard(before + [pace.beat() for _ in range(STEPS_A_BEAT)])
+
+
+def _setup(shape: Shape, tables: Sequence[str], share: float) -> Setup:
+    behind = tuple(Behind(table=name, kept_share=share) for name in tables)
+    return Setup(place="device", batch_size=shape.batch_size, has_input=False, behind=behind)
+
+
+def explained(timings: Timings, models: Sequence[Behaved]) -> Timings:
+    """The timings with what explains the steps of these models best, errors taken as shares of what was measured.
+
+    Rows take `moved = rows * (row_s + byte_s * bytes) + reads * read_s`, finding places `placed = batch_s + ids * id_s`, and a step the longer of
+    `alone + placed + share * moved` and `moved + share * (alone + placed)`.
+    """
+    best, least = None, np.inf
+    for share in SHARES:
+        found = np.array([1e-4, 1e-8, 1e-6, 1e-9, 5e-6])
+        for _ in range(8):  # which steps wait for their rows follows from the times, and these from that
+            terms, known, waits = _equations(models, found, share)
+            taken = np.array([one.step_s for one in models])
+            found = _not_negative(terms / taken[:, None], (taken - known) / taken)
+            if np.array_equal(waits, _equations(models, found, share)[2]):
+                break
+        off = float(np.sum(np.log(_steps_s(models, found, share) / taken) ** 2))
+        if off < least:
+            best, least = (found, share), off
+    assert best is not None
+    (batch_s, id_s, row_s, byte_s, read_s), share = best
+    moves = tuple(max(1e-12, float(row_s + byte_s * record)) for record in RECORDS)
+    return dataclasses.replace(
+        timings,
+        place_batch_s=float(batch_s),
+        place_id_s=float(id_s),
+        move_row=Curve(axes=(Axis(name="record_bytes", sizes=RECORDS),), seconds=moves),
+        move_read_s=float(read_s),
+        move_share=share,
+    )
+
+
+def _equations(
+    models: Sequence[Behaved], found: NDArray[np.float64], share: float
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.bool_]]:
+    """For each model what the unknown times are multiplied by, what is known, and whether its steps wait for rows."""
+    placed = np.array([[1.0, one.num_ids, 0.0, 0.0, 0.0] for one in models])
+    moved = np.array([[0.0, 0.0, one.num_rows, one.num_rows * one.row_bytes, one.num_reads] for one in models])
+    alone = np.array([one.alone_s for one in models])
+    waits = moved @ found > alone + placed @ found
+    terms = np.where(waits[:, None], moved + share * placed, placed + share * moved)
+    return terms, np.where(waits, share * alone, alone), waits
+
+
+def _steps_s(models: Sequence[Behaved], found: NDArray[np.float64], share: float) -> NDArray[np.float64]:
+    terms, known, _ = _equations(models, found, share)
+    return np.maximum(terms @ found + known, 1e-9)
+
+
+def _not_negative(left: NDArray[np.float64], right: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Least squares without negative numbers, one unknown after the other again and again."""
+    sizes = np.maximum(np.linalg.norm(left, axis=0), 1e-300)
+    scaled = left / sizes
+    found, rest = np.zeros(left.shape[1]), right.copy()
+    for _ in range(NUM_SWEEPS):
+        for column in range(left.shape[1]):
+            new = max(0.0, found[column] + float(scaled[:, column] @ rest))
+            rest -= scaled[:, column] * (new - found[column])
+            found[column] = new
+    return found / sizes
+
+
+def with_caches(
+    machine: Machine, software: Software, device: torch.device, folder: Path, pace: Pace | None, *, is_short: bool
+) -> Software:
+    """The trainer with what rows behind a cache cost it."""
+    if device.type == "cuda":
+        return _with_caches_of_gpu(machine, software, device, folder, is_short=is_short)
+    timings = software.cpu_timings
+    assert timings is not None
+    shapes = behind_shapes(is_short=is_short)
+    models = [behaved(shape, share, folder, pace, num_turns=2 if is_short else TURNS) for shape, share in shapes]
+    return dataclasses.replace(software, cpu_timings=explained(timings, models))
+
+
+BEHIND = Shape(
+    num_dense=16, num_sparse=16, batch_size=4096, num_rows=400_000, width=16, mean_ids=4, skew=0.0, bottom=(32,), top=(32,),
+    precision="tf32",
+)  # fmt: skip
+"""A model whose steps show what it costs a GPU to have rows behind a cache; its programs are compiled by then."""
+
+
+def _with_caches_of_gpu(
+    machine: Machine, software: Software, device: torch.device, folder: Path, *, is_short: bool
+) -> Software:
+    """What rows behind a cache in a GPU's memory cost: steps in which most are missing, and steps in which few are."""
+    seconds, timings = 0.1 if is_short else 0.5, software.device_timings
+    assert timings is not None
+    even = dataclasses.replace(BEHIND, num_rows=BEHIND.num_rows // 5) if is_short else BEHIND
+    rule: dict[str, Any] = {"where": "cached", "cache_fraction": 0.05}
+
+    def step_s(shape: Shape) -> float:
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".rowstead-rows-") as place:
+            steps = Steps.of(shape, device, placement={"*": rule}, memory={"folder": place})
+            try:
+                return steps.measured(seconds).step_s
+            finally:
+                steps.close()
+
+    def group_of(shape: Shape) -> Group:
+        work = step_work(shape.spec("cpu"))
+        (group,) = groups_of(work.tables, _setup(shape, [table.name for table in work.tables], 0.05))
+        return group
+
+    def longest_s(shape: Shape, known: Timings) -> float:
+        """Predicted seconds of a step without caches, or of the rows that it moves."""
+        assert known.move_row is not None
+        changed = dataclasses.replace(software, device_timings=known)
+        setup = Setup(place="device", batch_size=shape.batch_size, has_input=False)
+        alone_s = predict(step_work(shape.spec("cpu")), machine, changed, setup, precision="tf32").step_s
+        return max(alone_s, group_of(shape).missing_rows * known.move_row.at(group_of(shape).row_bytes))
+
+    shapes = [dataclasses.replace(even, width=width) for width in WIDTHS]
+    axis = Axis(name="record_bytes", sizes=tuple(float(group_of(shape).row_bytes) for shape in shapes))
+    moves = tuple(step_s(shape) / max(1.0, group_of(shape).missing_rows) for shape in shapes)
+    known = dataclasses.replace(timings, move_row=Curve(axes=(axis,), seconds=moves))
+    hot = dataclasses.replace(even, skew=1.6)
+    small = dataclasses.replace(hot, batch_size=hot.batch_size // 4, mean_ids=1)
+    few_s, many_s = (max(0.0, step_s(shape) - longest_s(shape, known)) for shape in (small, hot))
+    id_s = max(0.0, many_s - few_s) / (hot.num_ids - small.num_ids)
+    found = dataclasses.replace(known, place_batch_s=max(0.0, few_s - id_s * small.num_ids), place_id_s=id_s)
+    return dataclasses.replace(software, device_timings=found)

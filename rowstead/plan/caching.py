@@ -1,0 +1,179 @@
+"""How many rows of a batch a cache lacks, by the law of the ids and by what the cache does when it is full.
+
+A cache keeps rows that many batches used, those of long ago counted less, and rows of the batches under way. Late in a run each row is in it by a
+chance that follows from how often batches use it: the same threshold of uses holds for all rows, and is such that as many are in it
+as there are places. Tables of one width share places.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rowstead.plan.setup import Setup
+from rowstead.plan.traffic import Popularity, distinct_ids, id_bins
+from rowstead.plan.work import TableWork
+
+Array = NDArray[np.float64]
+
+BATCHES_COUNTED = 96
+"""Batches of which uses count, on average: after every 64 all counts are halved, so that they are those of 64 to 128."""
+BATCHES_KEPT = 3
+"""The last batches before one, whose rows are all still there when it looks for its own."""
+MOST_USES = 255
+"""Uses that are counted at most."""
+MOST_BATCHES = 1e9
+NUM_HALVINGS = 40
+
+
+READ_BYTES, GAP_BYTES = 16 << 10, 4096
+"""The most that one read of a file fetches, and the most between two records that come by one read."""
+SECTOR_BYTES = 512
+"""Of which reads are multiples."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Tables of one width behind a cache, which share its places and, on disk, a file."""
+
+    tables: tuple[TableWork, ...]
+    num_places: int
+    batch_size: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a row with its optimizer's state."""
+        return self.tables[0].row_bytes + self.tables[0].state_bytes
+
+    @functools.cached_property
+    def missing_rows(self) -> float:
+        """Rows that a batch needs and the cache lacks; where several ids share a row, as many fewer as the batch has rows fewer than ids."""
+        draws = [Draws(law, self.batch_size * ids) for table in self.tables for ids, law in table.reads]
+        num_ids = sum(distinct_ids(one.law, one.num_draws) for one in draws)
+        num_rows = sum(table.distinct_rows(self.batch_size) for table in self.tables)
+        return missing_rows(draws, self.num_places) * min(1.0, num_rows / num_ids) if num_ids else 0.0
+
+    def num_reads(self, num_rows: float) -> float:
+        """Reads of a file that bring so many rows, by how far apart they are in it."""
+        if num_rows <= 0:
+            return 0.0
+        record_bytes = -(-(self.row_bytes + 8) // 8) * 8
+        apart = sum(table.num_rows for table in self.tables) * record_bytes / num_rows
+        near = GAP_BYTES + SECTOR_BYTES
+        alone = math.exp(-near / apart)  # chance that the next row is too far away
+        if alone > 1 - 1e-9:
+            return num_rows
+        step = max(1.0, apart - near * alone / (1 - alone))  # bytes to the next, where it is not
+        most = 1 + READ_BYTES / step
+        return num_rows * alone / -math.expm1(most * math.log1p(-alone)) if alone > 1e-9 else num_rows / most
+
+
+def groups_of(tables: Sequence[TableWork], setup: Setup) -> list[Group]:
+    """The tables of a set-up that are behind caches."""
+    shares = {one.table: one.kept_share for one in setup.behind}
+    by_width: dict[int, list[TableWork]] = {}
+    for table in tables:
+        if table.name in shares:
+            by_width.setdefault(table.width, []).append(table)
+    return [
+        Group(
+            tables=tuple(some),
+            num_places=sum(max(1, math.ceil(shares[table.name] * table.num_rows)) for table in some),
+            batch_size=setup.batch_size,
+        )
+        for _, some in sorted(by_width.items())
+    ]
+
+
+@dataclass(frozen=True)
+class Draws:
+    """What a batch reads by one law: ids of so many features that are alike."""
+
+    law: Popularity
+    num_draws: float
+    """Of one feature."""
+    num_alike: int = 1
+
+
+def missing_rows(draws: Sequence[Draws], num_places: float) -> float:
+    """How many different rows of a batch are not in a cache of so many places, late in a run."""
+    return _missing(tuple(sorted(_merged(draws), key=repr)), num_places)
+
+
+def _merged(draws: Sequence[Draws]) -> list[Draws]:
+    """Those that are alike together: most tables of a model are."""
+    counts: dict[tuple[Popularity, float], int] = {}
+    for one in draws:
+        key = one.law, one.num_draws
+        counts[key] = counts.get(key, 0) + one.num_alike
+    return [Draws(law, num_draws, count) for (law, num_draws), count in counts.items()]
+
+
+@functools.lru_cache(maxsize=1024)
+def _missing(draws: tuple[Draws, ...], num_places: float) -> float:
+    counts, used = _rows(draws)
+    if num_places >= counts.sum() or not len(counts):
+        return 0.0
+    left = np.log1p(-used)
+    lapsed = np.exp(BATCHES_KEPT * left)  # not in one of the last batches
+
+    def kept(chance: Array) -> float:
+        return float((counts * (1 - (1 - chance) * lapsed)).sum())
+
+    def missing(chance: Array) -> float:
+        return float((counts * used * (1 - chance) * lapsed).sum())
+
+    none = np.zeros_like(used)
+    if kept(none) >= num_places:  # what is under way takes all places, and more
+        return missing(none)
+    if kept(-np.expm1(BATCHES_COUNTED * left)) <= num_places:  # all that were counted, and of the others those used last
+        chance = _solved(
+            lambda batches: -np.expm1(math.exp(batches) * left),
+            (math.log(BATCHES_COUNTED), math.log(MOST_BATCHES)),
+            kept,
+            num_places,
+        )
+        return missing(chance)
+    more, equal = _above(used * BATCHES_COUNTED, lambda chance: kept(chance) <= num_places)
+    return missing(_solved(lambda share: more + share * equal, (0.0, 1.0), kept, num_places))
+
+
+def _rows(draws: Sequence[Draws]) -> tuple[Array, Array]:
+    """Rows in bins of like popularity: how many there are in each, and the chance that a batch uses one of them."""
+    counts, used = [np.zeros(0)], [np.zeros(0)]
+    for one in draws:
+        of_bin, chances = id_bins(one.law)
+        counts.append(of_bin * one.num_alike)
+        used.append(-np.expm1(one.num_draws * np.log1p(-np.minimum(chances, 1 - 1e-12))))
+    return np.concatenate(counts), np.minimum(np.concatenate(used), 1 - 1e-12)
+
+
+def _above(uses: Array, is_enough: Callable[[Array], bool]) -> tuple[Array, Array]:
+    """Chances of more uses than a threshold, and of just so many, by their means; the threshold is the least that is enough."""
+    equal = np.exp(-uses)
+    more = 1 - equal
+    for threshold in range(1, MOST_USES + 1):
+        equal = equal * uses / threshold
+        more = np.clip(more - equal, 0.0, 1.0)
+        if is_enough(more):
+            break
+    return more, equal
+
+
+def _solved(
+    chances: Callable[[float], Array], between: tuple[float, float], kept: Callable[[Array], float], num_places: float
+) -> Array:
+    """The chances with which as many rows are kept as there are places; more are kept as their argument rises."""
+    low, high = between
+    for _ in range(NUM_HALVINGS):
+        middle = (low + high) / 2
+        if kept(chances(middle)) < num_places:
+            low = middle
+        else:
+            high = middle
+    return chances(low)

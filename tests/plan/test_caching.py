@@ -1,0 +1,84 @@
+"""Rows that a cache lacks are as many as the real cache lacks, and come by as many reads as the real file makes."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rowstead.kernels.cache_cpu import MOST_USES
+from rowstead.kernels.disk import cut_reads
+from rowstead.measure.steps import Shape, drawn_batches
+from rowstead.plan import caching
+from rowstead.plan.caching import Draws, groups_of, missing_rows
+from rowstead.plan.setup import Behind, Setup
+from rowstead.plan.traffic import Popularity, distinct_ids
+from rowstead.plan.work import step_work
+from rowstead.stores import files, places, turns
+from rowstead.stores.places_cpu import CompiledPlaces
+
+
+def test_what_planning_takes_caches_and_files_to_be_is_what_they_are() -> None:
+    assert caching.BATCHES_COUNTED == 1.5 * places.HALF_LIFE
+    assert caching.BATCHES_KEPT == turns.AHEAD + 1
+    assert caching.MOST_USES == MOST_USES
+    assert (caching.READ_BYTES, caching.GAP_BYTES) == (files.READ_BYTES, files.GAP_BYTES)
+
+
+def shape_of(*, skew: float, mean_ids: int = 4, num_rows: int = 8000) -> Shape:
+    return Shape(
+        num_dense=4,
+        num_sparse=2,
+        batch_size=64,
+        num_rows=num_rows,
+        width=16,
+        mean_ids=mean_ids,
+        skew=skew,
+        bottom=(4,),
+        top=(4,),
+    )
+
+
+@pytest.mark.parametrize("share", [0.4, 0.15, 0.05, 0.001])
+@pytest.mark.parametrize("skew", [0.2, 0.8, 1.3])
+def test_a_cache_lacks_as_many_rows_as_the_real_one(skew: float, share: float) -> None:
+    shape = shape_of(skew=skew)
+    cache = CompiledPlaces(2 * shape.num_rows, 2 * math.ceil(share * shape.num_rows))
+    firsts, lacked = torch.tensor([[0], [shape.num_rows]]), []
+    for number, batch in enumerate(drawn_batches(shape, torch.device("cpu"))):
+        rows = (batch.sparse.ids.view(2, -1) + firsts).flatten()
+        lacked.append(cache.plan(rows, number, oldest=max(0, number - turns.AHEAD)).in_rows.numel())
+    draws = [Draws(Popularity(shape.num_rows, skew), shape.batch_size * shape.mean_ids)] * 2
+    assert missing_rows(draws, cache.num_places) == pytest.approx(np.mean(lacked[len(lacked) // 2 :]), rel=0.12)
+
+
+laws = st.builds(Popularity, st.integers(100, 5000), st.floats(0, 1.5))
+
+
+@given(law=laws, num_draws=st.integers(1, 2000), num_places=st.integers(1, 6000))
+def test_fewer_rows_are_missing_the_more_places_there_are(law: Popularity, num_draws: int, num_places: int) -> None:
+    some, more = (missing_rows([Draws(law, num_draws)], count) for count in (num_places, 2 * num_places))
+    assert 0 <= more <= some * (1 + 1e-6) + 1e-6
+    assert some <= distinct_ids(law, num_draws) + 1e-6
+    assert missing_rows([Draws(law, num_draws)], law.num_ids) == 0
+
+
+@given(law=laws, num_draws=st.integers(1, 2000), num_places=st.integers(1, 3000))
+def test_tables_that_are_alike_share_places_evenly(law: Popularity, num_draws: int, num_places: int) -> None:
+    one, three = (missing_rows([Draws(law, num_draws)] * count, count * num_places) for count in (1, 3))
+    assert three == pytest.approx(3 * one, rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("num_rows", [20, 400, 2000, 6000])
+def test_a_file_is_read_in_as_many_pieces_as_the_real_one(num_rows: int) -> None:
+    work = step_work(shape_of(skew=0.5, num_rows=20_000).spec("cpu"))
+    behind = tuple(Behind(table=table.name, kept_share=0.1) for table in work.tables)
+    (group,) = groups_of(work.tables, Setup(place="device", batch_size=64, behind=behind))
+    record_bytes = 80  # a row of 16, its state and its number
+    starts = np.sort(np.random.default_rng(1).choice(40_000, num_rows, replace=False)) * record_bytes
+    reads, _ = cut_reads(starts, record_bytes, caching.SECTOR_BYTES, files.GAP_BYTES, files.READ_BYTES)
+    assert group.num_reads(num_rows) == pytest.approx(len(reads), rel=0.15)
