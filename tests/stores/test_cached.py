@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -242,3 +244,28 @@ def test_the_threads_of_a_store_end_with_it() -> None:
     gc.collect()
     thread.join(timeout=30)
     assert not thread.is_alive()
+
+
+def test_rows_that_announced_batches_need_stay_when_sets_become_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, optimizer = small_layout(), SparseOptimizerSpec(kind="sgd")
+    store, plain = cached(layout, optimizer, torch.float64, places=2), DeviceStore(layout, optimizer, dtype=torch.float64)
+    turns = store._turns
+    begin = turns.next_set
+
+    def next_set() -> Any:
+        some = begin()
+        turns.set_size = 1  # as the announcement of a larger batch does, in another thread, before this set is planned
+        return some
+
+    monkeypatch.setattr(turns, "next_set", next_set)
+    batches = [sparse_of(layout, seed) for seed in range(24)]
+    announced = iter(batches)
+    for step, batch in enumerate(batches, 1):
+        turns.set_size = 4
+        for coming in itertools.islice(announced, 11 if step == 1 else 1):
+            store.prefetch(coming)
+        for each in (plain, store):
+            each.update(batch, each.lookup(batch) + 1, lr=0.1, step=step)
+    mine = store.state()
+    for name, value in plain.state().items():
+        torch.testing.assert_close(mine[name], value, rtol=1e-12, atol=1e-12)
