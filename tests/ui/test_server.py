@@ -193,12 +193,11 @@ def test_nonsense_is_answered_with_what_is_wrong(ui: Ui, body: str) -> None:
 
 
 def test_a_body_that_is_too_long_or_says_not_how_long_is_refused(ui: Ui) -> None:
-    assert post(ui, "/api/plan", b"x" * (MAX_BODY_BYTES + 1))[0] == 400
-    with socket.create_connection(("127.0.0.1", ui.port), timeout=30) as raw:
-        raw.sendall(
-            f"POST /api/plan HTTP/1.1\r\nHost: 127.0.0.1:{ui.port}\r\nX-Rowstead: 1\r\nContent-Type: application/json\r\n\r\n".encode()
-        )
-        assert b" 400 " in raw.recv(4096).splitlines()[0]
+    head = f"POST /api/plan HTTP/1.1\r\nHost: 127.0.0.1:{ui.port}\r\nX-Rowstead: 1\r\nContent-Type: application/json\r\n"
+    for length in (f"Content-Length: {MAX_BODY_BYTES + 1}\r\n", ""):  # the answer comes before any of the body
+        with socket.create_connection(("127.0.0.1", ui.port), timeout=30) as raw:
+            raw.sendall(f"{head}{length}\r\n".encode())
+            assert b" 400 " in raw.recv(4096).splitlines()[0]
 
 
 def test_beyond_loopback_nothing_is_answered_without_the_token(tmp_path: Path) -> None:
