@@ -6,9 +6,12 @@ its forward and its backward pass with the fused optimizer; that of nn.Embedding
 and SGD. Figures are medians.
 
 On a GPU every call is timed in two ways. "As called" (`…_ms`): the GPU is idle when the call begins, so the host's time to
-launch its kernels counts; an eager user waits so long. "Device only" (`…_device_ms`): the GPU is held back until all launches
-are queued, so only its own time counts; a loop that runs ahead of the GPU, or replays a graph, waits so long. Summary keys are
-of times as called; those with `_device` are of device time.
+launch its kernels counts, each side as its training loop runs it: `rowstead` copies ids and gradient into memory of its own and
+replays a CUDA graph, as the steps of `rowstead train` do, and FBGEMM is called eagerly, as TorchRec does. `rowstead_eager` is
+our store called eagerly, and `fbgemm_graph` FBGEMM copied into and replayed in the same way, which TorchRec does not do.
+"Device only" (`…_device_ms`): eager calls, the GPU held back until all launches are queued, so only its own time counts.
+Summary keys are of times as called; those with `_eager` and `_graph` have both sides called in that way, those with `_device`
+are of device time.
 
 On a CPU caches are emptied before each call and threads come to rest, so rows come from memory and nobody is slowed by
 another's threads. There the two peers train the same tables, for want of memory. `cores_used_by_others` says how quiet the
@@ -23,6 +26,7 @@ that we are faster.
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -39,6 +43,7 @@ from benchmarks.timing import copy_bytes_per_s, give_back_gpu_memory, seconds_as
 from rowstead.contracts.batch import Sparse
 from rowstead.contracts.store import EmbeddingStore
 from rowstead.kernels.layout import layout_of
+from rowstead.kernels.optimizer import numbers_of
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of
 from rowstead.spec.train import SparseOptimizerSpec
 from rowstead.stores.device import DeviceStore
@@ -76,6 +81,10 @@ class Shape:
         ids = (self.num_rows * (drawn if self.evenly else drawn**3)).long()
         offsets = torch.arange(num_bags + 1, device=device) * self.num_ids
         return Sparse(ids=ids, offsets=offsets, num_features=self.num_tables)
+
+    def gradient(self, device: str) -> Tensor:
+        """Of the output [B, sum of widths]."""
+        return torch.randn(self.batch_size, self.num_tables * self.width, device=device) * 1e-3
 
     def distinct_rows(self, sparse: Sparse) -> int:
         """How many rows of all tables a batch reads."""
@@ -136,6 +145,56 @@ def rowstead(store: EmbeddingStore) -> Contender:
     return Contender(lookup=lambda sparse, grad: store.lookup(sparse), both=both)
 
 
+class Replayed:
+    """A call that was captured in a CUDA graph over memory of its own, into which ids and gradient are copied first."""
+
+    def __init__(self, call: Work, sparse: Sparse, grad: Tensor, ids_dtype: torch.dtype) -> None:
+        self._sparse = dataclasses.replace(sparse, ids=sparse.ids.to(ids_dtype, copy=True), offsets=sparse.offsets.clone())
+        self._grad, stream = grad.clone(), torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARMUPS):
+                call(self._sparse, self._grad)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, stream=stream):
+            self._keeps = call(self._sparse, self._grad)
+
+    def __call__(self, sparse: Sparse, grad: Tensor) -> None:
+        self._sparse.ids.copy_(sparse.ids)
+        self._sparse.offsets.copy_(sparse.offsets)
+        self._grad.copy_(grad)
+        self._graph.replay()
+
+
+def replayed(contender: Contender, shape: Shape, ids_dtype: torch.dtype) -> Contender:
+    """The same, replayed; a look-up has a gradient of no size to copy."""
+    sparse, none = shape.draw("cuda"), torch.empty(0, device="cuda")
+    lookup = Replayed(contender.lookup, sparse, none, ids_dtype)
+    both = Replayed(contender.both, sparse, shape.gradient("cuda"), ids_dtype)
+    return Contender(lookup=lambda sparse, grad: lookup(sparse, none), both=both)
+
+
+def as_a_step_runs_it(store: DeviceStore) -> Contender:
+    """Our store as the captured steps of `rowstead train` call it: another stream plans the update beside the look-up."""
+    from rowstead.kernels.gpu import device_numbers  # needs Triton
+
+    assert store.optimizer is not None
+    numbers = device_numbers(tuple(numbers_of(store.optimizer, lr=0.01, step=1)), 1, torch.float32, store.weights[0].device)
+    aside, guard = torch.cuda.Stream(), torch.zeros(1, device="cuda")
+
+    def both(sparse: Sparse, grad: Tensor) -> object:
+        current = torch.cuda.current_stream()
+        aside.wait_stream(current)
+        with torch.cuda.stream(aside):
+            plan = store.plan_update(sparse, numbers=numbers)
+        pooled = store.lookup_unchecked(sparse)
+        current.wait_stream(aside)
+        store.apply_plan(plan, sparse, grad, numbers=numbers, guard=guard)
+        return pooled, plan
+
+    return Contender(lookup=lambda sparse, grad: store.lookup_unchecked(sparse), both=both)
+
+
 def fbgemm(module: Any) -> Contender:
     """FBGEMM's table-batched embedding with its exact row-wise Adagrad."""
 
@@ -174,33 +233,40 @@ def contenders_on(shape: Shape, device: str) -> dict[str, Contender]:
         raise SystemExit(
             f"{shape.name} needs {needs_bytes:.2g} bytes, and {free_bytes:.2g} are free: leave it out by `--shapes`"
         )
-    contenders = {"rowstead": rowstead(store_of(shape, device))}
+    store = store_of(shape, device)
+    contenders = {"rowstead": rowstead(store)}
+    if device == "cuda":
+        contenders["rowstead_eager"] = contenders["rowstead"]
+        contenders["rowstead"] = replayed(as_a_step_runs_it(store), shape, torch.int32)
     size, tables = (shape.num_tables, shape.num_rows, shape.width), None
     if has_fbgemm():
         module = fbgemm_tables(*size, device)
         contenders["fbgemm"] = fbgemm(module)
+        if device == "cuda":
+            contenders["fbgemm_graph"] = replayed(contenders["fbgemm"], shape, torch.int64)
         tables = module.split_embedding_weights() if device == "cpu" else None
     return contenders | {"torch": embedding_bags(EmbeddingBags(*size, device, tables))}
 
 
 def seconds_of(shape: Shape, contenders: dict[str, Contender], device: str, repeats: int) -> dict[str, list[float]]:
-    """Seconds of every round by `{contender}_{lookup|both}`, on a GPU also by `…_device`.
+    """Seconds of every round by `{contender}_{lookup|both}`, on a GPU also by `…_device`, of eager calls.
 
     Contenders take turns. On a GPU a turn is some calls in a row, each on ids of its own, of which the first does not count:
     the host's part of a call is several times slower when it has run something else in between, which no training loop does.
     """
     seconds: dict[str, list[float]] = {}
-    names = list(contenders)
+    on_device = {name: contenders.get(f"{name}_eager", one) for name, one in contenders.items() if "_" not in name}
     for turn in range(WARMUPS + repeats):
         draws = [shape.draw(device) for _ in range(CALLS_A_TURN if device == "cuda" else 1)]
-        grad = torch.randn(shape.batch_size, shape.num_tables * shape.width, device=device) * 1e-3
-        for way in ("", "_device") if device == "cuda" else ("",):
+        grad = shape.gradient(device)
+        for way, some in {"": contenders, "_device": on_device}.items() if device == "cuda" else (("", contenders),):
+            names = list(some)
             for which in ("lookup", "both"):
                 for place in range(len(names)):
                     name = names[(turn + place) % len(names)]
                     if device == "cpu":
                         settle_cpu()
-                    calls = [partial(getattr(contenders[name], which), sparse, grad) for sparse in draws]
+                    calls = [partial(getattr(some[name], which), sparse, grad) for sparse in draws]
                     taken = [seconds_on_gpu(call) if way else seconds_as_called(call, device) for call in calls]
                     if turn >= WARMUPS:
                         seconds.setdefault(f"{name}_{which}{way}", []).extend(taken[1:] or taken)
@@ -227,14 +293,20 @@ def measure(shape: Shape, device: str, repeats: int, copy_rate: float) -> dict[s
 def summary_of(rows: Sequence[dict[str, Any]], shapes: Sequence[Shape]) -> dict[str, float]:
     """Ratios over all shapes, and how near look-ups of long bags come to the floor."""
     summary: dict[str, float] = {}
-    for way in ("", "_device"):
+    for way in ("", "_eager", "_graph", "_device"):
         for key, peer, which in (
             ("lookup_vs_fbgemm", "fbgemm", "lookup"),
             ("lookup_update_vs_fbgemm", "fbgemm", "both"),
             ("lookup_update_vs_torch", "torch", "both"),
         ):
-            theirs, ours = f"{peer}_{which}{way}_ms", f"rowstead_{which}{way}_ms"
-            summary |= compared(f"{key}{way}", [row[theirs] / row[ours] for row in rows if theirs in row])
+            ours, theirs = f"rowstead_{which}_ms", f"{peer}_{which}_ms"
+            if way == "_eager":
+                ours = f"rowstead_eager_{which}_ms"
+            elif way == "_graph":
+                theirs = f"{peer}_graph_{which}_ms"
+            elif way == "_device":
+                ours, theirs = (name.replace("_ms", "_device_ms") for name in (ours, theirs))
+            summary |= compared(f"{key}{way}", [row[theirs] / row[ours] for row in rows if {ours, theirs} <= row.keys()])
     long_bags = [row for row, shape in zip(rows, shapes, strict=True) if shape.num_ids >= LONG_BAG]
     if long_bags:
         summary["lookup_share_of_floor_min"] = min(row["share_of_bandwidth_lookup"] for row in long_bags)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAMS = 32
+PROGRAMS = 48
 """Just enough to keep both directions of a bus busy: with more, launches beside these wait for memory up to three times longer."""
 BYTES_A_TURN, WARPS = 4096, 4
 """That a program has under way in each direction, and by how many warps."""
@@ -58,21 +58,36 @@ def _swap(fast, behind, in_rows, in_places, out_rows, out_places, num_in, num_ou
     column = tl.arange(0, D)[None, :]
     # Programs take turns as they come to them: one that others keep waiting must not be the one that all wait for.
     start = tl.atomic_add(num_taken, R)
+    then = tl.atomic_add(num_taken, R)
+    from_row, to_place, from_place, to_row = _turn(in_rows, in_places, out_rows, out_places, num_in, num_out, start, R)
     while start < most:
-        then = tl.atomic_add(num_taken, R)
-        place = start + tl.arange(0, R)
-        is_in, is_out = place < num_in, place < num_out
-        ins, outs = is_in[:, None] & (column < WIDTH), is_out[:, None] & (column < WIDTH)
-        from_row = tl.load(in_rows + place, mask=is_in, other=0)[:, None]
-        from_place = tl.load(out_places + place, mask=is_out, other=0)[:, None]
-        to_row = tl.load(out_rows + place, mask=is_out, other=0)[:, None]
-        to_place = tl.load(in_places + place, mask=is_in, other=0)[:, None]
+        place = start + tl.arange(0, R)[:, None]
+        ins, outs = (place < num_in) & (column < WIDTH), (place < num_out) & (column < WIDTH)
         comes = tl.load(behind + from_row * WIDTH + column, mask=ins, other=0)
         goes = tl.load(fast + from_place * WIDTH + column, mask=outs, other=0)
+        # Which rows are next is asked for while these are on their way.
+        later = tl.atomic_add(num_taken, R)
+        from_row, next_to_place, from_place, next_to_row = _turn(
+            in_rows, in_places, out_rows, out_places, num_in, num_out, then, R
+        )
         tl.debug_barrier()  # a row is read before another comes into its place
         tl.store(behind + to_row * WIDTH + column, goes, mask=outs)
         tl.store(fast + to_place * WIDTH + column, comes, mask=ins)
-        start = then
+        to_place, to_row = next_to_place, next_to_row
+        start, then = then, later
+
+
+@triton.jit
+def _turn(in_rows, in_places, out_rows, out_places, num_in, num_out, start, R: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Which R rows come, and to which places, and from which places which others go."""
+    place = start + tl.arange(0, R)[:, None]
+    comes, goes = place < num_in, place < num_out
+    return (
+        tl.load(in_rows + place, mask=comes, other=0),
+        tl.load(in_places + place, mask=comes, other=0),
+        tl.load(out_places + place, mask=goes, other=0),
+        tl.load(out_rows + place, mask=goes, other=0),
+    )
 
 
 def name_rows(ids: Tensor, offsets: Tensor, first_rows: Tensor) -> Tensor:

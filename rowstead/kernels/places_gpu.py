@@ -16,6 +16,9 @@ from rowstead.kernels.cache_cpu import MOST_USES, WANTED
 
 IDS, PLACES, WORDS = 1024, 2048, 2048
 """Ids, places and words of a map that a program takes at a time."""
+SAMPLES, MANY_IDS = (1, 8), 64
+"""Where features have so many times IDS ids, first one part of each is marked, then up to eight, then the rest: else all programs
+of a feature would find its hot rows unmarked at once, and mark them thousands of times over."""
 MOST_BLOCKS = 1024
 """Programs among which places, or words, are divided at most: each adds up what those before it found."""
 LEVELS, BINS = 2, 128
@@ -65,23 +68,29 @@ def mark_ids(
     if not ids.numel():
         return
     num_features = first_rows.numel()
-    programs = max(1, triton.cdiv(2 * ids.numel(), num_features * IDS))  # features differ in how many ids they have
-    # Programs that run at the same time are of few features, whose rows and places are near each other and stay in caches.
-    _mark[(programs, num_features)](
-        ids, offsets, first_rows, place_of, wanted, seen if seen is not None else wanted, into if into is not None else wanted,
-        (offsets.numel() - 1) // num_features, programs * IDS, tag, start,
-        SEES=seen is not None, NAMES=into is not None, WANTED_PLACE=WANTED, BLOCK=IDS, num_warps=4,
-    )  # fmt: skip
+    has_many = ids.numel() >= MANY_IDS * num_features * IDS
+    begin = 0
+    for end in (*SAMPLES, None) if has_many else (None,):
+        # Features differ in how many ids they have: programs for twice the mean, which begin anew where that is not enough.
+        programs = end - begin if end is not None else max(1, triton.cdiv(2 * ids.numel(), num_features * IDS))
+        # Programs that run at the same time are of few features, whose rows and places are near each other and stay in caches.
+        _mark[(programs, num_features)](
+            ids, offsets, first_rows, place_of, wanted, seen if seen is not None else wanted,
+            into if into is not None else wanted, (offsets.numel() - 1) // num_features, begin * IDS,
+            programs * IDS if end is None else ids.numel(), tag, start,
+            SEES=seen is not None, NAMES=into is not None, WANTED_PLACE=WANTED, BLOCK=IDS, num_warps=4,
+        )  # fmt: skip
+        begin = end or 0
 
 
-@triton.jit(do_not_specialize=["tag", "start_row"])
-def _mark(ids, offsets, first_rows, place_of, wanted, seen, into, num_samples, stride, tag, start_row, SEES: tl.constexpr, NAMES: tl.constexpr, WANTED_PLACE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+@triton.jit(do_not_specialize=["skipped", "stride", "tag", "start_row"])
+def _mark(ids, offsets, first_rows, place_of, wanted, seen, into, num_samples, skipped, stride, tag, start_row, SEES: tl.constexpr, NAMES: tl.constexpr, WANTED_PLACE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
     feature = tl.program_id(1).to(tl.int64)
     first = tl.load(first_rows + feature)
     if first >= 0:
         begin = tl.load(offsets + feature * num_samples)
         end = tl.load(offsets + (feature + 1) * num_samples)
-        for start in range(begin + tl.program_id(0) * BLOCK, end, stride):
+        for start in range(begin + skipped + tl.program_id(0) * BLOCK, end, stride):
             at = start + tl.arange(0, BLOCK)
             is_id = at < end
             row = tl.load(ids + at, mask=is_id, other=0, eviction_policy="evict_first").to(tl.int64) + first

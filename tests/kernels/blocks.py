@@ -15,6 +15,9 @@ from rowstead.kernels import places_gpu
 def few_at_a_time() -> Iterator[None]:
     fewest = 128 if torch.cuda.is_available() else 16
     with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(places_gpu, "IDS", 4)
+        patched.setattr(places_gpu, "SAMPLES", (1, 2))
+        patched.setattr(places_gpu, "MANY_IDS", 1)
         patched.setattr(places_gpu, "PLACES", fewest)
         patched.setattr(places_gpu, "WORDS", fewest)
         patched.setattr(places_gpu, "MOST_BLOCKS", 4)

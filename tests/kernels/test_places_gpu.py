@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -44,11 +46,16 @@ def test_a_map_lists_each_of_its_rows_once_and_rising(seed: int, num_rows: int, 
         assert torch.equal(listed(map_of(is_set)), is_set.nonzero().flatten())
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
-    data=st.data(), dtype=st.sampled_from([torch.int32, torch.int64]), into_dtype=st.sampled_from([torch.int32, torch.int64])
+    data=st.data(),
+    dtype=st.sampled_from([torch.int32, torch.int64]),
+    into_dtype=st.sampled_from([torch.int32, torch.int64]),
+    in_parts=st.booleans(),
 )
-def test_ids_are_marked_and_named_as_in_plain_torch(data: st.DataObject, dtype: torch.dtype, into_dtype: torch.dtype) -> None:
+def test_ids_are_marked_and_named_as_in_plain_torch(
+    data: st.DataObject, dtype: torch.dtype, into_dtype: torch.dtype, in_parts: bool
+) -> None:
     draws = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
     firsts = data.draw(st.lists(st.sampled_from([-1, 0, 20, 40]), min_size=1, max_size=4))
     counts = torch.tensor([[data.draw(st.integers(0, 9)) for _ in range(2)] for _ in firsts])
@@ -72,7 +79,8 @@ def test_ids_are_marked_and_named_as_in_plain_torch(data: st.DataObject, dtype: 
 
     there = [part.to(DEVICE) for part in (ids, offsets, torch.tensor(firsts), place_of, map_of(torch.zeros(60)))]
     into, seen = into.to(DEVICE), seen.to(DEVICE)
-    places_gpu.mark_ids(*there, seen=seen, tag=tag, into=into, start=start)
+    with few_at_a_time() if in_parts else contextlib.nullcontext():
+        places_gpu.mark_ids(*there, seen=seen, tag=tag, into=into, start=start)
     assert torch.equal(into.cpu(), wanted_into)
     assert torch.equal(seen.cpu(), wanted_seen)
     assert torch.equal(there[3].cpu(), wanted_place_of)
