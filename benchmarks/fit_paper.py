@@ -16,7 +16,7 @@ import math
 
 from benchmarks.paper import FIG10, FITS, SPARSE, cell, refitted
 from rowstead.spec.catalogue import load_software
-from rowstead.spec.machine import Software
+from rowstead.spec.software import Software
 
 CONSTANTS = {"device_step_s": 5e-3}
 """What is fitted, and where the search starts."""

@@ -25,7 +25,8 @@ from rowstead.plan.predict import predict
 from rowstead.plan.setup import Setup
 from rowstead.plan.work import StepWork, step_work
 from rowstead.spec.catalogue import load_machine, load_software
-from rowstead.spec.machine import Machine, Software
+from rowstead.spec.machine import Machine
+from rowstead.spec.software import Software
 
 GRID = {
     "cuda": {"device_gemm_share": (0.35, 0.4, 0.45, 0.5), "device_random_share": (0.8, 0.9, 1.0)},

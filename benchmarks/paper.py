@@ -21,9 +21,10 @@ from rowstead.plan.predict import Prediction, predict
 from rowstead.plan.setup import Place, Setup, fewest_devices
 from rowstead.plan.work import StepWork, step_work
 from rowstead.spec.catalogue import load_machine, load_software
-from rowstead.spec.machine import Machine, Software
+from rowstead.spec.machine import Machine
 from rowstead.spec.parse import parse
 from rowstead.spec.run import RunSpec, load_recipe
+from rowstead.spec.software import Software
 
 FITS = Path(__file__).parent / "paper_fit.json"
 """What `benchmarks.fit_paper` found, on all data and with parts of them left out."""

@@ -19,9 +19,9 @@ from rowstead.report import of_populations, of_searches, of_studies, of_tables
 from rowstead.report.describe import TextTable
 from rowstead.report.look import Figure, axis, bars, layout, thinned, violin
 from rowstead.spec.catalogue import HERE, load_machine
-from rowstead.spec.machine import Software
 from rowstead.spec.run import load_recipe
 from rowstead.spec.sizes import shown_bytes
+from rowstead.spec.software import Software
 from rowstead.spec.sweep import load_sweep
 
 

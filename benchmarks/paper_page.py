@@ -30,7 +30,7 @@ from rowstead.plan.predict import predict
 from rowstead.plan.setup import Setup
 from rowstead.plan.work import step_work
 from rowstead.spec.catalogue import load_software
-from rowstead.spec.machine import Software
+from rowstead.spec.software import Software
 
 PAGE = Path(__file__).parent.parent / "docs" / "paper_prediction.md"
 PAPER_EFFICIENCY = {"m1": 4.3, "m2": 2.8, "m3": 0.43}

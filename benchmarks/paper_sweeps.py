@@ -26,7 +26,7 @@ from rowstead.report import of_studies
 from rowstead.report.describe import TextTable
 from rowstead.report.look import Figure, axis, heat_map, layout
 from rowstead.report.of_studies import MEASURED, Study
-from rowstead.spec.machine import Software
+from rowstead.spec.software import Software
 
 Table = Mapping[int, Mapping[int, float]]
 """A figure by dense features, then by sparse ones."""

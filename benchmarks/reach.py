@@ -39,7 +39,7 @@ from benchmarks.step import (
     steps_of,
 )
 from benchmarks.timing import give_back_gpu_memory
-from rowstead.data.parquet import ParquetSource
+from rowstead.data.parquet_source import ParquetSource
 from rowstead.data.synth import write_parquet
 from rowstead.parts import build_model, open_sources
 from rowstead.records.usage import usable_cores

@@ -71,7 +71,8 @@ def write_log(path: Path, num_rows: int, group_rows: int, stored: str = "as synt
 def read_with_rowstead(path: Path, shuffle_rows: int) -> int:
     """One epoch of batches; the number of examples."""
     from rowstead.data.encode import Encoder
-    from rowstead.data.parquet import ParquetLog, ParquetSource
+    from rowstead.data.parquet import ParquetLog
+    from rowstead.data.parquet_source import ParquetSource
     from rowstead.data.transforms import DenseTransforms
 
     spec = ParquetSpec(train=(str(path),), shuffle_rows=shuffle_rows, decode_threads=1)

@@ -267,14 +267,12 @@ def _shown_machine(machine: Machine) -> list[str]:
 
 def _keep(root: Path, spec: RunSpec, choices: list[Choice]) -> None:
     """Add what was predicted to a run store, a machine that is too small with the reason."""
-    import datetime
-
     from rowstead.plan.predict import record_of
     from rowstead.records.store import Entry, RunStore
     from rowstead.spec.parse import digest
-    from rowstead.spec.record import Record
+    from rowstead.spec.record import Record, date_now
 
-    date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    date = date_now()
     for one in choices:
         facts: dict[str, str | int | float] = {"name": one.machine.name}
         record = Record(kind="predicted", name=spec.name, spec_digest=digest(spec), date=date, machine=facts)

@@ -19,7 +19,8 @@ from rowstead.contracts.store import EmbeddingStore
 from rowstead.data.block import RawBlock
 from rowstead.data.columns import IdKinds
 from rowstead.data.encode import Encoder
-from rowstead.data.parquet import ParquetLog, ParquetSource
+from rowstead.data.parquet import ParquetLog
+from rowstead.data.parquet_source import ParquetSource
 from rowstead.data.share import SharedSource
 from rowstead.data.synth import SynthLog, SynthSource
 from rowstead.data.transforms import DenseTransforms

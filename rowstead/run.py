@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
 import math
 import signal
@@ -40,7 +39,7 @@ from rowstead.report.placement import placement_text
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.parse import digest, to_plain
 from rowstead.spec.placement import Placement
-from rowstead.spec.record import Record
+from rowstead.spec.record import Record, date_now
 from rowstead.spec.run import RunSpec, load_recipe
 from rowstead.stores.channel import opened_channel
 from rowstead.trained import architecture, check_same_model, transforms_in
@@ -310,7 +309,7 @@ def record_of(
         kind="measured",
         name=spec.name,
         spec_digest=digest(spec),
-        date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        date=date_now(),
         machine={
             **machine_facts(gpu),
             "kernel": kernel,

@@ -14,7 +14,8 @@ from rowstead.contracts.batch import Batch
 from rowstead.contracts.source import Source
 from rowstead.data.columns import Columns, IdKinds
 from rowstead.data.encode import Encoder
-from rowstead.data.parquet import ParquetLog, ParquetSource
+from rowstead.data.parquet import ParquetLog
+from rowstead.data.parquet_source import ParquetSource
 from rowstead.data.transforms import DenseTransforms, RowRule
 from rowstead.model.dlrm import DLRM
 from rowstead.parts import Log, build_model, device_of, files_like, threads_of

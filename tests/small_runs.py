@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from rowstead.data.synth import write_parquet
 from rowstead.run import Result
@@ -43,6 +44,15 @@ def small_plain() -> dict[str, Any]:
         "train": {"batch_size": 64},
         "threads": 1,  # so small a model is only slower with more, much so where other tests run beside it
     }
+
+
+def recipe(folder: Path, **train: object) -> Path:
+    """The small recipe in a file, with changes to how it trains."""
+    plain = small_plain()
+    plain["train"] |= train
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(plain))
+    return path
 
 
 def small_spec(*overrides: str) -> RunSpec:

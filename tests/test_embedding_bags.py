@@ -1,17 +1,11 @@
-"""EmbeddingBags trains like nn.EmbeddingBag under torch.optim, and stands in for TorchRec's EmbeddingBagCollection.
-
-Tests against TorchRec itself are skipped where it is not installed.
-"""
+"""EmbeddingBags train like nn.EmbeddingBag under torch.optim, and move, copy and load like any module."""
 
 from __future__ import annotations
 
 import copy
-import importlib.util
 import io
 import re
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,78 +13,12 @@ import torch
 from torch import Tensor, nn
 
 import rowstead
-from rowstead.contracts.batch import Sparse, kjt_from_sparse, sparse_from_kjt
-from rowstead.embedding_bags import BagTable, EmbeddingBags, PooledFeatures
-from rowstead.kernels.layout import layout_of
-from rowstead.spec.errors import CheckpointError, DataError, RowsteadError, SpecError
-from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of
-from rowstead.spec.train import SparseOptimizerSpec
-from rowstead.stores.device import DeviceStore
+from rowstead.contracts.batch import Sparse, sparse_from_kjt
+from rowstead.embedding_bags import EmbeddingBags
+from rowstead.spec.errors import DataError
+from tests.small_bags import NUM_SAMPLES, TABLES, Plain, assert_same_rows, batch, loss_of, one_example, two_tables
 
-TABLES = (
-    BagTable(name="users", num_embeddings=40, embedding_dim=8, feature_names=("user", "friend")),
-    BagTable(name="tags", num_embeddings=15, embedding_dim=4, feature_names=("tag",), pooling="mean"),
-    BagTable(name="again", num_embeddings=40, embedding_dim=12, feature_names=("user",)),
-)
-FEATURES = ("user", "friend", "tag")
-ROWS = {"user": 40, "friend": 40, "tag": 15}
-NUM_SAMPLES = 6
-
-needs_torchrec = pytest.mark.skipif(importlib.util.find_spec("torchrec") is None, reason="TorchRec is not installed")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"))]
-
-
-def batch(
-    random: torch.Generator, *, weighted: bool = False, dtype: torch.dtype = torch.int64, features: tuple[str, ...] = FEATURES
-) -> Sparse:
-    """Random bags, many of them empty, and ids that repeat."""
-    lengths = torch.randint(0, 5, (len(features), NUM_SAMPLES), generator=random)
-    lengths[:, 0] = 0
-    ids = [
-        torch.randint(0, ROWS[name], (int(own.sum()),), generator=random) for name, own in zip(features, lengths, strict=True)
-    ]
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.view(-1).cumsum(0)])
-    weights = torch.rand(int(offsets[-1]), generator=random) if weighted else None
-    return Sparse(ids=torch.cat(ids).to(dtype), offsets=offsets, num_features=len(features), weights=weights)
-
-
-class Plain(nn.Module):
-    """The same tables, one nn.EmbeddingBag each."""
-
-    def __init__(self, bags: EmbeddingBags, *, sparse: bool = False) -> None:
-        super().__init__()
-        self.tables = nn.ModuleDict(
-            {
-                table.name: nn.EmbeddingBag(
-                    table.num_embeddings, table.embedding_dim, mode=table.pooling, include_last_offset=True, sparse=sparse
-                )
-                for table in TABLES
-            }
-        )
-        for name, weight in bags.state_dict().items():
-            self.tables[name.split(".")[1]].weight.data.copy_(weight)
-
-    def forward(self, sparse: Sparse, features: tuple[str, ...] = FEATURES) -> Tensor:
-        pooled = []
-        for table in TABLES:
-            for feature in table.feature_names:
-                place = features.index(feature)
-                own = sparse.offsets[place * NUM_SAMPLES : (place + 1) * NUM_SAMPLES + 1]
-                part = slice(int(own[0]), int(own[-1]))
-                weights = None if sparse.weights is None else sparse.weights[part]
-                if weights is not None and table.pooling == "mean":
-                    raise AssertionError("nn.EmbeddingBag has no weighted mean")
-                pooled.append(self.tables[table.name](sparse.ids[part].long(), own - own[0], weights))
-        return torch.cat(pooled, dim=1)
-
-
-def loss_of(pooled: Tensor, target: Tensor) -> Tensor:
-    return (pooled.sin() - target).square().sum()
-
-
-def assert_same_rows(bags: EmbeddingBags, plain: Plain, tolerance: float = 1e-5) -> None:
-    for name, weight in bags.state_dict().items():
-        torch.testing.assert_close(weight.cpu(), plain.tables[name.split(".")[1]].weight.data, rtol=tolerance, atol=tolerance)
 
 
 def optimizer_of(kind: str, plain: Plain, lr: float) -> torch.optim.Optimizer:
@@ -225,6 +153,20 @@ def test_weights_are_ignored_or_wanted_as_the_module_says() -> None:
         EmbeddingBags(TABLES, is_weighted=True)(without)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("optimizer", [None, "sgd"])
+def test_weights_get_gradients_whatever_their_type_and_though_tables_are_frozen(
+    optimizer: str | None, dtype: torch.dtype
+) -> None:
+    bags = two_tables(is_weighted=True, optimizer=optimizer, dtype=dtype).requires_grad_(False)
+    weights = torch.tensor([1.0, 2.0], dtype=dtype, requires_grad=True)
+    rows = [bags.embedding_bags[name].weight.detach().float().clone() for name in ("a", "b")]
+    bags(one_example(weights)).values().sum().backward()
+    assert weights.grad is not None
+    expected = torch.stack([rows[0][1].sum(), rows[1][2].sum()])
+    torch.testing.assert_close(weights.grad.float(), expected, rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("optimizer", ["rowwise_adagrad", None])
 def test_rows_of_half_the_width_give_float32_vectors(dtype: torch.dtype, optimizer: Any) -> None:
@@ -298,127 +240,6 @@ def test_a_module_that_is_moved_to_the_gpu_trains_there() -> None:
         torch.testing.assert_close(there.state_dict()[name].cpu(), value, rtol=1e-5, atol=1e-5)
 
 
-def test_inside_another_model_names_and_parameters_are_as_in_torchrec() -> None:
-    model = nn.ModuleDict({"sparse": EmbeddingBags(TABLES, optimizer="sgd"), "dense": nn.Linear(2, 2)})
-    names = [f"sparse.embedding_bags.{table.name}.weight" for table in TABLES]
-    assert [name for name in model.state_dict() if name.startswith("sparse")] == names
-    assert [name for name, _ in model.named_parameters() if name.startswith("sparse")] == names
-    assert [name for name, p in model.named_parameters() if p.requires_grad] == ["dense.weight", "dense.bias"]
-
-
-def test_pooled_features_answer_by_name() -> None:
-    bags = EmbeddingBags(TABLES, optimizer="sgd")
-    pooled = bags(batch(torch.Generator().manual_seed(11)))
-    assert isinstance(pooled, PooledFeatures)
-    assert pooled.keys() == ["user@users", "friend", "tag", "user@again"]
-    assert pooled.length_per_key() == [8, 8, 4, 12]
-    assert pooled.offset_per_key() == [0, 8, 16, 20, 32]
-    for name, value in pooled.to_dict().items():
-        assert torch.equal(value, pooled[name])
-    assert torch.equal(pooled["tag"], pooled.values()[:, 16:20])
-    with pytest.raises(KeyError, match="did you mean `friend`"):
-        pooled["freind"]
-
-
-class Keyed:
-    """A batch with the methods of TorchRec's KeyedJaggedTensor that we use."""
-
-    def __init__(self, keys: list[str], sparse: Sparse) -> None:
-        self._keys, self._sparse = keys, sparse
-
-    def keys(self) -> list[str]:
-        return self._keys
-
-    def values(self) -> Tensor:
-        return self._sparse.ids
-
-    def offsets(self) -> Tensor:
-        return self._sparse.offsets
-
-    def weights_or_none(self) -> Tensor | None:
-        return self._sparse.weights
-
-
-def test_features_in_another_order_or_too_many_give_the_same_vectors() -> None:
-    bags = EmbeddingBags(TABLES, optimizer="sgd", lr=0.1)
-    plain = Plain(bags)
-    random = torch.Generator().manual_seed(12)
-    order = ("tag", "friend", "user")
-    sparse = batch(random, features=order)
-    ours = bags(Keyed(list(order), sparse)).values()
-    torch.testing.assert_close(ours, plain(sparse, order), rtol=1e-6, atol=1e-6)
-    target = torch.randn(NUM_SAMPLES, 32, generator=random)
-    loss_of(ours, target).backward()
-    loss_of(plain(sparse, order), target).backward()
-    torch.optim.SGD(plain.parameters(), lr=0.1).step()
-    assert_same_rows(bags, plain)
-    few = EmbeddingBags(TABLES[1:2], optimizer="sgd")
-    assert few(Keyed(list(order), sparse)).keys() == ["tag"]
-
-
-def test_ids_in_the_tables_order_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    bags = EmbeddingBags(TABLES[:2], optimizer="sgd")
-    sparse = batch(torch.Generator().manual_seed(13))
-    seen = []
-    lookup = bags._store.lookup
-    monkeypatch.setattr(bags._store, "lookup", lambda given: seen.append(given) or lookup(given))  # type: ignore[func-returns-value]
-    for features in (sparse, Keyed(list(FEATURES), sparse)):
-        bags(features)
-    assert [given.ids.data_ptr() for given in seen] == [sparse.ids.data_ptr()] * 2
-    assert [given.offsets.data_ptr() for given in seen] == [sparse.offsets.data_ptr()] * 2
-
-
-def test_what_does_not_fit_is_named() -> None:
-    bags = EmbeddingBags(TABLES, optimizer="sgd")
-    sparse = batch(torch.Generator().manual_seed(14))
-    with pytest.raises(DataError, match="no feature `friend`, which a table reads: did you mean `freind`"):
-        bags(Keyed(["user", "freind", "tag"], sparse))
-    with pytest.raises(DataError, match="the batch has 2 features, and the tables want user, friend, tag"):
-        bags(Sparse(ids=sparse.ids, offsets=sparse.offsets, num_features=2))
-    with pytest.raises(TypeError, match=r"give a rowstead\.Sparse or a KeyedJaggedTensor, not dict"):
-        bags({"user": sparse.ids})
-    bad = sparse.ids.clone()
-    bad[-1] = 15
-    with pytest.raises(DataError, match=r"id 15 of example \d, feature 2 \(table `tags`\)"):
-        bags(Sparse(ids=bad, offsets=sparse.offsets, num_features=3))
-    with pytest.raises(DataError, match="offsets must rise from 0"):
-        bags(Keyed(["tag", "user", "friend"], Sparse(ids=sparse.ids[1:], offsets=sparse.offsets, num_features=3)))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ({"tables": []}, "give at least one"),
-        ({"tables": [TABLES[0], TABLES[0]]}, "`users` is named twice"),
-        ({"lr": 0.1}, "lr without an optimizer"),
-        ({"optimizer": "sgd", "lr": -1.0}, "lr: must be above 0"),
-        (
-            {"tables": [SimpleNamespace(name="t", num_embeddings=0, embedding_dim=4, feature_names=[], pooling="sum")]},
-            "table `t`",
-        ),
-        (
-            {"tables": [SimpleNamespace(name="t", num_embeddings=9, embedding_dim=4, feature_names=[], pooling="NONE")]},
-            "sum or mean",
-        ),
-    ],
-)
-def test_a_mistake_in_the_configuration_is_named(arguments: dict[str, Any], says: str) -> None:
-    with pytest.raises(RowsteadError, match=says):
-        EmbeddingBags(**{"tables": TABLES, **arguments})
-
-
-def test_small_mistakes_are_refused() -> None:
-    with pytest.raises(SpecError, match="`a` is named twice"):
-        BagTable(name="t", num_embeddings=1, embedding_dim=1, feature_names=("a", "a"))
-    assert BagTable(name="t", num_embeddings=1, embedding_dim=1).feature_names == ("t",)
-    bags = EmbeddingBags(TABLES, optimizer=SparseOptimizerSpec(kind="adam", lr=0.2))
-    assert bags.lr == 0.2
-    with pytest.raises(ValueError, match="at least 0"):
-        bags.lr = float("nan")
-    with pytest.raises(CheckpointError, match="num_updates"):
-        bags.load_optimizer_state({})
-
-
 def test_a_batch_of_no_examples_has_no_vectors() -> None:
     bags = EmbeddingBags(TABLES[:2], optimizer="sgd")
     empty = Sparse(ids=torch.empty(0, dtype=torch.int64), offsets=torch.zeros(1, dtype=torch.int64), num_features=3)
@@ -461,152 +282,3 @@ def test_what_its_page_shows_runs() -> None:
 def test_the_package_has_it() -> None:
     assert rowstead.EmbeddingBags is EmbeddingBags
     assert rowstead.sparse_from_kjt is sparse_from_kjt
-
-
-# TorchRec itself
-
-
-def test_without_torchrec_a_conversion_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torchrec", None)  # as if it were not installed
-    with pytest.raises(RowsteadError, match="needs TorchRec"):
-        kjt_from_sparse(batch(torch.Generator().manual_seed(1)), FEATURES)
-
-
-@needs_torchrec
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-def test_conversion_from_and_to_a_keyed_jagged_tensor_shares_memory(dtype: torch.dtype, weighted: bool) -> None:
-    sparse = batch(torch.Generator().manual_seed(15), dtype=dtype, weighted=weighted)
-    keyed = kjt_from_sparse(sparse, FEATURES)
-    back = sparse_from_kjt(keyed)
-    assert keyed.keys() == list(FEATURES)
-    assert keyed.stride() == NUM_SAMPLES
-    for given in (keyed.values(), back.ids):
-        assert given.data_ptr() == sparse.ids.data_ptr()
-        assert given.dtype == dtype
-    assert keyed.offsets().data_ptr() == back.offsets.data_ptr() == sparse.offsets.data_ptr()
-    assert (back.weights is None) == (sparse.weights is None)
-    if sparse.weights is not None and back.weights is not None:
-        assert back.weights.data_ptr() == sparse.weights.data_ptr()
-    assert back.num_samples == NUM_SAMPLES
-    with pytest.raises(DataError, match="2 keys for 3 features"):
-        kjt_from_sparse(sparse, ("a", "b"))
-
-
-@needs_torchrec
-@pytest.mark.parametrize("lengths_dtype", [torch.int64, torch.int32])
-def test_it_stands_in_for_an_embedding_bag_collection(lengths_dtype: torch.dtype) -> None:
-    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, KeyedTensor, PoolingType
-
-    configs = [
-        EmbeddingBagConfig(
-            name=table.name,
-            num_embeddings=table.num_embeddings,
-            embedding_dim=table.embedding_dim,
-            feature_names=list(table.feature_names),
-            pooling=PoolingType[table.pooling.upper()],
-        )
-        for table in TABLES
-    ]
-    theirs = EmbeddingBagCollection(tables=configs)
-    ours, fused = EmbeddingBags(configs), EmbeddingBags(configs, optimizer="sgd", lr=0.1)
-    assert list(ours.state_dict()) == list(theirs.state_dict())
-    ours.load_state_dict(theirs.state_dict())
-    fused.load_state_dict(theirs.state_dict())
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (theirs, ours)]
-    random = torch.Generator().manual_seed(16)
-    order = ("tag", "user", "friend")
-    for _ in range(5):
-        sparse = batch(random, features=order)
-        lengths = sparse.offsets.diff().to(lengths_dtype)
-        keyed = KeyedJaggedTensor(keys=list(order), values=sparse.ids, lengths=lengths)
-        target = torch.randn(NUM_SAMPLES, 32, generator=random)
-        wanted = theirs(keyed)
-        for model in (theirs, ours, fused):
-            pooled = model(keyed)
-            assert isinstance(pooled, KeyedTensor)
-            assert pooled.keys() == wanted.keys()
-            torch.testing.assert_close(pooled.values(), wanted.values(), rtol=1e-5, atol=1e-5)
-            assert torch.equal(pooled["tag"], pooled.to_dict()["tag"])
-            loss_of(pooled.values(), target).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    theirs.load_state_dict(fused.state_dict())
-    for name, value in ours.state_dict().items():
-        torch.testing.assert_close(theirs.state_dict()[name], value, rtol=1e-5, atol=1e-5)
-
-
-@needs_torchrec
-def test_a_torchrec_configuration_says_type_and_initial_rows() -> None:
-    from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
-    from torchrec.modules.embedding_configs import DataType
-
-    config = EmbeddingBagConfig(
-        name="t", num_embeddings=5, embedding_dim=4, feature_names=["f"], data_type=DataType.FP16, init_fn=nn.init.ones_
-    )
-    bags = EmbeddingBags([config], optimizer="sgd")
-    assert bags.embedding_bags["t"].weight.dtype == torch.float16
-    assert torch.equal(bags.embedding_bags["t"].weight, torch.ones(5, 4, dtype=torch.float16))
-    uneven = KeyedJaggedTensor(
-        keys=["f", "g"],
-        values=torch.tensor([1, 2, 3]),
-        lengths=torch.tensor([1, 1, 1]),
-        stride_per_key_per_rank=[[2], [1]],
-    )
-    with pytest.raises(DataError, match="different numbers of examples"):
-        bags(uneven)
-
-
-def _two_tables(**more: Any) -> EmbeddingBags:
-    tables = [BagTable(name=name, num_embeddings=10, embedding_dim=4) for name in ("a", "b")]
-    return EmbeddingBags(tables, **more)
-
-
-def _one_example(weights: Tensor | None = None) -> Sparse:
-    return Sparse(ids=torch.tensor([1, 2]), offsets=torch.tensor([0, 1, 2]), num_features=2, weights=weights)
-
-
-def test_tables_that_kernels_would_misread_are_refused() -> None:
-    strided, half, small = _two_tables(), _two_tables(), _two_tables()
-    strided.embedding_bags["a"].weight.data = torch.arange(80.0).view(10, 8)[:, :4]
-    half.embedding_bags["b"].half()
-    small.embedding_bags["a"].weight.data = torch.ones(2, 4)
-    for bags in (strided, half, small):
-        with pytest.raises(RowsteadError, match="must be contiguous"):
-            bags(_one_example())
-
-
-def test_a_store_whose_state_was_left_behind_is_not_trained() -> None:
-    features = FeaturesSpec(sparse=(SparseFeatureSpec(name="f", num_rows=10),))
-    store = DeviceStore(layout_of(features, tables_of(features, width=4)), SparseOptimizerSpec(kind="adagrad")).double()
-    sparse = Sparse(ids=torch.tensor([1]), offsets=torch.tensor([0, 1]), num_features=1)
-    with pytest.raises(RowsteadError, match="convert the store before training it"):
-        store.update(sparse, torch.ones(1, 4, dtype=torch.float64), lr=0.1, step=1)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("optimizer", [None, "sgd"])
-def test_weights_get_gradients_whatever_their_type_and_though_tables_are_frozen(
-    optimizer: str | None, dtype: torch.dtype
-) -> None:
-    bags = _two_tables(is_weighted=True, optimizer=optimizer, dtype=dtype).requires_grad_(False)
-    weights = torch.tensor([1.0, 2.0], dtype=dtype, requires_grad=True)
-    rows = [bags.embedding_bags[name].weight.detach().float().clone() for name in ("a", "b")]
-    bags(_one_example(weights)).values().sum().backward()
-    assert weights.grad is not None
-    expected = torch.stack([rows[0][1].sum(), rows[1][2].sum()])
-    torch.testing.assert_close(weights.grad.float(), expected, rtol=1e-2, atol=1e-2)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        ({"kernel": "cppu"}, "kernel='cppu'"),
-        ({"optimizer": "adagad"}, "optimizer='adagad'"),
-        ({"dtype": torch.int64}, "dtype="),
-    ],
-)
-def test_what_is_not_known_is_refused(wrong: dict[str, Any], says: str) -> None:
-    with pytest.raises(RowsteadError, match=says):
-        _two_tables(**wrong)

@@ -12,7 +12,8 @@ from rowstead.records.run_folder import RunFolder
 from rowstead.trained import evaluate, open_run
 from rowstead.training import checkpoint
 from rowstead.training.step import load_model
-from tests.test_processes import recipe, run
+from tests.small_runs import recipe
+from tests.test_processes import run
 
 STEPS = ("--set", "train.max_steps=25", "--set", "train.checkpoint_every=10", "--set", "train.full_checkpoint_every=3")
 

@@ -12,13 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-import yaml
 from torch import Tensor
 
 from rowstead.contracts.channel import Alone
 from rowstead.launch import INTERRUPTED, LOST, MISTAKE, environment, judge
 from rowstead.training import checkpoint
-from tests.small_runs import small_plain, wait_until
+from tests.small_runs import recipe, wait_until
 from tests.training_together import Settings, in_processes, trained
 
 MIX = {"one": "table", "shared": "row", "mean": "replicate", "large": "column"}
@@ -75,14 +74,6 @@ def test_losses_in_fp32_are_those_of_one_process_to_a_ten_thousandth(world: int,
 
 
 # Runs
-
-
-def recipe(folder: Path, **train: object) -> Path:
-    plain = small_plain()
-    plain["train"] |= train
-    path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump(plain))
-    return path
 
 
 def command(*arguments: object) -> list[str]:

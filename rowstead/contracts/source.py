@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterator
+from typing import Any, Protocol
 
 from rowstead.contracts.batch import Batch
 
@@ -26,3 +27,29 @@ class Source(Protocol):
     ) -> Iterator[tuple[Batch, Cursor]]:
         """Batches of one epoch, each with the cursor that continues right after it; the last batch may be short."""
         ...
+
+
+class SourceOver(ABC):
+    """A Source over another: its batches, each changed in one way, and whatever else it knows."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self.num_samples = source.num_samples
+
+    @abstractmethod
+    def _changed(self, batch: Batch) -> Batch: ...
+
+    def batches(
+        self, batch_size: int, *, epoch: int = 0, rank: int = 0, world: int = 1, cursor: Cursor | None = None
+    ) -> Iterator[tuple[Batch, Cursor]]:
+        batches = self._source.batches(batch_size, epoch=epoch, rank=rank, world=world, cursor=cursor)
+        try:
+            for batch, after in batches:
+                yield self._changed(batch), after
+        finally:
+            if isinstance(batches, Generator):
+                batches.close()
+
+    def __getattr__(self, name: str) -> Any:
+        """What some sources know besides, such as `num_skipped`."""
+        return getattr(self._source, name)

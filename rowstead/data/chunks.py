@@ -133,6 +133,18 @@ def _dictionary(chunk, header, codec, room, words):  # type: ignore[no-untyped-d
 
 
 @_kernel
+def _next_page(chunk, header, codec, room, words, dictionary):  # type: ignore[no-untyped-def]
+    """A page: the bytes of one with values, or the dictionary that one has; whether it is right; and memory for the one after it."""
+    if header[TYPE] == DICTIONARY_PAGE:
+        dictionary, ok, room = _dictionary(chunk, header, codec, room, words)
+        return chunk[:0], ok, dictionary, room, dictionary if ok and len(dictionary) > len(words) else words
+    if header[TYPE] != DATA_PAGE and header[TYPE] != DATA_PAGE_V2:
+        return chunk[:0], False, dictionary, room, words
+    page, ok, room = _page(chunk, header, codec, room)
+    return page, ok, dictionary, room, words
+
+
+@_kernel
 def floats_of_chunk(chunk, max_def, codec, values, room, words):  # type: ignore[no-untyped-def]
     """Fill values [R] from a flat FLOAT column chunk, NaN where null; false when that cannot be done.
 
@@ -143,19 +155,10 @@ def floats_of_chunk(chunk, max_def, codec, values, room, words):  # type: ignore
     headers = page_headers(chunk)
     for p in range(len(headers)):
         header = headers[p]
-        if header[TYPE] == DICTIONARY_PAGE:
-            dictionary, ok, room = _dictionary(chunk, header, codec, room, words)
-            if not ok:
-                return False, room, words
-            words = dictionary if len(dictionary) > len(words) else words
-            continue
-        if header[TYPE] != DATA_PAGE and header[TYPE] != DATA_PAGE_V2:
-            return False, room, words
-        page, ok, room = _page(chunk, header, codec, room)
-        if not ok:
-            return False, room, words
-        at = floats_of_page(page, header, max_def, dictionary, values, at)
-        if at < 0:
+        page, ok, dictionary, room, words = _next_page(chunk, header, codec, room, words, dictionary)
+        if ok and header[TYPE] != DICTIONARY_PAGE:
+            at = floats_of_page(page, header, max_def, dictionary, values, at)
+        if not ok or at < 0:
             return False, room, words
     return at == len(values), room, words
 
@@ -172,16 +175,10 @@ def bags_of_chunk(chunk, max_def, max_rep, codec, ids, offsets, room, words):  #
     headers = page_headers(chunk)
     for p in range(len(headers)):
         header = headers[p]
-        if header[TYPE] == DICTIONARY_PAGE:
-            dictionary, ok, room = _dictionary(chunk, header, codec, room, words)
-            if not ok:
-                return -1, room, words
-            words = dictionary if len(dictionary) > len(words) else words
-            continue
-        if header[TYPE] != DATA_PAGE and header[TYPE] != DATA_PAGE_V2:
-            return -1, room, words
-        page, ok, room = _page(chunk, header, codec, room)
-        if not ok or not bags_of_page(page, header, max_def, max_rep, dictionary, ids, offsets, place):
+        page, ok, dictionary, room, words = _next_page(chunk, header, codec, room, words, dictionary)
+        if ok and header[TYPE] != DICTIONARY_PAGE:
+            ok = bags_of_page(page, header, max_def, max_rep, dictionary, ids, offsets, place)
+        if not ok:
             return -1, room, words
     if place[1] != len(offsets) - 1:
         return -1, room, words

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from rowstead.fleet.local import GRACE_S, HEAD, LOOK_EVERY_S, stopped
+from rowstead.fleet.local import HEAD, LOOK_EVERY_S
 from rowstead.fleet.roster import ROLES_FOLDER, RoleFiles, told
 from rowstead.records.files import write_atomic
 from rowstead.spec.fleet import RoleKind
@@ -92,10 +92,6 @@ class ByHand:
         role = HandRole(files, incarnation)
         self._all.append(role)
         return role
-
-    def stop(self, roles: list[HandRole], grace_s: float = GRACE_S) -> list[int | None]:
-        """Ask some of them to end, and give up on those that do not in time; returns their exit codes."""
-        return stopped(roles, grace_s)
 
     def __enter__(self) -> ByHand:
         self._thread = threading.Thread(target=self._beat, name="head is alive", daemon=True)

@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 
 from rowstead.fleet.client import Client, ServerGone
 from rowstead.fleet.keys import Keys
+from rowstead.fleet.local import Role, stopped
 from rowstead.fleet.restart import MISTAKE, Decision, Ended, decide
 from rowstead.fleet.roster import RoleAddress, RoleFiles, Roster, told
 from rowstead.fleet.wire import Message
@@ -29,28 +30,12 @@ TRAINERS_BEGIN = "trainers_begin"
 State = Literal["starting", "ready", "to be started", "done", "given up"]
 
 
-class Role(Protocol):
-    """A role that was started."""
-
-    def code(self) -> int | None:
-        """The exit code, negative for a signal; none while it runs."""
-        ...
-
-    def ask_to_stop(self) -> None: ...
-
-    def kill(self) -> None: ...
-
-    def wait(self, timeout_s: float | None = None) -> int | None: ...
-
-
 class Launcher(Protocol):
     """Starts roles somewhere; `Nursery` does so on this machine."""
 
-    def start(self, kind: RoleKind, number: int, incarnation: int = 0) -> Any:
-        """A Role; once at work it tells so through its file (`roster.tell`)."""
+    def start(self, kind: RoleKind, number: int, incarnation: int = 0) -> Role:
+        """Begin a role; once at work it tells so through its file (`roster.tell`)."""
         ...
-
-    def stop(self, roles: list[Any], grace_s: float = ...) -> list[int | None]: ...
 
 
 class RoleError(RowsteadError):
@@ -67,7 +52,7 @@ class Post:
 
     kind: RoleKind
     number: int
-    role: Any
+    role: Role
     incarnation: int = 0
     state: State = "starting"
     started: float = 0.0
@@ -164,7 +149,7 @@ class Crew:
         while any(role.code() is None for role in running) and time.monotonic() < ends_s:
             self.look()
             time.sleep(LOOK_EVERY_S)
-        self._launcher.stop(running, 0.0)
+        stopped(running, 0.0)
 
     def call(self, post: Post, kind: str, facts: Mapping[str, Any] | None = None, *, deadline_s: float = TELL_S) -> Message:
         """Ask a server something."""

@@ -29,7 +29,6 @@ from typing import Any
 
 import safetensors
 import safetensors.torch
-import torch
 from torch import Tensor
 
 from rowstead.contracts.sync import CentreGone
@@ -41,7 +40,6 @@ from rowstead.fleet.server import Later, Server
 from rowstead.fleet.wire import Message
 from rowstead.records.files import write_atomic
 from rowstead.spec.errors import RowsteadError
-from rowstead.spec.run import RunSpec
 
 EXCHANGE_S = 5.0
 """Seconds that a trainer waits for the centre before it goes on alone."""
@@ -344,7 +342,6 @@ class RemoteCentre:
 
 
 def serve_dense(
-    spec: RunSpec | None,
     folder: Path,
     number: int,
     *,
@@ -353,7 +350,6 @@ def serve_dense(
     address: str = "tcp://127.0.0.1:0",
     keys: Keys | None = None,
     incarnation: int = 0,
-    dtype: torch.dtype = torch.float32,
     snapshot_every_s: float = SNAPSHOT_EVERY_S,
     sampled: Callable[[Callable[[], dict[str, Any]]], None] | None = None,
 ) -> None:

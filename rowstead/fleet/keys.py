@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
 import re
@@ -12,6 +11,7 @@ from pathlib import Path
 import zmq
 from zmq.utils import z85
 
+from rowstead.spec.address import is_loopback
 from rowstead.spec.errors import RowsteadError
 
 _ADDRESS = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:.]+\]|[^:\[\]/]+):(?P<port>\d{1,5})")
@@ -73,7 +73,7 @@ def check_address(address: str, keys: Keys | None) -> None:
     match = _ADDRESS.fullmatch(address)
     if match is None or int(match["port"]) > 65535:
         raise RowsteadError(f"{address!r} is no address: write tcp://HOST:PORT, such as tcp://127.0.0.1:0")
-    if keys is None and not _is_loopback(match["host"].strip("[]")):
+    if keys is None and not is_loopback(match["host"].strip("[]")):
         raise RowsteadError(
             f"{address} can be reached from other machines, and there are no keys: have keys made for this job "
             "(`Keys.make()`; `rowstead train --fleet` does it), or stay on tcp://127.0.0.1"
@@ -111,15 +111,6 @@ class Gate:
         self.num_refused += not is_ours
         status = (b"200", b"OK") if is_ours else (b"400", b"not a client of this job")
         self.socket.send_multipart([b"1.0", number, *status, b"", b""])
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _is_key(value: object) -> bool:

@@ -24,8 +24,12 @@ def environment(num_threads: int, inherited: Mapping[str, str] = os.environ) -> 
     return {"OMP_NUM_THREADS": str(num_threads), **inherited, HEAD: str(os.getpid())}
 
 
-class Stoppable(Protocol):
+class Role(Protocol):
     """A role that was started."""
+
+    def code(self) -> int | None:
+        """The exit code, negative for a signal; none while it runs."""
+        ...
 
     def ask_to_stop(self) -> None: ...
 
@@ -34,7 +38,7 @@ class Stoppable(Protocol):
     def wait(self, timeout_s: float | None = None) -> int | None: ...
 
 
-def stopped(roles: Sequence[Stoppable], grace_s: float) -> list[int | None]:
+def stopped(roles: Sequence[Role], grace_s: float) -> list[int | None]:
     """The exit codes of roles that were asked to end, and killed where they did not in time."""
     for role in roles:
         role.ask_to_stop()

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rowstead.fleet.local import ASK, GRACE_S, HEAD, LOOK_EVERY_S, environment, stopped
+from rowstead.fleet.local import ASK, GRACE_S, HEAD, LOOK_EVERY_S, environment
 from rowstead.fleet.roster import ROLES_FOLDER, RoleFiles
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.fleet import RoleKind
@@ -100,10 +100,6 @@ class Nursery:
         self._running[role.pid] = role
         self.codes.pop(role.pid, None)
         return role
-
-    def stop(self, roles: list[ForkedRole], grace_s: float = GRACE_S) -> list[int | None]:
-        """Ask some of them to end, and kill those that do not in time; returns their exit codes."""
-        return stopped(roles, grace_s)
 
     def listen(self, timeout_s: float = 0.0) -> None:
         """Take in what the process has said since."""

@@ -44,14 +44,6 @@ class Partition:
     def num_servers(self) -> int:
         return len(self.servers)
 
-    def home_of(self, table: str, row: int) -> int:
-        """The server that keeps a row."""
-        for server, pieces in enumerate(self.servers):
-            for piece in pieces:
-                if piece.table == table and piece.first_row <= row < piece.first_row + piece.num_rows:
-                    return server
-        raise RowsteadError(f"no server keeps row {row} of table `{table}`: this partition was made for other tables")
-
     def pieces_of(self, layout: Layout, server: int) -> list[sharding.Piece]:
         """The pieces of one server, with tables by their places in `layout`."""
         places = {table.name: place for place, table in enumerate(layout.tables)}

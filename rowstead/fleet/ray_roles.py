@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rowstead.fleet.local import ASK, GRACE_S, HEAD, LOOK_EVERY_S, stopped
+from rowstead.fleet.local import ASK, HEAD, LOOK_EVERY_S
 from rowstead.fleet.roster import ROLES_FOLDER, RoleFiles
 from rowstead.records.usage import usable_cores
 from rowstead.spec.errors import RowsteadError
@@ -98,10 +98,6 @@ class RayRoles:
         role = RayRole(self._ray, actor, files, incarnation)
         self._all.append(role)
         return role
-
-    def stop(self, roles: list[RayRole], grace_s: float = GRACE_S) -> list[int | None]:
-        """Ask some of them to end, and kill those that do not in time; returns their exit codes."""
-        return stopped(roles, grace_s)
 
     def __enter__(self) -> RayRoles:
         self._ray = ray = imported_ray()

@@ -340,7 +340,7 @@ class Head:
         if saved is not None:
             self._position = Position(**saved.facts["position"])
             self._logged_step = self._position.step
-            put_progress(self._spec, path, saved.facts["readers"])
+            put_progress(path, saved.facts["readers"])
 
     # What is shown and kept
 

@@ -227,7 +227,7 @@ def readers_progress(spec: RunSpec, folder: Path) -> list[str]:
     return [file.read_text() if file.is_file() else "" for file in files]
 
 
-def put_progress(spec: RunSpec, folder: Path, progress: list[str]) -> None:
+def put_progress(folder: Path, progress: list[str]) -> None:
     """Let readers go on where they had come."""
     for number, text in enumerate(progress):
         if text:

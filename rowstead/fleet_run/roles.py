@@ -166,14 +166,7 @@ def _serve_dense(role: _Role) -> bool:
     from rowstead.fleet.dense_server import serve_dense
 
     with role.at_work():
-        serve_dense(
-            role.spec,
-            role.folder,
-            role.number,
-            dtype=fleet_dtype(role.roster),
-            incarnation=role.incarnation,
-            **role.options(),
-        )
+        serve_dense(role.folder, role.number, incarnation=role.incarnation, **role.options())
     return True
 
 

@@ -104,7 +104,7 @@ def _phase(parts_s: Sequence[float], moved_bytes: Sequence[float], taken_s: Sequ
     taken = np.maximum(taken_s, 1e-9)
     terms = np.stack([np.ones(len(taken)), np.array(parts_s), np.array(moved_bytes)], axis=1) / taken[:, None]
     pulls = PULL * np.median(terms, axis=0)
-    found = _not_negative(np.vstack([terms, np.diag(pulls)]), np.concatenate([np.ones(len(taken)), [0.0, pulls[1], 0.0]]))
+    found = not_negative(np.vstack([terms, np.diag(pulls)]), np.concatenate([np.ones(len(taken)), [0.0, pulls[1], 0.0]]))
     return InStep(fixed_s=float(found[0]), factor=float(np.clip(found[1], *FACTORS)), byte_s=float(found[2]))
 
 
@@ -122,7 +122,7 @@ def _by_steps(alone: Timings, parts: Sequence[Parts], times: Sequence[StepTime])
     has_plan = alone.plan is not None
     pulls = np.diag([0.0, STEP_PULL, STEP_PULL, STEP_PULL, STEP_PULL if has_plan else 1.0])
     toward = pulls @ np.array([0.0, 1.0, 1.0, 1.0, 0.5 if has_plan else 0.0])
-    found = _not_negative(np.vstack([terms / taken[:, None], pulls]), np.concatenate([(taken - known) / taken, toward]))
+    found = not_negative(np.vstack([terms / taken[:, None], pulls]), np.concatenate([(taken - known) / taken, toward]))
     dense, lookup, update = (float(np.clip(one, *FACTORS)) for one in found[1:4])
     return dataclasses.replace(
         alone,
@@ -133,7 +133,7 @@ def _by_steps(alone: Timings, parts: Sequence[Parts], times: Sequence[StepTime])
     )
 
 
-def _not_negative(left: NDArray[np.float64], right: NDArray[np.float64]) -> NDArray[np.float64]:
+def not_negative(left: NDArray[np.float64], right: NDArray[np.float64]) -> NDArray[np.float64]:
     """Least squares without negative numbers: what would be most negative is left out, until nothing is."""
     sizes = np.maximum(np.linalg.norm(left, axis=0), 1e-300)  # columns are seconds, shares and bytes
     kept, whole = list(range(left.shape[1])), np.zeros(left.shape[1])

@@ -18,7 +18,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
@@ -267,12 +267,3 @@ def _locked(file: Path) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-def entries_by_point(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
-    """Entries of the same point together: a measured one and the predictions for it."""
-    found: dict[str, list[Entry]] = {}
-    for entry in entries:
-        if entry.point is not None:
-            found.setdefault(entry.point, []).append(entry)
-    return found

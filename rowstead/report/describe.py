@@ -307,16 +307,22 @@ def _html_table(table: TextTable) -> str:
     return f'<section><h2>{table.title}</h2><div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div></section>'
 
 
-_PAGE = """<!doctype html>
+HEAD = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:">
 <title>{title}</title><style>{style}</style></head>
-<body><main>
+"""
+"""How a page begins that fetches nothing and that nothing in it can make fetch."""
+
+_PAGE = (
+    HEAD
+    + """<body><main>
 {body}
 </main>{scripts}</body></html>
 """
+)
 
 _STYLE = """
 :root { --text: #1f2328; --quiet: #59636e; --line: #d5dae0; --back: #ffffff; }

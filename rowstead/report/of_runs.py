@@ -27,16 +27,7 @@ PHASES = {
     "checkpoint_s": "checkpoint",
 }
 """Phases of a run as its record names them, in the order of a step."""
-IN_A_STEP = (
-    "waiting_for_data_s",
-    "look_up_s",
-    "forward_s",
-    "backward_s",
-    "exchange_s",
-    "dense_update_s",
-    "row_update_s",
-    "step_s",
-)
+IN_A_STEP = tuple(key for key in PHASES if key not in ("evaluation_s", "checkpoint_s"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rowstead.report.describe import TextTable
+from rowstead.report.describe import HEAD, TextTable
 from rowstead.report.look import DARK, LIGHT, Figure, script_json
 
 MAX_ROWS = 300
@@ -109,13 +109,9 @@ def cards_html(cards: Sequence[tuple[str, str, str]]) -> str:
     return f'<div class="cards">{made}</div>'
 
 
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:">
-<title>{title}</title><style>{style}</style></head>
-<body>
+_PAGE = (
+    HEAD
+    + """<body>
 <header><div class="inner"><h1>{title}</h1><p>{lead}</p><nav aria-label="Sections">{links}</nav></div></header>
 <main>
 {body}
@@ -123,6 +119,7 @@ _PAGE = """<!doctype html>
 <footer><p>{foot}</p></footer>
 {scripts}</body></html>
 """
+)
 
 _STYLE = """
 :root { --back: #f4f6f9; --card: #ffffff; --text: #1b2129; --quiet: #5a6573; --line: #dde2e9; --well: #edf0f4; --a: #2457c5; --good: #1a7f56; --bad: #b3261e; }

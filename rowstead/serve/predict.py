@@ -14,7 +14,8 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from rowstead.data.columns import floats_of
-from rowstead.data.parquet import ParquetLog, ParquetSource
+from rowstead.data.parquet import ParquetLog
+from rowstead.data.parquet_source import ParquetSource
 from rowstead.parts import device_of
 from rowstead.records.files import fsync_folder
 from rowstead.records.run_folder import DEFAULT_ROOT

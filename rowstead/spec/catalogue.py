@@ -12,8 +12,9 @@ from typing import Any
 import yaml
 
 from rowstead.spec.errors import RowsteadError, SpecError, did_you_mean
-from rowstead.spec.machine import Machine, Software
+from rowstead.spec.machine import Machine
 from rowstead.spec.parse import parse, read_yaml, to_plain
+from rowstead.spec.software import Software
 
 MACHINES = Path(__file__).parent.parent / "machines"
 SOFTWARE = MACHINES / "software"

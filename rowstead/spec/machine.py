@@ -1,16 +1,15 @@
-"""A machine as data: memories, arithmetic, links, power and price, each with its source; and the software that drives it."""
+"""A machine as data: memories, arithmetic, links, power and price, each with its source."""
 
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from rowstead.spec.curve import Curve
+from rowstead.spec.bounds import require_above_zero, require_not_negative, require_source
 from rowstead.spec.errors import require
-from rowstead.spec.timings import Timings
+from rowstead.spec.software import Software as Software
 
 Precision = Literal["fp32", "tf32", "bf16"]
 Topology = Literal["ring", "fully_connected", "hybrid_cube_mesh", "switched", "through_host"]
@@ -27,7 +26,7 @@ class RandomRate:
 
     def __post_init__(self) -> None:
         require(self.piece_bytes >= 1, "piece_bytes", f"must be at least 1, got {self.piece_bytes}")
-        _above_zero(self, "bytes_per_s")
+        require_above_zero(self, "bytes_per_s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +49,7 @@ class Memory:
     """Where these numbers come from."""
 
     def __post_init__(self) -> None:
-        _above_zero(self, "capacity_bytes", "bandwidth_bytes_per_s")
+        require_above_zero(self, "capacity_bytes", "bandwidth_bytes_per_s")
         require(self.line_bytes >= 1, "line_bytes", f"must be at least 1, got {self.line_bytes}")
         fits = 0 <= self.cache_bytes <= self.capacity_bytes
         require(fits, "cache_bytes", f"must not be negative, nor above capacity_bytes, got {self.cache_bytes:g}")
@@ -61,10 +60,10 @@ class Memory:
             bound = f"random access cannot be faster than sequential, {self.bandwidth_bytes_per_s:g}"
             require(rate.bytes_per_s <= self.bandwidth_bytes_per_s, f"random[{place}].bytes_per_s", bound)
         if self.cache_bandwidth_bytes_per_s is not None:
-            _above_zero(self, "cache_bandwidth_bytes_per_s")
+            require_above_zero(self, "cache_bandwidth_bytes_per_s")
             faster = self.cache_bandwidth_bytes_per_s >= self.bandwidth_bytes_per_s
             require(faster, "cache_bandwidth_bytes_per_s", "a cache cannot be slower than the memory behind it")
-        _sourced(self)
+        require_source(self)
 
     def random_bytes_per_s(self, piece_bytes: float) -> float:
         """Bandwidth of random pieces of a size: interpolated between the sizes that are given, flat outside."""
@@ -97,11 +96,11 @@ class Compute:
     """Where these numbers come from."""
 
     def __post_init__(self) -> None:
-        _above_zero(self, "fp32_flops_per_s")
+        require_above_zero(self, "fp32_flops_per_s")
         for name in ("tf32_flops_per_s", "bf16_flops_per_s"):
             if getattr(self, name) is not None:
-                _above_zero(self, name)
-        _sourced(self)
+                require_above_zero(self, name)
+        require_source(self)
 
     def flops_per_s(self, precision: Precision) -> float:
         """Peak rate of a number format, FP32's where the machine has nothing faster for it."""
@@ -123,9 +122,9 @@ class Link:
     """Where these numbers come from."""
 
     def __post_init__(self) -> None:
-        _above_zero(self, "bandwidth_bytes_per_s")
-        require(0 <= self.latency_s < math.inf, "latency_s", f"must be finite and not negative, got {self.latency_s}")
-        _sourced(self)
+        require_above_zero(self, "bandwidth_bytes_per_s")
+        require_not_negative(self, "latency_s")
+        require_source(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,9 +148,9 @@ class PeerLink:
         else:
             given = self.bandwidth_bytes_per_s is not None
             require(given, "bandwidth_bytes_per_s", f"is required for `{self.topology}`")
-            _above_zero(self, "bandwidth_bytes_per_s")
-        require(0 <= self.latency_s < math.inf, "latency_s", f"must be finite and not negative, got {self.latency_s}")
-        _sourced(self)
+            require_above_zero(self, "bandwidth_bytes_per_s")
+        require_not_negative(self, "latency_s")
+        require_source(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,8 +211,8 @@ class Disk:
     """Where these numbers come from."""
 
     def __post_init__(self) -> None:
-        _above_zero(self, "read_bytes_per_s", "write_bytes_per_s", "random_reads_per_s")
-        _sourced(self)
+        require_above_zero(self, "read_bytes_per_s", "write_bytes_per_s", "random_reads_per_s")
+        require_source(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,10 +229,10 @@ class Meter:
     """Where these numbers come from."""
 
     def __post_init__(self) -> None:
-        _above_zero(self, "idle_watts", "loaded_watts")
+        require_above_zero(self, "idle_watts", "loaded_watts")
         more = f"must not be below idle_watts, {self.idle_watts:g}, got {self.loaded_watts:g}"
         require(self.loaded_watts >= self.idle_watts, "loaded_watts", more)
-        _sourced(self)
+        require_source(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,8 +245,8 @@ class Power:
     """Where this number comes from."""
 
     def __post_init__(self) -> None:
-        _above_zero(self, "nameplate_watts")
-        _sourced(self)
+        require_above_zero(self, "nameplate_watts")
+        require_source(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,8 +259,8 @@ class Price:
     """Where this number comes from."""
 
     def __post_init__(self) -> None:
-        _above_zero(self, "usd_per_hour")
-        _sourced(self)
+        require_above_zero(self, "usd_per_hour")
+        require_source(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,104 +301,7 @@ class Machine:
         return self.accelerators.num if self.accelerators is not None else 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class Software:
-    """What a training program costs beside the arithmetic: dispatching, and how much of the hardware it reaches."""
-
-    name: str
-    """Name by which it is asked for."""
-    title: str
-    """One line about it."""
-    operator_s: float
-    """Host time to dispatch one operator, on the CPU or as the launch of a kernel."""
-    operators_per_layer: float
-    """Operators of a linear layer in one step: forward, backward and optimizer."""
-    operators_per_table: float
-    """Operators of a table in one step: copy its ids, look up, gradient, update."""
-    operators_fixed: float
-    """Operators of a step that are not counted by layer or by table: loss, interaction, exchange."""
-    operators_per_exchange: float = 0.0
-    """Operators that take one table's pooled vectors to one other accelerator, or their gradients back."""
-    operators_per_column: float = 0.0
-    """Operators that bring one dense feature of a batch, a column of the log, to its place in the input."""
-    sample_s: float = 0.0
-    """Host time for one example as a batch is put together."""
-    device_step_s: float
-    """Host time of a step on an accelerator that nothing hides: hand-over of the batch and waiting for the last kernel."""
-    host_step_s: float = 0.0
-    """The same on a CPU."""
-    one_dispatcher: bool
-    """Whether one program dispatches for all accelerators of a server in turn; else each has a process of its own."""
-    cpu_gemm_share: float
-    """Share of the peak arithmetic rate that matrix products on a CPU reach."""
-    device_gemm_share: float
-    """The same on an accelerator."""
-    one_core_activations: bool = False
-    """Whether on a CPU one core alone does what is between matrix products: bias, ReLU, and their gradients."""
-    kernel_s: float = 5e-6
-    """Shortest time of a kernel on an accelerator."""
-    cpu_random_share: float = 1.0
-    """Share of the random bandwidth of system memory that look-ups and updates reach."""
-    device_random_share: float = 1.0
-    """The same on an accelerator."""
-    gradient_per_id: bool
-    """Whether the gradient of every id is written out and read again; else rows that repeat in a batch are summed in one pass."""
-    sparse_updates_all_ids: bool
-    """Whether the optimizer touches a row once for every id; else once for every distinct row."""
-    grouping_bytes_per_id: float = 0.0
-    """Bytes that an update moves for each id beside gradients and rows: ids are sorted and repeated ones grouped."""
-    message_bytes_per_s_per_core: float = 1e9
-    """Bytes of messages to and from other servers that one core packs, copies and unpacks in a second."""
-    rpc_s: float = 50e-6
-    """Host time of one request to another server and its answer."""
-    overlap_input: bool = True
-    """Whether the next batch is read and copied to the accelerator during a step."""
-    runs_ahead: bool = False
-    """Whether the host hands over later steps while an accelerator is busy with earlier ones."""
-    base_bytes: float = 0.0
-    """Memory of a training process that holds next to nothing of a model; 0 where it was not measured."""
-    buffered_batches: int = 11
-    """Batches that a process holds at once on a host, as they are put together and read ahead."""
-    exchange: Curve | None = None
-    """An all-to-all between two processes of one machine, by the bytes that each sends, as measured."""
-    cpu_timings: Timings | None = None
-    """What the parts of a step take on this machine's cores, as measured; else it follows from peak rates and shares."""
-    device_timings: Timings | None = None
-    """The same on one of its accelerators."""
-    source: str
-    """Where these numbers come from."""
-
-    def __post_init__(self) -> None:
-        counts = (
-            "operator_s",
-            "operators_per_layer",
-            "operators_per_table",
-            "operators_per_exchange",
-            "operators_per_column",
-            "operators_fixed",
-        )
-        for name in (*counts, "sample_s", "grouping_bytes_per_id", "device_step_s", "host_step_s", "kernel_s", "rpc_s"):
-            value = getattr(self, name)
-            require(0 <= value < math.inf, name, f"must be finite and not negative, got {value}")
-        for name in ("cpu_gemm_share", "device_gemm_share", "cpu_random_share", "device_random_share"):
-            value = getattr(self, name)
-            require(0 < value <= 1, name, f"must be above 0 and at most 1, got {value}")
-        _above_zero(self, "message_bytes_per_s_per_core")
-        _sourced(self)
-
-
 def check_name(name: str) -> None:
     """Raise an error about a machine's name that cannot stand in a list on a command line."""
     plain = bool(name) and all(c.isalnum() or c in "-_." for c in name)
     require(plain, "name", f"use letters, digits, `-`, `_` and `.` only, got `{name}`")
-
-
-def _above_zero(spec: Any, *names: str) -> None:
-    for name in names:
-        value = getattr(spec, name)
-        require(0 < value < math.inf, name, f"must be above 0 and finite, got {value:g}")
-
-
-def _sourced(spec: Any) -> None:
-    assert any(field.name == "source" for field in dataclasses.fields(spec))
-    require(bool(spec.source.strip()), "source", "say where these numbers come from")

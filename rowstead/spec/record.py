@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -17,3 +18,8 @@ class Record:
     machine: dict[str, str | int | float] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     figures: dict[str, float] = field(default_factory=dict)
+
+
+def date_now() -> str:
+    """The date of a record that is made now."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")

@@ -31,12 +31,6 @@ class Traffic:
     """Seconds between the start of each exchange and its end, added up; only where the channel takes times."""
     waited_s: float = 0.0
     """Seconds of these in which this process could do nothing else."""
-    num_exchanges: int = 0
-
-    @property
-    def hidden_share(self) -> float | None:
-        """Share of the time in flight in which this process did other work; absent where no times were taken."""
-        return max(0.0, self.flight_s - self.waited_s) / self.flight_s if self.flight_s else None
 
 
 @contextlib.contextmanager
@@ -130,7 +124,6 @@ class TorchChannel:
         self.traffic.sent_bytes += 2 * (self.world - 1) * tensor.numel() * tensor.element_size() // self.world
 
     def _under_way(self, work: Any, start_s: float, keeps: tuple[Tensor, ...] = ()) -> Waiting:
-        self.traffic.num_exchanges += 1
         under_way = _UnderWay(work, self.traffic, start_s, keeps)
         if self.takes_times:
             under_way.watch()

@@ -56,7 +56,6 @@ class Counts:
     """From the disk; not those that were never written, or were still in memory."""
     reads: int = 0
     bytes_read: int = 0
-    rows_written: int = 0
     bytes_written: int = 0
     """Those of cleaning included."""
     bytes_cleaned: int = 0
@@ -245,7 +244,6 @@ class FileRows:
                 )
                 head.filled += count
                 done += count
-        self.counts.rows_written += len(numbers)
 
     def read_range(self, start: int, stop: int) -> list[Tensor]:
         """The records of rows `start` to `stop`, a tensor a column; the more at once, the fewer reads for each."""

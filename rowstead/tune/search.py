@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import fcntl
 import itertools
 import json
@@ -34,7 +33,7 @@ from rowstead.records.usage import machine_facts, versions
 from rowstead.spec.axis import AxisSpec
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.parse import digest, parse, read_yaml, to_plain
-from rowstead.spec.record import Record
+from rowstead.spec.record import Record, date_now
 from rowstead.spec.tune import TuneSpec, changed, changes_of, known_good, plain_recipe, space_of, starts_of
 from rowstead.tune.trial import CONSTANT_NE, Outcome, performed, performed_together, watched
 
@@ -178,7 +177,7 @@ class Search:
                 kind="measured",
                 name=run.name,
                 spec_digest=digest(dict(own)),
-                date=_now(),
+                date=date_now(),
                 machine=self._machine,
                 versions=versions(),
             )
@@ -344,7 +343,3 @@ def best_recipe(spec: TuneSpec, trial: Trial) -> str:
 def _one_line(text: str) -> str:
     """Text for a comment: names in it cannot end the line, nor make the file unreadable."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hmac
 import http.server
-import ipaddress
 import json
 import secrets
 import socket
@@ -25,6 +24,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import yaml
 
+from rowstead.spec.address import is_loopback
 from rowstead.spec.errors import RowsteadError, did_you_mean
 from rowstead.spec.parse import parse, read_text, to_plain, to_plain_without_defaults
 from rowstead.spec.run import RECIPES, load_recipe, recipe_names
@@ -179,16 +179,6 @@ class Ui:
 def new_token() -> str:
     """What nobody can guess."""
     return secrets.token_urlsafe(24)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _handler(ui: Ui, browser: Browser) -> type[http.server.BaseHTTPRequestHandler]:

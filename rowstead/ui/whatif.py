@@ -14,8 +14,9 @@ from rowstead.plan.setup import USABLE_SHARE, Place, Setup
 from rowstead.plan.work import StepWork, step_work
 from rowstead.spec.catalogue import HERE, calibrated_path, load_machine, load_software, machine_names
 from rowstead.spec.errors import RowsteadError, did_you_mean
-from rowstead.spec.machine import Machine, Software
+from rowstead.spec.machine import Machine
 from rowstead.spec.run import RunSpec
+from rowstead.spec.software import Software
 from rowstead.ui.scenario import Scenario, spec_of
 
 PLACES: dict[Place, str] = {

@@ -14,9 +14,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rowstead.data import parquet, rowgroup
+from rowstead.data import parquet, parquet_source, rowgroup
 from rowstead.data.encode import Encoder
-from rowstead.data.parquet import ParquetLog, ParquetSource
+from rowstead.data.parquet import ParquetLog
+from rowstead.data.parquet_source import ParquetSource
 from rowstead.data.transforms import DenseTransforms
 from rowstead.spec.data import ParquetSpec
 from rowstead.spec.errors import DataError
@@ -113,12 +114,12 @@ def test_the_sequence_does_not_depend_on_threads_or_on_pieces(tmp_path, file_row
 @given(logs, st.integers(1, 9), st.integers(1, 8))
 def test_threads_that_share_the_work_of_a_batch_make_the_same(tmp_path, file_rows, group_rows, batch_size):
     pattern = write_log(tmp_path, file_rows, group_rows)
-    before, parquet.PART_ROWS = parquet.PART_ROWS, 1
+    before, parquet_source.PART_ROWS = parquet_source.PART_ROWS, 1
     try:
         one, many = (source_of(pattern, shuffle_rows=batch_size, decode_threads=threads) for threads in (1, 5))
         assert [(plain(b), c) for b, c in one.batches(batch_size)] == [(plain(b), c) for b, c in many.batches(batch_size)]
     finally:
-        parquet.PART_ROWS = before
+        parquet_source.PART_ROWS = before
     assert not [t for t in threading.enumerate() if t.name.startswith(("part", "make", "decode"))]
 
 

@@ -6,7 +6,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rowstead.data.encode import Encoder
-from rowstead.data.parquet import ParquetLog, ParquetSource
+from rowstead.data.parquet import ParquetLog
+from rowstead.data.parquet_source import ParquetSource
 from rowstead.data.transforms import DenseTransforms
 from rowstead.fleet.handouts import Holder
 from rowstead.fleet.packing import unpack

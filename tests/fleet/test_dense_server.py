@@ -199,7 +199,7 @@ def test_the_role_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
     ends, addresses, samples = threading.Event(), list[str](), list[object]()
     thread = threading.Thread(
         target=lambda: serve_dense(
-            None, tmp_path, 0, until=ends.is_set, ready=addresses.append, sampled=samples.append, incarnation=2
+            tmp_path, 0, until=ends.is_set, ready=addresses.append, sampled=samples.append, incarnation=2
         )
     )
     thread.start()

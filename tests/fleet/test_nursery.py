@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 
+from rowstead.fleet.local import stopped
 from rowstead.fleet.nursery import Nursery
 from rowstead.fleet.roster import told
 from tests.small_runs import wait_until
@@ -44,7 +45,7 @@ def test_forked_roles_end_with_the_codes_that_ordinary_processes_have(tmp_path: 
         assert asked.code() is None
         os.kill(killed.pid, signal.SIGKILL)
         assert killed.wait(10) == -9
-        assert nursery.stop([asked, deaf], grace_s=0.3) == [0, -9]
+        assert stopped([asked, deaf], grace_s=0.3) == [0, -9]
         again = nursery.start("sparse", 1, incarnation=1)
         wait_until(lambda: told(tmp_path, "sparse", 1) is not None, what="the role to come back")
         found = told(tmp_path, "sparse", 1)

@@ -15,7 +15,6 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-import yaml
 from torch import Tensor
 
 from rowstead import trained
@@ -36,17 +35,9 @@ from rowstead.spec.run import RunSpec
 from rowstead.stores.device import DeviceStore
 from rowstead.training import checkpoint
 from rowstead.training.step import Stepper
-from tests.small_runs import small_plain, small_spec, wait_until
+from tests.small_runs import recipe, small_spec, wait_until
 
 ROLES = "trainers=2,sparse=2,dense=1,readers=1"
-
-
-def recipe(folder: Path, **train: object) -> Path:
-    plain = small_plain()
-    plain["train"] |= train
-    path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump(plain))
-    return path
 
 
 def command(*arguments: object) -> list[str]:

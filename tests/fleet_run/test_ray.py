@@ -13,8 +13,8 @@ import pytest
 
 from rowstead.fleet.roster import told
 from rowstead.run import train
-from tests.fleet_run.test_fleet import command, figures_of, left_behind, recipe
-from tests.small_runs import small_spec, wait_until
+from tests.fleet_run.test_fleet import command, figures_of, left_behind
+from tests.small_runs import recipe, small_spec, wait_until
 
 cluster_utils = pytest.importorskip("ray.cluster_utils")
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from rowstead.records.run_folder import RunFolder
 from rowstead.records.select import compare, condition, export_parquet, find, ordered, selected
-from rowstead.records.store import Entry, RunStore, entries_by_point, entry_in, line_of
+from rowstead.records.store import Entry, RunStore, entry_in, line_of
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.record import Record
 from tests.small_runs import small_spec
@@ -46,7 +46,7 @@ def test_what_is_added_is_read(tmp_path: Path) -> None:
     assert contents.studies == {"s": "sweep"}
     assert len(contents.of(study="s", kind="measured")) == 2
     assert contents.of(source="trial") == ()
-    assert [e.record.name for e in entries_by_point(contents.entries)["p"]] == ["one", "two"]
+    assert [e.point for e in contents.entries] == ["p", "p"]
 
 
 def test_null_is_a_value_of_an_axis_and_of_a_setting(tmp_path: Path) -> None:

@@ -17,11 +17,12 @@ import pytest
 
 from rowstead.records.run_folder import RunFolder
 from rowstead.records.store import Entry, RunStore
+from rowstead.spec.address import is_loopback
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.parse import parse, read_text, to_plain
 from rowstead.spec.record import Record
 from rowstead.spec.run import RunSpec, load_recipe
-from rowstead.ui.server import FILES, MAX_BODY_BYTES, Ui, is_loopback
+from rowstead.ui.server import FILES, MAX_BODY_BYTES, Ui
 
 OURS = {"Content-Type": "application/json", "X-Rowstead": "1"}
 

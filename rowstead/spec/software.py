@@ -1,0 +1,98 @@
+"""A training program as data: what it costs on a machine beside the arithmetic, as described or as measured there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rowstead.spec.bounds import require_above_zero, require_not_negative, require_source
+from rowstead.spec.curve import Curve
+from rowstead.spec.errors import require
+from rowstead.spec.sharing import Sharing
+from rowstead.spec.timings import Timings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Software:
+    """What a training program costs beside the arithmetic: dispatching, and how much of the hardware it reaches."""
+
+    name: str
+    """Name by which it is asked for."""
+    title: str
+    """One line about it."""
+    operator_s: float
+    """Host time to dispatch one operator, on the CPU or as the launch of a kernel."""
+    operators_per_layer: float
+    """Operators of a linear layer in one step: forward, backward and optimizer."""
+    operators_per_table: float
+    """Operators of a table in one step: copy its ids, look up, gradient, update."""
+    operators_fixed: float
+    """Operators of a step that are not counted by layer or by table: loss, interaction, exchange."""
+    operators_per_exchange: float = 0.0
+    """Operators that take one table's pooled vectors to one other accelerator, or their gradients back."""
+    operators_per_column: float = 0.0
+    """Operators that bring one dense feature of a batch, a column of the log, to its place in the input."""
+    sample_s: float = 0.0
+    """Host time for one example as a batch is put together."""
+    device_step_s: float
+    """Host time of a step on an accelerator that nothing hides: hand-over of the batch and waiting for the last kernel."""
+    host_step_s: float = 0.0
+    """The same on a CPU."""
+    one_dispatcher: bool
+    """Whether one program dispatches for all accelerators of a server in turn; else each has a process of its own."""
+    cpu_gemm_share: float
+    """Share of the peak arithmetic rate that matrix products on a CPU reach."""
+    device_gemm_share: float
+    """The same on an accelerator."""
+    one_core_activations: bool = False
+    """Whether on a CPU one core alone does what is between matrix products: bias, ReLU, and their gradients."""
+    kernel_s: float = 5e-6
+    """Shortest time of a kernel on an accelerator."""
+    cpu_random_share: float = 1.0
+    """Share of the random bandwidth of system memory that look-ups and updates reach."""
+    device_random_share: float = 1.0
+    """The same on an accelerator."""
+    gradient_per_id: bool
+    """Whether the gradient of every id is written out and read again; else rows that repeat in a batch are summed in one pass."""
+    sparse_updates_all_ids: bool
+    """Whether the optimizer touches a row once for every id; else once for every distinct row."""
+    grouping_bytes_per_id: float = 0.0
+    """Bytes that an update moves for each id beside gradients and rows: ids are sorted and repeated ones grouped."""
+    message_bytes_per_s_per_core: float = 1e9
+    """Bytes of messages to and from other servers that one core packs, copies and unpacks in a second."""
+    rpc_s: float = 50e-6
+    """Host time of one request to another server and its answer."""
+    overlap_input: bool = True
+    """Whether the next batch is read and copied to the accelerator during a step."""
+    runs_ahead: bool = False
+    """Whether the host hands over later steps while an accelerator is busy with earlier ones."""
+    base_bytes: float = 0.0
+    """Memory of a training process that holds next to nothing of a model; 0 where it was not measured."""
+    buffered_batches: int = 11
+    """Batches that a process holds at once on a host, as they are put together and read ahead."""
+    exchange: Curve | None = None
+    """An all-to-all between two processes of one machine, by the bytes that each sends, as measured."""
+    cpu_timings: Timings | None = None
+    """What the parts of a step take on this machine's cores, as measured; else it follows from peak rates and shares."""
+    device_timings: Timings | None = None
+    """The same on one of its accelerators."""
+    sharing: Sharing | None = None
+    """What processes take that share this machine's cores, as measured; absent where it was not."""
+    source: str
+    """Where these numbers come from."""
+
+    def __post_init__(self) -> None:
+        counts = (
+            "operator_s",
+            "operators_per_layer",
+            "operators_per_table",
+            "operators_per_exchange",
+            "operators_per_column",
+            "operators_fixed",
+        )
+        times = ("device_step_s", "host_step_s", "kernel_s", "rpc_s")
+        require_not_negative(self, *counts, "sample_s", "grouping_bytes_per_id", *times)
+        for name in ("cpu_gemm_share", "device_gemm_share", "cpu_random_share", "device_random_share"):
+            value = getattr(self, name)
+            require(0 < value <= 1, name, f"must be above 0 and at most 1, got {value}")
+        require_above_zero(self, "message_bytes_per_s_per_core")
+        require_source(self)

@@ -1,0 +1,147 @@
+"""What a terminal shows: help, usage, progress, and how a command ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from rowstead import run
+from tests.cli.commands import Command, assert_refused, recipe
+from tests.small_runs import small_plain
+
+
+def test_recipes_are_listed_and_shown(rowstead: Command) -> None:
+    listed = rowstead("recipes")
+    assert listed.code == 0
+    assert re.search(r"^quickstart +A small click log", listed.out, re.MULTILINE)
+    shown = rowstead("recipes", "quickstart")
+    assert yaml.safe_load(shown.out)["name"] == "quickstart"
+    Path("binary").write_bytes(b"\xff\xfe")
+    assert rowstead("recipes", "binary").code == 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU other kernels run")
+def test_train_says_which_kernels_run(rowstead: Command) -> None:
+    assert "kernels: cpu (Numba, 1 thread)\n" in rowstead("train", recipe("train.max_steps=2")).out
+    assert "kernels: cpu (Numba, 2 threads)\n" in rowstead("train", recipe("train.max_steps=2", "threads=2")).out
+    assert (
+        "kernels: reference (plain torch, 1 thread)\n" in rowstead("train", recipe("train.max_steps=2", "kernel=reference")).out
+    )
+
+
+def test_train_profile_shows_where_the_time_went_and_goes_on(rowstead: Command) -> None:
+    done = rowstead("train", recipe("train.max_steps=35"), "--profile")
+    assert re.search(r"^  row update +[\d.]+ +\d+%$", done.out, re.MULTILINE)
+    assert "finished after 35 steps" in done.out
+    assert done.err == ""
+    assert Path("runs/small-001/trace.json").is_file()
+
+
+def test_an_unknown_option_or_command_prints_usage(rowstead: Command) -> None:
+    for arguments in (("trian",), ("train", "--sett", "a=1"), ("evaluate",)):
+        done = rowstead(*arguments)
+        assert done.code == 2
+        assert done.err.startswith("Usage: ")
+        assert "Error: " in done.err
+
+
+def test_ctrl_c_before_training_ends_with_130(rowstead: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*arguments: Any, **options: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(run, "train", interrupted)
+    done = rowstead("train", recipe())
+    assert done.code == 130
+    assert "interrupted" in done.err
+
+
+def test_running_out_of_memory_is_said_plainly(rowstead: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any, **options: Any) -> None:
+        raise MemoryError("Unable to allocate 3.7 TiB")
+
+    monkeypatch.setattr(run, "train", full)
+    assert_refused(rowstead("train", recipe()), "out of memory: Unable to allocate 3.7 TiB")
+
+
+def test_where_output_is_no_terminal_lines_are_plain(rowstead: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rowstead.console.PLAIN_EVERY_S", 0.0)
+    done = rowstead("train", recipe("train.max_steps=20", "train.eval_every=10"))
+    assert done.code == 0
+    assert "\x1b" not in done.text
+    line = r"^step \d+ of 20 · [\d,]+ samples/s · loss \d\.\d+ · NE \d\.\d+ · waiting for data \d+% · \d+ s left$"
+    assert len(re.findall(line, done.out, re.MULTILINE)) == 19
+    assert re.search(r"^step 10: NE \d\.\d+ · log loss", done.out, re.MULTILINE)
+    for row in ("NE", "best possible NE", "AUC", "calibration", "samples/s", "where the time went", "model", "next"):
+        assert re.search(rf"│ {row} +│", done.out), row
+    assert "rowstead evaluate runs/small-001" in done.out
+    evaluated = rowstead("evaluate", "last")
+    assert "2,000 of 2,000 examples" in evaluated.out
+
+
+def test_help_answers_without_torch() -> None:
+    code = (
+        "import sys, atexit\n"
+        "atexit.register(lambda: print('heavy:', sorted({'torch', 'numba', 'pyarrow', 'numpy'} & set(sys.modules))))\n"
+        "sys.argv = ['rowstead', '--help']\n"
+        "from rowstead.cli import main\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "heavy: []" in done.stdout
+    for command in ("train", "evaluate", "predict", "export", "data", "recipes"):
+        assert re.search(rf"^  {command} ", done.stdout, re.MULTILINE), command
+
+
+def test_a_mistake_in_a_recipe_shows_before_torch_is_imported() -> None:
+    code = (
+        "import sys, atexit\n"
+        "atexit.register(lambda: print('torch' in sys.modules))\n"
+        "sys.argv = ['rowstead', 'train', '--set', 'nonsense']\n"
+        "from rowstead.cli import main\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stdout.strip() == "False"
+
+
+@pytest.mark.slow
+def test_on_a_terminal_a_progress_bar_appears(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(small_plain()))
+    master, slave = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "160", "LINES": "40"}
+    for name in ("NO_COLOR", "CI"):
+        environment.pop(name, None)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rowstead", "train", "mine.yaml", "--set", "train.eval_every=50"],
+        cwd=tmp_path,
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        env=environment,
+    )
+    os.close(slave)
+    output = b""
+    with contextlib.suppress(OSError):  # the terminal closes when the process ends
+        while part := os.read(master, 1 << 16):
+            output += part
+    os.close(master)
+    assert process.wait() == 0
+    text = output.decode()
+    assert "\x1b[" in text
+    assert "━" in text
+    assert re.search(r"samples/s.*loss.*NE.*waiting for data", text)
+    assert "ETA" in text
+    assert "step 50: NE" in text

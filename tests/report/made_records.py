@@ -1,0 +1,43 @@
+"""Records and runs made up for tests of figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rowstead.records.run_folder import RunFolder
+from rowstead.records.store import Entry
+from rowstead.report.material import RunView, gather
+from rowstead.spec.record import Record
+from rowstead.spec.run import load_recipe
+
+DATE = "2026-11-15T12:00:00+00:00"
+
+
+def entry(kind: str = "measured", machine: str | None = None, **options: Any) -> Entry:
+    """An entry of a store; options are those of its record, or its own."""
+    figures = options.pop("figures", {"samples_per_s": 1000.0})
+    record = Record(
+        kind=kind,  # type: ignore[arg-type]
+        name=options.pop("name", "suite"),
+        spec_digest=options.pop("digest", "d"),
+        date=DATE,
+        machine={} if machine is None else {"name": machine},
+        figures=figures,
+    )
+    return Entry(record=record, id=str(id(record)), **options)
+
+
+def a_run(root: Path, name: str = "quickstart", *, figures: dict[str, float] | None = None) -> RunView:
+    """A run of the quickstart that has ended, with these figures."""
+    folder = RunFolder.create(root, name)
+    folder.write_spec(load_recipe("quickstart"))
+    record = Record(
+        kind="measured",
+        name=name,
+        spec_digest="d",
+        date=DATE,
+        figures={"num_steps": 10, "samples_per_s": 5e4, **(figures or {})},
+    )
+    folder.write_record(record)
+    return next(run for run in gather([folder.path]).runs)
