@@ -20,6 +20,7 @@ import torch
 
 from benchmarks.harness import OtherLoad
 from benchmarks.timing import give_back_gpu_memory
+from rowstead.measure.cache_part import steady_s
 from rowstead.measure.settled import Drawn, settled, turn_s
 from rowstead.measure.steps import Shape, Steps
 from rowstead.placing import mean_ids_of, memories_of
@@ -28,17 +29,17 @@ from rowstead.plan.foretell import foretold
 from rowstead.spec.machine import Machine
 from rowstead.spec.placement import Placement
 
-NUM_CASES, NUM_QUICK = {"cpu": 20, "cuda": 6}, 2
+NUM_CASES, NUM_QUICK = {"cpu": 20, "cuda": 12}, 2
 SHARES = (0.25, 0.7)
 """Of what its tables take, the memory that a model gets."""
-MOST_DRAWN = 10
+MOST_DRAWN = 20
 """Models that are drawn for each that counts: some fit in no way, or in one."""
-TURNS = {"cpu": (5, 7), "cuda": (2, 2)}
+TURNS = {"cpu": (5, 7), "cuda": (2, 4)}
 """Of each placement, and of those besides that may be the fastest."""
 MAYBE_FASTEST = 1.15
 """How much slower than the fastest so far a placement may be to take more turns."""
-STEPS_A_TURN, SECONDS_A_TURN = 12, 0.3
-"""On a CPU, and on a GPU."""
+STEPS_A_TURN, SECONDS_A_TURN, WARM_S = 12, 0.25, 0.2
+"""On a CPU, and on a GPU, and for how long a GPU steps before the first turn."""
 OTHER_CORES, MOST_TRIES = 0.3, 5
 """Cores that others may use during a turn, and how often it is taken while they use more."""
 NEAR = 1.05
@@ -88,7 +89,7 @@ class Placed:
     def take_turn(self) -> None:
         """Measure some steps; on a CPU again, if others used it meanwhile."""
         if self.steps.device.type == "cuda":
-            self.turns_s.append(self.steps.measured(SECONDS_A_TURN).step_s)
+            self.turns_s.append(steady_s(self.steps, SECONDS_A_TURN, warm_s=0.0 if self.turns_s else WARM_S))
             return
         for _ in range(MOST_TRIES):
             with OtherLoad() as others:

@@ -66,17 +66,38 @@ def _latest(benchmark: str, device: str) -> dict[str, Any] | None:
     return result
 
 
-def _where(result: Mapping[str, Any], benchmark: str, device: str) -> str:
+def _where(result: Mapping[str, Any], benchmark: str, device: str | None = None) -> str:
+    """The command that measured a result, and what it ran on; some commands know of one device alone."""
     machine, versions = result["machine"], result["versions"]
     name = machine.get("gpu", f"{machine['num_cores']} cores of {machine['cpu']}")
     used = ", ".join(f"{package} {version}" for package, version in versions.items() if package != "python")
-    return f"`python -m benchmarks.{benchmark} --device {device} --json` on {name}, {result['date']} ({used}):"
+    command = f"python -m benchmarks.{benchmark}" + (f" --device {device}" if device else "")
+    return f"`{command} --json` on {name}, {result['date']} ({used}):"
 
 
 def _table(columns: Sequence[Column], rows: Sequence[Row]) -> str:
     lines = ["| " + " | ".join(title for title, _ in columns) + " |", "|" + "---|" * len(columns)]
     lines += ["| " + " | ".join(value(row) for _, value in columns) + " |" for row in rows]
     return "\n".join(lines)
+
+
+def _word(key: str) -> Callable[[Row], str]:
+    return lambda row: str(row[key])
+
+
+def _number(
+    key: str, form: str = ",.0f", *, times: float = 1.0, unit: str = "", may_lack: bool = False
+) -> Callable[[Row], str]:
+    """A figure of a row as text; nothing where the row lacks it and may."""
+    return lambda row: "" if may_lack and key not in row else f"{times * row[key]:{form}}{unit}"
+
+
+def _share(key: str, *, may_lack: bool = False) -> Callable[[Row], str]:
+    return _number(key, ".0f", times=100, unit=" %", may_lack=may_lack)
+
+
+def _model(row: Row) -> str:
+    return f"{row['shape'].split()[0]}, {row['batch_size']:,}"
 
 
 def _ms(*keys: str) -> Callable[[Row], str]:
@@ -91,33 +112,44 @@ def _ratios(summary: Mapping[str, float], names: Mapping[str, str]) -> str:
     return "\n".join(lines)
 
 
+_AS_CALLED = """Each side is called as its training loop calls it: ours copies ids and gradient into memory of its own and replays a CUDA graph,
+as the steps of `rowstead train` do, and FBGEMM is called eagerly, as TorchRec does. The other columns have both in the same way."""
+
+
 def _embedding(device: str) -> list[str]:
     result = _latest("embedding", device)
     if result is None:
         return []
     columns: list[Column] = [
-        ("shape", lambda row: str(row["shape"])),
+        ("shape", _word("shape")),
         ("ours: look-up / + update, ms", _ms("rowstead_lookup_ms", "rowstead_both_ms")),
         ("FBGEMM", _ms("fbgemm_lookup_ms", "fbgemm_both_ms")),
         ("nn.EmbeddingBag + SGD", _ms("torch_lookup_ms", "torch_both_ms")),
     ]
     if device == "cuda":
         columns += [
+            ("ours, eager", _ms("rowstead_eager_lookup_ms", "rowstead_eager_both_ms")),
+            ("FBGEMM in a graph", _ms("fbgemm_graph_lookup_ms", "fbgemm_graph_both_ms")),
             ("ours, GPU's time alone", _ms("rowstead_lookup_device_ms", "rowstead_both_device_ms")),
             ("FBGEMM, GPU's time alone", _ms("fbgemm_lookup_device_ms", "fbgemm_both_device_ms")),
         ]
-    columns.append(("look-up's share of the floor", lambda row: f"{100 * row['share_of_bandwidth_lookup']:.0f} %"))
+    columns.append(("look-up's share of the floor", _share("share_of_bandwidth_lookup")))
     ratios = _ratios(
         result["summary"],
         {
             "lookup_vs_fbgemm": "Look-up against FBGEMM",
             "lookup_update_vs_fbgemm": "Look-up + exact row-wise Adagrad against FBGEMM",
+            "lookup_vs_fbgemm_eager": "Look-up, both eager",
+            "lookup_update_vs_fbgemm_eager": "Look-up + update, both eager",
+            "lookup_vs_fbgemm_graph": "Look-up, both in graphs",
+            "lookup_update_vs_fbgemm_graph": "Look-up + update, both in graphs",
             "lookup_vs_fbgemm_device": "Look-up, the GPU's time alone",
             "lookup_update_vs_fbgemm_device": "Look-up + update, the GPU's time alone",
             "lookup_update_vs_torch": "Look-up + update against nn.EmbeddingBag with sparse gradients and SGD",
         },
     )
-    return ["### Embedding look-up and update", _where(result, "embedding", device), _table(columns, result["rows"]), ratios]
+    parts = ["### Embedding look-up and update", _where(result, "embedding", device), _table(columns, result["rows"]), ratios]
+    return [*parts[:2], _AS_CALLED, *parts[2:]] if device == "cuda" else parts
 
 
 def _step(device: str) -> list[str]:
@@ -128,11 +160,11 @@ def _step(device: str) -> list[str]:
     peers["torch"] = "nn.EmbeddingBag + SGD"
     rows = [row for row in result["rows"] if "fbgemm_ms" in row]
     columns: list[Column] = [
-        ("model and batch", lambda row: f"{row['shape'].split()[0]}, {row['batch_size']:,}"),
+        ("model and batch", _model),
         ("ours, ms", _ms("rowstead_ms")),
         *((title, _ms(f"{peer}_ms")) for peer, title in peers.items() if f"{peer}_ms" in rows[0]),
-        ("ours, samples/s", lambda row: f"{row['samples_per_s']:,.0f}"),
-        ("share of the roofline", lambda row: f"{100 * row['share_of_roofline']:.0f} %"),
+        ("ours, samples/s", _number("samples_per_s")),
+        ("share of the roofline", _share("share_of_roofline")),
     ]
     if "joules_per_1000_samples" in rows[0]:
         joules = ("joules_per_1000_samples", "fbgemm_joules_per_1000_samples")
@@ -160,13 +192,13 @@ def _reach(device: str) -> list[str]:
     if result is None:
         return []
     columns: list[Column] = [
-        ("model and batch", lambda row: f"{row['shape'].split()[0]}, {row['batch_size']:,}"),
-        ("`rowstead train`, samples/s", lambda row: f"{row['train_samples_per_s']:,.0f}"),
-        ("the step alone", lambda row: f"{row['step_samples_per_s']:,.0f}"),
-        ("share", lambda row: f"{100 * row['share_of_step']:.0f} %"),
+        ("model and batch", _model),
+        ("`rowstead train`, samples/s", _number("train_samples_per_s")),
+        ("the step alone", _number("step_samples_per_s")),
+        ("share", _share("share_of_step")),
         ("reading held it up", lambda row: f"{100 * row['reading_held_up_share']:.0f} % of the time"),
         ("cores that read", lambda row: f"{row['reader_cores_used']:.1f} of {row['num_cores']}"),
-        ("would be enough", lambda row: f"{row['reader_cores_needed']:.1f}"),
+        ("would be enough", _number("reader_cores_needed", ".1f")),
     ]
     told = [f"> {row['told']}" for row in result["rows"] if row["told"]]
     said = ["At the end of these runs it said:", "\n>\n".join(told)] if told else []
@@ -179,17 +211,17 @@ def _behind_gpu() -> list[str]:
     if result is None:
         return []
 
-    def took(name: str) -> Callable[[dict[str, Any]], str]:
-        return lambda row: f"{row[name]:.2f}" if name in row else ""
+    def took(name: str) -> Callable[[Row], str]:
+        return _number(name, ".2f", may_lack=True)
 
     columns: list[Column] = [
-        ("model, batch, ids", lambda row: str(row["shape"])),
+        ("model, batch, ids", _word("shape")),
         ("`device`, ms", took("rowstead_device_ms")),
         ("`cached`, ms", took("rowstead_cached_ms")),
         ("`host`, ms", took("rowstead_host_ms")),
         ("FBGEMM's MANAGED_CACHING, ms", took("fbgemm_caching_ms")),
         ("FBGEMM's MANAGED, ms", took("fbgemm_managed_ms")),
-        ("rows that came in", lambda row: f"{row['rows_in_a_step']:,.0f}"),
+        ("rows that came in", _number("rows_in_a_step")),
         ("bus time, ms", took("bus_ms")),
     ]
     summary = result["summary"]
@@ -215,11 +247,11 @@ def _on_ssd() -> list[str]:
         return []
     columns: list[Column] = [
         ("work", lambda row: {"tables": "look-up + update", "step": "whole step"}[str(row["work"])]),
-        ("all rows in RAM, ms", lambda row: f"{row['ram_ms']:.1f}"),
-        ("rows that the cache misses", lambda row: f"{row['misses_a_step']:,.0f}"),
-        ("reading them, nothing else to do, ms", lambda row: f"{row['disk_ms']:.1f}"),
-        ("rows on SSD, ms", lambda row: f"{row['ssd_ms']:.1f}"),
-        ("of what is possible", lambda row: f"{100 * row['ssd_over_possible']:.0f} %"),
+        ("all rows in RAM, ms", _number("ram_ms", ".1f")),
+        ("rows that the cache misses", _number("misses_a_step")),
+        ("reading them, nothing else to do, ms", _number("disk_ms", ".1f")),
+        ("rows on SSD, ms", _number("ssd_ms", ".1f")),
+        ("of what is possible", _share("ssd_over_possible")),
         (
             "MB written, and cleaned",
             lambda row: f"{row['bytes_written_a_step'] / 1e6:.1f}, {row['bytes_cleaned_a_step'] / 1e6:.1f}",
@@ -240,16 +272,15 @@ def _sharded() -> list[str]:
     if result is None:
         return []
     columns: list[Column] = [
-        ("sharding", lambda row: str(row["sharding"])),
-        ("MB on the wire for a step", lambda row: f"{row['wire_bytes_per_step'] / 1e6:.2f}"),
-        ("over the least possible", lambda row: f"{row['wire_bytes_over_least']:.4f}"),
-        ("by the loopback interface", lambda row: f"{row['loopback_bytes_per_step'] / 1e6:.2f}"),
-        ("hidden share", lambda row: f"{100 * row['communication_hidden_share']:.0f} %"),
-        ("samples/s", lambda row: f"{row['samples_per_s']:,.0f}"),
+        ("sharding", _word("sharding")),
+        ("MB on the wire for a step", _number("wire_bytes_per_step", ".2f", times=1e-6)),
+        ("over the least possible", _number("wire_bytes_over_least", ".4f")),
+        ("by the loopback interface", _number("loopback_bytes_per_step", ".2f", times=1e-6)),
+        ("hidden share", _share("communication_hidden_share")),
+        ("samples/s", _number("samples_per_s")),
     ]
-    where = _where(result, "sharded", "cpu").replace(" --device cpu", "")
     text = "Two processes, gloo over the loopback interface; [Several processes](distributed.md) has the formula of the least possible."
-    return ["## Several processes", text, where, _table(columns, result["rows"])]
+    return ["## Several processes", text, _where(result, "sharded"), _table(columns, result["rows"])]
 
 
 def _fleet() -> list[str]:
@@ -257,22 +288,22 @@ def _fleet() -> list[str]:
     parts: list[str] = []
     if (result := _latest("exchange", "cpu")) is not None:
         columns: list[Column] = [
-            ("tables and batch", lambda row: str(row["shape"])),
-            ("remote, ms", lambda row: f"{1e3 * row['remote_s']:.2f}"),
-            ("kernels here, ms", lambda row: f"{1e3 * row['kernel_s']:.2f}"),
-            ("bare echo, ms", lambda row: f"{1e3 * row['echo_s']:.2f}"),
-            ("remote over both", lambda row: f"{row['over_kernel_plus_echo']:.2f}"),
+            ("tables and batch", _word("shape")),
+            ("remote, ms", _number("remote_s", ".2f", times=1e3)),
+            ("kernels here, ms", _number("kernel_s", ".2f", times=1e3)),
+            ("bare echo, ms", _number("echo_s", ".2f", times=1e3)),
+            ("remote over both", _number("over_kernel_plus_echo", ".2f")),
             ("look-up p50, p99, ms", lambda row: f"{1e3 * row['latency_p50_s']:.2f}, {1e3 * row['latency_p99_s']:.2f}"),
-            ("MB on the wire", lambda row: f"{row['bytes_per_step'] / 1e6:.2f}"),
+            ("MB on the wire", _number("bytes_per_step", ".2f", times=1e-6)),
         ]
         text = "Look-up and update of a batch with rows in sparse servers, against our kernels in one process plus a bare ZeroMQ echo of the same bytes."
-        parts += [text, _where(result, "exchange", "cpu").replace(" --device cpu", ""), _table(columns, result["rows"])]
+        parts += [text, _where(result, "exchange"), _table(columns, result["rows"])]
     if (result := _latest("fleet", "cpu")) is not None:
         summary = result["summary"]
         columns = [
-            ("who", lambda row: str(row["who"])),
-            ("CPU s for 1,000 samples", lambda row: f"{row['cpu_s_per_1000_samples']:.3f}"),
-            ("samples/s", lambda row: f"{row['samples_per_s']:,.0f}"),
+            ("who", _word("who")),
+            ("CPU s for 1,000 samples", _number("cpu_s_per_1000_samples", ".3f")),
+            ("samples/s", _number("samples_per_s")),
         ]
         rows = [row for row in result["rows"] if "cpu_s_per_1000_samples" in row]
         text = (
@@ -283,12 +314,12 @@ def _fleet() -> list[str]:
         parts += [text, _where(result, "fleet", "cpu"), _table(columns, rows)]
     if (result := _latest("fleet", "cuda")) is not None:
         columns = [
-            ("tables in", lambda row: str(row["tables"])),
-            ("ms a step", lambda row: f"{row['step_ms']:.1f}"),
-            ("samples/s", lambda row: f"{row['samples_per_s']:,.0f}"),
-            ("cores of the servers", lambda row: f"{row['server_cores']:.1f}" if "server_cores" in row else ""),
-            ("GB/s on the wire", lambda row: f"{row['wire_gb_per_s']:.2f}" if "wire_gb_per_s" in row else ""),
-            ("waiting for answers", lambda row: f"{100 * row['waiting_share']:.0f} %" if "waiting_share" in row else ""),
+            ("tables in", _word("tables")),
+            ("ms a step", _number("step_ms", ".1f")),
+            ("samples/s", _number("samples_per_s")),
+            ("cores of the servers", _number("server_cores", ".1f", may_lack=True)),
+            ("GB/s on the wire", _number("wire_gb_per_s", ".2f", may_lack=True)),
+            ("waiting for answers", _share("waiting_share", may_lack=True)),
         ]
         text = (
             "M3 with 100,000 rows a table and batches of 800, trained by a GPU: tables in its memory, and in two sparse servers on the CPU cores of its machine. The GPU is idle for nearly "
@@ -299,16 +330,16 @@ def _fleet() -> list[str]:
     if (result := _latest("hogwild", "cpu")) is not None:
         summary = result["summary"]
         threads: list[Column] = [
-            ("trained by", lambda row: str(row["threads"])),
-            ("samples/s", lambda row: f"{row['samples_per_s']:,.0f}"),
+            ("trained by", _word("threads")),
+            ("samples/s", _number("samples_per_s")),
         ]
         phases: list[Column] = [
-            ("phase", lambda row: str(row["phase"])),
-            ("ms on a core", lambda row: f"{row['cpu_ms']:.1f}"),
-            ("may hold Python's lock", lambda row: f"{100 * row['lock_share']:.0f} %"),
+            ("phase", _word("phase")),
+            ("ms on a core", _number("cpu_ms", ".1f")),
+            ("may hold Python's lock", _share("lock_share")),
         ]
         text = f"Two Hogwild threads train {summary['hogwild_2_threads_speedup']:.2f} times as many samples a second as one."
-        parts += [text, _where(result, "hogwild", "cpu").replace(" --device cpu", "")]
+        parts += [text, _where(result, "hogwild")]
         parts += [_table(threads, [row for row in result["rows"] if "threads" in row])]
         text = "How much of a step may hold Python's lock, from above: all of a thread's time on a core but that inside calls that let go of it."
         parts += [text, _table(phases, [row for row in result["rows"] if "phase" in row])]
@@ -332,10 +363,10 @@ def _predicted() -> list[str]:
             ),
         ]
         columns: list[Column] = [
-            ("", lambda row: str(row["what"])),
-            ("error in geometric mean", lambda row: f"{row['mean']:.1f} %"),
-            ("largest", lambda row: f"{row['most']:.0f} %"),
-            ("between two measurements of the same model", lambda row: f"{row['again']:.1f} %"),
+            ("", _word("what")),
+            ("error in geometric mean", _number("mean", ".1f", unit=" %")),
+            ("largest", _number("most", ".0f", unit=" %")),
+            ("between two measurements of the same model", _number("again", ".1f", unit=" %")),
         ]
         rows = [
             {"what": what, "mean": summary[mean], "most": summary[most], "again": summary[again]}

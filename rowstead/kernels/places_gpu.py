@@ -16,8 +16,8 @@ from rowstead.kernels.cache_cpu import MOST_USES, WANTED
 
 IDS, PLACES, WORDS = 1024, 2048, 2048
 """Ids, places and words of a map that a program takes at a time."""
-SAMPLES, MANY_IDS = (1, 8), 64
-"""Where features have so many times IDS ids, first one part of each is marked, then up to eight, then the rest: else all programs
+SAMPLES, MANY_IDS = (1, 8, 64), 64
+"""Where features have so many times IDS ids, first one part of each is marked, then up to eight and 64, then the rest: else all programs
 of a feature would find its hot rows unmarked at once, and mark them thousands of times over."""
 MOST_BLOCKS = 1024
 """Programs among which places, or words, are divided at most: each adds up what those before it found."""

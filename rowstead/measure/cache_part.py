@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import itertools
 import statistics
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,23 +24,25 @@ from numpy.typing import NDArray
 
 from rowstead.measure.pace import Pace
 from rowstead.measure.settled import Drawn, settled, turn_s
-from rowstead.measure.steps import Shape, Steps
+from rowstead.measure.steps import WARM_GPU_S, Shape, Steps
 from rowstead.plan.caching import Group, groups_of
-from rowstead.plan.predict import predict
 from rowstead.plan.setup import Behind, Setup
 from rowstead.plan.work import step_work
 from rowstead.spec.curve import Axis, Curve
 from rowstead.spec.machine import Machine, Software
 from rowstead.spec.timings import Timings
+from rowstead.stores.cached import CachedStore
 
-WIDTHS = (16, 128)
-"""Of the rows that a GPU moves."""
 RECORDS = (36.0, 68.0, 132.0, 260.0, 516.0)
-"""Bytes of rows with their state for which times are given, on a CPU."""
+"""Bytes of rows with their state for which times are given."""
 TURNS, STEPS_A_TURN, STEPS_A_BEAT = 5, 8, 2
 SHARES = tuple(share / 20 for share in range(21))
 """That are tried for the share by which moving rows and training slow each other down."""
 NUM_SWEEPS = 400
+STEPS_A_ROUND, LEAST_ROUNDS, MOST_ROUNDS = 64, 3, 15
+"""On a GPU."""
+BEYOND_HOST = 1.15
+"""How many times as long as its host a GPU's step takes at least that says something of the GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +58,8 @@ class Behaved:
     """That the cache lacks."""
     num_reads: float
     row_bytes: float
+    num_plans: float = 1.0
+    """That are made by what computes the step: none on a GPU, for which its host plans."""
 
 
 def behind_shapes(*, is_short: bool) -> list[tuple[Shape, float]]:
@@ -125,7 +132,7 @@ def explained(timings: Timings, models: Sequence[Behaved]) -> Timings:
     """The timings with what explains the steps of these models best, errors taken as shares of what was measured.
 
     Rows take `moved = rows * (row_s + byte_s * bytes) + reads * read_s`, finding places `placed = batch_s + ids * id_s`, and a step the longer of
-    `alone + placed + share * moved` and `moved + share * (alone + placed)`.
+    `alone + placed + share * moved` and `moved + share * (alone + placed)`. What no model asks for is taken to cost nothing.
     """
     best, least = None, np.inf
     for share in SHARES:
@@ -156,7 +163,7 @@ def _equations(
     models: Sequence[Behaved], found: NDArray[np.float64], share: float
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.bool_]]:
     """For each model what the unknown times are multiplied by, what is known, and whether its steps wait for rows."""
-    placed = np.array([[1.0, one.num_ids, 0.0, 0.0, 0.0] for one in models])
+    placed = np.array([[one.num_plans, one.num_ids, 0.0, 0.0, 0.0] for one in models])
     moved = np.array([[0.0, 0.0, one.num_rows, one.num_rows * one.row_bytes, one.num_reads] for one in models])
     alone = np.array([one.alone_s for one in models])
     waits = moved @ found > alone + placed @ found
@@ -195,50 +202,122 @@ def with_caches(
     return dataclasses.replace(software, cpu_timings=explained(timings, models))
 
 
-BEHIND = Shape(
-    num_dense=16, num_sparse=16, batch_size=4096, num_rows=400_000, width=16, mean_ids=4, skew=0.0, bottom=(32,), top=(32,),
+# On a GPU
+
+FEW = Shape(
+    num_dense=16, num_sparse=4, batch_size=256, num_rows=10_000, width=16, mean_ids=1, skew=1.0, bottom=(16,), top=(16,),
     precision="tf32",
 )  # fmt: skip
-"""A model whose steps show what it costs a GPU to have rows behind a cache; its programs are compiled by then."""
+"""A model so small that its steps behind a cache show the host's time alone."""
+FEW_KEPT = 0.5
+"""Share of its rows that a cache keeps."""
+
+
+def gpu_shapes(*, is_short: bool) -> list[tuple[Shape, float]]:
+    """Models whose rows are put behind a cache of a GPU, with the share of them that the cache keeps; all take longer than the host does."""
+    sizes = [
+        # sparse, batch, rows, width, ids, skew, top MLP, share
+        (31, 4096, 200_000, 64, 4, 0.0, (32,), 0.05),  # many rows that are missing
+        (15, 8192, 200_000, 128, 4, 0.0, (32,), 0.05),  # wide ones
+        (15, 16384, 50_000, 16, 2, 1.6, (1024, 1024), 0.5),  # many ids, few rows
+        (15, 8192, 100_000, 128, 2, 0.0, (4096, 4096, 4096), 0.05),  # beside steps that take longer than that
+    ]
+    less = 4 if is_short else 1
+    return [
+        (
+            Shape(
+                num_dense=16, num_sparse=sparse, batch_size=batch // less, num_rows=rows // less, width=width, mean_ids=ids,
+                skew=skew, bottom=(32,), top=top, precision="tf32",
+            ),
+            share,
+        )
+        for sparse, batch, rows, width, ids, skew, top, share in sizes
+    ]  # fmt: skip
+
+
+def steady_s(steps: Steps, seconds: float, *, warm_s: float = 0.0) -> float:
+    """Seconds of a step in the middle of many, when the batches that follow are announced as early as in a run: the median of rounds."""
+    wait = functools.partial(torch.cuda.synchronize, steps.device) if steps.device.type == "cuda" else lambda: None
+    end = np.inf if warm_s else 0.0
+    while True:
+        began = time.perf_counter()
+        for _ in steps.take(STEPS_A_ROUND):
+            pass
+        wait()
+        now = time.perf_counter()
+        if now >= end:
+            break
+        end = min(end, now + warm_s)  # not from the start: the first round compiles and captures
+    ahead = steps.stepper.model.store.batches_ahead + 1
+    num_rounds = max(LEAST_ROUNDS, min(MOST_ROUNDS, round(seconds / (now - began))))
+    marks: list[float] = []
+    for number, _ in enumerate(steps.take(ahead + num_rounds * STEPS_A_ROUND + ahead), 1):
+        if number >= ahead and (number - ahead) % STEPS_A_ROUND == 0:
+            wait()
+            marks.append(time.perf_counter())
+    wait()
+    return statistics.median(later - earlier for earlier, later in itertools.pairwise(marks)) / STEPS_A_ROUND
 
 
 def _with_caches_of_gpu(
     machine: Machine, software: Software, device: torch.device, folder: Path, *, is_short: bool
 ) -> Software:
-    """What rows behind a cache in a GPU's memory cost: steps in which most are missing, and steps in which few are."""
-    seconds, timings = 0.1 if is_short else 0.5, software.device_timings
+    """What rows behind a cache in a GPU's memory cost: the host, by a model that is next to nothing; the GPU, by models that are more than that."""
+    seconds, timings = 0.1 if is_short else 0.4, software.device_timings
     assert timings is not None
-    even = dataclasses.replace(BEHIND, num_rows=BEHIND.num_rows // 5) if is_short else BEHIND
-    rule: dict[str, Any] = {"where": "cached", "cache_fraction": 0.05}
 
-    def step_s(shape: Shape) -> float:
+    def step_s(shape: Shape, rule: Mapping[str, Any], *, max_set: int | None = None) -> float:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".rowstead-rows-") as place:
             steps = Steps.of(shape, device, placement={"*": rule}, memory={"folder": place})
+            store = steps.stepper.model.store
+            if max_set is not None:
+                assert isinstance(store, CachedStore)
+                store.max_set = max_set
             try:
-                return steps.measured(seconds).step_s
+                return steady_s(steps, seconds, warm_s=WARM_GPU_S)
             finally:
                 steps.close()
 
-    def group_of(shape: Shape) -> Group:
-        work = step_work(shape.spec("cpu"))
-        (group,) = groups_of(work.tables, _setup(shape, [table.name for table in work.tables], 0.05))
-        return group
-
-    def longest_s(shape: Shape, known: Timings) -> float:
-        """Predicted seconds of a step without caches, or of the rows that it moves."""
-        assert known.move_row is not None
-        changed = dataclasses.replace(software, device_timings=known)
-        setup = Setup(place="device", batch_size=shape.batch_size, has_input=False)
-        alone_s = predict(step_work(shape.spec("cpu")), machine, changed, setup, precision="tf32").step_s
-        return max(alone_s, group_of(shape).missing_rows * known.move_row.at(group_of(shape).row_bytes))
-
-    shapes = [dataclasses.replace(even, width=width) for width in WIDTHS]
-    axis = Axis(name="record_bytes", sizes=tuple(float(group_of(shape).row_bytes) for shape in shapes))
-    moves = tuple(step_s(shape) / max(1.0, group_of(shape).missing_rows) for shape in shapes)
-    known = dataclasses.replace(timings, move_row=Curve(axes=(axis,), seconds=moves))
-    hot = dataclasses.replace(even, skew=1.6)
-    small = dataclasses.replace(hot, batch_size=hot.batch_size // 4, mean_ids=1)
-    few_s, many_s = (max(0.0, step_s(shape) - longest_s(shape, known)) for shape in (small, hot))
-    id_s = max(0.0, many_s - few_s) / (hot.num_ids - small.num_ids)
-    found = dataclasses.replace(known, place_batch_s=max(0.0, few_s - id_s * small.num_ids), place_id_s=id_s)
+    cached = {"where": "cached", "cache_fraction": FEW_KEPT}
+    alone_s, in_sets_s, one_by_one_s = step_s(FEW, {"where": "device"}), step_s(FEW, cached), step_s(FEW, cached, max_set=1)
+    set_s, batch_s = planned(alone_s, in_sets_s, one_by_one_s, _group(FEW, FEW_KEPT).set_size)
+    known = dataclasses.replace(timings, place_batch_s=batch_s, place_set_s=set_s)
+    models = []
+    for shape, share in gpu_shapes(is_short=is_short):
+        group = _group(shape, share)
+        taken_s = step_s(shape, {"where": "cached", "cache_fraction": share})
+        if taken_s < BEYOND_HOST * (alone_s + batch_s + set_s / group.set_size):
+            continue  # what the host holds up says nothing of the GPU
+        models.append(
+            Behaved(
+                alone_s=step_s(shape, {"where": "device"}),
+                step_s=taken_s,
+                num_ids=float(shape.num_ids),
+                num_rows=group.missing_rows,
+                num_reads=0.0,
+                row_bytes=float(group.row_bytes),
+                num_plans=0.0,
+            )
+        )
+    if not any(
+        model.num_rows * model.row_bytes for model in models
+    ):  # rows cross the bus at half its rate at most, by what was seen elsewhere
+        assert machine.accelerators is not None
+        byte_s = 2 / machine.accelerators.host_link.bandwidth_bytes_per_s
+        moves = Curve(axes=(Axis(name="record_bytes", sizes=RECORDS),), seconds=tuple(byte_s * record for record in RECORDS))
+        return dataclasses.replace(software, device_timings=dataclasses.replace(known, move_row=moves))
+    found = dataclasses.replace(explained(known, models), place_batch_s=batch_s)
     return dataclasses.replace(software, device_timings=found)
+
+
+def planned(alone_s: float, in_sets_s: float, one_by_one_s: float, set_size: int) -> tuple[float, float]:
+    """Host seconds of a plan, and of each batch in it, by steps without a cache, with plans of sets, and with plans of single batches."""
+    set_s = max(0.0, one_by_one_s - in_sets_s) / (1 - 1 / set_size)
+    return set_s, max(0.0, in_sets_s - alone_s - set_s / set_size)
+
+
+def _group(shape: Shape, share: float) -> Group:
+    """The tables of a shape behind a GPU's cache."""
+    work = step_work(shape.spec("cpu"))
+    (group,) = groups_of(work.tables, _setup(shape, [table.name for table in work.tables], share), in_sets=True)
+    return group

@@ -18,8 +18,9 @@ from rowstead.contracts.batch import Batch, Sparse
 from rowstead.measure.steps import Shape, Steps, drawn_batches
 from rowstead.parts import build_model
 from rowstead.plan.caching import BATCHES_COUNTED
-from rowstead.stores.cached import CachedStore
+from rowstead.stores.cached import MAX_SET, CachedStore
 from rowstead.stores.files import FileRows
+from rowstead.stores.turns import AHEAD
 from rowstead.training.step import Stepper
 
 ROWS_AT_A_TIME = 1 << 14
@@ -96,6 +97,9 @@ def settled(
                 _write_all(backing)
         for sparse in drawn.fillings(batches[0].sparse, math.ceil(kept_share * shape.num_rows)):
             store.lookup(sparse)
+        if device.type == "cuda":  # else all that was just read would count as under way, and a GPU's cache take memory for it
+            for batch in batches[-(AHEAD + 1) * MAX_SET :]:
+                store.lookup(batch.sparse)
         store.leave()
         for _ in steps.take(SETTLING_STEPS):
             pass

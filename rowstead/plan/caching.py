@@ -3,6 +3,8 @@
 A cache keeps rows that many batches used, those of long ago counted less, and rows of the batches under way. Late in a run each row is in it by a
 chance that follows from how often batches use it: the same threshold of uses holds for all rows, and is such that as many are in it
 as there are places. Tables of one width share places.
+
+A GPU brings batches in by sets, for each of which its host makes one plan: several small batches, or one where places are too few for more.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +32,12 @@ MOST_USES = 255
 MOST_BATCHES = 1e9
 NUM_HALVINGS = 40
 
+SET_IDS, MAX_SET = 1 << 23, 8
+"""On a GPU a set is of as many batches as have about so many ids, and of at most so many."""
+GROWTH = 1.25
+"""Room over what is needed that a GPU's cache takes when its places run out."""
+MOST_GROWN, SET_BYTES = 2, 1 << 28
+"""Times its places, and bytes, above both of which it brings batches in one by one."""
 
 READ_BYTES, GAP_BYTES = 16 << 10, 4096
 """The most that one read of a file fetches, and the most between two records that come by one read."""
@@ -44,6 +52,8 @@ class Group:
     tables: tuple[TableWork, ...]
     num_places: int
     batch_size: int
+    set_size: int = 1
+    """Batches that are brought in at once."""
 
     @property
     def row_bytes(self) -> int:
@@ -52,11 +62,27 @@ class Group:
 
     @functools.cached_property
     def missing_rows(self) -> float:
-        """Rows that a batch needs and the cache lacks; where several ids share a row, as many fewer as the batch has rows fewer than ids."""
-        draws = [Draws(law, self.batch_size * ids) for table in self.tables for ids, law in table.reads]
+        """Rows that a batch needs and the cache lacks; where several ids share a row, as many fewer as the batch has rows fewer than ids.
+
+        What several batches of a set need is brought in once, and counts as one use.
+        """
+        num_samples, counted = self.batch_size * self.set_size, BATCHES_COUNTED / self.set_size
+        draws = [Draws(law, num_samples * ids) for table in self.tables for ids, law in table.reads]
         num_ids = sum(distinct_ids(one.law, one.num_draws) for one in draws)
-        num_rows = sum(table.distinct_rows(self.batch_size) for table in self.tables)
-        return missing_rows(draws, self.num_places) * min(1.0, num_rows / num_ids) if num_ids else 0.0
+        shared = min(1.0, self.rows_of(self.set_size) / num_ids) if num_ids else 0.0
+        return missing_rows(draws, self.num_places, counted=counted) * shared / self.set_size
+
+    def rows_of(self, num_batches: int) -> float:
+        """Different rows that so many batches need."""
+        return sum(table.distinct_rows(num_batches * self.batch_size) for table in self.tables)
+
+    def capacity(self, set_size: int) -> float:
+        """Places for which a GPU's cache takes memory when sets are so large: it has the rows of all sets under way, whatever it keeps."""
+        taken = float(self.num_places)
+        for num_sets in range(1, BATCHES_KEPT + 1):
+            needed = self.rows_of(num_sets * set_size)
+            taken = taken if needed <= taken else GROWTH * needed
+        return taken
 
     def num_reads(self, num_rows: float) -> float:
         """Reads of a file that bring so many rows, by how far apart they are in it."""
@@ -73,14 +99,23 @@ class Group:
         return num_rows * alone / -math.expm1(most * math.log1p(-alone)) if alone > 1e-9 else num_rows / most
 
 
-def groups_of(tables: Sequence[TableWork], setup: Setup) -> list[Group]:
-    """The tables of a set-up that are behind caches."""
+def set_size(groups: Sequence[Group], num_ids: float) -> int:
+    """Batches of so many ids that a GPU brings in at once."""
+    wanted = max(1, min(MAX_SET, int(SET_IDS // max(1.0, num_ids))))
+    for group in groups:
+        if group.capacity(wanted) > max(MOST_GROWN * group.num_places, SET_BYTES // group.row_bytes):
+            return 1
+    return wanted
+
+
+def groups_of(tables: Sequence[TableWork], setup: Setup, *, in_sets: bool = False) -> list[Group]:
+    """The tables of a set-up that are behind caches; `in_sets` as a GPU brings rows in."""
     shares = {one.table: one.kept_share for one in setup.behind}
     by_width: dict[int, list[TableWork]] = {}
     for table in tables:
         if table.name in shares:
             by_width.setdefault(table.width, []).append(table)
-    return [
+    groups = [
         Group(
             tables=tuple(some),
             num_places=sum(max(1, math.ceil(shares[table.name] * table.num_rows)) for table in some),
@@ -88,6 +123,10 @@ def groups_of(tables: Sequence[TableWork], setup: Setup) -> list[Group]:
         )
         for _, some in sorted(by_width.items())
     ]
+    if not in_sets:
+        return groups
+    size = set_size(groups, setup.batch_size * sum(table.ids_per_sample for table in tables))
+    return [replace(group, set_size=size) for group in groups]
 
 
 @dataclass(frozen=True)
@@ -100,9 +139,9 @@ class Draws:
     num_alike: int = 1
 
 
-def missing_rows(draws: Sequence[Draws], num_places: float) -> float:
-    """How many different rows of a batch are not in a cache of so many places, late in a run."""
-    return _missing(tuple(sorted(_merged(draws), key=repr)), num_places)
+def missing_rows(draws: Sequence[Draws], num_places: float, *, counted: float = BATCHES_COUNTED) -> float:
+    """How many different rows of a batch are not in a cache of so many places, late in a run; uses in so many batches are counted."""
+    return _missing(tuple(sorted(_merged(draws), key=repr)), num_places, counted)
 
 
 def _merged(draws: Sequence[Draws]) -> list[Draws]:
@@ -115,7 +154,7 @@ def _merged(draws: Sequence[Draws]) -> list[Draws]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _missing(draws: tuple[Draws, ...], num_places: float) -> float:
+def _missing(draws: tuple[Draws, ...], num_places: float, counted: float) -> float:
     counts, used = _rows(draws)
     if num_places >= counts.sum() or not len(counts):
         return 0.0
@@ -131,15 +170,15 @@ def _missing(draws: tuple[Draws, ...], num_places: float) -> float:
     none = np.zeros_like(used)
     if kept(none) >= num_places:  # what is under way takes all places, and more
         return missing(none)
-    if kept(-np.expm1(BATCHES_COUNTED * left)) <= num_places:  # all that were counted, and of the others those used last
+    if kept(-np.expm1(counted * left)) <= num_places:  # all that were counted, and of the others those used last
         chance = _solved(
             lambda batches: -np.expm1(math.exp(batches) * left),
-            (math.log(BATCHES_COUNTED), math.log(MOST_BATCHES)),
+            (math.log(counted), math.log(MOST_BATCHES)),
             kept,
             num_places,
         )
         return missing(chance)
-    more, equal = _above(used * BATCHES_COUNTED, lambda chance: kept(chance) <= num_places)
+    more, equal = _above(used * counted, lambda chance: kept(chance) <= num_places)
     return missing(_solved(lambda share: more + share * equal, (0.0, 1.0), kept, num_places))
 
 

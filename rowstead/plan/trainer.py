@@ -71,8 +71,13 @@ class Trainer(Site):
         assert timings is not None, "only measured times say what a cache costs"
         names = {one.table for one in self.setup.behind}
         num_ids = self.setup.batch_size * sum(table.ids_per_sample for table in self.on_devices if table.name in names)
-        placed_s = timings.place_batch_s + num_ids * timings.place_id_s
-        tasks = [Task(name="find places", resource=self.compute, seconds=placed_s, after=self.ready)]
+        placed_s, tasks = num_ids * timings.place_id_s, list[Task]()
+        if self.has_devices:  # threads of the program that dispatches plan, one at a time since they share its interpreter
+            planned_s = sum(timings.place_batch_s + timings.place_set_s / group.set_size for group in self.behind)
+            tasks.append(Task(name="plan rows", resource="dispatch", seconds=planned_s, hidden=self.software.runs_ahead))
+        else:
+            placed_s += timings.place_batch_s
+        tasks.append(Task(name="find places", resource=self.compute, seconds=placed_s, after=self.ready))
         if timings.move_share:
             seconds = timings.move_share * self.moved_s
             tasks.append(Task(name="slowed by moving rows", resource=self.compute, seconds=seconds, after=self.ready))
@@ -97,13 +102,18 @@ class Trainer(Site):
         ]
 
     @functools.cached_property
+    def behind(self) -> list[caching.Group]:
+        """Tables behind caches, those of one width together."""
+        return caching.groups_of(self.on_devices, self.setup, in_sets=self.has_devices)
+
+    @functools.cached_property
     def moved_s(self) -> float:
         """Seconds of whatever moves rows between caches and what is behind them, for one step."""
         timings, is_file = self.processor.timings, not self.has_devices
         assert timings is not None
         assert timings.move_row is not None
         seconds = 0.0
-        for group in caching.groups_of(self.on_devices, self.setup):
+        for group in self.behind:
             num_rows = group.missing_rows
             seconds += num_rows * timings.move_row.at(group.row_bytes)
             seconds += group.num_reads(num_rows) * timings.move_read_s if is_file else 0.0

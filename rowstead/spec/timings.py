@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from rowstead.spec.bounds import require_not_negative
 from rowstead.spec.curve import Curve
 from rowstead.spec.errors import require
 
@@ -35,9 +36,7 @@ class InStep:
     """Each byte that it gets from other phases or leaves to them: in a step that is not in the caches, as it is when parts are measured."""
 
     def __post_init__(self) -> None:
-        for name in ("fixed_s", "byte_s"):
-            value = getattr(self, name)
-            require(0 <= value < math.inf, name, f"must be finite and not negative, got {value}")
+        require_not_negative(self, "fixed_s", "byte_s")
         require(0 < self.factor < math.inf, "factor", f"must be above 0 and finite, got {self.factor}")
 
     def seconds(self, parts_s: float, num_bytes: float = 0.0) -> float:
@@ -76,7 +75,10 @@ class Timings:
     fills_batch: bool = False
     """Whether each batch is copied to fixed memory of the accelerator before its step."""
     place_batch_s: float = 0.0
-    """A step whose rows are behind a cache, whatever it reads: its plan is made and handed over."""
+    """A step whose rows are behind a cache, whatever it reads: its plan is made and handed over. On an accelerator it is time of the host, for
+    tables of one width."""
+    place_set_s: float = 0.0
+    """Time of an accelerator's host for each plan besides, which is of a set of small batches or of one batch; for tables of one width."""
     place_id_s: float = 0.0
     """One id of a batch whose rows are behind a cache: its row's place is looked for."""
     move_row: Curve | None = None
@@ -108,10 +110,16 @@ class Timings:
         require(bool(self.layers), "layers", "give at least one number format")
         factor = self.fp32_interaction_factor
         require(0 < factor < math.inf, "fp32_interaction_factor", f"must be above 0 and finite, got {factor}")
-        not_negative = ("lookup_call_s", "update_call_s", "place_batch_s", "place_id_s", "move_read_s", "move_share")
-        for name in (*not_negative, "fresh_byte_s", "pace_s", "plan_factor"):
-            value = getattr(self, name)
-            require(0 <= value < math.inf, name, f"must be finite and not negative, got {value}")
+        not_negative = (
+            "lookup_call_s",
+            "update_call_s",
+            "place_batch_s",
+            "place_set_s",
+            "place_id_s",
+            "move_read_s",
+            "move_share",
+        )
+        require_not_negative(self, *not_negative, "fresh_byte_s", "pace_s", "plan_factor")
 
     def fresh_s(self, num_bytes: float) -> float:
         """What the memory of a new tensor takes besides what is done with it."""

@@ -38,8 +38,10 @@ from rowstead.stores.plans import Plan, places_for, plan_for
 from rowstead.stores.state import load_parts, whole_state
 from rowstead.stores.turns import Coming, Turns
 
-SET_IDS, MAX_SET = 1 << 22, 8
+SET_IDS, MAX_SET = 1 << 23, 8
 """On a GPU batches are brought in by sets of about so many ids, so that small ones wait for the host less often."""
+MOST_GROWN, SET_BYTES = 2, 1 << 28
+"""Times its places, or bytes, which a cache may come to for the sake of sets."""
 IDS_ASIDE = {"cpu": 1 << 14, "cuda": 1 << 20}
 """About how many ids a look-up that trains nothing may take at a time at least, by the device."""
 
@@ -82,6 +84,8 @@ class CachedStore(nn.Module):
         """Trains the rows that are in fast memory: whole tables, then the places of each group as one table."""
         self.generation = 0
         """Rises whenever the memory of `resident` has moved."""
+        self.max_set = MAX_SET
+        """Batches that a GPU brings in at once at most."""
         self.num_rows_in = self.num_rows_out = 0
         """Rows that were brought in and written back so far."""
         self._plan: Plan = plan_for(self._device)
@@ -143,9 +147,10 @@ class CachedStore(nn.Module):
 
     def _largest_set(self, num_ids: int) -> int:
         """Batches of so many ids that are brought in at once; one by one where places are too few for more."""
-        if any(places.capacity > 2 * places.num_places for places in self._places):
-            return 1
-        return max(1, min(MAX_SET, SET_IDS // max(1, num_ids)))
+        for group, places in zip(self._groups, self._places, strict=True):
+            if places.capacity > max(MOST_GROWN * places.num_places, SET_BYTES // group.row_bytes):
+                return 1
+        return max(1, min(self.max_set, SET_IDS // max(1, num_ids)))
 
     # Rows come and go
 

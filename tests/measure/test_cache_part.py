@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from rowstead.measure.cache_part import Behaved, behaved, behind_shapes, explained
+from rowstead.measure.cache_part import (
+    LEAST_ROUNDS,
+    STEPS_A_ROUND,
+    Behaved,
+    behaved,
+    behind_shapes,
+    explained,
+    gpu_shapes,
+    planned,
+    steady_s,
+)
 from rowstead.measure.settled import Drawn, settled, turn_s
 from rowstead.measure.steps import Shape
 from rowstead.plan.caching import groups_of
@@ -52,6 +63,56 @@ def test_steps_say_what_they_were_made_of(share: float) -> None:
     assert found.place_batch_s == pytest.approx(batch_s, rel=0.1)
     assert found.move_row is not None
     assert found.move_row.at(132) == pytest.approx(row_s + 132 * byte_s, rel=0.1)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3])
+def test_steps_of_a_gpu_say_what_rows_and_ids_cost_it(share: float) -> None:
+    id_s, row_s, byte_s = 2e-10, 1e-9, 3e-11
+    models = []
+    for shape, kept in gpu_shapes(is_short=False):
+        work = step_work(shape.spec("cpu"))
+        behind = tuple(Behind(table=table.name, kept_share=kept) for table in work.tables)
+        setup = Setup(place="device", batch_size=shape.batch_size, behind=behind)
+        (group,) = groups_of(work.tables, setup, in_sets=True)
+        alone_s = 6e-3 if len(shape.top) > 1 else 1e-3
+        moved_s, placed_s = group.missing_rows * (row_s + byte_s * group.row_bytes), id_s * shape.num_ids
+        models.append(
+            Behaved(
+                alone_s=alone_s,
+                step_s=max(alone_s + placed_s + share * moved_s, moved_s + share * (alone_s + placed_s)),
+                num_ids=shape.num_ids,
+                num_rows=group.missing_rows,
+                num_reads=0.0,
+                row_bytes=group.row_bytes,
+                num_plans=0.0,
+            )
+        )
+    found = explained(timings(), models)
+    assert found.move_share == pytest.approx(share, abs=0.051)
+    assert found.place_id_s == pytest.approx(id_s, rel=0.2)
+    assert found.move_row is not None
+    for record in (68, 260, 516):
+        assert found.move_row.at(record) == pytest.approx(row_s + record * byte_s, rel=0.15)
+
+
+def test_the_time_of_a_plan_is_shared_by_the_batches_of_its_set() -> None:
+    alone_s, set_s, batch_s = 1.5e-4, 1.4e-3, 2e-4
+    one_by_one_s, in_sets_s = (alone_s + batch_s + set_s / size for size in (1, 8))
+    assert planned(alone_s, in_sets_s, one_by_one_s, 8) == pytest.approx((set_s, batch_s))
+    assert planned(alone_s, alone_s, alone_s, 8) == (0, 0)
+
+
+def test_a_steady_step_is_one_of_many_that_were_announced_early(tmp_path: Path) -> None:
+    cpu = torch.device("cpu")
+    rule = {"*": {"where": "ssd", "cache_fraction": 0.5}}
+    steps = settled(SMALL, cpu, placement=rule, kept_share=0.5, folder=tmp_path, drawn=Drawn.of(SMALL, cpu))
+    try:
+        before, start = steps.number, time.perf_counter()
+        step_s = steady_s(steps, 0.01)
+        assert 0 < step_s * LEAST_ROUNDS * STEPS_A_ROUND < time.perf_counter() - start
+        assert steps.number - before >= (1 + LEAST_ROUNDS) * STEPS_A_ROUND
+    finally:
+        steps.close()
 
 
 @pytest.mark.parametrize("share", [0.5, 0.1])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from rowstead.plan.caching import Draws, groups_of, missing_rows
 from rowstead.plan.setup import Behind, Setup
 from rowstead.plan.traffic import Popularity, distinct_ids
 from rowstead.plan.work import step_work
-from rowstead.stores import files, places, turns
+from rowstead.stores import cached, files, places, turns
 from rowstead.stores.places_cpu import CompiledPlaces
 
 
@@ -27,6 +29,8 @@ def test_what_planning_takes_caches_and_files_to_be_is_what_they_are() -> None:
     assert caching.BATCHES_KEPT == turns.AHEAD + 1
     assert caching.MOST_USES == MOST_USES
     assert (caching.READ_BYTES, caching.GAP_BYTES) == (files.READ_BYTES, files.GAP_BYTES)
+    assert (caching.SET_IDS, caching.MAX_SET, caching.GROWTH) == (cached.SET_IDS, cached.MAX_SET, places.GROWTH)
+    assert (caching.MOST_GROWN, caching.SET_BYTES) == (cached.MOST_GROWN, cached.SET_BYTES)
 
 
 def shape_of(*, skew: float, mean_ids: int = 4, num_rows: int = 8000) -> Shape:
@@ -54,6 +58,37 @@ def test_a_cache_lacks_as_many_rows_as_the_real_one(skew: float, share: float) -
         lacked.append(cache.plan(rows, number, oldest=max(0, number - turns.AHEAD)).in_rows.numel())
     draws = [Draws(Popularity(shape.num_rows, skew), shape.batch_size * shape.mean_ids)] * 2
     assert missing_rows(draws, cache.num_places) == pytest.approx(np.mean(lacked[len(lacked) // 2 :]), rel=0.12)
+
+
+@pytest.mark.parametrize(
+    ("skew", "share", "set_bytes", "size"),
+    [(0.2, 0.9, 0, 8), (0.8, 0.35, 0, 8), (1.3, 0.1, 0, 8), (0.2, 0.1, 0, 1), (0.8, 0.001, 0, 1), (0.8, 0.001, 1 << 28, 8)],
+)
+def test_a_gpu_brings_in_as_many_batches_and_rows_at_once_as_is_predicted(
+    skew: float, share: float, set_bytes: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (caching, cached):
+        monkeypatch.setattr(module, "SET_BYTES", set_bytes)
+    shape = shape_of(skew=skew, mean_ids=2)
+    work = step_work(shape.spec("cpu"))
+    behind = tuple(Behind(table=table.name, kept_share=share) for table in work.tables)
+    (group,) = groups_of(work.tables, Setup(place="device", batch_size=shape.batch_size, behind=behind), in_sets=True)
+    cache = places.Places(2 * shape.num_rows, group.num_places, torch.device("cpu"))
+    firsts, lacked, number = torch.tensor([[0], [shape.num_rows]]), [], 0
+    rows = [(batch.sparse.ids.view(2, -1) + firsts).flatten() for batch in drawn_batches(shape, torch.device("cpu"))]
+    # A store's own rule, for places that a GPU plans just so.
+    tables = SimpleNamespace(row_bytes=group.row_bytes)
+    store: Any = SimpleNamespace(_places=[cache], _groups=[tables], max_set=cached.MAX_SET)
+    while number + cached.MAX_SET <= len(rows):
+        count = cached.CachedStore._largest_set(store, shape.num_ids)
+        oldest = max(0, number - turns.AHEAD * count)
+        moves = cache.plan(torch.cat(rows[number : number + count]), number + count - 1, oldest=oldest)
+        lacked += [moves.in_rows.numel() / count] * count
+        number += count
+    assert group.set_size == count == size
+    if size > 1:
+        assert group.capacity(size) == pytest.approx(cache.capacity, rel=0.05)
+    assert group.missing_rows == pytest.approx(np.mean(lacked[len(lacked) // 2 :]), rel=0.12)
 
 
 laws = st.builds(Popularity, st.integers(100, 5000), st.floats(0, 1.5))

@@ -39,7 +39,7 @@ class TestHostStoreOfAGpu(TestHostStore):
 
 def made(kind: str, optimizer: SparseOptimizerSpec | None, device: str) -> Any:
     if kind == "cached":
-        places, backing = {"a": 1, "b": 1}, partial(RamRows, seed=1)
+        places, backing = {"a": 1, "b": 1}, partial(RamRows, seed=1, device=device)
         return CachedStore(LAYOUT, optimizer, places=places, backing=backing, device=device)
     return HostStore(DeviceStore(LAYOUT, optimizer), device)
 
