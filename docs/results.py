@@ -25,6 +25,7 @@ def performance_page(note: str) -> str:
     parts += _on_ssd()
     parts += _sharded()
     parts += _fleet()
+    parts += _synchronised()
     parts += _predicted()
     if list(PICTURES.glob("growth-*.svg")):
         parts += ["## How cost grows", _GROWTH, *_growth("cuda"), *_growth("cpu")]
@@ -344,6 +345,28 @@ def _fleet() -> list[str]:
         text = "How much of a step may hold Python's lock, from above: all of a thread's time on a core but that inside calls that let go of it."
         parts += [text, _table(phases, [row for row in result["rows"] if "phase" in row])]
     return ["## The fleet", *parts] if parts else []
+
+
+def _synchronised() -> list[str]:
+    """What asynchronous trainers cost in quality; nothing before that was measured."""
+    result = _latest("synchronisation", "cpu")
+    if result is None:
+        return []
+    rows = []
+    for mode, num in dict.fromkeys((row["mode"], row["num_trainers"]) for row in result["rows"]):
+        key = f"{mode.replace(' ', '_')}_{num}_above_synchronous_pct"
+        rows.append({"mode": mode, "num": num} | {part: result["summary"][f"{key}_{part}"] for part in ("mean", "low", "high")})
+    columns: list[Column] = [
+        ("way to train", _word("mode")),
+        ("trainers", _number("num")),
+        ("NE above synchronous training", _number("mean", "+.2f", unit=" %")),
+        ("95 % interval", lambda row: f"{row['low']:+.2f} to {row['high']:+.2f} %"),
+    ]
+    text = (
+        "A synthetic log learned by 2 and 4 trainers in every way of [synchronising](synchronisation.md), with its defaults, against synchronous training on the same samples: mean over 5 seeds, scored by the "
+        "probabilities of the log's own teacher."
+    )
+    return ["## Quality of asynchronous training", text, _where(result, "synchronisation"), _table(columns, rows)]
 
 
 def _predicted() -> list[str]:
