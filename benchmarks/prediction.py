@@ -7,6 +7,11 @@ steps back to back. All models are gone through several times, since the speed o
 passes counts. Beside it stands what `rowstead plan` predicts, with the same equations as for every machine of the catalogue. On
 a CPU the parts of the step stand beside each other too, so that it can be seen which is off.
 
+On a CPU some of the models are trained by a fleet of processes that share this machine's cores (`by: fleet`, `benchmarks/fleet_models.py`):
+trainers, sparse servers, a dense server where there are two trainers, and a reader that hands over batches which it has already. Their
+step is the time from one step of a trainer to its next, from what trainers have sampled of themselves. They count among all models, and by
+themselves as `fleet_error_…`. On a GPU there are none.
+
 `error` is exp(mean |ln(predicted / measured)|) - 1; `repeatability` is the same between the first pass and the last. Rank
 correlation is Spearman's. `…_at_pace`: a CPU's times are brought to the pace that the machine had when it was calibrated, by a small piece
 of work that is always the same and timed beside them (`rowstead/measure/pace.py`); `pace` is how many times as long it took. `best_placement_hit_share`: of models whose tables do not fit the memory that they are given, the share for
@@ -24,7 +29,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +37,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.fleet_models import FleetShape, FleetTime, measured_fleet, predicted_cpu_s, predicted_fleet, random_fleets
 from benchmarks.harness import OtherLoad, arguments, noise_of, publish
 from benchmarks.placements import placed_models, placement_summary
 from benchmarks.timing import give_back_gpu_memory
@@ -48,6 +54,9 @@ from rowstead.spec.catalogue import load_machine, load_software, machine_text
 from rowstead.spec.machine import Machine
 
 NUM_MODELS, NUM_QUICK = 40, 6
+NUM_FLEETS, NUM_QUICK_FLEETS = 6, 1
+"""Of the models, on a CPU."""
+FLEET_PASSES, FLEET_S = 2, 3.0
 LARGEST = {"cpu": {"bytes": 8e8, "ids": 6e5}, "cuda": {"bytes": 2e10, "ids": 1.2e7}}
 BATCHES = {"cpu": (7, 11), "cuda": (9, 14)}
 """Powers of two."""
@@ -113,16 +122,8 @@ def model_row(shape: Shape, machine: Machine, device: torch.device, passes: Sequ
     middle = times[len(times) // 2]
     measured_s = statistics.median(time.step_s for time in times)
     paced_s = statistics.median(time.at_standard_pace().step_s for time in times)
-    mlps = "/".join("-".join(map(str, widths)) for widths in (shape.bottom, shape.top))
     row: dict[str, Any] = {
-        "dense": shape.num_dense,
-        "sparse": shape.num_sparse,
-        "batch": shape.batch_size,
-        "rows": shape.num_rows,
-        "width": shape.width,
-        "ids": shape.mean_ids,
-        "skew": shape.skew,
-        "mlps": mlps,
+        **_shape_row(shape, by="process"),
         "measured_ms": 1e3 * measured_s,
         "predicted_ms": 1e3 * found.step_s,
         "ratio": found.step_s / measured_s,
@@ -136,6 +137,47 @@ def model_row(shape: Shape, machine: Machine, device: torch.device, passes: Sequ
     row["held_up_by"] = found.bottlenecks[0].resource
     if device.type == "cpu":
         row["cores_used_by_others"] = max(one.cores_used_by_others for one in passes)
+    return row
+
+
+def _shape_row(shape: Shape, *, by: str) -> dict[str, Any]:
+    """The model, and what trains it."""
+    return {
+        "by": by,
+        "dense": shape.num_dense,
+        "sparse": shape.num_sparse,
+        "batch": shape.batch_size,
+        "rows": shape.num_rows,
+        "width": shape.width,
+        "ids": shape.mean_ids,
+        "skew": shape.skew,
+        "mlps": "/".join("-".join(map(str, widths)) for widths in (shape.bottom, shape.top)),
+    }
+
+
+def fleet_row(fleet: FleetShape, machine: Machine, passes: Sequence[FleetTime]) -> dict[str, Any]:
+    """One model that a fleet has trained, predicted, and as it was measured."""
+    found = predicted_fleet(fleet, machine)
+    measured_s = statistics.median(one.step_s for one in passes)
+    paced_s = [one.step_s / one.pace for one in passes]
+    row: dict[str, Any] = {
+        **_shape_row(fleet.model, by="fleet"),
+        "trainers": fleet.num_trainers,
+        "sparse_servers": fleet.num_sparse,
+        "staleness": fleet.staleness,
+        "measured_ms": 1e3 * measured_s,
+        "predicted_ms": 1e3 * found.step_s,
+        "ratio": found.step_s / measured_s,
+        "again": passes[-1].step_s / passes[0].step_s,
+        "pace": statistics.median(one.pace for one in passes),
+        "ratio_at_pace": found.step_s / statistics.median(paced_s),
+        "again_at_pace": paced_s[-1] / paced_s[0],
+    }
+    for kind in passes[0].cpu_s:
+        row[f"{kind}_cpu_ms"] = 1e3 * statistics.median(one.cpu_s[kind] for one in passes)
+    row |= {f"{kind}_cpu_predicted_ms": 1e3 * seconds for kind, seconds in predicted_cpu_s(found).items()}
+    row["held_up_by"] = found.bottlenecks[0].resource
+    row["cores_used_by_others"] = max(one.cores_used_by_others for one in passes)
     return row
 
 
@@ -156,6 +198,22 @@ def _parts_row(shape: Shape, machine: Machine, phases_s: dict[str, float]) -> di
             "dense_update_ratio": parts.dense_update_s / phases_s["dense update"],
         }
     return row
+
+
+def fleet_rows(
+    fleets: Sequence[FleetShape], machine: Machine, pace: Pace | None, *, is_quick: bool, tell: Callable[[str], Any]
+) -> list[dict[str, Any]]:
+    """A row for each model that a fleet trains."""
+    found: list[list[FleetTime]] = [[] for _ in fleets]
+    num_passes, seconds = (1, 1.0) if is_quick else (FLEET_PASSES, FLEET_S)
+    for number in range(num_passes):
+        for place, fleet in enumerate(fleets):
+            last = measured_fleet(fleet, seconds, pace)
+            found[place].append(last)
+            ratio = predicted_fleet(fleet, machine).step_s / last.step_s
+            progress = f"pass {number + 1} of {num_passes}, fleet {place + 1} of {len(fleets)}"
+            tell(f"{progress}: predicted {ratio:.2f} of what was measured, pace {last.pace:.2f}")
+    return [fleet_row(fleet, machine, passes) for fleet, passes in zip(fleets, found, strict=True)]
 
 
 def error(ratios: Sequence[float]) -> float:
@@ -187,6 +245,14 @@ def summary_of(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
         "pace_median": statistics.median(row["pace"] for row in rows),
         "predicted_over_measured_geomean": math.exp(sum(map(math.log, ratios)) / len(ratios)),
     }
+    if fleets := [row for row in rows if row.get("by") == "fleet"]:
+        found |= {
+            "num_fleet_models": float(len(fleets)),
+            "fleet_error_geomean_pct": 100 * error([row["ratio"] for row in fleets]),
+            "fleet_error_at_pace_geomean_pct": 100 * error([row["ratio_at_pace"] for row in fleets]),
+            "fleet_error_at_pace_max_pct": 100 * max(error([row["ratio_at_pace"]]) for row in fleets),
+            "fleet_repeatability_at_pace_geomean_pct": 100 * error([row["again_at_pace"] for row in fleets]),
+        }
     for part in ("dense", "lookup", "update", "dense_update"):
         if of_part := [row[f"{part}_ratio"] for row in rows if f"{part}_ratio" in row]:
             found[f"{part}_error_geomean_pct"] = 100 * error(of_part)
@@ -225,7 +291,12 @@ def main() -> None:
     give_back_gpu_memory()
     count = options.models or (NUM_QUICK if options.quick else NUM_MODELS)
     num_passes, seconds = (1, 0.3) if options.quick else (NUM_PASSES[options.device], SECONDS[options.device])
-    shapes = random_shapes(options.device, count, options.seed)
+    num_fleets = min(count, NUM_QUICK_FLEETS if options.quick else NUM_FLEETS)
+    if options.device == "cuda" or machine.software is None or machine.software.sharing is None:
+        _progress("no fleets: nothing was measured of processes that share this machine's cores", start)
+        num_fleets = 0
+    shapes = random_shapes(options.device, count - num_fleets, options.seed)
+    fleets = random_fleets(num_fleets, options.seed)
     timings = machine.software.cpu_timings if machine.software is not None else None
     pace = Pace(timings.pace_s) if options.device == "cpu" and timings is not None and timings.pace_s else None
     found: list[list[Measured]] = [[] for _ in shapes]
@@ -234,10 +305,11 @@ def main() -> None:
             found[place].append(measured(shape, device, seconds, pace))
             last = found[place][-1].time
             ratio = predicted(shape, machine).step_s / last.step_s
-            progress = f"pass {number + 1} of {num_passes}, model {place + 1} of {count}"
+            progress = f"pass {number + 1} of {num_passes}, model {place + 1} of {len(shapes)}"
             _progress(f"{progress}: predicted {ratio:.2f} of what was measured, pace {last.pace:.2f}", start)
             give_back_gpu_memory()
     rows = [model_row(shape, machine, device, passes) for shape, passes in zip(shapes, found, strict=True)]
+    rows += fleet_rows(fleets, machine, pace, is_quick=options.quick, tell=lambda line: _progress(line, start))
     summary = {**summary_of(rows), **noise_of(rows)}
     cases, placed = placed_models(
         machine, device, seed=options.seed, is_quick=options.quick, tell=lambda line: _progress(line, start)

@@ -7,6 +7,7 @@ import dataclasses
 from rowstead.spec.catalogue import load_machine, load_software
 from rowstead.spec.curve import Axis, Curve
 from rowstead.spec.machine import Machine
+from rowstead.spec.sharing import MessageCost, Sharing
 from rowstead.spec.timings import InStep, LayerTimes, Timings
 
 
@@ -54,3 +55,26 @@ def measured_machine(kind: str = "cpu", *, num_cores: int = 1) -> Machine:
     machine = load_machine("laptop")
     host = dataclasses.replace(machine.host, num_cores=num_cores)
     return dataclasses.replace(machine, host=host, software=dataclasses.replace(software, cpu_timings=timings()))
+
+
+def sharing(*, crowding: float = 1.0) -> Sharing:
+    """Processes of one thread, which take twice as long as all threads, and what they say to each other."""
+    twice = InStep(factor=2.0)
+    return Sharing(
+        dense=twice,
+        lookup=twice,
+        update=twice,
+        dense_optimizer=twice,
+        crowding=crowding,
+        asking=MessageCost(call_s=1e-4, id_s=1e-8, byte_s=1e-10),
+        answering=MessageCost(call_s=2e-4, id_s=2e-9, byte_s=5e-10),
+        waiting_s=0.0,
+        handing=MessageCost(call_s=1e-4, byte_s=4e-10),
+    )
+
+
+def shared_machine(*, crowding: float = 1.0, num_cores: int = 2) -> Machine:
+    """A measured laptop whose cores processes share."""
+    machine = measured_machine("cpu", num_cores=num_cores)
+    assert machine.software is not None
+    return dataclasses.replace(machine, software=dataclasses.replace(machine.software, sharing=sharing(crowding=crowding)))

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.fit_steps import measured_steps
+from benchmarks.fleet_models import predicted_fleet, random_fleets
 from benchmarks.prediction import error, predicted, random_shapes, rank_correlation, summary_of
 from rowstead.spec.catalogue import load_software, machine_text
-from tests.measured_machine import measured_machine
+from tests.measured_machine import measured_machine, shared_machine
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -49,6 +50,13 @@ def test_every_model_has_a_prediction() -> None:
     assert all(0 < step_s < 10 for step_s in steps)
 
 
+def test_every_fleet_has_a_prediction_and_both_numbers_of_trainers_are_among_them() -> None:
+    fleets = random_fleets(6, seed=3)
+    assert fleets == random_fleets(6, seed=3)
+    assert {fleet.num_trainers for fleet in fleets} == {1, 2}
+    assert all(0 < predicted_fleet(fleet, shared_machine()).step_s < 10 for fleet in fleets)
+
+
 @pytest.mark.parametrize(("device", "count", "most"), [("cuda", 6, 7 / 6), ("cpu", 3, 1.6)])
 def test_shipped_overheads_come_near_the_steps_that_were_measured(device: str, count: int, most: float) -> None:
     software = load_software("rowstead")
@@ -60,10 +68,13 @@ def test_shipped_overheads_come_near_the_steps_that_were_measured(device: str, c
 @pytest.mark.slow
 def test_the_benchmark_runs(tmp_path: Path) -> None:
     file = tmp_path / "machine.yaml"
-    file.write_text(machine_text(measured_machine()))
+    file.write_text(machine_text(shared_machine()))
     words = ["--quick", "--models", "2", "--machine", str(file), "--json"]
     done = subprocess.run([sys.executable, "-m", "benchmarks.prediction", *words], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["summary"]["num_models"] == 2
+    assert [row["by"] for row in found["rows"] if "by" in row] == ["process", "fleet"]
+    assert found["summary"]["num_fleet_models"] == 1
+    assert found["summary"]["fleet_error_geomean_pct"] > 0
     assert "best_placement_hit_share" in found["summary"]

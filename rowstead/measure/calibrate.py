@@ -24,13 +24,15 @@ from rowstead.measure.exchange import exchange_times
 from rowstead.measure.fit import fitted
 from rowstead.measure.footprint import base_bytes
 from rowstead.measure.pace import Pace
+from rowstead.measure.requests import request_costs
 from rowstead.measure.row_part import row_times
-from rowstead.measure.steps import Shape, Steps
+from rowstead.measure.steps import Shape, Steps, StepTime
 from rowstead.placing import free_host_bytes
 from rowstead.plan.cost import device_processor, host_processor
 from rowstead.records.usage import machine_facts
 from rowstead.spec.catalogue import load_software
 from rowstead.spec.machine import Accelerators, Compute, Host, Machine, Memory, PeerLink, RandomRate, Software
+from rowstead.spec.sharing import Sharing
 from rowstead.spec.timings import Timings
 
 PASSING_BYTES = 16 << 20
@@ -123,7 +125,10 @@ def calibrate(
     if device.type == "cpu":
         tell("memory of a training process")
         software = dataclasses.replace(software, base_bytes=base_bytes(torch.get_num_threads()))
-    software, steps = _with_whole_steps(machine, software, device, pace, is_short=is_short, tell=tell)
+    software, steps, alone = _with_whole_steps(machine, software, device, pace, is_short=is_short, tell=tell)
+    if pace is not None and alone is not None:
+        tell("processes that share the cores")
+        software = dataclasses.replace(software, sharing=_sharing(alone, pace, is_short=is_short))
     tell("rows behind a cache")
     software = with_caches(machine, software, device, folder, pace, is_short=is_short)
     tell("power")
@@ -259,8 +264,9 @@ def _software(device: torch.device, timings: Timings, source: str) -> Software:
 
 def _with_whole_steps(
     machine: Machine, software: Software, device: torch.device, pace: Pace | None, *, is_short: bool, tell: Tell
-) -> tuple[Software, Steps]:
-    """What whole steps show: the time between the parts, and on a GPU that of the host; and the last steps, ready to go on."""
+) -> tuple[Software, Steps, Timings | None]:
+    """What whole steps show: the time between the parts, and on a GPU that of the host; the last steps, ready to go on; on a CPU
+    also what they show when one thread takes them."""
     on_gpu, seconds = device.type == "cuda", 0.05 if is_short else 0.4
     processor = device_processor(machine, software) if on_gpu else host_processor(machine, software)
     host_s = 0.0
@@ -268,6 +274,8 @@ def _with_whole_steps(
         host_s = Steps.of(TINY, device).measured(seconds).step_s
         software = dataclasses.replace(software, device_step_s=host_s)
     shapes, times = [], []
+    alone: list[tuple[Shape, StepTime]] = []
+    """Steps of one thread, at the pace of the steps just before: beats of one thread say nothing of it."""
     tried = whole_shapes(device, is_short=is_short)
     for number, shape in enumerate(tried, 1):
         tell(f"whole steps, {number} of {len(tried)} models")
@@ -276,14 +284,33 @@ def _with_whole_steps(
         if time.step_s > 1.3 * host_s:  # what the host holds up says nothing of the GPU
             shapes.append(shape)
             times.append(time)
+        if pace is not None and (is_short or number % 2):  # half of them, as time is short
+            with hardware.threads(1):
+                alone.append((shape, dataclasses.replace(steps.measured(seconds / 4), pace=time.pace)))
     assert processor.timings is not None
     if pace is not None:  # the usual one of these steps counts as 1
         usual = statistics.median(time.pace for time in times)
         pace.standard_s *= usual
         times = [dataclasses.replace(time, pace=time.pace / usual).at_standard_pace() for time in times]
+        alone = [(shape, dataclasses.replace(time, pace=time.pace / usual).at_standard_pace()) for shape, time in alone]
+    of_one = fitted(processor.timings, processor, software, *zip(*alone, strict=True)) if alone else None
     if shapes:
         changed = fitted(processor.timings, processor, software, shapes, times)
         changed = dataclasses.replace(changed, pace_s=0.0 if pace is None else pace.standard_s)
         kind = "device_timings" if on_gpu else "cpu_timings"
         software = dataclasses.replace(software, **{kind: changed})  # type: ignore[arg-type]
-    return software, steps
+    return software, steps, of_one
+
+
+def _sharing(alone: Timings, pace: Pace, *, is_short: bool) -> Sharing | None:
+    """One thread by its whole steps, and what processes say to each other; absent where there is no other process to measure."""
+    found = request_costs(pace, is_short=is_short)
+    if found is None:
+        return None
+    return Sharing(
+        dense=alone.dense,
+        lookup=alone.lookup,
+        update=alone.update,
+        dense_optimizer=alone.dense_optimizer,
+        **{field.name: getattr(found, field.name) for field in dataclasses.fields(found)},
+    )

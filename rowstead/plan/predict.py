@@ -6,6 +6,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
+from rowstead.plan.nearby import NearbyTrainer
 from rowstead.plan.schedule import Bottleneck, Slot, Task, bottlenecks, lay_out, period_s
 from rowstead.plan.setup import Held, Setup, held, process_bytes, shortfalls
 from rowstead.plan.trainer import Trainer
@@ -158,8 +159,9 @@ def record_of(prediction: Prediction, spec: RunSpec, *, date: str) -> Record:
 
 def predict(work: StepWork, machine: Machine, software: Software, setup: Setup, *, precision: Precision = "fp32") -> Prediction:
     """How fast a set-up trains."""
-    _refuse_impossible(machine, setup)
-    trainer = Trainer(work=work, machine=machine, software=software, setup=setup, precision=precision)
+    _refuse_impossible(machine, software, setup)
+    kind = NearbyTrainer if setup.on_one_machine else Trainer
+    trainer = kind(work=work, machine=machine, software=software, setup=setup, precision=precision)
     tasks = tuple(trainer.tasks())
     step_s = period_s(tasks, in_flight=setup.in_flight)
     return Prediction(
@@ -175,8 +177,13 @@ def predict(work: StepWork, machine: Machine, software: Software, setup: Setup, 
     )
 
 
-def _refuse_impossible(machine: Machine, setup: Setup) -> None:
+def _refuse_impossible(machine: Machine, software: Software, setup: Setup) -> None:
     """Raise an error about a set-up that such machines cannot have."""
+    if setup.on_one_machine:
+        if machine.accelerators is not None or software.sharing is None:
+            what = f"`{machine.name}` was not measured with processes that share its cores"
+            raise RowsteadError(f"{what}: `rowstead calibrate` does so on a machine that trains on its processors")
+        return
     if setup.num_trainers > 1 and machine.network is None:
         raise RowsteadError(f"`{machine.name}` has no network: {setup.num_trainers} of them cannot train together")
     for one in (machine, setup.server) if setup.num_sparse_servers + setup.num_dense_servers else ():

@@ -54,6 +54,8 @@ class Setup:
     """Whether batches come from readers over the network; else they are there already."""
     behind: tuple[Behind, ...] = ()
     """With `device`: tables of which what trains has the hot rows alone."""
+    on_one_machine: bool = False
+    """With `remote`: whether trainers, servers and readers are processes of one machine, each of one thread, which share its cores."""
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "num_devices", "num_trainers", "in_flight", "sync_every"):
@@ -62,7 +64,9 @@ class Setup:
             require(getattr(self, name) >= 0, name, f"must not be negative, got {getattr(self, name)}")
         needs = (self.place == "remote") == (self.num_sparse_servers > 0)
         require(needs, "num_sparse_servers", "give some with `remote`, and none otherwise")
-        served = self.num_sparse_servers + self.num_dense_servers == 0 or self.server is not None
+        shared = not self.on_one_machine or (self.place == "remote" and self.num_devices == 1)
+        require(shared, "on_one_machine", "is for `remote` tables and trainers without accelerators")
+        served = self.on_one_machine or self.num_sparse_servers + self.num_dense_servers == 0 or self.server is not None
         require(served, "server", "say what machine the parameter servers are")
         alone = self.place == "remote" or self.num_trainers == 1 or self.num_dense_servers == 0
         require(
