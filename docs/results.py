@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -369,6 +371,11 @@ def _synchronised() -> list[str]:
     return ["## Quality of asynchronous training", text, _where(result, "synchronisation"), _table(columns, rows)]
 
 
+def _off_pct(ratios: Sequence[float]) -> float:
+    """exp of the mean of |ln(ratio)|, minus 1, in per cent."""
+    return 100 * math.expm1(statistics.fmean(abs(math.log(ratio)) for ratio in ratios))
+
+
 def _predicted() -> list[str]:
     """How far predicted steps are from measured ones; nothing before that was measured."""
     parts: list[str] = []
@@ -376,25 +383,22 @@ def _predicted() -> list[str]:
         if (result := _latest("prediction", device)) is None:
             continue
         summary = result["summary"]
-        lines = [
-            ("all models", "error_geomean_pct", "error_max_pct", "repeatability_geomean_pct"),
-            (
-                "at the pace of calibration",
-                "error_at_pace_geomean_pct",
-                "error_at_pace_max_pct",
-                "repeatability_at_pace_geomean_pct",
-            ),
-        ]
         columns: list[Column] = [
             ("", _word("what")),
             ("error in geometric mean", _number("mean", ".1f", unit=" %")),
             ("largest", _number("most", ".0f", unit=" %")),
             ("between two measurements of the same model", _number("again", ".1f", unit=" %")),
         ]
-        rows = [
-            {"what": what, "mean": summary[mean], "most": summary[most], "again": summary[again]}
-            for what, mean, most, again in (lines if device == "cpu" else lines[:1])
-        ]
+        models = [row for row in result["rows"] if "ratio" in row]
+        kinds = {"all models": models}
+        if any(row.get("by") == "fleet" for row in models):
+            kinds |= {f"those trained by a {by}": [row for row in models if row["by"] == by] for by in ("process", "fleet")}
+        rows = []
+        for what, some in kinds.items():
+            for suffix in ("", "_at_pace") if device == "cpu" else ("",):
+                ratios, again = ([row[f"{key}{suffix}"] for row in some] for key in ("ratio", "again"))
+                off = {"mean": _off_pct(ratios), "most": max(_off_pct([ratio]) for ratio in ratios), "again": _off_pct(again)}
+                rows.append({"what": what + (", at the pace of calibration" if suffix else ""), **off})
         text = (
             f"{summary['num_models']:.0f} random models that calibration had not seen; rank correlation of predicted and measured step times "
             f"{summary['rank_correlation']:.3f}."

@@ -85,18 +85,21 @@ def train(
     runs: Root = RUNS,
 ) -> None:
     """Train a model from a recipe, or go on with a run."""
-    from rowstead.spec.run import load_recipe
+    from rowstead.spec.run import check_moves, load_recipe
 
     if resume is not None:
-        refused = ((recipe, "a recipe"), (set_, "--set"), (init_from, "--init-from"), (out, "--out"), (fleet, "--fleet"))
-        for given, option in refused:
-            if given:
+        check_moves(set_ or [])
+        refused = ((recipe, "a recipe"), (init_from, "--init-from"), (out, "--out"), (fleet, "--fleet"))
+        for value, option in refused:
+            if value:
                 raise RowsteadError(f"--resume goes on with a run as it was started: leave out {option}")
     spec = load_recipe(recipe or "quickstart", set_ or []) if resume is None else None
     if cli_fleet.has_fleet(spec, fleet, resume, runs):
         for is_given, option in ((processes > 1, "--processes"), (profile, "--profile")):
             if is_given:
                 raise RowsteadError(f"a fleet has processes of its own: leave out {option}")
+        if resume is not None and set_:
+            raise RowsteadError("a fleet goes on as it was started: leave out --set")
         cli_fleet.train(spec, fleet, resume=resume, init_from=init_from, out=out, runs=runs)
         return
     if processes > 1:
@@ -107,7 +110,7 @@ def train(
         _launch(["train", *named, *changes, *given, *(["--profile"] if profile else [])], processes)
 
     from rowstead import run  # after the recipe, in which a mistake should show at once
-    from rowstead.console import command_name, summary, watching
+    from rowstead.console import as_typed, command_name, summary, watching
 
     if launch.is_started_here():
         launch.end_with_parent()
@@ -115,14 +118,16 @@ def train(
     console = Console(quiet=not is_first)
     with watching(console) as watcher:
         if resume is not None:
-            result = run.resume(resume, root=runs, watcher=watcher, profile=profile)
+            result = run.resume(resume, changes=set_ or [], root=runs, watcher=watcher, profile=profile)
         else:
             assert spec is not None
             result = run.train(spec, root=runs, out=out, init_from=init_from, watcher=watcher, profile=profile)
     if result.outcome.ending == "interrupted":
         console.print(f"stopped after step {result.outcome.position.step:,}; the checkpoint is saved.", highlight=False)
         again = f" --processes {os.environ['WORLD_SIZE']}" if launch.is_started_here() else ""
-        console.print(f"go on with: {command_name()} train --resume {result.folder}{again}", highlight=False, soft_wrap=True)
+        console.print(
+            f"go on with: {command_name()} train --resume {as_typed(result.folder)}{again}", highlight=False, soft_wrap=True
+        )
         raise typer.Exit(130)
     if is_first:
         console.print(summary(result))

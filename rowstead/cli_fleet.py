@@ -46,13 +46,13 @@ def train(
 ) -> None:
     """What `train` does with a fleet."""
     if spec is not None:
-        spec = dataclasses.replace(spec, fleet=fleet_from(fleet or "", spec.fleet))
+        spec = spec if fleet is None else dataclasses.replace(spec, fleet=fleet_from(fleet, spec.fleet))
 
     _check_zeromq()
 
     from rich.console import Console
 
-    from rowstead.console import command_name, summary
+    from rowstead.console import as_typed, command_name, summary
     from rowstead.fleet_run.console import watching_fleet
     from rowstead.fleet_run.head import resume_fleet, train_fleet
 
@@ -67,7 +67,7 @@ def train(
         step = result.outcome.position.step
         ended = f"stopped after step {step:,}; the checkpoint is saved." if step else "stopped before the first step."
         console.print(ended, highlight=False)
-        console.print(f"go on with: {command_name()} train --resume {result.folder}", highlight=False, soft_wrap=True)
+        console.print(f"go on with: {command_name()} train --resume {as_typed(result.folder)}", highlight=False, soft_wrap=True)
         raise typer.Exit(130)
     console.print(summary(result))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -153,6 +154,11 @@ def command_name() -> str:
     return "rowstead" if found else os.path.relpath(called)
 
 
+def as_typed(path: Path) -> str:
+    """A path as a shell takes it for one argument, which is no option."""
+    return shlex.quote(f"./{path}" if str(path).startswith("-") else str(path))
+
+
 def summary(result: Result) -> Table:
     """The end of a run: how good, how fast, where the time went, where the model is and what to type next."""
     outcome = result.outcome
@@ -165,7 +171,8 @@ def summary(result: Result) -> Table:
         rows.append(("where the time went", " · ".join(f"{name} {s / total_s:.0%}" for name, s in parts)))
     rows.append(("model", str(result.folder)))
     me = command_name()
-    rows.append(("next", f"{me} evaluate {result.folder}\n{me} export {result.folder} --to exported"))
+    run = as_typed(result.folder)
+    rows.append(("next", f"{me} evaluate {run}\n{me} export {run} --to exported"))
     title = f"{result.folder.name}: {outcome.ending} after {outcome.position.step:,} steps of training"
     return two_columns(title, rows)
 

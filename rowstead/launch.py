@@ -19,7 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from rowstead.spec.job import MEETING_FILE, RESTARTS
+import psutil
+
+from rowstead.spec.errors import RowsteadError
+from rowstead.spec.job import LAUNCHER, MEETING_FILE, RESTARTS
+from rowstead.spec.sizes import shown_bytes
 
 MAX_RESTARTS = 3
 MISTAKE, LOST, INTERRUPTED = 2, 75, 130
@@ -27,6 +31,8 @@ MISTAKE, LOST, INTERRUPTED = 2, 75, 130
 GRACE_S = 10.0
 """How long the others may take to end by themselves once one has failed, and again once they were told to."""
 LOOK_EVERY_S = 0.02
+PROCESS_BYTES = 150 << 20
+"""What a process takes before it has any table, at least."""
 
 
 @dataclass(frozen=True)
@@ -57,18 +63,24 @@ def launch(arguments: Sequence[str], num_processes: int, *, say: Callable[[str],
 
     The first Ctrl-C or SIGTERM is passed on, and they save and stop; the second kills them.
     """
+    needs, free = num_processes * PROCESS_BYTES, psutil.virtual_memory().available
+    if needs > free:
+        raise RowsteadError(
+            f"{num_processes:,} processes take {shown_bytes(needs)} of memory before they have any table, and {shown_bytes(free)} "
+            f"are free: start {max(1, free // PROCESS_BYTES):,} at most, one for each core is best"
+        )
     for attempt in range(MAX_RESTARTS + 1):
         with tempfile.TemporaryDirectory(prefix="rowstead-") as folder:
             meeting = Path(folder) / "meeting"
             with _Processes(arguments, num_processes, meeting, attempt) as processes:
                 codes = processes.wait()
-            if not any(codes):
+            if codes and not any(codes):
                 return 0
-            verdict = judge(codes, restarts_left=MAX_RESTARTS - attempt)
-            if processes.was_stopped or verdict.why is None:
+            verdict = None if processes.was_stopped else judge(codes, restarts_left=MAX_RESTARTS - attempt)
+            if verdict is None or verdict.why is None:
                 for text in _reasons(meeting, codes)[:1]:
                     say(text)
-                return INTERRUPTED if processes.was_stopped else verdict.code
+                return INTERRUPTED if verdict is None else verdict.code
         if not verdict.restarts:
             say(f"{verdict.why}, and the job was started {attempt + 1} times: giving up. Its last checkpoint is on disk")
             return verdict.code
@@ -80,11 +92,9 @@ class _Processes:
     """The processes of one attempt, none of which outlives it."""
 
     def __init__(self, arguments: Sequence[str], num_processes: int, meeting: Path, attempt: int) -> None:
-        command = [sys.executable, "-m", "rowstead", *arguments]
-        self._all = [
-            subprocess.Popen(command, env=environment(rank, num_processes, meeting, attempt), start_new_session=True)
-            for rank in range(num_processes)
-        ]
+        self._command = [sys.executable, "-m", "rowstead", *arguments]
+        self._environments = [environment(rank, num_processes, meeting, attempt) for rank in range(num_processes)]
+        self._all: list[subprocess.Popen[bytes]] = []
         self._num_asked = 0
 
     @property
@@ -93,7 +103,18 @@ class _Processes:
         return self._num_asked > 0
 
     def __enter__(self) -> _Processes:
+        # Before the first is started: whoever is told to stop meanwhile must leave none behind.
         self._before = {number: signal.signal(number, self._pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            for env in self._environments:
+                if self.was_stopped:
+                    break
+                self._all.append(subprocess.Popen(self._command, env=env, start_new_session=True))
+            if self.was_stopped:  # also the one that was just being started
+                self._tell(signal.SIGTERM)
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -148,6 +169,7 @@ def environment(
         "LOCAL_WORLD_SIZE": num_processes,
         RESTARTS: attempt,
         MEETING_FILE: meeting,
+        LAUNCHER: os.getpid(),
     }
     return {**defaults, **inherited, **{name: str(value) for name, value in own.items()}}
 
@@ -167,8 +189,8 @@ def leave_reason(text: str) -> None:
 
 
 def end_with_parent() -> None:
-    """Ask this process to stop, as Ctrl-C would, should whoever started it be gone."""
-    parent = os.getppid()
+    """Ask this process to stop, as Ctrl-C would, should whoever started it be gone, perhaps already."""
+    parent = int(os.environ[LAUNCHER])
 
     def watch() -> None:
         while os.getppid() == parent:

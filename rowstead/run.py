@@ -7,7 +7,7 @@ import json
 import math
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ from rowstead.spec.errors import RowsteadError
 from rowstead.spec.parse import digest, to_plain
 from rowstead.spec.placement import Placement
 from rowstead.spec.record import Record, date_now
-from rowstead.spec.run import RunSpec, load_recipe
+from rowstead.spec.run import RunSpec, check_moves, load_recipe
 from rowstead.stores.channel import opened_channel
 from rowstead.trained import architecture, check_same_model, transforms_in
 from rowstead.training import checkpoint
@@ -87,7 +87,9 @@ def train(
     with opened_channel(device) as channel:
         watcher = watcher if watcher is not None and channel.rank == 0 else Silent()
         if (started := job.folder_of_restarted(channel, spec, root, out)) is not None:
-            return _resume(started, channel, device, watcher, profile=profile, init_from=init_from, root=root)
+            return _resume(
+                started, started.read_spec(), channel, device, watcher, profile=profile, init_from=init_from, root=root
+            )
         if out is not None and channel.rank == 0:
             RunFolder.check_free(out)
         initial = _initial(init_from, root, channel, watcher)
@@ -119,19 +121,32 @@ def train(
                 )
 
 
-def resume(run: str, *, root: Path | str = DEFAULT_ROOT, watcher: Watcher | None = None, profile: bool = False) -> Result:
-    """Go on with a run from its newest good checkpoint, as if it had never stopped."""
+def resume(
+    run: str,
+    *,
+    changes: Sequence[str] = (),
+    root: Path | str = DEFAULT_ROOT,
+    watcher: Watcher | None = None,
+    profile: bool = False,
+) -> Result:
+    """Go on with a run from its newest good checkpoint, as if it had never stopped.
+
+    `changes` are `key=value` of its recipe that say where rows are from now on: of `placement` and `memory` alone.
+    """
     folder = RunFolder.open(run, root)
-    if folder.read_spec().fleet is not None:
+    check_moves(changes)
+    spec = folder.read_spec(changes)
+    if spec.fleet is not None:
         raise RowsteadError(f"{folder.path} is a fleet's run: go on with `rowstead train --resume {folder.path}`")
-    device = device_of(folder.read_spec())
+    device = device_of(spec)
     with opened_channel(device) as channel:
         watcher = watcher if watcher is not None and channel.rank == 0 else Silent()
-        return _resume(folder, channel, device, watcher, profile=profile)
+        return _resume(folder, spec, channel, device, watcher, profile=profile)
 
 
 def _resume(
     folder: RunFolder,
+    spec: RunSpec,
     channel: Channel,
     device: torch.device,
     watcher: Watcher,
@@ -141,7 +156,6 @@ def _resume(
     root: Path | str = DEFAULT_ROOT,
 ) -> Result:
     """`init_from` is what the run began with, in case that it has no checkpoint yet."""
-    spec = folder.read_spec()
     with job.held(folder, channel):
         saved = initial = None
         if channel.gather(bool(checkpoint.checkpoints_in(folder.checkpoints)))[0]:
@@ -165,6 +179,8 @@ def _resume(
                 changes = Changes(spec.train, stepper.model.store.tables, saved)
                 saved = None  # closes its files
             if channel.rank == 0:
+                if spec != folder.read_spec():
+                    folder.write_spec(spec)
                 with EventLog(folder.events_file) as events:
                     events.resumed(position.step if position else 0)
             return _drive(

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from rowstead.contracts.channel import Alone
-from rowstead.launch import INTERRUPTED, LOST, MISTAKE, environment, judge
+from rowstead.launch import INTERRUPTED, LOST, MISTAKE, environment, judge, launch
+from rowstead.spec.errors import RowsteadError
 from rowstead.training import checkpoint
 from tests.small_runs import recipe, wait_until
 from tests.training_together import Settings, in_processes, trained
@@ -221,3 +222,14 @@ def test_processes_of_one_machine_stay_on_the_loopback_interface(tmp_path: Path)
     assert int(told["OMP_NUM_THREADS"]) == max(1, len(os.sched_getaffinity(0)) // 4)
     assert "MASTER_PORT" not in told
     assert told["HOME"] == "/home"
+
+
+def test_more_processes_than_the_memory_holds_are_refused_before_any_is_started() -> None:
+    with pytest.raises(RowsteadError, match=r"^1,000,000 processes take .* are free: start [\d,]+ at most"):
+        launch(["train"], 1_000_000, say=print)
+
+
+def test_a_process_whose_launcher_is_gone_when_it_begins_stops(tmp_path: Path) -> None:
+    told = environment(0, 1, tmp_path / "meeting", 0) | {"ROWSTEAD_LAUNCHER": "1" if os.getppid() != 1 else "2"}
+    begins = "from rowstead.launch import end_with_parent; end_with_parent(); import time; time.sleep(60)"
+    assert subprocess.run([sys.executable, "-c", begins], env=told, timeout=30, check=False).returncode == -signal.SIGTERM

@@ -69,6 +69,22 @@ def test_a_run_that_was_stopped_twice_ends_at_the_same_weights_bit_for_bit(
     assert figures_of(ended) == figures_of(straight)
 
 
+def test_a_run_goes_on_in_another_placement_and_ends_at_the_same_weights_bit_for_bit(tmp_path: Path) -> None:
+    spec = small_spec("train.max_steps=40")
+    straight = train(spec, out=tmp_path / "straight")
+    train(spec, out=tmp_path / "stopped", watcher=Listening(stop_after=17))
+    (tmp_path / "rows").mkdir()
+    on_disk = ("placement={'*': {where: ssd, cache_fraction: 0.1}}", f"memory.folder={tmp_path / 'rows'}")
+    listening = Listening(stop_after=29)
+    resume(str(tmp_path / "stopped"), changes=on_disk, watcher=listening)
+    kept = RunFolder.open(str(tmp_path / "stopped"), tmp_path).read_spec()
+    assert kept.memory.folder == str(tmp_path / "rows")
+    ended = resume(str(tmp_path / "stopped"), changes=("placement=auto",))
+    assert_same_weights(straight.folder, ended.folder)
+    with pytest.raises(RowsteadError, match="leave out --set seed=2 "):
+        resume(str(tmp_path / "stopped"), changes=("seed=2",))
+
+
 @pytest.mark.parametrize("sparse", ["sgd", "adagrad", "adam"])
 def test_resuming_is_exact_with_every_sparse_optimizer(tmp_path: Path, sparse: str) -> None:
     spec = small_spec("train.max_steps=40", f"train.sparse_optimizer.kind={sparse}", "train.dense_optimizer.kind=adam")

@@ -35,9 +35,7 @@ NUM_HALVINGS = 40
 SET_IDS, MAX_SET = 1 << 23, 8
 """On a GPU a set is of as many batches as have about so many ids, and of at most so many."""
 GROWTH = 1.25
-"""Room over what is needed that a GPU's cache takes when its places run out."""
-MOST_GROWN, SET_BYTES = 2, 1 << 28
-"""Times its places, and bytes, above both of which it brings batches in one by one."""
+"""Room over what is needed that a cache takes when its places run out."""
 
 READ_BYTES, GAP_BYTES = 16 << 10, 4096
 """The most that one read of a file fetches, and the most between two records that come by one read."""
@@ -76,14 +74,6 @@ class Group:
         """Different rows that so many batches need."""
         return sum(table.distinct_rows(num_batches * self.batch_size) for table in self.tables)
 
-    def capacity(self, set_size: int) -> float:
-        """Places for which a GPU's cache takes memory when sets are so large: it has the rows of all sets under way, whatever it keeps."""
-        taken = float(self.num_places)
-        for num_sets in range(1, BATCHES_KEPT + 1):
-            needed = self.rows_of(num_sets * set_size)
-            taken = taken if needed <= taken else GROWTH * needed
-        return taken
-
     def num_reads(self, num_rows: float) -> float:
         """Reads of a file that bring so many rows, by how far apart they are in it."""
         if num_rows <= 0:
@@ -100,12 +90,14 @@ class Group:
 
 
 def set_size(groups: Sequence[Group], num_ids: float) -> int:
-    """Batches of so many ids that a GPU brings in at once."""
-    wanted = max(1, min(MAX_SET, int(SET_IDS // max(1.0, num_ids))))
+    """Batches of so many ids that a GPU brings in at once: what three sets need has room among its places, or where three batches
+    would have it if all their ids differed."""
+    size = min(MAX_SET, int(SET_IDS // max(1.0, num_ids)))
     for group in groups:
-        if group.capacity(wanted) > max(MOST_GROWN * group.num_places, SET_BYTES // group.row_bytes):
-            return 1
-    return wanted
+        if rows := BATCHES_KEPT * group.rows_of(1):
+            room = max(group.num_places, GROWTH * BATCHES_KEPT * group.batch_size * sum(t.ids_per_sample for t in group.tables))
+            size = min(size, int(room / rows))
+    return max(1, size)
 
 
 def groups_of(tables: Sequence[TableWork], setup: Setup, *, in_sets: bool = False) -> list[Group]:

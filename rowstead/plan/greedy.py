@@ -34,6 +34,8 @@ RECORD_BYTES = 4
 """A row on disk besides, for where its record is."""
 SPARE_DISK = 1.5
 """Length of a file over that of the records in it, segments in use aside."""
+DISK_MARGIN = 1.2
+"""What a disk should have free over what its files need: some of it is left free."""
 SEGMENTS_BYTES, SEGMENTS_SHARE = 27 << 20, 0.42
 """What those take: this much, and of a small file at most this share of its records."""
 PLACE_BYTES, GPU_PLACE_BYTES = 20, 22
@@ -333,7 +335,7 @@ def _no_room(spec: RunSpec, memories: Memories, drafts: list[_Draft], world: int
     for memory in fixed.too_much_for(memories):
         taken = fixed.of(memory, memories)
         lines[0] += f". Those with a place of their own take {shown_bytes(taken)} of {memories.called(memory)}"
-    for number, remedy in enumerate(_remedies(spec, memories, drafts, needs), start=1):
+    for number, remedy in enumerate(_remedies(spec, memories, drafts, needs, each), start=1):
         lines.append(f"  {number}. {remedy}")
     return "\n".join(lines)
 
@@ -345,17 +347,19 @@ def _there_is(memories: Memories) -> str:
     return ", ".join(shown)
 
 
-def _remedies(spec: RunSpec, memories: Memories, drafts: list[_Draft], needs: int) -> list[str]:
+def _remedies(spec: RunSpec, memories: Memories, drafts: list[_Draft], needs: int, each: str) -> list[str]:
+    """What can be done; `each` follows sizes that are those of one of several processes."""
     remedies = []
+    of_whole = needs / _whole(spec)  # that a process keeps
     memory_names = ["device", "host"] if memories.has_gpu else ["host", "device"]
     limits = [f"memory.{name}" for name in (*memory_names, "disk") if name in memories.are_limits]
     if limits:
         remedies.append(f"raise {' or '.join(limits)}")
-    on_disk = 1.1 * SPARE_DISK * needs
+    on_disk = DISK_MARGIN * sum(draft.file_bytes for draft in drafts)
     if memories.folder is None:
-        remedies.append(f"let tables go to disk: `--set memory.folder=…`, a folder with {shown_bytes(on_disk)} free")
+        remedies.append(f"let tables go to disk: `--set memory.folder=…`, a folder with {shown_bytes(on_disk)} free{each}")
     elif on_disk > memories.disk_bytes:
-        remedies.append(f"use a memory.folder with {shown_bytes(on_disk)} free")
+        remedies.append(f"use a memory.folder with {shown_bytes(on_disk)} free{each}")
     if any(not draft.is_auto for draft in drafts):
         remedies.append("leave more tables to `where: auto`")
     if any(draft.rule.cache_fraction is not None for draft in drafts):
@@ -369,10 +373,14 @@ def _remedies(spec: RunSpec, memories: Memories, drafts: list[_Draft], needs: in
     if spec.train.sparse_optimizer.kind in ("adagrad", "adam"):
         rowwise = dataclasses.replace(spec.train.sparse_optimizer, kind="rowwise_adagrad")
         lean = dataclasses.replace(spec, train=dataclasses.replace(spec.train, sparse_optimizer=rowwise))
-        remedies.append(f"keep less state: train.sparse_optimizer.kind=rowwise_adagrad makes it {shown_bytes(_whole(lean))}")
+        lean_bytes = of_whole * _whole(lean)
+        remedies.append(
+            f"keep less state: train.sparse_optimizer.kind=rowwise_adagrad makes it {shown_bytes(lean_bytes)}{each}"
+        )
     if spec.model.row_format == "fp32":
         halved = dataclasses.replace(spec, model=dataclasses.replace(spec.model, row_format="bf16"))
-        remedies.append(f"keep rows in 16 bits: model.row_format=bf16 makes it {shown_bytes(_whole(halved))}")
+        halved_bytes = of_whole * _whole(halved)
+        remedies.append(f"keep rows in 16 bits: model.row_format=bf16 makes it {shown_bytes(halved_bytes)}{each}")
     remedies.append("train with more processes, each of which keeps a share of the tables")
     return remedies
 

@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import yaml
 
 from rowstead.records.files import json_line, write_atomic
 from rowstead.spec.errors import RowsteadError, SpecError, did_you_mean
-from rowstead.spec.parse import parse, read_yaml, to_plain
+from rowstead.spec.parse import override, parse, read_yaml, to_plain
 from rowstead.spec.record import Record
 from rowstead.spec.run import RunSpec
 
@@ -145,10 +145,10 @@ class RunFolder:
         with _folder_errors(self.spec_file):
             write_atomic(self.spec_file, text)
 
-    def read_spec(self) -> RunSpec:
-        """The recipe that this run was started with."""
+    def read_spec(self, overrides: Iterable[str] = ()) -> RunSpec:
+        """The recipe that this run was started with, with `key.path=value` overrides applied."""
         try:
-            return parse(RunSpec, read_yaml(self.spec_file))
+            return parse(RunSpec, override(read_yaml(self.spec_file), overrides))
         except SpecError as error:
             raise SpecError("", f"{self.spec_file}: {error}") from None
 

@@ -73,18 +73,23 @@ def fleet_from(text: str, base: FleetSpec | None = None) -> FleetSpec:
     """A fleet from `trainers=2,sparse=2,dense=1,readers=1`; what it does not name is as in `base`, the recipe's own fleet."""
     plain = to_plain(base or FleetSpec())
     known = [field.name for field in dataclasses.fields(FleetSpec)]
-    for word in filter(None, (part.strip() for part in text.split(","))):
+    words = [part.strip() for part in text.split(",") if part.strip()]
+    if not words:
+        raise RowsteadError(f"--fleet names no role: say how many there are, as in {_EXAMPLE}")
+    given: set[str] = set()
+    for word in words:
         key, equals, value = (piece.strip() for piece in word.partition("="))
         if not equals and key in ("by_hand", "ray"):
-            plain["start"] = key
-            continue
+            key, value = "start", key
         name = _SHORT.get(key, key)
         if name not in known:
-            raise RowsteadError(
-                f"--fleet {text}: `{key}` is no role: {did_you_mean(key, [*_SHORT, *known[4:]])} Such as {_EXAMPLE}"
-            )
+            hint = did_you_mean(key, [*_SHORT, *known[4:]])
+            raise RowsteadError(f"--fleet {text}: `{key}` is no role: {hint} (as in {_EXAMPLE})")
         if not value:
             raise RowsteadError(f"--fleet {text}: `{key}` needs a value, as in {_EXAMPLE}")
+        if name in given:
+            raise RowsteadError(f"--fleet {text}: `{key}` is given twice")
+        given.add(name)
         plain[name] = value
         if name == "tables" and value == "local" and "sparse" not in text:
             plain["num_sparse"] = 0

@@ -9,6 +9,8 @@ RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 """How often the job was started again; torchrun's name for it."""
 MEETING_FILE = "ROWSTEAD_MEETING_FILE"
 """The file through which processes that `rowstead train --processes` has started find each other."""
+LAUNCHER = "ROWSTEAD_LAUNCHER"
+"""The process that has started them."""
 
 
 def is_one_of_many(environment: Mapping[str, str] = os.environ) -> bool:

@@ -133,5 +133,14 @@ def load_recipe(name_or_path: str, overrides: Iterable[str] = ()) -> RunSpec:
         raise SpecError("", f"{path.name}: {error}") from None
 
 
+def check_moves(overrides: Iterable[str]) -> None:
+    """Refuse overrides that would make a run another one than it was: only where its rows are may change on the way."""
+    for change in overrides:
+        if change.partition("=")[0].split(".")[0].strip() not in ("placement", "memory"):
+            raise RowsteadError(
+                f"--resume goes on with a run as it was started: leave out --set {change} (`placement` and `memory` may change)"
+            )
+
+
 def _plain_name(name: str) -> bool:
     return bool(name) and name[0].isalnum() and all(c.isalnum() or c in "-_." for c in name) and name.isascii()

@@ -33,19 +33,23 @@ from rowstead.stores.checked import checked
 from rowstead.stores.device import DeviceStore, numbered
 from rowstead.stores.exchange import Exchange, exchange_for
 from rowstead.stores.groups import Group, RowNames, grouped, places_layout
-from rowstead.stores.places import Moves
+from rowstead.stores.places import GROWTH, Moves
 from rowstead.stores.plans import Plan, places_for, plan_for
 from rowstead.stores.state import load_parts, whole_state
-from rowstead.stores.turns import Coming, Turns
+from rowstead.stores.turns import AHEAD, Coming, Turns
 
 SET_IDS, MAX_SET = 1 << 23, 8
 """On a GPU batches are brought in by sets of about so many ids, so that small ones wait for the host less often."""
-MOST_GROWN, SET_BYTES = 2, 1 << 28
-"""Times its places, or bytes, which a cache may come to for the sake of sets."""
+SETS_UNDER_WAY = AHEAD + 1
 IDS_ASIDE = {"cpu": 1 << 14, "cuda": 1 << 20}
 """About how many ids a look-up that trains nothing may take at a time at least, by the device."""
 
 BackingFor = Callable[[Group], Backing]
+
+
+def set_room(num_places: int, num_ids: float) -> float:
+    """Places that a cache may come to: those that it was given, or what three batches may need if all their ids differ."""
+    return max(num_places, GROWTH * SETS_UNDER_WAY * num_ids)
 
 
 class CachedStore(nn.Module):
@@ -86,6 +90,8 @@ class CachedStore(nn.Module):
         """Rises whenever the memory of `resident` has moved."""
         self.max_set = MAX_SET
         """Batches that a GPU brings in at once at most."""
+        self._rows_a_batch = [0.0] * len(self._groups)
+        """For each group the most rows that a batch was seen to need and lack: all that it needs, as long as none has a place."""
         self.num_rows_in = self.num_rows_out = 0
         """Rows that were brought in and written back so far."""
         self._plan: Plan = plan_for(self._device)
@@ -146,11 +152,15 @@ class CachedStore(nn.Module):
         return event
 
     def _largest_set(self, num_ids: int) -> int:
-        """Batches of so many ids that are brought in at once; one by one where places are too few for more."""
-        for group, places in zip(self._groups, self._places, strict=True):
-            if places.capacity > max(MOST_GROWN * places.num_places, SET_BYTES // group.row_bytes):
+        """Batches of so many ids that are brought in at once: no more than have room where placement has counted it."""
+        size = min(self.max_set, SET_IDS // max(1, num_ids))
+        for group, places, rows in zip(self._groups, self._places, self._rows_a_batch, strict=True):
+            num_features = sum(len(table.features) for table, _ in group.tables)
+            room = set_room(places.num_places, num_ids * num_features / self.layout.num_features)
+            if not rows or places.capacity > GROWTH * room:
                 return 1
-        return max(1, min(self.max_set, SET_IDS // max(1, num_ids)))
+            size = min(size, int(room / (SETS_UNDER_WAY * rows)))
+        return max(1, size)
 
     # Rows come and go
 
@@ -165,6 +175,8 @@ class CachedStore(nn.Module):
                 [coming.sparse for coming in some], self._names, self._places,
                 number=some[-1].number, oldest=oldest, make_room=self._make_room,
             )  # fmt: skip
+            for place, moves in enumerate(all_moves):
+                self._rows_a_batch[place] = max(self._rows_a_batch[place], moves.in_rows.numel() / len(some))
             for coming, ids in zip(some, named, strict=True):
                 coming.here = dataclasses.replace(coming.sparse, ids=ids, checked_for=self.resident.layout)
             planned = self._recorded(self._planning)

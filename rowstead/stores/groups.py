@@ -37,11 +37,6 @@ class Group:
     state_names: tuple[str, ...]
     """Of those states."""
 
-    @property
-    def row_bytes(self) -> int:
-        """Of a row with its optimizer's state."""
-        return sum(dtype.itemsize * count for dtype, count in self.columns)
-
 
 def grouped(
     tables: Sequence[Table], places: Mapping[str, int], *, dtype: torch.dtype, optimizer: SparseOptimizerSpec | None

@@ -93,6 +93,9 @@ def test_a_fleet_is_read_from_the_command_line() -> None:
         ("dense=2", "num_dense: must be 0 or 1, got 2"),
         ("sparse=0", "num_sparse: must be at least 1"),
         ("tables=local,trainers=2", "tables: can be `local` with one trainer only"),
+        (" ,", "names no role: say how many there are"),
+        ("trainers=2,trainers=3", "`trainers` is given twice"),
+        ("ray,by_hand", "`start` is given twice"),
     ],
 )
 def test_a_fleet_that_cannot_be_is_refused_with_the_reason(text: str, said: str) -> None:

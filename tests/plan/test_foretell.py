@@ -145,21 +145,22 @@ def test_rows_that_are_moved_by_the_same_cores_slow_a_step_down_and_are_slowed_d
     assert found.step_s == pytest.approx(max(own_s + share * moved_s, moved_s + share * own_s))
 
 
-def test_the_host_of_a_gpu_plans_sets_of_batches_at_once_where_there_is_room_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_of_a_gpu_plans_sets_of_batches_at_once_where_there_is_room_for_them() -> None:
     machine, spec = measured_machine("cuda"), spec_of(skew=1.0)
     assert machine.software is not None
     assert machine.software.device_timings is not None
     timings = dataclasses.replace(machine.software.device_timings, place_batch_s=1e-3, place_set_s=8e-3)
     software, work = dataclasses.replace(machine.software, device_timings=timings), step_work(spec)
-    steps_s = []
-    for share, set_bytes in ((0.5, 0), (0.0, 1 << 28), (0.0, 0)):
-        monkeypatch.setattr(caching, "SET_BYTES", set_bytes)
+    sizes = []
+    for share in (0.5, 0.0):
         behind = tuple(Behind(table=table.name, kept_share=share) for table in work.tables)
-        found = predict(work, machine, software, Setup(place="device", batch_size=256, has_input=False, behind=behind))
+        setup = Setup(place="device", batch_size=256, has_input=False, behind=behind)
+        (group,) = groups_of(work.tables, setup, in_sets=True)
+        found = predict(work, machine, software, setup)
         assert found.bottlenecks[0].resource == "dispatch"
-        steps_s.append(found.step_s)
-    in_sets_s, one_by_one_s = 1e-5 + 1e-3 + 8e-3 / 8, 1e-5 + 1e-3 + 8e-3
-    assert steps_s == pytest.approx([in_sets_s, in_sets_s, one_by_one_s])
+        assert found.step_s == pytest.approx(1e-5 + 1e-3 + 8e-3 / group.set_size)
+        sizes.append(group.set_size)
+    assert sizes[0] == caching.MAX_SET > sizes[1]
 
 
 def test_rows_that_a_cache_lacks_hold_a_step_up_when_they_are_many() -> None:
