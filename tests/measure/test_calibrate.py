@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -284,11 +285,9 @@ def test_predicted_memory_is_within_5_percent_of_the_measured_peak() -> None:
         assert spec.data.synth is not None
         synth = dataclasses.replace(spec.data.synth, num_train_samples=12 * shape.batch_size, num_eval_samples=shape.batch_size)
         spec = dataclasses.replace(spec, data=dataclasses.replace(spec.data, synth=synth))
-        predicted, peak = process_bytes(step_work(spec), software, shape.batch_size), peak_bytes(spec)
-        for _ in range(
-            3
-        ):  # how many batches meet in memory is a matter of who is faster, so a peak may be a few higher by chance
-            if abs(predicted / peak - 1) > 0.05:
-                peak = min(peak, peak_bytes(spec))
-        off[shape] = predicted / peak - 1
+        predicted, peaks = process_bytes(step_work(spec), software, shape.batch_size), [peak_bytes(spec)]
+        # How many batches meet in memory is a matter of who is faster: where one peak is off, the median of five stands for it.
+        while abs(predicted / statistics.median(peaks) - 1) > 0.05 and len(peaks) < 5:
+            peaks.append(peak_bytes(spec))
+        off[shape] = predicted / statistics.median(peaks) - 1
     assert max(map(abs, off.values())) <= 0.05, off
