@@ -422,7 +422,7 @@ def _apply_block(  # type: ignore[no-untyped-def]
     shape, count, d, address, gradient, one, two, noise, rows, real, kind, factor, numbers
 ):
     """The optimizer's rule for one block of a row, from element `d`."""
-    lr, eps, beta1, beta2, correction = numbers
+    lr, eps, new1, new2, correction = numbers
     here, target = d * bytes_of(real), address + d * bytes_of(rows)
     g = load(gradient + here, real, shape, count)
     if kind == 0 or kind == 2:
@@ -432,9 +432,9 @@ def _apply_block(  # type: ignore[no-untyped-def]
         store(squares, one + here, real, count)
         change = spread(lr, shape) * g / (root(squares) + spread(eps, shape))
     else:
-        square = g * g
-        moment1 = g + spread(beta1, shape) * (load(one + here, real, shape, count) - g)
-        moment2 = square + spread(beta2, shape) * (load(two + here, real, shape, count) - square)
+        moment1, moment2 = load(one + here, real, shape, count), load(two + here, real, shape, count)
+        moment1 = moment1 + spread(new1, shape) * (g - moment1)
+        moment2 = moment2 + spread(new2, shape) * (g * g - moment2)
         store(moment1, one + here, real, count)
         store(moment2, two + here, real, count)
         change = spread(lr * correction, shape) * moment1 / (root(moment2) + spread(eps, shape))

@@ -231,8 +231,8 @@ def _apply(
 ):  # fmt: skip
     """The optimizer's rule for the rows of sorted places whose summed gradients are grad [R, S, D].
 
-    Rows `live` [R, S, 1], elements `on` [R, S, D]. numbers: learning rate, eps, beta1, beta2, Adam's correction, and the step
-    as the bits of an int32.
+    Rows `live` [R, S, 1], elements `on` [R, S, D]. numbers: learning rate, eps, 1 - beta1, 1 - beta2, Adam's correction, and
+    the step as the bits of an int32.
     """
     lr, eps = tl.load(numbers), tl.load(numbers + 1)
     row_at = _rows_at(tl.load(rows_at + place, mask=live, other=0), like, ALIGNED) + d
@@ -254,9 +254,9 @@ def _apply(
         second_at = _rows_at(tl.load(seconds_at + place, mask=live, other=0), numbers, False)
         one = tl.load(first_at + d, mask=on, other=0.0)
         two = tl.load(second_at + d, mask=on, other=0.0)
-        beta1, beta2, correction = tl.load(numbers + 2), tl.load(numbers + 3), tl.load(numbers + 4)
-        one = grad + beta1 * (one - grad)
-        two = grad * grad + beta2 * (two - grad * grad)
+        new1, new2, correction = tl.load(numbers + 2), tl.load(numbers + 3), tl.load(numbers + 4)
+        one += new1 * (grad - one)
+        two += new2 * (grad * grad - two)
         tl.store(first_at + d, one, mask=on)
         tl.store(second_at + d, two, mask=on)
         change = (lr * correction) * one / (tl.sqrt(two) + eps)

@@ -48,8 +48,11 @@ def adam_correction(optimizer: SparseOptimizerSpec, step: int) -> float:
 
 
 def numbers_of(optimizer: SparseOptimizerSpec, *, lr: float, step: int) -> list[float]:
-    """What compiled kernels take: learning rate, eps, beta1, beta2, Adam's correction."""
-    return [lr, optimizer.eps, optimizer.beta1, optimizer.beta2, adam_correction(optimizer, step)]
+    """What compiled kernels take: learning rate, eps, 1 - beta1, 1 - beta2, Adam's correction.
+
+    In FP32 the difference of 1 and 0.999 would be off by 1e-5: it is made here.
+    """
+    return [lr, optimizer.eps, 1 - optimizer.beta1, 1 - optimizer.beta2, adam_correction(optimizer, step)]
 
 
 def state_addresses(states: Sequence[RowState]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -100,8 +100,8 @@ def apply_to_rows(
         state["sum"][distinct] = total
         change = lr * grad / (total.sqrt() + optimizer.eps)
     else:
-        moment1 = torch.lerp(grad, state["moment1"][distinct], optimizer.beta1)
-        moment2 = torch.lerp(grad.square(), state["moment2"][distinct], optimizer.beta2)
+        moment1 = torch.lerp(state["moment1"][distinct], grad, 1 - optimizer.beta1)
+        moment2 = torch.lerp(state["moment2"][distinct], grad.square(), 1 - optimizer.beta2)
         state["moment1"][distinct] = moment1
         state["moment2"][distinct] = moment2
         change = lr * adam_correction(optimizer, step) * moment1 / (moment2.sqrt() + optimizer.eps)
