@@ -13,7 +13,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from rowstead.data.hashing import mix64
+from rowstead.kernels.mix_cpu import mix64
 
 BYTES_PER_SLOT = 16
 FIRST_SLOTS = 1024

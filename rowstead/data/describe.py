@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from rowstead.data.block import RawBlock
 from rowstead.data.count_ids import Budget, IdCounter, top_shares
-from rowstead.data.hashing import mix64, rows_of
+from rowstead.data.hashing import rows_of
+from rowstead.kernels.mix_cpu import mix64
 from rowstead.spec.errors import DataError
 from rowstead.spec.features import DenseFeatureSpec, FeaturesSpec, Hash, SparseFeatureSpec
 from rowstead.spec.statistics import QUANTILES, DenseStatistics, LogStatistics, SparseStatistics

@@ -11,6 +11,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from rowstead.kernels.mix_cpu import mix64
 from rowstead.spec.errors import DataError
 from rowstead.spec.features import Hash
 
@@ -23,23 +24,11 @@ _PRIME_3 = np.uint64(0x165667B19E3779F9)
 _PRIME_4 = np.uint64(0x85EBCA77C2B2AE63)
 _PRIME_5 = np.uint64(0x27D4EB2F165667C5)
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_2 = np.uint64(0x94D049BB133111EB)
 _LOW_63_BITS = np.uint64(0x7FFFFFFFFFFFFFFF)
 
 _RECIPROCAL_ROWS = 2**50
 
 _inline = numba.njit(nogil=True, cache=True, inline="always", error_model="numpy")
-
-
-@_inline
-def mix64(id64):  # type: ignore[no-untyped-def]
-    """SplitMix64's finaliser of one id (int64), as uint64."""
-    z = np.uint64(id64) + _GOLDEN
-    z = (z ^ (z >> np.uint64(30))) * _MIX_1
-    z = (z ^ (z >> np.uint64(27))) * _MIX_2
-    return z ^ (z >> np.uint64(31))
 
 
 @_inline
@@ -87,11 +76,8 @@ def rows_of(ids: NDArray[np.int64], num_rows: int, hash: Hash = "mix", *, featur
     """Rows [n] of the raw 64-bit `ids` [n] in a table of `num_rows` rows; the definition, in plain NumPy."""
     ids = np.asarray(ids, np.int64)
     if hash == "mix":
-        z = ids.view(np.uint64) + _GOLDEN
-        z = (z ^ (z >> np.uint64(30))) * _MIX_1
-        z = (z ^ (z >> np.uint64(27))) * _MIX_2
-        z = z ^ (z >> np.uint64(31))
-        return ((z & _LOW_63_BITS) % np.uint64(num_rows)).view(np.int64)
+        mixed = mix64.py_func(ids.view(np.uint64))  # the same lines, over an array
+        return ((mixed & _LOW_63_BITS) % np.uint64(num_rows)).view(np.int64)
     if hash == "modulo":
         return np.mod(ids, np.int64(num_rows))
     outside = (ids < 0) | (ids >= num_rows)

@@ -15,8 +15,8 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from rowstead.data.hashing import mix64
 from rowstead.data.write import OnBadRow
+from rowstead.kernels.mix_cpu import mix64
 from rowstead.spec.errors import DataError
 
 CHUNK_BYTES = 4 << 20
