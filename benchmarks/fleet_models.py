@@ -2,7 +2,7 @@
 
 They are the roles that `rowstead train --fleet` starts, each with one thread. Only the reader's log is another: batches that were drawn
 before, so that reading is handing them over, and nothing is decoded. The speed is taken from what the trainers have sampled of
-themselves, after a warm-up. `python -m benchmarks.fleet_models FOLDER` is the process that is forked for each role.
+themselves, after a warm-up, while others left them the cores. `python -m benchmarks.fleet_models FOLDER` is the process that is forked for each role.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ import dataclasses
 import json
 import math
 import random
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from benchmarks.harness import OtherLoad
 from rowstead.contracts.batch import Batch
@@ -55,6 +56,8 @@ WARM_STEPS, WARM_S = 20, 1.0
 """Of every trainer, before anything counts."""
 LEAST_STEPS, MOST_S = 60, 240.0
 """Of every trainer, that count; and how long a fleet may take for it all."""
+WINDOW_S = 0.5
+"""As often as roles sample themselves."""
 NUM_BEATS = 12
 """That are taken right before a fleet trains, and right after it."""
 SHAPE_FILE = "shape.json"
@@ -233,7 +236,8 @@ def _watched(crew: Crew, seconds: float) -> _Watched:
     """Look after the roles until their trainers have trained for so long after the warm-up; what they have sampled of that stretch."""
     ends_s = time.monotonic() + MOST_S
     begins: float | None = None
-    load = OtherLoad()
+    load: list[tuple[float, float]] = []
+    """What the cores have done for anybody but this process, by time."""
     while True:
         crew.look()
         if not crew.is_training:
@@ -243,27 +247,52 @@ def _watched(crew: Crew, seconds: float) -> _Watched:
         lines = {post.name: _samples(RoleFiles(crew.folder, post.kind, post.number).usage) for post in crew.posts}
         trainers = [lines[post.name] for post in crew.of("trainer")]
         steps = [one[-1].get("num_steps", 0) if one else 0 for one in trainers]
+        load.append((time.time(), OtherLoad.of_others()))
         if begins is None and min(steps) >= WARM_STEPS:
             begins = max(one[-1]["time_s"] for one in trainers) + WARM_S
             warm_steps = steps
-            load.__enter__()
         elif begins is not None:
             enough = all(now - before >= LEAST_STEPS for now, before in zip(steps, warm_steps, strict=True))
-            if enough and all(one[-1]["time_s"] >= begins + seconds for one in trainers):
-                load.__exit__()
+            if enough and all(one[-1]["time_s"] >= begins + seconds + WINDOW_S for one in trainers):
                 break
         time.sleep(LOOK_EVERY_S)
-    rates, cpu = [], {}
-    for post in crew.posts:
-        counted = [line for line in lines[post.name] if line["time_s"] >= begins]
-        first, last = counted[0], counted[-1]
-        passed_s = last["time_s"] - first["time_s"]
-        cpu[post.kind] = cpu.get(post.kind, 0.0) + (last["cpu_s"] - first["cpu_s"]) / passed_s
-        if post.kind == "trainer":
-            rates.append((last["num_steps"] - first["num_steps"]) / passed_s)
-    rate = statistics.fmean(rates)
-    other = load.cores - sum(cpu.values())
-    return _Watched(wall_s=1.0, num_steps=rate, cpu_s=cpu, other_cores=other)
+    of_roles = {post.name: (post.kind, lines[post.name]) for post in crew.posts}
+    return in_quiet_windows(begins, begins + seconds, of_roles, load)
+
+
+def in_quiet_windows(
+    start_s: float,
+    stop_s: float,
+    roles: Mapping[str, tuple[str, Sequence[Mapping[str, Any]]]],
+    load: Sequence[tuple[float, float]],
+) -> _Watched:
+    """What the roles did, by their samples, in that half of the windows between two times in which others took least of the cores.
+
+    On a shared machine its host takes cores away for some seconds and gives them back; a fleet, whose processes wait for each other,
+    then takes twice as long. `roles`: kind and samples of each. `load`: what the cores had done by some times for anybody else.
+    """
+    edges = np.linspace(start_s, stop_s, max(2, round((stop_s - start_s) / WINDOW_S)) + 1)
+
+    def grown(samples: Sequence[Mapping[str, Any]], name: str) -> NDArray[np.float64]:
+        """By how much a total grew in each window."""
+        return np.diff(np.interp(edges, [one["time_s"] for one in samples], [one[name] for one in samples]))
+
+    cpu_s: dict[str, NDArray[np.float64]] = {}
+    num_steps = []
+    for kind, samples in roles.values():
+        cpu_s[kind] = cpu_s.get(kind, 0.0) + grown(samples, "cpu_s")
+        if kind == "trainer":
+            num_steps.append(grown([one for one in samples if "num_steps" in one], "num_steps"))
+    busy_s = np.diff(np.interp(edges, [at for at, _ in load], [used for _, used in load]))
+    others_s = busy_s - sum(cpu_s.values())
+    quiet = np.argsort(others_s, kind="stable")[: math.ceil(len(others_s) / 2)]
+    wall_s = float(np.diff(edges)[quiet].sum())
+    return _Watched(
+        wall_s=wall_s,
+        num_steps=float(np.mean(num_steps, axis=0)[quiet].sum()),
+        cpu_s={kind: float(each[quiet].sum()) for kind, each in cpu_s.items()},
+        other_cores=float(others_s[quiet].sum()) / wall_s,
+    )
 
 
 def _samples(path: Path) -> list[dict[str, Any]]:

@@ -111,18 +111,18 @@ class OtherLoad:
     cores: float
 
     def __enter__(self) -> OtherLoad:
-        self._start = time.perf_counter(), self._of_others()
+        self._start = time.perf_counter(), self.of_others()
         return self
 
     def __exit__(self, *error: object) -> None:
         wall_s, others_s = (
-            now - start for now, start in zip((time.perf_counter(), self._of_others()), self._start, strict=True)
+            now - start for now, start in zip((time.perf_counter(), self.of_others()), self._start, strict=True)
         )
         self.cores = max(0.0, others_s / wall_s)
 
     @staticmethod
-    def _of_others() -> float:
-        """Seconds that all cores were busy, or taken by the host, but not with us."""
+    def of_others() -> float:
+        """Seconds that all cores were busy so far, or taken by the host, but not with us."""
         all_cores = psutil.cpu_times()
         busy_s = sum(all_cores) - all_cores.idle - getattr(all_cores, "iowait", 0.0)
         return float(busy_s - time.process_time())

@@ -18,7 +18,7 @@ import torch
 
 from rowstead.measure import hardware
 from rowstead.measure.cache_part import with_caches
-from rowstead.measure.clock import Clock
+from rowstead.measure.clock import PASSING_BYTES, Clock
 from rowstead.measure.dense_part import dense_update_times, fp32_interaction_factor, interaction_times, layer_times
 from rowstead.measure.exchange import exchange_times
 from rowstead.measure.fit import fitted
@@ -35,8 +35,6 @@ from rowstead.spec.machine import Accelerators, Compute, Host, Machine, Memory, 
 from rowstead.spec.sharing import Sharing
 from rowstead.spec.timings import Timings
 
-PASSING_BYTES = 16 << 20
-"""What a dense part is taken to bring into a CPU's caches between two uses of the rows: more than all but the last of them holds."""
 TINY = Shape(
     num_dense=16, num_sparse=4, batch_size=256, num_rows=1000, width=16, mean_ids=1, skew=1.0, bottom=(16,), top=(16,),
     precision="tf32",

@@ -16,6 +16,8 @@ now: Callable[[], float] = time.perf_counter
 """The time of a CPU's work."""
 QUANTILE = 0.5
 """Which of the times is taken, the shortest first."""
+PASSING_BYTES = 16 << 20
+"""What a dense part is taken to bring into a CPU's caches between two uses of the rows: more than all but the last of them holds."""
 
 
 @dataclass

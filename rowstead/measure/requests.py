@@ -1,12 +1,14 @@
 """What processes of this machine take that ask each other and share its cores, as a fleet's do: `python -m rowstead.measure.requests` is one.
 
 A sparse server in a process of its own is asked for look-ups and updates of batches of several sizes. What that takes more than the same
-work on tables in this process is fitted by the number of messages, ids and bytes. Letters: B examples, D width.
+work on tables in this process is fitted by the number of messages, ids and bytes. Between any two requests other memory passes through the
+caches, as it does in a step: requests one right after the other take half as long. Letters: B examples, D width.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import statistics
@@ -23,6 +25,7 @@ import torch
 
 from rowstead.contracts.batch import Sparse
 from rowstead.kernels.layout import Layout, layout_of
+from rowstead.measure.clock import PASSING_BYTES
 from rowstead.measure.fit import not_negative
 from rowstead.measure.hardware import threads
 from rowstead.measure.pace import Pace
@@ -39,7 +42,7 @@ WARM_STEPS, TURN_STEPS, LEAST_TURNS = 3, 6, 5
 CALLS = 3
 """Requests of a step: a look-up, an update, and one that waits until both are done."""
 HANDED_BYTES = (1 << 10, 1 << 20, 1 << 22)
-NUM_HANDED, NUM_EMPTY = 24, 200
+NUM_HANDED, NUM_EMPTY = 24, 100
 CROWDED_ROUNDS, CROWDED_BEATS = 3, 10
 
 
@@ -92,7 +95,7 @@ def request_costs(pace: Pace, *, is_short: bool = False) -> Requests | None:
     except ImportError:
         return None
     sizes = SIZES[:3] if is_short else SIZES
-    seconds = 0.05 if is_short else 0.25
+    seconds = 0.05 if is_short else 0.6
     num_threads = torch.get_num_threads()
     with _server(num_threads) as addresses, contextlib.ExitStack() as stack, threads(1):
         if addresses is None:
@@ -113,6 +116,31 @@ def request_costs(pace: Pace, *, is_short: bool = False) -> Requests | None:
         handing=handing,
         crowding=crowding,
     )
+
+
+@functools.cache
+def _passing() -> torch.Tensor:
+    """Once for all: memory that comes and goes would change what other memory costs."""
+    return torch.zeros(PASSING_BYTES // 4)
+
+
+class _Used:
+    """Processor time of this thread and of this process for some blocks, before each of which other memory passes through the caches."""
+
+    def __init__(self) -> None:
+        self.thread_s = self.process_s = 0.0
+        self.wall_s = 0.0
+        """Of the last one."""
+
+    def __enter__(self) -> None:
+        _passing().add_(1)
+        self._began = time.thread_time(), time.process_time(), time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        thread_s, process_s, wall_s = self._began
+        self.thread_s += time.thread_time() - thread_s
+        self.process_s += time.process_time() - process_s
+        self.wall_s = time.perf_counter() - wall_s
 
 
 @dataclass(frozen=True)
@@ -142,47 +170,50 @@ def _taken(size: Asked, address: str, other: Any, pace: Pace, num_threads: int, 
     beats_s: list[float] = []
     step = 0
 
-    def some(store: Any, count: int, settle: Callable[[], Any]) -> None:
+    def some(store: Any, count: int, settle: Callable[[], Any]) -> _Used:
         nonlocal step
+        used = _Used()
         for _ in range(count):
             step += 1
             batch = batches[step % NUM_BATCHES]
-            store.lookup(batch)
-            store.update(batch, grad, lr=0.01, step=step)
-            settle()
+            with used:
+                store.lookup(batch)
+            with used:
+                store.update(batch, grad, lr=0.01, step=step)
+                settle()
+        return used
 
     some(local, WARM_STEPS, lambda: None)
     some(remote, WARM_STEPS, remote.flush)
     end = time.perf_counter() + seconds
     while len(rows_s) < LEAST_TURNS or time.perf_counter() < end:
-        thread_s = time.thread_time()
-        some(local, TURN_STEPS, lambda: None)
-        rows_s.append((time.thread_time() - thread_s) / TURN_STEPS)
+        rows_s.append(some(local, TURN_STEPS, lambda: None).thread_s / TURN_STEPS)
         there_s = other.call("cpu").facts["cpu_s"]
-        own_s, thread_s = time.process_time(), time.thread_time()
-        some(remote, TURN_STEPS, remote.flush)
-        thread_s, own_s = time.thread_time() - thread_s, time.process_time() - own_s
+        used = some(remote, TURN_STEPS, remote.flush)
         there_s = other.call("cpu").facts["cpu_s"] - there_s
-        asking_s.append(thread_s / TURN_STEPS)
-        cores_s.append((own_s + there_s) / TURN_STEPS)
+        asking_s.append(used.thread_s / TURN_STEPS)
+        cores_s.append((used.process_s + there_s) / TURN_STEPS)
         with threads(num_threads):
             beats_s.append(pace.beat())
     remote.close()
     at = pace.over_standard(beats_s)
-    more_s = max(0.0, statistics.median(cores_s) - statistics.median(rows_s))
-    return _Taken(asking_s=statistics.median(asking_s) / at, cores_s=more_s / at)
+    more_s = max(0.0, _usual(cores_s) - _usual(rows_s))
+    return _Taken(asking_s=_usual(asking_s) / at, cores_s=more_s / at)
+
+
+def _usual(turns_s: Sequence[float]) -> float:
+    """What most turns take at least: others' work on the same machine only adds to a turn."""
+    return float(np.quantile(turns_s, 0.25))
 
 
 def _waiting_s(other: Any) -> float:
     """What an empty request takes longer than all threads of both ends are at work for it."""
-    there_s, own_s, start = other.call("cpu").facts["cpu_s"], time.process_time(), time.perf_counter()
-    walls_s = []
+    there_s, used, walls_s = other.call("cpu").facts["cpu_s"], _Used(), []
     for _ in range(NUM_EMPTY):
-        start = time.perf_counter()
-        other.call("hand", {"num_bytes": 0})
-        walls_s.append(time.perf_counter() - start)
-    own_s = time.process_time() - own_s
-    cores_s = (own_s + other.call("cpu").facts["cpu_s"] - there_s) / NUM_EMPTY
+        with used:
+            other.call("hand", {"num_bytes": 0})
+        walls_s.append(used.wall_s)
+    cores_s = (used.process_s + other.call("cpu").facts["cpu_s"] - there_s) / NUM_EMPTY
     return max(0.0, statistics.median(walls_s) - cores_s)
 
 
@@ -191,11 +222,11 @@ def _handed(other: Any) -> MessageCost:
     found = []
     for num_bytes in HANDED_BYTES:
         other.call("hand", {"num_bytes": num_bytes})
-        there_s, own_s = other.call("cpu").facts["cpu_s"], time.process_time()
+        there_s, used = other.call("cpu").facts["cpu_s"], _Used()
         for _ in range(NUM_HANDED):
-            other.call("hand", {"num_bytes": num_bytes})
-        own_s = time.process_time() - own_s
-        found.append((own_s + other.call("cpu").facts["cpu_s"] - there_s) / NUM_HANDED)
+            with used:
+                other.call("hand", {"num_bytes": num_bytes})
+        found.append((used.process_s + other.call("cpu").facts["cpu_s"] - there_s) / NUM_HANDED)
     terms = np.array([[1.0, 0.0, num_bytes] for num_bytes in HANDED_BYTES])
     return _fitted(terms, found)
 
