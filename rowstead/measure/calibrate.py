@@ -19,6 +19,7 @@ import torch
 from rowstead.measure import hardware
 from rowstead.measure.cache_part import with_caches
 from rowstead.measure.clock import PASSING_BYTES, Clock
+from rowstead.measure.compiling import compile_interactions
 from rowstead.measure.dense_part import dense_update_times, fp32_interaction_factor, interaction_times, layer_times
 from rowstead.measure.exchange import exchange_times
 from rowstead.measure.fit import fitted
@@ -200,8 +201,11 @@ def _timings(device: torch.device, *, is_short: bool, tell: Tell) -> Timings:
     for precision in formats:
         tell(f"linear layers, {precision}")
         layers.append(layer_times(clock, precision, is_short=is_short))
-    tell("interaction")
     multiplied = "tf32" if clock.is_cuda else "fp32"
+    if clock.is_cuda and not is_short:
+        tell("interaction: its programs are compiled")
+        compile_interactions()
+    tell("interaction")
     forward, back = interaction_times(clock, multiplied, is_short=is_short)
     fp32_factor = fp32_interaction_factor(clock, multiplied) if clock.is_cuda else 1.0
     tell("dense optimizer")

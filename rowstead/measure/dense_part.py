@@ -115,6 +115,15 @@ def _interaction(clock: Clock, precision: str) -> Measure:
     return measure
 
 
+def interact_once(num: int, vectors: int, width: int, precision: str, device: torch.device) -> None:
+    """Both passes of one shape, so that its programs are compiled."""
+    dense = torch.randn(num, width, device=device, requires_grad=True)
+    pooled = torch.randn(num, (vectors - 1) * width, device=device, requires_grad=True)
+    with arithmetic(precision, device):
+        out = pairwise_dots(dense, pooled, width)
+        out.backward(torch.ones_like(out))
+
+
 def dense_update_times(clock: Clock) -> Curve:
     """Adagrad over the parameters of some layers."""
 

@@ -1,0 +1,57 @@
+"""The interaction's GPU programs compiled by several processes at once: `python -m rowstead.measure.compiling NUMBER COUNT` is one.
+
+Each pair of vectors and width is two programs, and one after the other they would take as long as all that is measured with them. What a
+process has compiled is in Triton's cache on disk, where calibration finds it. Should a process fail, its programs are compiled later.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+
+import torch
+
+from rowstead.kernels.choose import has_triton
+from rowstead.measure.dense_part import INTERACTING, VECTORS, WIDTHS, interact_once
+
+LIMIT_S = 90.0
+
+
+def compile_interactions() -> None:
+    """Have all programs that `interaction_times` needs on a GPU in Triton's cache."""
+    count = min(8, (os.cpu_count() or 1) // 2)
+    if count < 2 or not has_triton():
+        return
+    command = [sys.executable, "-m", "rowstead.measure.compiling"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [*command, str(number), str(count)], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        for number in range(count)
+    ]
+    try:
+        for process in processes:
+            process.wait(LIMIT_S)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def main() -> None:
+    """Compile this process's share."""
+    number, count = map(int, sys.argv[1:])
+    device = torch.device("cuda")
+    shapes = [("fp32", VECTORS["cuda"][-2], WIDTHS["cuda"][0])]  # the slowest first
+    shapes += [("tf32", *pair) for pair in sorted(itertools.product(VECTORS["cuda"], WIDTHS["cuda"]), key=sum, reverse=True)]
+    for precision, vectors, width in shapes[number::count]:
+        interact_once(INTERACTING["cuda"][0], vectors, width, precision, device)
+
+
+if __name__ == "__main__":
+    main()
