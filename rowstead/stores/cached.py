@@ -90,7 +90,7 @@ class CachedStore(nn.Module):
         """Rises whenever the memory of `resident` has moved."""
         self.max_set = MAX_SET
         """Batches that a GPU brings in at once at most."""
-        self._rows_a_batch = [0.0] * len(self._groups)
+        self.rows_a_batch = [0.0] * len(self._groups)
         """For each group the most rows that a batch was seen to need and lack: all that it needs, as long as none has a place."""
         self.num_rows_in = self.num_rows_out = 0
         """Rows that were brought in and written back so far."""
@@ -154,7 +154,7 @@ class CachedStore(nn.Module):
     def _largest_set(self, num_ids: int) -> int:
         """Batches of so many ids that are brought in at once: no more than have room where placement has counted it."""
         size = min(self.max_set, SET_IDS // max(1, num_ids))
-        for group, places, rows in zip(self._groups, self._places, self._rows_a_batch, strict=True):
+        for group, places, rows in zip(self._groups, self._places, self.rows_a_batch, strict=True):
             num_features = sum(len(table.features) for table, _ in group.tables)
             room = set_room(places.num_places, num_ids * num_features / self.layout.num_features)
             if not rows or places.capacity > GROWTH * room:
@@ -176,7 +176,7 @@ class CachedStore(nn.Module):
                 number=some[-1].number, oldest=oldest, make_room=self._make_room,
             )  # fmt: skip
             for place, moves in enumerate(all_moves):
-                self._rows_a_batch[place] = max(self._rows_a_batch[place], moves.in_rows.numel() / len(some))
+                self.rows_a_batch[place] = max(self.rows_a_batch[place], moves.in_rows.numel() / len(some))
             for coming, ids in zip(some, named, strict=True):
                 coming.here = dataclasses.replace(coming.sparse, ids=ids, checked_for=self.resident.layout)
             planned = self._recorded(self._planning)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rowstead.kernels.initial import drawn_by_torch, initial_rows, initial_rows_at, salt_of
@@ -14,6 +14,7 @@ from rowstead.spec.features import Table
 CPU = torch.device("cpu")
 
 
+@settings(deadline=None)  # the first is compiled
 @given(
     first_row=st.integers(0, 2**40),
     first_column=st.integers(0, 9),
