@@ -9,9 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from rowstead.kernels.choose import kernels_for
@@ -71,7 +69,7 @@ class Rows:
             is_mean=(False,),
         )
         self.kernels: Any = kernels_for("auto", clock.device)[1]
-        self._rng = np.random.default_rng(1)
+        self._rng = torch.Generator(clock.device).manual_seed(1)
         self._turn = 0
 
     def batches(
@@ -81,11 +79,10 @@ class Rows:
         device, most = self._clock.device, num_rows or self.num_rows
         num_pool = max(POOL[device.type], num_ids)
         if are_distinct:
-            whole = [self._distinct(most, num_ids) for _ in range(max(1, min(8, num_pool // num_ids)))]
-            pool = torch.from_numpy(np.concatenate(whole))
+            pool = torch.cat([self._distinct(most, num_ids) for _ in range(max(1, min(8, num_pool // num_ids)))])
         else:
-            pool = torch.from_numpy(self._rng.integers(0, most, num_pool))
-        pool = pool.int().to(device) if self._clock.is_cuda else pool  # as the trainer keeps them there
+            pool = self._drawn(most, num_pool)
+        pool = pool.int() if self._clock.is_cuda else pool  # as the trainer keeps them there
         offsets = torch.arange(0, num_ids + 1, bag, device=device)
         num_batches = len(pool) // num_ids
 
@@ -97,12 +94,14 @@ class Rows:
 
         return batch
 
-    def _distinct(self, num_rows: int, num_ids: int) -> NDArray[np.int64]:
+    def _drawn(self, num_rows: int, num_ids: int) -> Tensor:
+        return torch.randint(num_rows, (num_ids,), generator=self._rng, device=self._clock.device)
+
+    def _distinct(self, num_rows: int, num_ids: int) -> Tensor:
         """So many different rows in any order."""
-        if num_rows < 4 * num_ids:
-            return self._rng.permutation(num_rows)[:num_ids]
-        drawn = np.unique(self._rng.integers(0, num_rows, 2 * num_ids))
-        return self._rng.permutation(drawn)[:num_ids]
+        known = None if num_rows < 4 * num_ids else self._drawn(num_rows, 2 * num_ids).unique()
+        order = torch.randperm(num_rows if known is None else len(known), generator=self._rng, device=self._clock.device)
+        return order[:num_ids] if known is None else known[order[:num_ids]]
 
     def lookup_s(self, num_ids: int, bag: int) -> float:
         """Seconds of a look-up."""
