@@ -56,8 +56,6 @@ WARM_STEPS, WARM_S = 20, 1.0
 """Of every trainer, before anything counts."""
 LEAST_STEPS, MOST_S = 60, 240.0
 """Of every trainer, that count; and how long a fleet may take for it all."""
-WINDOW_S = 0.5
-"""As often as roles sample themselves."""
 NUM_BEATS = 12
 """That are taken right before a fleet trains, and right after it."""
 SHAPE_FILE = "shape.json"
@@ -253,11 +251,12 @@ def _watched(crew: Crew, seconds: float) -> _Watched:
             warm_steps = steps
         elif begins is not None:
             enough = all(now - before >= LEAST_STEPS for now, before in zip(steps, warm_steps, strict=True))
-            if enough and all(one[-1]["time_s"] >= begins + seconds + WINDOW_S for one in trainers):
+            if enough and all(one[-1]["time_s"] >= begins + seconds + SAMPLE_EVERY_S for one in trainers):
                 break
         time.sleep(LOOK_EVERY_S)
     of_roles = {post.name: (post.kind, lines[post.name]) for post in crew.posts}
-    return in_quiet_windows(begins, begins + seconds, of_roles, load)
+    stops = min(one[-1]["time_s"] for one in lines.values())
+    return in_quiet_windows(begins, stops, of_roles, load)
 
 
 def in_quiet_windows(
@@ -271,7 +270,7 @@ def in_quiet_windows(
     On a shared machine its host takes cores away for some seconds and gives them back; a fleet, whose processes wait for each other,
     then takes twice as long. `roles`: kind and samples of each. `load`: what the cores had done by some times for anybody else.
     """
-    edges = np.linspace(start_s, stop_s, max(2, round((stop_s - start_s) / WINDOW_S)) + 1)
+    edges = np.linspace(start_s, stop_s, max(2, round((stop_s - start_s) / SAMPLE_EVERY_S)) + 1)
 
     def grown(samples: Sequence[Mapping[str, Any]], name: str) -> NDArray[np.float64]:
         """By how much a total grew in each window."""

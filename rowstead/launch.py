@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-import psutil
-
+from rowstead.records.usage import free_host_bytes
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.job import LAUNCHER, MEETING_FILE, RESTARTS
 from rowstead.spec.sizes import shown_bytes
@@ -63,7 +62,7 @@ def launch(arguments: Sequence[str], num_processes: int, *, say: Callable[[str],
 
     The first Ctrl-C or SIGTERM is passed on, and they save and stop; the second kills them.
     """
-    needs, free = num_processes * PROCESS_BYTES, psutil.virtual_memory().available
+    needs, free = num_processes * PROCESS_BYTES, free_host_bytes()
     if needs > free:
         raise RowsteadError(
             f"{num_processes:,} processes take {shown_bytes(needs)} of memory before they have any table, and {shown_bytes(free)} "

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from rowstead.contracts.store import EmbeddingStore
@@ -21,6 +20,7 @@ from rowstead.data.population import Population
 from rowstead.kernels.layout import Layout
 from rowstead.plan.auto import fastest
 from rowstead.plan.greedy import Memories, PlacedShard, decide
+from rowstead.records.usage import free_host_bytes
 from rowstead.spec.catalogue import calibrated_machine
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.machine import Machine
@@ -88,16 +88,6 @@ def memories_of(spec: RunSpec, device: torch.device) -> Memories:
         has_gpu=has_gpu,
         are_limits=frozenset(name for name, limit in limits.items() if limit is not None),
     )
-
-
-def free_host_bytes(group: Path = Path("/sys/fs/cgroup")) -> int:
-    """System memory that we may still take: what is free, and in a Linux container what it has left."""
-    free = psutil.virtual_memory().available
-    try:
-        limit, taken = ((group / f"memory.{name}").read_text().strip() for name in ("max", "current"))
-        return free if limit == "max" else max(0, min(free, int(limit) - int(taken)))
-    except (OSError, ValueError):
-        return free
 
 
 def _less_margin(num_bytes: int) -> int:

@@ -14,7 +14,8 @@ import yaml
 
 from rowstead import evaluate, export, train
 from rowstead.parts import build_model, planned
-from rowstead.placing import free_host_bytes, memories_of
+from rowstead.placing import memories_of
+from rowstead.records.usage import free_host_bytes
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.parse import to_plain
 from rowstead.spec.run import RunSpec

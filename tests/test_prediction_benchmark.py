@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.fit_steps import measured_steps
-from benchmarks.fleet_models import predicted_fleet, random_fleets
+from benchmarks.fleet_models import in_quiet_windows, predicted_fleet, random_fleets
 from benchmarks.prediction import error, predicted, random_shapes, rank_correlation, summary_of
 from rowstead.spec.catalogue import load_software, machine_text
 from tests.measured_machine import measured_machine, shared_machine
@@ -55,6 +55,22 @@ def test_every_fleet_has_a_prediction_and_both_numbers_of_trainers_are_among_the
     assert fleets == random_fleets(6, seed=3)
     assert {fleet.num_trainers for fleet in fleets} == {1, 2}
     assert all(0 < predicted_fleet(fleet, shared_machine()).step_s < 10 for fleet in fleets)
+
+
+def test_a_fleet_is_measured_while_others_leave_it_the_cores() -> None:
+    """10 s of which the host takes a core away for 4: steps and processor time are those of quiet windows."""
+    times = [0.5 * k for k in range(25)]
+    steps, cpu_s, busy_s = [0.0], [0.0], [0.0]
+    for at in times[1:]:
+        is_quiet = not 3 < at <= 7
+        steps.append(steps[-1] + (50 if is_quiet else 20))
+        cpu_s.append(cpu_s[-1] + 0.4)
+        busy_s.append(busy_s[-1] + 0.4 + (0.0 if is_quiet else 0.5))
+    samples = [{"time_s": at, "num_steps": count, "cpu_s": used} for at, count, used in zip(times, steps, cpu_s, strict=True)]
+    found = in_quiet_windows(1.0, 11.0, {"trainer-0": ("trainer", samples)}, list(zip(times, busy_s, strict=True)))
+    assert found.num_steps / found.wall_s == pytest.approx(100)
+    assert found.cpu_s["trainer"] / found.wall_s == pytest.approx(0.8)
+    assert found.other_cores == pytest.approx(0)
 
 
 @pytest.mark.parametrize(("device", "count", "most"), [("cuda", 6, 7 / 6), ("cpu", 3, 1.6)])

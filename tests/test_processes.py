@@ -230,6 +230,6 @@ def test_more_processes_than_the_memory_holds_are_refused_before_any_is_started(
 
 
 def test_a_process_whose_launcher_is_gone_when_it_begins_stops(tmp_path: Path) -> None:
-    told = environment(0, 1, tmp_path / "meeting", 0) | {"ROWSTEAD_LAUNCHER": "1" if os.getppid() != 1 else "2"}
+    told = environment(0, 1, tmp_path / "meeting", 0) | {"ROWSTEAD_LAUNCHER": str(os.getpid() + 1)}
     begins = "from rowstead.launch import end_with_parent; end_with_parent(); import time; time.sleep(60)"
     assert subprocess.run([sys.executable, "-c", begins], env=told, timeout=30, check=False).returncode == -signal.SIGTERM

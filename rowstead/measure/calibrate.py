@@ -28,9 +28,8 @@ from rowstead.measure.pace import Pace
 from rowstead.measure.requests import request_costs
 from rowstead.measure.row_part import row_times
 from rowstead.measure.steps import Shape, Steps, StepTime
-from rowstead.placing import free_host_bytes
 from rowstead.plan.cost import device_processor, host_processor
-from rowstead.records.usage import machine_facts
+from rowstead.records.usage import free_host_bytes, machine_facts
 from rowstead.spec.catalogue import load_software
 from rowstead.spec.machine import Accelerators, Compute, Host, Machine, Memory, PeerLink, RandomRate, Software
 from rowstead.spec.sharing import Sharing

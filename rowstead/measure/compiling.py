@@ -10,32 +10,35 @@ import itertools
 import os
 import subprocess
 import sys
+import time
 
 import torch
 
 from rowstead.kernels.choose import has_triton
 from rowstead.measure.dense_part import INTERACTING, VECTORS, WIDTHS, interact_once
+from rowstead.parts import granted_cores
 
-LIMIT_S = 90.0
+MOST_PROCESSES, LIMIT_S = 8, 60.0
+"""And how long all of them together may take."""
 
 
 def compile_interactions() -> None:
     """Have all programs that `interaction_times` needs on a GPU in Triton's cache."""
-    count = min(8, (os.cpu_count() or 1) // 2)
+    count = min(MOST_PROCESSES, len(os.sched_getaffinity(0)) // 2, granted_cores() or MOST_PROCESSES)
     if count < 2 or not has_triton():
         return
     command = [sys.executable, "-m", "rowstead.measure.compiling"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [*command, str(number), str(count)], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        for number in range(count)
-    ]
+    processes: list[subprocess.Popen[bytes]] = []
+    end = time.monotonic() + LIMIT_S
     try:
+        for number in range(count):
+            own = [*command, str(number), str(count)]
+            quiet = subprocess.DEVNULL
+            processes.append(subprocess.Popen(own, env=environment, stdin=quiet, stdout=quiet, stderr=quiet))
         for process in processes:
-            process.wait(LIMIT_S)
-    except subprocess.TimeoutExpired:
+            process.wait(max(0.0, end - time.monotonic()))
+    except (OSError, subprocess.TimeoutExpired):
         pass
     finally:
         for process in processes:

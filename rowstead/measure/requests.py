@@ -104,7 +104,10 @@ def request_costs(pace: Pace, *, is_short: bool = False) -> Requests | None:
         taken = [
             _taken(size, address, other, pace, num_threads, seconds) for size, address in zip(sizes, addresses, strict=False)
         ]
+        before = _over_standard(pace, num_threads)
         handing, waiting_s = _handed(other), _waiting_s(other)
+        at = (before + _over_standard(pace, num_threads)) / 2
+        handing = MessageCost(call_s=handing.call_s / at, id_s=handing.id_s / at, byte_s=handing.byte_s / at)
         crowding = _crowding(other)
     terms = np.array([[CALLS, size.num_tables * size.num_ids * size.batch_size, 2.0 * size.num_bytes] for size in sizes])
     asking = _fitted(terms, [one.asking_s for one in taken])
@@ -112,7 +115,7 @@ def request_costs(pace: Pace, *, is_short: bool = False) -> Requests | None:
     return Requests(
         asking=asking,
         answering=_less(both, asking),
-        waiting_s=waiting_s,
+        waiting_s=waiting_s / at,
         handing=handing,
         crowding=crowding,
     )
@@ -167,7 +170,6 @@ def _taken(size: Asked, address: str, other: Any, pace: Pace, num_threads: int, 
     rows_s: list[float] = []
     asking_s: list[float] = []
     cores_s: list[float] = []
-    beats_s: list[float] = []
     step = 0
 
     def some(store: Any, count: int, settle: Callable[[], Any]) -> _Used:
@@ -187,23 +189,24 @@ def _taken(size: Asked, address: str, other: Any, pace: Pace, num_threads: int, 
     some(remote, WARM_STEPS, remote.flush)
     end = time.perf_counter() + seconds
     while len(rows_s) < LEAST_TURNS or time.perf_counter() < end:
-        rows_s.append(some(local, TURN_STEPS, lambda: None).thread_s / TURN_STEPS)
+        alone = some(local, TURN_STEPS, lambda: None)
         there_s = other.call("cpu").facts["cpu_s"]
         used = some(remote, TURN_STEPS, remote.flush)
         there_s = other.call("cpu").facts["cpu_s"] - there_s
-        asking_s.append(used.thread_s / TURN_STEPS)
-        cores_s.append((used.process_s + there_s) / TURN_STEPS)
-        with threads(num_threads):
-            beats_s.append(pace.beat())
+        standard = TURN_STEPS * _over_standard(pace, num_threads)
+        rows_s.append(alone.thread_s / standard)
+        asking_s.append(used.thread_s / standard)
+        cores_s.append((used.process_s + there_s) / standard)
     remote.close()
-    at = pace.over_standard(beats_s)
-    more_s = max(0.0, _usual(cores_s) - _usual(rows_s))
-    return _Taken(asking_s=_usual(asking_s) / at, cores_s=more_s / at)
+    return _Taken(
+        asking_s=statistics.median(asking_s), cores_s=max(0.0, statistics.median(cores_s) - statistics.median(rows_s))
+    )
 
 
-def _usual(turns_s: Sequence[float]) -> float:
-    """What most turns take at least: others' work on the same machine only adds to a turn."""
-    return float(np.quantile(turns_s, 0.25))
+def _over_standard(pace: Pace, num_threads: int) -> float:
+    """How many times as long as at the standard pace the machine takes just now."""
+    with threads(num_threads):
+        return pace.over_standard([pace.beat()])
 
 
 def _waiting_s(other: Any) -> float:

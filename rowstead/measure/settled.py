@@ -26,8 +26,6 @@ from rowstead.training.step import Stepper
 ROWS_AT_A_TIME = 1 << 14
 WRITTEN_AGAIN = 0.6
 """Share of the rows that were written twice: more than a new file has room for, so that it is cleaned from now on."""
-COLD_STEPS = 2
-"""That are taken while a cache is empty."""
 SETTLING_STEPS = 16
 """That are taken before any counts."""
 USES_AGAIN = (0, 4, 16)
@@ -97,12 +95,8 @@ def settled(
         for backing in store.backings:
             if isinstance(backing, FileRows):
                 _write_all(backing)
-        for batch in batches[:COLD_STEPS]:  # as a run begins, so that the cache learns how many rows a batch needs
-            store.lookup(batch.sparse)
-        needed = list(store.rows_a_batch)
         for sparse in drawn.fillings(batches[0].sparse, math.ceil(kept_share * shape.num_rows)):
             store.lookup(sparse)
-        store.rows_a_batch = needed  # not that of batches in which no row comes twice
         if device.type == "cuda":  # else all that was just read would count as under way, and a GPU's cache take memory for it
             for batch in batches[-(AHEAD + 1) * MAX_SET :]:
                 store.lookup(batch.sparse)

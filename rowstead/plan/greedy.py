@@ -355,11 +355,12 @@ def _remedies(spec: RunSpec, memories: Memories, drafts: list[_Draft], needs: in
     limits = [f"memory.{name}" for name in (*memory_names, "disk") if name in memories.are_limits]
     if limits:
         remedies.append(f"raise {' or '.join(limits)}")
-    on_disk = DISK_MARGIN * sum(draft.file_bytes for draft in drafts)
+    on_disk = sum(draft.file_bytes for draft in drafts)
+    roomy = shown_bytes(DISK_MARGIN * on_disk)
     if memories.folder is None:
-        remedies.append(f"let tables go to disk: `--set memory.folder=…`, a folder with {shown_bytes(on_disk)} free{each}")
+        remedies.append(f"let tables go to disk: `--set memory.folder=…`, a folder with {roomy} free{each}")
     elif on_disk > memories.disk_bytes:
-        remedies.append(f"use a memory.folder with {shown_bytes(on_disk)} free{each}")
+        remedies.append(f"use a memory.folder with {roomy} free{each}")
     if any(not draft.is_auto for draft in drafts):
         remedies.append("leave more tables to `where: auto`")
     if any(draft.rule.cache_fraction is not None for draft in drafts):

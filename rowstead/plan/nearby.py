@@ -23,7 +23,10 @@ SERVERS, DENSE, READERS = "sparse servers", "dense servers", "readers"
 SENT_ID_BYTES = 4
 """Of an id that travels."""
 ROWS_SHARE = 0.75
-"""Distinct rows travel instead of pooled vectors where they take this share of the bytes or less; then the trainer does what else the server does."""
+"""Distinct rows travel instead of ids and pooled vectors where they take this share of the bytes or less, there and back; then the trainer does
+what else the server does."""
+NUM_SERVED = 2
+"""Requests of a step to each server: while one is waited for, no core is at work."""
 EXCHANGE_TOUCHES = 8
 """Times that each dense parameter is read or written for an exchange with the centre: copied to be sent, compared and added at both ends."""
 
@@ -153,12 +156,7 @@ class NearbyTrainer(Trainer):
     @functools.cached_property
     def pooled_here(self) -> tuple[TableWork, ...]:
         """Tables of which rows travel, since many repeat in a batch."""
-        batch = self.server_batch
-        return tuple(
-            table
-            for table in self.off_devices
-            if table.distinct_rows(batch) * table.row_bytes <= ROWS_SHARE * batch * table.pooled_bytes
-        )
+        return tuple(table for table in self.off_devices if rows_travel(table, self.server_batch))
 
     def shared(self, tasks: Sequence[Task]) -> list[Task]:
         """The same tasks on cores that are everybody's.
@@ -168,9 +166,16 @@ class NearbyTrainer(Trainer):
         setup, cores, crowding = self.setup, self.machine.host.num_cores, self.sharing.crowding
         alone_s = period_s(tasks, in_flight=setup.in_flight)
         of_one = busy_s([replace(task, busy_s=None) for task in tasks])
-        of_one[SERVERS] *= setup.num_sparse_servers
+        of_one[SERVERS] = setup.num_sparse_servers * (of_one[SERVERS] - NUM_SERVED * self.sharing.waiting_s)
         all_s = setup.num_trainers * sum(of_one.values())
         others = min(1.0, max(0.0, all_s / alone_s - 1) / (cores - 1)) if cores > 1 else 0.0
         slowed = faster(tasks, of_one, 1 + (crowding - 1) * others)
         busiest_s = crowding * all_s / cores if cores > 1 else all_s
         return [*slowed, Task(name="all processes", resource="shared cores", seconds=busiest_s, hidden=True)]
+
+
+def rows_travel(table: TableWork, batch_size: float) -> bool:
+    """Whether the different rows of a batch travel, and their gradients back, instead of ids and pooled vectors."""
+    rows = table.distinct_rows(batch_size) * (SENT_ID_BYTES + 2 * table.row_bytes)
+    pooled = batch_size * (SENT_ID_BYTES * table.ids_per_sample + table.num_features + 2 * table.pooled_bytes)
+    return rows <= ROWS_SHARE * pooled

@@ -146,7 +146,7 @@ class RunFolder:
             write_atomic(self.spec_file, text)
 
     def read_spec(self, overrides: Iterable[str] = ()) -> RunSpec:
-        """The recipe that this run was started with, with `key.path=value` overrides applied."""
+        """The recipe of this run as it was started or last resumed, with `key.path=value` overrides applied."""
         try:
             return parse(RunSpec, override(read_yaml(self.spec_file), overrides))
         except SpecError as error:

@@ -148,3 +148,13 @@ def _cpu_model() -> str:
         lines = []
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(named, "") or platform.processor() or platform.machine()
+
+
+def free_host_bytes(group: Path = Path("/sys/fs/cgroup")) -> int:
+    """System memory that we may still take: what is free, and in a Linux container what it has left."""
+    free = psutil.virtual_memory().available
+    try:
+        limit, taken = ((group / f"memory.{name}").read_text().strip() for name in ("max", "current"))
+        return free if limit == "max" else max(0, min(free, int(limit) - int(taken)))
+    except (OSError, ValueError):
+        return free

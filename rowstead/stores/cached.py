@@ -41,6 +41,8 @@ from rowstead.stores.turns import AHEAD, Coming, Turns
 SET_IDS, MAX_SET = 1 << 23, 8
 """On a GPU batches are brought in by sets of about so many ids, so that small ones wait for the host less often."""
 SETS_UNDER_WAY = AHEAD + 1
+LIKE = 1.25
+"""How many times as many ids as another a batch may have and still be like it."""
 IDS_ASIDE = {"cpu": 1 << 14, "cuda": 1 << 20}
 """About how many ids a look-up that trains nothing may take at a time at least, by the device."""
 
@@ -90,8 +92,8 @@ class CachedStore(nn.Module):
         """Rises whenever the memory of `resident` has moved."""
         self.max_set = MAX_SET
         """Batches that a GPU brings in at once at most."""
-        self.rows_a_batch = [0.0] * len(self._groups)
-        """For each group the most rows that a batch was seen to need and lack: all that it needs, as long as none has a place."""
+        self._num_ids_known = 0
+        """Of the batch for which it was last decided how many are brought in at once."""
         self.num_rows_in = self.num_rows_out = 0
         """Rows that were brought in and written back so far."""
         self._plan: Plan = plan_for(self._device)
@@ -117,8 +119,9 @@ class CachedStore(nn.Module):
         """Bring in the rows of a batch that comes after all those announced before."""
         if self._groups:
             sparse = self.checked(sparse)
-            if self._planning is not None:
-                self._turns.set_size = self._largest_set(sparse.ids.numel())
+            if self._planning is not None and sparse.ids.numel() > LIKE * self._num_ids_known:
+                self._num_ids_known = sparse.ids.numel()
+                self._turns.set_size = self._largest_set(sparse)
             self._turns.announce(sparse, self._recorded())
 
     def drop_prefetched(self) -> None:
@@ -151,15 +154,16 @@ class CachedStore(nn.Module):
         event.record(stream or torch.cuda.current_stream(self._device))
         return event
 
-    def _largest_set(self, num_ids: int) -> int:
-        """Batches of so many ids that are brought in at once: no more than have room where placement has counted it."""
-        size = min(self.max_set, SET_IDS // max(1, num_ids))
-        for group, places, rows in zip(self._groups, self._places, self.rows_a_batch, strict=True):
-            num_features = sum(len(table.features) for table, _ in group.tables)
-            room = set_room(places.num_places, num_ids * num_features / self.layout.num_features)
-            if not rows or places.capacity > GROWTH * room:
-                return 1
-            size = min(size, int(room / (SETS_UNDER_WAY * rows)))
+    @torch.no_grad()
+    def _largest_set(self, sparse: Sparse) -> int:
+        """Batches like this one that are brought in at once: no more than have room where placement has counted it.
+
+        That is decided by a batch alone, and not by what threads have done meanwhile, so that equal runs have equal sets.
+        """
+        size = min(self.max_set, SET_IDS // max(1, sparse.ids.numel()))
+        for places, rows in zip(self._places, self._names.by_group(self._names.rows(sparse)), strict=True):
+            if num_rows := rows.unique().numel():
+                size = min(size, int(set_room(places.num_places, rows.numel()) / (SETS_UNDER_WAY * num_rows)))
         return max(1, size)
 
     # Rows come and go
@@ -175,8 +179,6 @@ class CachedStore(nn.Module):
                 [coming.sparse for coming in some], self._names, self._places,
                 number=some[-1].number, oldest=oldest, make_room=self._make_room,
             )  # fmt: skip
-            for place, moves in enumerate(all_moves):
-                self.rows_a_batch[place] = max(self.rows_a_batch[place], moves.in_rows.numel() / len(some))
             for coming, ids in zip(some, named, strict=True):
                 coming.here = dataclasses.replace(coming.sparse, ids=ids, checked_for=self.resident.layout)
             planned = self._recorded(self._planning)

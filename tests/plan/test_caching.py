@@ -70,16 +70,15 @@ def test_a_gpu_brings_in_as_many_batches_and_rows_at_once_as_is_predicted(skew: 
     (group,) = groups_of(work.tables, Setup(place="device", batch_size=shape.batch_size, behind=behind), in_sets=True)
     cache = places.Places(2 * shape.num_rows, group.num_places, torch.device("cpu"))
     firsts, lacked, number = torch.tensor([[0], [shape.num_rows]]), [], 0
-    rows = [(batch.sparse.ids.view(2, -1) + firsts).flatten() for batch in drawn_batches(shape, torch.device("cpu"))]
+    batches = [batch.sparse for batch in drawn_batches(shape, torch.device("cpu"))]
+    rows = [(sparse.ids.view(2, -1) + firsts).flatten() for sparse in batches]
     # A store's own rule, for places that a GPU plans just so.
-    of_store: Any = SimpleNamespace(tables=[(SimpleNamespace(features=(0, 1)), 0)])
-    store: Any = SimpleNamespace(_places=[cache], _groups=[of_store], rows_a_batch=[0.0], max_set=cached.MAX_SET)
-    store.layout = SimpleNamespace(num_features=2)
+    names = SimpleNamespace(rows=lambda sparse: (sparse.ids.view(2, -1) + firsts).flatten(), by_group=lambda rows: [rows])
+    store: Any = SimpleNamespace(_places=[cache], _names=names, max_set=cached.MAX_SET)
+    count = cached.CachedStore._largest_set(store, batches[0])
     while number + cached.MAX_SET <= len(rows):
-        count = cached.CachedStore._largest_set(store, shape.num_ids)
         oldest = max(0, number - turns.AHEAD * count)
         moves = cache.plan(torch.cat(rows[number : number + count]), number + count - 1, oldest=oldest)
-        store.rows_a_batch = [max(store.rows_a_batch[0], moves.in_rows.numel() / count)]
         lacked += [moves.in_rows.numel() / count] * count
         number += count
     assert group.set_size == count == size

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rowstead.fleet.split_programs import find_distinct
+from rowstead.plan.nearby import rows_travel
 from rowstead.plan.predict import Prediction, predict
 from rowstead.plan.setup import Setup
-from rowstead.plan.work import step_work
+from rowstead.plan.traffic import Popularity
+from rowstead.plan.work import TableWork, step_work
 from rowstead.spec.catalogue import load_machine, machine_text
 from rowstead.spec.errors import RowsteadError, SpecError
 from rowstead.spec.machine import Machine
@@ -126,3 +130,25 @@ def test_what_was_measured_survives_the_machine_file(tmp_path: object) -> None:
     found = load_machine(path).software
     assert found is not None
     assert found.sharing == sharing(crowding=1.25)
+
+
+@pytest.mark.parametrize("num_rows", [20, 200, 400, 600, 800, 1200, 2000, 5000])
+def test_rows_travel_in_the_plan_where_they_do_in_the_fleet(num_rows: int) -> None:
+    """Even ids, 32 of a bag: by ids and vectors of 512 examples, up to about 750 different rows do."""
+    batch_size, mean_ids, width = 512, 32, 16
+    table = TableWork(
+        name="t",
+        num_rows=num_rows,
+        width=width,
+        row_bytes=4 * width,
+        state_bytes=4,
+        reads=((mean_ids, Popularity(num_rows, 0.0)),),
+        is_hashed=False,
+    )
+    ids = np.random.default_rng(1).integers(0, num_rows, batch_size * mean_ids).astype(np.int32)
+    counts = np.zeros(1, np.int64)
+    find_distinct(
+        ids, np.array([0, len(ids)]), np.array([0, 1]), np.array([0]), np.array([width]), batch_size, 4, 0, 4, 4,
+        np.empty(len(ids), np.int32), np.empty(len(ids), np.int32), counts,
+    )  # fmt: skip
+    assert rows_travel(table, batch_size) == (counts[0] >= 0)

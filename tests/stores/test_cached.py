@@ -68,6 +68,32 @@ class TestCachedStoreOnGpu(StoreContract):
         return cached(layout, optimizer, dtype, device="cuda")
 
 
+def test_how_many_batches_come_at_once_follows_from_what_one_needs_of_tables_behind_caches() -> None:
+    features = FeaturesSpec(
+        sparse=(
+            SparseFeatureSpec(name="long", num_rows=4000),  # in fast memory whole
+            SparseFeatureSpec(name="short", num_rows=4000),
+            SparseFeatureSpec(name="empty", num_rows=4000, width=8),
+        )
+    )
+    layout = layout_of(features, tables_of(features, width=4))
+    store = CachedStore(layout, None, places={"short": 1, "empty": 1}, backing=lambda group: RamRows(group, seed=1))
+
+    def size_for(short: torch.Tensor) -> int:
+        lengths = torch.tensor([100] * 16 + [1] * 16 + [0] * 16)
+        ids = torch.cat([torch.arange(1600), short])
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        return store._largest_set(Sparse(ids=ids, offsets=offsets, num_features=3))
+
+    assert size_for(torch.arange(16)) == 1  # three sets of two would need 96 places, and there is room for 60
+    assert size_for(torch.arange(16) // 4) == 5
+    assert size_for(torch.zeros(16, dtype=torch.int64)) == 8
+    store.eval()
+    store.lookup(Sparse(ids=torch.arange(3000), offsets=torch.arange(0, 3001, 1000), num_features=3))  # takes memory for places
+    store.train()
+    assert size_for(torch.arange(16) // 4) == 5
+
+
 def small_layout() -> Layout:
     features = FeaturesSpec(sparse=tuple(SparseFeatureSpec(name=name, num_rows=40) for name in "ab"))
     return layout_of(features, tables_of(features, width=4))
