@@ -30,7 +30,7 @@ from rowstead.placing import StoreMaker, placement_of
 from rowstead.spec.data import ParquetSpec
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.job import is_one_of_many
-from rowstead.spec.placement import Placement, rules_for
+from rowstead.spec.placement import MemorySpec, Placement, rules_for
 from rowstead.spec.run import RunSpec
 from rowstead.stores.checked import CheckedSource
 from rowstead.stores.sharded import ShardedStore
@@ -208,6 +208,23 @@ def shards_of(spec: RunSpec, layout: Layout, world: int) -> dict[str, Shard]:
     row_bytes = ROW_DTYPES[spec.model.row_format].itemsize
     chosen = auto_shards(layout, world, batch_size=spec.train.batch_size, row_bytes=row_bytes)
     return chosen | {name: rule.shard for name, rule in rules.items() if rule.shard != "auto"}
+
+
+def unheeded(spec: RunSpec, *, world: int = 1) -> str | None:
+    """What to tell a user of settings that do nothing in this run; none if all do something."""
+    sync = spec.train.sync
+    if spec.fleet is None:
+        idle = {
+            f"train.sync.mode={sync.mode}": sync.mode in ("easgd", "shadow") or (sync.mode == "allreduce" and world == 1),
+            f"train.sync.staleness={sync.staleness}": sync.staleness > 0,
+        }
+        why = "for the trainers of a fleet (`--fleet trainers=2,…`)"
+    else:
+        is_remote = spec.fleet.tables == "remote"
+        idle = {"placement": is_remote and spec.placement != "auto", "memory": is_remote and spec.memory != MemorySpec()}
+        why = "for tables that a trainer keeps itself (`--fleet tables=local,…`): these are kept by sparse servers"
+    names = [name for name, is_idle in idle.items() if is_idle]
+    return f"not heeded here: {', '.join(names)}, {why}" if names else None
 
 
 def slow_bf16(spec: RunSpec, device: torch.device) -> str | None:

@@ -27,6 +27,7 @@ from rowstead.parts import (
     shown_kernel,
     slow_bf16,
     threads_of,
+    unheeded,
 )
 from rowstead.placing import measured_machine
 from rowstead.plan.foretell import compared_text, foretold
@@ -250,8 +251,9 @@ def _drive(
         watcher.on_message(placement_text(placement, has_gpu=device.type == "cuda", world=channel.world))
         if channel.rank == 0:
             write_atomic(folder.path / "placement.json", json.dumps(to_plain(placement), indent=2) + "\n")
-    if warning := slow_bf16(spec, device):
-        watcher.on_message(warning)
+    for warning in (slow_bf16(spec, device), unheeded(spec, world=channel.world)):
+        if warning is not None:
+            watcher.on_message(warning)
     facts = {
         "architecture": architecture(spec),
         "spec_digest": digest(spec),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rowstead.parts import granted_cores, slow_bf16, threads_of
+from rowstead.parts import granted_cores, slow_bf16, threads_of, unheeded
 from tests.small_runs import small_spec
 
 
@@ -56,3 +56,23 @@ def test_who_asks_for_bf16_on_a_processor_without_it_is_told(
     cpu = torch.device("cpu")
     assert (slow_bf16(small_spec("train.precision=bf16"), cpu) is not None) == says
     assert slow_bf16(small_spec(), cpu) is None
+
+
+FLEET = "fleet={num_trainers: 2, num_sparse: 1, num_dense: 1, num_readers: 1}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "world", "said"),
+    [
+        ((), 1, None),
+        (("train.sync.mode=easgd",), 1, "train.sync.mode=easgd, for the trainers of a fleet"),
+        (("train.sync.mode=allreduce",), 2, None),
+        (("train.sync.staleness=2",), 2, "train.sync.staleness=2, for the trainers of a fleet"),
+        ((FLEET, "train.sync.mode=easgd"), 1, None),
+        ((FLEET, "memory.host=1GB"), 1, "memory, for tables that a trainer keeps itself"),
+        ((FLEET, "placement={'*': device}"), 1, "placement, for tables that a trainer keeps itself"),
+    ],
+)
+def test_who_sets_what_does_nothing_in_a_run_is_told(changes: tuple[str, ...], world: int, said: str | None) -> None:
+    found = unheeded(small_spec(*changes), world=world)
+    assert (found is None) if said is None else (found is not None and said in found)
