@@ -29,7 +29,8 @@ from rowstead.plan.caching import Group, groups_of
 from rowstead.plan.setup import Behind, Setup
 from rowstead.plan.work import step_work
 from rowstead.spec.curve import Axis, Curve
-from rowstead.spec.machine import Machine, Software
+from rowstead.spec.machine import Machine
+from rowstead.spec.software import Software
 from rowstead.spec.timings import Timings
 from rowstead.stores.cached import CachedStore
 

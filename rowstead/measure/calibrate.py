@@ -31,8 +31,9 @@ from rowstead.measure.steps import Shape, Steps, StepTime
 from rowstead.plan.cost import device_processor, host_processor
 from rowstead.records.usage import free_host_bytes, machine_facts
 from rowstead.spec.catalogue import load_software
-from rowstead.spec.machine import Accelerators, Compute, Host, Machine, Memory, PeerLink, RandomRate, Software
+from rowstead.spec.machine import Accelerators, Compute, Host, Machine, Memory, PeerLink, RandomRate
 from rowstead.spec.sharing import Sharing
+from rowstead.spec.software import Software
 from rowstead.spec.timings import Timings
 
 TINY = Shape(

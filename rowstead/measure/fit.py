@@ -13,7 +13,7 @@ from rowstead.measure.steps import Shape, StepTime
 from rowstead.plan import cost
 from rowstead.plan.cost import Processor
 from rowstead.plan.work import step_work
-from rowstead.spec.machine import Software
+from rowstead.spec.software import Software
 from rowstead.spec.timings import InStep, Timings
 
 PULL = 0.05

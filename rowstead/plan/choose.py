@@ -11,9 +11,10 @@ from typing import Any, Literal
 from rowstead.plan.predict import Prediction, predict
 from rowstead.plan.setup import USABLE_SHARE, Place, Setup, dense_held_bytes, tables_on_devices
 from rowstead.plan.work import StepWork, step_work
-from rowstead.spec.machine import Machine, Precision, Software
+from rowstead.spec.machine import Machine, Precision
 from rowstead.spec.run import RunSpec
 from rowstead.spec.sizes import shown_bytes
+from rowstead.spec.software import Software
 
 MAX_SERVERS = 4096
 """Servers of one kind beyond which we give up."""

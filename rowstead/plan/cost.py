@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rowstead.plan.work import Layer, StepWork, TableWork
-from rowstead.spec.machine import Compute, Machine, Memory, Precision, Software
+from rowstead.spec.machine import Compute, Machine, Memory, Precision
+from rowstead.spec.software import Software
 from rowstead.spec.timings import Timings
 
 ACTIVATION_TOUCHES = 6

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rowstead.plan.setup import Setup
 from rowstead.plan.work import StepWork
-from rowstead.spec.machine import Software
+from rowstead.spec.software import Software
 
 
 def hand_over_s(work: StepWork, software: Software, setup: Setup, *, has_devices: bool) -> float:

@@ -12,10 +12,11 @@ from rowstead.plan.setup import Held, Setup, held, process_bytes, shortfalls
 from rowstead.plan.trainer import Trainer
 from rowstead.plan.work import StepWork
 from rowstead.spec.errors import RowsteadError
-from rowstead.spec.machine import Machine, Precision, Software
+from rowstead.spec.machine import Machine, Precision
 from rowstead.spec.parse import digest
 from rowstead.spec.record import Record
 from rowstead.spec.run import RunSpec
+from rowstead.spec.software import Software
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,9 @@ from typing import Literal
 
 from rowstead.plan.work import StepWork, TableWork
 from rowstead.spec.errors import require
-from rowstead.spec.machine import Machine, Software
+from rowstead.spec.machine import Machine
 from rowstead.spec.sizes import shown_bytes
+from rowstead.spec.software import Software
 
 Place = Literal["device", "host", "remote", "mixed"]
 

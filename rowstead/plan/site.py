@@ -13,7 +13,8 @@ from rowstead.plan.search import Assignment, Item, place
 from rowstead.plan.setup import USABLE_SHARE, Setup, dense_held_bytes, tables_on_devices
 from rowstead.plan.work import StepWork, TableWork
 from rowstead.spec.errors import RowsteadError
-from rowstead.spec.machine import Accelerators, Link, Machine, Precision, Software
+from rowstead.spec.machine import Accelerators, Link, Machine, Precision
+from rowstead.spec.software import Software
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import Literal
 
 from rowstead.spec.bounds import require_above_zero, require_not_negative, require_source
 from rowstead.spec.errors import require
-from rowstead.spec.software import Software as Software
+from rowstead.spec.software import Software
 
 Precision = Literal["fp32", "tf32", "bf16"]
 Topology = Literal["ring", "fully_connected", "hybrid_cube_mesh", "switched", "through_host"]
