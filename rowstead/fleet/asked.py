@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,8 @@ _LENGTHS = (torch.uint8, torch.int16, torch.int32)
 MOST_SAMPLES = 1 << 24
 """In one batch."""
 _LAYOUTS_KEPT = 64
+_BAGS_KEPT = 1 << 16
+"""Most bags whose offsets are kept for the next batch."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,10 +181,16 @@ def _some_tables(layout: Layout, places: tuple[int, ...]) -> PooledTables:
 def _offsets(lengths: Tensor | int, num_bags: int) -> Tensor:
     """int64 [num_bags + 1] from the lengths of bags, or from that of all."""
     if isinstance(lengths, int):
-        return torch.arange(num_bags + 1, dtype=torch.int64).mul_(lengths)
+        return (_equal_offsets if num_bags <= _BAGS_KEPT else _equal_offsets.__wrapped__)(lengths, num_bags)
     offsets = torch.zeros(num_bags + 1, dtype=torch.int64)
     torch.cumsum(lengths, 0, dtype=torch.int64, out=offsets[1:])
     return offsets
+
+
+@lru_cache(maxsize=32)
+def _equal_offsets(length: int, num_bags: int) -> Tensor:
+    """Not to be changed: one batch after another has the same."""
+    return torch.arange(num_bags + 1, dtype=torch.int64).mul_(length)
 
 
 def _whole(value: Any, name: str, most: int) -> int:
