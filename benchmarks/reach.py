@@ -2,7 +2,8 @@
 
 M1 with the tables of this command (100,000 rows each on a CPU, 200,000 on a GPU, so that the checkpoint at the end is small) is
 trained through `rowstead.train` on a log that the generator of `rowstead data synth m1` wrote, and its step alone is measured as in
-benchmarks.step, before and after; the faster of the two counts. The log is one file under several names: long enough, and as
+benchmarks.step, before and after; on a CPU, whose speed drifts, several times in turn. `share_of_step` is the median of what training did over
+the mean of the steps before and after it. The log is one file under several names: long enough, and as
 large as the memory of the files that the system keeps, so that the disk plays no part. Both multiply in TF32 on a GPU.
 
 `train_samples_per_s` leaves out the first 10 steps, in which kernels are compiled. `reader_cores_needed` is what `rowstead train`
@@ -17,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import statistics
 import tempfile
 import time
 from contextlib import closing
@@ -75,6 +77,8 @@ MODELS = {
     "cuda": [of_recipe(f"M1 {size}", "m1", num_rows=200_000, batch_size=size) for size in (1600, 16384)],
 }
 NUM_EVAL_SAMPLES = 2_000
+TURNS = {"cpu": 5, "cuda": 1}
+"""Of training, with the step alone before and after each."""
 
 
 def write_log(folder: Path, size: Size) -> ParquetSpec:
@@ -142,26 +146,30 @@ class Listening(Silent):
 
 def measure(model: Model, log: ParquetSpec, device: str, options: Any, num_samples: int, folder: Path) -> dict[str, Any]:
     """The row of one model: trained from files, and its step alone."""
-    listening = Listening()
+    listening, num_turns = Listening(), 1 if options.quick else TURNS[device]
+    run = run_of(model, log, device, num_samples // num_turns)
+    outcomes = []
     with OtherLoad() as others:
-        before = step_samples_per_s(model, device, options.quick)
+        steps = [step_samples_per_s(model, device, options.quick)]
         give_back_gpu_memory()
-        run = run_of(model, log, device, num_samples)
         read = read_samples_per_s(run, num_samples // 4)
-        result = rowstead.train(run, out=folder, watcher=listening)
-        give_back_gpu_memory()
-        step = max(before, step_samples_per_s(model, device, options.quick))
-    give_back_gpu_memory()
-    reading, trained = result.outcome.reading, result.outcome.samples_per_s
+        for turn in range(num_turns):
+            outcomes.append(rowstead.train(run, out=folder / str(turn), watcher=listening).outcome)
+            give_back_gpu_memory()
+            steps.append(step_samples_per_s(model, device, options.quick))
+            give_back_gpu_memory()
+    reading = outcomes[-1].reading
+    speeds = [outcome.samples_per_s for outcome in outcomes if outcome.samples_per_s is not None]
     assert reading is not None
-    assert trained is not None
+    trained, step = statistics.median(speeds), statistics.median(steps)
+    shares = [2 * speed / sum(beside) for speed, beside in zip(speeds, itertools.pairwise(steps), strict=True)]
     row = {
         "shape": model.name,
         "batch_size": model.shape.batch_size,
-        "num_steps": result.outcome.position.step,
+        "num_steps": sum(outcome.position.step for outcome in outcomes),
         "train_samples_per_s": trained,
         "step_samples_per_s": step,
-        "share_of_step": trained / step,
+        "share_of_step": statistics.median(shares),
         "read_samples_per_s": read,
         "share_of_reading": trained / min(step, read),
         **reading.figures(),
