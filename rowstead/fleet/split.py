@@ -99,7 +99,9 @@ class Routes:
         if len(self.servers) == 1 and self.servers[0].is_whole_model and num_samples:
             all_of_it = slice(int(offsets[0]), int(offsets[-1]))  # all ids are rows of that server, in its order
             lengths = np.diff(offsets).astype(np.int32)
-            ask = Ask.of(self.servers[0], self, num_samples, ids[all_of_it].astype(self.id_type, copy=False), lengths, weights[all_of_it])
+            ask = Ask.of(
+                self.servers[0], self, num_samples, ids[all_of_it].astype(self.id_type, copy=False), lengths, weights[all_of_it]
+            )
             return Split(routes=self, sparse=sparse, asks=[ask])
         counts = np.diff(offsets[::num_samples]) if num_samples else np.zeros(layout.num_features, np.int64)
         room = self.reads @ counts
