@@ -59,7 +59,12 @@ def train(
     ] = None,
     set_: Set = None,
     resume: Annotated[
-        str | None, typer.Option("--resume", metavar="RUN", help="Go on with a run from its last checkpoint.")
+        str | None,
+        typer.Option(
+            "--resume",
+            metavar="RUN",
+            help="Go on with a run from its last checkpoint; of its recipe only `placement` and `memory` may be changed by --set.",
+        ),
     ] = None,
     init_from: Annotated[
         str | None, typer.Option("--init-from", metavar="RUN", help="Start from the weights of an earlier run's model.")
