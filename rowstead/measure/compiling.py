@@ -17,6 +17,7 @@ import torch
 from rowstead.kernels.choose import has_triton
 from rowstead.measure.dense_part import INTERACTING, VECTORS, WIDTHS, interact_once
 from rowstead.parts import granted_cores
+from rowstead.records.usage import usable_cores
 
 MOST_PROCESSES, LIMIT_S = 8, 60.0
 """And how long all of them together may take."""
@@ -24,7 +25,7 @@ MOST_PROCESSES, LIMIT_S = 8, 60.0
 
 def compile_interactions() -> None:
     """Have all programs that `interaction_times` needs on a GPU in Triton's cache."""
-    count = min(MOST_PROCESSES, len(os.sched_getaffinity(0)) // 2, granted_cores() or MOST_PROCESSES)
+    count = min(MOST_PROCESSES, usable_cores() // 2, granted_cores() or MOST_PROCESSES)
     if count < 2 or not has_triton():
         return
     command = [sys.executable, "-m", "rowstead.measure.compiling"]
