@@ -34,7 +34,7 @@ SHARES = (0.25, 0.7)
 """Of what its tables take, the memory that a model gets."""
 MOST_DRAWN = 20
 """Models that are drawn for each that counts: some fit in no way, or in one."""
-TURNS = {"cpu": (5, 7), "cuda": (3, 9)}
+TURNS = {"cpu": (5, 7), "cuda": (3, 21)}
 """Of each placement, and of those besides that may be the fastest."""
 MAYBE_FASTEST = 1.15
 """How much slower than the fastest so far a placement may be to take more turns."""
