@@ -74,7 +74,8 @@ class GpuStep:
         self._store = model.store.resident
         self.optimizer = DenseOptimizerOnGpu(model.net.parameters(), spec.dense_optimizer)
         self._device = next(model.net.parameters()).device
-        self._stream = torch.cuda.Stream(self._device)
+        # What plans updates waits for the network; what moves rows behind a cache must not, and has streams that go first.
+        self._stream = torch.cuda.Stream(self._device, priority=-1 if isinstance(model.store, DeviceStore) else 0)
         self._planning = torch.cuda.Stream(self._device) if PLANS_ASIDE else self._stream
         self._pool = torch.cuda.graph_pool_handle()
         self._captured: dict[tuple[Any, ...], _Captured] = {}
@@ -131,7 +132,8 @@ class GpuStep:
 
     def _shape_of(self, batch: Batch) -> _Captured:
         """Fixed memory into which the batch fits. Its size follows from the batch alone, and so does the order of sums."""
-        sparse, room = batch.sparse, room_for(batch.sparse.ids.numel())
+        sparse = batch.sparse
+        room = room_for(sparse.ids.numel(), sparse.offsets.numel() - 1)
         shapes = tuple(None if tensor is None else tensor.shape for tensor in (batch.dense, batch.labels, batch.weights))
         key = (shapes, sparse.offsets.shape, sparse.ids.dtype, sparse.weights is None, room)
         captured = self._captured.get(key)
@@ -139,6 +141,10 @@ class GpuStep:
             ids_dtype = torch.int64 if any(table.num_rows >= 2**31 for table in self._store.tables) else torch.int32
             gradients_at = torch.zeros(sum(1 for _ in self._model.net.parameters()), dtype=torch.int64, device=self._device)
             captured = _Captured(_with_room(batch, room, ids_dtype), gradients_at)
+            if len(self._captured) == MAX_GRAPHS:  # one that came a few times at most makes way
+                rarest = min(self._captured, key=lambda known: self._captured[known].num_steps)
+                if self._captured[rarest].graph is None:
+                    del self._captured[rarest]
             if len(self._captured) < MAX_GRAPHS:
                 self._captured[key] = captured
         return captured
@@ -191,8 +197,11 @@ class GpuStep:
         return loss, None if plan is None else plan.keeps
 
 
-def room_for(num_ids: int) -> int:
-    """A little more than `num_ids`, to the same number for batches that differ little."""
+def room_for(num_ids: int, num_bags: int) -> int:
+    """A little more than `num_ids`, to the same number for batches that differ little; no more where each bag may hold as many as all others,
+    as in a log with one id a feature: then the next batches have as many."""
+    if num_ids and num_ids % num_bags == 0:
+        return num_ids
     wanted = max(16, num_ids + num_ids // 50)
     unit = max(16, 1 << (wanted.bit_length() - 4))
     return -(-wanted // unit) * unit

@@ -127,6 +127,19 @@ def test_weights_of_examples_and_of_ids() -> None:
 
 
 @needs_gpu
+def test_batches_with_one_id_a_bag_train_as_by_single_launches() -> None:
+    graphs, launches = stepper_of(TrainSpec()), stepper_of(TrainSpec(cuda_graphs=False))
+    for number in range(1, 7):
+        batch, random = batch_of(number), torch.Generator().manual_seed(number)
+        sparse = Sparse(ids=torch.randint(0, 50, (7 * 64,), generator=random), offsets=torch.arange(7 * 64 + 1), num_features=7)
+        batch = dataclasses.replace(batch, sparse=sparse.to(torch.device("cuda")))
+        assert graphs.step(batch, number) == pytest.approx(launches.step(batch, number), rel=1e-5)
+    assert graphs._on_gpu is not None
+    (captured,) = graphs._on_gpu._captured.values()
+    assert captured.batch.sparse.ids.numel() == 7 * 64
+
+
+@needs_gpu
 def test_the_time_for_which_the_gpu_is_busy_is_known_from_replayed_steps() -> None:
     stepper, batch = stepper_of(TrainSpec()), batch_of(1)
     for number in range(1, 4):
@@ -143,5 +156,14 @@ def test_the_time_for_which_the_gpu_is_busy_is_known_from_replayed_steps() -> No
 def test_room_grows_in_steps() -> None:
     from rowstead.training.on_gpu import room_for
 
-    assert all(num_ids <= room_for(num_ids) <= 1.15 * num_ids + 32 for num_ids in range(0, 200_000, 7))
-    assert len({room_for(num_ids) for num_ids in range(1_340_000, 1_348_000)}) == 1
+    assert all(num_ids <= room_for(num_ids, 64) <= 1.15 * num_ids + 32 for num_ids in range(0, 200_000, 7))
+    assert len({room_for(num_ids, 1 << 21) for num_ids in range(1_340_000, 1_348_000)}) == 1
+
+
+def test_bags_that_all_hold_as_many_need_no_more_room() -> None:
+    from rowstead.training.on_gpu import room_for
+
+    assert room_for(26 * 4096, 26 * 4096) == 26 * 4096
+    assert room_for(26 * 4096 * 3, 26 * 4096) == 26 * 4096 * 3
+    assert room_for(26 * 4096 - 1, 26 * 4096) > 26 * 4096 - 1
+    assert room_for(0, 26 * 4096) > 0
