@@ -39,8 +39,8 @@ sides ran in that command, taking turns, on fresh ids each time. Each command sa
 `make peers` installs the peers on a CPU. The [log](log.md) has what was tried, and where a goal was missed."""
 
 _CPU = """These were taken while nothing else ran. Where other processes use the cores the ratios are far larger, since the peers then stall for up to seconds,
-probably at barriers of OpenMP; such figures say more about the machine than about kernels, so none is given here. The rows with `bf16` are slower because this
-processor has no BF16 instructions: `train.precision: bf16` is for processors that have them, and for GPUs."""
+probably at barriers of OpenMP; such figures say more about the machine than about kernels, so none is given here. `train.precision: bf16` is for processors
+with BF16 instructions, as AMD's EPYC has since its fourth generation and Intel's Xeon with AMX, and for GPUs; on others, as this Xeon, it is slower than FP32."""
 
 _GROWTH = """M1 with one thing changed at a time, and the limit that bandwidth, and for whole steps arithmetic, would set."""
 
@@ -67,6 +67,17 @@ def _latest(benchmark: str, device: str) -> dict[str, Any] | None:
     files = sorted(RESULTS.glob(f"{benchmark}-{device}-*.json"))
     result: dict[str, Any] | None = json.loads(files[-1].read_text()) if files else None
     return result
+
+
+def _of_each_machine(benchmark: str, device: str) -> list[dict[str, Any]]:
+    """The last result of each processor or GPU, the newest first."""
+    found: dict[str, dict[str, Any]] = {}
+    for file in sorted(RESULTS.glob(f"{benchmark}-{device}-*.json")):
+        result = json.loads(file.read_text())
+        name = result["machine"].get("gpu", result["machine"]["cpu"])
+        found.pop(name, None)
+        found[name] = result
+    return list(reversed(found.values()))
 
 
 def _where(result: Mapping[str, Any], benchmark: str, device: str | None = None) -> str:
@@ -115,14 +126,17 @@ def _ratios(summary: Mapping[str, float], names: Mapping[str, str]) -> str:
     return "\n".join(lines)
 
 
-_AS_CALLED = """Each side is called as its training loop calls it: ours copies ids and gradient into memory of its own and replays a CUDA graph,
+_AS_CALLED = """Each side is called as its training loop calls it: ours copies ids into memory of its own and replays a CUDA graph,
 as the steps of `rowstead train` do, and FBGEMM is called eagerly, as TorchRec does. The other columns have both in the same way."""
 
 
 def _embedding(device: str) -> list[str]:
-    result = _latest("embedding", device)
-    if result is None:
-        return []
+    parts = [part for result in _of_each_machine("embedding", device) for part in _embedding_on(result, device)]
+    return ["### Embedding look-up and update", *parts] if parts else []
+
+
+def _embedding_on(result: Mapping[str, Any], device: str) -> list[str]:
+    """What one machine measured."""
     columns: list[Column] = [
         ("shape", _word("shape")),
         ("ours: look-up / + update, ms", _ms("rowstead_lookup_ms", "rowstead_both_ms")),
@@ -151,14 +165,17 @@ def _embedding(device: str) -> list[str]:
             "lookup_update_vs_torch": "Look-up + update against nn.EmbeddingBag with sparse gradients and SGD",
         },
     )
-    parts = ["### Embedding look-up and update", _where(result, "embedding", device), _table(columns, result["rows"]), ratios]
-    return [*parts[:2], _AS_CALLED, *parts[2:]] if device == "cuda" else parts
+    explained = [_AS_CALLED] if device == "cuda" else []
+    return [_where(result, "embedding", device), *explained, _table(columns, result["rows"]), ratios]
 
 
 def _step(device: str) -> list[str]:
-    result = _latest("step", device)
-    if result is None:
-        return []
+    parts = [part for result in _of_each_machine("step", device) for part in _step_on(result, device)]
+    return ["### A whole training step", *parts] if parts else []
+
+
+def _step_on(result: Mapping[str, Any], device: str) -> list[str]:
+    """What one machine measured."""
     peers = {"fbgemm": "FBGEMM + torch.compile" if device == "cuda" else "FBGEMM", "fbgemm_eager": "FBGEMM, eager"}
     peers["torch"] = "nn.EmbeddingBag + SGD"
     rows = [row for row in result["rows"] if "fbgemm_ms" in row]
@@ -186,7 +203,7 @@ def _step(device: str) -> list[str]:
     others = [row for row in result["rows"] if "fbgemm_ms" not in row]
     low = "; ".join(f"{row['shape']} {row['rowstead_ms']:.0f} ms" for row in others)
     tail = [f"Ours under `train.precision: bf16`: {low}."] if others else []
-    return ["### A whole training step", _where(result, "step", device), _table(columns, rows), "\n".join(ratios), *tail]
+    return [_where(result, "step", device), _table(columns, rows), "\n".join(ratios), *tail]
 
 
 def _reach(device: str) -> list[str]:
