@@ -313,10 +313,14 @@ def _fleet() -> list[str]:
             ("kernels here, ms", _number("kernel_s", ".2f", times=1e3)),
             ("bare echo, ms", _number("echo_s", ".2f", times=1e3)),
             ("remote over both", _number("over_kernel_plus_echo", ".2f")),
+            ("one right after another", _number("in_a_row_over_kernel_plus_echo", ".2f")),
             ("look-up p50, p99, ms", lambda row: f"{1e3 * row['latency_p50_s']:.2f}, {1e3 * row['latency_p99_s']:.2f}"),
             ("MB on the wire", _number("bytes_per_step", ".2f", times=1e-6)),
         ]
-        text = "Look-up and update of a batch with rows in sparse servers, against our kernels in one process plus a bare ZeroMQ echo of the same bytes."
+        text = (
+            "Look-up and update of a batch with rows in sparse servers, against our kernels in one process plus a bare ZeroMQ echo of the same bytes: "
+            "each by itself, after other memory has gone through the caches, as in a step; and as a ratio also one right after another."
+        )
         parts += [text, _where(result, "exchange"), _table(columns, result["rows"])]
     if (result := _latest("fleet", "cpu")) is not None:
         summary = result["summary"]

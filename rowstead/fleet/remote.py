@@ -208,6 +208,11 @@ class RemoteStore(nn.Module):
 
     # Of a remote store alone
 
+    def wait(self) -> None:
+        """Until every update is answered."""
+        with self._turn:
+            self._settle()
+
     def flush(self) -> None:
         """Wait until every update is answered, and learn from the servers how many they have lost."""
         with self._turn:
