@@ -77,7 +77,10 @@ def trained_file(folder: Path, name: str) -> Path:
 
 def run_trainer(folder: Path, name: str, num_readers: int, hang_after: int | None = None):
     """Write down the rows of each batch, then say that it is done; hang after so many batches."""
-    with open(trained_file(folder, name), "ab", buffering=0) as file:
+    path = trained_file(folder, name)
+    if path.exists():  # a line that whoever was killed has begun is of a batch that was not done
+        path.write_bytes(b"".join(whole_lines(path)))
+    with open(path, "ab", buffering=0) as file:
         feed = Feed([connect(folder, number, name) for number in range(num_readers)], name=name, batches_ahead=4)
         count = 0
         while feed.more():
@@ -90,7 +93,12 @@ def run_trainer(folder: Path, name: str, num_readers: int, hang_after: int | Non
         feed.close()
 
 
+def whole_lines(path: Path) -> list[bytes]:
+    """Of a file that may be being written: whoever reads meanwhile may see the first half of a line that crosses a page."""
+    return [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+
+
 def trained_by(folder: Path, name: str) -> list[tuple[int, list[int]]]:
     """What a trainer has written down."""
     path = trained_file(folder, name)
-    return [tuple(json.loads(line)) for line in path.read_bytes().splitlines()] if path.exists() else []
+    return [tuple(json.loads(line)) for line in whole_lines(path)] if path.exists() else []
