@@ -26,7 +26,7 @@ from rowstead.fleet import split_programs as programs
 from rowstead.fleet.partition import Partition
 from rowstead.kernels.layout import Layout
 from rowstead.kernels.optimizer import compute_dtype
-from rowstead.kernels.shared import over_parts
+from rowstead.kernels.team import over_parts
 from rowstead.stores.sharding import features_of, is_cut_by_rows, piece_layout
 
 Array = NDArray[Any]

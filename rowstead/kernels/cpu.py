@@ -11,13 +11,10 @@ Letters: B examples, F features, T tables, N rows, D width, nnz ids in the batch
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,10 +24,9 @@ from torch import Tensor
 from rowstead.kernels.cpu_programs import cut_tasks, pool_bags, update_at_once, update_tables
 from rowstead.kernels.layout import Layout
 from rowstead.kernels.optimizer import KINDS, RowState, compute_dtype, numbers_of, state_addresses
+from rowstead.kernels.team import together
 from rowstead.spec.errors import DataError
 from rowstead.spec.train import SparseOptimizerSpec
-
-Result = TypeVar("Result")
 
 TURNS = 16
 """Parts a thread into which a look-up is cut, so that no thread waits long for the last one."""
@@ -73,7 +69,7 @@ def lookup(tables: Sequence[Tensor], layout: Layout, ids: Tensor, offsets: Tenso
             )
         )  # fmt: skip
 
-    failed = [place for place in _together(pool, threads) if place >= 0]
+    failed = [place for place in together(pool, threads) if place >= 0]
     if failed:
         raise _outside(min(failed), layout, ids.numpy(), bounds, num_samples)
     return pooled
@@ -111,7 +107,7 @@ def update(
             _SCALARS[grad.dtype], *rule,
         )  # fmt: skip
 
-    _together(work, threads)
+    together(work, threads)
 
 
 def update_hogwild(
@@ -201,33 +197,6 @@ def _outside(place: int, layout: Layout, ids: NDArray[Any], offsets: NDArray[np.
         f"id {int(ids[place])} of example {bag % num_samples} is outside table `{table.name}`, whose rows are 0 to "
         f"{table.num_rows - 1}: hash ids to rows first"
     )
-
-
-# Sharing among threads
-
-
-@lru_cache(maxsize=1)
-def _pool_of(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, thread_name_prefix="kernel")
-
-
-# A forked child has none of the threads that the pool it inherits thinks it has.
-os.register_at_fork(after_in_child=_pool_of.cache_clear)
-
-
-def _together(work: Callable[[], Result], threads: int) -> list[Result]:
-    """`work` on this thread and others, which take from it what the rest has left; those that come too late are let go."""
-    others = [_pool_of(torch.get_num_threads()).submit(work) for _ in range(threads - 1)]
-    return [work(), *(other.result() for other in others if not other.cancel())]
-
-
-def _shared(work: Callable[[int, int], int], borders: Sequence[int]) -> list[int]:
-    """`work` on each part between two borders, the first on this thread and the others on the pool's."""
-    parts = [(a, b) for a, b in pairwise(borders) if a < b]
-    if not parts:
-        return []
-    others = [_pool_of(torch.get_num_threads()).submit(work, *part) for part in parts[1:]]
-    return [work(*parts[0]), *(other.result() for other in others)]
 
 
 def _num_parts(num_ids: int) -> int:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rowstead.kernels.mix_cpu import mix64
-from rowstead.kernels.shared import over_parts
+from rowstead.kernels.team import over_parts
 from rowstead.spec.features import Table
 
 
