@@ -10,7 +10,6 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from rowstead.kernels.choose import has_triton
 from rowstead.kernels.interaction import pairwise_dots
@@ -35,15 +34,11 @@ class MLP(nn.Sequential):
         """x [B, in width], or wider, with zeros in the columns that are too many."""
         if not _takes_fused_layers(x):
             return cast(Tensor, super().forward(x[:, : cast(nn.Linear, self[0]).in_features]))
-        from rowstead.kernels.mlp_gpu import linear_relu
+        from rowstead.kernels.mlp_gpu import linear
 
         layers = list(self)
         for place in range(0, len(layers), 2):
-            linear = cast(nn.Linear, layers[place])
-            too_many = x.shape[1] - linear.in_features
-            weight = functional.pad(linear.weight, (0, too_many)) if too_many else linear.weight
-            has_relu = place + 1 < len(layers)
-            x = linear_relu(x, weight, linear.bias) if has_relu else functional.linear(x, weight, linear.bias)
+            x = linear(x, cast(nn.Linear, layers[place]), relu=place + 1 < len(layers))
         return x
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from rowstead.contracts.batch import Batch, Sparse
 from rowstead.kernels.dense_gpu import DenseOptimizerOnGpu
 from rowstead.kernels.gpu import host_numbers
+from rowstead.kernels.mlp_gpu import weights_later
 from rowstead.kernels.optimizer import numbers_of
 from rowstead.model.dlrm import DLRM
 from rowstead.records.cost import Cost
@@ -29,8 +30,6 @@ from rowstead.training.arithmetic import arithmetic
 
 EAGER_STEPS = 2
 """Steps of one shape that run launch by launch before it is captured, which compiles and loads all that the graph needs."""
-PLANS_ASIDE = True
-"""Whether an update is planned on a stream of its own, beside the look-up and the network."""
 MAX_GRAPHS = 8
 SLOTS = 64
 """Steps that may be under way before the host waits for the oldest."""
@@ -74,9 +73,10 @@ class GpuStep:
         self._store = model.store.resident
         self.optimizer = DenseOptimizerOnGpu(model.net.parameters(), spec.dense_optimizer)
         self._device = next(model.net.parameters()).device
-        # What plans updates waits for the network; what moves rows behind a cache must not, and has streams that go first.
-        self._stream = torch.cuda.Stream(self._device, priority=-1 if isinstance(model.store, DeviceStore) else 0)
-        self._planning = torch.cuda.Stream(self._device) if PLANS_ASIDE else self._stream
+        # The network's small launches go before the large ones of rows, and those before the planning of their update; a cache's go first.
+        self._planning = torch.cuda.Stream(self._device)
+        self._stream = torch.cuda.Stream(self._device, priority=-1)
+        self._network = torch.cuda.Stream(self._device, priority=-2)
         self._pool = torch.cuda.graph_pool_handle()
         self._captured: dict[tuple[Any, ...], _Captured] = {}
         self._numbers = torch.zeros(16, device=self._device)
@@ -171,29 +171,47 @@ class GpuStep:
 
         `gradients_at` is where a captured launch will find the gradients' addresses.
         """
-        model, spec, store = self._model, self._spec, self._store
-        model.net.zero_grad(set_to_none=True)
+        net, spec, store = self._model.net, self._spec, self._store
+        rows, network = self._stream, self._network
+        net.zero_grad(set_to_none=True)
         plan, numbers = None, self._numbers[_ROW_NUMBERS]
         if store.tables:
-            # The update's plan needs no gradient: another stream makes it while the network is busy.
-            self._planning.wait_stream(self._stream)
+            # The update's plan needs no gradient.
+            self._planning.wait_stream(rows)
             with torch.cuda.stream(self._planning):
                 plan = store.plan_update(batch.sparse, numbers=numbers)
-            pooled = store.lookup_unchecked(batch.sparse).requires_grad_()
-        else:
-            pooled = batch.dense.new_zeros(batch.num_samples, 0)
+        network.wait_stream(rows)
         with arithmetic(spec.precision, self._device):
-            loss = self._loss_of(model.net(batch.dense, pooled), batch)
-            loss.backward()
-        loss = loss.detach().float()
-        if spec.dense_optimizer.clip is not None:
-            nn.utils.clip_grad_norm_(model.net.parameters(), spec.dense_optimizer.clip)
-        if gradients_at is None:
-            gradients_at = self.optimizer.gradient_addresses().to(self._device)
-        self.optimizer.step_by(self._numbers[_DENSE_NUMBERS], loss, gradients_at)
-        if plan is not None and pooled.grad is not None:
-            self._stream.wait_stream(self._planning)
-            store.apply_plan(plan, batch.sparse, pooled.grad, numbers=numbers, guard=loss)
+            with weights_later() as later:
+                with torch.cuda.stream(network):
+                    projected = net.projected(batch.dense)
+                if store.tables:
+                    pooled = store.lookup_unchecked(batch.sparse).requires_grad_()
+                else:
+                    pooled = batch.dense.new_zeros(batch.num_samples, 0)
+                network.wait_stream(rows)
+                with torch.cuda.stream(network):
+                    met = None if projected is None else projected.detach().requires_grad_()
+                    loss = self._loss_of(net.joined(met, pooled), batch)
+                    loss.backward()
+                    loss = loss.detach().float()
+            rows.wait_stream(network)
+            # Rows have their gradients now. What is left of the backward pass goes on beside their update.
+            if plan is not None:
+                assert pooled.grad is not None
+                rows.wait_stream(self._planning)
+                store.apply_plan(plan, batch.sparse, pooled.grad, numbers=numbers, guard=loss)
+            with torch.cuda.stream(network):
+                if projected is not None and met is not None:
+                    projected.backward(met.grad)
+                for give_gradients in later:
+                    give_gradients()
+                if spec.dense_optimizer.clip is not None:
+                    nn.utils.clip_grad_norm_(net.parameters(), spec.dense_optimizer.clip)
+                if gradients_at is None:
+                    gradients_at = self.optimizer.gradient_addresses().to(self._device)
+                self.optimizer.step_by(self._numbers[_DENSE_NUMBERS], loss, gradients_at)
+        rows.wait_stream(network)  # before what one stream made and the other reads makes way
         return loss, None if plan is None else plan.keeps
 
 
