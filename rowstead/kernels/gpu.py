@@ -13,6 +13,7 @@ Letters: B examples, F features, T tables, N rows, D width, nnz ids.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from rowstead.kernels.gpu_programs import apply_tiles, join_tiles, name_rows, plan_places, pool, scale_places, sum_heads
 from rowstead.kernels.layout import Layout
-from rowstead.kernels.optimizer import KINDS, RowState, compute_dtype, numbers_of, state_addresses
+from rowstead.kernels.optimizer import KINDS, RowState, compute_dtype, numbers_of, state_addresses, state_columns
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.train import SparseOptimizerSpec
 
@@ -37,9 +38,11 @@ PLACES_AT_A_TIME = 4
 """Of one tile; also how far a tile is walked on to end a run."""
 MAX_WIDTH = 2048
 """A plan has room for it, and a program lanes."""
-MAX_REGISTERS = 80
-"""Of a lane in an update: a few fewer than the compiler would take let more rows be under way at once."""
+REGISTERS = {False: {SHORT_TILE: 80, LONG_TILE: 80}, True: {SHORT_TILE: 96, LONG_TILE: 88}}
+"""Of a lane in an update at most, by whether rows are in line, and by the tile: fewer let more rows be under way at once, down to where some
+numbers no longer fit."""
 JOINED_TILES = 32
+"""That a program looks through for split runs: as many as a warp has lanes, since of fewer Triton 3.6 makes programs that go astray."""
 TILES_OF_A_GROUP, HEADS_AT_A_TIME = 64, 8
 """Of runs that are split: tiles that are summed on their own where a run fills them, and sums that are read at once.
 The first is a multiple of the second."""
@@ -102,8 +105,11 @@ class Plan:
     """For each key the place of its id in the batch."""
     plans: Tensor
     """For each key where its gradient is and what becomes of it; gpu_programs says how."""
-    memory: tuple[Tensor, Tensor, Tensor, Tensor]
-    """For each key where its row and its optimizer's first and second state are, and the noise that rounds it."""
+    memory: tuple[Tensor, ...]
+    """For each key where its row and its optimizer's first and second state are, and the noise that rounds it. Where rows are in line, the
+    first three are the keys, and the first table's first and second state."""
+    rows_in_line: bool
+    """Whether rows and states of all tables follow each other in memory, so that the key alone says where they are."""
     tile: int
     """Places that are walked by one group of lanes."""
     keeps: tuple[object, ...] = ()
@@ -131,13 +137,14 @@ def plan_update(
         keys = torch.empty(num_places, dtype=facts.key_dtype, device=device)
     else:
         keys = torch.full((num_places,), facts.no_key, dtype=facts.key_dtype, device=device)
-    sources = torch.empty(num_places, dtype=torch.int64, device=device)
+    bags = torch.empty(num_places, dtype=torch.int32, device=device)
     tile = SHORT_TILE if num_places < MANY_PLACES else LONG_TILE
     if not num_places or not num_bags:
-        return Plan(keys, sources, sources, (sources,) * 4, tile)
+        return Plan(keys, keys, keys, (keys,) * 4, rows_in_line=False, tile=tile)
+    num_samples = num_bags // layout.num_features
     tall, wide = _bags_and_ids(num_places, num_bags)
     name_rows[(triton.cdiv(num_bags, tall),)](
-        ids, offsets, keys, sources, *facts.naming, num_bags // layout.num_features, num_bags, layout.total_width,
+        ids, offsets, keys, bags, *facts.naming, num_samples, num_bags,
         NONE=facts.no_key, BAGS=tall, L=wide, num_warps=4,
     )  # fmt: skip
     keys, order = torch.sort(keys, stable=True)
@@ -145,16 +152,22 @@ def plan_update(
     kind, rounds = KINDS[optimizer.kind], tables[0].dtype != numbers.dtype
 
     def room(dtype: torch.dtype, is_used: bool = True) -> Tensor:
-        return torch.empty(num_places, dtype=dtype, device=device) if is_used else sources
+        return torch.empty(num_places, dtype=dtype, device=device) if is_used else keys
 
-    plans, rows_at, firsts_at = room(torch.int64), room(torch.int64), room(torch.int64, kind > 0)
-    memory = (rows_at, firsts_at, room(torch.int64, kind == 3), room(torch.int32, rounds))
-    placed = (_placed(tables, device)[0], *(_addresses(addresses, device) for addresses in state_addresses(states)))
+    at = (tuple(table.data_ptr() for table in tables), *state_addresses(states))
+    in_line = _are_in_line(layout, at, optimizer.kind, tables[0].element_size(), numbers.element_size())
+    if in_line:
+        places = [keys, *states[0].values(), keys, keys][:3]
+    else:
+        places = [room(torch.int64, is_used) for is_used in (True, kind > 0, kind == 3)]
+    memory = (*places, room(torch.int32, rounds))
+    plans, placed = room(torch.int64), tuple(_addresses(addresses, device) for addresses in at)
     plan_places[(triton.cdiv(num_places, 512),)](
-        keys, order, sources, plans, *memory, *placed, *facts.update, offsets, num_bags, numbers, tables[0].element_size(),
-        KIND=kind, ROUNDS=rounds, TILE=tile, EXTRA=PLACES_AT_A_TIME, BLOCK=512, NONE=facts.no_key, num_warps=4,
+        keys, order, bags, plans, *memory, *placed, *facts.update, offsets, num_samples, num_bags, layout.total_width, numbers,
+        tables[0].element_size(),
+        KIND=kind, ROUNDS=rounds, ROWS_IN_LINE=in_line, TILE=tile, EXTRA=PLACES_AT_A_TIME, BLOCK=512, NONE=facts.no_key, num_warps=4,
     )  # fmt: skip
-    return Plan(keys, order, plans, memory, tile, keeps=(facts, *placed))
+    return Plan(keys, order, plans, memory, rows_in_line=in_line, tile=tile, keeps=(facts, *placed))
 
 
 def apply_plan(
@@ -184,12 +197,13 @@ def apply_plan(
     step = (*plan.memory, offsets, num_bags, numbers, numbers if guard is None else guard)
     options = {
         **shape, "KIND": KINDS[optimizer.kind], "ROUNDS": tables[0].dtype != grad.dtype, "TILE": plan.tile, "S": streams,
-        "num_warps": warps,
+        "ROWS_IN_LINE": plan.rows_in_line, "num_warps": warps,
     }  # fmt: skip
+    is_lean = grad.dtype == torch.float32 and optimizer.kind in ("sgd", "rowwise_adagrad")
     apply_tiles[(triton.cdiv(num_tiles, streams),)](
         plan.plans, plan.order, grad if factors is None else factors, grad, head, tail, tables[0], *step,
         FACTORS=factors is not None, **options, EXTRA=PLACES_AT_A_TIME, R=PLACES_AT_A_TIME,
-        maxnreg=MAX_REGISTERS if grad.dtype == torch.float32 and optimizer.kind in ("sgd", "rowwise_adagrad") else None,
+        maxnreg=REGISTERS[plan.rows_in_line][plan.tile] if is_lean else None,
     )  # fmt: skip
     joining = {"GROUP": TILES_OF_A_GROUP, "HEADS": HEADS_AT_A_TIME}
     if num_groups:
@@ -278,13 +292,28 @@ class _Facts:
         columns = numbers(layout.columns)
         self.pooling = (table_of, widths, columns, numbers([int(mean) for mean in layout.is_mean]), limits)
         feature_base = numbers([bases[table] for table in layout.table_of], torch.int64)  # the key of row 0 of its table
-        self.naming = (feature_base, table_of, columns, limits)
-        self.update = (widths, numbers(bases, torch.int64))
+        self.naming = (feature_base, limits)
+        self.update = (widths, numbers(bases, torch.int64), table_of, columns)
 
 
 @lru_cache(maxsize=64)
 def _facts(layout: Layout, device: torch.device) -> _Facts:
     return _Facts(layout, device)
+
+
+@lru_cache(maxsize=64)
+def _are_in_line(layout: Layout, at: tuple[tuple[int, ...], ...], kind: str, row_size: int, state_size: int) -> bool:
+    """Whether tables of one width, and each of their states, begin where the one before ends; `at` says where each begins."""
+    width = layout.tables[0].width
+    if any(table.width != width for table in layout.tables):
+        return False
+    strides = (width * row_size, *(columns * state_size for columns in state_columns(kind, width).values()))
+    ends = tuple(itertools.accumulate((table.num_rows for table in layout.tables), initial=0))
+    return all(
+        address == addresses[0] + end * stride
+        for addresses, stride in zip(at, strides, strict=False)
+        for address, end in zip(addresses, ends, strict=False)
+    )
 
 
 def _placed(tables: Sequence[Tensor], device: torch.device) -> tuple[Tensor, bool]:

@@ -14,10 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_TABLE_BIT = tl.constexpr(40)
-"""A source holds the first element of a gradient below this bit, and the table above it."""
+# A plan, which is what `apply_tiles` must know of a sorted place, holds where its gradient begins, the width, and these flags.
 _ELEMENT = tl.constexpr((1 << 40) - 1)
-# A plan, which is what `apply_tiles` must know of a sorted place, holds the element, the width, and these flags.
 _WIDTH_BIT = tl.constexpr(40)
 _WIDTH_MASK = tl.constexpr(0xFFF)
 _BEGINS = tl.constexpr(52)
@@ -83,10 +81,10 @@ def pool(
 
 @triton.jit
 def name_rows(
-    ids, offsets, keys, sources, row_base, table_of, columns, limits, num_samples, num_bags, total_width,
+    ids, offsets, keys, bags, row_base, limits, num_samples, num_bags,
     NONE: tl.constexpr, BAGS: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
-    """For each id its source and its key, which is its row counted over all tables, or NONE for an id that is no row."""
+    """For each id its bag and its key, which is its row counted over all tables, or NONE for an id that is no row."""
     bag = tl.program_id(0) * BAGS + tl.arange(0, BAGS)[:, None]
     live = bag < num_bags
     feature = tl.where(live, bag // num_samples, 0)
@@ -94,8 +92,6 @@ def name_rows(
     end = tl.load(offsets + bag + 1, mask=live, other=0)
     base = tl.load(row_base + feature)
     limit = tl.load(limits + feature)
-    example = (bag - feature * num_samples).to(tl.int64)
-    source = (tl.load(table_of + feature).to(tl.int64) << _TABLE_BIT) + example * total_width + tl.load(columns + feature)
     longest = tl.max(tl.max(end - begin, axis=1), axis=0)
     for start in range(0, longest, L):
         place = begin + start + tl.arange(0, L)[None, :]
@@ -103,7 +99,7 @@ def name_rows(
         row = tl.load(ids + place, mask=on, other=0).to(tl.int64)
         key = tl.where((row >= 0) & (row < limit), base + row, NONE)
         tl.store(keys + place, key.to(keys.dtype.element_ty), mask=on)
-        tl.store(sources + place, tl.broadcast_to(source, [BAGS, L]), mask=on)
+        tl.store(bags + place, tl.broadcast_to(bag, [BAGS, L]), mask=on)
 
 
 @triton.jit
@@ -174,11 +170,12 @@ def _is_split(keys, border, key, num_ids, TILE: tl.constexpr, EXTRA: tl.constexp
 
 @triton.jit
 def plan_places(
-    keys, order, sources, plans, rows_at, firsts_at, seconds_at, noises, tables, firsts, seconds, widths, bases,
-    offsets, num_bags, numbers, row_size,
-    KIND: tl.constexpr, ROUNDS: tl.constexpr, TILE: tl.constexpr, EXTRA: tl.constexpr, BLOCK: tl.constexpr, NONE: tl.constexpr,
+    keys, order, bags, plans, rows_at, firsts_at, seconds_at, noises, tables, firsts, seconds, widths, bases, table_of, columns,
+    offsets, num_samples, num_bags, total_width, numbers, row_size,
+    KIND: tl.constexpr, ROUNDS: tl.constexpr, ROWS_IN_LINE: tl.constexpr, TILE: tl.constexpr, EXTRA: tl.constexpr,
+    BLOCK: tl.constexpr, NONE: tl.constexpr,
 ):  # fmt: skip
-    """For each sorted place its plan, and where its row and the optimizer's state of that row are."""
+    """For each sorted place its plan, and, unless rows are in line, where its row and the optimizer's state of that row are."""
     num_ids = tl.load(offsets + num_bags).to(tl.int32)
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_place = place < num_ids
@@ -186,8 +183,9 @@ def plan_places(
     live = key != NONE
     before = tl.load(keys + place - 1, mask=live & (place > 0), other=-1)
     after = tl.load(keys + place + 1, mask=place + 1 < num_ids, other=-1)
-    source = tl.load(sources + tl.load(order + place, mask=live, other=0), mask=live, other=0)
-    table = source >> _TABLE_BIT
+    bag = tl.load(bags + tl.load(order + place, mask=live, other=0), mask=live, other=0)
+    feature = bag // num_samples
+    table = tl.load(table_of + feature)
     width = tl.load(widths + table)
     row = key.to(tl.int64) - tl.load(bases + table)
 
@@ -199,7 +197,7 @@ def plan_places(
     is_last = live & (place == stop - 1)
     leaves_tail = is_last & ~ends & ~is_head & _is_split(keys, stop, key, num_ids, TILE, EXTRA)
     walked_on = is_head & ~is_split
-    plan = source & _ELEMENT
+    plan = (bag - feature * num_samples).to(tl.int64) * total_width + tl.load(columns + feature)
     plan |= width.to(tl.int64) << _WIDTH_BIT
     plan |= (live & (key != before)).to(tl.int64) << _BEGINS
     plan |= (live & ~walked_on).to(tl.int64) << _ADDS
@@ -210,14 +208,15 @@ def plan_places(
     plan |= leaves_tail.to(tl.int64) << _TAIL
     plan |= is_split.to(tl.int64) << _SPLIT
     tl.store(plans + place, tl.where(live, plan, 0), mask=is_place)
-    tl.store(rows_at + place, tl.load(tables + table) + row * width * row_size, mask=live)
-    size: tl.constexpr = numbers.dtype.element_ty.primitive_bitwidth // 8
-    if KIND == 2:
-        tl.store(firsts_at + place, tl.load(firsts + table) + row * size, mask=live)
-    if KIND == 1 or KIND == 3:
-        tl.store(firsts_at + place, tl.load(firsts + table) + row * width * size, mask=live)
-    if KIND == 3:
-        tl.store(seconds_at + place, tl.load(seconds + table) + row * width * size, mask=live)
+    if not ROWS_IN_LINE:
+        tl.store(rows_at + place, tl.load(tables + table) + row * width * row_size, mask=live)
+        size: tl.constexpr = numbers.dtype.element_ty.primitive_bitwidth // 8
+        if KIND == 2:
+            tl.store(firsts_at + place, tl.load(firsts + table) + row * size, mask=live)
+        if KIND == 1 or KIND == 3:
+            tl.store(firsts_at + place, tl.load(firsts + table) + row * width * size, mask=live)
+        if KIND == 3:
+            tl.store(seconds_at + place, tl.load(seconds + table) + row * width * size, mask=live)
     if ROUNDS:
         step = tl.load(numbers + 5).to(tl.int32, bitcast=True)
         base = _mixed(row.to(tl.uint32) + step.to(tl.uint32) * 0x9E3779B9 + table.to(tl.uint32) * 0x85EBCA6B)
@@ -227,18 +226,27 @@ def plan_places(
 @triton.jit
 def _apply(
     grad, place, width, d, live, on, like, rows_at, firsts_at, seconds_at, noises, numbers,
-    ALIGNED: tl.constexpr, KIND: tl.constexpr, ROUNDS: tl.constexpr,
+    WIDTH: tl.constexpr, ALIGNED: tl.constexpr, KIND: tl.constexpr, ROUNDS: tl.constexpr, ROWS_IN_LINE: tl.constexpr,
 ):  # fmt: skip
     """The optimizer's rule for the rows of sorted places whose summed gradients are grad [R, S, D].
 
     Rows `live` [R, S, 1], elements `on` [R, S, D]. numbers: learning rate, eps, 1 - beta1, 1 - beta2, Adam's correction, and
-    the step as the bits of an int32.
+    the step as the bits of an int32. Where rows are in line, `rows_at` are their numbers, `like` is the first row, and `firsts_at`
+    and `seconds_at` are the first row's state.
     """
     lr, eps = tl.load(numbers), tl.load(numbers + 1)
-    row_at = _rows_at(tl.load(rows_at + place, mask=live, other=0), like, ALIGNED) + d
+    if ROWS_IN_LINE:
+        row = tl.load(rows_at + place, mask=live, other=0).to(tl.int64)
+        row_at = like + row * WIDTH + d
+        first_at = firsts_at + (row if KIND == 2 else row * WIDTH)
+        second_at = seconds_at + row * WIDTH
+    else:
+        row_at = _rows_at(tl.load(rows_at + place, mask=live, other=0), like, ALIGNED) + d
+        if KIND > 0:
+            first_at = _rows_at(tl.load(firsts_at + place, mask=live, other=0), numbers, False)
+        if KIND == 3:
+            second_at = _rows_at(tl.load(seconds_at + place, mask=live, other=0), numbers, False)
     stored = tl.load(row_at, mask=on, other=0.0)
-    if KIND > 0:
-        first_at = _rows_at(tl.load(firsts_at + place, mask=live, other=0), numbers, False)
     if KIND == 0:
         change = lr * grad
     elif KIND == 1:
@@ -251,7 +259,6 @@ def _apply(
         tl.store(first_at, total, mask=live)
         change = grad * (lr / (tl.sqrt(total) + eps))
     else:
-        second_at = _rows_at(tl.load(seconds_at + place, mask=live, other=0), numbers, False)
         one = tl.load(first_at + d, mask=on, other=0.0)
         two = tl.load(second_at + d, mask=on, other=0.0)
         new1, new2, correction = tl.load(numbers + 2), tl.load(numbers + 3), tl.load(numbers + 4)
@@ -284,7 +291,7 @@ def _has(plan, FLAG: tl.constexpr):
 def apply_tiles(
     plans, order, factors, grad, head, tail, like, rows_at, firsts_at, seconds_at, noises, offsets, num_bags, numbers, guard,
     FACTORS: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ALIGNED: tl.constexpr, KIND: tl.constexpr,
-    ROUNDS: tl.constexpr, TILE: tl.constexpr, EXTRA: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
+    ROUNDS: tl.constexpr, ROWS_IN_LINE: tl.constexpr, TILE: tl.constexpr, EXTRA: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
     """S tiles a program, R places of each at a time: sum each run of equal keys and apply its sum to its row.
 
@@ -327,7 +334,7 @@ def apply_tiles(
             tl.store(tail + partial, summed, mask=_has(plan, _TAIL) & inside)
         _apply(
             summed, place, width, d, applies, applies & inside, like, rows_at, firsts_at, seconds_at, noises, numbers,
-            ALIGNED, KIND, ROUNDS,
+            WIDTH, ALIGNED, KIND, ROUNDS, ROWS_IN_LINE,
         )  # fmt: skip
 
 
@@ -359,7 +366,7 @@ def join_tiles(
     keys, plans, parts, tail, like, rows_at, firsts_at, seconds_at, noises, offsets, num_bags, numbers, guard,
     num_tiles, num_groups,
     WIDTH: tl.constexpr, D: tl.constexpr, ALIGNED: tl.constexpr, KIND: tl.constexpr, ROUNDS: tl.constexpr,
-    TILE: tl.constexpr, TILES: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
+    ROWS_IN_LINE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """Split runs: the tail of the tile where a run begins, and the heads of the tiles that it runs through.
 
@@ -408,7 +415,8 @@ def join_tiles(
             leg = tl.where(is_whole, leg, tl.where(in_groups, 2, 3))
             busy = tl.max(tl.max(tl.max((leg < 3).to(tl.int32), axis=2), axis=1), axis=0)
         _apply(
-            total, place, width, d, live, on, like, rows_at, firsts_at, seconds_at, noises, numbers, ALIGNED, KIND, ROUNDS
+            total, place, width, d, live, on, like, rows_at, firsts_at, seconds_at, noises, numbers,
+            WIDTH, ALIGNED, KIND, ROUNDS, ROWS_IN_LINE,
         )  # fmt: skip
 
 

@@ -127,6 +127,38 @@ def test_ids_that_are_no_rows_are_left_out(dtype: torch.dtype) -> None:
         torch.testing.assert_close(mine, other)
 
 
+@pytest.mark.parametrize("kind", ["sgd", "adagrad", "rowwise_adagrad", "adam"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tables_that_follow_each_other_in_memory_end_at_the_same_bits(dtype: torch.dtype, kind: str) -> None:
+    from rowstead.kernels import gpu
+
+    sizes, width = [7, 40, 3], 12
+    features = FeaturesSpec(sparse=tuple(SparseFeatureSpec(name=f"f{n}", num_rows=n) for n in sizes))
+    layout = layout_of(features, tables_of(features, width=width))
+    random = torch.Generator().manual_seed(5)
+    slab = torch.randn(sum(sizes), width, generator=random).to(DEVICE, dtype)
+    in_line, apart = list(slab.split(sizes)), [rows.clone() for rows in slab.split(sizes)]
+    whole = {name: value.split(sizes) for name, value in new_row_state(kind, slab).items()}
+    states = [{name: parts[table] for name, parts in whole.items()} for table in range(3)]
+    others = [new_row_state(kind, rows) for rows in apart]
+    optimizer = SparseOptimizerSpec(kind=kind)  # type: ignore[arg-type]
+    numbers = gpu.host_numbers([0.1, 1e-8, 0.1, 0.001, 1.0], 1, torch.float32).to(DEVICE)
+    for _ in range(3):
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), torch.randint(0, 9, (12,), generator=random).cumsum(0)])
+        ids = torch.cat(
+            [torch.randint(0, sizes[b // 4], (int(offsets[b + 1] - offsets[b]),), generator=random) for b in range(12)]
+        ).to(DEVICE)
+        grad = torch.randn(4, 3 * width, generator=random).to(DEVICE)
+        for tables, state, expected in ((in_line, states, True), (apart, others, False)):
+            plan = gpu.plan_update(tables, state, layout, ids, offsets.to(DEVICE), optimizer=optimizer, numbers=numbers)
+            assert plan.rows_in_line == expected
+            gpu.apply_plan(plan, tables, layout, offsets.to(DEVICE), None, grad, optimizer=optimizer, numbers=numbers)
+    for mine, other in zip(
+        [*in_line, *(v for s in states for v in s.values())], [*apart, *(v for s in others for v in s.values())], strict=True
+    ):
+        assert torch.equal(mine, other)
+
+
 def test_a_run_of_equal_ids_over_many_tiles_is_summed_once() -> None:
     from rowstead.kernels import gpu
 
@@ -148,14 +180,18 @@ def test_a_run_of_equal_ids_over_many_tiles_is_summed_once() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("num_ids", [1, 3, 28])
 @pytest.mark.parametrize("width", [4, 8, 12, 16, 32, 48, 64, 128, 200, 512])
-def test_every_width_compiles_and_agrees_with_the_reference(width: int, num_ids: int) -> None:
+@pytest.mark.parametrize("in_line", [True, False])
+def test_every_width_compiles_and_agrees_with_the_reference(in_line: bool, width: int, num_ids: int) -> None:
     from rowstead.kernels import gpu
 
     features = FeaturesSpec(sparse=(SparseFeatureSpec(name="f{i}", repeat=4, num_rows=200),))
     layout = layout_of(features, tables_of(features, width=width))
-    ours = [torch.randn(200, width, device="cuda") for _ in range(4)]
-    theirs = [rows.clone() for rows in ours]
-    states = [[new_row_state("rowwise_adagrad", rows) for rows in ours] for _ in range(2)]
+    slab = torch.randn(4 * 200, width, device="cuda")
+    ours, theirs = (
+        [*slab.split(200)] if in_line else [rows.clone() for rows in slab.split(200)] for in_line in (in_line, False)
+    )
+    whole = new_row_state("rowwise_adagrad", slab)["sum"]
+    states = [[{"sum": part if in_line else part.clone()} for part in whole.split(200)] for in_line in (in_line, False)]
     lengths = torch.randint(0, 2 * num_ids + 1, (4 * 256,))
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).cuda()
     ids = (200 * torch.rand(int(lengths.sum()), device="cuda") ** 3).long()
