@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAMS = 48
+PROGRAMS = 80
 """Just enough to keep both directions of a bus busy: with more, launches beside these wait for memory up to three times longer."""
 BYTES_A_TURN, WARPS = 4096, 4
 """That a program has under way in each direction, and by how many warps."""

@@ -80,13 +80,16 @@ class CachedStore(nn.Module):
         self._groups = grouped(layout.tables, places, dtype=dtype, optimizer=optimizer)
         self._names = RowNames(layout, self._groups, self._device)
         is_cuda = self._device.type == "cuda"
-        self._planning = torch.cuda.Stream(self._device, priority=-1) if is_cuda else None
-        self._moving = torch.cuda.Stream(self._device, priority=-1) if is_cuda else None
+        # Steps wait for rows, so these go before all streams of a step.
+        self._planning = torch.cuda.Stream(self._device, priority=-3) if is_cuda else None
+        self._moving = torch.cuda.Stream(self._device, priority=-3) if is_cuda else None
         with self._on(self._planning):  # else memory that a plan still reads might go to others as soon as it is replaced
             self._places = [places_for(group.num_rows, group.num_places, self._device) for group in self._groups]
         self.backings = [backing(group) for group in self._groups]
         fast, self._first_place = places_layout(layout, self._groups, [group.num_places for group in self._groups])
-        self.resident = DeviceStore(fast, optimizer, seed=seed, kernel=kernel, device=device, dtype=dtype, check=False)
+        self.resident = DeviceStore(
+            fast, optimizer, seed=seed, kernel=kernel, device=device, dtype=dtype, check=False, in_line=False
+        )
         """Trains the rows that are in fast memory: whole tables, then the places of each group as one table."""
         self.generation = 0
         """Rises whenever the memory of `resident` has moved."""
