@@ -11,15 +11,23 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
+import signal
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, TypeVar
 
+import numba
+import numpy as np
 import torch
+from llvmlite import ir
+from numba import carray, types
+from numba.extending import intrinsic
+
+from rowstead.kernels.memory import take
 
 Result = TypeVar("Result")
 
@@ -35,28 +43,38 @@ _is_forked = False
 
 def together(work: Callable[[], Result], threads: int) -> list[Result]:
     """`work` on this thread and on up to `threads` - 1 others, all of which take from it what the rest has left."""
-    if threads == 1:
+    if threads == 1 or sys.is_finalizing():
         return [work()]
     if (parallel := _openmp()) is None or _is_forked or threading.current_thread() is not threading.main_thread():
         others = [_pool_of(torch.get_num_threads()).submit(work) for _ in range(threads - 1)]
         return [work(), *(other.result() for other in others if not other.cancel())]
+    came: list[int] = []
     results: list[Result] = []
     failures: list[BaseException] = []
 
     def take_part() -> None:
         try:
+            came.append(1)
             results.append(work())
         except BaseException as error:  # which would get lost in OpenMP
             failures.append(error)
 
     number = next(_numbers)
+    facts = np.array([0, threads, ctypes.cast(_entry, ctypes.c_void_p).value, number], np.int64)
     _under_way[number] = take_part
     try:
-        parallel(_entry, number, threads, 0)
+        # OpenMP ends threads that a team does not need, and torch's next operation would have to begin them anew.
+        parallel(_gate.address, facts.ctypes.data, max(threads, torch.get_num_threads()), 0)
     finally:
         del _under_way[number]
+    if len(came) < min(threads, facts[0]):  # a signal came right before `take_part`, where what its handler raised is lost
+        take_part()
+        signal.raise_signal(signal.SIGINT)
     if failures:
-        raise failures[0]
+        try:
+            raise next((error for error in failures if not isinstance(error, Exception)), failures[0])
+        finally:
+            failures.clear()
     return results
 
 
@@ -90,16 +108,36 @@ def _entry(number: int) -> None:
     _under_way[number]()
 
 
+@intrinsic
+def _call(typingctx, function, argument):  # type: ignore[no-untyped-def]
+    """Call the function at an address with a number."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        anything = ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [anything])
+        builder.call(builder.inttoptr(args[0], kind.as_pointer()), [builder.inttoptr(args[1], anything)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@numba.cfunc(types.void(types.voidptr), cache=True)
+def _gate(facts):  # type: ignore[no-untyped-def]
+    """What each thread of a team runs, without the GIL: `facts` are how many came, how many may enter, `_entry`, and its number."""
+    given = carray(facts, 4, np.int64)
+    if take(given) < given[1]:
+        _call(given[2], given[3])
+
+
 @lru_cache(maxsize=1)
 def _openmp() -> Any:
-    """GNU OpenMP's way to run a function on a team of threads, of the library that torch itself has loaded; none where there is none."""
-    folder = Path(torch.__file__).parent
-    for path in sorted(folder.glob("lib/libgomp*")) + sorted(folder.parent.glob("torch.libs/libgomp*")):
-        parallel = getattr(ctypes.CDLL(str(path)), "GOMP_parallel", None)
-        if parallel is not None:
-            parallel.argtypes, parallel.restype = [_Entry, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
-            return parallel
-    return None
+    """GNU OpenMP's way to run a function on a team of threads, as torch itself finds it; none where torch has another."""
+    if not torch.backends.openmp.is_available() or os.name != "posix":
+        return None
+    parallel = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
+    if parallel is not None:
+        parallel.argtypes, parallel.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
+    return parallel
 
 
 @lru_cache(maxsize=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -52,8 +53,8 @@ def test_what_one_takes_no_other_takes(threads: int, run: Callable[[Callable[[],
     assert done == [1] * 1000
 
 
+@pytest.mark.skipif(team._openmp() is None, reason="needs GNU OpenMP")
 def test_on_the_main_thread_they_are_those_of_torch() -> None:
-    assert team._openmp() is not None
     meeting, names = threading.Barrier(2, timeout=30), []
 
     def work() -> None:
@@ -81,6 +82,54 @@ def test_a_failure_on_any_thread_is_raised(run: Callable[[Callable[[], None]], N
             team.together(work, 2)
 
     run(check)
+
+
+@pytest.mark.skipif(team._openmp() is None, reason="needs GNU OpenMP")
+def test_no_more_threads_enter_than_are_wanted_and_none_is_ended_for_that() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        torch.rand(1_000_000).add_(1)
+        tasks = set(os.listdir("/proc/self/task"))
+        for _ in range(20):
+            assert 1 <= len(team.together(lambda: 1, 2)) <= 2
+        assert set(os.listdir("/proc/self/task")) == tasks
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.02])
+def test_an_interrupt_is_raised_whenever_it_comes(delay_s: float) -> None:
+    """Also right before the main thread's part, where OpenMP would lose it: 30 tries with an interrupt some time within each."""
+    script = f"""
+        import os, signal, threading, time, torch
+        from rowstead.kernels import team
+        torch.set_num_threads(2)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        def work():
+            end = time.perf_counter() + {delay_s}
+            while time.perf_counter() < end:
+                pass
+            return 1
+        caught = 0
+        for number in range(30):
+            sender = threading.Timer(0.0003 * number, os.kill, (os.getpid(), signal.SIGINT))
+            try:
+                sender.start()
+                end = time.perf_counter() + 5
+                while time.perf_counter() < end:
+                    assert team.together(work, 2)
+            except KeyboardInterrupt:
+                caught += 1
+            sender.join()
+        print(caught)
+    """
+    child = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=240, capture_output=True, text=True
+    )
+    assert (child.stdout.strip(), child.stderr.count("Traceback")) == ("30", child.stderr.count("Exception ignored")), (
+        child.stderr
+    )
 
 
 def test_work_may_share_its_own_work() -> None:
