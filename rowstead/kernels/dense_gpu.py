@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from rowstead.kernels.gpu_programs import step_dense
+from rowstead.kernels.dense_gpu_programs import step_dense
 from rowstead.spec.train import DenseOptimizerSpec
 
 _KINDS = {"sgd": 0, "adagrad": 1, "adam": 2}

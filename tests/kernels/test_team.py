@@ -163,4 +163,4 @@ def test_a_forked_process_does_not_wait_for_threads_that_it_has_not() -> None:
             os._exit(0 if sum(team.together(lambda: 1, 2)) >= 1 else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=120)
+    assert subprocess.run([sys.executable, "-c", textwrap.dedent(script)], timeout=120, check=False).returncode == 0

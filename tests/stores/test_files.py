@@ -269,9 +269,9 @@ def test_a_file_that_somebody_cuts_off_or_changes_is_noticed(open_rows: Callable
         store.write_range(0, made(20_000, COLUMNS))
         read(store, torch.arange(0, 20_000, 3))
         harm(store.file.path)
-        with pytest.raises(
-            RowsteadError, match="ended too early" if name == "shorter" else "another row where one was written"
-        ):
+        # Of many reads at once the first that fails is told, and one across the new end may find zeros instead of the end.
+        told = "another row where one was written"
+        with pytest.raises(RowsteadError, match=f"ended too early|{told}" if name == "shorter" else told):
             read(store, torch.arange(0, 20_000, 3))
 
 
