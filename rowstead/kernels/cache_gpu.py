@@ -16,19 +16,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAMS = 80
-"""Just enough to keep both directions of a bus busy: with more, launches beside these wait for memory up to three times longer."""
-BYTES_A_TURN, WARPS = 4096, 4
-"""That a program has under way in each direction, and by how many warps."""
+PROGRAMS, BYTES_A_TURN, TURNS, WARPS = 16, 8192, 6, 8
+"""Programs that move rows, what each has in a turn in each direction, turns that it has under way, and its warps: just enough to
+keep both directions of a bus busy. With more, launches beside these wait for memory up to three times longer."""
+MOST_ROWS, MOST_PROGRAMS = 256, 4096
+"""Of a turn, and where no bus is in the way."""
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 
 
-def swap_rows(fast: Tensor, behind: Tensor, in_rows: Tensor, in_places: Tensor, out_rows: Tensor, out_places: Tensor) -> None:
+def swap_rows(
+    fast: Tensor,
+    behind: Tensor,
+    in_rows: Tensor,
+    in_places: Tensor,
+    out_rows: Tensor,
+    out_places: Tensor,
+    *,
+    over_bus: bool = True,
+) -> None:
     """Write `fast[out_places]` to `behind[out_rows]` and `behind[in_rows]` to `fast[in_places]`.
 
-    fast [P, D]; behind [N, D], system memory as the GPU sees it; the others int64 [n] or [m], each without repetition. Where both
-    lists of places are long enough they are the same, place by place, and apart from that have none in common.
+    fast [P, D]; behind [N, D], memory as the GPU sees it, which is the system's if rows go `over_bus`; the others int64 [n] or [m],
+    each without repetition. Where both lists of places are long enough they are the same, place by place, and apart from that have
+    none in common.
     """
     num_in, num_out = in_rows.numel(), out_rows.numel()
     if not num_in and not num_out:
@@ -37,11 +48,11 @@ def swap_rows(fast: Tensor, behind: Tensor, in_rows: Tensor, in_places: Tensor, 
     word = next(size for size in (8, 4, 2) if row_bytes % size == 0 and size <= max(4, fast.element_size()))
     width = row_bytes // word
     block = triton.next_power_of_2(width)
-    turn = max(1, BYTES_A_TURN // (block * word))
-    programs = min(PROGRAMS, triton.cdiv(max(num_in, num_out), turn))
+    rows = max(1, min(MOST_ROWS, BYTES_A_TURN // (block * word)))
+    programs = min(PROGRAMS if over_bus else MOST_PROGRAMS, triton.cdiv(max(num_in, num_out), rows))
     _swap[(programs,)](
         fast.view(_WORDS[word]), behind.view(_WORDS[word]), in_rows, in_places, out_rows, out_places, num_in, num_out,
-        max(num_in, num_out), torch.zeros(1, dtype=torch.int32, device=fast.device), WIDTH=width, D=block, R=turn, num_warps=WARPS,
+        max(num_in, num_out), WIDTH=width, D=block, R=rows, STAGES=TURNS, num_warps=WARPS,
     )  # fmt: skip
 
 
@@ -54,40 +65,22 @@ def swap_rows_plainly(parts: Sequence[Tensor], behind: Sequence[Tensor], *moves:
 
 
 @triton.jit
-def _swap(fast, behind, in_rows, in_places, out_rows, out_places, num_in, num_out, most, num_taken, WIDTH: tl.constexpr, D: tl.constexpr, R: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _swap(fast, behind, in_rows, in_places, out_rows, out_places, num_in, num_out, most, WIDTH: tl.constexpr, D: tl.constexpr, R: tl.constexpr, STAGES: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
     column = tl.arange(0, D)[None, :]
-    # Programs take turns as they come to them: one that others keep waiting must not be the one that all wait for.
-    start = tl.atomic_add(num_taken, R)
-    then = tl.atomic_add(num_taken, R)
-    from_row, to_place, from_place, to_row = _turn(in_rows, in_places, out_rows, out_places, num_in, num_out, start, R)
-    while start < most:
-        place = start + tl.arange(0, R)[:, None]
-        ins, outs = (place < num_in) & (column < WIDTH), (place < num_out) & (column < WIDTH)
-        comes = tl.load(behind + from_row * WIDTH + column, mask=ins, other=0)
-        goes = tl.load(fast + from_place * WIDTH + column, mask=outs, other=0)
-        # Which rows are next is asked for while these are on their way.
-        later = tl.atomic_add(num_taken, R)
-        from_row, next_to_place, from_place, next_to_row = _turn(
-            in_rows, in_places, out_rows, out_places, num_in, num_out, then, R
-        )
-        tl.debug_barrier()  # a row is read before another comes into its place
-        tl.store(behind + to_row * WIDTH + column, goes, mask=outs)
-        tl.store(fast + to_place * WIDTH + column, comes, mask=ins)
-        to_place, to_row = next_to_place, next_to_row
-        start, then = then, later
-
-
-@triton.jit
-def _turn(in_rows, in_places, out_rows, out_places, num_in, num_out, start, R: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Which R rows come, and to which places, and from which places which others go."""
-    place = start + tl.arange(0, R)[:, None]
-    comes, goes = place < num_in, place < num_out
-    return (
-        tl.load(in_rows + place, mask=comes, other=0),
-        tl.load(in_places + place, mask=comes, other=0),
-        tl.load(out_places + place, mask=goes, other=0),
-        tl.load(out_rows + place, mask=goes, other=0),
-    )
+    # Reads of later turns are under way while a turn writes. Nothing is read from a place after its new row was written: no other
+    # turn has it, and in its own both rows have been read by then.
+    for start in tl.range(tl.program_id(0) * R, most, tl.num_programs(0) * R, num_stages=STAGES):
+        turn = start + tl.arange(0, R)[:, None]
+        comes, goes = turn < num_in, turn < num_out
+        from_row = tl.load(in_rows + turn, mask=comes, other=0)
+        from_place = tl.load(out_places + turn, mask=goes, other=0)
+        ins, outs = comes & (column < WIDTH), goes & (column < WIDTH)
+        new = tl.load(behind + from_row * WIDTH + column, mask=ins, other=0)
+        old = tl.load(fast + from_place * WIDTH + column, mask=outs, other=0)
+        to_place = tl.load(in_places + turn, mask=comes, other=0)
+        to_row = tl.load(out_rows + turn, mask=goes, other=0)
+        tl.store(behind + to_row * WIDTH + column, old, mask=outs)
+        tl.store(fast + to_place * WIDTH + column, new, mask=ins)
 
 
 def name_rows(ids: Tensor, offsets: Tensor, first_rows: Tensor) -> Tensor:

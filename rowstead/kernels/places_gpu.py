@@ -14,26 +14,35 @@ from torch import Tensor
 
 from rowstead.kernels.cache_cpu import MOST_USES, WANTED
 
-IDS, PLACES, WORDS = 1024, 2048, 2048
+IDS, PLACES, WORDS = 1024, 2048, 512
 """Ids, places and words of a map that a program takes at a time."""
 SAMPLES, MANY_IDS = (1, 8, 64), 64
 """Where features have so many times IDS ids, first one part of each is marked, then up to eight and 64, then the rest: else all programs
 of a feature would find its hot rows unmarked at once, and mark them thousands of times over."""
-MOST_BLOCKS = 1024
+MOST_PLACE_BLOCKS, MOST_WORD_BLOCKS = 1024, 4096
 """Programs among which places, or words, are divided at most: each adds up what those before it found."""
 LEVELS, BINS = 2, 128
 """Places are told apart by the uses of their rows and, in so many levels, by how long ago the last was; the last bin is of places
 that stay."""
 
 
-def num_blocks(count: int, at_a_time: int) -> int:
-    """Programs that share `count` places or words."""
-    return max(1, triton.cdiv(count, at_a_time * _chunks(count, at_a_time)))
+def place_blocks(count: int) -> int:
+    """Programs that share `count` places."""
+    return max(1, triton.cdiv(count, PLACES * _place_chunks(count)))
 
 
-def _chunks(count: int, at_a_time: int) -> int:
+def word_blocks(count: int) -> int:
+    """Programs that share `count` words of a map."""
+    return max(1, triton.cdiv(count, WORDS * _word_chunks(count)))
+
+
+def _place_chunks(count: int) -> int:
     """How many times each of them takes some."""
-    return max(1, triton.cdiv(count, at_a_time * MOST_BLOCKS))
+    return max(1, triton.cdiv(count, PLACES * MOST_PLACE_BLOCKS))
+
+
+def _word_chunks(count: int) -> int:
+    return max(1, triton.cdiv(count, WORDS * MOST_WORD_BLOCKS))
 
 
 def _warps() -> int:
@@ -90,22 +99,25 @@ def _mark(ids, offsets, first_rows, place_of, wanted, seen, into, num_samples, s
     if first >= 0:
         begin = tl.load(offsets + feature * num_samples)
         end = tl.load(offsets + (feature + 1) * num_samples)
+        place_of += first
         for start in range(begin + skipped + tl.program_id(0) * BLOCK, end, stride):
-            at = start + tl.arange(0, BLOCK)
-            is_id = at < end
-            row = tl.load(ids + at, mask=is_id, other=0, eviction_policy="evict_first").to(tl.int64) + first
+            at = tl.arange(0, BLOCK)
+            is_id = at < tl.minimum(end - start, BLOCK).to(tl.int32)  # ids are told apart by 32 bits where that is enough
+            row = tl.load(ids + start + at, mask=is_id, other=0, eviction_policy="evict_first")
             place = tl.load(place_of + row, mask=is_id, other=WANTED_PLACE)
             has_place = place >= 0
             if SEES:
-                # Past the first cache, which does not see what others store: there a hot row would stay unmarked.
-                last = tl.load(seen + place, mask=has_place, other=0, cache_modifier=".cg")
+                last = tl.load(seen + place, mask=has_place, other=0)
                 tl.store(seen + place, (tl.zeros_like(place) + tag).to(tl.uint8), mask=has_place & (last.to(tl.int32) != tag))
-            is_new = is_id & (place == -1)
-            tl.store(place_of + row, tl.zeros_like(place) + WANTED_PLACE, mask=is_new)
-            tl.atomic_or(wanted + (row >> 5), _bit(row), mask=is_new, sem="relaxed")
             if NAMES:
-                named = tl.where(has_place, place.to(tl.int64), -1 - row - start_row)
-                tl.store(into + at, named, mask=is_id, eviction_policy="evict_first")
+                kind = into.dtype.element_ty
+                named = tl.where(has_place, place.to(kind), (-1 - first - start_row).to(kind) - row.to(kind))
+                tl.store(into + start + at, named, mask=is_id, eviction_policy="evict_first")
+            is_new = is_id & (place == -1)
+            if tl.max(is_new.to(tl.int32), 0) > 0:
+                tl.store(place_of + row, tl.zeros_like(place) + WANTED_PLACE, mask=is_new)
+                row_of_all = row + first
+                tl.atomic_or(wanted + (row_of_all >> 5), _bit(row_of_all), mask=is_new, sem="relaxed")
 
 
 def name_left(into: Tensor, place_of: Tensor, start: int) -> None:
@@ -126,7 +138,7 @@ def _name_left(into, place_of, count, start_row, num_rows, BLOCK: tl.constexpr):
 
 def count_bits(bits: Tensor, counts: Tensor, total: Tensor) -> None:
     """Fill `counts` int32 [blocks of words] with how many bits of a map each has; `total` int32 [1] rises by their sum."""
-    chunks, blocks = _chunks(bits.numel(), WORDS), num_blocks(bits.numel(), WORDS)
+    chunks, blocks = _word_chunks(bits.numel()), word_blocks(bits.numel())
     _count_bits[(blocks,)](bits, counts, total, bits.numel(), chunks, BLOCK=WORDS, num_warps=4)
 
 
@@ -160,7 +172,7 @@ def tally(
     bins int32 [blocks of places, BINS] is filled, totals int32 [BINS] and candidates int32 [1] rise by the sums over it, the
     latter without the last bin. Places may go that batches from `oldest` on do not use.
     """
-    chunks, blocks = _chunks(used.numel(), PLACES), num_blocks(used.numel(), PLACES)
+    chunks, blocks = _place_chunks(used.numel()), place_blocks(used.numel())
     _tally[(blocks,)](
         used, heat, seen, bins, totals, candidates, used.numel(), chunks, tag, number, oldest,
         MOST=MOST_USES, LEVEL_COUNT=LEVELS, BIN_COUNT=BINS, BLOCK=PLACES, num_warps=4,
@@ -194,7 +206,7 @@ def choose(
 
     `count` is at most the candidates that `tally` counted; row_in [P] has the row of each place.
     """
-    chunks, blocks = _chunks(used.numel(), PLACES), num_blocks(used.numel(), PLACES)
+    chunks, blocks = _place_chunks(used.numel()), place_blocks(used.numel())
     _choose[(blocks,)](
         used, heat, row_in, bins, totals, going, used.numel(), chunks, count, oldest,
         LEVEL_COUNT=LEVELS, BIN_COUNT=BINS, BLOCK=PLACES, BLOCKS=triton.next_power_of_2(blocks), num_warps=8,
@@ -232,20 +244,23 @@ def send_away(
     uses: Tensor,
     rows: Tensor,
     places: Tensor,
+    *,
+    num_lent: int,
 ) -> None:
     """Take the rows of the map `going` out of their places, and list both in `rows` and `places`, int64 [n].
 
-    uses uint8 [N] has what `heat` is for rows without a place; counts as `count_bits` filled it.
+    uses uint8 [N] has what `heat` is for rows without a place; counts as `count_bits` filled it. The first `num_lent` places get
+    other rows at once (`settle`), so that nothing is said of those here.
     """
-    blocks = num_blocks(going.numel(), WORDS)
+    blocks = word_blocks(going.numel())
     _send_away[(blocks,)](
-        going, counts, place_of, row_in, used, heat, uses, rows, places, going.numel(), _chunks(going.numel(), WORDS),
+        going, counts, place_of, row_in, used, heat, uses, rows, places, num_lent, going.numel(), _word_chunks(going.numel()),
         BLOCK=WORDS, BLOCKS=triton.next_power_of_2(blocks), num_warps=_warps(),
     )  # fmt: skip
 
 
-@triton.jit
-def _send_away(going, counts, place_of, row_in, used, heat, uses, rows, places, num_words, chunks, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+@triton.jit(do_not_specialize=["num_lent"])
+def _send_away(going, counts, place_of, row_in, used, heat, uses, rows, places, num_lent, num_words, chunks, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
     begin = _bits_before(counts, BLOCKS)
     for chunk in range(chunks):
         at = (tl.program_id(0).to(tl.int64) * chunks + chunk) * BLOCK + tl.arange(0, BLOCK)
@@ -260,8 +275,9 @@ def _send_away(going, counts, place_of, row_in, used, heat, uses, rows, places, 
             tl.store(places + into, place, mask=is_row)
             tl.store(place_of + row, tl.full((BLOCK,), -1, tl.int32), mask=is_row)
             tl.store(uses + row, tl.load(heat + place, mask=is_row, other=0), mask=is_row)
-            tl.store(used + place, tl.full((BLOCK,), -1, tl.int32), mask=is_row)
-            tl.store(row_in + place, tl.full((BLOCK,), -1, tl.int64), mask=is_row)
+            is_free = is_row & (into >= num_lent)
+            tl.store(used + place, tl.full((BLOCK,), -1, tl.int32), mask=is_free)
+            tl.store(row_in + place, tl.full((BLOCK,), -1, tl.int64), mask=is_free)
             word = word & (word - 1)
             into += 1
             turns -= 1
@@ -281,9 +297,9 @@ def settle(
     number: int,
 ) -> None:
     """Give the rows of the map `wanted`, which batch `number` needs, the places `lent` int64 [n], and list them in `rows`."""
-    blocks = num_blocks(wanted.numel(), WORDS)
+    blocks = word_blocks(wanted.numel())
     _settle[(blocks,)](
-        wanted, counts, lent, place_of, row_in, used, heat, uses, rows, wanted.numel(), _chunks(wanted.numel(), WORDS), number,
+        wanted, counts, lent, place_of, row_in, used, heat, uses, rows, wanted.numel(), _word_chunks(wanted.numel()), number,
         MOST=MOST_USES, BLOCK=WORDS, BLOCKS=triton.next_power_of_2(blocks), num_warps=_warps(),
     )  # fmt: skip
 
@@ -313,8 +329,8 @@ def _settle(wanted, counts, lent, place_of, row_in, used, heat, uses, rows, num_
 
 def list_rows(bits: Tensor, counts: Tensor, rows: Tensor) -> None:
     """Fill `rows` int64 [n] with the rows of a map."""
-    blocks = num_blocks(bits.numel(), WORDS)
-    chunks = _chunks(bits.numel(), WORDS)
+    blocks = word_blocks(bits.numel())
+    chunks = _word_chunks(bits.numel())
     _list_rows[(blocks,)](
         bits, counts, rows, bits.numel(), chunks, BLOCK=WORDS, BLOCKS=triton.next_power_of_2(blocks), num_warps=_warps()
     )

@@ -25,8 +25,8 @@ Array = NDArray[np.float64]
 
 BATCHES_COUNTED = 96
 """Batches of which uses count, on average: after every 64 all counts are halved, so that they are those of 64 to 128."""
-BATCHES_KEPT = 3
-"""The last batches before one, whose rows are all still there when it looks for its own."""
+SETS_KEPT = 3
+"""The last sets of batches before one, whose rows are all still there when it looks for its own; a set is one batch on a CPU."""
 MOST_USES = 255
 """Uses that are counted at most."""
 MOST_BATCHES = 1e9
@@ -52,6 +52,7 @@ class Group:
     batch_size: int
     set_size: int = 1
     """Batches that are brought in at once."""
+    sets_kept: int = SETS_KEPT
 
     @property
     def row_bytes(self) -> int:
@@ -68,7 +69,7 @@ class Group:
         draws = [Draws(law, num_samples * ids) for table in self.tables for ids, law in table.reads]
         num_ids = sum(distinct_ids(one.law, one.num_draws) for one in draws)
         shared = min(1.0, self.rows_of(self.set_size) / num_ids) if num_ids else 0.0
-        return missing_rows(draws, self.num_places, counted=counted) * shared / self.set_size
+        return missing_rows(draws, self.num_places, counted=counted, kept=self.sets_kept) * shared / self.set_size
 
     def rows_of(self, num_batches: int) -> float:
         """Different rows that so many batches need."""
@@ -89,15 +90,20 @@ class Group:
         return num_rows * alone / -math.expm1(most * math.log1p(-alone)) if alone > 1e-9 else num_rows / most
 
 
-def set_size(groups: Sequence[Group], num_ids: float) -> int:
-    """Batches of so many ids that a GPU brings in at once: what three sets need has room among its places, or where three batches
-    would have it if all their ids differed."""
+def sets_of(groups: Sequence[Group], num_ids: float) -> tuple[int, int]:
+    """Batches of so many ids that a GPU brings in at once, and such sets whose rows are still there when it looks for another's.
+
+    What three sets need has room among its places, or where three batches would have it if all their ids differed. Where two have
+    room among the places, it brings in one set while one is trained on, and else two.
+    """
     size = min(MAX_SET, int(SET_IDS // max(1.0, num_ids)))
     for group in groups:
-        if rows := BATCHES_KEPT * group.rows_of(1):
-            room = max(group.num_places, GROWTH * BATCHES_KEPT * group.batch_size * sum(t.ids_per_sample for t in group.tables))
+        if rows := SETS_KEPT * group.rows_of(1):
+            room = max(group.num_places, GROWTH * SETS_KEPT * group.batch_size * sum(t.ids_per_sample for t in group.tables))
             size = min(size, int(room / rows))
-    return max(1, size)
+    size = max(1, size)
+    has_room = all(2 * size * group.rows_of(1) <= group.num_places for group in groups)
+    return size, SETS_KEPT - 1 if has_room else SETS_KEPT
 
 
 def groups_of(tables: Sequence[TableWork], setup: Setup, *, in_sets: bool = False) -> list[Group]:
@@ -117,8 +123,8 @@ def groups_of(tables: Sequence[TableWork], setup: Setup, *, in_sets: bool = Fals
     ]
     if not in_sets:
         return groups
-    size = set_size(groups, setup.batch_size * sum(table.ids_per_sample for table in tables))
-    return [replace(group, set_size=size) for group in groups]
+    size, kept = sets_of(groups, setup.batch_size * sum(table.ids_per_sample for table in tables))
+    return [replace(group, set_size=size, sets_kept=kept) for group in groups]
 
 
 @dataclass(frozen=True)
@@ -131,9 +137,14 @@ class Draws:
     num_alike: int = 1
 
 
-def missing_rows(draws: Sequence[Draws], num_places: float, *, counted: float = BATCHES_COUNTED) -> float:
-    """How many different rows of a batch are not in a cache of so many places, late in a run; uses in so many batches are counted."""
-    return _missing(tuple(sorted(_merged(draws), key=repr)), num_places, counted)
+def missing_rows(
+    draws: Sequence[Draws], num_places: float, *, counted: float = BATCHES_COUNTED, kept: int = SETS_KEPT
+) -> float:
+    """How many different rows of a batch are not in a cache of so many places, late in a run.
+
+    Uses in so many batches are `counted`, and the rows of so many before it are `kept`.
+    """
+    return _missing(tuple(sorted(_merged(draws), key=repr)), num_places, counted, kept)
 
 
 def _merged(draws: Sequence[Draws]) -> list[Draws]:
@@ -146,12 +157,12 @@ def _merged(draws: Sequence[Draws]) -> list[Draws]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _missing(draws: tuple[Draws, ...], num_places: float, counted: float) -> float:
+def _missing(draws: tuple[Draws, ...], num_places: float, counted: float, num_kept: int) -> float:
     counts, used = _rows(draws)
     if num_places >= counts.sum() or not len(counts):
         return 0.0
     left = np.log1p(-used)
-    lapsed = np.exp(BATCHES_KEPT * left)  # not in one of the last batches
+    lapsed = np.exp(num_kept * left)  # not in one of the last batches
 
     def kept(chance: Array) -> float:
         return float((counts * (1 - (1 - chance) * lapsed)).sum())

@@ -85,9 +85,9 @@ class RamRows:
                 torch.cuda.synchronize(part.device)  # as all of it would be in system memory
 
     @property
-    def seen(self) -> list[Tensor]:
-        """The same memory as tensors of the device that trains, which a GPU reads and writes over the bus."""
-        return self._seen
+    def seen(self) -> list[tuple[Tensor, bool]]:
+        """The same memory as tensors of the device that trains, and whether a GPU reads and writes them over the bus."""
+        return [(seen, not part.is_cuda) for seen, part in zip(self._seen, self._parts, strict=True)]
 
     def close(self) -> None:
         self._parts = self._seen = [part.new_empty(0, part.shape[1]) for part in self._parts]

@@ -124,7 +124,7 @@ class CachedStore(nn.Module):
             sparse = self.checked(sparse)
             if self._planning is not None and sparse.ids.numel() > LIKE * self._num_ids_known:
                 self._num_ids_known = sparse.ids.numel()
-                self._turns.set_size = self._largest_set(sparse)
+                self._turns.set_size, self._turns.ahead = self._sets_like(sparse)
             self._turns.announce(sparse, self._recorded())
 
     def drop_prefetched(self) -> None:
@@ -158,16 +158,21 @@ class CachedStore(nn.Module):
         return event
 
     @torch.no_grad()
-    def _largest_set(self, sparse: Sparse) -> int:
-        """Batches like this one that are brought in at once: no more than have room where placement has counted it.
+    def _sets_like(self, sparse: Sparse) -> tuple[int, int]:
+        """How many batches like this one are brought in at once, and how many such sets ahead of the one that is trained on.
+
+        A set has no more batches than have room where placement has counted it. Rows of all sets under way stay, so where places
+        are enough for two sets, a third would only take places from rows that come back.
 
         That is decided by a batch alone, and not by what threads have done meanwhile, so that equal runs have equal sets.
         """
-        size = min(self.max_set, SET_IDS // max(1, sparse.ids.numel()))
+        size, needs = min(self.max_set, SET_IDS // max(1, sparse.ids.numel())), []
         for places, rows in zip(self._places, self._names.by_group(self._names.rows(sparse)), strict=True):
             if num_rows := rows.unique().numel():
                 size = min(size, int(set_room(places.num_places, rows.numel()) / (SETS_UNDER_WAY * num_rows)))
-        return max(1, size)
+                needs.append((num_rows, places.num_places))
+        size = max(1, size)
+        return size, 1 if all(2 * size * num_rows <= num_places for num_rows, num_places in needs) else AHEAD
 
     # Rows come and go
 

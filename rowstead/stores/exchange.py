@@ -29,5 +29,5 @@ def exchange_over_bus(parts: Sequence[Tensor], moves: Moves, backing: Backing) -
     from rowstead.kernels.cache_gpu import swap_rows
 
     assert isinstance(backing, RamRows), "a GPU reaches rows in system memory alone"
-    for part, behind in zip(parts, backing.seen, strict=True):
-        swap_rows(part, behind, moves.in_rows, moves.in_places, moves.out_rows, moves.out_places)
+    for part, (behind, over_bus) in zip(parts, backing.seen, strict=True):
+        swap_rows(part, behind, moves.in_rows, moves.in_places, moves.out_rows, moves.out_places, over_bus=over_bus)

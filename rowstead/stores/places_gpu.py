@@ -31,9 +31,9 @@ class LaunchedPlaces(Places):
         """A map of the rows that are to get places; empty between plans."""
         self._going = torch.zeros(words, dtype=torch.int32, device=device)
         """A map of the rows that are sent away; empty between plans."""
-        blocks = there.num_blocks(words, there.WORDS)
+        blocks = there.word_blocks(words)
         self._wanted_counts, self._going_counts = torch.zeros(2, blocks, dtype=torch.int32, device=device)
-        self._bins = torch.zeros(there.MOST_BLOCKS, there.BINS, dtype=torch.int32, device=device)
+        self._bins = torch.zeros(there.MOST_PLACE_BLOCKS, there.BINS, dtype=torch.int32, device=device)
         self._sums = torch.zeros(there.BINS + 3, dtype=torch.int32, device=device)
         """Places by bin; missing rows, places that may go, and rows that go."""
 
@@ -74,7 +74,7 @@ class LaunchedPlaces(Places):
             there.count_bits(self._going, self._going_counts, going)
             there.send_away(
                 self._going, self._going_counts, self.place_of, self._row_in, self._used, self._heat, self._uses,
-                out_rows, out_places,
+                out_rows, out_places, num_lent=num_in,
             )  # fmt: skip
             self._free = torch.cat([out_places, self._free])
         in_places = self.lend(num_in)

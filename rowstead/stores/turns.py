@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from rowstead.contracts.batch import Sparse
 
 AHEAD = 2
-"""Batches, or sets of small ones, that are brought in while the one before them is trained on."""
+"""Batches, or sets of small ones, that are brought in while the one before them is trained on, at most."""
 IS_GONE_S = 1.0
 """After so many seconds at most the threads see that nobody has their cache any more."""
 
@@ -65,6 +65,8 @@ class Turns:
         """Guards all below."""
         self.set_size = 1
         """Batches that are brought in at once."""
+        self.ahead = AHEAD
+        """Sets that are brought in while the one before them is trained on."""
         self.current: Coming | None = None
         """The batch that whoever trains is in."""
         self._coming: deque[Coming] = deque()
@@ -90,7 +92,7 @@ class Turns:
     @property
     def batches_ahead(self) -> int:
         """How many batches before they come they should be announced."""
-        return AHEAD * self.set_size + self.set_size - 1
+        return self.ahead * self.set_size + self.set_size - 1
 
     # Whoever trains
 
@@ -205,7 +207,7 @@ class Turns:
         """Whether there is a set to plan, all conditions counted."""
         if not self._waiting or self._is_held or self._num_moving == AHEAD:
             return False
-        if self._num_left < self._waiting[0].number - AHEAD * self.set_size:
+        if self._num_left < self._waiting[0].number - self.ahead * self.set_size:
             return False
         # A set is whole unless no more batches are coming: what is where shall not depend on which thread is quicker.
         is_last = self._wanted is not None and self._wanted.number >= self._waiting[0].number
@@ -234,7 +236,7 @@ class Turns:
             # All before it have left. Others may have meanwhile, but what is where shall not depend on which thread is quicker,
             # and rows move while a GPU is busy with those others.
             # Sets may be smaller by now than when this one was begun: what has not left stays in any case.
-            oldest = max(0, min(some[0].number - AHEAD * self.set_size, self._num_left))
+            oldest = max(0, min(some[0].number - self.ahead * self.set_size, self._num_left))
             left = next((event for number, event in self._left if number >= oldest - 1), None)
         return cache.plan_rows(some, oldest, left)
 

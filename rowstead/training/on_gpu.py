@@ -242,13 +242,20 @@ def _with_room(batch: Batch, room: int, ids_dtype: torch.dtype) -> Batch:
 
 
 def _fill(target: Batch, batch: Batch) -> None:
-    count = batch.sparse.ids.numel()
-    target.dense.copy_(batch.dense)
-    target.sparse.ids[:count].copy_(batch.sparse.ids)
-    target.sparse.offsets.copy_(batch.sparse.offsets)
-    pairs = ((target.labels, batch.labels), (target.weights, batch.weights))
-    for own, given in pairs:
-        if own is not None and given is not None:
-            own.copy_(given)
-    if target.sparse.weights is not None and batch.sparse.weights is not None:
-        target.sparse.weights[:count].copy_(batch.sparse.weights)
+    """Copy a batch into fixed memory, by one launch where types are the same: small copies take longer to begin than to do."""
+    own, given = target.sparse, batch.sparse
+    count = given.ids.numel()
+    pairs = [
+        (target.dense, batch.dense), (own.ids[:count], given.ids), (own.offsets, given.offsets),
+        (target.labels, batch.labels), (target.weights, batch.weights),
+        (None if own.weights is None else own.weights[:count], given.weights),
+    ]  # fmt: skip
+    alike = []
+    for into, values in pairs:
+        if into is None or values is None or not values.numel():
+            continue
+        if into.dtype == values.dtype and values.element_size() % 4 == 0 and values.is_contiguous():
+            alike.append((into.view(torch.int32), values.view(torch.int32)))
+        else:
+            into.copy_(values)
+    torch._foreach_copy_([into for into, _ in alike], [values for _, values in alike])

@@ -20,5 +20,6 @@ def few_at_a_time() -> Iterator[None]:
         patched.setattr(places_gpu, "MANY_IDS", 1)
         patched.setattr(places_gpu, "PLACES", fewest)
         patched.setattr(places_gpu, "WORDS", fewest)
-        patched.setattr(places_gpu, "MOST_BLOCKS", 4)
+        patched.setattr(places_gpu, "MOST_PLACE_BLOCKS", 4)
+        patched.setattr(places_gpu, "MOST_WORD_BLOCKS", 4)
         yield

@@ -29,7 +29,7 @@ def map_of(is_set: Tensor) -> Tensor:
 
 def listed(bits: Tensor) -> Tensor:
     """The rows of a map, which is empty then."""
-    counts = torch.zeros(places_gpu.num_blocks(bits.numel(), places_gpu.WORDS), dtype=torch.int32, device=DEVICE)
+    counts = torch.zeros(places_gpu.word_blocks(bits.numel()), dtype=torch.int32, device=DEVICE)
     total = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     places_gpu.count_bits(bits, counts, total)
     rows = torch.empty(int(total), dtype=torch.int64, device=DEVICE)
@@ -114,7 +114,7 @@ def test_the_coldest_places_go_and_of_equals_the_first(data: st.DataObject, num_
 
     with few_at_a_time():
         used, heat, seen, row_in = (part.to(DEVICE) for part in (used, heat, seen, row_in))
-        found = torch.zeros(places_gpu.MOST_BLOCKS, places_gpu.BINS, dtype=torch.int32, device=DEVICE)
+        found = torch.zeros(places_gpu.MOST_PLACE_BLOCKS, places_gpu.BINS, dtype=torch.int32, device=DEVICE)
         sums = torch.zeros(places_gpu.BINS + 1, dtype=torch.int32, device=DEVICE)
         totals, candidates = sums.split([places_gpu.BINS, 1])
         places_gpu.tally(used, heat, seen, found, totals, candidates, tag=tag, number=number, oldest=oldest)

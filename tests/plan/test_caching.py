@@ -26,7 +26,7 @@ from rowstead.stores.places_cpu import CompiledPlaces
 
 def test_what_planning_takes_caches_and_files_to_be_is_what_they_are() -> None:
     assert caching.BATCHES_COUNTED == 1.5 * places.HALF_LIFE
-    assert caching.BATCHES_KEPT == turns.AHEAD + 1
+    assert caching.SETS_KEPT == turns.AHEAD + 1
     assert caching.MOST_USES == MOST_USES
     assert (caching.READ_BYTES, caching.GAP_BYTES) == (files.READ_BYTES, files.GAP_BYTES)
     assert (caching.SET_IDS, caching.MAX_SET, caching.GROWTH) == (cached.SET_IDS, cached.MAX_SET, places.GROWTH)
@@ -75,13 +75,14 @@ def test_a_gpu_brings_in_as_many_batches_and_rows_at_once_as_is_predicted(skew: 
     # A store's own rule, for places that a GPU plans just so.
     names = SimpleNamespace(rows=lambda sparse: (sparse.ids.view(2, -1) + firsts).flatten(), by_group=lambda rows: [rows])
     store: Any = SimpleNamespace(_places=[cache], _names=names, max_set=cached.MAX_SET)
-    count = cached.CachedStore._largest_set(store, batches[0])
+    count, ahead = cached.CachedStore._sets_like(store, batches[0])
     while number + cached.MAX_SET <= len(rows):
-        oldest = max(0, number - turns.AHEAD * count)
+        oldest = max(0, number - ahead * count)
         moves = cache.plan(torch.cat(rows[number : number + count]), number + count - 1, oldest=oldest)
         lacked += [moves.in_rows.numel() / count] * count
         number += count
-    assert group.set_size == count == size
+    assert (group.set_size, group.sets_kept) == (count, ahead + 1)
+    assert count == size
     assert cache.capacity <= places.GROWTH * cached.set_room(group.num_places, shape.num_ids)
     assert group.missing_rows == pytest.approx(np.mean(lacked[len(lacked) // 2 :]), rel=0.12)
 

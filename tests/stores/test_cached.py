@@ -6,6 +6,7 @@ import gc
 import itertools
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -77,21 +78,25 @@ def test_how_many_batches_come_at_once_follows_from_what_one_needs_of_tables_beh
         )
     )
     layout = layout_of(features, tables_of(features, width=4))
-    store = CachedStore(layout, None, places={"short": 1, "empty": 1}, backing=lambda group: RamRows(group, seed=1))
+    backing = partial(RamRows, seed=1)
+    store = CachedStore(layout, None, places={"short": 1, "empty": 1}, backing=backing)
+    roomy = CachedStore(layout, None, places={"short": 64, "empty": 1}, backing=backing)
 
-    def size_for(short: torch.Tensor) -> int:
+    def sets_for(short: torch.Tensor, store: CachedStore) -> tuple[int, int]:
         lengths = torch.tensor([100] * 16 + [1] * 16 + [0] * 16)
         ids = torch.cat([torch.arange(1600), short])
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-        return store._largest_set(Sparse(ids=ids, offsets=offsets, num_features=3))
+        return store._sets_like(Sparse(ids=ids, offsets=offsets, num_features=3))
 
-    assert size_for(torch.arange(16)) == 1  # three sets of two would need 96 places, and there is room for 60
-    assert size_for(torch.arange(16) // 4) == 5
-    assert size_for(torch.zeros(16, dtype=torch.int64)) == 8
+    assert sets_for(torch.arange(16), store) == (1, 2)  # three sets of two would need 96 places, and there is room for 60
+    assert sets_for(torch.arange(16) // 4, store) == (5, 2)
+    assert sets_for(torch.zeros(16, dtype=torch.int64), store) == (8, 2)
+    assert sets_for(torch.arange(16), roomy) == (1, 1)  # two sets of one need 32 places of 64
+    assert sets_for(torch.arange(16) // 4, roomy) == (5, 1)
     store.eval()
     store.lookup(Sparse(ids=torch.arange(3000), offsets=torch.arange(0, 3001, 1000), num_features=3))  # takes memory for places
     store.train()
-    assert size_for(torch.arange(16) // 4) == 5
+    assert sets_for(torch.arange(16) // 4, store) == (5, 2)
 
 
 def small_layout() -> Layout:
@@ -113,6 +118,7 @@ def sparse_of(layout: Layout, seed: int, *, num_samples: int = 3, num_ids: int =
 def test_batches_announced_ahead_train_the_same_rows(kind: str, data: st.DataObject) -> None:
     layout = data.draw(layouts())
     store = cached(layout, SparseOptimizerSpec(kind=kind), torch.float64, places=data.draw(st.integers(1, 4)))
+    store._turns.ahead = data.draw(st.integers(1, 2))
     check_announced(store, data)
 
 
@@ -147,7 +153,7 @@ def test_many_batches_planned_by_launches_train_the_same_rows(data: st.DataObjec
     layout, optimizer = data.draw(layouts()), SparseOptimizerSpec(kind="rowwise_adagrad")
     every, places = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 4))
     store = planned_by_launches(layout, optimizer, torch.float64, places=places, every=every)
-    store._turns.set_size = data.draw(st.integers(1, 2))
+    store._turns.set_size, store._turns.ahead = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 2))
     check_announced(store, data)
 
 
@@ -159,7 +165,7 @@ def test_rows_are_exact_whatever_is_done_between_announced_batches(
 ) -> None:
     layout, optimizer = data.draw(layouts()), SparseOptimizerSpec(kind="rowwise_adagrad")
     store = make(layout, optimizer, torch.float64, places=data.draw(st.integers(1, 4)))
-    store._turns.set_size = data.draw(st.integers(1, 2))
+    store._turns.set_size, store._turns.ahead = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 2))
     device = DeviceStore(layout, optimizer, dtype=torch.float64)
     batches = data.draw(st.lists(sparse_batches(layout, weighted=False), min_size=4, max_size=8))
     saved, announced = device.state(), 0
