@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAMS, BYTES_A_TURN, TURNS, WARPS = 16, 8192, 6, 8
+PROGRAMS, BYTES_A_TURN, TURNS, WARPS = 24, 8192, 5, 8
 """Programs that move rows, what each has in a turn in each direction, turns that it has under way, and its warps: just enough to
 keep both directions of a bus busy. With more, launches beside these wait for memory up to three times longer."""
 MOST_ROWS, MOST_PROGRAMS = 256, 4096

@@ -159,7 +159,7 @@ def _merged(draws: Sequence[Draws]) -> list[Draws]:
 @functools.lru_cache(maxsize=1024)
 def _missing(draws: tuple[Draws, ...], num_places: float, counted: float, num_kept: int) -> float:
     counts, used = _rows(draws)
-    if num_places >= counts.sum() or not len(counts):
+    if not len(counts):
         return 0.0
     left = np.log1p(-used)
     lapsed = np.exp(num_kept * left)  # not in one of the last batches
@@ -171,8 +171,10 @@ def _missing(draws: tuple[Draws, ...], num_places: float, counted: float, num_ke
         return float((counts * used * (1 - chance) * lapsed).sum())
 
     none = np.zeros_like(used)
-    if kept(none) >= num_places:  # what is under way takes all places, and more
-        return missing(none)
+    if kept(none) >= num_places:  # what is under way needs all places and more, and gets room to spare
+        num_places = GROWTH * kept(none)
+    if num_places >= counts.sum():
+        return 0.0
     if kept(-np.expm1(counted * left)) <= num_places:  # all that were counted, and of the others those used last
         chance = _solved(
             lambda batches: -np.expm1(math.exp(batches) * left),

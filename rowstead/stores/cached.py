@@ -5,8 +5,7 @@ are missing, and which others make room, those first that no coming batch needs 
 those back, brings the missing ones in, and names each id of the batch by the place of its row. Training itself is a
 DeviceStore's over the places. A row is trained in its place alone until it is written back, so nothing is ever stale.
 
-A batch may need more rows than there are places: it gets room for as long as it is under way, and what is above the number of
-places is written back after it.
+A batch may need more rows than there are places: then there are more from then on, as that memory is taken.
 
 Letters: B examples, F features, T tables, N rows, D width, nnz ids.
 """
@@ -117,6 +116,11 @@ class CachedStore(nn.Module):
     @property
     def batches_ahead(self) -> int:
         return self._turns.batches_ahead if self._groups else 0
+
+    @property
+    def num_kept(self) -> int:
+        """Rows that stay in fast memory at most: as many as have places, or more where batches under way needed more at once."""
+        return sum(places.num_kept for places in self._places)
 
     def prefetch(self, sparse: Sparse) -> None:
         """Bring in the rows of a batch that comes after all those announced before."""

@@ -38,12 +38,14 @@ class Moves:
 class Places:
     """The places of one group of tables.
 
-    At most `num_places` rows stay; while batches under way need more, there are more. `capacity` is how many places have
-    been handed out memory for: whoever keeps the rows makes room when it has risen.
+    As many rows stay as there are places; where batches under way needed more at once, there are more since, and as many stay.
+    `capacity` is how many places have been handed out memory for: whoever keeps the rows makes room when it has risen.
     """
 
     def __init__(self, num_rows: int, num_places: int, device: torch.device) -> None:
         self.num_places = num_places
+        self.num_kept = num_places
+        """Rows that stay at most, unless those of batches under way are more."""
         self.capacity = num_places
         self.place_of = torch.full((num_rows,), -1, dtype=torch.int32, device=device)
         """For each row its place, or -1."""
@@ -60,7 +62,7 @@ class Places:
     def plan(self, rows: Tensor, number: int, *, oldest: int) -> Moves:
         """Give every row that batch `number` names, int64 [any], a place; rows that batches from `oldest` on use stay."""
         missing = self.missing(rows, number)
-        out_places = self._may_go(self._num_taken + missing.numel() - self.num_places, oldest)
+        out_places = self._may_go(self._num_taken + missing.numel() - self.num_kept, oldest)
         out_rows, order = torch.sort(self._row_in[out_places])
         out_places = out_places[order]
         self.place_of[out_rows] = -1
@@ -71,8 +73,14 @@ class Places:
         self._row_in[in_places] = missing
         self._used[in_places] = number
         self.place_of[missing] = in_places.int()
-        self._num_taken += missing.numel() - out_rows.numel()
+        self._take(missing.numel() - out_rows.numel())
         return Moves(missing, in_places, out_rows, out_places)
+
+    def _take(self, more: int) -> None:
+        """So many more rows have places than before."""
+        self._num_taken += more
+        if self._num_taken > self.num_kept:
+            self.num_kept = min(self.capacity, int(GROWTH * self._num_taken))
 
     def missing(self, rows: Tensor, number: int | None = None) -> Tensor:
         """Which of `rows` have no place, each once, rising; batch `number`, if given, uses the others."""

@@ -22,7 +22,7 @@ class CompiledPlaces(Places):
     def plan(self, rows: Tensor, number: int, *, oldest: int) -> Moves:
         missing = self.missing(rows, number).numpy()
         place_of, row_in, used = self.place_of.numpy(), self._row_in.numpy(), self._used.numpy()
-        places = np.empty(max(0, self._num_taken + len(missing) - self.num_places), np.int64)
+        places = np.empty(max(0, self._num_taken + len(missing) - self.num_kept), np.int64)
         num_out, self._hand = send_away(self._hand, oldest, row_in, used, self._uses.numpy(), places)
         out_places = places[:num_out]
         out_places = out_places[np.argsort(row_in[out_places])]
@@ -35,7 +35,7 @@ class CompiledPlaces(Places):
         row_in[in_places] = missing
         used[in_places] = number
         place_of[missing] = in_places
-        self._num_taken += len(missing) - num_out
+        self._take(len(missing) - num_out)
         return Moves(*(torch.from_numpy(part) for part in (missing, in_places, out_rows, out_places)))
 
     def missing(self, rows: Tensor, number: int | None = None) -> Tensor:

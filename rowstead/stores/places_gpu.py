@@ -64,7 +64,7 @@ class LaunchedPlaces(Places):
         there.count_bits(self._wanted, self._wanted_counts, wanted)
         there.tally(self._used, self._heat, self._seen, self._bins, bins, may_go, tag=self._tag, number=number, oldest=oldest)
         num_in, num_may_go = self._sums[there.BINS : there.BINS + 2].tolist()
-        num_out = min(max(0, self._num_taken + num_in - self.num_places), num_may_go)
+        num_out = min(max(0, self._num_taken + num_in - self.num_kept), num_may_go)
         device = self.place_of.device
         in_rows, out_rows, out_places = (
             torch.empty(count, dtype=torch.int64, device=device) for count in (num_in, num_out, num_out)
@@ -83,7 +83,7 @@ class LaunchedPlaces(Places):
                 self._wanted, self._wanted_counts, in_places, self.place_of, self._row_in, self._used, self._heat, self._uses,
                 in_rows, number=number,
             )  # fmt: skip
-        self._num_taken += num_in - num_out
+        self._take(num_in - num_out)
         return Moves(in_rows, in_places, out_rows, out_places)
 
     def name_left(self, into: Tensor, start: int) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rowstead.kernels.choose import has_triton
-from rowstead.stores.places import Places
+from rowstead.stores.places import GROWTH, Places
 from rowstead.stores.places_cpu import CompiledPlaces
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -66,6 +66,7 @@ def check_plans(places: Places, data: st.DataObject, *, most_batches: int) -> No
     num_rows, num_places = places.place_of.numel(), places.num_places
     here: dict[int, int] = {}
     in_use: list[set[int]] = []
+    most = 0
     for number in range(data.draw(st.integers(1, most_batches))):
         rows = data.draw(st.lists(st.integers(0, num_rows - 1), max_size=30))
         oldest = max(0, number - data.draw(st.integers(0, 2)))
@@ -85,8 +86,9 @@ def check_plans(places: Places, data: st.DataObject, *, most_batches: int) -> No
         assert set(rows) <= set(here)
         assert all(int(places.place_of[row]) == place for row, place in here.items())
         assert max(taken, default=-1) < places.capacity
-        needed = set().union(*in_use[oldest:])
-        assert len(here) <= max(num_places, len(needed))
+        most = max(most, len(set().union(*in_use[oldest:])))
+        assert len(here) <= max(num_places, most if most <= num_places else GROWTH * most)
+        assert len(here) <= places.num_kept <= places.capacity
 
 
 @pytest.mark.parametrize("make", [CompiledPlaces, plain, pytest.param(launched, marks=[pytest.mark.slow, needs_triton])])
