@@ -5,12 +5,13 @@ Letters: B examples, V vectors that interact (the dense one and one a sparse fea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
+from rowstead.kernels import mlp_cpu
 from rowstead.kernels.choose import has_triton
 from rowstead.kernels.interaction import pairwise_dots
 
@@ -32,19 +33,27 @@ class MLP(nn.Sequential):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, in width], or wider, with zeros in the columns that are too many."""
-        if not _takes_fused_layers(x):
-            return cast(Tensor, super().forward(x[:, : cast(nn.Linear, self[0]).in_features]))
-        from rowstead.kernels.mlp_gpu import linear
-
+        fused = _fused_layer(x)
+        if fused is None or not x.is_cuda:
+            x = x[:, : cast(nn.Linear, self[0]).in_features]
+        if fused is None:
+            return cast(Tensor, super().forward(x))
         layers = list(self)
         for place in range(0, len(layers), 2):
-            x = linear(x, cast(nn.Linear, layers[place]), relu=place + 1 < len(layers))
+            x = fused(x, cast(nn.Linear, layers[place]), relu=place + 1 < len(layers))
         return x
 
 
-def _takes_fused_layers(x: Tensor) -> bool:
+def _fused_layer(x: Tensor) -> Callable[..., Tensor] | None:
+    """What takes a layer with its ReLU, faster than torch by itself; none where that is not known for x."""
+    if mlp_cpu.takes(x):
+        return mlp_cpu.linear
     known = x.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    return x.is_cuda and known and x.shape[0] > 0 and has_triton() and not torch.compiler.is_compiling()
+    if not (x.is_cuda and known and x.shape[0] > 0 and has_triton() and not torch.compiler.is_compiling()):
+        return None
+    from rowstead.kernels.mlp_gpu import linear
+
+    return linear
 
 
 class Concat(nn.Module):
