@@ -227,13 +227,12 @@ def rows_on_gpu(quick: bool, contenders: Sequence[str] | None = None) -> tuple[l
     made: dict[str, Any] = {}
     before = None
     for case in cases(quick):
-        if case.model.name != before:
-            made.clear()
-            gc.collect()
-            give_back_gpu_memory()
+        for name in list(made):  # what caches keep follows from the batches they have seen
+            if case.model.name != before or name in ("rowstead_cached", "rowstead_host"):
+                del made[name]
         before = case.model.name
-        for name in ("rowstead_cached", "rowstead_host"):  # what they keep follows from the batches they have seen
-            made.pop(name, None)
+        gc.collect()
+        give_back_gpu_memory()
         rows.append(measure(case, names, rates, made))
         print({key: round(value, 3) if isinstance(value, float) else value for key, value in rows[-1].items()}, flush=True)
     summary = {"bus_in_bytes_per_s": rates["in"], "bus_out_bytes_per_s": rates["out"]}

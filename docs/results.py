@@ -244,6 +244,9 @@ def _behind_gpu() -> list[str]:
         ("rows that came in", _number("rows_in_a_step")),
         ("bus time, ms", took("bus_ms")),
     ]
+    says_what_stays = all("kept_share" in row for row in result["rows"])
+    if says_what_stays:
+        columns.append(("rows that stay", _share("kept_share")))
     summary = result["summary"]
     text = (
         "Whole training steps; 500,000 rows a table, a cache of a tenth of the rows, and none under `host`. Ids are Criteo-like (1 % of the rows take 90 % of "
@@ -251,6 +254,7 @@ def _behind_gpu() -> list[str]:
         f"over the rate of a long copy ({summary['bus_in_bytes_per_s'] / 1e9:.0f} GB/s). With Criteo-like ids a cache reaches "
         f"{100 * summary['criteo_vs_device_min']:.0f} % of the throughput with all rows in GPU memory at least, and with u3 takes at most "
         f"{summary['u3_over_bus_time_max']:.1f} times the bus time."
+        + ("" if says_what_stays else " One cache trained on both, and kept for u3 what it had decided for Criteo-like ids.")
     )
     return [
         "## Rows in system memory, trained by a GPU",

@@ -21,6 +21,8 @@ PROGRAMS, BYTES_A_TURN, TURNS, WARPS = 24, 8192, 5, 8
 keep both directions of a bus busy. With more, launches beside these wait for memory up to three times longer."""
 MOST_ROWS, MOST_PROGRAMS = 256, 4096
 """Of a turn, and where no bus is in the way."""
+MOST_BYTES = 96 << 10
+"""That a program has under way at most, whatever the width of rows: GPUs have room for so much near their cores."""
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 
@@ -50,9 +52,10 @@ def swap_rows(
     block = triton.next_power_of_2(width)
     rows = max(1, min(MOST_ROWS, BYTES_A_TURN // (block * word)))
     programs = min(PROGRAMS if over_bus else MOST_PROGRAMS, triton.cdiv(max(num_in, num_out), rows))
+    turns = max(1, min(TURNS, MOST_BYTES // (2 * rows * block * word)))
     _swap[(programs,)](
         fast.view(_WORDS[word]), behind.view(_WORDS[word]), in_rows, in_places, out_rows, out_places, num_in, num_out,
-        max(num_in, num_out), WIDTH=width, D=block, R=rows, STAGES=TURNS, num_warps=WARPS,
+        max(num_in, num_out), WIDTH=width, D=block, R=rows, STAGES=turns, num_warps=WARPS,
     )  # fmt: skip
 
 

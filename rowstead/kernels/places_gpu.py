@@ -238,29 +238,25 @@ def send_away(
     going: Tensor,
     counts: Tensor,
     place_of: Tensor,
-    row_in: Tensor,
-    used: Tensor,
     heat: Tensor,
     uses: Tensor,
     rows: Tensor,
     places: Tensor,
-    *,
-    num_lent: int,
 ) -> None:
     """Take the rows of the map `going` out of their places, and list both in `rows` and `places`, int64 [n].
 
-    uses uint8 [N] has what `heat` is for rows without a place; counts as `count_bits` filled it. The first `num_lent` places get
-    other rows at once (`settle`), so that nothing is said of those here.
+    uses uint8 [N] has what `heat` is for rows without a place; counts as `count_bits` filled it. The places get other rows at once
+    (`settle`), so that nothing is said of them here.
     """
     blocks = word_blocks(going.numel())
     _send_away[(blocks,)](
-        going, counts, place_of, row_in, used, heat, uses, rows, places, num_lent, going.numel(), _word_chunks(going.numel()),
+        going, counts, place_of, heat, uses, rows, places, going.numel(), _word_chunks(going.numel()),
         BLOCK=WORDS, BLOCKS=triton.next_power_of_2(blocks), num_warps=_warps(),
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_lent"])
-def _send_away(going, counts, place_of, row_in, used, heat, uses, rows, places, num_lent, num_words, chunks, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+@triton.jit
+def _send_away(going, counts, place_of, heat, uses, rows, places, num_words, chunks, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
     begin = _bits_before(counts, BLOCKS)
     for chunk in range(chunks):
         at = (tl.program_id(0).to(tl.int64) * chunks + chunk) * BLOCK + tl.arange(0, BLOCK)
@@ -275,9 +271,6 @@ def _send_away(going, counts, place_of, row_in, used, heat, uses, rows, places, 
             tl.store(places + into, place, mask=is_row)
             tl.store(place_of + row, tl.full((BLOCK,), -1, tl.int32), mask=is_row)
             tl.store(uses + row, tl.load(heat + place, mask=is_row, other=0), mask=is_row)
-            is_free = is_row & (into >= num_lent)
-            tl.store(used + place, tl.full((BLOCK,), -1, tl.int32), mask=is_free)
-            tl.store(row_in + place, tl.full((BLOCK,), -1, tl.int64), mask=is_free)
             word = word & (word - 1)
             into += 1
             turns -= 1

@@ -157,12 +157,12 @@ def _merged(draws: Sequence[Draws]) -> list[Draws]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _missing(draws: tuple[Draws, ...], num_places: float, counted: float, num_kept: int) -> float:
+def _missing(draws: tuple[Draws, ...], num_places: float, counted: float, sets_kept: int) -> float:
     counts, used = _rows(draws)
     if not len(counts):
         return 0.0
     left = np.log1p(-used)
-    lapsed = np.exp(num_kept * left)  # not in one of the last batches
+    lapsed = np.exp(sets_kept * left)  # not in one of the last batches
 
     def kept(chance: Array) -> float:
         return float((counts * (1 - (1 - chance) * lapsed)).sum())

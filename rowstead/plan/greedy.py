@@ -41,7 +41,7 @@ SEGMENTS_BYTES, SEGMENTS_SHARE = 27 << 20, 0.42
 PLACE_BYTES, GPU_PLACE_BYTES = 20, 22
 """A place, besides its row: which row it holds, and when that was used; on a GPU also how often."""
 BATCHES_UNDER_WAY, ROOM = 3, 1.25
-"""Batches whose rows are in fast memory at once: one is trained on, two are brought in. And the room for them over what they need."""
+"""Batches whose rows are in fast memory at once: one is trained on, at most two are brought in. And the room for them over what they need."""
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 STATES = {"sgd": 0, "rowwise_adagrad": 0, "adagrad": 1, "adam": 2}
 """Numbers that an optimizer keeps for each of a row; row-wise Adagrad keeps one for the whole row."""

@@ -43,7 +43,7 @@ SETS_UNDER_WAY = AHEAD + 1
 LIKE = 1.25
 """How many times as many ids as another a batch may have and still be like it."""
 IDS_ASIDE = {"cpu": 1 << 14, "cuda": 1 << 20}
-"""About how many ids a look-up that trains nothing may take at a time at least, by the device."""
+"""About how many ids a look-up that trains nothing takes at a time, by the device, where no more places are free."""
 
 BackingFor = Callable[[Group], Backing]
 
@@ -275,7 +275,7 @@ class CachedStore(nn.Module):
     @torch.no_grad()
     def _lookup_aside(self, sparse: Sparse) -> Tensor:
         """A look-up that leaves the places as they are: rows that have none are lent one for its duration."""
-        at_a_time = max(IDS_ASIDE[self._device.type], sum(places.capacity for places in self._places) // 4)
+        at_a_time = max(IDS_ASIDE[self._device.type], sum(places.capacity - places.num_kept for places in self._places))
         num_parts = max(1, min(sparse.num_samples, -(-sparse.ids.numel() // at_a_time)))
         if num_parts > 1:
             borders = [sparse.num_samples * part // num_parts for part in range(num_parts + 1)]
@@ -299,7 +299,7 @@ class CachedStore(nn.Module):
         for place, names in enumerate(self._names.by_group(rows)):
             places = self._places[place]
             missing = places.missing(names)
-            borrowed = places.lend(missing.numel())
+            borrowed = places.lend(missing.numel(), is_aside=True)
             places.place_of[missing] = borrowed.int()
             self._make_room()
             none = missing[:0]

@@ -98,13 +98,20 @@ class Places:
         uses = self._uses[rows]
         self._uses[rows] = uses + (uses < MOST_USES)
 
-    def lend(self, count: int) -> Tensor:
-        """So many free places, int64 [count]; those of rows that were sent away last come first."""
+    def lend(self, count: int, *, is_aside: bool = False) -> Tensor:
+        """So many free places, int64 [count]; those of rows that were sent away last come first.
+
+        `is_aside` if they are given back soon: then there is less room to spare.
+        """
         short = count - self._free.numel()
         if short > 0:
-            self._grow(int((self.capacity + short) * GROWTH))
+            self._grow(self._room(short, is_aside=is_aside))
         taken, self._free = self._free[:count], self._free[count:]
         return taken
+
+    def _room(self, short: int, *, is_aside: bool) -> int:
+        """Places that there are once so many more were needed."""
+        return self.capacity + int(GROWTH * short) if is_aside else int((self.capacity + short) * GROWTH)
 
     def give_back(self, places: Tensor) -> None:
         """Places that were lent, and never belonged to a row, are free again."""

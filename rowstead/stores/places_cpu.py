@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rowstead.kernels.cache_cpu import mark_rows, send_away
-from rowstead.stores.places import GROWTH, HALF_LIFE, Moves, Places
+from rowstead.stores.places import HALF_LIFE, Moves, Places
 
 
 class CompiledPlaces(Places):
@@ -47,11 +47,11 @@ class CompiledPlaces(Places):
         count = mark_rows(*arrays, -1 if number is None else number, found)
         return torch.from_numpy(np.sort(found[:count]))
 
-    def lend(self, count: int) -> Tensor:
+    def lend(self, count: int, *, is_aside: bool = False) -> Tensor:
         short = count - len(self._free_places)
         if short > 0:
             before = self.capacity
-            self._grow(int((self.capacity + short) * GROWTH))
+            self._grow(self._room(short, is_aside=is_aside))
             self._free_places = np.concatenate([self._free_places, np.arange(before, self.capacity)])
         lent, self._free_places = self._free_places[:count], self._free_places[count:]
         return torch.from_numpy(lent)

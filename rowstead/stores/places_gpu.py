@@ -65,6 +65,7 @@ class LaunchedPlaces(Places):
         there.tally(self._used, self._heat, self._seen, self._bins, bins, may_go, tag=self._tag, number=number, oldest=oldest)
         num_in, num_may_go = self._sums[there.BINS : there.BINS + 2].tolist()
         num_out = min(max(0, self._num_taken + num_in - self.num_kept), num_may_go)
+        assert num_out <= num_in, "as many rows have places as may stay"
         device = self.place_of.device
         in_rows, out_rows, out_places = (
             torch.empty(count, dtype=torch.int64, device=device) for count in (num_in, num_out, num_out)
@@ -73,8 +74,7 @@ class LaunchedPlaces(Places):
             there.choose(self._used, self._heat, self._row_in, self._bins, bins, self._going, count=num_out, oldest=oldest)
             there.count_bits(self._going, self._going_counts, going)
             there.send_away(
-                self._going, self._going_counts, self.place_of, self._row_in, self._used, self._heat, self._uses,
-                out_rows, out_places, num_lent=num_in,
+                self._going, self._going_counts, self.place_of, self._heat, self._uses, out_rows, out_places,
             )  # fmt: skip
             self._free = torch.cat([out_places, self._free])
         in_places = self.lend(num_in)

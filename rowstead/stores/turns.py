@@ -31,6 +31,10 @@ class Coming:
     sparse: Sparse
     """With ids that are rows."""
     number: int
+    set_size: int
+    """Batches that are brought in at once if it is the first of them, as was decided when it was announced."""
+    ahead: int
+    """Such sets that are brought in while the one before them is trained on; decided then, too."""
     copied: Any = None
     """CUDA's event after which the batch itself is there."""
     here: Sparse | None = None
@@ -63,10 +67,8 @@ class Turns:
         self._cache = weakref.ref(cache)
         self._changed = threading.Condition()
         """Guards all below."""
-        self.set_size = 1
-        """Batches that are brought in at once."""
-        self.ahead = AHEAD
-        """Sets that are brought in while the one before them is trained on."""
+        self.set_size, self.ahead = 1, AHEAD
+        """Of batches that are announced from now on."""
         self.current: Coming | None = None
         """The batch that whoever trains is in."""
         self._coming: deque[Coming] = deque()
@@ -185,7 +187,7 @@ class Turns:
 
     def _numbered(self, sparse: Sparse, copied: Any) -> Coming:
         self._num_announced += 1
-        return Coming(sparse, self._num_announced - 1, copied)
+        return Coming(sparse, self._num_announced - 1, self.set_size, self.ahead, copied)
 
     def _wait_until(self, happened: Callable[[], bool]) -> None:
         """Wait, and make room meanwhile if that is what the other threads wait for."""
@@ -207,16 +209,17 @@ class Turns:
         """Whether there is a set to plan, all conditions counted."""
         if not self._waiting or self._is_held or self._num_moving == AHEAD:
             return False
-        if self._num_left < self._waiting[0].number - self.ahead * self.set_size:
+        first = self._waiting[0]
+        if self._num_left < first.number - first.ahead * first.set_size:
             return False
         # A set is whole unless no more batches are coming: what is where shall not depend on which thread is quicker.
-        is_last = self._wanted is not None and self._wanted.number >= self._waiting[0].number
-        return len(self._waiting) >= self.set_size or is_last
+        is_last = self._wanted is not None and self._wanted.number >= first.number
+        return len(self._waiting) >= first.set_size or is_last
 
     def next_set(self) -> list[Coming]:
         """Batches to plan now."""
         self._num_moving += 1
-        return [self._waiting.popleft() for _ in range(min(self.set_size, len(self._waiting)))]
+        return [self._waiting.popleft() for _ in range(min(self._waiting[0].set_size, len(self._waiting)))]
 
     def plan_next(self, some: Sequence[Coming], mover: ThreadPoolExecutor) -> None:
         """Plan a set of batches, and leave the rest to the other thread."""
@@ -235,8 +238,8 @@ class Turns:
                 raise self._failed
             # All before it have left. Others may have meanwhile, but what is where shall not depend on which thread is quicker,
             # and rows move while a GPU is busy with those others.
-            # Sets may be smaller by now than when this one was begun: what has not left stays in any case.
-            oldest = max(0, min(some[0].number - self.ahead * self.set_size, self._num_left))
+            # What has not left stays in any case.
+            oldest = max(0, min(some[0].number - some[0].ahead * some[0].set_size, self._num_left))
             left = next((event for number, event in self._left if number >= oldest - 1), None)
         return cache.plan_rows(some, oldest, left)
 

@@ -254,8 +254,9 @@ def _fill(target: Batch, batch: Batch) -> None:
     for into, values in pairs:
         if into is None or values is None or not values.numel():
             continue
-        if into.dtype == values.dtype and values.element_size() % 4 == 0 and values.is_contiguous():
+        if into.dtype == values.dtype and values.element_size() % 4 == 0 and into.is_contiguous() and values.is_contiguous():
             alike.append((into.view(torch.int32), values.view(torch.int32)))
         else:
             into.copy_(values)
-    torch._foreach_copy_([into for into, _ in alike], [values for _, values in alike])
+    if alike:
+        torch._foreach_copy_([into for into, _ in alike], [values for _, values in alike])

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 triton = pytest.importorskip("triton")
 
+from rowstead.kernels import cache_gpu  # noqa: E402
 from rowstead.kernels.cache_gpu import name_rows, swap_rows, swap_rows_plainly  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -16,10 +17,15 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
 @settings(max_examples=25, deadline=None)
-@given(data=st.data(), dtype=st.sampled_from(DTYPES), width=st.sampled_from([1, 3, 4, 64, 100]))
-def test_rows_swap_places_as_in_plain_torch(data: st.DataObject, dtype: torch.dtype, width: int) -> None:
-    num_rows, num_places = 40, 20
-    num_in, num_out = data.draw(st.integers(0, 12)), data.draw(st.integers(0, 12))
+@given(
+    data=st.data(), dtype=st.sampled_from(DTYPES), width=st.sampled_from([1, 3, 4, 64, 100]),
+    rows_a_turn=st.sampled_from([1, 4, 256]), over_bus=st.booleans(),
+)  # fmt: skip
+def test_rows_swap_places_as_in_plain_torch(
+    data: st.DataObject, dtype: torch.dtype, width: int, rows_a_turn: int, over_bus: bool
+) -> None:
+    num_rows, num_places = (4000, 2000) if DEVICE == "cuda" else (80, 40)
+    num_in, num_out = (data.draw(st.integers(0, num_places * 3 // 4)) for _ in range(2))
     draws = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
     rows, places = torch.randperm(num_rows, generator=draws), torch.randperm(num_places, generator=draws)
     moves = [
@@ -33,7 +39,10 @@ def test_rows_swap_places_as_in_plain_torch(data: st.DataObject, dtype: torch.dt
     wanted = fast.clone(), behind.clone()
     swap_rows_plainly([wanted[0]], [wanted[1]], *moves)
     ours = fast.to(DEVICE), behind.to(DEVICE)
-    swap_rows(*ours, *(move.to(DEVICE) for move in moves))
+    with pytest.MonkeyPatch.context() as patched:  # so that programs take many turns
+        patched.setattr(cache_gpu, "MOST_ROWS", rows_a_turn)
+        patched.setattr(cache_gpu, "PROGRAMS", 2)
+        swap_rows(*ours, *(move.to(DEVICE) for move in moves), over_bus=over_bus)
     assert torch.equal(ours[0].cpu(), wanted[0])
     assert torch.equal(ours[1].cpu(), wanted[1])
 

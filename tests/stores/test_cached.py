@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import threading
@@ -276,6 +277,29 @@ def test_the_threads_of_a_store_end_with_it() -> None:
     gc.collect()
     thread.join(timeout=30)
     assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_what_stays_was_decided_when_a_batch_was_announced_whenever_it_is_planned(is_late: bool) -> None:
+    layout, seen = small_layout(), []
+    store = cached(layout, SparseOptimizerSpec(kind="sgd"), torch.float64, places=2)
+    turns, plan = store._turns, store.plan_rows
+
+    def plan_rows(some: Any, oldest: int, left: Any) -> Any:
+        seen.append((some[0].number, oldest))
+        return plan(some, oldest, left)
+
+    store.plan_rows = plan_rows  # type: ignore[method-assign]
+    batches = [sparse_of(layout, seed) for seed in range(6)]
+    for step, batch in enumerate(batches, 1):
+        if step == 5:
+            with turns.hold() if is_late else contextlib.nullcontext():  # nothing is planned meanwhile
+                turns.ahead = 1
+                store.prefetch(batch)
+                turns.ahead = 2
+                store.prefetch(batches[5])
+        store.update(batch, store.lookup(batch) + 1, lr=0.1, step=step)
+    assert seen[4:] == [(4, 3), (5, 3)]
 
 
 def test_rows_that_announced_batches_need_stay_when_sets_become_smaller(monkeypatch: pytest.MonkeyPatch) -> None:

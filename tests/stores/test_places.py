@@ -103,6 +103,23 @@ def test_rows_that_are_used_often_outlast_those_used_once(make: Callable[[int, i
             assert moves.in_rows.min() >= 1000, "a hot row had been sent away"
 
 
+@pytest.mark.parametrize("make", [CompiledPlaces, plain, pytest.param(launched, marks=[needs_triton])])
+def test_as_many_rows_stay_as_were_under_way_at_once_and_a_quarter_more(make: Callable[[int, int], Places]) -> None:
+    places = make(400, 10)
+
+    def wants(number: int, first: int, last: int) -> None:
+        places.plan(torch.arange(first, last, device=places.place_of.device), number, oldest=number)
+
+    wants(0, 0, 8)
+    assert (places.num_kept, len(places.taken()[0])) == (10, 8)
+    wants(1, 100, 140)  # 40 at once
+    assert places.num_kept == int(GROWTH * 40)
+    places.give_back(places.lend(30, is_aside=True))
+    for number in range(2, 8):
+        wants(number, 200 + 8 * number, 208 + 8 * number)
+    assert places.num_kept == len(places.taken()[0]) == int(GROWTH * 40)
+
+
 @needs_triton
 def test_the_same_batches_lead_to_the_same_places() -> None:
     draws = torch.Generator().manual_seed(1)
