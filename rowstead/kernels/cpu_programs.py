@@ -17,7 +17,7 @@ from rowstead.kernels.memory import item, prefetch, take
 from rowstead.kernels.rounding import rounded, row_noise
 from rowstead.kernels.vectors import bytes_of, cast, load, num_lanes, root, spread, store, total, zeros
 
-AHEAD = 16
+AHEAD = 32
 """Ids by which rows are asked for before they are used."""
 LINE = 64
 """Bytes that the processor fetches at once."""

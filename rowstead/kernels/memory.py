@@ -72,15 +72,18 @@ def lowest_bit(typingctx, word):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def prefetch(typingctx, address):  # type: ignore[no-untyped-def]
-    """Ask for the cache line at an int64 address, which need not be valid, and go on."""
+    """Ask for the cache line at an int64 address, which need not be valid, and go on.
+
+    It comes to the second cache: the first can wait for few lines at a time, and is near enough to the second.
+    """
 
     def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
         int32 = ir.IntType(32)
         function = builder.module.declare_intrinsic(
             "llvm.prefetch", [cgutils.voidptr_t], ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, int32, int32, int32])
         )
-        read, keep, data_cache = int32(0), int32(3), int32(1)
-        builder.call(function, [builder.inttoptr(args[0], cgutils.voidptr_t), read, keep, data_cache])
+        read, second_cache, data_cache = int32(0), int32(2), int32(1)
+        builder.call(function, [builder.inttoptr(args[0], cgutils.voidptr_t), read, second_cache, data_cache])
         return context.get_dummy_value()
 
     return types.void(types.int64), codegen

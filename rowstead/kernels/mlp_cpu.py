@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-MANY_WEIGHTS = 1 << 21
-"""From how many weights on their gradient is oneDNN's product too; below, torch's is as fast or faster."""
+FEW_WEIGHTS, MANY_WEIGHTS = 1 << 18, 1 << 21
+"""Layers with fewer weights are torch's, since a call of oneDNN takes longer to begin; from how many weights on their gradient is
+oneDNN's product too: below, torch's is as fast or faster."""
 
 
 def takes(x: Tensor) -> bool:
@@ -31,10 +31,11 @@ def _has_product() -> bool:
 
 def linear(x: Tensor, layer: nn.Linear, *, relu: bool) -> Tensor:
     """What a layer makes of x [B, in width], and of that ReLU."""
-    if layer.out_features == 1:
-        out = functional.linear(x, layer.weight, layer.bias)
-        return out.relu() if relu else out
-    found: Tensor = _Linear.apply(x, layer.weight, layer.bias, relu)
+    weight, bias = layer.weight, layer.bias
+    if weight.numel() < FEW_WEIGHTS:
+        out = functional.linear(x, weight, bias)
+        return out.relu_() if relu else out  # nobody else reads what a linear layer gives
+    found: Tensor = _Linear.apply(x, weight, bias, relu)
     return found
 
 
@@ -48,11 +49,10 @@ class _Linear(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, out = ctx.saved_tensors
         if out is not None:
-            grad = torch.ops.aten.threshold_backward(grad, out, 0)
+            grad = torch.ops.aten.threshold_backward.default(grad, out, 0)
         of_x = _product(grad, weight.t()) if ctx.needs_input_grad[0] else None
         of_weight = _product(grad.t(), x.t()) if weight.numel() >= MANY_WEIGHTS else grad.t() @ x
         return of_x, of_weight, grad.sum(0), None
@@ -60,5 +60,5 @@ class _Linear(torch.autograd.Function):
 
 def _product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """a [n, k] times b [m, k] transposed, and a bias [m] if there is one."""
-    found: Tensor = torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
+    found: Tensor = torch.ops.mkldnn._linear_pointwise.default(a, b, bias, "none", [], "")
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -12,6 +12,12 @@ from rowstead.kernels import mlp_cpu
 from rowstead.model.layers import MLP
 
 pytestmark = pytest.mark.skipif(not mlp_cpu.takes(torch.ones(1, 1)), reason="needs oneDNN")
+
+
+@pytest.fixture(autouse=True, params=["small layers too", "large layers"])
+def layers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "small layers too":
+        monkeypatch.setattr(mlp_cpu, "FEW_WEIGHTS", 1)
 
 
 def outcome(mlp: MLP, x: Tensor, *, plain: bool) -> list[Tensor]:
@@ -24,7 +30,7 @@ def outcome(mlp: MLP, x: Tensor, *, plain: bool) -> list[Tensor]:
     return [part.detach().clone() for part in (out, *grads, given.grad) if part is not None]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     num_samples=st.integers(1, 40),
     in_width=st.integers(1, 70),
@@ -79,6 +85,6 @@ def test_autocast_has_its_own_products() -> None:
 
 
 def test_the_same_input_gives_the_same_bits() -> None:
-    mlp, x = MLP(300, (257, 64), last_relu=True), torch.randn(200, 300, requires_grad=True)
+    mlp, x = MLP(700, (500, 64), last_relu=True), torch.randn(200, 700, requires_grad=True)
     first, *others = (outcome(mlp, x, plain=False) for _ in range(4))
     assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
