@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
-PICTURES = ROOT / "docs" / "pictures"
+from docs import tables
+from docs.tables import Column, Row
 
-Row = Mapping[str, Any]
-Column = tuple[str, Callable[[Row], str]]
+PICTURES = Path(__file__).parent / "pictures"
 
 
 def performance_page(note: str) -> str:
@@ -63,95 +60,32 @@ python -m benchmarks.growth --device cpu --save
 With a CUDA GPU, and FBGEMM for it, say `--device cuda`. `--quick` gives a first look, `--save` keeps the result under `benchmarks/results/`."""
 
 
-def _latest(benchmark: str, device: str) -> dict[str, Any] | None:
-    files = sorted(RESULTS.glob(f"{benchmark}-{device}-*.json"))
-    result: dict[str, Any] | None = json.loads(files[-1].read_text()) if files else None
-    return result
-
-
-def _of_each_machine(benchmark: str, device: str) -> list[dict[str, Any]]:
-    """The last result of each processor or GPU, the newest first."""
-    found: dict[str, dict[str, Any]] = {}
-    for file in sorted(RESULTS.glob(f"{benchmark}-{device}-*.json")):
-        result = json.loads(file.read_text())
-        name = result["machine"].get("gpu", result["machine"]["cpu"])
-        found.pop(name, None)
-        found[name] = result
-    return list(reversed(found.values()))
-
-
-def _where(result: Mapping[str, Any], benchmark: str, device: str | None = None) -> str:
-    """The command that measured a result, and what it ran on; some commands know of one device alone."""
-    machine, versions = result["machine"], result["versions"]
-    name = machine.get("gpu", f"{machine['num_cores']} cores of {machine['cpu']}")
-    used = ", ".join(f"{package} {version}" for package, version in versions.items() if package != "python")
-    command = f"python -m benchmarks.{benchmark}" + (f" --device {device}" if device else "")
-    return f"`{command} --json` on {name}, {result['date']} ({used}):"
-
-
-def _table(columns: Sequence[Column], rows: Sequence[Row]) -> str:
-    lines = ["| " + " | ".join(title for title, _ in columns) + " |", "|" + "---|" * len(columns)]
-    lines += ["| " + " | ".join(value(row) for _, value in columns) + " |" for row in rows]
-    return "\n".join(lines)
-
-
-def _word(key: str) -> Callable[[Row], str]:
-    return lambda row: str(row[key])
-
-
-def _number(
-    key: str, form: str = ",.0f", *, times: float = 1.0, unit: str = "", may_lack: bool = False
-) -> Callable[[Row], str]:
-    """A figure of a row as text; nothing where the row lacks it and may."""
-    return lambda row: "" if may_lack and key not in row else f"{times * row[key]:{form}}{unit}"
-
-
-def _share(key: str, *, may_lack: bool = False) -> Callable[[Row], str]:
-    return _number(key, ".0f", times=100, unit=" %", may_lack=may_lack)
-
-
-def _model(row: Row) -> str:
-    return f"{row['shape'].split()[0]}, {row['batch_size']:,}"
-
-
-def _ms(*keys: str) -> Callable[[Row], str]:
-    return lambda row: " / ".join(f"{row[key]:.3g}" if row[key] < 100 else f"{row[key]:.0f}" for key in keys)
-
-
-def _ratios(summary: Mapping[str, float], names: Mapping[str, str]) -> str:
-    lines = []
-    for key, text in names.items():
-        if f"{key}_geomean" in summary:
-            lines.append(f"- {text}: {summary[f'{key}_geomean']:.2f} in geometric mean, {summary[f'{key}_min']:.2f} at least")
-    return "\n".join(lines)
-
-
 _AS_CALLED = """Each side is called as its training loop calls it: ours copies ids into memory of its own and replays a CUDA graph,
 as the steps of `rowstead train` do, and FBGEMM is called eagerly, as TorchRec does. The other columns have both in the same way."""
 
 
 def _embedding(device: str) -> list[str]:
-    parts = [part for result in _of_each_machine("embedding", device) for part in _embedding_on(result, device)]
+    parts = [part for result in tables.of_each_machine("embedding", device) for part in _embedding_on(result, device)]
     return ["### Embedding look-up and update", *parts] if parts else []
 
 
 def _embedding_on(result: Mapping[str, Any], device: str) -> list[str]:
     """What one machine measured."""
     columns: list[Column] = [
-        ("shape", _word("shape")),
-        ("ours: look-up / + update, ms", _ms("rowstead_lookup_ms", "rowstead_both_ms")),
-        ("FBGEMM", _ms("fbgemm_lookup_ms", "fbgemm_both_ms")),
-        ("nn.EmbeddingBag + SGD", _ms("torch_lookup_ms", "torch_both_ms")),
+        ("shape", tables.word("shape")),
+        ("ours: look-up / + update, ms", tables.ms("rowstead_lookup_ms", "rowstead_both_ms")),
+        ("FBGEMM", tables.ms("fbgemm_lookup_ms", "fbgemm_both_ms")),
+        ("nn.EmbeddingBag + SGD", tables.ms("torch_lookup_ms", "torch_both_ms")),
     ]
     if device == "cuda":
         columns += [
-            ("ours, eager", _ms("rowstead_eager_lookup_ms", "rowstead_eager_both_ms")),
-            ("FBGEMM in a graph", _ms("fbgemm_graph_lookup_ms", "fbgemm_graph_both_ms")),
-            ("ours, GPU's time alone", _ms("rowstead_lookup_device_ms", "rowstead_both_device_ms")),
-            ("FBGEMM, GPU's time alone", _ms("fbgemm_lookup_device_ms", "fbgemm_both_device_ms")),
+            ("ours, eager", tables.ms("rowstead_eager_lookup_ms", "rowstead_eager_both_ms")),
+            ("FBGEMM in a graph", tables.ms("fbgemm_graph_lookup_ms", "fbgemm_graph_both_ms")),
+            ("ours, GPU's time alone", tables.ms("rowstead_lookup_device_ms", "rowstead_both_device_ms")),
+            ("FBGEMM, GPU's time alone", tables.ms("fbgemm_lookup_device_ms", "fbgemm_both_device_ms")),
         ]
-    columns.append(("look-up's share of the floor", _share("share_of_bandwidth_lookup")))
-    ratios = _ratios(
+    columns.append(("look-up's share of the floor", tables.share("share_of_bandwidth_lookup")))
+    ratios = tables.ratios(
         result["summary"],
         {
             "lookup_vs_fbgemm": "Look-up against FBGEMM",
@@ -166,11 +100,11 @@ def _embedding_on(result: Mapping[str, Any], device: str) -> list[str]:
         },
     )
     explained = [_AS_CALLED] if device == "cuda" else []
-    return [_where(result, "embedding", device), *explained, _table(columns, result["rows"]), ratios]
+    return [tables.where(result, "embedding", device), *explained, tables.table(columns, result["rows"]), ratios]
 
 
 def _step(device: str) -> list[str]:
-    parts = [part for result in _of_each_machine("step", device) for part in _step_on(result, device)]
+    parts = [part for result in tables.of_each_machine("step", device) for part in _step_on(result, device)]
     return ["### A whole training step", *parts] if parts else []
 
 
@@ -180,18 +114,18 @@ def _step_on(result: Mapping[str, Any], device: str) -> list[str]:
     peers["torch"] = "nn.EmbeddingBag + SGD"
     rows = [row for row in result["rows"] if "fbgemm_ms" in row]
     columns: list[Column] = [
-        ("model and batch", _model),
-        ("ours, ms", _ms("rowstead_ms")),
-        *((title, _ms(f"{peer}_ms")) for peer, title in peers.items() if f"{peer}_ms" in rows[0]),
-        ("ours, samples/s", _number("samples_per_s")),
-        ("share of the roofline", _share("share_of_roofline")),
+        ("model and batch", tables.model),
+        ("ours, ms", tables.ms("rowstead_ms")),
+        *((title, tables.ms(f"{peer}_ms")) for peer, title in peers.items() if f"{peer}_ms" in rows[0]),
+        ("ours, samples/s", tables.number("samples_per_s")),
+        ("share of the roofline", tables.share("share_of_roofline")),
     ]
     if "joules_per_1000_samples" in rows[0]:
         joules = ("joules_per_1000_samples", "fbgemm_joules_per_1000_samples")
-        columns.append(("joules for 1,000 samples: ours / FBGEMM", _ms(*joules)))
+        columns.append(("joules for 1,000 samples: ours / FBGEMM", tables.ms(*joules)))
     summary = result["summary"]
     ratios = [
-        _ratios(summary, {"step_vs_fbgemm": "Against FBGEMM", "step_vs_torch": "Against nn.EmbeddingBag with SGD"}),
+        tables.ratios(summary, {"step_vs_fbgemm": "Against FBGEMM", "step_vs_torch": "Against nn.EmbeddingBag with SGD"}),
     ]
     if "step_vs_fbgemm_large_batch_geomean" in summary:
         ratios.append(
@@ -203,50 +137,50 @@ def _step_on(result: Mapping[str, Any], device: str) -> list[str]:
     others = [row for row in result["rows"] if "fbgemm_ms" not in row]
     low = "; ".join(f"{row['shape']} {row['rowstead_ms']:.0f} ms" for row in others)
     tail = [f"Ours under `train.precision: bf16`: {low}."] if others else []
-    return [_where(result, "step", device), _table(columns, rows), "\n".join(ratios), *tail]
+    return [tables.where(result, "step", device), tables.table(columns, rows), "\n".join(ratios), *tail]
 
 
 def _reach(device: str) -> list[str]:
     """How much of the step's speed training from files has; nothing before it was measured."""
-    result = _latest("reach", device)
+    result = tables.latest("reach", device)
     if result is None:
         return []
     columns: list[Column] = [
-        ("model and batch", _model),
-        ("`rowstead train`, samples/s", _number("train_samples_per_s")),
-        ("the step alone", _number("step_samples_per_s")),
-        ("share", _share("share_of_step")),
+        ("model and batch", tables.model),
+        ("`rowstead train`, samples/s", tables.number("train_samples_per_s")),
+        ("the step alone", tables.number("step_samples_per_s")),
+        ("share", tables.share("share_of_step")),
         ("reading held it up", lambda row: f"{100 * row['reading_held_up_share']:.0f} % of the time"),
         ("cores that read", lambda row: f"{row['reader_cores_used']:.1f} of {row['num_cores']}"),
-        ("would be enough", _number("reader_cores_needed", ".1f")),
+        ("would be enough", tables.number("reader_cores_needed", ".1f")),
     ]
     told = [f"> {row['told']}" for row in result["rows"] if row["told"]]
     said = ["At the end of these runs it said:", "\n>\n".join(told)] if told else []
-    return [_where(result, "reach", device), _table(columns, result["rows"]), *said]
+    return [tables.where(result, "reach", device), tables.table(columns, result["rows"]), *said]
 
 
 def _behind_gpu() -> list[str]:
     """Steps with rows in system memory, beside those with all rows in GPU memory and FBGEMM's; nothing before it was measured."""
-    result = _latest("cache", "cuda")
+    result = tables.latest("cache", "cuda")
     if result is None:
         return []
 
     def took(name: str) -> Callable[[Row], str]:
-        return _number(name, ".2f", may_lack=True)
+        return tables.number(name, ".2f", may_lack=True)
 
     columns: list[Column] = [
-        ("model, batch, ids", _word("shape")),
+        ("model, batch, ids", tables.word("shape")),
         ("`device`, ms", took("rowstead_device_ms")),
         ("`cached`, ms", took("rowstead_cached_ms")),
         ("`host`, ms", took("rowstead_host_ms")),
         ("FBGEMM's MANAGED_CACHING, ms", took("fbgemm_caching_ms")),
         ("FBGEMM's MANAGED, ms", took("fbgemm_managed_ms")),
-        ("rows that came in", _number("rows_in_a_step")),
+        ("rows that came in", tables.number("rows_in_a_step")),
         ("bus time, ms", took("bus_ms")),
     ]
     says_what_stays = all("kept_share" in row for row in result["rows"])
     if says_what_stays:
-        columns.append(("rows that stay", _share("kept_share")))
+        columns.append(("rows that stay", tables.share("kept_share")))
     summary = result["summary"]
     text = (
         "Whole training steps; 500,000 rows a table, a cache of a tenth of the rows, and none under `host`. Ids are Criteo-like (1 % of the rows take 90 % of "
@@ -259,23 +193,23 @@ def _behind_gpu() -> list[str]:
     return [
         "## Rows in system memory, trained by a GPU",
         text,
-        _where(result, "cache", "cuda"),
-        _table(columns, result["rows"]),
+        tables.where(result, "cache", "cuda"),
+        tables.table(columns, result["rows"]),
     ]
 
 
 def _on_ssd() -> list[str]:
     """How near rows on SSD come to what the disk allows; nothing before it was measured."""
-    result = _latest("cache", "cpu")
+    result = tables.latest("cache", "cpu")
     if result is None:
         return []
     columns: list[Column] = [
         ("work", lambda row: {"tables": "look-up + update", "step": "whole step"}[str(row["work"])]),
-        ("all rows in RAM, ms", _number("ram_ms", ".1f")),
-        ("rows that the cache misses", _number("misses_a_step")),
-        ("reading them, nothing else to do, ms", _number("disk_ms", ".1f")),
-        ("rows on SSD, ms", _number("ssd_ms", ".1f")),
-        ("of what is possible", _share("ssd_over_possible")),
+        ("all rows in RAM, ms", tables.number("ram_ms", ".1f")),
+        ("rows that the cache misses", tables.number("misses_a_step")),
+        ("reading them, nothing else to do, ms", tables.number("disk_ms", ".1f")),
+        ("rows on SSD, ms", tables.number("ssd_ms", ".1f")),
+        ("of what is possible", tables.share("ssd_over_possible")),
         (
             "MB written, and cleaned",
             lambda row: f"{row['bytes_written_a_step'] / 1e6:.1f}, {row['bytes_cleaned_a_step'] / 1e6:.1f}",
@@ -287,51 +221,51 @@ def _on_ssd() -> list[str]:
         "direct I/O, so the page cache hides nothing. Possible is the lesser of the rates of RAM and of random reads, both measured beside it. "
         "Files are cleaned once they are full; where 0 MB were cleaned, the file was not full yet."
     )
-    return ["## Rows on SSD", text, _where(result, "cache", "cpu"), _table(columns, result["rows"])]
+    return ["## Rows on SSD", text, tables.where(result, "cache", "cpu"), tables.table(columns, result["rows"])]
 
 
 def _sharded() -> list[str]:
     """What two processes send and how much of it is hidden; nothing before it was measured."""
-    result = _latest("sharded", "cpu")
+    result = tables.latest("sharded", "cpu")
     if result is None:
         return []
     columns: list[Column] = [
-        ("sharding", _word("sharding")),
-        ("MB on the wire for a step", _number("wire_bytes_per_step", ".2f", times=1e-6)),
-        ("over the least possible", _number("wire_bytes_over_least", ".4f")),
-        ("by the loopback interface", _number("loopback_bytes_per_step", ".2f", times=1e-6)),
-        ("hidden share", _share("communication_hidden_share")),
-        ("samples/s", _number("samples_per_s")),
+        ("sharding", tables.word("sharding")),
+        ("MB on the wire for a step", tables.number("wire_bytes_per_step", ".2f", times=1e-6)),
+        ("over the least possible", tables.number("wire_bytes_over_least", ".4f")),
+        ("by the loopback interface", tables.number("loopback_bytes_per_step", ".2f", times=1e-6)),
+        ("hidden share", tables.share("communication_hidden_share")),
+        ("samples/s", tables.number("samples_per_s")),
     ]
     text = "Two processes, gloo over the loopback interface; [Several processes](distributed.md) has the formula of the least possible."
-    return ["## Several processes", text, _where(result, "sharded"), _table(columns, result["rows"])]
+    return ["## Several processes", text, tables.where(result, "sharded"), tables.table(columns, result["rows"])]
 
 
 def _fleet() -> list[str]:
     """What rows in another process cost, what a fleet costs, and Hogwild's second thread; nothing that was not measured."""
     parts: list[str] = []
-    if (result := _latest("exchange", "cpu")) is not None:
+    if (result := tables.latest("exchange", "cpu")) is not None:
         columns: list[Column] = [
-            ("tables and batch", _word("shape")),
-            ("remote, ms", _number("remote_s", ".2f", times=1e3)),
-            ("kernels here, ms", _number("kernel_s", ".2f", times=1e3)),
-            ("bare echo, ms", _number("echo_s", ".2f", times=1e3)),
-            ("remote over both", _number("over_kernel_plus_echo", ".2f")),
-            ("one right after another", _number("in_a_row_over_kernel_plus_echo", ".2f")),
+            ("tables and batch", tables.word("shape")),
+            ("remote, ms", tables.number("remote_s", ".2f", times=1e3)),
+            ("kernels here, ms", tables.number("kernel_s", ".2f", times=1e3)),
+            ("bare echo, ms", tables.number("echo_s", ".2f", times=1e3)),
+            ("remote over both", tables.number("over_kernel_plus_echo", ".2f")),
+            ("one right after another", tables.number("in_a_row_over_kernel_plus_echo", ".2f")),
             ("look-up p50, p99, ms", lambda row: f"{1e3 * row['latency_p50_s']:.2f}, {1e3 * row['latency_p99_s']:.2f}"),
-            ("MB on the wire", _number("bytes_per_step", ".2f", times=1e-6)),
+            ("MB on the wire", tables.number("bytes_per_step", ".2f", times=1e-6)),
         ]
         text = (
             "Look-up and update of a batch with rows in sparse servers, against our kernels in one process plus a bare ZeroMQ echo of the same bytes: "
             "each by itself, after other memory has gone through the caches, as in a step; and as a ratio also one right after another."
         )
-        parts += [text, _where(result, "exchange"), _table(columns, result["rows"])]
-    if (result := _latest("fleet", "cpu")) is not None:
+        parts += [text, tables.where(result, "exchange"), tables.table(columns, result["rows"])]
+    if (result := tables.latest("fleet", "cpu")) is not None:
         summary = result["summary"]
         columns = [
-            ("who", _word("who")),
-            ("CPU s for 1,000 samples", _number("cpu_s_per_1000_samples", ".3f")),
-            ("samples/s", _number("samples_per_s")),
+            ("who", tables.word("who")),
+            ("CPU s for 1,000 samples", tables.number("cpu_s_per_1000_samples", ".3f")),
+            ("samples/s", tables.number("samples_per_s")),
         ]
         rows = [row for row in result["rows"] if "cpu_s_per_1000_samples" in row]
         text = (
@@ -339,44 +273,44 @@ def _fleet() -> list[str]:
             f"cores. The fleet uses {summary['cpu_s_per_1000_samples_over_one_process']:.2f} times the processor time of one process; its trainers wait for batches for "
             f"{100 * summary['trainers_wait_share']:.1f} % of the time, and find one ready {100 * summary['queue_nonempty_share']:.1f} % of the times that they want one."
         )
-        parts += [text, _where(result, "fleet", "cpu"), _table(columns, rows)]
-    if (result := _latest("fleet", "cuda")) is not None:
+        parts += [text, tables.where(result, "fleet", "cpu"), tables.table(columns, rows)]
+    if (result := tables.latest("fleet", "cuda")) is not None:
         columns = [
-            ("tables in", _word("tables")),
-            ("ms a step", _number("step_ms", ".1f")),
-            ("samples/s", _number("samples_per_s")),
-            ("cores of the servers", _number("server_cores", ".1f", may_lack=True)),
-            ("GB/s on the wire", _number("wire_gb_per_s", ".2f", may_lack=True)),
-            ("waiting for answers", _share("waiting_share", may_lack=True)),
+            ("tables in", tables.word("tables")),
+            ("ms a step", tables.number("step_ms", ".1f")),
+            ("samples/s", tables.number("samples_per_s")),
+            ("cores of the servers", tables.number("server_cores", ".1f", may_lack=True)),
+            ("GB/s on the wire", tables.number("wire_gb_per_s", ".2f", may_lack=True)),
+            ("waiting for answers", tables.share("waiting_share", may_lack=True)),
         ]
         text = (
             "M3 with 100,000 rows a table and batches of 800, trained by a GPU: tables in its memory, and in two sparse servers on the CPU cores of its machine. The GPU is idle for nearly "
             "all of a remote step: what is left of it after waiting for answers is the trainer's one thread that cuts batches and gradients for the servers and copies pooled vectors, and the servers pool and update on "
             "the cores that are given. So it is the processors beside the GPU that bind, not the bus, the wire or the GPU; by the study's figures a Big Basin that trained M3 had about 18 parameter servers beside it."
         )
-        parts += [text, _where(result, "fleet", "cuda"), _table(columns, result["rows"])]
-    if (result := _latest("hogwild", "cpu")) is not None:
+        parts += [text, tables.where(result, "fleet", "cuda"), tables.table(columns, result["rows"])]
+    if (result := tables.latest("hogwild", "cpu")) is not None:
         summary = result["summary"]
         threads: list[Column] = [
-            ("trained by", _word("threads")),
-            ("samples/s", _number("samples_per_s")),
+            ("trained by", tables.word("threads")),
+            ("samples/s", tables.number("samples_per_s")),
         ]
         phases: list[Column] = [
-            ("phase", _word("phase")),
-            ("ms on a core", _number("cpu_ms", ".1f")),
-            ("may hold Python's lock", _share("lock_share")),
+            ("phase", tables.word("phase")),
+            ("ms on a core", tables.number("cpu_ms", ".1f")),
+            ("may hold Python's lock", tables.share("lock_share")),
         ]
         text = f"Two Hogwild threads train {summary['hogwild_2_threads_speedup']:.2f} times as many samples a second as one."
-        parts += [text, _where(result, "hogwild")]
-        parts += [_table(threads, [row for row in result["rows"] if "threads" in row])]
+        parts += [text, tables.where(result, "hogwild")]
+        parts += [tables.table(threads, [row for row in result["rows"] if "threads" in row])]
         text = "How much of a step may hold Python's lock, from above: all of a thread's time on a core but that inside calls that let go of it."
-        parts += [text, _table(phases, [row for row in result["rows"] if "phase" in row])]
+        parts += [text, tables.table(phases, [row for row in result["rows"] if "phase" in row])]
     return ["## The fleet", *parts] if parts else []
 
 
 def _synchronised() -> list[str]:
     """What asynchronous trainers cost in quality; nothing before that was measured."""
-    result = _latest("synchronisation", "cpu")
+    result = tables.latest("synchronisation", "cpu")
     if result is None:
         return []
     rows = []
@@ -384,16 +318,16 @@ def _synchronised() -> list[str]:
         key = f"{mode.replace(' ', '_')}_{num}_above_synchronous_pct"
         rows.append({"mode": mode, "num": num} | {part: result["summary"][f"{key}_{part}"] for part in ("mean", "low", "high")})
     columns: list[Column] = [
-        ("way to train", _word("mode")),
-        ("trainers", _number("num")),
-        ("NE above synchronous training", _number("mean", "+.2f", unit=" %")),
+        ("way to train", tables.word("mode")),
+        ("trainers", tables.number("num")),
+        ("NE above synchronous training", tables.number("mean", "+.2f", unit=" %")),
         ("95 % interval", lambda row: f"{row['low']:+.2f} to {row['high']:+.2f} %"),
     ]
     text = (
         "A synthetic log learned by 2 and 4 trainers in every way of [synchronising](synchronisation.md), with its defaults, against synchronous training on the same samples: mean over 5 seeds, scored by the "
         "probabilities of the log's own teacher."
     )
-    return ["## Quality of asynchronous training", text, _where(result, "synchronisation"), _table(columns, rows)]
+    return ["## Quality of asynchronous training", text, tables.where(result, "synchronisation"), tables.table(columns, rows)]
 
 
 def _off_pct(ratios: Sequence[float]) -> float:
@@ -405,14 +339,14 @@ def _predicted() -> list[str]:
     """How far predicted steps are from measured ones; nothing before that was measured."""
     parts: list[str] = []
     for device in ("cuda", "cpu"):
-        if (result := _latest("prediction", device)) is None:
+        if (result := tables.latest("prediction", device)) is None:
             continue
         summary = result["summary"]
         columns: list[Column] = [
-            ("", _word("what")),
-            ("error in geometric mean", _number("mean", ".1f", unit=" %")),
-            ("largest", _number("most", ".0f", unit=" %")),
-            ("between two measurements of the same model", _number("again", ".1f", unit=" %")),
+            ("", tables.word("what")),
+            ("error in geometric mean", tables.number("mean", ".1f", unit=" %")),
+            ("largest", tables.number("most", ".0f", unit=" %")),
+            ("between two measurements of the same model", tables.number("again", ".1f", unit=" %")),
         ]
         models = [row for row in result["rows"] if "ratio" in row]
         kinds = {"all models": models}
@@ -433,7 +367,7 @@ def _predicted() -> list[str]:
                 " Of models whose tables did not fit the memory that they were given, the placement that was predicted to be fastest was measured to be, or to be within "
                 f"5 % of it, for {100 * summary['best_placement_hit_share']:.0f} %."
             )
-        parts += [text, _where(result, "prediction", device), _table(columns, rows)]
+        parts += [text, tables.where(result, "prediction", device), tables.table(columns, rows)]
     return ["## Predicted against measured", *parts] if parts else []
 
 
