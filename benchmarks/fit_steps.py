@@ -30,7 +30,7 @@ from rowstead.spec.software import Software
 
 GRID = {
     "cuda": {"device_gemm_share": (0.35, 0.4, 0.45, 0.5), "device_random_share": (0.8, 0.9, 1.0)},
-    "cpu": {"cpu_gemm_share": (0.4, 0.5, 0.6, 0.7), "cpu_random_share": (0.5, 0.7, 0.85, 1.0)},
+    "cpu": {"cpu_gemm_share": (0.5, 0.6, 0.7, 0.8, 0.9), "cpu_random_share": (0.5, 0.7, 0.85, 1.0)},
 }
 SHARED = {"grouping_bytes_per_id": (0.0, 100.0, 200.0, 500.0)}
 """Fitted with the GPU's."""

@@ -138,7 +138,7 @@ class Chooser:
                 now = tried
             else:
                 too_few = tried.setup.num_trainers
-        yield self.with_fewest_servers(now)
+        yield self.with_fewest(now)
 
     def is_enough(self, one: Prediction) -> bool:
         """Whether a set-up fits and is as fast as is wanted."""
@@ -146,6 +146,18 @@ class Chooser:
 
     def with_trainers(self, now: Prediction, num_trainers: int) -> Prediction:
         return self.with_enough_servers(dataclasses.replace(now.setup, num_trainers=num_trainers))
+
+    def with_fewest(self, now: Prediction) -> Prediction:
+        """As few servers of any kind as reach the speed that is wanted, and then no trainer that these can do without."""
+        while True:
+            fewest = now = self.with_fewest_servers(now)
+            while now.setup.num_trainers > 1:
+                tried = self.predicted(dataclasses.replace(now.setup, num_trainers=now.setup.num_trainers - 1))
+                if not self.is_enough(tried):
+                    break
+                now = tried
+            if now is fewest:
+                return now
 
     def with_enough_servers(self, setup: Setup) -> Prediction:
         """A prediction with so many parameter servers of each kind that twice as many are not worth it."""
