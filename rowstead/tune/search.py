@@ -197,8 +197,11 @@ class Search:
     def settle_worker(self, pid: int, reason: str) -> None:
         """Record what a worker was doing when it died, so that nobody waits for it."""
         known = {trial.number: trial.entry for trial in self.trials()}
-        for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-            if trial.user_attrs.get("worker") != pid:
+        # While the lock is ours, all trials of workers that live say whose they are: one that does not was the dead one's.
+        with _Lock(self.folder / ".ask-lock"):
+            running = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        for trial in running:
+            if trial.user_attrs.get("worker", pid) != pid:
                 continue
             entry = known.get(trial.number)
             if entry is None:

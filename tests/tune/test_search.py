@@ -242,6 +242,15 @@ def test_a_worker_that_is_killed_is_replaced_and_its_trial_recorded(tmp_path: Pa
     assert all("SIGKILL" in str(trial.entry.failure) for trial in failed)
 
 
+def test_a_trial_of_a_worker_that_died_before_it_said_whose_it_is_is_recorded(tmp_path: Path) -> None:
+    held = Search(search(tmp_path, trials=3), tmp_path / "runs")
+    held.begin()
+    asked, other = held.study.ask(), held.study.ask()
+    other.set_user_attr("worker", 2)
+    held.settle_worker(1, "killed")
+    assert [(trial.number, trial.state, trial.entry.failure) for trial in held.trials()] == [(asked.number, "failed", "killed")]
+
+
 @pytest.mark.slow
 def test_all_processes_of_a_trial_have_its_settings(tmp_path: Path) -> None:
     axes = (space_axis_from("train.dense_optimizer.lr=0.003,0.03"),)
