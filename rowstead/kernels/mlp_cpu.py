@@ -8,54 +8,75 @@ Letters: B examples.
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.module import _has_any_global_hook
 
 FEW_WEIGHTS, MANY_WEIGHTS = 1 << 18, 1 << 21
 """Layers with fewer weights are torch's, since a call of oneDNN takes longer to begin; from how many weights on their gradient is
 oneDNN's product too: below, torch's is as fast or faster."""
 
 
-def takes(x: Tensor) -> bool:
-    """Whether layers of x [B, in width] can be taken here."""
-    is_known = x.device.type == "cpu" and x.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
-    return is_known and x.numel() > 0 and _has_product() and not torch.compiler.is_compiling()
+def takes(layer: nn.Module, x: Tensor) -> TypeGuard[nn.Linear]:
+    """Whether `linear` is for this layer and x: it is large, and nobody looks into it or replaces what torch does there."""
+    if type(layer) is not nn.Linear or layer.in_features * layer.out_features < FEW_WEIGHTS:
+        return False
+    is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined]  # public, and left out of its __all__
+    if torch.compiler.is_compiling() or is_traced or torch._C._are_functorch_transforms_active():
+        return False
+    if not has_product() or not torch.backends.mkldnn.enabled or torch.is_autocast_enabled("cpu"):
+        return False
+    fits = x.dim() == 2 and x.shape[0] > 0 and x.shape[1] == layer.in_features
+    return fits and _is_plain(x) and _is_plain(layer.weight) and not _is_watched(layer)
 
 
-def _has_product() -> bool:
+@functools.cache
+def has_product() -> bool:
+    """Whether this torch brings oneDNN's product along."""
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
-def linear(x: Tensor, layer: nn.Linear, *, relu: bool) -> Tensor:
-    """What a layer makes of x [B, in width], and of that ReLU."""
-    weight, bias = layer.weight, layer.bias
-    if weight.numel() < FEW_WEIGHTS:
-        out = functional.linear(x, weight, bias)
-        return out.relu_() if relu else out  # nobody else reads what a linear layer gives
-    found: Tensor = _Linear.apply(x, weight, bias, relu)
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether it is torch's own kind of dense FP32 in memory, no subclass that has products of its own."""
+    is_known = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    return is_known and tensor.is_cpu and tensor.dtype == torch.float32
+
+
+def _is_watched(layer: nn.Linear) -> bool:
+    """Whether a call of the layer does more than its product."""
+    of_forward = layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer)
+    return bool(of_forward or layer._backward_hooks or layer._backward_pre_hooks or _has_any_global_hook())
+
+
+def linear(x: Tensor, layer: nn.Linear) -> Tensor:
+    """What a layer makes of x [B, in width]; only for what it `takes`."""
+    found: Tensor = _Linear.apply(x, layer.weight, layer.bias)
     return found
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, relu: bool) -> Tensor:
-        out = _product(x, weight, bias)
-        if relu:
-            out.relu_()
-        ctx.save_for_backward(x, weight, out if relu else None)
-        return out
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        of_x, of_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if of_weight else None, weight if of_x else None)
+        return _product(x, weight, bias)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, out = ctx.saved_tensors
-        if out is not None:
-            grad = torch.ops.aten.threshold_backward.default(grad, out, 0)
-        of_x = _product(grad, weight.t()) if ctx.needs_input_grad[0] else None
-        of_weight = _product(grad.t(), x.t()) if weight.numel() >= MANY_WEIGHTS else grad.t() @ x
-        return of_x, of_weight, grad.sum(0), None
+        x, weight = ctx.saved_tensors
+        of_x = None if weight is None else _product(grad, weight.t())
+        of_weight = None if x is None else _weight_gradient(grad, x)
+        return of_x, of_weight, grad.sum(0) if ctx.needs_input_grad[2] else None
+
+
+def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    is_large = grad.shape[1] * x.shape[1] >= MANY_WEIGHTS
+    return _product(grad.t(), x.t()) if is_large else grad.t() @ x
 
 
 def _product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:

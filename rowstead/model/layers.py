@@ -34,20 +34,19 @@ class MLP(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         """x [B, in width], or wider, with zeros in the columns that are too many."""
         fused = _fused_layer(x)
-        if fused is None or not x.is_cuda:
-            x = x[:, : cast(nn.Linear, self[0]).in_features]
-        if fused is None:
-            return cast(Tensor, super().forward(x))
         layers = list(self)
+        if fused is None:
+            x = x[:, : cast(nn.Linear, layers[0]).in_features]
+            for layer in layers:
+                x = mlp_cpu.linear(x, layer) if mlp_cpu.takes(layer, x) else layer(x)
+            return x
         for place in range(0, len(layers), 2):
             x = fused(x, cast(nn.Linear, layers[place]), relu=place + 1 < len(layers))
         return x
 
 
 def _fused_layer(x: Tensor) -> Callable[..., Tensor] | None:
-    """What takes a layer with its ReLU, faster than torch by itself; none where that is not known for x."""
-    if mlp_cpu.takes(x):
-        return mlp_cpu.linear
+    """What takes a layer with its ReLU on a GPU, faster than torch by itself; none where that is not known for x."""
     known = x.dtype in (torch.float32, torch.bfloat16, torch.float16)
     if not (x.is_cuda and known and x.shape[0] > 0 and has_triton() and not torch.compiler.is_compiling()):
         return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -11,13 +13,27 @@ from torch import Tensor, nn
 from rowstead.kernels import mlp_cpu
 from rowstead.model.layers import MLP
 
-pytestmark = pytest.mark.skipif(not mlp_cpu.takes(torch.ones(1, 1)), reason="needs oneDNN")
+pytestmark = pytest.mark.skipif(not mlp_cpu.has_product(), reason="needs oneDNN")
 
 
 @pytest.fixture(autouse=True, params=["small layers too", "large layers"])
 def layers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "small layers too":
         monkeypatch.setattr(mlp_cpu, "FEW_WEIGHTS", 1)
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes of all products that oneDNN has made since."""
+    shapes: list[tuple[int, ...]] = []
+    real = mlp_cpu._product
+
+    def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+        shapes.append((len(a), len(b)))
+        return real(a, b, bias)
+
+    monkeypatch.setattr(mlp_cpu, "_product", product)
+    return shapes
 
 
 def outcome(mlp: MLP, x: Tensor, *, plain: bool) -> list[Tensor]:
@@ -61,10 +77,10 @@ def test_gradients_of_many_weights_are_the_same(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 @pytest.mark.parametrize("x", [torch.ones(3, 4, dtype=torch.float64), torch.ones(0, 4), torch.ones(3, 0)])
-def test_what_onednn_does_not_take_goes_the_plain_way(x: Tensor) -> None:
-    assert not mlp_cpu.takes(x)
-    mlp = MLP(x.shape[1], (5, 2), last_relu=False).to(x.dtype)
-    assert mlp(x).shape == (len(x), 2)
+def test_what_onednn_does_not_take_goes_the_plain_way(x: Tensor, products: list[tuple[int, ...]]) -> None:
+    mlp = MLP(x.shape[1], (5,), last_relu=True).to(x.dtype)
+    assert mlp(x).shape == (len(x), 5)
+    assert not products
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
@@ -88,3 +104,119 @@ def test_the_same_input_gives_the_same_bits() -> None:
     mlp, x = MLP(700, (500, 64), last_relu=True), torch.randn(200, 700, requires_grad=True)
     first, *others = (outcome(mlp, x, plain=False) for _ in range(4))
     assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+
+def test_only_large_layers_are_taken(products: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mlp_cpu, "FEW_WEIGHTS", 40)
+    MLP(8, (5, 7), last_relu=True)(torch.randn(3, 8))
+    assert products == [(3, 5)]
+
+
+def test_second_gradients_raise_instead_of_being_wrong() -> None:
+    mlp, x = MLP(600, (600, 1), last_relu=False), torch.randn(3, 600, requires_grad=True)
+    (grad,) = torch.autograd.grad(mlp(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.norm().backward()
+
+
+def test_a_frozen_layer_gets_no_gradients_and_no_product_for_them(
+    products: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mlp_cpu, "MANY_WEIGHTS", 1)
+    mlp, x = MLP(600, (500,), last_relu=True).requires_grad_(False), torch.randn(3, 600, requires_grad=True)
+    ours = outcome(mlp, x, plain=False)
+    assert products == [(3, 500), (3, 600)]
+    assert all(parameter.grad is None for parameter in mlp.parameters())
+    for a, b in zip(ours, outcome(mlp, x, plain=True), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_a_layer_needs_no_bias(products: list[tuple[int, ...]]) -> None:
+    mlp, x = MLP(600, (500,), last_relu=True), torch.randn(3, 600, requires_grad=True)
+    mlp[0].bias = None
+    ours = outcome(mlp, x, plain=False)
+    assert products
+    for a, b in zip(ours, outcome(mlp, x, plain=True), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+HOOKS: dict[str, Callable[[nn.Module, Callable[..., None]], object]] = {
+    "forward": nn.Module.register_forward_hook,
+    "forward_pre": nn.Module.register_forward_pre_hook,
+    "full_backward": nn.Module.register_full_backward_hook,
+    "full_backward_pre": nn.Module.register_full_backward_pre_hook,
+}
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing when gradients are computed")
+@pytest.mark.parametrize("kind", HOOKS)
+@pytest.mark.parametrize("place", [0, 1])
+def test_hooks_on_layers_run(kind: str, place: int) -> None:
+    mlp, x = MLP(600, (600, 1), last_relu=False), torch.randn(3, 600)
+    mlp[1].inplace = False  # torch wants that of backward hooks
+    calls = []
+    HOOKS[kind](mlp[place], lambda *_: calls.append(kind))
+    mlp(x).sum().backward()
+    assert calls == [kind]
+
+
+def test_hooks_on_all_modules_run() -> None:
+    mlp, calls = MLP(600, (600, 1), last_relu=False), []
+    handle = nn.modules.module.register_module_forward_hook(lambda module, *_: calls.append(module))
+    try:
+        mlp(torch.randn(3, 600))
+    finally:
+        handle.remove()
+    assert calls == [*mlp, mlp]
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def test_layers_that_others_put_in_are_called() -> None:
+    mlp, x = MLP(600, (600, 500), last_relu=False), torch.randn(3, 600)
+    plain = mlp(x)
+    mlp.append(nn.Dropout(1.0))
+    assert mlp(x).count_nonzero() == 0
+    doubled = Doubled(600, 500)
+    doubled.load_state_dict(mlp[2].state_dict())
+    mlp[2] = doubled
+    torch.testing.assert_close(mlp.eval()(x), 2 * plain, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+def test_layers_can_be_quantized() -> None:
+    mlp, x = MLP(600, (600, 500), last_relu=False), torch.randn(3, 600)
+    quantized = torch.ao.quantization.quantize_dynamic(mlp, {nn.Linear})
+    assert (quantized(x) - mlp(x)).norm() < 0.1 * mlp(x).norm()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_who_turns_onednn_off_gets_none_of_it(products: list[tuple[int, ...]]) -> None:
+    mlp, x = MLP(600, (600,), last_relu=False), torch.randn(3, 600)
+    with torch.backends.mkldnn.flags(enabled=False):
+        mlp(x)
+    assert not products
+    mlp(x)
+    assert products
+
+
+def test_weights_of_another_type_are_refused_as_by_torch() -> None:
+    mlp = MLP(600, (600,), last_relu=False).to(torch.bfloat16)
+    with pytest.raises(RuntimeError, match="same dtype"):
+        mlp(torch.randn(3, 600))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_traced_layers_are_torchs_own() -> None:
+    mlp, x = MLP(600, (600,), last_relu=True), torch.randn(3, 600)
+    torch.testing.assert_close(torch.jit.trace(mlp, x)(x), mlp(x), rtol=1e-5, atol=1e-5)
+
+
+def test_layers_under_torch_func_are_torchs_own() -> None:
+    mlp, x = MLP(600, (500,), last_relu=True), torch.randn(3, 600)
+    of_x = torch.func.grad(lambda given: mlp(given).square().sum())
+    of_plain = torch.func.grad(lambda given: nn.Sequential.forward(mlp, given).square().sum())
+    assert torch.equal(of_x(x), of_plain(x))
