@@ -86,7 +86,7 @@ class Search:
 
     def begin(self) -> None:
         """Once, before any worker, by whoever holds the study: settle what a killed search left, and line up what to try first."""
-        self._settle()
+        self._settle(self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)))
         if self.study.get_trials(deepcopy=False):
             return
         if self.spec.sampler == "grid":
@@ -195,37 +195,37 @@ class Search:
         )
 
     def settle_worker(self, pid: int, reason: str) -> None:
-        """Record what a worker was doing when it died, so that nobody waits for it."""
-        known = {trial.number: trial.entry for trial in self.trials()}
+        """See to what a worker was doing when it died, so that nobody waits for it."""
         # While the lock is ours, all trials of workers that live say whose they are: one that does not was the dead one's.
+        # And nobody draws other settings in place of those that are put back in line.
         with _Lock(self.folder / ".ask-lock"):
             running = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-        for trial in running:
-            if trial.user_attrs.get("worker", pid) != pid:
-                continue
+            self._settle([trial for trial in running if trial.user_attrs.get("worker", pid) == pid], reason)
+
+    def _settle(self, left: list[optuna.trial.FrozenTrial], reason: str | None = None) -> None:
+        """Trials whose process has gone: told what the store has of them, or else put back in line.
+
+        With a `reason`, settings that were all drawn may have caused it: these are not tried again, but recorded as failed.
+        """
+        known = {trial.number: trial.entry for trial in self.trials()}
+        for trial in left:
             entry = known.get(trial.number)
-            if entry is None:
-                chosen = [axis for axis in self.space if axis.title in trial.params]
-                labels = {axis.title: _decoded(axis, trial.params[axis.title]) for axis in chosen}
-                own = {key: value for axis in chosen for key, value in axis.settings(labels[axis.title]).items()}
+            is_drawn = len(trial.params) == len(self.space)
+            if entry is None and is_drawn and reason is not None:
+                labels = {axis.title: _decoded(axis, trial.params[axis.title]) for axis in self.space}
+                own = {key: value for axis in self.space for key, value in axis.settings(labels[axis.title]).items()}
                 outcome = Outcome(record=None, objective=None, failure=reason, spent_s=0.0)
                 entry = self._entry(outcome, trial.number, labels, own)
                 self.store.add(entry)
-            self._tell(trial.number, entry)
-
-    def _settle(self) -> None:
-        """Trials that were running when the search was killed: told what the store has of them, or else put back in line."""
-        known = {trial.number: trial.entry for trial in self.trials()}
-        for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-            if trial.number in known:
-                self._tell(trial.number, known[trial.number])
+            if entry is not None:
+                self._tell(trial.number, entry)
                 continue
             self._note(trial.number, "interrupted", True)
-            self.study.tell(trial.number, state=TrialState.FAIL)
             # One that was killed before all its settings were drawn may still have been lined up with some.
-            chosen = trial.params if len(trial.params) == len(self.space) else trial.system_attrs.get("fixed_params", {})
+            chosen = trial.params if is_drawn else trial.system_attrs.get("fixed_params", {})
             if chosen:
                 self.study.enqueue_trial(chosen)
+            self.study.tell(trial.number, state=TrialState.FAIL)  # last: killed before it, we see to this trial once more
 
     def _note(self, number: int, name: str, value: Any) -> None:
         """Keep a fact of a running trial in Optuna's memory."""

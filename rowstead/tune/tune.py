@@ -144,7 +144,7 @@ def _before(search: Search) -> Entry:
 
 
 def _run_workers(search: Search, root: Path, tell: Callable[[list[Trial]], None] | None) -> None:
-    """Workers in processes of their own; one that dies is started again, and what it was doing is recorded as failed."""
+    """Workers in processes of their own; one that dies is started again, and the settings that it was trying are recorded as failed."""
     num = search.spec.workers
     environment = {"OMP_NUM_THREADS": str(max(1, usable_cores() // num)), **os.environ}
     restarts, told = 0, -1

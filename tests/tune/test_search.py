@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import io
 import os
 import signal
@@ -25,7 +26,7 @@ from rowstead.spec.errors import RowsteadError
 from rowstead.spec.record import Record
 from rowstead.spec.run import load_recipe
 from rowstead.spec.tune import TuneSpec, load_tune, space_axis_from, space_of, starts_of
-from rowstead.tune.search import Search, mend_journal, write_spec
+from rowstead.tune.search import Search, _suggested, mend_journal, write_spec
 from rowstead.tune.tune import Found, tune
 from tests.small_runs import wait_until
 from tests.tune.learnable import LARGER, learnable_recipe
@@ -242,13 +243,71 @@ def test_a_worker_that_is_killed_is_replaced_and_its_trial_recorded(tmp_path: Pa
     assert all("SIGKILL" in str(trial.entry.failure) for trial in failed)
 
 
-def test_a_trial_of_a_worker_that_died_before_it_said_whose_it_is_is_recorded(tmp_path: Path) -> None:
-    held = Search(search(tmp_path, trials=3), tmp_path / "runs")
-    held.begin()
-    asked, other = held.study.ask(), held.study.ask()
+def grid(folder: Path) -> Search:
+    axes = (space_axis_from("train.dense_optimizer.lr=0.001,0.01"), space_axis_from("seed=1,2"))
+    search_ = Search(search(folder, trials=None, minutes=60, space=axes, sampler="grid", prune=False), folder / "runs")
+    search_.begin()
+    return search_
+
+
+@pytest.mark.parametrize("num_drawn", [0, 1])
+@pytest.mark.parametrize("said_whose_it_is", [False, True])
+def test_all_points_of_a_grid_are_tried_although_a_worker_was_killed_right_after_it_asked(
+    tmp_path: Path, num_drawn: int, said_whose_it_is: bool
+) -> None:
+    search_ = grid(tmp_path)
+    asked = search_.study.ask()
+    if said_whose_it_is:
+        asked.set_user_attr("worker", 1)
+    for axis in search_.space[:num_drawn]:
+        _suggested(asked, axis)
+    search_.settle_worker(1, "killed")
+    search_.run()
+    tried = [tuple(trial.parameters.values()) for trial in search_.trials()]
+    assert sorted(tried) == [(0.001, 1), (0.001, 2), (0.01, 1), (0.01, 2)]
+    assert all(trial.state == "complete" for trial in search_.trials())
+
+
+def test_settings_that_a_worker_was_trying_when_it_died_are_recorded_as_failed_and_not_tried_again(tmp_path: Path) -> None:
+    search_ = grid(tmp_path)
+    asked = search_.study.ask()
+    asked.set_user_attr("worker", 1)
+    labels = {axis.title: _suggested(asked, axis) for axis in search_.space}
+    search_.settle_worker(1, "killed")
+    assert [(trial.parameters, trial.state, trial.entry.failure) for trial in search_.trials()] == [
+        (labels, "failed", "killed")
+    ]
+    waiting = search_.study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
+    assert len(waiting) == 3
+    assert asked.params not in [trial.system_attrs["fixed_params"] for trial in waiting]
+
+
+def test_a_search_has_as_many_trials_as_wanted_although_workers_were_killed_right_after_they_asked(tmp_path: Path) -> None:
+    search_ = Search(search(tmp_path, trials=3), tmp_path / "runs")
+    search_.begin()
+    search_.study.ask()
+    other = search_.study.ask()
     other.set_user_attr("worker", 2)
-    held.settle_worker(1, "killed")
-    assert [(trial.number, trial.state, trial.entry.failure) for trial in held.trials()] == [(asked.number, "failed", "killed")]
+    search_.settle_worker(1, "killed")
+    assert [t.number for t in search_.study.get_trials(states=(TrialState.RUNNING,))] == [other.number]  # its worker lives
+    search_.settle_worker(2, "killed")
+    search_.run()
+    assert [trial.state for trial in search_.trials()] == ["complete"] * 3
+
+
+def test_nobody_is_given_a_trial_while_another_is_put_back_in_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    search_ = grid(tmp_path)
+    search_.study.ask()
+    put_back: list[Any] = []
+
+    def enqueue(chosen: dict[str, Any]) -> None:
+        with open(search_.folder / ".ask-lock") as lock, pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        put_back.append(chosen)
+
+    monkeypatch.setattr(search_.study, "enqueue_trial", enqueue)
+    search_.settle_worker(1, "killed")
+    assert len(put_back) == 1
 
 
 @pytest.mark.slow
