@@ -7,7 +7,7 @@ DLRM (concatenate, multiply, index the pairs), and torch.optim.Adagrad as it com
 row-wise Adagrad, "torch" over one nn.EmbeddingBag a table with sparse gradients and SGD.
 
 On a CPU every step is timed alone, with batches of 200 and tables of 100,000 rows, in FP32; rows with `bf16` are ours under
-`train.precision: bf16`. `cores_used_by_others` says how quiet the machine was: where cores are shared, OpenMP's threads stall
+`train.precision: bf16`, on processors that have it. `cores_used_by_others` says how quiet the machine was: where cores are shared, OpenMP's threads stall
 for up to seconds, so ratios count only where it is near 0.
 
 On a GPU ("as called") steps run back to back between two synchronisations, on batches that are in its memory already; both
@@ -43,6 +43,7 @@ from rowstead.contracts.batch import Batch
 from rowstead.parts import build_model
 from rowstead.spec.run import RunSpec, load_recipe
 from rowstead.spec.train import SparseOptimizerSpec
+from rowstead.training.arithmetic import multiplies_bf16
 from rowstead.training.step import Stepper
 
 Precision = Literal["fp32", "bf16"]
@@ -234,9 +235,14 @@ def torch_step(model: Model, device: str) -> Step:
     return step
 
 
+def has_bf16(device: str) -> bool:
+    """Whether products in BF16 are worth measuring."""
+    return multiplies_bf16(torch.device(device))
+
+
 def steps_on(model: Model, device: str) -> dict[str, Step]:
     """All contenders that can run here, by name."""
-    steps = rowstead_steps(model, device, ("fp32", "bf16") if device == "cpu" else ("fp32",))
+    steps = rowstead_steps(model, device, ("fp32", "bf16") if device == "cpu" and has_bf16(device) else ("fp32",))
     if has_fbgemm():
         steps |= fbgemm_steps(model, device)
     return steps if device == "cuda" else steps | {"torch": torch_step(model, device)}
@@ -312,10 +318,9 @@ class Rates:
 
     @staticmethod
     def of(device: str) -> Rates:
-        operations: dict[Precision, float] = {
-            "fp32": operations_per_s(device),
-            "bf16": operations_per_s(device, torch.bfloat16),
-        }
+        operations: dict[Precision, float] = {"fp32": operations_per_s(device)}
+        if has_bf16(device):
+            operations["bf16"] = operations_per_s(device, torch.bfloat16)
         return Rates(copy_bytes_per_s=copy_bytes_per_s(device), operations_per_s=operations)
 
     def least_s(self, model: Model, batch: Batch, precision: Precision = "fp32") -> float:
@@ -389,7 +394,7 @@ def main() -> None:
     summary = {"copy_bytes_per_s": rates.copy_bytes_per_s}
     summary |= {f"operations_per_s_{precision}": rate for precision, rate in rates.operations_per_s.items()}
     summary |= summary_of(rows, models) | noise_of(rows)
-    missing = [] if has_fbgemm() else ["fbgemm"]
+    missing = [name for name, is_there in (("fbgemm", has_fbgemm()), ("bf16", has_bf16(device))) if not is_there]
     packages = ("fbgemm-gpu", "fbgemm-gpu-cpu", "triton")
     publish("step", rows, summary, options, packages=packages, missing=missing)
 

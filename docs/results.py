@@ -37,7 +37,7 @@ sides ran in that command, taking turns, on fresh ids each time. Each command sa
 
 _CPU = """These were taken while nothing else ran. Where other processes use the cores the ratios are far larger, since the peers then stall for up to seconds,
 probably at barriers of OpenMP; such figures say more about the machine than about kernels, so none is given here. `train.precision: bf16` is for processors
-with BF16 instructions, as AMD's EPYC has since its fourth generation and Intel's Xeon with AMX, and for GPUs; on others, as this Xeon, it is slower than FP32."""
+with BF16 instructions, as AMD's EPYC has since its fourth generation and Intel's Xeon with AMX, and for GPUs. On others torch imitates it (10 to 30 times as slow as FP32 on an EPYC of the third generation, twice on this Xeon): there `rowstead train` multiplies in FP32 and says so."""
 
 _GROWTH = """M1 with one thing changed at a time, and the limit that bandwidth, and for whole steps arithmetic, would set."""
 

@@ -35,6 +35,7 @@ from rowstead.spec.run import RunSpec
 from rowstead.stores.checked import CheckedSource
 from rowstead.stores.sharded import ShardedStore
 from rowstead.stores.sharding import Shard, auto_shards
+from rowstead.training.arithmetic import multiplies_bf16
 from rowstead.training.together import WIRE_DTYPES
 
 ROW_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -227,14 +228,11 @@ def unheeded(spec: RunSpec, *, world: int = 1) -> str | None:
     return f"not heeded here: {', '.join(names)}, {why}" if names else None
 
 
-def slow_bf16(spec: RunSpec, device: torch.device) -> str | None:
-    """What to tell a user whose processor would only imitate BF16; none if it does not."""
-    if spec.train.precision != "bf16" or device.type != "cpu" or not hasattr(torch.cpu, "get_capabilities"):
+def fp32_instead(spec: RunSpec, device: torch.device) -> str | None:
+    """What to tell a user who asks for BF16 on a processor that has FP32 alone; none to all others."""
+    if spec.train.precision != "bf16" or multiplies_bf16(device):
         return None
-    able = torch.cpu.get_capabilities()
-    if able.get("amx_bf16") or able.get("avx512_bf16") or able.get("bf16"):
-        return None
-    return "this processor has no BF16 instructions, so `train.precision: bf16` is slower here than fp32"
+    return "this processor has no BF16 instructions: `train.precision: bf16` is FP32 here, which is faster and no less exact"
 
 
 def shown_kernel(name: str, device: torch.device) -> str:

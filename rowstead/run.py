@@ -21,11 +21,11 @@ from rowstead.parts import (
     build_model,
     checked_sources,
     device_of,
+    fp32_instead,
     open_sources,
     planned,
     shared_sources,
     shown_kernel,
-    slow_bf16,
     threads_of,
     unheeded,
 )
@@ -251,7 +251,7 @@ def _drive(
         watcher.on_message(placement_text(placement, has_gpu=device.type == "cuda", world=channel.world))
         if channel.rank == 0:
             write_atomic(folder.path / "placement.json", json.dumps(to_plain(placement), indent=2) + "\n")
-    for warning in (slow_bf16(spec, device), unheeded(spec, world=channel.world)):
+    for warning in (fp32_instead(spec, device), unheeded(spec, world=channel.world)):
         if warning is not None:
             watcher.on_message(warning)
     facts = {

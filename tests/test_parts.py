@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rowstead.parts import granted_cores, slow_bf16, threads_of, unheeded
+from rowstead.parts import fp32_instead, granted_cores, threads_of, unheeded
 from tests.small_runs import small_spec
 
 
@@ -54,8 +54,8 @@ def test_who_asks_for_bf16_on_a_processor_without_it_is_told(
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: able, raising=False)
     cpu = torch.device("cpu")
-    assert (slow_bf16(small_spec("train.precision=bf16"), cpu) is not None) == says
-    assert slow_bf16(small_spec(), cpu) is None
+    assert (fp32_instead(small_spec("train.precision=bf16"), cpu) is not None) == says
+    assert fp32_instead(small_spec(), cpu) is None
 
 
 FLEET = "fleet={num_trainers: 2, num_sparse: 1, num_dense: 1, num_readers: 1}"
