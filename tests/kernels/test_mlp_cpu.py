@@ -18,6 +18,7 @@ pytestmark = pytest.mark.skipif(not mlp_cpu.has_product(), reason="needs oneDNN"
 
 @pytest.fixture(autouse=True, params=["small layers too", "large layers"])
 def layers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mlp_cpu, "pays", lambda: True)
     if request.param == "small layers too":
         monkeypatch.setattr(mlp_cpu, "FEW_WEIGHTS", 1)
 
@@ -104,6 +105,14 @@ def test_the_same_input_gives_the_same_bits() -> None:
     mlp, x = MLP(700, (500, 64), last_relu=True), torch.randn(200, 700, requires_grad=True)
     first, *others = (outcome(mlp, x, plain=False) for _ in range(4))
     assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+
+def test_layers_are_torchs_own_where_onednn_does_not_pay(
+    products: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mlp_cpu, "pays", lambda: False)
+    MLP(600, (600,), last_relu=True)(torch.randn(3, 600))
+    assert not products
 
 
 def test_only_large_layers_are_taken(products: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
