@@ -19,6 +19,8 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from rowstead.records.usage import cpu_model
+
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -73,7 +75,7 @@ def provenance(packages: Sequence[str] = ()) -> dict[str, Any]:
             if module := sys.modules.get(name.replace("-", "_")):  # put on the path without being installed
                 versions[name] = str(getattr(module, "__version__", "unknown"))
     machine = {
-        "cpu": _cpu_name(),
+        "cpu": cpu_model(),
         "num_cores": os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
         "system": f"{platform.system()} {platform.machine()}",
@@ -188,11 +190,3 @@ def _shown(value: Any) -> str:
     if isinstance(value, float) and abs(value) < 1000:
         return f"{value:,.4g}"
     return f"{value:,.0f}" if isinstance(value, (int, float)) else str(value)
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()

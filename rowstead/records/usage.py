@@ -113,7 +113,7 @@ def usable_cores() -> int:
 def machine_facts(gpu: str | None = None) -> dict[str, str | int | float]:
     """What this process runs on; the GPU only as the caller names it."""
     facts: dict[str, str | int | float] = {
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "num_cores": os.cpu_count() or 1,
         "num_usable_cores": usable_cores(),
         "memory_bytes": psutil.virtual_memory().total,
@@ -141,13 +141,17 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _cpu_model() -> str:
+def cpu_model(info: Path = Path("/proc/cpuinfo")) -> str:
+    """The processor's name, with its family and model where the name alone has no number: virtual machines hide the rest of it."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = info.read_text().splitlines()
     except OSError:
         lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, "") or platform.processor() or platform.machine()
+    facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in reversed(lines))}
+    name = facts.get("model name") or platform.processor() or platform.machine()
+    if any(letter.isdigit() for letter in name) or not {"cpu family", "model"} <= facts.keys():
+        return name
+    return f"{name} (family {facts['cpu family']}, model {facts['model']})"
 
 
 def free_host_bytes(group: Path = Path("/sys/fs/cgroup")) -> int:

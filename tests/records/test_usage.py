@@ -6,11 +6,12 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from rowstead.records.usage import UsageSampler, machine_facts, peak_memory_bytes, usable_cores, versions
+from rowstead.records.usage import UsageSampler, cpu_model, machine_facts, peak_memory_bytes, usable_cores, versions
 
 
 def busy(seconds: float) -> None:
@@ -68,6 +69,20 @@ def test_machine_facts_are_plain_and_name_a_gpu_only_when_told() -> None:
     assert "gpu" not in facts
     assert machine_facts(gpu="some GPU")["gpu"] == "some GPU"
     assert all(isinstance(value, (str, int, float)) for value in facts.values())
+
+
+@pytest.mark.parametrize(
+    ("lines", "name"),
+    [
+        (["model\t: 1", "model name\t: AMD EPYC", "cpu family\t: 25"], "AMD EPYC (family 25, model 1)"),
+        (["cpu family: 6", "model : 85", "model name: Intel(R) Xeon(R) CPU @ 2.80GHz"], "Intel(R) Xeon(R) CPU @ 2.80GHz"),
+        (["model name: A Processor"], "A Processor"),
+    ],
+)
+def test_processors_that_share_a_name_are_told_apart(lines: list[str], name: str, tmp_path: Path) -> None:
+    info = tmp_path / "cpuinfo"
+    info.write_text("\n".join([*lines, "", "model name: that of another core"]))
+    assert cpu_model(info) == name
 
 
 def test_versions_are_known_without_importing_torch() -> None:
