@@ -21,6 +21,8 @@ AHEAD = 32
 """Ids by which rows are asked for before they are used."""
 LINE = 64
 """Bytes that the processor fetches at once."""
+NEAR_BYTES = 1 << 17
+"""Of gradients, that the second cache holds besides the rows that are asked for."""
 _DIGIT_BITS = 11
 """Most bits by which one pass sorts: their counts stay in the nearest cache."""
 
@@ -196,8 +198,8 @@ def update_tables(  # type: ignore[no-untyped-def]
             in_order = _sort(words, spare, count, (num_rows[table] - 1) >> part_bits, tally)
             _apply_runs(
                 in_order.ctypes.data, count, table, remainder, part_bits, addresses[table], first[table], second[table],
-                widths[table], rows, sources.ctypes.data, scales.ctypes.data, scaled, real, summed.ctypes.data, kind,
-                _numbers(numbers), step,
+                widths[table], rows, sources.ctypes.data, scales.ctypes.data, scaled, real, summed.ctypes.data,
+                len(own) * num_samples * widths[table] * bytes_of(real) > NEAR_BYTES, kind, _numbers(numbers), step,
             )  # fmt: skip
 
 
@@ -293,10 +295,10 @@ def _sort(words, spare, count, highest, tally):  # type: ignore[no-untyped-def]
 
 @_jit
 def _apply_runs(  # type: ignore[no-untyped-def]
-    words, count, table, remainder, part_bits, address, first, second, width, rows, sources, scales, scaled, real, summed, kind,
-    numbers, step,
+    words, count, table, remainder, part_bits, address, first, second, width, rows, sources, scales, scaled, real, summed, is_far,
+    kind, numbers, step,
 ):  # fmt: skip
-    """Sum the gradients of each run of words with equal rows, and apply the optimizer to the row."""
+    """Sum the gradients of each run of words with equal rows, and apply the optimizer to the row; asked for where they are far."""
     row_bytes, state_bytes = width * bytes_of(rows), bytes_of(real) * (1 if kind == 2 else width)
     place = 0
     while place < count:
@@ -310,6 +312,8 @@ def _apply_runs(  # type: ignore[no-untyped-def]
                     _prefetch_all(first + row * state_bytes, state_bytes)
                 if kind == 3:
                     _prefetch_all(second + row * state_bytes, state_bytes)
+                if is_far:
+                    _prefetch_all(item(sources, _low(words, end + AHEAD), np.int64(0)), width * bytes_of(real))
             end += 1
         run = (words, place, end, sources, scales, scaled, real, summed)
         d = 0
@@ -335,10 +339,15 @@ def _high(words, place):  # type: ignore[no-untyped-def]
 
 
 @_inlined
+def _low(words, place):  # type: ignore[no-untyped-def]
+    return np.int64(item(words, place, np.uint64(0)) & np.uint64(0xFFFFFFFF))
+
+
+@_inlined
 def _sum_block(block, count, d, words, begin, end, sources, scales, scaled, real, summed):  # type: ignore[no-untyped-def]
     """Sum one block of the gradients of a run, from element `d`, into `summed`."""
     for place in range(begin, end):
-        number = np.int64(item(words, place, np.uint64(0)) & np.uint64(0xFFFFFFFF))
+        number = _low(words, place)
         values = load(item(sources, number, np.int64(0)) + d * bytes_of(real), real, block, count)
         if scaled:
             values = spread(item(scales, number, real), block) * values

@@ -1,6 +1,6 @@
 """Linear layers on a CPU, by oneDNN's products, which torch brings along and takes for BF16 alone.
 
-Products of few examples with many weights are faster by it than by what torch takes for FP32, on AMD's processors by up to a tenth,
+Products of few examples with many weights are faster by it than by what torch takes for FP32, on an EPYC with AVX-512 by up to a tenth,
 with thousands of inputs by a quarter. ReLU is torch's: oneDNN's makes 0 of what is no number, and nobody would see that a model is lost.
 
 Letters: B examples.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rowstead.kernels import cpu, reference
+from rowstead.kernels.cpu_programs import NEAR_BYTES
 from rowstead.kernels.layout import Layout, layout_of
 from rowstead.kernels.optimizer import RowState, new_row_state
 from rowstead.spec.errors import DataError
@@ -100,13 +101,15 @@ def test_rows_of_any_format_have_the_same_bits_after_any_number_of_threads(dtype
         assert all(torch.equal(a, b) for a, b in zip(one[0], other[0], strict=True))
 
 
-def test_one_large_table_is_shared_by_threads_with_the_same_result() -> None:
+@pytest.mark.parametrize(("num_samples", "is_far"), [(400, False), (2000, True)])
+def test_one_large_table_is_shared_by_threads_with_the_same_result(num_samples: int, is_far: bool) -> None:
+    assert (4 * num_samples * 20 > NEAR_BYTES) == is_far  # gradients that have to be asked for ahead
     features = FeaturesSpec(sparse=(SparseFeatureSpec(name="only", num_rows=1000),))
     layout = layout_of(features, tables_of(features, width=20))
     random = torch.Generator().manual_seed(2)
     ids = (1000 * torch.rand(8000, generator=random) ** 3).int()
-    offsets = torch.arange(0, 8001, 20)
-    grad = torch.randn(400, 20, generator=random)
+    offsets = torch.arange(0, 8001, 8000 // num_samples)
+    grad = torch.randn(num_samples, 20, generator=random)
     results = []
     for kernels, threads in ((cpu, 1), (cpu, 4), (reference, 1)):
         with using_threads(threads):
