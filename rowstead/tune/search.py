@@ -87,9 +87,9 @@ class Search:
     def begin(self) -> None:
         """Once, before any worker, by whoever holds the study: settle what a killed search left, and line up what to try first."""
         self._settle(self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)))
-        if self.study.get_trials(deepcopy=False):
+        if self.spec.sampler != "grid" and self.study.get_trials(deepcopy=False):
             return
-        if self.spec.sampler == "grid":
+        if self.spec.sampler == "grid":  # all points, also where a search was killed before all were in line
             titles = [axis.title for axis in self.space]
             starts = [dict(zip(titles, labels, strict=True)) for labels in itertools.product(*(a.labels for a in self.space))]
         else:
@@ -223,7 +223,8 @@ class Search:
             self._note(trial.number, "interrupted", True)
             # One that was killed before all its settings were drawn may still have been lined up with some.
             chosen = trial.params if is_drawn else trial.system_attrs.get("fixed_params", {})
-            if chosen:
+            waiting = self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
+            if chosen and all(other.system_attrs.get("fixed_params") != chosen for other in waiting):
                 self.study.enqueue_trial(chosen)
             self.study.tell(trial.number, state=TrialState.FAIL)  # last: killed before it, we see to this trial once more
 

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import optuna
 import psutil
 import pytest
 from optuna.trial import TrialState
@@ -266,6 +267,46 @@ def test_all_points_of_a_grid_are_tried_although_a_worker_was_killed_right_after
     tried = [tuple(trial.parameters.values()) for trial in search_.trials()]
     assert sorted(tried) == [(0.001, 1), (0.001, 2), (0.01, 1), (0.01, 2)]
     assert all(trial.state == "complete" for trial in search_.trials())
+
+
+def all_points(search_: Search) -> list[tuple[object, ...]]:
+    search_.run()
+    return sorted(tuple(trial.parameters.values()) for trial in search_.trials())  # type: ignore[type-var]
+
+
+def test_all_points_of_a_grid_are_tried_although_it_was_killed_while_they_were_lined_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, left = optuna.study.Study.enqueue_trial, [None, None]
+
+    def enqueue(*args: Any, **named: Any) -> None:
+        if not left:
+            raise KeyboardInterrupt
+        left.pop()
+        real(*args, **named)
+
+    with monkeypatch.context() as killed:
+        killed.setattr(optuna.study.Study, "enqueue_trial", enqueue)
+        with pytest.raises(KeyboardInterrupt):
+            grid(tmp_path)
+    assert all_points(grid(tmp_path)) == [(0.001, 1), (0.001, 2), (0.01, 1), (0.01, 2)]
+
+
+def test_a_point_that_is_put_back_in_line_twice_takes_nobodys_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    search_ = grid(tmp_path)
+    for _ in range(2):  # settings that were being tried when the search was killed
+        asked = search_.study.ask()
+        for axis in search_.space:
+            _suggested(asked, axis)
+
+    def tell(*args: Any, **named: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as killed:
+        killed.setattr(optuna.study.Study, "tell", tell)
+        with pytest.raises(KeyboardInterrupt):
+            grid(tmp_path)
+    assert all_points(grid(tmp_path)) == [(0.001, 1), (0.001, 2), (0.01, 1), (0.01, 2)]
 
 
 def test_settings_that_a_worker_was_trying_when_it_died_are_recorded_as_failed_and_not_tried_again(tmp_path: Path) -> None:
