@@ -121,11 +121,27 @@ def test_only_large_layers_are_taken(products: list[tuple[int, ...]], monkeypatc
     assert products == [(3, 5)]
 
 
-def test_second_gradients_raise_instead_of_being_wrong() -> None:
-    mlp, x = MLP(600, (600, 1), last_relu=False), torch.randn(3, 600, requires_grad=True)
-    (grad,) = torch.autograd.grad(mlp(x).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.norm().backward()
+def test_second_gradients_are_those_of_torch(products: list[tuple[int, ...]]) -> None:
+    mlp = MLP(600, (600, 1), last_relu=False)
+    x = torch.randn(3, 600, requires_grad=True)
+
+    def second(forward: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        mlp.zero_grad(set_to_none=True)
+        (grad,) = torch.autograd.grad(forward(x).sum(), x, create_graph=True)
+        grad.square().sum().backward()
+        return [parameter.grad for parameter in mlp.parameters() if parameter.grad is not None]
+
+    ours = second(mlp)
+    assert products
+    for a, b in zip(ours, second(lambda given: nn.Sequential.forward(mlp, given)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("capability", "expected"), [("AVX512", True), ("AVX2", False), ("DEFAULT", False)])
+def test_onednn_pays_with_avx_512(capability: str, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # of the fixture that takes it for granted
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert mlp_cpu.pays.__wrapped__() == expected
 
 
 def test_a_frozen_layer_gets_no_gradients_and_no_product_for_them(
