@@ -235,6 +235,12 @@ def fp32_instead(spec: RunSpec, device: torch.device) -> str | None:
     return "this processor has no BF16 instructions: `train.precision: bf16` is FP32 here, which is faster and no less exact"
 
 
+def check_format(spec: RunSpec) -> None:
+    """Refuse a run of a study that would be in another number format than its settings say: it would be compared with itself."""
+    if (reason := fp32_instead(spec, device_of(spec))) is not None:
+        raise RowsteadError(f"{reason}. Set train.precision=fp32 in a study, or run it where there is BF16")
+
+
 def shown_kernel(name: str, device: torch.device) -> str:
     """The kernels that run, with what they run on."""
     if name == "gpu" and device.type == "cuda":

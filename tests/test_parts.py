@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from rowstead.parts import fp32_instead, granted_cores, threads_of, unheeded
+from rowstead.parts import check_format, fp32_instead, granted_cores, threads_of, unheeded
+from rowstead.spec.errors import RowsteadError
+from rowstead.tune.trial import performed
 from tests.small_runs import small_spec
 
 
@@ -56,6 +58,17 @@ def test_who_asks_for_bf16_on_a_processor_without_it_is_told(
     cpu = torch.device("cpu")
     assert (fp32_instead(small_spec("train.precision=bf16"), cpu) is not None) == says
     assert fp32_instead(small_spec(), cpu) is None
+
+
+def test_a_study_is_not_given_fp32_in_place_of_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict, raising=False)
+    spec = small_spec("train.precision=bf16", "device=cpu")
+    with pytest.raises(RowsteadError, match="no BF16 instructions"):
+        check_format(spec)
+    outcome = performed(spec, tmp_path / "trial", is_bad=lambda number, ne: False)
+    assert outcome.objective is None
+    assert "no BF16 instructions" in str(outcome.failure)
+    check_format(small_spec("device=cpu"))
 
 
 FLEET = "fleet={num_trainers: 2, num_sparse: 1, num_dense: 1, num_readers: 1}"

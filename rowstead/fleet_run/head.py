@@ -28,7 +28,7 @@ from rowstead.fleet_run.figures import FleetFigures
 from rowstead.fleet_run.gather import GatheredModel, TrainersModel
 from rowstead.fleet_run.milestones import Milestones
 from rowstead.fleet_run.parts import KEYS_FILE, fleet_of, put_progress, settled, shared_facts, told_keys
-from rowstead.parts import Sources, device_of, open_sources, unheeded
+from rowstead.parts import Sources, device_of, fp32_instead, open_sources, unheeded
 from rowstead.records.events import EventLog
 from rowstead.records.run_folder import DEFAULT_ROOT, RunFolder
 from rowstead.records.tensorboard import ScalarWriter
@@ -165,8 +165,9 @@ class Head:
             self._launcher(cores) as launcher,
         ):
             self._scalars = ScalarWriter(folder.tensorboard, resumed_step=step)
-            if (warning := unheeded(spec)) is not None:
-                watcher.on_message(warning)
+            for warning in (fp32_instead(spec, self._device()[0]), unheeded(spec)):
+                if warning is not None:
+                    watcher.on_message(warning)
             if step is not None:
                 self._events.resumed(step)
                 watcher.on_message(f"resuming {folder.path} after step {step:,}")

@@ -46,12 +46,16 @@ def _failure_of(job: dict[str, Any], under_way: list[subprocess.Popen[bytes]]) -
     from rowstead.spec.errors import RowsteadError
 
     try:
+        from rowstead.parts import check_format
+        from rowstead.spec.run import load_recipe
+
+        spec = load_recipe(job["spec"])
+        check_format(spec)
         if job["processes"] > 1 or job["fleet"] is not None:
             return _by_command(job, under_way)
         from rowstead import run
-        from rowstead.spec.run import load_recipe
 
-        run.train(load_recipe(job["spec"]), out=job["out"])
+        run.train(spec, out=job["out"])
     except RowsteadError as error:
         return str(error)
     except MemoryError as error:

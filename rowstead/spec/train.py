@@ -119,7 +119,7 @@ class TrainSpec:
     """How trainers of a fleet keep one model, and how many threads share it in each."""
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"
     """Number format of the dense arithmetic; parameters stay FP32. `tf32` rounds what a GPU multiplies, and is FP32 on a CPU; `bf16` is FP32 on a
-    processor without instructions for it."""
+    CPU without instructions for it."""
     wire: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Number format in which several processes send each other pooled vectors, their gradients and dense gradients."""
     cuda_graphs: bool = True

@@ -22,7 +22,7 @@ def arithmetic(precision: str, device: torch.device) -> Iterator[None]:
 
 
 def multiplies_bf16(device: torch.device) -> bool:
-    """Whether it has instructions for BF16: without them torch imitates it, which takes up to 30 times as long as FP32."""
+    """Whether it has instructions for BF16, as GPUs are taken to have: without them a CPU imitates it, which takes up to 30 times as long as FP32."""
     if device.type != "cpu" or not hasattr(torch.cpu, "get_capabilities"):
         return True
     able = torch.cpu.get_capabilities()

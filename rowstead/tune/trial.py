@@ -11,6 +11,7 @@ from pathlib import Path
 from rowstead import run
 from rowstead.measure.perform import Performer
 from rowstead.measure.points import Point
+from rowstead.parts import check_format
 from rowstead.spec.errors import RowsteadError, TrainingError
 from rowstead.spec.record import Record
 from rowstead.spec.run import RunSpec
@@ -83,6 +84,7 @@ def performed(spec: RunSpec, folder: Path, *, is_bad: Callable[[int, float], boo
     started, record, objective, failure = time.monotonic(), None, None, None
     shutil.rmtree(folder, ignore_errors=True)
     try:
+        check_format(spec)
         record = run.train(spec, out=folder, watcher=_Looking(is_bad, num_steps_of(spec))).record
         if record is None:
             raise KeyboardInterrupt  # the loop has taken the Ctrl-C, and saved what nobody needs

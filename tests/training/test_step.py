@@ -167,7 +167,8 @@ def test_warm_up_makes_the_first_step_smaller_for_rows_and_for_dense_parameters(
         torch.testing.assert_close(weights_of(warming)[name] - before[name], step / 4, rtol=1e-3, atol=1e-6)
 
 
-def test_bf16_trains_to_about_the_loss_of_fp32_and_keeps_parameters_in_fp32() -> None:
+def test_bf16_trains_to_about_the_loss_of_fp32_and_keeps_parameters_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True}, raising=False)  # else it is FP32
     spec = TrainSpec(sparse_optimizer=SparseOptimizerSpec(lr=0.1), dense_optimizer=DenseOptimizerSpec(kind="adam", lr=0.03))
     losses: dict[str, float] = {}
     for precision in ("fp32", "bf16"):
@@ -177,6 +178,7 @@ def test_bf16_trains_to_about_the_loss_of_fp32_and_keeps_parameters_in_fp32() ->
         assert all(value.dtype in (torch.float32, torch.int64) for value in stepper.state().values())
     assert losses["fp32"] < 0.3
     assert losses["bf16"] == pytest.approx(losses["fp32"], rel=0.1, abs=0.01)
+    assert losses["bf16"] != losses["fp32"]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
