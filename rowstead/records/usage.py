@@ -142,14 +142,14 @@ def _versions() -> dict[str, str]:
 
 
 def cpu_model(info: Path = Path("/proc/cpuinfo")) -> str:
-    """The processor's name, with its family and model where the name alone has no number: virtual machines hide the rest of it."""
+    """The processor's name, with its family and model where the name has no number but its clock's: virtual machines hide the rest of it."""
     try:
         lines = info.read_text().splitlines()
     except OSError:
         lines = []
     facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in reversed(lines))}
     name = facts.get("model name") or platform.processor() or platform.machine()
-    if any(letter.isdigit() for letter in name) or not {"cpu family", "model"} <= facts.keys():
+    if any(letter.isdigit() for letter in name.partition("@")[0]) or not {"cpu family", "model"} <= facts.keys():
         return name
     return f"{name} (family {facts['cpu family']}, model {facts['model']})"
 

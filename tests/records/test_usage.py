@@ -75,7 +75,8 @@ def test_machine_facts_are_plain_and_name_a_gpu_only_when_told() -> None:
     ("lines", "name"),
     [
         (["model\t: 1", "model name\t: AMD EPYC", "cpu family\t: 25"], "AMD EPYC (family 25, model 1)"),
-        (["cpu family: 6", "model : 85", "model name: Intel(R) Xeon(R) CPU @ 2.80GHz"], "Intel(R) Xeon(R) CPU @ 2.80GHz"),
+        (["cpu family: 6", "model : 85", "model name: Xeon CPU @ 2.80GHz"], "Xeon CPU @ 2.80GHz (family 6, model 85)"),
+        (["cpu family: 6", "model : 85", "model name: Xeon Gold 6130 @ 2.10GHz"], "Xeon Gold 6130 @ 2.10GHz"),
         (["model name: A Processor"], "A Processor"),
     ],
 )
