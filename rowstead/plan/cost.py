@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -48,6 +49,15 @@ class Processor:
 
         A curve of times within so many bytes gives what those cost that are in the next larger but not in the smaller.
         """
+        if piece_bytes not in self._known_rings:  # tables have few widths, and each asks several times
+            self._known_rings[piece_bytes] = self._rings_of(piece_bytes)
+        return self._known_rings[piece_bytes]
+
+    @functools.cached_property
+    def _known_rings(self) -> dict[float, list[tuple[float, float]]]:
+        return {}
+
+    def _rings_of(self, piece_bytes: float) -> list[tuple[float, float]]:
         if self.timings is None:
             slow = self.memory.random_bytes_per_s(piece_bytes) * self.random_share
             fast = max((self.memory.cache_bandwidth_bytes_per_s or slow) * self.random_share, slow)
