@@ -61,6 +61,7 @@ def sharing(*, crowding: float = 1.0) -> Sharing:
     """Processes of one thread, which take twice as long as all threads, and what they say to each other."""
     twice = InStep(factor=2.0)
     return Sharing(
+        layers=timings().layers[0],
         dense=twice,
         lookup=twice,
         update=twice,
@@ -70,6 +71,7 @@ def sharing(*, crowding: float = 1.0) -> Sharing:
         answering=MessageCost(call_s=2e-4, id_s=2e-9, byte_s=5e-10),
         waiting_s=0.0,
         handing=MessageCost(call_s=1e-4, byte_s=4e-10),
+        averaging=MessageCost(call_s=2e-4, byte_s=2e-9),
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import platform
 import statistics
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from rowstead.measure.clock import PASSING_BYTES, Clock
 from rowstead.measure.compiling import compile_interactions
 from rowstead.measure.dense_part import dense_update_times, fp32_interaction_factor, interaction_times, layer_times
 from rowstead.measure.exchange import exchange_times
-from rowstead.measure.fit import fitted
+from rowstead.measure.fit import fitted, quicker
 from rowstead.measure.footprint import base_bytes
 from rowstead.measure.pace import Pace
 from rowstead.measure.requests import request_costs
@@ -34,13 +35,18 @@ from rowstead.spec.catalogue import load_software
 from rowstead.spec.machine import Accelerators, Compute, Host, Machine, Memory, PeerLink, RandomRate
 from rowstead.spec.sharing import Sharing
 from rowstead.spec.software import Software
-from rowstead.spec.timings import Timings
+from rowstead.spec.timings import LayerTimes, Timings
 
 TINY = Shape(
     num_dense=16, num_sparse=4, batch_size=256, num_rows=1000, width=16, mean_ids=1, skew=1.0, bottom=(16,), top=(16,),
     precision="tf32",
 )  # fmt: skip
 """A model so small that on a GPU its steps show the host's time alone."""
+
+SOME = 3
+"""Whole models that are taken after each part."""
+MOST_ALONE = 1024
+"""Examples of the largest batch for which layers are measured with one thread."""
 
 Tell = Callable[[str], Any]
 
@@ -55,14 +61,14 @@ def whole_shapes(device: torch.device, *, is_short: bool) -> list[Shape]:
         (1024, 4, 512, 20_000, 16, 1, 0.0, (512, 512), (512, 256)),
         (128, 48, 256, 30_000, 64, 8, 1.1, (128,), (256, 64)),
         (256, 16, 1024, 100_000, 32, 16, 0.5, (256,), (128,)),
-        (2048, 24, 256, 40_000, 128, 2, 1.0, (256, 256), (512, 512)),
+        (2048, 24, 256, 15_000, 128, 2, 1.0, (256, 256), (512, 512)),
         (512, 96, 128, 10_000, 16, 12, 0.9, (64, 64), (128, 128)),
         (96, 12, 2048, 30_000, 64, 3, 0.3, (128,), (64, 64)),
         (64, 24, 128, 200_000, 16, 2, 0.6, (64,), (64,)),
-        (768, 6, 1024, 200_000, 128, 5, 0.4, (1024, 256), (256,)),
+        (768, 6, 1024, 60_000, 128, 5, 0.4, (1024, 256), (256,)),
         (3072, 32, 512, 20_000, 32, 6, 0.7, (512,), (1024, 128)),
         (160, 64, 512, 50_000, 32, 1, 1.2, (256, 256, 128), (512, 256, 128)),
-        (1536, 10, 128, 500_000, 64, 24, 0.2, (1024, 512), (1024,)),
+        (1536, 10, 128, 120_000, 64, 24, 0.2, (1024, 512), (1024,)),
         (200, 40, 1024, 40_000, 16, 20, 0.8, (512, 128), (256, 256)),
         (320, 5, 256, 100_000, 32, 1, 0.5, (1024, 1024), (512,)),
     ]
@@ -115,7 +121,8 @@ def calibrate(
         tell("memory, arithmetic and link of the GPU")
         machine = dataclasses.replace(machine, accelerators=_accelerators(Clock(device), source))
     pace = Pace() if device.type == "cpu" else None
-    timings = _timings(device, is_short=is_short, tell=tell)
+    whole = _WholeSteps(device, pace, is_short=is_short, tell=tell)
+    timings = _timings(device, is_short=is_short, tell=tell, between=whole.some)
     machine = _with_random_rates(machine, timings)
     software = _software(device, timings, source)
     if not is_short:
@@ -124,14 +131,15 @@ def calibrate(
     if device.type == "cpu":
         tell("memory of a training process")
         software = dataclasses.replace(software, base_bytes=base_bytes(torch.get_num_threads()))
-    software, steps, alone = _with_whole_steps(machine, software, device, pace, is_short=is_short, tell=tell)
+    software, alone = whole.fitted_to(machine, software)
     if pace is not None and alone is not None:
         tell("processes that share the cores")
         software = dataclasses.replace(software, sharing=_sharing(alone, pace, is_short=is_short))
     tell("rows behind a cache")
     software = with_caches(machine, software, device, folder, pace, is_short=is_short)
     tell("power")
-    machine = dataclasses.replace(machine, meter=hardware.meter(device, steps.measured, source))
+    assert whole.last is not None
+    machine = dataclasses.replace(machine, meter=hardware.meter(device, whole.last.measured, source))
     return dataclasses.replace(machine, software=software)
 
 
@@ -192,15 +200,26 @@ def _accelerators(clock: Clock, source: str) -> Accelerators:
     )
 
 
-def _timings(device: torch.device, *, is_short: bool, tell: Tell) -> Timings:
-    """Each part of a step alone."""
-    clock = Clock(device, budget_s=0.004 if is_short else 0.02)
-    among = dataclasses.replace(clock, passing_bytes=PASSING_BYTES, least_calls=5 if is_short else 9)
-    formats = ("fp32", "tf32", "bf16")[: 2 if is_short else 3] if device.type == "cuda" else ("fp32",)
+def _timings(device: torch.device, *, is_short: bool, tell: Tell, between: Callable[[], Any] = lambda: None) -> Timings:
+    """Each part of a step alone; `between` is called now and then."""
+    on_gpu = device.type == "cuda"
+    clock = Clock(device, budget_s=0.004 if is_short else 0.02 if on_gpu else 0.006, least_calls=5 if on_gpu else 3)
+    among = dataclasses.replace(clock, passing_bytes=PASSING_BYTES, least_calls=9 if on_gpu and not is_short else 5)
+    formats = ("fp32", "tf32", "bf16")[: 2 if is_short else 3] if on_gpu else ("fp32",)
+
+    def often(measure: Callable[[], Any]) -> Any:
+        """On a CPU the shorter of two times: others come and go within seconds, and make nothing quicker."""
+        if on_gpu or is_short:
+            return measure()
+        first = measure()
+        between()
+        return quicker(first, measure())
+
     layers = []
     for precision in formats:
         tell(f"linear layers, {precision}")
-        layers.append(layer_times(clock, precision, is_short=is_short))
+        layers.append(often(functools.partial(layer_times, clock, precision, is_short=is_short)))
+        between()
     multiplied = "tf32" if clock.is_cuda else "fp32"
     if clock.is_cuda and not is_short:
         tell("interaction: its programs are compiled")
@@ -210,11 +229,13 @@ def _timings(device: torch.device, *, is_short: bool, tell: Tell) -> Timings:
     fp32_factor = fp32_interaction_factor(clock, multiplied) if clock.is_cuda else 1.0
     tell("dense optimizer")
     update = dense_update_times(among)
+    between()
     clock.give_back()
     tell("look-up and update of rows")
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_bytes()
-    rows = row_times(among, min(free, 1 << 27) if is_short else free, is_short=is_short)
+    rows = often(functools.partial(row_times, among, min(free, 1 << 27) if is_short else free, is_short=is_short))
     clock.give_back()
+    between()
     fresh_from = Timings.fresh_from_bytes
     return Timings(
         layers=tuple(layers),
@@ -264,44 +285,72 @@ def _software(device: torch.device, timings: Timings, source: str) -> Software:
     )
 
 
-def _with_whole_steps(
-    machine: Machine, software: Software, device: torch.device, pace: Pace | None, *, is_short: bool, tell: Tell
-) -> tuple[Software, Steps, Timings | None]:
-    """What whole steps show: the time between the parts, and on a GPU that of the host; the last steps, ready to go on; on a CPU
-    also what they show when one thread takes them."""
-    on_gpu, seconds = device.type == "cuda", 0.05 if is_short else 0.4
-    processor = device_processor(machine, software) if on_gpu else host_processor(machine, software)
-    host_s = 0.0
-    if on_gpu:
-        host_s = Steps.of(TINY, device).measured(seconds).step_s
-        software = dataclasses.replace(software, device_step_s=host_s)
-    shapes, times = [], []
-    alone: list[tuple[Shape, StepTime]] = []
-    """Steps of one thread, at the pace of the steps just before: beats of one thread say nothing of it."""
-    tried = whole_shapes(device, is_short=is_short)
-    for number, shape in enumerate(tried, 1):
-        tell(f"whole steps, {number} of {len(tried)} models")
-        steps = Steps.of(shape, device, pace=pace)
-        time = steps.measured(seconds)
-        if time.step_s > 1.3 * host_s:  # what the host holds up says nothing of the GPU
-            shapes.append(shape)
-            times.append(time)
-        if pace is not None and (is_short or number % 2):  # half of them, as time is short
-            with hardware.threads(1):
-                alone.append((shape, dataclasses.replace(steps.measured(seconds / 4), pace=time.pace)))
-    assert processor.timings is not None
-    if pace is not None:  # the usual one of these steps counts as 1
-        usual = statistics.median(time.pace for time in times)
-        pace.standard_s *= usual
-        times = [dataclasses.replace(time, pace=time.pace / usual).at_standard_pace() for time in times]
-        alone = [(shape, dataclasses.replace(time, pace=time.pace / usual).at_standard_pace()) for shape, time in alone]
-    of_one = fitted(processor.timings, processor, software, *zip(*alone, strict=True)) if alone else None
-    if shapes:
-        changed = fitted(processor.timings, processor, software, shapes, times)
-        changed = dataclasses.replace(changed, pace_s=0.0 if pace is None else pace.standard_s)
-        kind = "device_timings" if on_gpu else "cpu_timings"
-        software = dataclasses.replace(software, **{kind: changed})  # type: ignore[arg-type]
-    return software, steps, of_one
+class _WholeSteps:
+    """What whole steps show that parts do not.
+
+    On a CPU they are taken a few at a time after each part, so that their pace is the usual one of all that time, and not that of some seconds.
+    """
+
+    def __init__(self, device: torch.device, pace: Pace | None, *, is_short: bool, tell: Tell) -> None:
+        self._device, self._pace, self._is_short, self._tell = device, pace, is_short, tell
+        self._seconds = 0.05 if is_short else 0.4
+        self._tried = whole_shapes(device, is_short=is_short)
+        self._num_taken = 0
+        self._times: list[tuple[Shape, StepTime]] = []
+        self._alone: list[tuple[Shape, StepTime]] = []
+        """Steps of one thread, at the pace of the steps just before: beats of one thread say nothing of it."""
+        self._host_s = 0.0
+        """Of a GPU's step: what the host holds up says nothing of the GPU."""
+        self.last: Steps | None = None
+        """Ready to go on."""
+
+    def some(self) -> None:
+        """Take a few models, on a CPU."""
+        if self._pace is not None and not self._is_short:
+            self._take(SOME)
+
+    def _take(self, count: int) -> None:
+        for shape in self._tried[self._num_taken : self._num_taken + count]:
+            self._num_taken += 1
+            self._tell(f"whole steps, {self._num_taken} of {len(self._tried)} models")
+            self.last = None  # its memory is given back first
+            self.last = steps = Steps.of(shape, self._device, pace=self._pace)
+            time = steps.measured(self._seconds)
+            if time.step_s > 1.3 * self._host_s:
+                self._times.append((shape, time))
+            if self._pace is not None and (self._is_short or self._num_taken % 2):  # half of them, as time is short
+                with hardware.threads(1):
+                    self._alone.append((shape, dataclasses.replace(steps.measured(self._seconds / 2), pace=time.pace)))
+
+    def fitted_to(self, machine: Machine, software: Software) -> tuple[Software, Timings | None]:
+        """The software with the time between the parts, and on a GPU that of the host; on a CPU also what one thread takes."""
+        if self._pace is None:
+            self._host_s = Steps.of(TINY, self._device).measured(self._seconds).step_s
+            software = dataclasses.replace(software, device_step_s=self._host_s)
+        self._take(len(self._tried))
+        processor = device_processor(machine, software) if self._pace is None else host_processor(machine, software)
+        assert processor.timings is not None
+        if self._pace is None:
+            if self._times:
+                changed = fitted(processor.timings, processor, software, *zip(*self._times, strict=True))
+                software = dataclasses.replace(software, device_timings=changed)
+            return software, None
+        usual = statistics.median(time.pace for _, time in self._times)  # which counts as 1
+        self._pace.standard_s *= usual
+        times, alone = (
+            [(shape, dataclasses.replace(time, pace=time.pace / usual).at_standard_pace()) for shape, time in some]
+            for some in (self._times, self._alone)
+        )
+        changed = fitted(processor.timings, processor, software, *zip(*times, strict=True))
+        software = dataclasses.replace(software, cpu_timings=dataclasses.replace(changed, pace_s=self._pace.standard_s))
+        one_thread = dataclasses.replace(processor.timings, layers=(self._layers_of_one_thread(),))
+        return software, fitted(one_thread, processor, software, *zip(*alone, strict=True))
+
+    def _layers_of_one_thread(self) -> LayerTimes:
+        self._tell("linear layers of one thread")
+        clock = Clock(self._device, budget_s=0.004, least_calls=3)
+        with hardware.threads(1):
+            return layer_times(clock, "fp32", is_short=self._is_short, most_examples=MOST_ALONE)
 
 
 def _sharing(alone: Timings, pace: Pace, *, is_short: bool) -> Sharing | None:
@@ -310,6 +359,7 @@ def _sharing(alone: Timings, pace: Pace, *, is_short: bool) -> Sharing | None:
     if found is None:
         return None
     return Sharing(
+        layers=alone.layers[0],
         dense=alone.dense,
         lookup=alone.lookup,
         update=alone.update,

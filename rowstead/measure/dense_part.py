@@ -38,10 +38,10 @@ PARAMETERS = (10_000, 100_000, 1_000_000, 10_000_000)
 Measure = Callable[..., tuple[float, ...]]
 
 
-def layer_times(clock: Clock, precision: str, *, is_short: bool = False) -> LayerTimes:
-    """A linear layer with ReLU, forward and backward, in one number format."""
+def layer_times(clock: Clock, precision: str, *, is_short: bool = False, most_examples: int | None = None) -> LayerTimes:
+    """A linear layer with ReLU, forward and backward, in one number format; by default for batches of every size."""
     kind = clock.device.type
-    examples = EXAMPLES[kind]
+    examples = tuple(one for one in EXAMPLES[kind] if most_examples is None or one <= most_examples)
     sizes = (examples[::2], INPUTS[::2], OUTPUTS[::2]) if is_short else (examples, INPUTS, OUTPUTS)
 
     def measure(num: int, inputs: int, outputs: int) -> tuple[float, float, float]:

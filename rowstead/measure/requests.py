@@ -43,6 +43,8 @@ CALLS = 3
 """Requests of a step: a look-up, an update, and one that waits until both are done."""
 HANDED_BYTES = (1 << 10, 1 << 20, 1 << 22)
 NUM_HANDED, NUM_EMPTY = 24, 100
+AVERAGED = (1 << 16, 1 << 20)
+"""Dense parameters of which two trainers would keep an average."""
 CROWDED_ROUNDS, CROWDED_BEATS = 3, 10
 
 
@@ -85,6 +87,7 @@ class Requests:
     answering: MessageCost
     waiting_s: float
     handing: MessageCost
+    averaging: MessageCost
     crowding: float
 
 
@@ -106,8 +109,8 @@ def request_costs(pace: Pace, *, is_short: bool = False) -> Requests | None:
         ]
         before = _over_standard(pace, num_threads)
         handing, waiting_s = _handed(other), _waiting_s(other)
+        averaging = _averaged(other, addresses[len(SIZES) : -1])
         at = (before + _over_standard(pace, num_threads)) / 2
-        handing = MessageCost(call_s=handing.call_s / at, id_s=handing.id_s / at, byte_s=handing.byte_s / at)
         crowding = _crowding(other)
     terms = np.array([[CALLS, size.num_tables * size.num_ids * size.batch_size, 2.0 * size.num_bytes] for size in sizes])
     asking = _fitted(terms, [one.asking_s for one in taken])
@@ -116,7 +119,8 @@ def request_costs(pace: Pace, *, is_short: bool = False) -> Requests | None:
         asking=asking,
         answering=_less(both, asking),
         waiting_s=waiting_s / at,
-        handing=handing,
+        handing=_quickened(handing, at),
+        averaging=_quickened(averaging, at),
         crowding=crowding,
     )
 
@@ -222,16 +226,45 @@ def _waiting_s(other: Any) -> float:
 
 def _handed(other: Any) -> MessageCost:
     """Answers that the server has in memory already."""
-    found = []
-    for num_bytes in HANDED_BYTES:
-        other.call("hand", {"num_bytes": num_bytes})
-        there_s, used = other.call("cpu").facts["cpu_s"], _Used()
-        for _ in range(NUM_HANDED):
-            with used:
-                other.call("hand", {"num_bytes": num_bytes})
-        found.append((used.process_s + other.call("cpu").facts["cpu_s"] - there_s) / NUM_HANDED)
-    terms = np.array([[1.0, 0.0, num_bytes] for num_bytes in HANDED_BYTES])
-    return _fitted(terms, found)
+    asked = {size: functools.partial(other.call, "hand", {"num_bytes": size}) for size in HANDED_BYTES}
+    return _by_bytes({size: _cores_s(other, call) for size, call in asked.items()})
+
+
+def _averaged(other: Any, addresses: Sequence[str]) -> MessageCost:
+    """Exchanges of a trainer with the centre, by the bytes of its parameters: it sends them, and adds what comes back."""
+    from rowstead.fleet.client import Client
+    from rowstead.fleet.dense_server import RemoteCentre
+
+    taken_s: dict[int, float] = {}
+    for size, address in zip(AVERAGED, addresses, strict=True):
+        centre, parameters = RemoteCentre(Client(address, name="trainer-0")), torch.rand(size)
+        centre.join(parameters)
+
+        def exchange(centre: RemoteCentre = centre, parameters: torch.Tensor = parameters) -> None:
+            parameters.add_(centre.elastic(parameters.clone(), 0.5))
+
+        taken_s[4 * size] = _cores_s(other, exchange)
+        centre.close()
+    return _by_bytes(taken_s)
+
+
+def _cores_s(other: Any, call: Callable[[], Any]) -> float:
+    """Processor time of a call, by all threads of both processes."""
+    call()
+    there_s, used = other.call("cpu").facts["cpu_s"], _Used()
+    for _ in range(NUM_HANDED):
+        with used:
+            call()
+    return float(used.process_s + other.call("cpu").facts["cpu_s"] - there_s) / NUM_HANDED
+
+
+def _by_bytes(taken_s: dict[int, float]) -> MessageCost:
+    return _fitted(np.array([[1.0, 0.0, num_bytes] for num_bytes in taken_s]), list(taken_s.values()))
+
+
+def _quickened(one: MessageCost, times: float) -> MessageCost:
+    """What was taken while the machine took so many times as long as at the standard pace."""
+    return MessageCost(call_s=one.call_s / times, id_s=one.id_s / times, byte_s=one.byte_s / times)
 
 
 def _crowding(other: Any) -> float:
@@ -273,7 +306,8 @@ def _less(whole: MessageCost, part: MessageCost) -> MessageCost:
 
 @contextlib.contextmanager
 def _server(num_threads: int) -> Iterator[list[str] | None]:
-    """The addresses of the other process: a sparse server for each size, and what else it answers; none where it does not come."""
+    """The addresses of the other process: a sparse server for each size, a dense one for each, and what else it answers; none where it
+    does not come."""
     command = [sys.executable, "-m", "rowstead.measure.requests", str(num_threads)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
@@ -289,6 +323,7 @@ def _server(num_threads: int) -> Iterator[list[str] | None]:
 
 def main() -> None:
     """Serve until whoever started this is gone."""
+    from rowstead.fleet.dense_server import DenseServer
     from rowstead.fleet.kept_rows import KeptRows
     from rowstead.fleet.partition import partition_tables
     from rowstead.fleet.server import Server
@@ -319,12 +354,13 @@ def main() -> None:
 
     for _ in range(int(sys.argv[1]) - 1):  # of cores, all but that of whoever measures
         threading.Thread(target=keep_busy, daemon=True).start()
-    servers = []
+    servers: list[SparseServer | DenseServer] = []
     for number, size in enumerate(SIZES):
         layout = size.layout
         pieces = partition_tables(layout.tables, 1).pieces_of(layout, 0)
         kept = KeptRows(piece_layout(layout, pieces), SparseOptimizerSpec())
         servers.append(SparseServer(kept, name=f"sparse-{number}").start())
+    servers += [DenseServer(name=f"dense-{number}").start() for number in range(len(AVERAGED))]
     with Server({"cpu": tell_cpu, "hand": hand, "busy": be_busy}, name="measured").start() as server:
         print(json.dumps([*(one.address for one in servers), server.address]), flush=True)
         sys.stdin.read()

@@ -67,7 +67,9 @@ def load_machine(name_or_path: str, changes: Iterable[str] = ()) -> Machine:
         for change in changes:
             machine = parse(Machine, changed(to_plain(machine), change))
     except SpecError as error:
-        raise SpecError("", f"{path.name}: {error}") from None
+        is_measured = isinstance(plain, dict) and "software" in plain
+        again = "; if another version has written the file, run `rowstead calibrate` again" if is_measured else ""
+        raise SpecError("", f"{path.name}: {error}{again}") from None
     return machine
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rowstead.spec.bounds import require_not_negative
 from rowstead.spec.errors import require
-from rowstead.spec.timings import InStep
+from rowstead.spec.timings import InStep, LayerTimes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,10 +33,12 @@ class MessageCost:
 class Sharing:
     """Processes of one thread each on one machine, and what they say to each other."""
 
+    layers: LayerTimes
+    """Linear layers by one thread: small ones take what they take by all threads, and large ones as many times as long as there are cores."""
     dense: InStep
-    """The dense part of a step by one thread, over what its parts take by all threads that the machine was measured with."""
+    """The dense part of a step by one thread, over what these layers take alone, and the interaction by all threads."""
     lookup: InStep
-    """Look-ups, likewise."""
+    """Look-ups by one thread, over what they take by all threads that the machine was measured with."""
     update: InStep
     """Updates of rows, likewise."""
     dense_optimizer: InStep
@@ -52,6 +54,8 @@ class Sharing:
     """For each request, until threads that wait are awake."""
     handing: MessageCost
     """A message that is not touched on its way, as a batch from a reader: all threads of both ends."""
+    averaging: MessageCost
+    """An exchange of a trainer's dense parameters with the centre, by their bytes: all threads of both ends."""
 
     def __post_init__(self) -> None:
         require(1 <= self.crowding < math.inf, "crowding", f"must be at least 1 and finite, got {self.crowding}")

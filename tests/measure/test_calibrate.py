@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -18,7 +19,7 @@ from rowstead.measure import dense_part, row_part
 from rowstead.measure.calibrate import TINY, _timings, whole_shapes
 from rowstead.measure.clock import Clock
 from rowstead.measure.dense_part import interaction_times, layer_times
-from rowstead.measure.fit import fitted, parts_of
+from rowstead.measure.fit import fitted, parts_of, quicker
 from rowstead.measure.footprint import base_bytes, peak_bytes
 from rowstead.measure.steps import Shape, Steps, StepTime, drawn_batches
 from rowstead.plan.cost import host_processor
@@ -28,6 +29,7 @@ from rowstead.plan.traffic import Popularity, distinct_ids
 from rowstead.plan.work import step_work
 from rowstead.run import train
 from rowstead.spec.catalogue import HERE, MACHINE_VARIABLE, calibrated_machine, load_machine, load_software, machine_text
+from rowstead.spec.curve import Curve
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.run import RunSpec
 from rowstead.spec.timings import InStep
@@ -81,6 +83,44 @@ def test_the_fit_finds_the_factors_that_steps_were_made_with(has_phases: bool) -
         assert found.lookup.factor == pytest.approx(1.5, rel=0.1)
         assert found.update.factor == pytest.approx(0.8, rel=0.1)
         assert found.dense.byte_s == pytest.approx(byte_s, rel=0.3)
+
+
+def test_uncertain_steps_are_predicted_too_long_as_often_as_too_short() -> None:
+    machine, rng = measured_machine(), np.random.default_rng(0)
+    assert machine.software is not None
+    processor = host_processor(machine, machine.software)
+    assert processor.timings is not None
+    shapes, times = SHAPES * 25, []
+    for shape in shapes:
+        parts = parts_of(shape, processor, machine.software)
+        seconds = {"forward": parts.dense_s / 3, "backward": 2 * parts.dense_s / 3, "look-up": parts.lookup_s}
+        seconds |= {"dense update": parts.dense_update_s, "row update": parts.update_s}
+        phases = {name: value * rng.lognormal(sigma=0.3) for name, value in seconds.items()}
+        times.append(StepTime(step_s=sum(phases.values()), spread=0.0, phases_s=phases))
+    found = dataclasses.replace(processor, timings=fitted(processor.timings, processor, machine.software, shapes, times))
+    assert found.timings is not None
+    ratios = [
+        (sum(vars(parts_of(shape, found, machine.software)).values()) + found.timings.dense.fixed_s) / time.step_s
+        for shape, time in zip(shapes, times, strict=True)
+    ]
+    assert statistics.median(ratios) == pytest.approx(1.0, abs=0.03)
+
+
+def test_of_two_measurements_each_time_is_the_shorter_one() -> None:
+    timings = measured_machine().software.cpu_timings  # type: ignore[union-attr]
+    assert timings is not None
+    slower = dataclasses.replace(
+        timings,
+        layers=tuple(dataclasses.replace(one, forward=_times(one.forward, 2.0)) for one in timings.layers),
+        dense_update=_times(timings.dense_update, 0.5),
+        update_call_s=3 * timings.update_call_s,
+    )
+    for both in (quicker(timings, slower), quicker(slower, timings)):
+        assert both == dataclasses.replace(timings, dense_update=slower.dense_update)
+
+
+def _times(curve: Curve, factor: float) -> Curve:
+    return dataclasses.replace(curve, seconds=tuple(factor * one for one in curve.seconds))
 
 
 def test_drawn_ids_are_as_different_as_the_law_says() -> None:

@@ -35,6 +35,7 @@ def test_a_server_in_another_process_is_measured_and_gone_afterwards() -> None:
     assert found is not None
     assert found.asking.call_s + found.answering.call_s > 1e-5
     assert found.handing.byte_s > 0
+    assert found.averaging.byte_s > 0  # parameters are copied and compared besides
     assert 1 <= found.crowding < 10
     assert torch.get_num_threads() == before
     assert not any("rowstead.measure.requests" in one.cmdline() for one in psutil.Process().children())

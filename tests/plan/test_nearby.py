@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -82,6 +83,15 @@ def test_no_more_is_done_than_the_cores_can() -> None:
     assert found.samples_per_s == pytest.approx(4 * 256 / found.step_s)
 
 
+def test_threads_wait_for_cores_where_one_step_alone_takes_as_long_as_all_cores() -> None:
+    """Far from that, a step takes what its own processes take, or what all cores do."""
+    found = {cores: fleet(shared_machine(num_cores=cores), spec_of(), trainers=2) for cores in (1, 2, 64)}
+    work_s, alone_s = found[1].step_s, found[64].step_s
+    assert alone_s < work_s < 2.2 * alone_s  # so that two cores need about as long as one step alone
+    longer = max(alone_s, work_s / 2)
+    assert 1.05 * longer < found[2].step_s < 2**0.25 * longer * (1 + 1e-9)
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     trainers=st.integers(1, 4),
@@ -101,17 +111,17 @@ def test_busy_neighbours_make_no_step_shorter(trainers: int, sparse: int, stalen
 
 def test_where_rows_repeat_the_trainer_pools_and_all_in_all_nothing_is_saved() -> None:
     """As was measured: what other threads do for vectors, the trainer's does for rows."""
-    even, skewed = (fleet(shared_machine(), spec_of(mean_ids=1, skew=skew)) for skew in (0.0, 1.3))
+    even, skewed = (fleet(shared_machine(num_cores=64), spec_of(mean_ids=1, skew=skew)) for skew in (0.0, 1.3))
     vectors = 256 * 4 * 16 * 4
-    assert seconds_of(even)["take answers"] == pytest.approx(vectors * ASKING.byte_s)
-    assert seconds_of(skewed)["take answers"] == pytest.approx(vectors * (ASKING.byte_s + ANSWERING.byte_s))
+    assert seconds_of(even)["take answers"] == pytest.approx(vectors * ASKING.byte_s, rel=1e-3)
+    assert seconds_of(skewed)["take answers"] == pytest.approx(vectors * (ASKING.byte_s + ANSWERING.byte_s), rel=1e-3)
     assert seconds_of(skewed)["serve"] < seconds_of(even)["serve"]
 
 
 def test_servers_share_the_rows_and_each_is_asked() -> None:
-    one, two = (seconds_of(fleet(shared_machine(), spec_of(batch_size=2048), sparse=count)) for count in (1, 2))
+    one, two = (seconds_of(fleet(shared_machine(num_cores=64), spec_of(batch_size=2048), sparse=count)) for count in (1, 2))
     assert two["serve"] < 0.7 * one["serve"]
-    assert two["ask"] == pytest.approx(2 * one["ask"])
+    assert two["ask"] == pytest.approx(2 * one["ask"], rel=1e-3)
 
 
 def test_a_machine_that_was_not_measured_so_is_refused() -> None:
@@ -130,6 +140,14 @@ def test_what_was_measured_survives_the_machine_file(tmp_path: object) -> None:
     found = load_machine(path).software
     assert found is not None
     assert found.sharing == sharing(crowding=1.25)
+
+
+def test_a_file_without_what_this_version_measures_says_how_to_mend_it(tmp_path: Path) -> None:
+    path = tmp_path / "here.yaml"
+    lines = machine_text(shared_machine()).splitlines()
+    path.write_text("\n".join(line for line in lines if "averaging" not in line))
+    with pytest.raises(SpecError, match=r"averaging: is required.*run `rowstead calibrate` again"):
+        load_machine(str(path))
 
 
 @pytest.mark.parametrize("num_rows", [20, 200, 400, 600, 800, 1200, 2000, 5000])
