@@ -144,7 +144,8 @@ def predicted_fleet(fleet: FleetShape, machine: Machine) -> Prediction:
 
 
 def predicted_cpu_s(prediction: Prediction) -> dict[str, float]:
-    """Processor time of a step of all trainers, by kind of role, as far as the planner tells roles apart."""
+    """Processor time of a step of all trainers, by kind of role, as far as the planner tells roles apart; where a step alone takes longer than
+    all cores, with the time for which its threads wait for one."""
     setup, names = prediction.setup, {"trainer": "trainer", "sparse": "sparse servers"}
     each_s = {
         kind: sum(task.seconds for task in prediction.tasks if task.resource == resource) for kind, resource in names.items()

@@ -314,13 +314,13 @@ class _WholeSteps:
             self._num_taken += 1
             self._tell(f"whole steps, {self._num_taken} of {len(self._tried)} models")
             self.last = None  # its memory is given back first
-            self.last = steps = Steps.of(shape, self._device, pace=self._pace)
-            time = steps.measured(self._seconds)
+            self.last = Steps.of(shape, self._device, pace=self._pace)
+            time = self.last.measured(self._seconds)
             if time.step_s > 1.3 * self._host_s:
                 self._times.append((shape, time))
             if self._pace is not None and (self._is_short or self._num_taken % 2):  # half of them, as time is short
                 with hardware.threads(1):
-                    self._alone.append((shape, dataclasses.replace(steps.measured(self._seconds / 2), pace=time.pace)))
+                    self._alone.append((shape, dataclasses.replace(self.last.measured(self._seconds / 2), pace=time.pace)))
 
     def fitted_to(self, machine: Machine, software: Software) -> tuple[Software, Timings | None]:
         """The software with the time between the parts, and on a GPU that of the host; on a CPU also what one thread takes."""
