@@ -2,7 +2,8 @@
 
 Models are M1 and M3 with 500,000 rows a table; a cache holds a tenth of the rows. Ids are drawn as `rows * u**3`, and Criteo-like.
 Every batch is drawn before and used once by each contender. Contenders take turns in stretches of steps; the first steps of a
-stretch warm it up, each of the others counts from the end of the one before to its own end, and figures are medians.
+stretch warm it up, the others count from the end of the one before, and figures are medians of steps, or of means over 16 steps where
+rows come in for up to 8 at a time, so that some steps have more beside them than others.
 
 `rowstead_device` keeps all rows in GPU memory, `rowstead_cached` a tenth, announced ahead as `rowstead train` does,
 `rowstead_host` none. Rows of batches under way are there besides; where those are more, `kept_share` says how many stay. The peers are FBGEMM's MANAGED_CACHING with a cache of the same share, and its MANAGED, under the same
@@ -42,6 +43,8 @@ CACHE_SHARE = 0.1
 NUM_ROWS = 500_000
 FBGEMM_PLACES = {"caching": "MANAGED_CACHING", "managed": "MANAGED"}
 STRETCHES = 2
+TWO_SETS = 16
+"""Steps within which rows of small batches come in about twice."""
 LOSSES_BEHIND = 4
 """Steps by which the host is ahead of the GPU, as in the training loop."""
 
@@ -55,6 +58,8 @@ class Case:
     warmups: int
     steps: int
     """That count, in all stretches."""
+    steps_a_time: int
+    """Of which the mean is one time of the median."""
 
     @property
     def name(self) -> str:
@@ -77,7 +82,8 @@ def cases(quick: bool) -> list[Case]:
             for skew, model in (("criteo", skewed), ("u3", cubed)):
                 # What is worth keeping shows over some dozens of batches; where none is, after a few.
                 warmups = 40 if skew == "criteo" or size == 1600 else 8
-                found.append(Case(model=model, skew=skew, warmups=warmups, steps=80 if size == 1600 else 24))
+                steps, at_a_time = (2 * 10 * TWO_SETS, TWO_SETS) if size == 1600 else (24, 1)
+                found.append(Case(model=model, skew=skew, warmups=warmups, steps=steps, steps_a_time=at_a_time))
     return found[:2] if quick else found
 
 
@@ -179,6 +185,11 @@ class Peers:
             yield
 
 
+def means(values: Sequence[float], count: int) -> list[float]:
+    """Of so many one after the other each; what is left at the end does not count."""
+    return [statistics.fmean(values[start : start + count]) for start in range(0, len(values) - count + 1, count)]
+
+
 def measure(case: Case, contenders: Sequence[str], rates: dict[str, float], made: dict[str, Any]) -> dict[str, Any]:
     """One row: seconds a step of each contender, and what crossed the bus for ours; `made` keeps them for another skew."""
     each = case.steps // STRETCHES
@@ -206,7 +217,7 @@ def measure(case: Case, contenders: Sequence[str], rates: dict[str, float], made
             else:
                 seconds[name] += made[name].run(batches)[warmups - 1 :]
     for name, values in seconds.items():
-        row[f"{name}_ms"] = 1e3 * statistics.median(values)
+        row[f"{name}_ms"] = 1e3 * statistics.median(means(values, case.steps_a_time))
     if "rowstead_cached" in contenders:
         row_bytes = 4 * case.model.shape.width  # Adagrad's one number a row stays on the GPU
         steps = STRETCHES * (each + 1)

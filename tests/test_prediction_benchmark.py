@@ -7,10 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from benchmarks.fit_steps import measured_steps
 from benchmarks.fleet_models import in_quiet_windows, predicted_fleet, random_fleets
+from benchmarks.placements import typical_s
 from benchmarks.prediction import error, predicted, random_shapes, rank_correlation, summary_of
 from rowstead.spec.catalogue import load_software, machine_text
 from tests.measured_machine import measured_machine, shared_machine
@@ -42,6 +44,16 @@ def test_a_summary_has_the_promised_keys() -> None:
     found = summary_of([{**row, "ratio_at_pace": row["ratio"], "again_at_pace": row["again"]} for row in rows])
     assert {"error_geomean_pct", "error_max_pct", "rank_correlation", "repeatability_geomean_pct"} <= set(found)
     assert found["error_max_pct"] == pytest.approx(100 * (1 / 0.9 - 1))
+
+
+def test_placements_are_compared_within_rounds() -> None:
+    """A machine that halves its pace between rounds, and a turn that took ten times as long, change nothing."""
+    paces = np.repeat([1.0, 2.0], [12, 8])[:, None]
+    rounds_s = 1e-3 * paces * np.array([[1.0, 1.1, 1.3]])
+    rounds_s[4, 0] *= 10
+    found = typical_s(rounds_s)
+    assert found / found[0] == pytest.approx([1, 1.1, 1.3])
+    assert found[0] == pytest.approx(1e-3)
 
 
 def test_every_model_has_a_prediction() -> None:

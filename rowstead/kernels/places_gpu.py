@@ -69,23 +69,25 @@ def mark_ids(
 ) -> None:
     """Say which rows a batch needs, and name its ids by their places.
 
-    ids int32 or int64 [nnz]; offsets int64 [F*B + 1]; first_rows int64 [F], the first row of each feature's table, or -1 for
+    ids int32 or int64 [nnz]; offsets int64 [F*B + 1], or [batches, F*B + 1] where ids of several follow each other, each row as if its
+    batch were alone; first_rows int64 [F], the first row of each feature's table, or -1 for
     features whose ids are left alone; place_of int32 [N], with -1 for none. Rows without a place get WANTED there, and a bit in
     the map `wanted`. `seen` uint8 [P] of the places of the others becomes `tag`. `into` [nnz] gets the place of each id, or
     -1 - row - `start` where it has none yet. What is marked is not written again: many ids name few rows.
     """
     if not ids.numel():
         return
-    num_features = first_rows.numel()
-    has_many = ids.numel() >= MANY_IDS * num_features * IDS
+    num_features, num_batches = first_rows.numel(), offsets.shape[0] if offsets.dim() > 1 else 1
+    num_parts = num_features * num_batches
+    has_many = ids.numel() >= MANY_IDS * num_parts * IDS
     begin = 0
     for end in (*SAMPLES, None) if has_many else (None,):
         # Features differ in how many ids they have: programs for twice the mean, which begin anew where that is not enough.
-        programs = end - begin if end is not None else max(1, triton.cdiv(2 * ids.numel(), num_features * IDS))
+        programs = end - begin if end is not None else max(1, triton.cdiv(2 * ids.numel(), num_parts * IDS))
         # Programs that run at the same time are of few features, whose rows and places are near each other and stay in caches.
-        _mark[(programs, num_features)](
+        _mark[(programs, num_parts)](
             ids, offsets, first_rows, place_of, wanted, seen if seen is not None else wanted,
-            into if into is not None else wanted, (offsets.numel() - 1) // num_features, begin * IDS,
+            into if into is not None else wanted, num_features, (offsets.shape[-1] - 1) // num_features, begin * IDS,
             programs * IDS if end is None else ids.numel(), tag, start,
             SEES=seen is not None, NAMES=into is not None, WANTED_PLACE=WANTED, BLOCK=IDS, num_warps=4,
         )  # fmt: skip
@@ -93,10 +95,16 @@ def mark_ids(
 
 
 @triton.jit(do_not_specialize=["skipped", "stride", "tag", "start_row"])
-def _mark(ids, offsets, first_rows, place_of, wanted, seen, into, num_samples, skipped, stride, tag, start_row, SEES: tl.constexpr, NAMES: tl.constexpr, WANTED_PLACE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
-    feature = tl.program_id(1).to(tl.int64)
+def _mark(ids, offsets, first_rows, place_of, wanted, seen, into, num_features, num_samples, skipped, stride, tag, start_row, SEES: tl.constexpr, NAMES: tl.constexpr, WANTED_PLACE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+    batch = tl.program_id(1) // num_features
+    feature = (tl.program_id(1) % num_features).to(tl.int64)
     first = tl.load(first_rows + feature)
     if first >= 0:
+        for _ in range(batch):  # ids of those before it
+            num_ids = tl.load(offsets + num_features * num_samples)
+            ids += num_ids
+            into += num_ids
+            offsets += num_features * num_samples + 1
         begin = tl.load(offsets + feature * num_samples)
         end = tl.load(offsets + (feature + 1) * num_samples)
         place_of += first

@@ -32,7 +32,7 @@ MOST_USES = 255
 MOST_BATCHES = 1e9
 NUM_HALVINGS = 40
 
-SET_IDS, MAX_SET = 1 << 23, 8
+SET_IDS, MAX_SET = 1 << 24, 8
 """On a GPU a set is of as many batches as have about so many ids, and of at most so many."""
 GROWTH = 1.25
 """Room over what is needed that a cache takes when its places run out."""

@@ -37,7 +37,7 @@ from rowstead.stores.plans import Plan, places_for, plan_for
 from rowstead.stores.state import load_parts, whole_state
 from rowstead.stores.turns import AHEAD, Coming, Turns
 
-SET_IDS, MAX_SET = 1 << 23, 8
+SET_IDS, MAX_SET = 1 << 24, 8
 """On a GPU batches are brought in by sets of about so many ids, so that small ones wait for the host less often."""
 SETS_UNDER_WAY = AHEAD + 1
 LIKE = 1.25
@@ -100,7 +100,7 @@ class CachedStore(nn.Module):
         """Rows that were brought in and written back so far."""
         self._plan: Plan = plan_for(self._device)
         self._exchange: Exchange = exchange_for(self._device)
-        self._turns = Turns(self)
+        self._turns = Turns(self, moves_wait=not is_cuda)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> CachedStore:
         """Rows stay where they are when the model around them is moved."""
@@ -115,7 +115,10 @@ class CachedStore(nn.Module):
 
     @property
     def batches_ahead(self) -> int:
-        return self._turns.batches_ahead if self._groups else 0
+        """One set more on a GPU: planning waits there for what was queued when a batch was announced, and should not for the step beside it."""
+        if not self._groups:
+            return 0
+        return self._turns.batches_ahead + (self._turns.set_size if self._planning is not None else 0)
 
     @property
     def num_kept(self) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rowstead.contracts.batch import Sparse
 from rowstead.kernels import places_gpu as there
 from rowstead.stores.places import HALF_LIFE, Moves, Places
 
@@ -48,15 +47,14 @@ class LaunchedPlaces(Places):
             self._tag = 0
         self._tag += 1
 
-    def mark(self, sparse: Sparse, first_rows: Tensor, start: int, into: Tensor) -> None:
-        """Mark the rows of a batch, and name its ids in `into` as far as they have places.
+    def mark(self, ids: Tensor, offsets: Tensor, first_rows: Tensor, start: int, into: Tensor) -> None:
+        """Mark the rows of batches as `mark_ids` takes them, and name their ids in `into` as far as they have places.
 
         first_rows int64 [F], the first row of each feature, or -1 for those of other groups; others are `start` rows before these.
         """
         there.mark_ids(
-            sparse.ids, sparse.offsets, first_rows, self.place_of, self._wanted,
-            seen=self._seen, tag=self._tag, into=into, start=start,
-        )  # fmt: skip
+            ids, offsets, first_rows, self.place_of, self._wanted, seen=self._seen, tag=self._tag, into=into, start=start
+        )
 
     def plan_marked(self, number: int, *, oldest: int) -> Moves:
         """Give every row that was marked a place; rows that batches from `oldest` on use stay."""

@@ -13,6 +13,9 @@ from rowstead.stores.groups import RowNames
 from rowstead.stores.places import Moves, Places
 from rowstead.stores.places_cpu import CompiledPlaces
 
+ALIGNED_BYTES = 16
+"""Of which addresses of tensors are multiples, unless they are parts of others."""
+
 
 class Plan(Protocol):
     """Plans batches up to `number` at once; rows that batches from `oldest` on use stay.
@@ -76,15 +79,24 @@ def plan_by_launches(
     """Ids are named by places where they have one, all but those that are missing, in the pass that marks them."""
     from rowstead.stores.places_gpu import LaunchedPlaces
 
-    named, moves = [names.blank(sparse.ids) for sparse in batches], []
+    ids, offsets = joined(batches)
+    named, moves = names.blank(ids), []
     launched = list(zip(cast("Sequence[LaunchedPlaces]", groups), names.first_rows, names.starts, strict=True))
     for places, first_rows, start in launched:
         places.begin(number)
-        for sparse, into in zip(batches, named, strict=True):
-            places.mark(sparse, first_rows, start, into)
+        places.mark(ids, offsets, first_rows, start, named)
         moves.append(places.plan_marked(number, oldest=oldest))
         make_room()
     for places, _, start in launched:
-        for into in named:
-            places.name_left(into, start)
-    return moves, named
+        places.name_left(named, start)
+    of_each = named.split([sparse.ids.numel() for sparse in batches])
+    # Kernels are compiled anew for tensors that begin anywhere.
+    return moves, [some if some.data_ptr() % ALIGNED_BYTES == 0 else some.clone() for some in of_each]
+
+
+def joined(batches: Sequence[Sparse]) -> tuple[Tensor, Tensor]:
+    """The ids of all batches one after the other, and for each its offsets, of bags or of features as a whole: a launch for all is cheaper than one for each."""
+    some = [sparse for sparse in batches if sparse.ids.numel()]
+    if len(some) < 2:
+        return (some or batches)[0].ids, (some or batches)[0].offsets
+    return torch.cat([sparse.ids for sparse in some]), torch.stack([sparse.offsets[:: sparse.num_samples] for sparse in some])

@@ -1,8 +1,8 @@
 """Who may move rows of a cache, and when: whoever trains, or the threads that bring rows in ahead of it.
 
 Whoever trains is one thread. It announces batches, enters one after the other, and leaves each when it is trained on. Two more
-threads work ahead of it: one plans sets of batches in order, the other moves the rows of the set before. Both belong to a cache
-and end with it.
+threads work ahead of it: one plans sets of batches in order, the other moves the rows of the set before. Where moves are queued for a
+GPU, one thread does both: more would only wait for each other. They belong to a cache and end with it.
 """
 
 from __future__ import annotations
@@ -63,8 +63,10 @@ class Cache(Protocol):
 class Turns:
     """The turns of one cache."""
 
-    def __init__(self, cache: Cache) -> None:
+    def __init__(self, cache: Cache, *, moves_wait: bool = True) -> None:
+        """`moves_wait`: moving rows takes the time of the thread that does it."""
         self._cache = weakref.ref(cache)
+        self._moves_wait = moves_wait
         self._changed = threading.Condition()
         """Guards all below."""
         self.set_size, self.ahead = 1, AHEAD
@@ -222,13 +224,16 @@ class Turns:
         return [self._waiting.popleft() for _ in range(min(self._waiting[0].set_size, len(self._waiting)))]
 
     def plan_next(self, some: Sequence[Coming], mover: ThreadPoolExecutor) -> None:
-        """Plan a set of batches, and leave the rest to the other thread."""
+        """Plan a set of batches, and leave the rest to the other thread, if it takes long."""
         try:
             move = self._plan(some)
         except BaseException as error:  # noqa: BLE001, RUF100 - whatever it is, whoever trains has to see it
             self._note_in(some, error)
-        else:
+            return
+        if self._moves_wait:
             mover.submit(self._move, move, some)
+        else:
+            self._move(move, some)
 
     def _plan(self, some: Sequence[Coming]) -> Callable[[], None]:
         cache = self._cache()

@@ -12,8 +12,10 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton")
 
+from rowstead.contracts.batch import Sparse  # noqa: E402
 from rowstead.kernels import places_gpu  # noqa: E402
 from rowstead.kernels.cache_cpu import WANTED  # noqa: E402
+from rowstead.stores.plans import joined  # noqa: E402
 from tests.kernels.blocks import few_at_a_time  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -91,6 +93,34 @@ def test_ids_are_marked_and_named_as_in_plain_torch(
     places_gpu.name_left(into, given_places.to(DEVICE), start)
     wanted_into[first >= 0] = given_places[rows].to(into_dtype)
     assert torch.equal(into.cpu(), wanted_into)
+
+
+@settings(max_examples=4, deadline=None)
+@given(data=st.data(), in_parts=st.booleans())
+def test_batches_that_are_marked_at_once_are_marked_as_one_after_the_other(data: st.DataObject, in_parts: bool) -> None:
+    draws = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
+    firsts = torch.tensor(data.draw(st.lists(st.sampled_from([-1, 0, 20, 40]), min_size=1, max_size=3)))
+    batches = []
+    for num_samples in data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=4)):
+        lengths = torch.randint(0, 4, (len(firsts) * num_samples,), generator=draws)
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        ids = torch.randint(0, 20, (int(offsets[-1]),), generator=draws)
+        batches.append(Sparse(ids=ids, offsets=offsets, num_features=len(firsts)).to(DEVICE))
+    places = torch.full((60,), -1, dtype=torch.int32)
+    places[torch.randperm(60, generator=draws)[:25]] = torch.arange(25, dtype=torch.int32)
+    found = []
+    for some in ([joined(batches)], [(batch.ids, batch.offsets) for batch in batches]):
+        place_of, wanted, seen = (part.to(DEVICE) for part in (places.clone(), map_of(torch.zeros(60)), torch.zeros(25).byte()))
+        named = []
+        for ids, offsets in some:
+            named.append(torch.full_like(ids, -99))
+            with few_at_a_time() if in_parts else contextlib.nullcontext():
+                places_gpu.mark_ids(
+                    ids, offsets, firsts.to(DEVICE), place_of, wanted, seen=seen, tag=3, into=named[-1], start=7
+                )
+        found.append([part.cpu() for part in (torch.cat(named), place_of, wanted, seen)])
+    for at_once, one_by_one in zip(*found, strict=True):
+        assert torch.equal(at_once, one_by_one)
 
 
 @settings(max_examples=6, deadline=None)

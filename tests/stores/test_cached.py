@@ -25,6 +25,7 @@ from rowstead.stores.backing import RamRows
 from rowstead.stores.cached import CachedStore
 from rowstead.stores.device import DeviceStore
 from rowstead.stores.plans import plan_by_launches
+from rowstead.stores.turns import Turns
 from tests.contracts.store_contract import KINDS, StoreContract, layouts, sparse_batches
 
 needs_interpreter = pytest.mark.skipif(
@@ -133,6 +134,7 @@ def planned_by_launches(
     store = CachedStore(layout, optimizer, places=counts, backing=lambda group: RamRows(group, seed=1), dtype=dtype)
     store._places = [LaunchedPlaces(part.place_of.numel(), part.num_places, part.place_of.device) for part in store._places]
     store._plan = plan_by_launches
+    store._turns = Turns(store, moves_wait=False)
     return store
 
 
