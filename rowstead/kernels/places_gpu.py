@@ -85,19 +85,19 @@ def mark_ids(
         # Features differ in how many ids they have: programs for twice the mean, which begin anew where that is not enough.
         programs = end - begin if end is not None else max(1, triton.cdiv(2 * ids.numel(), num_parts * IDS))
         # Programs that run at the same time are of few features, whose rows and places are near each other and stay in caches.
-        _mark[(programs, num_parts)](
+        _mark[(num_parts * programs,)](
             ids, offsets, first_rows, place_of, wanted, seen if seen is not None else wanted,
-            into if into is not None else wanted, num_features, (offsets.shape[-1] - 1) // num_features, begin * IDS,
+            into if into is not None else wanted, programs, num_features, (offsets.shape[-1] - 1) // num_features, begin * IDS,
             programs * IDS if end is None else ids.numel(), tag, start,
             SEES=seen is not None, NAMES=into is not None, WANTED_PLACE=WANTED, BLOCK=IDS, num_warps=4,
         )  # fmt: skip
         begin = end or 0
 
 
-@triton.jit(do_not_specialize=["skipped", "stride", "tag", "start_row"])
-def _mark(ids, offsets, first_rows, place_of, wanted, seen, into, num_features, num_samples, skipped, stride, tag, start_row, SEES: tl.constexpr, NAMES: tl.constexpr, WANTED_PLACE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
-    batch = tl.program_id(1) // num_features
-    feature = (tl.program_id(1) % num_features).to(tl.int64)
+@triton.jit(do_not_specialize=["num_programs", "skipped", "stride", "tag", "start_row"])
+def _mark(ids, offsets, first_rows, place_of, wanted, seen, into, num_programs, num_features, num_samples, skipped, stride, tag, start_row, SEES: tl.constexpr, NAMES: tl.constexpr, WANTED_PLACE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+    part, program = tl.program_id(0) // num_programs, tl.program_id(0) % num_programs
+    batch, feature = part // num_features, (part % num_features).to(tl.int64)
     first = tl.load(first_rows + feature)
     if first >= 0:
         for _ in range(batch):  # ids of those before it
@@ -108,7 +108,7 @@ def _mark(ids, offsets, first_rows, place_of, wanted, seen, into, num_features, 
         begin = tl.load(offsets + feature * num_samples)
         end = tl.load(offsets + (feature + 1) * num_samples)
         place_of += first
-        for start in range(begin + skipped + tl.program_id(0) * BLOCK, end, stride):
+        for start in range(begin + skipped + program * BLOCK, end, stride):
             at = tl.arange(0, BLOCK)
             is_id = at < tl.minimum(end - start, BLOCK).to(tl.int32)  # ids are told apart by 32 bits where that is enough
             row = tl.load(ids + start + at, mask=is_id, other=0, eviction_policy="evict_first")
