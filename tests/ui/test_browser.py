@@ -204,8 +204,8 @@ def test_on_a_phone_nothing_is_cut_and_the_figures_stay_in_sight(ui: Ui) -> None
 def test_on_a_phone_the_last_lines_stay_above_the_bar(ui: Ui) -> None:
     with chromium(390, 844, phone=True) as driver:
         opened(driver, ui)
-        driver.execute_script("scrollTo(0, document.body.scrollHeight)")
-        under = "return document.getElementById('memories').getBoundingClientRect().bottom - document.getElementById('short').getBoundingClientRect().top"
+        # Scrolled again each time: figures that come later make the page longer.
+        under = "scrollTo(0, document.body.scrollHeight); return document.getElementById('memories').getBoundingClientRect().bottom - document.getElementById('short').getBoundingClientRect().top"
         until(lambda: driver.execute_script(under) <= 0)
 
 
