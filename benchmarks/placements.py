@@ -25,8 +25,7 @@ from rowstead.measure.cache_part import steady_s
 from rowstead.measure.settled import Drawn, settled, turn_s
 from rowstead.measure.steps import Shape, Steps
 from rowstead.placing import mean_ids_of, memories_of
-from rowstead.plan.auto import choice, fitting
-from rowstead.plan.foretell import foretold
+from rowstead.plan.auto import choice, predicted_steps
 from rowstead.spec.machine import Machine
 from rowstead.spec.placement import Placement
 
@@ -41,7 +40,7 @@ MAYBE_FASTEST = 1.15
 """How much slower than the fastest so far a placement may be to take more turns."""
 STEPS_A_TURN, SECONDS_A_TURN, WARM_S = 12, 0.25, 0.2
 """On a CPU, and on a GPU, and for how long a GPU steps before the first turn."""
-OTHER_CORES, MOST_TRIES = 0.3, 5
+OTHER_CORES, MOST_TRIES = 0.3, 2
 """Cores that others may use during a turn, and how often it is taken while they use more."""
 CUT_SHARE = 0.2
 """Of a placement's rounds, as many of the quickest and of the slowest do not count."""
@@ -125,9 +124,7 @@ class Case:
     def foretold(self, machine: Machine) -> dict[str, tuple[Placement, float]]:
         """Every placement that fits, with the predicted time of a step."""
         spec = self.shape.spec(self.device.type, memory=self.memory)
-        tried = fitting(spec, memories_of(spec, self.device), mean_ids=mean_ids_of(spec))
-        known = {name: (placement, foretold(spec, placement, machine)) for name, placement in tried.items()}
-        return {name: (placement, found.step_s) for name, (placement, found) in known.items() if found is not None}
+        return predicted_steps(spec, memories_of(spec, self.device), machine, mean_ids=mean_ids_of(spec))
 
     @contextlib.contextmanager
     def placed(self, tried: Mapping[str, tuple[Placement, float]]) -> Iterator[list[Placed]]:
@@ -181,7 +178,7 @@ def placement_rows(case: Case, machine: Machine, turns: tuple[int, int]) -> tupl
     shape, known = case.shape, case.foretold(machine)
     if len(known) < 2:
         return None, []
-    name = choice({one: predicted_s for one, (_, predicted_s) in known.items()})
+    name = choice(known)
     with case.placed(known) as ready:
         tried = list(ready)
         chosen = next(one for one in tried if one.name == name)

@@ -14,6 +14,8 @@ from rowstead.spec.run import RunSpec
 
 FRACTIONS = (0.5, 0.3, 0.2, 0.1, 0.05, 0.02, 0.01)
 """Shares of the rows that caches are tried with."""
+AS_FAST = 1.02
+"""Predictions that are no further apart say nothing of which placement is faster."""
 
 
 def candidates(memories: Memories) -> dict[str, PlacementSpec]:
@@ -60,27 +62,41 @@ def _covers(one: Placement, other: Placement) -> bool:
     )
 
 
-def choice(steps_s: Mapping[str, float]) -> str:
-    """The placement with the shortest predicted step."""
-    return min(steps_s, key=steps_s.__getitem__)
+def predicted_steps(
+    spec: RunSpec, memories: Memories, machine: Machine, *, mean_ids: Sequence[float] | None = None
+) -> dict[str, tuple[Placement, float]]:
+    """Every placement that fits, with the predicted time of a step; without those of which times say nothing."""
+    found = fitting(spec, memories, mean_ids=mean_ids)
+    foreseen = {name: (placement, foretold(spec, placement, machine)) for name, placement in found.items()}
+    return {name: (placement, one.step_s) for name, (placement, one) in foreseen.items() if one is not None}
+
+
+def choice(tried: Mapping[str, tuple[Placement, float]]) -> str:
+    """The placement with the shortest predicted step; of those as fast the one with the largest caches: it depends least on what is predicted of them."""
+    least_s = min(step_s for _, step_s in tried.values())
+    as_fast = [name for name, (_, step_s) in tried.items() if step_s <= AS_FAST * least_s]
+    return max(as_fast, key=lambda name: (_least_kept(tried[name][0]), -tried[name][1]))
+
+
+def _least_kept(placement: Placement) -> float:
+    """The share of its rows that are in fast memory, of the table of which it is least."""
+    return min((1.0 if table.where == "device" else table.cache_fraction or 0.0 for table in placement.tables), default=1.0)
 
 
 def fastest(
     spec: RunSpec, memories: Memories, machine: Machine, *, mean_ids: Sequence[float] | None = None
 ) -> Placement | None:
     """The placement that is predicted to be fastest, with the reason in its tables; none where times say nothing of some of them."""
-    steps_s: dict[str, float] = {}
-    placements = fitting(spec, memories, mean_ids=mean_ids)
-    for name, placement in placements.items():
-        prediction = foretold(spec, placement, machine)
-        if prediction is not None:
-            steps_s[name] = prediction.step_s
-    if not steps_s:
+    tried = predicted_steps(spec, memories, machine, mean_ids=mean_ids)
+    if not tried:
         return None
-    chosen = choice(steps_s)
-    why = f"predicted {steps_s[chosen] * 1e3:.3g} ms a step with {chosen}"
-    others = sorted((name for name in steps_s if name != chosen), key=lambda name: steps_s[name])
+    chosen = choice(tried)
+    best, step_s = tried[chosen]
+    why = f"predicted {step_s * 1e3:.3g} ms a step with {chosen}"
+    others = sorted((other_s, name) for name, (_, other_s) in tried.items() if name != chosen)
     if others:
-        why += f", of {len(steps_s)} placements that fit; the next, {others[0]}, {steps_s[others[0]] * 1e3:.3g} ms"
-    best = placements[chosen]
+        other_s, name = others[0]
+        why += f", of {len(tried)} placements that fit; the next, {name}, {other_s * 1e3:.3g} ms"
+        if other_s < step_s:
+            why += " with smaller caches"
     return dataclasses.replace(best, tables=tuple(dataclasses.replace(table, why=why) for table in best.tables))
