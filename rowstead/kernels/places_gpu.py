@@ -1,7 +1,6 @@
 """What a GPU does to plan a batch of a cache: marks the rows that it needs, picks rows that make room, and gives places.
 
-Sets of rows are maps of one bit a row. Whatever the order in which bits were set, listing them gives each row once and rising,
-so nothing is sorted, and the same batches lead to the same plan. A launch that lists a map also empties it.
+Sets of rows are maps of one bit a row (`row_maps_gpu.py`), so the same batches lead to the same plan.
 
 Letters: B examples, F features, N rows, P places, nnz ids, n rows.
 """
@@ -12,15 +11,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rowstead.kernels import row_maps_gpu as maps
 from rowstead.kernels.cache_cpu import MOST_USES, WANTED
+from rowstead.kernels.row_maps_gpu import bit_of, bits_before, bits_of, lowest
 
-IDS, PLACES, WORDS = 1024, 2048, 512
-"""Ids, places and words of a map that a program takes at a time."""
+IDS, PLACES = 1024, 2048
+"""Ids and places that a program takes at a time."""
 SAMPLES, MANY_IDS = (1, 8, 64), 64
 """Where features have so many times IDS ids, first one part of each is marked, then up to eight and 64, then the rest: else all programs
 of a feature would find its hot rows unmarked at once, and mark them thousands of times over."""
-MOST_PLACE_BLOCKS, MOST_WORD_BLOCKS = 1024, 4096
-"""Programs among which places, or words, are divided at most: each adds up what those before it found."""
+MOST_PLACE_BLOCKS = 1024
+"""Programs among which places are divided at most: each adds up what those before it found."""
 LEVELS, BINS = 2, 128
 """Places are told apart by the uses of their rows and, in so many levels, by how long ago the last was; the last bin is of places
 that stay."""
@@ -31,28 +32,9 @@ def place_blocks(count: int) -> int:
     return max(1, triton.cdiv(count, PLACES * _place_chunks(count)))
 
 
-def word_blocks(count: int) -> int:
-    """Programs that share `count` words of a map."""
-    return max(1, triton.cdiv(count, WORDS * _word_chunks(count)))
-
-
 def _place_chunks(count: int) -> int:
     """How many times each of them takes some."""
     return max(1, triton.cdiv(count, PLACES * MOST_PLACE_BLOCKS))
-
-
-def _word_chunks(count: int) -> int:
-    return max(1, triton.cdiv(count, WORDS * MOST_WORD_BLOCKS))
-
-
-def _warps() -> int:
-    """Of a program that empties a map: none beside others with the same words, which it might read after they have emptied them."""
-    return max(1, min(16, WORDS // 128))
-
-
-def num_words(num_rows: int) -> int:
-    """int32 words of a map."""
-    return triton.cdiv(num_rows, 32)
 
 
 def mark_ids(
@@ -125,7 +107,7 @@ def _mark(ids, offsets, first_rows, place_of, wanted, seen, into, num_programs, 
             if tl.max(is_new.to(tl.int32), 0) > 0:
                 tl.store(place_of + row, tl.zeros_like(place) + WANTED_PLACE, mask=is_new)
                 row_of_all = row + first
-                tl.atomic_or(wanted + (row_of_all >> 5), _bit(row_of_all), mask=is_new, sem="relaxed")
+                tl.atomic_or(wanted + (row_of_all >> 5), bit_of(row_of_all), mask=is_new, sem="relaxed")
 
 
 def name_left(into: Tensor, place_of: Tensor, start: int) -> None:
@@ -142,24 +124,6 @@ def _name_left(into, place_of, count, start_row, num_rows, BLOCK: tl.constexpr):
     row = -1 - tl.load(into + at, mask=at < count, other=0).to(tl.int64) - start_row
     is_left = (row >= 0) & (row < num_rows)
     tl.store(into + at, tl.load(place_of + row, mask=is_left, other=0), mask=is_left)
-
-
-def count_bits(bits: Tensor, counts: Tensor, total: Tensor) -> None:
-    """Fill `counts` int32 [blocks of words] with how many bits of a map each has; `total` int32 [1] rises by their sum."""
-    chunks, blocks = _word_chunks(bits.numel()), word_blocks(bits.numel())
-    _count_bits[(blocks,)](bits, counts, total, bits.numel(), chunks, BLOCK=WORDS, num_warps=4)
-
-
-@triton.jit
-def _count_bits(bits, counts, total, num_words, chunks, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    program = tl.program_id(0)
-    found = tl.zeros((BLOCK,), tl.int32)
-    for chunk in range(chunks):
-        at = (program.to(tl.int64) * chunks + chunk) * BLOCK + tl.arange(0, BLOCK)
-        found += _ones(tl.load(bits + at, mask=at < num_words, other=0).to(tl.uint32, bitcast=True))
-    count = tl.sum(found, 0)
-    tl.store(counts + program, count)
-    tl.atomic_add(total, count, sem="relaxed")
 
 
 def tally(
@@ -239,7 +203,7 @@ def _choose(used, heat, row_in, bins, totals, going, num_places, chunks, count, 
         goes = (bin < border) | ((bin == border) & (tl.cumsum(at_border, 0) <= left))
         left -= tl.sum(at_border, 0)
         row = tl.load(row_in + at, mask=goes, other=0)
-        tl.atomic_or(going + (row >> 5), _bit(row), mask=goes, sem="relaxed")
+        tl.atomic_or(going + (row >> 5), bit_of(row), mask=goes, sem="relaxed")
 
 
 def send_away(
@@ -256,24 +220,24 @@ def send_away(
     uses uint8 [N] has what `heat` is for rows without a place; counts as `count_bits` filled it. The places get other rows at once
     (`settle`), so that nothing is said of them here.
     """
-    blocks = word_blocks(going.numel())
+    blocks = maps.word_blocks(going.numel())
     _send_away[(blocks,)](
-        going, counts, place_of, heat, uses, rows, places, going.numel(), _word_chunks(going.numel()),
-        BLOCK=WORDS, BLOCKS=triton.next_power_of_2(blocks), num_warps=_warps(),
+        going, counts, place_of, heat, uses, rows, places, going.numel(), maps.word_chunks(going.numel()),
+        BLOCK=maps.WORDS, BLOCKS=triton.next_power_of_2(blocks), num_warps=maps.warps(),
     )  # fmt: skip
 
 
 @triton.jit
 def _send_away(going, counts, place_of, heat, uses, rows, places, num_words, chunks, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
-    begin = _bits_before(counts, BLOCKS)
+    begin = bits_before(counts, BLOCKS)
     for chunk in range(chunks):
         at = (tl.program_id(0).to(tl.int64) * chunks + chunk) * BLOCK + tl.arange(0, BLOCK)
-        word, number, into = _bits_of(going, at, num_words, begin)
+        word, number, into = bits_of(going, at, num_words, begin)
         begin += tl.sum(number, 0)
         turns = tl.max(number, 0)
         while turns > 0:
             is_row = word != 0
-            row = at * 32 + _lowest(word)
+            row = at * 32 + lowest(word)
             place = tl.load(place_of + row, mask=is_row, other=0).to(tl.int64)
             tl.store(rows + into, row, mask=is_row)
             tl.store(places + into, place, mask=is_row)
@@ -298,24 +262,24 @@ def settle(
     number: int,
 ) -> None:
     """Give the rows of the map `wanted`, which batch `number` needs, the places `lent` int64 [n], and list them in `rows`."""
-    blocks = word_blocks(wanted.numel())
+    blocks = maps.word_blocks(wanted.numel())
     _settle[(blocks,)](
-        wanted, counts, lent, place_of, row_in, used, heat, uses, rows, wanted.numel(), _word_chunks(wanted.numel()), number,
-        MOST=MOST_USES, BLOCK=WORDS, BLOCKS=triton.next_power_of_2(blocks), num_warps=_warps(),
+        wanted, counts, lent, place_of, row_in, used, heat, uses, rows, wanted.numel(), maps.word_chunks(wanted.numel()), number,
+        MOST=MOST_USES, BLOCK=maps.WORDS, BLOCKS=triton.next_power_of_2(blocks), num_warps=maps.warps(),
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["number_of_batch"])
 def _settle(wanted, counts, lent, place_of, row_in, used, heat, uses, rows, num_words, chunks, number_of_batch, MOST: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
-    begin = _bits_before(counts, BLOCKS)
+    begin = bits_before(counts, BLOCKS)
     for chunk in range(chunks):
         at = (tl.program_id(0).to(tl.int64) * chunks + chunk) * BLOCK + tl.arange(0, BLOCK)
-        word, number, into = _bits_of(wanted, at, num_words, begin)
+        word, number, into = bits_of(wanted, at, num_words, begin)
         begin += tl.sum(number, 0)
         turns = tl.max(number, 0)
         while turns > 0:
             is_row = word != 0
-            row = at * 32 + _lowest(word)
+            row = at * 32 + lowest(word)
             place = tl.load(lent + into, mask=is_row, other=0)
             warm = tl.load(uses + row, mask=is_row, other=0).to(tl.int32)
             tl.store(rows + into, row, mask=is_row)
@@ -323,30 +287,6 @@ def _settle(wanted, counts, lent, place_of, row_in, used, heat, uses, rows, num_
             tl.store(row_in + place, row, mask=is_row)
             tl.store(used + place, tl.zeros_like(warm) + number_of_batch, mask=is_row)
             tl.store(heat + place, tl.minimum(warm + 1, MOST).to(tl.uint8), mask=is_row)
-            word = word & (word - 1)
-            into += 1
-            turns -= 1
-
-
-def list_rows(bits: Tensor, counts: Tensor, rows: Tensor) -> None:
-    """Fill `rows` int64 [n] with the rows of a map."""
-    blocks = word_blocks(bits.numel())
-    chunks = _word_chunks(bits.numel())
-    _list_rows[(blocks,)](
-        bits, counts, rows, bits.numel(), chunks, BLOCK=WORDS, BLOCKS=triton.next_power_of_2(blocks), num_warps=_warps()
-    )
-
-
-@triton.jit
-def _list_rows(bits, counts, rows, num_words, chunks, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
-    begin = _bits_before(counts, BLOCKS)
-    for chunk in range(chunks):
-        at = (tl.program_id(0).to(tl.int64) * chunks + chunk) * BLOCK + tl.arange(0, BLOCK)
-        word, number, into = _bits_of(bits, at, num_words, begin)
-        begin += tl.sum(number, 0)
-        turns = tl.max(number, 0)
-        while turns > 0:
-            tl.store(rows + into, at * 32 + _lowest(word), mask=word != 0)
             word = word & (word - 1)
             into += 1
             turns -= 1
@@ -361,43 +301,3 @@ def _bin_of(last, warm, oldest, LEVEL_COUNT: tl.constexpr, BIN_COUNT: tl.constex
     level = LEVEL_COUNT // tl.maximum(oldest - last, 1)
     bin = tl.minimum(warm * LEVEL_COUNT + level, BIN_COUNT - 2)
     return tl.where((last >= 0) & (last < oldest), bin, BIN_COUNT - 1)
-
-
-@triton.jit
-def _bit(row):  # type: ignore[no-untyped-def]
-    """The bit of each row in its word."""
-    shift = (row & 31).to(tl.int32)
-    return (tl.zeros_like(shift) + 1) << shift
-
-
-@triton.jit
-def _ones(word):  # type: ignore[no-untyped-def]
-    """How many bits of each word are set; int32."""
-    word = word - ((word >> 1) & 0x55555555)
-    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
-    word = (word + (word >> 4)) & 0x0F0F0F0F
-    word = word + (word >> 8)
-    return ((word + (word >> 16)) & 63).to(tl.int32)
-
-
-@triton.jit
-def _lowest(word):  # type: ignore[no-untyped-def]
-    """Which bit of each word is its lowest; 32 where there is none."""
-    return _ones((word ^ (word & (word - 1))) - 1)
-
-
-@triton.jit
-def _bits_before(counts, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Bits in the words of all programs before this one."""
-    block = tl.arange(0, BLOCKS)
-    return tl.sum(tl.load(counts + block, mask=block < tl.program_id(0), other=0), 0)
-
-
-@triton.jit
-def _bits_of(bits, at, num_words, begin):  # type: ignore[no-untyped-def]
-    """Words of a map, which are emptied, how many bits each has, and where in a list its first goes."""
-    signed = tl.load(bits + at, mask=at < num_words, other=0)
-    tl.store(bits + at, tl.zeros_like(signed), mask=signed != 0)
-    word = signed.to(tl.uint32, bitcast=True)
-    number = _ones(word)
-    return word, number, begin + tl.cumsum(number, 0) - number

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from rowstead.contracts.store import StatePart
 from rowstead.kernels.initial import initial_rows
 from rowstead.kernels.memory import prefer_large_pages
+from rowstead.spec.features import Table
 from rowstead.stores.device import numbered
 from rowstead.stores.groups import Group
 from rowstead.stores.locked import seen_by_both
@@ -91,3 +93,41 @@ class RamRows:
 
     def close(self) -> None:
         self._parts = self._seen = [part.new_empty(0, part.shape[1]) for part in self._parts]
+
+
+def parts_behind(
+    table: Table, first: int, group: Group, backing: Backing, *, before_write: Callable[[], None]
+) -> Iterator[StatePart]:
+    """The parts of a table whose records begin at row `first` of its group: their columns. `before_write` is called before any changes."""
+
+    def values(rows: Tensor) -> list[Tensor]:
+        into = [torch.empty(rows.numel(), width, dtype=dtype) for dtype, width in group.columns]
+        backing.read(rows + first, into)
+        return into
+
+    for column, name in enumerate(["rows", *group.state_names]):
+        dtype, width = group.columns[column]
+
+        def read(start: int, stop: int, column: int = column) -> Tensor:
+            return values(torch.arange(start, stop))[column]
+
+        def take(rows: Tensor, column: int = column) -> Tensor:
+            return values(rows.cpu())[column]
+
+        def write(start: int, given: Tensor, column: int = column) -> None:
+            before_write()
+            rows = torch.arange(start, start + len(given))
+            now = values(rows)
+            now[column].copy_(given)
+            backing.write(rows + first, now)
+
+        yield StatePart(
+            name=f"{table.name}.{name}",
+            shape=(table.num_rows, width),
+            dtype=dtype,
+            num_rows=table.num_rows,
+            num_columns=width,
+            read=read,
+            write=write,
+            take=take,
+        )

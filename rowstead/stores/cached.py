@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,10 +24,9 @@ from rowstead.contracts.batch import Sparse
 from rowstead.contracts.store import StatePart
 from rowstead.kernels.check import check_gradient
 from rowstead.kernels.layout import Layout
-from rowstead.spec.features import Table
 from rowstead.spec.run import Kernel
 from rowstead.spec.train import SparseOptimizerSpec
-from rowstead.stores.backing import Backing
+from rowstead.stores.backing import Backing, parts_behind
 from rowstead.stores.checked import checked
 from rowstead.stores.device import DeviceStore, numbered
 from rowstead.stores.exchange import Exchange, exchange_for
@@ -143,7 +142,7 @@ class CachedStore(nn.Module):
         self.leave()
         if not self._groups:
             return dataclasses.replace(sparse, checked_for=self.resident.layout)
-        coming = self._turns.enter(sparse, self._recorded())
+        coming = self._turns.enter(sparse, self._recorded)
         assert coming.here is not None
         if coming.arrived is not None:
             current = torch.cuda.current_stream(self._device)
@@ -323,49 +322,14 @@ class CachedStore(nn.Module):
         self._flush()
         behind = {table.name: (place, first) for place, group in enumerate(self._groups) for table, first in group.tables}
         whole = {part.name: part for part in self.resident.parts()}
-        parts = []
+        parts: list[StatePart] = []
         for table in self.tables:
             if table.name in behind:
-                parts += list(self._parts_behind(table, *behind[table.name]))
+                place, first = behind[table.name]
+                parts += parts_behind(table, first, self._groups[place], self.backings[place], before_write=self._forget_places)
             else:
                 parts += [part for name, part in whole.items() if name.rpartition(".")[0] == table.name]
         return parts
-
-    def _parts_behind(self, table: Table, place: int, first: int) -> Iterator[StatePart]:
-        """The parts of one table, which are columns of its records."""
-        group, backing = self._groups[place], self.backings[place]
-
-        def values(rows: Tensor) -> list[Tensor]:
-            into = [torch.empty(rows.numel(), width, dtype=dtype) for dtype, width in group.columns]
-            backing.read(rows + first, into)
-            return into
-
-        for column, name in enumerate(["rows", *group.state_names]):
-            dtype, width = group.columns[column]
-
-            def read(start: int, stop: int, column: int = column) -> Tensor:
-                return values(torch.arange(start, stop))[column]
-
-            def take(rows: Tensor, column: int = column) -> Tensor:
-                return values(rows.cpu())[column]
-
-            def write(start: int, given: Tensor, column: int = column) -> None:
-                self._forget_places()
-                rows = torch.arange(start, start + len(given))
-                now = values(rows)
-                now[column].copy_(given)
-                backing.write(rows + first, now)
-
-            yield StatePart(
-                name=f"{table.name}.{name}",
-                shape=(table.num_rows, width),
-                dtype=dtype,
-                num_rows=table.num_rows,
-                num_columns=width,
-                read=read,
-                write=write,
-                take=take,
-            )
 
     def state(self) -> dict[str, Tensor]:
         return whole_state(self.parts())

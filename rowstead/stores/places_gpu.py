@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rowstead.kernels import places_gpu as there
+from rowstead.kernels import row_maps_gpu as maps
 from rowstead.stores.places import HALF_LIFE, Moves, Places
 
 MOST_TAGS = 255
@@ -25,12 +26,12 @@ class LaunchedPlaces(Places):
         self._seen = torch.zeros(num_places, dtype=torch.uint8, device=device)
         """For each place the tag of the last plan whose batches use its row."""
         self._tag = 0
-        words = there.num_words(num_rows)
+        words = maps.num_words(num_rows)
         self._wanted = torch.zeros(words, dtype=torch.int32, device=device)
         """A map of the rows that are to get places; empty between plans."""
         self._going = torch.zeros(words, dtype=torch.int32, device=device)
         """A map of the rows that are sent away; empty between plans."""
-        blocks = there.word_blocks(words)
+        blocks = maps.word_blocks(words)
         self._wanted_counts, self._going_counts = torch.zeros(2, blocks, dtype=torch.int32, device=device)
         self._bins = torch.zeros(there.MOST_PLACE_BLOCKS, there.BINS, dtype=torch.int32, device=device)
         self._sums = torch.zeros(there.BINS + 3, dtype=torch.int32, device=device)
@@ -59,7 +60,7 @@ class LaunchedPlaces(Places):
     def plan_marked(self, number: int, *, oldest: int) -> Moves:
         """Give every row that was marked a place; rows that batches from `oldest` on use stay."""
         bins, wanted, may_go, going = self._sums.zero_().split([there.BINS, 1, 1, 1])
-        there.count_bits(self._wanted, self._wanted_counts, wanted)
+        maps.count_bits(self._wanted, self._wanted_counts, wanted)
         there.tally(self._used, self._heat, self._seen, self._bins, bins, may_go, tag=self._tag, number=number, oldest=oldest)
         num_in, num_may_go = self._sums[there.BINS : there.BINS + 2].tolist()
         num_out = min(max(0, self._num_taken + num_in - self.num_kept), num_may_go)
@@ -70,12 +71,15 @@ class LaunchedPlaces(Places):
         )
         if num_out:
             there.choose(self._used, self._heat, self._row_in, self._bins, bins, self._going, count=num_out, oldest=oldest)
-            there.count_bits(self._going, self._going_counts, going)
+            maps.count_bits(self._going, self._going_counts, going)
             there.send_away(
                 self._going, self._going_counts, self.place_of, self._heat, self._uses, out_rows, out_places,
             )  # fmt: skip
+        if num_in == num_out:  # as always once all places are taken
+            in_places = out_places
+        else:
             self._free = torch.cat([out_places, self._free])
-        in_places = self.lend(num_in)
+            in_places = self.lend(num_in)
         if num_in:
             there.settle(
                 self._wanted, self._wanted_counts, in_places, self.place_of, self._row_in, self._used, self._heat, self._uses,
@@ -97,10 +101,10 @@ class LaunchedPlaces(Places):
         assert number is None, "uses are counted by plans alone"
         there.mark_ids(rows, *_as_one_bag(rows), self.place_of, self._wanted)
         total = self._sums[:1].zero_()
-        there.count_bits(self._wanted, self._wanted_counts, total)
+        maps.count_bits(self._wanted, self._wanted_counts, total)
         found = torch.empty(int(total), dtype=torch.int64, device=rows.device)
         if found.numel():
-            there.list_rows(self._wanted, self._wanted_counts, found)
+            maps.list_rows(self._wanted, self._wanted_counts, found)
         return found
 
     def clear(self) -> None:

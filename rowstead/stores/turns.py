@@ -110,7 +110,7 @@ class Turns:
                 self._thread.start()
             self._coming.append(coming)
             self._waiting.append(coming)
-            self._changed.notify_all()
+            self._wake_planner()
 
     def drop(self, left: Any) -> None:
         """Batches that were announced and not entered are not coming after all."""
@@ -123,19 +123,20 @@ class Turns:
                 self._num_left = self._num_announced
                 self._left.append((self._num_left - 1, left))
 
-    def enter(self, sparse: Sparse, copied: Any) -> Coming:
-        """The next batch, its rows in place; one that was not announced is brought in now."""
+    def enter(self, sparse: Sparse, copied: Callable[[], Any]) -> Coming:
+        """The next batch, its rows in place; one that was not announced, and is there after the event `copied()`, is brought in now."""
         if self._coming:
             coming = self._coming.popleft()
             assert coming.sparse.ids is sparse.ids, "batches are trained on in the order in which they were announced"
-            self._wanted = coming
-            self._wait_until(lambda: coming.is_in)
-            self._wanted = None
+            if self._needs_room or not coming.is_in:
+                self._wanted = coming
+                self._wait_until(lambda: coming.is_in)
+                self._wanted = None
             if coming.error is not None:
                 self._num_left = coming.number + 1
                 raise coming.error
         else:
-            coming = self._numbered(sparse, copied)
+            coming = self._numbered(sparse, copied())
             with self.hold():
                 try:
                     self._plan([coming])()
@@ -153,7 +154,7 @@ class Turns:
             self._left.append((self._num_left - 1, left))
             while len(self._left) > 2 * self.batches_ahead + 2:
                 self._left.popleft()
-            self._changed.notify_all()
+            self._wake_planner()
 
     @contextlib.contextmanager
     def hold(self, *, even_broken: bool = False) -> Iterator[Any]:
@@ -186,6 +187,11 @@ class Turns:
             self._needs_room = True
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._needs_room)
+
+    def _wake_planner(self) -> None:
+        """If it has something to do: a thread that wakes up for nothing holds up whoever trains, twice in each step."""
+        if self.may_go_on():
+            self._changed.notify_all()
 
     def _numbered(self, sparse: Sparse, copied: Any) -> Coming:
         self._num_announced += 1

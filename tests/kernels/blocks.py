@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from rowstead.kernels import places_gpu
+from rowstead.kernels import places_gpu, row_maps_gpu
 
 
 @contextlib.contextmanager
@@ -19,7 +19,7 @@ def few_at_a_time() -> Iterator[None]:
         patched.setattr(places_gpu, "SAMPLES", (1, 2))
         patched.setattr(places_gpu, "MANY_IDS", 1)
         patched.setattr(places_gpu, "PLACES", fewest)
-        patched.setattr(places_gpu, "WORDS", fewest)
+        patched.setattr(row_maps_gpu, "WORDS", fewest)
         patched.setattr(places_gpu, "MOST_PLACE_BLOCKS", 4)
-        patched.setattr(places_gpu, "MOST_WORD_BLOCKS", 4)
+        patched.setattr(row_maps_gpu, "MOST_WORD_BLOCKS", 4)
         yield

@@ -13,7 +13,7 @@ from torch import Tensor
 triton = pytest.importorskip("triton")
 
 from rowstead.contracts.batch import Sparse  # noqa: E402
-from rowstead.kernels import places_gpu  # noqa: E402
+from rowstead.kernels import places_gpu, row_maps_gpu  # noqa: E402
 from rowstead.kernels.cache_cpu import WANTED  # noqa: E402
 from rowstead.stores.plans import joined  # noqa: E402
 from tests.kernels.blocks import few_at_a_time  # noqa: E402
@@ -23,7 +23,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 def map_of(is_set: Tensor) -> Tensor:
     """The map whose bits are `is_set` [N]."""
-    bits = torch.zeros(places_gpu.num_words(is_set.numel()) * 32, dtype=torch.int64)
+    bits = torch.zeros(row_maps_gpu.num_words(is_set.numel()) * 32, dtype=torch.int64)
     bits[: is_set.numel()] = is_set
     words = (bits.view(-1, 32) << torch.arange(32)).sum(1)
     return torch.where(words < 2**31, words, words - 2**32).int().to(DEVICE)
@@ -31,11 +31,11 @@ def map_of(is_set: Tensor) -> Tensor:
 
 def listed(bits: Tensor) -> Tensor:
     """The rows of a map, which is empty then."""
-    counts = torch.zeros(places_gpu.word_blocks(bits.numel()), dtype=torch.int32, device=DEVICE)
+    counts = torch.zeros(row_maps_gpu.word_blocks(bits.numel()), dtype=torch.int32, device=DEVICE)
     total = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    places_gpu.count_bits(bits, counts, total)
+    row_maps_gpu.count_bits(bits, counts, total)
     rows = torch.empty(int(total), dtype=torch.int64, device=DEVICE)
-    places_gpu.list_rows(bits, counts, rows)
+    row_maps_gpu.list_rows(bits, counts, rows)
     assert not bits.any()
     return rows.cpu()
 
