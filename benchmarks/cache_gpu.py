@@ -6,8 +6,9 @@ stretch warm it up, the others count from the end of the one before, and figures
 rows come in for up to 8 at a time, so that some steps have more beside them than others.
 
 `rowstead_device` keeps all rows in GPU memory, `rowstead_cached` a tenth, announced ahead as `rowstead train` does,
-`rowstead_host` none. Rows of batches under way are there besides; where those are more, `kept_share` says how many stay. The peers are FBGEMM's MANAGED_CACHING with a cache of the same share, and its MANAGED, under the same
-dense part as in `benchmarks.step`. The bus time of a step is the larger of the bytes that we brought in and wrote back, over
+`rowstead_host` none. Rows of batches under way are there besides; where those are more, `kept_share` says how many stay. The peers are FBGEMM's
+MANAGED_CACHING with a cache of the same share, and its MANAGED, under the same dense part as in `benchmarks.step`; nothing is announced to
+them, as by their defaults. The bus time of a step is the larger of the bytes that we brought in and wrote back, over
 the rate of a long copy from page-locked memory, measured by this command.
 """
 

@@ -15,7 +15,8 @@ themselves as `fleet_error_…`. On a GPU there are none.
 `error` is exp(mean |ln(predicted / measured)|) - 1; `repeatability` is the same between the first pass and the last. Rank
 correlation is Spearman's. `…_at_pace`: a CPU's times are brought to the pace that the machine had when it was calibrated, by a small piece
 of work that is always the same and timed beside them (`rowstead/measure/pace.py`); `pace` is how many times as long it took. `best_placement_hit_share`: of models whose tables do not fit the memory that they are given, the share for
-which the placement that `placement: auto` chooses is measured to be fastest, or at most 5 % slower than the fastest.
+which the placement that `placement: auto` chooses is measured to be fastest, or at most 5 % slower than the fastest; `hit_share_by_chance`: the
+same of a placement that is chosen by chance.
 
 python -m benchmarks.prediction --device cpu --quick
 python -m benchmarks.prediction --device cuda --machine here.yaml --json

@@ -188,7 +188,8 @@ def _behind_gpu() -> list[str]:
         "accesses), or drawn as `rows * u**3` (u3), where a batch names more rows than the cache has places. Bus time is the larger of the bytes in and out "
         f"over the rate of a long copy ({summary['bus_in_bytes_per_s'] / 1e9:.0f} GB/s). With Criteo-like ids a cache reaches "
         f"{100 * summary['criteo_vs_device_min']:.0f} % of the throughput with all rows in GPU memory at least, and with u3 takes at most "
-        f"{summary['u3_over_bus_time_max']:.1f} times the bus time."
+        f"{summary['u3_over_bus_time_max']:.1f} times the bus time. FBGEMM's cache has a tenth of the rows and, as its tables are by default, hears of no batch before it "
+        "comes; ours hears of them early, and keeps more where batches under way need more at once."
         + ("" if says_what_stays else " One cache trained on both, and kept for u3 what it had decided for Criteo-like ids.")
     )
     return [
@@ -368,6 +369,8 @@ def _predicted() -> list[str]:
                 " Of models whose tables did not fit the memory that they were given, the placement that was predicted to be fastest was measured to be, or to be within "
                 f"5 % of it, for {100 * summary['best_placement_hit_share']:.0f} %."
             )
+            if "hit_share_by_chance" in summary:
+                text += f" Chosen by chance, one would have been for {100 * summary['hit_share_by_chance']:.0f} %."
         parts += [text, tables.where(result, "prediction", device), tables.table(columns, rows)]
     return ["## Predicted against measured", *parts] if parts else []
 

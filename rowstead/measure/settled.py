@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from rowstead.contracts.batch import Batch, Sparse
-from rowstead.measure.steps import Shape, Steps, drawn_batches
+from rowstead.measure.steps import DRAWN_IDS, MAX_BATCHES, Shape, Steps, drawn_batches
 from rowstead.parts import build_model
 from rowstead.plan.caching import BATCHES_COUNTED
 from rowstead.stores.cached import MAX_SET, CachedStore
@@ -45,20 +45,17 @@ class Drawn:
     """[F, N]: of how many of the last batches, in that order."""
 
     @classmethod
-    def of(cls, shape: Shape, device: torch.device) -> Drawn:
+    def of(cls, shape: Shape, device: torch.device, *, most_batches: int = MAX_BATCHES, most_ids: int = DRAWN_IDS) -> Drawn:
         """Batches of a shape whose tables have one feature each."""
-        batches = drawn_batches(shape, device)
-        uses, last = (np.zeros((shape.num_sparse, shape.num_rows), np.int64) for _ in range(2))
-        features = np.arange(shape.num_sparse)[:, None]
+        batches = drawn_batches(shape, device, most_batches=most_batches, most_ids=most_ids)
+        uses, last = torch.zeros(2, shape.num_sparse, shape.num_rows, dtype=torch.int64, device=device)
         for number, batch in enumerate(batches):
-            ids = batch.sparse.ids.view(shape.num_sparse, -1).cpu().numpy()
+            ids = batch.sparse.ids.view(shape.num_sparse, -1)
             if number >= len(batches) - BATCHES_COUNTED:
-                is_used = np.zeros_like(uses, dtype=bool)
-                is_used[features, ids] = True
-                uses += is_used
-            last[features, ids] = number + 1
-        order = np.argsort(-(uses * (len(batches) + 1) + last), axis=1, kind="stable")
-        return cls(batches, order, np.take_along_axis(uses, order, axis=1))
+                uses += torch.zeros_like(uses, dtype=torch.bool).scatter_(1, ids, value=True)
+            last.scatter_(1, ids, number + 1)
+        order = torch.argsort(uses * (len(batches) + 1) + last, dim=1, descending=True, stable=True)
+        return cls(batches, order.cpu().numpy(), uses.gather(1, order).cpu().numpy())
 
     def fillings(self, sparse: Sparse, num_kept: int) -> Iterator[Sparse]:
         """Batches that read so many of the hottest rows of every table, the colder ones first and the hotter ones more often."""

@@ -6,6 +6,7 @@ Letters: B examples, F features, L ids of a bag.
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from torch import Tensor
 
 from rowstead.contracts.batch import Batch, Sparse
 from rowstead.measure import clock
@@ -90,10 +91,12 @@ class Shape:
         return parse(RunSpec, plain)
 
 
-def drawn_batches(shape: Shape, device: torch.device, *, seed: int = 1) -> list[Batch]:
+def drawn_batches(
+    shape: Shape, device: torch.device, *, seed: int = 1, most_batches: int = MAX_BATCHES, most_ids: int = DRAWN_IDS
+) -> list[Batch]:
     """Batches whose ids follow the Zipf law of the synthetic log; rows of like popularity are not neighbours."""
     rng, num_ids = np.random.default_rng(seed), shape.num_ids
-    pool = torch.from_numpy(_ids(shape, max(2 * num_ids, min(DRAWN_IDS, MAX_BATCHES * num_ids)), rng)).to(device)
+    pool = _ids(shape, max(2 * num_ids, min(most_ids, most_batches * num_ids)), device, seed)
     offsets = torch.arange(0, num_ids + 1, shape.mean_ids, device=device)
     dense = [torch.from_numpy(rng.random((shape.batch_size, shape.num_dense), dtype=np.float32)) for _ in range(NUM_DENSE)]
     dense = [one.to(device) for one in dense]
@@ -108,13 +111,14 @@ def drawn_batches(shape: Shape, device: torch.device, *, seed: int = 1) -> list[
     ]
 
 
-def _ids(shape: Shape, num_ids: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """Rows by the density x^-skew over ranks, each rank at a place of its own."""
-    drawn, power, most = rng.random(num_ids), 1 - shape.skew, shape.num_rows + 1
+def _ids(shape: Shape, num_ids: int, device: torch.device, seed: int) -> Tensor:
+    """Rows by the density x^-skew over ranks, each rank at a place of its own; int64 [num_ids]."""
+    power, most = 1 - shape.skew, shape.num_rows + 1
+    drawn = torch.rand(num_ids, dtype=torch.float64, device=device, generator=torch.Generator(device).manual_seed(seed))
     is_log = abs(power) < 1e-9
-    ranks = np.exp(drawn * np.log(most)) if is_log else (1 + drawn * (most**power - 1)) ** (1 / power)
-    found = np.minimum(ranks.astype(np.int64), shape.num_rows) - 1
-    return found * _coprime(shape.num_rows) % shape.num_rows
+    ranks = drawn.mul_(math.log(most)).exp_() if is_log else drawn.mul_(most**power - 1).add_(1).pow_(1 / power)
+    found = ranks.long().clamp_(max=shape.num_rows).sub_(1)
+    return found.mul_(_coprime(shape.num_rows)).remainder_(shape.num_rows)
 
 
 def _coprime(number: int) -> int:
