@@ -22,7 +22,7 @@ test: $(DEV_STAMP) check ## Lint, types, layers and the quick tests
 	$(BIN)/python -m pytest -n 2 -m "not slow"
 
 test-slow: $(DEV_STAMP) browser ## The tests that take longer: faults, quality, whole commands
-	$(BIN)/python -m pytest -n 2 -m slow --durations 12
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow --durations 12
 
 check: $(DEV_STAMP) ## Lint, format, types, import layers
 	$(BIN)/ruff check .

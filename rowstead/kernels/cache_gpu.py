@@ -68,7 +68,7 @@ def swap_rows_plainly(parts: Sequence[Tensor], behind: Sequence[Tensor], *moves:
         fast.index_copy_(0, in_places, back.index_select(0, in_rows))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_in", "num_out", "most"])
 def _swap(fast, behind, in_rows, in_places, out_rows, out_places, num_in, num_out, most, WIDTH: tl.constexpr, D: tl.constexpr, R: tl.constexpr, STAGES: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
     column = tl.arange(0, D)[None, :]
     # Reads of later turns are under way while a turn writes. Nothing is read from a place after its new row was written: no other

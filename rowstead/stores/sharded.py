@@ -24,6 +24,7 @@ from rowstead.kernels.layout import Layout
 from rowstead.kernels.optimizer import compute_dtype
 from rowstead.kernels.reference import clip_pooled
 from rowstead.spec.train import SparseOptimizerSpec
+from rowstead.stores.cached import CachedStore
 from rowstead.stores.checked import checked
 from rowstead.stores.device import numbered
 from rowstead.stores.sharded_columns import Columns
@@ -105,6 +106,11 @@ class ShardedStore(nn.Module):
         self._coming: deque[_Batch] = deque()
         self._current: _Batch | None = None
         self._modules_within = nn.ModuleList(store for store in self.local_stores if isinstance(store, nn.Module))
+        for part in self.modules():
+            if isinstance(
+                part, CachedStore
+            ):  # else how early batches are announced would have to be agreed on again, as sets grow
+                part.max_set = 1
         wanted = max((store.batches_ahead for store in self.local_stores), default=0)
         self._batches_ahead = 1 + max(channel.gather(wanted))  # else some would announce batches that others do not
 

@@ -117,7 +117,8 @@ class Turns:
         with self._changed:
             self._waiting.clear()
         with self.hold(even_broken=True), self._changed:
-            if self._coming:
+            was_cut_off = self.current is None and self._num_left < self._num_announced  # in its wait, or not entered
+            if self._coming or was_cut_off:
                 self._coming.clear()
                 self.current = None
                 self._num_left = self._num_announced
@@ -159,10 +160,10 @@ class Turns:
     @contextlib.contextmanager
     def hold(self, *, even_broken: bool = False) -> Iterator[Any]:
         """No rows move meanwhile but those that whoever trains moves itself; gives the event of the last batch that was left."""
-        with self._changed:
-            self._is_held = True
-            self._wait_until(lambda: not self._num_moving)
         try:
+            with self._changed:
+                self._is_held = True
+                self._wait_until(lambda: not self._num_moving)
             if self._failed is not None and not even_broken:
                 raise self._failed
             yield self._left[-1][1] if self._left else None

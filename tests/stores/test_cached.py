@@ -124,6 +124,42 @@ def test_batches_announced_ahead_train_the_same_rows(kind: str, data: st.DataObj
     check_announced(store, data)
 
 
+@pytest.mark.timeout(60)
+def test_training_goes_on_after_a_wait_was_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = small_layout()
+    store = cached(layout, SparseOptimizerSpec(kind="sgd"), torch.float64, places=2)
+    batches = [sparse_of(layout, seed) for seed in range(8)]
+
+    def cut_off(self: Turns, happened: object) -> None:
+        raise KeyboardInterrupt
+
+    def train(batch: Sparse) -> None:
+        store.lookup(batch)
+        store.update(batch, torch.ones(batch.num_samples, 8, dtype=torch.float64), lr=0.1, step=1)
+
+    for batch in batches[:2]:
+        store.prefetch(batch)
+    with monkeypatch.context() as patched:
+        patched.setattr(Turns, "_wait_until", cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            store.state()
+    for batch in batches[:2]:
+        train(batch)
+    for batch in batches[2:5]:  # more often than batches are brought in ahead
+        with monkeypatch.context() as patched:
+            patched.setattr(store._turns, "_is_held", True)  # its rows are not there yet
+            patched.setattr(Turns, "_wait_until", cut_off)
+            store.prefetch(batch)
+            with pytest.raises(KeyboardInterrupt):
+                store.lookup(batch)
+        store.drop_prefetched()
+    for batch in batches[5:]:
+        store.prefetch(batch)
+    for batch in batches[5:]:
+        train(batch)
+    store.close()
+
+
 def planned_by_launches(
     layout: Layout, optimizer: SparseOptimizerSpec, dtype: torch.dtype, *, places: int, every: int = 1
 ) -> CachedStore:
