@@ -184,7 +184,7 @@ def _behind_gpu() -> list[str]:
         columns.append(("rows that stay", tables.share("kept_share")))
     summary = result["summary"]
     text = (
-        "Whole training steps; 500,000 rows a table, a cache of a tenth of the rows, and none under `host`. Ids are Criteo-like (1 % of the rows take 90 % of "
+        "Whole training steps; 500,000 rows a table, a cache of a tenth of the rows, and none under `host` but those of batches under way. Ids are Criteo-like (1 % of the rows take 90 % of "
         "accesses), or drawn as `rows * u**3` (u3), where a batch names more rows than the cache has places. Bus time is the larger of the bytes in and out "
         f"over the rate of a long copy ({summary['bus_in_bytes_per_s'] / 1e9:.0f} GB/s). With Criteo-like ids a cache reaches "
         f"{100 * summary['criteo_vs_device_min']:.0f} % of the throughput with all rows in GPU memory at least, and with u3 takes at most "
