@@ -1,4 +1,4 @@
-"""`placement: auto` on a machine that was measured: of the placements that fit, the one with the shortest predicted step."""
+"""`placement: auto` on a machine that was measured: of the placements that fit, one with the shortest predicted step."""
 
 from __future__ import annotations
 

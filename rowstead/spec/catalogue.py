@@ -146,6 +146,8 @@ def _with_change(node: Any, keys: list[str], factor: float, multiply: bool, chan
     value = node[name]
     if rest:
         return {**node, name: _with_change(value, rest, factor, multiply, change)}
+    if value is None:
+        raise RowsteadError(f"`{change}`: this machine has no such part: its `{name}` is not given")
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         inside = f": name one of its fields, {', '.join(value)}" if isinstance(value, dict) else ""
         raise RowsteadError(f"`{change}`: `{name}` is no number here, so it cannot be changed{inside}")

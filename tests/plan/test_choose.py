@@ -119,6 +119,11 @@ def test_what_if_changes_the_prediction() -> None:
     assert after["bigbasin-32"]["samples_per_s"] > before["bigbasin-32"]["samples_per_s"]  # type: ignore[operator]
 
 
+@pytest.mark.parametrize("part", ["accelerators.peer_link.bandwidth", "accelerators.compute.bf16"])
+def test_what_if_of_a_number_that_some_machines_leave_out_changes_the_others(part: str) -> None:
+    assert planned("m1", "--what-if", f"{part}=2x").keys() == planned("m1").keys()
+
+
 def test_what_if_of_a_part_that_only_some_machines_have_changes_those() -> None:
     found = planned("quickstart", "--what-if", "accelerators.memory.bandwidth=2x")
     assert "laptop" in found
