@@ -27,7 +27,7 @@ def fabric_of(accelerators: Accelerators, num_used: int) -> Fabric:
     """
     peer, link = accelerators.peer_link, accelerators.host_link
     if peer is None or peer.bandwidth_bytes_per_s is None:
-        return Fabric("through_host", link.bandwidth_bytes_per_s, 2 * link.latency_s)
+        return Fabric("through_host", accelerators.host_bytes_per_s(num_used), 2 * link.latency_s)
     share = 1.0
     if peer.topology != "switched" and 1 < num_used < accelerators.num:
         share = _num_wired(peer.topology, num_used) / _num_wired(peer.topology, accelerators.num)

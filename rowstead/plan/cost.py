@@ -78,10 +78,9 @@ class Processor:
         return table.num_features * self.timings.bag.at(4 * table.width)
 
     def update_id_s(self, table: TableWork, software: Software) -> float:
-        """Seconds of an update for each id, besides its row."""
+        """Seconds of an update for each id, besides its row: its bag's gradient is read."""
         if self.timings is None:
-            touches = 2 if software.gradient_per_id else 1  # written out and read again, or read as the rows are summed
-            return (touches * 4 * table.width + software.grouping_bytes_per_id) / self.memory.bandwidth_bytes_per_s
+            return (4 * table.width + software.grouping_bytes_per_id) / self.memory.bandwidth_bytes_per_s
         return self.timings.update_id.at(4 * table.width)
 
     def update_row_s(self, table: TableWork, shares: Sequence[float], within_bytes: float) -> float:

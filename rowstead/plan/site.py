@@ -136,18 +136,21 @@ class Site:
         return self.imbalance * (calls_s + rows_s)
 
     def in_host_s(self, *, update: bool) -> float:
-        """Seconds of an accelerator's host for the tables in its memory; their operators are among those that are dispatched."""
-        num_sharing = self.setup.num_in_step
+        """Seconds of an accelerator's host for the tables in its memory, which are read for each device; cores share the operators."""
+        num_sharing, num_operators = self.setup.num_in_step, self.software.operators_per_table / 2 * len(self.off_devices)
+        calls_s = self.setup.num_devices * num_operators * self.host.call_s / self.machine.host.num_cores
         if update:
-            return cost.update_s(self.host, self.off_devices, self.server_batch, self.software, num_sharing=num_sharing)
-        return cost.lookup_s(self.host, self.off_devices, self.server_batch, num_sharing=num_sharing)
+            return calls_s + cost.update_s(
+                self.host, self.off_devices, self.server_batch, self.software, num_sharing=num_sharing
+            )
+        return calls_s + cost.lookup_s(self.host, self.off_devices, self.server_batch, num_sharing=num_sharing)
 
     # bytes
 
-    def on_link(self, name: str, num_bytes: float, *, after: tuple[str, ...]) -> Task:
+    def on_link(self, name: str, num_bytes: float, *, after: tuple[str, ...], num_copies: float = 1.0) -> Task:
         """Bytes cross the link between a device and its host."""
-        link = self.accelerators.host_link
-        seconds = link.latency_s + num_bytes / link.bandwidth_bytes_per_s
+        bytes_per_s = self.accelerators.host_bytes_per_s(self.setup.num_devices)
+        seconds = num_copies * self.accelerators.host_link.latency_s + num_bytes / bytes_per_s
         return Task(name=name, resource="host link", seconds=seconds, after=after)
 
     def host_copy(self, name: str, *, after: tuple[str, ...]) -> Task:

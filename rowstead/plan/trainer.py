@@ -47,7 +47,8 @@ class Trainer(Site):
         launches_s = dispatch.launches_s(work, software, setup, **counts, through_host=self.through_host)
         # ids of tables that are elsewhere stay on the host
         copied_bytes = setup.batch_size * work.input_bytes_with(self.on_devices) if setup.has_input else 0.0
-        copied = self.on_link("copy batch", copied_bytes, after=("hand over",))
+        num_copies = 1 + dispatch.input_copies(software) * len(self.on_devices) / self.num_sharing
+        copied = self.on_link("copy batch", copied_bytes, after=("hand over",), num_copies=num_copies)
         ahead = software.runs_ahead  # then nothing waits for the host, as long as it keeps up
         return [
             *tasks,
@@ -58,8 +59,14 @@ class Trainer(Site):
 
     @property
     def ready(self) -> tuple[str, ...]:
-        """What must have ended before anything is computed: on a CPU dispatching takes the cores, on accelerators it goes on meanwhile."""
-        return ("hand over", "copy batch") if self.has_devices else ("dispatch",)
+        """What must have ended before anything is computed: on a CPU dispatching takes the cores, on accelerators it goes on meanwhile.
+
+        But not where the host has to wait for what they send up before it can go on: then launches and their work take turns.
+        """
+        if not self.has_devices:
+            return ("dispatch",)
+        takes_turns = bool(self.off_devices) or (self.through_host and self.setup.num_devices > 1)
+        return ("hand over", "copy batch", *(("dispatch",) if takes_turns else ()))
 
     # rows
 

@@ -187,14 +187,21 @@ class Accelerators:
     """Of one."""
     host_link: Link
     """Between one accelerator and the host, when all of them use it at once."""
+    num_per_uplink: int = 1
+    """Accelerators whose links to the host join in one; where some of them are idle, the others have it to themselves."""
     peer_link: PeerLink | None = None
     """Between accelerators; required where there are several."""
 
     def __post_init__(self) -> None:
         require(self.num >= 1, "num", f"must be at least 1, got {self.num}: leave out `accelerators` where there are none")
         require(self.num == 1 or self.peer_link is not None, "peer_link", f"is required with {self.num} accelerators")
+        require(self.num_per_uplink >= 1, "num_per_uplink", f"must be at least 1, got {self.num_per_uplink}")
         meshed = self.peer_link is not None and self.peer_link.topology == "hybrid_cube_mesh"
         require(not meshed or self.num <= 8, "peer_link.topology", f"a hybrid cube mesh joins up to 8, not {self.num}")
+
+    def host_bytes_per_s(self, num_used: int) -> float:
+        """Bandwidth between one accelerator and the host when so many are used, which are neighbours."""
+        return self.host_link.bandwidth_bytes_per_s * self.num_per_uplink / min(num_used, self.num_per_uplink)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,8 +31,6 @@ class Software:
     """Operators that take one table's pooled vectors to one other accelerator, or their gradients back."""
     operators_per_column: float = 0.0
     """Operators that bring one dense feature of a batch, a column of the log, to its place in the input."""
-    sample_s: float = 0.0
-    """Host time for one example as a batch is put together."""
     device_step_s: float
     """Host time of a step on an accelerator that nothing hides: hand-over of the batch and waiting for the last kernel."""
     host_step_s: float = 0.0
@@ -51,8 +49,6 @@ class Software:
     """Share of the random bandwidth of system memory that look-ups and updates reach."""
     device_random_share: float = 1.0
     """The same on an accelerator."""
-    gradient_per_id: bool
-    """Whether the gradient of every id is written out and read again; else rows that repeat in a batch are summed in one pass."""
     sparse_updates_all_ids: bool
     """Whether the optimizer touches a row once for every id; else once for every distinct row."""
     grouping_bytes_per_id: float = 0.0
@@ -90,7 +86,7 @@ class Software:
             "operators_fixed",
         )
         times = ("device_step_s", "host_step_s", "kernel_s", "rpc_s")
-        require_not_negative(self, *counts, "sample_s", "grouping_bytes_per_id", *times)
+        require_not_negative(self, *counts, "grouping_bytes_per_id", *times)
         for name in ("cpu_gemm_share", "device_gemm_share", "cpu_random_share", "device_random_share"):
             value = getattr(self, name)
             require(0 < value <= 1, name, f"must be above 0 and at most 1, got {value}")

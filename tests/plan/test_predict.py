@@ -288,6 +288,56 @@ def test_every_launch_of_a_gpu_step_is_dispatched_once() -> None:
     assert dispatched == pytest.approx(counted, abs=0.5)
 
 
+def test_a_program_that_serves_all_devices_puts_a_batch_together_for_each() -> None:
+    work, machine = work_of("m1"), machine_of("bigbasin-32")
+    alone = dataclasses.replace(software_of("operators-2020"), operator_s=1.0, device_step_s=0.0)
+    for software, num_batches in ((alone, 8), (dataclasses.replace(alone, one_dispatcher=False), 1)):
+        found = predict(work, machine, software, Setup(place="device", batch_size=200, num_devices=8))
+        assert task_of(found, "hand over").seconds == pytest.approx(num_batches * work.num_dense)
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "waits"),
+    [
+        ("bigbasin-32", "device", False),
+        ("bigbasin-32", "host", True),
+        ("bigbasin-32", "remote", True),
+        ("zion-prototype", "device", True),
+    ],
+)
+def test_launches_go_on_beside_the_devices_unless_the_host_waits_for_what_they_send(
+    name: str, place: Place, waits: bool
+) -> None:
+    found = on(machine_of(name), place, software="operators-2020")
+    launched = next(slot.end_s for slot in found.slots if slot.task.name == "dispatch")
+    began = min(slot.start_s for slot in found.slots if slot.task.resource == "device")
+    assert (began >= launched) == waits
+
+
+def test_a_table_elsewhere_is_copied_for_each_device_and_a_remote_one_asked_for_besides() -> None:
+    work, machine = work_of("m1"), machine_of("bigbasin-32")
+    software = dataclasses.replace(software_of("operators-2020"), operator_s=1.0)
+    of_dense = 8 * (software.operators_fixed + software.operators_per_layer * len(work.layers))
+    server = {"num_sparse_servers": 4, "server": machine_of("cpu-2s")}
+    for place, more, num_operators in (("host", {}, 2), ("remote", server, 4)):
+        found = predict(work, machine, software, Setup(place=place, batch_size=200, num_devices=8, **more))  # type: ignore[arg-type]
+        assert task_of(found, "dispatch").seconds == pytest.approx(of_dense + 8 * num_operators * len(work.tables))
+
+
+def test_a_device_has_the_uplink_that_it_shares_to_itself_while_its_neighbour_is_idle() -> None:
+    accelerators = machine_of("bigbasin-32").accelerators
+    assert accelerators is not None
+    shared = accelerators.host_link.bandwidth_bytes_per_s
+    assert [accelerators.host_bytes_per_s(count) for count in (1, 2, 8)] == [2 * shared, shared, shared]
+
+
+def test_ids_and_lengths_are_copied_table_by_table_where_each_has_its_operators() -> None:
+    machine, work = machine_of("bigbasin-32"), work_of("m1")
+    latency_s = machine.accelerators.host_link.latency_s  # type: ignore[union-attr]
+    fused, apart = (task_of(on(machine, "device", software=name), "copy batch") for name in ("rowstead", "operators-2020"))
+    assert apart.seconds - fused.seconds == pytest.approx(2 * len(work.tables) / 8 * latency_s)
+
+
 def test_a_mixed_set_up_keeps_whole_tables_and_holds_what_is_left_in_system_memory() -> None:
     machine, work = load_machine("bigbasin-32", ["accelerators.num=1"]), work_of("m1")
     setup = Setup(place="mixed", batch_size=1600)
