@@ -289,6 +289,7 @@ class _WholeSteps:
     """What whole steps show that parts do not.
 
     On a CPU they are taken a few at a time after each part, so that their pace is the usual one of all that time, and not that of some seconds.
+    On a GPU the host's time is looked at before each of them, for the same reason.
     """
 
     def __init__(self, device: torch.device, pace: Pace | None, *, is_short: bool, tell: Tell) -> None:
@@ -299,8 +300,6 @@ class _WholeSteps:
         self._times: list[tuple[Shape, StepTime]] = []
         self._alone: list[tuple[Shape, StepTime]] = []
         """Steps of one thread, at the pace of the steps just before: beats of one thread say nothing of it."""
-        self._host_s = 0.0
-        """Of a GPU's step: what the host holds up says nothing of the GPU."""
         self.last: Steps | None = None
         """Ready to go on."""
 
@@ -316,8 +315,7 @@ class _WholeSteps:
             self.last = None  # its memory is given back first
             self.last = Steps.of(shape, self._device, pace=self._pace)
             time = self.last.measured(self._seconds)
-            if time.step_s > 1.3 * self._host_s:
-                self._times.append((shape, time))
+            self._times.append((shape, time))
             if self._pace is not None and (self._is_short or self._num_taken % 2):  # half of them, as time is short
                 with hardware.threads(1):
                     self._alone.append((shape, dataclasses.replace(self.last.measured(self._seconds / 2), pace=time.pace)))
@@ -325,16 +323,10 @@ class _WholeSteps:
     def fitted_to(self, machine: Machine, software: Software) -> tuple[Software, Timings | None]:
         """The software with the time between the parts, and on a GPU that of the host; on a CPU also what one thread takes."""
         if self._pace is None:
-            self._host_s = Steps.of(TINY, self._device).measured(self._seconds).step_s
-            software = dataclasses.replace(software, device_step_s=self._host_s)
+            return self._fitted_on_gpu(machine, software), None
         self._take(len(self._tried))
-        processor = device_processor(machine, software) if self._pace is None else host_processor(machine, software)
+        processor = host_processor(machine, software)
         assert processor.timings is not None
-        if self._pace is None:
-            if self._times:
-                changed = fitted(processor.timings, processor, software, *zip(*self._times, strict=True))
-                software = dataclasses.replace(software, device_timings=changed)
-            return software, None
         usual = statistics.median(time.pace for _, time in self._times)  # which counts as 1
         self._pace.standard_s *= usual
         times, alone = (
@@ -345,6 +337,22 @@ class _WholeSteps:
         software = dataclasses.replace(software, cpu_timings=dataclasses.replace(changed, pace_s=self._pace.standard_s))
         one_thread = dataclasses.replace(processor.timings, layers=(self._layers_of_one_thread(),))
         return software, fitted(one_thread, processor, software, *zip(*alone, strict=True))
+
+    def _fitted_on_gpu(self, machine: Machine, software: Software) -> Software:
+        tiny, of_host = Steps.of(TINY, self._device), list[float]()
+        while self._num_taken < len(self._tried):
+            of_host.append(tiny.measured(self._seconds / 4).step_s)
+            self._take(1)
+        host_s = statistics.median(of_host)
+        software = dataclasses.replace(software, device_step_s=host_s)
+        # what the host holds up says nothing of the GPU
+        times = [(shape, time) for shape, time in self._times if time.step_s > 1.3 * host_s]
+        if not times:
+            return software
+        processor = device_processor(machine, software)
+        assert processor.timings is not None
+        changed = fitted(processor.timings, processor, software, *zip(*times, strict=True))
+        return dataclasses.replace(software, device_timings=changed)
 
     def _layers_of_one_thread(self) -> LayerTimes:
         self._tell("linear layers of one thread")
