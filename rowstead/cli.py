@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
-from rich.console import Console
 
 from rowstead import cli_data, cli_fleet, cli_plan, cli_report, cli_runs, cli_study, launch
+from rowstead.report.terminal import terminal
 from rowstead.spec.errors import LostProcessError, RowsteadError
 from rowstead.spec.job import is_one_of_many
 
@@ -120,7 +120,7 @@ def train(
     if launch.is_started_here():
         launch.end_with_parent()
     is_first = int(os.environ.get("RANK", "0")) == 0
-    console = Console(quiet=not is_first)
+    console = terminal(quiet=not is_first)
     with watching(console) as watcher:
         if resume is not None:
             result = run.resume(resume, changes=set_ or [], root=runs, watcher=watcher, profile=profile)
@@ -128,11 +128,9 @@ def train(
             assert spec is not None
             result = run.train(spec, root=runs, out=out, init_from=init_from, watcher=watcher, profile=profile)
     if result.outcome.ending == "interrupted":
-        console.print(f"stopped after step {result.outcome.position.step:,}; the checkpoint is saved.", highlight=False)
+        console.print(f"stopped after step {result.outcome.position.step:,}; the checkpoint is saved.")
         again = f" --processes {os.environ['WORLD_SIZE']}" if launch.is_started_here() else ""
-        console.print(
-            f"go on with: {command_name()} train --resume {as_typed(result.folder)}{again}", highlight=False, soft_wrap=True
-        )
+        console.print(f"go on with: {command_name()} train --resume {as_typed(result.folder)}{again}", soft_wrap=True)
         raise typer.Exit(130)
     if is_first:
         console.print(summary(result))
@@ -144,7 +142,7 @@ def evaluate(run: Run, data: Data = None, runs: Root = RUNS) -> None:
     from rowstead.console import PlainWatcher, doing, quality_table
     from rowstead.trained import evaluate as evaluate_run
 
-    console = Console()
+    console = terminal()
     with doing(console, "examples") as advance:
         quality = evaluate_run(run, data=data, root=runs, watcher=PlainWatcher(console), progress=advance)
     console.print(quality_table(quality))
@@ -166,7 +164,7 @@ def predict(
     from rowstead.console import PlainWatcher, doing
     from rowstead.serve.predict import predict as write_predictions
 
-    console = Console()
+    console = terminal()
     with doing(console, "examples") as advance:
         done = write_predictions(
             run,
@@ -179,7 +177,7 @@ def predict(
             progress=advance,
         )
     skipped = f" ({done.num_skipped:,} bad rows skipped)" if done.num_skipped else ""
-    console.print(f"{done.num_rows:,} predictions in {out}{skipped}", highlight=False, soft_wrap=True)
+    console.print(f"{done.num_rows:,} predictions in {out}{skipped}", soft_wrap=True)
 
 
 @app.command()
@@ -195,7 +193,7 @@ def export(
     from rowstead.console import PlainWatcher, two_columns
     from rowstead.serve.export import export as write_program
 
-    console = Console()
+    console = terminal()
     exported = write_program(run, to, int8=int8, root=runs, watcher=PlainWatcher(console))
     console.print(two_columns("exported", exported.rows()))
 
@@ -266,10 +264,10 @@ def _launch(arguments: list[str], processes: int) -> NoReturn:
     """Run a command in several processes, and end as they end."""
     if is_one_of_many():
         raise RowsteadError("torchrun has started this process as one of several already: leave out --processes")
-    console = Console(stderr=True)
+    console = terminal(stderr=True)
 
     def say(text: str) -> None:
-        console.print(text, style="bold red", markup=False, highlight=False, soft_wrap=True)
+        console.print(text, style="bold red", soft_wrap=True)
 
     raise typer.Exit(launch.launch(arguments, processes, say=say))
 
@@ -280,7 +278,7 @@ def _fail(text: str, code: int = 2) -> NoReturn:
         _end(code)
     if (rank := os.environ.get("RANK", "0")) != "0":
         text = f"{text} (process {rank})"
-    Console(stderr=True).print(f"error: {text}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+    terminal(stderr=True).print(f"error: {text}", style="bold red", soft_wrap=True)
     if is_one_of_many():
         _end(code)
     sys.exit(code)

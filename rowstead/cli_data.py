@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
+from rowstead.report.terminal import terminal
 from rowstead.spec.errors import RowsteadError
 
 if TYPE_CHECKING:
@@ -131,19 +131,19 @@ def describe(
     from rowstead.report.describe import headline, page, tables
     from rowstead.spec.parse import to_plain
 
-    console = Console()
+    console = terminal()
     features, blocks = _log_to_describe(files, recipe, label, max_rows)
     with _progress("rows") as advance:
         statistics = count(blocks, features, num_rows=hash_size, progress=lambda rows: advance(rows, 0))
     if as_json:
         typer.echo(json.dumps(to_plain(statistics)))
     else:
-        console.print(headline(statistics), highlight=False)
+        console.print(headline(statistics))
         for table in tables(statistics):
             print_wide(console, table)
     if picture is not None:
         picture.write_text(page(statistics, title=", ".join(files or [recipe or "log"])))
-        console.print(f"figures in {picture}", highlight=False, soft_wrap=True)
+        console.print(f"figures in {picture}", soft_wrap=True)
 
 
 def _log_to_describe(
@@ -177,7 +177,7 @@ def _progress(unit: str) -> Iterator[Callable[[int, int], None]]:
     """Shows how much is done of how much; silent where output is no terminal."""
     from rowstead.console import doing
 
-    with doing(Console(stderr=True), unit) as advance:
+    with doing(terminal(stderr=True), unit) as advance:
         yield advance
 
 
@@ -190,4 +190,4 @@ def _print_summary(summary: Summary) -> None:
     if summary.num_skipped:
         rows.append(("skipped", ", ".join(f"{count:,} {reason}" for reason, count in summary.skipped.items())))
         rows.append(("first skipped", "\n".join(summary.first_skipped)))
-    Console().print(two_columns("written", rows))
+    terminal().print(two_columns("written", rows))

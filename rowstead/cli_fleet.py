@@ -50,13 +50,12 @@ def train(
 
     _check_zeromq()
 
-    from rich.console import Console
-
     from rowstead.console import as_typed, command_name, summary
     from rowstead.fleet_run.console import watching_fleet
     from rowstead.fleet_run.head import resume_fleet, train_fleet
+    from rowstead.report.terminal import terminal
 
-    console = Console()
+    console = terminal()
     with watching_fleet(console) as watcher:
         if spec is None:
             assert resume is not None
@@ -66,8 +65,8 @@ def train(
     if result.outcome.ending == "interrupted":
         step = result.outcome.position.step
         ended = f"stopped after step {step:,}; the checkpoint is saved." if step else "stopped before the first step."
-        console.print(ended, highlight=False)
-        console.print(f"go on with: {command_name()} train --resume {as_typed(result.folder)}", highlight=False, soft_wrap=True)
+        console.print(ended)
+        console.print(f"go on with: {command_name()} train --resume {as_typed(result.folder)}", soft_wrap=True)
         raise typer.Exit(130)
     console.print(summary(result))
 

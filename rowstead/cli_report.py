@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from rowstead.report.terminal import terminal
 from rowstead.spec.errors import RowsteadError
 
 RUNS = Path("runs")
@@ -39,7 +39,7 @@ def report(
 
     if as_ not in ("svg", "png"):
         raise RowsteadError(f"--as is `svg` or `png`, got `{as_}`")
-    console = Console()
+    console = terminal()
     material = gather(what or [runs], root=runs)
     text = page_from(material, title=title)
     try:
@@ -51,14 +51,13 @@ def report(
     note = f" ({bad:,} line{'s' if bad > 1 else ''} could not be read)" if bad else ""
     console.print(
         f"report of {len(material.entries):,} records in {out}, {shown_bytes(len(text.encode()))}{note}",
-        highlight=False,
         soft_wrap=True,
     )
     if pictures is not None:
         from rowstead.report.pictures import write_pictures
 
         files = write_pictures(figures_of(material), pictures, kind="png" if as_ == "png" else "svg")
-        console.print(f"{len(files)} figures in {pictures}", highlight=False, soft_wrap=True)
+        console.print(f"{len(files)} figures in {pictures}", soft_wrap=True)
     if open_:
         webbrowser.open(out.resolve().as_uri())
 
@@ -82,9 +81,9 @@ def ui(
         signal.signal(number, lambda *_: ended.set())
     page = Ui(host=host, port=port, runs=runs, token=new_token() if token else None)
     page.start()
-    console = Console()
-    console.print(f"open {page.address}", highlight=False, soft_wrap=True)
-    console.print("end with Ctrl-C", highlight=False)
+    console = terminal()
+    console.print(f"open {page.address}", soft_wrap=True)
+    console.print("end with Ctrl-C")
     if open_:
         webbrowser.open(page.address)
     ended.wait()

@@ -13,6 +13,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from rowstead.report.terminal import terminal
 from rowstead.spec.errors import RowsteadError
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def runs(
     if sort.startswith("-"):
         chosen.reverse()
     chosen = chosen[-last:] if last is not None else chosen
-    console, notes = Console(), Console(stderr=True)
+    console, notes = terminal(), terminal(stderr=True)
     if as_json:
         for entry in chosen:
             print(json.dumps({"id": entry.id, **json.loads(line_of(entry))}))
@@ -77,7 +78,7 @@ def runs(
             cells += [_shown(value_of(entry, key)) for key in keys]
             table.add_row(*(Text(_cut(cell)) for cell in [*cells, entry.failure or ""]))
         _print_wide(console, table)
-        console.print(f"{len(chosen):,} of {len(contents.entries):,} records", highlight=False)
+        console.print(f"{len(chosen):,} of {len(contents.entries):,} records")
     _say_what_is_wrong(notes, contents)
 
 
@@ -95,7 +96,7 @@ def compare(
     contents = RunStore(root).read()
     left, right = find(contents.entries, one), find(contents.entries, other)
     found = compared(left, right)
-    console = Console()
+    console = terminal()
     for title, rows in (("differ in", found.facts), ("figures", found.figures)):
         table = _table([title, left.id, right.id, *(["ratio"] if title == "figures" else [])])
         for row in rows:
@@ -104,8 +105,8 @@ def compare(
         if rows:
             _print_wide(console, table)
     if not found.facts:
-        console.print("same recipe, machine and versions", highlight=False)
-    _say_what_is_wrong(Console(stderr=True), contents)
+        console.print("same recipe, machine and versions")
+    _say_what_is_wrong(terminal(stderr=True), contents)
 
 
 @app.command()
@@ -125,8 +126,8 @@ def export(
         num_columns = export_parquet(chosen, out)
     except OSError as error:
         raise RowsteadError(f"cannot write {out}: {error.strerror or error}") from error
-    Console().print(f"{len(chosen):,} records with {num_columns:,} columns in {out}", highlight=False, soft_wrap=True)
-    _say_what_is_wrong(Console(stderr=True), contents)
+    terminal().print(f"{len(chosen):,} records with {num_columns:,} columns in {out}", soft_wrap=True)
+    _say_what_is_wrong(terminal(stderr=True), contents)
 
 
 def _selected(root: Path, where: list[str] | None) -> tuple[Contents, list[Entry]]:
@@ -141,10 +142,10 @@ def _selected(root: Path, where: list[str] | None) -> tuple[Contents, list[Entry
 def _say_what_is_wrong(notes: Console, contents: Contents) -> None:
     if contents.num_bad_lines:
         lines = "line" if contents.num_bad_lines == 1 else "lines"
-        notes.print(f"passed over {contents.num_bad_lines:,} {lines} that cannot be read", highlight=False)
+        notes.print(f"passed over {contents.num_bad_lines:,} {lines} that cannot be read")
     if contents.unfinished:
         some = "run has" if len(contents.unfinished) == 1 else "runs have"
-        notes.print(f"{len(contents.unfinished):,} {some} not finished and no record yet", highlight=False)
+        notes.print(f"{len(contents.unfinished):,} {some} not finished and no record yet")
 
 
 def _kind(entry: Entry) -> str:
@@ -162,7 +163,7 @@ def _table(headings: list[str]) -> Table:
 def _print_wide(console: Console, table: Table) -> None:
     """Each row on one line however narrow the console; the terminal wraps it."""
     needed = Measurement.get(console, console.options.update(max_width=10_000), table).maximum
-    Console(file=console.file, width=max(console.width, needed)).print(table)
+    terminal(file=console.file, width=max(console.width, needed)).print(table)
 
 
 def _shown(value: Any) -> str:

@@ -17,6 +17,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
+from rowstead.report.terminal import terminal
 from rowstead.spec.errors import RowsteadError
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def sweep(
     from rowstead.spec.axis import axis_from, settings_from
     from rowstead.spec.sweep import SWEEPS, load_sweep, sweep_names
 
-    console = Console()
+    console = terminal()
     if recipe is None:
         width = max(len(known) for known in sweep_names())
         for known in sweep_names():
@@ -79,11 +80,9 @@ def sweep(
     print_wide(console, sweep_table(finished))
     for text in dict.fromkeys(entry.failure for entry in finished.failed if entry.failure):
         num = sum(entry.failure == text for entry in finished.failed)
-        console.print(f"{num:,} failed: {printable(text)}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"{num:,} failed: {printable(text)}", soft_wrap=True)
     where = runs / "records.jsonl"
-    console.print(
-        f"{len(finished.points):,} points of `{finished.name}` in {where}", markup=False, highlight=False, soft_wrap=True
-    )
+    console.print(f"{len(finished.points):,} points of `{finished.name}` in {where}", soft_wrap=True)
 
 
 def tune(
@@ -148,7 +147,7 @@ def tune(
 
     from rowstead.tune.tune import tune as run_search
 
-    console = Console()
+    console = terminal()
     with _stoppable(console):
         found = run_search(spec, root=runs, out=out, tell=TrialLines(console, spec.trials).tell)
     _print_search(console, found)
@@ -172,7 +171,7 @@ class TrialLines:
             ne = "" if trial.objective is None else f": NE {trial.objective:.5f}"
             why = f" · {trial.entry.failure}" if trial.state == "failed" else ""
             line = f"trial {len(self._told):,}{self._of_all} {trial.state}{ne}{best}{why}"
-            self._console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
+            self._console.print(printable(line), soft_wrap=True)
 
 
 def _print_search(console: Console, found: Found) -> None:
@@ -238,7 +237,7 @@ def quality(
 
     from rowstead.measure.quality import quality as run_quality
 
-    console = Console()
+    console = terminal()
     with _stoppable(console), watching(console) as watcher:
         study = run_quality(spec, root=runs, retry_failed=retry_failed, watcher=watcher)
     title = f"{spec.name}: NE against the baseline, {spec.num_seeds} seeds, {spec.confidence:.0%} intervals"
@@ -253,7 +252,7 @@ def quality(
         table.add_row(*(Text(printable(cell)) for cell in (effect.axis, value, ne, *parts, effect.verdict)))
     print_wide(console, table)
     for text in dict.fromkeys(failure for effect in study.effects for failure in effect.failures):
-        console.print(f"failed: {printable(text)}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"failed: {printable(text)}", soft_wrap=True)
 
 
 def _percent(share: float | None) -> str:
@@ -297,7 +296,7 @@ def _stoppable(console: Console) -> Iterator[None]:
     except BaseException as stop:
         if isinstance(stop, (SystemExit, GeneratorExit)):
             raise
-        console.print("stopped: what has ended is kept, and the same command goes on from there", highlight=False)
+        console.print("stopped: what has ended is kept, and the same command goes on from there")
         raise typer.Exit(130) from None
 
 
@@ -335,7 +334,7 @@ class _Lines:
             )
             last = f" · {axes}: {what}"
         text = f"{progress.num_done:,} of {progress.num_points:,} points{last} · {state_of(progress)}"
-        self._console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
+        self._console.print(printable(text), soft_wrap=True)
 
 
 def state_of(progress: Progress) -> str:
@@ -375,4 +374,4 @@ def printable(text: str) -> str:
 def print_wide(console: Console, table: Table) -> None:
     """Each row on one line however narrow the console; the terminal wraps it."""
     needed = Measurement.get(console, console.options.update(max_width=10_000), table).maximum
-    Console(file=console.file, width=max(console.width, needed)).print(table)
+    terminal(file=console.file, width=max(console.width, needed)).print(table)

@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rowstead.report.describe import TextTable
+from rowstead.report.terminal import terminal
 from rowstead.run import Result
 from rowstead.training.metrics import Quality
 from rowstead.training.progress import Progress as TrainProgress
@@ -84,7 +85,7 @@ class BarWatcher:
         self.on_message(f"step {step:,}: {quality_line(quality)}")
 
     def on_message(self, text: str) -> None:
-        self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._bar.console.print(text, soft_wrap=True)
 
 
 class PlainWatcher:
@@ -113,7 +114,7 @@ class PlainWatcher:
         self._say(text)
 
     def _say(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(text, soft_wrap=True)
 
 
 def two_columns(title: str, rows: list[tuple[str, str]]) -> Table:
@@ -199,7 +200,7 @@ def _plain_counter(console: Console, unit: str) -> Callable[[int, int], None]:
         if now - shown >= PLAIN_EVERY_S:
             shown = now
             of_all = f" of {total:,}" if total else ""
-            console.print(f"{done:,}{of_all} {unit}", highlight=False, soft_wrap=True)
+            console.print(f"{done:,}{of_all} {unit}", soft_wrap=True)
 
     return told
 
@@ -212,4 +213,4 @@ def print_wide(console: Console, table: TextTable) -> None:
     for row in table.rows:
         shown.add_row(*map(Text, row))
     needed = Measurement.get(console, console.options.update(max_width=10_000), shown).maximum
-    Console(file=console.file, width=max(console.width, needed)).print(shown)
+    terminal(file=console.file, width=max(console.width, needed)).print(shown)

@@ -95,7 +95,7 @@ class LiveFleet:
         self.on_message(f"step {step:,}: {quality_line(quality)}")
 
     def on_message(self, text: str) -> None:
-        self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._live.console.print(text, soft_wrap=True)
 
     def _show(self) -> None:
         self._live.update(Group(role_table(self._rows), Text(self._line)))
@@ -120,7 +120,7 @@ class PlainFleet:
         self.on_message(f"step {step:,}: {quality_line(quality)}")
 
     def on_message(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(text, soft_wrap=True)
 
     def _is_due(self, what: str) -> bool:
         now = time.monotonic()

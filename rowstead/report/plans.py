@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
 from rowstead.plan.choose import Choice, Requirements
 from rowstead.plan.predict import Prediction
+from rowstead.report.terminal import terminal
 from rowstead.spec.parse import to_plain
 from rowstead.spec.sizes import shown_bytes
 
@@ -47,8 +47,8 @@ class Plan:
 def print_plan(plan: Plan, *, tables: bool, timeline: bool) -> None:
     """The table, what would help where a model does not fit, and what was asked for besides."""
     shown = _table(plan)
-    wanted = Measurement.get(Console(width=400), Console(width=400).options, shown).maximum
-    Console(width=max(Console().width, wanted)).print(shown)  # the terminal wraps lines that are too long; none is shortened
+    wanted = Measurement.get(terminal(width=400), terminal(width=400).options, shown).maximum
+    terminal(width=max(terminal().width, wanted)).print(shown)  # the terminal wraps lines that are too long; none is shortened
     for one in plan.choices:
         if one.best is None:
             why = one.others[0].shortfalls[0] if one.others else "it has no place for tables"
@@ -166,4 +166,4 @@ def plain_of(plan: Plan) -> dict[str, Any]:
 
 def say(text: str) -> None:
     """A line that the terminal wraps, with nothing coloured."""
-    Console().print(text, highlight=False, markup=False, soft_wrap=True)
+    terminal().print(text, soft_wrap=True)

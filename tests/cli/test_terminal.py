@@ -89,6 +89,21 @@ def test_where_output_is_no_terminal_lines_are_plain(rowstead: Command, monkeypa
     assert "2,000 of 2,000 examples" in evaluated.out
 
 
+ODD = "a:x:[red]b"
+"""A name that a console could take for an emoji and for markup."""
+
+
+def test_names_in_errors_are_printed_as_they_are(rowstead: Command) -> None:
+    assert_refused(rowstead("train", f"{ODD}.yaml"), f"`{ODD}.yaml`")
+
+
+def test_names_of_runs_and_files_are_printed_as_they_are(rowstead: Command) -> None:
+    trained = rowstead("train", recipe("train.max_steps=2"), "--out", ODD)
+    assert trained.code == 0
+    assert f"{ODD}: finished after 2 steps" in trained.out
+    assert f"predictions in {ODD}.parquet" in rowstead("predict", ODD, "--out", f"{ODD}.parquet").out
+
+
 def test_help_answers_without_torch() -> None:
     code = (
         "import sys, atexit\n"
