@@ -99,7 +99,7 @@ def plan(
         name=spec.name,
         choices=choices,
         num_readers={
-            one.machine.name: num_readers(work, program, helper, min(one.best.samples_per_s, samples_per_s or math.inf))
+            one.machine.name: num_readers(work, program, helper, one.best.samples_per_s)
             for one in choices
             if one.best is not None and one.machine.network is not None
         },

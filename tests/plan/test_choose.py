@@ -65,6 +65,13 @@ def test_readers_keep_up_with_the_speed() -> None:
     assert many * CPU.network.bandwidth_bytes_per_s >= 1e7 * work.input_bytes
 
 
+def test_a_plan_for_a_speed_has_readers_for_the_speed_that_it_shows() -> None:
+    found = planned("m3", "--on", "dgx-h200", "--samples-per-s", "2e6")["dgx-h200"]
+    shown: float = found["samples_per_s"]  # type: ignore[assignment]
+    assert shown > 2.5e6
+    assert found["num_readers"] == num_readers(step_work(load_recipe("m3")), ROWSTEAD, CPU, shown)
+
+
 def test_a_model_that_fits_nowhere_gets_numbered_remedies_with_sizes() -> None:
     found = choose(load_recipe("m3"), load_machine("laptop"), ROWSTEAD, server=CPU)
     assert found.best is None
