@@ -194,6 +194,7 @@ def calibrate(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes, for a first look: predictions are worse.")] = False,
 ) -> None:
     """Measure this machine, in two minutes or less, so that speeds can be predicted on it."""
+    import tempfile
     import time
 
     import torch
@@ -217,12 +218,14 @@ def calibrate(
     check_name(name)
     kind = "cuda" if device == "cuda" or (device == "auto" and has_gpu) else "cpu"
     path = out if out is not None else calibrated_path(kind)
-    if path.is_dir():
-        raise RowsteadError(f"--out: `{path}` is a folder: name a file in it")
     try:
+        if path.is_dir():
+            raise RowsteadError(f"--out: `{path}` is a folder: name a file in it")
         path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.tmp-"):
+            pass
     except OSError as error:  # better now than after the measuring
-        raise RowsteadError(f"cannot write {path}: {error}: name another file with --out") from None
+        raise RowsteadError(f"cannot write {path}: {error.strerror or error}: name another file with --out") from None
     before, start = torch.get_num_threads(), time.perf_counter()
 
     def tell(line: str) -> None:

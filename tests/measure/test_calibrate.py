@@ -176,6 +176,19 @@ def test_mistakes_say_what_to_do(words: list[str], problem: str) -> None:
     assert problem in str(done.exception)
 
 
+@pytest.mark.parametrize(
+    "where", ["/proc/machine.yaml", "/dev/null/folder/machine.yaml", "n" * 300], ids=["locked", "file", "long"]
+)
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rowstead.measure.calibrate.calibrate", lambda *_, **__: pytest.fail("it was measured"))
+    done = CliRunner().invoke(app, ["calibrate", "--device", "cpu", "--out", str(tmp_path / where)])
+    assert isinstance(done.exception, RowsteadError)
+    assert "cannot write" in str(done.exception)
+    assert not list(tmp_path.iterdir())
+
+
 def small_run(shape: Shape = SHAPES[0], **more: Any) -> RunSpec:
     spec = shape.spec("cpu", threads=1, **more)
     assert spec.data.synth is not None
