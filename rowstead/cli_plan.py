@@ -82,6 +82,7 @@ def plan(
     program, helper = load_software(software or "rowstead"), load_machine(server)
     if helper.network is None:
         raise RowsteadError(f"--server {server}: it has no network, so it can be no parameter server and no reader")
+    machines, notes = _machines(on, what_if or [], is_measured=software is None)
     choices = [
         choose(
             spec,
@@ -92,7 +93,7 @@ def plan(
             samples_per_s=samples_per_s,
             prefer="speed" if prefer == "speed" else "efficiency",
         )
-        for machine in _machines(on, what_if or [], is_measured=software is None)
+        for machine in machines
     ]
     work, fastest = step_work(spec), max((one.best.samples_per_s for one in choices if one.best is not None), default=1e6)
     plan_ = Plan(
@@ -105,6 +106,7 @@ def plan(
         },
         asked={"prefer": prefer, "samples_per_s": samples_per_s, "what_if": what_if or None},
         needs=requirements_of(spec, samples_per_s or fastest) if requirements else None,
+        notes=notes,
     )
     if keep is not None:
         _keep(keep, spec, choices)
@@ -120,15 +122,15 @@ def plan(
         say("the log's own lengths and law of ids are not known here: one id a feature, drawn evenly")
 
 
-def _machines(on: str | None, changes: list[str], *, is_measured: bool) -> list[Machine]:
-    """The machines that are meant, all shipped ones where none is, with the changes to them."""
+def _machines(on: str | None, changes: list[str], *, is_measured: bool) -> tuple[list[Machine], list[str]]:
+    """The machines that are meant, all shipped ones where none is, with the changes to them; and what is no longer known of those."""
     from rowstead.spec.catalogue import load_machine, machine_names
 
     names = list(dict.fromkeys(name.strip() for name in on.split(",") if name.strip())) if on is not None else machine_names()
     if not names:
         raise RowsteadError("--on names no machine")
     found: dict[str, Machine] = {}
-    unused = set(changes)
+    notes, unused = [], set(changes)
     for name in names:
         made = changes if on is not None else _applicable(name, changes)
         unused -= set(made)
@@ -137,12 +139,19 @@ def _machines(on: str | None, changes: list[str], *, is_measured: bool) -> list[
             raise RowsteadError(
                 f"--on: two machines are called `{machine.name}`: give the one of `{name}` another `name` in its file"
             )
+        described = load_machine(name) if made else machine
         if is_measured and made:
-            _refuse_measured(load_machine(name), machine, made)
+            _refuse_measured(described, machine, made)
+        lost = [what for what in ("power", "meter", "price") if getattr(described, what) and not getattr(machine, what)]
+        if lost:
+            notes.append(
+                f"{machine.name}: its {', '.join(lost)} would be another with as many accelerators and sockets, so figures of energy "
+                "and cost are left out: give one as well, such as --what-if power.nameplate=2x"
+            )
         found[machine.name] = machine
     if unused:
         raise RowsteadError(f"--what-if {min(unused)}: none of the machines has such a part")
-    return list(found.values())
+    return list(found.values()), notes
 
 
 def _applicable(name: str, changes: list[str]) -> list[str]:

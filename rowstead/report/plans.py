@@ -32,6 +32,8 @@ class Plan:
     asked: dict[str, Any]
     """What the options said that matters to the answer; none where one was not given."""
     needs: Requirements | None
+    notes: list[str]
+    """What is to be said about the machines, a line each."""
 
     @property
     def best(self) -> list[Prediction]:
@@ -49,6 +51,8 @@ def print_plan(plan: Plan, *, tables: bool, timeline: bool) -> None:
     shown = _table(plan)
     wanted = Measurement.get(terminal(width=400), terminal(width=400).options, shown).maximum
     terminal(width=max(terminal().width, wanted)).print(shown)  # the terminal wraps lines that are too long; none is shortened
+    for note in plan.notes:
+        say(note)
     for one in plan.choices:
         if one.best is None:
             why = one.others[0].shortfalls[0] if one.others else "it has no place for tables"
@@ -161,6 +165,8 @@ def plain_of(plan: Plan) -> dict[str, Any]:
     result: dict[str, Any] = {"recipe": plan.name, "kind": "predicted", "asked": asked, "machines": machines}
     if plan.needs is not None:
         result["requirements"] = to_plain(plan.needs)
+    if plan.notes:
+        result["notes"] = plan.notes
     return result
 
 

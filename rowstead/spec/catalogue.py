@@ -6,6 +6,7 @@ import math
 import os
 import platform
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,14 +64,26 @@ def load_machine(name_or_path: str, changes: Iterable[str] = ()) -> Machine:
         name_or_path = str(found)
     plain, path = _plain_of(name_or_path, MACHINES, machine_names(), "machine")
     try:
-        machine = parse(Machine, plain)
+        machine = described = parse(Machine, plain)
         for change in changes:
             machine = parse(Machine, changed(to_plain(machine), change))
     except SpecError as error:
         is_measured = isinstance(plain, dict) and "software" in plain
         again = "; if another version has written the file, run `rowstead calibrate` again" if is_measured else ""
         raise SpecError("", f"{path.name}: {error}{again}") from None
-    return machine
+    return _without_what_is_not_known(described, machine)
+
+
+def _without_what_is_not_known(before: Machine, after: Machine) -> Machine:
+    """A changed machine, without the power and price of one with other numbers of accelerators or sockets, unless they were changed too."""
+    if (before.num_devices, before.host.num_sockets) == (after.num_devices, after.host.num_sockets):
+        return after
+    return replace(
+        after,
+        power=after.power if after.power != before.power else None,
+        meter=after.meter if after.meter != before.meter else None,
+        price=after.price if after.price != before.price else None,
+    )
 
 
 def machine_text(machine: Machine) -> str:

@@ -126,6 +126,18 @@ def test_what_if_changes_the_prediction() -> None:
     assert after["bigbasin-32"]["samples_per_s"] > before["bigbasin-32"]["samples_per_s"]  # type: ignore[operator]
 
 
+def test_what_if_of_the_number_of_accelerators_leaves_out_energy_and_says_so() -> None:
+    words = ["plan", "m1", "--on", "dgx-h200", "--what-if", "accelerators.num=2x"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output + str(done.exception)
+    assert "samples/J" not in done.output
+    assert "dgx-h200: its power would be another" in done.output
+    plain = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)
+    assert "nameplate_watts" not in plain["machines"][0]
+    assert len(plain["notes"]) == 1
+    assert "notes" not in json.loads(CliRunner().invoke(app, [*words[:-1], "network.bandwidth=2x", "--json"]).stdout)
+
+
 @pytest.mark.parametrize("part", ["accelerators.peer_link.bandwidth", "accelerators.compute.bf16"])
 def test_what_if_of_a_number_that_some_machines_leave_out_changes_the_others(part: str) -> None:
     assert planned("m1", "--what-if", f"{part}=2x").keys() == planned("m1").keys()

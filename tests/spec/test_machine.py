@@ -122,6 +122,17 @@ def test_what_if_multiplies_or_sets_a_field_by_the_beginning_of_its_name() -> No
     assert after.host.num_cores == 64
 
 
+@pytest.mark.parametrize("change", ["accelerators.num=4", "host.num_sockets=4"])
+def test_the_power_of_a_server_with_other_numbers_of_parts_is_not_known_unless_it_is_given(change: str) -> None:
+    before = load_machine("dgx-h200")
+    assert before.power is not None
+    assert load_machine("dgx-h200", [change]).power is None
+    given = load_machine("dgx-h200", ["power.nameplate=2x", change]).power
+    assert given is not None
+    assert given.nameplate_watts == 2 * before.power.nameplate_watts
+    assert load_machine("dgx-h200", [change.split("=")[0] + "=1x"]) == before
+
+
 def test_what_if_makes_memory_faster_at_random_too() -> None:
     before, after = load_machine("cpu-2s"), load_machine("cpu-2s", ["host.memory.bandwidth=2x"])
     assert after.host.memory.random_bytes_per_s(256) == pytest.approx(2 * before.host.memory.random_bytes_per_s(256))
