@@ -145,8 +145,8 @@ def _machines(on: str | None, changes: list[str], *, is_measured: bool) -> tuple
         lost = [what for what in ("power", "meter", "price") if getattr(described, what) and not getattr(machine, what)]
         if lost:
             notes.append(
-                f"{machine.name}: its {', '.join(lost)} would be another with as many accelerators and sockets, so figures of energy "
-                "and cost are left out: give one as well, such as --what-if power.nameplate=2x"
+                f"{machine.name}: its {' and '.join(lost)} with so many accelerators and sockets is not known, so figures of energy or "
+                "cost are left out: give it too, such as --what-if power.nameplate=2x"
             )
         found[machine.name] = machine
     if unused:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rowstead.plan.nearby import NearbyTrainer
-from rowstead.plan.schedule import Bottleneck, Slot, Task, bottlenecks, lay_out, period_s
+from rowstead.plan.schedule import Bottleneck, Slot, Task, beside, bottlenecks, lay_out, period_s
 from rowstead.plan.setup import Held, Setup, held, process_bytes, shortfalls
 from rowstead.plan.trainer import Trainer
 from rowstead.plan.work import StepWork
@@ -73,8 +73,14 @@ class Prediction:
             found["usd_per_billion_samples"] = self.usd_per_billion_samples
         found["bottlenecks"] = [{"resource": b.resource, "saved_share": b.saved_share} for b in self.bottlenecks[:2]]
         found["timeline"] = [
-            {"task": slot.task.name, "resource": slot.task.resource, "start_s": slot.start_s, "end_s": slot.end_s}
-            for slot in self.slots
+            {
+                "task": slot.task.name,
+                "resource": slot.task.resource,
+                "start_s": slot.start_s,
+                "end_s": slot.end_s,
+                "is_beside": slot.task.hidden,
+            }
+            for slot in (*self.slots, *self.beside)
         ]
         return found
 
@@ -99,6 +105,11 @@ class Prediction:
     def slots(self) -> list[Slot]:
         """One step's timeline."""
         return lay_out(self.tasks)
+
+    @property
+    def beside(self) -> list[Slot]:
+        """What runs beside the step and holds it up, as reading ahead may; none where the step's own path is longer."""
+        return beside(self.tasks, in_flight=self.setup.in_flight)
 
     @property
     def watts(self) -> float | None:

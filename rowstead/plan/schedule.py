@@ -57,6 +57,23 @@ def lay_out(tasks: Sequence[Task]) -> list[Slot]:
     return slots
 
 
+def beside(tasks: Sequence[Task], *, in_flight: int = 1) -> list[Slot]:
+    """The hidden tasks of resources that hold a step up for longer than its path, after what these do within the step."""
+    slots, busy = lay_out(tasks), busy_s(tasks)
+    longest = max((slot.end_s for slot in slots), default=0.0) / in_flight
+    whole = period_s(tasks, in_flight=in_flight)
+    free: dict[str, float] = defaultdict(float)
+    free |= {slot.task.resource: slot.end_s for slot in slots}
+    found = []
+    for task in tasks:
+        seconds = task.seconds if task.busy_s is None else task.busy_s
+        if task.hidden and seconds and longest < busy[task.resource] == whole:
+            start = free[task.resource]
+            free[task.resource] = start + seconds
+            found.append(Slot(task=task, start_s=start, end_s=start + seconds))
+    return found
+
+
 def busy_s(tasks: Sequence[Task]) -> dict[str, float]:
     """Seconds that each resource is busy in each period, hidden tasks included."""
     busy: dict[str, float] = defaultdict(float)

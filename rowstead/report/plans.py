@@ -12,6 +12,7 @@ from rich.table import Table
 from rowstead.plan.choose import Choice, Requirements
 from rowstead.plan.predict import Prediction
 from rowstead.report.terminal import terminal
+from rowstead.report.timeline import slot_words
 from rowstead.spec.parse import to_plain
 from rowstead.spec.sizes import shown_bytes
 
@@ -121,12 +122,12 @@ def _servers(best: Prediction, num_readers: int) -> str:
 
 def _print_timeline(best: Prediction) -> None:
     slots = best.slots
-    whole = max(slot.end_s for slot in slots)
-    say(f"{best.machine.name}, one step of {whole * 1e3:.3g} ms, the next {best.step_s * 1e3:.3g} ms later:")
-    for slot in slots:
+    step_s, whole = (max(slot.end_s for slot in some) for some in (slots, [*slots, *best.beside]))
+    say(f"{best.machine.name}, one step of {step_s * 1e3:.3g} ms, the next {best.step_s * 1e3:.3g} ms later:")
+    for slot in (*slots, *best.beside):
         start, end = round(slot.start_s / whole * WIDTH), round(slot.end_s / whole * WIDTH)
-        bar = " " * start + "█" * max(1, end - start)
-        say(f"  {slot.task.resource:<21} {bar:<{WIDTH + 1}} {slot.task.name}")
+        bar = " " * start + ("░" if slot.task.hidden else "█") * max(1, end - start)
+        say(f"  {slot.task.resource:<21} {bar:<{WIDTH + 1}} {slot_words(slot)}")
 
 
 def _print_requirements(needs: Requirements) -> None:

@@ -30,12 +30,17 @@ def write_timeline(path: Path, predictions: Sequence[Prediction], *, title: str)
 
 
 def lines_of(prediction: Prediction) -> dict[str, list[Slot]]:
-    """The tasks that take any time, by resource in the order of first use."""
+    """The tasks that take any time, by resource in the order of first use; what runs beside the step comes last."""
     found: dict[str, list[Slot]] = {}
-    for slot in prediction.slots:
+    for slot in (*prediction.slots, *prediction.beside):
         if slot.end_s > slot.start_s:
             found.setdefault(slot.task.resource, []).append(slot)
     return found
+
+
+def slot_words(slot: Slot) -> str:
+    """The name of a task, and that it is no part of the step's path where it is not."""
+    return f"{slot.task.name}, beside the step" if slot.task.hidden else slot.task.name
 
 
 def heading(prediction: Prediction) -> str:
@@ -62,8 +67,9 @@ def timeline_html(predictions: Sequence[Prediction], title: str) -> str:
                         y=[line],
                         orientation="h",
                         marker_color=COLOURS[place % len(COLOURS)],
-                        text=slot.task.name,
-                        hovertext=f"{slot.task.name}: {(slot.end_s - slot.start_s) * 1e3:.3g} ms",
+                        marker_pattern_shape="/" if slot.task.hidden else "",
+                        text=slot_words(slot),
+                        hovertext=f"{slot_words(slot)}: {(slot.end_s - slot.start_s) * 1e3:.3g} ms",
                         hoverinfo="text",
                         showlegend=False,
                     ),
@@ -89,14 +95,16 @@ def timeline_svg(predictions: Sequence[Prediction], title: str) -> str:
             parts.append(f'<text x="{LEFT - 6}" y="{top + 17}" text-anchor="end">{html.escape(line)}</text>')
             for place, slot in enumerate(slots):
                 left, width = LEFT + WIDTH * slot.start_s / whole, max(1.0, WIDTH * (slot.end_s - slot.start_s) / whole)
-                told = html.escape(f"{slot.task.name}: {(slot.end_s - slot.start_s) * 1e3:.3g} ms")
+                told = html.escape(f"{slot_words(slot)}: {(slot.end_s - slot.start_s) * 1e3:.3g} ms")
                 colour = COLOURS[place % len(COLOURS)]
+                filled = f'fill="none" stroke="{colour}" stroke-dasharray="4"' if slot.task.hidden else f'fill="{colour}"'
                 parts.append(
-                    f'<rect x="{left:.1f}" y="{top + 3}" width="{width:.1f}" height="{LINE - 6}" fill="{colour}"><title>{told}</title></rect>'
+                    f'<rect x="{left:.1f}" y="{top + 3}" width="{width:.1f}" height="{LINE - 6}" {filled}><title>{told}</title></rect>'
                 )
-                if width > 7 * len(slot.task.name):
-                    name = html.escape(slot.task.name)
-                    parts.append(f'<text x="{left + 4:.1f}" y="{top + 18}" fill="white">{name}</text>')
+                if width > 7 * len(slot_words(slot)):
+                    ink = colour if slot.task.hidden else "white"
+                    name = html.escape(slot_words(slot))
+                    parts.append(f'<text x="{left + 4:.1f}" y="{top + 18}" fill="{ink}">{name}</text>')
             top += LINE
         top += 14
     size = f'width="{LEFT + WIDTH + 16}" height="{top}"'

@@ -131,7 +131,7 @@ def test_what_if_of_the_number_of_accelerators_leaves_out_energy_and_says_so() -
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output + str(done.exception)
     assert "samples/J" not in done.output
-    assert "dgx-h200: its power would be another" in done.output
+    assert "dgx-h200: its power with so many accelerators and sockets is not known" in done.output
     plain = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)
     assert "nameplate_watts" not in plain["machines"][0]
     assert len(plain["notes"]) == 1
@@ -181,6 +181,21 @@ def test_tables_timeline_and_requirements_are_shown() -> None:
     assert done.exit_code == 0
     for words in ("sparse_29: device 0", "update rows", "memory bandwidth"):
         assert words in done.output
+
+
+def test_what_is_read_ahead_is_in_the_timeline_where_it_holds_the_step_up(tmp_path: Path) -> None:
+    words = ["m1", "--on", "bigbasin-32"]
+    found = planned(*words)["bigbasin-32"]
+    beside = [one for one in found["timeline"] if one["is_beside"]]  # type: ignore[attr-defined]
+    assert [(one["task"], one["resource"]) for one in beside] == [("receive batch", "network in")]
+    assert beside[0]["end_s"] == pytest.approx(found["step_s"])
+    file = tmp_path / "step.svg"
+    done = CliRunner().invoke(app, ["plan", *words, "--timeline", "--picture", str(file)])
+    assert "receive batch, beside the step" in done.output
+    assert "receive batch, beside the step" in file.read_text()
+    assert (
+        "network in" not in CliRunner().invoke(app, ["plan", "m1", "--on", "zion", "--timeline"]).output.split("one step of")[1]
+    )
 
 
 def test_m3_is_answered_in_under_2_s_with_torch_not_importable() -> None:

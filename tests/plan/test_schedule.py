@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rowstead.plan.schedule import Task, bottlenecks, busy_s, lay_out, period_s
+from rowstead.plan.schedule import Task, beside, bottlenecks, busy_s, lay_out, period_s
 
 
 def task(name: str, resource: str, seconds: float, *after: str, hidden: bool = False, busy: float | None = None) -> Task:
@@ -23,6 +23,16 @@ def test_a_hidden_task_keeps_its_resource_busy_and_makes_nobody_wait() -> None:
     tasks = [task("read", "net", 4, hidden=True), task("a", "x", 2), task("b", "y", 1, "a", "read")]
     assert period_s(tasks) == 4
     assert max(slot.end_s for slot in lay_out(tasks)) == 3
+
+
+def test_hidden_tasks_stand_beside_a_step_where_their_resource_is_what_limits_it() -> None:
+    step = [task("a", "x", 2), task("b", "net", 1, "a")]
+    (slot,) = beside([task("read", "net", 4, hidden=True), task("other", "z", 3, hidden=True), *step])
+    assert (slot.task.name, slot.start_s, slot.end_s) == ("read", 3, 7)
+    assert beside([task("read", "net", 1, hidden=True), *step]) == []
+    assert [one.task.name for one in beside([task("read", "net", 1, hidden=True), *step], in_flight=2)] == ["read"]
+    (served,) = beside([task("apply", "server", 1, hidden=True, busy=9), *step])
+    assert (served.start_s, served.end_s) == (0, 9)
 
 
 def test_steps_in_flight_share_the_path_but_not_a_resource() -> None:
