@@ -21,7 +21,7 @@ from rowstead.kernels.layout import Layout
 from rowstead.plan.auto import fastest
 from rowstead.plan.greedy import Memories, PlacedShard, decide
 from rowstead.records.usage import free_host_bytes
-from rowstead.spec.catalogue import calibrated_machine
+from rowstead.spec.catalogue import calibrated_machine, calibrated_path
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.machine import Machine
 from rowstead.spec.placement import MemorySpec, Placement
@@ -67,9 +67,35 @@ def measured_machine(device: torch.device) -> Machine | None:
     """This machine as `rowstead calibrate` has measured it, with as many threads; none where it has not."""
     with contextlib.suppress(RowsteadError):
         machine = calibrated_machine(device.type)
-        if machine is not None and (device.type == "cuda" or machine.host.num_cores == torch.get_num_threads()):
-            return machine
+        return machine if machine is not None and _has_these_threads(machine, device) else None
     return None
+
+
+def unused_machine(device: torch.device) -> str | None:
+    """What to tell a user of a machine file that does not count in a run; none where it does, or where there is none."""
+    path, num_threads = calibrated_path(device.type), torch.get_num_threads()
+    try:
+        machine = calibrated_machine(device.type)
+    except RowsteadError as error:
+        return f"the machine file is not used: {' '.join(str(error).split())}"
+    if machine is None:
+        what = "a machine without a GPU" if device.type == "cuda" else "a machine with a GPU"
+        return (
+            f"the machine file {path} is not used: it is of {what}, and this run is on {device.type}"
+            if path.is_file()
+            else None
+        )
+    if _has_these_threads(machine, device):
+        return None
+    return (
+        f"the machine file {path} is not used: it is for {machine.host.num_cores} CPU threads, and this run has {num_threads}: "
+        f"set threads={machine.host.num_cores}, or measure with `rowstead calibrate --threads {num_threads}`"
+    )
+
+
+def _has_these_threads(machine: Machine, device: torch.device) -> bool:
+    """Whether it was measured with as many CPU threads as we have; on a GPU they matter little."""
+    return device.type == "cuda" or machine.host.num_cores == torch.get_num_threads()
 
 
 def memories_of(spec: RunSpec, device: torch.device) -> Memories:

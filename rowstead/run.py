@@ -29,7 +29,7 @@ from rowstead.parts import (
     threads_of,
     unheeded,
 )
-from rowstead.placing import measured_machine
+from rowstead.placing import measured_machine, unused_machine
 from rowstead.plan.foretell import compared_text, foretold
 from rowstead.plan.predict import record_of as predicted_record
 from rowstead.records.events import EventLog
@@ -251,7 +251,8 @@ def _drive(
         watcher.on_message(placement_text(placement, has_gpu=device.type == "cuda", world=channel.world))
         if channel.rank == 0:
             write_atomic(folder.path / "placement.json", json.dumps(to_plain(placement), indent=2) + "\n")
-    for warning in (fp32_instead(spec, device), unheeded(spec, world=channel.world)):
+    unused = unused_machine(device) if channel.world == 1 else None  # several processes are not predicted
+    for warning in (fp32_instead(spec, device), unheeded(spec, world=channel.world), unused):
         if warning is not None:
             watcher.on_message(warning)
     facts = {

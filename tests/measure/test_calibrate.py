@@ -226,6 +226,38 @@ def test_a_machine_measured_with_other_threads_is_left_alone(tmp_path: Path, mon
     assert not (result.folder / "predicted.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (machine_text(measured_machine(num_cores=64)), "it is for 64 CPU threads, and this run has 1: set threads=64"),
+        (machine_text(measured_machine("cuda")), "it is of a machine with a GPU, and this run is on cpu"),
+        ("name: [", "is not valid YAML"),
+        ("name: here", "is required"),
+        (None, "where there is no file: run `rowstead calibrate`, or unset it"),
+    ],
+    ids=["threads", "gpu", "yaml", "fields", "missing"],
+)
+def test_a_run_says_why_the_machine_file_that_was_named_is_not_used(
+    text: str | None, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, listener = tmp_path / "machine.yaml", Listener()
+    if text is not None:
+        file.write_text(text)
+    monkeypatch.setenv(MACHINE_VARIABLE, str(file))
+    train(small_run(), out=tmp_path / "run", watcher=listener)
+    (line,) = (message for message in listener.messages if "is not used" in message)
+    assert why in line
+    assert file.name in line
+    assert "\n" not in line
+
+
+def test_a_run_says_nothing_of_machine_files_where_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    listener = Listener()
+    train(small_run(), out=tmp_path / "run", watcher=listener)
+    assert not any("machine file" in message for message in listener.messages)
+
+
 def test_auto_places_by_predicted_time_where_the_machine_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, listener = tmp_path / "machine.yaml", Listener()
     file.write_text(machine_text(measured_machine(num_cores=1)))
