@@ -43,7 +43,7 @@ _GROWTH = """M1 with one thing changed at a time, and the limit that bandwidth, 
 
 _REACH = """Reading costs what the reading threads use of the processor (for a GPU batches are made straight in page-locked memory). That cost for a sample, times the samples that training alone could do in a second
 (on a GPU by the time for which it is busy, on a CPU by the time spent not waiting), is the number of cores that would read fast enough. `rowstead train` works it
-out at the end of every run and keeps it in `record.json` (`reader_cores_needed`); where reading held training up for a tenth of the time or more, and for a second
+out at the end of every run and keeps it in `record.json` (`reader_cores_needed`); where reading held training up for a tenth of the time or more, and for half a second
 at least, it says so. `samples/s` leaves out the first 10 steps of a process, in which kernels are compiled, once there are 20."""
 
 

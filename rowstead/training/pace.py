@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 WARM_STEPS = 10
 """First steps of a process, in which kernels are compiled and memory is allocated."""
-TOLD_SHARE, TOLD_S = 0.1, 1.0
+TOLD_SHARE, TOLD_S = 0.1, 0.5
 """Reading that held training up for less, as a share of the time or in seconds, is not worth a line."""
 BUSY_SHARE = 0.8
 """A thread that is busy for this share of the time or more is taken for the one that everybody waits for."""
