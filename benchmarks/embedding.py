@@ -15,7 +15,9 @@ Summary keys are of times as called; those with `_eager` and `_graph` have both 
 are of device time.
 
 On a CPU caches are emptied before each call and threads come to rest, so rows come from memory and nobody is slowed by
-another's threads. There the two peers train the same tables, for want of memory. `cores_used_by_others` says how quiet the
+another's threads. There the two peers train the same tables, for want of memory. Before that each contender has looked the
+same ids up once, untimed: the host of a virtual machine may have taken pages away to see which are used (rows then came at up
+to twenty times their usual time), and whoever is first to touch them would pay for all. `cores_used_by_others` says how quiet the
 machine was: where cores are shared, OpenMP's threads, and so the peers, stall for up to seconds. Ratios count only where it is
 near 0.
 
@@ -262,6 +264,9 @@ def seconds_of(shape: Shape, contenders: dict[str, Contender], device: str, repe
     for turn in range(WARMUPS + repeats):
         draws = [shape.draw(device) for _ in range(CALLS_A_TURN if device == "cuda" else 1)]
         grad = shape.gradient(device)
+        if device == "cpu":
+            for one in contenders.values():
+                one.lookup(draws[0], grad)
         for way, some in {"": contenders, "_device": on_device}.items() if device == "cuda" else (("", contenders),):
             names = list(some)
             for which in ("lookup", "both"):
