@@ -123,18 +123,28 @@ def plan(
 
 
 def _machines(on: str | None, changes: list[str], *, is_measured: bool) -> tuple[list[Machine], list[str]]:
-    """The machines that are meant, all shipped ones where none is, with the changes to them; and what is no longer known of those."""
+    """The machines that are meant, all shipped ones where none is, with the changes to them; and what is to be said of those.
+
+    A shipped machine that none has named is left out where a change contradicts it, unless it contradicts them all.
+    """
     from rowstead.spec.catalogue import load_machine, machine_names
 
     names = list(dict.fromkeys(name.strip() for name in on.split(",") if name.strip())) if on is not None else machine_names()
     if not names:
         raise RowsteadError("--on names no machine")
     found: dict[str, Machine] = {}
-    notes, unused = [], set(changes)
+    notes, unused, refused = list[str](), set(changes), list[RowsteadError]()
     for name in names:
-        made = changes if on is not None else _applicable(name, changes)
+        try:
+            made = changes if on is not None else _applicable(name, changes)
+            machine = load_machine(name, made)
+        except RowsteadError as error:
+            if on is not None:
+                raise
+            refused.append(error)
+            notes.append(f"{name} is left out: {error}")
+            continue
         unused -= set(made)
-        machine = load_machine(name, made)
         if machine.name in found:
             raise RowsteadError(
                 f"--on: two machines are called `{machine.name}`: give the one of `{name}` another `name` in its file"
@@ -149,6 +159,8 @@ def _machines(on: str | None, changes: list[str], *, is_measured: bool) -> tuple
                 "cost are left out: give it too, such as --what-if power.nameplate=2x"
             )
         found[machine.name] = machine
+    if not found:
+        raise refused[0]
     if unused:
         raise RowsteadError(f"--what-if {min(unused)}: none of the machines has such a part")
     return list(found.values()), notes

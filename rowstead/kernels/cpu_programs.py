@@ -13,14 +13,10 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from rowstead.kernels.memory import item, prefetch, take
-from rowstead.kernels.rounding import rounded, row_noise
-from rowstead.kernels.vectors import bytes_of, cast, load, num_lanes, root, spread, store, total, zeros
+from rowstead.kernels.cpu_rules import apply_row, numbers_tuple, squares
+from rowstead.kernels.memory import AHEAD, LINE, item, prefetch, prefetch_all, take
+from rowstead.kernels.vectors import bytes_of, cast, load, num_lanes, spread, store, zeros
 
-AHEAD = 32
-"""Ids by which rows are asked for before they are used."""
-LINE = 64
-"""Bytes that the processor fetches at once."""
 NEAR_BYTES = 1 << 17
 """Of gradients, that the second cache holds besides the rows that are asked for."""
 _DIGIT_BITS = 11
@@ -34,12 +30,6 @@ _inlined = numba.njit(nogil=True, cache=True, boundscheck=False, error_model="nu
 def _prefetch_block(shape, address, like):  # type: ignore[no-untyped-def]
     """Ask for the cache lines of a block."""
     for line in range(0, num_lanes(shape) * bytes_of(like), LINE):
-        prefetch(address + line)
-
-
-@_inlined
-def _prefetch_all(address, num_bytes):  # type: ignore[no-untyped-def]
-    for line in range(0, num_bytes, LINE):
         prefetch(address + line)
 
 
@@ -199,7 +189,7 @@ def update_tables(  # type: ignore[no-untyped-def]
             _apply_runs(
                 in_order.ctypes.data, count, table, remainder, part_bits, addresses[table], first[table], second[table],
                 widths[table], rows, sources.ctypes.data, scales.ctypes.data, scaled, real, summed.ctypes.data,
-                len(own) * num_samples * widths[table] * bytes_of(real) > NEAR_BYTES, kind, _numbers(numbers), step,
+                len(own) * num_samples * widths[table] * bytes_of(real) > NEAR_BYTES, kind, numbers_tuple(numbers), step,
             )  # fmt: skip
 
 
@@ -241,27 +231,12 @@ def _bag_scale(source, width, length, mean, clip, real):  # type: ignore[no-unty
     """What the gradient of one bag is multiplied by: its clipping and its mean's share."""
     scale = cast(1, real)
     if clip > 0:
-        norm = np.sqrt(_squares(source, width, real))
+        norm = np.sqrt(squares(source, width, real))
         if norm > clip:
             scale = cast(clip, real) / norm
     if mean and length > 1:
         scale /= cast(length, real)
     return scale
-
-
-@_jit
-def _squares(source, width, like):  # type: ignore[no-untyped-def]
-    """The sum of the squares of [D] numbers at an address."""
-    summed = zeros(like, 16)
-    d = 0
-    while d + 16 <= width:
-        values = load(source + d * bytes_of(like), like, summed, None)
-        summed = summed + values * values
-        d += 16
-    if d < width:
-        values = load(source + d * bytes_of(like), like, summed, width - d)
-        summed = summed + values * values
-    return total(summed)
 
 
 @_jit
@@ -307,13 +282,13 @@ def _apply_runs(  # type: ignore[no-untyped-def]
         while end < count and _high(words, end) == high:
             if end + AHEAD < count:
                 row = _high(words, end + AHEAD) << part_bits | remainder
-                _prefetch_all(address + row * row_bytes, row_bytes)
+                prefetch_all(address + row * row_bytes, row_bytes)
                 if kind != 0:
-                    _prefetch_all(first + row * state_bytes, state_bytes)
+                    prefetch_all(first + row * state_bytes, state_bytes)
                 if kind == 3:
-                    _prefetch_all(second + row * state_bytes, state_bytes)
+                    prefetch_all(second + row * state_bytes, state_bytes)
                 if is_far:
-                    _prefetch_all(item(sources, _low(words, end + AHEAD), np.int64(0)), width * bytes_of(real))
+                    prefetch_all(item(sources, _low(words, end + AHEAD), np.int64(0)), width * bytes_of(real))
             end += 1
         run = (words, place, end, sources, scales, scaled, real, summed)
         d = 0
@@ -329,7 +304,7 @@ def _apply_runs(  # type: ignore[no-untyped-def]
         if d < width:
             _sum_block(zeros(real, 16), width - d, d, *run)
         row = high << part_bits | remainder
-        _apply_row(table, row, address, first, second, summed, width, rows, real, kind, numbers, step)
+        apply_row(table, row, address, first, second, summed, width, rows, real, kind, numbers, step)
         place = end
 
 
@@ -362,7 +337,7 @@ def update_at_once(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Apply the optimizer to the row of each id with the gradient of its bag, one after another in the order of the batch."""
     scaled = np.empty(widths.max(), numbers.dtype)
-    plain = _numbers(numbers)
+    plain = numbers_tuple(numbers)
     for feature in range(len(table_of)):
         table = table_of[feature]
         width = widths[table]
@@ -374,78 +349,15 @@ def update_at_once(  # type: ignore[no-untyped-def]
             scale = _bag_scale(source, width, end - begin, is_mean[feature], clip, real)
             for place in range(begin, end):
                 if place + AHEAD < known:
-                    _prefetch_all(addresses[table] + np.int64(item(ids, place + AHEAD, id_type)) * row_bytes, row_bytes)
+                    prefetch_all(addresses[table] + np.int64(item(ids, place + AHEAD, id_type)) * row_bytes, row_bytes)
                 share = scale
                 if weights is not None:
                     share *= item(weights, place, real)
                 for d in range(width):
                     scaled[d] = share * item(source, d, real)
                 row = np.int64(item(ids, place, id_type))
-                _apply_row(
+                apply_row(
                     table, row, addresses[table], first[table], second[table], scaled.ctypes.data, width, rows, real, kind,
                     plain, step,
                 )  # fmt: skip
             source += columns[-1] * bytes_of(real)
-
-
-# The optimizers
-
-
-@_inlined
-def _numbers(numbers):  # type: ignore[no-untyped-def]
-    """An array of `numbers_of` as a tuple."""
-    return numbers[0], numbers[1], numbers[2], numbers[3], numbers[4]
-
-
-@_inlined
-def _apply_row(  # type: ignore[no-untyped-def]
-    table, row, address, first, second, gradient, width, rows, real, kind, numbers, step
-):
-    """The optimizer's rule for one row with its gradient [D] at an address."""
-    state = (row if kind == 2 else row * width) * bytes_of(real)
-    one, two = first + state, second + state
-    factor = numbers[0]
-    if kind == 2:
-        single = zeros(real, 1)
-        mean = total(load(one, real, single, None)) + _squares(gradient, width, real) / cast(width, real)
-        store(spread(mean, single), one, real, None)
-        factor = numbers[0] / (np.sqrt(mean) + numbers[1])
-    noise = row_noise(table, row, step)
-    rule = (address + row * width * bytes_of(rows), gradient, one, two, noise, rows, real, kind, factor, numbers)
-    d = 0
-    while d + 64 <= width:
-        _apply_block(zeros(real, 64), None, d, *rule)
-        d += 64
-    if d + 32 <= width:
-        _apply_block(zeros(real, 32), None, d, *rule)
-        d += 32
-    if d + 16 <= width:
-        _apply_block(zeros(real, 16), None, d, *rule)
-        d += 16
-    if d < width:
-        _apply_block(zeros(real, 16), width - d, d, *rule)
-
-
-@_inlined
-def _apply_block(  # type: ignore[no-untyped-def]
-    shape, count, d, address, gradient, one, two, noise, rows, real, kind, factor, numbers
-):
-    """The optimizer's rule for one block of a row, from element `d`."""
-    lr, eps, new1, new2, correction = numbers
-    here, target = d * bytes_of(real), address + d * bytes_of(rows)
-    g = load(gradient + here, real, shape, count)
-    if kind == 0 or kind == 2:
-        change = spread(factor, shape) * g
-    elif kind == 1:
-        squares = load(one + here, real, shape, count) + g * g
-        store(squares, one + here, real, count)
-        change = spread(lr, shape) * g / (root(squares) + spread(eps, shape))
-    else:
-        moment1, moment2 = load(one + here, real, shape, count), load(two + here, real, shape, count)
-        moment1 = moment1 + spread(new1, shape) * (g - moment1)
-        moment2 = moment2 + spread(new2, shape) * (g * g - moment2)
-        store(moment1, one + here, real, count)
-        store(moment2, two + here, real, count)
-        change = spread(lr * correction, shape) * moment1 / (root(moment2) + spread(eps, shape))
-    values = load(target, rows, shape, count) - change
-    store(rounded(values, noise, d, rows), target, rows, count)

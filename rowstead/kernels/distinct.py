@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rowstead.kernels.cpu import _SCALARS, _memory, _rule
-from rowstead.kernels.cpu_programs import AHEAD, _apply_row, _numbers, _prefetch_all
-from rowstead.kernels.memory import item
+from rowstead.kernels.cpu_rules import apply_row, numbers_tuple
+from rowstead.kernels.memory import AHEAD, item, prefetch_all
 from rowstead.kernels.optimizer import RowState
 from rowstead.kernels.vectors import bytes_of
 from rowstead.spec.train import SparseOptimizerSpec
@@ -67,7 +67,7 @@ def _gather(addresses, widths, ids, bounds, out, word):  # type: ignore[no-untyp
         width, row_bytes = widths[table], widths[table] * bytes_of(word)
         for place in range(bounds[table], bounds[table + 1]):
             if place + AHEAD < bounds[table + 1]:
-                _prefetch_all(addresses[table] + np.int64(ids[place + AHEAD]) * row_bytes, row_bytes)
+                prefetch_all(addresses[table] + np.int64(ids[place + AHEAD]) * row_bytes, row_bytes)
             source = addresses[table] + np.int64(ids[place]) * row_bytes
             for d in range(width):
                 out[target + d] = item(source, d, word)
@@ -79,13 +79,13 @@ def _update(  # type: ignore[no-untyped-def]
     addresses, first, second, widths, ids, bounds, grad, rows, real, kind, numbers, step
 ):
     """Apply the optimizer to each row with its gradient, at the address `grad` and on."""
-    plain = _numbers(numbers)
+    plain = numbers_tuple(numbers)
     for table in range(len(addresses)):
         width, row_bytes = widths[table], widths[table] * bytes_of(rows)
         for place in range(bounds[table], bounds[table + 1]):
             if place + AHEAD < bounds[table + 1]:
-                _prefetch_all(addresses[table] + np.int64(ids[place + AHEAD]) * row_bytes, row_bytes)
-            _apply_row(
+                prefetch_all(addresses[table] + np.int64(ids[place + AHEAD]) * row_bytes, row_bytes)
+            apply_row(
                 table, np.int64(ids[place]), addresses[table], first[table], second[table], grad, width, rows, real, kind,
                 plain, step,
             )  # fmt: skip

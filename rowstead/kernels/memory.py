@@ -20,6 +20,10 @@ from torch import Tensor
 
 LARGE_PAGE = 2 << 20
 """Bytes of the pages that processors have besides those of 4 kB."""
+LINE = 64
+"""Bytes that the processor fetches at once."""
+AHEAD = 32
+"""Ids by which rows are asked for before they are used."""
 
 
 def prefer_large_pages(tensor: Tensor) -> Tensor:
@@ -87,6 +91,13 @@ def prefetch(typingctx, address):  # type: ignore[no-untyped-def]
         return context.get_dummy_value()
 
     return types.void(types.int64), codegen
+
+
+@numba.njit(nogil=True, cache=True, boundscheck=False, error_model="numpy", forceinline=True)
+def prefetch_all(address, num_bytes):  # type: ignore[no-untyped-def]
+    """Ask for all cache lines of so many bytes."""
+    for line in range(0, num_bytes, LINE):
+        prefetch(address + line)
 
 
 @intrinsic

@@ -72,7 +72,13 @@ class Prediction:
         if self.usd_per_billion_samples is not None:
             found["usd_per_billion_samples"] = self.usd_per_billion_samples
         found["bottlenecks"] = [{"resource": b.resource, "saved_share": b.saved_share} for b in self.bottlenecks[:2]]
-        found["timeline"] = [
+        found["timeline"] = self.timeline
+        return found
+
+    @property
+    def timeline(self) -> list[dict[str, Any]]:
+        """One step's tasks as plain numbers and names, and what runs beside it and holds it up."""
+        return [
             {
                 "task": slot.task.name,
                 "resource": slot.task.resource,
@@ -82,7 +88,6 @@ class Prediction:
             }
             for slot in (*self.slots, *self.beside)
         ]
-        return found
 
     def where(self) -> dict[str, str]:
         """Where each table goes, in words."""

@@ -111,13 +111,16 @@ def fleet_facts(scenario: Scenario, spec: RunSpec, work: StepWork) -> dict[str, 
     best = max(fitting, key=lambda one: (one.samples_per_j or one.samples_per_s, one.samples_per_s))
     shown = facts(best)
     shown["others"] = [{"place": place_words(one), "samples_per_s": one.samples_per_s} for one in fitting if one is not best]
-    shown["num_readers"] = num_readers(work, software(), server, best.samples_per_s)
-    shown["timeline"] = [
-        {"task": slot.task.name, "resource": slot.task.resource, "start_s": slot.start_s, "end_s": slot.end_s}
-        for slot in best.slots
-        if slot.end_s > slot.start_s
-    ]
+    shown |= _readers(best, work)
+    shown["timeline"] = [slot for slot in best.timeline if slot["end_s"] > slot["start_s"]]
     return shown
+
+
+def _readers(best: Prediction, work: StepWork) -> dict[str, int]:
+    """How many readers keep a set-up busy; absent where it has no network, over which they would send."""
+    if best.machine.network is None:
+        return {}
+    return {"num_readers": num_readers(work, software(), known("cpu-2s"), best.samples_per_s)}
 
 
 def _with_servers(scenario: Scenario, work: StepWork, machine: Machine, server: Machine, place: Place) -> Prediction:
@@ -156,9 +159,7 @@ def platform_facts(choice: Choice, work: StepWork) -> dict[str, Any]:
     found: dict[str, Any] = {"machine": machine.name, "title": machine.title, "fits": choice.best is not None}
     if choice.best is None:
         return found | {"why": [s for one in choice.others[:1] for s in one.shortfalls], "remedies": list(choice.remedies)}
-    found |= facts(choice.best)
-    found["num_readers"] = num_readers(work, software(), known("cpu-2s"), choice.best.samples_per_s)
-    return found
+    return found | facts(choice.best) | _readers(choice.best, work)
 
 
 def facts(one: Prediction) -> dict[str, Any]:

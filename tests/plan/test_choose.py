@@ -143,6 +143,15 @@ def test_what_if_of_a_number_that_some_machines_leave_out_changes_the_others(par
     assert planned("m1", "--what-if", f"{part}=2x").keys() == planned("m1").keys()
 
 
+def test_what_if_that_contradicts_one_machine_leaves_that_one_out_and_says_why() -> None:
+    words = ["plan", "m1", "--what-if", "accelerators.num=4", "--json"]  # one GPU has no links to others
+    plain = json.loads(CliRunner().invoke(app, words).stdout)
+    assert {one["machine"] for one in plain["machines"]} == planned("m1").keys() - {"h200"}
+    assert any("h200 is left out" in note and "peer_link" in note for note in plain["notes"])
+    alone = CliRunner().invoke(app, ["plan", "m1", "--on", "h200", *words[2:]])
+    assert alone.exit_code != 0
+
+
 def test_what_if_of_a_part_that_only_some_machines_have_changes_those() -> None:
     found = planned("quickstart", "--what-if", "accelerators.memory.bandwidth=2x")
     assert "laptop" in found

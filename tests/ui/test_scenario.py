@@ -109,6 +109,18 @@ def test_more_servers_train_faster_and_what_does_not_fit_says_why() -> None:
     assert "no network" in lone["why"][0]
 
 
+def test_a_machine_without_a_network_has_no_readers() -> None:
+    alone, served = (next(answers(Scenario(machine=name), None))["fleet"] for name in ("h200", "zion"))
+    assert "num_readers" not in alone
+    assert served["num_readers"] > 0
+
+
+def test_the_timeline_says_what_runs_beside_the_step() -> None:
+    held_up = next(answers(Scenario(machine="bigbasin-32", num_dense=4096, batch_size=4096), None))["fleet"]
+    beside = {slot["resource"] for slot in held_up["timeline"] if slot["is_beside"]}
+    assert beside == {held_up["bottlenecks"][0]["resource"]}
+
+
 def test_a_place_can_be_asked_for() -> None:
     found = {
         place: next(answers(Scenario(place=place), None))["fleet"]  # type: ignore[arg-type]

@@ -323,7 +323,7 @@ function draw_cards() {
     box.append(
       figure('throughput', count(fleet.samples_per_s), 'samples/s'),
       fleet.watts === undefined ? null : figure('power', watts(fleet.watts), `${trim(fleet.samples_per_j)} samples/J`),
-      figure('one step', seconds(fleet.step_s), fleet.servers + `, ${fleet.num_readers} reader${fleet.num_readers > 1 ? 's' : ''}`),
+      figure('one step', seconds(fleet.step_s), fleet.servers + (fleet.num_readers === undefined ? '' : `, ${fleet.num_readers} reader${fleet.num_readers > 1 ? 's' : ''}`)),
       figure('memory', percent(Math.max(...full)) + ' full', `tables ${bytes(model.table_bytes)}, in ${fleet.place}`),
       figure('held up by', held?.resource ?? '', held ? `twice as fast: ${Math.round(100 * held.saved_share)} % shorter steps` : '', 'text'),
       figure('an example', count(model.ids_per_sample) + ' ids', `${count(model.flops_per_sample)} operations`, 'text'),
@@ -388,7 +388,7 @@ function timeline(which, slots, longest) {
   const lanes = [...new Set(slots.map((slot) => slot.resource))].sort((x, y) => LANES.indexOf(x) - LANES.indexOf(y));
   const width = Math.max(320, by('timelines').clientWidth || 900), left = 104, height = 26, room = width - left - 8;
   const at = (time) => left + (time / longest) * room;
-  const end = Math.max(...slots.map((slot) => slot.end_s));
+  const end = Math.max(...slots.filter((slot) => !slot.is_beside).map((slot) => slot.end_s));
   const svg = drawn('svg', { class: 'timeline', viewBox: `0 0 ${width} ${lanes.length * height + 22}`, role: 'img', 'aria-label': `Timeline of one step of ${seconds(end)}: ` + lanes.map((lane) => `${lane} busy ${seconds(slots.filter((s) => s.resource === lane).reduce((sum, s) => sum + s.end_s - s.start_s, 0))}`).join(', ') });
   lanes.forEach((lane, row) => {
     const label = drawn('text', { x: 0, y: row * height + 17, class: 'quiet-text' });
@@ -396,9 +396,9 @@ function timeline(which, slots, longest) {
     svg.append(label, drawn('rect', { x: left, y: row * height + 3, width: room, height: height - 6, rx: 4, class: 'lane' }));
     for (const slot of slots.filter((one) => one.resource === lane)) {
       const wide = Math.max(1.2, at(slot.end_s) - at(slot.start_s));
-      const box = drawn('rect', { x: at(slot.start_s), y: row * height + 4.5, width: wide, height: height - 9, rx: Math.min(3, wide / 2), fill: `var(--r${row % 8})`, 'data-task': slot.task });
+      const box = drawn('rect', { x: at(slot.start_s), y: row * height + 4.5, width: wide, height: height - 9, rx: Math.min(3, wide / 2), fill: `var(--r${row % 8})`, 'fill-opacity': slot.is_beside ? 0.4 : 1, 'data-task': slot.task });
       const hint = drawn('title');
-      hint.textContent = `${slot.task}: ${seconds(slot.end_s - slot.start_s)}`;
+      hint.textContent = `${slot.task}${slot.is_beside ? ', beside the step' : ''}: ${seconds(slot.end_s - slot.start_s)}`;
       box.append(hint);
       svg.append(box);
     }
