@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import statistics
+import string
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -168,10 +169,23 @@ def publish(
         console.print(f"{key}: {_shown(value)}", highlight=False)
     if options.save:
         RESULTS.mkdir(exist_ok=True)
-        path = RESULTS / f"{benchmark}-{getattr(options, 'device', 'cpu')}-{result['date']}.json"
+        path = _kept_path(f"{benchmark}-{getattr(options, 'device', 'cpu')}-{result['date']}", result["machine"])
         path.write_text(json.dumps(result, indent=1) + "\n")
     if options.json:
         print(json.dumps(result))
+
+
+def _kept_path(stem: str, machine: Mapping[str, Any]) -> Path:
+    """Where a result is kept: in place of one of the same day and processor; that of another stays, and a letter tells them apart."""
+
+    def processor(of: Mapping[str, Any]) -> str:
+        return str(of.get("gpu", of["cpu"]))
+
+    for letter in ("", *string.ascii_lowercase[1:]):
+        path = RESULTS / f"{stem}{letter}.json"
+        if not path.exists() or processor(json.loads(path.read_text())["machine"]) == processor(machine):
+            return path
+    raise SystemExit(f"too many machines have results of this day: move some of {RESULTS}/{stem}*.json away")
 
 
 def _lines(columns: Sequence[str], rows: Sequence[Mapping[str, Any]], max_width: int) -> list[list[str]]:

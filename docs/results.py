@@ -35,7 +35,7 @@ _INTRODUCTION = """Figures are medians that the named command printed on the nam
 sides ran in that command, taking turns, on fresh ids each time. Each command says in its `--help` what exactly is timed.
 `make peers` installs the peers on a CPU. The [log](log.md) has what was tried, and where a goal was missed."""
 
-_CPU = """The EPYC of family 25, model 1 is one of the third generation, with AVX2 alone; that without a number is of the fourth, with AVX-512 and BF16. All figures were taken while nothing else ran. Where other processes use the cores the ratios are far larger, since the peers then stall for up to seconds,
+_CPU = """The EPYC of family 25, model 1 is one of the third generation, with AVX2 alone; model 17 and that without a number are of the fourth, with AVX-512 and BF16. All figures were taken while nothing else ran. Where other processes use the cores the ratios are far larger, since the peers then stall for up to seconds,
 probably at barriers of OpenMP; such figures say more about the machine than about kernels, so none is given here. `train.precision: bf16` is for processors
 with BF16 instructions, as AMD's EPYC has since its fourth generation and Intel's Xeon with AMX, and for GPUs. On others torch imitates it (10 to 30 times as slow as FP32 on the EPYC of the third generation, twice on the Xeon): there `rowstead train` multiplies in FP32 and says so."""
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.embedding import SHAPES, Shape, contenders_on
 from benchmarks.growth import AXES, BASE, log_ticks
-from benchmarks.harness import chosen
+from benchmarks.harness import chosen, publish
 from benchmarks.peers import has_fbgemm
 from benchmarks.reach import MODELS, QUICK_SIZES, SIZES, run_of
 from benchmarks.step import Model, PeerNet, of_recipe
@@ -66,6 +68,20 @@ def test_operations_are_those_that_torch_counts_but_for_the_unused_half_of_the_p
     num_vectors, size, width = model.num_vectors, 6, 64
     unused = 3 * 2 * size * width * (num_vectors**2 - model.num_pairs)
     assert model.operations() == counter.get_total_flops() - unused
+
+
+def test_a_result_replaces_one_of_its_day_and_processor_and_none_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.harness.RESULTS", tmp_path)
+    options = argparse.Namespace(save=True, json=False, quick=False, device="cpu")
+    for figure in (1, 2):
+        publish("one", [{"figure": figure}], {}, options)
+    (first,) = tmp_path.iterdir()
+    assert json.loads(first.read_text())["rows"] == [{"figure": 2}]
+    first.write_text(json.dumps({"machine": {"cpu": "another"}}))
+    publish("one", [{"figure": 3}], {}, options)
+    assert [file.stem for file in sorted(tmp_path.iterdir())] == [first.stem, f"{first.stem}b"]
 
 
 def test_shapes_are_chosen_by_name() -> None:
