@@ -176,10 +176,10 @@ def publish(
 
 
 def _kept_path(stem: str, machine: Mapping[str, Any]) -> Path:
-    """Where a result is kept: in place of one of the same day and processor; that of another stays, and a letter tells them apart."""
+    """Where a result is kept: in place of one of the same day and processors; that of another stays, and a letter tells them apart."""
 
-    def processor(of: Mapping[str, Any]) -> str:
-        return str(of.get("gpu", of["cpu"]))
+    def processor(of: Mapping[str, Any]) -> list[Any]:
+        return [of.get(part) for part in ("gpu", "cpu", "num_cores")]
 
     for letter in ("", *string.ascii_lowercase[1:]):
         path = RESULTS / f"{stem}{letter}.json"

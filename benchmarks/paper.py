@@ -39,6 +39,8 @@ TABLE3 = {"m1": 2.25, "m2": 0.85, "m3": 0.67}
 """Throughput of one Big Basin over that of the CPU fleet, by production model."""
 NUM_CPU_SERVERS = 3
 """Trainer, sparse and dense parameter server of the sweeps."""
+SET_BY_HAND = ("operator_s", "message_bytes_per_s_per_core")
+"""Constants of the software that were chosen with the study's figures in view, besides those that `benchmarks.fit_paper` fits."""
 CPU_BATCH = 200
 """Examples a step of one CPU trainer: the study's default, which it does not say to have changed for the production models."""
 

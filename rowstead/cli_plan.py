@@ -133,7 +133,7 @@ def _machines(on: str | None, changes: list[str], *, is_measured: bool) -> tuple
     if not names:
         raise RowsteadError("--on names no machine")
     found: dict[str, Machine] = {}
-    notes, unused, refused = list[str](), set(changes), list[RowsteadError]()
+    notes, dimmed, unused, refused = list[str](), list[str](), set(changes), list[RowsteadError]()
     for name in names:
         try:
             made = changes if on is not None else _applicable(name, changes)
@@ -152,14 +152,15 @@ def _machines(on: str | None, changes: list[str], *, is_measured: bool) -> tuple
         described = load_machine(name) if made else machine
         if is_measured and made:
             _refuse_measured(described, machine, made)
-        lost = [what for what in ("power", "meter", "price") if getattr(described, what) and not getattr(machine, what)]
-        if lost:
-            notes.append(
-                f"{machine.name}: its {' and '.join(lost)} with so many accelerators and sockets is not known, so figures of energy or "
-                "cost are left out: give it too, such as --what-if power.nameplate=2x"
-            )
+        if any(getattr(described, what) and not getattr(machine, what) for what in ("power", "meter", "price")):
+            dimmed.append(machine.name)
         found[machine.name] = machine
-    if not found:
+    if dimmed:
+        notes.append(
+            f"power and prices with so many accelerators and sockets are not known of {', '.join(dimmed)}, so figures of energy and cost "
+            "are left out: give them too, such as --what-if power.nameplate=2x"
+        )
+    if refused and (unused or not found):
         raise refused[0]
     if unused:
         raise RowsteadError(f"--what-if {min(unused)}: none of the machines has such a part")
@@ -175,10 +176,9 @@ def _applicable(name: str, changes: list[str]) -> list[str]:
         try:
             load_machine(name, [change])
         except RowsteadError as error:
-            if "has no such part" not in str(error):
-                raise
-        else:
-            kept.append(change)
+            if "has no such part" in str(error):
+                continue  # what else is wrong may be mended by another change
+        kept.append(change)
     return kept
 
 

@@ -76,9 +76,9 @@ def _apply_block(  # type: ignore[no-untyped-def]
     if kind == 0 or kind == 2:
         change = spread(factor, shape) * g
     elif kind == 1:
-        squares = load(one + here, real, shape, count) + g * g
-        store(squares, one + here, real, count)
-        change = spread(lr, shape) * g / (root(squares) + spread(eps, shape))
+        summed = load(one + here, real, shape, count) + g * g
+        store(summed, one + here, real, count)
+        change = spread(lr, shape) * g / (root(summed) + spread(eps, shape))
     else:
         moment1, moment2 = load(one + here, real, shape, count), load(two + here, real, shape, count)
         moment1 = moment1 + spread(new1, shape) * (g - moment1)

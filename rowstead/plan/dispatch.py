@@ -19,8 +19,8 @@ def cpu_operators_s(software: Software, setup: Setup, *, num_remote: int) -> flo
     return software.operator_s * (software.operators_fixed + far_operators(software, setup, has_devices=False) * num_remote)
 
 
-def input_copies(software: Software) -> float:
-    """Copies of a table's part of a batch to its device, ids and lengths; none where tables share operators, and a batch is one piece."""
+def copies_per_table(software: Software) -> float:
+    """Copies between host and device for each table: ids and lengths, or pooled vectors and their gradients; none where tables share one."""
     return min(2.0, software.operators_per_table)
 
 
@@ -30,8 +30,7 @@ def far_operators(software: Software, setup: Setup, *, has_devices: bool) -> flo
     Two copy pooled vectors down and their gradients up; of a remote table two more send ids and gradients. Those that read and
     update rows run on the cores of a host, which has many.
     """
-    pair = min(2.0, software.operators_per_table)
-    return pair * (has_devices + (setup.place == "remote"))
+    return copies_per_table(software) * (has_devices + (setup.place == "remote"))
 
 
 def launches_s(

@@ -18,7 +18,9 @@ def exchange(site: Site, what: str, *, after: str) -> list[Task]:
     tasks = []
     if setup.num_devices > 1 and site.through_host:
         moved = within * (setup.num_devices - 1) / setup.num_devices
-        tasks += by_host(site, f"exchange {what}", moved, setup.num_devices * moved, after=after)
+        num_pieces = len(site.on_devices) / setup.num_in_step * (setup.num_devices - 1) / setup.num_devices
+        num_copies = max(1.0, site.software.operators_per_exchange * num_pieces)
+        tasks += by_host(site, f"exchange {what}", moved, setup.num_devices * moved, after=after, num_copies=num_copies)
     elif setup.num_devices > 1:
         seconds = all_to_all_s(site.fabric, setup.num_devices, within)
         tasks.append(Task(name=f"exchange {what}", resource="device links", seconds=seconds, after=(after,)))
@@ -54,12 +56,12 @@ def between_servers(site: Site, what: str, num_bytes: float, *, after: str, on_d
     ]
 
 
-def by_host(site: Site, name: str, link_bytes: float, core_bytes: float, *, after: str) -> list[Task]:
+def by_host(site: Site, name: str, link_bytes: float, core_bytes: float, *, after: str, num_copies: float = 1.0) -> list[Task]:
     """Bytes of each device go up to system memory, are sorted there by the host's cores, and come down."""
     return [
-        site.on_link(f"{name}, up", link_bytes, after=(after,)),
+        site.on_link(f"{name}, up", link_bytes, after=(after,), num_copies=num_copies),
         site.on_cores(f"{name}, on the host", core_bytes, after=(f"{name}, up",)),
-        site.on_link(name, link_bytes, after=(f"{name}, on the host",)),
+        site.on_link(name, link_bytes, after=(f"{name}, on the host",), num_copies=num_copies),
     ]
 
 

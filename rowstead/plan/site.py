@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from rowstead.plan import cost
+from rowstead.plan import cost, dispatch
 from rowstead.plan.collective import Fabric, fabric_of
 from rowstead.plan.cost import Processor, device_processor, host_processor
 from rowstead.plan.schedule import Task
@@ -155,7 +155,9 @@ class Site:
 
     def host_copy(self, name: str, *, after: tuple[str, ...]) -> Task:
         """Pooled vectors of tables that are not on devices cross the link between a device and its host."""
-        return self.on_link(name, self.setup.batch_size * sum(table.pooled_bytes for table in self.off_devices), after=after)
+        num_bytes = self.setup.batch_size * sum(table.pooled_bytes for table in self.off_devices)
+        num_copies = max(1.0, dispatch.copies_per_table(self.software) / 2 * len(self.off_devices))
+        return self.on_link(name, num_bytes, after=after, num_copies=num_copies)
 
     def message_s(self, machine: Machine, num_bytes: float) -> float:
         """Seconds of all cores of a host to pack or unpack messages."""

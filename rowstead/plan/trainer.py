@@ -47,7 +47,7 @@ class Trainer(Site):
         launches_s = dispatch.launches_s(work, software, setup, **counts, through_host=self.through_host)
         # ids of tables that are elsewhere stay on the host
         copied_bytes = setup.batch_size * work.input_bytes_with(self.on_devices) if setup.has_input else 0.0
-        num_copies = 1 + dispatch.input_copies(software) * len(self.on_devices) / self.num_sharing
+        num_copies = 1 + dispatch.copies_per_table(software) * len(self.on_devices) / self.num_sharing
         copied = self.on_link("copy batch", copied_bytes, after=("hand over",), num_copies=num_copies)
         ahead = software.runs_ahead  # then nothing waits for the host, as long as it keeps up
         return [
@@ -65,7 +65,11 @@ class Trainer(Site):
         """
         if not self.has_devices:
             return ("dispatch",)
-        takes_turns = bool(self.off_devices) or (self.through_host and self.setup.num_devices > 1)
+        takes_turns = (
+            bool(self.off_devices)
+            or (self.through_host and self.setup.num_devices > 1)
+            or (self.setup.num_in_step > 1 and not self.network.direct)
+        )
         return ("hand over", "copy batch", *(("dispatch",) if takes_turns else ()))
 
     # rows

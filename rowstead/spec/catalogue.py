@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import platform
@@ -65,8 +66,9 @@ def load_machine(name_or_path: str, changes: Iterable[str] = ()) -> Machine:
     plain, path = _plain_of(name_or_path, MACHINES, machine_names(), "machine")
     try:
         machine = described = parse(Machine, plain)
-        for change in changes:
-            machine = parse(Machine, changed(to_plain(machine), change))
+        made = list(changes)
+        if made:
+            machine = parse(Machine, functools.reduce(changed, made, to_plain(machine)))
     except SpecError as error:
         is_measured = isinstance(plain, dict) and "software" in plain
         again = "; if another version has written the file, run `rowstead calibrate` again" if is_measured else ""

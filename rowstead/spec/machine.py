@@ -186,9 +186,9 @@ class Accelerators:
     compute: Compute
     """Of one."""
     host_link: Link
-    """Between one accelerator and the host, when all of them use it at once."""
+    """Between one accelerator and the host, whatever others do that have links of their own."""
     num_per_uplink: int = 1
-    """Accelerators whose links to the host join in one; where some of them are idle, the others have it to themselves."""
+    """Accelerators that share one link to the host; those that are idle leave it to the others."""
     peer_link: PeerLink | None = None
     """Between accelerators; required where there are several."""
 
@@ -200,8 +200,8 @@ class Accelerators:
         require(not meshed or self.num <= 8, "peer_link.topology", f"a hybrid cube mesh joins up to 8, not {self.num}")
 
     def host_bytes_per_s(self, num_used: int) -> float:
-        """Bandwidth between one accelerator and the host when so many are used, which are neighbours."""
-        return self.host_link.bandwidth_bytes_per_s * self.num_per_uplink / min(num_used, self.num_per_uplink)
+        """Bandwidth between one accelerator and the host when so many are used, neighbours on a link first."""
+        return self.host_link.bandwidth_bytes_per_s / min(num_used, self.num_per_uplink)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -131,7 +131,7 @@ def test_what_if_of_the_number_of_accelerators_leaves_out_energy_and_says_so() -
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output + str(done.exception)
     assert "samples/J" not in done.output
-    assert "dgx-h200: its power with so many accelerators and sockets is not known" in done.output
+    assert "power and prices with so many accelerators and sockets are not known of dgx-h200" in done.output
     plain = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)
     assert "nameplate_watts" not in plain["machines"][0]
     assert len(plain["notes"]) == 1
@@ -152,6 +152,11 @@ def test_what_if_that_contradicts_one_machine_leaves_that_one_out_and_says_why()
     assert alone.exit_code != 0
 
 
+def test_changes_that_only_together_make_a_machine_leave_none_out() -> None:
+    changes = ["--what-if", "host.num_sockets=16", "--what-if", "host.num_cores=64"]
+    assert "laptop" in planned("quickstart", *changes).keys() == planned("quickstart").keys()
+
+
 def test_what_if_of_a_part_that_only_some_machines_have_changes_those() -> None:
     found = planned("quickstart", "--what-if", "accelerators.memory.bandwidth=2x")
     assert "laptop" in found
@@ -168,6 +173,7 @@ def test_what_if_of_a_part_that_only_some_machines_have_changes_those() -> None:
         (["m1", "--server", "laptop"], "has no network"),
         (["m1", "--what-if", "price.usd=2x"], "none of the machines has such a part"),
         (["m1", "--what-if", "host.num_cores=infx"], "whole number"),
+        (["m1", "--what-if", "accelerators.host_link.bandwidth=0x"], "must be above 0"),
         (["m1", "--batch", "12,x"], "give whole numbers"),
         (["m1", "--prefer", "fast"], "`efficiency` or `speed`"),
         (["m1", "--on", "zion", "--what-if", "network.bandwidth=0x"], "must be above 0"),

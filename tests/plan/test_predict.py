@@ -327,8 +327,10 @@ def test_a_table_elsewhere_is_copied_for_each_device_and_a_remote_one_asked_for_
 def test_a_device_has_the_uplink_that_it_shares_to_itself_while_its_neighbour_is_idle() -> None:
     accelerators = machine_of("bigbasin-32").accelerators
     assert accelerators is not None
-    shared = accelerators.host_link.bandwidth_bytes_per_s
-    assert [accelerators.host_bytes_per_s(count) for count in (1, 2, 8)] == [2 * shared, shared, shared]
+    alone = accelerators.host_link.bandwidth_bytes_per_s
+    assert [accelerators.host_bytes_per_s(count) for count in (1, 2, 8)] == [alone, alone / 2, alone / 2]
+    with pytest.raises(RowsteadError, match="at least 1"):
+        load_machine("bigbasin-32", ["accelerators.num_per_uplink=0"])
 
 
 def test_ids_and_lengths_are_copied_table_by_table_where_each_has_its_operators() -> None:
@@ -388,8 +390,9 @@ def test_tables_of_cpu_servers_are_in_system_memory_in_words_too() -> None:
 
 def test_ids_of_tables_that_are_elsewhere_are_not_copied_to_devices() -> None:
     machine, work = machine_of("bigbasin-32"), work_of("m1")
-    link = machine.accelerators.host_link  # type: ignore[union-attr]
+    accelerators = machine.accelerators
+    assert accelerators is not None
     for place, ids in (("device", work.ids_per_sample), ("host", 0.0), ("remote", 0.0)):
-        copied_s = task_of(on(machine, place), "copy batch").seconds - link.latency_s  # type: ignore[arg-type]
+        copied_s = task_of(on(machine, place), "copy batch").seconds - accelerators.host_link.latency_s  # type: ignore[arg-type]
         num_bytes = 4 * work.num_dense + 4 + (8 * ids + 4 * len(work.tables) if ids else 0)
-        assert copied_s == pytest.approx(1600 * num_bytes / link.bandwidth_bytes_per_s)
+        assert copied_s == pytest.approx(1600 * num_bytes / accelerators.host_bytes_per_s(8))
