@@ -193,7 +193,7 @@ def basis(software: Software) -> list[str]:
         "fleets of production models; two GPUs of Big Basin that are used alone share an uplink (with one each, 2 GPUs would have "
         f"{_k(_two_gpus(software))}). The shares of peak rates (products 0.6, random rows "
         "0.65 on a CPU) and the counts of operators are round numbers, in "
-        "`rowstead/machines/software/operators-2020.yaml`. The form of the equations and these numbers were settled with the study's "
+        "`rowstead/machines/software/operators-2020.yaml`. The form of the equations (63 variants were scored, about 4,200 settings in all), the batch of the CPU fleets and these numbers were settled with the study's "
         "figures in view, so this is the agreement of a calibrated model; the row of 256 dense features is the only part that was not "
         "known to us.",
     ]
