@@ -53,8 +53,8 @@ docs: $(DEV_STAMP) ## Write the generated pages of docs/ anew
 	$(BIN)/python -m docs.generate
 
 clean: ## Remove the environment and caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build *.egg-info
-	find rowstead -name '*.nb[ic]' -delete
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build src/*.egg-info
+	find src -name '*.nb[ic]' -delete
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

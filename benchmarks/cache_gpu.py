@@ -31,13 +31,13 @@ from benchmarks.peers import fbgemm_tables, has_fbgemm
 from benchmarks.skews import CriteoLike
 from benchmarks.step import Model, PeerNet, of_recipe
 from benchmarks.timing import give_back_gpu_memory
-from rowstead.contracts.batch import Batch, Sparse
+from rowstead.data.batch import Batch, Sparse
 from rowstead.kernels.layout import layout_of
-from rowstead.model.dlrm import DLRM
+from rowstead.nn.dlrm import DLRM
 from rowstead.stores.backing import RamRows
 from rowstead.stores.cached import CachedStore
 from rowstead.stores.device import DeviceStore
-from rowstead.training.ahead import announced
+from rowstead.training.prefetch import announced
 from rowstead.training.step import Stepper
 
 CACHE_SHARE = 0.1

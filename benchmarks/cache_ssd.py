@@ -19,16 +19,16 @@ import torch
 from benchmarks.harness import OtherLoad, chosen, noise_of, publish
 from benchmarks.skews import CriteoLike, criteo_like_exponent
 from benchmarks.step import Model
-from rowstead.contracts.batch import Batch
-from rowstead.contracts.store import EmbeddingStore
-from rowstead.kernels import disk
+from rowstead.data.batch import Batch
+from rowstead.kernels.cpu import disk
+from rowstead.kernels.cpu.memory import address_of
 from rowstead.kernels.layout import layout_of
-from rowstead.kernels.memory import address_of
-from rowstead.model.dlrm import DLRM
+from rowstead.nn.dlrm import DLRM
+from rowstead.stores.base import EmbeddingStore
 from rowstead.stores.cached import CachedStore
 from rowstead.stores.device import DeviceStore
-from rowstead.stores.files import FileRows, initial_in
 from rowstead.stores.scratch import aligned
+from rowstead.stores.ssd import FileRows, initial_in
 from rowstead.training.step import Stepper
 
 SHAPES = (CriteoLike("M1", 30, 500_000, 64, 28, 200),)

@@ -14,7 +14,7 @@ import time
 import torch
 
 from benchmarks.harness import alternate, arguments, publish, spread
-from rowstead.contracts.batch import Sparse
+from rowstead.data.batch import Sparse
 from rowstead.kernels.check import check_sparse
 from rowstead.kernels.layout import layout_of
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of

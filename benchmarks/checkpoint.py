@@ -23,13 +23,13 @@ import torch
 
 from benchmarks.harness import OtherLoad, arguments, noise_of, publish
 from benchmarks.skews import CriteoLike
-from rowstead.contracts.channel import Alone
+from rowstead.distributed.process_group import Alone
 from rowstead.kernels.layout import layout_of
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of
 from rowstead.spec.train import CheckpointFormat, SparseOptimizerSpec, TrainSpec
 from rowstead.stores.device import DeviceStore
-from rowstead.training.changes import Changes
 from rowstead.training.checkpoint import load, save
+from rowstead.training.checkpoint_changes import Changes
 
 SHAPE = CriteoLike("criteo-like", num_tables=4, num_rows=500_000, width=32, num_ids=1, batch_size=2048)
 QUICK = dataclasses.replace(SHAPE, num_tables=2, num_rows=50_000, batch_size=512)

@@ -43,12 +43,12 @@ from torch import Tensor
 from benchmarks.harness import OtherLoad, arguments, chosen, compared, noise_of, publish
 from benchmarks.peers import EmbeddingBags, fbgemm_tables, has_fbgemm
 from benchmarks.timing import copy_bytes_per_s, give_back_gpu_memory, seconds_as_called, seconds_on_gpu, settle_cpu
-from rowstead.contracts.batch import Sparse
-from rowstead.contracts.store import EmbeddingStore
+from rowstead.data.batch import Sparse
 from rowstead.kernels.layout import layout_of
-from rowstead.kernels.optimizer import numbers_of
+from rowstead.kernels.row_optimizer import numbers_of
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of
 from rowstead.spec.train import SparseOptimizerSpec
+from rowstead.stores.base import EmbeddingStore
 from rowstead.stores.device import DeviceStore
 
 CALLS_A_TURN = 3
@@ -181,7 +181,7 @@ def replayed(contender: Contender, shape: Shape, ids_dtype: torch.dtype) -> Cont
 
 def as_a_step_runs_it(store: DeviceStore) -> Contender:
     """Our store as the captured steps of `rowstead train` call it: another stream plans the update beside the look-up."""
-    from rowstead.kernels.gpu import device_numbers  # needs Triton
+    from rowstead.kernels.gpu.embedding import device_numbers  # needs Triton
 
     assert store.optimizer is not None
     numbers = device_numbers(tuple(numbers_of(store.optimizer, lr=0.01, step=1)), 1, torch.float32, store.weights[0].device)

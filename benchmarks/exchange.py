@@ -35,18 +35,18 @@ import torch
 import zmq
 
 from benchmarks.harness import OtherLoad, alternate, arguments, chosen, noise_of, publish
-from rowstead.contracts.batch import Sparse
-from rowstead.fleet.client import Client
-from rowstead.fleet.kept_rows import KeptRows
+from rowstead.data.batch import Sparse
+from rowstead.distributed.sharding import piece_layout
 from rowstead.fleet.partition import Partition, partition_tables
-from rowstead.fleet.remote import RemoteStore
+from rowstead.fleet.remote_store import RemoteStore
+from rowstead.fleet.rpc_client import Client
 from rowstead.fleet.sparse_server import SparseServer
+from rowstead.fleet.table_shard import KeptRows
 from rowstead.kernels.layout import Layout, layout_of
-from rowstead.measure.clock import PASSING_BYTES
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of
 from rowstead.spec.train import SparseOptimizerSpec
 from rowstead.stores.device import DeviceStore
-from rowstead.stores.sharding import piece_layout
+from rowstead.study.calibration.clock import PASSING_BYTES
 
 BATCHES_A_TURN = 10
 """One right after another."""

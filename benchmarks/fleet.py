@@ -38,19 +38,19 @@ from benchmarks.hogwild import Contenders
 from benchmarks.hogwild import measure as measure_hogwild
 from benchmarks.reach import Size, write_log
 from benchmarks.step import Model, of_recipe
-from rowstead.fleet.client import Client
-from rowstead.fleet.kept_rows import KeptRows
+from rowstead.distributed.sharding import piece_layout
 from rowstead.fleet.partition import Partition, partition_tables
-from rowstead.fleet.remote import RemoteStore
+from rowstead.fleet.remote_store import RemoteStore
+from rowstead.fleet.rpc_client import Client
 from rowstead.fleet.sparse_server import SparseServer
+from rowstead.fleet.table_shard import KeptRows
 from rowstead.kernels.layout import Layout, layout_of
-from rowstead.model.dlrm import DLRM
+from rowstead.nn.dlrm import DLRM
 from rowstead.spec.data import DataSpec
 from rowstead.spec.parse import to_plain
 from rowstead.stores.device import DeviceStore
 from rowstead.stores.host import HostStore
-from rowstead.stores.sharding import piece_layout
-from rowstead.training.ahead import announced
+from rowstead.training.prefetch import announced
 from rowstead.training.step import Stepper
 
 FLEET = "trainers=2,sparse=2,dense=1,readers=1"

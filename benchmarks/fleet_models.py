@@ -24,21 +24,18 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.harness import OtherLoad
-from rowstead.contracts.batch import Batch
-from rowstead.contracts.source import Cursor
-from rowstead.fleet.crew import LOOK_EVERY_S, Crew
-from rowstead.fleet.local import end_with_head, environment, stop_asked
-from rowstead.fleet.nursery import Nursery, tend
+from rowstead.data.batch import Batch
+from rowstead.data.source import Cursor
+from rowstead.fleet.build import settled
+from rowstead.fleet.fork_server import Nursery, tend
+from rowstead.fleet.local_process import end_with_head, environment, stop_asked
 from rowstead.fleet.partition import partition_tables
 from rowstead.fleet.reader_server import serve_reader
+from rowstead.fleet.role_usage import RoleSampler
+from rowstead.fleet.roles import SAMPLE_EVERY_S, be_role
 from rowstead.fleet.roster import RoleFiles, tell
-from rowstead.fleet.usage import RoleSampler
-from rowstead.fleet_run.parts import settled
-from rowstead.fleet_run.roles import SAMPLE_EVERY_S, be_role
+from rowstead.fleet.supervisor import LOOK_EVERY_S, Crew
 from rowstead.kernels.layout import layout_of
-from rowstead.measure.pace import Pace
-from rowstead.measure.steps import Shape, drawn_batches
-from rowstead.placing import mean_ids_of
 from rowstead.plan.predict import Prediction, predict
 from rowstead.plan.setup import Setup
 from rowstead.plan.work import step_work
@@ -48,6 +45,9 @@ from rowstead.spec.errors import RowsteadError
 from rowstead.spec.fleet import RoleKind
 from rowstead.spec.machine import Machine
 from rowstead.spec.run import RunSpec
+from rowstead.stores.build import mean_ids_of
+from rowstead.study.calibration.machine_speed import Pace
+from rowstead.study.calibration.steps import Shape, drawn_batches
 
 MOST_BYTES, MOST_IDS = 1e8, 6e4
 """Of the tables, and of a batch: each pass starts the fleet anew."""
@@ -363,6 +363,6 @@ def be_one(kind: RoleKind, folder: Path, number: int, incarnation: int) -> int:
 if __name__ == "__main__":
     from rowstead.fleet import dense_server as dense_server
     from rowstead.fleet import sparse_server as sparse_server
-    from rowstead.fleet_run import trainer as trainer  # all that roles need is imported before
+    from rowstead.fleet import trainer as trainer  # all that roles need is imported before
 
     tend(Path(sys.argv[1]), be_one)

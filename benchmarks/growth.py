@@ -24,8 +24,8 @@ from benchmarks.embedding import rowstead
 from benchmarks.harness import OtherLoad, arguments, chosen, noise_of, publish
 from benchmarks.step import NUM_BATCHES, Model, Rates, of_recipe, seconds_alone, seconds_back_to_back, steps_of
 from benchmarks.timing import give_back_gpu_memory, seconds_as_called, settle_cpu
-from rowstead.model.dlrm import DLRM
-from rowstead.parts import build_model
+from rowstead.nn.dlrm import DLRM
+from rowstead.training.build import build_model
 from rowstead.training.step import Stepper
 
 PICTURES = Path(__file__).parent.parent / "docs" / "pictures"

@@ -22,9 +22,10 @@ import torch
 
 from benchmarks.harness import OtherLoad, arguments, noise_of, publish
 from benchmarks.step import of_recipe
-from rowstead.contracts.batch import Batch
-from rowstead.kernels import cpu, interaction_cpu
-from rowstead.parts import build_model
+from rowstead.data.batch import Batch
+from rowstead.kernels.cpu import embedding as cpu
+from rowstead.kernels.cpu import interaction as interaction_cpu
+from rowstead.training.build import build_model
 from rowstead.training.hogwild import Hogwild
 from rowstead.training.step import Stepper
 

@@ -25,7 +25,7 @@ from benchmarks.paper_item import Item
 from benchmarks.paper_items import items
 from rowstead.records.store import Contents, RunStore
 from rowstead.report.describe import TextTable
-from rowstead.report.shell import Section, page_of, table_html
+from rowstead.report.html import Section, page_of, table_html
 from rowstead.spec.catalogue import MACHINE_VARIABLE, load_software
 
 ROOT = Path(__file__).parent.parent

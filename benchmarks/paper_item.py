@@ -9,10 +9,10 @@ from typing import Any
 
 from rowstead.records.store import Contents
 from rowstead.records.studies import machine_of
-from rowstead.report import of_studies
+from rowstead.report import charts_studies
+from rowstead.report.charts_studies import MEASURED, Axis, Cell, Study
 from rowstead.report.describe import TextTable
-from rowstead.report.look import Figure
-from rowstead.report.of_studies import MEASURED, Axis, Cell, Study
+from rowstead.report.theme import Figure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ def measured_of(contents: Contents, name: str, figure: str = "samples_per_s") ->
     for study in (name, f"{name}-quick"):
         entries = contents.of(study=study, kind="measured")
         here = [entry for entry in entries if machine_of(entry) == machine_of(entries[-1])]
-        found = of_studies.study_of(study, here, figure) if here else None
+        found = charts_studies.study_of(study, here, figure) if here else None
         if found is not None and found.series:
             return found
     return None
@@ -94,10 +94,10 @@ def renamed(figure: Figure, key: str, title: str, **changes: Any) -> Figure:
 
 def side_by_side(key: str, measured: Study | None, predicted: Study) -> list[Figure]:
     """The figure of what was measured, where there is one, and that of the predictions."""
-    drawn = of_studies.draw_study(measured)[:4] if measured is not None else []
+    drawn = charts_studies.draw_study(measured)[:4] if measured is not None else []
     made = [renamed(one, f"{key}-measured-{n}", one.title if n else "Measured here") for n, one in enumerate(drawn)]
     words = "In the study's own sizes, by the equations of rowstead plan."
-    shown = of_studies.draw_lines(predicted)
+    shown = charts_studies.draw_lines(predicted)
     return [*made, renamed(shown, f"{key}-predicted", "Predicted for the study's machines", words=words)]
 
 

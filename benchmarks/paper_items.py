@@ -10,19 +10,19 @@ from benchmarks.paper import TABLE3, on_cpu, production
 from benchmarks.paper_item import Checks, Item, line, measured_of, renamed, size_of
 from benchmarks.paper_page import PAPER_EFFICIENCY
 from benchmarks.paper_sweeps import batch_size, dense_and_sparse, hash_size, mlp, places, power
-from rowstead.measure.points import points_of
 from rowstead.plan.schedule import busy_s
 from rowstead.plan.work import step_work
 from rowstead.records.store import Contents, Entry
 from rowstead.records.studies import newest, quality_effects
-from rowstead.report import of_populations, of_searches, of_studies, of_tables
+from rowstead.report import charts_populations, charts_searches, charts_studies, charts_tables
 from rowstead.report.describe import TextTable
-from rowstead.report.look import Figure, axis, bars, layout, thinned, violin
+from rowstead.report.theme import Figure, axis, bars, layout, thinned, violin
 from rowstead.spec.catalogue import HERE, load_machine
 from rowstead.spec.run import load_recipe
 from rowstead.spec.sizes import shown_bytes
 from rowstead.spec.software import Software
 from rowstead.spec.sweep import load_sweep
+from rowstead.study.points import points_of
 
 
 def items(contents: Contents, software: Software) -> list[Item]:
@@ -154,8 +154,8 @@ def use(contents: Contents, software: Software) -> Item:
     """Fig. 5: how much of their machines runs use."""
     found = busy(software)
     entries = [entry for name in ("fig5", "fig5-quick") for entry in newest(contents.of(study=name, kind="measured"))]
-    measured = of_populations.uses(entries)
-    figures = [one for one in [of_populations.draw_uses("Measured here", measured)] if one is not None]
+    measured = charts_populations.uses(entries)
+    figures = [one for one in [charts_populations.draw_uses("Measured here", measured)] if one is not None]
     shares = {"trainers' cores": found.trainers, "sparse servers": found.servers}
     traces = [
         violin(name, values, place, hovertemplate="%{y:.0%}<extra>" + name + "</extra>")
@@ -203,10 +203,12 @@ def use(contents: Contents, software: Software) -> Item:
 
 def features() -> Item:
     """Figs. 6 and 7: hash sizes and lengths of features."""
-    sizes = [(name, of_tables.feature_sizes(load_recipe(name))) for name in ("m1", "m2", "m3")]
-    criteo = ("mlperf", of_tables.feature_sizes(load_recipe("mlperf")))
+    sizes = [(name, charts_tables.feature_sizes(load_recipe(name))) for name in ("m1", "m2", "m3")]
+    criteo = ("mlperf", charts_tables.feature_sizes(load_recipe("mlperf")))
     figures = [
-        one for one in (of_tables.draw_sizes([*sizes, criteo]), of_tables.draw_lengths([*sizes, criteo])) if one is not None
+        one
+        for one in (charts_tables.draw_sizes([*sizes, criteo]), charts_tables.draw_lengths([*sizes, criteo]))
+        if one is not None
     ]
     spread = {name: max(one.ids) / min(one.ids) for name, one in sizes}
     return Item(
@@ -233,8 +235,8 @@ def servers(contents: Contents) -> Item:
     ]
     whole = [entry for entry in entries if entry.study == "fig9"]
     chosen: list[Entry] = whole or entries
-    counts = {one.kind: one for one in of_populations.server_counts(chosen)}
-    figure = of_populations.draw_counts("fig9", list(counts.values()))
+    counts = {one.kind: one for one in charts_populations.server_counts(chosen)}
+    figure = charts_populations.draw_counts("fig9", list(counts.values()))
     checks = Checks()
     trainers, sparse = counts.get("trainers"), counts.get("sparse parameter servers")
     if trainers is not None:
@@ -326,10 +328,10 @@ def quality(contents: Contents) -> Item:
     figures: list[Figure] = []
     checks = Checks()
     if measured is not None:
-        figures.append(renamed(of_studies.draw_study(measured)[0], "fig15-measured", "Measured here: NE over batch size"))
+        figures.append(renamed(charts_studies.draw_study(measured)[0], "fig15-measured", "Measured here: NE over batch size"))
         values = line(measured)
         gaps = [100 * (value / values[0] - 1) for value in values]
-        names = [of_studies.words_of(value) for value in measured.axes[0].values]
+        names = [charts_studies.words_of(value) for value in measured.axes[0].values]
         checks.add(
             "with settings unchanged NE against the smallest batch is "
             + ", ".join(f"{gap:+.2f} % at {name}" for gap, name in zip(gaps[1:], names[1:], strict=True)),
@@ -342,11 +344,11 @@ def quality(contents: Contents) -> Item:
         if source != "quality":
             continue
         entries = contents.of(study=name, source="quality")
-        figure = of_searches.draw_effects(name, entries)
+        figure = charts_searches.draw_effects(name, entries)
         figures += [figure] if figure is not None else []
         effects = [one for one in quality_effects(entries) if one.verdict in ("regression", "better", "within")]
         words += [
-            f"{one.axis} {of_studies.words_of(one.value)} {100 * (one.change or 0):+.2f} % ({of_searches.WORDS[one.verdict]})"
+            f"{one.axis} {charts_studies.words_of(one.value)} {100 * (one.change or 0):+.2f} % ({charts_searches.WORDS[one.verdict]})"
             for one in thinned(effects, 12)
         ]
     study = f" In the quality study over paired seeds: {'; '.join(words)}." if words else ""

@@ -22,10 +22,10 @@ from benchmarks.paper import (
 from benchmarks.paper_item import Checks, Item, item_of, line, measured_of, predicted_lines, renamed, size_of, thousands
 from rowstead.plan.work import step_work
 from rowstead.records.store import Contents
-from rowstead.report import of_studies
+from rowstead.report import charts_studies
+from rowstead.report.charts_studies import MEASURED, Study
 from rowstead.report.describe import TextTable
-from rowstead.report.look import Figure, axis, heat_map, layout
-from rowstead.report.of_studies import MEASURED, Study
+from rowstead.report.theme import Figure, axis, heat_map, layout
 from rowstead.spec.software import Software
 
 Table = Mapping[int, Mapping[int, float]]
@@ -133,7 +133,7 @@ def dense_and_sparse(contents: Contents, software: Software) -> Item:
         lines = _falling([*rows, *zip(*rows, strict=True)])
         checks.add(f"predicted {kind.upper()} throughput falls along {sum(lines)} of {len(lines)} rows and columns", all(lines))
     if measured is not None and len(measured.axes) == 2:
-        figures.append(renamed(of_studies.draw_heat(measured)[0], "fig10-measured", "Measured here: samples/s"))
+        figures.append(renamed(charts_studies.draw_heat(measured)[0], "fig10-measured", "Measured here: samples/s"))
         table = measured.table(MEASURED)
         corner = (table[0][0], table[-1][-1])
         falls = corner[0] is not None and corner[1] is not None and corner[1] < corner[0]
@@ -205,11 +205,13 @@ def _rows(study: Study, along: str) -> list[tuple[str, list[tuple[object, float]
     rows: dict[tuple[int, ...], list[tuple[object, float]]] = {}
     for one in sorted(study.series.get(MEASURED, ()), key=lambda one: one.place):
         others = tuple(where for number, where in enumerate(one.place) if number != place)
-        rows.setdefault(others, []).append((of_studies.words_of(study.axes[place].values[one.place[place]]), one.value))
+        rows.setdefault(others, []).append((charts_studies.words_of(study.axes[place].values[one.place[place]]), one.value))
     rest = [one for number, one in enumerate(study.axes) if number != place]
     return [
         (
-            ", ".join(f"{one.name} {of_studies.words_of(one.values[where])}" for one, where in zip(rest, others, strict=True))
+            ", ".join(
+                f"{one.name} {charts_studies.words_of(one.values[where])}" for one, where in zip(rest, others, strict=True)
+            )
             or "for this model",
             values,
         )
@@ -315,7 +317,7 @@ def places(contents: Contents, software: Software) -> Item:
     note = ""
     if measured is not None:
         order = sorted(
-            ((one.value, of_studies.words_of(measured.axes[0].values[one.place[0]])) for one in measured.series[MEASURED]),
+            ((one.value, charts_studies.words_of(measured.axes[0].values[one.place[0]])) for one in measured.series[MEASURED]),
             reverse=True,
         )
         note = (

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rowstead.contracts.batch import Sparse
+from rowstead.data.batch import Sparse
 
 LARGEST = 0.01
 """Initial rows are even between minus and plus this."""

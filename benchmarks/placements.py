@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 
 from benchmarks.harness import OtherLoad
 from benchmarks.timing import give_back_gpu_memory
-from rowstead.measure.cache_part import steady_s
-from rowstead.measure.settled import Drawn, settled, turn_s
-from rowstead.measure.steps import Shape, Steps
-from rowstead.placing import mean_ids_of, memories_of
 from rowstead.plan.auto import choice, predicted_steps
 from rowstead.spec.machine import Machine
 from rowstead.spec.placement import Placement
+from rowstead.stores.build import mean_ids_of, memories_of
+from rowstead.study.calibration.caches import steady_s
+from rowstead.study.calibration.steady_state import Drawn, settled, turn_s
+from rowstead.study.calibration.steps import Shape, Steps
 
 NUM_CASES, NUM_QUICK = {"cpu": 20, "cuda": 12}, 2
 SHARES = (0.25, 0.7)

@@ -14,7 +14,7 @@ themselves as `fleet_error_…`. On a GPU there are none.
 
 `error` is exp(mean |ln(predicted / measured)|) - 1; `repeatability` is the same between the first pass and the last. Rank
 correlation is Spearman's. `…_at_pace`: a CPU's times are brought to the pace that the machine had when it was calibrated, by a small piece
-of work that is always the same and timed beside them (`rowstead/measure/pace.py`); `pace` is how many times as long it took. `best_placement_hit_share`: of models whose tables do not fit the memory that they are given, the share for
+of work that is always the same and timed beside them (`src/rowstead/study/calibration/machine_speed.py`); `pace` is how many times as long it took. `best_placement_hit_share`: of models whose tables do not fit the memory that they are given, the share for
 which the placement that `placement: auto` chooses is measured to be fastest, or at most 5 % slower than the fastest; `hit_share_by_chance`: the
 same of a placement that is chosen by chance.
 
@@ -42,17 +42,17 @@ from benchmarks.fleet_models import FleetShape, FleetTime, measured_fleet, predi
 from benchmarks.harness import OtherLoad, arguments, noise_of, publish
 from benchmarks.placements import placed_models, placement_summary
 from benchmarks.timing import give_back_gpu_memory
-from rowstead.measure.calibrate import calibrate
-from rowstead.measure.fit import parts_of
-from rowstead.measure.pace import Pace
-from rowstead.measure.steps import Shape, Steps, StepTime
-from rowstead.parts import granted_cores
 from rowstead.plan.cost import device_processor
 from rowstead.plan.predict import Prediction, predict
 from rowstead.plan.setup import Setup
 from rowstead.plan.work import step_work
 from rowstead.spec.catalogue import load_machine, load_software, machine_text
 from rowstead.spec.machine import Machine
+from rowstead.study.calibration.calibrate import calibrate
+from rowstead.study.calibration.fit import parts_of
+from rowstead.study.calibration.machine_speed import Pace
+from rowstead.study.calibration.steps import Shape, Steps, StepTime
+from rowstead.training.build import granted_cores
 
 NUM_MODELS, NUM_QUICK = 40, 6
 NUM_FLEETS, NUM_QUICK_FLEETS = 6, 1

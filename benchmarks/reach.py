@@ -43,10 +43,10 @@ from benchmarks.step import (
 from benchmarks.timing import give_back_gpu_memory
 from rowstead.data.parquet_source import ParquetSource
 from rowstead.data.synth import write_parquet
-from rowstead.parts import build_model, open_sources
 from rowstead.records.usage import usable_cores
 from rowstead.spec.data import DataSpec, ParquetSpec
 from rowstead.spec.run import RunSpec, load_recipe
+from rowstead.training.build import build_model, open_sources
 from rowstead.training.progress import Silent
 from rowstead.training.step import Stepper
 

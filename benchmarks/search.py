@@ -20,7 +20,7 @@ import yaml
 from benchmarks.harness import arguments, publish
 from rowstead.spec.axis import AxisSpec
 from rowstead.spec.tune import Sampler, TuneSpec
-from rowstead.tune.tune import tune
+from rowstead.study.tune import tune
 
 SPACE = (
     AxisSpec(name="sparse lr", keys=("train.sparse_optimizer.lr",), low=1e-4, high=10.0, log=True),

@@ -35,21 +35,20 @@ from typing import Any
 import torch
 
 from benchmarks.harness import OtherLoad, arguments, chosen, noise_of, publish
-from rowstead.contracts.batch import Batch, Sparse
-from rowstead.contracts.channel import Channel
+from rowstead.data.batch import Batch, Sparse
+from rowstead.distributed.launch import environment
+from rowstead.distributed.process_group import Channel, TorchChannel, Traffic
+from rowstead.distributed.sharded_store import ShardedStore
+from rowstead.distributed.sharding import Shard, column_ranges, plan_shards, row_ranges
 from rowstead.kernels.layout import Layout, layout_of
-from rowstead.launch import environment
-from rowstead.model.dlrm import DLRM
+from rowstead.nn.dlrm import DLRM
 from rowstead.spec.features import DenseFeatureSpec, FeaturesSpec, SparseFeatureSpec, tables_of
 from rowstead.spec.model import ModelSpec
 from rowstead.spec.train import SparseOptimizerSpec, TrainSpec
-from rowstead.stores.channel import TorchChannel, Traffic
 from rowstead.stores.device import DeviceStore
-from rowstead.stores.sharded import ShardedStore
-from rowstead.stores.sharding import Shard, column_ranges, plan_shards, row_ranges
-from rowstead.training.ahead import announced
+from rowstead.training.prefetch import announced
+from rowstead.training.sharded_step import WIRE_DTYPES
 from rowstead.training.step import Stepper
-from rowstead.training.together import WIRE_DTYPES
 
 WORLD = 2
 

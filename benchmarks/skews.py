@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.embedding import Shape
-from rowstead.contracts.batch import Sparse
+from rowstead.data.batch import Sparse
 
 HOT_ROWS, HOT_ACCESSES = 0.01, 0.9
 """Criteo-like: such a share of the rows takes such a share of the accesses."""

@@ -39,11 +39,11 @@ from benchmarks.embedding import Shape
 from benchmarks.harness import OtherLoad, arguments, chosen, compared, noise_of, publish
 from benchmarks.peers import EmbeddingBags, fbgemm_tables, has_fbgemm
 from benchmarks.timing import copy_bytes_per_s, give_back_gpu_memory, operations_per_s, seconds_as_called
-from rowstead.contracts.batch import Batch
-from rowstead.parts import build_model
+from rowstead.data.batch import Batch
 from rowstead.spec.run import RunSpec, load_recipe
 from rowstead.spec.train import SparseOptimizerSpec
-from rowstead.training.arithmetic import multiplies_bf16
+from rowstead.training.build import build_model
+from rowstead.training.precision import multiplies_bf16
 from rowstead.training.step import Stepper
 
 Precision = Literal["fp32", "bf16"]

@@ -26,14 +26,14 @@ import torch
 
 from benchmarks.harness import publish
 from benchmarks.seeds import over_seeds, seed_arguments, seeds_of
-from rowstead.contracts.batch import Batch
-from rowstead.fleet.centre import CentreState, LocalCentre
-from rowstead.model.dlrm import DLRM
-from rowstead.parts import Sources, build_model, open_sources
+from rowstead.data.batch import Batch
+from rowstead.fleet.dense_server_state import CentreState, LocalCentre
+from rowstead.nn.dlrm import DLRM
 from rowstead.spec.run import RunSpec, load_recipe
 from rowstead.spec.sync import SyncSpec
+from rowstead.training.build import Sources, build_model, open_sources
 from rowstead.training.evaluate import evaluate
-from rowstead.training.flat import flat_of
+from rowstead.training.flat_parameters import flat_of
 from rowstead.training.hogwild import Hogwild, replica_of
 from rowstead.training.step import Stepper
 from rowstead.training.sync import policies_for

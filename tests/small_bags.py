@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rowstead.contracts.batch import Sparse
-from rowstead.embedding_bags import BagTable, EmbeddingBags
+from rowstead.data.batch import Sparse
+from rowstead.nn.embedding_bags import BagTable, EmbeddingBags
 
 TABLES = (
     BagTable(name="users", num_embeddings=40, embedding_dim=8, feature_names=("user", "friend")),

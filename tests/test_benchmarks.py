@@ -17,9 +17,9 @@ from benchmarks.harness import chosen, publish
 from benchmarks.peers import has_fbgemm
 from benchmarks.reach import MODELS, QUICK_SIZES, SIZES, run_of
 from benchmarks.step import Model, PeerNet, of_recipe
-from rowstead.contracts.batch import Sparse
-from rowstead.parts import build_model
+from rowstead.data.batch import Sparse
 from rowstead.spec.data import ParquetSpec
+from rowstead.training.build import build_model
 
 SMALL = Shape("small", 3, 50, 8, 4, 5)
 

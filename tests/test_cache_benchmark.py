@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.cache_ssd import Round, announced, row_of
 from benchmarks.skews import CriteoLike, criteo_like_exponent, share_of_hottest
-from rowstead.contracts.batch import Batch, Sparse
+from rowstead.data.batch import Batch, Sparse
 
 SMALL = CriteoLike("small", 3, 3000, 8, 40, 50)
 

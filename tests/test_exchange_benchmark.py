@@ -8,12 +8,12 @@ import torch
 import zmq
 
 from benchmarks.exchange import Echo, Exchange, Shape, _exchanges
-from rowstead.fleet.client import Client
-from rowstead.fleet.kept_rows import KeptRows
-from rowstead.fleet.remote import RemoteStore
+from rowstead.distributed.sharding import piece_layout
+from rowstead.fleet.remote_store import RemoteStore
+from rowstead.fleet.rpc_client import Client
 from rowstead.fleet.sparse_server import SparseServer
+from rowstead.fleet.table_shard import KeptRows
 from rowstead.spec.train import SparseOptimizerSpec
-from rowstead.stores.sharding import piece_layout
 
 SMALL = Shape("small", 6, 500, 4, 40, num_servers=2, width=16)
 

@@ -15,8 +15,8 @@ from rowstead.serve.export import export
 from rowstead.serve.exported import load_exported
 from rowstead.serve.predict import predict
 from rowstead.spec.run import RunSpec
-from rowstead.trained import evaluate, load
 from rowstead.training import checkpoint
+from rowstead.training.trained import evaluate, load
 from tests.small_runs import Listening, assert_same_weights, figures_of, overfitting, small_spec, tensors_in, truncate
 
 INCREMENTAL = ("train.checkpoint_every=10", "train.full_checkpoint_every=4")

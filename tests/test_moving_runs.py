@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from rowstead.parts import build_model
 from rowstead.records.run_folder import RunFolder
-from rowstead.trained import evaluate, open_run
 from rowstead.training import checkpoint
+from rowstead.training.build import build_model
 from rowstead.training.step import load_model
+from rowstead.training.trained import evaluate, open_run
+from tests.distributed.test_processes import run
 from tests.small_runs import recipe
-from tests.test_processes import run
 
 STEPS = ("--set", "train.max_steps=25", "--set", "train.checkpoint_every=10", "--set", "train.full_checkpoint_every=3")
 

@@ -9,20 +9,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from rowstead.contracts.batch import Batch, Sparse
-from rowstead.contracts.store import EmbeddingStore
+from rowstead.data.batch import Batch, Sparse
 from rowstead.kernels.layout import Layout, layout_of
-from rowstead.model.dlrm import DLRM
+from rowstead.nn.dlrm import DLRM
 from rowstead.spec.features import DenseFeatureSpec, FeaturesSpec, SparseFeatureSpec, TableSpec, tables_of
 from rowstead.spec.model import ModelSpec
 from rowstead.spec.train import SparseOptimizerSpec, TrainSpec
 from rowstead.stores.backing import RamRows
+from rowstead.stores.base import EmbeddingStore
 from rowstead.stores.cached import CachedStore
 from rowstead.stores.device import DeviceStore
-from rowstead.stores.files import FileRows, initial_in
 from rowstead.stores.host import HostStore
 from rowstead.stores.mixed import MixedStore, layout_for
-from rowstead.training.ahead import announced
+from rowstead.stores.ssd import FileRows, initial_in
+from rowstead.training.prefetch import announced
 from rowstead.training.step import Stepper
 
 NUM_STEPS, BATCH = 100, 32

@@ -19,9 +19,9 @@ from rowstead.run import resume, train
 from rowstead.spec.errors import CheckpointError, RowsteadError
 from rowstead.spec.parse import to_plain
 from rowstead.spec.run import RunSpec
-from rowstead.trained import evaluate
 from rowstead.training import checkpoint
 from rowstead.training.progress import Progress
+from rowstead.training.trained import evaluate
 from tests.small_runs import (
     Listening,
     assert_same_weights,

@@ -24,9 +24,9 @@ from rowstead.records.run_folder import RunFolder
 from rowstead.run import resume, train
 from rowstead.spec.errors import CheckpointError, DataError, RowsteadError, TrainingError
 from rowstead.spec.parse import digest, to_plain
-from rowstead.trained import evaluate, load
 from rowstead.training import checkpoint
 from rowstead.training.step import Stepper
+from rowstead.training.trained import evaluate, load
 from tests.small_runs import (
     Listening,
     assert_same_weights,

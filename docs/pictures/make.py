@@ -44,8 +44,8 @@ def logistic_regression(lr: float = 0.01) -> tuple[Curve, float]:
     from torch.nn.functional import binary_cross_entropy_with_logits
 
     from benchmarks.quality import LogisticRegression
-    from rowstead.parts import open_sources
     from rowstead.spec.run import load_recipe
+    from rowstead.training.build import open_sources
     from rowstead.training.metrics import Evaluation
     from rowstead.training.progress import Window
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from rowstead import cli, run
+from rowstead import run
+from rowstead.cli.main import main
 from rowstead.data.synth import write_parquet
 from tests.cli.commands import Command, Done
 from tests.small_runs import parquet_spec, small_spec
@@ -25,7 +26,7 @@ def rowstead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capt
         capfd.readouterr()
         code: Any = 0
         try:
-            cli.main()
+            main.main()
         except SystemExit as ended:
             code = ended.code or 0
         output = capfd.readouterr()

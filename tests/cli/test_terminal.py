@@ -75,7 +75,7 @@ def test_running_out_of_memory_is_said_plainly(rowstead: Command, monkeypatch: p
 
 
 def test_where_output_is_no_terminal_lines_are_plain(rowstead: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rowstead.console.PLAIN_EVERY_S", 0.0)
+    monkeypatch.setattr("rowstead.cli.console.PLAIN_EVERY_S", 0.0)
     done = rowstead("train", recipe("train.max_steps=20", "train.eval_every=10"))
     assert done.code == 0
     assert "\x1b" not in done.text
@@ -109,7 +109,7 @@ def test_help_answers_without_torch() -> None:
         "import sys, atexit\n"
         "atexit.register(lambda: print('heavy:', sorted({'torch', 'numba', 'pyarrow', 'numpy'} & set(sys.modules))))\n"
         "sys.argv = ['rowstead', '--help']\n"
-        "from rowstead.cli import main\n"
+        "from rowstead.cli.main import main\n"
         "main()\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -124,7 +124,7 @@ def test_a_mistake_in_a_recipe_shows_before_torch_is_imported() -> None:
         "import sys, atexit\n"
         "atexit.register(lambda: print('torch' in sys.modules))\n"
         "sys.argv = ['rowstead', 'train', '--set', 'nonsense']\n"
-        "from rowstead.cli import main\n"
+        "from rowstead.cli.main import main\n"
         "main()\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

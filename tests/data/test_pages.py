@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rowstead.data import chunks
+from rowstead.data.buffer_pool import Room
 from rowstead.data.columns import Columns
 from rowstead.data.pages import CODECS, decode_bags, decode_floats
-from rowstead.data.room import Room
 from rowstead.data.rowgroup import plain_leaves, plan_group, read_row_group
 from rowstead.data.snappy import unpack_snappy
 from rowstead.spec.features import DenseFeatureSpec, FeaturesSpec, SparseFeatureSpec

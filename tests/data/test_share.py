@@ -10,12 +10,12 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from rowstead.contracts.batch import Batch
-from rowstead.contracts.source import Source
+from rowstead.data.batch import Batch
 from rowstead.data.share import SharedSource
+from rowstead.data.source import Source
 from rowstead.data.synth import write_parquet
-from rowstead.parts import open_sources
 from rowstead.spec.data import SynthSpec
+from rowstead.training.build import open_sources
 from tests.small_runs import parquet_spec, small_spec
 
 

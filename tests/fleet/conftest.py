@@ -1,15 +1,18 @@
-"""Servers in the ways in which they can serve: with one thread, with several, with keys."""
+"""Servers with one thread, several threads and keys; and the result that disturbed fleets are compared with."""
 
 from __future__ import annotations
 
+import fcntl
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from rowstead.fleet.keys import Keys
-from rowstead.fleet.server import Server
+from rowstead.fleet.rpc_server import Server
 from tests.fleet.counting import Counter
+from tests.fleet.disturbed import train_undisturbed
 from tests.fleet.echo_server import echo
 
 
@@ -28,3 +31,16 @@ def counter() -> Counter:
 def server(setting: dict[str, Any], counter: Counter) -> Iterator[Server]:
     with Server({"echo": echo, "count": counter}, **setting).start() as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def undisturbed_ne(tmp_path_factory: pytest.TempPathFactory) -> float:
+    """NE of the same fleet on the same samples, when nothing happens to it; trained once, in whichever process comes first."""
+    own = tmp_path_factory.getbasetemp()
+    shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    found = shared / "undisturbed_ne"
+    with open(shared / "undisturbed_ne.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not found.exists():
+            found.write_text(repr(train_undisturbed(tmp_path_factory.mktemp("undisturbed"))))
+        return float(found.read_text())

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from rowstead.fleet.ledger import Caller
+from rowstead.fleet.deduplication import Caller
 from rowstead.fleet.wire import Message
 
 

@@ -8,9 +8,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from rowstead.fleet.deduplication import Caller
 from rowstead.fleet.keys import Keys
-from rowstead.fleet.ledger import Caller
-from rowstead.fleet.server import Server
+from rowstead.fleet.rpc_server import Server
 from rowstead.fleet.wire import Message
 
 

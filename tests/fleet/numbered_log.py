@@ -9,7 +9,7 @@ from rowstead.data.encode import Encoder
 from rowstead.data.parquet import ParquetLog
 from rowstead.data.parquet_source import ParquetSource
 from rowstead.data.transforms import DenseTransforms
-from rowstead.fleet.handouts import Holder
+from rowstead.fleet.batch_assignments import Holder
 from rowstead.fleet.packing import unpack
 from rowstead.fleet.reader import Reader, Request
 from rowstead.spec.data import ParquetSpec

@@ -10,9 +10,9 @@ import signal
 from pathlib import Path
 
 from rowstead.fleet import roster
-from rowstead.fleet.client import Client
-from rowstead.fleet.feed import Feed
 from rowstead.fleet.reader_server import serve_reader
+from rowstead.fleet.remote_batches import Feed
+from rowstead.fleet.rpc_client import Client
 from tests.fleet.numbered_log import numbers_in, source_of
 from tests.small_runs import wait_until
 

@@ -6,8 +6,8 @@ import sys
 import time
 from pathlib import Path
 
-from rowstead.fleet.local import end_with_head, stop_asked
-from rowstead.fleet.nursery import tend
+from rowstead.fleet.fork_server import tend
+from rowstead.fleet.local_process import end_with_head, stop_asked
 from rowstead.fleet.roster import tell
 from rowstead.spec.fleet import RoleKind
 

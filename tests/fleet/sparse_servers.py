@@ -11,17 +11,17 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from rowstead.contracts.batch import Sparse
-from rowstead.fleet.client import Client
-from rowstead.fleet.kept_rows import KeptRows
+from rowstead.data.batch import Sparse
+from rowstead.distributed.sharding import piece_layout, row_ranges
 from rowstead.fleet.partition import Partition, Piece
-from rowstead.fleet.remote import RemoteStore
+from rowstead.fleet.remote_store import RemoteStore
+from rowstead.fleet.rpc_client import Client
 from rowstead.fleet.sparse_server import SparseServer
+from rowstead.fleet.table_shard import KeptRows
 from rowstead.kernels.layout import Layout, layout_of
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of
 from rowstead.spec.train import SparseOptimizerSpec
 from rowstead.stores.device import DeviceStore
-from rowstead.stores.sharding import piece_layout, row_ranges
 
 _NUMBERS = itertools.count()
 SGD = SparseOptimizerSpec(kind="sgd")

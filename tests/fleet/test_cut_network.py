@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from rowstead.fleet.client import Client
 from rowstead.fleet.keys import Keys
+from rowstead.fleet.rpc_client import Client
 from tests.fleet.echo_server import Process
 
 NAME = f"rw{os.getpid() % 100_000}"
 HERE, THERE = "10.197.64.1", "10.197.64.2"
 CUT_S = 7.0
-"""Longer than a silent peer is believed (5 s); `tests/fleet_run/test_network_cut.py` cuts a whole fleet for ten."""
+"""Longer than a silent peer is believed (5 s); `tests/fleet/test_network_cut.py` cuts a whole fleet for ten."""
 
 
 def ip(*words: str) -> None:

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from rowstead.contracts.sync import CentreGone
-from rowstead.fleet.centre import CentreState, LocalCentre
-from rowstead.fleet.client import Client, RefusedError
 from rowstead.fleet.dense_server import DenseServer, RemoteCentre, restore, serve_dense, snapshot_of
+from rowstead.fleet.dense_server_state import CentreState, LocalCentre
+from rowstead.fleet.rpc_client import Client, RefusedError
+from rowstead.training.sync_base import CentreGone
 from tests.small_runs import wait_until
 
 

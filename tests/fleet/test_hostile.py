@@ -13,10 +13,10 @@ import pytest
 import torch
 import zmq
 
-from rowstead.fleet.client import Client, ServerGone
+from rowstead.fleet.deduplication import Caller
 from rowstead.fleet.keys import Keys, protect_client
-from rowstead.fleet.ledger import Caller
-from rowstead.fleet.server import Server
+from rowstead.fleet.rpc_client import Client, ServerGone
+from rowstead.fleet.rpc_server import Server
 from rowstead.fleet.wire import ERROR, HEADER_BYTES, REQUEST, Limits, Message, decode, decode_header, encode
 from tests.fleet.relay import Relay
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from rowstead.fleet.client import Client
 from rowstead.fleet.keys import Keys, check_address
-from rowstead.fleet.server import Server
+from rowstead.fleet.rpc_client import Client
+from rowstead.fleet.rpc_server import Server
 from rowstead.spec.errors import RowsteadError
 
 

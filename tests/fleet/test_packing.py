@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rowstead.contracts.batch import Batch, Sparse
+from rowstead.data.batch import Batch, Sparse
 from rowstead.fleet.packing import pack, unpack
 from rowstead.fleet.wire import REQUEST, Limits, Message, WireError, decode, decode_header, encode
 from rowstead.kernels.layout import layout_of

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rowstead.fleet import reader as reader_module
-from rowstead.fleet.handouts import Holder
+from rowstead.fleet.batch_assignments import Holder
 from rowstead.fleet.log_share import Fresh, LogShare, Place
 from rowstead.fleet.reader import READ_AHEAD_BYTES, Reader, Request
 from rowstead.fleet.reader_server import batches_of_readers, share_of_steps

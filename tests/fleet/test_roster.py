@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from rowstead.fleet.role_usage import RoleSampler, UsageReader, memory_traffic_bytes
 from rowstead.fleet.roster import RoleAddress, RoleFiles, Roster
-from rowstead.fleet.usage import RoleSampler, UsageReader, memory_traffic_bytes
 from rowstead.spec.errors import RowsteadError
 from tests.small_runs import wait_until
 

@@ -12,12 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rowstead.fleet import kept_rows
-from rowstead.fleet.asked import Asked
-from rowstead.fleet.kept_rows import KeptRows
+from rowstead.fleet import table_shard
+from rowstead.fleet.applied_updates import Sent, Tally
+from rowstead.fleet.lookup_request import Asked
+from rowstead.fleet.router import Routes
 from rowstead.fleet.snapshot import MANIFEST, Snapshots
-from rowstead.fleet.split import Routes
-from rowstead.fleet.tally import Sent, Tally
+from rowstead.fleet.table_shard import KeptRows
 from rowstead.fleet.wire import Message
 from rowstead.kernels.layout import Layout
 from rowstead.records.usage import peak_memory_bytes
@@ -95,8 +95,8 @@ def test_whoever_restarts_has_the_rows_and_the_counts_of_the_last_snapshot(
 
 
 def test_a_snapshot_is_of_the_moment_it_began_while_updates_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_rows, "PORTION_BYTES", 2048)
-    monkeypatch.setattr(kept_rows, "SCANNED_ROWS", 16)
+    monkeypatch.setattr(table_shard, "PORTION_BYTES", 2048)
+    monkeypatch.setattr(table_shard, "SCANNED_ROWS", 16)
     layout = plain_layout(300, 200)
     trained = Trained(layout, tmp_path)
     for _ in range(5):
@@ -120,7 +120,7 @@ def test_a_snapshot_is_of_the_moment_it_began_while_updates_go_on(tmp_path: Path
 
 
 def test_several_threads_that_train_leave_a_snapshot_of_whole_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_rows, "PORTION_BYTES", 4096)
+    monkeypatch.setattr(table_shard, "PORTION_BYTES", 4096)
     layout = plain_layout(20_000, width=16)
     trained = Trained(layout, tmp_path)
     stops = threading.Event()

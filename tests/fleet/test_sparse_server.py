@@ -17,15 +17,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rowstead.fleet.client import Client, RefusedError
 from rowstead.fleet.partition import partition_tables
-from rowstead.fleet.remote import RemoteStore
+from rowstead.fleet.remote_store import RemoteStore
+from rowstead.fleet.rpc_client import Client, RefusedError
 from rowstead.kernels.layout import layout_of
 from rowstead.spec.train import SparseOptimizerSpec
 from rowstead.stores.device import DeviceStore
-from tests.contracts.store_contract import layouts
 from tests.fleet.sparse_servers import ADAGRAD, SGD, batch_of, cut_by_rows, grad_of, plain_layout, running, whole_tables
 from tests.small_runs import small_spec, wait_until
+from tests.stores.store_contract import layouts
 
 
 @settings(max_examples=8, deadline=None)

@@ -8,18 +8,18 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from rowstead.kernels import places_gpu, row_maps_gpu
-
 
 @contextlib.contextmanager
 def few_at_a_time() -> Iterator[None]:
+    from rowstead.kernels.gpu import bitmaps, cache_slots
+
     fewest = 128 if torch.cuda.is_available() else 16
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(places_gpu, "IDS", 4)
-        patched.setattr(places_gpu, "SAMPLES", (1, 2))
-        patched.setattr(places_gpu, "MANY_IDS", 1)
-        patched.setattr(places_gpu, "PLACES", fewest)
-        patched.setattr(row_maps_gpu, "WORDS", fewest)
-        patched.setattr(places_gpu, "MOST_PLACE_BLOCKS", 4)
-        patched.setattr(row_maps_gpu, "MOST_WORD_BLOCKS", 4)
+        patched.setattr(cache_slots, "IDS", 4)
+        patched.setattr(cache_slots, "SAMPLES", (1, 2))
+        patched.setattr(cache_slots, "MANY_IDS", 1)
+        patched.setattr(cache_slots, "PLACES", fewest)
+        patched.setattr(bitmaps, "WORDS", fewest)
+        patched.setattr(cache_slots, "MOST_PLACE_BLOCKS", 4)
+        patched.setattr(bitmaps, "MOST_WORD_BLOCKS", 4)
         yield

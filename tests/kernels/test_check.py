@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rowstead.contracts.batch import Sparse
+from rowstead.data.batch import Sparse
 from rowstead.kernels import check
 from rowstead.kernels.check import check_gradient, check_sparse
 from rowstead.kernels.layout import Layout, layout_of
@@ -18,7 +18,7 @@ from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, TableSpec, t
 from rowstead.spec.train import SparseOptimizerSpec
 from rowstead.stores.checked import checked
 from rowstead.stores.device import DeviceStore
-from tests.contracts.store_contract import layouts, sparse_batches
+from tests.stores.store_contract import layouts, sparse_batches
 
 FEATURES = FeaturesSpec(
     sparse=(

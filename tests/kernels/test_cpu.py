@@ -11,14 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from rowstead.kernels import cpu, reference
-from rowstead.kernels.cpu_programs import NEAR_BYTES
+from rowstead.kernels import reference
+from rowstead.kernels.cpu import embedding as cpu
+from rowstead.kernels.cpu.embedding_programs import NEAR_BYTES
 from rowstead.kernels.layout import Layout, layout_of
-from rowstead.kernels.optimizer import RowState, new_row_state
+from rowstead.kernels.row_optimizer import RowState, new_row_state
 from rowstead.spec.errors import DataError
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, TableSpec, tables_of
 from rowstead.spec.train import SparseOptimizerSpec
-from tests.contracts.store_contract import KINDS
+from tests.stores.store_contract import KINDS
 
 FEATURES = FeaturesSpec(
     sparse=(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rowstead.kernels import reference
 from rowstead.kernels.layout import layout_of
-from rowstead.kernels.optimizer import new_row_state
+from rowstead.kernels.row_optimizer import new_row_state
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of
 from rowstead.spec.train import SparseOptimizerSpec
 
@@ -24,14 +24,14 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
     seed=st.integers(0, 99),
 )
 def test_runs_of_equal_ids_are_summed_once_wherever_tiles_and_their_groups_end(lengths: list[int], seed: int) -> None:
-    from rowstead.kernels import gpu
+    from rowstead.kernels.gpu import embedding as gpu
 
     with mock.patch.multiple(gpu, TILES_OF_A_GROUP=4, HEADS_AT_A_TIME=2):  # else no run here would fill a group
         _check_runs(lengths, seed)
 
 
 def _check_runs(lengths: list[int], seed: int) -> None:
-    from rowstead.kernels import gpu
+    from rowstead.kernels.gpu import embedding as gpu
 
     num_rows = len(lengths)
     features = FeaturesSpec(sparse=(SparseFeatureSpec(name="f", num_rows=num_rows),))
@@ -56,7 +56,7 @@ def _check_runs(lengths: list[int], seed: int) -> None:
 @pytest.mark.parametrize("loss", [1.0, float("nan")])
 def test_only_sums_that_were_made_are_joined(loss: float) -> None:
     """Runs that begin or end with a group of tiles, rows of two widths, and ids that are no rows, which fill groups too."""
-    from rowstead.kernels import gpu
+    from rowstead.kernels.gpu import embedding as gpu
 
     lengths, none = ([32, 64, 33, 31, 16, 1], [15, 49, 96]), 70
     features = FeaturesSpec(sparse=tuple(SparseFeatureSpec(name=f"f{width}", num_rows=6, width=width) for width in (3, 4)))
@@ -83,7 +83,7 @@ def test_only_sums_that_were_made_are_joined(loss: float) -> None:
 @pytest.mark.parametrize("kind", ["sgd", "rowwise_adagrad", "adam"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_rows_are_rounded_as_in_the_reference(dtype: torch.dtype, kind: str) -> None:
-    from rowstead.kernels import gpu
+    from rowstead.kernels.gpu import embedding as gpu
 
     features = FeaturesSpec(sparse=(SparseFeatureSpec(name="f{i}", repeat=2, num_rows=40),))
     layout = layout_of(features, tables_of(features, width=8))
@@ -110,7 +110,7 @@ def test_low_precision_rows_are_rounded_as_in_the_reference(dtype: torch.dtype, 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_ids_that_are_no_rows_are_left_out(dtype: torch.dtype) -> None:
-    from rowstead.kernels import gpu
+    from rowstead.kernels.gpu import embedding as gpu
 
     features = FeaturesSpec(sparse=(SparseFeatureSpec(name="f{i}", repeat=2, num_rows=5),))
     layout = layout_of(features, tables_of(features, width=4))
@@ -130,7 +130,7 @@ def test_ids_that_are_no_rows_are_left_out(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kind", ["sgd", "adagrad", "rowwise_adagrad", "adam"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tables_that_follow_each_other_in_memory_end_at_the_same_bits(dtype: torch.dtype, kind: str) -> None:
-    from rowstead.kernels import gpu
+    from rowstead.kernels.gpu import embedding as gpu
 
     sizes, width = [7, 40, 3], 12
     features = FeaturesSpec(sparse=tuple(SparseFeatureSpec(name=f"f{n}", num_rows=n) for n in sizes))
@@ -160,7 +160,7 @@ def test_tables_that_follow_each_other_in_memory_end_at_the_same_bits(dtype: tor
 
 
 def test_a_run_of_equal_ids_over_many_tiles_is_summed_once() -> None:
-    from rowstead.kernels import gpu
+    from rowstead.kernels.gpu import embedding as gpu
 
     features = FeaturesSpec(sparse=(SparseFeatureSpec(name="hot", num_rows=3),))
     layout = layout_of(features, tables_of(features, width=4))
@@ -182,7 +182,7 @@ def test_a_run_of_equal_ids_over_many_tiles_is_summed_once() -> None:
 @pytest.mark.parametrize("width", [4, 8, 12, 16, 32, 48, 64, 128, 200, 512])
 @pytest.mark.parametrize("in_line", [True, False])
 def test_every_width_compiles_and_agrees_with_the_reference(in_line: bool, width: int, num_ids: int) -> None:
-    from rowstead.kernels import gpu
+    from rowstead.kernels.gpu import embedding as gpu
 
     features = FeaturesSpec(sparse=(SparseFeatureSpec(name="f{i}", repeat=4, num_rows=200),))
     layout = layout_of(features, tables_of(features, width=width))
@@ -206,7 +206,7 @@ def test_every_width_compiles_and_agrees_with_the_reference(in_line: bool, width
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_tables_of_more_than_two_billion_elements() -> None:
-    from rowstead.kernels import gpu
+    from rowstead.kernels.gpu import embedding as gpu
 
     num_rows, width = 36_000_000, 64
     assert num_rows * width > 2**31

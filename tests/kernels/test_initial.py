@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rowstead.kernels.cpu.initial import drawn_by_numba
 from rowstead.kernels.initial import drawn_by_torch, initial_rows, initial_rows_at, salt_of
-from rowstead.kernels.initial_cpu import drawn_by_numba
 from rowstead.spec.features import Table
 
 CPU = torch.device("cpu")

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from rowstead.kernels import interaction_cpu
+from rowstead.kernels.cpu import interaction as interaction_cpu
 from rowstead.kernels.interaction import Kernels, fused_pairwise_dots, pairwise_dots, reference_pairwise_dots
-from rowstead.model.layers import Dot
+from rowstead.nn.layers import Dot
 from rowstead.spec.errors import DataError
 
 GPU = "cuda" if torch.cuda.is_available() else "cpu"  # there in Triton's interpreter
@@ -28,7 +28,7 @@ def three_threads() -> Iterator[None]:
 
 
 def triton_kernels() -> Kernels:
-    from rowstead.kernels import interaction_gpu
+    from rowstead.kernels.gpu import interaction as interaction_gpu
 
     return interaction_gpu
 

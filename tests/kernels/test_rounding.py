@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rowstead.kernels import cpu, reference
+from rowstead.kernels import reference
+from rowstead.kernels.cpu import embedding as cpu
 from rowstead.kernels.layout import Layout, layout_of
-from rowstead.kernels.optimizer import new_row_state
 from rowstead.kernels.rounding import noise, rounded_to
+from rowstead.kernels.row_optimizer import new_row_state
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of
 from rowstead.spec.train import SparseOptimizerSpec
-from tests.contracts.store_contract import KINDS, layouts, sparse_batches
+from tests.stores.store_contract import KINDS, layouts, sparse_batches
 
 FORMATS = (torch.bfloat16, torch.float16)
 EVERY_CHANCE = torch.arange(65536)

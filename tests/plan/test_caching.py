@@ -12,25 +12,25 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from rowstead.kernels.cache_cpu import MOST_USES
-from rowstead.kernels.disk import cut_reads
-from rowstead.measure.steps import Shape, drawn_batches
+from rowstead.kernels.cpu.cache import MOST_USES
+from rowstead.kernels.cpu.disk import cut_reads
 from rowstead.plan import caching, greedy
 from rowstead.plan.caching import Draws, groups_of, missing_rows
 from rowstead.plan.setup import Behind, Setup
 from rowstead.plan.traffic import Popularity, distinct_ids
 from rowstead.plan.work import step_work
-from rowstead.stores import cached, files, places, turns
-from rowstead.stores.places_cpu import CompiledPlaces
+from rowstead.stores import cache_slots, cached, prefetch_scheduler, ssd
+from rowstead.stores.cache_slots_cpu import CompiledPlaces
+from rowstead.study.calibration.steps import Shape, drawn_batches
 
 
 def test_what_planning_takes_caches_and_files_to_be_is_what_they_are() -> None:
-    assert caching.BATCHES_COUNTED == 1.5 * places.HALF_LIFE
-    assert caching.SETS_KEPT == turns.AHEAD + 1
+    assert caching.BATCHES_COUNTED == 1.5 * cache_slots.HALF_LIFE
+    assert caching.SETS_KEPT == prefetch_scheduler.AHEAD + 1
     assert caching.MOST_USES == MOST_USES
-    assert (caching.READ_BYTES, caching.GAP_BYTES) == (files.READ_BYTES, files.GAP_BYTES)
-    assert (caching.SET_IDS, caching.MAX_SET, caching.GROWTH) == (cached.SET_IDS, cached.MAX_SET, places.GROWTH)
-    assert (greedy.ROOM, greedy.BATCHES_UNDER_WAY) == (places.GROWTH, cached.SETS_UNDER_WAY)
+    assert (caching.READ_BYTES, caching.GAP_BYTES) == (ssd.READ_BYTES, ssd.GAP_BYTES)
+    assert (caching.SET_IDS, caching.MAX_SET, caching.GROWTH) == (cached.SET_IDS, cached.MAX_SET, cache_slots.GROWTH)
+    assert (greedy.ROOM, greedy.BATCHES_UNDER_WAY) == (cache_slots.GROWTH, cached.SETS_UNDER_WAY)
 
 
 def shape_of(*, skew: float, mean_ids: int = 4, num_rows: int = 8000) -> Shape:
@@ -55,7 +55,7 @@ def test_a_cache_lacks_as_many_rows_as_the_real_one(skew: float, share: float) -
     firsts, lacked = torch.tensor([[0], [shape.num_rows]]), []
     for number, batch in enumerate(drawn_batches(shape, torch.device("cpu"))):
         rows = (batch.sparse.ids.view(2, -1) + firsts).flatten()
-        lacked.append(cache.plan(rows, number, oldest=max(0, number - turns.AHEAD)).in_rows.numel())
+        lacked.append(cache.plan(rows, number, oldest=max(0, number - prefetch_scheduler.AHEAD)).in_rows.numel())
     draws = [Draws(Popularity(shape.num_rows, skew), shape.batch_size * shape.mean_ids)] * 2
     assert missing_rows(draws, cache.num_places) == pytest.approx(np.mean(lacked[len(lacked) // 2 :]), rel=0.12)
 
@@ -68,7 +68,7 @@ def test_a_gpu_brings_in_as_many_batches_and_rows_at_once_as_is_predicted(skew: 
     work = step_work(shape.spec("cpu"))
     behind = tuple(Behind(table=table.name, kept_share=share) for table in work.tables)
     (group,) = groups_of(work.tables, Setup(place="device", batch_size=shape.batch_size, behind=behind), in_sets=True)
-    cache = places.Places(2 * shape.num_rows, group.num_places, torch.device("cpu"))
+    cache = cache_slots.Places(2 * shape.num_rows, group.num_places, torch.device("cpu"))
     firsts, lacked, number = torch.tensor([[0], [shape.num_rows]]), [], 0
     batches = [batch.sparse for batch in drawn_batches(shape, torch.device("cpu"))]
     rows = [(sparse.ids.view(2, -1) + firsts).flatten() for sparse in batches]
@@ -83,7 +83,7 @@ def test_a_gpu_brings_in_as_many_batches_and_rows_at_once_as_is_predicted(skew: 
         number += count
     assert (group.set_size, group.sets_kept) == (count, ahead + 1)
     assert count == size
-    assert cache.capacity <= places.GROWTH * cached.set_room(group.num_places, shape.num_ids)
+    assert cache.capacity <= cache_slots.GROWTH * cached.set_room(group.num_places, shape.num_ids)
     assert group.missing_rows == pytest.approx(np.mean(lacked[len(lacked) // 2 :]), rel=0.12)
 
 
@@ -114,5 +114,5 @@ def test_a_file_is_read_in_as_many_pieces_as_the_real_one(num_rows: int) -> None
     (group,) = groups_of(work.tables, Setup(place="device", batch_size=64, behind=behind))
     record_bytes = 80  # a row of 16, its state and its number
     starts = np.sort(np.random.default_rng(1).choice(40_000, num_rows, replace=False)) * record_bytes
-    reads, _ = cut_reads(starts, record_bytes, caching.SECTOR_BYTES, files.GAP_BYTES, files.READ_BYTES)
+    reads, _ = cut_reads(starts, record_bytes, caching.SECTOR_BYTES, ssd.GAP_BYTES, ssd.READ_BYTES)
     assert group.num_reads(num_rows) == pytest.approx(len(reads), rel=0.15)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from rowstead.cli import app
+from rowstead.cli.main import app
 from rowstead.plan.choose import choose, num_readers, remedies, requirements
 from rowstead.plan.predict import predict
 from rowstead.plan.work import step_work
@@ -214,7 +214,7 @@ def test_what_is_read_ahead_is_in_the_timeline_where_it_holds_the_step_up(tmp_pa
 
 
 def test_m3_is_answered_in_under_2_s_with_torch_not_importable() -> None:
-    code = "import sys; sys.modules['torch'] = None; sys.argv = ['rowstead', 'plan', 'm3', '--json']; from rowstead.cli import main; main()"
+    code = "import sys; sys.modules['torch'] = None; sys.argv = ['rowstead', 'plan', 'm3', '--json']; from rowstead.cli.main import main; main()"
 
     def answered_s() -> float:
         """Processor time of its own, as others may be at work."""

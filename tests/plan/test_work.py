@@ -11,7 +11,7 @@ from rowstead.spec.run import RECIPES, RunSpec, load_recipe, recipe_names
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_parameters_are_those_of_the_dense_net(name: str) -> None:
-    from rowstead.model.dlrm import DenseNet
+    from rowstead.nn.dlrm import DenseNet
 
     spec = load_recipe(name)
     pooled = sum(table.width * len(table.features) for table in spec.tables)

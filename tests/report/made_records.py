@@ -7,7 +7,7 @@ from typing import Any
 
 from rowstead.records.run_folder import RunFolder
 from rowstead.records.store import Entry
-from rowstead.report.material import RunView, gather
+from rowstead.report.inputs import RunView, gather
 from rowstead.spec.record import Record
 from rowstead.spec.run import load_recipe
 

@@ -14,7 +14,7 @@ import pytest
 
 from rowstead.records.run_folder import RunFolder
 from rowstead.records.store import Entry, RunStore
-from rowstead.report.material import gather
+from rowstead.report.inputs import gather
 from rowstead.report.page import page_from, report_page, sections_of
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.record import Record

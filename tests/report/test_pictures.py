@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rowstead.report.look import Figure, axis, layout, lines
 from rowstead.report.pictures import write_pictures
+from rowstead.report.theme import Figure, axis, layout, lines
 
 FIGURE = Figure(
     key="../a b/<c>",

@@ -16,7 +16,7 @@ from rowstead.data.block import RawBlock
 from rowstead.data.encode import Encoder
 from rowstead.data.transforms import DenseTransforms
 from rowstead.kernels.layout import layout_of
-from rowstead.model.dlrm import DLRM
+from rowstead.nn.dlrm import DLRM
 from rowstead.serve.exported import raw_arguments
 from rowstead.serve.program import DenseProgram, FlatRows, ServingProgram, exported_program
 from rowstead.spec.features import DenseFeatureSpec, FeaturesSpec, SparseFeatureSpec, TableSpec, tables_of

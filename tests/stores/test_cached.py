@@ -15,18 +15,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rowstead.contracts.batch import Sparse
+from rowstead.data.batch import Sparse
 from rowstead.kernels.choose import has_triton
 from rowstead.kernels.layout import Layout, layout_of
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of
 from rowstead.spec.train import SparseOptimizerSpec
 from rowstead.stores.backing import RamRows
+from rowstead.stores.cache_plans import plan_by_launches
 from rowstead.stores.cached import CachedStore
 from rowstead.stores.device import DeviceStore
-from rowstead.stores.plans import plan_by_launches
-from rowstead.stores.turns import Turns
-from tests.contracts.store_contract import KINDS, StoreContract, layouts, sparse_batches
+from rowstead.stores.prefetch_scheduler import Turns
+from tests.stores.store_contract import KINDS, StoreContract, layouts, sparse_batches
 
 needs_interpreter = pytest.mark.skipif(
     torch.cuda.is_available() or not has_triton(), reason="needs Triton's interpreter: a GPU works on tensors of its own alone"
@@ -164,7 +164,7 @@ def planned_by_launches(
     layout: Layout, optimizer: SparseOptimizerSpec, dtype: torch.dtype, *, places: int, every: int = 1
 ) -> CachedStore:
     """A store in system memory that plans as on a GPU, in Triton's interpreter; each `every`-th table is behind places."""
-    from rowstead.stores.places_gpu import LaunchedPlaces
+    from rowstead.stores.cache_slots_gpu import LaunchedPlaces
 
     counts = {table.name: places for table in layout.tables[::every]}
     store = CachedStore(layout, optimizer, places=counts, backing=lambda group: RamRows(group, seed=1), dtype=dtype)

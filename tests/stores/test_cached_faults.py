@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rowstead.contracts.batch import Sparse
+from rowstead.data.batch import Sparse
 from rowstead.kernels.layout import Layout, layout_of
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of
 from rowstead.spec.train import SparseOptimizerSpec
@@ -123,7 +123,7 @@ def test_an_id_outside_its_table_is_refused_when_it_is_announced() -> None:
     program = """
 import torch
 from rowstead.spec.errors import DataError
-from rowstead.contracts.batch import Sparse
+from rowstead.data.batch import Sparse
 from tests.stores.test_cached_faults import failing_store, layout_with
 store, _ = failing_store(layout_with("a"))
 sparse = Sparse(ids=torch.tensor([10**9]), offsets=torch.tensor([0, 1]), num_features=1)

@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from rowstead import run
-from rowstead.contracts.batch import Batch, Sparse
-from rowstead.contracts.source import Cursor, Source
+from rowstead.data.batch import Batch, Sparse
+from rowstead.data.source import Cursor, Source
 from rowstead.kernels.layout import layout_of
-from rowstead.parts import open_sources
 from rowstead.spec.errors import DataError
 from rowstead.spec.run import RunSpec
 from rowstead.stores import checked as checked_module
 from rowstead.stores.checked import CheckedSource, checked
 from rowstead.training import checkpoint
+from rowstead.training.build import open_sources
 from tests.small_runs import small_spec
 
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rowstead.contracts.batch import Sparse
+from rowstead.data.batch import Sparse
 from rowstead.kernels.layout import Layout, layout_of
 from rowstead.spec.errors import CheckpointError, RowsteadError
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of
 from rowstead.spec.run import Kernel
 from rowstead.spec.train import SparseOptimizerSpec
 from rowstead.stores.device import DeviceStore
-from tests.contracts.store_contract import BriefStoreContract, StoreContract
+from tests.stores.store_contract import BriefStoreContract, StoreContract
 
 FEATURES = FeaturesSpec(sparse=(SparseFeatureSpec(name="a", num_rows=6), SparseFeatureSpec(name="b", num_rows=4)))
 LAYOUT = layout_of(FEATURES, tables_of(FEATURES, width=3))

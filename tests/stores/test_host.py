@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rowstead.contracts.batch import Sparse
+from rowstead.data.batch import Sparse
 from rowstead.kernels.layout import Layout, layout_of
 from rowstead.spec.errors import DataError
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of
@@ -17,7 +17,7 @@ from rowstead.stores.backing import RamRows
 from rowstead.stores.cached import CachedStore
 from rowstead.stores.device import DeviceStore
 from rowstead.stores.host import HostStore
-from tests.contracts.store_contract import StoreContract
+from tests.stores.store_contract import StoreContract
 
 FEATURES = FeaturesSpec(
     sparse=(SparseFeatureSpec(name="a", num_rows=6), SparseFeatureSpec(name="b", num_rows=4, width=5, pooling="mean"))

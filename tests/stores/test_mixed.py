@@ -12,20 +12,20 @@ from typing import Any
 import pytest
 import torch
 
-from rowstead.contracts.batch import Sparse
-from rowstead.contracts.store import EmbeddingStore
+from rowstead.data.batch import Sparse
 from rowstead.kernels.layout import Layout, layout_of
 from rowstead.spec.errors import DataError
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, TableSpec, tables_of
 from rowstead.spec.train import SparseOptimizerSpec
 from rowstead.stores.backing import RamRows
+from rowstead.stores.base import EmbeddingStore
 from rowstead.stores.cached import CachedStore
 from rowstead.stores.device import DeviceStore
-from rowstead.stores.files import FileRows, initial_in
 from rowstead.stores.groups import Group
 from rowstead.stores.host import HostStore
 from rowstead.stores.mixed import MixedStore, layout_for
-from tests.contracts.store_contract import StoreContract
+from rowstead.stores.ssd import FileRows, initial_in
+from tests.stores.store_contract import StoreContract
 
 FEATURES = FeaturesSpec(
     sparse=(

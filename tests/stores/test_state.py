@@ -8,15 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rowstead.contracts.store import SavedState, StatePart
 from rowstead.kernels.layout import layout_of
 from rowstead.spec.errors import CheckpointError
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of
 from rowstead.spec.train import SparseOptimizerSpec
 from rowstead.stores import state as state_module
+from rowstead.stores.base import SavedState, StatePart
 from rowstead.stores.device import DeviceStore
 from rowstead.stores.state import load_parts, part_of, taken, whole_state
-from tests.stores.cuts import Cut, cuts
+from tests.distributed.cuts import Cut, cuts
 
 
 def parts_of(name: str, table: Tensor, pieces: list[Cut]) -> list[StatePart]:

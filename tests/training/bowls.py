@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from rowstead.contracts.sync import SyncPolicy
-from rowstead.training.flat import FlatReplica
+from rowstead.training.flat_parameters import FlatReplica
+from rowstead.training.sync_base import SyncPolicy
 
 
 class Bowl(nn.Module):

@@ -12,23 +12,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rowstead.contracts.batch import Sparse
-from rowstead.contracts.channel import Alone, Channel
-from rowstead.contracts.store import EmbeddingStore
+from rowstead.data.batch import Sparse
+from rowstead.distributed.process_group import Alone, Channel
+from rowstead.distributed.sharded_store import ShardedStore
+from rowstead.distributed.sharding import SHARDS
 from rowstead.kernels.layout import Layout
 from rowstead.spec.train import SparseOptimizerSpec, TrainSpec
 from rowstead.stores.backing import RamRows
+from rowstead.stores.base import EmbeddingStore
 from rowstead.stores.cached import CachedStore
 from rowstead.stores.device import DeviceStore
-from rowstead.stores.files import FileRows, initial_in
 from rowstead.stores.groups import Group
-from rowstead.stores.sharded import ShardedStore
-from rowstead.stores.sharding import SHARDS
-from rowstead.training.changes import Changes
+from rowstead.stores.ssd import FileRows, initial_in
 from rowstead.training.checkpoint import load, save
+from rowstead.training.checkpoint_changes import Changes
 from rowstead.training.saved_tensors import StoreTensors
-from tests.contracts.store_contract import KINDS, layouts, sparse_batches
-from tests.contracts.thread_channel import in_threads
+from tests.distributed.thread_process_group import in_threads
+from tests.stores.store_contract import KINDS, layouts, sparse_batches
 
 PLACES = ("device", "cached", "ssd")
 Where = tuple[str, int, tuple[str, ...]]

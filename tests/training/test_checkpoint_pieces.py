@@ -18,14 +18,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rowstead.contracts.channel import Channel
-from rowstead.contracts.store import StatePart
+from rowstead.distributed.process_group import Channel
 from rowstead.spec.errors import CheckpointError
+from rowstead.stores.base import StatePart
 from rowstead.stores.state import load_parts, part_of
 from rowstead.training.checkpoint import MANIFEST, MANIFEST_DIGEST, Checkpoint, _digest_line, load, load_latest, save
 from rowstead.training.saved_tensors import StoreTensors
-from tests.contracts.thread_channel import ThreadChannel, in_threads
-from tests.stores.cuts import Cut, cuts
+from tests.distributed.cuts import Cut, cuts
+from tests.distributed.thread_process_group import ThreadChannel, in_threads
 
 Result = TypeVar("Result")
 Parts = dict[str, list[Cut]]
@@ -238,7 +238,7 @@ def test_the_first_format_is_still_read(tmp_path: Path) -> None:
 LARGE = """
 import sys, torch
 from pathlib import Path
-from rowstead.contracts.store import StatePart
+from rowstead.stores.base import StatePart
 from rowstead.records.usage import peak_memory_bytes
 from rowstead.stores.state import load_parts
 from rowstead.training.checkpoint import load, save

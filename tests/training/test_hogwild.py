@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from rowstead.contracts.batch import Batch, Sparse
-from rowstead.contracts.sync import Replica
-from rowstead.fleet.centre import CentreState, LocalCentre
+from rowstead.data.batch import Batch, Sparse
+from rowstead.fleet.dense_server_state import CentreState, LocalCentre
 from rowstead.kernels.layout import layout_of
-from rowstead.model.dlrm import DLRM
+from rowstead.nn.dlrm import DLRM
 from rowstead.run import resume, train
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.features import DenseFeatureSpec, FeaturesSpec, SparseFeatureSpec, tables_of
@@ -22,10 +21,11 @@ from rowstead.spec.model import ModelSpec
 from rowstead.spec.sync import SyncSpec
 from rowstead.spec.train import DenseOptimizerSpec, SparseOptimizerSpec, TrainSpec
 from rowstead.stores.device import DeviceStore
-from rowstead.training.flat import flat_of
+from rowstead.training.flat_parameters import flat_of
 from rowstead.training.hogwild import Hogwild, HogwildStepper
 from rowstead.training.step import Stepper
 from rowstead.training.sync import Unsynchronised, policies_for
+from rowstead.training.sync_base import Replica
 from tests.small_runs import small_spec
 
 FEATURES = FeaturesSpec(

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rowstead.contracts.batch import Batch, Sparse
+from rowstead.data.batch import Batch, Sparse
 from rowstead.kernels.layout import layout_of
-from rowstead.model.dlrm import DLRM
+from rowstead.nn.dlrm import DLRM
 from rowstead.spec.errors import CheckpointError, TrainingError
 from rowstead.spec.features import DenseFeatureSpec, FeaturesSpec, SparseFeatureSpec, tables_of
 from rowstead.spec.model import InteractionSpec, ModelSpec

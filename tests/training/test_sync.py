@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rowstead.contracts.sync import Centre
-from rowstead.fleet.centre import CentreState, LocalCentre
+from rowstead.fleet.dense_server_state import CentreState, LocalCentre
 from rowstead.spec.errors import SpecError
 from rowstead.spec.sync import SyncSpec
 from rowstead.training.sync import AllReduce, Easgd, KeepCentre, Shadow, Unsynchronised, policies_for
+from rowstead.training.sync_base import Centre
 from tests.small_runs import wait_until
 from tests.training.bowls import Trainer, together
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from rowstead.contracts.sync import CentreGone
-from rowstead.fleet.centre import CentreState, LocalCentre
+from rowstead.fleet.dense_server_state import CentreState, LocalCentre
 from rowstead.spec.sync import SyncSpec
-from rowstead.training.flat import FlatReplica
+from rowstead.training.flat_parameters import FlatReplica
 from rowstead.training.sync import KEEP_EVERY, OPTIMIZER, Easgd, KeepCentre, policies_for
+from rowstead.training.sync_base import CentreGone
 from tests.training.bowls import Bowl, Trainer, together
 
 

@@ -15,8 +15,8 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select
 
 from rowstead.records.store import Entry, RunStore
-from rowstead.report.look import DARK, LIGHT
 from rowstead.report.page import report_page
+from rowstead.report.theme import DARK, LIGHT
 from rowstead.spec.parse import parse, read_text
 from rowstead.spec.record import Record
 from rowstead.spec.run import RunSpec

@@ -1,6 +1,0 @@
-"""`python -m rowstead`: the command line."""
-
-from rowstead.cli import command
-
-if __name__ == "__main__":
-    command()

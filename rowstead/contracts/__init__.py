@@ -1,1 +1,0 @@
-"""The small protocols that the rooms share."""

@@ -1,1 +1,0 @@
-"""DLRM in one process; takes any EmbeddingStore."""

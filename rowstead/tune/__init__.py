@@ -1,1 +1,0 @@
-"""Search for the settings of a recipe that give the best model."""

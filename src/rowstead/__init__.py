@@ -1,0 +1,55 @@
+"""rowstead trains deep learning recommendation models. Every embedding row has a home.
+
+>>> import rowstead
+>>> result = rowstead.train("quickstart")         # a RunSpec, a shipped recipe's name, or a recipe's path
+>>> model = rowstead.load(str(result.folder))     # an ordinary torch.nn.Module
+>>> model.predict(batch)                          # click probabilities of a Batch
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any
+
+# Read when torch is loaded, which is after this unless it was imported first. Threads that spin for long while they wait for the
+# next operation take the cores from the reader and from each other: with other work on the machine a step takes many times as
+# long. Those that sleep at once wake up late. So they spin for some tens of microseconds (GNU's OpenMP) or not at all (others).
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "train": "rowstead.run",
+    "resume": "rowstead.run",
+    "load": "rowstead.training.trained",
+    "evaluate": "rowstead.training.trained",
+    "Result": "rowstead.run",
+    "predict": "rowstead.serve.predict",
+    "export": "rowstead.serve.export",
+    "load_exported": "rowstead.serve.exported",
+    "Batch": "rowstead.data.batch",
+    "Sparse": "rowstead.data.batch",
+    "sparse_from_kjt": "rowstead.data.batch",
+    "kjt_from_sparse": "rowstead.data.batch",
+    "EmbeddingBags": "rowstead.nn.embedding_bags",
+    "BagTable": "rowstead.nn.embedding_bags",
+    "PooledFeatures": "rowstead.nn.embedding_bags",
+    "RunSpec": "rowstead.spec.run",
+    "load_recipe": "rowstead.spec.run",
+    "RowsteadError": "rowstead.spec.errors",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for only then: `import rowstead` and the command line start without torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'rowstead' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,0 +1,1 @@
+"""The command line. Each command imports what it needs, so that `rowstead --help` starts fast."""

@@ -1,0 +1,293 @@
+"""The command line. Thin: each command imports what it needs, so that `rowstead --help` starts fast."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from rowstead.cli import data, plan, report, runs, study
+from rowstead.cli import fleet as fleet_commands
+from rowstead.distributed import launch
+from rowstead.report.terminal import terminal
+from rowstead.spec.errors import LostProcessError, RowsteadError
+from rowstead.spec.job import is_one_of_many
+
+app = typer.Typer(
+    help="Train deep learning recommendation models. Every embedding row has a home.",
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+app.add_typer(data.app, name="data")
+app.command()(plan.plan)
+app.command()(plan.calibrate)
+app.command()(fleet_commands.role)
+app.command()(study.sweep)
+app.command()(study.tune)
+app.command()(study.quality)
+app.add_typer(runs.app, name="runs")
+app.command()(report.report)
+app.command()(report.ui)
+
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change one key of the recipe, such as train.batch_size=512. Repeatable."),
+]
+Root = Annotated[Path, typer.Option("--runs", help="Folder that holds the runs.")]
+Run = Annotated[str, typer.Argument(metavar="RUN", help="A run: its name under --runs, its folder, or `last`.")]
+Data = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--data", metavar="FILES", help="Parquet files, globs or URLs instead of the run's evaluation split. Repeatable."
+    ),
+]
+RUNS = Path("runs")
+
+
+@app.command()
+def train(
+    recipe: Annotated[
+        str | None, typer.Argument(help="A recipe file, or the name of a shipped one. [default: quickstart]")
+    ] = None,
+    set_: Set = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            "--resume",
+            metavar="RUN",
+            help="Go on with a run from its last checkpoint; of its recipe only `placement` and `memory` may be changed by --set.",
+        ),
+    ] = None,
+    init_from: Annotated[
+        str | None, typer.Option("--init-from", metavar="RUN", help="Start from the weights of an earlier run's model.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder of this run. [default: the next number under --runs]")
+    ] = None,
+    processes: Annotated[
+        int,
+        typer.Option(
+            "--processes", min=1, metavar="N", help="Share each batch and the tables among N processes of this machine."
+        ),
+    ] = 1,
+    fleet: Annotated[
+        str | None,
+        typer.Option(
+            "--fleet", metavar="ROLES", help="Train with a fleet of processes, such as trainers=2,sparse=2,dense=1,readers=1."
+        ),
+    ] = None,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Trace 20 steps into the run's trace.json, and print where their time went.")
+    ] = False,
+    runs: Root = RUNS,
+) -> None:
+    """Train a model from a recipe, or go on with a run."""
+    from rowstead.spec.run import check_moves, load_recipe
+
+    if resume is not None:
+        check_moves(set_ or [])
+        refused = ((recipe, "a recipe"), (init_from, "--init-from"), (out, "--out"), (fleet, "--fleet"))
+        for value, option in refused:
+            if value:
+                raise RowsteadError(f"--resume goes on with a run as it was started: leave out {option}")
+    spec = load_recipe(recipe or "quickstart", set_ or []) if resume is None else None
+    if fleet_commands.has_fleet(spec, fleet, resume, runs):
+        for is_given, option in ((processes > 1, "--processes"), (profile, "--profile")):
+            if is_given:
+                raise RowsteadError(f"a fleet has processes of its own: leave out {option}")
+        if resume is not None and set_:
+            raise RowsteadError("a fleet goes on as it was started: leave out --set")
+        fleet_commands.train(spec, fleet, resume=resume, init_from=init_from, out=out, runs=runs)
+        return
+    if processes > 1:
+        options = [("--resume", resume), ("--init-from", init_from), ("--out", out), ("--runs", runs)]
+        given = [str(word) for pair in options if pair[1] is not None for word in pair]
+        changes = [word for change in set_ or [] for word in ("--set", change)]
+        named = [recipe] if recipe is not None else []
+        _launch(["train", *named, *changes, *given, *(["--profile"] if profile else [])], processes)
+
+    from rowstead import run  # after the recipe, in which a mistake should show at once
+    from rowstead.cli.console import as_typed, command_name, summary, watching
+
+    if launch.is_started_here():
+        launch.end_with_parent()
+    is_first = int(os.environ.get("RANK", "0")) == 0
+    console = terminal(quiet=not is_first)
+    with watching(console) as watcher:
+        if resume is not None:
+            result = run.resume(resume, changes=set_ or [], root=runs, watcher=watcher, profile=profile)
+        else:
+            assert spec is not None
+            result = run.train(spec, root=runs, out=out, init_from=init_from, watcher=watcher, profile=profile)
+    if result.outcome.ending == "interrupted":
+        console.print(f"stopped after step {result.outcome.position.step:,}; the checkpoint is saved.")
+        again = f" --processes {os.environ['WORLD_SIZE']}" if launch.is_started_here() else ""
+        console.print(f"go on with: {command_name()} train --resume {as_typed(result.folder)}{again}", soft_wrap=True)
+        raise typer.Exit(130)
+    if is_first:
+        console.print(summary(result))
+
+
+@app.command()
+def evaluate(run: Run, data: Data = None, runs: Root = RUNS) -> None:
+    """Score a run's model on its evaluation split, or on other Parquet files."""
+    from rowstead.cli.console import PlainWatcher, doing, quality_table
+    from rowstead.training.trained import evaluate as evaluate_run
+
+    console = terminal()
+    with doing(console, "examples") as advance:
+        quality = evaluate_run(run, data=data, root=runs, watcher=PlainWatcher(console), progress=advance)
+    console.print(quality_table(quality))
+
+
+@app.command()
+def predict(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run, as for `evaluate`, or a folder that `export` wrote.")],
+    out: Annotated[Path, typer.Option("--out", help="Parquet file to write.")],
+    data: Data = None,
+    keep: Annotated[
+        list[str] | None,
+        typer.Option("--keep", metavar="COLUMN", help="Copy this column of the log next to the predictions. Repeatable."),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
+    runs: Root = RUNS,
+) -> None:
+    """Write click probabilities to Parquet, in the order of the log."""
+    from rowstead.cli.console import PlainWatcher, doing
+    from rowstead.serve.predict import predict as write_predictions
+
+    console = terminal()
+    with doing(console, "examples") as advance:
+        done = write_predictions(
+            run,
+            out,
+            data=data,
+            keep=keep or (),
+            overwrite=overwrite,
+            root=runs,
+            watcher=PlainWatcher(console),
+            progress=advance,
+        )
+    skipped = f" ({done.num_skipped:,} bad rows skipped)" if done.num_skipped else ""
+    console.print(f"{done.num_rows:,} predictions in {out}{skipped}", soft_wrap=True)
+
+
+@app.command()
+def export(
+    run: Run,
+    to: Annotated[Path, typer.Option("--to", help="New folder to write.")],
+    int8: Annotated[
+        bool, typer.Option("--int8", help="Store embedding rows as int8 with a scale and an offset a row.")
+    ] = False,
+    runs: Root = RUNS,
+) -> None:
+    """Write a torch.export program with its hashing and transforms, ready to serve raw fields."""
+    from rowstead.cli.console import PlainWatcher, two_columns
+    from rowstead.serve.export import export as write_program
+
+    console = terminal()
+    exported = write_program(run, to, int8=int8, root=runs, watcher=PlainWatcher(console))
+    console.print(two_columns("exported", exported.rows()))
+
+
+@app.command()
+def recipes(
+    name: Annotated[str | None, typer.Argument(help="Show this recipe.")] = None,
+) -> None:
+    """List the shipped recipes, or show one."""
+    from rowstead.spec.run import RECIPES, find_recipe, recipe_names
+
+    if name is not None:
+        typer.echo(find_recipe(name).read_text(encoding="utf-8", errors="replace"), nl=False)
+        return
+    width = max(len(known) for known in recipe_names())
+    for known in recipe_names():
+        about = (RECIPES / f"{known}.yaml").read_text().splitlines()[0].lstrip("# ")
+        typer.echo(f"{known:<{width}}  {about}")
+
+
+def command() -> None:
+    """What the shell calls: `main`, and then no traceback for a late Ctrl-C, as nothing is left to stop."""
+    try:
+        main()
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def main() -> None:
+    """Run the command line; a user's mistake prints what is wrong and no traceback."""
+    try:
+        with _interrupts():
+            app(standalone_mode=True)
+    except LostProcessError as error:
+        _fail(str(error), code=launch.LOST)
+    except RowsteadError as error:
+        _fail(str(error))
+    except _Interrupted:
+        _fail("interrupted: what no checkpoint holds is lost", code=130)
+    except MemoryError as error:
+        _fail(f"out of memory: {error or 'lower train.batch_size, or the sizes in the recipe'}")
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(1)
+    except OSError as error:
+        _fail(f"{error.filename or 'the system'}: {error.strerror or error}")
+
+
+class _Interrupted(BaseException):
+    """Ctrl-C where nothing handles it; Typer would end such a command without a word."""
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[None]:
+    """Turns a Ctrl-C that reaches Python into `_Interrupted`; the training loop has a handler of its own."""
+
+    def interrupt(number: int, frame: object) -> NoReturn:
+        raise _Interrupted
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _launch(arguments: list[str], processes: int) -> NoReturn:
+    """Run a command in several processes, and end as they end."""
+    if is_one_of_many():
+        raise RowsteadError("torchrun has started this process as one of several already: leave out --processes")
+    console = terminal(stderr=True)
+
+    def say(text: str) -> None:
+        console.print(text, style="bold red", soft_wrap=True)
+
+    raise typer.Exit(launch.launch(arguments, processes, say=say))
+
+
+def _fail(text: str, code: int = 2) -> NoReturn:
+    if launch.is_started_here():
+        launch.leave_reason(f"error: {text}")
+        _end(code)
+    if (rank := os.environ.get("RANK", "0")) != "0":
+        text = f"{text} (process {rank})"
+    terminal(stderr=True).print(f"error: {text}", style="bold red", soft_wrap=True)
+    if is_one_of_many():
+        _end(code)
+    sys.exit(code)
+
+
+def _end(code: int) -> NoReturn:
+    """End at once: a failed process of a job has exchanges under way that nobody will ever answer."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

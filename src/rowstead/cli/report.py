@@ -1,0 +1,90 @@
+"""`rowstead report` and `rowstead ui`: what was measured and predicted, in pictures; and what would be, as sliders move. No torch."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import webbrowser
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rowstead.report.terminal import terminal
+from rowstead.spec.errors import RowsteadError
+
+RUNS = Path("runs")
+Root = Annotated[Path, typer.Option("--runs", help="Folder that holds the runs.")]
+
+
+def report(
+    what: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[RUNS]", help="Runs, folders of runs, or files of records. [default: all under --runs]"),
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", help="HTML file to write.")] = Path("report.html"),
+    title: Annotated[str | None, typer.Option("--title", help="Heading of the page.")] = None,
+    pictures: Annotated[
+        Path | None,
+        typer.Option("--pictures", metavar="FOLDER", help="Also write each figure as a file of its own into a folder."),
+    ] = None,
+    as_: Annotated[str, typer.Option("--as", metavar="svg|png", help="What those files are.")] = "svg",
+    open_: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+    runs: Root = RUNS,
+) -> None:
+    """Write runs, sweeps, searches and predictions as one page of figures that needs no network."""
+    from rowstead.records.files import shown_bytes, write_atomic
+    from rowstead.report.inputs import gather
+    from rowstead.report.page import figures_of, page_from
+
+    if as_ not in ("svg", "png"):
+        raise RowsteadError(f"--as is `svg` or `png`, got `{as_}`")
+    console = terminal()
+    material = gather(what or [runs], root=runs)
+    text = page_from(material, title=title)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(out, text)
+    except OSError as error:
+        raise RowsteadError(f"cannot write {out}: {error.strerror or error}") from None
+    bad = material.contents.num_bad_lines
+    note = f" ({bad:,} line{'s' if bad > 1 else ''} could not be read)" if bad else ""
+    console.print(
+        f"report of {len(material.entries):,} records in {out}, {shown_bytes(len(text.encode()))}{note}",
+        soft_wrap=True,
+    )
+    if pictures is not None:
+        from rowstead.report.pictures import write_pictures
+
+        files = write_pictures(figures_of(material), pictures, kind="png" if as_ == "png" else "svg")
+        console.print(f"{len(files)} figures in {pictures}", soft_wrap=True)
+    if open_:
+        webbrowser.open(out.resolve().as_uri())
+
+
+def ui(
+    host: Annotated[
+        str, typer.Option("--host", help="Address to listen on; one that others can reach needs the token that is printed.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0 takes a free one.")] = 8642,
+    token: Annotated[
+        bool, typer.Option("--token", help="Ask for a token on this machine as well, where others have accounts on it.")
+    ] = False,
+    open_: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = True,
+    runs: Root = RUNS,
+) -> None:
+    """Serve a page for what-if planning: sliders for model and fleet, every platform predicted as they move."""
+    from rowstead.ui.server import Ui, new_token
+
+    ended = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: ended.set())
+    page = Ui(host=host, port=port, runs=runs, token=new_token() if token else None)
+    page.start()
+    console = terminal()
+    console.print(f"open {page.address}", soft_wrap=True)
+    console.print("end with Ctrl-C")
+    if open_:
+        webbrowser.open(page.address)
+    ended.wait()
+    page.close()

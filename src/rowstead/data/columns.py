@@ -1,0 +1,334 @@
+"""Arrow columns, or plain Python ones, to a `RawBlock`: what types a log may have, and what null means in each.
+
+Dense columns are numbers or booleans; null is NaN. Sparse columns are integers, text, or lists of either; a null value or a
+null list is an empty bag, and a null inside a list is dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numba
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from rowstead.data.block import RawBlock
+from rowstead.data.chunks import TILE
+from rowstead.data.hashing import hash_texts
+from rowstead.kernels.cpu.memory import address_of, floats_at
+from rowstead.spec.errors import DataError, did_you_mean
+from rowstead.spec.features import FeaturesSpec
+
+IdKinds = Mapping[str, str]
+"""For each sparse column `text` or `integers`."""
+Bags = tuple[NDArray[np.int64], NDArray[np.int64]]
+"""Ids [nnz] and offsets [R + 1] of one sparse column."""
+
+
+class Columns:
+    """The columns that a model reads from a log: their names, and how they become a `RawBlock`."""
+
+    def __init__(
+        self,
+        features: FeaturesSpec,
+        *,
+        label: str | None = None,
+        weight: str | None = None,
+        true_p: str | None = None,
+        id_kinds: IdKinds | None = None,
+    ) -> None:
+        """`id_kinds` is what a model was trained on: columns of another kind are refused."""
+        self._expected = id_kinds or {}
+        self.dense = tuple(str(f.column) for f in features.expanded_dense())
+        self.sparse = tuple(str(f.column) for f in features.expanded_sparse())
+        self.label, self.weight, self.true_p = label, weight, true_p
+        self.scalars = tuple(name for name in (label, weight, true_p) if name is not None)
+        """Columns of which a block has each as a vector of its own."""
+        self.names = tuple(dict.fromkeys([*self.dense, *self.sparse, *self.scalars]))
+        """Every column once: what has to be read."""
+
+    def check(self, schema: pa.Schema) -> None:
+        """Raise a DataError about the first column that `schema` lacks or has in a type that we cannot use."""
+        types = dict(zip(schema.names, schema.types, strict=True))
+        for name in self.names:
+            if name not in types:
+                raise _missing(name, list(types))
+        for name in (*self.dense, *filter(None, (self.label, self.weight, self.true_p))):
+            _check_dense(name, types[name])
+        for name in self.sparse:
+            _check_sparse(name, types[name])
+        counts = Counter(schema.names)
+        twice = next((name for name in self.names if counts[name] > 1), None)
+        if twice is not None:
+            raise DataError(f"two columns are named `{twice}`: rename one of them")
+        self._check_kinds(schema)
+
+    def id_kinds(self, schema: pa.Schema) -> dict[str, str]:
+        """Whether each sparse column of `schema` holds text or integers; a column of nulls alone is left out."""
+        types = dict(zip(schema.names, schema.types, strict=True))
+        kinds = {}
+        for name in self.sparse:
+            value = _value_type(types[name])
+            if not pa.types.is_null(value):
+                kinds[name] = "text" if _is_text(value) else "integers"
+        return kinds
+
+    def _check_kinds(self, schema: pa.Schema) -> None:
+        """Text is hashed and integers are not, so the same id in the other kind would be another row."""
+        for name, kind in self.id_kinds(schema).items() if self._expected else ():
+            expected = self._expected.get(name, kind)
+            if kind != expected:
+                raise DataError(
+                    f"column `{name}` holds {kind}, but {expected} before: its ids would get other rows. Convert it"
+                )
+
+    def block(self, rows: pa.Table | pa.RecordBatch | Mapping[str, Any]) -> RawBlock:
+        """The rows as a RawBlock. Shares the memory of integer ids where it can; dense values are copied side by side."""
+        if not isinstance(rows, (pa.Table, pa.RecordBatch)):
+            rows = self._table(rows)
+        place = {name: i for i, name in enumerate(rows.schema.names)}
+        for name in self.names:
+            if name not in place:
+                raise _missing(name, list(place))
+        self._check_kinds(rows.schema)
+        return self.assemble(
+            rows.num_rows,
+            floats=lambda name: floats_of(rows.column(place[name]), name),
+            bags=lambda name: bags_of(rows.column(place[name]), name),
+        )
+
+    def assemble(self, num_rows: int, *, floats: Callable[[str], NDArray[np.float32]], bags: Callable[[str], Bags]) -> RawBlock:
+        """A block of R rows, given how to get a column as numbers [R] and how to get one as bags."""
+        dense = np.empty((num_rows, len(self.dense)), np.float32)
+        # A few columns at a time, so that they are still in the cache when they are laid side by side.
+        for first in range(0, len(self.dense) if num_rows else 0, TILE):
+            columns = [floats(name) for name in self.dense[first : first + TILE]]
+            interleave(columns, dense, np.arange(first, first + len(columns)))
+        found = [bags(name) for name in self.sparse]
+        return RawBlock(
+            dense=dense,
+            ids=tuple(ids for ids, _ in found),
+            offsets=tuple(offsets for _, offsets in found),
+            labels=None if self.label is None else floats(self.label),
+            weights=None if self.weight is None else floats(self.weight),
+            true_p=None if self.true_p is None else floats(self.true_p),
+        )
+
+    def _table(self, rows: Mapping[str, Any]) -> pa.Table:
+        """Plain columns (lists, NumPy arrays, Arrow arrays) as an Arrow table of those that are needed."""
+        arrays = {}
+        for name in self.names:
+            if name not in rows:
+                raise _missing(name, list(rows))
+            arrays[name] = _arrow(rows[name], name)
+        lengths = {name: len(array) for name, array in arrays.items()}
+        if len(set(lengths.values())) > 1:
+            short, long = min(lengths, key=lengths.__getitem__), max(lengths, key=lengths.__getitem__)
+            raise DataError(f"columns differ in length: `{short}` has {lengths[short]} rows, `{long}` has {lengths[long]}")
+        return pa.table(arrays)
+
+
+def check_id_kinds(features: FeaturesSpec, kinds: IdKinds) -> None:
+    """Refuse what cannot mean anything: text ids as rows, and text and integers in one table."""
+    readers: dict[str, str] = {}
+    for feature in features.expanded_sparse():
+        column = str(feature.column)
+        kind = kinds.get(column)
+        if kind == "text" and feature.hash != "mix":
+            raise DataError(f"column `{column}` holds text, and `hash: {feature.hash}` needs integers: use `hash: mix`")
+        if feature.table is not None and kind is not None and readers.setdefault(feature.table, kind) != kind:
+            raise DataError(
+                f"features that share table `{feature.table}` must all hold text or all integers, but `{column}` holds {kind}: "
+                "the same id would get different rows. Convert one of them"
+            )
+
+
+def floats_of(column: pa.Array | pa.ChunkedArray, name: str) -> NDArray[np.float32]:
+    """A numeric or boolean column as float32 [R], null as NaN."""
+    _check_dense(name, column.type)
+    if isinstance(column, pa.ChunkedArray):
+        if column.num_chunks != 1:
+            return np.concatenate([np.empty(0, np.float32), *(floats_of(chunk, name) for chunk in column.chunks)])
+        column = column.chunk(0)
+    column.validate()
+    if column.type != pa.float32():
+        if pa.types.is_boolean(column.type):
+            column = column.cast(pa.int8())
+        elif pa.types.is_decimal(column.type):
+            column = column.cast(pa.float64())
+        column = column.cast(pa.float32(), safe=False)
+    if column.null_count:
+        return np.asarray(column.to_numpy(zero_copy_only=False), np.float32)
+    return _view(column.buffers()[1], np.dtype(np.float32), column.offset, len(column))
+
+
+def bags_of(column: pa.Array | pa.ChunkedArray, name: str) -> Bags:
+    """A column of ids as raw 64-bit ids [nnz] and offsets [R + 1], the first 0."""
+    _check_sparse(name, column.type)
+    if isinstance(column, pa.ChunkedArray):
+        if column.num_chunks != 1:
+            return _joined([_bags(chunk) for chunk in column.chunks])
+        column = column.chunk(0)
+    return _bags(column)
+
+
+def _bags(array: pa.Array) -> Bags:
+    """What pyarrow makes of a damaged file may refer to memory that is not there: that is an ArrowInvalid."""
+    array.validate()
+    ids, offsets = _bags_of_sound(array)
+    if offsets[0] != 0 or offsets[-1] > len(ids) or (offsets[1:] < offsets[:-1]).any():
+        raise pa.ArrowInvalid("lists that overlap")
+    return ids, offsets
+
+
+def _bags_of_sound(array: pa.Array) -> Bags:
+    kind = array.type
+    if not _is_list(kind):
+        ids, valid = _ids(array)
+        if valid is None:
+            return ids, np.arange(len(array) + 1)
+        return ids[valid], _offsets(valid)
+    if array.null_count or pa.types.is_fixed_size_list(kind):
+        # A null list may still cover values, which flatten() leaves out.
+        offsets = _offsets(pc.fill_null(pc.list_value_length(array), 0).to_numpy())
+        values = array.flatten()
+    else:
+        dtype = np.dtype(np.int64 if pa.types.is_large_list(kind) else np.int32)
+        bounds = _view(array.buffers()[1], dtype, array.offset, len(array) + 1) if len(array) else np.zeros(1, dtype)
+        offsets = bounds.astype(np.int64) - np.int64(bounds[0])
+        values = array.values.slice(int(bounds[0]), int(offsets[-1]))
+    ids, valid = _ids(values)
+    if valid is None:
+        return ids, offsets
+    return ids[valid], _offsets(valid)[offsets]
+
+
+def _ids(array: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.bool_] | None]:
+    """The 64-bit id of each value [n] and which values are not null, None when all are there."""
+    valid = np.asarray(array.is_valid().to_numpy(zero_copy_only=False)) if array.null_count else None
+    kind = array.type
+    if pa.types.is_null(kind):
+        return np.zeros(len(array), np.int64), np.zeros(len(array), np.bool_)
+    if pa.types.is_dictionary(kind):
+        return _dictionary_ids(array, valid)
+    if _is_text(kind):
+        dtype = np.dtype(np.int64 if pa.types.is_large_string(kind) else np.int32)
+        _, bounds, data = array.buffers()
+        if not len(array):
+            return np.empty(0, np.int64), valid
+        text = np.frombuffer(data, np.uint8) if data is not None else np.empty(0, np.uint8)
+        return hash_texts(_view(bounds, dtype, array.offset, len(array) + 1), text), valid
+    if not len(array):
+        return np.empty(0, np.int64), valid
+    values = _view(array.buffers()[1], np.dtype(kind.to_pandas_dtype()), array.offset, len(array))
+    return values.view(np.int64) if values.itemsize == 8 else values.astype(np.int64), valid
+
+
+def _dictionary_ids(
+    array: pa.DictionaryArray, valid: NDArray[np.bool_] | None
+) -> tuple[NDArray[np.int64], NDArray[np.bool_] | None]:
+    words, words_valid = _ids(array.dictionary)
+    places = pc.fill_null(array.indices, 0).to_numpy() if array.null_count else array.indices.to_numpy()
+    if not len(words):
+        return np.zeros(len(places), np.int64), np.zeros(len(places), np.bool_)
+    if words_valid is not None:
+        valid = words_valid[places] if valid is None else valid & words_valid[places]
+    return words[places], valid
+
+
+def _joined(parts: list[Bags]) -> Bags:
+    ids = np.concatenate([np.empty(0, np.int64), *(ids for ids, _ in parts)])
+    lengths = np.concatenate([np.empty(0, np.int64), *(np.diff(offsets) for _, offsets in parts)])
+    return ids, _offsets(lengths)
+
+
+def _offsets(lengths: NDArray[Any]) -> NDArray[np.int64]:
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+def _view(buffer: pa.Buffer, dtype: np.dtype[Any], start: int, count: int) -> NDArray[Any]:
+    """`count` values of an Arrow buffer from place `start` on, without a copy."""
+    if not count:
+        return np.empty(0, dtype)
+    return np.frombuffer(buffer, dtype, count, start * dtype.itemsize)
+
+
+def _arrow(values: Any, name: str) -> pa.Array | pa.ChunkedArray:
+    if isinstance(values, (pa.Array, pa.ChunkedArray)):
+        return values
+    try:
+        if isinstance(values, np.ndarray) and values.ndim == 2:
+            return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
+        return pa.array(values)
+    except OverflowError:
+        return _unsigned(values, name)
+    except (pa.ArrowException, TypeError, ValueError) as error:
+        raise DataError(f"column `{name}` cannot be read: {str(error).splitlines()[0]}") from None
+
+
+def _unsigned(values: Any, name: str) -> pa.Array:
+    """Whole numbers beyond 2**63, or lists of them."""
+    for kind in (pa.uint64(), pa.list_(pa.uint64())):
+        with contextlib.suppress(pa.ArrowException, OverflowError, TypeError, ValueError):
+            return pa.array(values, kind)
+    raise DataError(f"column `{name}` cannot be read: it has numbers of more than 64 bits")
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def _value_type(kind: pa.DataType) -> pa.DataType:
+    """The type of the ids themselves, out of lists and dictionaries."""
+    value = kind.value_type if _is_list(kind) else kind
+    return value.value_type if pa.types.is_dictionary(value) else value
+
+
+def _check_dense(name: str, kind: pa.DataType) -> None:
+    is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
+    if not (is_number or pa.types.is_boolean(kind) or pa.types.is_null(kind)):
+        raise DataError(
+            f"column `{name}` has type {kind}, but a dense feature, label or weight must be a number or a boolean. "
+            "Convert the column, or name it under features.sparse if it holds ids"
+        )
+
+
+def _check_sparse(name: str, kind: pa.DataType) -> None:
+    value = _value_type(kind)
+    if not (pa.types.is_integer(value) or _is_text(value) or pa.types.is_null(value)):
+        raise DataError(
+            f"column `{name}` has type {kind}, but a sparse feature must be integers, text, or lists of either. "
+            "Convert the column, or name it under features.dense if it holds a quantity"
+        )
+
+
+def _missing(name: str, known: list[str]) -> DataError:
+    return DataError(f"the log has no column `{name}`: {did_you_mean(name, known)}")
+
+
+def interleave(columns: Sequence[NDArray[np.float32]], dense: NDArray[np.float32], places: NDArray[np.int64]) -> None:
+    """Write columns, each float32 [R], into those columns of dense [R, Fd] that `places` names."""
+    _interleave(np.array([address_of(column) for column in columns], np.int64), dense, places)
+
+
+@numba.njit(nogil=True, cache=True, boundscheck=False)
+def _interleave(addresses, dense, places):  # type: ignore[no-untyped-def]
+    """Write columns at `addresses` [n], each float32 [R], into the columns `places` [n] of dense [R, Fd]."""
+    num_rows = dense.shape[0]
+    for row in range(0, num_rows, TILE):
+        stop = min(row + TILE, num_rows)
+        for c in range(len(addresses)):
+            column = floats_at(addresses[c], num_rows)
+            for r in range(row, stop):
+                dense[r, places[c]] = column[r]

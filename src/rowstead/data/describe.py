@@ -1,0 +1,296 @@
+"""Statistics of a log, counted in one pass and bounded memory from blocks of raw rows.
+
+The log's own ids are counted, before truncation and hashing. What is exact and what is an estimate is said with each
+figure of `rowstead.spec.statistics`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numba
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from rowstead.data.block import RawBlock
+from rowstead.data.count_ids import Budget, IdCounter, top_shares
+from rowstead.data.hashing import rows_of
+from rowstead.kernels.cpu.mix import mix64
+from rowstead.spec.errors import DataError
+from rowstead.spec.features import DenseFeatureSpec, FeaturesSpec, Hash, SparseFeatureSpec
+from rowstead.spec.statistics import QUANTILES, DenseStatistics, LogStatistics, SparseStatistics
+
+DEFAULT_MEMORY_BYTES = 1 << 30
+"""For the counts of ids: enough to count 20 million ids of one feature exactly."""
+NOT_FEATURES = ("label", "timestamp", "rating", "true_p")
+"""Columns that `infer_features` leaves out: they are outcomes or clocks."""
+SAMPLE_ROWS = 20_000
+MAX_TRACKED_LENGTH = 65_535
+NUM_SKEW_POINTS = 40
+_LEAST_SAMPLED = 100
+"""A point of the skew curve needs at least so many sampled ids."""
+
+
+def describe(
+    blocks: Iterable[RawBlock],
+    features: FeaturesSpec,
+    *,
+    num_rows: int | None = None,
+    memory_bytes: int = DEFAULT_MEMORY_BYTES,
+    progress: Callable[[int], None] | None = None,
+) -> LogStatistics:
+    """Statistics of the rows in `blocks`, whose features are those of `features` in their order.
+
+    Collisions are given at the hash size of each feature, or at `num_rows` for all. `progress` is called with the number
+    of rows read so far.
+    """
+    dense_specs, sparse_specs = features.expanded_dense(), features.expanded_sparse()
+    shared = {table.name: table.num_rows for table in features.tables}
+    budget = Budget(memory_bytes, len(sparse_specs))
+    sparse = [_SparseTally(budget) for _ in sparse_specs]
+    dense = _DenseTally(len(dense_specs))
+    num_read, label_sum, num_labels, num_missing = 0, 0.0, 0, 0
+    for block in blocks:
+        for tally, ids, offsets in zip(sparse, block.ids, block.offsets, strict=True):
+            tally.add(ids, offsets)
+        dense.add(block.dense, num_read)
+        if block.labels is not None:
+            present = ~np.isnan(block.labels)
+            label_sum += float(block.labels.sum(where=present, dtype=np.float64))
+            num_labels += int(present.sum())
+            num_missing += int((~present).sum())
+        num_read += block.num_rows
+        if progress:
+            progress(num_read)
+    if num_read == 0:
+        raise DataError("the log has no rows to describe")
+    return LogStatistics(
+        num_rows=num_read,
+        label_mean=label_sum / num_labels if num_labels else None,
+        num_labels_missing=num_missing,
+        num_rows_sampled=dense.num_sampled,
+        dense=dense.result([spec.name for spec in dense_specs], num_read),
+        sparse=tuple(
+            tally.result(spec.name, num_read, num_rows or spec.num_rows or shared[str(spec.table)], spec.hash)
+            for tally, spec in zip(sparse, sparse_specs, strict=True)
+        ),
+    )
+
+
+def infer_features(schema: pa.Schema, *, label: str = "label", num_rows: int = 1_000_000) -> FeaturesSpec:
+    """The features that a log without a recipe seems to have.
+
+    Floating-point columns are dense; integers, text, and lists of either are sparse, with a hash size of `num_rows`. The
+    label, `timestamp`, `rating`, `true_p` and columns of other types are left out.
+    """
+    dense, sparse = [], []
+    for field in schema:
+        if field.name == label or field.name in NOT_FEATURES or not field.name:
+            continue
+        kind = field.type
+        if pa.types.is_floating(kind) or pa.types.is_decimal(kind):
+            dense.append(DenseFeatureSpec(name=field.name, column=field.name))
+            continue
+        if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+            kind = kind.value_type
+        if pa.types.is_dictionary(kind):
+            kind = kind.value_type
+        if pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind):
+            sparse.append(SparseFeatureSpec(name=field.name, column=field.name, num_rows=num_rows))
+    if not dense and not sparse:
+        found = ", ".join(f"{field.name} ({field.type})" for field in schema) or "none"
+        raise DataError(f"no column looks like a feature (number, text, or list of ids); the columns are: {found}")
+    return FeaturesSpec(dense=tuple(dense), sparse=tuple(sparse))
+
+
+class _SparseTally:
+    """Counts for one sparse feature."""
+
+    def __init__(self, budget: Budget) -> None:
+        self._counter = IdCounter(budget)
+        self._lengths = np.zeros(1, np.int64)
+        self._longest = 0
+
+    def add(self, ids: NDArray[np.int64], offsets: NDArray[np.int64]) -> None:
+        self._counter.add(ids)
+        lengths = np.diff(offsets)
+        if lengths.size:
+            self._longest = max(self._longest, int(lengths.max()))
+            found = np.bincount(np.minimum(lengths, MAX_TRACKED_LENGTH), minlength=self._lengths.size)
+            found[: self._lengths.size] += self._lengths
+            self._lengths = found
+
+    def result(self, name: str, num_examples: int, num_rows: int, hash: Hash) -> SparseStatistics:
+        counter = self._counter
+        p50, p90, p99 = (self._length_at(share) for share in (0.5, 0.9, 0.99))
+        bins = length_bins(self._longest)
+        ids, counts = counter.kept()
+        tops = _skew_tops(counts.size, exact=counter.level == 0)
+        top_1 = top_10 = None
+        skew: tuple[float, ...] = ()
+        if counts.size:
+            top_1, top_10, *rest = top_shares(counts, np.array([0.01, 0.1, *tops]), 1 << counter.level, counter.num_accesses)
+            skew = tuple(rest)
+        return SparseStatistics(
+            name=name,
+            num_accesses=counter.num_accesses,
+            num_distinct=counter.num_distinct,
+            distinct_error=counter.distinct_error,
+            empty_share=float(self._lengths[0]) / num_examples,
+            length_mean=counter.num_accesses / num_examples,
+            length_p50=p50,
+            length_p90=p90,
+            length_p99=p99,
+            length_max=self._longest,
+            length_bins=bins,
+            length_shares=_binned(self._lengths, bins),
+            top_1_percent_share=top_1,
+            top_10_percent_share=top_10,
+            skew_top=tops,
+            skew_accesses=skew,
+            num_rows=num_rows,
+            expected_collisions=expected_collisions(counter.num_distinct, num_rows),
+            actual_collisions=_actual_collisions(ids, num_rows, hash) if counter.level == 0 else None,
+        )
+
+    def _length_at(self, share: float) -> int:
+        """The smallest length that at least this share of the examples do not exceed."""
+        below = np.cumsum(self._lengths)
+        return int(np.searchsorted(below, np.ceil(share * below[-1] - 1e-9)))
+
+
+def length_bins(longest: int) -> tuple[int, ...]:
+    """Lower ends of bins of lengths up to `longest`: single ones below 16, then four to each doubling."""
+    ends = list(range(min(longest, 15) + 1))
+    octave = 16
+    while octave <= longest:
+        ends += [end for end in range(octave, 2 * octave, octave // 4) if end <= longest]
+        octave *= 2
+    return tuple(ends)
+
+
+def _binned(lengths: NDArray[np.int64], bins: tuple[int, ...]) -> tuple[float, ...]:
+    places = np.minimum(np.array(bins, np.int64), lengths.size - 1)
+    before = np.concatenate([[0], np.cumsum(lengths)])
+    ends = np.append(before[places[1:]], before[-1])
+    return tuple(((ends - before[places]) / max(int(before[-1]), 1)).tolist())
+
+
+def _skew_tops(num_kept: int, *, exact: bool) -> tuple[float, ...]:
+    """Where the skew curve is drawn: evenly on a log scale, from one id (or enough sampled ones) to all."""
+    if num_kept == 0:
+        return ()
+    least = min(1 if exact else _LEAST_SAMPLED, num_kept)
+    places = np.unique(np.rint(np.geomspace(least, num_kept, NUM_SKEW_POINTS)).astype(np.int64))
+    return tuple((places / num_kept).tolist())
+
+
+def expected_collisions(num_distinct: int, num_rows: int) -> float | None:
+    """Share of distinct ids that share a row with another one when each falls on any of the rows alike."""
+    if num_distinct == 0:
+        return None
+    if num_rows == 1:
+        return float(num_distinct > 1)
+    return float(-np.expm1((num_distinct - 1) * np.log1p(-1 / num_rows)))
+
+
+def _actual_collisions(ids: NDArray[np.int64], num_rows: int, hash: Hash) -> float | None:
+    if ids.size == 0:
+        return None
+    try:
+        rows = np.sort(rows_of(ids, num_rows, hash))
+    except DataError:  # `hash: none` and ids that are no rows: reading the log as the recipe says will report it
+        return None
+    same = rows[1:] == rows[:-1]
+    alone = ~(np.append(same, False) | np.append(False, same))
+    return float(1 - alone.mean())
+
+
+class _DenseTally:
+    """Moments, extremes and a sample of rows of the dense features, [Fd] each."""
+
+    def __init__(self, num_features: int) -> None:
+        self._count, self._missing, self._infinite = (np.zeros(num_features, np.int64) for _ in range(3))
+        self._mean, self._squares = (np.zeros(num_features, np.float64) for _ in range(2))
+        self._min = np.full(num_features, np.inf, np.float32)
+        self._max = np.full(num_features, -np.inf, np.float32)
+        self._sample = np.empty((0, num_features), np.float32)
+        self._codes = np.empty(0, np.uint64)
+        self._limit = np.uint64(2**64 - 1)
+
+    @property
+    def num_sampled(self) -> int:
+        return int(self._codes.size)
+
+    def add(self, dense: NDArray[np.float32], first_row: int) -> None:
+        """Take in rows [R, Fd], the first of which is row `first_row` of the log."""
+        _add_moments(dense, self._count, self._missing, self._infinite, self._mean, self._squares, self._min, self._max)
+        codes = np.empty(dense.shape[0], np.uint64)
+        _hash_range(first_row, codes)
+        chosen = codes <= self._limit
+        self._sample = np.concatenate([self._sample, dense[chosen]])
+        self._codes = np.concatenate([self._codes, codes[chosen]])
+        while self._codes.size > SAMPLE_ROWS:
+            self._limit >>= np.uint64(1)
+            stay = self._codes <= self._limit
+            self._sample, self._codes = self._sample[stay], self._codes[stay]
+
+    def result(self, names: list[str], num_examples: int) -> tuple[DenseStatistics, ...]:
+        return tuple(self._one(place, name, num_examples) for place, name in enumerate(names))
+
+    def _one(self, place: int, name: str, num_examples: int) -> DenseStatistics:
+        count = int(self._count[place])
+        sample = self._sample[:, place]
+        sample = sample[np.isfinite(sample)]
+        return DenseStatistics(
+            name=name,
+            missing_share=int(self._missing[place]) / num_examples,
+            infinite_share=int(self._infinite[place]) / num_examples,
+            mean=float(self._mean[place]) if count else None,
+            std=float(np.sqrt(self._squares[place] / count)) if count else None,
+            min=float(self._min[place]) if count else None,
+            max=float(self._max[place]) if count else None,
+            quantiles=tuple(np.quantile(sample, QUANTILES, method="inverted_cdf").astype(float).tolist())
+            if sample.size
+            else (),
+        )
+
+
+@numba.njit(nogil=True, cache=True, boundscheck=False)
+def _hash_range(first, codes):  # type: ignore[no-untyped-def]
+    for i in range(codes.size):
+        codes[i] = mix64(np.int64(first + i))
+
+
+@numba.njit(nogil=True, cache=True, boundscheck=False)
+def _add_moments(dense, count, missing, infinite, mean, squares, low, high):  # type: ignore[no-untyped-def]
+    """Fold rows [R, Fd] into counts, means and sums of squared deviations [Fd]: the rows' own, then joined (Chan)."""
+    rows, features = dense.shape
+    number = np.zeros(features, np.int64)
+    total = np.zeros(features, np.float64)
+    for r in range(rows):
+        for f in range(features):
+            value = dense[r, f]
+            if np.isnan(value):
+                missing[f] += 1
+            elif np.isinf(value):
+                infinite[f] += 1
+            else:
+                number[f] += 1
+                total[f] += value
+                low[f] = min(low[f], value)
+                high[f] = max(high[f], value)
+    part_mean = total / np.maximum(number, 1)
+    part_squares = np.zeros(features, np.float64)
+    for r in range(rows):
+        for f in range(features):
+            if np.isfinite(dense[r, f]):
+                part_squares[f] += (dense[r, f] - part_mean[f]) ** 2
+    for f in range(features):
+        if number[f]:
+            both = count[f] + number[f]
+            apart = part_mean[f] - mean[f]
+            mean[f] += apart * number[f] / both
+            squares[f] += part_squares[f] + apart * apart * count[f] * number[f] / both
+            count[f] = both

@@ -1,0 +1,341 @@
+"""Parquet pages of the plainest columns, float32 and lists of int64, decoded straight into what a `RawBlock` needs.
+
+A general reader spends most of its time on levels of nesting and on each column's own set-up. Logs are hundreds of columns of
+just two kinds, so those two are decoded here: PLAIN or dictionary values, data pages of both versions. Whatever else a
+column chunk may be, `decode_floats` and `decode_bags` return None for it, and the caller reads it with pyarrow. Bytes are
+checked as they are read: a damaged page also ends in None, never outside of an array.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from rowstead.data.page_headers import (
+    DATA_PAGE,
+    DATA_PAGE_V2,
+    DEF_BYTES,
+    DICTIONARY_PAGE,
+    ENCODING,
+    IS_PACKED,
+    PACKED,
+    REP_BYTES,
+    START,
+    TYPE,
+    UNPACKED,
+    VALUES,
+    page_headers,
+    varint,
+)
+from rowstead.kernels.cpu.memory import lowest_bit, word_at
+
+Bytes = NDArray[np.uint8]
+
+_PLAIN, _PLAIN_DICTIONARY, _RLE_DICTIONARY = 0, 2, 8
+_LONGEST = 1 << 40
+"""A run of more values than this is a damaged one; arithmetic on it could overflow."""
+
+CODECS = {"UNCOMPRESSED": None, "SNAPPY": "snappy", "ZSTD": "zstd", "GZIP": "gzip", "BROTLI": "brotli", "LZ4": "lz4_raw"}
+"""pyarrow's name of each compression that may be met here."""
+
+
+def decode_floats(chunk: Bytes, codec: str | None, max_def: int, num_rows: int) -> NDArray[np.float32] | None:
+    """The values [R] of a flat FLOAT column chunk, NaN where null."""
+    values = np.empty(num_rows, np.float32)
+    at = 0
+    dictionary = np.empty(0, np.float32)
+    for header in page_headers(chunk):
+        page = _unpacked(chunk, header, codec)
+        if page is None:
+            return None
+        if header[TYPE] == DICTIONARY_PAGE:
+            if not 0 <= header[VALUES] <= len(page) // 4:
+                return None
+            dictionary = page[: 4 * header[VALUES]].view(np.float32)
+            continue
+        at = floats_of_page(page, header, max_def, dictionary, values, at)
+        if at < 0:
+            return None
+    return values if at == num_rows else None
+
+
+def decode_bags(
+    chunk: Bytes, codec: str | None, max_def: int, max_rep: int, num_rows: int, ids: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
+    """Ids [nnz] and offsets [R + 1] of an INT64 column chunk, flat or a list; what is null is left out.
+
+    `ids` is where to put them; it has room for as many values as the chunk has.
+    """
+    offsets = np.zeros(num_rows + 1, np.int64)
+    place = np.zeros(2, np.int64)  # Ids and rows so far.
+    dictionary = np.empty(0, np.int64)
+    for header in page_headers(chunk):
+        page = _unpacked(chunk, header, codec)
+        if page is None:
+            return None
+        if header[TYPE] == DICTIONARY_PAGE:
+            if not 0 <= header[VALUES] <= len(page) // 8:
+                return None
+            dictionary = page[: 8 * header[VALUES]].view(np.int64)
+        elif not bags_of_page(page, header, max_def, max_rep, dictionary, ids, offsets, place):
+            return None
+    if place[1] != num_rows:
+        return None
+    offsets[num_rows] = place[0]
+    return ids[: place[0]], offsets
+
+
+def _unpacked(chunk: Bytes, header: NDArray[np.int64], codec: str | None) -> Bytes | None:
+    """The bytes of one page, levels first, decompressed; None when the header is not one that we know."""
+    if header[TYPE] not in (DATA_PAGE, DICTIONARY_PAGE, DATA_PAGE_V2):
+        return None
+    start, stop = int(header[START]), int(header[START] + header[PACKED])
+    if codec is None or not header[IS_PACKED]:
+        return chunk[start:stop]
+    levels = int(header[DEF_BYTES] + header[REP_BYTES]) if header[TYPE] == DATA_PAGE_V2 else 0
+    try:
+        body = _codec(codec).decompress(pa.py_buffer(chunk[start + levels : stop]), int(header[UNPACKED]) - levels)
+    except (pa.ArrowException, OSError, ValueError):
+        return None
+    page = np.frombuffer(body, np.uint8)
+    return np.concatenate([chunk[start : start + levels], page]) if levels else page
+
+
+def _codec(name: str) -> Any:
+    return pa.Codec(name)
+
+
+_kernel = numba.njit(nogil=True, cache=True, boundscheck=False)
+
+
+@_kernel
+def _word(data, at, stop):  # type: ignore[no-untyped-def]
+    """Up to 8 bytes from `at`, little-endian, zeros after `stop`."""
+    word = np.uint64(0)
+    for byte in range(min(stop - at, 8)):
+        word |= np.uint64(data[at + byte]) << np.uint64(8 * byte)
+    return word
+
+
+@_kernel
+def _unpack(data, at, stop, width, meaning, out):  # type: ignore[no-untyped-def]
+    """Fill out [n] with meaning[number] for runs of equal and of bit-packed numbers of `width` bits.
+
+    False when the bytes end first, are odd, or hold a number without a meaning.
+    """
+    if width < 0 or width > 32 or len(meaning) == 0:
+        return False
+    done, count = 0, len(out)
+    mask = (np.uint64(1) << np.uint64(width)) - np.uint64(1)
+    largest, seen = np.uint64(len(meaning) - 1), np.uint64(0)
+    while done < count:
+        run, at = varint(data, at, stop)
+        if at < 0 or run < 0 or run > _LONGEST:
+            return False
+        size = min((run >> 1) * 8 if run & 1 else run >> 1, count - done)
+        if size <= 0:
+            return False
+        if run & 1:
+            if (size * width + 7) // 8 > stop - at:
+                return False
+            target = out[done : done + size]
+            base = np.int64(data.ctypes.data) + at
+            # The first numbers lie in 8 bytes that are surely there; a width of 0 has no bytes.
+            num_safe = min(size, max(8 * (stop - at) - 64, 0) // max(width, 1))
+            for i in range(num_safe):
+                bit = i * width
+                number = (word_at(base + (bit >> 3)) >> np.uint64(bit & 7)) & mask
+                seen = max(seen, number)
+                target[i] = meaning[min(number, largest)]
+            for i in range(num_safe, size):
+                bit = i * width
+                number = (_word(data, at + (bit >> 3), stop) >> np.uint64(bit & 7)) & mask
+                seen = max(seen, number)
+                target[i] = meaning[min(number, largest)]
+            at += (run >> 1) * width
+        else:
+            num_bytes = (width + 7) // 8
+            if num_bytes > stop - at:
+                return False
+            number = _word(data, at, at + num_bytes)
+            seen = max(seen, number)
+            out[done : done + size] = meaning[min(number, largest)]
+            at += num_bytes
+        done += size
+    return seen <= largest
+
+
+@_kernel
+def _level_bounds(page, at, num_bytes):  # type: ignore[no-untyped-def]
+    """Where levels start and stop: after a length of 4 bytes in pages of version 1, `num_bytes` long in version 2; -1 if too long."""
+    if num_bytes < 0:
+        if at + 4 > len(page):
+            return -1, -1
+        num_bytes = np.int64(_word(page, at, at + 4))
+        at += 4
+    return (at, at + num_bytes) if num_bytes <= len(page) - at else (-1, -1)
+
+
+@_kernel
+def _levels(page, at, num_bytes, max_level, count):  # type: ignore[no-untyped-def]
+    """`count` levels, none at all where every one is `max_level`; the place after them, -1 when they cannot be read."""
+    nothing = np.empty(0, np.uint8)
+    if max_level == 0:
+        return nothing, at
+    start, stop = _level_bounds(page, at, num_bytes)
+    if start < 0:
+        return nothing, -1
+    width = 1 if max_level == 1 else 2
+    run, after = varint(page, start, stop)
+    if after >= 0 and after < stop and not run & 1 and run >> 1 >= count and page[after] == max_level:
+        return nothing, stop
+    levels = np.empty(count, np.uint8)
+    return (
+        (levels, stop)
+        if _unpack(page, start, stop, width, np.arange(max_level + 1).astype(np.uint8), levels)
+        else (nothing, -1)
+    )
+
+
+@_kernel
+def _dictionary_values(page, at, dictionary, values):  # type: ignore[no-untyped-def]
+    """Fill values [n] from dictionary indices at `at`; false when one is outside."""
+    if len(values) == 0:
+        return True
+    if at >= len(page):
+        return False
+    return _unpack(page, at + 1, len(page), np.int64(page[at]), dictionary, values)
+
+
+@_kernel
+def plain_values(page, at, values):  # type: ignore[no-untyped-def]
+    """Fill values [n] from bytes at `at`; false when they end first."""
+    size = values.nbytes
+    if size > len(page) - at:
+        return False
+    words, base = values.view(np.uint8), np.int64(page.ctypes.data) + at
+    whole = words[: size & ~7].view(np.uint64)
+    for i in range(len(whole)):
+        whole[i] = word_at(base + 8 * i)
+    for i in range(size & ~7, size):
+        words[i] = page[at + i]
+    return True
+
+
+@_kernel
+def _page_values(page, at, encoding, dictionary, values):  # type: ignore[no-untyped-def]
+    if encoding == _PLAIN:
+        return plain_values(page, at, values)
+    if encoding in (_RLE_DICTIONARY, _PLAIN_DICTIONARY):
+        return _dictionary_values(page, at, dictionary, values)
+    return False
+
+
+@_kernel
+def floats_of_page(page, header, max_def, dictionary, values, at):  # type: ignore[no-untyped-def]
+    """Write one data page's values into values [R] from `at` on; the place after them, -1 when it cannot be read."""
+    count = header[VALUES]
+    if count < 0 or count > len(values) - at:
+        return -1
+    level_bytes = header[DEF_BYTES] if header[TYPE] == DATA_PAGE_V2 else -1
+    levels, start = _levels(page, header[REP_BYTES], level_bytes, max_def, count)
+    if start < 0:
+        return -1
+    if len(levels) == 0:
+        ok = _page_values(page, start, header[ENCODING], dictionary, values[at : at + count])
+        return at + count if ok else -1
+    present = np.empty(np.sum(levels == max_def), values.dtype)
+    if not _page_values(page, start, header[ENCODING], dictionary, present):
+        return -1
+    taken = 0
+    for i in range(count):
+        if levels[i] == max_def:
+            values[at + i] = present[taken]
+            taken += 1
+        else:
+            values[at + i] = np.nan
+    return at + count
+
+
+@_kernel
+def bags_of_page(page, header, max_def, max_rep, dictionary, ids, offsets, place):  # type: ignore[no-untyped-def]
+    """Append one data page's ids to ids [nnz] and the starts of its rows to offsets [R + 1]; place [2]: ids and rows so far."""
+    count, is_v2 = header[VALUES], header[TYPE] == DATA_PAGE_V2
+    if count < 0 or count > len(ids):
+        return False
+    if max_rep == 1:
+        start, at = _level_bounds(page, 0, header[REP_BYTES] if is_v2 else -1)
+        if at < 0:
+            return False
+        defs, at = _levels(page, at, header[DEF_BYTES] if is_v2 else -1, max_def, count)
+        if at >= 0 and len(defs) == 0:
+            return _full_bags_of_page(page, header, start, at, dictionary, ids, offsets, place)
+    reps, at = _levels(page, 0, header[REP_BYTES] if is_v2 else -1, max_rep, count)
+    if at < 0:
+        return False
+    defs, at = _levels(page, at, header[DEF_BYTES] if is_v2 else -1, max_def, count)
+    if at < 0:
+        return False
+    if max_rep > 0 and len(reps) == 0:
+        reps = np.ones(count, np.uint8)
+    num_new_rows = count if max_rep == 0 else count - np.int64(np.sum(reps))
+    num_new_ids = count if len(defs) == 0 else np.int64(np.sum(defs == max_def))
+    if place[1] + num_new_rows > len(offsets) - 1 or place[1] + num_new_rows == 0 or place[0] + num_new_ids > len(ids):
+        return False
+    num_ids, row = place[0], place[1]
+    # Each start is written until the next row begins, which costs less than a branch that nobody can foretell.
+    for i in range(count):
+        offsets[row] = num_ids
+        row += 1 - np.int64(reps[i]) if len(reps) else 1
+        num_ids += 1 if len(defs) == 0 else defs[i] == max_def
+    ok = _page_values(page, at, header[ENCODING], dictionary, ids[place[0] : place[0] + num_new_ids])
+    place[0] += num_new_ids
+    place[1] += num_new_rows
+    return ok
+
+
+@_kernel
+def _full_bags_of_page(page, header, start, at, dictionary, ids, offsets, place):  # type: ignore[no-untyped-def]
+    """`bags_of_page` for lists without a null or an empty one, straight from the bits of the repetition levels at `start`."""
+    count = header[VALUES]
+    if place[0] + count > len(ids):
+        return False
+    num_rows = _row_starts(page, start, count, place[0], offsets[: len(offsets) - 1], place[1])
+    if num_rows <= 0:
+        return False
+    ok = _page_values(page, at, header[ENCODING], dictionary, ids[place[0] : place[0] + count])
+    place[0] += count
+    place[1] = num_rows
+    return ok
+
+
+@_kernel
+def _row_starts(page, at, count, first_id, starts, num_rows):  # type: ignore[no-untyped-def]
+    """Write to starts [R], from `num_rows` on, the place of each level 0 among `count`; the rows after that, -1 on bad bytes."""
+    stop = len(page)
+    done = 0
+    while done < count:
+        run, at = varint(page, at, stop)
+        if at < 0 or run < 0 or run > _LONGEST:
+            return -1
+        size = min((run >> 1) * 8 if run & 1 else run >> 1, count - done)
+        if size <= 0 or ((size + 7) // 8 if run & 1 else 1) > stop - at:
+            return -1
+        for i in range(0, size, 64):
+            word = _word(page, at + (i >> 3), stop) if run & 1 else np.uint64(page[at]) * np.uint64(0xFFFFFFFFFFFFFFFF)
+            zeros = ~word
+            if size - i < 64:
+                zeros &= (np.uint64(1) << np.uint64(size - i)) - np.uint64(1)
+            while zeros != 0:
+                if num_rows >= len(starts):
+                    return -1
+                starts[num_rows] = first_id + done + i + lowest_bit(zeros)
+                num_rows += 1
+                zeros &= zeros - np.uint64(1)
+        at += (run >> 1) if run & 1 else 1
+        done += size
+    return num_rows

@@ -1,0 +1,270 @@
+"""Parquet files to raw rows: a split of a log, its row groups, and what threads decode of them ahead, in bounded memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from rowstead.data import rowgroup
+from rowstead.data.block import RawBlock
+from rowstead.data.buffer_pool import Room
+from rowstead.data.columns import Columns, IdKinds, check_id_kinds
+from rowstead.data.files import LogFile, find_files
+from rowstead.data.prefetch import chain_ahead
+from rowstead.data.rowgroup import GroupPlan, Leaf, plain_leaves, plan_group, read_row_group
+from rowstead.data.spans import Span, cut, part_of
+from rowstead.data.transforms import RowRule
+from rowstead.records.cost import Cost
+from rowstead.records.usage import usable_cores
+from rowstead.spec.data import ParquetSpec
+from rowstead.spec.errors import DataError
+from rowstead.spec.features import FeaturesSpec
+
+Split = Literal["train", "eval", "all"]
+
+PIECE_BYTES = 32 << 20
+"""Decoded at a time by one thread, about: large enough that the cost of a call is small, small enough to be bounded."""
+BUFFER_BYTES = 64 << 10
+"""Read of a local column at a time, so that a row group need not fit in memory."""
+SCHEMAS = 16
+"""Different schemas of files of which is remembered what we decode ourselves."""
+PLANS = 1024
+"""Row groups of which is remembered where their columns are: some 40 kB each with 800 columns."""
+SAMPLED_GROUPS = 64
+"""Row groups among which a sample of a long log is spread."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some decoded rows, in file order, and which of them are fit for training."""
+
+    block: RawBlock
+    good: NDArray[np.bool_] | None
+    """[R], None when all are."""
+
+
+class ParquetLog:
+    """One split of a log in Parquet files: its row groups, and raw rows from them."""
+
+    def __init__(
+        self,
+        spec: ParquetSpec,
+        features: FeaturesSpec,
+        *,
+        split: Split = "train",
+        with_labels: bool = True,
+        id_kinds: IdKinds | None = None,
+    ) -> None:
+        """`all` is every row of `spec.train`. Without labels (for prediction) only feature columns are read.
+
+        `id_kinds` is what the model was trained on; files of another kind are refused.
+        """
+        self.spec = spec
+        self.threads = spec.decode_threads or usable_cores()
+        self.at_work = threading.Semaphore(num_at_work(spec.decode_threads, usable_cores()))
+        """Held by a thread while it decodes or makes a batch. Were more of them at work than there are cores, one would now and then be
+        taken off its core while it has Python's lock, and everybody would wait for it."""
+        named = {"label": spec.label, "weight": spec.weight, "true_p": spec.true_p} if with_labels else {}
+        self.columns = Columns(features, **named, id_kinds=id_kinds)
+        self.id_kinds: dict[str, str] = {}
+        """Whether each sparse column holds text or integers."""
+        self._rule = RowRule(features, label=named.get("label"), weight=named.get("weight"))
+        patterns = spec.eval if split == "eval" and spec.eval else spec.train
+        self.files: list[LogFile] = find_files(patterns)
+        self._metadata = lru_cache(maxsize=16)(self._read_metadata)
+        self._leaves: list[tuple[pq.ParquetSchema, dict[str, Leaf]]] = []
+        """Columns that we decode ourselves, by the schema of the files: most logs have one."""
+        self._plan = lru_cache(maxsize=PLANS)(self._make_plan)
+        self._group_rows = self._inspect()
+        check_id_kinds(features, self.id_kinds)
+        self.spans = self._split(split)
+        """Row groups of the split, in file order, without empty ones."""
+        self.num_samples = sum(span.num_rows for span in self.spans)
+        if not self.num_samples:
+            what = "no rows" if split == "all" else f"no rows for the {split} split"
+            raise DataError(f"{what} in {', '.join(f'`{p}`' for p in patterns)}")
+        self._piece_rows = self._rows_per_piece()
+        self.decoding = Cost()
+        """What a row costs the threads that decode; where pyarrow uses threads of its own, they are not counted."""
+
+    def raw_blocks(self, max_rows: int | None = None) -> Iterator[RawBlock]:
+        """Rows as they were written, bad ones included: all, or about `max_rows` spread evenly over the split."""
+        spans: Sequence[Span] = self.spans
+        if max_rows is not None and max_rows < self.num_samples:
+            count = min(len(spans), SAMPLED_GROUPS, max_rows)
+            chosen = np.linspace(0, len(spans) - 1, count).round().astype(int)
+            spans = [spans[i].part(0, -(-max_rows // count)) for i in chosen]
+        for piece in self.pieces(spans, rows_ahead=0, check=False):
+            yield piece.block
+
+    def pieces(self, spans: Sequence[Span], *, rows_ahead: int, check: bool = True) -> Generator[Piece, None, None]:
+        """The rows of `spans` in order, decoded by threads about `rows_ahead` rows ahead."""
+        # Where row groups are fewer than threads, the columns of one are decoded side by side instead.
+        split_columns = self.threads > 1 and len(spans) < self.threads
+        room = Room()
+        streams: list[Callable[[], Iterator[Piece]]] = [
+            partial(self._decode, span, split_columns, check, room) for span in spans
+        ]
+        return chain_ahead(
+            streams,
+            threads=self.threads,
+            size=lambda piece: piece.block.num_rows,
+            max_size=max(rows_ahead, self._piece_rows * min(self.threads, len(streams))),
+            cost=self.decoding,
+        )
+
+    def _decode(self, span: Span, split_columns: bool, check: bool, room: Room) -> Iterator[Piece]:
+        file = self.files[span.file]
+        try:
+            whole = self._whole_group(span, room)
+        except (pa.ArrowException, OSError) as error:
+            raise _unreadable(file, span, error) from None
+        if whole is not None:
+            first_row = sum(self._group_rows[span.file][: span.group]) + span.start
+            yield self._piece(part_of(whole, span.start, span.stop), file, first_row, check)
+            return
+        at = 0
+        try:
+            with _opened(file, self._metadata(span.file)) as parquet:
+                batches = parquet.iter_batches(
+                    self._piece_rows, row_groups=[span.group], columns=list(self.columns.names), use_threads=split_columns
+                )
+                for batch in batches:
+                    start, stop = max(span.start - at, 0), min(span.stop - at, batch.num_rows)
+                    if start < stop:
+                        block = self.columns.block(batch.slice(start, stop - start))
+                        first_row = sum(self._group_rows[span.file][: span.group]) + at + start
+                        yield self._piece(block, file, first_row, check)
+                    at += batch.num_rows
+                    if at >= span.stop:
+                        return
+        except (pa.ArrowException, OSError) as error:
+            raise _unreadable(file, span, error) from None
+        if at < span.stop:
+            raise DataError(f"`{file.path}`: row group {span.group} ends after {at} rows, its footer says {span.stop} or more")
+
+    def _whole_group(self, span: Span, room: Room) -> RawBlock | None:
+        """A row group decoded at once, None where it has to be streamed by pyarrow."""
+        file = self.files[span.file]
+        if not file.is_local or 2 * span.num_rows < self._group_rows[span.file][span.group]:
+            return None
+        plan = self._plan(span.file, span.group)
+        if plan is None:
+            return None
+        share = rowgroup.DECODED_BYTES // min(self.threads, rowgroup.SHARING_THREADS)
+        footer = partial(self._metadata, span.file)
+        with self.at_work:
+            return read_row_group(file.path, plan, self.columns, footer, max_bytes=share, room=room)
+
+    def _make_plan(self, file: int, group: int) -> GroupPlan | None:
+        """How to decode a row group at once; None where no column is of a kind that we decode ourselves."""
+        metadata = self._metadata(file)
+        leaves = next((leaves for schema, leaves in list(self._leaves) if metadata.schema.equals(schema)), None)
+        if leaves is None:
+            leaves = plain_leaves(self.columns, metadata.schema)
+            self._leaves = [(metadata.schema, leaves), *self._leaves[: SCHEMAS - 1]]
+        return plan_group(self.columns, metadata, group, leaves)
+
+    def _piece(self, block: RawBlock, file: LogFile, first_row: int, check: bool) -> Piece:
+        bad = self._rule.check(block) if check else None
+        if bad is None:
+            return Piece(block, None)
+        if self.spec.on_bad_row == "error":
+            raise DataError(
+                f"`{file.path}`, row {first_row + bad.row} (from 0): {bad.value} in column `{bad.column}` {bad.problem}. "
+                "To leave such rows out and count them, set on_bad_row: skip"
+            )
+        return Piece(block, ~bad.mask)
+
+    def _inspect(self) -> list[list[int]]:
+        """Rows of each row group of each file; every file must have the columns that we need, in fitting types."""
+
+        def inspect(index: int) -> tuple[list[int], pa.Schema]:
+            metadata = self._metadata(index)
+            return [metadata.row_group(g).num_rows for g in range(metadata.num_row_groups)], metadata.schema.to_arrow_schema()
+
+        with ThreadPoolExecutor(self.threads) as pool:
+            found = list(pool.map(inspect, range(len(self.files))))
+        for file, (_, schema) in zip(self.files, found, strict=True):
+            try:
+                self.columns.check(schema)
+            except DataError as error:
+                raise DataError(f"`{file.path}`: {error}") from None
+            for name, kind in self.columns.id_kinds(schema).items():
+                if self.id_kinds.setdefault(name, kind) != kind:
+                    raise DataError(
+                        f"column `{name}` holds {self.id_kinds[name]} in `{self.files[0].path}` but {kind} in `{file.path}`: "
+                        "the same id would get different rows. Convert one of them"
+                    )
+        return [rows for rows, _ in found]
+
+    def _read_metadata(self, index: int) -> pq.FileMetaData:
+        return _metadata_of(self.files[index])
+
+    def _split(self, split: Split) -> list[Span]:
+        spans = [
+            Span(file, group, 0, rows)
+            for file, groups in enumerate(self._group_rows)
+            for group, rows in enumerate(groups)
+            if rows
+        ]
+        if split == "all" or self.spec.eval:
+            return spans
+        total = sum(span.num_rows for span in spans)
+        held_out = min(max(round(total * self.spec.eval_fraction), 1), total)
+        border = total - held_out
+        return cut(spans, 0, border) if split == "train" else cut(spans, border, total)
+
+    def _rows_per_piece(self) -> int:
+        group = self._metadata(self.spans[0].file).row_group(self.spans[0].group)
+        wanted = set(self.columns.names)
+        columns = (group.column(c) for c in range(group.num_columns))
+        size = sum(c.total_uncompressed_size for c in columns if c.path_in_schema.split(".")[0] in wanted)
+        return int(np.clip(PIECE_BYTES * group.num_rows // max(size, 1), 256, 16_384))
+
+
+def num_at_work(decode_threads: int | None, num_cores: int) -> int:
+    """How many threads decode and make batches at a time: as many as there are cores, unless other numbers were asked for.
+
+    Those who ask for more than there are cores have slow files, and most of their threads wait for these.
+    """
+    return num_cores if decode_threads is None else max(decode_threads, min(2 * decode_threads, num_cores))
+
+
+def schema_of(file: LogFile) -> pa.Schema:
+    """The columns of a Parquet file and their types."""
+    return _metadata_of(file).schema.to_arrow_schema()
+
+
+def _metadata_of(file: LogFile) -> pq.FileMetaData:
+    try:
+        with _opened(file, None) as parquet:
+            return parquet.metadata
+    except (pa.ArrowInvalid, UnicodeDecodeError) as error:
+        raise DataError(f"`{file.path}` is no Parquet file: {_first_line(error)}") from None
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"`{file.path}` cannot be opened: {_first_line(error)}") from None
+
+
+def _opened(file: LogFile, metadata: pq.FileMetaData | None) -> pq.ParquetFile:
+    if file.is_local:
+        return pq.ParquetFile(file.path, metadata=metadata, buffer_size=BUFFER_BYTES, pre_buffer=False)
+    # Over a network few large requests are better than many small ones: a row group's columns come together.
+    return pq.ParquetFile(file.ranges(), metadata=metadata, pre_buffer=True)
+
+
+def _unreadable(file: LogFile, span: Span, error: BaseException) -> DataError:
+    return DataError(f"`{file.path}`: row group {span.group} cannot be read: {_first_line(error)}")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

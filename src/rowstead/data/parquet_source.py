@@ -1,0 +1,222 @@
+"""Rows of Parquet files to batches: shuffled by seed, split among ranks, resumed in the middle.
+
+The rows of an epoch are the row groups of the split, in file order or permuted by (seed, epoch). Each rank owns one contiguous
+share of them. A share is cut into windows of `shuffle_rows` rows, each shuffled in itself, and batches are cut from the
+windows one after the other. Threads decode ahead, up to one window, and make batches; what comes out is the same for any number of them.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import closing
+from functools import partial
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rowstead.data.batch import Batch, share_bounds
+from rowstead.data.block import RawBlock
+from rowstead.data.encode import Encoder, Rows, in_memory, page_locked, whole_of
+from rowstead.data.parquet import ParquetLog, Piece, num_at_work
+from rowstead.data.prefetch import map_ahead
+from rowstead.data.source import Cursor
+from rowstead.data.spans import Span, cut
+from rowstead.records.cost import Cost
+from rowstead.records.usage import usable_cores
+from rowstead.spec.errors import DataError
+
+UNSHUFFLED_WINDOW = 8_192
+"""Rows of a window where nothing is shuffled; only resuming sees it."""
+TRAINING_CORES = 2
+"""Beside a GPU one thread starts steps and one hands over batches: waiting for a core, they would hold up everybody."""
+PART_ROWS = 512
+"""Of a batch a thread makes at least so many examples, or as much work with ids: less is not worth handing over."""
+
+Part = tuple[Rows, NDArray[np.int64]]
+"""Some rows of a batch: where they are, and which [R]."""
+
+
+class ParquetSource:
+    """Batches of one split, in the order that `Source` promises.
+
+    Up to three windows are in memory: the one being read, the one being gathered and the one decoded ahead; beside them what the
+    threads are decoding (`rowgroup.DECODED_BYTES`), and a row group stays whole while a window holds a part of it; and batches made
+    ahead, one a thread and a window's rows at most. What rows that are done with took is used again. One thread at a time iterates;
+    several iterators may be open.
+    """
+
+    def __init__(self, log: ParquetLog, encoder: Encoder, *, seed: int = 0, shuffle: bool = True) -> None:
+        """Without `shuffle`, as with `shuffle_rows: 0`, rows come in file order."""
+        self.log, self.encoder = log, encoder
+        self.num_samples = log.num_samples
+        self.num_skipped = 0
+        """Bad rows left out so far, over all iterators."""
+        self._making, self._sharing = Cost(), Cost()
+        """What a sample costs the threads that make batches, and those that help them."""
+        self._rank, self._world = 0, 1
+        self._pins = False
+        self._finish: Callable[[Batch], Batch] = lambda batch: batch
+        self._seed = seed % 2**64
+        self._shuffle = shuffle and log.spec.shuffle_rows > 0
+        self._window_rows = log.spec.shuffle_rows if self._shuffle else UNSHUFFLED_WINDOW
+
+    def pin_batches(self) -> None:
+        """From now on make batches where a GPU copies them by itself, so that nobody has to copy them there.
+
+        Of the cores some are left to the threads that train and hand over batches.
+        """
+        if not self._pins:
+            free = max(1, usable_cores() - TRAINING_CORES)
+            self.log.at_work = threading.Semaphore(num_at_work(self.log.spec.decode_threads, free))
+        self._pins = True
+
+    def finish_with(self, function: Callable[[Batch], Batch]) -> None:
+        """Have the threads that make batches do this to each as well, from now on."""
+        self._finish = function
+
+    def shared(self, rank: int, world: int) -> ParquetSource:
+        """The same source, of each batch the share of one of `world` processes: other rows are decoded, but not encoded."""
+        source = copy.copy(self)
+        source._rank, source._world, source._making, source._sharing = rank, world, Cost(), Cost()
+        return source
+
+    def batches(
+        self, batch_size: int, *, epoch: int = 0, rank: int = 0, world: int = 1, cursor: Cursor | None = None
+    ) -> Iterator[tuple[Batch, Cursor]]:
+        """Batches of one epoch, each with the cursor that continues right after it; the last batch may be short.
+
+        Resuming decodes again at most the window where the cursor stands, and what comes before it in its row group.
+        """
+        assert batch_size >= 1
+        assert 0 <= rank < world
+        share = self._share(epoch, rank, world)
+        share_rows = sum(span.num_rows for span in share)
+        number, at = (cursor["window"], cursor["row"]) if cursor else (0, 0)
+        if cursor and cursor["of"] != share_rows:
+            raise DataError(
+                f"cannot resume in this log: this reader's share had {cursor['of']} rows and now has {share_rows}. "
+                "Give back the files of the first start, or begin a new run"
+            )
+        # Of batches as large as windows few are under way, and threads share the work of each.
+        num_ahead = min(self.log.threads, max(1, self._window_rows // batch_size))
+        num_parts = max(1, min(-(-self.log.threads // num_ahead), batch_size // PART_ROWS))
+        with ThreadPoolExecutor(self.log.threads, thread_name_prefix="part") as pool:  # threads start when they are needed
+            made = map_ahead(
+                lambda item: (self._encode(item[0], pool, num_parts), item[1]),
+                self._cuts(batch_size, share, (epoch, rank), number, at),
+                threads=num_ahead,
+                size=lambda item: item[0].num_samples,
+                cost=self._making,
+            )
+            with closing(made):
+                yield from made
+
+    def _cuts(
+        self, batch_size: int, share: Sequence[Span], seeds: tuple[int, int], number: int, at: int
+    ) -> Generator[tuple[list[Part], Cursor], None, None]:
+        """The rows of each batch, from row `at` of window `number` on, with the cursor that continues after it."""
+        share_rows = sum(span.num_rows for span in share)
+        num_windows = -(-share_rows // self._window_rows)
+        rest = cut(share, number * self._window_rows, share_rows)
+        parts: list[Part] = []
+        num_taken = 0
+        with closing(self.log.pieces(rest, rows_ahead=self._window_rows)) as pieces:
+            windows = self._windows(pieces)
+            for window in range(number, num_windows):
+                rows, order = next(windows)
+                if self._shuffle:
+                    np.random.default_rng((self._seed, *seeds, window)).shuffle(order)
+                while at < len(order):
+                    taken = order[at : at + batch_size - num_taken]
+                    at += len(taken)
+                    num_taken += len(taken)
+                    parts.append((rows, taken))
+                    if num_taken == batch_size:
+                        here = (window, at) if at < len(order) else (window + 1, 0)
+                        yield parts, {"window": here[0], "row": here[1], "of": share_rows}
+                        parts, num_taken = [], 0
+                at = 0
+                del rows, order  # Else this window would stay in memory while the next is gathered.
+        if parts:
+            yield parts, {"window": num_windows, "row": 0, "of": share_rows}
+
+    @property
+    def beside_s_per_sample(self) -> float | None:
+        """Processor seconds a sample of threads other than the one that iterates; absent before any."""
+        beside = [cost.s_per_item for cost in (self.log.decoding, self._making, self._sharing)]
+        return sum(filter(None, beside)) if any(beside) else None
+
+    def _share(self, epoch: int, rank: int, world: int) -> list[Span]:
+        """The spans of one rank in one epoch, in the order in which they are read."""
+        spans = self.log.spans
+        if self._shuffle:
+            spans = [spans[i] for i in np.random.default_rng((self._seed, epoch)).permutation(len(spans))]
+        return cut(spans, self.num_samples * rank // world, self.num_samples * (rank + 1) // world)
+
+    def _windows(self, pieces: Iterator[Piece]) -> Iterator[tuple[Rows, NDArray[np.int64]]]:
+        """Windows of `shuffle_rows` rows, the last may be shorter: their blocks, and the places of their good rows."""
+        blocks: list[RawBlock] = []
+        places: list[NDArray[np.int64]] = []
+        base = missing = 0
+        for piece in pieces:
+            start, num_rows = 0, piece.block.num_rows
+            while start < num_rows:
+                if not blocks:
+                    base, missing = 0, self._window_rows
+                stop = min(start + missing, num_rows)
+                good = np.arange(start, stop) if piece.good is None else start + np.flatnonzero(piece.good[start:stop])
+                self.num_skipped += stop - start - len(good)
+                blocks.append(piece.block)
+                places.append(base + good)
+                base, missing, start = base + num_rows, missing - (stop - start), stop
+                if not missing:
+                    window = Rows(blocks), np.concatenate(places)
+                    blocks, places = [], []
+                    yield window
+                    del window
+        if blocks:
+            yield Rows(blocks), np.concatenate(places)
+
+    def _encode(self, parts: Sequence[Part], pool: ThreadPoolExecutor, num_parts: int) -> Batch:
+        rows, order = parts[0]
+        if len(parts) > 1:
+            starts = accumulate((len(rows) for rows, _ in parts), initial=0)
+            order = np.concatenate([start + order for start, (_, order) in zip(starts, parts, strict=False)])
+            rows = Rows.joined([rows for rows, _ in parts])
+        start, stop = share_bounds(len(order), self._rank, self._world)
+        beside_s: list[float] = []
+
+        def each(count: int, work: Callable[[int], int]) -> list[int]:
+            others = [pool.submit(_timed, partial(at_work, work), part, beside_s) for part in range(1, count)]
+            try:
+                return [at_work(work, 0), *(other.result() for other in others)]
+            finally:
+                wait(others)
+
+        def at_work(work: Callable[[int], int], part: int) -> int:
+            with self.log.at_work:
+                return work(part)
+
+        new = page_locked if self._pins else in_memory
+        batch = self.encoder.encode(rows, order[start:stop], new=new, each=each, num_parts=num_parts)
+        if beside_s:
+            self._sharing.add(sum(beside_s), batch.num_samples)
+        if self._world > 1:
+            batch = dataclasses.replace(batch, share_of=whole_of(rows, order))
+        with self.log.at_work:
+            return self._finish(batch)
+
+
+def _timed(work: Callable[[int], int], part: int, spent_s: list[float]) -> int:
+    """What `work` returns for a part; the processor time of this thread is added to the list."""
+    start_s = time.thread_time()
+    try:
+        return work(part)
+    finally:
+        spent_s.append(time.thread_time() - start_s)

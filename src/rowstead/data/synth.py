@@ -1,0 +1,231 @@
+"""The synthetic click log: any rows of it, on demand, from nothing but the spec."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import pyarrow as pa
+from numba import njit
+from numpy.typing import NDArray
+
+from rowstead.data import draws
+from rowstead.data.batch import Batch
+from rowstead.data.block import RawBlock
+from rowstead.data.population import Population
+from rowstead.data.source import Cursor
+from rowstead.data.teacher import Teacher
+from rowstead.data.write import DEFAULT_ROWS_PER_FILE, DEFAULT_ROWS_PER_GROUP, Progress, SplitWriter, Summary
+from rowstead.spec.data import SynthSpec
+from rowstead.spec.errors import DataError, did_you_mean
+
+if TYPE_CHECKING:
+    from rowstead.data.encode import Encoder
+
+Split = Literal["train", "eval"]
+
+_LABELS = 200
+_GENERATE_BYTES = 16 << 20
+"""Rows are drawn in pieces of about this size, which bounds memory whatever the number of ids."""
+_DENSE_ROWS = 8192
+"""Rows in a block that holds dense values only."""
+
+
+class SynthLog:
+    """A log of `num_rows` examples, the training split first; the rows of a range never depend on what was read before.
+
+    Letters: R rows, F sparse and Fd dense columns of the log, K latent numbers.
+    """
+
+    def __init__(self, spec: SynthSpec) -> None:
+        self.spec = spec
+        self.population = Population(spec)
+        self.teacher = Teacher(self.population)
+        self.dense_columns = tuple(f"dense_{i}" for i in range(spec.num_dense))
+        self.sparse_columns = tuple(f"sparse_{i}" for i in range(spec.num_sparse))
+        self.num_rows = spec.num_train_samples + spec.num_eval_samples
+        self._label_key = draws.key_of(spec.seed, _LABELS)
+
+    @property
+    def rows_per_piece(self) -> int:
+        """Rows worth drawing at once: enough to be quick, few enough to be small."""
+        row_bytes = 8 * self.population.mean_ids.sum() + 8 * self.spec.latent * self.spec.num_sparse + 8 * self.spec.num_dense
+        return int(np.clip(_GENERATE_BYTES // max(row_bytes, 1), 64, 16_384))
+
+    def split(self, name: Split) -> range:
+        """The rows of one split."""
+        train = self.spec.num_train_samples
+        return range(train) if name == "train" else range(train, self.num_rows)
+
+    def rows(
+        self, start: int, stop: int, *, dense: Sequence[str] | None = None, sparse: Sequence[str] | None = None
+    ) -> RawBlock:
+        """Rows `start` to `stop` - 1 with the columns named, in that order, or with all; the teacher always sees all."""
+        if not 0 <= start <= stop <= self.num_rows:
+            raise DataError(f"rows {start} to {stop} are not in a log of {self.num_rows}")
+        num_rows, spec = stop - start, self.spec
+        shown = self._places(self.dense_columns if dense is None else dense, self.dense_columns)
+        picked = self._places(self.sparse_columns if sparse is None else sparse, self.sparse_columns)
+        turn = self.teacher.turn(start, num_rows)
+        pooled = np.empty((spec.num_sparse, num_rows, spec.latent))
+        ids: dict[int, NDArray[np.int64]] = {}
+        offsets: dict[int, NDArray[np.int64]] = {}
+        wanted = set(picked)
+        for f in range(spec.num_sparse):
+            bounds = self.population.offsets(f, start, num_rows)
+            ranks = self.population.ranks(f, start, bounds)
+            self.teacher.pool(f, ranks, bounds, turn, pooled[f])
+            if f in wanted:
+                ids[f], offsets[f] = self.population.ids(f, ranks), bounds
+        hidden = self.population.hidden_dense(start, num_rows)
+        true_p = self.teacher.click_probability(pooled, hidden, turn)
+        labels = np.empty(num_rows, np.float32)
+        _draw_labels(self._label_key, start, true_p, labels)
+        values = self.population.shown_dense(hidden)
+        everything = shown == list(range(spec.num_dense))
+        return RawBlock(
+            dense=values if everything else np.ascontiguousarray(values[:, shown]),
+            ids=tuple(ids[f] for f in picked),
+            offsets=tuple(offsets[f] for f in picked),
+            labels=labels,
+            true_p=true_p,
+        )
+
+    def dense_blocks(self, columns: Sequence[str], split: Split = "train", max_rows: int | None = None) -> Iterator[RawBlock]:
+        """The first rows of a split with these dense columns and nothing else, much faster: what transforms learn from."""
+        places = self._places(columns, self.dense_columns)
+        rows = self.split(split)[:max_rows]
+        for start in range(rows.start, rows.stop, _DENSE_ROWS):
+            num_rows = min(_DENSE_ROWS, rows.stop - start)
+            values = self.population.shown_dense(self.population.hidden_dense(start, num_rows))
+            yield RawBlock(dense=np.ascontiguousarray(values[:, places]), ids=(), offsets=())
+
+    @staticmethod
+    def _places(names: Sequence[str], known: tuple[str, ...]) -> list[int]:
+        places = {name: place for place, name in enumerate(known)}
+        for name in names:
+            if name not in places:
+                raise DataError(f"the synthetic log has no column `{name}`: {did_you_mean(name, known)}")
+        return [places[name] for name in names]
+
+
+class SynthSource:
+    """One split of a synthetic log as a `Source`: batches in the order of the log, the same in every epoch.
+
+    Ranks read contiguous ranges. Any number of threads may iterate at the same time; the kernels release the GIL.
+    """
+
+    def __init__(self, log: SynthLog | SynthSpec, encoder: Encoder, split: Split) -> None:
+        self.log = log if isinstance(log, SynthLog) else SynthLog(log)
+        self.encoder = encoder
+        self._rows = self.log.split(split)
+        self.num_samples = len(self._rows)
+        self._dense, self._sparse = columns_of(encoder)
+        for names, known in ((self._dense, self.log.dense_columns), (self._sparse, self.log.sparse_columns)):
+            self.log._places(names, known)
+
+    def batches(
+        self, batch_size: int, *, epoch: int = 0, rank: int = 0, world: int = 1, cursor: Cursor | None = None
+    ) -> Iterator[tuple[Batch, Cursor]]:
+        """Batches of one epoch, each with the cursor that continues right after it; the last batch may be short."""
+        share = share_of(self.num_samples, rank, world)
+        first = share.start + (cursor["row"] if cursor else 0)
+        for start in range(first, share.stop, batch_size):
+            stop = min(start + batch_size, share.stop)
+            yield self.encoder.encode(self._raw(start, stop)), {"row": stop - share.start}
+
+    def raw_blocks(self, max_rows: int | None = None) -> Iterator[RawBlock]:
+        """The first `max_rows` rows of the split, or all, untransformed and in pieces."""
+        total = self.num_samples if max_rows is None else min(max_rows, self.num_samples)
+        step = self.log.rows_per_piece
+        for start in range(0, total, step):
+            yield self._raw(start, min(start + step, total))
+
+    def _raw(self, start: int, stop: int) -> RawBlock:
+        origin = self._rows.start
+        return self.log.rows(origin + start, origin + stop, dense=self._dense, sparse=self._sparse)
+
+
+def share_of(num_samples: int, rank: int, world: int) -> range:
+    """The contiguous share of one rank; shares differ by at most one and cover everything."""
+    return range(num_samples * rank // world, num_samples * (rank + 1) // world)
+
+
+def write_parquet(
+    spec: SynthSpec,
+    folder: str | Path,
+    *,
+    rows_per_file: int = DEFAULT_ROWS_PER_FILE,
+    rows_per_group: int = DEFAULT_ROWS_PER_GROUP,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Summary:
+    """Write both splits of a log to `folder` as `train-00000.parquet` …, `eval-00000.parquet` …, in bounded memory.
+
+    Columns: `dense_i` float32, `sparse_i` list<int64> (int64 where every bag has one id), `label` and `true_p` float32.
+    `progress` is called with the rows written so far and the rows in all.
+    """
+    log = SynthLog(spec)
+    step = log.rows_per_piece
+    row_bytes = 8 * (log.population.mean_ids.sum() + spec.num_dense)
+    rows_per_group = int(min(rows_per_group, max(1024, 4 * _GENERATE_BYTES // max(row_bytes, 1))))
+    splits: tuple[Split, ...] = ("train", "eval")
+    with SplitWriter(
+        folder,
+        _schema(log),
+        rows_per_file=rows_per_file,
+        rows_per_group=rows_per_group,
+        overwrite=overwrite,
+        # Quick to read back: drawn reals do not shrink, and skewed ids shrink by a dictionary alone.
+        compression="none",
+        dictionary_columns=_id_columns(log),
+    ) as writer:
+        for split in splits:
+            rows = log.split(split)
+            for start in range(rows.start, rows.stop, step):
+                stop = min(start + step, rows.stop)
+                writer.write(split, _arrow(log, log.rows(start, stop)))
+                if progress is not None:
+                    progress(stop, log.num_rows)
+    return writer.summary(num_bytes_read=0)
+
+
+def columns_of(encoder: Encoder) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The dense and the sparse columns of a log that an encoder reads, in its order."""
+    features = encoder.features
+    dense = tuple(f.column or f.name for f in features.expanded_dense())
+    return dense, tuple(f.column or f.name for f in features.expanded_sparse())
+
+
+def _single(log: SynthLog, feature: int) -> bool:
+    return log.spec.lengths == "fixed" and log.population.mean_ids[feature] == 1.0
+
+
+def _id_columns(log: SynthLog) -> list[str]:
+    """The columns of ids as Parquet names them."""
+    return [name if _single(log, f) else f"{name}.list.element" for f, name in enumerate(log.sparse_columns)]
+
+
+def _schema(log: SynthLog) -> pa.Schema:
+    dense = [(name, pa.float32()) for name in log.dense_columns]
+    sparse = [(name, pa.int64() if _single(log, f) else pa.list_(pa.int64())) for f, name in enumerate(log.sparse_columns)]
+    return pa.schema([*dense, *sparse, ("label", pa.float32()), ("true_p", pa.float32())])
+
+
+def _arrow(log: SynthLog, block: RawBlock) -> pa.Table:
+    """A block of all columns as an Arrow table."""
+    columns = [pa.array(column) for column in np.ascontiguousarray(block.dense.T)]
+    for f, (ids, offsets) in enumerate(zip(block.ids, block.offsets, strict=True)):
+        values = pa.array(ids)
+        columns.append(values if _single(log, f) else pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), values))
+    columns += [pa.array(block.labels), pa.array(block.true_p)]
+    return pa.Table.from_arrays(columns, schema=_schema(log))
+
+
+@njit(nogil=True, cache=True)
+def _draw_labels(key, start, true_p, labels):  # type: ignore[no-untyped-def]
+    """Fill labels float32 [R] with 1 where a uniform number is below true_p [R], else 0."""
+    for r in range(true_p.size):
+        labels[r] = 1.0 if draws.unit(draws.at(key, start + r)) < true_p[r] else 0.0

@@ -1,0 +1,1 @@
+"""Synchronous training over several processes: process group, sharded tables, launch. No torch in `launch`."""

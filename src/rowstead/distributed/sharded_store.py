@@ -1,0 +1,298 @@
+"""Tables over the processes of a synchronous job: each keeps pieces of them in a store of its own, whatever that is.
+
+A look-up sends ids to the owners of their rows, which pool, and brings the vectors back; an update sends the vectors' gradients
+the same way. An owner sees the bags of all processes in one update, so the gradients of a row are summed over processes before
+the optimizer sees them. Every process makes the same calls in the same order, with its own share of the same batch.
+
+Letters: B examples of this process, F features, T tables, N rows, D width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from rowstead.data.batch import Sparse
+from rowstead.distributed.process_group import Channel
+from rowstead.distributed.sharded_columns import Columns
+from rowstead.distributed.sharded_ids import Asked
+from rowstead.distributed.sharded_pieces import Pieces
+from rowstead.distributed.sharded_sums import ColumnPieces, Copies
+from rowstead.distributed.sharding import Shard, ShardPlan, plan_shards
+from rowstead.kernels.layout import Layout
+from rowstead.kernels.reference import clip_pooled
+from rowstead.kernels.row_optimizer import compute_dtype
+from rowstead.spec.train import SparseOptimizerSpec
+from rowstead.stores.base import EmbeddingStore, StatePart
+from rowstead.stores.cached import CachedStore
+from rowstead.stores.checked import checked
+from rowstead.stores.device import numbered
+from rowstead.stores.state import load_parts
+
+Make = Callable[[Layout, SparseOptimizerSpec | None], EmbeddingStore]
+"""Makes the local store of a process's pieces."""
+
+
+@dataclass
+class _Batch:
+    """A batch that is under way."""
+
+    sparse: Sparse
+    asked: list[Asked]
+    """One for each kind of pieces."""
+    stage: int = 0
+    """0: told ahead, 1: sent, 2: arrived."""
+
+
+class ShardedStore(nn.Module):
+    """An EmbeddingStore whose tables are shared by the processes of a channel.
+
+    `make` makes the local stores, of rows of type `dtype`; `shards` says how each table is cut, and `wire` in which type vectors
+    and gradients travel. `lookup`, `update`, `prefetch`, `rows` and `state` are called by all processes together, `rows` with
+    the same ids.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        optimizer: SparseOptimizerSpec | None,
+        shards: Mapping[str, Shard],
+        channel: Channel,
+        make: Make,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        wire: torch.dtype | None = None,
+        check: bool = True,
+        reads: Mapping[str, float] | None = None,
+    ) -> None:
+        super().__init__()
+        self.layout, self.tables, self.optimizer, self.channel = layout, layout.tables, optimizer, channel
+        self.plan: ShardPlan = plan_shards(layout, shards, channel.world, reads=reads)
+        self._device, self._check = numbered(device), check
+        self._dtype = compute_dtype(dtype)
+        local = None if optimizer is None else dataclasses.replace(optimizer, clip=None)  # whoever asks has the whole gradient
+        # Row-wise Adagrad needs the squares of whole rows, of which a slice of the columns has only some.
+        apart: tuple[Shard, ...] = ("column",) if optimizer is not None and optimizer.kind == "rowwise_adagrad" else ()
+        together: tuple[Shard, ...] = tuple(shard for shard in ("table", "row", "column") if shard not in apart)
+
+        def pieces(shards: Sequence[Shard], make_one: Callable[[Layout], EmbeddingStore]) -> Pieces | None:
+            own = self.plan.pieces_of(shards)
+            if not any(own):
+                return None
+            return Pieces(
+                layout,
+                own,
+                channel,
+                make_one,
+                dtype=self._dtype,
+                device=self._device,
+                wire=wire,
+                is_updated_as_looked_up=shards is not apart,
+            )
+
+        self._pieces = [kind for kind in (pieces(together, lambda layout: make(layout, local)),) if kind is not None]
+        self._columns = None
+        if local is not None and (slices := pieces(apart, lambda layout: make(layout, ColumnPieces.optimizer(local)))):
+            self._columns = ColumnPieces(slices, local)
+            self._pieces.append(slices)
+        self._copies = Copies(layout, self.plan.replicated, channel, make, local, dtype=self._dtype, device=self._device)
+        self._columns_of = Columns(self.plan, [kind.routes.features for kind in self._pieces], self._copies.features)
+        self._coming: deque[_Batch] = deque()
+        self._current: _Batch | None = None
+        self._modules_within = nn.ModuleList(store for store in self.local_stores if isinstance(store, nn.Module))
+        for part in self.modules():
+            if isinstance(
+                part, CachedStore
+            ):  # else how early batches are announced would have to be agreed on again, as sets grow
+                part.max_set = 1
+        wanted = max((store.batches_ahead for store in self.local_stores), default=0)
+        self._batches_ahead = 1 + max(channel.gather(wanted))  # else some would announce batches that others do not
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernels that run."""
+        return next((str(store.kernel) for store in self.local_stores if hasattr(store, "kernel")), "none")
+
+    @property
+    def local_stores(self) -> list[EmbeddingStore]:
+        """The stores that hold this process's pieces and copies."""
+        stores = [*(kind.store for kind in self._pieces), self._copies.store]
+        return [store for store in stores if store is not None]
+
+    @property
+    def batches_ahead(self) -> int:
+        """One for the ids to travel, and what the local stores of any process want."""
+        return self._batches_ahead
+
+    def prefetch(self, sparse: Sparse) -> None:
+        """Begin to send the ids of a coming batch; they travel on while the batches before it are trained on."""
+        self._advance()
+        self._coming.append(self._start(sparse))
+
+    def drop_prefetched(self) -> None:
+        for batch in self._coming:
+            for asked in batch.asked:
+                asked.drop()
+        self._coming.clear()
+        for store in self.local_stores:
+            store.drop_prefetched()
+
+    def lookup(self, sparse: Sparse) -> Tensor:
+        return self.start_lookup(sparse)()
+
+    def start_lookup(self, sparse: Sparse) -> Callable[[], Tensor]:
+        """Begin a look-up; what is returned waits for it, and other work may be done meanwhile."""
+        batch = self._take(sparse)
+        waits = [kind.start_lookup(asked) for kind, asked in zip(self._pieces, batch.asked, strict=True)]
+        self._advance()
+        copies = self._copies.lookup(sparse)
+        self._current = batch
+
+        def wait() -> Tensor:
+            pooled = self._columns_of.joined([*(block for one in waits for block in one()), *copies])
+            return self._divided(pooled, sparse)
+
+        return wait
+
+    def update(self, sparse: Sparse, grad: Tensor, *, lr: float, step: int) -> None:
+        self.start_update(sparse, grad)(lr, step)
+
+    @torch.no_grad()
+    def start_update(self, sparse: Sparse, grad: Tensor) -> Callable[[float, int], None]:
+        """Begin to send gradients [B, sum of widths] to the owners of the rows; what is returned waits and applies them."""
+        assert self.optimizer is not None, "this store was made for look-ups only"
+        batch, self._current = self._current, None
+        if batch is None or not _is_same(batch.sparse, sparse):
+            batch = self._take(sparse)
+        if self.optimizer.clip is not None:
+            grad = clip_pooled(grad, self.layout, self.optimizer.clip)
+        copied = self._copies.start_update(sparse, self._columns_of.of_copies(grad))
+        grad = self._divided(grad, sparse)
+        waits = []
+        for place, (kind, asked) in enumerate(zip(self._pieces, batch.asked, strict=True)):
+            asked.arrive()
+            waits.append(kind.start_update(asked, self._columns_of.of_pieces(grad, place)))
+
+        @torch.no_grad()
+        def apply(lr: float, step: int) -> None:
+            for kind, asked, wait in zip(self._pieces, batch.asked, waits, strict=True):
+                gradients = wait()
+                assert asked.here is not None
+                if self._columns is not None and kind is self._columns.pieces:
+                    self._columns.update(asked.here, gradients, lr=lr, step=step)
+                elif kind.store is not None:
+                    kind.store.update(asked.here, gradients, lr=lr, step=step)
+            copied(lr, step)
+            self._advance()
+
+        return apply
+
+    def rows(self, table: str, ids: Tensor) -> Tensor:
+        place = [each.name for each in self.tables].index(table)
+        if place in self.plan.replicated:
+            return self._copies.rows(table, ids)
+        found = torch.zeros(ids.numel(), self.tables[place].width, dtype=self._dtype, device=self._device)
+        for kind in self._pieces:
+            for piece in kind.own:
+                if piece.table != place or kind.store is None:
+                    continue
+                is_here = (ids >= piece.first_row) & (ids < piece.first_row + piece.num_rows)
+                here = kind.store.rows(table, ids[is_here] - piece.first_row).to(self._dtype)
+                found[is_here, piece.first_column : piece.first_column + piece.width] = here
+        self.channel.all_reduce(found)
+        return found
+
+    def parts(self) -> list[StatePart]:
+        parts = []
+        for kind in self._pieces:
+            own = kind.store.parts() if kind.store is not None else []
+            parts += [self._part_of_whole(part, kind) for part in own]
+        if self._columns is not None:
+            parts += self._columns.parts(is_copy=self.channel.rank > 0)
+        if self._copies.store is not None:
+            parts += [dataclasses.replace(part, is_copy=self.channel.rank > 0) for part in self._copies.store.parts()]
+        order = {table.name: place for place, table in enumerate(self.tables)}
+        return sorted(parts, key=lambda part: order[part.name.rpartition(".")[0]])
+
+    def _part_of_whole(self, part: StatePart, kind: Pieces) -> StatePart:
+        """What a local store calls a tensor, as the piece of one that it is."""
+        name, _, what = part.name.rpartition(".")
+        piece = next(piece for piece in kind.own if self.tables[piece.table].name == name)
+        table = self.tables[piece.table]
+        assert self.optimizer is None or part.shape[0] == piece.num_rows
+        by_row = what == "sum" and self.optimizer is not None and self.optimizer.kind == "rowwise_adagrad"
+        return dataclasses.replace(
+            part,
+            shape=(table.num_rows, 1 if by_row else table.width),
+            first_row=part.first_row + piece.first_row,
+            first_column=part.first_column + (0 if by_row else piece.first_column),
+        )
+
+    def state(self) -> dict[str, Tensor]:
+        """All of it, in the memory of every process: for small tables."""
+        names: dict[str, tuple[tuple[int, int], torch.dtype]] = {}
+        for given in self.channel.gather([[part.name, part.shape, str(part.dtype)] for part in self.parts()]):
+            names |= {name: (tuple(shape), getattr(torch, kind.removeprefix("torch."))) for name, shape, kind in given}
+        whole = {name: torch.zeros(shape, dtype=kind, device=self._device) for name, (shape, kind) in names.items()}
+        for part in self.parts():
+            if not part.is_copy:
+                rows = slice(part.first_row, part.first_row + part.num_rows)
+                columns = slice(part.first_column, part.first_column + part.num_columns)
+                whole[part.name][rows, columns] = part.read(0, part.num_rows).to(self._device)
+        for name in sorted(whole):
+            self.channel.all_reduce(whole[name].view(torch.uint8))  # every byte comes from one process
+        order = {table.name: place for place, table in enumerate(self.tables)}
+        return dict(sorted(whole.items(), key=lambda item: order[item[0].rpartition(".")[0]]))
+
+    def load_state(self, state: Mapping[str, Tensor], *, rows_only: bool = False) -> None:
+        load_parts(self.parts(), state, rows_only=rows_only)
+
+    def close(self) -> None:
+        """Let go of what the local stores hold outside their memory."""
+        for store in self.local_stores:
+            if hasattr(store, "close"):
+                store.close()
+
+    def _start(self, sparse: Sparse) -> _Batch:
+        fits = checked(sparse, self.layout, self._device) if self._check else sparse
+        return _Batch(sparse, [kind.start(fits) for kind in self._pieces])
+
+    def _take(self, sparse: Sparse) -> _Batch:
+        """A batch with its ids at their owners, announced or not."""
+        found = next((batch for batch in self._coming if _is_same(batch.sparse, sparse)), None)
+        if found is not None:
+            self._coming.remove(found)
+        return found or self._start(sparse)
+
+    def _advance(self) -> None:
+        """Bring every announced batch one stage further; what it waits for was begun a while ago."""
+        for batch in self._coming:
+            if batch.stage == 0:
+                for asked in batch.asked:
+                    asked.send()
+            elif batch.stage == 1:
+                for kind, asked in zip(self._pieces, batch.asked, strict=True):
+                    kind.prefetch(asked)
+            batch.stage += 1
+
+    def _divided(self, pooled: Tensor, sparse: Sparse) -> Tensor:
+        """Sums over rows that are with several processes as means, where a feature wants those; and so their gradients."""
+        features = [f for kind in self._pieces for f in kind.routes.by_rows if self.layout.is_mean[f]]
+        if not features or not pooled.numel():
+            return pooled
+        lengths = sparse.offsets.diff().view(self.layout.num_features, -1).clamp(min=1)
+        pooled = pooled.clone()
+        for feature in features:
+            columns = slice(self.layout.columns[feature], self.layout.columns[feature + 1])
+            pooled[:, columns] /= lengths[feature].unsqueeze(1)
+        return pooled
+
+
+def _is_same(one: Sparse, other: Sparse) -> bool:
+    return one.ids is other.ids and one.offsets is other.offsets

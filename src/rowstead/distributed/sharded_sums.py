@@ -1,0 +1,190 @@
+"""Rows whose gradients need a sum over processes before the optimizer: copies of small tables, and slices of wide ones.
+
+Letters: B examples, N rows, D width, U distinct rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from rowstead.data.batch import Sparse
+from rowstead.distributed.process_group import Channel
+from rowstead.distributed.sharded_pieces import Pieces
+from rowstead.distributed.sharding import Piece, piece_layout
+from rowstead.kernels.choose import kernels_for
+from rowstead.kernels.layout import Layout
+from rowstead.spec.train import SparseOptimizerSpec
+from rowstead.stores.base import EmbeddingStore, StatePart
+from rowstead.stores.state import part_of
+
+_SUM = SparseOptimizerSpec(kind="sgd")
+
+
+class Copies:
+    """Tables of which every process has a copy: each looks up for itself, and adds up all processes' gradients row by row.
+
+    The sum has the same bits everywhere, and so have the copies.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        tables: Sequence[int],
+        channel: Channel,
+        make: Callable[[Layout, SparseOptimizerSpec | None], EmbeddingStore],
+        optimizer: SparseOptimizerSpec | None,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._channel, self._optimizer, self._device, self._dtype = channel, optimizer, device, dtype
+        whole = [_whole_piece(layout, table) for table in tables]
+        self.layout = piece_layout(layout, whole)
+        self.features = [feature for feature, table in enumerate(layout.table_of) if table in tables]
+        self.store = make(self.layout, optimizer) if whole else None
+
+    def lookup(self, sparse: Sparse) -> list[Tensor]:
+        """The pooled rows of the features that read copies [B, their widths], if there are any."""
+        return [] if self.store is None else [self.store.lookup(self._own(sparse))]
+
+    def rows(self, table: str, ids: Tensor) -> Tensor:
+        assert self.store is not None
+        return self.store.rows(table, ids).to(self._dtype)
+
+    def start_update(self, sparse: Sparse, grad: Tensor) -> Callable[[float, int], None]:
+        """Begin to add up the gradients of all rows; what is returned waits for the sum and applies it."""
+        if self.store is None or self._optimizer is None:
+            return lambda lr, step: None
+        tables, own = self.layout.tables, self._own(sparse)
+        sizes = [table.num_elements for table in tables]
+        # Adam changes a row that was read although its gradient is zero: who was read is added up as well.
+        counts_reads = self._optimizer.kind == "adam"
+        num_rows = [table.num_rows for table in tables] if counts_reads else []
+        flat = torch.zeros(sum(sizes) + sum(num_rows), dtype=self._dtype, device=self._device)
+        gradients, reads = flat.split([sum(sizes), sum(num_rows)])
+        sums = [each.view(-1, table.width) for each, table in zip(gradients.split(sizes), tables, strict=True)]
+        add_up(sums, self.layout, own, grad)
+        if counts_reads and own.ids.numel():
+            firsts = torch.tensor([sum(num_rows[:place]) for place in self.layout.table_of], device=self._device)
+            counts = own.offsets.diff().view(self.layout.num_features, -1).sum(dim=1)
+            reads[own.ids.long() + torch.repeat_interleave(firsts, counts)] = 1
+        # In full precision: a row of a small table stands for many examples, and what rounds its sum is not evened out.
+        waiting = self._channel.start_all_reduce(flat)
+
+        def apply(lr: float, step: int) -> None:
+            assert self.store is not None
+            waiting.wait()
+            found = []
+            was_read = reads.split(num_rows) if counts_reads else [(each != 0).any(dim=1) for each in sums]
+            for each, read in zip(sums, was_read, strict=True):
+                distinct = read.nonzero().squeeze(1)
+                found.append((distinct, each[distinct]))
+            update_rows(self.store, self.layout, found, lr=lr, step=step)
+
+        return apply
+
+    def _own(self, sparse: Sparse) -> Sparse:
+        """The bags of the features that read copies."""
+        if len(self.features) == sparse.num_features:
+            return dataclasses.replace(sparse, checked_for=self.layout)
+        count = sparse.num_samples
+        bounds = sparse.offsets[::count].tolist() if count else [0] * (sparse.num_features + 1)
+        lengths = sparse.offsets.diff().view(sparse.num_features, count)[self.features].flatten()
+        runs = [slice(bounds[feature], bounds[feature + 1]) for feature in self.features]
+        return Sparse(
+            ids=torch.cat([sparse.ids[run] for run in runs]),
+            offsets=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
+            num_features=len(self.features),
+            weights=None if sparse.weights is None else torch.cat([sparse.weights[run] for run in runs]),
+            checked_for=self.layout,
+        )
+
+
+class ColumnPieces:
+    """Slices of columns under row-wise Adagrad, which divides a row by the squares of all its columns.
+
+    Every process has the same ids. Each adds up the gradients of its slice of a row, all add up their squares, and each applies
+    the result to its slice by gradient descent. What the optimizer remembers of a row is kept here, the same in every process.
+    """
+
+    def __init__(self, pieces: Pieces, optimizer: SparseOptimizerSpec) -> None:
+        self.pieces, self._optimizer = pieces, optimizer
+        tables = pieces.layout.tables
+        self._sums = [torch.zeros(table.num_rows, 1, dtype=pieces.dtype, device=pieces.device) for table in tables]
+
+    @staticmethod
+    def optimizer(whole: SparseOptimizerSpec) -> SparseOptimizerSpec:
+        """That of the local store."""
+        return dataclasses.replace(whole, kind="sgd", clip=None)
+
+    def update(self, here: Sparse, grad: Tensor, *, lr: float, step: int) -> None:
+        """Apply gradients [B of all processes, width of the slices]."""
+        layout = self.pieces.layout
+        found = summed_by_row(layout, here, grad)
+        squares = torch.cat([summed.square().sum(dim=1) for _, summed in found])
+        self.pieces.channel.start_all_reduce(squares).wait()
+        scaled = []
+        by_table = squares.split([distinct.numel() for distinct, _ in found])
+        for table, sums, (distinct, summed), square in zip(layout.tables, self._sums, found, by_table, strict=True):
+            total = sums[distinct] + square.unsqueeze(1) / table.whole_shape[1]
+            sums[distinct] = total
+            scaled.append((distinct, summed / (total.sqrt() + self._optimizer.eps)))
+        assert self.pieces.store is not None
+        update_rows(self.pieces.store, layout, scaled, lr=lr, step=step)
+
+    def parts(self, *, is_copy: bool) -> list[StatePart]:
+        tables = self.pieces.layout.tables
+        return [part_of(f"{t.name}.sum", sums, is_copy=is_copy) for t, sums in zip(tables, self._sums, strict=True)]
+
+
+def summed_by_row(layout: Layout, sparse: Sparse, grad: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """For each table the rows that a batch names, rising [U], and the sum of each one's gradients [U, D]."""
+    count = len(grad)
+    bounds = sparse.offsets[::count].tolist() if count else [0] * (layout.num_features + 1)
+    named = torch.empty(sparse.ids.numel(), dtype=torch.int64, device=grad.device)
+    found = []
+    for table in layout.tables:
+        runs = [slice(bounds[feature], bounds[feature + 1]) for feature in table.features]
+        distinct, places = torch.unique(torch.cat([sparse.ids[run] for run in runs]), return_inverse=True)
+        for run, own in zip(runs, places.split([run.stop - run.start for run in runs]), strict=True):
+            named[run] = own
+        found.append((distinct.long(), grad.new_zeros(distinct.numel(), table.width)))
+    add_up([sums for _, sums in found], layout, dataclasses.replace(sparse, ids=named), grad)
+    return found
+
+
+def add_up(sums: Sequence[Tensor], layout: Layout, sparse: Sparse, grad: Tensor) -> None:
+    """Add the gradients of a batch to those of its rows in `sums`, one tensor [N, D] a table, with as many rows as are named."""
+    if sparse.ids.numel():
+        # Gradient descent backwards by 1 adds up gradients.
+        update = kernels_for("auto", grad.device)[1].update
+        states: list[dict[str, Tensor]] = [{} for _ in sums]
+        update(sums, states, layout, sparse.ids, sparse.offsets, sparse.weights, grad, optimizer=_SUM, lr=-1.0, step=1)
+
+
+def update_rows(store: EmbeddingStore, layout: Layout, found: Sequence[tuple[Tensor, Tensor]], *, lr: float, step: int) -> None:
+    """Apply summed gradients [U, D] to the distinct rows [U] of each table of a store, as bags of one id each."""
+    num_bags = max(distinct.numel() for distinct, _ in found)
+    if not num_bags:
+        return
+    first, device = found[0][0], found[0][1].device
+    lengths = torch.zeros(layout.num_features, num_bags, dtype=torch.int64, device=device)
+    grad = torch.zeros(num_bags, layout.total_width, dtype=found[0][1].dtype, device=device)
+    ids: list[Tensor] = [first[:0]] * layout.num_features
+    for table, (distinct, summed) in zip(layout.tables, found, strict=True):
+        feature = table.features[0]
+        ids[feature] = distinct
+        lengths[feature, : distinct.numel()] = 1
+        grad[: distinct.numel(), layout.columns[feature] : layout.columns[feature + 1]] = summed
+    offsets = torch.cat([lengths.new_zeros(1), lengths.flatten().cumsum(0)])
+    sparse = Sparse(ids=torch.cat(ids), offsets=offsets, num_features=layout.num_features, checked_for=layout)
+    store.update(sparse, grad, lr=lr, step=step)
+
+
+def _whole_piece(layout: Layout, table: int) -> Piece:
+    whole = layout.tables[table]
+    return Piece(table=table, first_row=0, num_rows=whole.num_rows, first_column=0, width=whole.width)

@@ -1,0 +1,371 @@
+"""The dense parameter server, where trainers meet, and what a trainer sees of it.
+
+| kind | facts | tensors | answer |
+|---|---|---|---|
+| `join` | | parameters | the centre's parameters |
+| `leave` | | | |
+| `finish` | | parameters | |
+| `take` | | | the centre's parameters |
+| `give` | | parameters | |
+| `elastic` | `alpha` | parameters | by how much the centre moved |
+| `average` | `group` | anything | the mean of the round, once it closes; `round` |
+| `blend` | `momentum`, `lr` | parameters | the centre after the round, once it closes |
+| `keep` | `name` | anything | |
+| `kept` | `name` | | what was kept, if anything |
+| `members` | `names` | | |
+| `status` | | | how the server does |
+
+The name of a client is that of the member that it speaks for: `trainer-3.1` is thread 1 of trainer 3. `members` names trainers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+from torch import Tensor
+
+from rowstead.fleet.deduplication import Caller
+from rowstead.fleet.dense_server_state import PARAMETERS, ROUND_DEADLINE_S, CentreState
+from rowstead.fleet.keys import Keys
+from rowstead.fleet.rpc_client import Client, Pending, ServerGone
+from rowstead.fleet.rpc_server import Later, Server
+from rowstead.fleet.wire import Message
+from rowstead.records.files import write_atomic
+from rowstead.spec.errors import RowsteadError
+from rowstead.training.sync_base import CentreGone
+
+EXCHANGE_S = 5.0
+"""Seconds that a trainer waits for the centre before it goes on alone."""
+JOIN_S = 30.0
+"""Seconds that it waits when it begins, as it cannot do well without the common parameters, and when it hands over its last."""
+PROBE_S = 24 * 3600.0
+"""Seconds of waiting after which a question to a server that is gone is asked anew."""
+SNAPSHOT_EVERY_S = 5.0
+"""Dense parameters are few: they are written often."""
+_LOOK_EVERY_S = 0.05
+_KEPT, _FINISHED = "kept.", "finished."
+_log = logging.getLogger("rowstead.fleet")
+
+
+class DenseServer:
+    """Answers for a centre, and keeps it on disk where there is a file for it."""
+
+    def __init__(
+        self,
+        *,
+        address: str = "tcp://127.0.0.1:0",
+        keys: Keys | None = None,
+        name: str = "dense-0",
+        snapshot: Path | None = None,
+        snapshot_every_s: float = SNAPSHOT_EVERY_S,
+        round_deadline_s: float = ROUND_DEADLINE_S,
+    ) -> None:
+        """`snapshot` is the file in which the centre is kept; one that is there is where it begins."""
+        self.state = CentreState(deadline_s=round_deadline_s)
+        self.num_snapshots = self.num_snapshots_failed = 0
+        self._snapshot, self._every_s = snapshot, snapshot_every_s
+        self._writing = threading.Lock()
+        if snapshot is not None and snapshot.exists():
+            restore(self.state, snapshot.read_bytes())
+        handlers: dict[str, Callable[[Message, Caller], Message | Later]] = {
+            "join": self._join,
+            "leave": self._leave,
+            "finish": self._finish,
+            "take": self._take,
+            "give": self._give,
+            "elastic": self._elastic,
+            "average": self._average,
+            "blend": self._blend,
+            "keep": self._keep,
+            "kept": self._kept,
+            "members": self._members,
+        }
+        self.server = Server(handlers, address=address, keys=keys, name=name, status=self.facts)
+        self._ends = threading.Event()
+        self._watch = threading.Thread(target=self._look, name=f"{name}-watch", daemon=True)
+
+    @property
+    def address(self) -> str:
+        """Where it answers."""
+        return self.server.address
+
+    def start(self) -> DenseServer:
+        """Serve in a thread."""
+        self._watch.start()
+        self.server.start()
+        return self
+
+    def serve(self, until: Callable[[], bool]) -> None:
+        """Serve in this thread."""
+        self._watch.start()
+        self.server.serve(until)
+
+    def close(self) -> None:
+        """End, with the last state on disk."""
+        self._ends.set()
+        if self._watch.is_alive():
+            self._watch.join()
+        self.server.close()
+        self.write()
+
+    def write(self) -> None:
+        """Keep the centre as it is now on disk, where there is a file for it; a disk that is full stops nobody."""
+        with self._writing:
+            if self._snapshot is None or (content := snapshot_of(self.state)) is None:
+                return
+            try:
+                self._snapshot.parent.mkdir(parents=True, exist_ok=True)
+                write_atomic(self._snapshot, content)
+                self.num_snapshots += 1
+            except OSError as error:
+                self.num_snapshots_failed += 1
+                _log.warning("the snapshot %s cannot be written: %s", self._snapshot, error)
+
+    def facts(self) -> dict[str, Any]:
+        """What `status` tells besides what every server does."""
+        state = self.state
+        return {
+            "num_exchanges": state.num_exchanges,
+            "num_rounds": state.num_rounds,
+            "num_partial_rounds": state.num_partial_rounds,
+            "num_waiting": state.num_waiting,
+            "num_parameters": 0 if state.parameters is None else state.parameters.numel(),
+            "num_snapshots": self.num_snapshots,
+            "num_snapshots_failed": self.num_snapshots_failed,
+        }
+
+    def _look(self) -> None:
+        """Close rounds that are late, and write snapshots, until the end."""
+        since_s = 0.0
+        while not self._ends.wait(_LOOK_EVERY_S):
+            self.state.close_late()
+            since_s += _LOOK_EVERY_S
+            if since_s >= self._every_s:
+                since_s = 0.0
+                self.write()
+
+    # Handlers
+
+    def _join(self, message: Message, caller: Caller) -> Message:
+        is_first = self.state.parameters is None
+        common = self.state.join(caller.name, _flat(message))
+        if is_first:
+            self.write()  # so that no restart finds nothing, and takes the parameters of a trainer that begins anew
+        return Message("join", tensors=[common])
+
+    def _leave(self, message: Message, caller: Caller) -> Message:
+        self.state.leave(caller.name)
+        return Message("leave")
+
+    def _finish(self, message: Message, caller: Caller) -> Message:
+        self.state.finish(caller.name, _flat(message))
+        self.write()  # it will not come again: a restart that did not know its parameters would leave them out of the model
+        return Message("finish")
+
+    def _take(self, message: Message, caller: Caller) -> Message:
+        return Message("take", tensors=[self.state.take()])
+
+    def _give(self, message: Message, caller: Caller) -> Message:
+        self.state.give(_flat(message))
+        return Message("give")
+
+    def _elastic(self, message: Message, caller: Caller) -> Message:
+        return Message("elastic", tensors=[self.state.elastic(_flat(message), _number(message, "alpha"))])
+
+    def _average(self, message: Message, caller: Caller) -> Later:
+        group = message.facts.get("group")
+        if not isinstance(group, str) or not group or group == PARAMETERS:
+            raise RowsteadError("`group` must be a word, and not that of the parameters")
+        return self._enter(group, message, caller)
+
+    def _blend(self, message: Message, caller: Caller) -> Later:
+        return self._enter(PARAMETERS, message, caller, momentum=_number(message, "momentum"), lr=_number(message, "lr"))
+
+    def _enter(self, group: str, message: Message, caller: Caller, **rule: float) -> Later:
+        later = Later()
+
+        def told(result: Tensor, number: int) -> None:
+            later.answer(Message("round", {"round": number}, [result]))
+
+        self.state.enter(group, caller.name, _flat(message), told, **rule)
+        return later
+
+    def _keep(self, message: Message, caller: Caller) -> Message:
+        self.state.kept[_name(message)] = _flat(message)
+        return Message("keep")
+
+    def _kept(self, message: Message, caller: Caller) -> Message:
+        found = self.state.kept.get(_name(message))
+        return Message("kept", tensors=[] if found is None else [found])
+
+    def _members(self, message: Message, caller: Caller) -> Message:
+        names = message.facts.get("names")
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise RowsteadError("`names` must be a list of trainers")
+        self.state.set_members(names)
+        return Message("members")
+
+
+def _flat(message: Message) -> Tensor:
+    """The one tensor of a message."""
+    if len(message.tensors) != 1 or message.tensors[0].dim() != 1 or not message.tensors[0].dtype.is_floating_point:
+        raise RowsteadError(f"`{message.kind}` needs one flat tensor of floating-point numbers")
+    return message.tensors[0]
+
+
+def _number(message: Message, key: str) -> float:
+    value = message.facts.get(key)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
+        raise RowsteadError(f"`{message.kind}` needs a number `{key}`, got {value!r}")
+    return float(value)
+
+
+def _name(message: Message) -> str:
+    name = message.facts.get("name")
+    if not isinstance(name, str) or not 0 < len(name) <= 32:
+        raise RowsteadError("`name` must be a word of at most 32 letters")
+    return name
+
+
+def snapshot_of(state: CentreState) -> bytes | None:
+    """All that a restart needs of a centre; none where there is nothing yet."""
+    with state.held():
+        if state.parameters is None:
+            return None
+        tensors = {"parameters": state.parameters.clone()}
+        tensors |= {f"{_KEPT}{name}": value for name, value in state.kept.items()}
+        tensors |= {f"{_FINISHED}{name}": value for name, value in state.finished.items()}
+    return safetensors.torch.save(tensors)
+
+
+def restore(state: CentreState, content: bytes) -> None:
+    """Begin with what `snapshot_of` gave: parameters that the first trainer with newer ones replaces."""
+    try:
+        tensors = safetensors.torch.load(content)
+    except safetensors.SafetensorError as error:
+        raise RowsteadError(f"the dense server's snapshot cannot be read: {error}. Remove it to begin without") from None
+    state.parameters, state.is_old = tensors.pop("parameters"), True
+    state.kept = {name.removeprefix(_KEPT): value for name, value in tensors.items() if name.startswith(_KEPT)}
+    state.finished = {name.removeprefix(_FINISHED): value for name, value in tensors.items() if name.startswith(_FINISHED)}
+
+
+class RemoteCentre:
+    """The Centre of the member that a client is named after.
+
+    When the server is gone every call raises CentreGone, at once after the first, until the server answers again.
+    """
+
+    def __init__(self, client: Client, *, exchange_s: float = EXCHANGE_S, join_s: float = JOIN_S) -> None:
+        self._client, self._exchange_s, self._join_s = client, exchange_s, join_s
+        self._probe: Pending | None = None
+        """A question to a server that was gone; it is back when this is answered."""
+
+    def join(self, parameters: Tensor) -> Tensor:
+        is_first_try = self._probe is None
+        deadline_s = self._join_s if is_first_try else None
+        return self._call("join", {}, [parameters], deadline_s=deadline_s, is_patient=is_first_try).tensors[0]
+
+    def leave(self) -> None:
+        self._call("leave")
+
+    def finish(self, parameters: Tensor) -> None:
+        self._call("finish", {}, [parameters], deadline_s=self._join_s, is_patient=True)
+
+    def take(self) -> Tensor:
+        return self._call("take").tensors[0]
+
+    def give(self, parameters: Tensor) -> None:
+        self._call("give", {}, [parameters])
+
+    def elastic(self, local: Tensor, alpha: float) -> Tensor:
+        return self._call("elastic", {"alpha": alpha}, [local]).tensors[0]
+
+    def average(self, tensor: Tensor, group: str) -> tuple[Tensor, int]:
+        answer = self._call("average", {"group": group}, [tensor], deadline_s=self._exchange_s + 2 * ROUND_DEADLINE_S)
+        return answer.tensors[0], int(answer.facts["round"])
+
+    def blend(self, local: Tensor, *, momentum: float = 0.0, lr: float = 1.0) -> Tensor:
+        facts, deadline_s = {"momentum": momentum, "lr": lr}, self._exchange_s + 2 * ROUND_DEADLINE_S
+        return self._call("blend", facts, [local], deadline_s=deadline_s).tensors[0]
+
+    def keep(self, name: str, tensor: Tensor) -> None:
+        self._call("keep", {"name": name}, [tensor])
+
+    def kept(self, name: str) -> Tensor | None:
+        tensors = self._call("kept", {"name": name}).tensors
+        return tensors[0] if tensors else None
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        self._client.close()
+
+    def _call(
+        self,
+        kind: str,
+        facts: Mapping[str, Any] | None = None,
+        tensors: Sequence[Tensor] = (),
+        *,
+        deadline_s: float | None = None,
+        is_patient: bool = False,
+    ) -> Message:
+        """Ask; a patient caller waits for a server that is gone, up to its deadline."""
+        if not is_patient:
+            self._check_probe()
+        # The caller may change its tensors once this has failed, while the client may still send them: it gets its own.
+        own = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+        try:
+            return self._client.call(kind, facts, own, deadline_s=deadline_s or self._exchange_s)
+        except ServerGone as error:
+            if self._probe is None or self._probe.is_done:  # one is enough, however often a patient caller comes
+                self._probe = self._client.start("status", deadline_s=PROBE_S)
+            raise CentreGone(f"the dense server is gone, and training goes on without: {error}") from None
+
+    def _check_probe(self) -> None:
+        """Raise at once if the server has not answered since it was gone."""
+        if self._probe is None:
+            return
+        if not self._probe.is_done:
+            raise CentreGone("the dense server is still gone")
+        probe, self._probe = self._probe, None
+        with contextlib.suppress(RowsteadError):
+            probe.wait()
+            return
+        self._probe = self._client.start("status", deadline_s=PROBE_S)
+        raise CentreGone("the dense server is still gone")
+
+
+def serve_dense(
+    folder: Path,
+    number: int,
+    *,
+    until: Callable[[], bool],
+    ready: Callable[[str], None],
+    address: str = "tcp://127.0.0.1:0",
+    keys: Keys | None = None,
+    incarnation: int = 0,
+    snapshot_every_s: float = SNAPSHOT_EVERY_S,
+    sampled: Callable[[Callable[[], dict[str, Any]]], None] | None = None,
+) -> None:
+    """The role: keep the centre of a run's trainers until told to end.
+
+    What it needs to know of the model it learns from the first trainer. Its snapshot is `snapshots/dense-<number>.safetensors` of the run's
+    folder; with one there it goes on from it. `ready` is called with the address, `sampled` with what gives the status.
+    """
+    snapshot = folder / "snapshots" / f"dense-{number}.safetensors"
+    server = DenseServer(
+        address=address, keys=keys, name=f"dense-{number}", snapshot=snapshot, snapshot_every_s=snapshot_every_s
+    )
+    try:
+        if sampled is not None:
+            sampled(lambda: {**server.server.status_facts(), **server.facts(), "incarnation": incarnation})
+        ready(server.address)
+        server.serve(until)
+    finally:
+        server.close()

@@ -1,0 +1,308 @@
+"""Where trainers meet: the common dense parameters, and rounds in which trainers average something.
+
+`CentreState` is the mathematics: it never waits, and threads share it under one lock. Members of a round are told when it closes,
+so a server can hold any number of rounds open with one thread. `LocalCentre` is the same for trainers that are threads of one
+process.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rowstead.spec.errors import RowsteadError
+from rowstead.training.sync_base import CentreGone
+
+ROUND_DEADLINE_S = 5.0
+"""Seconds after its first member at which a round closes with whoever has come."""
+PARAMETERS = "parameters"
+"""The group whose rounds move the centre."""
+
+Told = Callable[[Tensor, int], None]
+"""Takes the result of a round and its number."""
+
+
+@dataclass
+class _Round:
+    """What has come to a round so far."""
+
+    number: int
+    opened_s: float
+    given: dict[str, Tensor] = field(default_factory=dict)
+    told: dict[str, Told] = field(default_factory=dict)
+    momentum: float = 0.0
+    lr: float = 1.0
+
+
+@dataclass
+class _Closed:
+    """A round that is over, and whom to tell."""
+
+    told: list[Told]
+    result: Tensor
+    number: int
+
+
+class CentreState:
+    """The centre's parameters and open rounds.
+
+    Members are those who have joined, or come to a round, and not left; of trainers that are alive, once somebody has said which
+    are. A round is over when all members of its thread wait, in it or in another: thread k of a trainer meets thread k of the others.
+    A member that a round has closed without is not waited for again until it comes to one.
+    """
+
+    def __init__(self, *, deadline_s: float = ROUND_DEADLINE_S, clock: Callable[[], float] = time.monotonic) -> None:
+        self.parameters: Tensor | None = None
+        self.is_old = False
+        """Whether the parameters are from before a restart: whoever comes with newer ones replaces them."""
+        self.last_change: Tensor | None = None
+        """Of the centre, by the last round over parameters."""
+        self.kept: dict[str, Tensor] = {}
+        self.num_exchanges = 0
+        self.num_rounds = 0
+        self.num_partial_rounds = 0
+        """Rounds that closed without some member that was alive."""
+        self._deadline_s, self._clock = deadline_s, clock
+        self._lock = threading.RLock()
+        self._rounds: dict[str, _Round] = {}
+        self._numbers: dict[str, int] = {}
+        """Rounds of each group so far."""
+        self._joined: set[str] = set()
+        self.finished: dict[str, Tensor] = {}
+        """What members that have made their last step had then."""
+        self._alive: set[str] | None = None
+        self._absent: set[str] = set()
+        """Members that a round has closed without; they are not waited for until they come again."""
+
+    def held(self) -> AbstractContextManager[object]:
+        """Nothing changes meanwhile."""
+        return self._lock
+
+    def join(self, name: str, parameters: Tensor) -> Tensor:
+        """The centre's parameters, which are these if it has none."""
+        with self._lock:
+            self._joined.add(name)
+            self.finished.pop(name, None)
+            if self.parameters is None:
+                self.parameters = parameters.detach().clone()
+            self._check(parameters)
+            return self.parameters.clone()
+
+    def finish(self, name: str, parameters: Tensor) -> None:
+        """The last that this member has learned; it leaves."""
+        with self._lock:
+            if self.parameters is not None:
+                self._check(parameters)
+            self.finished[name] = parameters.detach().clone()
+            self.parameters, self.last_change, self.is_old = _mean(self.finished), None, False
+        self.leave(name)
+
+    def leave(self, name: str) -> None:
+        """Wait for this member no longer."""
+        with self._lock:
+            self._joined.discard(name)
+            closed = self._close_full()
+        _tell(closed)
+
+    def set_members(self, names: Iterable[str]) -> None:
+        """Which trainers are alive; rounds wait for nobody else."""
+        with self._lock:
+            self._alive = set(names)
+            closed = self._close_full()
+        _tell(closed)
+
+    def take(self) -> Tensor:
+        with self._lock:
+            if self.parameters is None:
+                raise RowsteadError("the centre has no parameters yet: no trainer has joined")
+            return self.parameters.clone()
+
+    def give(self, parameters: Tensor) -> None:
+        with self._lock:
+            self.parameters, self.is_old = parameters.detach().clone(), False
+
+    def elastic(self, local: Tensor, alpha: float) -> Tensor:
+        """By how much the centre moved towards `local`: alpha times the difference."""
+        with self._lock:
+            if self.parameters is None or self.is_old:
+                self.parameters, self.is_old = local.detach().clone(), False
+            self._check(local)
+            moved = (local - self.parameters).mul_(alpha)
+            self.parameters += moved
+            self.num_exchanges += 1
+            return moved
+
+    def enter(self, group: str, name: str, tensor: Tensor, told: Told, *, momentum: float = 0.0, lr: float = 1.0) -> None:
+        """Come to the open round of a group; `told` is called with its result, by whichever thread closes it.
+
+        Who comes twice to a round has lost its first answer: the second replaces it.
+        """
+        with self._lock:
+            if group == PARAMETERS:
+                if self.parameters is None:
+                    self.parameters = tensor.detach().clone()
+                self._check(tensor)  # here, where it can be refused: a round that cannot close would hold up all that are in it
+            self._joined.add(name)
+            current = self._rounds.get(group)
+            if current is None:
+                self._numbers[group] = self._numbers.get(group, 0) + 1
+                current = self._rounds[group] = _Round(number=self._numbers[group], opened_s=self._clock())
+            if current.given and next(iter(current.given.values())).shape != tensor.shape:
+                raise RowsteadError(
+                    f"`{name}` brings {tensor.numel()} numbers to a round of others: trainers of one model only"
+                )
+            current.given[name], current.told[name] = tensor.detach().clone(), told
+            current.momentum, current.lr = momentum, lr
+            self._absent.discard(name)
+            closed = self._close_full()
+        _tell(closed)
+
+    def close_late(self) -> None:
+        """Close the rounds whose deadline has passed with who is there."""
+        with self._lock:
+            now = self._clock()
+            late = [group for group, one in self._rounds.items() if now >= one.opened_s + self._deadline_s]
+            for group in late:
+                thread = member(group)[1]
+                missing = self._expected(thread) - self._waiting(thread)
+                self._absent |= missing
+                self.num_partial_rounds += bool(missing)
+            closed = [self._close(group) for group in late]
+        _tell(closed)
+
+    @property
+    def num_waiting(self) -> int:
+        """Members that wait in open rounds."""
+        with self._lock:
+            return sum(len(one.given) for one in self._rounds.values())
+
+    def _expected(self, thread: int) -> set[str]:
+        """Who is waited for: the thread of that number of each trainer that is alive."""
+        expected = set()
+        for name in self._joined - self._absent:
+            trainer, own_thread = member(name)
+            if own_thread == thread and (self._alive is None or trainer in self._alive):
+                expected.add(name)
+        return expected
+
+    def _close_full(self) -> list[_Closed]:
+        """Close the rounds that nobody who is waited for can still come to, since all wait in one round or another."""
+        closed = []
+        for thread in {member(group)[1] for group in self._rounds}:
+            if self._expected(thread) <= self._waiting(thread):
+                closed += [self._close(group) for group in list(self._rounds) if member(group)[1] == thread]
+        return closed
+
+    def _waiting(self, thread: int) -> set[str]:
+        """Who waits in a round of that thread."""
+        return {name for group, one in self._rounds.items() if member(group)[1] == thread for name in one.given}
+
+    def _close(self, group: str) -> _Closed:
+        done = self._rounds.pop(group)
+        self.num_rounds += 1
+        result = _mean(done.given)
+        if group == PARAMETERS:
+            result = self._moved(result, done.momentum, done.lr)
+        return _Closed(list(done.told.values()), result, done.number)
+
+    def _moved(self, mean: Tensor, momentum: float, lr: float) -> Tensor:
+        """The centre after a round over parameters with this mean."""
+        assert self.parameters is not None
+        if self.is_old or (momentum == 0 and lr == 1):
+            self.parameters, self.last_change, self.is_old = mean.clone(), None, False
+            return mean
+        change = (mean - self.parameters).mul_(lr)
+        if self.last_change is not None:
+            change.add_(self.last_change, alpha=momentum)
+        self.parameters, self.last_change = self.parameters + change, change
+        return self.parameters.clone()
+
+    def _check(self, tensor: Tensor) -> None:
+        assert self.parameters is not None
+        if tensor.shape != self.parameters.shape:
+            raise RowsteadError(
+                f"a trainer has {tensor.numel()} dense parameters and the centre has {self.parameters.numel()}: all trainers of a "
+                "fleet train the model of one recipe"
+            )
+        if not bool(tensor.isfinite().all()):
+            raise RowsteadError(
+                "a trainer's dense parameters are no longer finite: lower train.dense_optimizer.lr, or set `clip`"
+            )
+
+
+def member(name: str) -> tuple[str, int]:
+    """The trainer and the thread that a member's name stands for: `trainer-3.1` is thread 1 of `trainer-3`; so for groups."""
+    trainer, dot, thread = name.rpartition(".")
+    return (trainer, int(thread)) if dot and thread.isdigit() else (name, 0)
+
+
+def _mean(given: Mapping[str, Tensor]) -> Tensor:
+    """Of what members gave; in the order of names, so that it does not depend on who came first."""
+    return torch.stack([given[name] for name in sorted(given)]).mean(0)
+
+
+def _tell(closed: list[_Closed]) -> None:
+    """Outside the lock, as who is told may come again at once."""
+    for one in closed:
+        for told in one.told:
+            told(one.result, one.number)
+
+
+class LocalCentre:
+    """The Centre of one member, over a state that all threads of this process share."""
+
+    def __init__(self, state: CentreState, name: str) -> None:
+        self._state, self._name = state, name
+
+    def join(self, parameters: Tensor) -> Tensor:
+        return self._state.join(self._name, parameters)
+
+    def leave(self) -> None:
+        self._state.leave(self._name)
+
+    def finish(self, parameters: Tensor) -> None:
+        self._state.finish(self._name, parameters)
+
+    def take(self) -> Tensor:
+        return self._state.take()
+
+    def give(self, parameters: Tensor) -> None:
+        self._state.give(parameters)
+
+    def elastic(self, local: Tensor, alpha: float) -> Tensor:
+        return self._state.elastic(local, alpha)
+
+    def average(self, tensor: Tensor, group: str) -> tuple[Tensor, int]:
+        return self._round(group, tensor)
+
+    def blend(self, local: Tensor, *, momentum: float = 0.0, lr: float = 1.0) -> Tensor:
+        return self._round(PARAMETERS, local, momentum=momentum, lr=lr)[0]
+
+    def keep(self, name: str, tensor: Tensor) -> None:
+        self._state.kept[name] = tensor.detach().clone()
+
+    def kept(self, name: str) -> Tensor | None:
+        found = self._state.kept.get(name)
+        return None if found is None else found.clone()
+
+    def _round(self, group: str, tensor: Tensor, *, momentum: float = 0.0, lr: float = 1.0) -> tuple[Tensor, int]:
+        closed, results = threading.Event(), list[tuple[Tensor, int]]()
+
+        def told(result: Tensor, number: int) -> None:
+            results.append((result, number))
+            closed.set()
+
+        self._state.enter(group, self._name, tensor, told, momentum=momentum, lr=lr)
+        ends_s = time.monotonic() + 10 * ROUND_DEADLINE_S
+        while not closed.wait(0.05):
+            self._state.close_late()
+            if time.monotonic() > ends_s:
+                raise CentreGone("a round did not close in time")
+        result, number = results[0]
+        return result.clone(), number

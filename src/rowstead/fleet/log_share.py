@@ -1,0 +1,142 @@
+"""One reader's share of a log as batches ready to be sent: from any place on, or some of them once more. No threads here."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rowstead.data.batch import Batch, share_bounds
+from rowstead.data.source import Cursor, Source
+from rowstead.fleet.batch_assignments import Entry
+from rowstead.fleet.packing import Packed, pack
+from rowstead.spec.errors import DataError
+
+_FAR = 64
+"""Batches that are read over, rather than begin again at the next one that is wanted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fresh:
+    """A batch in its turn, and where the one after it begins."""
+
+    packed: Packed
+    cursor: Cursor
+    num_skipped: int
+    """Bad rows met in its epoch so far, by this process."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochEnd:
+    """No more batches of this epoch."""
+
+    num_rows: int
+    """In this reader's share of the log, bad ones included."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A batch by its number, and where it begins."""
+
+    number: int = 0
+    epoch: int = 0
+    cursor: Cursor | None = None
+
+
+class LogShare:
+    """What reader `number` of `num_readers` reads; all of them together read each epoch of the log once. Used by one thread."""
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        number: int = 0,
+        num_readers: int = 1,
+        batch_size: int,
+        epochs: int = 1,
+        max_batches: int | None = None,
+        narrow_ids: bool | None = None,
+    ) -> None:
+        """At most `max_batches` over all epochs; `narrow_ids` go as int32, and where nothing is said, those that fit."""
+        assert 0 <= number < num_readers
+        self._source, self._number, self._num_readers = source, number, num_readers
+        self._batch_size, self._epochs, self._max_batches = batch_size, epochs, max_batches
+        self._narrow_ids = narrow_ids
+        self._skipped_again = 0
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What must be the same for numbers of batches to mean the same."""
+        return {
+            "reader": self._number,
+            "of": self._num_readers,
+            "num_samples": self._source.num_samples,
+            "batch_size": self._batch_size,
+            "epochs": self._epochs,
+            "max_batches": self._max_batches,
+        }
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether the log can have rows that are left out."""
+        return hasattr(self._source, "num_skipped")
+
+    def fresh(self, place: Place) -> Generator[Fresh | EpochEnd, None, None]:
+        """The batches from a place to the end of the last epoch, in the order of the log."""
+        number, cursor = place.number, place.cursor
+        first, last = share_bounds(self._source.num_samples, self._number, self._num_readers)
+        for epoch in range(place.epoch, self._epochs):
+            skipped_before = self._num_skipped()
+            with contextlib.closing(self._batches(epoch, cursor)) as batches:
+                while self._max_batches is None or number < self._max_batches:
+                    item = next(batches, None)
+                    if item is None:
+                        break
+                    number += 1
+                    skipped = self._num_skipped() - skipped_before
+                    self._skipped_again = 0
+                    yield Fresh(packed=pack(item[0], narrow=self._narrow_ids), cursor=item[1], num_skipped=skipped)
+                    skipped_before += self._skipped_again
+                else:
+                    return
+            yield EpochEnd(num_rows=last - first)
+            cursor = None
+
+    def again(self, wanted: Mapping[int, Entry]) -> Generator[tuple[int, Packed], None, None]:
+        """Batches by their numbers, which ascend, and where they begin."""
+        at = epoch = -1
+        batches: Iterator[tuple[Batch, Cursor]] = iter(())
+        skipped_before = self._num_skipped()
+        try:
+            for number, entry in wanted.items():
+                if entry.epoch != epoch or number - at > _FAR:
+                    _close(batches)
+                    batches = self._batches(entry.epoch, entry.cursor)
+                    at, epoch = number, entry.epoch
+                batch = None
+                while at <= number:
+                    batch, _ = next(batches, (None, None))
+                    at += 1
+                if batch is None or batch.num_samples != entry.num_samples:
+                    raise DataError(f"the log has changed: batch {number} of reader {self._number} is no longer what it was")
+                yield number, pack(batch, narrow=self._narrow_ids)
+        finally:
+            _close(batches)
+            self._skipped_again += self._num_skipped() - skipped_before
+
+    def _batches(self, epoch: int, cursor: Cursor | None) -> Generator[tuple[Batch, Cursor], None, None]:
+        rank, world = self._number, self._num_readers
+        batches = self._source.batches(self._batch_size, epoch=epoch, rank=rank, world=world, cursor=cursor)
+        try:
+            yield from batches
+        finally:
+            _close(batches)
+
+    def _num_skipped(self) -> int:
+        return getattr(self._source, "num_skipped", 0)
+
+
+def _close(batches: Iterator[Any]) -> None:
+    if isinstance(batches, Generator):
+        batches.close()

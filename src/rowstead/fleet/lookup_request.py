@@ -1,0 +1,199 @@
+"""What a sparse server is asked, read from a message and checked before any kernel follows it.
+
+Letters: B examples, F features (slots) of the server, T tables of the server, n ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rowstead.data.batch import Sparse
+from rowstead.fleet.wire import Message
+from rowstead.kernels.check import check_sparse
+from rowstead.kernels.layout import Layout
+from rowstead.spec.errors import DataError
+from rowstead.spec.features import Table
+
+_LENGTHS = (torch.uint8, torch.int16, torch.int32)
+MOST_SAMPLES = 1 << 24
+"""In one batch."""
+_LAYOUTS_KEPT = 64
+_BAGS_KEPT = 1 << 16
+"""Most bags whose offsets are kept for the next batch."""
+
+
+@dataclass(frozen=True, eq=False)
+class PooledTables:
+    """Those tables of a server that one request wants pooled."""
+
+    places: tuple[int, ...]
+    """Among all tables of the server."""
+    layout: Layout
+    """Of these alone."""
+    slot_tables: NDArray[np.int64]
+    """Of each of their slots the place of its table among all."""
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """One client's batch, as far as it concerns this server."""
+
+    num_samples: int
+    pooled: PooledTables
+    sparse: Sparse
+    """The bags of the pooled slots, over their layout."""
+    ids: NDArray[Any]
+    """All of them: those of the bags, then distinct rows by table."""
+    row_bounds: NDArray[np.int64]
+    """[T + 1]: where the distinct rows of each table begin, behind the ids of the bags."""
+
+    @property
+    def distinct(self) -> NDArray[Any]:
+        """The distinct rows alone."""
+        return self.ids[self.sparse.ids.numel() :]
+
+    @property
+    def num_bytes(self) -> int:
+        """That it takes to remember."""
+        weights = self.sparse.weights
+        return self.ids.nbytes + self.sparse.offsets.nbytes + (0 if weights is None else weights.nbytes)
+
+    @cached_property
+    def segments(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Where in `ids` the rows of one table follow each other: borders [segments + 1] and tables [segments]."""
+        num_samples, num_slots = self.num_samples, len(self.pooled.slot_tables)
+        bounds = self.sparse.offsets.numpy()[::num_samples] if num_slots and num_samples else np.zeros(1, np.int64)
+        behind = self.row_bounds[1:] + self.sparse.ids.numel()
+        tables = np.concatenate([self.pooled.slot_tables[: len(bounds) - 1], np.arange(len(behind))])
+        return np.concatenate([bounds, behind]), tables
+
+
+class Reading:
+    """Reads what a server with a given layout is asked."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._num_rows = np.array([table.num_rows for table in layout.tables], np.int64)
+        self._every_table = PooledTables(tuple(range(len(layout.tables))), layout, np.array(layout.table_of, np.int64))
+        self._some: dict[tuple[int, ...], PooledTables] = {}
+
+    def read(self, message: Message) -> tuple[Asked, list[Tensor]]:
+        """The batch of a message, and the tensors that come after it; raises a DataError where they do not fit the tables."""
+        facts, tensors = message.facts, list(message.tensors)
+        num_samples = _whole(facts.get("samples"), "samples", MOST_SAMPLES)
+        pooled, counts = self._pooled(facts.get("counts"))
+        if not tensors or tensors[0].dim() != 1 or tensors[0].dtype not in (torch.int32, torch.int64):
+            raise DataError("ids must be int32 or int64 and of one dimension")
+        ids = tensors.pop(0)
+        num_bags = pooled.layout.num_features * num_samples
+        lengths: Tensor | int
+        if not num_bags:
+            lengths = 0
+        elif "length" in facts:
+            lengths = _whole(facts["length"], "length", 2**31)
+        elif tensors and tensors[0].dtype in _LENGTHS and tensors[0].shape == (num_bags,):
+            lengths = tensors.pop(0)
+        else:
+            raise DataError(f"there must be lengths of {num_bags} bags")
+        num_distinct = int(counts.sum())
+        num_pooled = ids.numel() - num_distinct
+        weights = None
+        if facts.get("weighted"):
+            if not tensors or not tensors[0].is_floating_point() or tensors[0].shape != (num_pooled,):
+                raise DataError(f"there must be weights of {num_pooled} ids")
+            weights = tensors.pop(0)
+        if num_pooled < 0:
+            raise DataError(f"{num_distinct} distinct rows are announced, and there are {ids.numel()} ids")
+        offsets = _offsets(lengths, num_bags)
+        sparse = Sparse(
+            ids=ids[:num_pooled],
+            offsets=offsets,
+            num_features=pooled.layout.num_features,
+            weights=weights,
+            checked_for=pooled.layout,
+        )
+        if num_bags:
+            check_sparse(pooled.layout, sparse.ids, offsets)
+        elif num_pooled:
+            raise DataError(f"there are {num_pooled} ids too many")
+        asked = Asked(num_samples, pooled, sparse, ids.numpy(), np.concatenate([[0], np.cumsum(counts)]))
+        self._check_distinct(asked.distinct, asked.row_bounds)
+        return asked, tensors
+
+    def _pooled(self, given: Any) -> tuple[PooledTables, NDArray[np.int64]]:
+        """The tables that are pooled, and how many distinct rows are wanted of each of all."""
+        num_tables = len(self._layout.tables)
+        if given is None:
+            return self._every_table, np.zeros(num_tables, np.int64)
+        if not isinstance(given, list) or len(given) != num_tables or not all(type(count) is int for count in given):
+            raise DataError(f"counts must be {num_tables} whole numbers, one a table")
+        if any(count < -1 or count > table.num_rows for count, table in zip(given, self._layout.tables, strict=True)):
+            raise DataError("a table has fewer rows than are asked for")
+        places = tuple(place for place, count in enumerate(given) if count < 0)
+        if places not in self._some:
+            while len(self._some) >= _LAYOUTS_KEPT:
+                del self._some[next(iter(self._some))]
+            self._some[places] = _some_tables(self._layout, places)
+        return self._some[places], np.maximum(np.array(given, np.int64), 0)
+
+    def _check_distinct(self, ids: NDArray[Any], bounds: NDArray[np.int64]) -> None:
+        if not len(ids):
+            return
+        filled = np.flatnonzero(np.diff(bounds))
+        highest = np.maximum.reduceat(ids, bounds[filled])
+        if ids.min() < 0 or (highest >= self._num_rows[filled]).any():
+            raise DataError("a row is asked for that its table has not")
+
+
+def some_features(layout: Layout, places: Sequence[int]) -> list[int]:
+    """The features of `layout` that read one of some tables."""
+    return [feature for feature, table in enumerate(layout.table_of) if table in places]
+
+
+def _some_tables(layout: Layout, places: tuple[int, ...]) -> PooledTables:
+    features = some_features(layout, places)
+    number = {place: new for new, place in enumerate(places)}
+    columns = [0]
+    for feature in features:
+        columns.append(columns[-1] + layout.columns[feature + 1] - layout.columns[feature])
+    tables = []
+    for place in places:
+        whole = layout.tables[place]
+        own = tuple(new for new, feature in enumerate(features) if layout.table_of[feature] == place)
+        tables.append(Table(name=whole.name, num_rows=whole.num_rows, width=whole.width, features=own))
+    some = Layout(
+        tables=tuple(tables),
+        table_of=tuple(number[layout.table_of[feature]] for feature in features),
+        columns=tuple(columns),
+        is_mean=tuple(layout.is_mean[feature] for feature in features),
+    )
+    return PooledTables(places, some, np.array([layout.table_of[feature] for feature in features], np.int64))
+
+
+def _offsets(lengths: Tensor | int, num_bags: int) -> Tensor:
+    """int64 [num_bags + 1] from the lengths of bags, or from that of all."""
+    if isinstance(lengths, int):
+        return (_equal_offsets if num_bags <= _BAGS_KEPT else _equal_offsets.__wrapped__)(lengths, num_bags)
+    offsets = torch.zeros(num_bags + 1, dtype=torch.int64)
+    torch.cumsum(lengths, 0, dtype=torch.int64, out=offsets[1:])
+    return offsets
+
+
+@lru_cache(maxsize=32)
+def _equal_offsets(length: int, num_bags: int) -> Tensor:
+    """Not to be changed: one batch after another has the same."""
+    return torch.arange(num_bags + 1, dtype=torch.int64).mul_(length)
+
+
+def _whole(value: Any, name: str, most: int) -> int:
+    if type(value) is not int or not 0 <= value <= most:
+        raise DataError(f"{name} must be a whole number from 0 to {most}")
+    return value

@@ -1,0 +1,120 @@
+"""Batches on their way from a reader to a trainer: fewer bytes, the same content.
+
+Ids go as int32 where they fit, and instead of offsets the lengths of bags go, in as many bytes as the longest needs, or none
+where all are equal. The rest goes as it lies in memory.
+
+Letters: B examples, F sparse features, nnz ids in the whole batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rowstead.data.batch import Batch, Sparse
+from rowstead.fleet.wire import WireError
+from rowstead.kernels.layout import Layout
+
+_LENGTHS = (torch.uint8, torch.int16, torch.int32)
+_OPTIONAL = ("labels", "weights", "true_p")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packed:
+    """One batch, ready to be sent."""
+
+    facts: dict[str, Any]
+    tensors: list[Tensor]
+    num_samples: int
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+def pack(batch: Batch, *, narrow: bool | None = None) -> Packed:
+    """The batch as few tensors; `narrow` ids go as int32, and where nothing is said, those that fit."""
+    assert batch.share_of is None, "a reader hands out whole batches"
+    sparse = batch.sparse
+    facts: dict[str, Any] = {"features": sparse.num_features, "has": [n for n in _OPTIONAL if getattr(batch, n) is not None]}
+    tensors = [batch.dense, *(getattr(batch, name) for name in facts["has"])]
+    if sparse.num_features:
+        ids = sparse.ids
+        tensors.append(ids.to(torch.int32) if (_fit(ids) if narrow is None else narrow) else ids)
+        lengths = sparse.offsets.diff()
+        low, high = (int(bound) for bound in lengths.aminmax()) if lengths.numel() else (0, 0)
+        if low == high:
+            facts["length"] = low
+        else:
+            tensors.append(lengths.to(next(dtype for dtype in _LENGTHS if high <= torch.iinfo(dtype).max)))
+        if sparse.weights is not None:
+            facts["id_weights"] = True
+            tensors.append(sparse.weights)
+    if sparse.checked_for is not None:
+        facts["checked"] = True
+    facts["tensors"] = len(tensors)
+    return Packed(facts=facts, tensors=tensors, num_samples=batch.num_samples)
+
+
+def unpack(
+    facts: dict[str, Any], tensors: Sequence[Tensor], *, layout: Layout | None = None, ids: torch.dtype | None = None
+) -> Batch:
+    """The batch that was packed, over the memory of its tensors but for the offsets.
+
+    With a `layout`, a batch that the reader has checked is marked as one that fits it. `ids` is the type that ids are wanted in.
+    """
+    given = iter(tensors)
+    try:
+        dense = next(given)
+        num_samples, num_features = int(dense.shape[0]), int(facts["features"])
+        optional: dict[str, Any] = {name: next(given) for name in facts["has"] if name in _OPTIONAL}
+        sparse = _no_ids()
+        if num_features:
+            rows = next(given)
+            num_bags = num_features * num_samples
+            offsets = _offsets(num_bags, facts["length"]) if "length" in facts else _summed(next(given))
+            weights = next(given) if facts.get("id_weights") else None
+            if offsets.numel() != num_bags + 1 or int(offsets[-1]) != rows.numel():
+                raise WireError(f"a batch of {num_bags} bags came with {offsets.numel() - 1} lengths for {rows.numel()} ids")
+            rows = rows if ids is None else rows.to(ids)
+            sparse = Sparse(ids=rows, offsets=offsets, num_features=num_features, weights=weights)
+    except (KeyError, TypeError, ValueError, IndexError, StopIteration):
+        raise WireError(f"a batch came without some of its parts: {str(facts)[:200]}") from None
+    if layout is not None and facts.get("checked") and num_features == layout.num_features:
+        sparse = dataclasses.replace(sparse, checked_for=layout)
+    return Batch(dense=dense, sparse=sparse, **optional)
+
+
+def fits_int32(layout: Layout) -> bool:
+    """Whether the rows of all tables can be named in 32 bits."""
+    return all(table.num_rows <= 2**31 for table in layout.tables)
+
+
+def _fit(ids: Tensor) -> bool:
+    if ids.dtype == torch.int32 or not ids.numel():
+        return True
+    low, high = ids.aminmax()
+    return int(low) >= -(2**31) and int(high) < 2**31
+
+
+def _no_ids() -> Sparse:
+    return Sparse(ids=torch.zeros(0, dtype=torch.int64), offsets=torch.zeros(1, dtype=torch.int64), num_features=0)
+
+
+def _offsets(num_bags: int, length: int) -> Tensor:
+    """int64 [num_bags + 1] of bags that are all of one length."""
+    return torch.arange(num_bags + 1, dtype=torch.int64) * int(length)
+
+
+def _summed(lengths: Tensor) -> Tensor:
+    """int64 [num_bags + 1] from the lengths [num_bags]."""
+    if lengths.dtype not in _LENGTHS or (lengths.dtype != torch.uint8 and int(lengths.amin()) < 0):
+        raise WireError("the lengths of a batch's bags are no lengths")
+    offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64)
+    torch.cumsum(lengths, 0, out=offsets[1:])
+    return offsets

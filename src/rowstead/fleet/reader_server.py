@@ -1,0 +1,120 @@
+"""A reader behind a socket: the role that reads, decodes, hashes and batches one share of a log for the trainers."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rowstead.data.batch import share_bounds
+from rowstead.data.source import Source
+from rowstead.fleet.deduplication import Caller
+from rowstead.fleet.keys import Keys
+from rowstead.fleet.log_share import LogShare
+from rowstead.fleet.packing import fits_int32
+from rowstead.fleet.reader import READ_AHEAD_BYTES, Reader, Request
+from rowstead.fleet.rpc_server import Handler, Later, Server
+from rowstead.fleet.wire import Limits, Message, WireError
+from rowstead.kernels.layout import Layout
+from rowstead.stores.checked import CheckedSource
+
+_LIMITS = Limits(facts_bytes=1 << 20, frame_bytes=1 << 20, message_bytes=1 << 20, num_tensors=1, remembered_bytes=128 << 20)
+"""Requests to a reader are short; only its answers are long."""
+
+
+def serve_reader(
+    source: Source,
+    folder: Path,
+    number: int,
+    *,
+    num_readers: int,
+    batch_size: int,
+    epochs: int = 1,
+    max_steps: int | None = None,
+    address: str = "tcp://127.0.0.1:0",
+    keys: Keys | None = None,
+    until: Callable[[], bool],
+    ready: Callable[[str], None],
+    layout: Layout | None = None,
+    read_ahead_bytes: int = READ_AHEAD_BYTES,
+    sampled: Callable[[Callable[[], dict[str, Any]]], None] | None = None,
+) -> None:
+    """Hand out this reader's share of a log, `epochs` times, until told to end.
+
+    `folder` is the run's; the reader keeps its book in `roles/reader-<number>.progress` there, and goes on from it when it is
+    started again. Of `max_steps` batches in all it hands out its share. With a `layout` every batch is checked against the tables
+    here, so that no trainer has to. `ready` hears the address once it answers; `sampled` is given a function that says how the
+    reader stands.
+    """
+    progress = progress_file(folder, number)
+    progress.parent.mkdir(parents=True, exist_ok=True)
+    share = LogShare(
+        source if layout is None else CheckedSource(source, layout),
+        number=number,
+        num_readers=num_readers,
+        batch_size=batch_size,
+        epochs=epochs,
+        max_batches=None if max_steps is None else share_of_steps(max_steps, number, num_readers),
+        narrow_ids=None if layout is None else fits_int32(layout),
+    )
+    reader = Reader(share, progress, read_ahead_bytes=read_ahead_bytes)
+    with contextlib.closing(reader):
+        handlers = handlers_of(reader)
+        name = f"reader-{number}"
+        with Server(handlers, address=address, keys=keys, limits=_LIMITS, name=name, status=reader.status) as server:
+            if sampled is not None:
+                sampled(lambda: _sample(reader, server))
+            ready(server.address)
+            server.serve(until)
+
+
+def progress_file(folder: Path, number: int) -> Path:
+    """Where reader `number` of a run keeps its book."""
+    return folder / "roles" / f"reader-{number}.progress"
+
+
+def share_of_steps(max_steps: int, number: int, num_readers: int) -> int:
+    """How many of `max_steps` batches one reader hands out."""
+    return max_steps // num_readers + (number < max_steps % num_readers)
+
+
+def batches_of_readers(
+    num_samples: int, num_readers: int, *, batch_size: int, epochs: int = 1, max_steps: int | None = None
+) -> list[int]:
+    """How many batches each reader hands out of a log of so many rows, none of them bad: each share ends with a batch of its own."""
+    counts = []
+    for number in range(num_readers):
+        first, last = share_bounds(num_samples, number, num_readers)
+        count = epochs * math.ceil((last - first) / batch_size)
+        counts.append(count if max_steps is None else min(count, share_of_steps(max_steps, number, num_readers)))
+    return counts
+
+
+def handlers_of(reader: Reader) -> dict[str, Handler]:
+    """What a reader answers: `ask` of trainers; `members` and `stop` of the head."""
+
+    def ask(message: Message, caller: Caller) -> Message | Later:
+        later = Later()
+        answer = reader.ask(Request.of(message.facts), later.answer)
+        return later if answer is None else answer
+
+    def members(message: Message, caller: Caller) -> Message:
+        names = message.facts.get("names")
+        if not isinstance(names, list):
+            raise WireError("`members` needs the names of the trainers that live")
+        reader.keep_only([str(name) for name in names])
+        return Message("members")
+
+    def stop(message: Message, caller: Caller) -> Message:
+        reader.stop()
+        return Message("stop")
+
+    return {"ask": ask, "members": members, "stop": stop}
+
+
+def _sample(reader: Reader, server: Server) -> dict[str, Any]:
+    """What the usage file of a role has a column for."""
+    facts = server.status_facts()
+    return {**reader.status(), **{name: facts[name] for name in ("num_bytes_received", "num_bytes_sent", "waiting_s")}}

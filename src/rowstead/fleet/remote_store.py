@@ -1,0 +1,377 @@
+"""Rows in sparse parameter servers: the store of a trainer that asks for them over the wire.
+
+A look-up is one request to each server, all at once; so is an update, which returns as soon as it is sent. Every server does
+what one client asks in the order in which it was asked, so a look-up sees all updates that were sent before it.
+
+With a staleness of k, look-ups are sent up to k batches early, and travel while the batches before them are trained on: the
+look-up of a batch may miss the updates of the k batches before it, and of no others. At most k updates are unanswered at a
+time. With 0 a look-up is sent behind the update of the batch before, and training is exact.
+
+Letters: B examples, F features, S servers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rowstead.data.batch import Sparse
+from rowstead.fleet.partition import Partition
+from rowstead.fleet.remote_rows import RemoteRows
+from rowstead.fleet.router import Routes, Split
+from rowstead.fleet.rpc_client import Client, Pending
+from rowstead.kernels.check import check_gradient
+from rowstead.kernels.layout import Layout
+from rowstead.kernels.row_optimizer import compute_dtype
+from rowstead.spec.errors import RowsteadError
+from rowstead.spec.train import SparseOptimizerSpec
+from rowstead.stores.base import StatePart
+from rowstead.stores.checked import checked
+from rowstead.stores.state import load_parts, whole_state
+
+Connect = Callable[[int], Client]
+"""Makes a client of the server of that number, with a name that no other client of the fleet has at the same time."""
+
+
+@dataclass(eq=False)
+class _Batch:
+    """A batch that was announced or is being trained on."""
+
+    sparse: Sparse
+    number: int
+    split: Split
+    answers: list[Pending | None] | None = None
+    """Of its look-up, once that is sent; none for a server that is not asked."""
+
+
+@dataclass(eq=False)
+class _Update:
+    """An update that is not wholly answered."""
+
+    batch: _Batch
+    gradients: list[list[Tensor]]
+    lr: float
+    step: int
+    numbers: list[int]
+    """Of this update among those to each server."""
+    answers: dict[int, Pending] = field(default_factory=dict)
+    """By server, those that are awaited."""
+
+
+class RemoteStore(nn.Module):
+    """An EmbeddingStore whose rows are in the servers of a partition, for batches in the CPU's memory.
+
+    `connect` makes its clients, on first use. One thread at a time may be in it; `copy` gives another thread its own. A trainer
+    on a GPU wraps it in a HostStore. With `check` a batch that does not fit the tables is refused before anything is sent.
+    """
+
+    kernel = "remote"
+
+    def __init__(
+        self,
+        layout: Layout,
+        optimizer: SparseOptimizerSpec | None,
+        partition: Partition,
+        connect: Connect,
+        *,
+        staleness: int = 0,
+        dtype: torch.dtype = torch.float32,
+        check: bool = True,
+    ) -> None:
+        super().__init__()
+        if staleness < 0:
+            raise RowsteadError(
+                f"staleness must not be negative, got {staleness}: 0 is exact, k lets look-ups be k batches early"
+            )
+        self.layout, self.tables, self.optimizer, self.partition = layout, layout.tables, optimizer, partition
+        self.staleness, self._dtype, self._check = staleness, dtype, check
+        self._connect = connect
+        self._routes = Routes(layout, partition, dtype)
+        self._clients: dict[int, Client] = {}
+        kind = "sgd" if optimizer is None else optimizer.kind
+        self._rows = RemoteRows(layout.tables, partition, kind, dtype, self._client, self._settled)
+        self._who = secrets.token_hex(12)
+        self._sent = [0] * partition.num_servers
+        """Updates that were sent to each server."""
+        self._lost = [0] * partition.num_servers
+        self._coming: deque[_Batch] = deque()
+        self._current: _Batch | None = None
+        self._unanswered: deque[_Update] = deque()
+        self._num_batches = 0
+        self._num_settled = 0
+        """Batches of which the update is sent, or never will be."""
+        self._turn = threading.RLock()
+        self.num_most_unanswered = 0
+        """Updates that were unanswered at once, at most."""
+        self.num_lookups_early = 0
+        """Look-ups that were sent before their batch's turn."""
+
+    def copy(self) -> RemoteStore:
+        """The same rows for another thread, with clients of its own."""
+        return RemoteStore(
+            self.layout,
+            self.optimizer,
+            self.partition,
+            self._connect,
+            staleness=self.staleness,
+            dtype=self._dtype,
+            check=self._check,
+        )
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> RemoteStore:
+        """Rows stay where they are when the model around them is moved."""
+        return self
+
+    # An EmbeddingStore
+
+    def lookup(self, sparse: Sparse) -> Tensor:
+        with self._turn:
+            if not self.training:  # in between, and no batch of the training
+                return self._answer(self._start_lookup(_Batch(sparse, 0, self._cut(sparse))))
+            batch = self._taken(sparse)
+            if batch.answers is None:
+                self._start_lookup(batch)
+            # An update that a server had forgotten reaches it behind the look-up: then look up again.
+            if not self.staleness and self._settle():
+                self._start_lookup(batch)
+            pooled = self._answer(batch)
+            batch.answers = []  # the vectors are no longer needed
+            self._current = batch
+            return pooled
+
+    @torch.no_grad()
+    def update(self, sparse: Sparse, grad: Tensor, *, lr: float, step: int) -> None:
+        assert self.optimizer is not None, "this store was made for look-ups only"
+        if self._check:
+            sparse = self.checked(sparse)
+            check_gradient(self.layout, sparse.offsets, grad)
+        assert grad.dtype == compute_dtype(self._dtype), f"rows are {self._dtype}, their gradient is {grad.dtype}"
+        with self._turn:
+            batch, self._current = self._current, None
+            is_known = batch is not None and _is_same(batch.sparse, sparse)
+            if batch is None or not is_known:
+                batch = _Batch(sparse, self._next_number(), self._cut(sparse))
+            while self._unanswered and len(self._unanswered) >= max(1, self.staleness):
+                self._settle_one()
+            self._start_update(batch, batch.split.gradients(grad, self.optimizer.clip), lr, step, is_known)
+            self._num_settled = max(self._num_settled, batch.number)
+            self.num_most_unanswered = max(self.num_most_unanswered, len(self._unanswered))
+            self._send_coming()
+
+    @property
+    def batches_ahead(self) -> int:
+        """As many as look-ups may be early."""
+        return self.staleness
+
+    def prefetch(self, sparse: Sparse) -> None:
+        """Cut a coming batch by servers, and send its look-up as early as the staleness allows."""
+        with self._turn:
+            split = self._cut(sparse)
+            self._coming.append(_Batch(sparse, self._next_number(), split))
+            self._send_coming()
+
+    def drop_prefetched(self) -> None:
+        """Batches that were announced are not coming after all; what is on its way is waited for, and let go."""
+        with self._turn:
+            for batch in self._coming:
+                for answer in batch.answers or []:
+                    if answer is not None:
+                        with contextlib.suppress(RowsteadError):
+                            answer.wait()
+            self._coming.clear()
+            self._num_settled = self._num_batches
+
+    def rows(self, table: str, ids: Tensor) -> Tensor:
+        return self._rows.rows(table, ids)
+
+    def parts(self) -> list[StatePart]:
+        return self._rows.parts()
+
+    def state(self) -> dict[str, Tensor]:
+        return whole_state(self.parts())
+
+    def load_state(self, state: Mapping[str, Tensor], *, rows_only: bool = False) -> None:
+        self.drop_prefetched()
+        load_parts(self.parts(), state, rows_only=rows_only)
+
+    def checked(self, sparse: Sparse) -> Sparse:
+        """The same batch, known to fit if this store checks batches."""
+        return checked(sparse, self.layout, torch.device("cpu")) if self._check and self.tables else sparse
+
+    # Of a remote store alone
+
+    def wait(self) -> None:
+        """Until every update is answered."""
+        with self._turn:
+            self._settle()
+
+    def flush(self) -> None:
+        """Wait until every update is answered, and learn from the servers how many they have lost."""
+        with self._turn:
+            self._settle()
+            for server, sent in enumerate(self._sent):
+                if sent:
+                    answer = self._client(server).call("settle", {"who": self._who, "sent": sent})
+                    self._lost[server] = int(answer.facts["lost"])
+
+    @property
+    def num_lost_updates(self) -> int:
+        """Updates that servers had and lost as they were started anew, as far as is known; each server counts."""
+        return sum(self._lost)
+
+    @property
+    def num_updates_sent(self) -> int:
+        """To all servers."""
+        return sum(self._sent)
+
+    @property
+    def num_unanswered(self) -> int:
+        """Updates that are not answered yet."""
+        with self._turn:
+            self._take_answers()
+            return len(self._unanswered)
+
+    def figures(self) -> dict[str, float]:
+        """What its clients have sent, received and waited, and what was lost."""
+        clients = list(self._clients.values())
+        return {
+            "num_updates_sent": self.num_updates_sent,
+            "num_lost_updates": self.num_lost_updates,
+            "num_lookups_early": self.num_lookups_early,
+            "num_sent_again": sum(client.num_sent_again for client in clients),
+            "num_bytes_sent": sum(client.num_bytes_sent for client in clients),
+            "num_bytes_received": sum(client.num_bytes_received for client in clients),
+            "waited_s": sum(client.waited_s for client in clients),
+        }
+
+    def close(self) -> None:
+        """Let go of the connections; `flush` first if the last updates count."""
+        with self._turn:
+            for client in self._clients.values():
+                client.close()
+            self._clients.clear()
+            self._coming.clear()
+            self._unanswered.clear()
+
+    # Look-ups
+
+    def _cut(self, sparse: Sparse) -> Split:
+        return self._routes.cut(self.checked(sparse))
+
+    def _next_number(self) -> int:
+        self._num_batches += 1
+        return self._num_batches
+
+    def _taken(self, sparse: Sparse) -> _Batch:
+        """A batch whose turn it is, announced or not."""
+        if any(_is_same(batch.sparse, sparse) for batch in self._coming):
+            while not _is_same((batch := self._coming.popleft()).sparse, sparse):
+                pass
+        else:
+            batch = _Batch(sparse, self._next_number(), self._cut(sparse))
+        self._num_settled = max(self._num_settled, batch.number - 1)
+        return batch
+
+    def _send_coming(self) -> None:
+        """Send the look-ups of announced batches that may be sent: all but k batches before them have been updated."""
+        if not self.staleness:
+            return
+        for batch in self._coming:
+            if batch.number - 1 - self._num_settled > self.staleness:
+                return
+            if batch.answers is None:
+                self._start_lookup(batch)
+                self.num_lookups_early += 1
+
+    def _start_lookup(self, batch: _Batch) -> _Batch:
+        keeps = batch.number > 0 and self.optimizer is not None
+        batch.answers = []
+        for server, ask in enumerate(batch.split.asks):
+            if ask.is_empty:
+                batch.answers.append(None)
+                continue
+            facts, tensors = ask.message()
+            facts |= {"who": self._who, "batch": batch.number, "keep": True} if keeps else {"who": self._who}
+            batch.answers.append(self._client(server).start("lookup", facts, tensors))
+        return batch
+
+    def _answer(self, batch: _Batch) -> Tensor:
+        assert batch.answers is not None
+        return batch.split.joined([[] if answer is None else answer.wait().tensors for answer in batch.answers])
+
+    # Updates
+
+    def _start_update(self, batch: _Batch, gradients: list[list[Tensor]], lr: float, step: int, is_known: bool) -> None:
+        update = _Update(batch, gradients, lr, step, [0] * len(gradients))
+        for server, ask in enumerate(batch.split.asks):
+            if ask.is_empty or not len(ask.sent_ids):
+                continue
+            self._sent[server] += 1
+            update.numbers[server] = self._sent[server]
+            update.answers[server] = self._send_update(update, server, is_known)
+        if update.answers:
+            self._unanswered.append(update)
+
+    def _send_update(self, update: _Update, server: int, is_known: bool) -> Pending:
+        facts: dict[str, Any] = {"who": self._who, "number": update.numbers[server], "lr": update.lr, "step": update.step}
+        if is_known:
+            return self._client(server).start("update", {**facts, "batch": update.batch.number}, update.gradients[server])
+        known_by, tensors = update.batch.split.asks[server].message()
+        return self._client(server).start("update", {**facts, **known_by}, [*tensors, *update.gradients[server]])
+
+    def _settle(self) -> bool:
+        """Wait until every update is answered; returns whether one had to be sent again."""
+        was_forgotten = False
+        while self._unanswered:
+            was_forgotten |= self._settle_one()
+        return was_forgotten
+
+    def _settle_one(self) -> bool:
+        """Wait until the oldest update is answered by all servers; returns whether it had to be sent again."""
+        update, was_forgotten = self._unanswered[0], False
+        while update.answers:
+            server = next(iter(update.answers))
+            was_forgotten |= self._note(update, server, update.answers.pop(server).wait().facts)
+        self._unanswered.popleft()
+        return was_forgotten
+
+    def _take_answers(self) -> None:
+        """Note the answers that are here already."""
+        for update in self._unanswered:
+            for server in [server for server, answer in update.answers.items() if answer.is_done]:
+                self._note(update, server, update.answers.pop(server).wait().facts)
+        while self._unanswered and not self._unanswered[0].answers:
+            self._unanswered.popleft()
+
+    def _note(self, update: _Update, server: int, facts: Mapping[str, Any]) -> bool:
+        """Take an answer; returns whether the update had to be sent again."""
+        self._lost[server] = int(facts.get("lost", self._lost[server]))
+        if not facts.get("forgotten"):
+            return False
+        # It was started anew, or had no room: it gets the batch as well.
+        update.answers[server] = self._send_update(update, server, is_known=False)
+        return True
+
+    @contextlib.contextmanager
+    def _settled(self) -> Iterator[None]:
+        """Nothing is on its way, and nobody else is in here."""
+        with self._turn:
+            self._settle()
+            yield
+
+    def _client(self, server: int) -> Client:
+        if server not in self._clients:
+            self._clients[server] = self._connect(server)
+        return self._clients[server]
+
+
+def _is_same(one: Sparse, other: Sparse) -> bool:
+    return one.ids is other.ids and one.offsets is other.offsets

@@ -1,0 +1,353 @@
+"""A batch cut by the sparse servers' pieces, and what comes back put together.
+
+Each server is asked at most once a batch. Of a table it either pools, and then gets ids and the lengths of bags and answers
+with vectors, or it sends the distinct rows that are named, and the bags are pooled here. Rows are chosen for a table and a batch where they
+take three quarters of the bytes of vectors or less, there and back, gradients included. An update sends the gradients of the vectors, or those
+of the distinct rows, summed.
+
+Letters: B examples, F features, S servers, D width, n ids that go to one server. A slot is a feature as one server counts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rowstead.data.batch import Sparse
+from rowstead.distributed.sharding import features_of, is_cut_by_rows, piece_layout
+from rowstead.fleet import router_programs as programs
+from rowstead.fleet.partition import Partition
+from rowstead.kernels.cpu.thread_team import over_parts
+from rowstead.kernels.layout import Layout
+from rowstead.kernels.row_optimizer import compute_dtype
+
+Array = NDArray[Any]
+
+_NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
+_NO_SLOTS = np.empty(0, np.int64)
+
+
+class ServerSlots:
+    """What one server answers for: features as slots, in its own order, over its own pieces."""
+
+    def __init__(self, layout: Layout, partition: Partition, server: int) -> None:
+        pieces = partition.pieces_of(layout, server)
+        self.server = server
+        self.layout = piece_layout(layout, pieces)
+        """What the server makes its store from."""
+        own = features_of(layout, pieces)
+        by_table = {piece.table: piece for piece in pieces}
+        is_cut = [is_cut_by_rows(layout, by_table[layout.table_of[feature]]) for feature in own]
+        self.features = np.array(own, np.int64)
+        self.tables = np.array(self.layout.table_of, np.int64)
+        self.widths = np.array([stop - start for start, stop in pairwise(self.layout.columns)], np.int64)
+        self.targets = np.array([layout.columns[feature] for feature in own], np.int64)
+        """First column of each slot in the whole."""
+        self.is_mean = np.array([layout.is_mean[feature] for feature in own], np.bool_)
+        self.is_cut = np.array(is_cut, np.bool_)
+        self.table_widths = np.array([table.width for table in self.layout.tables], np.int64)
+        self.slots_from = np.cumsum([0] + [len(table.features) for table in self.layout.tables], dtype=np.int64)
+        self.slots = np.array([slot for table in self.layout.tables for slot in table.features], np.int64)
+        self.every_slot = np.arange(len(own), dtype=np.int64)
+        self.is_whole_model = (
+            self.layout.columns == layout.columns and not any(is_cut) and own == list(range(layout.num_features))
+        )
+
+
+class Routes:
+    """Which ids go to which server, as arrays for the compiled programs."""
+
+    def __init__(self, layout: Layout, partition: Partition, dtype: torch.dtype) -> None:
+        partition.check(layout.tables)
+        self.layout = layout
+        self.dtype = compute_dtype(dtype)
+        self.row_dtype = dtype
+        self.servers = [ServerSlots(layout, partition, server) for server in range(partition.num_servers)]
+        homes: list[list[tuple[int, int]]] = [[] for _ in layout.tables]
+        """For each table the first rows of its pieces and who keeps them."""
+        for server in range(partition.num_servers):
+            for piece in partition.pieces_of(layout, server):
+                homes[piece.table].append((piece.first_row, server))
+        flat = [sorted(homes[table]) for table in layout.table_of]
+        self.homes_from = np.cumsum([0] + [len(each) for each in flat], dtype=np.int64)
+        self.home_servers = np.array([server for each in flat for _, server in each], np.int64)
+        self.home_firsts = np.array([first for each in flat for first, _ in each], np.int64)
+        is_cut = [len(each) > 1 for each in flat]
+        self.order = np.array(sorted(range(layout.num_features), key=lambda feature: not is_cut[feature]), np.int64)
+        self.is_joined_mean = np.array([cut and mean for cut, mean in zip(is_cut, layout.is_mean, strict=True)], np.bool_)
+        self.columns = np.array(layout.columns, np.int64)
+        self.reads = np.zeros((partition.num_servers, layout.num_features), np.int64)
+        for slots in self.servers:
+            self.reads[slots.server, slots.features] = 1
+        largest = max((piece.num_rows for pieces in partition.servers for piece in pieces), default=1)
+        self.id_type = np.int32 if largest <= 2**31 else np.int64
+
+    def cut(self, sparse: Sparse) -> Split:
+        """A batch in the CPU's memory, known to fit the tables, as what each server is asked."""
+        layout, num_samples = self.layout, sparse.num_samples
+        real = _NUMPY[self.dtype]
+        ids, offsets = sparse.ids.numpy(), sparse.offsets.numpy()
+        weights = np.empty(0, real) if sparse.weights is None else sparse.weights.detach().to(self.dtype).numpy()
+        if len(self.servers) == 1 and self.servers[0].is_whole_model and num_samples:
+            all_of_it = slice(int(offsets[0]), int(offsets[-1]))  # all ids are rows of that server, in its order
+            lengths = np.diff(offsets).astype(np.int32)
+            ask = Ask.of(
+                self.servers[0], self, num_samples, ids[all_of_it].astype(self.id_type, copy=False), lengths, weights[all_of_it]
+            )
+            return Split(routes=self, sparse=sparse, asks=[ask])
+        counts = np.diff(offsets[::num_samples]) if num_samples else np.zeros(layout.num_features, np.int64)
+        room = self.reads @ counts
+        starts = np.concatenate([[0], np.cumsum(room)]).astype(np.int64)
+        sizes = [len(slots.features) * num_samples for slots in self.servers]
+        length_starts = np.cumsum([0, *sizes], dtype=np.int64)
+        out, lengths = np.empty(starts[-1], self.id_type), np.empty(length_starts[-1], np.int32)
+        shares = np.empty(starts[-1] if sparse.weights is not None else 0, real)
+        got = programs.cut_batch(
+            ids, offsets, weights, num_samples, self.order, self.homes_from, self.home_servers, self.home_firsts, starts[:-1],
+            length_starts[:-1], out, lengths, shares,
+        )  # fmt: skip
+        asks = []
+        for slots, first, count, bag, size in zip(self.servers, starts, got, length_starts, sizes, strict=False):
+            own = shares[first : first + count] if len(shares) else shares
+            asks.append(Ask.of(slots, self, num_samples, out[first : first + count], lengths[bag : bag + size], own))
+        return Split(routes=self, sparse=sparse, asks=asks)
+
+
+@dataclass(frozen=True, eq=False)
+class Ask:
+    """What one batch wants of one server."""
+
+    slots: ServerSlots
+    num_samples: int
+    ids: Array
+    """[n], as rows of the server's pieces, by slots."""
+    lengths: Array
+    """int32 [slots * B]."""
+    bounds: Array
+    """[slots + 1], where the ids of each slot begin."""
+    shares: Array
+    """Weights [n], or empty."""
+    counts: Array | None
+    """[tables]: distinct rows of each, or -1 where the server pools; none where it pools all."""
+    places: Array
+    """[n]: which distinct row an id names; of tables that are not pooled."""
+    pooled: Array
+    """Slots that the server pools."""
+    own: Array
+    """Slots whose distinct rows it sends."""
+    sent_ids: Array
+    """Those of the pooled slots, then the distinct rows of each table."""
+    sent_lengths: Array
+    sent_shares: Array
+
+    @classmethod
+    def of(cls, slots: ServerSlots, routes: Routes, num_samples: int, ids: Array, lengths: Array, shares: Array) -> Ask:
+        num_tables = len(slots.table_widths)
+        bounds = np.empty(len(slots.features) + 1, np.int64)
+        programs.bounds_of(lengths, len(slots.features), num_samples, bounds)
+        counts = np.empty(num_tables, np.int64)
+        places, distinct = np.empty(len(ids), np.int32), np.empty(len(ids), ids.dtype)
+        used = programs.find_distinct(
+            ids, bounds, slots.slots_from, slots.slots, slots.table_widths, num_samples, ids.itemsize,
+            routes.dtype.itemsize if len(shares) else 0, routes.row_dtype.itemsize, routes.dtype.itemsize, places, distinct,
+            counts,
+        )  # fmt: skip
+        if (counts < 0).all():
+            return cls(
+                slots,
+                num_samples,
+                ids,
+                lengths,
+                bounds,
+                shares,
+                None,
+                places,
+                slots.every_slot,
+                _NO_SLOTS,
+                ids,
+                lengths,
+                shares,
+            )
+        is_pooled = counts[slots.tables] < 0
+        pooled, own = np.flatnonzero(is_pooled), np.flatnonzero(~is_pooled)
+        room = int((bounds[pooled + 1] - bounds[pooled]).sum())
+        sent_ids = np.empty(room + used, ids.dtype)
+        sent_lengths = np.empty(len(pooled) * num_samples, np.int32)
+        sent_shares = np.empty(room if len(shares) else 0, shares.dtype)
+        programs.kept_slots(ids, shares, lengths, bounds, pooled, num_samples, sent_ids, sent_shares, sent_lengths)
+        sent_ids[room:] = distinct[:used]
+        return cls(
+            slots, num_samples, ids, lengths, bounds, shares, counts, places, pooled, own, sent_ids, sent_lengths, sent_shares
+        )
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the server need not be asked at all."""
+        return not self.num_samples or (not len(self.pooled) and not len(self.sent_ids))
+
+    def message(self) -> tuple[dict[str, Any], list[Tensor]]:
+        """Facts and tensors by which the server knows the batch; `fleet/lookup_request.py` reads them."""
+        facts: dict[str, Any] = {"samples": self.num_samples}
+        tensors = [torch.from_numpy(self.sent_ids)]
+        if self.counts is not None:
+            facts["counts"] = self.counts.tolist()
+        if len(self.sent_lengths):
+            least, most = int(self.sent_lengths.min()), int(self.sent_lengths.max())
+            if least == most:
+                facts["length"] = most
+            else:
+                kind = np.uint8 if most < 2**8 else np.int16 if most < 2**15 else np.int32
+                tensors.append(torch.from_numpy(self.sent_lengths.astype(kind, copy=False)))
+        if len(self.sent_shares):
+            facts["weighted"] = True
+            tensors.append(torch.from_numpy(self.sent_shares))
+        return facts, tensors
+
+    @cached_property
+    def block_columns(self) -> Array:
+        """First column of each pooled slot in the server's vectors, and their width last."""
+        return np.concatenate([[0], np.cumsum(self.slots.widths[self.pooled])]).astype(np.int64)
+
+    @cached_property
+    def row_starts(self) -> Array:
+        """For each slot in `own`, where the rows of its table begin among the flat distinct ones."""
+        assert self.counts is not None
+        sizes = np.maximum(self.counts, 0) * self.slots.table_widths
+        starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        first: Array = starts[self.slots.tables[self.own]]
+        return first
+
+    @property
+    def num_row_elements(self) -> int:
+        """Numbers in all distinct rows."""
+        return 0 if self.counts is None else int((np.maximum(self.counts, 0) * self.slots.table_widths).sum())
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """A batch, cut."""
+
+    routes: Routes
+    sparse: Sparse
+    asks: list[Ask]
+    """One a server."""
+
+    def joined(self, answers: Sequence[Sequence[Tensor]]) -> Tensor:
+        """The pooled output [B, sum of widths] from each server's vectors and distinct rows, where it was asked for them."""
+        layout, dtype, num_samples = self.routes.layout, self.routes.dtype, self.sparse.num_samples
+        if num_samples and len(self.asks) == 1 and self._is_as_it_is(self.asks[0]):
+            return answers[0][0]
+        whole = torch.empty(num_samples, layout.total_width, dtype=dtype)
+        pooled, filled = whole.numpy(), np.zeros(layout.num_features, np.bool_)
+        offsets = self.sparse.offsets.numpy()
+        divided = self.routes.is_joined_mean.copy()
+        for ask, given in zip(self.asks, answers, strict=True):
+            slots, blocks = ask.slots, list(given)
+            if len(ask.pooled) and num_samples:
+                features = slots.features[ask.pooled]
+                _join(ask, blocks.pop(0), filled[features], pooled)
+                filled[features] = True
+            if len(ask.own):
+                features = slots.features[ask.own]
+                rows = blocks.pop(0).to(dtype) if ask.num_row_elements and num_samples else torch.empty(0, dtype=dtype)
+                _pool(ask, rows, filled[features], pooled)
+                filled[features] = True
+                divided[features] |= slots.is_mean[ask.own]
+        if divided.any():
+            features = np.flatnonzero(divided)
+            widths = self.routes.columns[features + 1] - self.routes.columns[features]
+            programs.divide_means(offsets, features, self.routes.columns[features], widths, num_samples, pooled)
+        return whole
+
+    def gradients(self, grad: Tensor, clip: float | None) -> list[list[Tensor]]:
+        """For each server the gradients of its vectors and of its distinct rows, from [B, sum of widths]."""
+        real = _NUMPY[self.routes.dtype]
+        grad = grad.detach().contiguous()
+        whole, offsets = grad.numpy(), self.sparse.offsets.numpy()
+        factors = np.empty(0, real)
+        if clip is not None:
+            factors = np.empty(self.routes.layout.num_features * len(whole), real)
+            programs.clip_factors(whole, self.routes.columns, clip, factors)
+        sent = []
+        for ask in self.asks:
+            tensors: list[Tensor] = []
+            if len(ask.pooled) and len(whole):
+                is_ready = clip is None and self._is_as_it_is(ask)
+                tensors.append(grad if is_ready else _packed(ask, whole, offsets, factors))
+            if ask.num_row_elements and len(whole):
+                tensors.append(_summed(ask, whole, offsets, factors))
+            sent.append(tensors)
+        return sent
+
+    def _is_as_it_is(self, ask: Ask) -> bool:
+        """Whether the server's vectors are the whole output."""
+        return ask.counts is None and ask.slots.is_whole_model
+
+
+# The compiled programs on some slots at a time, each of which has columns of its own
+
+
+def _join(ask: Ask, vectors: Tensor, filled: Array, pooled: Array) -> None:
+    block, columns = vectors.numpy(), ask.block_columns[:-1]
+    targets, widths = ask.slots.targets[ask.pooled], ask.slots.widths[ask.pooled]
+
+    def work(start: int, stop: int) -> None:
+        some = slice(start, stop)
+        programs.join_vectors(block, columns[some], targets[some], widths[some], filled[some], pooled)
+
+    over_parts(work, len(widths), num_bytes=block.nbytes)
+
+
+def _pool(ask: Ask, rows: Tensor, filled: Array, pooled: Array) -> None:
+    flat, targets, widths = rows.numpy(), ask.slots.targets[ask.own], ask.slots.widths[ask.own]
+
+    def work(start: int, stop: int) -> None:
+        some = slice(start, stop)
+        programs.pool_rows(
+            flat, ask.row_starts[some], ask.own[some], targets[some], widths[some], filled[some], ask.bounds, ask.lengths,
+            ask.num_samples, ask.places, ask.shares, pooled,
+        )  # fmt: skip
+
+    over_parts(work, len(widths), num_bytes=ask.num_samples * int(widths.sum()) * flat.itemsize)
+
+
+def _packed(ask: Ask, grad: Array, offsets: Array, factors: Array) -> Tensor:
+    slots, columns = ask.slots, ask.block_columns[:-1]
+    features, targets, widths = slots.features[ask.pooled], slots.targets[ask.pooled], slots.widths[ask.pooled]
+    divides = (slots.is_mean & slots.is_cut)[ask.pooled]
+    block = np.empty((len(grad), ask.block_columns[-1]), grad.dtype)
+
+    def work(start: int, stop: int) -> None:
+        some = slice(start, stop)
+        programs.pack_gradients(
+            grad, offsets, factors, features[some], divides[some], columns[some], targets[some], widths[some], block
+        )
+
+    over_parts(work, len(widths), num_bytes=block.nbytes)
+    return torch.from_numpy(block)
+
+
+def _summed(ask: Ask, grad: Array, offsets: Array, factors: Array) -> Tensor:
+    slots, own = ask.slots, ask.own
+    features, tables, is_mean = slots.features[own], slots.tables[own], slots.is_mean[own]
+    targets, widths = slots.targets[own], slots.widths[own]
+    sums, seen = np.empty(ask.num_row_elements, grad.dtype), np.zeros(len(slots.table_widths), np.int64)
+
+    def work(start: int, stop: int) -> None:
+        some = slice(start, stop)
+        programs.sum_gradients(
+            grad, offsets, factors, features[some], is_mean[some], ask.row_starts[some], tables[some], own[some], targets[some],
+            widths[some], ask.bounds, ask.lengths, ask.places, ask.shares, seen, sums,
+        )  # fmt: skip
+
+    has_shared = len(np.unique(tables)) < len(tables)  # then two threads could meet in a row
+    over_parts(work, len(widths), num_bytes=0 if has_shared else len(grad) * int(widths.sum()) * grad.itemsize)
+    return torch.from_numpy(sums)

@@ -1,0 +1,364 @@
+"""Answering clients: each request runs once, whatever the network does, and nothing that waits is without bound."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import socket as sockets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+import psutil
+import zmq
+
+from rowstead.fleet.deduplication import Caller, Ledger, Verdict
+from rowstead.fleet.deferred_reply import Handler as Handler
+from rowstead.fleet.deferred_reply import Later as Later
+from rowstead.fleet.keys import Gate, Keys, check_address, protect_server
+from rowstead.fleet.sockets import prepare, receive_frames, send_frames
+from rowstead.fleet.wire import (
+    ANSWER,
+    ERROR,
+    REQUEST,
+    USUAL_LIMITS,
+    Buffer,
+    Header,
+    Limits,
+    Message,
+    WireError,
+    decode,
+    decode_header,
+    encode,
+    number_of,
+    size_of,
+)
+from rowstead.spec.errors import RowsteadError
+
+_log = logging.getLogger("rowstead.fleet")
+_LOOK_UP_EVERY_MS = 100
+"""How often an idle server looks whether it should end."""
+
+
+@dataclass(slots=True)
+class _Job:
+    """A request that is to be run."""
+
+    header: Header
+    message: Message
+    num_bytes: int
+
+
+@dataclass(slots=True)
+class _Line:
+    """Requests of one client that wait for a thread; one of them runs at a time."""
+
+    jobs: deque[_Job] = field(default_factory=deque)
+    is_busy: bool = False
+
+
+class Server:
+    """Answers requests by their kind.
+
+    One thread reads and sends. With `threads` = 1 it runs the handlers too; with more, that many threads run them, the requests of
+    different clients side by side. Those of one client run one at a time, in the order of their numbers; one whose handler returned
+    a `Later` counts as run. The kind `status` is answered by the server itself, with the facts of `status` added to its own.
+    """
+
+    def __init__(
+        self,
+        handlers: Mapping[str, Handler],
+        *,
+        address: str = "tcp://127.0.0.1:0",
+        keys: Keys | None = None,
+        limits: Limits = USUAL_LIMITS,
+        threads: int = 1,
+        name: str = "server",
+        status: Callable[[], Mapping[str, Any]] | None = None,
+    ) -> None:
+        if threads < 1:
+            raise ValueError(f"threads must be at least 1, got {threads}")
+        check_address(address, keys)
+        self.name = name
+        self.incarnation = secrets.randbits(64)
+        self.num_requests = 0
+        """That were run."""
+        self.num_repeated = 0
+        """That came again, and were not run again."""
+        self.num_bytes_received = 0
+        self.num_bytes_sent = 0
+        self.waiting_s = 0.0
+        """That the server had nothing to do."""
+        self._num_refused = 0
+        self._handlers = {**handlers, "status": self._answer_status}
+        self._status = status
+        self._limits = limits
+        self._ledger = Ledger(limits)
+        self._num_threads = threads
+        self._outbox: deque[tuple[Header, list[Buffer]]] = deque()
+        self._ended: deque[_Line] = deque()
+        self._lines: dict[int, _Line] = {}
+        self._ready: SimpleQueue[_Line | None] = SimpleQueue()
+        self._queued_bytes = 0
+        self._num_queued = 0
+        self._serving = threading.Lock()
+        self._loop_thread: int | None = None
+        self._thread: threading.Thread | None = None
+        self._closing = False
+        self._process = psutil.Process()
+        self._started_s = time.monotonic()
+        self._wake, self._waker = sockets.socketpair()
+        self._wake.setblocking(False)
+        self._waker.setblocking(False)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._gate = None if keys is None else Gate(self._context, keys)
+        self._router = self._context.socket(zmq.ROUTER)
+        try:
+            self._bind(address, keys)
+        except BaseException:
+            self.close()
+            raise
+
+    def _bind(self, address: str, keys: Keys | None) -> None:
+        router = self._router
+        # A client keeps fewer requests in flight than this, so its pipe is never full.
+        prepare(router, address, self._limits, num_waiting=2 * self._limits.in_flight_per_client)
+        router.linger = 1000
+        if keys is not None:
+            protect_server(router, keys)
+        try:
+            router.bind(address)
+        except zmq.ZMQError as error:
+            raise RowsteadError(f"{address} cannot be listened on: {error}. Port 0 takes a free one") from None
+        self.address: str = router.getsockopt_string(zmq.LAST_ENDPOINT)
+        """Where clients reach it, with the real port."""
+
+    @property
+    def num_refused(self) -> int:
+        """Messages that were no good, and connections without the key."""
+        return self._num_refused + (0 if self._gate is None else self._gate.num_refused)
+
+    @property
+    def queue_depth(self) -> int:
+        """Requests that wait for a thread."""
+        return self._num_queued
+
+    def start(self) -> Server:
+        """Serve in a thread of its own until `close`."""
+        assert self._thread is None, "the server is running already"
+        self._thread = threading.Thread(target=self.serve, name=f"rowstead-{self.name}", daemon=True)
+        self._thread.start()
+        return self
+
+    def serve(self, until: Callable[[], bool] = lambda: False) -> None:
+        """Serve in this thread until `until()`, which is asked some times a second, or `close`."""
+        with self._serving:
+            self._loop_thread = threading.get_ident()
+            try:
+                self._serve(until)
+            finally:
+                self._loop_thread = None
+
+    def _serve(self, until: Callable[[], bool]) -> None:
+        workers = [
+            threading.Thread(target=self._work, name=f"rowstead-{self.name}-{number}", daemon=True)
+            for number in range(self._num_threads if self._num_threads > 1 else 0)
+        ]
+        for worker in workers:
+            worker.start()
+        try:
+            self._go_round(until)
+        finally:
+            for _ in workers:
+                self._ready.put(None)
+            for worker in workers:
+                worker.join()
+            self._deliver()
+
+    def close(self) -> None:
+        """End, once what runs has been answered; harmless when closed."""
+        if self._context.closed:
+            return
+        assert self._loop_thread != threading.get_ident(), "a handler cannot close its server"
+        self._closing = True
+        self._notify()
+        if self._thread is not None:
+            self._thread.join()
+        with self._serving:
+            self._router.close()
+        if self._gate is not None:
+            self._gate.socket.close()
+        self._context.term()
+        self._wake.close()
+        self._waker.close()
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _go_round(self, until: Callable[[], bool]) -> None:
+        attentive, full = zmq.Poller(), zmq.Poller()
+        for poller in (attentive, full):
+            poller.register(self._wake, zmq.POLLIN)
+            if self._gate is not None:
+                poller.register(self._gate.socket, zmq.POLLIN)
+        attentive.register(self._router, zmq.POLLIN)
+        wake_fd = self._wake.fileno()
+        while not self._closing and not until():
+            has_room = self._queued_bytes <= self._limits.queued_bytes
+            before_s = time.perf_counter()
+            ready = (attentive if has_room else full).poll(_LOOK_UP_EVERY_MS)
+            self.waiting_s += time.perf_counter() - before_s
+            for source, _ in ready:
+                if source is self._router:
+                    self._take(*receive_frames(self._router, most=2 + self._limits.num_tensors))
+                elif source == wake_fd:
+                    with contextlib.suppress(BlockingIOError):
+                        self._wake.recv(4096)
+                elif self._gate is not None:
+                    self._gate.answer()
+            self._deliver()
+
+    def _take(self, frames: list[zmq.Frame], num_frames: int) -> None:
+        """Run a request, answer it from memory, or refuse it; the first frame is the route back."""
+        route = frames.pop(0).bytes
+        num_bytes = sum(map(len, frames))
+        self.num_bytes_received += num_bytes
+        first = frames[0].bytes if frames and len(frames[0]) <= self._limits.first_frame_bytes else b""
+        try:
+            header = decode_header(first, self._limits)
+            if header.role != REQUEST:
+                raise WireError("this is no request")
+            if len(frames) + 1 != num_frames:
+                raise WireError(f"the message has {num_frames - 2:,} tensors; at most {self._limits.num_tensors:,} are taken")
+            message = decode(header, first, [frame.buffer for frame in frames[1:]])
+            if header.kind not in self._handlers:
+                raise WireError(f"nobody answers `{header.kind}` here; known: {', '.join(sorted(self._handlers))}")
+        except WireError as error:
+            self._num_refused += 1
+            if (number := number_of(first)) is not None:
+                self._send(route, self._encoded(number, error))
+            return
+        verdict, answer = self._ledger.take(header, route)
+        if verdict is Verdict.RUN:
+            self._begin(_Job(header, message, num_bytes))
+            return
+        self.num_repeated += verdict is not Verdict.TOO_MANY
+        if verdict is Verdict.REPEAT:
+            assert answer is not None
+            self._send(route, answer)
+        elif verdict is Verdict.FORGOTTEN:
+            problem = f"`{header.kind}` of {header.name} was done before, but its answer is no longer kept"
+            self._send(route, self._encoded(header.number, RowsteadError(problem)))
+        elif verdict is Verdict.TOO_MANY:
+            self._num_refused += 1
+            problem = f"{header.name} has too many requests in flight, or {self.name} too many clients; ask for less at a time"
+            self._send(route, self._encoded(header.number, RowsteadError(problem)))
+
+    def _begin(self, job: _Job) -> None:
+        self.num_requests += 1
+        if self._num_threads == 1:
+            self._run(job)
+            return
+        line = self._lines.setdefault(job.header.sender, _Line())
+        line.jobs.append(job)
+        self._queued_bytes += job.num_bytes
+        self._num_queued += 1
+        if not line.is_busy:
+            line.is_busy = True
+            self._ready.put(line)
+
+    def _work(self) -> None:
+        """Run the first request of each line that is ready, until told to end."""
+        while (line := self._ready.get()) is not None:
+            self._run(line.jobs[0])
+            self._ended.append(line)
+            self._notify()
+
+    def _run(self, job: _Job) -> None:
+        header = job.header
+        outcome: Message | Later | Exception
+        try:
+            outcome = self._handlers[header.kind](job.message, Caller(header.name, header.sender))
+        except RowsteadError as error:
+            outcome = error
+        except Exception as error:
+            _log.exception("%s failed at `%s` of %s", self.name, header.kind, header.name)
+            outcome = RowsteadError(f"{self.name} failed at `{header.kind}`: {type(error).__name__}: {error}")
+        if isinstance(outcome, Later):
+            outcome.send_by(lambda answer: self._post(header, answer))
+        else:
+            self._post(header, outcome)
+
+    def _post(self, header: Header, outcome: Message | Exception) -> None:
+        """Hand an answer to the thread that sends; from any thread."""
+        try:
+            frames = self._encoded(header.number, outcome)
+        except Exception as error:  # such as facts that JSON cannot hold
+            _log.exception("%s cannot send its answer to `%s`", self.name, header.kind)
+            problem = RowsteadError(f"{self.name} cannot send its answer to `{header.kind}`: {type(error).__name__}: {error}")
+            frames = self._encoded(header.number, problem)
+        self._outbox.append((header, frames))
+        self._notify()
+
+    def _notify(self) -> None:
+        if threading.get_ident() != self._loop_thread:
+            with contextlib.suppress(BlockingIOError, OSError):  # full: it will wake anyway; closed: nobody waits
+                self._waker.send(b"\0")
+
+    def _deliver(self) -> None:
+        """Send what handlers have answered, and let the next of each line run."""
+        while self._outbox:
+            header, frames = self._outbox.popleft()
+            self._send(self._ledger.finish(header.sender, header.number, frames), frames)
+        while self._ended:
+            line = self._ended.popleft()
+            job = line.jobs.popleft()
+            self._queued_bytes -= job.num_bytes
+            self._num_queued -= 1
+            if line.jobs:
+                self._ready.put(line)
+            else:
+                del self._lines[job.header.sender]
+
+    def _encoded(self, number: int, outcome: Message | Exception) -> list[Buffer]:
+        role = ANSWER
+        if isinstance(outcome, Exception):
+            role, outcome = ERROR, Message("error", {"error": str(outcome)[:4000]})
+        return encode(outcome, role=role, number=number, sender=self.incarnation, name=self.name)
+
+    def _send(self, route: bytes, frames: list[Buffer]) -> None:
+        # To a client that is gone, or reads nothing, ZeroMQ sends nothing: it asks again if it lives.
+        send_frames(self._router, [route, *frames])
+        self.num_bytes_sent += size_of(frames)
+
+    def _answer_status(self, message: Message, caller: Caller) -> Message:
+        return Message("status", {**self.status_facts(), **({} if self._status is None else self._status())})
+
+    def status_facts(self) -> dict[str, Any]:
+        """How the server does, since it started."""
+        with self._process.oneshot():
+            times, rss_bytes = self._process.cpu_times(), self._process.memory_info().rss
+        return {
+            "name": self.name,
+            "num_requests": self.num_requests,
+            "num_repeated": self.num_repeated,
+            "num_refused": self.num_refused,
+            "num_clients": self._ledger.num_clients,
+            "num_running": self._ledger.num_running,
+            "queue_depth": self.queue_depth,
+            "waiting_s": self.waiting_s,
+            "up_s": time.monotonic() - self._started_s,
+            "cpu_s": times.user + times.system,
+            "rss_bytes": rss_bytes,
+            "num_bytes_received": self.num_bytes_received,
+            "num_bytes_sent": self.num_bytes_sent,
+            "remembered_bytes": self._ledger.remembered_bytes,
+        }

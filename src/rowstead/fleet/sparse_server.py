@@ -1,0 +1,289 @@
+"""A sparse parameter server: keeps pieces of tables, pools what trainers look up, and trains rows by the gradients they send.
+
+| kind | facts | tensors | answer |
+|---|---|---|---|
+| `lookup` | `who`, `batch`, `keep`, and the batch (`fleet/router.py`) | the batch | vectors [B, width], distinct rows |
+| `update` | `who`, `number`, `lr`, `step`; `batch`, or the batch itself | (the batch,) gradients | `lost`; or `forgotten` |
+| `settle` | `who`, `sent` | | `lost` |
+| `read_rows` | `table`, `part`, and `start`, `stop` | or the rows' numbers | rows |
+| `write_rows` | `table`, `part`, `start` | rows | |
+| `snapshot` | | | `num_rows`, `num_bytes`, once it is written |
+| `status` | | | how the server does |
+
+The batch of a look-up is remembered until its update comes, so that ids travel once. One that is forgotten, since the server
+was started anew or had no more room, is sent again by whoever asked. Requests are applied one after another; with several
+threads, those of different trainers side by side (Hogwild: each is exact by itself, and where two meet in a row one change may
+be lost).
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rowstead.distributed.sharding import piece_layout
+from rowstead.fleet.applied_updates import Tally
+from rowstead.fleet.deduplication import Caller
+from rowstead.fleet.keys import Keys
+from rowstead.fleet.lookup_request import Asked
+from rowstead.fleet.partition import Partition
+from rowstead.fleet.roster import Roster
+from rowstead.fleet.rpc_server import Later, Server
+from rowstead.fleet.snapshot import Snapshots, Written
+from rowstead.fleet.table_shard import KeptRows
+from rowstead.fleet.wire import Limits, Message
+from rowstead.kernels.layout import layout_of
+from rowstead.spec.errors import DataError, RowsteadError
+from rowstead.spec.run import RunSpec
+
+REMEMBERED_BYTES = 256 << 20
+"""Of batches that were looked up and not updated yet."""
+SNAPSHOTS_FOLDER = "snapshots"
+
+
+class SparseServer:
+    """Answers for the rows of `kept`, from `start` or `serve` on."""
+
+    def __init__(
+        self,
+        kept: KeptRows,
+        *,
+        address: str = "tcp://127.0.0.1:0",
+        keys: Keys | None = None,
+        threads: int = 1,
+        name: str = "sparse",
+        limits: Limits | None = None,
+        snapshots: Path | None = None,
+        snapshot_every_s: float | None = None,
+        remembered_bytes: int = REMEMBERED_BYTES,
+    ) -> None:
+        """`snapshots` is the folder of its own in which it keeps them; what it finds there it goes on from."""
+        self.kept = kept
+        self.tally = Tally()
+        self.snapshots: Snapshots | None = None
+        if snapshots is not None:
+            self.snapshots = Snapshots(
+                kept, snapshots, every_s=snapshot_every_s, counted=lambda: {"sent": self.tally.to_json()}
+            )
+            if (counts := self.snapshots.restore()) is not None:
+                self.tally = Tally.from_json(counts["sent"])
+        self.num_lookups = self.num_samples = 0
+        self._batches: OrderedDict[tuple[str, int], Asked] = OrderedDict()
+        self._batches_bytes, self._most_bytes = 0, remembered_bytes
+        self._lock = threading.Lock()
+        self.server = Server(
+            {
+                "lookup": self._lookup,
+                "update": self._update,
+                "settle": self._settle,
+                "read_rows": self._read_rows,
+                "write_rows": self._write_rows,
+                "snapshot": self._snapshot,
+            },
+            address=address,
+            keys=keys,
+            threads=threads,
+            name=name,
+            status=self.facts,
+            **({} if limits is None else {"limits": limits}),
+        )
+
+    @property
+    def address(self) -> str:
+        """Where it answers."""
+        return self.server.address
+
+    def start(self) -> SparseServer:
+        """Serve in a thread."""
+        if self.snapshots is not None:
+            self.snapshots.start()
+        self.server.start()
+        return self
+
+    def serve(self, until: Callable[[], bool]) -> None:
+        """Serve in this thread."""
+        if self.snapshots is not None:
+            self.snapshots.start()
+        self.server.serve(until)
+
+    def close(self) -> None:
+        """End; a snapshot that is being written is finished."""
+        if self.snapshots is not None:
+            self.snapshots.close()
+        self.server.close()
+
+    def facts(self) -> dict[str, Any]:
+        """What `status` tells besides what every server does."""
+        return {
+            "num_lookups": self.num_lookups,
+            "num_samples": self.num_samples,
+            "num_updates": self.tally.num_updates,
+            "num_lost_updates": self.tally.num_lost,
+            "table_bytes": self.kept.num_bytes,
+            "num_batches_remembered": len(self._batches),
+            "batches_remembered_bytes": self._batches_bytes,
+            **({} if self.snapshots is None else self.snapshots.facts()),
+        }
+
+    # Handlers
+
+    def _lookup(self, message: Message, caller: Caller) -> Message:
+        asked, left = self.kept.reading.read(message)
+        if left:
+            raise DataError(f"a look-up has {len(left)} tensors too many")
+        answer = self.kept.lookup(asked)
+        if message.facts.get("keep"):
+            self._remember((_who(message), _number(message, "batch")), asked)
+        self.num_lookups += 1
+        self.num_samples += asked.num_samples
+        return Message("lookup", {}, answer)
+
+    def _update(self, message: Message, caller: Caller) -> Message:
+        facts, who, number = message.facts, _who(message), _number(message, "number")
+        lr, step = facts.get("lr"), _number(message, "step")
+        if not isinstance(lr, (int, float)) or not math.isfinite(lr):
+            raise DataError(f"lr must be a finite number, got {lr!r}")
+        if self.kept.optimizer is None:
+            raise DataError("this server was made for look-ups only")
+        if "samples" in facts:
+            asked, gradients = self.kept.reading.read(message)
+        else:
+            found = self._recall((who, _number(message, "batch")))
+            if found is None:
+                # One that it had before it was started anew is in the rows already.
+                return Message(
+                    "update", {"forgotten": not self.tally.of(who).has(number), "lost": self.tally.of(who).num_missing}
+                )
+            asked, gradients = found, message.tensors
+        self.kept.check_gradients(asked, gradients)
+        with self.kept.changing():
+            sent = self.tally.of(who)
+            if not sent.has(number):
+                self.kept.update(asked, gradients, lr=float(lr), step=step)
+                sent.add(number)
+        return Message("update", {"lost": sent.num_missing})
+
+    def _settle(self, message: Message, caller: Caller) -> Message:
+        with self.kept.changing():
+            sent = self.tally.of(_who(message))
+            sent.heard_of(_number(message, "sent", least=0))
+        return Message("settle", {"lost": sent.num_missing})
+
+    def _read_rows(self, message: Message, caller: Caller) -> Message:
+        table, part = str(message.facts.get("table")), str(message.facts.get("part"))
+        if message.tensors:
+            (rows,) = message.tensors
+            if rows.dim() != 1 or rows.dtype not in (torch.int32, torch.int64):
+                raise DataError("the numbers of rows must be int32 or int64 and of one dimension")
+            return Message("read_rows", {}, [self.kept.take(table, part, rows)])
+        start, stop = _number(message, "start", least=0), _number(message, "stop", least=0)
+        return Message("read_rows", {}, [self.kept.read(table, part, start, stop)])
+
+    def _write_rows(self, message: Message, caller: Caller) -> Message:
+        if len(message.tensors) != 1 or message.tensors[0].dim() != 2:
+            raise DataError("rows to be written are one tensor of two dimensions")
+        facts = message.facts
+        with self.kept.changing():
+            start = _number(message, "start", least=0)
+            self.kept.write(str(facts.get("table")), str(facts.get("part")), start, message.tensors[0])
+        return Message("write_rows")
+
+    def _snapshot(self, message: Message, caller: Caller) -> Later:
+        if self.snapshots is None:
+            raise RowsteadError("this server was started without a folder for snapshots")
+        later = Later()
+
+        def done(outcome: Written | Exception) -> None:
+            if isinstance(outcome, Exception):
+                later.fail(f"the snapshot failed: {outcome}")
+            else:
+                facts = {"num_rows": outcome.num_rows, "num_bytes": outcome.num_bytes, "is_full": outcome.is_full}
+                later.answer(Message("snapshot", facts))
+
+        self.snapshots.ask(done)
+        return later
+
+    # Batches between look-up and update
+
+    def _remember(self, key: tuple[str, int], asked: Asked) -> None:
+        with self._lock:
+            before = self._batches.pop(key, None)
+            self._batches[key] = asked
+            self._batches_bytes += asked.num_bytes - (0 if before is None else before.num_bytes)
+            while self._batches_bytes > self._most_bytes and len(self._batches) > 1:
+                _, oldest = self._batches.popitem(last=False)
+                self._batches_bytes -= oldest.num_bytes
+
+    def _recall(self, key: tuple[str, int]) -> Asked | None:
+        with self._lock:
+            found = self._batches.pop(key, None)
+            self._batches_bytes -= 0 if found is None else found.num_bytes
+            return found
+
+
+def serve_sparse(
+    spec: RunSpec,
+    folder: Path,
+    number: int,
+    *,
+    until: Callable[[], bool],
+    ready: Callable[[str], None],
+    partition: Partition | Mapping[str, Any] | None = None,
+    address: str = "tcp://127.0.0.1:0",
+    keys: Keys | None = None,
+    incarnation: int = 0,
+    dtype: torch.dtype = torch.float32,
+    threads: int = 1,
+    snapshot_every_s: float | None = None,
+    sampled: Callable[[Callable[[], dict[str, Any]]], None] | None = None,
+) -> None:
+    """The role: keep the pieces that a partition, by default that in `fleet.json`, gives to server `number`, until told to end.
+
+    Snapshots are in `snapshots/sparse-<number>` of the run's folder; with one there the server goes on from it. Without
+    `snapshot_every_s` they are only taken when asked for. `ready` is called with the address, `sampled` with what gives the
+    status.
+    """
+    layout = layout_of(spec.features, spec.tables)
+    if not isinstance(partition, Partition):
+        partition = Partition.from_json(Roster(folder).facts["partition"] if partition is None else partition)
+    partition.check(layout.tables)
+    if not 0 <= number < partition.num_servers:
+        raise RowsteadError(f"there is no sparse server {number}: the tables are shared by {partition.num_servers}, from 0 on")
+    pieces = partition.pieces_of(layout, number)
+    kept = KeptRows(piece_layout(layout, pieces), spec.train.sparse_optimizer, seed=spec.seed, dtype=dtype)
+    server = SparseServer(
+        kept,
+        address=address,
+        keys=keys,
+        threads=threads,
+        name=f"sparse-{number}",
+        snapshots=folder / SNAPSHOTS_FOLDER / f"sparse-{number}",
+        snapshot_every_s=snapshot_every_s,
+    )
+    try:
+        if sampled is not None:
+            sampled(lambda: {**server.server.status_facts(), **server.facts(), "incarnation": incarnation})
+        ready(server.address)
+        server.serve(until)
+    finally:
+        server.close()
+
+
+def _who(message: Message) -> str:
+    who = message.facts.get("who")
+    if not isinstance(who, str) or not 0 < len(who) <= 64:
+        raise DataError("`who` must be a word that is the sender's own")
+    return who
+
+
+def _number(message: Message, name: str, *, least: int = 1) -> int:
+    value = message.facts.get(name)
+    if type(value) is not int or not least <= value < 2**62:
+        raise DataError(f"`{name}` must be a whole number of at least {least}, got {value!r}")
+    return value

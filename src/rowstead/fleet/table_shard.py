@@ -1,0 +1,348 @@
+"""The rows that one sparse server keeps: looked up, updated, and copied aside for a snapshot while both go on.
+
+A snapshot is of one moment. Once it has begun, a row that is in it is copied before its first change; all others are copied in
+small portions in between. Nobody waits for longer than one portion takes. Changes wait for nothing but the beginning of a
+snapshot, and that waits for the changes that are being made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numba
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rowstead.fleet.lookup_request import Asked, Reading
+from rowstead.kernels.cpu import embedding as cpu
+from rowstead.kernels.cpu.distinct_rows import gather_rows, update_rows
+from rowstead.kernels.layout import Layout
+from rowstead.kernels.row_optimizer import compute_dtype
+from rowstead.spec.errors import DataError
+from rowstead.spec.train import SparseOptimizerSpec
+from rowstead.stores.device import DeviceStore
+
+PORTION_BYTES = 1 << 20
+"""Of rows and their state that are copied at a time."""
+SCANNED_ROWS = 1 << 18
+"""Rows among which the next portion is looked for at a time."""
+QUEUED_BYTES = 64 << 20
+"""Of copies that may wait to be written; whoever changes more rows waits until they are."""
+
+
+@dataclass(frozen=True, eq=False)
+class Copied:
+    """Rows of one table as they were when a snapshot began."""
+
+    table: int
+    rows: NDArray[np.int64]
+    """Numbers [n], in the server's piece."""
+    values: list[Tensor]
+    """The rows and what the optimizer remembers of them, [n, columns] each, in the order of `KeptRows.parts`."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.rows.nbytes + sum(value.nbytes for value in self.values)
+
+
+class KeptRows:
+    """A server's pieces of tables. `hogwild` says whether several threads may change rows at once."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        optimizer: SparseOptimizerSpec | None,
+        *,
+        seed: int = 1,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        # Whoever asks has the whole gradient, and clips it.
+        self.optimizer = None if optimizer is None else dataclasses.replace(optimizer, clip=None)
+        self.layout, self.dtype, self.seed = layout, dtype, seed
+        self.store = DeviceStore(layout, self.optimizer, seed=seed, kernel="cpu", dtype=dtype)
+        self.reading = Reading(layout)
+        self.places = {table.name: place for place, table in enumerate(layout.tables)}
+        self._rows = [rows.detach() for rows in self.store.weights]
+        self._states = self.store.row_states
+        sizes = [table.num_rows for table in layout.tables]
+        self._starts = np.cumsum([0, *sizes], dtype=np.int64)
+        self.touched = np.zeros(self._starts[-1], np.uint8)
+        """One for each row: whether it has changed since the last full snapshot, or since the beginning. A byte, not a bit:
+        threads that set neighbours at the same time must not undo each other."""
+        self._waiting = np.zeros(self._starts[-1], np.uint8)
+        """Which rows the snapshot under way still has to copy."""
+        self._is_copying = False
+        self._queue: deque[Copied] = deque()
+        self._queued_bytes = 0
+        self._turns = threading.Condition()
+        self._num_changing = 0
+        self._is_beginning = False
+
+    # Look-ups and updates
+
+    def lookup(self, asked: Asked) -> list[Tensor]:
+        """Pooled vectors [B, width], and distinct rows, flat; either only if it was asked for."""
+        answers = []
+        pooled = asked.pooled
+        if pooled.places and asked.num_samples:
+            tables = [self._rows[place] for place in pooled.places]
+            answers.append(cpu.lookup(tables, pooled.layout, asked.sparse.ids, asked.sparse.offsets, asked.sparse.weights))
+        if asked.row_bounds[-1]:
+            answers.append(gather_rows(self._rows, asked.distinct, asked.row_bounds))
+        return answers
+
+    def check_gradients(self, asked: Asked, gradients: list[Tensor]) -> None:
+        """Raise a DataError unless gradients are of the shapes of what `lookup` answers."""
+        shapes: list[tuple[int, ...]] = []
+        if asked.pooled.places and asked.num_samples:
+            shapes.append((asked.num_samples, asked.pooled.layout.total_width))
+        if asked.row_bounds[-1]:
+            widths = [table.width for table in self.layout.tables]
+            shapes.append((int((np.diff(asked.row_bounds) * widths).sum()),))
+        dtype = compute_dtype(self.dtype)
+        if [tuple(each.shape) for each in gradients] != shapes or any(each.dtype != dtype for each in gradients):
+            found = [(tuple(each.shape), str(each.dtype)) for each in gradients]
+            raise DataError(f"the gradients are {found}, and {shapes} of {dtype} are wanted")
+
+    def update(self, asked: Asked, gradients: list[Tensor], *, lr: float, step: int) -> None:
+        """Apply the optimizer to every row that was asked for; inside `changing`, with gradients that were checked."""
+        assert self.optimizer is not None, "this server was made for look-ups only"
+        borders, tables = asked.segments
+        self._before_change(asked.ids, borders, tables)
+        _mark(asked.ids, borders, tables, self._starts, self.touched)
+        left, pooled = list(gradients), asked.pooled
+        if pooled.places and asked.num_samples:
+            cpu.update(
+                [self._rows[place] for place in pooled.places],
+                [self._states[place] for place in pooled.places],
+                pooled.layout,
+                asked.sparse.ids,
+                asked.sparse.offsets,
+                asked.sparse.weights,
+                left.pop(0),
+                optimizer=self.optimizer,
+                lr=lr,
+                step=step,
+            )
+        if asked.row_bounds[-1]:
+            update_rows(
+                self._rows,
+                self._states,
+                asked.distinct,
+                asked.row_bounds,
+                left.pop(0),
+                optimizer=self.optimizer,
+                lr=lr,
+                step=step,
+            )
+
+    # Rows by their numbers
+
+    def parts(self, table: int) -> dict[str, Tensor]:
+        """`rows` of a table and what the optimizer remembers of them, [rows, columns] each."""
+        return {"rows": self._rows[table], **self._states[table]}
+
+    def read(self, table: str, part: str, start: int, stop: int) -> Tensor:
+        """Rows `start` to `stop` of one part of a table, copied."""
+        return self._part(table, part, start, stop)[start:stop].clone()
+
+    def take(self, table: str, part: str, rows: Tensor) -> Tensor:
+        """Rows [n] of one part of a table, copied."""
+        if rows.numel():
+            self._part(table, part, int(rows.min()), int(rows.max()) + 1)
+        return self._part(table, part, 0, 0)[rows.long()]
+
+    def write(self, table: str, part: str, start: int, values: Tensor) -> None:
+        """Take over rows [n, columns] from row `start` on; inside `changing`."""
+        tensor = self._part(table, part, start, start + len(values))
+        if values.shape[1:] != tensor.shape[1:] or values.dtype != tensor.dtype:
+            raise DataError(f"`{table}.{part}` has {tensor.shape[1]} columns of {tensor.dtype}: these values do not fit")
+        rows = np.arange(start, start + len(values))
+        borders, tables = np.array([0, len(rows)], np.int64), np.array([self.places[table]], np.int64)
+        self._before_change(rows, borders, tables)
+        _mark(rows, borders, tables, self._starts, self.touched)
+        tensor[start : start + len(values)] = values
+
+    def _part(self, table: str, part: str, start: int, stop: int) -> Tensor:
+        if table not in self.places or part not in (parts := self.parts(self.places[table])):
+            raise DataError(f"this server keeps no `{table}.{part}`")
+        tensor = parts[part]
+        if not 0 <= start <= stop <= len(tensor):
+            raise DataError(f"this server keeps {len(tensor)} rows of `{table}`: there are none from {start} to {stop}")
+        return tensor
+
+    # Changes and snapshots
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """Rows, and whatever is counted of them, change within; not while a snapshot begins."""
+        with self._turns:
+            while self._is_beginning:
+                self._turns.wait()
+            self._num_changing += 1
+        try:
+            yield
+        finally:
+            with self._turns:
+                self._num_changing -= 1
+                self._turns.notify_all()
+
+    def begin_snapshot(self, *, is_full: bool, counted: Callable[[], None]) -> int:
+        """From now on rows are kept for a snapshot as they are now, all or those touched; `counted` is called at this moment.
+
+        Returns how many rows are in it. A full one also forgets which were touched.
+        """
+        with self._turns:
+            assert not self._is_copying, "one snapshot at a time"
+            self._is_beginning = True
+            try:
+                while self._num_changing:
+                    self._turns.wait()
+                counted()
+                if is_full:
+                    self._waiting[:] = 1
+                    self.touched[:] = 0
+                else:
+                    self._waiting[:] = self.touched
+                self._is_copying = True
+                return int(np.count_nonzero(self._waiting))
+            finally:
+                self._is_beginning = False
+                self._turns.notify_all()
+
+    def copies(self) -> Iterator[Copied]:
+        """The rows of the snapshot that has begun, each once, as they were then; in no order."""
+        for table, whole in enumerate(self.layout.tables):
+            at, most = 0, max(1, PORTION_BYTES // max(1, self._row_bytes(table)))
+            found = np.empty(most, np.int64)
+            waiting = self._waiting[self._starts[table] : self._starts[table + 1]]
+            while at < whole.num_rows:
+                with self._turns:
+                    count, at = _next_rows(waiting, at, min(at + SCANNED_ROWS, whole.num_rows), found)
+                    copied = self._copied(table, found[:count].copy()) if count else None
+                if copied is not None:
+                    yield copied
+                yield from self._queued()
+        with self._turns:
+            self._is_copying = False
+        yield from self._queued()
+
+    def end_snapshot(self, *, is_full: bool, is_written: bool) -> None:
+        """Nothing is copied any more. A full snapshot that was not written leaves every row touched."""
+        with self._turns:
+            self._is_copying = False
+            self._queue.clear()
+            self._queued_bytes = 0
+            if is_full and not is_written:
+                self.touched[:] = 1
+            self._turns.notify_all()
+
+    def restored(self, copied: Copied, *, is_touched: bool) -> None:
+        """Take over rows from a snapshot; before anybody is served."""
+        rows = torch.from_numpy(copied.rows)
+        for tensor, value in zip(self.parts(copied.table).values(), copied.values, strict=True):
+            tensor[rows] = value
+        if is_touched:
+            self.touched[self._starts[copied.table] + copied.rows] = 1
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all rows and what the optimizer remembers of them."""
+        return sum(self._row_bytes(table) * whole.num_rows for table, whole in enumerate(self.layout.tables))
+
+    @property
+    def touched_bytes(self) -> int:
+        """The same of the touched rows."""
+        total = 0
+        for table in range(len(self.layout.tables)):
+            own = self.touched[self._starts[table] : self._starts[table + 1]]
+            total += self._row_bytes(table) * int(np.count_nonzero(own))
+        return total
+
+    def _before_change(self, ids: NDArray[np.int64], borders: NDArray[np.int64], tables: NDArray[np.int64]) -> None:
+        """Copy those of the named rows that a snapshot still needs."""
+        if not self._is_copying:
+            return
+        with self._turns:
+            while self._is_copying and self._queued_bytes > QUEUED_BYTES:
+                self._turns.wait()
+            if not self._is_copying:
+                return
+            found = np.empty(len(ids), np.int64)
+            counts = np.empty(len(tables), np.int64)
+            _claim(ids, borders, tables, self._starts, self._waiting, found, counts)
+            first = 0
+            for table, count in zip(tables.tolist(), counts.tolist(), strict=True):
+                if count:
+                    copied = self._copied(table, found[first : first + count].copy())
+                    self._queue.append(copied)
+                    self._queued_bytes += copied.num_bytes
+                first += count
+
+    def _copied(self, table: int, rows: NDArray[np.int64]) -> Copied:
+        numbers = torch.from_numpy(rows)
+        return Copied(table, rows, [tensor[numbers] for tensor in self.parts(table).values()])
+
+    def _queued(self) -> Iterator[Copied]:
+        while True:
+            with self._turns:
+                if not self._queue:
+                    return
+                copied = self._queue.popleft()
+            yield copied
+            with self._turns:
+                self._queued_bytes = max(0, self._queued_bytes - copied.num_bytes)
+                self._turns.notify_all()
+
+    def _row_bytes(self, table: int) -> int:
+        return sum(tensor.shape[1] * tensor.dtype.itemsize for tensor in self.parts(table).values())
+
+
+_jit = numba.njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
+
+
+@_jit
+def _mark(ids, borders, tables, starts, flags):  # type: ignore[no-untyped-def]
+    """Set the flags of ids [n], which are rows of tables[s] from borders[s] to borders[s + 1]."""
+    for segment in range(len(tables)):
+        start = starts[tables[segment]]
+        for place in range(borders[segment], borders[segment + 1]):
+            row = start + np.int64(ids[place])
+            if flags[row] == 0:  # most are set already, and reading alone is faster
+                flags[row] = 1
+
+
+@_jit
+def _claim(ids, borders, tables, starts, flags, found, counts):  # type: ignore[no-untyped-def]
+    """Clear the flags of ids that have one, and list these rows; counts [segments] says how many each segment has."""
+    total = 0
+    for segment in range(len(tables)):
+        start, before = starts[tables[segment]], total
+        for place in range(borders[segment], borders[segment + 1]):
+            row = np.int64(ids[place])
+            if flags[start + row] != 0:
+                flags[start + row] = 0
+                found[total] = row
+                total += 1
+        counts[segment] = total - before
+
+
+@_jit
+def _next_rows(flags, first, last, found):  # type: ignore[no-untyped-def]
+    """Clear flags from `first` on and list their rows until `found` is full; returns how many, and where to go on."""
+    count = 0
+    for row in range(first, last):
+        if flags[row] != 0:
+            if count == len(found):
+                return count, row
+            flags[row] = 0
+            found[count] = row
+            count += 1
+    return count, last

@@ -1,0 +1,303 @@
+"""The trainer of a fleet: batches from the readers, rows from the sparse servers, dense parameters of its own, and the others'.
+
+Its threads share one copy of the dense parameters (Hogwild) and one feed of batches; each has its own connections to the sparse
+servers. What a thread does about the other trainers is its sync policy's business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rowstead.data.batch import Batch
+from rowstead.fleet.build import (
+    Connections,
+    cast,
+    dense_file,
+    fleet_dtype,
+    fleet_model,
+    fleet_of,
+    on_device,
+    read_dense,
+    readers_progress,
+    remote_store,
+    save_checkpoint,
+    write_dense,
+)
+from rowstead.fleet.dense_server import RemoteCentre
+from rowstead.fleet.keys import Keys
+from rowstead.fleet.remote_batches import Feed, Ticket
+from rowstead.fleet.remote_store import RemoteStore
+from rowstead.fleet.roster import Roster
+from rowstead.records.run_folder import RunFolder
+from rowstead.spec.errors import TrainingError
+from rowstead.spec.run import RunSpec
+from rowstead.spec.train import TrainSpec
+from rowstead.stores.base import EmbeddingStore
+from rowstead.stores.host import HostStore
+from rowstead.training import checkpoint
+from rowstead.training.build import device_of, store_for, threads_of
+from rowstead.training.hogwild import Hogwild
+from rowstead.training.loop import Position
+from rowstead.training.prefetch import announced, copied_ahead, pinned
+from rowstead.training.progress import Window
+from rowstead.training.step import Stepper, load_model
+from rowstead.training.sync import Unsynchronised, policies_for
+
+DEADLINE_S = 120.0
+"""How long a server may be away before a trainer gives up; time enough to start it again."""
+
+
+class Trainer:
+    """One trainer, from its first batch to its last. `run` is called once; `figures` from any thread."""
+
+    def __init__(self, spec: RunSpec, folder: Path, number: int, *, incarnation: int = 0, keys: Keys | None = None) -> None:
+        self._spec, self._folder, self._number, self._incarnation = spec, folder, number, incarnation
+        self._fleet, self._sync = fleet_of(spec), spec.train.sync
+        self._roster = Roster(folder)
+        self._dtype = fleet_dtype(self._roster)
+        self.name = f"trainer-{number}"
+        self._connections = Connections(
+            self._roster, self.name, keys, deadline_s=DEADLINE_S, max_in_flight=max(8, 2 * self._sync.staleness + 2)
+        )
+        self._device = _device_of(spec, number)
+        self._lock = threading.Lock()
+        self._window = Window()
+        self._num_steps = self._num_samples = self._kept_steps = 0
+        self._position = Position()
+        """Of earlier parts of the run, where this trainer keeps the tables."""
+        self._saves = _Every(self._fleet.snapshot_every_s)
+        self._feed: Feed | None = None
+        self._workers: list[Stepper] = []
+        self._stores: list[Any] = []
+        """Those that may be remote, one a thread."""
+        self._phase_s: dict[int, dict[str, float]] = {}
+        """Where the time of each thread has gone, as it has said itself: its timers are its own."""
+        is_remote = self._fleet.tables == "remote"
+        self._most_unanswered = max(1, self._sync.staleness) + (self._device.type == "cuda") if is_remote else 0
+        """Updates of one thread, at most, that the servers may not have after a step; a GPU's are handed on by a thread beside."""
+        self._policies: list[Unsynchronised] = []
+
+    def run(self, *, until: Callable[[], bool], ready: Callable[[], None]) -> bool:
+        """Train until the readers have no more, or `until` holds; then hand over what was learned.
+
+        Returns whether everything is trained on, by this trainer or others.
+        """
+        spec, num_threads = self._spec, self._sync.hogwild_threads
+        stores = [self._store()]
+        stores += [self._another(stores[0]) for _ in range(1, num_threads)]
+        self._stores = [getattr(store, "inner", store) for store in stores]
+        model = fleet_model(spec, self._device, stores[0], self._dtype)
+        stepper = Stepper(model, self._train_spec(), total_steps=int(self._roster.facts["total_steps"]))
+        self._take_over(stepper)
+        hogwild = Hogwild(stepper, num_threads, store_of=None if self._fleet.tables == "local" else stores.__getitem__)
+        self._workers = hogwild.workers
+        policies = self._policies = self._sync_policies(num_threads)
+        readers = [_connect(self._connections, number) for number in range(self._fleet.num_readers)]
+        layout = getattr(stores[0], "layout", None)  # the very one that the store checks batches against
+        ids = torch.int64 if self._device.type == "cuda" else None
+
+        def stops() -> bool:
+            return until() or hogwild.stops.is_set()
+
+        def work(thread: int, worker: Stepper) -> None:
+            self._work(thread, worker, stops)
+
+        feed = self._feed = Feed(readers, name=self.name, layout=layout, ids=ids, until=stops)
+        is_at_rest = False
+        try:
+            for worker, policy in zip(hogwild.workers, policies, strict=False):
+                worker.follow(policy)
+            ready()
+            if num_threads > 1:
+                hogwild.run(work)
+            else:
+                with threads_of(spec):
+                    work(0, stepper)
+            is_at_rest = True
+            for policy in policies:
+                policy.close()
+        finally:
+            feed.close(is_at_rest=is_at_rest)
+        for store in stores:
+            _end(store)
+        self._keep()
+        self._connections.close()
+        return feed.is_over
+
+    def figures(self) -> dict[str, Any]:
+        """Totals so far, and the loss over the last steps."""
+        figures: dict[str, Any] = {} if self._feed is None else {**self._feed.figures()}
+        with self._lock:
+            figures |= {"num_steps": self._num_steps, "num_samples": self._num_samples}
+            if self._window.has_steps:
+                figures |= {"loss": self._window.loss, "ne": self._window.ne}
+            for phase_s in self._phase_s.values():
+                for name, value in phase_s.items():
+                    key = f"{name.replace(' ', '_').replace('-', '_')}_s"
+                    figures[key] = figures.get(key, 0.0) + value
+        figures |= self._connections.figures()
+        for name, parts in (
+            ("num_exchanges", self._policies),
+            ("num_alone", self._policies),
+            ("num_lookups_early", self._stores),
+        ):
+            if counts := [getattr(part, name) for part in parts if hasattr(part, name)]:
+                figures[name] = sum(counts)
+        return figures
+
+    def _work(self, thread: int, worker: Stepper, stops: Callable[[], bool]) -> None:
+        feed, store = self._feed, worker.model.store
+        assert feed is not None
+        trained: deque[Ticket] = deque()
+        """Whose updates may still be on their way: were this process killed now, others would have to train on them again."""
+        while not stops() and feed.more():
+            with contextlib.closing(announced(self._batches(feed), store)) as items:
+                for batch, here, ticket in items:
+                    self._step(thread, worker, batch, here, ticket)
+                    trained.append(ticket)
+                    while len(trained) > self._most_unanswered:
+                        feed.done(trained.popleft())
+                    if thread == 0:
+                        self._keep_if_due()
+                    if stops():
+                        break
+            if trained:
+                _settle(store)
+            while trained:
+                feed.done(trained.popleft())
+            if self._policies:
+                self._policies[thread].rest()
+
+    def _step(self, thread: int, worker: Stepper, batch: Batch, here: Batch, ticket: Ticket) -> None:
+        try:
+            loss = worker.step(here, ticket.step + 1)
+        except TrainingError as error:
+            raise TrainingError(f"{error} (epoch {ticket.epoch}, batch {ticket.step} of the run, {self.name})") from None
+        whole, phase_s = batch.whole, worker.timers.totals_s()
+        with self._lock:
+            self._phase_s[thread] = phase_s
+            self._num_steps += 1
+            self._num_samples += whole.num_samples
+            self._window.add(whole.weight, loss, whole.mean_label)
+
+    def _batches(self, feed: Feed) -> Iterator[tuple[Batch, Batch, Ticket]]:
+        """Each batch as it was read, on the device that trains, and its ticket."""
+        batches = ((cast(batch, self._dtype), ticket) for batch, ticket in feed)
+        if self._device.type == "cuda":
+            return copied_ahead(pinned(batches), self._device)
+        return ((batch, batch, ticket) for batch, ticket in batches)
+
+    def _store(self) -> EmbeddingStore:
+        if self._fleet.tables == "local":
+            return store_for(self._spec, self._device, trains=True)
+        remote = remote_store(self._spec, self._roster, self._connections, staleness=self._sync.staleness)
+        return on_device(remote, self._device)
+
+    def _another(self, store: EmbeddingStore) -> EmbeddingStore:
+        """The same tables for another thread."""
+        if self._fleet.tables == "local":
+            return store
+        inner = store.inner if isinstance(store, HostStore) else store
+        assert isinstance(inner, RemoteStore)
+        return on_device(inner.copy(), self._device)
+
+    def _sync_policies(self, num_threads: int) -> list[Unsynchronised]:
+        """One for each thread; none without a dense server, where there is nobody to meet."""
+        if not self._fleet.num_dense:
+            return []
+
+        def centre_of(thread: int) -> RemoteCentre:
+            return RemoteCentre(self._connections.to("dense", 0, f"{self.name}.{thread}"))
+
+        return policies_for(self._sync, centre_of, num_trainers=self._fleet.num_trainers, num_threads=num_threads)
+
+    def _train_spec(self) -> TrainSpec:
+        """Steps that are replayed whole leave a policy no say."""
+        return dataclasses.replace(self._spec.train, cuda_graphs=False) if self._fleet.num_dense else self._spec.train
+
+    def _take_over(self, stepper: Stepper) -> None:
+        """Begin with what this trainer kept before it was killed, or with what all begin with where that is not the seed's."""
+        if self._fleet.tables == "local":
+            if (given := self._roster.facts.get("begin_with")) is not None:
+                saved = checkpoint.load(Path(given["path"]))
+                if given["with_optimizer"]:
+                    stepper.load_state(saved.tensors)
+                    self._position = Position(**saved.facts["position"])
+                else:
+                    load_model(stepper.model, saved.tensors, with_optimizer=False)
+            return
+        kept = read_dense(self._folder, self._number) if self._incarnation > 0 else None
+        kept = kept or read_dense(self._folder)
+        if kept is not None:
+            stepper.load_dense_state(kept)
+
+    def _keep_if_due(self) -> None:
+        """From the first thread: where rows are in servers every so many seconds, else every so many steps."""
+        every = self._spec.train.checkpoint_every
+        if self._fleet.tables == "remote":
+            is_due = self._saves.is_due()
+        else:
+            is_due = every is not None and self._num_steps // every > self._kept_steps // every
+        if is_due:
+            self._keep()
+
+    def _keep(self) -> None:
+        self._kept_steps, stepper = self._num_steps, self._workers[0]
+        if self._fleet.tables == "remote":
+            write_dense(dense_file(self._folder, self._number), stepper.dense_state())
+            return
+        progress = readers_progress(self._spec, self._folder)
+        position = dataclasses.replace(self._position)
+        position.step, position.num_samples = position.step + self._num_steps, position.num_samples + self._num_samples
+        parts, keep = stepper.model.store.parts(), self._spec.train.keep_checkpoints
+        folder = RunFolder(self._folder).checkpoints
+        save_checkpoint(self._spec, self._roster, folder, position, stepper.dense_state(), parts, keep, progress)
+
+
+class _Every:
+    """Whether so many seconds have gone by since the last time."""
+
+    def __init__(self, interval_s: float) -> None:
+        self._interval_s, self._last = interval_s, time.monotonic()
+
+    def is_due(self) -> bool:
+        if time.monotonic() - self._last < self._interval_s:
+            return False
+        self._last = time.monotonic()
+        return True
+
+
+def _connect(connections: Connections, number: int) -> Callable[[], Any]:
+    return lambda: connections.to("reader", number)
+
+
+def _device_of(spec: RunSpec, number: int) -> torch.device:
+    """Of several trainers on a machine with GPUs each takes the next."""
+    device = device_of(spec)
+    return device if device.type == "cpu" else torch.device("cuda", number % torch.cuda.device_count())
+
+
+def _settle(store: EmbeddingStore) -> None:
+    """Wait until the servers have every update."""
+    if isinstance(store, HostStore):
+        store.drop_prefetched()  # waits for what was asked for
+        store = store.inner  # type: ignore[assignment]
+    if isinstance(store, RemoteStore):
+        store.flush()
+
+
+def _end(store: EmbeddingStore) -> None:
+    """Let go of a store whose servers have every update."""
+    _settle(store)
+    close = getattr(store, "close", None)
+    if close is not None:
+        close()

@@ -1,0 +1,69 @@
+"""Which kernels run: chosen by device, or forced by the recipe."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Sequence
+from functools import cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rowstead.kernels import reference
+from rowstead.kernels.cpu import embedding as cpu
+from rowstead.kernels.layout import Layout
+from rowstead.kernels.row_optimizer import RowState
+from rowstead.spec.errors import RowsteadError
+from rowstead.spec.run import Kernel
+from rowstead.spec.train import SparseOptimizerSpec
+
+
+class Kernels(Protocol):
+    """The two functions that every set of kernels has; `reference` says what they do."""
+
+    def lookup(
+        self, tables: Sequence[Tensor], layout: Layout, ids: Tensor, offsets: Tensor, weights: Tensor | None = None
+    ) -> Tensor: ...
+
+    def update(
+        self,
+        tables: Sequence[Tensor],
+        states: Sequence[RowState],
+        layout: Layout,
+        ids: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None,
+        grad: Tensor,
+        *,
+        optimizer: SparseOptimizerSpec,
+        lr: float,
+        step: int,
+    ) -> None: ...
+
+
+@cache
+def kernels_for(choice: Kernel, device: torch.device) -> tuple[str, Kernels]:
+    """Name and functions of the kernels for tables on `device`."""
+    if choice == "auto":
+        choice = "cpu" if device.type == "cpu" else "gpu" if has_triton() else "reference"
+    if choice == "cpu" and device.type != "cpu":
+        raise RowsteadError(f"kernel: cpu works on tables in system memory, and this run trains on {device}: use `auto`")
+    if choice == "gpu" and device.type == "cpu" and not _interprets_triton():
+        raise RowsteadError("kernel: gpu works on tables in GPU memory, and this run trains on the CPU: use `auto`")
+    if choice == "gpu":
+        from rowstead.kernels.gpu import embedding as gpu
+
+        return "gpu", gpu
+    return ("cpu", cpu) if choice == "cpu" else ("reference", reference)
+
+
+@cache
+def has_triton() -> bool:
+    """Whether the GPU kernels can be compiled here."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def _interprets_triton() -> bool:
+    return has_triton() and os.environ.get("TRITON_INTERPRET") == "1"

@@ -1,0 +1,204 @@
+"""Pooled look-up and exact fused update on the CPU, in Numba: all tables in one call, no locks, no GIL.
+
+Threads share a look-up by bags. An update is cut into tasks, each some rows of one table: a thread sorts the ids of a task,
+which puts equal ids side by side, and sums and applies each run of them in the order of the batch. Threads take bags and
+tasks as they get free. No two tasks have a row in common, so the result does not depend on the number of threads, bit for bit.
+
+Rows are FP32, FP64, or BF16 or FP16 with gradients and state in FP32 (`rounding.py`).
+
+Letters: B examples, F features, T tables, N rows, D width, nnz ids in the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rowstead.kernels.cpu.embedding_programs import cut_tasks, pool_bags, update_at_once, update_tables
+from rowstead.kernels.cpu.thread_team import together
+from rowstead.kernels.layout import Layout
+from rowstead.kernels.row_optimizer import KINDS, RowState, compute_dtype, numbers_of, state_addresses
+from rowstead.spec.errors import DataError
+from rowstead.spec.train import SparseOptimizerSpec
+
+TURNS = 16
+"""Parts a thread into which a look-up is cut, so that no thread waits long for the last one."""
+TASKS = 6
+"""Tasks a thread into which an update is cut at least."""
+
+_SCALARS: dict[torch.dtype, Any] = {
+    torch.float32: np.float32(0),
+    torch.float64: np.float64(0),
+    torch.bfloat16: np.uint16(0),
+    torch.float16: np.int16(0),
+    torch.int64: np.int64(0),
+    torch.int32: np.int32(0),
+}
+"""By which the compiled programs are told in which format numbers are stored."""
+
+
+def lookup(tables: Sequence[Tensor], layout: Layout, ids: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Pooled rows of every feature, side by side: [B, sum of widths].
+
+    tables: T tensors [N, D] of one dtype; ids int32 or int64 [nnz]; offsets int64 [F*B + 1]; weights [nnz] or none.
+    """
+    facts, ids, offsets = _facts(layout), ids.contiguous(), offsets.contiguous()
+    num_bags = offsets.numel() - 1
+    num_samples = num_bags // layout.num_features
+    pooled = torch.empty(num_samples, layout.total_width, dtype=compute_dtype(tables[0].dtype))
+    if not num_samples:
+        return pooled
+    given = weights if weights is None else weights.to(pooled.dtype).contiguous()
+    bounds = offsets.numpy()
+    addresses = np.array([table.data_ptr() for table in tables], np.int64)
+    threads = _num_parts(ids.numel() + num_bags // 4)
+    counter, bags_a_turn = np.zeros(1, np.int64), -(-num_bags // (threads * TURNS))
+
+    def pool() -> int:
+        return int(
+            pool_bags(
+                counter, bags_a_turn, num_samples, addresses, facts.num_rows, facts.widths, facts.table_of, facts.columns,
+                facts.is_mean, *_batch(tables[0], ids, bounds, given), pooled.data_ptr(), _SCALARS[pooled.dtype],
+            )
+        )  # fmt: skip
+
+    failed = [place for place in together(pool, threads) if place >= 0]
+    if failed:
+        raise _outside(min(failed), layout, ids.numpy(), bounds, num_samples)
+    return pooled
+
+
+def update(
+    tables: Sequence[Tensor],
+    states: Sequence[RowState],
+    layout: Layout,
+    ids: Tensor,
+    offsets: Tensor,
+    weights: Tensor | None,
+    grad: Tensor,
+    *,
+    optimizer: SparseOptimizerSpec,
+    lr: float,
+    step: int,
+) -> None:
+    """One exact optimizer step on every row that `ids` name, in place; grad [B, sum of widths]. Ids must be in range."""
+    if not ids.numel():
+        return
+    facts, ids, grad = _facts(layout), ids.contiguous(), grad.contiguous()
+    bounds = offsets.contiguous().numpy()
+    threads = _num_parts(ids.numel())
+    tasks = cut_tasks(bounds, len(grad), facts.table_of, len(layout.tables), threads * TASKS if threads > 1 else 1)
+    memory = _memory(tables, states)
+    given = weights if weights is None else weights.to(grad.dtype).contiguous()
+    rule = _rule(optimizer, lr, step, grad.dtype)
+    counter = np.zeros(1, np.int64)
+
+    def work() -> None:
+        update_tables(
+            counter, tasks, len(grad), *memory, facts.num_rows, facts.widths, facts.columns, facts.is_mean,
+            facts.features_from, facts.features, *_batch(tables[0], ids, bounds, given), grad.data_ptr(),
+            _SCALARS[grad.dtype], *rule,
+        )  # fmt: skip
+
+    together(work, threads)
+
+
+def update_hogwild(
+    tables: Sequence[Tensor],
+    states: Sequence[RowState],
+    layout: Layout,
+    ids: Tensor,
+    offsets: Tensor,
+    weights: Tensor | None,
+    grad: Tensor,
+    *,
+    optimizer: SparseOptimizerSpec,
+    lr: float,
+    step: int,
+) -> None:
+    """`update` for callers that run several batches at once, a thread each: no sum over equal ids, no locks.
+
+    Each id's gradient is applied to its row at once, in the order of the batch. Where two threads meet in a row, one of
+    their changes may be lost.
+    """
+    facts, ids, grad = _facts(layout), ids.contiguous(), grad.contiguous()
+    given = weights if weights is None else weights.to(grad.dtype).contiguous()
+    update_at_once(
+        len(grad), *_memory(tables, states), facts.widths, facts.table_of, facts.columns, facts.is_mean,
+        *_batch(tables[0], ids, offsets.contiguous().numpy(), given), grad.data_ptr(), _SCALARS[grad.dtype],
+        *_rule(optimizer, lr, step, grad.dtype),
+    )  # fmt: skip
+
+
+def _batch(rows: Tensor, ids: Tensor, offsets: NDArray[np.int64], weights: Tensor | None) -> tuple[Any, ...]:
+    """What the programs take of a batch: format of rows, address and type of ids, offsets, address of weights or none."""
+    return _SCALARS[rows.dtype], ids.data_ptr(), _SCALARS[ids.dtype], offsets, None if weights is None else weights.data_ptr()
+
+
+def _rule(optimizer: SparseOptimizerSpec, lr: float, step: int, dtype: torch.dtype) -> tuple[Any, ...]:
+    """What the programs take of an optimizer: largest norm or 0, kind, numbers, step."""
+    clip = 0.0 if optimizer.clip is None else optimizer.clip
+    numbers = np.array(numbers_of(optimizer, lr=lr, step=step), type(_SCALARS[dtype]))
+    return clip, KINDS[optimizer.kind], numbers, step
+
+
+def _memory(tables: Sequence[Tensor], states: Sequence[RowState]) -> tuple[NDArray[np.int64], ...]:
+    """Addresses of rows and of the first and second state, int64 [T] each."""
+    firsts, seconds = state_addresses(states)
+    rows = [table.data_ptr() for table in tables]
+    return np.array(rows, np.int64), np.array(firsts, np.int64), np.array(seconds, np.int64)
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """A layout as arrays."""
+
+    num_rows: NDArray[np.int64]
+    """[T]."""
+    widths: NDArray[np.int64]
+    """[T]."""
+    table_of: NDArray[np.int64]
+    """[F]."""
+    columns: NDArray[np.int64]
+    """[F + 1]."""
+    is_mean: NDArray[np.bool_]
+    """[F]."""
+    features_from: NDArray[np.int64]
+    """[T + 1]: table t is read by features[features_from[t] : features_from[t + 1]]."""
+    features: NDArray[np.int64]
+    """[F]."""
+
+
+@lru_cache(maxsize=64)
+def _facts(layout: Layout) -> _Facts:
+    assert all(table.num_rows <= 2**32 for table in layout.tables), "a table has at most 2**32 rows"
+    return _Facts(
+        num_rows=np.array([table.num_rows for table in layout.tables], np.int64),
+        widths=np.array([table.width for table in layout.tables], np.int64),
+        table_of=np.array(layout.table_of, np.int64),
+        columns=np.array(layout.columns, np.int64),
+        is_mean=np.array(layout.is_mean, np.bool_),
+        features_from=np.cumsum([0] + [len(table.features) for table in layout.tables], dtype=np.int64),
+        features=np.array([feature for table in layout.tables for feature in table.features], np.int64),
+    )
+
+
+def _outside(place: int, layout: Layout, ids: NDArray[Any], offsets: NDArray[np.int64], num_samples: int) -> DataError:
+    bag = int(np.searchsorted(offsets, place, side="right") - 1)
+    table = layout.tables[layout.table_of[bag // num_samples]]
+    return DataError(
+        f"id {int(ids[place])} of example {bag % num_samples} is outside table `{table.name}`, whose rows are 0 to "
+        f"{table.num_rows - 1}: hash ids to rows first"
+    )
+
+
+def _num_parts(num_ids: int) -> int:
+    """Threads worth waking for so many ids."""
+    return max(1, min(torch.get_num_threads(), num_ids // 512))

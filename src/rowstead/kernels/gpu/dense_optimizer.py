@@ -1,0 +1,82 @@
+"""The optimizer of the dense parameters on a CUDA GPU: all of them in one launch, with nothing asked of the host.
+
+The learning rate and what else changes from step to step is read from GPU memory, so a step can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from rowstead.kernels.gpu.dense_programs import step_dense
+from rowstead.spec.train import DenseOptimizerSpec
+
+_KINDS = {"sgd": 0, "adagrad": 1, "adam": 2}
+_STATES: dict[str, tuple[str, ...]] = {"sgd": (), "adagrad": ("sum",), "adam": ("exp_avg", "exp_avg_sq")}
+_BLOCK = 1024
+
+
+class DenseOptimizerOnGpu(torch.optim.Optimizer):
+    """SGD, Adagrad or Adam as torch.optim has them, with the same state under the same names."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], spec: DenseOptimizerSpec) -> None:
+        super().__init__(parameters, {"lr": spec.lr})
+        self._spec = spec
+        self._parameters: list[nn.Parameter] = self.param_groups[0]["params"]
+        device = self._parameters[0].device
+        self._step = torch.zeros(())
+        if spec.kind != "sgd":
+            for parameter in self._parameters:
+                self.state[parameter] = {name: torch.zeros_like(parameter) for name in _STATES[spec.kind]}
+                self.state[parameter]["step"] = self._step
+        blocks = [(owner, at) for owner, p in enumerate(self._parameters) for at in range(0, p.numel(), _BLOCK)]
+        self._owners = torch.tensor([owner for owner, _ in blocks], dtype=torch.int32, device=device)
+        self._starts = torch.tensor([at for _, at in blocks], dtype=torch.int64, device=device)
+        self._sizes = torch.tensor([p.numel() for p in self._parameters], dtype=torch.int64, device=device)
+        self._find_memory()
+
+    def _find_memory(self) -> None:
+        device = self._sizes.device
+        states = [[self.state[p][name] for p in self._parameters] for name in _STATES[self._spec.kind]]
+        addresses = [torch.tensor([t.data_ptr() for t in tensors], device=device) for tensors in (self._parameters, *states)]
+        self._memory = (addresses + [self._sizes] * 2)[:3]
+
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
+        super().load_state_dict(state_dict)
+        for entry in self.state.values():
+            self._step = entry["step"] = entry["step"].cpu()
+        for entry in self.state.values():
+            entry["step"] = self._step
+        self._find_memory()
+
+    def numbers(self, lr: float, step: int) -> list[float]:
+        """What `step_by` reads of a step."""
+        spec = self._spec
+        corrections = [1 - spec.beta1**step, (1 - spec.beta2**step) ** 0.5]
+        return [lr, spec.eps, 1 - spec.beta1, 1 - spec.beta2, *corrections, spec.weight_decay]
+
+    @torch.no_grad()
+    def step_by(self, numbers: Tensor, guard: Tensor, gradients_at: Tensor) -> None:
+        """One step with `numbers` in GPU memory; nothing changes if `guard`, one number, is not finite.
+
+        `gradients_at`, int64 in GPU memory, holds where the gradient of each parameter is by the time of the launch.
+        """
+        step_dense[(len(self._owners),)](
+            self._memory[0], gradients_at, self._memory[1], self._memory[2], self._owners, self._starts, self._sizes,
+            numbers, guard, KIND=_KINDS[self._spec.kind], BLOCK=_BLOCK, num_warps=4,
+        )  # fmt: skip
+
+    def gradient_addresses(self) -> Tensor:
+        """Where the gradient of each parameter is now, int64 in the host's memory."""
+        addresses = []
+        for parameter in self._parameters:
+            assert parameter.grad is not None
+            assert parameter.grad.is_contiguous()
+            addresses.append(parameter.grad.data_ptr())
+        return torch.tensor(addresses, dtype=torch.int64)
+
+    def count_step(self, number: int) -> None:
+        """Remember that step `number` was done."""
+        self._step.fill_(number)

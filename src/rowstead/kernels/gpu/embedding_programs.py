@@ -1,0 +1,420 @@
+"""The Triton programs behind `kernels/gpu/embedding.py`, which launches them and says what their arguments are.
+
+A block of rows is [R, S, D]: S streams side by side, each with R rows of width D that one group of lanes walks in its own
+registers, so that nothing is exchanged between lanes but the sum over one row. A look-up's stream is a bag, an update's a tile
+of sorted places. What belongs to a place or a stream is [R, S, 1] or [1, S, 1] from the start: Triton 3.6 fails to lay out
+masks of vectors that are widened later.
+
+Letters: D width (a power of two; WIDTH the real one, 0 where tables differ), nnz ids. Capital arguments are known when a
+program is compiled.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# A plan, which is what `apply_tiles` must know of a sorted place, holds where its gradient begins, the width, and these flags.
+_ELEMENT = tl.constexpr((1 << 40) - 1)
+_WIDTH_BIT = tl.constexpr(40)
+_WIDTH_MASK = tl.constexpr(0xFFF)
+_BEGINS = tl.constexpr(52)
+"""A run of equal keys begins here."""
+_ADDS = tl.constexpr(53)
+"""The gradient counts where the tile is walked; the next flag, where the tile before it is walked on."""
+_APPLIES = tl.constexpr(55)
+"""A run ends here whose sum is complete where the tile is walked; the next flag, where the one before it is walked on."""
+_HEAD = tl.constexpr(57)
+"""The sum up to here is the tile's part of a split run that began before it."""
+_TAIL = tl.constexpr(58)
+"""The sum up to here is the tile's part of a split run that begins in it."""
+_SPLIT = tl.constexpr(59)
+"""The place belongs to a split run that began before its tile."""
+
+
+@triton.jit
+def _rows_at(address, like, ALIGNED: tl.constexpr):
+    """Addresses [R, S, 1] as pointers to elements of the type that `like` points to."""
+    pointer = address.to(tl.pointer_type(like.dtype.element_ty))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, [16, 16, 16])
+    return pointer
+
+
+@triton.jit
+def pool(
+    ids, offsets, weights, out, like, tables, table_of, widths, columns, means, limits, num_samples, num_bags, total_width,
+    WEIGHTED: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ALIGNED: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
+):  # fmt: skip
+    """S bags a program, R ids of each at a time; ids that are no rows are left out."""
+    bag = tl.program_id(0) * S + tl.arange(0, S)[None, :, None]
+    live = bag < num_bags
+    feature = tl.where(live, bag // num_samples, 0)
+    begin = tl.load(offsets + bag, mask=live, other=0)
+    end = tl.load(offsets + bag + 1, mask=live, other=0)
+    table = tl.load(table_of + feature)
+    column = tl.load(columns + feature)
+    limit = tl.load(limits + feature)
+    rows = _rows_at(tl.load(tables + table), like, ALIGNED)
+    d = tl.arange(0, D)[None, None, :]
+    if WIDTH > 0:
+        width = tl.full([1, S, 1], WIDTH, tl.int32)
+        inside = live & (d < WIDTH)
+    else:
+        width = tl.load(widths + table)
+        inside = live & (d < width)
+    total = tl.zeros([1, S, D], out.dtype.element_ty)
+    longest = tl.max(tl.max(tl.max(end - begin, axis=2), axis=1), axis=0)
+    for start in range(0, longest, R):
+        place = begin + start + tl.arange(0, R)[:, None, None]
+        on = place < end
+        row = tl.load(ids + place, mask=on, other=-1).to(tl.int64)
+        on = (row >= 0) & (row < limit)
+        values = tl.load(rows + row * width + d, mask=on & inside, other=0.0).to(out.dtype.element_ty)
+        if WEIGHTED:
+            values *= tl.load(weights + place, mask=on, other=0.0).to(values.dtype)
+        total += tl.sum(values, axis=0, keep_dims=True)
+    share = tl.where(tl.load(means + feature) != 0, tl.maximum(end - begin, 1), 1).to(total.dtype)
+    example = (bag - feature * num_samples).to(tl.int64)
+    tl.store(out + example * total_width + column + d, total / share, mask=inside)
+
+
+@triton.jit
+def name_rows(
+    ids, offsets, keys, bags, row_base, limits, num_samples, num_bags,
+    NONE: tl.constexpr, BAGS: tl.constexpr, L: tl.constexpr,
+):  # fmt: skip
+    """For each id its bag and its key, which is its row counted over all tables, or NONE for an id that is no row."""
+    bag = tl.program_id(0) * BAGS + tl.arange(0, BAGS)[:, None]
+    live = bag < num_bags
+    feature = tl.where(live, bag // num_samples, 0)
+    begin = tl.load(offsets + bag, mask=live, other=0)
+    end = tl.load(offsets + bag + 1, mask=live, other=0)
+    base = tl.load(row_base + feature)
+    limit = tl.load(limits + feature)
+    longest = tl.max(tl.max(end - begin, axis=1), axis=0)
+    for start in range(0, longest, L):
+        place = begin + start + tl.arange(0, L)[None, :]
+        on = place < end
+        row = tl.load(ids + place, mask=on, other=0).to(tl.int64)
+        key = tl.where((row >= 0) & (row < limit), base + row, NONE)
+        tl.store(keys + place, key.to(keys.dtype.element_ty), mask=on)
+        tl.store(bags + place, tl.broadcast_to(bag, [BAGS, L]), mask=on)
+
+
+@triton.jit
+def scale_places(
+    offsets, weights, scales, factors, num_bags, WEIGHTED: tl.constexpr, SCALED: tl.constexpr, BAGS: tl.constexpr, L: tl.constexpr
+):  # fmt: skip
+    """For each id what its gradient is multiplied by: its weight, and the scale of its bag."""
+    bag = tl.program_id(0) * BAGS + tl.arange(0, BAGS)[:, None]
+    live = bag < num_bags
+    begin = tl.load(offsets + bag, mask=live, other=0)
+    end = tl.load(offsets + bag + 1, mask=live, other=0)
+    longest = tl.max(tl.max(end - begin, axis=1), axis=0)
+    for start in range(0, longest, L):
+        place = begin + start + tl.arange(0, L)[None, :]
+        on = place < end
+        factor = tl.full([BAGS, L], 1.0, factors.dtype.element_ty)
+        if WEIGHTED:
+            factor *= tl.load(weights + place, mask=on, other=0.0).to(factor.dtype)
+        if SCALED:
+            factor *= tl.load(scales + bag, mask=live, other=0.0)
+        tl.store(factors + place, factor, mask=on)
+
+
+@triton.jit
+def _segmented(flag_a, sum_a, flag_b, sum_b):
+    """Joins two stretches of a segmented sum: a flag says that a new segment begins."""
+    return flag_a | flag_b, tl.where(flag_b != 0, sum_b, sum_a + sum_b)
+
+
+@triton.jit
+def _mixed(x):
+    """A well-mixed uint32 of a uint32."""
+    x = x ^ (x >> 16)
+    x = x * 0x7FEB352D
+    x = x ^ (x >> 15)
+    x = x * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _rounded(values, base, d, like):
+    """FP32 values [R, S, D] in the row's type: at random up or down, as kernels/rounding.py says."""
+    noise = _mixed(base + d.to(tl.uint32) * 0xC2B2AE35) & 0xFFFF
+    bits = values.to(tl.uint32, bitcast=True)
+    finite = (bits & 0x7F800000) != 0x7F800000
+    if like.dtype.element_ty == tl.bfloat16:
+        up = ((bits + noise) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        result = tl.where(finite, up, values.to(tl.bfloat16))
+    else:
+        normal = ((bits + (noise >> 3)) & 0xFFFFE000).to(tl.float32, bitcast=True)
+        normal = tl.minimum(tl.maximum(normal, -65504.0), 65504.0)
+        scaled = values * 16777216.0
+        below = tl.floor(scaled)
+        goes_up = scaled - below + noise.to(tl.float32) * (1.0 / 65536.0) >= 1.0
+        small = (below + goes_up.to(tl.float32)) * (1.0 / 16777216.0)
+        up = tl.where(tl.abs(values) < 0.00006103515625, small, normal)
+        result = tl.where(finite, up, values).to(tl.float16)
+    return result
+
+
+@triton.jit
+def _is_split(keys, border, key, num_ids, TILE: tl.constexpr, EXTRA: tl.constexpr):
+    """Whether the run of `key`, which crosses `border`, goes on for more than EXTRA places or began before the last tile."""
+    goes_on = tl.load(keys + border + EXTRA, mask=border + EXTRA < num_ids, other=-1) == key
+    began = tl.load(keys + border - TILE - 1, mask=(border > TILE) & (border - TILE - 1 < num_ids), other=-1) == key
+    return goes_on | began
+
+
+@triton.jit
+def plan_places(
+    keys, order, bags, plans, rows_at, firsts_at, seconds_at, noises, tables, firsts, seconds, widths, bases, table_of, columns,
+    offsets, num_samples, num_bags, total_width, numbers, row_size,
+    KIND: tl.constexpr, ROUNDS: tl.constexpr, ROWS_IN_LINE: tl.constexpr, TILE: tl.constexpr, EXTRA: tl.constexpr,
+    BLOCK: tl.constexpr, NONE: tl.constexpr,
+):  # fmt: skip
+    """For each sorted place its plan, and, unless rows are in line, where its row and the optimizer's state of that row are."""
+    num_ids = tl.load(offsets + num_bags).to(tl.int32)
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_place = place < num_ids
+    key = tl.load(keys + place, mask=is_place, other=NONE)
+    live = key != NONE
+    before = tl.load(keys + place - 1, mask=live & (place > 0), other=-1)
+    after = tl.load(keys + place + 1, mask=place + 1 < num_ids, other=-1)
+    bag = tl.load(bags + tl.load(order + place, mask=live, other=0), mask=live, other=0)
+    feature = bag // num_samples
+    table = tl.load(table_of + feature)
+    width = tl.load(widths + table)
+    row = key.to(tl.int64) - tl.load(bases + table)
+
+    start = place // TILE * TILE
+    stop = start + TILE
+    is_head = live & (start > 0) & (tl.load(keys + start - 1, mask=live & (start > 0), other=-1) == key)
+    is_split = is_head & _is_split(keys, start, key, num_ids, TILE, EXTRA)
+    ends = live & (key != after)
+    is_last = live & (place == stop - 1)
+    leaves_tail = is_last & ~ends & ~is_head & _is_split(keys, stop, key, num_ids, TILE, EXTRA)
+    walked_on = is_head & ~is_split
+    plan = (bag - feature * num_samples).to(tl.int64) * total_width + tl.load(columns + feature)
+    plan |= width.to(tl.int64) << _WIDTH_BIT
+    plan |= (live & (key != before)).to(tl.int64) << _BEGINS
+    plan |= (live & ~walked_on).to(tl.int64) << _ADDS
+    plan |= walked_on.to(tl.int64) << (_ADDS + 1)
+    plan |= (ends & ~is_head).to(tl.int64) << _APPLIES
+    plan |= (ends & walked_on).to(tl.int64) << (_APPLIES + 1)
+    plan |= (is_split & (ends | is_last)).to(tl.int64) << _HEAD
+    plan |= leaves_tail.to(tl.int64) << _TAIL
+    plan |= is_split.to(tl.int64) << _SPLIT
+    tl.store(plans + place, tl.where(live, plan, 0), mask=is_place)
+    if not ROWS_IN_LINE:
+        tl.store(rows_at + place, tl.load(tables + table) + row * width * row_size, mask=live)
+        size: tl.constexpr = numbers.dtype.element_ty.primitive_bitwidth // 8
+        if KIND == 2:
+            tl.store(firsts_at + place, tl.load(firsts + table) + row * size, mask=live)
+        if KIND == 1 or KIND == 3:
+            tl.store(firsts_at + place, tl.load(firsts + table) + row * width * size, mask=live)
+        if KIND == 3:
+            tl.store(seconds_at + place, tl.load(seconds + table) + row * width * size, mask=live)
+    if ROUNDS:
+        step = tl.load(numbers + 5).to(tl.int32, bitcast=True)
+        base = _mixed(row.to(tl.uint32) + step.to(tl.uint32) * 0x9E3779B9 + table.to(tl.uint32) * 0x85EBCA6B)
+        tl.store(noises + place, base.to(tl.int32, bitcast=True), mask=live)
+
+
+@triton.jit
+def _apply(
+    grad, place, width, d, live, on, like, rows_at, firsts_at, seconds_at, noises, numbers,
+    WIDTH: tl.constexpr, ALIGNED: tl.constexpr, KIND: tl.constexpr, ROUNDS: tl.constexpr, ROWS_IN_LINE: tl.constexpr,
+):  # fmt: skip
+    """The optimizer's rule for the rows of sorted places whose summed gradients are grad [R, S, D].
+
+    Rows `live` [R, S, 1], elements `on` [R, S, D]. numbers: learning rate, eps, 1 - beta1, 1 - beta2, Adam's correction, and
+    the step as the bits of an int32. Where rows are in line, `rows_at` are their numbers, `like` is the first row, and `firsts_at`
+    and `seconds_at` are the first row's state.
+    """
+    lr, eps = tl.load(numbers), tl.load(numbers + 1)
+    if ROWS_IN_LINE:
+        row = tl.load(rows_at + place, mask=live, other=0).to(tl.int64)
+        row_at = like + row * WIDTH + d
+        first_at = firsts_at + (row if KIND == 2 else row * WIDTH)
+        second_at = seconds_at + row * WIDTH
+    else:
+        row_at = _rows_at(tl.load(rows_at + place, mask=live, other=0), like, ALIGNED) + d
+        if KIND > 0:
+            first_at = _rows_at(tl.load(firsts_at + place, mask=live, other=0), numbers, False)
+        if KIND == 3:
+            second_at = _rows_at(tl.load(seconds_at + place, mask=live, other=0), numbers, False)
+    stored = tl.load(row_at, mask=on, other=0.0)
+    if KIND == 0:
+        change = lr * grad
+    elif KIND == 1:
+        total = tl.load(first_at + d, mask=on, other=0.0) + grad * grad
+        tl.store(first_at + d, total, mask=on)
+        change = lr * grad / (tl.sqrt(total) + eps)
+    elif KIND == 2:
+        before = tl.load(first_at, mask=live, other=0.0)
+        total = before + tl.sum(tl.where(on, grad * grad, 0.0), axis=2, keep_dims=True) / width.to(grad.dtype)
+        tl.store(first_at, total, mask=live)
+        change = grad * (lr / (tl.sqrt(total) + eps))
+    else:
+        one = tl.load(first_at + d, mask=on, other=0.0)
+        two = tl.load(second_at + d, mask=on, other=0.0)
+        new1, new2, correction = tl.load(numbers + 2), tl.load(numbers + 3), tl.load(numbers + 4)
+        one += new1 * (grad - one)
+        two += new2 * (grad * grad - two)
+        tl.store(first_at + d, one, mask=on)
+        tl.store(second_at + d, two, mask=on)
+        change = (lr * correction) * one / (tl.sqrt(two) + eps)
+    new = stored.to(grad.dtype) - change
+    if ROUNDS:
+        base = tl.load(noises + place, mask=live, other=0).to(tl.uint32, bitcast=True)
+        tl.store(row_at, _rounded(new, base, d, like), mask=on)
+    else:
+        tl.store(row_at, new, mask=on)
+
+
+@triton.jit
+def _num_ids(offsets, num_bags, guard):
+    """The number of ids in the batch, or none where the number at `guard` is not finite."""
+    loss = tl.load(guard)
+    return tl.where(loss - loss == 0.0, tl.load(offsets + num_bags), 0).to(tl.int32)
+
+
+@triton.jit
+def _has(plan, FLAG: tl.constexpr):
+    return ((plan >> FLAG) & 1) != 0
+
+
+@triton.jit
+def apply_tiles(
+    plans, order, factors, grad, head, tail, like, rows_at, firsts_at, seconds_at, noises, offsets, num_bags, numbers, guard,
+    FACTORS: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ALIGNED: tl.constexpr, KIND: tl.constexpr,
+    ROUNDS: tl.constexpr, ROWS_IN_LINE: tl.constexpr, TILE: tl.constexpr, EXTRA: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
+):  # fmt: skip
+    """S tiles a program, R places of each at a time: sum each run of equal keys and apply its sum to its row.
+
+    A tile is walked on for EXTRA places to end a run that crosses its border. A run that is longer still is split: each of its
+    tiles leaves a part of the sum, the one where it begins in `tail` and the others in `head`.
+    """
+    num_ids = _num_ids(offsets, num_bags, guard)
+    tile = tl.program_id(0) * S + tl.arange(0, S)[None, :, None]
+    within = tl.arange(0, R)[:, None, None]
+    d = tl.arange(0, D)[None, None, :]
+    first = tl.load(plans + tile * TILE, mask=tile * TILE < num_ids, other=0)
+    last = tl.load(plans + tile * TILE + TILE - 1, mask=tile * TILE + TILE - 1 < num_ids, other=0)
+    splits = (_has(first, _SPLIT) | _has(last, _TAIL)).to(tl.int32)
+    has_splits = tl.max(tl.max(tl.max(splits, axis=2), axis=1), axis=0) != 0
+    partial = tile.to(tl.int64) * D + d + tl.zeros([R, 1, 1], tl.int64)
+    carried = tl.zeros([1, S, D], grad.dtype.element_ty)
+    for start in range(0, TILE + EXTRA, R):
+        on_the_next = start // TILE
+        place = tile * TILE + start + within
+        plan = tl.load(plans + place, mask=place < num_ids, other=0)
+        adds = ((plan >> (_ADDS + on_the_next)) & 1) != 0
+        applies = ((plan >> (_APPLIES + on_the_next)) & 1) != 0
+        element = plan & _ELEMENT
+        if ALIGNED:
+            element = tl.multiple_of(element, [4, 4, 4])
+        if WIDTH > 0:
+            width = tl.full([1, 1, 1], WIDTH, tl.int32)
+        else:
+            width = tl.maximum((plan >> _WIDTH_BIT) & _WIDTH_MASK, 1).to(tl.int32)
+        inside = d < width
+        values = tl.load(grad + element + d, mask=adds & inside, other=0.0)
+        if FACTORS:
+            values *= tl.load(factors + tl.load(order + place, mask=adds, other=0), mask=adds, other=0.0)
+        begins = tl.broadcast_to(_has(plan, _BEGINS).to(tl.int32), [R, S, D])
+        begun, summed = tl.associative_scan((begins, values), 0, _segmented)
+        summed = tl.where(begun != 0, summed, summed + carried)
+        carried = tl.sum(tl.where(within == R - 1, summed, 0.0), axis=0, keep_dims=True)
+        if has_splits & (on_the_next == 0):
+            tl.store(head + partial, summed, mask=_has(plan, _HEAD) & inside)
+            tl.store(tail + partial, summed, mask=_has(plan, _TAIL) & inside)
+        _apply(
+            summed, place, width, d, applies, applies & inside, like, rows_at, firsts_at, seconds_at, noises, numbers,
+            WIDTH, ALIGNED, KIND, ROUNDS, ROWS_IN_LINE,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_tiles", "num_groups"])  # both follow the room for ids, of which there are many sizes
+def sum_heads(
+    keys, parts, offsets, num_bags, guard, num_tiles, num_groups,
+    D: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, S: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """S groups of GROUP tiles a program: where one run fills a group, the sum of its heads, behind all heads in `parts`.
+
+    Else a row that most of a batch names would be summed by one program, a few tiles at a time.
+    """
+    num_ids = _num_ids(offsets, num_bags, guard)
+    group = tl.program_id(0) * S + tl.arange(0, S)[None, :, None]
+    begin, end = group * (GROUP * TILE), (group * GROUP + GROUP - 1) * TILE
+    is_one = (group < num_groups) & (end < num_ids)
+    is_one = is_one & (tl.load(keys + begin, mask=is_one, other=-1) == tl.load(keys + end, mask=is_one, other=-2))
+    d = tl.arange(0, D)[None, None, :]
+    if tl.max(tl.max(tl.max(is_one.to(tl.int32), axis=2), axis=1), axis=0) != 0:
+        total = tl.zeros([1, S, D], parts.dtype.element_ty)
+        for start in range(0, GROUP, HEADS):
+            tile = group * GROUP + start + tl.arange(0, HEADS)[:, None, None]
+            total += tl.sum(tl.load(parts + tile.to(tl.int64) * D + d, mask=is_one, other=0.0), axis=0, keep_dims=True)
+        tl.store(parts + (num_tiles + group).to(tl.int64) * D + d, total, mask=is_one)
+
+
+@triton.jit(do_not_specialize=["num_tiles", "num_groups"])
+def join_tiles(
+    keys, plans, parts, tail, like, rows_at, firsts_at, seconds_at, noises, offsets, num_bags, numbers, guard,
+    num_tiles, num_groups,
+    WIDTH: tl.constexpr, D: tl.constexpr, ALIGNED: tl.constexpr, KIND: tl.constexpr, ROUNDS: tl.constexpr,
+    ROWS_IN_LINE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """Split runs: the tail of the tile where a run begins, and the heads of the tiles that it runs through.
+
+    A program looks for them in TILES tiles, and then joins S of those that it found at a time: head by head up to the next group of
+    tiles, then group by group, then head by head to the end.
+    """
+    num_ids = _num_ids(offsets, num_bags, guard)
+    candidate = tl.program_id(0) * TILES + tl.arange(0, TILES)[None, None, :]
+    last = candidate * TILE + TILE - 1
+    splits = _has(tl.load(plans + last, mask=last < num_ids, other=0), _TAIL).to(tl.int32)
+    found = tl.sum(tl.sum(tl.sum(splits, axis=2), axis=1), axis=0)
+    rank = tl.cumsum(splits, axis=2) - 1
+    d = tl.arange(0, D)[None, None, :]
+    ahead = tl.arange(0, HEADS)[:, None, None]
+    for first in range(0, found, S):
+        wanted = first + tl.arange(0, S)[None, :, None]
+        live = wanted < found
+        tile = tl.sum(tl.where((rank == wanted) & (splits != 0), candidate, 0), axis=2, keep_dims=True)
+        place = tile * TILE + TILE - 1
+        key = tl.load(keys + place, mask=live, other=-1)
+        if WIDTH > 0:
+            width = tl.full([1, 1, 1], WIDTH, tl.int32)
+        else:
+            plan = tl.load(plans + place, mask=live, other=0)
+            width = tl.maximum((plan >> _WIDTH_BIT) & _WIDTH_MASK, 1).to(tl.int32)
+        on = live & (d < width)
+        total = tl.load(tail + tile.to(tl.int64) * D + d, mask=on, other=0.0)
+        at = tile + 1
+        leg = tl.where(live, 0, 3)  # up to a group, groups, what is left, done
+        busy = 1
+        while busy != 0:
+            leg = tl.where((leg == 0) & (at % GROUP == 0), 1, leg)
+            in_groups = leg == 1
+            step = tl.where(in_groups, GROUP, 1)
+            begin = at + ahead * step
+            border = tl.where(leg == 0, (at // GROUP + 1) * GROUP, num_tiles)
+            end = begin + step - 1
+            can = (leg < 3) & (begin < border) & (end * TILE < num_ids) & ((leg != 1) | (begin // GROUP < num_groups))
+            part = tl.where(in_groups, num_tiles + begin // GROUP, begin)
+            values = tl.load(parts + part.to(tl.int64) * D + d, mask=can & on, other=0.0)
+            same = can & (tl.load(keys + end * TILE, mask=can, other=-1) == key)  # as is all before it: keys rise
+            total += tl.sum(tl.where(same, values, 0.0), axis=0, keep_dims=True)
+            count = tl.sum(same.to(tl.int32), axis=0, keep_dims=True)
+            at += count * step
+            is_whole = (count == HEADS) | ((leg == 0) & (at == border))
+            leg = tl.where(is_whole, leg, tl.where(in_groups, 2, 3))
+            busy = tl.max(tl.max(tl.max((leg < 3).to(tl.int32), axis=2), axis=1), axis=0)
+        _apply(
+            total, place, width, d, live, on, like, rows_at, firsts_at, seconds_at, noises, numbers,
+            WIDTH, ALIGNED, KIND, ROUNDS, ROWS_IN_LINE,
+        )  # fmt: skip

@@ -1,0 +1,94 @@
+"""The dot products of all pairs among an example's vectors, forward and backward, by the kernel that its device has.
+
+Letters: B examples, V vectors (the dense one first, if there is one), D width, P = V (V - 1) / 2 pairs.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rowstead.kernels.choose import has_triton
+from rowstead.kernels.cpu import interaction as interaction_cpu
+from rowstead.spec.errors import DataError
+
+GPU_LIMIT = 256
+"""Most vectors, and widest, that the GPU kernels take: one example has to fit a program."""
+
+_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Kernels(Protocol):
+    """The two functions of each set of kernels."""
+
+    def forward(self, dense: Tensor | None, pooled: Tensor, width: int, dtype: torch.dtype) -> Tensor: ...
+
+    def backward(self, dense: Tensor | None, pooled: Tensor, width: int, grad: Tensor) -> tuple[Tensor | None, Tensor]: ...
+
+
+def pairwise_dots(dense: Tensor | None, pooled: Tensor, width: int) -> Tensor:
+    """The dense vector, then the products of vectors 1 and 0, 2 and 0, 2 and 1, and so on: [B, D + P], or [B, P] without one.
+
+    dense [B, D] or none; pooled [B, (V - 1) * D], or [B, V * D] without a dense vector. On a GPU the result is some columns
+    wider, and 0 there, so that a matrix product can follow at full speed.
+    """
+    kernels = _kernels_for(dense, pooled, width)
+    if kernels is None:
+        return reference_pairwise_dots(dense, pooled, width)
+    if dense is not None and dense.shape != (len(pooled), width):
+        raise DataError(f"dense vectors {tuple(dense.shape)} beside {len(pooled)} pooled examples: give as many, {width} wide")
+    if pooled.shape[1] % width:
+        raise DataError(f"pooled vectors {pooled.shape[1]} wide are no whole number of vectors of {width}")
+    return fused_pairwise_dots(dense, pooled, width, kernels)
+
+
+def reference_pairwise_dots(dense: Tensor | None, pooled: Tensor, width: int) -> Tensor:
+    """`pairwise_dots` in plain torch, for every type and shape, and for programs that are traced."""
+    side_by_side = pooled if dense is None else torch.cat([dense, pooled], dim=1)
+    vectors = side_by_side.unflatten(1, (-1, width))
+    num_vectors = vectors.shape[1]
+    row, column = torch.tril_indices(num_vectors, num_vectors, offset=-1, device=pooled.device)
+    products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1).index_select(1, row * num_vectors + column)
+    return products if dense is None else torch.cat([dense, products], dim=1)
+
+
+def fused_pairwise_dots(dense: Tensor | None, pooled: Tensor, width: int, kernels: Kernels) -> Tensor:
+    """`pairwise_dots` by these kernels. Under autocast the result has its type, and inputs are left as they are."""
+    device = pooled.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    else:
+        dtype = pooled.dtype if dense is None else torch.promote_types(dense.dtype, pooled.dtype)
+    out: Tensor = _PairwiseDots.apply(dense, pooled, width, dtype, kernels)
+    return out
+
+
+def _kernels_for(dense: Tensor | None, pooled: Tensor, width: int) -> Kernels | None:
+    num_vectors = pooled.shape[1] // width + (dense is not None)
+    known = pooled.dtype in _TYPES and (dense is None or dense.dtype in _TYPES)
+    if torch.compiler.is_compiling() or not known or num_vectors < 2:
+        return None
+    if pooled.device.type == "cpu":
+        return interaction_cpu
+    if pooled.device.type == "cuda" and max(num_vectors, width) <= GPU_LIMIT and has_triton():
+        from rowstead.kernels.gpu import interaction as interaction_gpu
+
+        return interaction_gpu
+    return None
+
+
+class _PairwiseDots(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, dense: Tensor | None, pooled: Tensor, width: int, dtype: torch.dtype, kernels: Kernels) -> Tensor:
+        ctx.save_for_backward(dense, pooled)
+        ctx.width, ctx.kernels = width, kernels
+        return kernels.forward(dense, pooled, width, dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        dense, pooled = ctx.saved_tensors
+        return *ctx.kernels.backward(dense, pooled, ctx.width, grad), None, None, None

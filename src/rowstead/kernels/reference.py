@@ -1,0 +1,162 @@
+"""Pooled look-up and exact fused update in plain torch: slow, obvious, and what every fast kernel is compared with.
+
+Letters: B examples, F features, T tables, N rows, D width, nnz ids in the batch, U distinct ids of one table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from rowstead.kernels.layout import Layout
+from rowstead.kernels.rounding import ROUNDED, noise, rounded_to
+from rowstead.kernels.row_optimizer import RowState, adam_correction
+from rowstead.spec.train import SparseOptimizerSpec
+
+
+def lookup(tables: Sequence[Tensor], layout: Layout, ids: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Pooled rows of every feature, side by side: [B, sum of widths].
+
+    tables: T tensors [N, D]; ids [nnz]; offsets [F*B + 1]; weights [nnz] or none. Rows of 16 bits are summed in float32.
+    """
+    pooled = []
+    for bags in _bags(layout, ids, offsets, weights):
+        by_mean = layout.is_mean[bags.feature]
+        scale = bags.weights / bags.lengths_per_id() if by_mean and bags.weights is not None else bags.weights
+        names, rows = bags.ids, tables[layout.table_of[bags.feature]]
+        if rows.dtype in ROUNDED:
+            names, rows = torch.arange(len(names), device=names.device), rows[names].float()
+        if scale is not None:
+            scale = scale.to(rows.dtype)
+        pooled.append(
+            functional.embedding_bag(
+                names,
+                rows,
+                bags.offsets,
+                mode="mean" if by_mean and scale is None else "sum",
+                per_sample_weights=scale,
+                include_last_offset=True,
+            )
+        )
+    return torch.cat(pooled, dim=1)
+
+
+def update(
+    tables: Sequence[Tensor],
+    states: Sequence[RowState],
+    layout: Layout,
+    ids: Tensor,
+    offsets: Tensor,
+    weights: Tensor | None,
+    grad: Tensor,
+    *,
+    optimizer: SparseOptimizerSpec,
+    lr: float,
+    step: int,
+) -> None:
+    """One exact optimizer step on every row that `ids` name, in place.
+
+    grad [B, sum of widths] is the gradient of what `lookup` returned. Gradients of one row are summed over repeated ids
+    and over features that share the table before the optimizer sees them.
+    """
+    if optimizer.clip is not None:
+        grad = clip_pooled(grad, layout, optimizer.clip)
+    bags = _bags(layout, ids, offsets, weights)
+    for place, table in enumerate(layout.tables):
+        named = torch.cat([bags[feature].ids for feature in table.features])
+        if named.numel() == 0:
+            continue
+        gradients = torch.cat([bags[feature].row_gradients(layout, grad) for feature in table.features])
+        distinct, inverse, counts = torch.unique(named, return_inverse=True, return_counts=True)
+        # A segment's sum has one order on every device; adding by index on a GPU has not.
+        summed = torch.segment_reduce(gradients[inverse.argsort(stable=True)], "sum", lengths=counts)
+        apply_to_rows(tables[place], states[place], distinct, summed, optimizer=optimizer, lr=lr, step=step, table=place)
+
+
+def apply_to_rows(
+    rows: Tensor,
+    state: RowState,
+    distinct: Tensor,
+    grad: Tensor,
+    *,
+    optimizer: SparseOptimizerSpec,
+    lr: float,
+    step: int,
+    table: int = 0,
+) -> None:
+    """The optimizer's rule for rows `distinct` [U] with summed gradients `grad` [U, D], in place.
+
+    Rows of 16 bits are rounded by chance, which depends on the place of their table among all.
+    """
+    if optimizer.kind == "sgd":
+        change = lr * grad
+    elif optimizer.kind in ("adagrad", "rowwise_adagrad"):
+        square = grad.square()
+        total = state["sum"][distinct] + (square.mean(dim=1, keepdim=True) if optimizer.kind == "rowwise_adagrad" else square)
+        state["sum"][distinct] = total
+        change = lr * grad / (total.sqrt() + optimizer.eps)
+    else:
+        moment1 = torch.lerp(state["moment1"][distinct], grad, 1 - optimizer.beta1)
+        moment2 = torch.lerp(state["moment2"][distinct], grad.square(), 1 - optimizer.beta2)
+        state["moment1"][distinct] = moment1
+        state["moment2"][distinct] = moment2
+        change = lr * adam_correction(optimizer, step) * moment1 / (moment2.sqrt() + optimizer.eps)
+    if rows.dtype in ROUNDED:
+        chance = noise(table, distinct, rows.shape[1], step)
+        rows[distinct] = rounded_to(rows[distinct].float() - change, chance, rows.dtype)
+    else:
+        rows[distinct] -= change
+
+
+def clip_pooled(grad: Tensor, layout: Layout, largest: float) -> Tensor:
+    """`grad` [B, sum of widths] with the gradient of each pooled vector scaled down to norm `largest`."""
+    parts = []
+    for feature in range(layout.num_features):
+        part = grad[:, layout.columns[feature] : layout.columns[feature + 1]]
+        norm = part.norm(dim=1, keepdim=True)
+        parts.append(part * (largest / norm.clamp(min=largest)))
+    return torch.cat(parts, dim=1)
+
+
+@dataclass(frozen=True)
+class _Bags:
+    """One feature's share of a batch."""
+
+    feature: int
+    ids: Tensor
+    """[n]."""
+    offsets: Tensor
+    """[B + 1], from 0."""
+    weights: Tensor | None
+    """[n]."""
+
+    def lengths_per_id(self) -> Tensor:
+        """For each id the number of ids in its bag, [n]."""
+        lengths = self.offsets.diff()
+        return torch.repeat_interleave(lengths, lengths)
+
+    def row_gradients(self, layout: Layout, grad: Tensor) -> Tensor:
+        """The gradient that each id sends to its row, [n, D]."""
+        pooled = grad[:, layout.columns[self.feature] : layout.columns[self.feature + 1]]
+        gradients = torch.repeat_interleave(pooled, self.offsets.diff(), dim=0)
+        if layout.is_mean[self.feature]:
+            gradients = gradients / self.lengths_per_id().unsqueeze(1)
+        if self.weights is not None:
+            gradients = gradients * self.weights.unsqueeze(1)
+        return gradients
+
+
+def _bags(layout: Layout, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> list[_Bags]:
+    """The batch cut into features."""
+    num_samples = (offsets.numel() - 1) // layout.num_features
+    bounds = offsets[::num_samples].tolist() if num_samples else [0] * (layout.num_features + 1)
+    cut = []
+    for feature in range(layout.num_features):
+        start, stop = bounds[feature], bounds[feature + 1]
+        own = offsets[feature * num_samples : (feature + 1) * num_samples + 1] - start
+        cut.append(_Bags(feature, ids[start:stop].long(), own, None if weights is None else weights[start:stop]))
+    return cut

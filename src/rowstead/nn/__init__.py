@@ -1,0 +1,1 @@
+"""Networks above the embedding tables, and `EmbeddingBags` for any other PyTorch model."""

@@ -1,0 +1,133 @@
+"""Figures of populations of models: how many servers they take, and how much of the machine they use."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rowstead.records.store import Entry
+from rowstead.report.describe import TextTable
+from rowstead.report.theme import Figure, axis, bars, layout, violin
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """How often each number of servers occurs in a study: the paper's Fig. 9."""
+
+    kind: str
+    counts: Mapping[int, int]
+
+    @property
+    def largest_share(self) -> float:
+        return max(self.counts.values()) / sum(self.counts.values())
+
+
+SERVERS = {
+    "num_trainers": "trainers",
+    "num_sparse_servers": "sparse parameter servers",
+    "num_dense_servers": "dense parameter servers",
+}
+
+
+def server_counts(entries: Sequence[Entry]) -> list[Counts]:
+    """Numbers of servers over the entries of a study that know them."""
+    found = []
+    for key, kind in SERVERS.items():
+        numbers = [round(entry.record.figures[key]) for entry in entries if key in entry.record.figures]
+        if numbers and any(numbers):
+            found.append(Counts(kind=kind, counts={number: numbers.count(number) for number in sorted(set(numbers))}))
+    return found
+
+
+def draw_counts(name: str, found: Sequence[Counts]) -> Figure | None:
+    """Bars of how often each number of servers occurs."""
+    if not found:
+        return None
+    traces = [
+        bars(
+            one.kind,
+            [str(number) for number in one.counts],
+            list(one.counts.values()),
+            place,
+            hovertemplate="%{y} models with %{x} " + one.kind + "<extra></extra>",
+        )
+        for place, one in enumerate(found)
+    ]
+    numbers = sorted({number for one in found for number in one.counts})
+    rows = tuple((one.kind, f"{one.largest_share:.0%}", str(len(one.counts))) for one in found)
+    return Figure(
+        key=f"{name}-servers",
+        title=f"{name}: how many servers",
+        words="How many models of the population take so many servers of each kind to reach the study's speed, as predicted.",
+        traces=traces,
+        layout=layout(
+            axis("servers", type="category", categoryorder="array", categoryarray=[str(number) for number in numbers]),
+            axis("models"),
+            barmode="group",
+        ),
+        table=TextTable("Servers", ("kind", "share of the most frequent number", "different numbers"), rows),
+    )
+
+
+USE = {"cpu_share_mean": "CPU, mean", "cpu_share_max": "CPU, most"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Use:
+    """How one resource was used over the runs of a study: the paper's Fig. 5."""
+
+    what: str
+    shares: tuple[float, ...]
+
+
+ROLES = {"trainer": "trainers", "sparse": "sparse servers", "dense": "dense servers", "reader": "readers"}
+
+
+def uses(entries: Sequence[Entry]) -> list[Use]:
+    """What measured runs used, of those that know: each role of a fleet in cores, a plain run in shares of its machine."""
+    measured = [entry.record for entry in entries if entry.is_measured and entry.failure is None]
+    by_role = [
+        Use(
+            what=words,
+            shares=tuple(
+                record.figures[f"{role}_cpu_s"] / record.figures["train_s"]
+                for record in measured
+                if f"{role}_cpu_s" in record.figures and record.figures.get("train_s", 0) > 0
+            ),
+        )
+        for role, words in ROLES.items()
+    ]
+    if any(one.shares for one in by_role):
+        return [one for one in by_role if one.shares]
+    found = [
+        Use(what=words, shares=tuple(record.figures[key] for record in measured if key in record.figures))
+        for key, words in USE.items()
+    ]
+    memory = [
+        record.figures["rss_max_bytes"] / float(record.machine["memory_bytes"])
+        for record in measured
+        if "rss_max_bytes" in record.figures and isinstance(record.machine.get("memory_bytes"), (int, float))
+    ]
+    return [one for one in (*found, Use(what="memory, most", shares=tuple(memory))) if one.shares]
+
+
+def draw_uses(name: str, found: Sequence[Use]) -> Figure | None:
+    """How resources were used, as distributions."""
+    if not found or max(len(one.shares) for one in found) < 3:
+        return None
+    traces = [
+        violin(one.what, one.shares, place, hovertemplate="%{y:.1%}<extra>" + one.what + "</extra>")
+        for place, one in enumerate(found)
+    ]
+    rows = tuple(
+        (one.what, f"{statistics.fmean(one.shares):.1%}", f"{min(one.shares):.1%}", f"{max(one.shares):.1%}") for one in found
+    )
+    return Figure(
+        key=f"{name}-use",
+        title=f"{name}: use of the machine",
+        words="What the runs of the study used: roles of a fleet in shares of one core over the time of training, plain runs in shares of this machine.",
+        traces=traces,
+        layout=layout(axis("", type="category"), axis("share", tickformat=".0%", rangemode="tozero"), showlegend=False),
+        table=TextTable("Use", ("resource", "mean", "least", "most"), rows),
+    )

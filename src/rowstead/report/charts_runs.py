@@ -1,0 +1,342 @@
+"""Figures of single runs: where their time went, how fast they were as they went on, how quality rose, and calibration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rowstead.report.describe import TextTable
+from rowstead.report.inputs import RunView
+from rowstead.report.theme import Figure, axis, diagonal, figure_text, labels, layout, lines, log_axis, lying_bars, thinned
+
+MAX_RUNS = 8
+"""Runs in one figure: the newest."""
+MAX_POINTS = 400
+"""Points of a curve."""
+PHASES = {
+    "waiting_for_data_s": "waiting for data",
+    "look_up_s": "look-up",
+    "forward_s": "forward",
+    "backward_s": "backward",
+    "exchange_s": "exchange",
+    "dense_update_s": "dense update",
+    "row_update_s": "row update",
+    "step_s": "step",
+    "evaluation_s": "evaluation",
+    "checkpoint_s": "checkpoint",
+}
+"""Phases of a run as its record names them, in the order of a step."""
+IN_A_STEP = tuple(key for key in PHASES if key not in ("evaluation_s", "checkpoint_s"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimeSpent:
+    """Where the time of one run went."""
+
+    name: str
+    seconds: Mapping[str, float]
+    """By phase, in the order of a step."""
+    step_s: Mapping[str, float]
+    """Of a mean step, by those phases that every step has."""
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.seconds.values())
+
+
+def times_spent(runs: Sequence[RunView]) -> list[TimeSpent]:
+    """The phases of runs that recorded them."""
+    found = []
+    for run in runs:
+        figures = run.figures
+        seconds = {key: figures[key] for key in PHASES if figures.get(key, 0.0) > 0}
+        num_steps = figures.get("num_steps", 0)
+        if seconds and num_steps:
+            step = {key: value / num_steps for key, value in seconds.items() if key in IN_A_STEP}
+            found.append(TimeSpent(name=run.name, seconds=seconds, step_s=step))
+    return found
+
+
+def draw_times(spent: Sequence[TimeSpent]) -> Figure | None:
+    """Each run's time by phase, as shares of a bar."""
+    spent = spent[:MAX_RUNS]
+    if not spent:
+        return None
+    names = labels(one.name for one in spent)
+    phases = [key for key in PHASES if any(key in one.seconds for one in spent)]
+    traces = [
+        lying_bars(
+            PHASES[key],
+            [100 * one.seconds.get(key, 0.0) / one.total_s for one in spent],
+            names,
+            place,
+            customdata=[one.seconds.get(key, 0.0) for one in spent],
+            hovertemplate=f"{PHASES[key]}: %{{x:.1f}} %, %{{customdata:.3~s}}s<extra></extra>",
+        )
+        for place, key in enumerate(phases)
+    ]
+    rows = tuple((one.name, *(figure_text(one.seconds.get(key)) for key in phases)) for one in spent)
+    return Figure(
+        key="time-by-phase",
+        title="Where the time went",
+        words="Wall-clock time of each run by what it was spent on, evaluation and checkpoints included." + _newest(spent),
+        traces=traces,
+        **_a_line_each(
+            axis("share of the run, %", range=[0, 100]),
+            "stack",
+            TextTable("Seconds", ("run", *(PHASES[key] for key in phases)), rows),
+        ),
+    )
+
+
+def draw_steps(spent: Sequence[TimeSpent]) -> Figure | None:
+    """A mean step of each run as a timeline: its phases after each other."""
+    spent = [one for one in spent if one.step_s][:MAX_RUNS]
+    if not spent:
+        return None
+    names = labels(one.name for one in spent)
+    phases = [key for key in IN_A_STEP if any(key in one.step_s for one in spent)]
+    traces = []
+    for place, key in enumerate(phases):
+        begins = [sum(one.step_s.get(other, 0.0) for other in phases[:place]) for one in spent]
+        widths = [1e3 * one.step_s.get(key, 0.0) for one in spent]
+        hover = f"{PHASES[key]}: %{{x:.3~g}} ms, from %{{base:.3~g}} ms<extra></extra>"
+        traces.append(lying_bars(PHASES[key], widths, names, place, base=[1e3 * one for one in begins], hovertemplate=hover))
+    rows = tuple((one.name, *(figure_text(1e3 * one.step_s.get(key, 0.0)) for key in phases)) for one in spent)
+    return Figure(
+        key="mean-step",
+        title="A mean step",
+        words="The phases of one training step, one after the other, as means over the run: data that is read ahead costs only what a step waits for it."
+        + _newest(spent),
+        traces=traces,
+        **_a_line_each(
+            axis("milliseconds", rangemode="tozero"),
+            "overlay",
+            TextTable("Milliseconds", ("run", *(PHASES[key] for key in phases)), rows),
+        ),
+    )
+
+
+def _a_line_each(across: Mapping[str, Any], mode: str, table: TextTable) -> dict[str, Any]:
+    """What figures with a line of bars for each run have in common."""
+    down = axis("", autorange="reversed", type="category")
+    return {
+        "layout": layout(across, down, barmode=mode, bargap=0.35),
+        "table": table,
+        "height_rem": max(11.0, 6 + 2.4 * len(table.rows)),
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """Something of one run as steps went on."""
+
+    name: str
+    steps: tuple[int, ...]
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class QualityCurves:
+    """How good one run's model was as it was trained."""
+
+    name: str
+    training: Curve
+    """NE of predictions that were made before each update, over a window."""
+    evaluation: Curve
+    """NE on the evaluation split."""
+    best: float | None
+    """The lowest that any model can reach, where the log knows."""
+    batch_size: int | None = None
+    """Samples of a step, where the recipe is known."""
+
+
+def curve(run: RunView, kind: str, figure: str, *, most: int = MAX_POINTS) -> Curve:
+    """One figure of a run's events of a kind, thinned evenly to at most so many."""
+    points = [(event["step"], event[figure]) for event in run.of_kind(kind) if _is_number(event.get(figure))]
+    points = thinned(points, most)
+    return Curve(name=run.name, steps=tuple(step for step, _ in points), values=tuple(float(value) for _, value in points))
+
+
+def quality_curves(runs: Sequence[RunView]) -> list[QualityCurves]:
+    """NE while training and on the evaluation split, of runs that have either."""
+    found = []
+    for run in runs[:MAX_RUNS]:
+        training, evaluation = curve(run, "train", "ne"), curve(run, "evaluation", "ne")
+        if training.steps or evaluation.steps:
+            best = curve(run, "evaluation", "ne_best").values
+            size = run.spec.train.batch_size if run.spec is not None else None
+            found.append(
+                QualityCurves(
+                    name=run.name, training=training, evaluation=evaluation, best=best[-1] if best else None, batch_size=size
+                )
+            )
+    return found
+
+
+def draw_quality(curves: Sequence[QualityCurves]) -> Figure | None:
+    """NE against samples, so that runs of different batches can be compared; against steps where a batch is not known."""
+    if not curves:
+        return None
+    by_samples = all(one.batch_size is not None for one in curves)
+    what = "samples" if by_samples else "step"
+    traces = []
+    names = labels(one.name for one in curves)
+    for place, (one, name) in enumerate(zip(curves, names, strict=True)):
+        hover = f"{name}<br>{what} %{{x:,}}<br>NE %{{y:.4f}}"
+        each = one.batch_size if by_samples and one.batch_size is not None else 1
+        if one.training.steps:
+            traces.append(
+                lines(
+                    f"{name}, training",
+                    [each * step for step in one.training.steps],
+                    one.training.values,
+                    place,
+                    mode="lines",
+                    opacity=0.45,
+                )
+                | {"hovertemplate": hover + ", training<extra></extra>", "legendgroup": name}
+            )
+        if one.evaluation.steps:
+            traces.append(
+                lines(f"{name}, evaluation", [each * step for step in one.evaluation.steps], one.evaluation.values, place)
+                | {"hovertemplate": hover + ", evaluation<extra></extra>", "legendgroup": name}
+            )
+    bests = sorted({round(one.best, 4) for one in curves if one.best is not None})
+    shapes = [
+        {
+            "type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": best, "y1": best,
+            "line": {"dash": "dot", "width": 1.5, "color": "@quiet"},
+            "label": {"text": f"best possible {best:.4f}", "textposition": "start", "yanchor": "bottom", "font": {"color": "@quiet"}},
+        }
+        for best in bests[:3]
+    ]  # fmt: skip
+    rows = tuple(
+        (
+            one.name,
+            figure_text(one.evaluation.values[0] if one.evaluation.values else None),
+            figure_text(one.evaluation.values[-1] if one.evaluation.values else None),
+            figure_text(one.best),
+        )
+        for one in curves
+    )
+    return Figure(
+        key="ne",
+        title="NE as training goes on",
+        words="Normalized entropy: 1 is what the mean label alone would give, lower is better. Pale lines are predictions made before each update, over a window."
+        + _newest(curves),
+        traces=traces,
+        layout=layout(axis(what, rangemode="tozero", exponentformat="SI"), axis("NE"), shapes=shapes),
+        table=TextTable("NE on the evaluation split", ("run", "first", "last", "best possible"), rows),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """Predictions against labels, group by group, at a run's last evaluation."""
+
+    name: str
+    step: int
+    predicted: tuple[float, ...]
+    observed: tuple[float, ...]
+    weight: tuple[float, ...]
+
+
+def calibrations(runs: Sequence[RunView]) -> list[Calibration]:
+    """The last calibration of runs that wrote one down."""
+    found = []
+    for run in runs[:MAX_RUNS]:
+        events = run.of_kind("calibration")
+        if not events:
+            continue
+        last = events[-1]
+        predicted, observed, weight = (_numbers(last.get(key)) for key in ("predicted", "observed", "weight"))
+        if predicted and len(predicted) == len(observed) == len(weight):
+            found.append(Calibration(name=run.name, step=last["step"], predicted=predicted, observed=observed, weight=weight))
+    return found
+
+
+def _numbers(part: object) -> tuple[float, ...]:
+    """A list of finite numbers; nothing where it is none."""
+    given = part if isinstance(part, list) else []
+    return tuple(map(float, given)) if all(_is_number(one) for one in given) else ()
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
+
+
+def draw_calibration(found: Sequence[Calibration]) -> Figure | None:
+    """Mean label against mean prediction, with the line of perfect calibration."""
+    if not found:
+        return None
+    most = max(max(*one.predicted, *one.observed) for one in found)
+    traces = [diagonal("calibrated", 0, most)]
+    for place, (one, name) in enumerate(zip(found, labels(one.name for one in found), strict=True)):
+        hover = "predicted %{x:.2%}<br>observed %{y:.2%}<br>%{customdata:,.0f} examples<extra>" + name + "</extra>"
+        traces.append(lines(name, one.predicted, one.observed, place, customdata=list(one.weight), hovertemplate=hover))
+    rows = tuple(
+        (one.name, *(f"{100 * o - 100 * p:+.2f}" for p, o in zip(one.predicted, one.observed, strict=True))) for one in found
+    )
+    widest = max(len(row) for row in rows) - 1
+    headings = ("run", *(f"group {place + 1}" for place in range(widest)))
+    rows = tuple(row + ("",) * (widest + 1 - len(row)) for row in rows)
+    return Figure(
+        key="calibration",
+        title="Calibration",
+        words="Examples of the last evaluation in groups by what was predicted: what share of each was predicted to click, and what share did. Above the dotted line the model predicts too little."
+        + _newest(found),
+        traces=traces,
+        layout=layout(
+            axis("mean prediction", tickformat=".0%", rangemode="tozero"),
+            axis("mean label", tickformat=".0%", rangemode="tozero"),
+        ),
+        table=TextTable("Observed less predicted, percentage points", headings, rows),
+    )
+
+
+def speed_curves(runs: Sequence[RunView]) -> list[Curve]:
+    """Samples a second as runs went on."""
+    found = [curve(run, "train", "samples_per_s") for run in runs[:MAX_RUNS]]
+    return [one for one in found if len(one.steps) > 1]
+
+
+def draw_speed(curves: Sequence[Curve]) -> Figure | None:
+    """Throughput against steps."""
+    if not curves:
+        return None
+    names = labels(one.name for one in curves)
+    traces = [
+        lines(
+            name,
+            one.steps,
+            one.values,
+            place,
+            mode="lines",
+            hovertemplate="step %{x:,}<br>%{y:.3s} samples/s<extra>" + name + "</extra>",
+        )
+        for place, (one, name) in enumerate(zip(curves, names, strict=True))
+    ]
+    values = [value for one in curves for value in one.values]
+    up = (
+        log_axis("samples/s", values)
+        if max(values) > 5 * min(values)
+        else axis("samples/s", rangemode="tozero", exponentformat="SI")
+    )
+    rows = tuple(
+        (one.name, figure_text(min(one.values)), figure_text(one.values[-1]), figure_text(max(one.values))) for one in curves
+    )
+    return Figure(
+        key="speed",
+        title="Throughput as training goes on",
+        words="Samples a second since the start, at each line of the event file; the first steps compile kernels."
+        + _newest(curves),
+        traces=traces,
+        layout=layout(axis("step", rangemode="tozero"), up),
+        table=TextTable("Samples a second", ("run", "lowest", "last", "highest"), rows),
+    )
+
+
+def _newest(shown: Sequence[object]) -> str:
+    return f" The {MAX_RUNS} newest runs are drawn." if len(shown) == MAX_RUNS else ""

@@ -1,0 +1,378 @@
+"""Figures of sweeps: lines, heat maps and surfaces over their axes, bars where an axis is words, and distributions of populations."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rowstead.records.store import Entry
+from rowstead.records.studies import machine_of, newest
+from rowstead.report.describe import TextTable
+from rowstead.report.theme import (
+    Figure,
+    axis,
+    bare,
+    bars,
+    color,
+    figure_text,
+    heat_map,
+    label,
+    labels,
+    layout,
+    lines,
+    log_axis,
+    violin,
+)
+
+MEASURED = "measured here"
+"""The series of what was measured, where one machine did; with several each has its own, which begins with `measured on`."""
+MAX_SERIES = 10
+MAX_PANELS = 6
+"""Heat maps of one study."""
+FULL_GRID = 0.5
+"""Share of the combinations of its axes that a sweep must have, or it is taken for a population drawn from them."""
+
+
+def words_of(value: Any) -> str:
+    """A value of an axis as text: layers that are alike are written `512^3`."""
+    if isinstance(value, (list, tuple)) and value:
+        if len(set(map(str, value))) == 1 and len(value) > 1:
+            return f"{value[0]}^{len(value)}"
+        return "-".join(map(str, value))
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return value if isinstance(value, str) else json.dumps(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axis:
+    """One axis of a study with the values that occur, in order."""
+
+    name: str
+    values: tuple[Any, ...]
+
+    @property
+    def is_number(self) -> bool:
+        return all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in self.values)
+
+    @property
+    def words(self) -> list[str]:
+        return labels(words_of(value) for value in self.values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One figure at one point of a study: the median over the runs there."""
+
+    place: tuple[int, ...]
+    """Place on each axis."""
+    value: float
+    low: float
+    high: float
+    num_runs: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """One figure over the axes of a study, for what measured or predicted it."""
+
+    name: str
+    figure: str
+    axes: tuple[Axis, ...]
+    series: Mapping[str, tuple[Cell, ...]]
+    """`measured here`, or each machine that measured where there are several; and each that was predicted."""
+    num_failed: int
+
+    @property
+    def is_population(self) -> bool:
+        size = 1
+        for one in self.axes:
+            size *= max(len(one.values), 1)
+        filled = max((len(cells) for cells in self.series.values()), default=0)
+        return filled < FULL_GRID * size
+
+    def table(self, series: str) -> list[list[float | None]]:
+        """The values of a study of two axes: rows are the first axis, columns the second."""
+        assert len(self.axes) == 2
+        found: list[list[float | None]] = [[None] * len(self.axes[1].values) for _ in self.axes[0].values]
+        for cell in self.series.get(series, ()):
+            found[cell.place[0]][cell.place[1]] = cell.value
+        return found
+
+
+def _key(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
+
+
+def grids_in(entries: Sequence[Entry]) -> list[list[Entry]]:
+    """The entries of a study by the axes that they have, in order of first use: one name may have been swept over several grids."""
+    found: dict[frozenset[str], list[Entry]] = {}
+    for entry in entries:
+        found.setdefault(frozenset(entry.axes), []).append(entry)
+    return list(found.values())
+
+
+def study_of(name: str, entries: Sequence[Entry], figure: str = "samples_per_s") -> Study | None:
+    """The figure over the axes of a study; None where no entry has it.
+
+    Axes of one value are left out, and seeds are no axis: runs that differ in their seed alone are one point.
+    """
+    entries = newest(entries)
+    whole = [entry for entry in entries if entry.failure is None and figure in entry.record.figures]
+    if not whole:
+        return None
+    names = list(dict.fromkeys(key for entry in whole for key in entry.axes))
+    axes = []
+    for key in names:
+        values = {_key(entry.axes[key]): entry.axes[key] for entry in whole if key in entry.axes}
+        if len(values) > 1 and key != "seed":
+            axes.append(Axis(name=key, values=_ordered(list(values.values()))))
+    place_of = [{_key(value): place for place, value in enumerate(one.values)} for one in axes]
+    groups: dict[str, dict[tuple[int, ...], list[float]]] = {}
+    several = len({machine_of(entry) for entry in whole if entry.is_measured}) > 1
+    for entry in whole:
+        if not all(one.name in entry.axes for one in axes):
+            continue
+        place = tuple(places[_key(entry.axes[one.name])] for one, places in zip(axes, place_of, strict=True))
+        series = f"predicted: {entry.record.machine.get('name', '?')}"
+        if entry.is_measured:
+            series = f"measured on {machine_of(entry) or 'another machine'}" if several else MEASURED
+        groups.setdefault(series, {}).setdefault(place, []).append(entry.record.figures[figure])
+    cells = {series: tuple(_cell(place, found) for place, found in sorted(of.items())) for series, of in groups.items()}
+    ordered = dict(sorted(cells.items(), key=lambda one: not _is_measured(one[0])))
+    return Study(
+        name=name,
+        figure=figure,
+        axes=tuple(axes),
+        series=ordered,
+        num_failed=sum(entry.failure is not None for entry in entries),
+    )
+
+
+def _is_measured(series: str) -> bool:
+    return series.startswith("measured ")
+
+
+def _cell(place: tuple[int, ...], found: Sequence[float]) -> Cell:
+    return Cell(place=place, value=statistics.median(found), low=min(found), high=max(found), num_runs=len(found))
+
+
+def _ordered(values: list[Any]) -> tuple[Any, ...]:
+    """Numbers and lists of numbers in rising order, words as they came."""
+    if all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values):
+        return tuple(sorted(values))
+    if all(isinstance(value, list) and all(isinstance(one, (int, float)) for one in value) for value in values):
+        return tuple(sorted(values, key=lambda value: (sum(value), len(value))))
+    return tuple(values)
+
+
+UNITS = {"samples_per_s": "samples/s", "samples_per_j": "samples/J", "ne": "NE", "ne_expected": "NE, expected"}
+
+
+def unit(figure: str) -> str:
+    """A figure's name as people say it."""
+    return UNITS.get(figure, figure.replace("_", " "))
+
+
+def draw_study(study: Study) -> list[Figure]:
+    """The figures of a study, as many axes as it has."""
+    if not study.axes or not study.series:
+        return []
+    if study.is_population and len(study.axes) > 1:
+        return draw_spread(study)
+    if len(study.axes) == 1:
+        return [draw_lines(study)]
+    if len(study.axes) == 2:
+        made = draw_heat(study)
+        surface = draw_surface(study)
+        return made if surface is None else [*made, surface]
+    return draw_slices(study)
+
+
+def _whose(study: Study) -> str:
+    predicted = any(not _is_measured(name) for name in study.series)
+    if not any(_is_measured(name) for name in study.series):
+        return "Predicted; nothing was measured."
+    where = "here" if MEASURED in study.series else "on several machines"
+    return f"Whole lines were measured {where}; dashed ones are predictions." if predicted else f"Measured {where}."
+
+
+def _failed(study: Study) -> str:
+    return f" {study.num_failed:,} points failed and are not drawn." if study.num_failed else ""
+
+
+def draw_lines(study: Study, *, key: str | None = None, title: str | None = None) -> Figure:
+    """A study of one axis: a line each for what was measured and for each machine."""
+    (one,) = study.axes
+    logs = one.is_number and min(one.values) > 0 and max(one.values) > 8 * min(one.values)
+    traces, rows = [], []
+    is_words = not one.is_number and not all(isinstance(value, (list, tuple)) for value in one.values)
+    at = one.values if one.is_number else one.words
+    for place, (name, cells) in enumerate(itertools.islice(study.series.items(), MAX_SERIES)):
+        x = [at[cell.place[0]] for cell in cells]
+        y = [cell.value for cell in cells]
+        hover = "%{x}<br>%{y:.4~s} " + label(unit(study.figure)) + "<extra>" + label(name) + "</extra>"
+        if is_words:
+            traces.append(bars(label(name), x, y, place, hovertemplate=hover))
+        else:
+            dash = {} if _is_measured(name) else {"line": {"color": color(place), "width": 2, "dash": "dash"}}
+            spread: dict[str, Any] = {}
+            if any(cell.num_runs > 1 for cell in cells):
+                above, below = [cell.high - cell.value for cell in cells], [cell.value - cell.low for cell in cells]
+                spread = {
+                    "error_y": {"type": "data", "array": above, "arrayminus": below, "symmetric": False, "thickness": 1.2}
+                }
+            traces.append(lines(label(name), x, y, place, hovertemplate=hover) | dash | spread)
+        by_place = {cell.place[0]: cell.value for cell in cells}
+        rows.append((name, *(figure_text(by_place.get(where)) for where in range(len(one.values)))))
+    values = [cell.value for cells in study.series.values() for cell in cells]
+    wide = not is_words and min(values) > 0 and max(values) > 5 * min(values)
+    across = (
+        log_axis(label(one.name), one.values)
+        if logs
+        else axis(label(one.name), **({} if one.is_number else {"type": "category"}))
+    )
+    near = not is_words and (
+        study.figure.startswith("ne") or max(values) < 1.25 * min(values)
+    )  # a figure such as NE, whose small differences count
+    plain = {} if near else {"rangemode": "tozero"}
+    up = log_axis(unit(study.figure), values) if wide else axis(unit(study.figure), exponentformat="SI", **plain)
+    several = (
+        " Points are medians over seeds, with the least and the most."
+        if any(cell.num_runs > 1 for cells in study.series.values() for cell in cells)
+        else ""
+    )
+    return Figure(
+        key=key or f"{study.name}-lines-{study.figure}",
+        title=title or f"{study.name}: {unit(study.figure)} over {one.name}",
+        words=_whose(study) + several + _failed(study),
+        traces=traces,
+        layout=layout(across, up, **({"barmode": "group"} if is_words else {})),
+        table=TextTable(unit(study.figure), ("", *(words_of(value) for value in one.values)), tuple(rows)),
+    )
+
+
+def draw_heat(study: Study) -> list[Figure]:
+    """A study of two axes: a heat map each for what was measured and for each machine."""
+    first, second = study.axes
+    figures: list[Figure] = []
+    for name in itertools.islice(study.series, MAX_PANELS):
+        table = study.table(name)
+        texts = [[figure_text(value) for value in row] for row in table]
+        hover = (
+            f"{label(first.name)} %{{y}}, {label(second.name)} %{{x}}<br>%{{z:.4~s}} {label(unit(study.figure))}<extra></extra>"
+        )
+        trace = heat_map(second.words, first.words, table, texts, hovertemplate=hover)
+        rows = tuple((words_of(value), *row) for value, row in zip(first.values, texts, strict=True))
+        figures.append(
+            Figure(
+                key=f"{study.name}-heat-{len(figures)}-{study.figure}",
+                title=f"{study.name}: {unit(study.figure)}, {name}",
+                words=f"By {first.name} and {second.name}." + _failed(study),
+                traces=[trace],
+                layout=layout(axis(label(second.name), type="category"), axis(label(first.name), type="category")),
+                table=TextTable(unit(study.figure), (first.name, *(words_of(value) for value in second.values)), rows),
+                height_rem=max(14.0, 7 + 2.6 * len(first.values)),
+            )
+        )
+    return figures
+
+
+def draw_surface(study: Study) -> Figure | None:
+    """A study of two axes as surfaces over each other, relative to each one's own largest value."""
+    first, second = study.axes
+    if len(first.values) < 3 or len(second.values) < 3:
+        return None
+    traces = []
+    for place, name in enumerate(itertools.islice(study.series, 3)):
+        table = study.table(name)
+        most = max((value for row in table for value in row if value is not None), default=0.0)
+        if most <= 0:
+            continue
+        traces.append(
+            {
+                "type": "surface", "name": label(name), "z": [[None if value is None else value / most for value in row] for row in table],
+                "x": list(range(len(second.values))), "y": list(range(len(first.values))), "showscale": False, "opacity": 0.85,
+                "colorscale": [[0, color(place)], [1, color(place)]], "showlegend": True,
+                "hovertemplate": "%{z:.0%} of the largest<extra>" + label(name) + "</extra>",
+            }
+        )  # fmt: skip
+    if not traces:
+        return None
+
+    def ticks(one: Axis) -> dict[str, Any]:
+        return {
+            "title": {"text": label(one.name)}, "tickvals": list(range(len(one.values))), "ticktext": one.words, "gridcolor": "@line",
+            "backgroundcolor": "rgba(0,0,0,0)",
+        }  # fmt: skip
+
+    scene = {
+        "xaxis": ticks(second), "yaxis": ticks(first),
+        "zaxis": {"title": {"text": "share of the largest"}, "tickformat": ".0%", "gridcolor": "@line", "backgroundcolor": "rgba(0,0,0,0)"},
+        "camera": {"eye": {"x": 1.5, "y": -1.5, "z": 0.9}}, "aspectratio": {"x": 1.1, "y": 1.1, "z": 0.75},
+    }  # fmt: skip
+    return Figure(
+        key=f"{study.name}-surface-{study.figure}",
+        title=f"{study.name}: the shape of {unit(study.figure)}",
+        words="Each surface as a share of its own largest value, so that shapes can be compared between machines of different speed. Drag to turn it.",
+        traces=traces,
+        layout=bare(scene=scene),
+        height_rem=30,
+    )
+
+
+def ratio_of(study: Study, over: str, under: str) -> Study | None:
+    """One series over another, point by point; None where they have no point in common."""
+    below = {cell.place: cell.value for cell in study.series.get(under, ()) if cell.value > 0}
+    cells = [_cell(cell.place, [cell.value / below[cell.place]]) for cell in study.series.get(over, ()) if cell.place in below]
+    if not cells:
+        return None
+    name = f"{over} / {under}".replace("predicted: ", "")
+    return dataclasses.replace(study, figure="ratio", series={f"predicted: {name}": tuple(cells)}, num_failed=0)
+
+
+def draw_slices(study: Study) -> list[Figure]:
+    """A study of more axes: lines over the last one, one figure for each combination of the others, as far as there is room."""
+    last, others = study.axes[-1], study.axes[:-1]
+    made: list[Figure] = []
+    combinations = list(itertools.product(*(range(len(one.values)) for one in others)))
+    for number, fixed in enumerate(combinations):
+        series = {
+            name: tuple(dataclasses.replace(cell, place=(cell.place[-1],)) for cell in cells if cell.place[:-1] == fixed)
+            for name, cells in study.series.items()
+        }
+        series = {name: cells for name, cells in series.items() if cells}
+        if not series or len(made) == MAX_PANELS:
+            continue
+        slice_ = Study(name=study.name, figure=study.figure, axes=(last,), series=series, num_failed=study.num_failed)
+        where = ", ".join(f"{one.name} {words_of(one.values[place])}" for one, place in zip(others, fixed, strict=True))
+        made.append(draw_lines(slice_, key=f"{study.name}-slice-{number}-{study.figure}", title=f"{study.name}: {where}"))
+    return made
+
+
+def draw_spread(study: Study) -> list[Figure]:
+    """A population: how the figure is spread over it, for what was measured and each machine."""
+    traces, rows = [], []
+    for place, (name, cells) in enumerate(itertools.islice(study.series.items(), MAX_SERIES)):
+        values = sorted(cell.value for cell in cells)
+        hover = "%{y:.4~s}<extra>" + label(name) + "</extra>"
+        traces.append(violin(label(name), values, place, meanline={"visible": True}, hovertemplate=hover))
+        quarters = statistics.quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
+        rows.append((name, f"{len(values):,}", *(figure_text(one) for one in (values[0], *quarters, values[-1]))))
+    return [
+        Figure(
+            key=f"{study.name}-spread-{study.figure}",
+            title=f"{study.name}: spread of {unit(study.figure)}",
+            words="Each point is one model of a population drawn at random from the study's axes." + _failed(study),
+            traces=traces,
+            layout=layout(axis("", type="category"), axis(unit(study.figure), exponentformat="SI"), showlegend=False),
+            table=TextTable(
+                unit(study.figure), ("", "models", "least", "lower quarter", "median", "upper quarter", "most"), tuple(rows)
+            ),
+        )
+    ]

@@ -1,0 +1,187 @@
+"""Figures of features and tables: their sizes and lengths, and where a run put them, by memory and by traffic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rowstead.plan.traffic import mean_ids
+from rowstead.plan.work import step_work
+from rowstead.report.describe import TextTable
+from rowstead.report.inputs import RunView
+from rowstead.report.theme import Figure, bare, color, figure_text, label, labels, layout, lines, log_axis, thinned
+from rowstead.spec.run import RunSpec
+from rowstead.spec.sizes import shown_bytes
+
+PLACES = {
+    "device": "memory of the device",
+    "cached": "cached: system memory, hot rows on the device",
+    "host": "system memory",
+    "ssd": "SSD, hot rows in memory",
+}
+MAX_TABLES = 400
+"""Boxes of a treemap; smaller tables are drawn as one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureSizes:
+    """The sparse features of a recipe: the paper's Figs. 6 and 7."""
+
+    names: tuple[str, ...]
+    num_rows: tuple[int, ...]
+    """Hash size of the table that each reads."""
+    ids: tuple[float, ...]
+    """Mean ids an example, after truncation."""
+
+
+def feature_sizes(spec: RunSpec) -> FeatureSizes:
+    """Hash size and mean length of each feature, as the recipe says."""
+    rows = {place: table.num_rows for table in spec.tables for place in table.features}
+    features = spec.features.expanded_sparse()
+    return FeatureSizes(
+        names=tuple(feature.name for feature in features),
+        num_rows=tuple(rows[place] for place in range(len(features))),
+        ids=mean_ids(spec),
+    )
+
+
+def draw_sizes(found: Sequence[tuple[str, FeatureSizes]]) -> Figure | None:
+    """Hash size against mean length, by recipe."""
+    found = [(name, sizes) for name, sizes in found if sizes.names]
+    if not found:
+        return None
+    traces, rows = [], []
+    for place, (name, sizes) in enumerate(found):
+        points = thinned(list(zip(sizes.ids, sizes.num_rows, sizes.names, strict=True)), MAX_TABLES)
+        traces.append(
+            {
+                "type": "scatter", "mode": "markers", "name": label(name), "x": [max(one[0], 1e-3) for one in points],
+                "y": [one[1] for one in points], "text": [label(one[2]) for one in points],
+                "hovertemplate": "%{text}<br>%{x:.3~g} ids an example<br>%{y:,} rows<extra></extra>",
+                "marker": {"color": color(place), "size": 9, "opacity": 0.7},
+            }
+        )  # fmt: skip
+        rows += [(one[2], name, figure_text(one[0]), f"{one[1]:,}") for one in points[:100]]
+    lengths = [max(length, 1e-3) for _, sizes in found for length in sizes.ids]
+    heights = [float(size) for _, sizes in found for size in sizes.num_rows]
+    return Figure(
+        key="feature-sizes",
+        title="Hash size against mean length (Fig. 6)",
+        words="Each point is a sparse feature: rows of its table, and ids that an example has of it on average. How often a table is read and how large it is need not go together.",
+        traces=traces,
+        layout=layout(log_axis("mean ids per example", lengths), log_axis("hash size, rows", heights)),
+        table=TextTable("Features", ("feature", "recipe", "mean ids", "hash size"), tuple(rows)),
+    )
+
+
+def draw_lengths(found: Sequence[tuple[str, FeatureSizes]]) -> Figure | None:
+    """Mean lengths in falling order, by recipe: a power law is a straight line here."""
+    found = [(name, sizes) for name, sizes in found if len(sizes.names) > 1]
+    if not found:
+        return None
+    traces = []
+    for place, (name, sizes) in enumerate(found):
+        falling = thinned(
+            list(enumerate(sorted((max(length, 1e-3) for length in sizes.ids), reverse=True), start=1)), MAX_TABLES
+        )
+        hover = "rank %{x}<br>%{y:.3~g} ids an example<extra></extra>"
+        traces.append(lines(label(name), [one[0] for one in falling], [one[1] for one in falling], place, hovertemplate=hover))
+    lengths = [max(length, 1e-3) for _, sizes in found for length in sizes.ids]
+    ranks = [1.0, float(max(len(sizes.names) for _, sizes in found))]
+    return Figure(
+        key="feature-lengths",
+        title="Mean lengths over features (Fig. 7)",
+        words="Features in order of their mean ids per example, both on log scales: look-ups follow a power law over features where this is a straight line.",
+        traces=traces,
+        layout=layout(log_axis("rank of the feature", ranks), log_axis("mean ids per example", lengths)),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacedTable:
+    """A table, where it is, and what it takes."""
+
+    name: str
+    where: str
+    num_bytes: float
+    """Rows and their optimizer's state."""
+    read_bytes: float
+    """What an example reads of it, on average."""
+
+
+def placed_tables(run: RunView) -> list[PlacedTable]:
+    """The tables of a run with where they were put; without a placement of its own, where a plain run has them."""
+    spec = run.spec
+    if spec is None:
+        return []
+    where = {str(table["name"]): str(table.get("where", "device")) for table in run.placement}
+    return [
+        PlacedTable(
+            name=table.name,
+            where=where.get(table.name, "device"),
+            num_bytes=float(table.bytes),
+            read_bytes=table.ids_per_sample * table.row_bytes,
+        )
+        for table in step_work(spec).tables
+    ]
+
+
+def draw_placement(run_name: str, tables: Sequence[PlacedTable], *, by: str = "memory") -> Figure | None:
+    """Tables as boxes: size is memory and colour traffic, or the other way round."""
+    if not tables:
+        return None
+    memory = by == "memory"
+
+    def area(table: PlacedTable) -> float:
+        return table.num_bytes if memory else table.read_bytes
+
+    falling = sorted(tables, key=area, reverse=True)
+    shown, rest = falling[:MAX_TABLES], falling[MAX_TABLES:]
+    if rest:
+        for where in dict.fromkeys(table.where for table in rest):
+            mine = [table for table in rest if table.where == where]
+            held, read = sum(table.num_bytes for table in mine), sum(table.read_bytes for table in mine)
+            shown.append(PlacedTable(name=f"{len(mine):,} smaller tables", where=where, num_bytes=held, read_bytes=read))
+    places = list(dict.fromkeys(table.where for table in shown))
+    ids = [f"place-{place}" for place in range(len(places))]
+    # The area of what has others in it is their sum: 0 of its own, so that nothing rounds over it.
+    data: dict[str, list[Any]] = {
+        "ids": [*ids, *(f"table-{place}" for place in range(len(shown)))],
+        "labels": [*(label(PLACES.get(where, where)) for where in places), *labels(table.name for table in shown)],
+        "parents": [*("" for _ in places), *(ids[places.index(table.where)] for table in shown)],
+        "values": [*(0.0 for _ in places), *(area(table) for table in shown)],
+        "colors": [*(0.0 for _ in places), *((table.read_bytes if memory else table.num_bytes) for table in shown)],
+        "text": [
+            *(f"{sum(table.where == where for table in shown)} tables" for where in places),
+            *(f"{shown_bytes(table.num_bytes)}<br>{shown_bytes(table.read_bytes)} read an example" for table in shown),
+        ],
+    }
+    heat = [value for value in data["colors"][len(places) :] if isinstance(value, float)]
+    trace = {
+        "type": "treemap", "ids": data["ids"], "labels": data["labels"], "parents": data["parents"], "values": data["values"],
+        "text": data["text"], "textinfo": "label+text", "hovertemplate": "%{label}<br>%{text}<extra></extra>",
+        "marker": {
+            "colors": data["colors"], "colorscale": "@scale", "cmin": 0, "cmax": max(heat, default=1.0) or 1.0, "line": {"color": "@card", "width": 1},
+            "colorbar": {"title": {"text": "bytes read<br>an example" if memory else "bytes"}, "thickness": 12, "exponentformat": "SI", "len": 0.9},
+        },
+        "tiling": {"pad": 2}, "pathbar": {"visible": False},
+    }  # fmt: skip
+    what = (
+        "memory, and the darker the more an example reads of it"
+        if memory
+        else "what an example reads of it, and the darker the more memory it takes"
+    )
+    total = sum(table.num_bytes for table in tables)
+    rows = tuple(
+        (table.name, table.where, shown_bytes(table.num_bytes), shown_bytes(table.read_bytes)) for table in falling[:100]
+    )
+    return Figure(
+        key=f"placement-by-{by}",
+        title=f"Placement by {by}",
+        words=f"The {len(tables):,} tables of {run_name} ({shown_bytes(total)}) by where they are. A box is as large as a table's {what}.",
+        traces=[trace],
+        layout=bare(margin={"l": 2, "r": 2, "t": 2, "b": 2}),
+        table=TextTable("Tables", ("table", "where", "memory", "read an example"), rows) if memory else None,
+        height_rem=28,
+    )

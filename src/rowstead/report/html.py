@@ -1,0 +1,209 @@
+"""The HTML around figures: one page that needs no network, on any screen, by day, by night and in print."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rowstead.report.describe import HEAD, TextTable
+from rowstead.report.theme import DARK, LIGHT, Figure, script_json
+
+MAX_ROWS = 300
+"""Rows of a table on the page; what is left out is counted."""
+MAX_CELL, MAX_TITLE, MAX_WORDS = 200, 120, 800
+"""Characters of a cell, of a heading, and of what is said about a figure."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A part of a page: figures side by side where there is room, and tables."""
+
+    key: str
+    title: str
+    words: str = ""
+    figures: Sequence[Figure] = ()
+    tables: Sequence[TextTable] = ()
+    blocks: Sequence[str] = ()
+    """Further HTML, made and escaped by the caller, before the figures."""
+
+
+def page_of(title: str, lead: str, sections: Sequence[Section], *, foot: str = "") -> str:
+    """The whole page; `lead` and `foot` are plain text."""
+    figures = [figure for section in sections for figure in section.figures]
+    links = "".join(f'<a href="#{_anchor(one.key)}">{_cell(one.title, MAX_TITLE)}</a>' for one in sections)
+    body = "\n".join(_section(section) for section in sections)
+    scripts = ""
+    if figures:
+        from plotly.offline import get_plotlyjs  # takes a moment, and only pages with figures need it
+
+        plain = script_json([figure.plain() for figure in figures])
+        colors = script_json({"light": LIGHT, "dark": DARK})
+        scripts = (
+            f'<script type="text/plain" id="plotly">{get_plotlyjs()}</script>\n'
+            f"<script>const figures = {plain};\nconst colors = {colors};\n{_SCRIPT}</script>"
+        )
+    return _PAGE.format(
+        title=html.escape(title),
+        lead=html.escape(lead),
+        style=_STYLE,
+        links=links,
+        body=body,
+        scripts=scripts,
+        foot=html.escape(foot),
+    )
+
+
+def _anchor(key: str) -> str:
+    return "".join(c if c.isascii() and (c.isalnum() or c == "-") else "-" for c in key)[:80]
+
+
+def _section(section: Section) -> str:
+    parts = [f'<section id="{_anchor(section.key)}"><h2>{_cell(section.title, MAX_TITLE)}</h2>']
+    if section.words:
+        parts.append(f"<p>{html.escape(section.words)}</p>")
+    parts += section.blocks
+    if section.figures:
+        parts.append('<div class="figures">' + "".join(_figure(figure) for figure in section.figures) + "</div>")
+    parts += [f"<h3>{html.escape(table.title)}</h3>{table_html(table)}" for table in section.tables]
+    return "\n".join([*parts, "</section>"])
+
+
+def _figure(figure: Figure) -> str:
+    name, words = _cell(figure.title, MAX_TITLE), _cell(figure.words, MAX_WORDS)
+    numbers = ""
+    if figure.table is not None:
+        numbers = (
+            f"<details><summary>The numbers: {html.escape(figure.table.title)}</summary>{table_html(figure.table)}</details>"
+        )
+    return (
+        f'<figure><figcaption><div class="head"><h3>{name}</h3><button type="button" class="save" data-name="{_anchor(figure.key)}" '
+        f'aria-label="Save as SVG: {name}">SVG</button></div><p>{words}</p></figcaption>'
+        f'<div class="figure" style="height:{figure.height_rem:g}rem" data-height="{figure.height_rem:g}" role="img" aria-label="{name}. {words}"></div>{numbers}</figure>'
+    )
+
+
+def table_html(table: TextTable) -> str:
+    """A table with its first column as headings of rows; names are escaped, and cut where they are endless."""
+    head = "".join(f'<th scope="col">{_cell(text)}</th>' for text in table.headings)
+    rows = "".join(
+        f'<tr><th scope="row">{_cell(name)}</th>' + "".join(f"<td>{_cell(text)}</td>" for text in cells) + "</tr>"
+        for name, *cells in table.rows[:MAX_ROWS]
+    )
+    left = len(table.rows) - MAX_ROWS
+    more = f'<p class="note">{left:,} more rows are not shown.</p>' if left > 0 else ""
+    return f'<div class="wide" tabindex="0" role="region" aria-label="{_cell(table.title, MAX_TITLE)}"><table aria-label="{_cell(table.title, MAX_TITLE)}"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>{more}'
+
+
+def _cell(text: str, most: int = MAX_CELL) -> str:
+    plain = "".join(c if c.isprintable() else "�" for c in text)
+    return html.escape(plain if len(plain) <= most else plain[: most - 1] + "…")
+
+
+def cards_html(cards: Sequence[tuple[str, str, str]]) -> str:
+    """Large figures in a row: what, value, and a remark."""
+    made = "".join(
+        f'<div class="card"><div class="what">{_cell(what)}</div><div class="value">{_cell(value)}</div><div class="more">{_cell(more)}</div></div>'
+        for what, value, more in cards
+    )
+    return f'<div class="cards">{made}</div>'
+
+
+_PAGE = (
+    HEAD
+    + """<body>
+<header><div class="inner"><h1>{title}</h1><p>{lead}</p><nav aria-label="Sections">{links}</nav></div></header>
+<main>
+{body}
+</main>
+<footer><p>{foot}</p></footer>
+{scripts}</body></html>
+"""
+)
+
+_STYLE = """
+:root { --back: #f4f6f9; --card: #ffffff; --text: #1b2129; --quiet: #5a6573; --line: #dde2e9; --well: #edf0f4; --a: #2457c5; --good: #1a7f56; --bad: #b3261e; }
+@media (prefers-color-scheme: dark) { :root { --back: #0f1318; --card: #171c23; --text: #e7eaee; --quiet: #9ba6b3; --line: #2c343e; --well: #232a33; --a: #82abff; --good: #5fd0a8; --bad: #ff8a80; } }
+* { box-sizing: border-box; }
+html { scroll-padding-top: 1rem; }
+body { margin: 0; background: var(--back); color: var(--text); font: 16px/1.55 system-ui, "Segoe UI", sans-serif; }
+header { background: var(--card); border-bottom: 1px solid var(--line); } .inner, main, footer { max-width: 82rem; margin: 0 auto; padding: 1.1rem 1.25rem; }
+h1 { font-size: 1.55rem; letter-spacing: -.02em; margin: .3rem 0 .2rem; overflow-wrap: anywhere; }
+h2 { font-size: 1.25rem; letter-spacing: -.012em; margin: 0 0 .25rem; } h3 { font-size: 1rem; margin: 0; overflow-wrap: anywhere; }
+p { margin: .2rem 0 .4rem; color: var(--quiet); max-width: 52rem; overflow-wrap: anywhere; } .note { font-size: .85rem; }
+a { color: var(--a); } nav { display: flex; flex-wrap: wrap; gap: .3rem 1.1rem; margin-top: .5rem; font-size: .92rem; } nav a, h2 { overflow-wrap: anywhere; min-width: 0; }
+main { display: grid; gap: 1.5rem; } main > section { min-width: 0; }
+.figures { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 32rem), 1fr)); margin: .6rem 0; }
+figure { margin: 0; background: var(--card); border: 1px solid var(--line); border-radius: 14px; padding: .9rem 1rem; min-width: 0; break-inside: avoid; }
+.head { display: flex; justify-content: space-between; align-items: start; gap: .75rem; } .save { font: inherit; font-size: .72rem; color: var(--quiet); background: none; border: 1px solid var(--line); border-radius: 6px; padding: 0 .45rem; cursor: pointer; }
+figcaption p { font-size: .88rem; margin-bottom: .3rem; } .figure { width: 100%; min-width: 0; }
+section > h3 { margin: 1rem 0 .35rem; }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(10.5rem, 1fr)); gap: .75rem; margin: .6rem 0 1rem; }
+.card { background: var(--card); border: 1px solid var(--line); border-radius: 14px; padding: .7rem .95rem; } .card .what, .card .more { color: var(--quiet); font-size: .84rem; }
+.card .value { font-size: 1.5rem; font-weight: 650; letter-spacing: -.02em; line-height: 1.3; font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
+.wide { overflow-x: auto; background: var(--card); border: 1px solid var(--line); border-radius: 12px; max-height: 30rem; overflow-y: auto; }
+figure .wide { border-radius: 8px; margin-top: .4rem; max-height: 20rem; }
+table { border-collapse: collapse; font-size: .86rem; font-variant-numeric: tabular-nums; width: 100%; }
+th, td { text-align: right; padding: .34rem .7rem; border-bottom: 1px solid var(--line); white-space: nowrap; max-width: 26rem; overflow: hidden; text-overflow: ellipsis; }
+tr > th:first-child { text-align: left; position: sticky; left: 0; background: var(--card); } tbody tr:last-child > * { border-bottom: 0; }
+thead th { color: var(--quiet); font-weight: 600; position: sticky; top: 0; background: var(--card); }
+td.words { text-align: left; white-space: normal; min-width: 16rem; }
+details { margin-top: .5rem; font-size: .9rem; } summary { cursor: pointer; color: var(--quiet); } :focus-visible { outline: 2.5px solid var(--a); outline-offset: 2px; }
+footer p { font-size: .85rem; }
+@media (max-width: 40rem) { .inner, main, footer { padding: .8rem; } figure { padding: .7rem .6rem; border-radius: 10px; } th:first-child { max-width: 10rem; } }
+@media print { :root { --back: #fff; --card: #fff; --text: #000; --quiet: #444; --line: #ccc; --a: #000; } nav, details, .save { display: none !important; } .figures { grid-template-columns: 1fr; }
+  .wide { max-height: none; overflow: visible; border: 0; } body { font-size: 11pt; } thead th, tr > th:first-child { position: static; } }
+"""
+
+_SCRIPT = """
+const dark = matchMedia('(prefers-color-scheme: dark)'), narrow = matchMedia('(max-width: 40rem)');
+const places = [...document.querySelectorAll('div.figure')], drawn = new Set();
+const paper = 660; // pixels that a sheet has between its margins
+let printing = false;
+function colored(value, scheme) {
+  if (typeof value === 'string') return value[0] === '@' && value in scheme ? scheme[value] : value;
+  if (Array.isArray(value)) return typeof value[0] === 'number' && typeof value.at(-1) === 'number' ? value : value.map((one) => colored(one, scheme));
+  if (value && typeof value === 'object') return Object.fromEntries(Object.entries(value).map(([key, one]) => [key, colored(one, scheme)]));
+  return value;
+}
+function draw(place) {
+  const scheme = dark.matches && !printing ? colors.dark : colors.light;
+  const { data, layout } = colored(figures[place], scheme);
+  if (layout.showlegend === undefined) layout.showlegend = data.length > 1;
+  if (printing) layout.width = paper;
+  else if (narrow.matches) {
+    layout.font.size = 11;
+    if (layout.showlegend && !layout.scene) { // beneath, where it takes no room from the figure
+      layout.legend = { orientation: 'h', y: -0.25, yanchor: 'top', entrywidthmode: 'fraction', entrywidth: 0.48 };
+      places[place].style.height = `calc(${places[place].dataset.height}rem + ${0.7 * data.length}rem)`;
+    }
+  }
+  drawn.add(place);
+  Plotly.react(places[place], data, layout, { responsive: true, displayModeBar: false });
+  places[place].dataset.drawn = 'yes';
+  if (drawn.size === 1) performance.mark('first-figure');
+}
+function begin() {
+const seen = new IntersectionObserver((entries) => {
+  for (const entry of entries) if (entry.isIntersecting) { seen.unobserve(entry.target); draw(places.indexOf(entry.target)); }
+}, { rootMargin: '300px' });
+if (places.length) draw(0);
+places.forEach((place) => seen.observe(place));
+const again = () => { for (const place of drawn) draw(place); };
+dark.addEventListener('change', again);
+narrow.addEventListener('change', again);
+addEventListener('beforeprint', () => { printing = true; places.forEach((_, place) => draw(place)); });
+addEventListener('afterprint', () => { printing = false; again(); });
+document.querySelectorAll('button.save').forEach((button, place) => button.addEventListener('click', () => {
+  if (!drawn.has(place)) draw(place);
+  Plotly.downloadImage(places[place], { format: 'svg', filename: button.dataset.name, width: 900, height: places[place].clientHeight });
+}));
+}
+// Words and tables are there at once; plotly is read after they have been shown.
+requestAnimationFrame(() => setTimeout(() => {
+  const script = document.createElement('script');
+  script.textContent = document.getElementById('plotly').textContent;
+  document.head.append(script);
+  begin();
+}));
+"""

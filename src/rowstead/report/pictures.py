@@ -1,0 +1,56 @@
+"""Figures as files of their own. Plotly draws them in a browser that Kaleido starts; both are optional."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from rowstead.report.theme import LIGHT, Figure
+from rowstead.spec.errors import RowsteadError
+
+WIDTH, PIXELS_A_REM = 900, 16
+
+
+def write_pictures(figures: Sequence[Figure], folder: Path, *, kind: Literal["svg", "png"] = "svg") -> list[Path]:
+    """Each figure as `KEY.svg` or `KEY.png`, by day's colours on white."""
+    if importlib.util.find_spec("kaleido") is None:
+        raise RowsteadError(
+            "figures as files need Kaleido and a Chrome or Chromium: pip install 'rowstead[pictures]', and see that "
+            "`chromium` is installed. The page itself needs neither: its figures can be saved as SVG with a click"
+        )
+    import kaleido
+
+    folder.mkdir(parents=True, exist_ok=True)
+    files = [folder / f"{_file_name(figure.key, place)}.{kind}" for place, figure in enumerate(figures)]
+    wanted = [
+        {
+            "fig": _on_white(figure),
+            "path": str(file),
+            "opts": {
+                "format": kind,
+                "width": WIDTH,
+                "height": round(figure.height_rem * PIXELS_A_REM),
+                "scale": 2 if kind == "png" else 1,
+            },
+        }
+        for figure, file in zip(figures, files, strict=True)
+    ]
+    try:
+        kaleido.write_fig_from_object_sync(wanted, cancel_on_error=True)
+    except Exception as error:  # whatever the browser has to say
+        raise RowsteadError(f"the browser could not draw the figures: {error or type(error).__name__}") from None
+    return files
+
+
+def _on_white(figure: Figure) -> dict[str, object]:
+    plain = figure.plain(LIGHT)
+    plain["layout"] |= {"paper_bgcolor": "#ffffff", "plot_bgcolor": "#ffffff", "margin": {"l": 24, "r": 24, "t": 24, "b": 24}}
+    return plain
+
+
+def _file_name(key: str, place: int) -> str:
+    """A name that is safe on any disk, and nobody else's."""
+    plain = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "-" for c in key).strip(".-")[:80]
+    return f"{place:02d}-{plain or 'figure'}"

@@ -1,0 +1,90 @@
+"""A trained model as a folder that serves raw fields: a torch.export program, and what its inputs mean."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from rowstead.kernels.layout import layout_of
+from rowstead.records.files import shown_bytes
+from rowstead.records.run_folder import DEFAULT_ROOT
+from rowstead.records.usage import versions
+from rowstead.serve.exported import FORMAT, INPUTS, PROGRAM, sha256_of
+from rowstead.serve.program import ServingProgram, exported_program
+from rowstead.spec.errors import RowsteadError
+from rowstead.spec.parse import to_plain
+from rowstead.stores.device import DeviceStore
+from rowstead.training.progress import Watcher
+from rowstead.training.trained import open_run
+
+ARGUMENTS = {
+    "dense": "float32 [B, dense features], raw values, NaN where missing",
+    "ids": "int64 [nnz], raw ids feature by feature: integers as they are, text as XXH64 (seed 0) of its UTF-8",
+    "offsets": "int64 [sparse features * B + 1]: feature f of example b owns ids[offsets[f*B+b]:offsets[f*B+b+1]]",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportSummary:
+    """What `export` wrote."""
+
+    folder: Path
+    num_bytes: int
+    int8: bool
+
+    def rows(self) -> list[tuple[str, str]]:
+        """As names and values."""
+        return [
+            ("folder", str(self.folder)),
+            ("size", f"{shown_bytes(self.num_bytes)}, rows {'as int8' if self.int8 else 'in FP32'}"),
+            ("serve it", f'rowstead.load_exported("{self.folder}").predict({{"column": [values], …}})'),
+        ]
+
+
+def export(
+    run: str, to: Path | str, *, int8: bool = False, root: Path | str = DEFAULT_ROOT, watcher: Watcher | None = None
+) -> ExportSummary:
+    """Write a run's model into the new folder `to`: `program.pt2` and `inputs.json`, both or nothing."""
+    to = Path(to)
+    if os.path.lexists(to):
+        raise RowsteadError(f"{to} exists: choose another folder with --to")
+    trained = open_run(run, root=root, watcher=watcher, in_memory=True)
+    spec, model, transforms = trained.spec, trained.model, trained.transforms
+    assert isinstance(model.store, DeviceStore)
+    program = ServingProgram(
+        model.net,
+        list(model.store.weights),
+        layout_of(spec.features, spec.tables),
+        spec.features.expanded_sparse(),
+        transforms,
+        log_keep_rate=model.log_keep_rate,
+        int8=int8,
+    )
+    inputs = {
+        "format": FORMAT,
+        "arguments": ARGUMENTS,
+        "result": "float32 [B], click probabilities",
+        "features": to_plain(spec.features),
+        "num_rows": {table.name: table.num_rows for table in spec.tables},
+        "transforms": transforms.to_plain(),
+        "id_kinds": dict(trained.id_kinds),
+        "label": spec.data.parquet.label if spec.data.parquet is not None else "label",
+        "int8": int8,
+        "versions": versions(),
+    }
+    traced = exported_program(program)
+    unfinished = to.with_name(f".{to.name}.tmp-{os.getpid()}")
+    try:
+        unfinished.mkdir(parents=True)
+        torch.export.save(traced, unfinished / PROGRAM)
+        inputs["sha256"] = {PROGRAM: sha256_of(unfinished / PROGRAM)}
+        (unfinished / INPUTS).write_text(json.dumps(inputs, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        os.rename(unfinished, to)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return ExportSummary(folder=to, num_bytes=sum(file.stat().st_size for file in to.iterdir()), int8=int8)

@@ -1,0 +1,196 @@
+"""Click probabilities of a whole log, written to Parquet."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from rowstead.data.columns import floats_of
+from rowstead.data.parquet import ParquetLog
+from rowstead.data.parquet_source import ParquetSource
+from rowstead.records.files import fsync_folder
+from rowstead.records.run_folder import DEFAULT_ROOT
+from rowstead.serve.copied import CopiedColumns, schema_of
+from rowstead.serve.exported import Exported, is_exported
+from rowstead.spec.data import ParquetSpec
+from rowstead.spec.errors import DataError
+from rowstead.training.build import device_of
+from rowstead.training.evaluate import EVAL_BATCH, log_odds_of
+from rowstead.training.progress import Watcher
+from rowstead.training.trained import open_run
+
+Scores = Generator[tuple[NDArray[np.float64], NDArray[np.float32] | None], None, None]
+"""Click probabilities [B] of one batch after the other, and labels [B] where the reader gives them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predicted:
+    """What `predict` wrote."""
+
+    num_rows: int
+    num_skipped: int
+    """Rows of the log that are bad and that the recipe said to skip: they have no prediction."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Opened:
+    """A model over a log."""
+
+    scores: Scores
+    log: ParquetLog | None
+    """None for a synthetic log."""
+    label: str
+    """Column of the log that is written as `label`."""
+    copies_label: bool
+    """Whether it has to be copied from the files, since the reader gives no labels."""
+    num_samples: int
+    """Rows of the log, bad ones included."""
+    num_skipped: Callable[[], int]
+    """Bad rows left out so far."""
+
+
+def predict(
+    run: str,
+    out: Path | str,
+    *,
+    data: Sequence[str] | None = None,
+    keep: Sequence[str] = (),
+    overwrite: bool = False,
+    root: Path | str = DEFAULT_ROOT,
+    watcher: Watcher | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Predicted:
+    """Write a Parquet file with one row for each row of the log, in its order.
+
+    Columns: `p` (float64), `label` (float32) where the log has one, and the log's own columns that `keep` names. `run` is a
+    run or a folder that `export` wrote. The log is the run's evaluation split, or the Parquet files of `data`. `progress` hears
+    how many rows are done of all.
+    """
+    out = Path(out)
+    if out.is_dir():
+        raise DataError(f"{out} is a folder: name a file with --out, such as {out / 'predictions.parquet'}")
+    if out.exists() and not overwrite:
+        raise DataError(f"{out} exists: choose another --out, or pass --overwrite")
+    if not out.parent.is_dir():
+        raise DataError(f"there is no folder {out.parent} to write {out.name} into")
+    opened = _open_exported(run, data) if is_exported(run, root) else _open_run(run, data, root, watcher)
+    if opened.log is not None and any(file.is_local and _is_same(file.path, out) for file in opened.log.files):
+        raise DataError(f"{out} is a file of the log itself, which the predictions would replace: choose another --out")
+    keep = [name for name in keep if name != "label" or opened.label != "label"]
+    copied = _copied(opened, keep)
+    num_rows = 0
+    unfinished = out.with_name(f".{out.name}.tmp-{os.getpid()}")
+    writer = None
+    try:
+        with closing(opened.scores) as scores:
+            for p, labels in scores:
+                table = _table(p, labels, opened, copied, keep)
+                writer = writer or pq.ParquetWriter(unfinished, table.schema)
+                writer.write_table(table)
+                num_rows += table.num_rows
+                if progress is not None:
+                    progress(num_rows, opened.num_samples)
+        if writer is None:
+            raise DataError("there is nothing to predict: the log has no rows")
+        writer.close()
+        with open(unfinished, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(unfinished, out)
+        fsync_folder(out.parent)
+    finally:
+        if writer is not None and writer.is_open:
+            writer.close()
+        unfinished.unlink(missing_ok=True)
+    return Predicted(num_rows=num_rows, num_skipped=opened.num_skipped())
+
+
+def _is_same(one: str, other: Path) -> bool:
+    return other.exists() and os.path.samefile(one, other)
+
+
+def _open_run(run: str, data: Sequence[str] | None, root: Path | str, watcher: Watcher | None) -> _Opened:
+    trained = open_run(run, root=root, watcher=watcher)
+    spec, model = trained.spec, trained.model
+    source = trained.source(data, needs_label=False)
+    device = device_of(spec)
+    model.to(device)
+
+    def scores() -> Scores:
+        for batch, log_odds in log_odds_of(model, source, device=device):
+            labels = None if batch.labels is None else batch.labels.numpy()
+            # As evaluation computes it: the correction and the sigmoid are in float64.
+            yield 1 / (1 + np.exp(-(log_odds.astype(np.float64) + model.log_keep_rate))), labels
+
+    log = source.log if isinstance(source, ParquetSource) else None
+    label = spec.data.parquet.label if spec.data.parquet is not None else "label"
+    return _Opened(
+        scores=scores(),
+        log=log,
+        label=label,
+        copies_label=data is not None and log is not None and label in schema_of(log).names,
+        num_samples=source.num_samples,
+        num_skipped=lambda: getattr(source, "num_skipped", 0),
+    )
+
+
+def _open_exported(folder: str, data: Sequence[str] | None) -> _Opened:
+    if not data:
+        raise DataError(f"{folder} is an exported model, which has no evaluation split: name the log with --data")
+    model = Exported(folder)
+    files = ParquetSpec(train=tuple(data), label=model.label)
+    log = ParquetLog(files, model.features, split="all", with_labels=False, id_kinds=model.id_kinds)
+
+    def scores() -> Scores:
+        with closing(log.pieces(log.spans, rows_ahead=EVAL_BATCH)) as pieces:
+            for piece in pieces:
+                model.check_ids(piece.block)
+                for start in range(0, piece.block.num_rows, EVAL_BATCH):
+                    stop = min(start + EVAL_BATCH, piece.block.num_rows)
+                    yield model.predict_block(piece.block, start, stop).astype(np.float64), None
+
+    return _Opened(
+        scores=scores(),
+        log=log,
+        label=model.label,
+        copies_label=model.label in schema_of(log).names,
+        num_samples=log.num_samples,
+        num_skipped=lambda: 0,
+    )
+
+
+def _copied(opened: _Opened, keep: Sequence[str]) -> CopiedColumns | None:
+    for name in ("p", "label"):
+        if name in keep:
+            raise DataError(f"the output has a column `{name}` of its own: the log's cannot be kept under that name")
+    if opened.log is None:
+        if keep:
+            raise DataError("--keep copies columns of Parquet files, but this run's log is synthetic: name files with --data")
+        return None
+    names = [*keep, opened.label] if opened.copies_label else keep
+    return CopiedColumns(opened.log, names) if names else None
+
+
+def _table(
+    p: NDArray[np.float64],
+    labels: NDArray[np.float32] | None,
+    opened: _Opened,
+    copied: CopiedColumns | None,
+    keep: Sequence[str],
+) -> pa.Table:
+    columns: dict[str, pa.Array | pa.ChunkedArray] = {"p": pa.array(p)}
+    if labels is not None:
+        columns["label"] = pa.array(labels)
+    if copied is not None:
+        rows = copied.take(len(p))
+        if opened.copies_label:
+            columns["label"] = pa.array(floats_of(rows.column(opened.label), opened.label), from_pandas=True)
+        columns |= {name: rows.column(name) for name in keep}
+    return pa.table(columns)

@@ -1,0 +1,216 @@
+"""From a placement to stores: what memory the machine has for tables, where they go, and the stores that keep them there."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rowstead.data.population import Population
+from rowstead.kernels.layout import Layout
+from rowstead.plan.auto import fastest
+from rowstead.plan.greedy import Memories, PlacedShard, decide
+from rowstead.records.usage import free_host_bytes
+from rowstead.spec.catalogue import calibrated_machine, calibrated_path
+from rowstead.spec.errors import RowsteadError
+from rowstead.spec.machine import Machine
+from rowstead.spec.placement import MemorySpec, Placement
+from rowstead.spec.run import Kernel, RunSpec
+from rowstead.spec.train import SparseOptimizerSpec
+from rowstead.stores.backing import RamRows
+from rowstead.stores.base import EmbeddingStore
+from rowstead.stores.cached import CachedStore
+from rowstead.stores.device import DeviceStore
+from rowstead.stores.groups import Group
+from rowstead.stores.host import HostStore
+from rowstead.stores.mixed import MixedStore, layout_for
+from rowstead.stores.scratch import InUseError
+from rowstead.stores.ssd import FileRows, initial_in
+
+KEPT_FREE = 0.1
+"""Share of what is free that tables leave to everything else, unless a recipe sets a limit."""
+
+
+def placement_of(
+    spec: RunSpec,
+    device: torch.device,
+    *,
+    trains: bool = True,
+    world: int = 1,
+    shards: dict[str, PlacedShard] | None = None,
+) -> Placement:
+    """Where the tables of a run go on this machine; a RowsteadError with remedies if they fit nowhere.
+
+    A model that only predicts is placed anew by what this machine has, whatever the recipe says of where it is trained.
+    """
+    if not trains:
+        folder = spec.memory.folder
+        is_usable = folder is not None and Path(folder).is_dir() and os.access(folder, os.W_OK | os.X_OK)
+        spec = dataclasses.replace(spec, placement="auto", memory=MemorySpec(folder=folder if is_usable else None))
+    mean_ids, memories = mean_ids_of(spec), memories_of(spec, device)
+    placement = decide(spec, memories, mean_ids=mean_ids, trains=trains, world=world, shards=shards)
+    is_open = trains and world == 1 and spec.placement == "auto" and any(one.where != "device" for one in placement.tables)
+    machine = measured_machine(device) if is_open else None
+    return (fastest(spec, memories, machine, mean_ids=mean_ids) if machine is not None else None) or placement
+
+
+def measured_machine(device: torch.device) -> Machine | None:
+    """This machine as `rowstead calibrate` has measured it, with as many threads; none where it has not."""
+    with contextlib.suppress(RowsteadError):
+        machine = calibrated_machine(device.type)
+        return machine if machine is not None and _has_these_threads(machine, device) else None
+    return None
+
+
+def unused_machine(device: torch.device) -> str | None:
+    """What to tell a user of a machine file that does not count in a run; none where it does, or where there is none."""
+    path, num_threads = calibrated_path(device.type), torch.get_num_threads()
+    try:
+        machine = calibrated_machine(device.type)
+    except RowsteadError as error:
+        return f"the machine file is not used: {' '.join(str(error).split())}"
+    if machine is None:
+        what = "a machine without a GPU" if device.type == "cuda" else "a machine with a GPU"
+        return (
+            f"the machine file {path} is not used: it is of {what}, and this run is on {device.type}"
+            if path.is_file()
+            else None
+        )
+    if _has_these_threads(machine, device):
+        return None
+    return (
+        f"the machine file {path} is not used: it is for {machine.host.num_cores} CPU threads, and this run has {num_threads}: "
+        f"set threads={machine.host.num_cores}, or measure with `rowstead calibrate --threads {num_threads}`"
+    )
+
+
+def _has_these_threads(machine: Machine, device: torch.device) -> bool:
+    """Whether it was measured with as many CPU threads as we have; on a GPU they matter little."""
+    return device.type == "cuda" or machine.host.num_cores == torch.get_num_threads()
+
+
+def memories_of(spec: RunSpec, device: torch.device) -> Memories:
+    """What this process may take of each memory: the recipe's limits, or most of what is free."""
+    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    has_gpu = device.type == "cuda"
+    host = _less_margin(free_host_bytes() // sharing)
+    on_device = _less_margin(torch.cuda.mem_get_info(device)[0]) if has_gpu else host
+    disk = _less_margin(_free_disk_bytes(spec.memory.folder) // sharing) if spec.memory.folder is not None else 0
+    limits = {name: spec.memory.limit_bytes(name) for name in ("device", "host", "disk")}
+    return Memories(
+        device_bytes=limits["device"] or on_device,
+        host_bytes=limits["host"] or host,
+        disk_bytes=limits["disk"] or disk,
+        folder=spec.memory.folder,
+        has_gpu=has_gpu,
+        are_limits=frozenset(name for name, limit in limits.items() if limit is not None),
+    )
+
+
+def _less_margin(num_bytes: int) -> int:
+    return int((1 - KEPT_FREE) * num_bytes)
+
+
+def _free_disk_bytes(folder: str) -> int:
+    """Of the disk that a folder is on, which must be there and ours to write to."""
+    if not Path(folder).is_dir():
+        raise RowsteadError(f"memory.folder: there is no folder `{folder}`: make it (`mkdir -p {folder}`), or name another")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise RowsteadError(f"memory.folder: we may not write to `{folder}`: change its permissions, or name another folder")
+    return shutil.disk_usage(folder).free
+
+
+def mean_ids_of(spec: RunSpec) -> Sequence[float] | None:
+    """Ids of each sparse feature in an example, where the log is one that we draw ourselves."""
+    if spec.data.synth is None:
+        return None
+    means = {f"sparse_{place}": float(mean) for place, mean in enumerate(Population(spec.data.synth).mean_ids)}
+    return [min(means.get(str(f.column), 1.0), f.max_ids or math.inf) for f in spec.features.expanded_sparse()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreMaker:
+    """Makes stores for the tables of a run, or for the pieces of them that a process keeps."""
+
+    spec: RunSpec
+    placement: Placement
+    device: torch.device
+    kernel: Kernel
+    dtype: torch.dtype
+    check: bool
+    rank: int = 0
+
+    def __call__(self, layout: Layout, optimizer: SparseOptimizerSpec | None) -> EmbeddingStore:
+        """One store for all tables of `layout`, each where the placement has it; the optimizer may be none."""
+        of = {place: [t.name for t in layout.tables if self.placement.of(t.name).where == place] for place in _PLACES}
+        if self.device.type == "cpu" and of["ssd"] and not of["cached"]:
+            of["ssd"], of["device"] = of["device"] + of["ssd"], []  # whole tables and caches of others can be one store
+        shares: list[tuple[list[str], Callable[[Layout, SparseOptimizerSpec | None], EmbeddingStore]]] = [
+            (of["device"] + of["cached"] + of["host"], self._fast),
+            (of["ssd"], self._on_disk),
+        ]
+        stores = [
+            make(layout if len(names) == len(layout.tables) else layout_for(layout, names), optimizer)
+            for names, make in shares
+            if names
+        ]
+        if not stores:
+            return self._fast(layout, optimizer)
+        return stores[0] if len(stores) == 1 else MixedStore(layout, stores, check=self.check)
+
+    def _fast(self, layout: Layout, optimizer: SparseOptimizerSpec | None) -> EmbeddingStore:
+        """Tables that the device trains: in its memory whole, with a cache, or with room for the batches under way alone."""
+        options = self._options(self.device)
+        places = self._places(layout, "cached")
+        if self.device.type == "cuda":
+            places |= dict.fromkeys(self._places(layout, "host"), 1)
+        if places:
+            return CachedStore(layout, optimizer, places=places, backing=self._ram_rows, **options)
+        return DeviceStore(layout, optimizer, **options)
+
+    def _on_disk(self, layout: Layout, optimizer: SparseOptimizerSpec | None) -> EmbeddingStore:
+        """Tables in files; on a GPU machine the CPU pools their rows."""
+        places, cpu = self._places(layout, "ssd"), torch.device("cpu")
+        rows = CachedStore(layout, optimizer, places=places, backing=self._file_rows, **self._options(cpu))
+        return rows if self.device.type == "cpu" else HostStore(rows, self.device, check=self.check)
+
+    def _options(self, device: torch.device) -> dict[str, Any]:
+        kernel = self.kernel if device == self.device else "auto"
+        return {"seed": self.spec.seed, "kernel": kernel, "device": device, "dtype": self.dtype, "check": self.check}
+
+    def _places(self, layout: Layout, where: str) -> dict[str, int]:
+        """For each table there how many of its rows stay in fast memory."""
+        return {
+            table.name: max(1, math.ceil((self.placement.of(table.name).cache_fraction or 0) * table.num_rows))
+            for table in layout.tables
+            if self.placement.of(table.name).where == where
+        }
+
+    def _ram_rows(self, group: Group) -> RamRows:
+        return RamRows(group, seed=self.spec.seed, device=self.device)
+
+    def _file_rows(self, group: Group) -> FileRows:
+        assert self.placement.folder is not None
+        initial = initial_in(group, seed=self.spec.seed)
+        for path in scratch_files(Path(self.placement.folder), f"{self.spec.name[:100]}-{self.rank}-width-{group.width}"):
+            with contextlib.suppress(InUseError):  # by another run of this name: the next file is ours
+                return FileRows(path, group.num_rows, group.columns, initial=initial)
+        raise AssertionError("names do not end")
+
+
+_PLACES = ("device", "host", "cached", "ssd")
+
+
+def scratch_files(folder: Path, name: str) -> Iterator[Path]:
+    """`name.rows`, `name-2.rows` … in a folder; what a killed run left may be used again."""
+    yield folder / f"{name}.rows"
+    yield from (folder / f"{name}-{number}.rows" for number in itertools.count(2))

@@ -1,0 +1,246 @@
+"""Rows in the memory of the device that trains: RAM on a CPU machine, GPU memory on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from rowstead.data.batch import Sparse
+from rowstead.kernels import reference
+from rowstead.kernels.check import check_gradient
+from rowstead.kernels.choose import Kernels, kernels_for
+from rowstead.kernels.cpu import embedding as cpu
+from rowstead.kernels.initial import PIECE, initial_rows
+from rowstead.kernels.layout import Layout
+from rowstead.kernels.row_optimizer import RowState, compute_dtype, new_row_state
+from rowstead.spec.errors import RowsteadError
+from rowstead.spec.features import Table
+from rowstead.spec.run import Kernel
+from rowstead.spec.train import SparseOptimizerSpec
+from rowstead.stores.base import StatePart
+from rowstead.stores.checked import checked
+from rowstead.stores.state import load_parts, part_of, whole_state
+
+if TYPE_CHECKING:
+    from rowstead.kernels.gpu.embedding import Plan
+
+
+def numbered(device: torch.device | str) -> torch.device:
+    """The device with its number, as tensors name it: `cuda` is the current one of several."""
+    return torch.empty(0, device=device).device
+
+
+class DeviceStore(nn.Module):
+    """An EmbeddingStore that is also an ordinary module: its tables are parameters.
+
+    Tables do not require gradients, since `update` trains them. After `requires_grad_(True)` they take part in autograd
+    like any other parameter. Without an optimizer the store only answers look-ups and holds no optimizer state.
+    Rows are kept in `dtype`; in BF16 and FP16 their updates are rounded by chance, while look-ups, gradients and optimizer
+    state are FP32. With `hogwild`, on a CPU, several threads may look up and update at once: gradients of equal ids are not
+    summed, and where two threads meet in a row one change may be lost.
+    With `check` a batch that does not fit the tables is refused before any row is read; without, it may crash the process.
+    With `in_line`, on a GPU, tables of one width are parts of one piece of memory, which lives as long as any of them.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        optimizer: SparseOptimizerSpec | None,
+        *,
+        seed: int = 1,
+        kernel: Kernel = "auto",
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        check: bool = True,
+        hogwild: bool = False,
+        in_line: bool = True,
+    ) -> None:
+        super().__init__()
+        device = torch.device(device)
+        self.layout = layout
+        self.tables: tuple[Table, ...] = layout.tables
+        self.optimizer = optimizer
+        self._kernel_choice: Kernel = kernel
+        self._check = check
+        self._checked_places: list[int] = []
+        self._hogwild = hogwild
+        if hogwild and kernels_for(kernel, device)[0] != "cpu":
+            raise RowsteadError("hogwild updates run in the CPU kernels alone: use `device: cpu` and `kernel: cpu` or `auto`")
+        kind = optimizer.kind if optimizer else "sgd"
+        if in_line and device.type == "cuda" and len(layout.tables) > 1 and len({table.width for table in layout.tables}) == 1:
+            rows, self.row_states = _in_line(layout.tables, kind, seed=seed, dtype=dtype, device=device)
+        else:
+            rows = [initial_rows(table, seed=seed, dtype=dtype, device=device) for table in layout.tables]
+            self.row_states = [new_row_state(kind, table_rows) for table_rows in rows]
+        self.weights = nn.ParameterList(nn.Parameter(table_rows, requires_grad=False) for table_rows in rows)
+
+    def lookup(self, sparse: Sparse) -> Tensor:
+        weights = self._rows()
+        if self._check:
+            self._check_tables(weights)
+            sparse = checked(sparse, self.layout, weights[0].device)
+        needs_grad = any(rows.requires_grad for rows in weights)
+        needs_grad = needs_grad or (sparse.weights is not None and sparse.weights.requires_grad)
+        in_autograd = torch.is_grad_enabled() and needs_grad
+        kernels = reference if in_autograd else self._kernels()
+        return kernels.lookup(weights, self.layout, sparse.ids, sparse.offsets, sparse.weights)
+
+    @torch.no_grad()
+    def update(self, sparse: Sparse, grad: Tensor, *, lr: float, step: int) -> None:
+        assert self.optimizer is not None, "this store was made for look-ups only"
+        weights = self._rows()
+        if self._check:
+            self._check_tables(weights)
+            sparse = checked(sparse, self.layout, weights[0].device)
+            check_gradient(self.layout, sparse.offsets, grad)
+        assert grad.dtype == compute_dtype(weights[0].dtype), f"rows are {weights[0].dtype}, their gradient is {grad.dtype}"
+        assert all(value.device == grad.device for value in self.row_states[0].values()), "move it before training"
+        apply = cpu.update_hogwild if self._hogwild else self._kernels().update
+        apply(
+            weights,
+            self.row_states,
+            self.layout,
+            sparse.ids,
+            sparse.offsets,
+            sparse.weights,
+            grad,
+            optimizer=self.optimizer,
+            lr=lr,
+            step=step,
+        )
+
+    def _check_tables(self, weights: list[Tensor]) -> None:
+        """Refuse tables that somebody has replaced by others that kernels would misread; again whenever one has moved."""
+        places = [rows.data_ptr() for rows in weights]
+        if places == self._checked_places:
+            return
+        kind = weights[0].dtype, weights[0].device
+        for table, rows, state in zip(self.tables, weights, self.row_states, strict=True):
+            if rows.shape != (table.num_rows, table.width) or not rows.is_contiguous() or (rows.dtype, rows.device) != kind:
+                raise RowsteadError(
+                    f"table `{table.name}` is {rows.dtype} {tuple(rows.shape)} on {rows.device} with strides {rows.stride()}: it "
+                    f"must be contiguous {kind[0]} {(table.num_rows, table.width)} on {kind[1]} like the first"
+                )
+            for name, value in state.items():
+                if value.dtype != compute_dtype(kind[0]) or value.device != kind[1]:
+                    raise RowsteadError(
+                        f"`{name}` of table `{table.name}` is {value.dtype} on {value.device}, and its rows are {kind[0]} on "
+                        f"{kind[1]}: convert the store before training it, or make it anew"
+                    )
+        self._checked_places = places
+
+    @torch.no_grad()
+    def resize(self, layout: Layout) -> None:
+        """Tables with more rows, whose last ones hold anything, and otherwise the same."""
+        for place, (before, table) in enumerate(zip(self.tables, layout.tables, strict=True)):
+            more = table.num_rows - before.num_rows
+            if not more:
+                continue
+            rows = self.weights[place]
+            state = self.row_states[place]
+            self.weights[place] = nn.Parameter(torch.cat([rows, rows.new_empty(more, table.width)]), requires_grad=False)
+            self.row_states[place] = {
+                name: torch.cat([value, value.new_empty(more, value.shape[1])]) for name, value in state.items()
+            }
+        self.layout, self.tables = layout, layout.tables
+
+    def checked(self, sparse: Sparse) -> Sparse:
+        """The same batch, known to fit if this store checks batches."""
+        return checked(sparse, self.layout, self.weights[0].device) if self._check and self.tables else sparse
+
+    def lookup_unchecked(self, sparse: Sparse) -> Tensor:
+        """`lookup` of a batch that is known to fit; `sparse.ids` may have room for more ids than `sparse.offsets` name."""
+        return self._kernels().lookup(self._rows(), self.layout, sparse.ids, sparse.offsets, sparse.weights)
+
+    def plan_update(self, sparse: Sparse, *, numbers: Tensor) -> Plan:
+        """What `apply_plan` needs of a batch on a GPU, and can have before there is a gradient; see `kernels.gpu`."""
+        from rowstead.kernels.gpu import embedding as gpu
+
+        assert self.optimizer is not None, "this store was made for look-ups only"
+        rows, ids, offsets = self._rows(), sparse.ids, sparse.offsets
+        return gpu.plan_update(rows, self.row_states, self.layout, ids, offsets, optimizer=self.optimizer, numbers=numbers)
+
+    @torch.no_grad()
+    def apply_plan(self, plan: Plan, sparse: Sparse, grad: Tensor, *, numbers: Tensor, guard: Tensor) -> None:
+        """`update` on a GPU with all that changes from step to step in its memory; see `kernels.gpu`."""
+        from rowstead.kernels.gpu import embedding as gpu
+
+        assert self.optimizer is not None, "this store was made for look-ups only"
+        gpu.apply_plan(
+            plan,
+            self._rows(),
+            self.layout,
+            sparse.offsets,
+            sparse.weights,
+            grad,
+            optimizer=self.optimizer,
+            numbers=numbers,
+            guard=guard,
+        )
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernels that run."""
+        return kernels_for(self._kernel_choice, self.weights[0].device)[0] if self.tables else "none"
+
+    def _rows(self) -> list[Tensor]:
+        return list(self.weights._parameters.values())  # type: ignore[arg-type]  # a ParameterList is slow to walk
+
+    def _kernels(self) -> Kernels:
+        return kernels_for(self._kernel_choice, self.weights[0].device)[1]
+
+    batches_ahead = 0
+    generation = 0
+
+    @property
+    def resident(self) -> DeviceStore:
+        """Where rows are while they are trained: here."""
+        return self
+
+    def prefetch(self, sparse: Sparse) -> None:
+        """Nothing to do: every row is here already."""
+
+    def drop_prefetched(self) -> None:
+        """Nothing to do."""
+
+    def enter(self, sparse: Sparse) -> Sparse:
+        """The batch as it is."""
+        return sparse
+
+    def leave(self) -> None:
+        """Nothing to do."""
+
+    def rows(self, table: str, ids: Tensor) -> Tensor:
+        place = [t.name for t in self.tables].index(table)
+        return self.weights[place].detach()[ids]
+
+    def parts(self) -> list[StatePart]:
+        named = []
+        for table, rows, row_state in zip(self.tables, self._rows(), self.row_states, strict=True):
+            named += [(f"{table.name}.{name}", value) for name, value in {"rows": rows.detach(), **row_state}.items()]
+        return [part_of(name, value) for name, value in named]
+
+    def state(self) -> dict[str, Tensor]:
+        return whole_state(self.parts())
+
+    def load_state(self, state: Mapping[str, Tensor], *, rows_only: bool = False) -> None:
+        load_parts(self.parts(), state, rows_only=rows_only)
+
+
+def _in_line(
+    tables: Sequence[Table], kind: str, *, seed: int, dtype: torch.dtype, device: torch.device
+) -> tuple[list[Tensor], list[RowState]]:
+    """Rows and states of tables of one width, each following the table before in memory: the GPU's kernels then find them faster."""
+    sizes = [table.num_rows for table in tables]
+    slab = torch.empty(sum(sizes), tables[0].width, dtype=dtype, device=device)
+    states = {name: value.split(sizes) for name, value in new_row_state(kind, slab).items()}
+    rows = [part.data for part in slab.split(sizes)]  # else autograd would take a change in one for one in all
+    at_a_time = max(1, PIECE // tables[0].width)  # a table has no room a second time
+    for table, into in zip(tables, rows, strict=True):
+        for start in range(0, table.num_rows, at_a_time):
+            stop = min(start + at_a_time, table.num_rows)
+            into[start:stop] = initial_rows(table, seed=seed, dtype=dtype, device=device, start=start, stop=stop)
+    return rows, [{name: parts[place] for name, parts in states.items()} for place in range(len(sizes))]

@@ -1,0 +1,135 @@
+"""A store's state as whole tensors, and how it is loaded some rows at a time; both built on its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from rowstead.spec.errors import CheckpointError
+from rowstead.stores.base import SavedState, StatePart
+
+PIECE_BYTES = 16 << 20
+"""Bytes of a tensor that are in the hand at a time while it is saved or loaded."""
+
+
+def part_of(
+    name: str,
+    tensor: Tensor,
+    *,
+    shape: tuple[int, int] | None = None,
+    first_row: int = 0,
+    first_column: int = 0,
+    is_copy: bool = False,
+) -> StatePart:
+    """A part that is a tensor in memory, [rows, columns]; with `shape`, a piece of a tensor of that shape."""
+
+    @torch.no_grad()
+    def write(start: int, values: Tensor) -> None:
+        tensor[start : start + len(values)].copy_(values)
+
+    return StatePart(
+        name=name,
+        shape=shape or (tensor.shape[0], tensor.shape[1]),
+        dtype=tensor.dtype,
+        num_rows=tensor.shape[0],
+        num_columns=tensor.shape[1],
+        read=lambda start, stop: tensor.detach()[start:stop],
+        write=write,
+        first_row=first_row,
+        first_column=first_column,
+        is_copy=is_copy,
+        take=lambda rows: tensor.detach()[rows.to(tensor.device)],
+    )
+
+
+def whole_state(parts: Sequence[StatePart]) -> dict[str, Tensor]:
+    """The tensors that `parts` make up, by name. What is one part is not copied if its store can help it."""
+    tensors: dict[str, Tensor] = {}
+    filled: dict[str, int] = {}
+    at_once = rows_at_once(parts)
+    for part in parts:
+        if (part.num_rows, part.num_columns) == part.shape:
+            tensors[part.name] = part.read(0, part.num_rows)
+            filled[part.name] = part.num_rows * part.num_columns
+            continue
+        whole = tensors.setdefault(part.name, torch.empty(part.shape, dtype=part.dtype))
+        filled[part.name] = filled.get(part.name, 0) + part.num_rows * part.num_columns
+        columns = slice(part.first_column, part.first_column + part.num_columns)
+        for start, stop in row_ranges(part, at_once[part.name]):
+            whole[part.first_row + start : part.first_row + stop, columns] = part.read(start, stop)
+    for name, count in filled.items():
+        assert count == tensors[name].numel(), f"this process keeps {count} of the {tensors[name].numel()} elements of `{name}`"
+    return tensors
+
+
+def load_parts(parts: Sequence[StatePart], state: Mapping[str, Tensor] | SavedState, *, rows_only: bool = False) -> None:
+    """Write saved tensors into `parts`, of each only the piece that it is; with `rows_only`, tables without optimizer state.
+
+    Everything is checked before anything is written.
+    """
+    saved = state if isinstance(state, SavedState) else _Whole(state)
+    wanted = [part for part in parts if not rows_only or part.name.endswith(".rows")]
+    for part in wanted:
+        if part.name not in saved:
+            raise CheckpointError(f"the saved model has no `{part.name}`: it was saved with another model or optimizer")
+        if (shape := saved.shape(part.name)) != part.shape:
+            raise CheckpointError(f"`{part.name}` is {shape} in the saved model and {part.shape} in this one")
+    at_once = rows_at_once(parts)
+    for part in wanted:
+        columns = part.first_column, part.first_column + part.num_columns
+        for start, stop in row_ranges(part, at_once[part.name]):
+            part.write(start, saved.rows(part.name, part.first_row + start, part.first_row + stop, *columns).to(part.dtype))
+
+
+def taken(part: StatePart, rows: Tensor) -> Tensor:
+    """Rows of a part by their numbers [n], rising; in the CPU's memory."""
+    if part.take is not None:
+        return part.take(rows).cpu()
+    rows_each = max(1, PIECE_BYTES // max(1, part.num_columns * part.dtype.itemsize))
+    found = torch.empty(len(rows), part.num_columns, dtype=part.dtype)
+    done = 0
+    while done < len(rows):
+        start = int(rows[done])
+        stop = min(start + rows_each, part.num_rows)
+        count = int(torch.searchsorted(rows, stop)) - done
+        chosen = rows[done : done + count] - start
+        read = part.read(start, stop)
+        found[done : done + count] = read[chosen.to(read.device)]
+        done += count
+    return found
+
+
+def rows_at_once(parts: Sequence[StatePart]) -> dict[str, int]:
+    """By part, how many rows may be in the hand at a time.
+
+    Rows and optimizer state of a table are counted together: a store may keep them side by side, and then reads all of them.
+    """
+    row_bytes: dict[str, int] = {}
+    for part in parts:
+        table = part.name.rpartition(".")[0]
+        row_bytes[table] = row_bytes.get(table, 0) + part.num_columns * part.dtype.itemsize
+    return {part.name: max(1, PIECE_BYTES // max(1, row_bytes[part.name.rpartition(".")[0]])) for part in parts}
+
+
+def row_ranges(part: StatePart, rows_each: int) -> Iterator[tuple[int, int]]:
+    """First and last row of pieces of a part with so many rows at most."""
+    for start in range(0, part.num_rows, rows_each):
+        yield start, min(start + rows_each, part.num_rows)
+
+
+class _Whole:
+    """Tensors in memory as a SavedState."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def rows(self, name: str, start: int, stop: int, first_column: int = 0, last_column: int | None = None) -> Tensor:
+        return self._tensors[name][start:stop, first_column:last_column]

@@ -1,0 +1,1 @@
+"""Many runs: calibration, sweeps, quality studies and tuning."""

@@ -1,0 +1,1 @@
+"""Measures this machine and the parts of a training step on it."""

@@ -1,0 +1,376 @@
+"""This machine as a `Machine` file: memories, products, links, disk and power, and what the parts of a training step take on it.
+
+First each part is measured alone, over a grid of sizes; then some whole steps say what is missing between the parts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import functools
+import platform
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from rowstead.plan.cost import device_processor, host_processor
+from rowstead.records.usage import free_host_bytes, machine_facts
+from rowstead.spec.catalogue import load_software
+from rowstead.spec.machine import Accelerators, Compute, Host, Machine, Memory, PeerLink, RandomRate
+from rowstead.spec.sharing import Sharing
+from rowstead.spec.software import Software
+from rowstead.spec.timings import LayerTimes, Timings
+from rowstead.study.calibration import hardware
+from rowstead.study.calibration.caches import with_caches
+from rowstead.study.calibration.clock import PASSING_BYTES, Clock
+from rowstead.study.calibration.compiling import compile_interactions
+from rowstead.study.calibration.dense import dense_update_times, fp32_interaction_factor, interaction_times, layer_times
+from rowstead.study.calibration.exchange import exchange_times
+from rowstead.study.calibration.fit import fitted, quicker
+from rowstead.study.calibration.footprint import base_bytes
+from rowstead.study.calibration.machine_speed import Pace
+from rowstead.study.calibration.requests import request_costs
+from rowstead.study.calibration.rows import row_times
+from rowstead.study.calibration.steps import Shape, Steps, StepTime
+
+TINY = Shape(
+    num_dense=16, num_sparse=4, batch_size=256, num_rows=1000, width=16, mean_ids=1, skew=1.0, bottom=(16,), top=(16,),
+    precision="tf32",
+)  # fmt: skip
+"""A model so small that on a GPU its steps show the host's time alone."""
+
+SOME = 3
+"""Whole models that are taken after each part."""
+MOST_ALONE = 1024
+"""Examples of the largest batch for which layers are measured with one thread."""
+
+Tell = Callable[[str], Any]
+
+
+def whole_shapes(device: torch.device, *, is_short: bool) -> list[Shape]:
+    """Models whose whole steps are measured: few and many features, short and long bags, small and large batches."""
+    on_gpu = device.type == "cuda"
+    more, precision = (8, "tf32") if on_gpu else (1, "fp32")
+    sizes = [
+        # dense, sparse, batch, rows, width, ids, skew, MLPs
+        (64, 8, 256, 50_000, 32, 4, 0.8, (256, 128), (256,)),
+        (1024, 4, 512, 20_000, 16, 1, 0.0, (512, 512), (512, 256)),
+        (128, 48, 256, 30_000, 64, 8, 1.1, (128,), (256, 64)),
+        (256, 16, 1024, 100_000, 32, 16, 0.5, (256,), (128,)),
+        (2048, 24, 256, 15_000, 128, 2, 1.0, (256, 256), (512, 512)),
+        (512, 96, 128, 10_000, 16, 12, 0.9, (64, 64), (128, 128)),
+        (96, 12, 2048, 30_000, 64, 3, 0.3, (128,), (64, 64)),
+        (64, 24, 128, 200_000, 16, 2, 0.6, (64,), (64,)),
+        (768, 6, 1024, 60_000, 128, 5, 0.4, (1024, 256), (256,)),
+        (3072, 32, 512, 20_000, 32, 6, 0.7, (512,), (1024, 128)),
+        (160, 64, 512, 50_000, 32, 1, 1.2, (256, 256, 128), (512, 256, 128)),
+        (1536, 10, 128, 120_000, 64, 24, 0.2, (1024, 512), (1024,)),
+        (200, 40, 1024, 40_000, 16, 20, 0.8, (512, 128), (256, 256)),
+        (320, 5, 256, 100_000, 32, 1, 0.5, (1024, 1024), (512,)),
+    ]
+    if on_gpu:  # with the vectors and widths of the parts: every other pair is programs to compile, which takes seconds
+        sizes = [
+            (64, 15, 256, 50_000, 16, 8, 0.8, (256, 128), (256,)),
+            (1024, 4, 512, 20_000, 128, 1, 0.0, (512, 512), (512, 256)),
+            (128, 64, 256, 30_000, 128, 8, 1.1, (128,), (256, 64)),
+            (256, 15, 1024, 100_000, 16, 16, 0.5, (256,), (128,)),
+            (2048, 15, 256, 40_000, 128, 1, 1.0, (256, 256), (512, 512)),
+            (512, 127, 128, 10_000, 16, 12, 0.9, (64, 64), (128, 128)),
+            (96, 4, 2048, 30_000, 128, 8, 0.3, (128,), (64, 64)),
+            (768, 31, 512, 80_000, 64, 20, 0.2, (1024, 256), (512,)),
+            (200, 63, 1024, 60_000, 64, 2, 0.7, (256,), (256, 256)),
+            (128, 32, 2048, 40_000, 16, 4, 1.2, (512, 128), (1024, 128)),
+        ]
+    if is_short:
+        sizes = sizes[:3]
+    return [
+        Shape(
+            num_dense=dense,
+            num_sparse=sparse,
+            batch_size=batch * more,
+            num_rows=rows * more,
+            width=width,
+            mean_ids=ids,
+            skew=skew,
+            bottom=bottom,
+            top=top,
+            precision=precision,
+        )
+        for dense, sparse, batch, rows, width, ids, skew, bottom, top in sizes
+    ]
+
+
+def calibrate(
+    device: torch.device, *, name: str, folder: Path, is_short: bool = False, tell: Tell = lambda line: None
+) -> Machine:
+    """Measure this machine, with the threads that torch has now; `folder` is on the disk to be measured."""
+    source = f"measured by `rowstead calibrate` on {datetime.date.today().isoformat()}, torch {torch.__version__}"
+    tell("memory and arithmetic of the processors")
+    cpu = torch.device("cpu")
+    machine = Machine(
+        name=name,
+        title=_title(device),
+        host=_host(Clock(cpu), source),
+        disk=hardware.disk(folder, source),
+    )
+    if device.type == "cuda":
+        tell("memory, arithmetic and link of the GPU")
+        machine = dataclasses.replace(machine, accelerators=_accelerators(Clock(device), source))
+    pace = Pace() if device.type == "cpu" else None
+    whole = _WholeSteps(device, pace, is_short=is_short, tell=tell)
+    timings = _timings(device, is_short=is_short, tell=tell, between=whole.some)
+    machine = _with_random_rates(machine, timings)
+    software = _software(device, timings, source)
+    if not is_short:
+        tell("two processes that exchange messages")
+        software = dataclasses.replace(software, exchange=exchange_times())
+    if device.type == "cpu":
+        tell("memory of a training process")
+        software = dataclasses.replace(software, base_bytes=base_bytes(torch.get_num_threads()))
+    software, alone = whole.fitted_to(machine, software)
+    if pace is not None and alone is not None:
+        tell("processes that share the cores")
+        software = dataclasses.replace(software, sharing=_sharing(alone, pace, is_short=is_short))
+    tell("rows behind a cache")
+    software = with_caches(machine, software, device, folder, pace, is_short=is_short)
+    tell("power")
+    assert whole.last is not None
+    machine = dataclasses.replace(machine, meter=hardware.meter(device, whole.last.measured, source))
+    return dataclasses.replace(machine, software=software)
+
+
+def _title(device: torch.device) -> str:
+    facts = machine_facts(torch.cuda.get_device_name(device) if device.type == "cuda" else None)
+    kind = facts.get("gpu") or facts.get("cpu") or platform.machine()
+    return f"{kind}, {torch.get_num_threads()} threads"
+
+
+def _memory(clock: Clock, capacity_bytes: float, source: str) -> Memory:
+    """A memory in order; what it does at random comes with the rows."""
+    kind = clock.device.type
+    in_order = hardware.copy_bytes_per_s(clock, hardware.COPY_BYTES[kind])
+    cached = hardware.copy_bytes_per_s(clock, hardware.CACHED_BYTES[kind])
+    return Memory(
+        capacity_bytes=capacity_bytes,
+        bandwidth_bytes_per_s=in_order,
+        random=(RandomRate(piece_bytes=64, bytes_per_s=in_order),),
+        line_bytes=64 if kind == "cpu" else 32,
+        cache_bytes=hardware.cache_bytes(clock.device),
+        cache_bandwidth_bytes_per_s=max(cached, in_order),
+        source=f"{source}; sizes of caches as the system gives them",
+    )
+
+
+def _host(clock: Clock, source: str) -> Host:
+    memory = _memory(clock, float(psutil.virtual_memory().total), source)
+    with hardware.threads(1):
+        alone = hardware.copy_bytes_per_s(clock, hardware.COPY_BYTES["cpu"])
+    return Host(
+        num_cores=torch.get_num_threads(),
+        memory=memory,
+        compute=Compute(fp32_flops_per_s=hardware.product_flops_per_s(clock, "fp32"), source=source),
+        core_share=min(1.0, alone / memory.bandwidth_bytes_per_s),
+    )
+
+
+def _accelerators(clock: Clock, source: str) -> Accelerators:
+    num = torch.cuda.device_count()
+    total = float(torch.cuda.get_device_properties(clock.device).total_memory)
+    peer = None
+    if num > 1:
+        link = hardware.peer_link(source)
+        peer = PeerLink(
+            topology="switched", bandwidth_bytes_per_s=link.bandwidth_bytes_per_s, latency_s=link.latency_s, source=link.source
+        )
+    return Accelerators(
+        num=num,
+        memory=_memory(clock, total, source),
+        compute=Compute(
+            fp32_flops_per_s=hardware.product_flops_per_s(clock, "fp32"),
+            tf32_flops_per_s=hardware.product_flops_per_s(clock, "tf32"),
+            bf16_flops_per_s=hardware.product_flops_per_s(clock, "bf16"),
+            source=source,
+        ),
+        host_link=hardware.host_link(clock.device, source),
+        peer_link=peer,
+    )
+
+
+def _timings(device: torch.device, *, is_short: bool, tell: Tell, between: Callable[[], Any] = lambda: None) -> Timings:
+    """Each part of a step alone; `between` is called now and then."""
+    on_gpu = device.type == "cuda"
+    clock = Clock(device, budget_s=0.004 if is_short else 0.02 if on_gpu else 0.006, least_calls=5 if on_gpu else 3)
+    among = dataclasses.replace(clock, passing_bytes=PASSING_BYTES, least_calls=9 if on_gpu and not is_short else 5)
+    formats = ("fp32", "tf32", "bf16")[: 2 if is_short else 3] if on_gpu else ("fp32",)
+
+    def often(measure: Callable[[], Any]) -> Any:
+        """On a CPU the shorter of two times: others come and go within seconds, and make nothing quicker."""
+        if on_gpu or is_short:
+            return measure()
+        first = measure()
+        between()
+        return quicker(first, measure())
+
+    layers = []
+    for precision in formats:
+        tell(f"linear layers, {precision}")
+        layers.append(often(functools.partial(layer_times, clock, precision, is_short=is_short)))
+        between()
+    multiplied = "tf32" if clock.is_cuda else "fp32"
+    if clock.is_cuda and not is_short:
+        tell("interaction: its programs are compiled")
+        compile_interactions()
+    tell("interaction")
+    forward, back = interaction_times(clock, multiplied, is_short=is_short)
+    fp32_factor = fp32_interaction_factor(clock, multiplied) if clock.is_cuda else 1.0
+    tell("dense optimizer")
+    update = dense_update_times(among)
+    between()
+    clock.give_back()
+    tell("look-up and update of rows")
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_bytes()
+    rows = often(functools.partial(row_times, among, min(free, 1 << 27) if is_short else free, is_short=is_short))
+    clock.give_back()
+    between()
+    fresh_from = Timings.fresh_from_bytes
+    return Timings(
+        layers=tuple(layers),
+        interaction_forward=forward,
+        interaction_back=back,
+        fp32_interaction_factor=fp32_factor,
+        dense_update=update,
+        **{field.name: getattr(rows, field.name) for field in dataclasses.fields(rows)},
+        fills_batch=clock.is_cuda,
+        fresh_byte_s=0.0 if clock.is_cuda else hardware.fresh_byte_s(clock, fresh_from),
+    )
+
+
+def _with_random_rates(machine: Machine, timings: Timings) -> Machine:
+    """The machine with what its memory does at random, by the rows that were read within the most bytes."""
+    on_gpu = machine.accelerators is not None
+    memory = machine.accelerators.memory if machine.accelerators is not None else machine.host.memory
+    within, widths = timings.read_row.axes[0].sizes[-1], timings.read_row.axes[1].sizes
+    rates = tuple(
+        RandomRate(
+            piece_bytes=int(width),
+            bytes_per_s=min(memory.bandwidth_bytes_per_s, memory.lines(width) / timings.read_row.at(within, width)),
+        )
+        for width in widths
+    )
+    changed = dataclasses.replace(memory, random=rates)
+    if on_gpu and machine.accelerators is not None:
+        return dataclasses.replace(machine, accelerators=dataclasses.replace(machine.accelerators, memory=changed))
+    return dataclasses.replace(machine, host=dataclasses.replace(machine.host, memory=changed))
+
+
+def _software(device: torch.device, timings: Timings, source: str) -> Software:
+    """The trainer as it is shipped, with measured times instead of counted operators."""
+    on_gpu = device.type == "cuda"
+    return dataclasses.replace(
+        load_software("rowstead"),
+        title="This trainer on this machine",
+        operator_s=0.0,
+        operators_per_layer=0.0,
+        operators_fixed=0.0,
+        device_step_s=0.0,
+        kernel_s=0.0,
+        runs_ahead=on_gpu,
+        cpu_timings=None if on_gpu else timings,
+        device_timings=timings if on_gpu else None,
+        source=source,
+    )
+
+
+class _WholeSteps:
+    """What whole steps show that parts do not.
+
+    On a CPU they are taken a few at a time after each part, so that their pace is the usual one of all that time, and not that of some seconds.
+    On a GPU the host's time is looked at before each of them, for the same reason.
+    """
+
+    def __init__(self, device: torch.device, pace: Pace | None, *, is_short: bool, tell: Tell) -> None:
+        self._device, self._pace, self._is_short, self._tell = device, pace, is_short, tell
+        self._seconds = 0.05 if is_short else 0.4
+        self._tried = whole_shapes(device, is_short=is_short)
+        self._num_taken = 0
+        self._times: list[tuple[Shape, StepTime]] = []
+        self._alone: list[tuple[Shape, StepTime]] = []
+        """Steps of one thread, at the pace of the steps just before: beats of one thread say nothing of it."""
+        self.last: Steps | None = None
+        """Ready to go on."""
+
+    def some(self) -> None:
+        """Take a few models, on a CPU."""
+        if self._pace is not None and not self._is_short:
+            self._take(SOME)
+
+    def _take(self, count: int) -> None:
+        for shape in self._tried[self._num_taken : self._num_taken + count]:
+            self._num_taken += 1
+            self._tell(f"whole steps, {self._num_taken} of {len(self._tried)} models")
+            self.last = None  # its memory is given back first
+            self.last = Steps.of(shape, self._device, pace=self._pace)
+            time = self.last.measured(self._seconds)
+            self._times.append((shape, time))
+            if self._pace is not None and (self._is_short or self._num_taken % 2):  # half of them, as time is short
+                with hardware.threads(1):
+                    self._alone.append((shape, dataclasses.replace(self.last.measured(self._seconds / 2), pace=time.pace)))
+
+    def fitted_to(self, machine: Machine, software: Software) -> tuple[Software, Timings | None]:
+        """The software with the time between the parts, and on a GPU that of the host; on a CPU also what one thread takes."""
+        if self._pace is None:
+            return self._fitted_on_gpu(machine, software), None
+        self._take(len(self._tried))
+        processor = host_processor(machine, software)
+        assert processor.timings is not None
+        usual = statistics.median(time.pace for _, time in self._times)  # which counts as 1
+        self._pace.standard_s *= usual
+        times, alone = (
+            [(shape, dataclasses.replace(time, pace=time.pace / usual).at_standard_pace()) for shape, time in some]
+            for some in (self._times, self._alone)
+        )
+        changed = fitted(processor.timings, processor, software, *zip(*times, strict=True))
+        software = dataclasses.replace(software, cpu_timings=dataclasses.replace(changed, pace_s=self._pace.standard_s))
+        one_thread = dataclasses.replace(processor.timings, layers=(self._layers_of_one_thread(),))
+        return software, fitted(one_thread, processor, software, *zip(*alone, strict=True))
+
+    def _fitted_on_gpu(self, machine: Machine, software: Software) -> Software:
+        tiny, of_host = Steps.of(TINY, self._device), list[float]()
+        while self._num_taken < len(self._tried):
+            of_host.append(tiny.measured(self._seconds / 4).step_s)
+            self._take(1)
+        host_s = statistics.median(of_host)
+        software = dataclasses.replace(software, device_step_s=host_s)
+        # what the host holds up says nothing of the GPU
+        times = [(shape, time) for shape, time in self._times if time.step_s > 1.3 * host_s]
+        if not times:
+            return software
+        processor = device_processor(machine, software)
+        assert processor.timings is not None
+        changed = fitted(processor.timings, processor, software, *zip(*times, strict=True))
+        return dataclasses.replace(software, device_timings=changed)
+
+    def _layers_of_one_thread(self) -> LayerTimes:
+        self._tell("linear layers of one thread")
+        clock = Clock(self._device, budget_s=0.004, least_calls=3)
+        with hardware.threads(1):
+            return layer_times(clock, "fp32", is_short=self._is_short, most_examples=MOST_ALONE)
+
+
+def _sharing(alone: Timings, pace: Pace, *, is_short: bool) -> Sharing | None:
+    """One thread by its whole steps, and what processes say to each other; absent where there is no other process to measure."""
+    found = request_costs(pace, is_short=is_short)
+    if found is None:
+        return None
+    return Sharing(
+        layers=alone.layers[0],
+        dense=alone.dense,
+        lookup=alone.lookup,
+        update=alone.update,
+        dense_optimizer=alone.dense_optimizer,
+        **{field.name: getattr(found, field.name) for field in dataclasses.fields(found)},
+    )

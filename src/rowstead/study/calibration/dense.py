@@ -1,0 +1,171 @@
+"""Times of the dense part of a step: linear layers by shape, the interaction, and the dense optimizer.
+
+Letters: B examples, K inputs, N outputs, V vectors, D width.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rowstead.kernels.choose import has_triton
+from rowstead.kernels.interaction import pairwise_dots
+from rowstead.nn.layers import MLP
+from rowstead.spec.curve import Axis, Curve
+from rowstead.spec.timings import LayerTimes
+from rowstead.spec.train import DenseOptimizerSpec
+from rowstead.study.calibration.clock import Clock
+from rowstead.training.precision import arithmetic
+from rowstead.training.step import dense_optimizer
+
+EXAMPLES = {"cpu": (64, 256, 1024, 4096), "cuda": (256, 1024, 4096, 16384)}
+INPUTS, OUTPUTS = (16, 64, 256, 1024, 4096), (1, 16, 64, 256, 1024)
+LARGEST_FLOPS = {"cpu": 4e9, "cuda": 3e11}
+"""Of one product; what is larger is taken to run at the rate of the largest that is not."""
+INTERACTING = {"cpu": (64, 512, 2048), "cuda": (256, 2048, 16384)}
+VECTORS = {"cpu": (5, 17, 65, 129), "cuda": (5, 16, 32, 33, 64, 65, 128)}
+WIDTHS = {"cpu": (16, 32, 64, 128), "cuda": (16, 64, 128)}
+"""A GPU multiplies tiles of 16, 32 or 64 vectors: one vector more than fills them may take three times as long. Each pair of these is two
+programs to compile, which takes far longer than to run them: no more than are needed."""
+LARGEST_INTERACTION = {"cpu": 1.5e9, "cuda": 1e11}
+PARAMETERS = (10_000, 100_000, 1_000_000, 10_000_000)
+
+Measure = Callable[..., tuple[float, ...]]
+
+
+def layer_times(clock: Clock, precision: str, *, is_short: bool = False, most_examples: int | None = None) -> LayerTimes:
+    """A linear layer with ReLU, forward and backward, in one number format; by default for batches of every size."""
+    kind = clock.device.type
+    examples = tuple(one for one in EXAMPLES[kind] if most_examples is None or one <= most_examples)
+    sizes = (examples[::2], INPUTS[::2], OUTPUTS[::2]) if is_short else (examples, INPUTS, OUTPUTS)
+
+    def measure(num: int, inputs: int, outputs: int) -> tuple[float, float, float]:
+        with clock.device:
+            layer = MLP(inputs, (outputs,), last_relu=outputs > 1)
+        grad = torch.randn(num, outputs, device=clock.device)
+
+        def timed(*, is_first: bool, known_s: float | None = None) -> tuple[float, float]:
+            x = torch.randn(num, inputs, device=clock.device, requires_grad=not is_first)
+
+            def forward() -> Tensor:
+                layer.zero_grad(set_to_none=True)
+                x.grad = None
+                with arithmetic(precision, clock.device):
+                    return layer(x)
+
+            def back(out: Tensor) -> None:
+                with arithmetic(precision, clock.device):  # which products look at when they run
+                    out.backward(grad.to(out.dtype))
+
+            return clock.forward_and_back(forward, back, forward_s=known_s)
+
+        forward_s, back_s = timed(is_first=False)
+        return forward_s, back_s, min(back_s, timed(is_first=True, known_s=forward_s)[1])
+
+    forward, back, back_first = _curves(
+        ("examples", "inputs", "outputs"), sizes, measure, lambda b, k, n: 2.0 * b * k * n <= LARGEST_FLOPS[kind]
+    )
+    return LayerTimes(precision=precision, forward=forward, back=back, back_first=back_first)
+
+
+def interaction_times(clock: Clock, precision: str, *, is_short: bool = False) -> tuple[Curve, Curve]:
+    """The products of all pairs of vectors, forward and backward, in one number format."""
+    kind, step = clock.device.type, 2 if is_short else 1
+    sizes = (INTERACTING[kind][::step], VECTORS[kind][::step], WIDTHS[kind][::step])
+    forward, back = _curves(
+        ("examples", "vectors", "width"),
+        sizes,
+        _interaction(clock, precision),
+        lambda b, v, d: b * v * v * d <= LARGEST_INTERACTION[kind],
+    )
+    return forward, back
+
+
+def fp32_interaction_factor(clock: Clock, precision: str) -> float:
+    """What the products take in FP32 over what they take in a faster format, both passes, for one shape: programs of FP32 compile slowly."""
+    shape = INTERACTING[clock.device.type][1], VECTORS[clock.device.type][-2], WIDTHS[clock.device.type][0]
+    return sum(_interaction(clock, "fp32")(*shape)) / sum(_interaction(clock, precision)(*shape))
+
+
+def _interaction(clock: Clock, precision: str) -> Measure:
+    """What measures both passes of one shape."""
+
+    def measure(num: int, vectors: int, width: int) -> tuple[float, float]:
+        dense = torch.randn(num, width, device=clock.device, requires_grad=True)
+        pooled = torch.randn(num, (vectors - 1) * width, device=clock.device, requires_grad=True)
+        with arithmetic(precision, clock.device):
+            grad = torch.ones_like(pairwise_dots(dense, pooled, width).detach())
+
+        def forward() -> Tensor:
+            dense.grad = pooled.grad = None
+            with arithmetic(precision, clock.device):
+                return pairwise_dots(dense, pooled, width)
+
+        def back(out: Tensor) -> None:
+            with arithmetic(precision, clock.device):
+                out.backward(grad)
+
+        return clock.forward_and_back(forward, back)
+
+    return measure
+
+
+def interact_once(num: int, vectors: int, width: int, precision: str, device: torch.device) -> None:
+    """Both passes of one shape, so that its programs are compiled."""
+    dense = torch.randn(num, width, device=device, requires_grad=True)
+    pooled = torch.randn(num, (vectors - 1) * width, device=device, requires_grad=True)
+    with arithmetic(precision, device):
+        out = pairwise_dots(dense, pooled, width)
+        out.backward(torch.ones_like(out))
+
+
+def dense_update_times(clock: Clock) -> Curve:
+    """Adagrad over the parameters of some layers."""
+
+    def measure(num: int) -> tuple[float]:
+        side = max(8, round(math.sqrt(num / 4)))
+        net = nn.Sequential(*(nn.Linear(side, side) for _ in range(4))).to(clock.device)
+        for parameter in net.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        step = _step_of(net, clock)
+        return (clock.seconds(step) * num / sum(parameter.numel() for parameter in net.parameters()),)
+
+    (curve,) = _curves(("parameters",), (PARAMETERS,), measure, lambda n: True)
+    return curve
+
+
+def _step_of(net: nn.Module, clock: Clock) -> Callable[[], Any]:
+    spec = DenseOptimizerSpec()
+    if not clock.is_cuda or not has_triton():
+        return dense_optimizer(spec, net).step
+    from rowstead.kernels.gpu.dense_optimizer import DenseOptimizerOnGpu
+
+    optimizer = DenseOptimizerOnGpu(net.parameters(), spec)
+    numbers = torch.tensor(optimizer.numbers(spec.lr, 1), device=clock.device)
+    guard, gradients_at = torch.zeros((), device=clock.device), optimizer.gradient_addresses().to(clock.device)
+    return lambda: optimizer.step_by(numbers, guard, gradients_at)
+
+
+def _curves(
+    names: Sequence[str], sizes: Sequence[Sequence[int]], measure: Measure, is_measured: Callable[..., bool]
+) -> tuple[Curve, ...]:
+    """The curves of what `measure` gives at each combination of sizes; those too large are derived from smaller ones."""
+    found: dict[tuple[int, ...], tuple[float, ...]] = {}
+    for combination in itertools.product(*sizes):
+        if is_measured(*combination):
+            found[combination] = measure(*combination)
+        else:  # the same rate as with one size smaller, the first that is known
+            smaller = [
+                (axis, (*combination[:axis], before, *combination[axis + 1 :]))
+                for axis, size in enumerate(combination)
+                if (before := max((s for s in sizes[axis] if s < size), default=0)) and sizes[axis].index(size) > 0
+            ]
+            axis, known = next((axis, place) for axis, place in smaller if place in found)
+            found[combination] = tuple(one * combination[axis] / known[axis] for one in found[known])
+    axes = tuple(Axis(name=name, sizes=tuple(map(float, each))) for name, each in zip(names, sizes, strict=True))
+    return tuple(Curve(axes=axes, seconds=tuple(each)) for each in zip(*found.values(), strict=True))

@@ -1,0 +1,71 @@
+"""How long two processes of this machine need to exchange bytes, by their number: `python -m rowstead.study.calibration.exchange` is one of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from rowstead.distributed.process_group import opened_channel
+from rowstead.spec.curve import Axis, Curve
+from rowstead.spec.job import MEETING_FILE
+
+MESSAGE_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 24)
+LIMIT_S = 60.0
+ROUNDS = 9
+
+
+def exchange_times() -> Curve | None:
+    """All-to-all between two processes, which is what shared tables use; absent where they cannot be started or do not meet."""
+    with tempfile.TemporaryDirectory(prefix="rowstead-exchange-") as folder:
+        processes = []
+        for rank in range(2):
+            names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "OMP_NUM_THREADS": 1}
+            environment = {**os.environ, **{name: str(value) for name, value in names.items()}}
+            environment[MEETING_FILE] = str(Path(folder) / "meeting")
+            command = [sys.executable, "-m", "rowstead.study.calibration.exchange"]
+            processes.append(
+                subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+            )
+        try:
+            end = time.monotonic() + LIMIT_S
+            said = [process.communicate(timeout=max(0.1, end - time.monotonic()))[0] for process in processes]
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    process.kill()
+                    process.communicate()
+        if any(process.returncode for process in processes):
+            return None
+    axis = Axis(name="bytes", sizes=tuple(map(float, MESSAGE_BYTES)))
+    return Curve(axes=(axis,), seconds=tuple(json.loads(said[0].splitlines()[-1])))
+
+
+def main() -> None:
+    """Exchange messages with the other process, and print the median seconds of each size."""
+    device = torch.device("cpu")
+    found = []
+    with opened_channel(device) as channel:
+        for num_bytes in MESSAGE_BYTES:
+            sent, sizes = torch.zeros(num_bytes // 4), [num_bytes // 8] * 2
+            received = torch.empty_like(sent)
+            seconds = []
+            for _ in range(3 + ROUNDS):
+                channel.barrier()
+                start = time.perf_counter()
+                channel.start_all_to_all(received, sent, sizes, sizes).wait()
+                seconds.append(time.perf_counter() - start)
+            found.append(sorted(seconds[3:])[ROUNDS // 2])
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

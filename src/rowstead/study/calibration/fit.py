@@ -1,0 +1,187 @@
+"""From parts measured alone to steps: what each phase takes in one, by what its parts take alone and by the bytes that it moves."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rowstead.plan import cost
+from rowstead.plan.cost import Processor
+from rowstead.plan.work import step_work
+from rowstead.spec.software import Software
+from rowstead.spec.timings import InStep, Timings
+from rowstead.study.calibration.steps import Shape, StepTime
+
+PULL = 0.05
+"""How much a factor that is not 1 counts beside an error of the same share of a step: few steps decide little."""
+STEP_PULL = 0.3
+"""The same where a step gives one equation for all its parts, which then tells little of each."""
+FACTORS = (0.3, 3.0)
+"""Within which they must be."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What the parts of one step take by the timings."""
+
+    dense_s: float
+    lookup_s: float
+    update_s: float
+    dense_update_s: float
+    plan_s: float
+    fill_s: float
+
+
+def parts_of(shape: Shape, processor: Processor, software: Software) -> Parts:
+    """The parts of a model's step, as the cost model has them."""
+    work, batch = step_work(shape.spec("cpu")), shape.batch_size
+    timings, precision = processor.timings, shape.precision
+    assert timings is not None
+    dense_s = cost.layers_s(processor, work, work.bottom, batch, precision, passes=3)  # type: ignore[arg-type]
+    dense_s += cost.layers_s(processor, work, work.top, batch, precision, passes=3)  # type: ignore[arg-type]
+    dense_s += cost.interaction_s(processor, work, batch, precision, passes=3)  # type: ignore[arg-type]
+    return Parts(
+        dense_s=dense_s,
+        lookup_s=cost.lookup_s(processor, work.tables, batch),
+        update_s=cost.update_s(processor, work.tables, batch, software),
+        dense_update_s=cost.dense_update_s(processor, work),
+        plan_s=timings.plan.at(max(1.0, batch * work.ids_per_sample)) if timings.plan is not None else 0.0,
+        fill_s=cost.fill_s(processor, work, batch),
+    )
+
+
+def fitted(
+    timings: Timings, processor: Processor, software: Software, shapes: Sequence[Shape], times: Sequence[StepTime]
+) -> Timings:
+    """The timings with what whole steps have shown, by least squares, errors taken as shares of what was measured.
+
+    Where the trainer counts its phases, each has an equation of its own for every step; on a GPU there is one for each step.
+    """
+    alone = dataclasses.replace(
+        timings, dense=InStep(), lookup=InStep(), update=InStep(), dense_optimizer=InStep(), plan_factor=0.0
+    )
+    processor = dataclasses.replace(processor, timings=alone)
+    parts = [parts_of(shape, processor, software) for shape in shapes]
+    if all(time.phases_s for time in times):
+        return _by_phases(alone, shapes, parts, times)
+    return _by_steps(alone, parts, times)
+
+
+def _by_phases(alone: Timings, shapes: Sequence[Shape], parts: Sequence[Parts], times: Sequence[StepTime]) -> Timings:
+    """A fixed time, a factor and the cost of a byte for each phase."""
+    works = [step_work(shape.spec("cpu")) for shape in shapes]
+    pooled = [shape.batch_size * work.pooled_bytes for shape, work in zip(shapes, works, strict=True)]
+    moved = [
+        shape.batch_size * (cost.layer_bytes((*work.bottom, *work.top)) + cost.interaction_in_step_bytes(work))
+        for shape, work in zip(shapes, works, strict=True)
+    ]
+    phases = [time.phases_s for time in times]
+    found = dataclasses.replace(
+        alone,
+        dense=_phase([one.dense_s for one in parts], moved, [one["forward"] + one["backward"] for one in phases]),
+        lookup=_phase(
+            [one.lookup_s - alone.lookup_call_s for one in parts],
+            pooled,
+            [one["look-up"] - alone.lookup_call_s for one in phases],
+        ),
+        update=_phase(
+            [one.update_s - alone.update_call_s for one in parts],
+            pooled,
+            [one["row update"] - alone.update_call_s for one in phases],
+        ),
+        dense_optimizer=_phase(
+            [one.dense_update_s for one in parts], [0.0] * len(parts), [one["dense update"] for one in phases]
+        ),
+    )
+    return _as_long_as_steps(found, parts, pooled, moved, times)
+
+
+def _as_long_as_steps(
+    found: Timings, parts: Sequence[Parts], pooled: Sequence[float], moved: Sequence[float], times: Sequence[StepTime]
+) -> Timings:
+    """The same phases, all so much longer that half of the steps are predicted too long and half too short.
+
+    Least squares of shares come out short where times are uncertain, and phases' medians add up to less than that of steps.
+    """
+    calls_s = found.lookup_call_s + found.update_call_s
+    over = []
+    for one, pooled_bytes, moved_bytes, time in zip(parts, pooled, moved, times, strict=True):
+        terms = (
+            (found.dense, one.dense_s, moved_bytes),
+            (found.lookup, one.lookup_s - found.lookup_call_s, pooled_bytes),
+            (found.update, one.update_s - found.update_call_s, pooled_bytes),
+            (found.dense_optimizer, one.dense_update_s, 0.0),
+        )
+        phases_s = sum(phase.fixed_s + phase.seconds(parts_s, num_bytes) for phase, parts_s, num_bytes in terms)
+        over.append((time.step_s - calls_s) / phases_s)
+    times_longer = statistics.median(over)
+    longer = {
+        name: InStep(**{key: times_longer * value for key, value in vars(getattr(found, name)).items()})
+        for name in ("dense", "lookup", "update", "dense_optimizer")
+    }
+    return dataclasses.replace(found, **longer)  # type: ignore[arg-type]
+
+
+def _phase(parts_s: Sequence[float], moved_bytes: Sequence[float], taken_s: Sequence[float]) -> InStep:
+    """What one phase takes in a step."""
+    taken = np.maximum(taken_s, 1e-9)
+    terms = np.stack([np.ones(len(taken)), np.array(parts_s), np.array(moved_bytes)], axis=1) / taken[:, None]
+    pulls = PULL * np.median(terms, axis=0)
+    found = not_negative(np.vstack([terms, np.diag(pulls)]), np.concatenate([np.ones(len(taken)), [0.0, pulls[1], 0.0]]))
+    return InStep(fixed_s=float(found[0]), factor=float(np.clip(found[1], *FACTORS)), byte_s=float(found[2]))
+
+
+def _by_steps(alone: Timings, parts: Sequence[Parts], times: Sequence[StepTime]) -> Timings:
+    """One fixed time, and a factor for each phase and for what is done beside them."""
+    taken = np.array([time.step_s for time in times])
+    calls_s = alone.lookup_call_s + alone.update_call_s
+    known = np.array([calls_s + one.dense_update_s + one.fill_s for one in parts])
+    terms = np.array(
+        [
+            [1.0, one.dense_s, one.lookup_s - alone.lookup_call_s, one.update_s - alone.update_call_s, one.plan_s]
+            for one in parts
+        ]
+    )
+    has_plan = alone.plan is not None
+    pulls = np.diag([0.0, STEP_PULL, STEP_PULL, STEP_PULL, STEP_PULL if has_plan else 1.0])
+    toward = pulls @ np.array([0.0, 1.0, 1.0, 1.0, 0.5 if has_plan else 0.0])
+    found = not_negative(np.vstack([terms / taken[:, None], pulls]), np.concatenate([(taken - known) / taken, toward]))
+    dense, lookup, update = (float(np.clip(one, *FACTORS)) for one in found[1:4])
+    return dataclasses.replace(
+        alone,
+        dense=InStep(fixed_s=float(found[0]), factor=dense),
+        lookup=InStep(factor=lookup),
+        update=InStep(factor=update),
+        plan_factor=float(min(found[4], 1.0)),
+    )
+
+
+def quicker(one: Any, other: Any) -> Any:
+    """The shorter of two times wherever two measurements of the same have one."""
+    if isinstance(one, float):
+        return min(one, other)
+    if isinstance(one, tuple):
+        return tuple(map(quicker, one, other))
+    if not dataclasses.is_dataclass(one) or isinstance(one, type):
+        return one
+    changed = {field.name: quicker(getattr(one, field.name), getattr(other, field.name)) for field in dataclasses.fields(one)}
+    return dataclasses.replace(one, **changed)
+
+
+def not_negative(left: NDArray[np.float64], right: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Least squares without negative numbers: what would be most negative is left out, until nothing is."""
+    sizes = np.maximum(np.linalg.norm(left, axis=0), 1e-300)  # columns are seconds, shares and bytes
+    kept, whole = list(range(left.shape[1])), np.zeros(left.shape[1])
+    while kept:
+        found, *_ = np.linalg.lstsq(left[:, kept] / sizes[kept], right, rcond=None)
+        if found.min() >= 0:
+            whole[kept] = found / sizes[kept]
+            break
+        kept.pop(int(found.argmin()))
+    return whole

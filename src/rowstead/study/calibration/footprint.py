@@ -1,0 +1,62 @@
+"""How much memory a whole training run takes at most: `python -m rowstead.study.calibration.footprint` trains what it is given, and says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rowstead.spec.errors import RowsteadError
+from rowstead.spec.parse import parse, to_plain
+from rowstead.spec.run import RunSpec
+
+LIMIT_S = 600.0
+SMALLEST = {
+    "name": "smallest",
+    "data": {"synth": {"num_dense": 4, "num_sparse": 2, "num_ids": 100, "num_train_samples": 512, "num_eval_samples": 64}},
+    "features": {
+        "dense": [{"name": "dense_{i}", "repeat": 4}],
+        "sparse": [{"name": "sparse_{i}", "repeat": 2, "num_rows": 100}],
+    },
+    "model": {"width": 16, "bottom": [16], "top": [16]},
+    "train": {"batch_size": 64},
+    "device": "cpu",
+}
+"""A run that holds next to nothing: what it takes is the program itself."""
+
+
+def peak_bytes(spec: RunSpec) -> float:
+    """The most memory that a process had at once which did nothing but train this."""
+    command = [sys.executable, "-m", "rowstead.study.calibration.footprint"]
+    text = json.dumps(to_plain(spec))
+    try:
+        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise RowsteadError(f"a run that was to show its memory took longer than {LIMIT_S:.0f} s") from None
+    if done.returncode:
+        raise RowsteadError(f"a run that was to show its memory failed: {(done.stderr.splitlines() or ['no message'])[-1]}")
+    return float(json.loads(done.stdout.splitlines()[-1]))
+
+
+def base_bytes(threads: int) -> float:
+    """What a training process takes besides tables, parameters, activations and batches."""
+    plain: dict[str, Any] = {**SMALLEST, "threads": threads}
+    return peak_bytes(parse(RunSpec, plain))
+
+
+def main() -> None:
+    """Train what comes in on the standard input, in a folder that is deleted, and print the peak of memory in bytes."""
+    from rowstead.run import train
+
+    spec = parse(RunSpec, json.loads(sys.stdin.read()))
+    with tempfile.TemporaryDirectory() as folder:
+        result = train(spec, out=Path(folder) / "run")
+    assert result.record is not None
+    print(json.dumps(result.record.figures["peak_memory_bytes"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+"""What the hardware does by itself: memory in order, large products, links, the disk, power."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rowstead.spec.machine import Disk, Link, Meter
+from rowstead.study.calibration.clock import Clock
+
+COPY_BYTES = {"cpu": 256 << 20, "cuda": 2 << 30}
+CACHED_BYTES = {"cpu": 1 << 20, "cuda": 16 << 20}
+PRODUCT = {"cpu": 1536, "cuda": 8192}
+LINK_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 27)
+FILE_BYTES, PIECE_BYTES = 64 << 20, 4096
+
+
+def copy_bytes_per_s(clock: Clock, num_bytes: int) -> float:
+    """Bytes read and written in a second by a copy."""
+    source = torch.ones(num_bytes // 4, device=clock.device)
+    target = torch.empty_like(source)
+    return 2 * num_bytes / clock.seconds(lambda: target.copy_(source))
+
+
+def product_flops_per_s(clock: Clock, precision: str) -> float:
+    """Multiplications and additions a second in a large product of square matrices."""
+    size, dtype = PRODUCT[clock.device.type], torch.bfloat16 if precision == "bf16" else torch.float32
+    left, right = (torch.rand(size, size, device=clock.device).to(dtype) for _ in range(2))
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    try:
+        return 2 * size**3 / clock.seconds(lambda: left @ right)
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def cache_bytes(device: torch.device) -> float:
+    """Size of the last cache, as the system or the driver says; 0 where it does not."""
+    if device.type == "cuda":
+        return float(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0))
+    sizes = []
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        with contextlib.suppress(OSError, ValueError):
+            text = path.read_text().strip()
+            sizes.append(int(text[:-1]) * {"K": 1 << 10, "M": 1 << 20}[text[-1]])
+    return float(max(sizes, default=0))
+
+
+def host_link(device: torch.device, source: str) -> Link:
+    """Copies from page-locked host memory to a GPU, of several sizes: time to the first byte, and bandwidth."""
+    seconds = []
+    for num_bytes in LINK_BYTES:
+        here, there = (
+            torch.empty(num_bytes, dtype=torch.uint8).pin_memory(),
+            torch.empty(num_bytes, dtype=torch.uint8, device=device),
+        )
+        seconds.append(_copied_s(lambda h=here, t=there: t.copy_(h, non_blocking=True), device))  # type: ignore[misc]
+    return _link(seconds, source)
+
+
+def peer_link(source: str) -> Link:
+    """Copies from one GPU to the next, of several sizes."""
+    seconds = []
+    for num_bytes in LINK_BYTES:
+        here, there = (torch.empty(num_bytes, dtype=torch.uint8, device=f"cuda:{place}") for place in (0, 1))
+        seconds.append(_copied_s(lambda h=here, t=there: t.copy_(h, non_blocking=True), torch.device("cuda:0")))  # type: ignore[misc]
+    return _link(seconds, source)
+
+
+def _copied_s(copy: Callable[[], Any], device: torch.device) -> float:
+    """Seconds of one of some copies, one after the other."""
+    times = []
+    for _ in range(5):
+        torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        for _ in range(8):
+            copy()
+        torch.cuda.synchronize(device)
+        times.append((time.perf_counter() - start) / 8)
+    return sorted(times)[2]
+
+
+def _link(seconds: list[float], source: str) -> Link:
+    bandwidth = (LINK_BYTES[-1] - LINK_BYTES[-2]) / max(seconds[-1] - seconds[-2], 1e-9)
+    shown = ", ".join(f"{size:,} bytes {taken * 1e6:.1f} us" for size, taken in zip(LINK_BYTES, seconds, strict=True))
+    return Link(bandwidth_bytes_per_s=bandwidth, latency_s=seconds[0], source=f"{source}; {shown}")
+
+
+def fresh_byte_s(clock: Clock, from_bytes: float) -> float:
+    """Seconds that a byte of a new large tensor on a CPU takes more than one of a tensor that was there."""
+    num = int(1.25 * from_bytes) // 4
+    there = torch.empty(num)
+    return max(0.0, clock.seconds(lambda: torch.empty(num).zero_()) - clock.seconds(there.zero_)) / (4 * num)
+
+
+def disk(folder: Path, source: str) -> Disk | None:
+    """How fast a folder's disk reads and writes; absent where we may not write there. What the system has cached is left out if it lets us."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".rowstead-disk-") as file:
+            block = os.urandom(1 << 20)
+            start = time.perf_counter()
+            for _ in range(FILE_BYTES >> 20):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+            write_s = time.perf_counter() - start
+            read_s, is_direct = _read_in_order(file.name)
+            per_s = _random_reads_per_s(file.name)
+    except OSError:
+        return None
+    how = "past the system's cache" if is_direct else "through the system's cache, which may hold them"
+    return Disk(
+        read_bytes_per_s=FILE_BYTES / read_s,
+        write_bytes_per_s=FILE_BYTES / write_s,
+        random_reads_per_s=per_s,
+        source=f"{source}; a file of {FILE_BYTES >> 20} MB, reads {how}",
+    )
+
+
+def _opened(path: str) -> tuple[int, bool]:
+    direct = getattr(os, "O_DIRECT", 0)
+    try:
+        return os.open(path, os.O_RDONLY | direct), bool(direct)
+    except OSError:  # some file systems have no such reads
+        return os.open(path, os.O_RDONLY), False
+
+
+def _read_in_order(path: str) -> tuple[float, bool]:
+    descriptor, is_direct = _opened(path)
+    buffer = mmap.mmap(-1, 1 << 20)  # aligned, as direct reads want it
+    try:
+        start = time.perf_counter()
+        while os.readv(descriptor, [buffer]):
+            pass
+        return time.perf_counter() - start, is_direct
+    finally:
+        os.close(descriptor)
+
+
+def _random_reads_per_s(path: str, *, num_reads: int = 2048, num_threads: int = 8) -> float:
+    """Pieces read at random by several threads at once."""
+    descriptor, _ = _opened(path)
+    places = np.random.default_rng(1).integers(0, FILE_BYTES // PIECE_BYTES, num_reads) * PIECE_BYTES
+
+    def read(some: Any) -> None:
+        buffer = mmap.mmap(-1, PIECE_BYTES)
+        for place in some:
+            os.preadv(descriptor, [buffer], int(place))
+
+    try:
+        with ThreadPoolExecutor(num_threads) as pool:
+            start = time.perf_counter()
+            list(pool.map(read, np.array_split(places, num_threads)))
+            return num_reads / (time.perf_counter() - start)
+    finally:
+        os.close(descriptor)
+
+
+def meter(device: torch.device, train: Callable[[float], Any], source: str, *, seconds: float = 1.0) -> Meter | None:
+    """Power when idle and while `train` runs for so many seconds; absent where nothing can be read."""
+    joules = _gpu_joules(device) if device.type == "cuda" else _cpu_joules()
+    if joules is None:
+        return None
+    read, what = joules
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    idle = _watts(read, lambda: time.sleep(seconds))
+    loaded = _watts(read, lambda: train(seconds))
+    if min(idle, loaded) <= 0:
+        return None
+    return Meter(idle_watts=idle, loaded_watts=loaded, of=what, source=source)
+
+
+def _watts(read: Callable[[], float], during: Callable[[], Any]) -> float:
+    before, start = read(), time.perf_counter()
+    during()
+    return (read() - before) / (time.perf_counter() - start)
+
+
+def _gpu_joules(device: torch.device) -> tuple[Callable[[], float], str] | None:
+    """The energy counter of a GPU."""
+    try:
+        import pynvml  # type: ignore[import-not-found]
+
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+    except Exception:  # noqa: BLE001, RUF100 - whatever is missing, there is no meter then
+        return None
+    return lambda: float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) * 1e-3, "one GPU"
+
+
+def _cpu_joules() -> tuple[Callable[[], float], str] | None:
+    """The energy counters of the processors, where Linux lets us read them."""
+    counters = sorted(Path("/sys/class/powercap").glob("intel-rapl:?/energy_uj"))
+    try:
+        for counter in counters:
+            counter.read_text()
+    except OSError:
+        return None
+    if not counters:
+        return None
+    return lambda: sum(int(counter.read_text()) for counter in counters) * 1e-6, "processors"
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Torch's threads for a while."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

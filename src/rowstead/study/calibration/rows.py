@@ -1,0 +1,190 @@
+"""Times of look-ups and updates of rows: by the bytes of a row, and by the bytes within which rows are, as caches hold fewer of more.
+
+Letters: D width, L ids of a bag.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rowstead.kernels.choose import kernels_for
+from rowstead.kernels.cpu.memory import prefer_large_pages
+from rowstead.kernels.layout import Layout
+from rowstead.kernels.row_optimizer import RowState, new_row_state, numbers_of
+from rowstead.spec.curve import Axis, Curve
+from rowstead.spec.features import Table
+from rowstead.spec.train import SparseOptimizerSpec
+from rowstead.study.calibration.clock import Clock
+
+WIDTHS = {"cpu": (16, 64, 128, 256), "cuda": (16, 64, 128)}
+"""Each is several programs to compile on a GPU."""
+WITHIN_BYTES = {
+    "cpu": (1 << 20, 8 << 20, 32 << 20, 128 << 20, 512 << 20, 2 << 30),
+    "cuda": (8 << 20, 32 << 20, 128 << 20, 1 << 30, 16 << 30),
+}
+NUM_IDS = {"cpu": 1 << 15, "cuda": 1 << 21}
+"""Of one call: so many that its fixed time does not count."""
+POOL = {"cpu": 1 << 20, "cuda": 1 << 21}
+"""Ids that are drawn; each call on a CPU takes other ones of them."""
+LONG_BAG, UPDATED_BAG = 16, 4
+HOT_ROWS = {"cpu": 64, "cuda": 4096}
+"""So few that they are in the fastest cache, and on a GPU so many that no program has to join the sums of most others."""
+PLANNED_IDS = (1 << 12, 1 << 15, 1 << 18, 1 << 21, 1 << 23)
+BAG_BYTES = {"cpu": 4 << 20, "cuda": 1 << 28}
+"""Most pooled bytes of a call that measures bags: few enough for a CPU that the system does not give their memory anew."""
+LEAST_S = 1e-12
+OPTIMIZER = SparseOptimizerSpec()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowTimes:
+    """What `Timings` says of rows."""
+
+    read_row: Curve
+    bag: Curve
+    lookup_call_s: float
+    update_row: Curve
+    update_id: Curve
+    update_call_s: float
+    plan: Curve | None
+
+
+class Rows:
+    """Rows of one width in a part of a larger memory, and batches of their ids."""
+
+    def __init__(self, clock: Clock, memory: Tensor, width: int, within_bytes: int) -> None:
+        self._clock = clock
+        num_rows = within_bytes // (4 * width)
+        self.num_rows, self.width = num_rows, width
+        self.table = memory[: num_rows * width].view(num_rows, width)
+        self.layout = Layout(
+            tables=(Table(name="rows", num_rows=num_rows, width=width, features=(0,)),),
+            table_of=(0,),
+            columns=(0, width),
+            is_mean=(False,),
+        )
+        self.kernels: Any = kernels_for("auto", clock.device)[1]
+        self._rng = torch.Generator(clock.device).manual_seed(1)
+        self._turn = 0
+
+    def batches(
+        self, num_ids: int, bag: int, *, num_rows: int | None = None, are_distinct: bool = False
+    ) -> Callable[[], tuple[Tensor, Tensor]]:
+        """Ids and offsets of batches of so many ids; on a GPU always the same, which a graph can replay."""
+        device, most = self._clock.device, num_rows or self.num_rows
+        num_pool = max(POOL[device.type], num_ids)
+        if are_distinct:
+            pool = torch.cat([self._distinct(most, num_ids) for _ in range(max(1, min(8, num_pool // num_ids)))])
+        else:
+            pool = self._drawn(most, num_pool)
+        pool = pool.int() if self._clock.is_cuda else pool  # as the trainer keeps them there
+        offsets = torch.arange(0, num_ids + 1, bag, device=device)
+        num_batches = len(pool) // num_ids
+
+        def batch() -> tuple[Tensor, Tensor]:
+            if not self._clock.is_cuda:
+                self._turn += 1
+            first = self._turn % num_batches * num_ids
+            return pool[first : first + num_ids], offsets
+
+        return batch
+
+    def _drawn(self, num_rows: int, num_ids: int) -> Tensor:
+        return torch.randint(num_rows, (num_ids,), generator=self._rng, device=self._clock.device)
+
+    def _distinct(self, num_rows: int, num_ids: int) -> Tensor:
+        """So many different rows in any order."""
+        known = None if num_rows < 4 * num_ids else self._drawn(num_rows, 2 * num_ids).unique()
+        order = torch.randperm(num_rows if known is None else len(known), generator=self._rng, device=self._clock.device)
+        return order[:num_ids] if known is None else known[order[:num_ids]]
+
+    def lookup_s(self, num_ids: int, bag: int) -> float:
+        """Seconds of a look-up."""
+        batch = self.batches(num_ids, bag)
+        return self._clock.seconds(lambda: self.kernels.lookup([self.table], self.layout, *batch()))
+
+    def update_s(self, num_ids: int, *, num_rows: int | None = None, are_distinct: bool = False) -> float:
+        """Seconds of an update, on a GPU of the part that needs gradients."""
+        num_ids = num_ids // UPDATED_BAG * UPDATED_BAG
+        batch = self.batches(num_ids, UPDATED_BAG, num_rows=num_rows, are_distinct=are_distinct)
+        states = [new_row_state(OPTIMIZER.kind, self.table)]
+        grad = torch.full((num_ids // UPDATED_BAG, self.width), 1e-3, device=self._clock.device)
+        if not self._clock.is_cuda:
+            options = {"optimizer": OPTIMIZER, "lr": 0.01, "step": 1}
+            return self._clock.seconds(
+                lambda: self.kernels.update([self.table], states, self.layout, *batch(), None, grad, **options)
+            )
+        ids, offsets = batch()
+        plan, numbers = self._planned(states, ids, offsets)
+        return self._clock.seconds(
+            lambda: self.kernels.apply_plan(
+                plan, [self.table], self.layout, offsets, None, grad, optimizer=OPTIMIZER, numbers=numbers
+            )
+        )
+
+    def plan_s(self, num_ids: int) -> float:
+        """Seconds of the part of an update that a GPU does before there is a gradient."""
+        ids, offsets = self.batches(num_ids, UPDATED_BAG)()
+        states = [new_row_state(OPTIMIZER.kind, self.table)]
+        return self._clock.seconds(lambda: self._planned(states, ids, offsets))
+
+    def _planned(self, states: list[RowState], ids: Tensor, offsets: Tensor) -> tuple[Any, Tensor]:
+        from rowstead.kernels.gpu.embedding import device_numbers
+
+        numbers = device_numbers(tuple(numbers_of(OPTIMIZER, lr=0.01, step=1)), 1, torch.float32, self._clock.device)
+        plan = self.kernels.plan_update([self.table], states, self.layout, ids, offsets, optimizer=OPTIMIZER, numbers=numbers)
+        return plan, numbers
+
+
+def row_times(clock: Clock, free_bytes: int, *, is_short: bool = False) -> RowTimes:
+    """Measure look-ups and updates; at most a third of the memory that is free is used."""
+    kind = clock.device.type
+    within = [one for one in WITHIN_BYTES[kind] if 3 * one <= free_bytes] or [WITHIN_BYTES[kind][0]]
+    within = within[::2] if is_short else within
+    widths = WIDTHS[kind][::2] if is_short else WIDTHS[kind]
+    memory = prefer_large_pages(torch.empty(within[-1] // 4, device=clock.device)).zero_()
+    num_ids = NUM_IDS[kind]
+    small = Rows(clock, memory, widths[0], within[0])
+    lookup_call_s, update_call_s = small.lookup_s(64, LONG_BAG), small.update_s(64)
+
+    read, updated, bags, ids = [], [], [], []
+    for width in widths:
+        rows = Rows(clock, memory, width, within[0])
+        in_cache_s = (rows.lookup_s(num_ids, LONG_BAG) - lookup_call_s) / num_ids
+        num_bags = min(num_ids, BAG_BYTES[kind] // (4 * width))
+        of_one_s = (rows.lookup_s(num_bags, 1) - lookup_call_s) / num_bags
+        bag_s = max(LEAST_S, (of_one_s - in_cache_s) / (1 - 1 / LONG_BAG))
+        bags.append(bag_s)
+        ids.append(
+            max(LEAST_S, (rows.update_s(num_ids, num_rows=min(HOT_ROWS[kind], rows.num_rows)) - update_call_s) / num_ids)
+        )
+    for some in within:
+        for place, width in enumerate(widths):
+            rows = Rows(clock, memory, width, some)
+            looked_s = (rows.lookup_s(num_ids, LONG_BAG) - lookup_call_s) / num_ids
+            read.append(max(LEAST_S, looked_s - bags[place] / LONG_BAG))
+            num = min(num_ids, rows.num_rows)
+            updated_s = (rows.update_s(num, are_distinct=True) - update_call_s) / num
+            updated.append(max(LEAST_S, updated_s - ids[place]))
+    plan = None
+    if clock.is_cuda:
+        rows = Rows(clock, memory, 64, within[-1])
+        planned = PLANNED_IDS[::2] if is_short else PLANNED_IDS
+        axis = Axis(name="ids", sizes=tuple(map(float, planned)))
+        plan = Curve(axes=(axis,), seconds=tuple(rows.plan_s(num) for num in planned))
+    by_row = Axis(name="row_bytes", sizes=tuple(4.0 * width for width in widths))
+    by_place = (Axis(name="within_bytes", sizes=tuple(map(float, within)), grows=False), by_row)
+    return RowTimes(
+        read_row=Curve(axes=by_place, seconds=tuple(read)),
+        bag=Curve(axes=(by_row,), seconds=tuple(bags)),
+        lookup_call_s=lookup_call_s,
+        update_row=Curve(axes=by_place, seconds=tuple(updated)),
+        update_id=Curve(axes=(by_row,), seconds=tuple(ids)),
+        update_call_s=update_call_s,
+        plan=plan,
+    )

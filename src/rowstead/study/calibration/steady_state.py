@@ -1,0 +1,117 @@
+"""Models whose caches are as they are late in a run: full of the rows that are read most, over files in which every row was written before."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rowstead.data.batch import Batch, Sparse
+from rowstead.plan.caching import BATCHES_COUNTED
+from rowstead.stores.cached import MAX_SET, CachedStore
+from rowstead.stores.prefetch_scheduler import AHEAD
+from rowstead.stores.ssd import FileRows
+from rowstead.study.calibration.steps import DRAWN_IDS, MAX_BATCHES, Shape, Steps, drawn_batches
+from rowstead.training.build import build_model
+from rowstead.training.step import Stepper
+
+ROWS_AT_A_TIME = 1 << 14
+WRITTEN_AGAIN = 0.6
+"""Share of the rows that were written twice: more than a new file has room for, so that it is cleaned from now on."""
+SETTLING_STEPS = 16
+"""That are taken before any counts."""
+USES_AGAIN = (0, 4, 16)
+"""Rows that so many of the last batches used are read once more when a cache is filled, so that it takes them for hotter than others."""
+FIRST, LAST = 3, 2
+"""Steps of a turn that do not count: rows of the first were not brought in ahead, and after the last none are."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The batches of a model, and which rows a cache has after many of them."""
+
+    batches: list[Batch]
+    hottest: NDArray[np.int64]
+    """[F, N]: the rows of each table, those that most of the last batches used first, and of those with equal uses the last used first."""
+    uses: NDArray[np.int64]
+    """[F, N]: of how many of the last batches, in that order."""
+
+    @classmethod
+    def of(cls, shape: Shape, device: torch.device, *, most_batches: int = MAX_BATCHES, most_ids: int = DRAWN_IDS) -> Drawn:
+        """Batches of a shape whose tables have one feature each."""
+        batches = drawn_batches(shape, device, most_batches=most_batches, most_ids=most_ids)
+        uses, last = torch.zeros(2, shape.num_sparse, shape.num_rows, dtype=torch.int64, device=device)
+        for number, batch in enumerate(batches):
+            ids = batch.sparse.ids.view(shape.num_sparse, -1)
+            if number >= len(batches) - BATCHES_COUNTED:
+                uses += torch.zeros_like(uses, dtype=torch.bool).scatter_(1, ids, value=True)
+            last.scatter_(1, ids, number + 1)
+        order = torch.argsort(uses * (len(batches) + 1) + last, dim=1, descending=True, stable=True)
+        return cls(batches, order.cpu().numpy(), uses.gather(1, order).cpu().numpy())
+
+    def fillings(self, sparse: Sparse, num_kept: int) -> Iterator[Sparse]:
+        """Batches that read so many of the hottest rows of every table, the colder ones first and the hotter ones more often."""
+        num_features = len(self.hottest)
+        of_feature = sparse.ids.numel() // num_features
+        for least in USES_AGAIN:
+            count = min(num_kept, int((self.uses >= least).sum(axis=1).max()))
+            for stop in range(count, 0, -of_feature):
+                places = np.arange(stop - of_feature, stop) % max(1, count)
+                ids = torch.from_numpy(self.hottest[:, places].reshape(-1)).to(sparse.ids.device)
+                yield dataclasses.replace(sparse, ids=ids)
+
+
+def settled(
+    shape: Shape,
+    device: torch.device,
+    *,
+    placement: Mapping[str, Any],
+    kept_share: float,
+    folder: str | Path,
+    drawn: Drawn,
+) -> Steps:
+    """A model as it is late in a run, with rows in files in a folder and this share of each such table's rows in caches."""
+    spec = shape.spec(device.type, placement=placement, memory={"folder": str(folder)})
+    model = build_model(spec, device, trains=True)
+    store: Any = model.store
+    batches = drawn.batches
+    if device.type == "cpu":  # ids are drawn within the tables
+        batches = [
+            dataclasses.replace(one, sparse=dataclasses.replace(one.sparse, checked_for=store.layout)) for one in batches
+        ]
+    steps = Steps(shape, device, Stepper(model, spec.train, total_steps=1_000_000), batches)
+    if isinstance(store, CachedStore) and store.batches_ahead:
+        for backing in store.backings:
+            if isinstance(backing, FileRows):
+                _write_all(backing)
+        for sparse in drawn.fillings(batches[0].sparse, math.ceil(kept_share * shape.num_rows)):
+            store.lookup(sparse)
+        if device.type == "cuda":  # else all that was just read would count as under way, and a GPU's cache take memory for it
+            for batch in batches[-(AHEAD + 1) * MAX_SET :]:
+                store.lookup(batch.sparse)
+        store.leave()
+        for _ in steps.take(SETTLING_STEPS):
+            pass
+    return steps
+
+
+def turn_s(steps: Steps, count: int) -> float:
+    """Mean seconds of so many steps, one after the other, on a CPU."""
+    ends = [time.perf_counter() for _ in steps.take(FIRST + count + LAST)]
+    return (ends[FIRST - 1 + count] - ends[FIRST - 1]) / count
+
+
+def _write_all(rows: FileRows) -> None:
+    """Write every row in order, then some of them again by chance, as they would leave a cache; what is in them does not matter."""
+    values = [torch.full((ROWS_AT_A_TIME, width), 0.01, dtype=dtype) for dtype, width in rows.columns]
+    again = torch.randperm(rows.num_rows, generator=torch.Generator().manual_seed(1))[: int(WRITTEN_AGAIN * rows.num_rows)]
+    for some in (*torch.arange(rows.num_rows).split(ROWS_AT_A_TIME), *again.split(ROWS_AT_A_TIME)):
+        rows.write(some, [value[: len(some)] for value in values])

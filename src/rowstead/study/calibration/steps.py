@@ -1,0 +1,249 @@
+"""Whole training steps of models of any shape, on batches that are there already: what calibration is checked against.
+
+Letters: B examples, F features, L ids of a bag.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rowstead.data.batch import Batch, Sparse
+from rowstead.spec.parse import parse
+from rowstead.spec.run import RunSpec
+from rowstead.stores.checked import checked
+from rowstead.study.calibration import clock
+from rowstead.study.calibration.machine_speed import Pace
+from rowstead.training.build import build_model
+from rowstead.training.prefetch import announced
+from rowstead.training.step import Stepper
+
+WARM_STEPS = {"cpu": 3, "cuda": 8}
+WARM_GPU_S = 0.3
+"""For which a GPU steps besides, before it is timed: steps were up to 1.6 times as slow at first, and then were not."""
+LEAST_STEPS = 9
+"""That count, on a CPU."""
+LEAST_ROUNDS = {"cpu": 2, "cuda": 4}
+"""Of some steps back to back."""
+STEPS_A_ROUND, STEPS_A_BEAT = 16, 3
+MAX_BATCHES, DRAWN_IDS, NUM_DENSE = 512, 4_000_000, 4
+"""Of a model: so many batches, unless their ids are more than these, so that rows are not in a cache for having been used a
+little before; their dense values are taken in turn from so many."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A model and its batches, by the sizes that decide how long a step takes."""
+
+    num_dense: int
+    num_sparse: int
+    batch_size: int
+    num_rows: int
+    """Of each table."""
+    width: int
+    mean_ids: int
+    """Of each bag."""
+    skew: float
+    bottom: tuple[int, ...]
+    top: tuple[int, ...]
+    precision: str = "fp32"
+
+    @property
+    def num_ids(self) -> int:
+        """Of a batch."""
+        return self.batch_size * self.num_sparse * self.mean_ids
+
+    @property
+    def table_bytes(self) -> int:
+        return self.num_sparse * self.num_rows * (4 * self.width + 4)
+
+    def spec(self, device: str, **more: Any) -> RunSpec:
+        """The run that `rowstead train` would make of it."""
+        plain = {
+            "name": "shape",
+            "data": {
+                "synth": {
+                    "num_dense": self.num_dense,
+                    "num_sparse": self.num_sparse,
+                    "num_ids": self.num_rows,
+                    "mean_ids": self.mean_ids,
+                    "skew": self.skew,
+                }
+            },
+            "features": {
+                "dense": [{"name": "dense_{i}", "repeat": self.num_dense}],
+                "sparse": [{"name": "sparse_{i}", "repeat": self.num_sparse, "num_rows": self.num_rows, "hash": "modulo"}],
+            },
+            "model": {"width": self.width, "bottom": list(self.bottom), "top": list(self.top)},
+            "train": {"batch_size": self.batch_size, "precision": self.precision},
+            "device": device,
+            **more,
+        }
+        return parse(RunSpec, plain)
+
+
+def drawn_batches(
+    shape: Shape, device: torch.device, *, seed: int = 1, most_batches: int = MAX_BATCHES, most_ids: int = DRAWN_IDS
+) -> list[Batch]:
+    """Batches whose ids follow the Zipf law of the synthetic log; rows of like popularity are not neighbours."""
+    rng, num_ids = np.random.default_rng(seed), shape.num_ids
+    pool = _ids(shape, max(2 * num_ids, min(most_ids, most_batches * num_ids)), device, seed)
+    offsets = torch.arange(0, num_ids + 1, shape.mean_ids, device=device)
+    dense = [torch.from_numpy(rng.random((shape.batch_size, shape.num_dense), dtype=np.float32)) for _ in range(NUM_DENSE)]
+    dense = [one.to(device) for one in dense]
+    labels = torch.from_numpy((rng.random(shape.batch_size) < 0.25).astype(np.float32)).to(device)
+    return [
+        Batch(
+            dense=dense[place % NUM_DENSE],
+            sparse=Sparse(ids=pool[first : first + num_ids], offsets=offsets, num_features=shape.num_sparse),
+            labels=labels,
+        )
+        for place, first in enumerate(range(0, len(pool) - num_ids + 1, num_ids))
+    ]
+
+
+def _ids(shape: Shape, num_ids: int, device: torch.device, seed: int) -> Tensor:
+    """Rows by the density x^-skew over ranks, each rank at a place of its own; int64 [num_ids]."""
+    power, most = 1 - shape.skew, shape.num_rows + 1
+    drawn = torch.rand(num_ids, dtype=torch.float64, device=device, generator=torch.Generator(device).manual_seed(seed))
+    is_log = abs(power) < 1e-9
+    ranks = drawn.mul_(math.log(most)).exp_() if is_log else drawn.mul_(most**power - 1).add_(1).pow_(1 / power)
+    found = ranks.long().clamp_(max=shape.num_rows).sub_(1)
+    return found.mul_(_coprime(shape.num_rows)).remainder_(shape.num_rows)
+
+
+def _coprime(number: int) -> int:
+    return next(factor for factor in (2_654_435_761, 1_000_003, 999_983, 7919, 1) if np.gcd(factor, number) == 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """How long steps took."""
+
+    step_s: float
+    """The median."""
+    spread: float
+    """Half the distance between the quartiles, over the median."""
+    phases_s: dict[str, float]
+    """Medians of the parts that the trainer counts; on a GPU of the whole alone."""
+    pace: float = 1.0
+    """How many times as long as at the standard pace the machine took, where that was looked at."""
+
+    def at_standard_pace(self) -> StepTime:
+        """The times that steps would have taken then."""
+        phases_s = {name: seconds / self.pace for name, seconds in self.phases_s.items()}
+        return dataclasses.replace(self, step_s=self.step_s / self.pace, phases_s=phases_s, pace=1.0)
+
+
+@dataclass
+class Steps:
+    """The steps of one model, ready to be taken."""
+
+    shape: Shape
+    device: torch.device
+    stepper: Stepper
+    batches: list[Batch]
+    number: int = 0
+    pace: Pace | None = None
+
+    @classmethod
+    def of(cls, shape: Shape, device: torch.device, *, pace: Pace | None = None, **more: Any) -> Steps:
+        """A model of this shape and its batches; `more` is what its recipe says besides, such as `placement`."""
+        spec = shape.spec(device.type, **more)
+        model = build_model(spec, device, trains=True)
+        stepper = Stepper(model, spec.train, total_steps=1_000_000)
+        batches = drawn_batches(shape, device)
+        if device.type == "cpu":  # the thread that reads has checked them, in a run
+            batches = [dataclasses.replace(one, sparse=checked(one.sparse, model.store.layout, device)) for one in batches]  # type: ignore[attr-defined]
+        return cls(shape, device, stepper, batches, pace=pace)
+
+    def take(self, count: int) -> Iterator[Callable[[], float]]:
+        """Some steps, each on the next batch, which stores hear of as early as in a run; what is given waits for a loss."""
+        items = ((batch, batch, None) for batch in (self.batches[(self.number + k) % len(self.batches)] for k in range(count)))
+        for _, batch, _ in announced(items, self.stepper.model.store):
+            self.number += 1
+            yield self.stepper.start(batch, self.number)
+
+    def measured(self, seconds: float) -> StepTime:
+        """Take steps for so long, and say what one took."""
+        if self.device.type == "cuda":
+            return self._on_gpu(seconds)
+        if self.pace is None:
+            return self._on_cpu(seconds, lambda: None)
+        beats_s: list[float] = []
+        time = self._on_cpu(seconds, lambda: beats_s.append(self.pace.beat()))  # type: ignore[union-attr]
+        return dataclasses.replace(time, pace=self.pace.over_standard(beats_s))
+
+    def _on_cpu(self, seconds: float, between: Callable[[], Any]) -> StepTime:
+        """`between` is called now and then between two steps."""
+        timers = self.stepper.timers
+        for _ in self.take(WARM_STEPS["cpu"]):
+            pass
+        if self.stepper.model.store.batches_ahead:
+            return self._rounds(seconds, lambda: None, between)
+        taken: list[float] = []
+        phases: list[dict[str, float]] = []
+        end = time.perf_counter() + seconds
+        while len(taken) < LEAST_STEPS or time.perf_counter() < end:
+            timers.reset()
+            for _ in self.take(1):
+                taken.append(sum(timers.totals_s().values()))
+                phases.append(timers.totals_s())
+            if len(taken) % STEPS_A_BEAT == 0:
+                between()
+        return StepTime(
+            step_s=_quantile(taken),
+            spread=_spread(taken),
+            phases_s={name: _quantile([one[name] for one in phases]) for name in phases[0]},
+        )
+
+    def _on_gpu(self, seconds: float) -> StepTime:
+        end = time.perf_counter() + WARM_GPU_S
+        while time.perf_counter() < end:
+            for _ in self.take(WARM_STEPS["cuda"]):
+                pass
+            torch.cuda.synchronize(self.device)
+        return self._rounds(seconds, lambda: torch.cuda.synchronize(self.device), lambda: None)
+
+    def _rounds(self, seconds: float, wait: Callable[[], Any], between: Callable[[], Any]) -> StepTime:
+        """Some steps back to back, again and again, with nothing under way before and after; `between` is called between rounds."""
+        count = STEPS_A_ROUND * (
+            4 if self.stepper.model.store.batches_ahead else 1
+        )  # the first batches were not announced early
+        taken: list[float] = []
+        end = time.perf_counter() + seconds
+        while len(taken) < LEAST_ROUNDS[self.device.type] or time.perf_counter() < end:
+            wait()
+            start = time.perf_counter()
+            for _ in self.take(count):
+                pass
+            wait()
+            taken.append((time.perf_counter() - start) / count)
+            between()
+        return StepTime(step_s=_quantile(taken), spread=_spread(taken), phases_s={})
+
+    def close(self) -> None:
+        """Give back what stores keep outside memory."""
+        store: Any = self.stepper.model.store
+        if hasattr(store, "close"):
+            store.close()
+
+
+def _quantile(values: list[float]) -> float:
+    return sorted(values)[int(clock.QUANTILE * (len(values) - 1) + 0.5)]
+
+
+def _spread(values: list[float]) -> float:
+    if len(values) < 4:
+        return 0.0
+    low, middle, high = statistics.quantiles(values, n=4)
+    return (high - low) / 2 / middle

@@ -1,0 +1,66 @@
+"""What settings do to a model's quality: paired seeds, intervals, and a verdict against a tolerance."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rowstead.records.files import write_atomic
+from rowstead.records.run_folder import DEFAULT_ROOT
+from rowstead.records.store import RunStore
+from rowstead.records.studies import BASELINE, QUALITY_FILE, Effect, quality_effects
+from rowstead.spec.errors import SpecError
+from rowstead.spec.parse import read_yaml, to_plain
+from rowstead.spec.quality import QualitySpec
+from rowstead.spec.run import find_recipe
+from rowstead.study.points import Point, point_of
+from rowstead.study.sweep import Finished, Watcher, perform
+
+
+@dataclass(frozen=True, kw_only=True)
+class QualityStudy:
+    """What a study came to."""
+
+    finished: Finished
+    effects: tuple[Effect, ...]
+
+    @property
+    def regressions(self) -> tuple[Effect, ...]:
+        return tuple(effect for effect in self.effects if effect.verdict == "regression")
+
+
+def quality(
+    spec: QualitySpec, *, root: Path | str = DEFAULT_ROOT, retry_failed: bool = False, watcher: Watcher | None = None
+) -> QualityStudy:
+    """Run what is not in the store yet, and say what each setting does to NE."""
+    points = points_of(spec)
+    folder = RunStore(root).study_folder(spec.name)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(folder / QUALITY_FILE, yaml.safe_dump(to_plain(spec), sort_keys=False, allow_unicode=True))
+    finished = perform(
+        points, study=spec.name, source="quality", root=root, retry_failed=retry_failed, fresh=False, watcher=watcher
+    )
+    effects = quality_effects(finished.measured, tolerance=spec.tolerance, confidence=spec.confidence)
+    return QualityStudy(finished=finished, effects=tuple(effects))
+
+
+def points_of(spec: QualitySpec) -> list[Point]:
+    """The baseline and every value of every axis, each with every seed; seed by seed, so that a study cut short is still paired."""
+    recipe = read_yaml(find_recipe(spec.recipe))
+    settings: list[tuple[dict[str, Any], dict[str, Any]]] = [({"axis": BASELINE}, {})]
+    for axis in spec.vary:
+        settings += [({"axis": axis.title, "value": label}, axis.settings(label)) for label in axis.labels]
+    is_synthetic = isinstance(recipe, dict) and isinstance(recipe.get("data"), dict) and "synth" in recipe["data"]
+    points = []
+    for seed in range(spec.first_seed, spec.first_seed + spec.num_seeds):
+        seeds = {"seed": seed, **({"data.synth.seed": seed} if is_synthetic else {})}
+        for axes, own in settings:
+            point = point_of(recipe, axes, {**own, **seeds}, spec.set)
+            points.append(dataclasses.replace(point, seed=seed))
+    if points[0].spec is None:
+        raise SpecError("", f"the baseline of `{spec.name}` makes no recipe: {points[0].problem}")
+    return points

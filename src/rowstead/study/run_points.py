@@ -1,0 +1,201 @@
+"""Runs points one after the other in a process beside this one, and says of each what it came to."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rowstead.records.files import write_atomic
+from rowstead.records.run_folder import RunFolder
+from rowstead.spec.errors import RowsteadError
+from rowstead.spec.parse import to_plain
+from rowstead.spec.record import Record
+from rowstead.study.points import Point
+
+
+@dataclass(frozen=True, kw_only=True)
+class Performance:
+    """What a point came to: a record, or the reason why there is none."""
+
+    record: Record | None
+    failure: str | None
+    spent_s: float | None = None
+    """Wall time, its process's start included; absent for one that was found finished."""
+
+
+class Performer:
+    """Runs points in a worker process; use it in a `with`.
+
+    `fresh` takes a new process for each point, so that none sees another's memory, threads or compiled kernels. Without it a
+    process is used until it dies, which saves some seconds a point. `held` are descriptors that the worker keeps open as long as
+    it lives, such as the lock of its study.
+    """
+
+    def __init__(self, folder: Path, *, fresh: bool, limit_s: float | None = None, held: tuple[int, ...] = ()) -> None:
+        self.folder = folder
+        self._fresh = fresh
+        self._limit_s = limit_s
+        self._held = held
+        self._worker: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Performer:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def finished(self, point: Point) -> Performance | None:
+        """What a point came to that had finished before, though nobody wrote it down."""
+        try:
+            return Performance(record=RunFolder(self._out(point)).read_record(), failure=None)
+        except RowsteadError:
+            return None
+
+    def run(self, point: Point) -> Performance:
+        """Run one point to its end, or to its failure."""
+        if point.spec is None:
+            return Performance(record=None, failure=point.problem)
+        out, started = self._out(point), time.monotonic()
+        shutil.rmtree(out, ignore_errors=True)
+        recipe = self.folder / f"{point.key}.yaml"
+        write_atomic(recipe, yaml.safe_dump(to_plain(point.spec), sort_keys=False, allow_unicode=True))
+        job = {"spec": str(recipe), "out": str(out), "processes": point.num_processes, "fleet": point.fleet}
+        failure, record = self._answer(job), None
+        if failure is None:
+            try:
+                record = RunFolder(out).read_record()
+            except RowsteadError as error:
+                failure = str(error)
+        if self._fresh:
+            self._end()
+        return Performance(record=record, failure=failure, spent_s=time.monotonic() - started)
+
+    def forget(self, point: Point) -> None:
+        """Remove what a point left behind, once its record is kept elsewhere."""
+        shutil.rmtree(self._out(point), ignore_errors=True)
+        for end in (".yaml", ".log"):
+            (self.folder / f"{point.key}{end}").unlink(missing_ok=True)
+
+    def _out(self, point: Point) -> Path:
+        return self.folder / point.key
+
+    def _answer(self, job: dict[str, Any]) -> str | None:
+        """Have the worker do a job; the reason when that went wrong."""
+        worker = self._started()
+        assert worker.stdin is not None
+        assert worker.stdout is not None
+        try:
+            worker.stdin.write(json.dumps(job).encode() + b"\n")
+            worker.stdin.flush()
+        except OSError:
+            return self._why_it_ended(worker)
+        with selectors.DefaultSelector() as selector:
+            selector.register(worker.stdout, selectors.EVENT_READ)
+            if not selector.select(self._limit_s):
+                self._end()
+                return f"took longer than the limit of {self._limit_s:g} s"
+        line = worker.stdout.readline()
+        if not line.endswith(b"\n"):
+            return self._why_it_ended(worker)
+        failure = json.loads(line).get("failure")
+        return None if failure is None else str(failure)
+
+    def _why_it_ended(self, worker: subprocess.Popen[bytes]) -> str:
+        code = worker.wait()
+        self._end()
+        said = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
+        last = f": {said[-1]}" if said and code > 0 else ""
+        if code < 0:
+            memory = ", as happens where memory runs out" if -code == signal.SIGKILL else ""
+            return f"its process was killed by {signal.Signals(-code).name}{memory}"
+        return f"its process ended with status {code}{last}"
+
+    @property
+    def _log(self) -> Path:
+        return self.folder / "worker.log"
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._worker is None:
+            with open(self._log, "wb") as log:
+                self._worker = subprocess.Popen(
+                    [sys.executable, "-m", "rowstead.study.worker"],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    start_new_session=True,  # a Ctrl-C is for us: we end the worker
+                    pass_fds=self._held,
+                )
+        return self._worker
+
+    def _end(self) -> None:
+        if self._worker is None:
+            return
+        worker, self._worker = self._worker, None
+        assert worker.stdin is not None
+        assert worker.stdout is not None
+        with contextlib.suppress(OSError):
+            worker.stdin.close()  # it ends by itself, and those that it has started
+        try:
+            worker.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            worker.kill()
+            worker.wait()
+        worker.stdout.close()
+
+
+@contextlib.contextmanager
+def study_held(folder: Path, *, deadline_s: float = 60.0) -> Iterator[int]:
+    """Hold a study for oneself; refused while another process does. Gives the descriptor of the lock, which workers keep open.
+
+    A study whose process was killed is waited for until its worker, which sees that, has gone too.
+    """
+    import fcntl
+    import os
+
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        until = time.monotonic() + deadline_s
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
+                if _is_alive(holder) or time.monotonic() > until:
+                    raise RowsteadError(
+                        f"the study in {folder} is under way in process {holder}: wait for it, or give this one another --name"
+                    ) from None
+                time.sleep(0.05)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _is_alive(pid: str) -> bool:
+    import os
+
+    if not pid.isdigit():
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,109 @@
+"""One trial: a run with some settings, watched so that a bad one can end early, and what it came to."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rowstead import run
+from rowstead.spec.errors import RowsteadError, TrainingError
+from rowstead.spec.record import Record
+from rowstead.spec.run import RunSpec
+from rowstead.spec.tune import num_steps_of
+from rowstead.study.points import Point
+from rowstead.study.run_points import Performer
+from rowstead.training.build import check_format
+from rowstead.training.metrics import Quality
+from rowstead.training.progress import Progress
+
+CONSTANT_NE = 1.0
+"""What a model reaches that always says the mean label. A run that went astray counts as one."""
+
+
+class PrunedError(Exception):
+    """Ends a run that is not worth its time."""
+
+    def __init__(self, step: int, ne: float) -> None:
+        super().__init__(f"pruned after step {step:,}: NE {ne:.4f}")
+        self.ne = ne
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a trial came to."""
+
+    record: Record | None
+    objective: float | None
+    """What the search is told; of a run that was ended early what it had reached, of one that went astray a model's that knows
+    nothing."""
+    failure: str | None
+    """Begins with `pruned` for a trial that was ended early."""
+    spent_s: float
+
+
+def watched(spec: RunSpec, evaluations: int) -> RunSpec:
+    """The same run, evaluated now and then and without checkpoints in between; its model is the same."""
+    num_steps = num_steps_of(spec)
+    every = spec.train.eval_every
+    if num_steps is not None and evaluations > 1:
+        every = max(1, num_steps // evaluations)
+    elif spec.train.early_stop is None:
+        every = None
+    return dataclasses.replace(spec, train=dataclasses.replace(spec.train, eval_every=every, checkpoint_every=None))
+
+
+def objective_in(figures: dict[str, float]) -> float | None:
+    """NE without label noise where the log has a teacher, else the plain one."""
+    return figures.get("ne_expected", figures.get("ne"))
+
+
+class _Looking:
+    """A Watcher that tells of each evaluation but the last, and ends the run when it is told to."""
+
+    def __init__(self, is_bad: Callable[[int, float], bool], last_step: int | None) -> None:
+        self._is_bad = is_bad
+        self._last_step = last_step
+        self._number = 0
+
+    def on_step(self, progress: Progress) -> None: ...
+
+    def on_message(self, text: str) -> None: ...
+
+    def on_evaluation(self, step: int, quality: Quality) -> None:
+        self._number += 1
+        ne = objective_in(quality.figures())
+        if ne is not None and step != self._last_step and self._is_bad(self._number, ne):
+            raise PrunedError(step, ne)
+
+
+def performed(spec: RunSpec, folder: Path, *, is_bad: Callable[[int, float], bool]) -> Outcome:
+    """Train in this process. `is_bad` is told the number of each evaluation and its NE, and says whether to end there."""
+    started, record, objective, failure = time.monotonic(), None, None, None
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        check_format(spec)
+        record = run.train(spec, out=folder, watcher=_Looking(is_bad, num_steps_of(spec))).record
+        if record is None:
+            raise KeyboardInterrupt  # the loop has taken the Ctrl-C, and saved what nobody needs
+        objective = objective_in(record.figures)
+        failure = None if objective is not None else "NE is undefined: all labels of the evaluation split are equal"
+    except PrunedError as error:
+        objective, failure = error.ne, str(error)
+    except TrainingError as error:  # such as a loss that is no number any more: as bad as a model can be
+        objective, failure = CONSTANT_NE, str(error)
+    except RowsteadError as error:
+        failure = str(error)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return Outcome(record=record, objective=objective, failure=failure, spent_s=time.monotonic() - started)
+
+
+def performed_together(spec: RunSpec, point: Point, performer: Performer) -> Outcome:
+    """Train in processes of their own, which all read the one file that holds the settings."""
+    outcome = performer.run(dataclasses.replace(point, spec=spec))
+    performer.forget(point)
+    objective = objective_in(outcome.record.figures) if outcome.record is not None else None
+    return Outcome(record=outcome.record, objective=objective, failure=outcome.failure, spent_s=outcome.spent_s or 0.0)

@@ -1,0 +1,195 @@
+"""A whole search: workers started and watched, the run before a change beside it, and the best recipe at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rowstead.records.files import write_atomic
+from rowstead.records.run_folder import DEFAULT_ROOT
+from rowstead.records.store import Entry, RunStore
+from rowstead.records.studies import Trial, best_trial, pareto_front
+from rowstead.records.usage import usable_cores
+from rowstead.spec.errors import RowsteadError
+from rowstead.spec.parse import difference, to_plain
+from rowstead.spec.tune import TuneSpec, known_good, plain_recipe, space_of, unchanged_of
+from rowstead.study.points import point_of
+from rowstead.study.run_points import Performer, study_held
+from rowstead.study.search import Search, best_recipe, mend_journal, read_spec, write_spec
+from rowstead.study.trial import performed, performed_together, watched
+
+MAX_RESTARTS = 3
+LOOK_EVERY_S = 0.2
+BEFORE = "before the change"
+"""What the run of the unchanged recipe is called."""
+FREE = ("trials", "minutes", "workers", "prune", "evaluations", "sampler", "seed")
+"""What may differ when a search goes on; the rest decides what its trials mean."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a search came to."""
+
+    spec: TuneSpec
+    trials: tuple[Trial, ...]
+    best: Trial | None
+    """None where no trial counts."""
+    before: Entry | None
+    """With `retune_for`: the run of the unchanged recipe."""
+    importance: Mapping[str, float]
+    recipe: Path | None
+    """File of the best settings."""
+
+    @property
+    def pareto(self) -> list[Trial]:
+        return pareto_front(self.trials)
+
+    @property
+    def unchanged(self) -> Trial | None:
+        """With `retune_for`: the trial of the settings that were good before, which need not be the first that has ended."""
+        if not self.spec.retune_for:
+            return None
+        good = unchanged_of(self.spec, space_of(self.spec))
+        same = (t for t in self.trials if good and all(t.parameters.get(name) == value for name, value in good.items()))
+        return next(same, None)
+
+
+def tune(
+    spec: TuneSpec,
+    *,
+    root: Path | str = DEFAULT_ROOT,
+    out: Path | None = None,
+    tell: Callable[[list[Trial]], None] | None = None,
+) -> Found:
+    """Search until the budget is spent; a search of the same name goes on where it was.
+
+    `tell` is given the trials so far after each one. The best recipe is written to `out`, and beside the study.
+    """
+    known_good(spec)  # a mistake in the recipe shows before anything is started
+    store = RunStore(root)
+    folder = store.study_folder(spec.name)
+    with study_held(folder) as lock:
+        _check_same(folder, spec)
+        write_spec(folder, spec)
+        mend_journal(folder / "trials.journal")
+        search = Search(spec, root, held=(lock,))
+        search.begin()
+        before = _before(search) if spec.retune_for else None
+        if spec.workers == 1:
+            search.run(lambda: tell(search.trials()) if tell is not None else None)
+        else:
+            _run_workers(search, Path(root), tell)
+        trials, importance = search.trials(), search.importance()
+        best = best_trial(trials)
+        write_atomic(folder / "importance.json", json.dumps(importance, indent=2) + "\n")
+        recipe = None
+        if best is not None:
+            text = best_recipe(spec, best)
+            recipe = out or folder / "best.yaml"
+            for path in dict.fromkeys((folder / "best.yaml", recipe)):
+                write_atomic(path, text)
+    return Found(spec=spec, trials=tuple(trials), best=best, before=before, importance=importance, recipe=recipe)
+
+
+def _check_same(folder: Path, spec: TuneSpec) -> None:
+    """Refuse to go on with a search of other settings under the same name: its trials would not be comparable."""
+    if not (folder / "trials.journal").exists():
+        return
+    old, new = (to_plain(dataclasses.replace(one, **_free(one))) for one in (read_spec(folder), spec))
+    if (found := difference(old, new)) is not None:
+        key, before, now = found
+        raise RowsteadError(f"search `{spec.name}` had {key} {before}, and now {now}: give this one another --name")
+
+
+def _free(spec: TuneSpec) -> dict[str, Any]:
+    """Values for what may differ, the same for all; of samplers a grid alone does not go on from another, nor another from it."""
+    free = {f.name: f.default for f in dataclasses.fields(TuneSpec) if f.name in FREE}
+    return free | ({"sampler": "grid"} if spec.sampler == "grid" else {})
+
+
+def _before(search: Search) -> Entry:
+    """The run of the recipe as it was good, from the store if it is there."""
+    spec = search.spec
+    for entry in search.store.read().of(study=spec.name, source="trial"):
+        if entry.axes.get("run") == BEFORE and entry.failure is None:
+            return entry
+    point = point_of(plain_recipe(spec), {"run": BEFORE}, {}, spec.set)
+    run = watched(known_good(spec), 1)
+    if point.is_alone:
+        outcome = performed(run, search.folder / "before", is_bad=lambda number, ne: False)
+    else:  # with as many processes, or the fleet, that trials have unless that is what changes
+        with Performer(search.folder / "before", fresh=False, held=search.held) as performer:
+            outcome = performed_together(run, point, performer)
+    if outcome.record is None or outcome.objective is None:
+        raise RowsteadError(f"the recipe fails before anything is changed: {outcome.failure}")
+    figures = {**outcome.record.figures, "objective": outcome.objective, "trial_s": outcome.spent_s}
+    entry = Entry(
+        record=dataclasses.replace(outcome.record, figures=figures),
+        source="trial",
+        study=spec.name,
+        axes={"run": BEFORE},
+        settings=dict(spec.set),
+    )
+    search.store.add(entry)
+    return entry
+
+
+def _run_workers(search: Search, root: Path, tell: Callable[[list[Trial]], None] | None) -> None:
+    """Workers in processes of their own; one that dies is started again, and the settings that it was trying are recorded as failed."""
+    num = search.spec.workers
+    environment = {"OMP_NUM_THREADS": str(max(1, usable_cores() // num)), **os.environ}
+    restarts, told = 0, -1
+
+    def start(number: int) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "rowstead.study.tune_worker", str(root), search.spec.name, str(number)]
+        with open(search.folder / f"worker-{number}.log", "ab") as log:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
+                pass_fds=search.held,  # should we be killed, the study is not free before they have gone as well
+            )
+
+    workers = {number: start(number) for number in range(num)}
+    try:
+        while workers:
+            for number, worker in list(workers.items()):
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    code = worker.wait(timeout=LOOK_EVERY_S / len(workers))
+                    del workers[number]
+                    if code != 0:
+                        search.settle_worker(worker.pid, _reason(code, search.folder / f"worker-{number}.log"))
+                        restarts += 1
+                        if restarts > MAX_RESTARTS * num:
+                            raise RowsteadError(f"workers died {restarts} times, see {search.folder}/worker-*.log: giving up")
+                        workers[number] = start(number)
+            if tell is not None and (size := _size_bytes(search.store.file)) != told:
+                told = size
+                tell(search.trials())
+    finally:
+        for worker in workers.values():
+            worker.kill()
+            worker.wait()
+
+
+def _size_bytes(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0
+
+
+def _reason(code: int, log: Path) -> str:
+    if code < 0:
+        return f"its process was killed by {signal.Signals(-code).name}"
+    said = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return f"its process ended with status {code}" + (f": {said[-1]}" if said else "")

@@ -1,0 +1,86 @@
+"""The process in which points are run, so that one that crashes ends itself alone: `python -m rowstead.study.worker`.
+
+It reads one JSON object a line from its standard input (`spec`, `out`, `processes`, `fleet`), trains, and answers with one line,
+`{}` or `{"failure": …}`. When its input ends, which it does however its parent went, it ends at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+MAX_REASON = 2_000
+"""Characters of a reason that are kept."""
+
+
+def main() -> None:
+    """Run jobs until the input ends."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what libraries print goes to the log, not between the answers
+    jobs: queue.Queue[dict[str, Any]] = queue.Queue()
+    under_way: list[subprocess.Popen[bytes]] = []
+    threading.Thread(target=_listen, args=(jobs, under_way), name="listen", daemon=True).start()
+    while True:
+        job = jobs.get()
+        failure = _failure_of(job, under_way)
+        print(json.dumps({} if failure is None else {"failure": failure[:MAX_REASON]}), file=answers, flush=True)
+
+
+def _listen(jobs: queue.Queue[dict[str, Any]], under_way: list[subprocess.Popen[bytes]]) -> None:
+    for line in sys.stdin:
+        jobs.put(json.loads(line))
+    for process in under_way:
+        process.send_signal(signal.SIGKILL)
+    os._exit(0)
+
+
+def _failure_of(job: dict[str, Any], under_way: list[subprocess.Popen[bytes]]) -> str | None:
+    """Train as a job says; the reason when that went wrong."""
+    from rowstead.spec.errors import RowsteadError
+
+    try:
+        from rowstead.spec.run import load_recipe
+        from rowstead.training.build import check_format
+
+        spec = load_recipe(job["spec"])
+        check_format(spec)
+        if job["processes"] > 1 or job["fleet"] is not None:
+            return _by_command(job, under_way)
+        from rowstead import run
+
+        run.train(spec, out=job["out"])
+    except RowsteadError as error:
+        return str(error)
+    except MemoryError as error:
+        return f"out of memory: {error}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _by_command(job: dict[str, Any], under_way: list[subprocess.Popen[bytes]]) -> str | None:
+    """A run of several processes: all of them read the one file that the recipe is in."""
+    how = ["--fleet", job["fleet"]] if job["fleet"] is not None else ["--processes", str(job["processes"])]
+    command = [sys.executable, "-m", "rowstead", "train", job["spec"], "--out", job["out"], *how]
+    log = Path(f"{job['out']}.log")
+    with open(log, "wb") as file:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+        under_way.append(process)
+        code = process.wait()
+        under_way.remove(process)
+    if code == 0:
+        return None
+    said = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    errors = [line for line in said if line.startswith("error: ")]
+    return (errors or said or [f"`{' '.join(how)}` ended with status {code}"])[-1].removeprefix("error: ")
+
+
+if __name__ == "__main__":
+    main()

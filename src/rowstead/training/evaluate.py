@@ -1,0 +1,86 @@
+"""Scores a model on one split of a log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rowstead.data.batch import Batch
+from rowstead.data.prefetch import Prefetch
+from rowstead.data.source import Source
+from rowstead.distributed.process_group import Alone, Channel
+from rowstead.nn.dlrm import DLRM
+from rowstead.spec.errors import DataError
+from rowstead.training.metrics import Evaluation, Quality
+
+EVAL_BATCH = 8192
+
+
+def log_odds_of(
+    model: DLRM,
+    source: Source,
+    *,
+    device: torch.device,
+    max_samples: int | None = None,
+    batch_size: int = EVAL_BATCH,
+    channel: Channel | None = None,
+) -> Iterator[tuple[Batch, NDArray[np.float32]]]:
+    """Each batch of the split, on the CPU, with the model's log-odds [B], in the order of the log.
+
+    With `max_samples` it ends with the batch that holds the last of them. With a `channel` all processes of a job work on each
+    batch together, and each gets all of its log-odds.
+    """
+    channel = channel or Alone()
+    seen = 0
+    batch_size = min(batch_size, max_samples or batch_size)
+    was_training = model.training
+    model.eval()
+    try:
+        with Prefetch(source.batches(batch_size), depth=2) as batches, torch.no_grad():
+            for batch, _ in batches:
+                own = model(batch.share(channel.rank, channel.world).to(device)).float().cpu()
+                yield batch, _everybody(own, batch.num_samples, channel).numpy()
+                seen += batch.num_samples
+                if max_samples is not None and seen >= max_samples:
+                    return
+    finally:
+        model.train(was_training)
+
+
+def _everybody(own: Tensor, num_samples: int, channel: Channel) -> Tensor:
+    """The shares of all processes [B], of which this one's is `own`."""
+    if channel.world == 1:
+        return own
+    everybody = own.new_zeros(num_samples)
+    start = num_samples * channel.rank // channel.world
+    everybody[start : start + len(own)] = own
+    channel.all_reduce(everybody)
+    return everybody
+
+
+def evaluate(
+    model: DLRM,
+    source: Source,
+    *,
+    device: torch.device,
+    negative_keep_rate: float = 1.0,
+    max_samples: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    channel: Channel | None = None,
+) -> Quality:
+    """The model's Quality on a split, or on its first `max_samples` examples; `progress` hears how many are done of all."""
+    evaluation = Evaluation(negative_keep_rate=negative_keep_rate)
+    for batch, log_odds in log_odds_of(model, source, device=device, max_samples=max_samples, channel=channel):
+        if batch.labels is None:
+            raise DataError("the log to evaluate on has no label column")
+        wanted = slice(None if max_samples is None else max_samples - evaluation.num_samples)
+        weights = None if batch.weights is None else batch.weights.numpy()[wanted]
+        true_p = None if batch.true_p is None else batch.true_p.numpy()[wanted]
+        evaluation.add(log_odds[wanted], batch.labels.numpy()[wanted], weights, true_p)
+        if progress is not None:
+            progress(evaluation.num_samples, source.num_samples)
+    return evaluation.quality()

@@ -1,0 +1,195 @@
+"""The tensors of a checkpoint as its readers see them: any rows and columns, however they were cut when they were saved."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rowstead.spec.errors import CheckpointError
+from rowstead.spec.train import CheckpointFormat
+from rowstead.stores.base import SavedState
+from rowstead.stores.state import PIECE_BYTES
+from rowstead.training.checkpoint_encoding import decode
+from rowstead.training.checkpoint_files import DTYPES, ShardFile
+from rowstead.training.touched import RowBits
+
+STORE = "store."
+"""What the names of a store's tensors begin with."""
+TOUCHED = "touched."
+"""What the names of the bitmaps of an incremental checkpoint begin with."""
+
+
+class SavedTensors(Mapping[str, Tensor]):
+    """Tensors by name, read from disk at each look-up; a `SavedState` besides.
+
+    The files stay open, so reading goes on to work after the run that writes them has pruned the checkpoint.
+    """
+
+    @abstractmethod
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, without reading it."""
+
+    @abstractmethod
+    def dtype(self, name: str) -> torch.dtype:
+        """Type of a tensor's elements, without reading it."""
+
+    @abstractmethod
+    def rows(self, name: str, start: int, stop: int, first_column: int = 0, last_column: int | None = None) -> Tensor:
+        """Rows `start` to `stop` of a tensor, [stop - start, …], of a table also some columns alone; reads only those rows."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        shape = self.shape(name)
+        return self.rows(name, 0, shape[0] if shape else 1).reshape(shape)
+
+    def __contains__(self, name: object) -> bool:
+        return any(name == own for own in self)
+
+
+class InOneFolder(SavedTensors):
+    """The tensors in one checkpoint's own files."""
+
+    def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
+        self._folder = folder
+        self._index: dict[str, dict[str, Any]] = manifest["tensors"]
+        self._files = {name: ShardFile(folder / name) for name in manifest["files"]}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._index)
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._index
+
+    def note(self, name: str, key: str) -> Any:
+        """What the manifest says of a tensor besides; none if it says nothing."""
+        return self._index[name].get(key)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._index[name]["shape"])
+
+    def dtype(self, name: str) -> torch.dtype:
+        return DTYPES[self._index[name]["dtype"]]
+
+    def rows(self, name: str, start: int, stop: int, first_column: int = 0, last_column: int | None = None) -> Tensor:
+        shape = self.shape(name) or (1,)
+        width = shape[1] if len(shape) > 1 else 1
+        last_column = width if last_column is None else last_column
+        if not 0 <= start <= stop <= shape[0] or not 0 <= first_column <= last_column <= width:
+            asked = f"rows {start} to {stop}, columns {first_column} to {last_column}"
+            raise IndexError(f"{asked} of `{name}`, which has shape {list(shape)}")
+        of_row = shape[1:] if (first_column, last_column) == (0, width) else (last_column - first_column,)
+        result = torch.empty((stop - start, *of_row), dtype=self.dtype(name))
+        missing = (stop - start) * (last_column - first_column)
+        for file, first, last, *columns in self._index[name]["pieces"]:
+            left, right = columns or (0, width)
+            low, high = max(first, start), min(last, stop)
+            west, east = max(left, first_column), min(right, last_column)
+            if low >= high or west >= east:
+                continue
+            missing -= (high - low) * (east - west)
+            into = result[low - start : high - start]
+            into = into if (west, east) == (first_column, last_column) else into[:, west - first_column : east - first_column]
+            chosen = None if (west, east) == (left, right) else slice(west - left, east - left)
+            self._fill(into, name, file, low - first, chosen)
+        if missing:
+            raise CheckpointError(
+                f"checkpoint {self._folder} is damaged: it lacks {missing} of the numbers in rows {start} to {stop} of `{name}`"
+            )
+        return result
+
+    def _fill(self, into: Tensor, name: str, file: str, start: int, columns: slice | None) -> None:
+        """Read the rows of a piece from `start` on into `into`, a few megabytes at a time."""
+        shard = self._files[file]
+        encoding: CheckpointFormat = self.note(name, "encoding") or "exact"
+        if encoding == "exact" and columns is None and into.is_contiguous():
+            shard.fill(into, name, start)
+            return
+        rows_each = max(1, PIECE_BYTES // max(1, shard.row_bytes(name)))
+        for done in range(0, len(into), rows_each):
+            some = into[done : done + rows_each]
+            found = decode(encoding, shard.rows(name, start + done, start + done + len(some)), into.dtype)
+            some.copy_((found if columns is None else found[:, columns]).reshape(some.shape))
+
+
+class Restored(SavedTensors):
+    """An incremental checkpoint on top of the full one that it needs: rows that were touched from it, all others from there."""
+
+    def __init__(self, folder: Path, base: InOneFolder, increment: InOneFolder) -> None:
+        self._base, self._increment = base, increment
+        self._bits: dict[str, RowBits] = {}
+        for name in self:
+            key = increment.note(name, "touched")
+            if key is None:
+                continue
+            if name not in base or base.shape(name)[1:] != increment.shape(name)[1:]:
+                raise CheckpointError(
+                    f"checkpoint {folder} is damaged: its full checkpoint has no `{name}` that it could be for"
+                )
+            self._bits[name] = RowBits(base.shape(name)[0], increment[key].numpy())
+            if self._bits[name].count != increment.shape(name)[0]:
+                raise CheckpointError(f"checkpoint {folder} is damaged: `{key}` names other rows than `{name}` has")
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._increment if not name.startswith(TOUCHED))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._increment and not str(name).startswith(TOUCHED)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return (self._base if name in self._bits else self._increment).shape(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._increment.dtype(name)
+
+    def rows(self, name: str, start: int, stop: int, first_column: int = 0, last_column: int | None = None) -> Tensor:
+        bits = self._bits.get(name)
+        if bits is None:
+            return self._increment.rows(name, start, stop, first_column, last_column)
+        result = self._base.rows(name, start, stop, first_column, last_column)
+        first, last = bits.position(start), bits.position(stop)
+        if first < last:
+            result[bits.between(start, stop) - start] = self._increment.rows(name, first, last, first_column, last_column)
+        return result
+
+    def touched(self, table: str) -> Tensor:
+        """The bitmap of the rows of a table that this checkpoint holds itself, uint8."""
+        return self._increment[f"{TOUCHED}{table}"]
+
+
+class StoreTensors(Mapping[str, Tensor]):
+    """The entries of a checkpoint that are the store's, by the names that it knows; read only when asked for."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[f"{STORE}{name}"]
+
+    def __contains__(self, name: object) -> bool:
+        return f"{STORE}{name}" in self._tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return (name.removeprefix(STORE) for name in self._tensors if name.startswith(STORE))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        tensors = self._tensors
+        return tensors.shape(f"{STORE}{name}") if isinstance(tensors, SavedState) else tuple(self[name].shape)
+
+    def rows(self, name: str, start: int, stop: int, first_column: int = 0, last_column: int | None = None) -> Tensor:
+        tensors = self._tensors
+        if isinstance(tensors, SavedState):
+            return tensors.rows(f"{STORE}{name}", start, stop, first_column, last_column)
+        return self[name][start:stop, first_column:last_column]

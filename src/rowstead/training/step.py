@@ -1,0 +1,240 @@
+"""One training step: look-up, forward, loss, backward, dense optimizer, fused row update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rowstead.data.batch import Batch
+from rowstead.distributed.process_group import Alone, Channel
+from rowstead.kernels.choose import has_triton
+from rowstead.nn.dlrm import DLRM
+from rowstead.records.timers import Timers
+from rowstead.spec.errors import CheckpointError, TrainingError
+from rowstead.spec.train import DenseOptimizerSpec, TrainSpec
+from rowstead.training.flat_parameters import FlatReplica
+from rowstead.training.precision import arithmetic
+from rowstead.training.saved_tensors import STORE, StoreTensors
+from rowstead.training.schedule import factor
+from rowstead.training.sharded_step import TogetherStep
+from rowstead.training.sync_base import SyncPolicy
+
+if TYPE_CHECKING:
+    from rowstead.training.cuda_graph_step import GpuStep
+
+
+def loss_of(
+    kind: str, log_odds: Tensor, labels: Tensor, weights: Tensor | None, *, total_weight: float | None = None
+) -> Tensor:
+    """Mean loss over a batch, each example counted by its weight. All arguments [B].
+
+    With `total_weight` these examples are a share of a batch that weighs so much, and this is their share of its mean.
+    """
+    if kind == "bce":
+        each = functional.binary_cross_entropy_with_logits(log_odds, labels, reduction="none")
+    else:
+        each = (torch.sigmoid(log_odds) - labels).square()
+    if total_weight is not None:
+        weighted = each if weights is None else each * weights
+        return weighted.sum() / max(total_weight, torch.finfo(each.dtype).tiny)
+    if weights is None:
+        return each.mean()
+    return (each * weights).sum() / weights.sum().clamp(min=torch.finfo(weights.dtype).tiny)
+
+
+def dense_optimizer(spec: DenseOptimizerSpec, module: nn.Module) -> torch.optim.Optimizer:
+    """torch.optim's optimizer of that name over the module's parameters; on the CPU the one that reads them once a step."""
+    parameters = list(module.parameters())
+    fused = True if all(parameter.device.type == "cpu" for parameter in parameters) else None
+    if spec.kind == "sgd":
+        return torch.optim.SGD(parameters, lr=spec.lr, weight_decay=spec.weight_decay, fused=fused)
+    if spec.kind == "adagrad":
+        return torch.optim.Adagrad(parameters, lr=spec.lr, eps=spec.eps, weight_decay=spec.weight_decay, fused=fused)
+    betas = (spec.beta1, spec.beta2)
+    return torch.optim.Adam(parameters, lr=spec.lr, eps=spec.eps, betas=betas, weight_decay=spec.weight_decay, fused=fused)
+
+
+class Stepper:
+    """A model with its optimizers; `step` trains it on one batch.
+
+    On a GPU steps are replayed as CUDA graphs, unless the spec says no or the store is one that needs the host. With a `channel`
+    all processes of a job step together, each with its share of the batch. With `follow` it is one of the trainers of a fleet.
+    """
+
+    steps_ahead = 0
+    """How many more steps it is of use to start before the loss of one is waited for."""
+
+    def __init__(
+        self,
+        model: DLRM,
+        spec: TrainSpec,
+        *,
+        total_steps: int,
+        timers: Timers | None = None,
+        channel: Channel | None = None,
+    ) -> None:
+        self.model = model
+        self.spec = spec
+        self.total_steps = total_steps
+        self.timers = timers or Timers()
+        is_alone = channel is None or isinstance(channel, Alone)
+        self._on_gpu = _gpu_step(model, spec, self._loss) if spec.cuda_graphs and is_alone else None
+        self.optimizer: torch.optim.Optimizer = (
+            dense_optimizer(spec.dense_optimizer, model.net) if self._on_gpu is None else self._on_gpu.optimizer
+        )
+        self.together: TogetherStep | None = None
+        """The other processes, where there are any."""
+        if channel is not None and not is_alone:
+            self.together = TogetherStep(model, spec, self._loss, self.optimizer, self.timers, channel)
+        self._sync: SyncPolicy | None = None
+
+    def follow(self, policy: SyncPolicy) -> None:
+        """Keep together with other trainers as the policy says, from the next step on; it may replace the dense parameters now.
+
+        Whoever calls this calls `policy.close()` after the last step.
+        """
+        assert self.together is None, "processes that step together need no other policy"
+        assert self._on_gpu is None, "a policy has a say between gradients and update: set `cuda_graphs` to false"
+        policy.begin(FlatReplica(self.model.net, self.optimizer))
+        self._sync = policy
+
+    def step(self, batch: Batch, number: int) -> float:
+        """Train on `batch` as step `number` (from 1) and return its loss, taken before the update.
+
+        A loss that is not finite raises TrainingError before anything changes.
+        """
+        return self.start(batch, number)()
+
+    def start(self, batch: Batch, number: int) -> Callable[[], float]:
+        """`step`, but on a GPU without waiting for it: what is returned waits for the loss, and raises if it is not finite."""
+        rate = factor(self.spec.schedule, number, self.total_steps)
+        if self.together is not None:
+            value = self.together.step(batch, number, rate, _finite)
+            return lambda: value
+        if self._on_gpu is None:
+            value = self._step(batch, number, rate)
+            return lambda: value
+        row_lr, dense_lr = self.spec.sparse_optimizer.lr * rate, self.spec.dense_optimizer.lr * rate
+        with self.timers.phase("GPU step"):
+            loss = self._on_gpu.start(batch, number, row_lr=row_lr, dense_lr=dense_lr)
+
+        def wait() -> float:
+            with self.timers.phase("GPU step"):
+                return _finite(loss(), number)
+
+        return wait
+
+    def _step(self, batch: Batch, number: int, rate: float) -> float:
+        """One step, each of its parts timed."""
+        model, spec, timers = self.model, self.spec, self.timers
+        with timers.phase("look-up"):
+            if model.store.tables:
+                pooled = model.store.lookup(batch.sparse).requires_grad_()
+            else:
+                pooled = batch.dense.new_zeros(batch.num_samples, 0)
+        with arithmetic(spec.precision, batch.dense.device):
+            with timers.phase("forward"):
+                loss = self._loss(model.net(batch.dense, pooled), batch)
+                value = _finite(loss.item(), number)
+            with timers.phase("backward"):
+                self.optimizer.zero_grad(set_to_none=True)
+                loss.backward()
+        if self._sync is not None:
+            with timers.phase("other trainers"):
+                self._sync.gradients_ready(number)
+        with timers.phase("dense update"):
+            if spec.dense_optimizer.clip is not None:
+                nn.utils.clip_grad_norm_(model.net.parameters(), spec.dense_optimizer.clip)
+            for group in self.optimizer.param_groups:
+                group["lr"] = spec.dense_optimizer.lr * rate
+            self.optimizer.step()
+        if pooled.grad is not None:
+            with timers.phase("row update"):
+                model.store.update(batch.sparse, pooled.grad, lr=spec.sparse_optimizer.lr * rate, step=number)
+        if self._sync is not None:
+            with timers.phase("other trainers"):
+                self._sync.after_step(number)
+        return value
+
+    def _loss(self, log_odds: Tensor, batch: Batch) -> Tensor:
+        assert batch.labels is not None
+        with torch.autocast(log_odds.device.type, enabled=False):
+            total = None if batch.share_of is None else batch.share_of.weight
+            log_odds = log_odds.to(batch.labels.dtype)
+            return loss_of(self.spec.loss, log_odds, batch.labels, batch.weights, total_weight=total)
+
+    @property
+    def gpu_s_per_sample(self) -> float | None:
+        """How long a GPU is busy for each sample; absent where steps are not replayed, and before some were."""
+        return None if self._on_gpu is None else self._on_gpu.busy.s_per_item
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything that training changes: `net.*`, `optimizer.*` and `store.*`."""
+        return self.dense_state() | {f"{STORE}{name}": value for name, value in self.model.store.state().items()}
+
+    def dense_state(self) -> dict[str, Tensor]:
+        """Everything that training changes but the tables: `net.*` and `optimizer.*`."""
+        tensors = {f"net.{name}": value.detach() for name, value in self.model.net.state_dict().items()}
+        for place, entry in self.optimizer.state_dict()["state"].items():
+            tensors |= {f"optimizer.{place}.{name}": value for name, value in entry.items() if isinstance(value, Tensor)}
+        return tensors
+
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over what `state` gave, so that the next step is the same bit for bit."""
+        self.load_dense_state(tensors)
+        self.model.store.load_state(StoreTensors(tensors))
+
+    def load_dense_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over what `dense_state` gave; the tables stay as they are, and the optimizer where none of it is given."""
+        load_net(self.model, tensors)
+        plain = self.optimizer.state_dict()
+        state: dict[int, dict[str, Tensor]] = {}
+        for name in tensors:
+            part, _, rest = name.partition(".")
+            if part == "optimizer":
+                place, _, key = rest.partition(".")
+                state.setdefault(int(place), {})[key] = tensors[name].clone()
+        if state:
+            self.optimizer.load_state_dict({"state": state, "param_groups": plain["param_groups"]})
+        if self._on_gpu is not None:
+            self._on_gpu.forget()
+
+
+def _gpu_step(model: DLRM, spec: TrainSpec, loss: Callable[[Tensor, Batch], Tensor]) -> GpuStep | None:
+    """What runs the steps of a model whose rows and parameters are all on a GPU; none for other models."""
+    if next(model.net.parameters()).device.type != "cuda" or not has_triton():
+        return None
+    from rowstead.training.cuda_graph_step import GpuStep, can_run
+
+    return GpuStep(model, spec, loss) if can_run(model) else None
+
+
+def _finite(value: float, number: int) -> float:
+    if math.isfinite(value):
+        return value
+    raise TrainingError(
+        f"the loss is {value} at step {number}, which changed nothing. Lower train.sparse_optimizer.lr and "
+        "train.dense_optimizer.lr, set their `clip`, or look for extreme values in that batch"
+    )
+
+
+def load_model(model: DLRM, tensors: Mapping[str, Tensor], *, with_optimizer: bool = True) -> None:
+    """Take over rows and dense parameters from a checkpoint's tensors, and what the store's optimizer remembers."""
+    load_net(model, tensors)
+    model.store.load_state(StoreTensors(tensors), rows_only=not with_optimizer)
+
+
+def load_net(model: DLRM, tensors: Mapping[str, Tensor]) -> None:
+    """Take over dense parameters from a checkpoint's tensors."""
+    own = model.net.state_dict()
+    for name, value in own.items():
+        saved = f"net.{name}"
+        if saved not in tensors or tensors[saved].shape != value.shape:
+            found = tuple(tensors[saved].shape) if saved in tensors else "nothing"
+            raise CheckpointError(f"the saved model is another one: `{name}` is {tuple(value.shape)} here and {found} there")
+    model.net.load_state_dict({name: tensors[f"net.{name}"] for name in own})

@@ -1,0 +1,136 @@
+"""A run that was trained: its model, its transforms, its quality on any log."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rowstead.data.batch import Batch
+from rowstead.data.columns import Columns, IdKinds
+from rowstead.data.encode import Encoder
+from rowstead.data.parquet import ParquetLog
+from rowstead.data.parquet_source import ParquetSource
+from rowstead.data.source import Source
+from rowstead.data.transforms import DenseTransforms, RowRule
+from rowstead.nn.dlrm import DLRM
+from rowstead.records.run_folder import DEFAULT_ROOT, RunFolder
+from rowstead.spec.errors import CheckpointError
+from rowstead.spec.parse import difference, to_plain_without_defaults
+from rowstead.spec.placement import MemorySpec
+from rowstead.spec.run import RunSpec
+from rowstead.stores.device import DeviceStore
+from rowstead.training import checkpoint
+from rowstead.training.build import Log, build_model, device_of, files_like, threads_of
+from rowstead.training.evaluate import evaluate as evaluate_model
+from rowstead.training.metrics import Quality
+from rowstead.training.progress import Silent, Watcher
+from rowstead.training.step import load_model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """A run's newest good checkpoint, opened: everything needed to score a log as training would have."""
+
+    spec: RunSpec
+    model: DLRM
+    """On the CPU, in evaluation mode."""
+    transforms: DenseTransforms
+    id_kinds: IdKinds
+    """Whether each sparse column held text or integers in training."""
+
+    def source(self, data: Sequence[str] | None = None, *, needs_label: bool = True) -> Source:
+        """The run's evaluation split, or the Parquet files of `data` read the same way; in the order of the log."""
+        encoder = Encoder(self.spec.features, self.spec.tables, self.transforms)
+        if data is None:
+            return Log(self.spec, "eval", self.id_kinds).source(encoder)
+        files = files_like(self.spec, data)
+        log = ParquetLog(files, self.spec.features, split="all", with_labels=needs_label, id_kinds=self.id_kinds)
+        return ParquetSource(log, encoder, shuffle=False)
+
+
+def open_run(run: str, *, root: Path | str = DEFAULT_ROOT, watcher: Watcher | None = None, in_memory: bool = False) -> Trained:
+    """Open a run by its name under `root`, its folder, or `last`; a damaged checkpoint is named to the watcher.
+
+    With `in_memory` all tables are in system memory, whatever the recipe allows there; else some may be on SSD.
+    """
+    folder = RunFolder.open(run, root)
+    spec = folder.read_spec()
+    saved = checkpoint.load_latest(folder.checkpoints, (watcher or Silent()).on_message)
+    check_same_model(spec, saved)
+    transforms, id_kinds = transforms_in(saved), saved.facts["id_kinds"]
+    placed = dataclasses.replace(spec, placement="auto", memory=MemorySpec()) if in_memory else spec
+    model = build_model(placed, torch.device("cpu"), trains=False, encode=_encode(spec, transforms, id_kinds))
+    load_model(model, saved.tensors, with_optimizer=False)
+    return Trained(spec=spec, model=model.eval(), transforms=transforms, id_kinds=id_kinds)
+
+
+def load(run: str, *, root: Path | str = DEFAULT_ROOT, watcher: Watcher | None = None) -> DLRM:
+    """The trained model of a run, as an ordinary torch module on the CPU that can also `predict` and `encode`."""
+    return open_run(run, root=root, watcher=watcher).model
+
+
+def evaluate(
+    run: str,
+    *,
+    data: Sequence[str] | None = None,
+    root: Path | str = DEFAULT_ROOT,
+    watcher: Watcher | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Quality:
+    """The quality of a run's model on its evaluation split, or on other Parquet files."""
+    trained = open_run(run, root=root, watcher=watcher)
+    source = trained.source(data)
+    device = device_of(trained.spec)
+    if not isinstance(trained.model.store, DeviceStore):
+        device = torch.device("cpu")  # tables that do not fit into its memory stay where they are
+    with threads_of(trained.spec):
+        quality = evaluate_model(
+            trained.model.to(device),
+            source,
+            device=device,
+            negative_keep_rate=trained.spec.data.negative_keep_rate,
+            progress=progress,
+        )
+    if watcher is not None and (num_skipped := getattr(source, "num_skipped", 0)):
+        watcher.on_message(f"left out {num_skipped:,} bad rows (on_bad_row: skip)")
+    return quality
+
+
+def transforms_in(saved: checkpoint.Checkpoint) -> DenseTransforms:
+    """The dense transforms that were learned on the training split."""
+    return DenseTransforms.from_plain(saved.facts["transforms"])
+
+
+def architecture(spec: RunSpec) -> dict[str, Any]:
+    """What decides the shapes of a model's tensors and the meaning of its rows, as a checkpoint keeps it."""
+    features = to_plain_without_defaults(spec.features)
+    return {"features": features, "model": to_plain_without_defaults(spec.model), "scale": spec.scale}
+
+
+def check_same_model(spec: RunSpec, saved: checkpoint.Checkpoint) -> None:
+    """Refuse a checkpoint whose tensors would not fit this spec, or would mean something else."""
+    found = difference(saved.facts.get("architecture"), architecture(spec))
+    if found is not None:
+        path, there, here = found
+        raise CheckpointError(
+            f"{saved.path} is a checkpoint of another model: {path} is {there} there and {here} in this recipe. "
+            "Use the recipe that it was trained with (spec.yaml in its run's folder)"
+        )
+
+
+def _encode(spec: RunSpec, transforms: DenseTransforms, id_kinds: IdKinds) -> Callable[[Mapping[str, Any]], Batch]:
+    """Raw columns to a Batch, as training did it: bad rows are refused."""
+    encoder = Encoder(spec.features, spec.tables, transforms)
+    columns, rule = Columns(spec.features, id_kinds=id_kinds), RowRule(spec.features)
+
+    def encode(raw: Mapping[str, Any]) -> Batch:
+        block = columns.block(raw)
+        rule.refuse(block)
+        return encoder.encode(block)
+
+    return encode

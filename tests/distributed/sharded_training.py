@@ -1,0 +1,144 @@
+"""Trains one small model in FP64 under several shards, alone or as one process of a job: what tests of processes start.
+
+`python -m tests.distributed.sharded_training FOLDER SETTINGS`, with the environment of `rowstead.distributed.launch`: SETTINGS is JSON, a list of what
+`trained` takes. The first process leaves the weights of each in FOLDER, with the losses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rowstead.data.batch import Batch
+from rowstead.data.share import SharedSource
+from rowstead.data.source import Cursor, Source
+from rowstead.distributed.launch import environment
+from rowstead.distributed.process_group import Alone, Channel, TorchChannel
+from rowstead.distributed.sharded_store import ShardedStore
+from rowstead.kernels.layout import Layout, layout_of
+from rowstead.nn.dlrm import DLRM
+from rowstead.spec.parse import override, parse
+from rowstead.spec.run import RunSpec
+from rowstead.spec.train import SparseOptimizerSpec
+from rowstead.stores.device import DeviceStore
+from rowstead.training.build import open_sources
+from rowstead.training.sharded_step import WIRE_DTYPES
+from rowstead.training.step import Stepper
+from tests.small_runs import small_plain
+
+Settings = dict[str, Any]
+"""`shards` of the tables, `changes` to the recipe, `num_steps`, `dtype`."""
+
+
+def spec_of(settings: Settings) -> RunSpec:
+    """Features of one and of several ids, one table shared by two, means and sums, examples of different weight."""
+    plain = small_plain()
+    plain["data"]["synth"] |= {"num_train_samples": 1500, "num_sparse": 5}
+    plain["features"]["tables"] = [{"name": "shared", "num_rows": 40}]
+    plain["features"]["sparse"] = [
+        {"name": "one", "column": "sparse_0", "num_rows": 30, "max_ids": 1},
+        {"name": "left", "column": "sparse_1", "table": "shared"},
+        {"name": "right", "column": "sparse_2", "table": "shared", "pooling": "mean"},
+        {"name": "mean", "column": "sparse_3", "num_rows": 3, "pooling": "mean"},
+        {"name": "large", "column": "sparse_4", "num_rows": 101},
+    ]
+    plain["train"]["epochs"] = 10
+    return parse(RunSpec, override(plain, settings.get("changes", [])))
+
+
+def trained(settings: Settings, channel: Channel) -> dict[str, Tensor]:
+    """Weights after some steps, and `losses`; a lone process has an ordinary store."""
+    spec, dtype = spec_of(settings), getattr(torch, settings.get("dtype", "float64"))
+    sources = open_sources(spec)
+    layout = layout_of(spec.features, spec.tables)
+    optimizer = spec.train.sparse_optimizer
+
+    def make(local: Layout, rule: SparseOptimizerSpec | None) -> DeviceStore:
+        return DeviceStore(local, rule, seed=spec.seed, dtype=dtype)
+
+    store: DeviceStore | ShardedStore
+    if isinstance(channel, Alone):
+        store = make(layout, optimizer)
+    else:
+        shards, wire = settings["shards"], WIRE_DTYPES[spec.train.wire]
+        if isinstance(shards, str):
+            shards = {table.name: shards for table in spec.tables}
+        store = ShardedStore(layout, optimizer, shards, channel, make, dtype=dtype, wire=wire)
+    torch.manual_seed(1)
+    model = DLRM(spec.model, spec.features, store).to(dtype)
+    stepper = Stepper(model, spec.train, total_steps=10_000, channel=channel)
+    source = SharedSource(_Weighted(sources.train), channel.rank, channel.world)
+    losses = []
+    num_steps = settings.get("num_steps", 100)
+    batches = [batch for _, batch in zip(range(num_steps), _batches(source, spec, dtype), strict=False)]
+    for number, batch in enumerate(batches, start=1):
+        if number < len(batches):
+            store.prefetch(batches[number].sparse)
+        losses.append(stepper.step(batch, number))
+    return {**stepper.state(), "losses": torch.tensor(losses, dtype=torch.float64)}
+
+
+def _batches(source: SharedSource, spec: RunSpec, dtype: torch.dtype) -> Iterator[Batch]:
+    """Epoch after epoch, in the type of the model."""
+    for epoch in range(spec.train.epochs):
+        for batch, _ in source.batches(spec.train.batch_size, epoch=epoch):
+            assert batch.labels is not None
+            assert batch.weights is not None
+            labels, weights = batch.labels.to(dtype), batch.weights.to(dtype)
+            yield dataclasses.replace(batch, dense=batch.dense.to(dtype), labels=labels, weights=weights)
+
+
+class _Weighted:
+    """A Source whose examples weigh the more the larger their first dense value; every seventh weighs nothing."""
+
+    def __init__(self, source: Source) -> None:
+        self._source, self.num_samples = source, source.num_samples
+
+    def batches(self, batch_size: int, **place: Any) -> Iterator[tuple[Batch, Cursor]]:
+        for batch, cursor in self._source.batches(batch_size, **place):
+            weights = 0.5 + batch.dense[:, 0].abs()
+            weights[::7] = 0
+            yield dataclasses.replace(batch, weights=weights), cursor
+
+
+def in_processes(world: int, settings: list[Settings], folder: Path) -> list[dict[str, Tensor]]:
+    """What the first of `world` processes has of each of the settings."""
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "tests.distributed.sharded_training", str(folder), json.dumps(settings)]
+    processes = [
+        subprocess.Popen(command, env=environment(rank, world, folder / "meeting", 0), stderr=subprocess.PIPE, text=True)
+        for rank in range(world)
+    ]
+    try:
+        said = [process.communicate(timeout=800)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert not any(process.returncode for process in processes), "\n".join(said)
+    return [load_file(folder / f"{place}.safetensors") for place in range(len(settings))]
+
+
+def main() -> None:
+    folder, settings = Path(sys.argv[1]), json.loads(sys.argv[2])
+    torch.set_num_threads(1)
+    channel = TorchChannel.join(torch.device("cpu"))
+    for place, one in enumerate(settings):
+        weights = trained(one, channel)
+        if channel.rank == 0:
+            save_file({name: value.contiguous() for name, value in weights.items()}, folder / f"{place}.safetensors")
+    channel.close()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

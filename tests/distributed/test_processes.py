@@ -1,0 +1,235 @@
+"""Real processes: they end where one process ends, stop together, and come back when one of them is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from torch import Tensor
+
+from rowstead.distributed.launch import INTERRUPTED, LOST, MISTAKE, environment, judge, launch
+from rowstead.distributed.process_group import Alone
+from rowstead.spec.errors import RowsteadError
+from rowstead.training import checkpoint
+from tests.distributed.sharded_training import Settings, in_processes, trained
+from tests.small_runs import recipe, wait_until
+
+MIX = {"one": "table", "shared": "row", "mean": "replicate", "large": "column"}
+SHARDS = ("table", "row", "column", "replicate", MIX)
+CLIPPED = ["train.sparse_optimizer.clip=0.01", "train.dense_optimizer.clip=0.1"]
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], within: float) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name].double(), value.double(), rtol=0, atol=within, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_two_processes_end_at_the_weights_of_one_and_nearly_so_with_16_bits_on_the_wire(tmp_path: Path) -> None:
+    exact: list[Settings] = [{"shards": shards, "num_steps": 12} for shards in SHARDS]
+    exact += [{"shards": MIX, "num_steps": 12, "changes": [*CLIPPED, "train.sparse_optimizer.kind=adam"]}]
+    # Without Adagrad's first steps, which make a whole step of a gradient that is nearly zero, whichever way it is rounded.
+    descent = ["train.dense_optimizer.kind=sgd", "train.sparse_optimizer.kind=sgd"]
+    rounded: list[Settings] = [
+        {"shards": MIX, "num_steps": 12, "dtype": "float32", "changes": [*descent, f"train.wire={wire}"]}
+        for wire in ("bf16", "fp16")
+    ]
+    found = in_processes(2, [*exact, *rounded], tmp_path)
+    plain, clipped = trained(exact[0], Alone()), trained(exact[-1], Alone())
+    for weights in found[: len(SHARDS)]:
+        assert_same(weights, plain, 1e-9)
+    assert_same(found[len(SHARDS)], clipped, 1e-9)
+    losses = trained(rounded[0], Alone())["losses"]
+    for weights in found[len(exact) :]:
+        assert 0 < (weights["losses"] - losses).abs().max() < 0.001
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_a_hundred_steps_in_any_number_of_processes_end_at_the_weights_of_one(world: int, tmp_path: Path) -> None:
+    kinds = [[f"train.sparse_optimizer.kind={kind}"] for kind in ("rowwise_adagrad", "adagrad", "adam", "sgd")]
+    changes = [*kinds, [*CLIPPED, "train.batch_size=50"], ["train.batch_size=1499"]]
+    settings: list[Settings] = [{"shards": shards, "changes": change} for change in changes for shards in SHARDS]
+    found = in_processes(world, settings, tmp_path)
+    for place, change in enumerate(changes):
+        expected = trained({"shards": {}, "changes": change}, Alone())
+        for number in range(len(SHARDS)):
+            assert_same(found[place * len(SHARDS) + number], expected, 1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_losses_in_fp32_are_those_of_one_process_to_a_ten_thousandth(world: int, tmp_path: Path) -> None:
+    settings: list[Settings] = [{"shards": shards, "dtype": "float32"} for shards in SHARDS]
+    expected = trained(settings[0], Alone())["losses"]
+    for found in in_processes(world, settings, tmp_path):
+        assert (found["losses"] - expected).abs().max() < 1e-4
+
+
+# Runs
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "rowstead", "train", *map(str, arguments)]
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=240)
+
+
+def weights_in(run: Path) -> dict[str, Tensor]:
+    saved = checkpoint.load_latest(run / "checkpoints", pytest.fail)
+    return {name: saved.tensors[name] for name in saved.tensors}
+
+
+def steps_saved(run: Path) -> int:
+    found = checkpoint.checkpoints_in(run / "checkpoints")
+    return int(found[-1].name.removeprefix("step-")[:9]) if found else 0
+
+
+def children(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The processes that train; torchrun starts one more that looks after them."""
+    return [child for child in psutil.Process(process.pid).children(recursive=True) if "-m" in child.cmdline()]
+
+
+def killed_once(started: list[str], out: Path) -> tuple[int, str]:
+    """Exit code and output of a job of which one process was killed after its second checkpoint, none of it left behind."""
+    process = subprocess.Popen(started, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        wait_until(lambda: steps_saved(out) >= 20, what="two checkpoints")
+        before = children(process)
+        before[-1].kill()
+        said, _ = process.communicate(timeout=240)
+    finally:
+        process.kill()
+    assert not [child for child in before if child.is_running()]
+    return process.returncode, said
+
+
+@pytest.mark.slow
+def test_a_job_with_a_killed_process_ends_at_the_weights_of_one_that_was_left_alone(tmp_path: Path) -> None:
+    given = recipe(tmp_path, checkpoint_every=10, max_steps=200, epochs=2)
+    code, said = killed_once(command(given, "--processes", 2, "--out", tmp_path / "killed"), tmp_path / "killed")
+    assert code == 0, said
+    assert "process 1 was killed by SIGKILL: starting all 2 again from the last checkpoint (1 of 3)" in said
+    assert f"resuming {tmp_path / 'killed'} after step" in said
+    left_alone = run(given, "--processes", 2, "--out", tmp_path / "alone")
+    assert left_alone.returncode == 0, left_alone.stderr
+    found, expected = weights_in(tmp_path / "killed"), weights_in(tmp_path / "alone")
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.slow
+def test_torchrun_brings_back_a_job_by_itself(tmp_path: Path) -> None:
+    given = recipe(tmp_path, checkpoint_every=10, max_steps=200, epochs=2)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    started = [*torchrun, "--max-restarts", "3", "-m", "rowstead", "train", str(given), "--out", str(tmp_path / "killed")]
+    code, said = killed_once(started, tmp_path / "killed")
+    assert code == 0, said
+    assert f"resuming {tmp_path / 'killed'} after step" in said
+    left_alone = run(given, "--processes", 2, "--out", tmp_path / "alone")
+    assert left_alone.returncode == 0, left_alone.stderr
+    found, expected = weights_in(tmp_path / "killed"), weights_in(tmp_path / "alone")
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_once_and_leaves_no_process_behind(tmp_path: Path) -> None:
+    given, out = recipe(tmp_path, checkpoint_every=10, epochs=1000), tmp_path / "stopped"
+    started = command(given, "--processes", 2, "--out", out)
+    process = subprocess.Popen(started, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        wait_until(lambda: steps_saved(out) >= 10, what="a checkpoint")
+        before = children(process)
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == INTERRUPTED, said
+    assert not [child for child in before if child.is_running()]
+    assert said.count("the checkpoint is saved") == 1, said
+    assert f"train --resume {out} --processes 2" in said
+    assert "Traceback" not in said
+    step = steps_saved(out)
+    assert f"stopped after step {step:,}" in said
+
+
+@pytest.mark.slow
+def test_no_process_outlives_a_launcher_that_was_killed(tmp_path: Path) -> None:
+    given, out = recipe(tmp_path, checkpoint_every=10, epochs=1000), tmp_path / "orphaned"
+    process = subprocess.Popen(command(given, "--processes", 2, "--out", out), stdout=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: steps_saved(out) >= 10, what="a checkpoint")
+        before = children(process)
+        process.kill()
+        wait_until(lambda: not any(child.is_running() for child in before), what="the processes to stop")
+    finally:
+        process.kill()
+        for child in before:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_not_finite_stops_all_with_one_message(tmp_path: Path) -> None:
+    given = recipe(tmp_path, loss="bce", dense_optimizer={"kind": "sgd", "lr": 1e30})
+    result = run(given, "--processes", 2, "--out", tmp_path / "run")
+    said = result.stdout + result.stderr
+    assert result.returncode == MISTAKE, said
+    assert said.count("error:") == 1, said
+    assert "the loss is" in said
+    assert "Traceback" not in said
+
+
+# Decisions
+
+
+@pytest.mark.parametrize(
+    ("codes", "restarts", "code", "why"),
+    [
+        ([0, -9], True, 1, "process 1 was killed by SIGKILL"),
+        ([LOST, -9], True, 1, "process 1 was killed by SIGKILL"),
+        ([-15, LOST, -9], True, 1, "process 0 was killed by SIGTERM"),
+        ([MISTAKE, MISTAKE], False, MISTAKE, None),
+        ([LOST, MISTAKE], False, MISTAKE, None),
+        ([1, LOST], False, 1, None),
+        ([LOST, LOST], True, 1, "process 0 has lost touch with the others"),
+    ],
+)
+def test_only_a_killed_process_is_worth_another_start(
+    codes: list[int | None], restarts: bool, code: int, why: str | None
+) -> None:
+    verdict = judge(codes, restarts_left=1)
+    assert (verdict.restarts, verdict.code, verdict.why) == (restarts, code, why)
+    assert not judge(codes, restarts_left=0).restarts
+
+
+def test_processes_of_one_machine_stay_on_the_loopback_interface(tmp_path: Path) -> None:
+    told = environment(1, 4, tmp_path / "meeting", 2, {"HOME": "/home"})
+    assert told["GLOO_SOCKET_IFNAME"].startswith("lo")
+    assert (told["RANK"], told["WORLD_SIZE"], told["TORCHELASTIC_RESTART_COUNT"]) == ("1", "4", "2")
+    assert int(told["OMP_NUM_THREADS"]) == max(1, len(os.sched_getaffinity(0)) // 4)
+    assert "MASTER_PORT" not in told
+    assert told["HOME"] == "/home"
+
+
+def test_more_processes_than_the_memory_holds_are_refused_before_any_is_started() -> None:
+    with pytest.raises(RowsteadError, match=r"^1,000,000 processes take .* are free: start [\d,]+ at most"):
+        launch(["train"], 1_000_000, say=print)
+
+
+def test_a_process_whose_launcher_is_gone_when_it_begins_stops(tmp_path: Path) -> None:
+    told = environment(0, 1, tmp_path / "meeting", 0) | {"ROWSTEAD_LAUNCHER": str(os.getpid() + 1)}
+    begins = "from rowstead.distributed.launch import end_with_parent; end_with_parent(); import time; time.sleep(60)"
+    assert subprocess.run([sys.executable, "-c", begins], env=told, timeout=30, check=False).returncode == -signal.SIGTERM

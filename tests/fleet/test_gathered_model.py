@@ -1,0 +1,69 @@
+"""The model of a fleet as its head gives and takes it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from rowstead.distributed.sharding import piece_layout
+from rowstead.fleet.gathered_model import GatheredModel
+from rowstead.fleet.partition import partition_tables
+from rowstead.fleet.roster import RoleAddress, Roster
+from rowstead.fleet.sparse_server import SparseServer
+from rowstead.fleet.table_shard import KeptRows
+from rowstead.kernels.layout import layout_of
+from rowstead.run import train
+from rowstead.spec.fleet import FleetSpec
+from rowstead.training import checkpoint
+from rowstead.training.saved_tensors import STORE
+from tests.small_runs import small_spec
+
+
+def test_a_server_that_is_killed_while_it_is_given_a_model_has_it_in_the_end_and_after_the_next_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = small_spec("train.max_steps=3")
+    train(spec, out=tmp_path / "first")
+    saved = checkpoint.load_latest(tmp_path / "first" / "checkpoints", pytest.fail)
+    spec = dataclasses.replace(spec, fleet=FleetSpec(num_sparse=1, num_dense=0))
+    layout = layout_of(spec.features, spec.tables)
+    partition = partition_tables(layout.tables, 1)
+    pieces = piece_layout(layout, partition.pieces_of(layout, 0))
+    servers: list[SparseServer] = []
+
+    def start() -> None:
+        """A server in the place of the one before, with nothing but what that has written down."""
+        if servers:
+            servers[-1].close()
+        kept = KeptRows(pieces, spec.train.sparse_optimizer, seed=spec.seed)
+        servers.append(SparseServer(kept, snapshots=tmp_path / "snapshots").start())
+        told = RoleAddress(kind="sparse", number=0, address=servers[-1].address, incarnation=len(servers), pid=os.getpid())
+        Roster(tmp_path).write([told], {"dtype": "float32", "partition": partition.to_json()})
+
+    (tmp_path / "roles").mkdir()
+    start()
+    gathered = GatheredModel(spec, tmp_path, None)
+    store = gathered.model.store
+    load_state = store.load_state
+
+    def killed_after(state: Mapping[str, Tensor], *, rows_only: bool = False) -> None:
+        load_state(state, rows_only=rows_only)
+        if len(servers) == 1:
+            start()
+
+    monkeypatch.setattr(store, "load_state", killed_after)
+    try:
+        gathered.put(saved, with_optimizer=True)
+        assert len(servers) == 2
+        start()
+        for name, value in store.state().items():
+            assert torch.equal(value, saved.tensors[f"{STORE}{name}"]), name
+    finally:
+        gathered.close()
+        servers[-1].close()

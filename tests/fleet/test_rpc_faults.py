@@ -1,0 +1,172 @@
+"""Clients whose connections break, whose servers are silent, killed or slow: each request runs once, or is told to have failed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from rowstead.fleet.deduplication import Caller
+from rowstead.fleet.rpc_client import Client, ServerGone
+from rowstead.fleet.rpc_server import Later, Server
+from rowstead.fleet.wire import Message
+from rowstead.spec.errors import RowsteadError
+from tests.fleet.counting import Counter, eventually
+from tests.fleet.echo_server import Process
+from tests.fleet.relay import Relay
+
+
+def test_an_answer_that_was_lost_is_given_again_and_the_handler_runs_once(
+    server: Server, setting: dict[str, Any], counter: Counter
+) -> None:
+    with Relay(server.address) as relay, Client(relay.address, name="me", keys=setting["keys"]) as client:
+        client.call("count", {"n": 0})
+        relay.loses_answers = True
+        pending = [client.start("count", {"n": n}) for n in (1, 2, 3)]
+        eventually(lambda: counter.seen == [0, 1, 2, 3])
+        relay.cut()  # before answers pass again: the last of these may be on its way only now
+        relay.loses_answers = False
+        assert [each.wait().facts["num_seen"] for each in pending] == [2, 3, 4]
+        assert client.num_sent_again >= 3
+    assert counter.seen == [0, 1, 2, 3]
+    assert server.num_repeated >= 3
+
+
+def test_a_request_that_is_still_running_is_not_started_again(setting: dict[str, Any]) -> None:
+    started: list[Later] = []
+
+    def begin(message: Message, caller: Caller) -> Later:
+        started.append(Later())
+        return started[-1]
+
+    with (
+        Server({"begin": begin}, **setting).start() as server,
+        Relay(server.address) as relay,
+        Client(relay.address, name="me", keys=setting["keys"]) as client,
+    ):
+        pending = [client.start("begin") for _ in range(3)]
+        eventually(lambda: pending[0].is_done or len(started) == 3)
+        for num_repeated in (3, 6):
+            relay.cut()
+            eventually(lambda num_repeated=num_repeated: pending[0].is_done or server.num_repeated >= num_repeated)  # type: ignore[misc]
+        for number, later in enumerate(started):
+            later.answer(Message("ended", {"n": number}))
+        assert [each.wait().facts["n"] for each in pending] == [0, 1, 2]
+    assert len(started) == 3
+
+
+def test_one_that_waits_for_a_thread_is_not_queued_again(counter: Counter) -> None:
+    counter.may_go_on.clear()
+    with (
+        Server({"count": counter}, threads=2).start() as server,
+        Relay(server.address) as relay,
+        Client(relay.address, name="me") as client,
+    ):
+        pending = [client.start("count", {"n": n}) for n in range(3)]
+        eventually(lambda: pending[0].is_done or server.queue_depth == 3)
+        relay.cut()
+        eventually(lambda: pending[0].is_done or server.num_repeated >= 3)
+        assert server.queue_depth == 3
+        counter.may_go_on.set()
+        assert [each.wait().facts["n"] for each in pending] == [0, 1, 2]
+    assert counter.seen == [0, 1, 2]
+
+
+def test_connections_that_break_again_and_again_lose_and_repeat_nothing(
+    server: Server, setting: dict[str, Any], counter: Counter
+) -> None:
+    with Relay(server.address) as relay, Client(relay.address, name="me", keys=setting["keys"]) as client:
+        ended = threading.Event()
+
+        def vandal() -> None:
+            while not ended.wait(0.03):
+                relay.cut()
+
+        thread = threading.Thread(target=vandal)
+        thread.start()
+        try:
+            pending = []
+            for n in range(150):
+                pending.append(client.start("count", {"n": n}, [torch.zeros(5000)]))
+                ended.wait(0.001)
+            assert [each.wait().facts["n"] for each in pending] == list(range(150))
+        finally:
+            ended.set()
+            thread.join()
+        assert client.num_sent_again > 0
+    assert counter.seen == list(range(150))
+
+
+def test_a_server_that_is_silent_is_noticed_and_reached_again_by_another_way(counter: Counter) -> None:
+    with Server({"count": counter}).start() as server, Relay(server.address) as pulled:
+        addresses = [pulled.address]
+        with Client(lambda: addresses[-1], name="me", send_again_after_s=0.5) as client:
+            client.call("count", {"n": 0})
+            pulled.is_silent = True
+            addresses.append(server.address)
+            assert client.call("count", {"n": 1}, deadline_s=15).facts["n"] == 1
+    assert counter.seen == [0, 1]
+
+
+def test_a_server_that_was_killed_and_started_on_another_port_is_found_again() -> None:
+    with Process() as first, Process() as second:
+        running = [first]
+        with Client(lambda: running[-1].address, name="me") as client:
+            assert client.call("echo", {"n": 1}).facts == {"n": 1}
+            incarnation = client.server_incarnation
+            slow = client.start("echo", {"n": 2, "delay_s": 0.5})
+            queued = [client.start("echo", {"n": n}, [torch.full((100_000,), float(n))]) for n in (3, 4)]
+            first.kill()
+            running.append(second)
+            assert slow.wait().facts["n"] == 2
+            assert [each.wait().tensors[0][0].item() for each in queued] == [3.0, 4.0]
+            assert client.server_incarnation != incarnation
+            assert client.num_sent_again >= 3
+
+
+def test_a_deadline_that_passes_says_who_did_not_answer_and_counts_only_waiting() -> None:
+    with Client("tcp://127.0.0.1:1", name="trainer-0", deadline_s=0.3) as client:
+        pending = client.start("lookup")
+        start_s = time.monotonic()
+        with pytest.raises(
+            ServerGone, match=r"server at tcp://127.0.0.1:1 has not answered `lookup` of trainer-0 in time; there is no"
+        ):
+            pending.wait()
+        assert 0.25 < time.monotonic() - start_s < 20
+        assert client.num_in_flight == 0
+        assert client.waited_s >= 0.3
+
+
+def test_a_server_that_is_slow_is_not_taken_for_gone_before_the_deadline_and_said_to_be_slow_after_it(counter: Counter) -> None:
+    counter.may_go_on.clear()
+    try:
+        with Server({"count": counter}).start() as server, Client(server.address, name="me") as client:
+            with pytest.raises(ServerGone, match="perhaps only slow"):
+                client.call("count", {"n": 0}, deadline_s=0.3)
+            counter.may_go_on.set()
+            assert client.call("count", {"n": 1}).facts["num_seen"] == 2
+    finally:
+        counter.may_go_on.set()
+
+
+def test_a_client_waits_for_an_address_that_is_not_known_yet(counter: Counter) -> None:
+    with Server({"count": counter}).start() as server:
+        asked = []
+
+        def address() -> str:
+            asked.append(1)
+            if len(asked) < 4:
+                raise RowsteadError("fleet.json is missing")
+            return server.address
+
+        with Client(address, name="me") as client:
+            assert client.call("count", {"n": 0}).facts["num_seen"] == 1
+
+        def never() -> str:
+            raise RowsteadError("fleet.json is missing")
+
+        with Client(never, name="me") as client, pytest.raises(ServerGone, match=r"fleet.json is missing"):
+            client.call("count", {"n": 0}, deadline_s=0.2)

@@ -1,0 +1,55 @@
+"""Every way to keep trainers together, and look-ups that are early, through the whole fleet: each learns as one process does."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from rowstead.fleet.coordinator import train_fleet
+from rowstead.run import train
+from rowstead.spec.fleet import fleet_from
+from tests.small_runs import small_spec
+
+ROLES = "trainers=2,sparse=2,dense=1,readers=1"
+NUM_STEPS = 400
+LOG = (f"data.synth.num_train_samples={NUM_STEPS * 64}", "train.sync.period=2")
+
+
+@cache
+def ne_of_one_process() -> float:
+    with TemporaryDirectory() as folder:
+        quality = train(small_spec(*LOG), out=Path(folder) / "alone").quality
+    assert quality is not None
+    assert quality.ne is not None
+    return quality.ne
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sync", "roles"),
+    [
+        (["mode=allreduce", "hogwild_threads=2"], ROLES),
+        (["mode=shadow", "rule=easgd", "staleness=1"], ROLES),
+        (["mode=shadow", "rule=average"], "trainers=2,sparse=2,dense=1,readers=3"),
+        (["mode=shadow", "rule=bmuf", "hogwild_threads=2"], ROLES),
+        (["mode=easgd", "staleness=4", "hogwild_threads=2"], ROLES),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_fleet_learns_by_every_rule_and_with_early_look_ups(sync: list[str], roles: str, tmp_path: Path) -> None:
+    settings = [*LOG, *(f"train.sync.{word}" for word in sync)]
+    spec = dataclasses.replace(small_spec(*settings), fleet=fleet_from(roles))
+    record = train_fleet(spec, out=tmp_path / "fleet").record
+    assert record is not None
+    figures = record.figures
+    num_steps = NUM_STEPS if roles == ROLES else 3 * -(-NUM_STEPS // 3)  # a last batch of each reader
+    assert (figures["num_steps"], figures["num_samples"]) == (num_steps, NUM_STEPS * 64)
+    assert (figures["num_restarts"], figures["num_batches_repeated"], figures["num_lost_updates"]) == (0, 0, 0)
+    assert figures["trainer_num_exchanges"] > 10
+    assert figures["trainer_num_alone"] == 0
+    assert (figures["trainer_num_lookups_early"] > NUM_STEPS / 2) == (spec.train.sync.staleness > 0)
+    assert figures["ne"] == pytest.approx(ne_of_one_process(), rel=0.04)

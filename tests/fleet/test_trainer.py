@@ -1,0 +1,73 @@
+"""A trainer among servers of this process."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+from rowstead.distributed.sharding import piece_layout
+from rowstead.fleet.log_share import LogShare
+from rowstead.fleet.partition import partition_tables
+from rowstead.fleet.reader import Reader
+from rowstead.fleet.reader_server import handlers_of
+from rowstead.fleet.roster import RoleAddress, Roster
+from rowstead.fleet.rpc_server import Server
+from rowstead.fleet.sparse_server import SparseServer
+from rowstead.fleet.table_shard import KeptRows
+from rowstead.fleet.trainer import Trainer
+from rowstead.kernels.layout import layout_of
+from rowstead.spec.fleet import FleetSpec, RoleKind
+from rowstead.training.build import open_sources
+from tests.small_runs import small_spec, wait_until
+
+NUM_BATCHES = 3
+
+
+class Held(SparseServer):
+    """Does updates once it is let."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self.may_go_on = threading.Event()
+        super().__init__(*arguments, **options)
+
+    def _update(self, message: Any, caller: Any) -> Any:
+        assert self.may_go_on.wait(60)
+        return super()._update(message, caller)
+
+
+def test_a_batch_is_done_once_the_servers_have_its_update_and_not_before(tmp_path: Path) -> None:
+    """Were the trainer killed in between, nobody else would know of the update: the batch has to be another's then."""
+    spec = dataclasses.replace(small_spec("train.sync.staleness=4"), fleet=FleetSpec(num_sparse=1, num_dense=0))
+    layout = layout_of(spec.features, spec.tables)
+    partition = partition_tables(layout.tables, 1)
+    kept = KeptRows(piece_layout(layout, partition.pieces_of(layout, 0)), spec.train.sparse_optimizer, seed=spec.seed)
+    (tmp_path / "roles").mkdir()
+    with contextlib.ExitStack() as stack:
+        share = LogShare(open_sources(spec).train, batch_size=64, max_batches=NUM_BATCHES)
+        reader = stack.enter_context(contextlib.closing(Reader(share, tmp_path / "reader-0.progress")))
+        serving = stack.enter_context(Server(handlers_of(reader), name="reader-0")).start()
+        sparse = Held(kept).start()
+        stack.callback(sparse.close)
+        stack.callback(sparse.may_go_on.set)
+        places: list[tuple[RoleKind, str]] = [("reader", serving.address), ("sparse", sparse.address)]
+        told = [RoleAddress(kind=kind, number=0, address=at, incarnation=0, pid=os.getpid()) for kind, at in places]
+        facts = {"dtype": "float32", "partition": partition.to_json(), "total_steps": NUM_BATCHES}
+        Roster(tmp_path).write(told, facts)
+
+        trainer, ended = Trainer(spec, tmp_path, 0), list[bool]()
+        thread = threading.Thread(
+            target=lambda: ended.append(trainer.run(until=lambda: False, ready=lambda: None)), daemon=True
+        )
+        thread.start()
+        wait_until(lambda: trainer.figures()["num_steps"] == NUM_BATCHES, what="all steps")
+        thread.join(0.3)  # what is done at the end of a log is told at once
+        assert reader.status()["num_done"] == 0
+        sparse.may_go_on.set()
+        thread.join(60)
+        assert ended == [True]
+        assert reader.status()["num_done"] == NUM_BATCHES
+        assert sparse.tally.num_updates == NUM_BATCHES

@@ -1,0 +1,158 @@
+"""Fifty steps of our DLRM and of a plain, independent one in torch give the same losses."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from rowstead.data.batch import Batch, Sparse
+from rowstead.kernels.layout import layout_of
+from rowstead.nn.dlrm import DLRM
+from rowstead.spec.features import DenseFeatureSpec, FeaturesSpec, SparseFeatureSpec, TableSpec, tables_of
+from rowstead.spec.model import InteractionSpec, ModelSpec
+from rowstead.spec.train import DenseOptimizerSpec, SparseOptimizerSpec, TrainSpec
+from rowstead.stores.device import DeviceStore
+from rowstead.training.step import Stepper
+
+WIDTH = 8
+NUM_SAMPLES = 32
+FEATURES = FeaturesSpec(
+    dense=(DenseFeatureSpec(name="d{i}", repeat=5),),
+    sparse=(
+        SparseFeatureSpec(name="one", num_rows=40),
+        SparseFeatureSpec(name="many", num_rows=60, pooling="mean"),
+        SparseFeatureSpec(name="left", table="shared"),
+        SparseFeatureSpec(name="right", table="shared"),
+    ),
+    tables=(TableSpec(name="shared", num_rows=30),),
+)
+
+
+class PlainDLRM(nn.Module):
+    """A DLRM written from the paper alone, over nn.EmbeddingBag."""
+
+    def __init__(self, interaction: str, sparse: bool) -> None:
+        super().__init__()
+        self.bags = nn.ModuleList(
+            [
+                nn.EmbeddingBag(40, WIDTH, mode="sum", sparse=sparse, include_last_offset=True),
+                nn.EmbeddingBag(60, WIDTH, mode="mean", sparse=sparse, include_last_offset=True),
+                nn.EmbeddingBag(30, WIDTH, mode="sum", sparse=sparse, include_last_offset=True),
+            ]
+        )
+        self.bottom = nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Linear(16, WIDTH), nn.ReLU())
+        self.kind = interaction
+        width = {"concat": 5 * WIDTH, "cross": 5 * WIDTH, "dot": WIDTH + 10}[interaction]
+        if interaction == "cross":
+            self.v = nn.ModuleList(nn.Linear(width, 6, bias=False) for _ in range(2))
+            self.w = nn.ModuleList(nn.Linear(6, width) for _ in range(2))
+        self.top = nn.Sequential(nn.Linear(width, 12), nn.ReLU(), nn.Linear(12, 1))
+
+    def forward(self, dense: torch.Tensor, per_feature: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        vectors = [self.bottom(dense)]
+        vectors += [self.bags[bag](*per_feature[f]) for f, bag in enumerate((0, 1, 2, 2))]
+        if self.kind == "dot":
+            products = [(vectors[i] * vectors[j]).sum(1, keepdim=True) for i in range(5) for j in range(i)]
+            x = torch.cat([vectors[0], *products], dim=1)
+        else:
+            x = torch.cat(vectors, dim=1)
+        if self.kind == "cross":
+            x0 = x
+            for v, w in zip(self.v, self.w, strict=True):
+                x = x0 * w(v(x)) + x
+        return self.top(x)[:, 0]
+
+
+class RowwiseAdagrad:
+    """Row-wise Adagrad over dense gradients, by its definition."""
+
+    def __init__(self, parameters: list[nn.Parameter], lr: float, eps: float) -> None:
+        self.parameters, self.lr, self.eps = parameters, lr, eps
+        self.sums = [torch.zeros(p.shape[0]) for p in parameters]
+
+    def zero_grad(self) -> None:
+        for p in self.parameters:
+            p.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for p, total in zip(self.parameters, self.sums, strict=True):
+            assert p.grad is not None
+            total += p.grad.pow(2).mean(1)
+            p -= self.lr * p.grad / (total.sqrt() + self.eps)[:, None]
+
+
+def random_batch(rng: np.random.Generator) -> tuple[Batch, list[tuple[torch.Tensor, torch.Tensor]]]:
+    rows = (40, 60, 30, 30)
+    lengths = [rng.integers(1, 2, NUM_SAMPLES), *(rng.integers(0, 6, NUM_SAMPLES) for _ in range(3))]
+    ids = [rng.integers(0, r, n.sum()) for r, n in zip(rows, lengths, strict=True)]
+    offsets = np.concatenate([[0], np.cumsum(np.concatenate(lengths))])
+    sparse = Sparse(ids=torch.from_numpy(np.concatenate(ids)), offsets=torch.from_numpy(offsets), num_features=4)
+    per_feature = [
+        (torch.from_numpy(i), torch.from_numpy(np.concatenate([[0], np.cumsum(n)]))) for i, n in zip(ids, lengths, strict=True)
+    ]
+    dense = torch.from_numpy(rng.normal(size=(NUM_SAMPLES, 5)).astype(np.float32))
+    labels = torch.from_numpy(rng.integers(0, 2, NUM_SAMPLES).astype(np.float32))
+    return Batch(dense=dense, sparse=sparse, labels=labels), per_feature
+
+
+def row_optimizer(kind: str, parameters: list[nn.Parameter], lr: float) -> object:
+    if kind == "sgd":
+        return torch.optim.SGD(parameters, lr=lr)
+    if kind == "adagrad":
+        return torch.optim.Adagrad(parameters, lr=lr, eps=1e-8)
+    if kind == "adam":
+        return torch.optim.SparseAdam(parameters, lr=lr)
+    return RowwiseAdagrad(parameters, lr, 1e-8)
+
+
+@pytest.mark.parametrize("interaction", ["concat", "dot", "cross"])
+@pytest.mark.parametrize("dense_kind", ["sgd", "adagrad", "adam"])
+@pytest.mark.parametrize("sparse_kind", ["sgd", "adagrad", "rowwise_adagrad", "adam"])
+def test_fifty_steps_give_the_losses_of_plain_torch(interaction: str, dense_kind: str, sparse_kind: str) -> None:
+    torch.manual_seed(7)
+    tables = tables_of(FEATURES, width=WIDTH)
+    spec = ModelSpec(
+        width=WIDTH, bottom=(16,), top=(12,), interaction=InteractionSpec(kind=interaction, cross_layers=2, cross_rank=6)
+    )
+    train = TrainSpec(
+        sparse_optimizer=SparseOptimizerSpec(kind=sparse_kind, lr=0.02),
+        dense_optimizer=DenseOptimizerSpec(kind=dense_kind, lr=0.01),
+    )
+    store = DeviceStore(layout_of(FEATURES, tables), train.sparse_optimizer)
+    ours = Stepper(DLRM(spec, FEATURES, store), train, total_steps=50)
+    plain = PlainDLRM(interaction, sparse=sparse_kind == "adam")
+    copy_weights(ours.model, plain)
+    rows = list(plain.bags.parameters())
+    others = [p for name, p in plain.named_parameters() if not name.startswith("bags")]
+    optimizers = [
+        row_optimizer(sparse_kind, rows, 0.02),
+        {
+            "sgd": lambda: torch.optim.SGD(others, lr=0.01),
+            "adagrad": lambda: torch.optim.Adagrad(others, lr=0.01, eps=1e-8),
+            "adam": lambda: torch.optim.Adam(others, lr=0.01),
+        }[dense_kind](),
+    ]
+    rng = np.random.default_rng(3)
+    for number in range(1, 51):
+        batch, per_feature = random_batch(rng)
+        loss = nn.functional.binary_cross_entropy_with_logits(plain(batch.dense, per_feature), batch.labels)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        assert ours.step(batch, number) == pytest.approx(loss.item(), abs=1e-5), f"step {number}"
+
+
+@torch.no_grad()
+def copy_weights(ours: DLRM, plain: PlainDLRM) -> None:
+    for bag, rows in zip(plain.bags, ours.store.weights, strict=True):
+        bag.weight.copy_(rows)
+    plain.bottom.load_state_dict(ours.net.bottom.state_dict())
+    plain.top.load_state_dict(ours.net.top.state_dict())
+    if plain.kind == "cross":
+        plain.v.load_state_dict(ours.net.interaction.down.state_dict())
+        plain.w.load_state_dict(ours.net.interaction.up.state_dict())

@@ -1,0 +1,48 @@
+"""Words and numbers of a figure: safe, short, and the same by day and by night."""
+
+from __future__ import annotations
+
+import json
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rowstead.report.theme import DARK, LIGHT, Figure, label, labels, script_json, short, thinned
+
+
+@given(st.text(max_size=200))
+def test_a_label_has_no_markup_and_is_never_a_colour(text: str) -> None:
+    made = label(text)
+    assert "<" not in made
+    assert not made.startswith("@")
+    figure = Figure(key="k", title="t", words="w", traces=[{"name": made}], layout={})
+    assert figure.plain(LIGHT)["data"][0]["name"] == made
+
+
+def test_names_that_are_cut_alike_stay_different() -> None:
+    made = labels(["x" * 100 + "a", "x" * 100 + "b", "x"])
+    assert len(set(made)) == 3
+
+
+@given(st.text())
+def test_json_inside_a_script_can_neither_end_it_nor_its_line(text: str) -> None:
+    made = script_json({"x": text})
+    assert not set("<>&\u2028\u2029\n") & set(made)
+    assert json.loads(made)["x"] == text
+
+
+def test_numbers_that_are_none_are_null_and_others_short() -> None:
+    assert short([math.nan, math.inf, 1 / 3, 5, None, "x", True]) == [None, None, 0.333333, 5, None, "x", True]
+
+
+def test_day_and_night_name_the_same_colours() -> None:
+    assert LIGHT.keys() == DARK.keys()
+
+
+@given(st.lists(st.integers(), max_size=300), st.integers(2, 50))
+def test_thinning_keeps_order_ends_and_bound(items: list[int], most: int) -> None:
+    kept = thinned(items, most)
+    assert len(kept) == min(len(items), most)
+    if items:
+        assert (kept[0], kept[-1]) == (items[0], items[-1])

@@ -1,0 +1,194 @@
+"""What every EmbeddingStore must do, checked against plain loops over NumPy in FP64; each store's tests inherit this."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rowstead.data.batch import Sparse
+from rowstead.kernels.layout import Layout, layout_of
+from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, TableSpec, tables_of
+from rowstead.spec.train import SparseOptimizerSpec
+from rowstead.stores.base import EmbeddingStore
+
+KINDS = ("sgd", "adagrad", "rowwise_adagrad", "adam")
+WIDTHS = st.one_of(st.integers(1, 9), st.sampled_from([16, 28, 64, 100, 132]))
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    """Random features over random tables: some shared, widths that are no power of two, sum and mean."""
+    shared = [
+        TableSpec(name=f"shared{t}", num_rows=draw(st.integers(1, 12)), width=draw(WIDTHS))
+        for t in range(draw(st.integers(0, 2)))
+    ]
+    features = [
+        SparseFeatureSpec(name=f"f{i}", table=table.name, pooling=draw(st.sampled_from(["sum", "mean"])))
+        for i, table in enumerate(shared)
+        for _ in [0]
+    ]
+    for i in range(draw(st.integers(0 if features else 1, 4))):
+        pooling = draw(st.sampled_from(["sum", "mean"]))
+        if shared and draw(st.booleans()):
+            table = draw(st.sampled_from(shared))
+            features.append(SparseFeatureSpec(name=f"g{i}", table=table.name, pooling=pooling))
+        else:
+            rows, width = draw(st.integers(1, 12)), draw(WIDTHS)
+            features.append(SparseFeatureSpec(name=f"g{i}", num_rows=rows, width=width, pooling=pooling))
+    spec = FeaturesSpec(sparse=tuple(features), tables=tuple(shared))
+    return layout_of(spec, tables_of(spec, width=4))
+
+
+@st.composite
+def sparse_batches(draw: st.DrawFn, layout: Layout, weighted: bool) -> Sparse:
+    """Random bags, empty ones and repeated ids included."""
+    num_samples = draw(st.integers(1, 4))
+    lengths, ids = [], []
+    for table in layout.table_of:
+        for _ in range(num_samples):
+            bag = draw(st.lists(st.integers(0, layout.tables[table].num_rows - 1), max_size=5))
+            lengths.append(len(bag))
+            ids.extend(bag)
+    offsets = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int64)
+    weights = None
+    if weighted:
+        numbers = draw(st.lists(st.floats(-2, 2), min_size=len(ids), max_size=len(ids)))
+        weights = torch.tensor(numbers, dtype=torch.float64)
+    dtype = draw(st.sampled_from([torch.int64, torch.int32]))
+    return Sparse(ids=torch.tensor(ids, dtype=dtype), offsets=offsets, num_features=layout.num_features, weights=weights)
+
+
+class PlainStore:
+    """The contract, word for word, over NumPy: one row at a time."""
+
+    def __init__(self, layout: Layout, state: Mapping[str, torch.Tensor], optimizer: SparseOptimizerSpec) -> None:
+        self.layout, self.optimizer = layout, optimizer
+        self.rows = [state[f"{table.name}.rows"].double().cpu().numpy().copy() for table in layout.tables]
+        zeros = [np.zeros_like(rows) for rows in self.rows]
+        self.first, self.second = zeros, [np.zeros_like(rows) for rows in self.rows]
+
+    def shares(self, sparse: Sparse):  # type: ignore[no-untyped-def]
+        """(feature, example, table, row, share of the row in the pooled vector) of each id."""
+        count = sparse.num_samples
+        for feature, table in enumerate(self.layout.table_of):
+            for example in range(count):
+                start, stop = sparse.offsets[feature * count + example : feature * count + example + 2].tolist()
+                for place in range(start, stop):
+                    share = 1.0 if sparse.weights is None else float(sparse.weights[place])
+                    if self.layout.is_mean[feature]:
+                        share /= stop - start
+                    yield feature, example, table, int(sparse.ids[place]), share
+
+    def lookup(self, sparse: Sparse) -> np.ndarray:
+        pooled = np.zeros((sparse.num_samples, self.layout.total_width))
+        for feature, example, table, row, share in self.shares(sparse):
+            columns = slice(self.layout.columns[feature], self.layout.columns[feature + 1])
+            pooled[example, columns] += share * self.rows[table][row]
+        return pooled
+
+    def update(self, sparse: Sparse, grad: np.ndarray, lr: float, step: int) -> None:
+        summed: dict[tuple[int, int], np.ndarray] = {}
+        for feature, example, table, row, share in self.shares(sparse):
+            part = grad[example, self.layout.columns[feature] : self.layout.columns[feature + 1]]
+            if self.optimizer.clip is not None:
+                part = part * min(1.0, self.optimizer.clip / max(np.linalg.norm(part), 1e-300))
+            summed[table, row] = summed.get((table, row), 0.0) + share * part
+        for (table, row), g in summed.items():
+            self.rows[table][row] -= self.change(table, row, g, lr, step)
+
+    def change(self, table: int, row: int, g: np.ndarray, lr: float, step: int) -> np.ndarray:
+        o, first, second = self.optimizer, self.first[table], self.second[table]
+        if o.kind == "sgd":
+            return lr * g
+        if o.kind == "adam":
+            first[row] = o.beta1 * first[row] + (1 - o.beta1) * g
+            second[row] = o.beta2 * second[row] + (1 - o.beta2) * g * g
+            return lr * np.sqrt(1 - o.beta2**step) / (1 - o.beta1**step) * first[row] / (np.sqrt(second[row]) + o.eps)
+        second[row] += g * g if o.kind == "adagrad" else (g * g).mean()
+        return lr * g / (np.sqrt(second[row]) + o.eps)
+
+
+class StoreContract:
+    """Inherit and give `make`; pytest then runs every promise of the contract against that store."""
+
+    device = "cpu"
+    """Where the store keeps its rows and expects its batches."""
+    same_bits = True
+    """Whether two stores of one state train to the same bits."""
+
+    def make(self, layout: Layout, optimizer: SparseOptimizerSpec, dtype: torch.dtype) -> EmbeddingStore:
+        raise AssertionError("a store's tests say how to make it")
+
+    @pytest.mark.parametrize("kind", KINDS)
+    @settings(max_examples=40, deadline=None)
+    @given(data=st.data())
+    def test_lookups_and_updates_are_exact(self, kind: str, data: st.DataObject) -> None:
+        self.check_exact(kind, data)
+
+    @pytest.mark.parametrize("kind", KINDS)
+    @settings(max_examples=10, deadline=None)
+    @given(data=st.data())
+    def test_a_store_that_takes_over_the_state_goes_on_the_same(self, kind: str, data: st.DataObject) -> None:
+        self.check_takes_over(kind, data)
+
+    def check_exact(self, kind: str, data: st.DataObject) -> None:
+        layout = data.draw(layouts())
+        clip = data.draw(st.sampled_from([None, 0.5]))
+        optimizer = SparseOptimizerSpec(kind=kind, eps=1e-3, clip=clip)
+        store = self.make(layout, optimizer, torch.float64)
+        plain = PlainStore(layout, store.state(), optimizer)
+        weighted = data.draw(st.booleans())
+        for step in range(1, 4):
+            sparse = data.draw(sparse_batches(layout, weighted))
+            here = sparse.to(self.device)
+            store.prefetch(here)
+            np.testing.assert_allclose(store.lookup(here).cpu().numpy(), plain.lookup(sparse), rtol=1e-9, atol=1e-12)
+            rng = np.random.default_rng(step)
+            grad = rng.normal(size=(sparse.num_samples, layout.total_width))
+            store.update(here, torch.from_numpy(grad).to(self.device), lr=0.1, step=step)
+            plain.update(sparse, grad, 0.1, step)
+        for table, rows in zip(layout.tables, plain.rows, strict=True):
+            ours = store.rows(table.name, torch.arange(table.num_rows, device=self.device)).cpu().numpy()
+            np.testing.assert_allclose(ours, rows, rtol=1e-9, atol=1e-12)
+
+    def check_takes_over(self, kind: str, data: st.DataObject) -> None:
+        layout = data.draw(layouts())
+        optimizer = SparseOptimizerSpec(kind=kind)
+        first = self.make(layout, optimizer, torch.float32)
+        for step in (1, 2):
+            self._train(first, data.draw(sparse_batches(layout, weighted=False)), step)
+        second = self.make(layout, optimizer, torch.float32)
+        second.load_state({name: value.clone() for name, value in first.state().items()})
+        sparse = data.draw(sparse_batches(layout, weighted=False))
+        self._train(first, sparse, 3)
+        self._train(second, sparse, 3)
+        for name, value in first.state().items():
+            if self.same_bits:
+                assert torch.equal(value, second.state()[name]), name
+            else:
+                torch.testing.assert_close(value, second.state()[name])
+
+    def _train(self, store: EmbeddingStore, sparse: Sparse, step: int) -> None:
+        sparse = sparse.to(self.device)
+        store.update(sparse, store.lookup(sparse).detach() + 1, lr=0.1, step=step)
+
+
+class BriefStoreContract(StoreContract):
+    """The same promises over fewer random cases, for stores that run slowly where they are tested."""
+
+    @pytest.mark.parametrize("kind", KINDS)
+    @settings(max_examples=4, deadline=None)
+    @given(data=st.data())
+    def test_lookups_and_updates_are_exact(self, kind: str, data: st.DataObject) -> None:
+        self.check_exact(kind, data)
+
+    @pytest.mark.parametrize("kind", ["rowwise_adagrad"])
+    @settings(max_examples=2, deadline=None)
+    @given(data=st.data())
+    def test_a_store_that_takes_over_the_state_goes_on_the_same(self, kind: str, data: st.DataObject) -> None:
+        self.check_takes_over(kind, data)
