@@ -37,7 +37,7 @@ from rowstead.nn.dlrm import DLRM
 from rowstead.stores.backing import RamRows
 from rowstead.stores.cached import CachedStore
 from rowstead.stores.device import DeviceStore
-from rowstead.training.prefetch import announced
+from rowstead.training.prefetch import prefetch_rows
 from rowstead.training.step import Stepper
 
 CACHE_SHARE = 0.1
@@ -135,7 +135,7 @@ class Ours:
 
     def _steps(self, batches: Sequence[Batch]) -> Iterator[None]:
         losses = []
-        for _, batch, _ in announced(((batch, batch, {}) for batch in batches), self.store):
+        for _, batch, _ in prefetch_rows(((batch, batch, {}) for batch in batches), self.store):
             self.number += 1
             losses.append(self.stepper.start(batch, self.number))
             yield

@@ -23,13 +23,13 @@ import torch
 
 from benchmarks.harness import OtherLoad, arguments, noise_of, publish
 from benchmarks.skews import CriteoLike
-from rowstead.distributed.process_group import Alone
+from rowstead.distributed.process_group import SingleProcess
 from rowstead.kernels.layout import layout_of
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of
 from rowstead.spec.train import CheckpointFormat, SparseOptimizerSpec, TrainSpec
 from rowstead.stores.device import DeviceStore
 from rowstead.training.checkpoint import load, save
-from rowstead.training.checkpoint_changes import Changes
+from rowstead.training.checkpoint_changes import CheckpointChanges
 
 SHAPE = CriteoLike("criteo-like", num_tables=4, num_rows=500_000, width=32, num_ids=1, batch_size=2048)
 QUICK = dataclasses.replace(SHAPE, num_tables=2, num_rows=50_000, batch_size=512)
@@ -47,7 +47,7 @@ class Run:
         features = tuple(SparseFeatureSpec(name=f"t{i}", num_rows=shape.num_rows) for i in range(shape.num_tables))
         spec = FeaturesSpec(sparse=features)
         self.store = DeviceStore(layout_of(spec, tables_of(spec, width=shape.width)), SparseOptimizerSpec(), check=False)
-        self.changes = Changes(TrainSpec(full_checkpoint_every=FULL_EVERY), self.store.tables)
+        self.changes = CheckpointChanges(TrainSpec(full_checkpoint_every=FULL_EVERY), self.store.tables)
         self.mark_s: list[float] = []
         self.store_s: list[float] = []
 
@@ -77,7 +77,7 @@ def measure(shape: CriteoLike, folder: Path) -> tuple[list[dict[str, Any]], dict
     for number in range(1, FULL_EVERY):
         with OtherLoad() as others:
             run.train(num_steps)
-            increment = run.changes.next(folder, Alone())
+            increment = run.changes.next(folder, SingleProcess())
             assert increment is not None
             touched = sum(rows_of.count for rows_of in increment.touched.values())
             row: dict[str, Any] = {"increment": number, "touched_share": touched / (shape.num_rows * shape.num_tables)}

@@ -41,7 +41,7 @@ from rowstead.fleet.partition import Partition, partition_tables
 from rowstead.fleet.remote_store import RemoteStore
 from rowstead.fleet.rpc_client import Client
 from rowstead.fleet.sparse_server import SparseServer
-from rowstead.fleet.table_shard import KeptRows
+from rowstead.fleet.table_shard import TableShard
 from rowstead.kernels.layout import Layout, layout_of
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of
 from rowstead.spec.train import SparseOptimizerSpec
@@ -147,7 +147,7 @@ def serve_rows(shape: Shape, number: int) -> None:
     torch.set_num_threads(1)
     parent = os.getppid()
     layout = shape.layout
-    kept = KeptRows(piece_layout(layout, shape.partition.pieces_of(layout, number)), SparseOptimizerSpec())
+    kept = TableShard(piece_layout(layout, shape.partition.pieces_of(layout, number)), SparseOptimizerSpec())
     server = SparseServer(kept, name=f"sparse-{number}")
     print(server.address, flush=True)
     server.serve(lambda: os.getppid() != parent)

@@ -43,14 +43,14 @@ from rowstead.fleet.partition import Partition, partition_tables
 from rowstead.fleet.remote_store import RemoteStore
 from rowstead.fleet.rpc_client import Client
 from rowstead.fleet.sparse_server import SparseServer
-from rowstead.fleet.table_shard import KeptRows
+from rowstead.fleet.table_shard import TableShard
 from rowstead.kernels.layout import Layout, layout_of
 from rowstead.nn.dlrm import DLRM
 from rowstead.spec.data import DataSpec
 from rowstead.spec.parse import to_plain
 from rowstead.stores.device import DeviceStore
 from rowstead.stores.host import HostStore
-from rowstead.training.prefetch import announced
+from rowstead.training.prefetch import prefetch_rows
 from rowstead.training.step import Stepper
 
 FLEET = "trainers=2,sparse=2,dense=1,readers=1"
@@ -147,7 +147,7 @@ def serve(number: int, num_threads: int) -> None:
     torch.set_num_threads(num_threads)
     parent = os.getppid()
     layout, partition = layout_and_partition(M3)
-    kept = KeptRows(piece_layout(layout, partition.pieces_of(layout, number)), M3.spec().train.sparse_optimizer)
+    kept = TableShard(piece_layout(layout, partition.pieces_of(layout, number)), M3.spec().train.sparse_optimizer)
     server = SparseServer(kept, name=f"sparse-{number}")
     print(server.address, flush=True)
     server.serve(lambda: os.getppid() != parent)
@@ -175,11 +175,11 @@ def stepped(store: Any, device: str, num_steps: int) -> float:
         model = DLRM(spec.model, spec.features, store).to(device)
     stepper = Stepper(model, spec.train, total_steps=1_000_000)
     batches = [M3.draw(device) for _ in range(GPU_BATCHES)]
-    for _, batch, _ in announced(((batch, batch, {}) for batch in batches), store):
+    for _, batch, _ in prefetch_rows(((batch, batch, {}) for batch in batches), store):
         stepper.step(batch, 1)
     many = ((batches[place % GPU_BATCHES], batches[place % GPU_BATCHES], {}) for place in range(num_steps))
     start = time.perf_counter()
-    for number, (_, batch, _) in enumerate(announced(many, store), start=2):
+    for number, (_, batch, _) in enumerate(prefetch_rows(many, store), start=2):
         stepper.step(batch, number)
     return (time.perf_counter() - start) / num_steps
 

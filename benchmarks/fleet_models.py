@@ -26,15 +26,15 @@ from numpy.typing import NDArray
 from benchmarks.harness import OtherLoad
 from rowstead.data.batch import Batch
 from rowstead.data.source import Cursor
-from rowstead.fleet.build import settled
-from rowstead.fleet.fork_server import Nursery, tend
-from rowstead.fleet.local_process import end_with_head, environment, stop_asked
+from rowstead.fleet.build import resolve_fleet
+from rowstead.fleet.fork_server import ForkServer, serve_forks
+from rowstead.fleet.local_process import end_with_coordinator, environment, stop_asked
 from rowstead.fleet.partition import partition_tables
 from rowstead.fleet.reader_server import serve_reader
 from rowstead.fleet.role_usage import RoleSampler
-from rowstead.fleet.roles import SAMPLE_EVERY_S, be_role
+from rowstead.fleet.roles import SAMPLE_EVERY_S, run_role
 from rowstead.fleet.roster import RoleFiles, tell
-from rowstead.fleet.supervisor import LOOK_EVERY_S, Crew
+from rowstead.fleet.supervisor import LOOK_EVERY_S, Supervisor
 from rowstead.kernels.layout import layout_of
 from rowstead.plan.predict import Prediction, predict
 from rowstead.plan.setup import Setup
@@ -46,7 +46,7 @@ from rowstead.spec.fleet import RoleKind
 from rowstead.spec.machine import Machine
 from rowstead.spec.run import RunSpec
 from rowstead.stores.build import mean_ids_of
-from rowstead.study.calibration.machine_speed import Pace
+from rowstead.study.calibration.machine_speed import MachineSpeed
 from rowstead.study.calibration.steps import Shape, drawn_batches
 
 MOST_BYTES, MOST_IDS = 1e8, 6e4
@@ -90,7 +90,7 @@ class FleetShape:
         }
         spec = self.model.spec("cpu", fleet=fleet, check_ids=False, threads=1)
         sync = dataclasses.replace(spec.train.sync, staleness=self.staleness, period=self.period)
-        return settled(dataclasses.replace(spec, train=dataclasses.replace(spec.train, sync=sync)))
+        return resolve_fleet(dataclasses.replace(spec, train=dataclasses.replace(spec.train, sync=sync)))
 
 
 def random_fleets(count: int, seed: int) -> list[FleetShape]:
@@ -169,7 +169,7 @@ class FleetTime:
     cores_used_by_others: float
 
 
-def measured_fleet(fleet: FleetShape, seconds: float, pace: Pace | None) -> FleetTime:
+def measured_fleet(fleet: FleetShape, seconds: float, pace: MachineSpeed | None) -> FleetTime:
     """Train with a fleet for so long."""
     spec = fleet.spec()
     assert spec.fleet is not None
@@ -179,8 +179,8 @@ def measured_fleet(fleet: FleetShape, seconds: float, pace: Pace | None) -> Flee
         (folder.path / SHAPE_FILE).write_text(json.dumps(dataclasses.asdict(fleet.model)))
         environ = {**environment(1), "OMP_NUM_THREADS": "1"}
         beats_s = _beats(pace)
-        with Nursery(folder.path, "benchmarks.fleet_models", environ=environ) as nursery:
-            crew = Crew(folder.path, spec.fleet, nursery, _facts(spec), say=_say)
+        with ForkServer(folder.path, "benchmarks.fleet_models", environ=environ) as nursery:
+            crew = Supervisor(folder.path, spec.fleet, nursery, _facts(spec), say=_say)
             try:
                 crew.start("sparse", "dense", "reader")
                 crew.wait_ready()
@@ -216,7 +216,7 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _beats(pace: Pace | None) -> list[float]:
+def _beats(pace: MachineSpeed | None) -> list[float]:
     return [] if pace is None else [pace.beat() for _ in range(NUM_BEATS)]
 
 
@@ -231,7 +231,7 @@ class _Watched:
     other_cores: float
 
 
-def _watched(crew: Crew, seconds: float) -> _Watched:
+def _watched(crew: Supervisor, seconds: float) -> _Watched:
     """Look after the roles until their trainers have trained for so long after the warm-up; what they have sampled of that stretch."""
     ends_s = time.monotonic() + MOST_S
     begins: float | None = None
@@ -315,7 +315,7 @@ class Drawn:
         self._batches = batches
 
     def batches(
-        self, batch_size: int, *, epoch: int = 0, rank: int = 0, world: int = 1, cursor: Cursor | None = None
+        self, batch_size: int, *, epoch: int = 0, rank: int = 0, world_size: int = 1, cursor: Cursor | None = None
     ) -> Iterator[tuple[Batch, Cursor]]:
         place = 0 if cursor is None else cursor["place"]
         while True:
@@ -335,9 +335,9 @@ def drawn_for(folder: Path) -> Drawn:
 def be_one(kind: RoleKind, folder: Path, number: int, incarnation: int) -> int:
     """Be a role of the fleet: the reader hands out what was drawn, every other is as ever."""
     if kind != "reader":
-        return be_role(kind, folder, number, incarnation)
+        return run_role(kind, folder, number, incarnation)
     is_asked = stop_asked()
-    end_with_head()
+    end_with_coordinator()
     files = RoleFiles(folder, kind, number)
     samplers: list[RoleSampler] = []
 
@@ -365,4 +365,4 @@ if __name__ == "__main__":
     from rowstead.fleet import sparse_server as sparse_server
     from rowstead.fleet import trainer as trainer  # all that roles need is imported before
 
-    tend(Path(sys.argv[1]), be_one)
+    serve_forks(Path(sys.argv[1]), be_one)

@@ -10,7 +10,7 @@ from typing import Any
 from rowstead.records.store import Contents
 from rowstead.records.studies import machine_of
 from rowstead.report import charts_studies
-from rowstead.report.charts_studies import MEASURED, Axis, Cell, Study
+from rowstead.report.charts_studies import MEASURED, Cell, Study, StudyAxis
 from rowstead.report.describe import TextTable
 from rowstead.report.theme import Figure
 
@@ -84,7 +84,9 @@ def predicted_lines(name: str, axis_name: str, series: Mapping[str, Mapping[obje
         )
         for title, of in series.items()
     }
-    return Study(name=name, figure="samples_per_s", axes=(Axis(name=axis_name, values=values),), series=cells, num_failed=0)
+    return Study(
+        name=name, figure="samples_per_s", axes=(StudyAxis(name=axis_name, values=values),), series=cells, num_failed=0
+    )
 
 
 def renamed(figure: Figure, key: str, title: str, **changes: Any) -> Figure:

@@ -12,7 +12,7 @@ from benchmarks.paper_page import PAPER_EFFICIENCY
 from benchmarks.paper_sweeps import batch_size, dense_and_sparse, hash_size, mlp, places, power
 from rowstead.plan.schedule import busy_s
 from rowstead.plan.work import step_work
-from rowstead.records.store import Contents, Entry
+from rowstead.records.store import Contents, StoreEntry
 from rowstead.records.studies import newest, quality_effects
 from rowstead.report import charts_populations, charts_searches, charts_studies, charts_tables
 from rowstead.report.describe import TextTable
@@ -234,7 +234,7 @@ def servers(contents: Contents) -> Item:
         if entry.record.machine.get("name") != HERE and entry.failure is None
     ]
     whole = [entry for entry in entries if entry.study == "fig9"]
-    chosen: list[Entry] = whole or entries
+    chosen: list[StoreEntry] = whole or entries
     counts = {one.kind: one for one in charts_populations.server_counts(chosen)}
     figure = charts_populations.draw_counts("fig9", list(counts.values()))
     checks = Checks()

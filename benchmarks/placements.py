@@ -26,7 +26,7 @@ from rowstead.spec.machine import Machine
 from rowstead.spec.placement import Placement
 from rowstead.stores.build import mean_ids_of, memories_of
 from rowstead.study.calibration.caches import steady_s
-from rowstead.study.calibration.steady_state import Drawn, settled, turn_s
+from rowstead.study.calibration.steady_state import Drawn, run_to_steady_state, turn_s
 from rowstead.study.calibration.steps import Shape, Steps
 
 NUM_CASES, NUM_QUICK = {"cpu": 20, "cuda": 12}, 2
@@ -142,7 +142,9 @@ class Case:
                     for one in placement.tables
                 }
                 kept = max(shares.values(), default=0.0)
-                steps = settled(self.shape, self.device, placement=rules, kept_share=kept, folder=self.folder, drawn=drawn)
+                steps = run_to_steady_state(
+                    self.shape, self.device, placement=rules, kept_share=kept, folder=self.folder, drawn=drawn
+                )
                 found.append(Placed(name, predicted_s, steps))
             yield found
         finally:

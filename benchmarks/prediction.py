@@ -50,7 +50,7 @@ from rowstead.spec.catalogue import load_machine, load_software, machine_text
 from rowstead.spec.machine import Machine
 from rowstead.study.calibration.calibrate import calibrate
 from rowstead.study.calibration.fit import parts_of
-from rowstead.study.calibration.machine_speed import Pace
+from rowstead.study.calibration.machine_speed import MachineSpeed
 from rowstead.study.calibration.steps import Shape, Steps, StepTime
 from rowstead.training.build import granted_cores
 
@@ -108,7 +108,7 @@ class Measured:
     cores_used_by_others: float
 
 
-def measured(shape: Shape, device: torch.device, seconds: float, pace: Pace | None) -> Measured:
+def measured(shape: Shape, device: torch.device, seconds: float, pace: MachineSpeed | None) -> Measured:
     """Train a model for so long."""
     steps = Steps.of(shape, device, pace=pace)
     with OtherLoad() as others:
@@ -202,7 +202,7 @@ def _parts_row(shape: Shape, machine: Machine, phases_s: dict[str, float]) -> di
 
 
 def fleet_rows(
-    fleets: Sequence[FleetShape], machine: Machine, pace: Pace | None, *, is_quick: bool, tell: Callable[[str], Any]
+    fleets: Sequence[FleetShape], machine: Machine, pace: MachineSpeed | None, *, is_quick: bool, tell: Callable[[str], Any]
 ) -> list[dict[str, Any]]:
     """A row for each model that a fleet trains."""
     found: list[list[FleetTime]] = [[] for _ in fleets]
@@ -299,7 +299,7 @@ def main() -> None:
     shapes = random_shapes(options.device, count - num_fleets, options.seed)
     fleets = random_fleets(num_fleets, options.seed)
     timings = machine.software.cpu_timings if machine.software is not None else None
-    pace = Pace(timings.pace_s) if options.device == "cpu" and timings is not None and timings.pace_s else None
+    pace = MachineSpeed(timings.pace_s) if options.device == "cpu" and timings is not None and timings.pace_s else None
     found: list[list[Measured]] = [[] for _ in shapes]
     for number in range(num_passes):
         for place, shape in enumerate(shapes):

@@ -47,7 +47,7 @@ from rowstead.records.usage import usable_cores
 from rowstead.spec.data import DataSpec, ParquetSpec
 from rowstead.spec.run import RunSpec, load_recipe
 from rowstead.training.build import build_model, open_sources
-from rowstead.training.progress import Silent
+from rowstead.training.progress import NoProgress
 from rowstead.training.step import Stepper
 
 
@@ -134,7 +134,7 @@ def read_samples_per_s(run: RunSpec, num_samples: int) -> float:
     raise AssertionError("epochs do not end")
 
 
-class Listening(Silent):
+class Listening(NoProgress):
     """Keeps what a run says about its reading."""
 
     told = ""
@@ -154,7 +154,7 @@ def measure(model: Model, log: ParquetSpec, device: str, options: Any, num_sampl
         give_back_gpu_memory()
         read = read_samples_per_s(run, num_samples // 4)
         for turn in range(num_turns):
-            outcomes.append(rowstead.train(run, out=folder / str(turn), watcher=listening).outcome)
+            outcomes.append(rowstead.train(run, out=folder / str(turn), callback=listening).outcome)
             give_back_gpu_memory()
             steps.append(step_samples_per_s(model, device, options.quick))
             give_back_gpu_memory()

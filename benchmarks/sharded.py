@@ -37,7 +37,7 @@ import torch
 from benchmarks.harness import OtherLoad, arguments, chosen, noise_of, publish
 from rowstead.data.batch import Batch, Sparse
 from rowstead.distributed.launch import environment
-from rowstead.distributed.process_group import Channel, TorchChannel, Traffic
+from rowstead.distributed.process_group import ProcessGroup, TorchProcessGroup, Traffic
 from rowstead.distributed.sharded_store import ShardedStore
 from rowstead.distributed.sharding import Shard, column_ranges, plan_shards, row_ranges
 from rowstead.kernels.layout import Layout, layout_of
@@ -46,7 +46,7 @@ from rowstead.spec.features import DenseFeatureSpec, FeaturesSpec, SparseFeature
 from rowstead.spec.model import ModelSpec
 from rowstead.spec.train import SparseOptimizerSpec, TrainSpec
 from rowstead.stores.device import DeviceStore
-from rowstead.training.prefetch import announced
+from rowstead.training.prefetch import prefetch_rows
 from rowstead.training.sharded_step import WIRE_DTYPES
 from rowstead.training.step import Stepper
 
@@ -113,37 +113,37 @@ CASES = (
 
 def least_bytes(case: Case, batch: Batch, num_parameters: int) -> float:
     """The least that all processes together can send for one step on `batch`; the formula is above."""
-    layout, world = case.layout, WORLD
+    layout, world_size = case.layout, WORLD
     element = 4 if case.wire == "fp32" else 2
-    plan = plan_shards(layout, case.shards_by_name, world)
-    sums = 2 * (world - 1) * element  # of all processes together, for each number that is added up
+    plan = plan_shards(layout, case.shards_by_name, world_size)
+    sums = 2 * (world_size - 1) * element  # of all processes together, for each number that is added up
     total = float(sums * num_parameters)
     for place, table in enumerate(layout.tables):
         shard = plan.shards[place]
         if shard == "replicate":
-            total += 2 * (world - 1) * 4 * table.num_elements
+            total += 2 * (world_size - 1) * 4 * table.num_elements
             continue
         if shard == "column":
             own = batch.sparse
             used = own.ids[own.offsets[place * case.batch_size] : own.offsets[(place + 1) * case.batch_size]]
-            total += 2 * (world - 1) * 4 * used.unique().numel()
-        for rank in range(world):
-            sparse = batch.share(rank, world).sparse
+            total += 2 * (world_size - 1) * 4 * used.unique().numel()
+        for rank in range(world_size):
+            sparse = batch.share(rank, world_size).sparse
             count = sparse.num_samples
             bounds = sparse.offsets[place * count : (place + 1) * count + 1]
             ids = sparse.ids[bounds[0] : bounds[-1]]
             bag_of = torch.repeat_interleave(torch.arange(count), bounds.diff())
-            for owner in range(world):
+            for owner in range(world_size):
                 if owner == rank:
                     continue
                 columns, asked = table.width, torch.ones_like(ids, dtype=torch.bool)
                 if shard == "table":
                     asked &= any(piece.table == place for piece in plan.pieces[owner])
                 elif shard == "row":
-                    first, last = row_ranges(table.num_rows, world)[owner]
+                    first, last = row_ranges(table.num_rows, world_size)[owner]
                     asked = (ids >= first) & (ids < last)
                 else:
-                    start, stop = column_ranges(table.width, world)[owner]
+                    start, stop = column_ranges(table.width, world_size)[owner]
                     columns = stop - start
                 if not asked.any():
                     continue
@@ -157,18 +157,18 @@ def least_bytes(case: Case, batch: Batch, num_parameters: int) -> float:
 def worker(case: Case, num_steps: int, num_warmups: int) -> dict[str, Any] | None:
     """One process's part; the first returns what all measured."""
     torch.set_num_threads(1)
-    channel = TorchChannel.join(torch.device("cpu"), takes_times=True)
-    stepper = _stepper(case, channel)
+    process_group = TorchProcessGroup.join(torch.device("cpu"), takes_times=True)
+    stepper = _stepper(case, process_group)
     # Some more than are trained on: ids travel ahead, and those of as many batches have to be counted.
     whole = [case.draw(number) for number in range(num_warmups + num_steps + 4)]
-    batches = [batch.share(channel.rank, WORLD) for batch in whole]
+    batches = [batch.share(process_group.rank, WORLD) for batch in whole]
     store = stepper.model.store
     items = ((batch, batch, {}) for batch in batches)
     seconds, others, loopback = [], OtherLoad(), 0
-    for number, (_, batch, _) in enumerate(announced(items, store), start=1):
+    for number, (_, batch, _) in enumerate(prefetch_rows(items, store), start=1):
         if number == num_warmups + 1:
-            channel.barrier()
-            channel.traffic = Traffic()
+            process_group.barrier()
+            process_group.traffic = Traffic()
             others.__enter__()
             loopback = _loopback_bytes()
         start_s = time.perf_counter()
@@ -177,14 +177,14 @@ def worker(case: Case, num_steps: int, num_warmups: int) -> dict[str, Any] | Non
             seconds.append(time.perf_counter() - start_s)
         if number == num_warmups + num_steps:
             break
-    traffic = dataclasses.asdict(channel.traffic)
-    channel.barrier()
+    traffic = dataclasses.asdict(process_group.traffic)
+    process_group.barrier()
     loopback = _loopback_bytes() - loopback
     others.__exit__()
-    told = channel.gather(traffic)
+    told = process_group.gather(traffic)
     num_parameters = sum(parameter.numel() for parameter in stepper.model.net.parameters())
-    channel.close()
-    if channel.rank:
+    process_group.close()
+    if process_group.rank:
         return None
     measured = whole[num_warmups : num_warmups + num_steps]
     least = sum(least_bytes(case, batch, num_parameters) for batch in measured) / num_steps
@@ -205,17 +205,17 @@ def worker(case: Case, num_steps: int, num_warmups: int) -> dict[str, Any] | Non
     }
 
 
-def _stepper(case: Case, channel: Channel) -> Stepper:
+def _stepper(case: Case, process_group: ProcessGroup) -> Stepper:
     spec = TrainSpec(batch_size=case.batch_size, wire=case.wire)  # type: ignore[arg-type]
 
     def make(layout: Layout, optimizer: SparseOptimizerSpec | None) -> DeviceStore:
         return DeviceStore(layout, optimizer, check=False)
 
     wire = WIRE_DTYPES[case.wire]
-    store = ShardedStore(case.layout, spec.sparse_optimizer, case.shards_by_name, channel, make, wire=wire, check=False)
+    store = ShardedStore(case.layout, spec.sparse_optimizer, case.shards_by_name, process_group, make, wire=wire, check=False)
     torch.manual_seed(1)
     model = DLRM(ModelSpec(width=case.width, bottom=(512, 256), top=(512, 256)), case.features, store)
-    return Stepper(model, spec, total_steps=10_000, channel=channel)
+    return Stepper(model, spec, total_steps=10_000, process_group=process_group)
 
 
 def _loopback_bytes() -> int:

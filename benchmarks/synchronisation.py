@@ -27,7 +27,7 @@ import torch
 from benchmarks.harness import publish
 from benchmarks.seeds import over_seeds, seed_arguments, seeds_of
 from rowstead.data.batch import Batch
-from rowstead.fleet.dense_server_state import CentreState, LocalCentre
+from rowstead.fleet.dense_server_state import DenseServerState, LocalDenseServer
 from rowstead.nn.dlrm import DLRM
 from rowstead.spec.run import RunSpec, load_recipe
 from rowstead.spec.sync import SyncSpec
@@ -120,14 +120,14 @@ class Problem:
     def train_together(self, num_trainers: int, sync: SyncSpec) -> float:
         """Trainers that share rows and meet at a centre."""
         batches = self.batches(BATCH)
-        first, state, feed = self.model(), CentreState(), Feed(batches)
+        first, state, feed = self.model(), DenseServerState(), Feed(batches)
         models = [first, *(replica_of(first, first.store) for _ in range(num_trainers - 1))]
         steppers = [self.stepper(model, len(batches)) for model in models]
         errors: list[BaseException] = []
 
         def trainer(place: int) -> None:
             try:
-                centre = LocalCentre(state, f"trainer-{place}")
+                centre = LocalDenseServer(state, f"trainer-{place}")
                 (policy,) = policies_for(sync, lambda _: centre, num_trainers=num_trainers)
                 steppers[place].follow(policy)
                 _train(steppers[place], feed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from rowstead.spec.catalogue import load_machine, load_software
-from rowstead.spec.curve import Axis, Curve
+from rowstead.spec.curve import Curve, CurveAxis
 from rowstead.spec.machine import Machine
 from rowstead.spec.sharing import MessageCost, Sharing
 from rowstead.spec.timings import InStep, LayerTimes, Timings
@@ -14,10 +14,10 @@ from rowstead.spec.timings import InStep, LayerTimes, Timings
 def curve(per_unit_s: float, *names: str, grows: bool = True) -> Curve:
     """Seconds in proportion to all sizes; those within which rows are cost twice as much when they are a thousand times more."""
     if not grows:
-        within = Axis(name="within_bytes", sizes=(1e6, 1e9), grows=False)
-        rows = Axis(name="row_bytes", sizes=(64.0, 512.0))
+        within = CurveAxis(name="within_bytes", sizes=(1e6, 1e9), grows=False)
+        rows = CurveAxis(name="row_bytes", sizes=(64.0, 512.0))
         return Curve(axes=(within, rows), seconds=tuple(per_unit_s * f * b for f in (1, 2) for b in (64, 512)))
-    return Curve(axes=tuple(Axis(name=name, sizes=(1.0,)) for name in names), seconds=(per_unit_s,))
+    return Curve(axes=tuple(CurveAxis(name=name, sizes=(1.0,)) for name in names), seconds=(per_unit_s,))
 
 
 def timings(*, has_plan: bool = False) -> Timings:

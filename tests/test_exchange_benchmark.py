@@ -12,7 +12,7 @@ from rowstead.distributed.sharding import piece_layout
 from rowstead.fleet.remote_store import RemoteStore
 from rowstead.fleet.rpc_client import Client
 from rowstead.fleet.sparse_server import SparseServer
-from rowstead.fleet.table_shard import KeptRows
+from rowstead.fleet.table_shard import TableShard
 from rowstead.spec.train import SparseOptimizerSpec
 
 SMALL = Shape("small", 6, 500, 4, 40, num_servers=2, width=16)
@@ -21,7 +21,8 @@ SMALL = Shape("small", 6, 500, 4, 40, num_servers=2, width=16)
 def test_bytes_of_a_look_up_and_an_update_are_those_of_ids_vectors_and_gradients() -> None:
     layout, optimizer = SMALL.layout, SparseOptimizerSpec()
     servers = [
-        SparseServer(KeptRows(piece_layout(layout, SMALL.partition.pieces_of(layout, n)), optimizer)).start() for n in range(2)
+        SparseServer(TableShard(piece_layout(layout, SMALL.partition.pieces_of(layout, n)), optimizer)).start()
+        for n in range(2)
     ]
     clients: list[Client] = []
 

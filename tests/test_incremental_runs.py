@@ -37,9 +37,9 @@ def test_a_run_that_was_stopped_at_increments_ends_at_the_same_weights_bit_for_b
     )
     straight = train(small_spec(*changes), out=tmp_path / "straight")
     spec = small_spec(*changes, *INCREMENTAL, "train.keep_checkpoints=9")
-    stopped = train(spec, out=tmp_path / "stopped", watcher=Listening(stop_after=37))
+    stopped = train(spec, out=tmp_path / "stopped", callback=Listening(stop_after=37))
     assert kinds_in(stopped.folder) == {10: 0, 20: 1, 30: 2, 37: 3}
-    resume(str(stopped.folder), watcher=Listening(stop_after=45, by=signal.SIGTERM))
+    resume(str(stopped.folder), callback=Listening(stop_after=45, by=signal.SIGTERM))
     assert kinds_in(stopped.folder) == {10: 0, 20: 1, 30: 2, 37: 3, 40: 0, 45: 1}
     ended = resume(str(stopped.folder))
     assert_same_weights(straight.folder, ended.folder)
@@ -50,11 +50,11 @@ def test_a_run_that_was_stopped_at_increments_ends_at_the_same_weights_bit_for_b
 def test_a_damaged_increment_is_named_and_the_run_goes_on_from_the_one_before(tmp_path: Path) -> None:
     straight = train(small_spec("train.max_steps=60"), out=tmp_path / "straight")
     spec = small_spec("train.max_steps=60", *INCREMENTAL)
-    stopped = train(spec, out=tmp_path / "stopped", watcher=Listening(stop_after=35))
+    stopped = train(spec, out=tmp_path / "stopped", callback=Listening(stop_after=35))
     newest = stopped.folder / "checkpoints" / "step-000000035"
     truncate(newest / "shard-00000.safetensors")
     listening = Listening()
-    ended = resume(str(stopped.folder), watcher=listening)
+    ended = resume(str(stopped.folder), callback=listening)
     assert any(str(newest) in text and "trying the one before" in text for text in listening.messages)
     assert f"resuming {stopped.folder} after step 30" in listening.messages
     assert_same_weights(straight.folder, ended.folder)
@@ -141,7 +141,7 @@ def test_on_a_criteo_like_log_increments_are_a_fifth_of_full_ones_at_most_and_re
 def test_a_run_resumed_from_rounded_rows_is_as_good(tmp_path: Path, encoding: str) -> None:
     plain = train(small_spec("train.max_steps=100"), out=tmp_path / "plain")
     spec = small_spec("train.max_steps=100", *INCREMENTAL, f"train.checkpoint_format={encoding}")
-    stopped = train(spec, out=tmp_path / "run", watcher=Listening(stop_after=35))
+    stopped = train(spec, out=tmp_path / "run", callback=Listening(stop_after=35))
     assert kinds_in(stopped.folder)[35] == 3
     ended = resume(str(stopped.folder))
     assert figures_of(ended)["ne"] == pytest.approx(figures_of(plain)["ne"], rel=2e-3)

@@ -22,7 +22,7 @@ from rowstead.stores.device import DeviceStore
 from rowstead.stores.host import HostStore
 from rowstead.stores.mixed import MixedStore, layout_for
 from rowstead.stores.ssd import FileRows, initial_in
-from rowstead.training.prefetch import announced
+from rowstead.training.prefetch import prefetch_rows
 from rowstead.training.step import Stepper
 
 NUM_STEPS, BATCH = 100, 32
@@ -96,7 +96,7 @@ def trained(make: Callable[[SparseOptimizerSpec], EmbeddingStore], kind: str, dt
     model = DLRM(ModelSpec(width=8, bottom=(8,), top=(8,)), FEATURES, make(optimizer)).to(dtype)
     stepper = Stepper(model, TrainSpec(sparse_optimizer=optimizer), total_steps=NUM_STEPS)
     items = ((batch, batch, {}) for batch in batches(dtype))
-    losses = [stepper.step(batch, number) for number, (_, batch, _) in enumerate(announced(items, model.store), start=1)]
+    losses = [stepper.step(batch, number) for number, (_, batch, _) in enumerate(prefetch_rows(items, model.store), start=1)]
     return losses, model
 
 

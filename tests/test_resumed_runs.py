@@ -54,14 +54,14 @@ def test_a_run_that_was_stopped_twice_ends_at_the_same_weights_bit_for_bit(
 ) -> None:
     spec = spec_of("train.epochs=2", "train.max_steps=150", "train.schedule={warmup_steps: 20, decay: cosine}")
     straight = train(spec, out=tmp_path / "straight")
-    stopped = train(spec, out=tmp_path / "stopped", watcher=Listening(stop_after=37))
+    stopped = train(spec, out=tmp_path / "stopped", callback=Listening(stop_after=37))
     assert (stopped.outcome.ending, stopped.outcome.position.step) == ("interrupted", 37)
     assert stopped.record is None
     assert not (stopped.folder / "record.json").exists()
-    again = resume(str(stopped.folder), watcher=Listening(stop_after=120, by=signal.SIGTERM))
+    again = resume(str(stopped.folder), callback=Listening(stop_after=120, by=signal.SIGTERM))
     assert (again.outcome.ending, again.outcome.position.step) == ("interrupted", 120)
     listening = Listening()
-    ended = resume(str(stopped.folder), watcher=listening)
+    ended = resume(str(stopped.folder), callback=listening)
     assert ended.outcome.ending == "finished"
     assert f"resuming {stopped.folder} after step 120" in listening.messages
     assert listening.steps[0].step == 121
@@ -72,11 +72,11 @@ def test_a_run_that_was_stopped_twice_ends_at_the_same_weights_bit_for_bit(
 def test_a_run_goes_on_in_another_placement_and_ends_at_the_same_weights_bit_for_bit(tmp_path: Path) -> None:
     spec = small_spec("train.max_steps=40")
     straight = train(spec, out=tmp_path / "straight")
-    train(spec, out=tmp_path / "stopped", watcher=Listening(stop_after=17))
+    train(spec, out=tmp_path / "stopped", callback=Listening(stop_after=17))
     (tmp_path / "rows").mkdir()
     on_disk = ("placement={'*': {where: ssd, cache_fraction: 0.1}}", f"memory.folder={tmp_path / 'rows'}")
     listening = Listening(stop_after=29)
-    resume(str(tmp_path / "stopped"), changes=on_disk, watcher=listening)
+    resume(str(tmp_path / "stopped"), changes=on_disk, callback=listening)
     kept = RunFolder.open(str(tmp_path / "stopped"), tmp_path).read_spec()
     assert kept.memory.folder == str(tmp_path / "rows")
     ended = resume(str(tmp_path / "stopped"), changes=("placement=auto",))
@@ -89,7 +89,7 @@ def test_a_run_goes_on_in_another_placement_and_ends_at_the_same_weights_bit_for
 def test_resuming_is_exact_with_every_sparse_optimizer(tmp_path: Path, sparse: str) -> None:
     spec = small_spec("train.max_steps=40", f"train.sparse_optimizer.kind={sparse}", "train.dense_optimizer.kind=adam")
     straight = train(spec, out=tmp_path / "straight")
-    train(spec, out=tmp_path / "stopped", watcher=Listening(stop_after=17))
+    train(spec, out=tmp_path / "stopped", callback=Listening(stop_after=17))
     assert_same_weights(straight.folder, resume(str(tmp_path / "stopped")).folder)
 
 
@@ -108,15 +108,15 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
 ) -> None:
     spec = small_spec("train.max_steps=60", "train.checkpoint_every=20")
     straight = train(spec, out=tmp_path / "straight")
-    stopped = train(spec, out=tmp_path / "stopped", watcher=Listening(stop_after=45))
+    stopped = train(spec, out=tmp_path / "stopped", callback=Listening(stop_after=45))
     newest = stopped.folder / "checkpoints" / "step-000000045"
     damage(newest / file)
     listening = Listening()
-    quality = evaluate(str(stopped.folder), watcher=listening)
+    quality = evaluate(str(stopped.folder), callback=listening)
     assert quality.num_samples == 2000
     assert any(str(newest) in text and "trying the one before" in text for text in listening.messages)
     listening = Listening()
-    ended = resume(str(stopped.folder), watcher=listening)
+    ended = resume(str(stopped.folder), callback=listening)
     assert any(str(newest) in text and "damaged" in text for text in listening.messages)
     assert f"resuming {stopped.folder} after step 40" in listening.messages
     assert_same_weights(straight.folder, ended.folder)
@@ -137,7 +137,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path: Path) -
     straight = train(spec, out=tmp_path / "straight")
     RunFolder.create_at(tmp_path / "killed").write_spec(spec)
     listening = Listening()
-    again = resume(str(tmp_path / "killed"), watcher=listening)
+    again = resume(str(tmp_path / "killed"), callback=listening)
     assert any("no checkpoint yet" in text for text in listening.messages)
     assert_same_weights(straight.folder, again.folder)
 
@@ -151,7 +151,7 @@ def test_a_warm_start_survives_a_death_before_the_first_checkpoint(tmp_path: Pat
             raise MemoryError("as good as killed")
 
     with pytest.raises(MemoryError):
-        train(spec, out=tmp_path / "warm", init_from=str(earlier.folder), watcher=Dying())
+        train(spec, out=tmp_path / "warm", init_from=str(earlier.folder), callback=Dying())
     straight = train(spec, out=tmp_path / "straight", init_from=str(earlier.folder))
     assert_same_weights(straight.folder, resume(str(tmp_path / "warm")).folder)
 
@@ -160,7 +160,7 @@ def test_resuming_a_run_that_stopped_early_trains_no_further(tmp_path: Path) -> 
     result = train(overfitting(), out=tmp_path / "run")
     before = tensors_in(result.folder)
     listening = Listening()
-    again = resume(str(result.folder), watcher=listening)
+    again = resume(str(result.folder), callback=listening)
     assert not listening.steps
     assert again.outcome.ending == "stopped early"
     assert again.quality == result.quality
@@ -169,7 +169,7 @@ def test_resuming_a_run_that_stopped_early_trains_no_further(tmp_path: Path) -> 
 
 def test_early_stopping_is_resumed_exactly(tmp_path: Path) -> None:
     straight = train(overfitting(), out=tmp_path / "straight")
-    train(overfitting(), out=tmp_path / "stopped", watcher=Listening(stop_after=straight.outcome.position.step - 15))
+    train(overfitting(), out=tmp_path / "stopped", callback=Listening(stop_after=straight.outcome.position.step - 15))
     ended = resume(str(tmp_path / "stopped"))
     assert ended.outcome.ending == "stopped early"
     assert ended.outcome.position.step == straight.outcome.position.step

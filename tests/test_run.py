@@ -48,7 +48,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_early_stopping_takes_back_the_best_weights(tmp_path: Path) -> None:
     listening = Listening()
-    result = train(overfitting(), out=tmp_path / "run", watcher=listening)
+    result = train(overfitting(), out=tmp_path / "run", callback=listening)
     assert result.outcome.ending == "stopped early"
     assert result.outcome.position.step < 500
     evaluations = [event for event in read_events(result.folder / "events.jsonl") if event["kind"] == "evaluation"]
@@ -66,8 +66,8 @@ def test_a_warm_start_begins_with_the_weights_of_the_earlier_run(tmp_path: Path)
     first = train(small_spec("name=first"), root=tmp_path)
     cold, warm = Listening(), Listening()
     other = small_spec("name=second", "data.synth.seed=1", "train.max_steps=1")
-    train(other, root=tmp_path, watcher=cold)
-    train(other, root=tmp_path, watcher=warm, init_from=first.folder.name)
+    train(other, root=tmp_path, callback=cold)
+    train(other, root=tmp_path, callback=warm, init_from=first.folder.name)
     assert warm.steps[0].loss < 0.9 * cold.steps[0].loss
 
 
@@ -113,7 +113,7 @@ def test_training_ends_after_max_steps_or_all_epochs_whichever_comes_first(tmp_p
 
 def test_the_event_file_tells_the_history_of_a_run(tmp_path: Path) -> None:
     spec = small_spec("train.max_steps=30", "train.log_every=10", "train.eval_every=15", "train.checkpoint_every=20")
-    result = train(spec, out=tmp_path / "run", watcher=Listening(stop_after=25))
+    result = train(spec, out=tmp_path / "run", callback=Listening(stop_after=25))
     resume(str(result.folder))
     events = read_events(result.folder / "events.jsonl")
     history = [(event["kind"], event["step"]) for event in events]
@@ -278,14 +278,14 @@ def test_skipped_rows_are_counted_and_reported(tmp_path: Path, log: Path) -> Non
     bad = _with_columns(log, tmp_path / "log", spoiled)
     num_files = len(list(bad.glob("train-*.parquet")))
     listening = Listening()
-    result = train(parquet_spec(bad, "data.parquet.on_bad_row=skip"), out=tmp_path / "run", watcher=listening)
+    result = train(parquet_spec(bad, "data.parquet.on_bad_row=skip"), out=tmp_path / "run", callback=listening)
     assert result.outcome.position.num_samples == 6400 - 3 * num_files
     assert f"left out {3 * num_files} bad rows while reading the training split (on_bad_row: skip)" in listening.messages
     assert result.record is not None
     assert result.record.figures["num_rows_skipped"] == 3 * num_files
     assert any("evaluation split" in text for text in listening.messages)
     listening = Listening()
-    evaluate(str(result.folder), watcher=listening)
+    evaluate(str(result.folder), callback=listening)
     assert any(text.startswith("left out") for text in listening.messages)
 
 
@@ -332,7 +332,7 @@ def test_a_run_leaves_the_random_state_threads_and_signals_of_its_process_alone(
     torch.manual_seed(3)
     state, threads = torch.random.get_rng_state(), torch.get_num_threads()
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    train(small_spec("train.max_steps=2"), out=tmp_path / "run", watcher=Listening(stop_after=1))
+    train(small_spec("train.max_steps=2"), out=tmp_path / "run", callback=Listening(stop_after=1))
     assert torch.equal(torch.random.get_rng_state(), state)
     assert torch.get_num_threads() == threads
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from rowstead.distributed import job
-from rowstead.distributed.process_group import Channel, opened_channel
+from rowstead.distributed.process_group import ProcessGroup, open_process_group
 from rowstead.plan.predict import record_of as predicted_record
-from rowstead.plan.predict_run import compared_text, foretold
+from rowstead.plan.predict_run import compared_text, predict_run
 from rowstead.records.events import EventLog
 from rowstead.records.files import write_atomic
 from rowstead.records.run_folder import DEFAULT_ROOT, RunFolder
@@ -28,26 +28,26 @@ from rowstead.spec.parse import digest, to_plain
 from rowstead.spec.placement import Placement
 from rowstead.spec.record import Record, date_now
 from rowstead.spec.run import RunSpec, check_moves, load_recipe
-from rowstead.stores.build import measured_machine, unused_machine
+from rowstead.stores.build import measured_machine, unused_machine_warning
 from rowstead.training import checkpoint
 from rowstead.training.build import (
     Sources,
+    bf16_fallback,
     build_model,
-    checked_sources,
+    check_sources,
     device_of,
-    fp32_instead,
+    ignored_settings,
     open_sources,
-    planned,
-    shared_sources,
+    plan_placement,
+    set_threads,
+    share_sources,
     shown_kernel,
-    threads_of,
-    unheeded,
 )
-from rowstead.training.checkpoint_changes import Changes
+from rowstead.training.checkpoint_changes import CheckpointChanges
 from rowstead.training.hogwild import HogwildStepper
-from rowstead.training.loop import Loop, Outcome, Position
+from rowstead.training.loop import Loop, Position, TrainOutcome
 from rowstead.training.metrics import Quality
-from rowstead.training.progress import Silent, Watcher
+from rowstead.training.progress import NoProgress, ProgressCallback
 from rowstead.training.step import Stepper, load_model
 from rowstead.training.trained import architecture, check_same_model, transforms_in
 
@@ -57,7 +57,7 @@ class Result:
     """What `train` returns: where the run is, how it ended and what it measured."""
 
     folder: Path
-    outcome: Outcome
+    outcome: TrainOutcome
     record: Record | None
     """Absent when the run was interrupted, and in all processes of a job but the first."""
 
@@ -72,7 +72,7 @@ def train(
     root: Path | str = DEFAULT_ROOT,
     out: Path | str | None = None,
     init_from: str | None = None,
-    watcher: Watcher | None = None,
+    callback: ProgressCallback | None = None,
     profile: bool = False,
 ) -> Result:
     """Train a model from a spec, a recipe's name or a recipe's path, into a new folder under `root` or at `out`.
@@ -86,37 +86,37 @@ def train(
             "this recipe has a fleet: train it with `rowstead train`, or `rowstead.fleet.coordinator.train_fleet`"
         )
     device = device_of(spec)
-    with opened_channel(device) as channel:
-        watcher = watcher if watcher is not None and channel.rank == 0 else Silent()
-        if (started := job.folder_of_restarted(channel, spec, root, out)) is not None:
+    with open_process_group(device) as process_group:
+        callback = callback if callback is not None and process_group.rank == 0 else NoProgress()
+        if (started := job.find_restarted_folder(process_group, spec, root, out)) is not None:
             return _resume(
-                started, started.read_spec(), channel, device, watcher, profile=profile, init_from=init_from, root=root
+                started, started.read_spec(), process_group, device, callback, profile=profile, init_from=init_from, root=root
             )
-        if out is not None and channel.rank == 0:
+        if out is not None and process_group.rank == 0:
             RunFolder.check_free(out)
-        initial = _initial(init_from, root, channel, watcher)
+        initial = _initial(init_from, root, process_group, callback)
         sources = open_sources(spec, id_kinds=initial.facts["id_kinds"] if initial is not None else None)
-        with threads_of(spec):
-            stepper, placement = _stepper(spec, sources, device, channel)
+        with set_threads(spec):
+            stepper, placement = _stepper(spec, sources, device, process_group)
             if initial is not None:
                 _take_over(initial, spec, stepper)
                 initial = None  # closes its files
-            folder = job.agreed_folder(
-                channel, lambda: RunFolder.create(root, spec.name) if out is None else RunFolder.create_at(out)
+            folder = job.agree_on_folder(
+                process_group, lambda: RunFolder.create(root, spec.name) if out is None else RunFolder.create_at(out)
             )
-            with job.held(folder, channel):
-                if channel.rank == 0:
+            with job.hold_folder(folder, process_group):
+                if process_group.rank == 0:
                     folder.write_spec(spec)
-                    job.mark(folder)
+                    job.mark_folder(folder)
                 return _drive(
                     spec,
                     stepper,
                     sources,
                     folder,
                     device,
-                    watcher,
+                    callback,
                     placement=placement,
-                    channel=channel,
+                    process_group=process_group,
                     position=None,
                     save_first=init_from is not None,
                     profile=profile,
@@ -128,7 +128,7 @@ def resume(
     *,
     changes: Sequence[str] = (),
     root: Path | str = DEFAULT_ROOT,
-    watcher: Watcher | None = None,
+    callback: ProgressCallback | None = None,
     profile: bool = False,
 ) -> Result:
     """Go on with a run from its newest good checkpoint, as if it had never stopped.
@@ -141,46 +141,46 @@ def resume(
     if spec.fleet is not None:
         raise RowsteadError(f"{folder.path} is a fleet's run: go on with `rowstead train --resume {folder.path}`")
     device = device_of(spec)
-    with opened_channel(device) as channel:
-        watcher = watcher if watcher is not None and channel.rank == 0 else Silent()
-        return _resume(folder, spec, channel, device, watcher, profile=profile)
+    with open_process_group(device) as process_group:
+        callback = callback if callback is not None and process_group.rank == 0 else NoProgress()
+        return _resume(folder, spec, process_group, device, callback, profile=profile)
 
 
 def _resume(
     folder: RunFolder,
     spec: RunSpec,
-    channel: Channel,
+    process_group: ProcessGroup,
     device: torch.device,
-    watcher: Watcher,
+    callback: ProgressCallback,
     *,
     profile: bool,
     init_from: str | None = None,
     root: Path | str = DEFAULT_ROOT,
 ) -> Result:
     """`init_from` is what the run began with, in case that it has no checkpoint yet."""
-    with job.held(folder, channel):
+    with job.hold_folder(folder, process_group):
         saved = initial = None
-        if channel.gather(bool(checkpoint.checkpoints_in(folder.checkpoints)))[0]:
-            saved = checkpoint.load_latest(folder.checkpoints, watcher.on_message, channel=channel)
+        if process_group.gather(bool(checkpoint.checkpoints_in(folder.checkpoints)))[0]:
+            saved = checkpoint.load_latest(folder.checkpoints, callback.on_message, process_group=process_group)
             check_same_model(spec, saved)
         else:
-            initial = _initial(init_from, root, channel, watcher)
+            initial = _initial(init_from, root, process_group, callback)
         learned = (transforms_in(saved), saved.facts["id_kinds"]) if saved is not None else ()
         sources = open_sources(spec, *learned)
-        with threads_of(spec):
-            stepper, placement = _stepper(spec, sources, device, channel)
+        with set_threads(spec):
+            stepper, placement = _stepper(spec, sources, device, process_group)
             if initial is not None:
                 _take_over(initial, spec, stepper)
             position, changes = None, None
             if saved is None:
-                watcher.on_message(f"{folder.path} has no checkpoint yet: starting at the first step")
+                callback.on_message(f"{folder.path} has no checkpoint yet: starting at the first step")
             else:
                 stepper.load_state(saved.tensors)
                 position = Position(**saved.facts["position"])
-                watcher.on_message(f"resuming {folder.path} after step {position.step:,}")
-                changes = Changes(spec.train, stepper.model.store.tables, saved)
+                callback.on_message(f"resuming {folder.path} after step {position.step:,}")
+                changes = CheckpointChanges(spec.train, stepper.model.store.tables, saved)
                 saved = None  # closes its files
-            if channel.rank == 0:
+            if process_group.rank == 0:
                 if spec != folder.read_spec():
                     folder.write_spec(spec)
                 with EventLog(folder.events_file) as events:
@@ -191,9 +191,9 @@ def _resume(
                 sources,
                 folder,
                 device,
-                watcher,
+                callback,
                 placement=placement,
-                channel=channel,
+                process_group=process_group,
                 position=position,
                 changes=changes,
                 save_first=initial is not None,
@@ -201,11 +201,13 @@ def _resume(
             )
 
 
-def _initial(init_from: str | None, root: Path | str, channel: Channel, watcher: Watcher) -> checkpoint.Checkpoint | None:
+def _initial(
+    init_from: str | None, root: Path | str, process_group: ProcessGroup, callback: ProgressCallback
+) -> checkpoint.Checkpoint | None:
     """The newest checkpoint of the run to begin with, if there is one."""
     if init_from is None:
         return None
-    return checkpoint.load_latest(RunFolder.open(init_from, root).checkpoints, watcher.on_message, channel=channel)
+    return checkpoint.load_latest(RunFolder.open(init_from, root).checkpoints, callback.on_message, process_group=process_group)
 
 
 def _take_over(initial: checkpoint.Checkpoint, spec: RunSpec, stepper: Stepper) -> None:
@@ -213,16 +215,16 @@ def _take_over(initial: checkpoint.Checkpoint, spec: RunSpec, stepper: Stepper) 
     load_model(stepper.model, initial.tensors, with_optimizer=False)
 
 
-def _stepper(spec: RunSpec, sources: Sources, device: torch.device, channel: Channel) -> tuple[Stepper, Placement]:
-    placement = planned(spec, device, channel=channel)
+def _stepper(spec: RunSpec, sources: Sources, device: torch.device, process_group: ProcessGroup) -> tuple[Stepper, Placement]:
+    placement = plan_placement(spec, device, process_group=process_group)
     per_epoch = math.ceil(sources.train.num_samples / spec.train.batch_size)
     total_steps = min(spec.train.epochs * per_epoch, spec.train.max_steps or math.inf)
-    model = build_model(spec, device, trains=True, channel=channel, placement=placement)
+    model = build_model(spec, device, trains=True, process_group=process_group, placement=placement)
     if (num_threads := spec.train.sync.hogwild_threads) > 1:
-        if channel.world > 1:
+        if process_group.world_size > 1:
             raise RowsteadError("train.sync.hogwild_threads: processes that step together have one thread each; leave it out")
         return HogwildStepper(model, spec.train, total_steps=int(total_steps), num_threads=num_threads), placement
-    return Stepper(model, spec.train, total_steps=int(total_steps), channel=channel), placement
+    return Stepper(model, spec.train, total_steps=int(total_steps), process_group=process_group), placement
 
 
 def _drive(
@@ -231,31 +233,31 @@ def _drive(
     sources: Sources,
     folder: RunFolder,
     device: torch.device,
-    watcher: Watcher,
+    callback: ProgressCallback,
     *,
     placement: Placement,
-    channel: Channel,
+    process_group: ProcessGroup,
     position: Position | None,
-    changes: Changes | None = None,
+    changes: CheckpointChanges | None = None,
     save_first: bool = False,
     profile: bool = False,
 ) -> Result:
     """Run the loop to its end and keep what it came to; `save_first` keeps weights that no seed could give back."""
     store: Any = stepper.model.store  # every store that `parts` makes has a layout and says which kernels it runs
-    sources = shared_sources(sources, channel)
+    sources = share_sources(sources, process_group)
     if spec.check_ids:
-        sources = checked_sources(sources, store.layout)
-    if channel.world > 1:
-        watcher.on_message(f"{channel.world} processes, each with its share of every batch")
+        sources = check_sources(sources, store.layout)
+    if process_group.world_size > 1:
+        callback.on_message(f"{process_group.world_size} processes, each with its share of every batch")
     if store.tables:
-        watcher.on_message(f"kernels: {shown_kernel(store.kernel, device)}")
-        watcher.on_message(placement_text(placement, has_gpu=device.type == "cuda", world=channel.world))
-        if channel.rank == 0:
+        callback.on_message(f"kernels: {shown_kernel(store.kernel, device)}")
+        callback.on_message(placement_text(placement, has_gpu=device.type == "cuda", world_size=process_group.world_size))
+        if process_group.rank == 0:
             write_atomic(folder.path / "placement.json", json.dumps(to_plain(placement), indent=2) + "\n")
-    unused = unused_machine(device) if channel.world == 1 else None  # several processes are not predicted
-    for warning in (fp32_instead(spec, device), unheeded(spec, world=channel.world), unused):
+    unused = unused_machine_warning(device) if process_group.world_size == 1 else None  # several processes are not predicted
+    for warning in (bf16_fallback(spec, device), ignored_settings(spec, world_size=process_group.world_size), unused):
         if warning is not None:
-            watcher.on_message(warning)
+            callback.on_message(warning)
     facts = {
         "architecture": architecture(spec),
         "spec_digest": digest(spec),
@@ -272,44 +274,44 @@ def _drive(
             device=device,
             folder=folder.path,
             facts=facts,
-            watcher=watcher,
+            callback=callback,
             position=position,
-            should_stop=stop_asked.is_set,
+            stop_requested=stop_asked.is_set,
             profile=profile,
             changes=changes,
-            channel=channel,
+            process_group=process_group,
         )
         if save_first:
             loop.save()
         outcome = loop.run()
     record = None
-    if outcome.ending != "interrupted" and channel.rank == 0:
-        record = record_of(spec, outcome, device, store.kernel, usage.figures(), num_processes=channel.world)
+    if outcome.ending != "interrupted" and process_group.rank == 0:
+        record = record_of(spec, outcome, device, store.kernel, usage.figures(), num_processes=process_group.world_size)
         folder.write_record(record)
-        if channel.world == 1:
-            _compare(spec, placement, device, folder, record, watcher)
+        if process_group.world_size == 1:
+            _compare(spec, placement, device, folder, record, callback)
     if hasattr(store, "close"):
         store.close()
     return Result(folder=folder.path, outcome=outcome, record=record)
 
 
 def _compare(
-    spec: RunSpec, placement: Placement, device: torch.device, folder: RunFolder, record: Record, watcher: Watcher
+    spec: RunSpec, placement: Placement, device: torch.device, folder: RunFolder, record: Record, callback: ProgressCallback
 ) -> None:
     """Keep and tell what was predicted for this run, where this machine was measured with as many threads."""
     machine = measured_machine(device)
     if machine is None:
         return
-    prediction = foretold(spec, placement, machine)
+    prediction = predict_run(spec, placement, machine)
     if prediction is None or (line := compared_text(prediction, record)) is None:
         return
-    watcher.on_message(line)
+    callback.on_message(line)
     predicted = predicted_record(prediction, spec, date=record.date)
     write_atomic(folder.path / "predicted.json", json.dumps(to_plain(predicted)) + "\n")
 
 
 def record_of(
-    spec: RunSpec, outcome: Outcome, device: torch.device, kernel: str, used: dict[str, float], *, num_processes: int
+    spec: RunSpec, outcome: TrainOutcome, device: torch.device, kernel: str, used: dict[str, float], *, num_processes: int
 ) -> Record:
     figures: dict[str, float] = {"num_steps": outcome.position.step, "num_samples": outcome.position.num_samples}
     figures["train_s"] = outcome.position.train_s

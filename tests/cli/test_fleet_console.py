@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from rowstead.cli.fleet_console import LiveFleet, PlainFleet, cells, role_table, watching_fleet
+from rowstead.cli.fleet_console import LiveFleet, PlainFleet, cells, fleet_callback, role_table
 from rowstead.fleet.role_table import RoleRow, role_row
 from rowstead.fleet.role_usage import UsageReader
 from rowstead.training.progress import Progress
@@ -54,11 +54,11 @@ def test_a_role_that_is_not_at_work_says_so(tmp_path: Path) -> None:
 def test_a_fleet_is_shown_on_a_terminal_and_elsewhere(is_terminal: bool) -> None:
     console = Console(file=io.StringIO(), force_terminal=is_terminal, width=120)
     rows = [RoleRow(name="reader-0", state="ready", samples_per_s=12.0)]
-    with watching_fleet(console) as watcher:
-        assert isinstance(watcher, LiveFleet if is_terminal else PlainFleet)
-        watcher.on_roles(rows)
-        watcher.on_step(Progress(step=3, total_steps=9, num_samples=30, loss=0.5, samples_per_s=12.0, waiting_share=0.0))
-        watcher.on_message("hello")
+    with fleet_callback(console) as callback:
+        assert isinstance(callback, LiveFleet if is_terminal else PlainFleet)
+        callback.on_roles(rows)
+        callback.on_step(Progress(step=3, total_steps=9, num_samples=30, loss=0.5, samples_per_s=12.0, waiting_share=0.0))
+        callback.on_message("hello")
     said = console.file.getvalue()  # type: ignore[attr-defined]
     assert "hello" in said
     if is_terminal:

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rowstead.data.buffer_pool import ALIGNED_BYTES, SMALL_BYTES, Room
+from rowstead.data.buffer_pool import ALIGNED_BYTES, SMALL_BYTES, BufferPool
 
 LARGE = SMALL_BYTES // 8
 
@@ -19,7 +19,7 @@ def address(array):
 
 
 def test_memory_is_used_again_once_the_last_view_is_gone():
-    room = Room()
+    room = BufferPool()
     first = room.empty((LARGE, 2), np.float64)
     assert first.shape == (LARGE, 2)
     assert address(first) % ALIGNED_BYTES == 0
@@ -33,14 +33,14 @@ def test_memory_is_used_again_once_the_last_view_is_gone():
 
 
 def test_small_arrays_are_the_allocators():
-    room = Room()
+    room = BufferPool()
     assert room.empty((3, 4), np.float32).base is None
     assert room.empty((0,), np.int64).shape == (0,)
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(LARGE, 5 * LARGE)), max_size=40))
 def test_no_two_arrays_overlap_and_memory_is_bounded_by_what_was_in_use(asked):
-    room, held, most = Room(), {}, 0
+    room, held, most = BufferPool(), {}, 0
     for place, size in asked:
         held.pop(place, None)
         held[place] = room.empty((size,), np.int64)
@@ -52,7 +52,7 @@ def test_no_two_arrays_overlap_and_memory_is_bounded_by_what_was_in_use(asked):
 
 
 def test_threads_may_ask_and_let_go_at_once():
-    room, wrong = Room(), []
+    room, wrong = BufferPool(), []
 
     def work(number):
         for turn in range(200):

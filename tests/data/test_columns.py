@@ -12,7 +12,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rowstead.data.columns import Columns, bags_of, floats_of
+from rowstead.data.columns import ColumnReader, bags_of, floats_of
 from rowstead.spec.errors import DataError
 from rowstead.spec.features import DenseFeatureSpec, FeaturesSpec, SparseFeatureSpec
 
@@ -127,13 +127,13 @@ def test_dense_columns_stand_side_by_side(num_rows, num_columns):
         sparse=(SparseFeatureSpec(name="s", num_rows=3),),
     )
     table = {f"d{i}": np.arange(num_rows, dtype=np.float32) + 1000 * i for i in range(num_columns)}
-    block = Columns(features).block(table | {"s": np.zeros(num_rows, np.int64)})
+    block = ColumnReader(features).block(table | {"s": np.zeros(num_rows, np.int64)})
     assert block.dense.flags.c_contiguous
     np.testing.assert_array_equal(block.dense, np.arange(num_rows)[:, None] + 1000 * np.arange(num_columns)[None])
 
 
 def test_plain_lists_make_a_block():
-    block = Columns(FEATURES, label="click", weight="w", true_p="p").block(
+    block = ColumnReader(FEATURES, label="click", weight="w", true_p="p").block(
         {"age": [1, None], "price": [True, False], "city": ["Rome", None], "likes": [[1, None, 2], None]}
         | {"click": [0, 1], "w": [1.0, 2.0], "p": [0.5, 0.25], "never read": [object(), object()]}
     )
@@ -148,12 +148,12 @@ def test_plain_lists_make_a_block():
 
 
 def test_a_two_dimensional_array_is_a_column_of_lists():
-    block = Columns(FEATURES).block({"age": [1], "price": [2], "city": [3], "likes": np.array([[4, 5]])})
+    block = ColumnReader(FEATURES).block({"age": [1], "price": [2], "city": [3], "likes": np.array([[4, 5]])})
     assert block.ids[1].tolist() == [4, 5]
 
 
 def test_columns_that_are_all_null_are_missing_values_and_empty_bags():
-    block = Columns(FEATURES).block({"age": [None], "price": [None], "city": [None], "likes": [[]]})
+    block = ColumnReader(FEATURES).block({"age": [None], "price": [None], "city": [None], "likes": [[]]})
     assert np.isnan(block.dense).all()
     assert [len(ids) for ids in block.ids] == [0, 0]
 
@@ -182,13 +182,13 @@ ROWS = {"age": [1], "price": [1], "city": [1], "likes": [[1]]}
 )
 def test_wrong_columns_are_named_with_what_is_allowed(rows, message):
     with pytest.raises(DataError, match=message):
-        Columns(FEATURES).block(rows)
+        ColumnReader(FEATURES).block(rows)
 
 
 def test_check_finds_wrong_types_from_the_schema_alone():
     schema = pa.table(ROWS | {"label": ["yes"]}).schema
-    Columns(FEATURES).check(schema)
+    ColumnReader(FEATURES).check(schema)
     with pytest.raises(DataError, match="column `label` has type string"):
-        Columns(FEATURES, label="label").check(schema)
+        ColumnReader(FEATURES, label="label").check(schema)
     with pytest.raises(DataError, match="no column `lable`: did you mean `label`"):
-        Columns(FEATURES, label="lable").check(schema)
+        ColumnReader(FEATURES, label="lable").check(schema)

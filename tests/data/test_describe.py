@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from rowstead.data.block import RawBlock
-from rowstead.data.columns import Columns
+from rowstead.data.columns import ColumnReader
 from rowstead.data.count_ids import Budget, IdCounter, top_shares
 from rowstead.data.describe import describe, expected_collisions, infer_features, length_bins
 from rowstead.data.hashing import rows_of
@@ -218,7 +218,7 @@ def test_features_are_inferred_from_the_types_of_columns() -> None:
     features = infer_features(table.schema)
     assert [f.name for f in features.dense] == ["price"]
     assert [f.name for f in features.sparse] == ["user", "city", "shop", "tags"]
-    found = describe([Columns(features, label="label").block(table)], features)
+    found = describe([ColumnReader(features, label="label").block(table)], features)
     assert [s.length_max for s in found.sparse] == [1, 1, 1, 2]
     assert found.label_mean == 1.0
     assert [f.name for f in infer_features(table.schema, label="price").dense] == []

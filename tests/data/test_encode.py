@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rowstead.data.block import RawBlock
-from rowstead.data.encode import Encoder, Rows
+from rowstead.data.encode import Encoder, RawRows
 from rowstead.data.hashing import rows_of
 from rowstead.data.transforms import DenseTransforms
 from rowstead.spec.errors import DataError
@@ -66,7 +66,7 @@ def test_encode_equals_the_obvious_loop(problem):
     features, blocks, order = problem
     tables = tables_of(features, width=4)
     transforms = DenseTransforms.of(features)
-    batch = Encoder(features, tables, transforms).encode(Rows(blocks), order)
+    batch = Encoder(features, tables, transforms).encode(RawRows(blocks), order)
 
     where = [(block, r) for block in blocks for r in range(block.num_rows)]
     specs = features.expanded_sparse()
@@ -102,7 +102,9 @@ def assert_same(one, other):
 def test_blocks_end_to_end_are_one_long_block(problem):
     features, blocks, order = problem
     encoder = Encoder(features, tables_of(features, width=4), DenseTransforms.of(features))
-    assert_same(encoder.encode(Rows(blocks), order), encoder.encode(Rows.joined([Rows([block]) for block in blocks]), order))
+    assert_same(
+        encoder.encode(RawRows(blocks), order), encoder.encode(RawRows.joined([RawRows([block]) for block in blocks]), order)
+    )
 
 
 @given(problems(), st.integers(1, 30))
@@ -113,8 +115,8 @@ def test_a_batch_made_in_parts_is_the_same_in_any_order(problem, num_parts):
     def backwards(count, work):
         return [work(number) for number in reversed(range(count))][::-1]
 
-    made = encoder.encode(Rows(blocks), order, each=backwards, num_parts=num_parts)
-    assert_same(made, encoder.encode(Rows(blocks), order))
+    made = encoder.encode(RawRows(blocks), order, each=backwards, num_parts=num_parts)
+    assert_same(made, encoder.encode(RawRows(blocks), order))
 
 
 ONE = FeaturesSpec(sparse=(SparseFeatureSpec(name="a", num_rows=9), SparseFeatureSpec(name="b", num_rows=5, hash="none")))

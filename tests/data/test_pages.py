@@ -12,14 +12,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rowstead.data import chunks
-from rowstead.data.buffer_pool import Room
-from rowstead.data.columns import Columns
+from rowstead.data.buffer_pool import BufferPool
+from rowstead.data.columns import ColumnReader
 from rowstead.data.pages import CODECS, decode_bags, decode_floats
 from rowstead.data.rowgroup import plain_leaves, plan_group, read_row_group
 from rowstead.data.snappy import unpack_snappy
 from rowstead.spec.features import DenseFeatureSpec, FeaturesSpec, SparseFeatureSpec
 
-COLUMNS = Columns(
+COLUMNS = ColumnReader(
     FeaturesSpec(
         dense=(DenseFeatureSpec(name="x"), DenseFeatureSpec(name="y")),
         sparse=(SparseFeatureSpec(name="one", num_rows=9), SparseFeatureSpec(name="many", num_rows=9)),
@@ -32,7 +32,7 @@ on_files = settings(max_examples=60, suppress_health_check=[HealthCheck.function
 
 @st.composite
 def tables(draw):
-    """Columns of both kinds with and without nulls, few or many distinct values, long runs or none."""
+    """ColumnReader of both kinds with and without nulls, few or many distinct values, long runs or none."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     num_rows = draw(st.integers(1, 300))
     distinct = draw(st.sampled_from([1, 2, 5, 300, 2**40]))
@@ -73,7 +73,7 @@ options = st.fixed_dictionaries(
 def read_all(path, metadata, columns, leaves):
     """The first row group of a file."""
     plan = plan_group(columns, metadata, 0, leaves)
-    return read_row_group(path, plan, columns, lambda: metadata, max_bytes=1 << 30, room=Room())
+    return read_row_group(path, plan, columns, lambda: metadata, max_bytes=1 << 30, room=BufferPool())
 
 
 def read_at_once(path, plan):
@@ -234,7 +234,7 @@ def test_a_dot_in_a_column_name_does_not_confuse_columns(tmp_path):
     features = FeaturesSpec(
         sparse=(SparseFeatureSpec(name="user", num_rows=9), SparseFeatureSpec(name="user.country", num_rows=9))
     )
-    columns = Columns(features)
+    columns = ColumnReader(features)
     table = pa.table({"user": pa.array([[1, 2], [3]]), "user.country": pa.array([7, 8])})
     pq.write_table(table, path)
     metadata = pq.read_metadata(path)
@@ -244,10 +244,10 @@ def test_a_dot_in_a_column_name_does_not_confuse_columns(tmp_path):
 
 def calls_to_read(path, num_dense, compression):
     """Calls that Python makes to read a row group of so many dense columns, of a file whose plan is known."""
-    columns = Columns(FeaturesSpec(dense=(DenseFeatureSpec(name="x_{i}", repeat=num_dense),)), label="label")
+    columns = ColumnReader(FeaturesSpec(dense=(DenseFeatureSpec(name="x_{i}", repeat=num_dense),)), label="label")
     values = np.arange(500, dtype=np.float32)
     pq.write_table(pa.table(dict.fromkeys(columns.names, values)), path, compression=compression)
-    metadata, room = pq.read_metadata(path), Room()
+    metadata, room = pq.read_metadata(path), BufferPool()
     plan = plan_group(columns, metadata, 0, plain_leaves(columns, metadata.schema))
     calls = []
     for _ in range(2):  # the first compiles

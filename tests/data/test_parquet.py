@@ -75,12 +75,12 @@ logs = st.lists(st.integers(0, 23), min_size=1, max_size=5).filter(sum)
 
 @on_files
 @given(logs, st.integers(1, 9), st.integers(0, 30), st.integers(1, 9), st.integers(1, 4))
-def test_ranks_together_read_every_example_once(tmp_path, file_rows, group_rows, shuffle_rows, batch_size, world):
+def test_ranks_together_read_every_example_once(tmp_path, file_rows, group_rows, shuffle_rows, batch_size, world_size):
     source = source_of(write_log(tmp_path, file_rows, group_rows), shuffle_rows=shuffle_rows, decode_threads=2)
     total = sum(file_rows)
     assert source.num_samples == total
     assert sorted(numbers_of(source, batch_size)) == list(range(total))
-    shares = [numbers_of(source, batch_size, rank=rank, world=world) for rank in range(world)]
+    shares = [numbers_of(source, batch_size, rank=rank, world_size=world_size) for rank in range(world_size)]
     assert sorted(n for share in shares for n in share) == list(range(total))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
@@ -88,10 +88,10 @@ def test_ranks_together_read_every_example_once(tmp_path, file_rows, group_rows,
 @on_files
 @given(logs, st.integers(1, 9), st.integers(0, 30), st.integers(1, 9), st.integers(1, 4))
 def test_resuming_at_any_cursor_continues_with_the_same_batches(
-    tmp_path, file_rows, group_rows, shuffle_rows, batch_size, world
+    tmp_path, file_rows, group_rows, shuffle_rows, batch_size, world_size
 ):
     pattern = write_log(tmp_path, file_rows, group_rows)
-    where = {"epoch": 3, "rank": world - 1, "world": world}
+    where = {"epoch": 3, "rank": world_size - 1, "world": world_size}
     batches = list(source_of(pattern, shuffle_rows=shuffle_rows, decode_threads=1).batches(batch_size, **where))
     assert all(batch.num_samples == batch_size for batch, _ in batches[:-1])
     fresh = source_of(pattern, shuffle_rows=shuffle_rows, decode_threads=1)
@@ -142,7 +142,7 @@ def test_a_rank_decodes_only_row_groups_that_overlap_its_share(tmp_path, monkeyp
     decoded = []
     decode = ParquetLog._decode
     monkeypatch.setattr(ParquetLog, "_decode", lambda self, span, *a: decoded.append(span) or decode(self, span, *a))
-    assert numbers_of(source, rank=1, world=4) == list(range(15, 30))
+    assert numbers_of(source, rank=1, world_size=4) == list(range(15, 30))
     assert [(span.file, span.group) for span in decoded] == [(0, 3), (0, 4), (0, 5)]
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rowstead.data.batch import Batch
-from rowstead.data.share import SharedSource
+from rowstead.data.share import LocalShareSource
 from rowstead.data.source import Source
 from rowstead.data.synth import write_parquet
 from rowstead.spec.data import SynthSpec
@@ -48,10 +48,10 @@ def joined(shares: list[Batch]) -> tuple[list[torch.Tensor], list[list[int]]]:
 
 @pytest.mark.parametrize("kind", ["synth", "parquet"])
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_shares_make_up_the_batches_of_one_process(kind: str, world: int, tmp_path: Path) -> None:
+def test_shares_make_up_the_batches_of_one_process(kind: str, world_size: int, tmp_path: Path) -> None:
     source = synth() if kind == "synth" else parquet(tmp_path)
     expected = list(source.batches(64, epoch=1))
-    shares = [list(SharedSource(source, rank, world).batches(64, epoch=1)) for rank in range(world)]
+    shares = [list(LocalShareSource(source, rank, world_size).batches(64, epoch=1)) for rank in range(world_size)]
     assert all(len(own) == len(expected) for own in shares)
     for place, (batch, cursor) in enumerate(expected):
         own = [share[place] for share in shares]
@@ -68,11 +68,11 @@ def test_shares_go_on_where_the_cursor_of_one_process_stands(tmp_path: Path) -> 
     source = parquet(tmp_path)
     _, cursor = list(source.batches(64))[2]
     batch, _ = next(iter(source.batches(64, cursor=cursor)))
-    part, _ = next(iter(SharedSource(source, 1, 2).batches(64, cursor=cursor)))
+    part, _ = next(iter(LocalShareSource(source, 1, 2).batches(64, cursor=cursor)))
     assert torch.equal(part.dense, batch.dense[32:])
 
 
 def test_a_share_may_be_empty() -> None:
-    last = list(SharedSource(synth(), 0, 4).batches(166))[-1][0]  # 166, 166, 166 and 2 examples
+    last = list(LocalShareSource(synth(), 0, 4).batches(166))[-1][0]  # 166, 166, 166 and 2 examples
     assert (last.num_samples, last.whole.num_samples) == (0, 2)
     assert last.sparse.num_samples == 0

@@ -270,8 +270,8 @@ def test_drift_turns_the_teacher_to_something_unrelated() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10_000), st.integers(1, 17))
-def test_ranks_share_every_row_once_and_evenly(num_samples: int, world: int) -> None:
-    shares = [share_of(num_samples, rank, world) for rank in range(world)]
+def test_ranks_share_every_row_once_and_evenly(num_samples: int, world_size: int) -> None:
+    shares = [share_of(num_samples, rank, world_size) for rank in range(world_size)]
     assert [row for share in shares for row in share] == list(range(num_samples))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
@@ -287,7 +287,7 @@ def flattened(batches: list) -> list[np.ndarray]:  # type: ignore[type-arg]
 def test_three_ranks_read_what_one_reads(split: str) -> None:
     log = source(split=split)
     alone = [batch for batch, _ in log.batches(64)]
-    together = [batch for rank in range(3) for batch, _ in log.batches(97, rank=rank, world=3)]
+    together = [batch for rank in range(3) for batch, _ in log.batches(97, rank=rank, world_size=3)]
     assert sum(b.num_samples for b in alone) == log.num_samples == (1_000 if split == "train" else 301)
     for one, other in zip(flattened(alone), flattened(together), strict=True):
         np.testing.assert_array_equal(one, other)
@@ -295,9 +295,9 @@ def test_three_ranks_read_what_one_reads(split: str) -> None:
 
 def test_a_cursor_continues_right_after_its_batch() -> None:
     log = source()
-    whole = list(log.batches(64, rank=1, world=2))
+    whole = list(log.batches(64, rank=1, world_size=2))
     for place, (_, cursor) in enumerate(whole):
-        rest = list(log.batches(64, epoch=3, rank=1, world=2, cursor=cursor))
+        rest = list(log.batches(64, epoch=3, rank=1, world_size=2, cursor=cursor))
         assert [c for _, c in rest] == [c for _, c in whole[place + 1 :]]
         if rest:
             assert torch.equal(rest[0][0].dense, whole[place + 1][0].dense)

@@ -20,10 +20,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rowstead.data.batch import Batch
-from rowstead.data.share import SharedSource
+from rowstead.data.share import LocalShareSource
 from rowstead.data.source import Cursor, Source
 from rowstead.distributed.launch import environment
-from rowstead.distributed.process_group import Alone, Channel, TorchChannel
+from rowstead.distributed.process_group import ProcessGroup, SingleProcess, TorchProcessGroup
 from rowstead.distributed.sharded_store import ShardedStore
 from rowstead.kernels.layout import Layout, layout_of
 from rowstead.nn.dlrm import DLRM
@@ -56,7 +56,7 @@ def spec_of(settings: Settings) -> RunSpec:
     return parse(RunSpec, override(plain, settings.get("changes", [])))
 
 
-def trained(settings: Settings, channel: Channel) -> dict[str, Tensor]:
+def trained(settings: Settings, process_group: ProcessGroup) -> dict[str, Tensor]:
     """Weights after some steps, and `losses`; a lone process has an ordinary store."""
     spec, dtype = spec_of(settings), getattr(torch, settings.get("dtype", "float64"))
     sources = open_sources(spec)
@@ -67,17 +67,17 @@ def trained(settings: Settings, channel: Channel) -> dict[str, Tensor]:
         return DeviceStore(local, rule, seed=spec.seed, dtype=dtype)
 
     store: DeviceStore | ShardedStore
-    if isinstance(channel, Alone):
+    if isinstance(process_group, SingleProcess):
         store = make(layout, optimizer)
     else:
         shards, wire = settings["shards"], WIRE_DTYPES[spec.train.wire]
         if isinstance(shards, str):
             shards = {table.name: shards for table in spec.tables}
-        store = ShardedStore(layout, optimizer, shards, channel, make, dtype=dtype, wire=wire)
+        store = ShardedStore(layout, optimizer, shards, process_group, make, dtype=dtype, wire=wire)
     torch.manual_seed(1)
     model = DLRM(spec.model, spec.features, store).to(dtype)
-    stepper = Stepper(model, spec.train, total_steps=10_000, channel=channel)
-    source = SharedSource(_Weighted(sources.train), channel.rank, channel.world)
+    stepper = Stepper(model, spec.train, total_steps=10_000, process_group=process_group)
+    source = LocalShareSource(_Weighted(sources.train), process_group.rank, process_group.world_size)
     losses = []
     num_steps = settings.get("num_steps", 100)
     batches = [batch for _, batch in zip(range(num_steps), _batches(source, spec, dtype), strict=False)]
@@ -88,7 +88,7 @@ def trained(settings: Settings, channel: Channel) -> dict[str, Tensor]:
     return {**stepper.state(), "losses": torch.tensor(losses, dtype=torch.float64)}
 
 
-def _batches(source: SharedSource, spec: RunSpec, dtype: torch.dtype) -> Iterator[Batch]:
+def _batches(source: LocalShareSource, spec: RunSpec, dtype: torch.dtype) -> Iterator[Batch]:
     """Epoch after epoch, in the type of the model."""
     for epoch in range(spec.train.epochs):
         for batch, _ in source.batches(spec.train.batch_size, epoch=epoch):
@@ -111,13 +111,13 @@ class _Weighted:
             yield dataclasses.replace(batch, weights=weights), cursor
 
 
-def in_processes(world: int, settings: list[Settings], folder: Path) -> list[dict[str, Tensor]]:
-    """What the first of `world` processes has of each of the settings."""
+def in_processes(world_size: int, settings: list[Settings], folder: Path) -> list[dict[str, Tensor]]:
+    """What the first of `world_size` processes has of each of the settings."""
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "tests.distributed.sharded_training", str(folder), json.dumps(settings)]
     processes = [
-        subprocess.Popen(command, env=environment(rank, world, folder / "meeting", 0), stderr=subprocess.PIPE, text=True)
-        for rank in range(world)
+        subprocess.Popen(command, env=environment(rank, world_size, folder / "meeting", 0), stderr=subprocess.PIPE, text=True)
+        for rank in range(world_size)
     ]
     try:
         said = [process.communicate(timeout=800)[1] for process in processes]
@@ -131,12 +131,12 @@ def in_processes(world: int, settings: list[Settings], folder: Path) -> list[dic
 def main() -> None:
     folder, settings = Path(sys.argv[1]), json.loads(sys.argv[2])
     torch.set_num_threads(1)
-    channel = TorchChannel.join(torch.device("cpu"))
+    process_group = TorchProcessGroup.join(torch.device("cpu"))
     for place, one in enumerate(settings):
-        weights = trained(one, channel)
-        if channel.rank == 0:
+        weights = trained(one, process_group)
+        if process_group.rank == 0:
             save_file({name: value.contiguous() for name, value in weights.items()}, folder / f"{place}.safetensors")
-    channel.close()
+    process_group.close()
     os._exit(0)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rowstead.distributed.launch import INTERRUPTED, LOST, MISTAKE, environment, judge, launch
-from rowstead.distributed.process_group import Alone
+from rowstead.distributed.process_group import SingleProcess
 from rowstead.spec.errors import RowsteadError
 from rowstead.training import checkpoint
 from tests.distributed.sharded_training import Settings, in_processes, trained
@@ -42,11 +42,11 @@ def test_two_processes_end_at_the_weights_of_one_and_nearly_so_with_16_bits_on_t
         for wire in ("bf16", "fp16")
     ]
     found = in_processes(2, [*exact, *rounded], tmp_path)
-    plain, clipped = trained(exact[0], Alone()), trained(exact[-1], Alone())
+    plain, clipped = trained(exact[0], SingleProcess()), trained(exact[-1], SingleProcess())
     for weights in found[: len(SHARDS)]:
         assert_same(weights, plain, 1e-9)
     assert_same(found[len(SHARDS)], clipped, 1e-9)
-    losses = trained(rounded[0], Alone())["losses"]
+    losses = trained(rounded[0], SingleProcess())["losses"]
     for weights in found[len(exact) :]:
         assert 0 < (weights["losses"] - losses).abs().max() < 0.001
 
@@ -54,23 +54,23 @@ def test_two_processes_end_at_the_weights_of_one_and_nearly_so_with_16_bits_on_t
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_a_hundred_steps_in_any_number_of_processes_end_at_the_weights_of_one(world: int, tmp_path: Path) -> None:
+def test_a_hundred_steps_in_any_number_of_processes_end_at_the_weights_of_one(world_size: int, tmp_path: Path) -> None:
     kinds = [[f"train.sparse_optimizer.kind={kind}"] for kind in ("rowwise_adagrad", "adagrad", "adam", "sgd")]
     changes = [*kinds, [*CLIPPED, "train.batch_size=50"], ["train.batch_size=1499"]]
     settings: list[Settings] = [{"shards": shards, "changes": change} for change in changes for shards in SHARDS]
-    found = in_processes(world, settings, tmp_path)
+    found = in_processes(world_size, settings, tmp_path)
     for place, change in enumerate(changes):
-        expected = trained({"shards": {}, "changes": change}, Alone())
+        expected = trained({"shards": {}, "changes": change}, SingleProcess())
         for number in range(len(SHARDS)):
             assert_same(found[place * len(SHARDS) + number], expected, 1e-9)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
-def test_losses_in_fp32_are_those_of_one_process_to_a_ten_thousandth(world: int, tmp_path: Path) -> None:
+def test_losses_in_fp32_are_those_of_one_process_to_a_ten_thousandth(world_size: int, tmp_path: Path) -> None:
     settings: list[Settings] = [{"shards": shards, "dtype": "float32"} for shards in SHARDS]
-    expected = trained(settings[0], Alone())["losses"]
-    for found in in_processes(world, settings, tmp_path):
+    expected = trained(settings[0], SingleProcess())["losses"]
+    for found in in_processes(world_size, settings, tmp_path):
         assert (found["losses"] - expected).abs().max() < 1e-4
 
 

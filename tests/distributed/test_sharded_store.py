@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rowstead.data.batch import Sparse
 from rowstead.distributed.launch import environment
-from rowstead.distributed.process_group import Alone, Channel, TorchChannel
+from rowstead.distributed.process_group import ProcessGroup, SingleProcess, TorchProcessGroup
 from rowstead.distributed.sharded_store import ShardedStore
 from rowstead.distributed.sharding import SHARDS, Shard, auto_shards, column_ranges, plan_shards, row_ranges
 from rowstead.kernels.layout import Layout, layout_of
@@ -31,7 +31,7 @@ def sharded(
     layout: Layout,
     optimizer: SparseOptimizerSpec | None,
     shards: dict[str, Shard],
-    channel: Channel,
+    process_group: ProcessGroup,
     dtype: torch.dtype = torch.float64,
     num_places: int | None = None,
 ) -> ShardedStore:
@@ -43,7 +43,7 @@ def sharded(
         places = {table.name: num_places for table in local.tables}
         return CachedStore(local, rule, places=places, backing=lambda group: RamRows(group, seed=1), dtype=dtype)
 
-    return ShardedStore(layout, optimizer, shards, channel, make, dtype=dtype)
+    return ShardedStore(layout, optimizer, shards, process_group, make, dtype=dtype)
 
 
 @pytest.mark.parametrize("shard", SHARDS)
@@ -56,18 +56,18 @@ class TestAlone(BriefStoreContract):
 
     def make(self, layout: Layout, optimizer: SparseOptimizerSpec, dtype: torch.dtype) -> ShardedStore:
         shards: dict[str, Shard] = {table.name: self.shard for table in layout.tables}
-        return sharded(layout, optimizer, shards, Alone(), dtype)
+        return sharded(layout, optimizer, shards, SingleProcess(), dtype)
 
 
-def cut(num_samples: int, rank: int, world: int) -> tuple[int, int]:
-    return num_samples * rank // world, num_samples * (rank + 1) // world
+def cut(num_samples: int, rank: int, world_size: int) -> tuple[int, int]:
+    return num_samples * rank // world_size, num_samples * (rank + 1) // world_size
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())
 def test_any_mix_of_shards_over_any_number_of_processes_is_exact(kind: str, data: st.DataObject) -> None:
-    layout, world = data.draw(layouts()), data.draw(st.integers(2, 4))
+    layout, world_size = data.draw(layouts()), data.draw(st.integers(2, 4))
     shards = {table.name: data.draw(st.sampled_from(SHARDS)) for table in layout.tables}
     optimizer = SparseOptimizerSpec(kind=kind, eps=1e-3, clip=data.draw(st.sampled_from([None, 0.5])))  # type: ignore[arg-type]
     weighted, ahead = data.draw(st.booleans()), data.draw(st.integers(0, 2))
@@ -76,9 +76,9 @@ def test_any_mix_of_shards_over_any_number_of_processes_is_exact(kind: str, data
     rng = np.random.default_rng(1)
     grads = [rng.normal(size=(batch.num_samples, layout.total_width)) for batch in batches]
 
-    def work(channel: ThreadChannel) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        store = sharded(layout, optimizer, shards, channel, num_places=num_places)
-        shares = [cut(batch.num_samples, channel.rank, world) for batch in batches]
+    def work(process_group: ThreadChannel) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        store = sharded(layout, optimizer, shards, process_group, num_places=num_places)
+        shares = [cut(batch.num_samples, process_group.rank, world_size) for batch in batches]
         own = [batch.examples(*share) for batch, share in zip(batches, shares, strict=True)]
         for sparse in own[:ahead]:
             store.prefetch(sparse)
@@ -93,7 +93,7 @@ def test_any_mix_of_shards_over_any_number_of_processes_is_exact(kind: str, data
         return pooled, rows, store.state()
 
     plain = PlainStore(layout, DeviceStore(layout, optimizer, dtype=torch.float64).state(), optimizer)
-    results = in_threads(world, work)
+    results = in_threads(world_size, work)
     for step, (batch, grad) in enumerate(zip(batches, grads, strict=True), start=1):
         found = torch.cat([pooled[step - 1] for pooled, _, _ in results])
         np.testing.assert_allclose(found.numpy(), plain.lookup(batch), rtol=1e-9, atol=1e-12)
@@ -107,19 +107,21 @@ def test_any_mix_of_shards_over_any_number_of_processes_is_exact(kind: str, data
 @settings(max_examples=10, deadline=None)
 @given(data=st.data())
 def test_pieces_begin_and_are_loaded_as_parts_of_the_whole(data: st.DataObject) -> None:
-    layout, world = data.draw(layouts()), data.draw(st.integers(1, 4))
+    layout, world_size = data.draw(layouts()), data.draw(st.integers(1, 4))
     shards = {table.name: data.draw(st.sampled_from(SHARDS)) for table in layout.tables}
     optimizer = SparseOptimizerSpec(kind=data.draw(st.sampled_from(KINDS)))  # type: ignore[arg-type]
     whole = DeviceStore(layout, optimizer, dtype=torch.float64).state()
     other = {name: torch.rand_like(value) for name, value in whole.items()}
 
-    def work(channel: ThreadChannel) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[tuple[str, bool, int]]]:
-        store = sharded(layout, optimizer, shards, channel)
+    def work(
+        process_group: ThreadChannel,
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[tuple[str, bool, int]]]:
+        store = sharded(layout, optimizer, shards, process_group)
         initial = store.state()
         store.load_state(other)
         return initial, store.state(), [(p.name, p.is_copy, p.num_rows * p.num_columns) for p in store.parts()]
 
-    results = in_threads(world, work)
+    results = in_threads(world_size, work)
     for initial, loaded, _ in results:
         assert all(torch.equal(initial[name], value) for name, value in whole.items())
         assert all(torch.equal(loaded[name], value) for name, value in other.items())
@@ -141,8 +143,8 @@ def test_all_processes_announce_equally_many_batches_whatever_their_own_stores_w
             return DeviceStore(local, rule)
         return CachedStore(local, rule, places={"t1": 2}, backing=lambda group: RamRows(group, seed=1))
 
-    def work(channel: ThreadChannel) -> int:
-        return ShardedStore(plain_layout(20, 10), SparseOptimizerSpec(), {}, channel, make).batches_ahead
+    def work(process_group: ThreadChannel) -> int:
+        return ShardedStore(plain_layout(20, 10), SparseOptimizerSpec(), {}, process_group, make).batches_ahead
 
     first, second = in_threads(2, work)
     assert first == second > 1
@@ -155,10 +157,10 @@ def test_whole_tables_are_spread_by_their_weight() -> None:
     assert [[piece.table for piece in own] for own in heavy.pieces] == [[3], [0, 1, 2]]
 
 
-@given(size=st.integers(1, 100), world=st.integers(1, 9))
-def test_ranges_of_rows_and_columns_cover_all_once(size: int, world: int) -> None:
-    for ranges in (row_ranges(size, world), column_ranges(size, world)):
-        assert len(ranges) == world
+@given(size=st.integers(1, 100), world_size=st.integers(1, 9))
+def test_ranges_of_rows_and_columns_cover_all_once(size: int, world_size: int) -> None:
+    for ranges in (row_ranges(size, world_size), column_ranges(size, world_size)):
+        assert len(ranges) == world_size
         assert [start for start, _ in ranges] == [0, *(stop for _, stop in ranges[:-1])]
         assert ranges[-1][1] == size
 
@@ -180,7 +182,7 @@ def test_shards_of_unknown_tables_and_kinds_are_refused() -> None:
 
 
 def test_a_batch_that_does_not_fit_is_refused_before_anything_is_sent() -> None:
-    store = sharded(plain_layout(10), SparseOptimizerSpec(), {"t0": "row"}, Alone())
+    store = sharded(plain_layout(10), SparseOptimizerSpec(), {"t0": "row"}, SingleProcess())
     with pytest.raises(DataError, match="id 10 of example 0"):
         store.lookup(Sparse(ids=torch.tensor([10]), offsets=torch.tensor([0, 1]), num_features=1))
 
@@ -190,7 +192,7 @@ def test_one_process_on_a_gpu_exchanges_with_itself_by_nccl(tmp_path: Path, monk
     for name, value in environment(0, 1, tmp_path / "meeting", 0, {}).items():
         monkeypatch.setenv(name, value)
     device = torch.device("cuda", 0)
-    channel = TorchChannel.join(device)
+    process_group = TorchProcessGroup.join(device)
     layout = plain_layout(50, 200, 1000, 30)
     for shard, kind in itertools.product(SHARDS, KINDS):
         optimizer = SparseOptimizerSpec(kind=kind, clip=0.5)  # type: ignore[arg-type]
@@ -199,7 +201,7 @@ def test_one_process_on_a_gpu_exchanges_with_itself_by_nccl(tmp_path: Path, monk
             return DeviceStore(local, rule, device=device)
 
         shards: dict[str, Shard] = {table.name: shard for table in layout.tables}
-        store, plain = ShardedStore(layout, optimizer, shards, channel, make, device=device), make(layout, optimizer)
+        store, plain = ShardedStore(layout, optimizer, shards, process_group, make, device=device), make(layout, optimizer)
         for step in range(1, 6):
             rng = torch.Generator().manual_seed(step)
             lengths = torch.randint(0, 4, (4 * 33,), generator=rng)
@@ -212,4 +214,4 @@ def test_one_process_on_a_gpu_exchanges_with_itself_by_nccl(tmp_path: Path, monk
             grad = torch.randn(33, layout.total_width, generator=rng).to(device)
             store.update(sparse, grad, lr=0.1, step=step)
             plain.update(sparse, grad, lr=0.1, step=step)
-    channel.close()
+    process_group.close()

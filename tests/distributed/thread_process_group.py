@@ -11,16 +11,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from rowstead.distributed.process_group import Arrived, Waiting
+from rowstead.distributed.process_group import CompletedWork, Work
 
 T = TypeVar("T")
 
 
 class ThreadChannel:
-    """One of `world` threads, which meet at a barrier for each exchange."""
+    """One of `world_size` threads, which meet at a barrier for each exchange."""
 
-    def __init__(self, rank: int, world: int, shown: list[Any], meeting: threading.Barrier) -> None:
-        self.rank, self.world = rank, world
+    def __init__(self, rank: int, world_size: int, shown: list[Any], meeting: threading.Barrier) -> None:
+        self.rank, self.world_size = rank, world_size
         self._shown, self._meeting = shown, meeting
 
     def _all(self, value: T) -> list[T]:
@@ -41,34 +41,34 @@ class ThreadChannel:
         stacked = torch.stack(self._all(tensor.clone()))
         tensor.copy_(stacked.sum(dim=0) if op == "sum" else stacked.amax(dim=0))
 
-    def start_all_reduce(self, tensor: Tensor) -> Waiting:
+    def start_all_reduce(self, tensor: Tensor) -> Work:
         self.all_reduce(tensor)
-        return Arrived()
+        return CompletedWork()
 
     def start_all_to_all(
         self, received: Tensor, sent: Tensor, received_sizes: Sequence[int], sent_sizes: Sequence[int]
-    ) -> Waiting:
+    ) -> Work:
         assert sum(sent_sizes) == sent.numel()
         shares = [everybody[self.rank] for everybody in self._all([part.clone() for part in sent.split(list(sent_sizes))])]
         assert [share.numel() for share in shares] == list(received_sizes)
         received.copy_(torch.cat(shares))
-        return Arrived()
+        return CompletedWork()
 
 
-def in_threads(world: int, work: Callable[[ThreadChannel], T]) -> list[T]:
-    """What `work` returns in each of `world` threads; the first error ends them all."""
-    meeting = threading.Barrier(world)
-    shown: list[Any] = [None] * world
+def in_threads(world_size: int, work: Callable[[ThreadChannel], T]) -> list[T]:
+    """What `work` returns in each of `world_size` threads; the first error ends them all."""
+    meeting = threading.Barrier(world_size)
+    shown: list[Any] = [None] * world_size
 
     def one(rank: int) -> T:
         try:
-            return work(ThreadChannel(rank, world, shown, meeting))
+            return work(ThreadChannel(rank, world_size, shown, meeting))
         except BaseException:
             meeting.abort()
             raise
 
-    with ThreadPoolExecutor(world) as pool:
-        futures = [pool.submit(one, rank) for rank in range(world)]
+    with ThreadPoolExecutor(world_size) as pool:
+        futures = [pool.submit(one, rank) for rank in range(world_size)]
     errors = [error for future in futures if (error := future.exception()) is not None]
     for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
         raise error

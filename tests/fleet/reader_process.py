@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rowstead.fleet import roster
 from rowstead.fleet.reader_server import serve_reader
-from rowstead.fleet.remote_batches import Feed
+from rowstead.fleet.remote_batches import RemoteBatches
 from rowstead.fleet.rpc_client import Client
 from tests.fleet.numbered_log import numbers_in, source_of
 from tests.small_runs import wait_until
@@ -81,7 +81,7 @@ def run_trainer(folder: Path, name: str, num_readers: int, hang_after: int | Non
     if path.exists():  # a line that whoever was killed has begun is of a batch that was not done
         path.write_bytes(b"".join(whole_lines(path)))
     with open(path, "ab", buffering=0) as file:
-        feed = Feed([connect(folder, number, name) for number in range(num_readers)], name=name, batches_ahead=4)
+        feed = RemoteBatches([connect(folder, number, name) for number in range(num_readers)], name=name, batches_ahead=4)
         count = 0
         while feed.more():
             for batch, ticket in feed:

@@ -6,8 +6,8 @@ import sys
 import time
 from pathlib import Path
 
-from rowstead.fleet.fork_server import tend
-from rowstead.fleet.local_process import end_with_head, stop_asked
+from rowstead.fleet.fork_server import serve_forks
+from rowstead.fleet.local_process import end_with_coordinator, stop_asked
 from rowstead.fleet.roster import tell
 from rowstead.spec.fleet import RoleKind
 
@@ -15,7 +15,7 @@ from rowstead.spec.fleet import RoleKind
 def be_role(kind: RoleKind, folder: Path, number: int, incarnation: int) -> int:
     """Waits until it is asked to end; readers fail at once, dense servers do not listen."""
     is_asked = stop_asked()
-    end_with_head(grace_s=0.5)
+    end_with_coordinator(grace_s=0.5)
     if kind == "reader":
         print("error: nothing to read", file=sys.stderr)
         return 2
@@ -27,4 +27,4 @@ def be_role(kind: RoleKind, folder: Path, number: int, incarnation: int) -> int:
 
 
 if __name__ == "__main__":
-    tend(Path(sys.argv[1]), be_role)
+    serve_forks(Path(sys.argv[1]), be_role)

@@ -13,11 +13,11 @@ import torch
 
 from rowstead.data.batch import Sparse
 from rowstead.distributed.sharding import piece_layout, row_ranges
-from rowstead.fleet.partition import Partition, Piece
+from rowstead.fleet.partition import Partition, ServerPiece
 from rowstead.fleet.remote_store import RemoteStore
 from rowstead.fleet.rpc_client import Client
 from rowstead.fleet.sparse_server import SparseServer
-from rowstead.fleet.table_shard import KeptRows
+from rowstead.fleet.table_shard import TableShard
 from rowstead.kernels.layout import Layout, layout_of
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of
 from rowstead.spec.train import SparseOptimizerSpec
@@ -36,19 +36,19 @@ def plain_layout(*num_rows: int, width: int = 8, pooling: Literal["sum", "mean"]
 
 def cut_by_rows(layout: Layout, num_servers: int) -> Partition:
     """Every table over all servers, as far as it has rows."""
-    servers: list[list[Piece]] = [[] for _ in range(num_servers)]
+    servers: list[list[ServerPiece]] = [[] for _ in range(num_servers)]
     for table in layout.tables:
         for server, (first, last) in enumerate(row_ranges(table.num_rows, num_servers)):
             if last > first:
-                servers[server].append(Piece(table=table.name, first_row=first, num_rows=last - first))
+                servers[server].append(ServerPiece(table=table.name, first_row=first, num_rows=last - first))
     return Partition(servers=tuple(map(tuple, servers)))
 
 
 def whole_tables(layout: Layout, num_servers: int) -> Partition:
     """Every table on one server, in turns."""
-    servers: list[list[Piece]] = [[] for _ in range(num_servers)]
+    servers: list[list[ServerPiece]] = [[] for _ in range(num_servers)]
     for place, table in enumerate(layout.tables):
-        servers[place % num_servers].append(Piece(table=table.name, first_row=0, num_rows=table.num_rows))
+        servers[place % num_servers].append(ServerPiece(table=table.name, first_row=0, num_rows=table.num_rows))
     return Partition(servers=tuple(map(tuple, servers)))
 
 
@@ -94,7 +94,7 @@ class Fleet:
 
     def _started(self, number: int) -> SparseServer:
         own = piece_layout(self.layout, self.partition.pieces_of(self.layout, number))
-        kept = KeptRows(own, self.optimizer, dtype=self.dtype)
+        kept = TableShard(own, self.optimizer, dtype=self.dtype)
         snapshots = None if self.folder is None else self.folder / f"sparse-{number}"
         server = self._kinds[number](kept, name=f"sparse-{number}", snapshots=snapshots, **self._options)
         return server.start()

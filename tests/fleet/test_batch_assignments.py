@@ -10,8 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from rowstead.fleet.assignment_log import ProgressFile
-from rowstead.fleet.batch_assignments import Handouts, Holder
+from rowstead.fleet.assignment_log import AssignmentLog
+from rowstead.fleet.batch_assignments import BatchAssignments, Holder
 from rowstead.spec.errors import RowsteadError
 
 NAMES = ("trainer-0", "trainer-1", "trainer-2")
@@ -36,7 +36,7 @@ class Fleet(RuleBasedStateMachine):
         self.trained = Counter()
         self.num_released = 0
         self.events = []
-        self.book = Handouts(self.hear)
+        self.book = BatchAssignments(self.hear)
         self.saved = json.dumps(self.book.to_plain())
 
     def hear(self, event):
@@ -101,7 +101,7 @@ class Fleet(RuleBasedStateMachine):
 
     @rule()
     def kill_reader(self):
-        restored = Handouts.from_plain(json.loads(self.saved))
+        restored = BatchAssignments.from_plain(json.loads(self.saved))
         for event in self.events:
             restored.replay(json.loads(event))
         assert restored.to_plain() == self.book.to_plain()
@@ -151,7 +151,7 @@ TestFleet.settings = settings(max_examples=60, stateful_step_count=30, deadline=
 
 
 def test_each_batch_goes_out_once_when_nothing_fails():
-    book, a, b = Handouts(), Holder("a", 1), Holder("b", 1)
+    book, a, b = BatchAssignments(), Holder("a", 1), Holder("b", 1)
     taken = {a: [], b: []}
     for turn in range(1, 11):
         for holder in (a, b):
@@ -162,7 +162,7 @@ def test_each_batch_goes_out_once_when_nothing_fails():
 
 
 def test_a_trainer_that_was_started_again_is_noticed_without_the_head():
-    book = Handouts()
+    book = BatchAssignments()
     for _ in range(3):
         book.hand_new(Holder("a", 1), 5, {"row": 1})
     assert book.settle(Holder("a", 2), 1, [], [])
@@ -173,7 +173,7 @@ def test_a_trainer_that_was_started_again_is_noticed_without_the_head():
 
 
 def test_a_batch_lost_on_its_way_is_not_counted_as_repeated():
-    book, a = Handouts(), Holder("a", 1)
+    book, a = BatchAssignments(), Holder("a", 1)
     book.hand_new(a, 5, {"row": 1})
     book.settle(a, 1, [], [])
     assert book.first_lost == 0
@@ -182,7 +182,7 @@ def test_a_batch_lost_on_its_way_is_not_counted_as_repeated():
 
 
 def test_a_trainer_wrongly_taken_for_gone_keeps_what_it_has():
-    book, a = Handouts(), Holder("a", 1)
+    book, a = BatchAssignments(), Holder("a", 1)
     book.hand_new(a, 5, {"row": 1})
     book.hand_new(a, 5, {"row": 2})
     book.keep_only(["b"])
@@ -193,7 +193,7 @@ def test_a_trainer_wrongly_taken_for_gone_keeps_what_it_has():
 
 def test_a_file_restores_the_book_without_the_line_that_was_being_written(tmp_path):
     path, a = tmp_path / "reader-0.progress", Holder("a", 1)
-    progress = ProgressFile(path, {"reader": 0})
+    progress = AssignmentLog(path, {"reader": 0})
     progress.book.hand_new(a, 5, {"row": 5})
     progress.book.hand_new(a, 5, {"row": 10})
     progress.flush()
@@ -201,34 +201,34 @@ def test_a_file_restores_the_book_without_the_line_that_was_being_written(tmp_pa
     progress.close()
     with open(path, "ab") as file:
         file.write(b'["done",[0')
-    again = ProgressFile(path, {"reader": 0})
+    again = AssignmentLog(path, {"reader": 0})
     assert again.book.to_plain() == before
     again.book.settle(a, 1, [1], [0])
     again.flush()
     after = again.book.to_plain()
     again.close()
     assert after["num_done"] == 1
-    assert ProgressFile(path, {"reader": 0}).book.to_plain() == after
+    assert AssignmentLog(path, {"reader": 0}).book.to_plain() == after
 
 
 def test_a_file_stays_short(tmp_path):
     path, a = tmp_path / "reader-0.progress", Holder("a", 1)
-    progress = ProgressFile(path, {"reader": 0})
+    progress = AssignmentLog(path, {"reader": 0})
     for turn in range(20_000):
         number = progress.book.hand_new(a, 5, {"window": turn, "row": 123_456, "of": 1_000_000})
         progress.book.settle(a, turn, [], [number])
         progress.flush()
         assert turn % 1000 or path.stat().st_size < 1.2 * (1 << 20)
-    restored = ProgressFile(path, {"reader": 0})
+    restored = AssignmentLog(path, {"reader": 0})
     assert restored.book.to_plain() == progress.book.to_plain()
 
 
 def test_the_file_of_another_reading_is_refused(tmp_path):
     path = tmp_path / "reader-0.progress"
-    ProgressFile(path, {"batch_size": 64}).close()
+    AssignmentLog(path, {"batch_size": 64}).close()
     with pytest.raises(RowsteadError, match=r"another reading.*remove the file"):
-        ProgressFile(path, {"batch_size": 32})
+        AssignmentLog(path, {"batch_size": 32})
     for content in (b"{}\n", b"\xff\n", b"", b'{"reading": {}, "book": {}}\n["what"]\n'):
         path.write_bytes(content)
         with pytest.raises(RowsteadError, match=r"cannot be read.*remove it"):
-            ProgressFile(path, {"batch_size": 32})
+            AssignmentLog(path, {"batch_size": 32})

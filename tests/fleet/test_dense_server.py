@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from rowstead.fleet.dense_server import DenseServer, RemoteCentre, restore, serve_dense, snapshot_of
-from rowstead.fleet.dense_server_state import CentreState, LocalCentre
+from rowstead.fleet.dense_server import DenseServerClient, DenseServerProcess, restore, serve_dense, snapshot_of
+from rowstead.fleet.dense_server_state import DenseServerState, LocalDenseServer
 from rowstead.fleet.rpc_client import Client, RefusedError
-from rowstead.training.sync_base import CentreGone
+from rowstead.training.sync_base import DenseServerUnavailable
 from tests.small_runs import wait_until
 
 
@@ -23,8 +23,8 @@ def flat(*values: float) -> Tensor:
 
 
 @contextlib.contextmanager
-def served(**options: object) -> Iterator[DenseServer]:
-    server = DenseServer(**options).start()  # type: ignore[arg-type]
+def served(**options: object) -> Iterator[DenseServerProcess]:
+    server = DenseServerProcess(**options).start()  # type: ignore[arg-type]
     try:
         yield server
     finally:
@@ -32,8 +32,10 @@ def served(**options: object) -> Iterator[DenseServer]:
 
 
 @contextlib.contextmanager
-def centre_of(server: DenseServer, name: str = "trainer-0.0", *, exchange_s: float = 20.0) -> Iterator[RemoteCentre]:
-    centre = RemoteCentre(Client(lambda: server.address, name=name), exchange_s=exchange_s)
+def centre_of(
+    server: DenseServerProcess, name: str = "trainer-0.0", *, exchange_s: float = 20.0
+) -> Iterator[DenseServerClient]:
+    centre = DenseServerClient(Client(lambda: server.address, name=name), exchange_s=exchange_s)
     try:
         yield centre
     finally:
@@ -50,7 +52,7 @@ def in_thread(call: object) -> tuple[threading.Thread, list[object]]:
 
 def test_the_server_does_what_the_centre_in_memory_does() -> None:
     with served() as server, centre_of(server) as remote:
-        local = LocalCentre(CentreState(), "trainer-0.0")
+        local = LocalDenseServer(DenseServerState(), "trainer-0.0")
         for centre in (remote, local):
             assert torch.equal(centre.join(flat(1, 2)), flat(1, 2))
             assert torch.equal(centre.join(flat(5, 5)), flat(1, 2)), "the first trainer's parameters count"
@@ -124,21 +126,21 @@ def test_nobody_waits_past_the_deadline_and_for_the_same_one_twice() -> None:
 
 def test_a_trainer_goes_on_at_once_while_the_server_is_gone_and_finds_it_again(tmp_path: Path) -> None:
     snapshot = tmp_path / "dense.safetensors"
-    place: list[DenseServer] = [DenseServer(snapshot=snapshot).start()]
-    centre = RemoteCentre(Client(lambda: place[0].address, name="trainer-0.0"), exchange_s=0.5)
+    place: list[DenseServerProcess] = [DenseServerProcess(snapshot=snapshot).start()]
+    centre = DenseServerClient(Client(lambda: place[0].address, name="trainer-0.0"), exchange_s=0.5)
     try:
         centre.join(flat(1, 2))
         centre.keep("optimizer", flat(5))
         place[0].close()
         for _ in range(100):  # only the first one waits
-            with pytest.raises(CentreGone):
+            with pytest.raises(DenseServerUnavailable):
                 centre.elastic(flat(3, 4), 0.5)
-        place[0] = DenseServer(snapshot=snapshot).start()
+        place[0] = DenseServerProcess(snapshot=snapshot).start()
 
         def is_back() -> bool:
             try:
                 centre.elastic(flat(3, 4), 0.5)
-            except CentreGone:
+            except DenseServerUnavailable:
                 return False
             return True
 
@@ -157,13 +159,13 @@ def test_a_trainer_that_begins_anew_finds_the_parameters_of_before_the_restart(t
     with served(snapshot=snapshot, snapshot_every_s=1e9) as server, centre_of(server) as centre:
         centre.join(flat(1, 2))
         assert snapshot.exists(), "the first parameters are on disk before anybody learns of them"
-        restarted = CentreState()
+        restarted = DenseServerState()
         restore(restarted, snapshot.read_bytes())
         assert torch.equal(restarted.join("trainer-1.0", flat(0, 0)), flat(1, 2))
 
 
 def test_a_snapshot_holds_what_the_centre_holds() -> None:
-    state, other = CentreState(), CentreState()
+    state, other = DenseServerState(), DenseServerState()
     assert snapshot_of(state) is None
     state.give(flat(1, 2, 3))
     state.kept["optimizer"] = flat(4)
@@ -230,13 +232,13 @@ def test_what_trainers_have_ended_with_outlives_the_server(tmp_path: Path) -> No
 
 def test_a_trainer_that_begins_without_the_server_waits_once_and_then_goes_on_at_once() -> None:
     nowhere = Client("tcp://127.0.0.1:1", name="trainer-0.0", max_in_flight=4)
-    centre = RemoteCentre(nowhere, exchange_s=0.2, join_s=0.4)
+    centre = DenseServerClient(nowhere, exchange_s=0.2, join_s=0.4)
     try:
         for _ in range(50):  # more often than requests may be unanswered
-            with pytest.raises(CentreGone):
+            with pytest.raises(DenseServerUnavailable):
                 centre.join(flat(1, 2))
         assert nowhere.waited_s < 2
-        with pytest.raises(CentreGone):
+        with pytest.raises(DenseServerUnavailable):
             centre.finish(flat(1, 2))
         assert nowhere.num_in_flight == 1, "one question is enough to learn that it is back"
     finally:

@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from rowstead.fleet.evaluate_and_save import Milestones
+from rowstead.fleet.evaluate_and_save import EvaluateAndSave
 from rowstead.fleet.gathered_model import TrainersModel
-from rowstead.fleet.role_table import SilentFleet
-from rowstead.fleet.rpc_client import ServerGone
+from rowstead.fleet.role_table import NoFleetProgress
+from rowstead.fleet.rpc_client import ServerUnavailable
 from rowstead.records.run_folder import RunFolder
 from rowstead.spec.fleet import FleetSpec
 from rowstead.spec.parse import override, parse
 from rowstead.spec.run import RunSpec
 from rowstead.training.build import open_sources
 from rowstead.training.loop import Position
-from rowstead.training.sync_base import CentreGone
+from rowstead.training.sync_base import DenseServerUnavailable
 from tests.small_runs import small_plain, wait_until
 
 
@@ -38,7 +38,7 @@ class Model(TrainersModel):
         return folder
 
 
-class Told(SilentFleet):
+class Told(NoFleetProgress):
     """Keeps what it was told."""
 
     def __init__(self) -> None:
@@ -69,14 +69,14 @@ def model(tmp_path: Path) -> Model:
 
 
 @pytest.fixture
-def milestones(tmp_path: Path, told: Told, events: list[tuple[str, int]], position: Position, model: Model) -> Milestones:
+def milestones(tmp_path: Path, told: Told, events: list[tuple[str, int]], position: Position, model: Model) -> EvaluateAndSave:
     spec = parse(RunSpec, override(small_plain() | {"fleet": {"num_trainers": 1}}, ["train.checkpoint_every=10"]))
     assert isinstance(spec.fleet, FleetSpec)
 
     def keep(kind: str, step: int, figures: dict[str, Any]) -> None:
         events.append((kind, step))
 
-    return Milestones(
+    return EvaluateAndSave(
         spec,
         RunFolder(tmp_path),
         open_sources(spec),
@@ -84,21 +84,23 @@ def milestones(tmp_path: Path, told: Told, events: list[tuple[str, int]], positi
         position,
         total_steps=100,
         keep=keep,
-        watcher=told,
+        callback=told,
         is_saved=False,
     )
 
 
-def reach(milestones: Milestones, position: Position, step: int) -> None:
+def reach(milestones: EvaluateAndSave, position: Position, step: int) -> None:
     """Come to a step, and wait until what is due there was made."""
     position.step = step
     assert not milestones.look()
     wait_until(lambda: milestones.wait(0.01), what="the background")
 
 
-@pytest.mark.parametrize("problem", [ServerGone("sparse-0 does not answer"), CentreGone("the dense server is gone")])
+@pytest.mark.parametrize(
+    "problem", [ServerUnavailable("sparse-0 does not answer"), DenseServerUnavailable("the dense server is gone")]
+)
 def test_a_checkpoint_that_no_server_was_there_for_is_told_of_and_the_next_one_is_made(
-    problem: Exception, milestones: Milestones, model: Model, position: Position, told: Told, events: list[tuple[str, int]]
+    problem: Exception, milestones: EvaluateAndSave, model: Model, position: Position, told: Told, events: list[tuple[str, int]]
 ) -> None:
     model.problems.append(problem)
     reach(milestones, position, 12)
@@ -110,14 +112,14 @@ def test_a_checkpoint_that_no_server_was_there_for_is_told_of_and_the_next_one_i
     assert events == [("missed", 12), ("checkpoint", 20)]
 
 
-def test_a_problem_of_our_own_is_raised(milestones: Milestones, model: Model, position: Position) -> None:
+def test_a_problem_of_our_own_is_raised(milestones: EvaluateAndSave, model: Model, position: Position) -> None:
     model.problems.append(ZeroDivisionError())
     with pytest.raises(ZeroDivisionError):
         reach(milestones, position, 10)
 
 
 def test_what_is_saved_already_is_saved_again_only_where_it_has_changed(
-    milestones: Milestones, model: Model, position: Position
+    milestones: EvaluateAndSave, model: Model, position: Position
 ) -> None:
     reach(milestones, position, 10)
     milestones.save()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rowstead.fleet.applied_updates import Tally
+from rowstead.fleet.applied_updates import AppliedUpdates
 from rowstead.fleet.roster import Roster
 from rowstead.fleet.rpc_client import Client
 from rowstead.spec.fleet import RoleKind
@@ -84,7 +84,7 @@ def test_a_killed_sparse_server_costs_no_quality_and_every_update_it_lost_is_cou
         with Client(Roster(fleet.out).address("sparse", 1), name="test") as client:
             num_updates = client.call("status").facts["num_updates"]  # of the other, which gets as many
         figures = killed(fleet, "sparse")
-    in_snapshot = Tally.from_json(saved["sent"]).num_updates
+    in_snapshot = AppliedUpdates.from_json(saved["sent"]).num_updates
     assert 0 < status["num_updates"] - in_snapshot <= figures["num_lost_updates"]
     under_way = 2 * NUM_TRAINERS
     assert figures["num_lost_updates"] == pytest.approx(num_updates - in_snapshot, abs=under_way)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from rowstead.fleet.fork_server import Nursery
+from rowstead.fleet.fork_server import ForkServer
 from rowstead.fleet.local_process import stopped
 from rowstead.fleet.roster import told
 from tests.small_runs import wait_until
@@ -19,8 +19,8 @@ MODULE = "tests.fleet.small_roles"
 HEAD = """
 import sys, time
 from pathlib import Path
-from rowstead.fleet.fork_server import Nursery
-with Nursery(Path(sys.argv[1]), "tests.fleet.small_roles") as nursery:
+from rowstead.fleet.fork_server import ForkServer
+with ForkServer(Path(sys.argv[1]), "tests.fleet.small_roles") as nursery:
     for kind in ("sparse", "dense"):
         nursery.start(kind, 0)
     time.sleep(600)
@@ -35,7 +35,7 @@ def is_running(pid: int) -> bool:
 
 
 def test_forked_roles_end_with_the_codes_that_ordinary_processes_have(tmp_path: Path) -> None:
-    with Nursery(tmp_path, MODULE) as nursery:
+    with ForkServer(tmp_path, MODULE) as nursery:
         asked, deaf, failing, killed = (
             nursery.start(*role) for role in (("sparse", 0), ("dense", 0), ("reader", 0), ("sparse", 1))
         )
@@ -57,7 +57,7 @@ def test_forked_roles_end_with_the_codes_that_ordinary_processes_have(tmp_path: 
 
 
 def test_roles_of_a_killed_nursery_count_as_killed_and_start_again(tmp_path: Path) -> None:
-    with Nursery(tmp_path, MODULE) as nursery:
+    with ForkServer(tmp_path, MODULE) as nursery:
         first = nursery.start("sparse", 0)
         wait_until(lambda: told(tmp_path, "sparse", 0) is not None, what="the role to be ready")
         psutil.Process(psutil.Process(first.pid).ppid()).kill()

@@ -16,7 +16,7 @@ from rowstead.fleet.gathered_model import GatheredModel
 from rowstead.fleet.partition import partition_tables
 from rowstead.fleet.roster import RoleAddress, Roster
 from rowstead.fleet.sparse_server import SparseServer
-from rowstead.fleet.table_shard import KeptRows
+from rowstead.fleet.table_shard import TableShard
 from rowstead.kernels.layout import layout_of
 from rowstead.run import train
 from rowstead.spec.fleet import FleetSpec
@@ -41,7 +41,7 @@ def test_a_server_that_is_killed_while_it_is_given_a_model_has_it_in_the_end_and
         """A server in the place of the one before, with nothing but what that has written down."""
         if servers:
             servers[-1].close()
-        kept = KeptRows(pieces, spec.train.sparse_optimizer, seed=spec.seed)
+        kept = TableShard(pieces, spec.train.sparse_optimizer, seed=spec.seed)
         servers.append(SparseServer(kept, snapshots=tmp_path / "snapshots").start())
         told = RoleAddress(kind="sparse", number=0, address=servers[-1].address, incarnation=len(servers), pid=os.getpid())
         Roster(tmp_path).write([told], {"dtype": "float32", "partition": partition.to_json()})

@@ -15,7 +15,7 @@ import zmq
 
 from rowstead.fleet.deduplication import Caller
 from rowstead.fleet.keys import Keys, protect_client
-from rowstead.fleet.rpc_client import Client, ServerGone
+from rowstead.fleet.rpc_client import Client, ServerUnavailable
 from rowstead.fleet.rpc_server import Server
 from rowstead.fleet.wire import ERROR, HEADER_BYTES, REQUEST, Limits, Message, decode, decode_header, encode
 from tests.fleet.relay import Relay
@@ -235,7 +235,7 @@ def test_a_client_without_the_key_is_not_let_in_and_learns_nothing(kept: Kept, k
     ):
         with (
             Client(relay.address, name="stranger", keys=theirs, deadline_s=0.5) as client,
-            pytest.raises(ServerGone, match="in time") as error,
+            pytest.raises(ServerUnavailable, match="in time") as error,
         ):
             client.call("add", {}, [torch.ones(10)])
         assert "kept" not in str(error.value)
@@ -266,7 +266,7 @@ def test_a_server_of_another_job_is_not_believed(kept: Kept) -> None:
     with (
         protected(OTHERS, kept) as server,
         Client(server.address, name="me", keys=keys, deadline_s=0.5) as client,
-        pytest.raises(ServerGone),
+        pytest.raises(ServerUnavailable),
     ):
         client.call("add", {}, [torch.ones(10)])
     assert kept.callers == []

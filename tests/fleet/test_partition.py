@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rowstead.fleet.partition import Partition, Piece, loads_of, partition_tables
+from rowstead.fleet.partition import Partition, ServerPiece, loads_of, partition_tables
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.features import Table
 
@@ -84,7 +84,9 @@ def test_a_partition_of_other_tables_is_refused() -> None:
     for other in ([table("t", 101)], [table("u", 100)], []):
         with pytest.raises(RowsteadError, match="make it anew"):
             partition.check(other)
-    twice = Partition(servers=((Piece(table="t", first_row=0, num_rows=60),), (Piece(table="t", first_row=50, num_rows=50),)))
+    twice = Partition(
+        servers=((ServerPiece(table="t", first_row=0, num_rows=60),), (ServerPiece(table="t", first_row=50, num_rows=50),))
+    )
     with pytest.raises(RowsteadError, match="no home, or two"):
         twice.check([table("t", 100)])
     with pytest.raises(RowsteadError, match="no partition"):

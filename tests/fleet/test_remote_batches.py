@@ -13,7 +13,7 @@ import torch
 from rowstead.fleet.log_share import LogShare
 from rowstead.fleet.reader import Reader
 from rowstead.fleet.reader_server import handlers_of, serve_reader
-from rowstead.fleet.remote_batches import Feed
+from rowstead.fleet.remote_batches import RemoteBatches
 from rowstead.fleet.rpc_client import Client
 from rowstead.fleet.rpc_server import Server
 from rowstead.kernels.layout import layout_of
@@ -62,7 +62,9 @@ def rows_by_epoch(trained, epochs=1):
 def test_feeds_together_get_every_example_once_an_epoch(log, tmp_path, num_readers, num_trainers, num_threads):
     trained = []
     with served(log, tmp_path, num_readers=num_readers, epochs=2) as (connects, readers), contextlib.ExitStack() as stack:
-        feeds = [stack.enter_context(Feed(connects, name=f"trainer-{i}", batches_ahead=4)) for i in range(num_trainers)]
+        feeds = [
+            stack.enter_context(RemoteBatches(connects, name=f"trainer-{i}", batches_ahead=4)) for i in range(num_trainers)
+        ]
         threads = [threading.Thread(target=train, args=(feed, trained)) for feed in feeds for _ in range(num_threads)]
         for thread in threads:
             thread.start()
@@ -81,7 +83,7 @@ def test_feeds_together_get_every_example_once_an_epoch(log, tmp_path, num_reade
 
 def test_one_feed_of_one_reader_gives_the_batches_of_a_single_process_in_order(log, tmp_path):
     expected = [batch for epoch in range(2) for batch, _ in source_of(log).batches(32, epoch=epoch)]
-    with served(log, tmp_path, epochs=2) as (connects, _), Feed(connects, name="trainer-0", ids=torch.int64) as feed:
+    with served(log, tmp_path, epochs=2) as (connects, _), RemoteBatches(connects, name="trainer-0", ids=torch.int64) as feed:
         count = 0
         while feed.more():
             for (batch, ticket), wanted in zip(feed, expected[count:], strict=False):
@@ -100,7 +102,7 @@ def test_one_feed_of_one_reader_gives_the_batches_of_a_single_process_in_order(l
 
 
 def test_steps_of_several_readers_take_turns(log, tmp_path):
-    with served(log, tmp_path, num_readers=2) as (connects, _), Feed(connects, name="trainer-0") as feed:
+    with served(log, tmp_path, num_readers=2) as (connects, _), RemoteBatches(connects, name="trainer-0") as feed:
         steps = []
         while feed.more():
             for _, ticket in feed:
@@ -110,7 +112,7 @@ def test_steps_of_several_readers_take_turns(log, tmp_path):
 
 
 def test_a_consumer_that_takes_everything_before_it_is_done_with_anything_comes_to_the_end(log, tmp_path):
-    with served(log, tmp_path) as (connects, _), Feed(connects, name="trainer-0", batches_ahead=2) as feed:
+    with served(log, tmp_path) as (connects, _), RemoteBatches(connects, name="trainer-0", batches_ahead=2) as feed:
         tickets = [ticket for _, ticket in feed]
         assert sum(ticket.num_samples for ticket in tickets) == 1000
         for ticket in tickets:
@@ -120,7 +122,10 @@ def test_a_consumer_that_takes_everything_before_it_is_done_with_anything_comes_
 
 
 def test_a_slow_trainer_has_no_more_than_it_asked_for(log, tmp_path):
-    with served(log, tmp_path, batch_size=8) as (connects, readers), Feed(connects, name="trainer-0", batches_ahead=6) as feed:
+    with (
+        served(log, tmp_path, batch_size=8) as (connects, readers),
+        RemoteBatches(connects, name="trainer-0", batches_ahead=6) as feed,
+    ):
         assert feed.more()
         for _ in range(10):
             _, ticket = next(feed)
@@ -133,14 +138,14 @@ def test_a_slow_trainer_has_no_more_than_it_asked_for(log, tmp_path):
 def test_what_a_feed_has_not_looked_at_is_given_back(log, tmp_path):
     with served(log, tmp_path) as (connects, readers):
         first = []
-        with Feed(connects, name="trainer-0", batches_ahead=8) as feed:
+        with RemoteBatches(connects, name="trainer-0", batches_ahead=8) as feed:
             assert feed.more()
             batch, ticket = next(feed)
             first.append((ticket.epoch, numbers_in(batch)))
             feed.done(ticket)
             next(feed)  # and never done
         second = []
-        with Feed(connects, name="trainer-1") as feed:
+        with RemoteBatches(connects, name="trainer-1") as feed:
             train(feed, second)
         status = readers[0].status()
     assert rows_by_epoch(first + second)[0] == Counter(range(1000))
@@ -149,12 +154,12 @@ def test_what_a_feed_has_not_looked_at_is_given_back(log, tmp_path):
 
 def test_what_was_taken_and_not_begun_counts_as_trained_on_once(log, tmp_path):
     with served(log, tmp_path) as (connects, readers):
-        feed = Feed(connects, name="trainer-0")
+        feed = RemoteBatches(connects, name="trainer-0")
         assert feed.more()
         next(feed)  # ahead of its turn, and then the trainer was asked to stop
         feed.close(is_at_rest=True)
         trained = []
-        with Feed(connects, name="trainer-1") as other:
+        with RemoteBatches(connects, name="trainer-1") as other:
             train(other, trained)
         status = readers[0].status()
     assert rows_by_epoch(trained)[0] == Counter(range(1000))
@@ -164,9 +169,9 @@ def test_what_was_taken_and_not_begun_counts_as_trained_on_once(log, tmp_path):
 
 def test_nobody_waits_for_a_batch_once_he_should_stop(log, tmp_path):
     stops, ended = threading.Event(), []
-    with served(log, tmp_path, max_batches=1) as (connects, _), Feed(connects, name="trainer-0") as holder:
+    with served(log, tmp_path, max_batches=1) as (connects, _), RemoteBatches(connects, name="trainer-0") as holder:
         next(holder)  # never done: everybody else waits to the end of time
-        with Feed(connects, name="trainer-1", until=stops.is_set) as feed:
+        with RemoteBatches(connects, name="trainer-1", until=stops.is_set) as feed:
             threads = [threading.Thread(target=lambda: ended.append(feed.more()), daemon=True) for _ in range(2)]
             for thread in threads:
                 thread.start()
@@ -183,7 +188,7 @@ def test_an_error_of_the_reader_comes_after_its_good_batches(tmp_path):
     log, bad, before = write_log_with_a_late_bad_row(tmp_path / "log")
     with served(log, tmp_path) as (connects, _):
         trained = []
-        with Feed(connects, name="trainer-0") as feed, pytest.raises(DataError, match=rf"reader 0: .*row {bad}"):
+        with RemoteBatches(connects, name="trainer-0") as feed, pytest.raises(DataError, match=rf"reader 0: .*row {bad}"):
             train(feed, trained)
         assert [rows for _, rows in trained] == before
         with connects[0]() as client:
@@ -192,7 +197,7 @@ def test_an_error_of_the_reader_comes_after_its_good_batches(tmp_path):
 
 def test_all_feeds_end_when_a_reader_is_told_to_stop(log, tmp_path):
     with served(log, tmp_path, epochs=1000) as (connects, _), contextlib.ExitStack() as stack:
-        feeds = [stack.enter_context(Feed(connects, name=f"trainer-{i}")) for i in range(2)]
+        feeds = [stack.enter_context(RemoteBatches(connects, name=f"trainer-{i}")) for i in range(2)]
         threads = [threading.Thread(target=train, args=(feed, [])) for feed in feeds]
         for thread in threads:
             thread.start()
@@ -206,9 +211,9 @@ def test_all_feeds_end_when_a_reader_is_told_to_stop(log, tmp_path):
 
 def test_a_trainer_that_was_replaced_is_told(log, tmp_path):
     with served(log, tmp_path, batch_size=4) as (connects, _), contextlib.ExitStack() as stack:
-        old = stack.enter_context(Feed(connects, name="trainer-0", incarnation=1, batches_ahead=2))
+        old = stack.enter_context(RemoteBatches(connects, name="trainer-0", incarnation=1, batches_ahead=2))
         assert old.more()
-        new = stack.enter_context(Feed(connects, name="trainer-0", incarnation=2))
+        new = stack.enter_context(RemoteBatches(connects, name="trainer-0", incarnation=2))
         assert new.more()
         with pytest.raises(RowsteadError, match="started again"):
             train(old, [])
@@ -217,7 +222,7 @@ def test_a_trainer_that_was_replaced_is_told(log, tmp_path):
 def test_batches_that_the_reader_checked_need_no_check_by_the_trainer(log, tmp_path):
     layout, mine = (layout_of(FEATURES, TABLES) for _ in range(2))
     source = CheckedSource(source_of(log), layout)
-    with served(log, tmp_path, source=source) as (connects, _), Feed(connects, name="trainer-0", layout=mine) as feed:
+    with served(log, tmp_path, source=source) as (connects, _), RemoteBatches(connects, name="trainer-0", layout=mine) as feed:
         batch, _ = next(feed)
         assert batch.sparse.checked_for is mine
 
@@ -229,7 +234,7 @@ def test_a_malformed_request_leaves_a_reader_as_it_was(log, tmp_path):
                 with pytest.raises(RowsteadError):
                     client.call(kind, facts)
         trained = []
-        with Feed(connects, name="trainer-0") as feed:
+        with RemoteBatches(connects, name="trainer-0") as feed:
             train(feed, trained)
     assert rows_by_epoch(trained)[0] == Counter(range(1000))
 
@@ -243,7 +248,7 @@ def test_serving_ends_when_told_and_says_where_it_is(log, tmp_path):
     thread.start()
     wait_until(lambda: bool(addresses), what="an address")
     trained = []
-    with Feed([lambda: Client(addresses[0], name="trainer-0")], name="trainer-0") as feed:
+    with RemoteBatches([lambda: Client(addresses[0], name="trainer-0")], name="trainer-0") as feed:
         train(feed, trained)
     assert len(trained) == 3
     assert samples[0]()["num_batches"] == 3
@@ -261,7 +266,7 @@ def test_a_reader_killed_in_mid_epoch_loses_nothing(log, tmp_path):
         for number in (0, 1):
             wait_for_reader(tmp_path, number)
         connects = [reader_process.connect(tmp_path, number, "trainer-0") for number in (0, 1)]
-        feeds = [stack.enter_context(Feed(connects, name=f"trainer-{i}", batches_ahead=6)) for i in range(2)]
+        feeds = [stack.enter_context(RemoteBatches(connects, name=f"trainer-{i}", batches_ahead=6)) for i in range(2)]
         for feed in feeds:
             for _ in range(15):
                 batch, ticket = next(feed)
@@ -290,7 +295,7 @@ def test_what_a_killed_trainer_held_is_trained_on_by_another(log, tmp_path):
         victim = stack.enter_context(process(run_trainer, tmp_path, "trainer-1", 1, hang_after=7))
         wait_until(lambda: len(trained_by(tmp_path, "trainer-1")) == 7, what="seven batches of the trainer")
         trained = []
-        feed = stack.enter_context(Feed([reader_process.connect(tmp_path, 0, "trainer-0")], name="trainer-0"))
+        feed = stack.enter_context(RemoteBatches([reader_process.connect(tmp_path, 0, "trainer-0")], name="trainer-0"))
         thread = threading.Thread(target=train, args=(feed, trained))
         thread.start()
         wait_until(lambda: status_of(tmp_path, 0)["state"] == "drained", what="the end of the log")
@@ -377,7 +382,7 @@ def test_a_reader_does_not_grow_however_many_batches_it_hands_out(log, tmp_path)
     with contextlib.ExitStack() as stack:
         stack.enter_context(process(run_reader, log, tmp_path, 0, 1, epochs=1000, read_ahead_bytes=1 << 16))
         wait_for_reader(tmp_path, 0)
-        feed = stack.enter_context(Feed([reader_process.connect(tmp_path, 0, "trainer-0")], name="trainer-0"))
+        feed = stack.enter_context(RemoteBatches([reader_process.connect(tmp_path, 0, "trainer-0")], name="trainer-0"))
         never_done = [next(feed) for _ in range(3)]  # as long as these are held, the book cannot forget them
         rss_bytes = []
         for count, (_, ticket) in enumerate(feed):

@@ -21,7 +21,7 @@ from rowstead.spec.errors import DataError, RowsteadError
 from rowstead.spec.train import SparseOptimizerSpec
 from rowstead.stores.device import DeviceStore
 from rowstead.stores.host import HostStore
-from rowstead.training.prefetch import announced
+from rowstead.training.prefetch import prefetch_rows
 from tests.fleet.sparse_servers import (
     ADAGRAD,
     SGD,
@@ -77,7 +77,7 @@ def test_a_look_up_sees_every_update_but_those_of_the_last_k_batches(staleness: 
         store = fleet.store(staleness=staleness)
         assert store.batches_ahead == staleness
         items = ((None, types.SimpleNamespace(sparse=batch), None) for batch in batches)
-        for place, (_, item, _) in enumerate(announced(items, store)):  # type: ignore[arg-type]
+        for place, (_, item, _) in enumerate(prefetch_rows(items, store)):  # type: ignore[arg-type]
             torch.testing.assert_close(store.lookup(item.sparse), expected[place], rtol=1e-12, atol=1e-14)
             store.update(item.sparse, grads[place], lr=0.1, step=place + 1)
         assert store.num_most_unanswered <= max(1, staleness)

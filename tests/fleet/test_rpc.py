@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from rowstead.fleet.deduplication import Caller
-from rowstead.fleet.rpc_client import Client, RefusedError, ServerGone
-from rowstead.fleet.rpc_server import Later, Server
+from rowstead.fleet.rpc_client import Client, RefusedError, ServerUnavailable
+from rowstead.fleet.rpc_server import DeferredReply, Server
 from rowstead.fleet.wire import Limits, Message
 from rowstead.spec.errors import RowsteadError
 from tests.fleet.counting import Counter, eventually
@@ -96,10 +96,10 @@ def test_status_says_what_the_server_has_done() -> None:
 
 
 def test_an_answer_may_come_later_from_another_thread_and_the_client_is_not_held_up() -> None:
-    waiting: list[Later] = []
+    waiting: list[DeferredReply] = []
 
-    def round_of_two(message: Message, caller: Caller) -> Later:
-        later = Later()
+    def round_of_two(message: Message, caller: Caller) -> DeferredReply:
+        later = DeferredReply()
         waiting.append(later)
         return later
 
@@ -219,7 +219,7 @@ def test_a_closed_client_says_so_and_what_it_left_unanswered_does_not_hang() -> 
     pending = client.start("echo")
     client.close()
     client.close()
-    with pytest.raises(ServerGone, match="closed before `echo` was answered"):
+    with pytest.raises(ServerUnavailable, match="closed before `echo` was answered"):
         pending.wait()
     with pytest.raises(RuntimeError, match="closed"):
         client.start("echo")

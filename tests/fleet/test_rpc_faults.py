@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from rowstead.fleet.deduplication import Caller
-from rowstead.fleet.rpc_client import Client, ServerGone
-from rowstead.fleet.rpc_server import Later, Server
+from rowstead.fleet.rpc_client import Client, ServerUnavailable
+from rowstead.fleet.rpc_server import DeferredReply, Server
 from rowstead.fleet.wire import Message
 from rowstead.spec.errors import RowsteadError
 from tests.fleet.counting import Counter, eventually
@@ -36,10 +36,10 @@ def test_an_answer_that_was_lost_is_given_again_and_the_handler_runs_once(
 
 
 def test_a_request_that_is_still_running_is_not_started_again(setting: dict[str, Any]) -> None:
-    started: list[Later] = []
+    started: list[DeferredReply] = []
 
-    def begin(message: Message, caller: Caller) -> Later:
-        started.append(Later())
+    def begin(message: Message, caller: Caller) -> DeferredReply:
+        started.append(DeferredReply())
         return started[-1]
 
     with (
@@ -132,7 +132,7 @@ def test_a_deadline_that_passes_says_who_did_not_answer_and_counts_only_waiting(
         pending = client.start("lookup")
         start_s = time.monotonic()
         with pytest.raises(
-            ServerGone, match=r"server at tcp://127.0.0.1:1 has not answered `lookup` of trainer-0 in time; there is no"
+            ServerUnavailable, match=r"server at tcp://127.0.0.1:1 has not answered `lookup` of trainer-0 in time; there is no"
         ):
             pending.wait()
         assert 0.25 < time.monotonic() - start_s < 20
@@ -144,7 +144,7 @@ def test_a_server_that_is_slow_is_not_taken_for_gone_before_the_deadline_and_sai
     counter.may_go_on.clear()
     try:
         with Server({"count": counter}).start() as server, Client(server.address, name="me") as client:
-            with pytest.raises(ServerGone, match="perhaps only slow"):
+            with pytest.raises(ServerUnavailable, match="perhaps only slow"):
                 client.call("count", {"n": 0}, deadline_s=0.3)
             counter.may_go_on.set()
             assert client.call("count", {"n": 1}).facts["num_seen"] == 2
@@ -168,5 +168,5 @@ def test_a_client_waits_for_an_address_that_is_not_known_yet(counter: Counter) -
         def never() -> str:
             raise RowsteadError("fleet.json is missing")
 
-        with Client(never, name="me") as client, pytest.raises(ServerGone, match=r"fleet.json is missing"):
+        with Client(never, name="me") as client, pytest.raises(ServerUnavailable, match=r"fleet.json is missing"):
             client.call("count", {"n": 0}, deadline_s=0.2)

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rowstead.fleet import table_shard
-from rowstead.fleet.applied_updates import Sent, Tally
-from rowstead.fleet.lookup_request import Asked
-from rowstead.fleet.router import Routes
+from rowstead.fleet.applied_updates import AppliedUpdates, ClientUpdates
+from rowstead.fleet.lookup_request import LookupRequest
+from rowstead.fleet.router import ServerRouter
 from rowstead.fleet.snapshot import MANIFEST, Snapshots
-from rowstead.fleet.table_shard import KeptRows
+from rowstead.fleet.table_shard import TableShard
 from rowstead.fleet.wire import Message
 from rowstead.kernels.layout import Layout
 from rowstead.records.usage import peak_memory_bytes
@@ -34,12 +34,12 @@ class Trained:
 
     def __init__(self, layout: Layout, folder: Path, dtype: torch.dtype = torch.float64) -> None:
         self.layout = layout
-        self.kept = KeptRows(layout, ADAM, dtype=dtype)
+        self.kept = TableShard(layout, ADAM, dtype=dtype)
         self.num_updates = 0
         self.snapshots = Snapshots(self.kept, folder, counted=lambda: {"updates": self.num_updates})
-        self._routes = Routes(layout, whole_tables(layout, 1), dtype)
+        self._routes = ServerRouter(layout, whole_tables(layout, 1), dtype)
 
-    def asked(self, seed: int) -> tuple[Asked, list[torch.Tensor]]:
+    def asked(self, seed: int) -> tuple[LookupRequest, list[torch.Tensor]]:
         batch = batch_of(self.layout, 6, seed)
         split = self._routes.cut(batch)
         (gradients,) = split.gradients(grad_of(self.layout, batch, seed), None)
@@ -260,7 +260,7 @@ def test_a_snapshot_of_a_large_table_takes_little_memory_besides(tmp_path: Path)
 @settings(max_examples=100)
 @given(numbers=st.lists(st.integers(1, 30)), heard=st.integers(0, 40))
 def test_a_tally_knows_which_updates_it_has_and_how_many_are_missing(numbers: list[int], heard: int) -> None:
-    tally = Tally()
+    tally = AppliedUpdates()
     sent = tally.of("trainer")
     for number in numbers:
         if not sent.has(number):
@@ -270,9 +270,9 @@ def test_a_tally_knows_which_updates_it_has_and_how_many_are_missing(numbers: li
     highest = max([*numbers, heard], default=0)
     assert tally.num_lost == highest - len(set(numbers))
     assert tally.num_updates == len(set(numbers))
-    again = Tally.from_json(tally.to_json())
+    again = AppliedUpdates.from_json(tally.to_json())
     assert again.of("trainer") == sent
-    assert again.of("another") == Sent()
+    assert again.of("another") == ClientUpdates()
 
 
 def test_whatever_goes_wrong_with_a_snapshot_is_told_and_the_next_one_is_taken(tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_whatever_goes_wrong_with_a_snapshot_is_told_and_the_next_one_is_taken(t
             raise found
         return found
 
-    kept = KeptRows(plain_layout(10), ADAM)
+    kept = TableShard(plain_layout(10), ADAM)
     snapshots, outcomes = Snapshots(kept, tmp_path, counted=counted).start(), list[object]()
     try:
         for number in (1, 2):

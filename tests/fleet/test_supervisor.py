@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from rowstead.fleet.fork_server import Nursery
+from rowstead.fleet.fork_server import ForkServer
 from rowstead.fleet.roster import RoleFiles
-from rowstead.fleet.supervisor import Crew, RoleError
+from rowstead.fleet.supervisor import RoleError, Supervisor
 from rowstead.spec.fleet import FleetSpec
 
 MODULE = "tests.fleet.small_roles"
@@ -19,9 +19,9 @@ SPEC = FleetSpec(num_sparse=1, num_dense=0, max_restarts=1)
 
 def test_a_role_that_is_killed_too_often_is_not_said_to_have_made_the_mistake_of_an_earlier_run(tmp_path: Path) -> None:
     said: list[str] = []
-    with Nursery(tmp_path, MODULE) as nursery:
+    with ForkServer(tmp_path, MODULE) as nursery:
         RoleFiles(tmp_path, "sparse", 0).log.write_text("error: the loss is nan at step 7\n")
-        crew = Crew(tmp_path, SPEC, nursery, {}, say=said.append)
+        crew = Supervisor(tmp_path, SPEC, nursery, {}, say=said.append)
         crew.start("sparse")
         for _ in range(2):
             crew.wait_ready()
@@ -42,8 +42,8 @@ def test_a_role_that_is_killed_too_often_is_not_said_to_have_made_the_mistake_of
 
 
 def test_a_role_that_says_what_is_wrong_ends_the_crew_with_its_words(tmp_path: Path) -> None:
-    with Nursery(tmp_path, MODULE) as nursery:
-        crew = Crew(tmp_path, SPEC, nursery, {}, say=pytest.fail)
+    with ForkServer(tmp_path, MODULE) as nursery:
+        crew = Supervisor(tmp_path, SPEC, nursery, {}, say=pytest.fail)
         crew.start("reader")
         with pytest.raises(RoleError, match=r"^reader 0: nothing to read$") as error:
             crew.wait_ready()

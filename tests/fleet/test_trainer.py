@@ -17,8 +17,8 @@ from rowstead.fleet.reader_server import handlers_of
 from rowstead.fleet.roster import RoleAddress, Roster
 from rowstead.fleet.rpc_server import Server
 from rowstead.fleet.sparse_server import SparseServer
-from rowstead.fleet.table_shard import KeptRows
-from rowstead.fleet.trainer import Trainer
+from rowstead.fleet.table_shard import TableShard
+from rowstead.fleet.trainer import FleetTrainer
 from rowstead.kernels.layout import layout_of
 from rowstead.spec.fleet import FleetSpec, RoleKind
 from rowstead.training.build import open_sources
@@ -44,7 +44,7 @@ def test_a_batch_is_done_once_the_servers_have_its_update_and_not_before(tmp_pat
     spec = dataclasses.replace(small_spec("train.sync.staleness=4"), fleet=FleetSpec(num_sparse=1, num_dense=0))
     layout = layout_of(spec.features, spec.tables)
     partition = partition_tables(layout.tables, 1)
-    kept = KeptRows(piece_layout(layout, partition.pieces_of(layout, 0)), spec.train.sparse_optimizer, seed=spec.seed)
+    kept = TableShard(piece_layout(layout, partition.pieces_of(layout, 0)), spec.train.sparse_optimizer, seed=spec.seed)
     (tmp_path / "roles").mkdir()
     with contextlib.ExitStack() as stack:
         share = LogShare(open_sources(spec).train, batch_size=64, max_batches=NUM_BATCHES)
@@ -58,7 +58,7 @@ def test_a_batch_is_done_once_the_servers_have_its_update_and_not_before(tmp_pat
         facts = {"dtype": "float32", "partition": partition.to_json(), "total_steps": NUM_BATCHES}
         Roster(tmp_path).write(told, facts)
 
-        trainer, ended = Trainer(spec, tmp_path, 0), list[bool]()
+        trainer, ended = FleetTrainer(spec, tmp_path, 0), list[bool]()
         thread = threading.Thread(
             target=lambda: ended.append(trainer.run(until=lambda: False, ready=lambda: None)), daemon=True
         )

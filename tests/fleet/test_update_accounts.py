@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rowstead.fleet.rpc_client import ServerGone
+from rowstead.fleet.rpc_client import ServerUnavailable
 from rowstead.fleet.update_accounts import Accounts
 from rowstead.fleet.wire import Message
 from rowstead.training.loop import Position
@@ -68,7 +68,7 @@ def accounts_of(crew: Crew, position: Position) -> Accounts:
 
 
 def test_a_reader_that_is_just_coming_back_is_counted_too() -> None:
-    crew = Crew(reader_0=[ServerGone("away"), reader(40, 40)], reader_1=[reader(39, 40)], sparse_0=[sparse(79, 0)])
+    crew = Crew(reader_0=[ServerUnavailable("away"), reader(40, 40)], reader_1=[reader(39, 40)], sparse_0=[sparse(79, 0)])
     position = Position()
     accounts_of(crew, position).settle()
     assert (position.step, position.num_samples) == (79, 790)

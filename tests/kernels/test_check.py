@@ -16,7 +16,7 @@ from rowstead.kernels.layout import Layout, layout_of
 from rowstead.spec.errors import DataError
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, TableSpec, tables_of
 from rowstead.spec.train import SparseOptimizerSpec
-from rowstead.stores.checked import checked
+from rowstead.stores.checked import check_batch
 from rowstead.stores.device import DeviceStore
 from tests.stores.store_contract import layouts, sparse_batches
 
@@ -162,12 +162,12 @@ def test_a_store_refuses_such_batches_and_changes_nothing(kernel: str) -> None:
 def test_a_batch_is_checked_once_for_each_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setattr("rowstead.stores.checked.check_sparse", lambda layout, *args, **kwargs: seen.append(layout))
-    batch = checked(Sparse(ids=ids_of(), offsets=torch.tensor(OFFSETS), num_features=3), LAYOUT)
+    batch = check_batch(Sparse(ids=ids_of(), offsets=torch.tensor(OFFSETS), num_features=3), LAYOUT)
     store = DeviceStore(LAYOUT, SparseOptimizerSpec())
     store.update(batch.to("cpu"), store.lookup(batch), lr=0.1, step=1)
     assert seen == [LAYOUT]
     other = layout_of(FEATURES, tables_of(FEATURES, width=3))
-    assert checked(batch, other).checked_for is other
+    assert check_batch(batch, other).checked_for is other
     assert seen == [LAYOUT, other]
 
 

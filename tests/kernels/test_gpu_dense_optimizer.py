@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from rowstead.kernels.gpu.dense_optimizer import DenseOptimizerOnGpu
+from rowstead.kernels.gpu.dense_optimizer import GpuDenseOptimizer
 from rowstead.spec.train import DenseOptimizerSpec
 from rowstead.training.step import dense_optimizer
 
@@ -26,7 +26,7 @@ def set_gradients(module: nn.Module, step: int) -> None:
         parameter.grad = torch.randn(parameter.shape, generator=random).to(DEVICE)
 
 
-def take_step(optimizer: DenseOptimizerOnGpu, lr: float, step: int, loss: float = 1.0) -> None:
+def take_step(optimizer: GpuDenseOptimizer, lr: float, step: int, loss: float = 1.0) -> None:
     numbers, guard = torch.tensor(optimizer.numbers(lr, step)).to(DEVICE), torch.tensor(loss).to(DEVICE)
     optimizer.step_by(numbers, guard, optimizer.gradient_addresses().to(DEVICE))
     optimizer.count_step(step)
@@ -37,7 +37,7 @@ def take_step(optimizer: DenseOptimizerOnGpu, lr: float, step: int, loss: float 
 def test_steps_and_state_are_those_of_torch(kind: str, weight_decay: float) -> None:
     spec = DenseOptimizerSpec(kind=kind, lr=0.05, weight_decay=weight_decay)  # type: ignore[arg-type]
     ours, theirs = net(), net()
-    optimizer, plain = DenseOptimizerOnGpu(ours.parameters(), spec), dense_optimizer(spec, theirs)
+    optimizer, plain = GpuDenseOptimizer(ours.parameters(), spec), dense_optimizer(spec, theirs)
     for step in range(1, 4):
         set_gradients(ours, step)
         set_gradients(theirs, step)
@@ -61,7 +61,7 @@ def test_the_state_of_torch_can_be_taken_over() -> None:
     set_gradients(theirs, 1)
     plain.step()
     ours = copy.deepcopy(theirs)
-    optimizer = DenseOptimizerOnGpu(ours.parameters(), spec)
+    optimizer = GpuDenseOptimizer(ours.parameters(), spec)
     state = copy.deepcopy(plain.state_dict()["state"])
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
     set_gradients(theirs, 2)
@@ -74,7 +74,7 @@ def test_the_state_of_torch_can_be_taken_over() -> None:
 
 def test_a_loss_that_is_not_finite_changes_nothing() -> None:
     module = net()
-    optimizer = DenseOptimizerOnGpu(module.parameters(), DenseOptimizerSpec(kind="adagrad"))
+    optimizer = GpuDenseOptimizer(module.parameters(), DenseOptimizerSpec(kind="adagrad"))
     before = copy.deepcopy([*module.parameters(), *(entry["sum"] for entry in optimizer.state.values())])
     set_gradients(module, 1)
     for loss in (float("nan"), float("inf")):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from rowstead.kernels.cpu import interaction as interaction_cpu
-from rowstead.kernels.interaction import Kernels, fused_pairwise_dots, pairwise_dots, reference_pairwise_dots
+from rowstead.kernels.interaction import InteractionKernels, fused_pairwise_dots, pairwise_dots, reference_pairwise_dots
 from rowstead.nn.layers import Dot
 from rowstead.spec.errors import DataError
 
@@ -27,7 +27,7 @@ def three_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def triton_kernels() -> Kernels:
+def triton_kernels() -> InteractionKernels:
     from rowstead.kernels.gpu import interaction as interaction_gpu
 
     return interaction_gpu
@@ -53,7 +53,7 @@ def gradients(out: Tensor, dense: Tensor | None, pooled: Tensor) -> list[Tensor]
     return list(torch.autograd.grad(out, [pooled] if dense is None else [dense, pooled], weights))
 
 
-def trimmed_dots(dense: Tensor | None, pooled: Tensor, width: int, kernels: Kernels) -> Tensor:
+def trimmed_dots(dense: Tensor | None, pooled: Tensor, width: int, kernels: InteractionKernels) -> Tensor:
     """Without the columns of zeros that kernels may add."""
     num_vectors = pooled.shape[1] // width + (dense is not None)
     used = (0 if dense is None else width) + num_vectors * (num_vectors - 1) // 2
@@ -62,7 +62,7 @@ def trimmed_dots(dense: Tensor | None, pooled: Tensor, width: int, kernels: Kern
     return out[:, :used]
 
 
-def check(kernels: Kernels, dense: Tensor | None, pooled: Tensor, width: int) -> None:
+def check(kernels: InteractionKernels, dense: Tensor | None, pooled: Tensor, width: int) -> None:
     """Results and gradients are those of plain torch."""
     ours, plain = trimmed_dots(dense, pooled, width, kernels), reference_pairwise_dots(dense, pooled, width)
     torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5)

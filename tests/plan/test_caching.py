@@ -20,7 +20,7 @@ from rowstead.plan.setup import Behind, Setup
 from rowstead.plan.traffic import Popularity, distinct_ids
 from rowstead.plan.work import step_work
 from rowstead.stores import cache_slots, cached, prefetch_scheduler, ssd
-from rowstead.stores.cache_slots_cpu import CompiledPlaces
+from rowstead.stores.cache_slots_cpu import CpuCacheSlots
 from rowstead.study.calibration.steps import Shape, drawn_batches
 
 
@@ -51,7 +51,7 @@ def shape_of(*, skew: float, mean_ids: int = 4, num_rows: int = 8000) -> Shape:
 @pytest.mark.parametrize("skew", [0.2, 0.8, 1.3])
 def test_a_cache_lacks_as_many_rows_as_the_real_one(skew: float, share: float) -> None:
     shape = shape_of(skew=skew)
-    cache = CompiledPlaces(2 * shape.num_rows, 2 * math.ceil(share * shape.num_rows))
+    cache = CpuCacheSlots(2 * shape.num_rows, 2 * math.ceil(share * shape.num_rows))
     firsts, lacked = torch.tensor([[0], [shape.num_rows]]), []
     for number, batch in enumerate(drawn_batches(shape, torch.device("cpu"))):
         rows = (batch.sparse.ids.view(2, -1) + firsts).flatten()
@@ -68,7 +68,7 @@ def test_a_gpu_brings_in_as_many_batches_and_rows_at_once_as_is_predicted(skew: 
     work = step_work(shape.spec("cpu"))
     behind = tuple(Behind(table=table.name, kept_share=share) for table in work.tables)
     (group,) = groups_of(work.tables, Setup(place="device", batch_size=shape.batch_size, behind=behind), in_sets=True)
-    cache = cache_slots.Places(2 * shape.num_rows, group.num_places, torch.device("cpu"))
+    cache = cache_slots.CacheSlots(2 * shape.num_rows, group.num_places, torch.device("cpu"))
     firsts, lacked, number = torch.tensor([[0], [shape.num_rows]]), [], 0
     batches = [batch.sparse for batch in drawn_batches(shape, torch.device("cpu"))]
     rows = [(sparse.ids.view(2, -1) + firsts).flatten() for sparse in batches]

@@ -140,7 +140,7 @@ def test_a_cache_counts_at_least_the_rows_of_the_batches_under_way() -> None:
 
 def test_processes_share_all_but_copies() -> None:
     spec = spec_of(10_000, 10_000, placement={"t1": TablePlacementSpec(shard="replicate")})
-    first, copy = decide(spec, on_cpu(100 * MB), world=4, shards={"t0": "row", "t1": "table"}).tables
+    first, copy = decide(spec, on_cpu(100 * MB), world_size=4, shards={"t0": "row", "t1": "table"}).tables
     assert (first.shard, first.device_bytes) == ("row", MB // 4)
     assert (copy.shard, copy.device_bytes) == ("replicate", MB)
 

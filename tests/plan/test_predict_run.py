@@ -12,7 +12,7 @@ from rowstead.plan.auto import AS_FAST, choice, fastest, fitting
 from rowstead.plan.caching import groups_of
 from rowstead.plan.greedy import Memories, decide
 from rowstead.plan.predict import Prediction, predict
-from rowstead.plan.predict_run import compared_text, foretold
+from rowstead.plan.predict_run import compared_text, predict_run
 from rowstead.plan.setup import Behind, Setup
 from rowstead.plan.work import step_work
 from rowstead.spec.catalogue import load_machine, machine_text
@@ -105,8 +105,8 @@ def test_auto_takes_the_placement_with_the_shortest_predicted_step(kind: str) ->
     assert len(tried) > 1
     chosen = fastest(spec, room, machine)
     assert chosen is not None
-    steps = [found.step_s for one in tried.values() if (found := foretold(spec, one, machine)) is not None]
-    best = foretold(spec, chosen, machine)
+    steps = [found.step_s for one in tried.values() if (found := predict_run(spec, one, machine)) is not None]
+    best = predict_run(spec, chosen, machine)
     assert best is not None
     assert min(steps) <= best.step_s <= AS_FAST * min(steps)
     assert "placements that fit; the next" in chosen.tables[0].why
@@ -188,8 +188,8 @@ def test_the_host_of_a_gpu_plans_sets_of_batches_at_once_where_there_is_room_for
 def test_rows_that_a_cache_lacks_hold_a_step_up_when_they_are_many() -> None:
     machine, spec = measured_machine(), spec_of(skew=0.0)
     room = memories(15 * MB, has_gpu=False)
-    whole = foretold(spec, decide(spec, memories(1000 * MB, has_gpu=False)), machine)
-    behind = foretold(spec, decide(spec, room), machine)
+    whole = predict_run(spec, decide(spec, memories(1000 * MB, has_gpu=False)), machine)
+    behind = predict_run(spec, decide(spec, room), machine)
     assert whole is not None
     assert behind is not None
     assert behind.step_s > whole.step_s
@@ -197,7 +197,7 @@ def test_rows_that_a_cache_lacks_hold_a_step_up_when_they_are_many() -> None:
 
 def test_a_run_is_compared_with_its_prediction() -> None:
     machine, spec = measured_machine(), spec_of()
-    prediction = foretold(spec, decide(spec, memories(1000 * MB, has_gpu=False)), machine)
+    prediction = predict_run(spec, decide(spec, memories(1000 * MB, has_gpu=False)), machine)
     assert prediction is not None
     figures = {"samples_per_s": prediction.samples_per_s / 1.1, "peak_memory_bytes": 6e8}
     record = Record(kind="measured", name="small", spec_digest="", date="2026-11-15", machine={}, figures=figures)
@@ -210,7 +210,7 @@ def test_a_run_is_compared_with_its_prediction() -> None:
 
 def test_a_machine_that_was_not_measured_foretells_nothing() -> None:
     spec = spec_of()
-    assert foretold(spec, decide(spec, memories(1000 * MB, has_gpu=False)), load_machine("laptop")) is None
+    assert predict_run(spec, decide(spec, memories(1000 * MB, has_gpu=False)), load_machine("laptop")) is None
 
 
 def test_an_interaction_in_fp32_takes_more_than_in_the_format_that_was_measured() -> None:

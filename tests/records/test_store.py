@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from rowstead.records.run_folder import RunFolder
 from rowstead.records.select import compare, condition, export_parquet, find, ordered, selected
-from rowstead.records.store import Entry, RunStore, entry_in, line_of
+from rowstead.records.store import RunStore, StoreEntry, entry_in, line_of
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.record import Record
 from tests.small_runs import small_spec
@@ -23,13 +23,13 @@ from tests.small_runs import small_spec
 HOSTILE = "<script>alert('x')</script> [bold]\x1b[31m\n\t‮ 猫 {} $(reboot) `ls` " + "long " * 50
 
 
-def entry(name: str = "one", **changes: Any) -> Entry:
+def entry(name: str = "one", **changes: Any) -> StoreEntry:
     """A measured point of a sweep, of one figure unless others are given."""
     figures = changes.pop("figures", {"samples_per_s": 1000.0})
     record = Record(
         kind=changes.pop("kind", "measured"), name=name, spec_digest="d", date="2026-01-01T00:00:00+00:00", figures=figures
     )
-    return Entry(record=record, **{"source": "sweep", "study": "s", "point": "p", **changes})
+    return StoreEntry(record=record, **{"source": "sweep", "study": "s", "point": "p", **changes})
 
 
 def test_what_is_added_is_read(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rowstead.records.store import Entry
+from rowstead.records.store import StoreEntry
 from rowstead.records.studies import (
     BASELINE,
     best_trial,
@@ -29,11 +29,11 @@ from rowstead.records.studies import (
 from rowstead.spec.record import Record
 
 
-def entry(figures: dict[str, float], *, kind: Any = "measured", **changes: Any) -> Entry:
+def entry(figures: dict[str, float], *, kind: Any = "measured", **changes: Any) -> StoreEntry:
     record = Record(
         kind=kind, name="n", spec_digest="d", date="2026-01-01", figures=figures, machine=changes.pop("machine", {})
     )
-    return Entry(record=record, **{"study": "s", **changes})
+    return StoreEntry(record=record, **{"study": "s", **changes})
 
 
 def test_a_surface_has_its_values_in_order_and_gaps_where_points_failed() -> None:
@@ -61,7 +61,7 @@ def test_a_surface_takes_the_newest_of_a_point() -> None:
 
 
 def test_what_was_measured_with_other_settings_before_is_not_mixed_in() -> None:
-    def at(steps: int, seed: int, speed: float, **changes: Any) -> Entry:
+    def at(steps: int, seed: int, speed: float, **changes: Any) -> StoreEntry:
         settings = {"train.max_steps": steps, "seed": seed, "data.synth.seed": seed}
         point = f"{steps}-{seed}-{changes}"
         return entry({"speed": speed}, axes={"x": 1}, settings=settings, seed=seed, point=point, **changes)
@@ -89,7 +89,7 @@ def test_what_was_asked_of_a_study_is_read_from_its_folder(tmp_path: Path) -> No
     assert wishes_in(tmp_path) == {}
 
 
-def trial(number: int, objective: float | None, speed: float | None = 10.0, failure: str | None = None) -> Entry:
+def trial(number: int, objective: float | None, speed: float | None = 10.0, failure: str | None = None) -> StoreEntry:
     figures = {"trial_number": number, "objective": objective, "samples_per_s": speed}
     return entry({k: v for k, v in figures.items() if v is not None}, source="trial", failure=failure, axes={"lr": number})
 
@@ -125,7 +125,7 @@ def test_no_trial_beats_one_on_the_front_in_both(pairs: list[tuple[int, int]]) -
     assert [t.samples_per_s for t in front] == sorted(t.samples_per_s or 0 for t in front)
 
 
-def runs_of(axis: str, value: Any, nes: list[float]) -> list[Entry]:
+def runs_of(axis: str, value: Any, nes: list[float]) -> list[StoreEntry]:
     axes = {"axis": axis} | ({} if value is None else {"value": value})
     return [
         entry({"ne": 9.0, "ne_expected": ne}, source="quality", axes=axes, seed=seed, point=f"{axis}{value}{seed}")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rowstead.records.run_folder import RunFolder
-from rowstead.records.store import Entry
+from rowstead.records.store import StoreEntry
 from rowstead.report.inputs import RunView, gather
 from rowstead.spec.record import Record
 from rowstead.spec.run import load_recipe
@@ -14,7 +14,7 @@ from rowstead.spec.run import load_recipe
 DATE = "2026-11-15T12:00:00+00:00"
 
 
-def entry(kind: str = "measured", machine: str | None = None, **options: Any) -> Entry:
+def entry(kind: str = "measured", machine: str | None = None, **options: Any) -> StoreEntry:
     """An entry of a store; options are those of its record, or its own."""
     figures = options.pop("figures", {"samples_per_s": 1000.0})
     record = Record(
@@ -25,7 +25,7 @@ def entry(kind: str = "measured", machine: str | None = None, **options: Any) ->
         machine={} if machine is None else {"name": machine},
         figures=figures,
     )
-    return Entry(record=record, id=str(id(record)), **options)
+    return StoreEntry(record=record, id=str(id(record)), **options)
 
 
 def a_run(root: Path, name: str = "quickstart", *, figures: dict[str, float] | None = None) -> RunView:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from rowstead.records.store import Entry
+from rowstead.records.store import StoreEntry
 from rowstead.report import charts_searches
 from tests.report.made_records import entry
 
 
-def trial(number: int, objective: float, speed: float = 10.0, **options: Any) -> Entry:
+def trial(number: int, objective: float, speed: float = 10.0, **options: Any) -> StoreEntry:
     figures = {"objective": objective, "trial_number": float(number), "samples_per_s": speed}
     return entry(source="trial", study="t", axes={"lr": number}, figures=figures, **options)
 

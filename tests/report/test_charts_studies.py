@@ -6,13 +6,13 @@ import dataclasses
 
 import pytest
 
-from rowstead.records.store import Entry
+from rowstead.records.store import StoreEntry
 from rowstead.report import charts_populations, charts_studies
 from tests.report.made_records import entry
 
 
 def test_machines_that_measured_the_same_sweep_are_kept_apart() -> None:
-    def on(cpu: str, speed: float) -> list[Entry]:
+    def on(cpu: str, speed: float) -> list[StoreEntry]:
         found = [entry(study="g", point=str(x), axes={"x": x}, figures={"samples_per_s": speed * x}) for x in (1, 2)]
         return [
             dataclasses.replace(one, record=dataclasses.replace(one.record, machine={"cpu": cpu, "num_usable_cores": 2}))
@@ -38,7 +38,7 @@ def test_an_axis_with_null_among_its_values_is_drawn() -> None:
     assert charts_studies.draw_study(study)[0].traces[0]["x"] == ["null", "3"]
 
 
-def grid(measured: bool = True) -> list[Entry]:
+def grid(measured: bool = True) -> list[StoreEntry]:
     return [
         entry("measured" if measured else "predicted", None if measured else "zion", study="g", point=f"{d}-{s}",
               axes={"dense": d, "sparse": s}, figures={"samples_per_s": float(d * s)})

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rowstead.records.run_folder import RunFolder
-from rowstead.records.store import Entry, RunStore
+from rowstead.records.store import RunStore, StoreEntry
 from rowstead.report.inputs import gather
 from rowstead.report.page import page_from, report_page, sections_of
 from rowstead.spec.errors import RowsteadError
@@ -47,12 +47,12 @@ def a_store(root: Path, names: Sequence[str] = EVIL) -> Path:
             for y in (1, 2, 3):
                 axes = {name: x, "b" + name: y}
                 store.add(
-                    Entry(record=_record(name, 1000.0 * x * y), source="sweep", study=study, point=f"{x}-{y}", axes=axes),
-                    Entry(
+                    StoreEntry(record=_record(name, 1000.0 * x * y), source="sweep", study=study, point=f"{x}-{y}", axes=axes),
+                    StoreEntry(
                         record=_record(name, 900.0 * x * y, "predicted", "here"),
                         source="sweep", study=study, point=f"{x}-{y}", axes=axes,
                     ),
-                    Entry(
+                    StoreEntry(
                         record=_record(name, 99.0 * x, "predicted", name), source="sweep", study=study, point=f"{x}-{y}", axes=axes
                     ),
                 )  # fmt: skip
@@ -60,7 +60,7 @@ def a_store(root: Path, names: Sequence[str] = EVIL) -> Path:
             axes = {name: place + number}
             failure = name if number == 3 else None
             store.add(
-                Entry(
+                StoreEntry(
                     record=_record(name, 1.0 + number, trial=number),
                     source="trial",
                     study="t" + study,
@@ -70,7 +70,7 @@ def a_store(root: Path, names: Sequence[str] = EVIL) -> Path:
             )
         for axes in ({"axis": "baseline", "value": None}, {"axis": name, "value": name}):
             for seed in (1, 2):
-                store.add(Entry(record=_record(name, 1.0), source="quality", study="q" + study, axes=axes, seed=seed))
+                store.add(StoreEntry(record=_record(name, 1.0), source="quality", study="q" + study, axes=axes, seed=seed))
     return root
 
 
@@ -154,7 +154,7 @@ def test_a_quality_study_is_judged_by_the_tolerance_that_it_was_run_with(tmp_pat
     for seed in (1, 2, 3):
         for axes, ne in (({"axis": "baseline"}, 0.7), ({"axis": "rows", "value": "bf16"}, 0.7 * (1.004 + seed * 1e-5))):
             record = dataclasses.replace(_record("q", 1.0), figures={"ne": ne})
-            store.add(Entry(record=record, source="quality", study="q", point=f"{axes}{seed}", axes=axes, seed=seed))
+            store.add(StoreEntry(record=record, source="quality", study="q", point=f"{axes}{seed}", axes=axes, seed=seed))
 
     def verdict() -> str:
         (figure,) = next(section.figures for section in sections_of(gather([tmp_path])) if section.key == "quality-q")
@@ -172,14 +172,18 @@ def test_a_quality_study_is_judged_by_the_tolerance_that_it_was_run_with(tmp_pat
 def test_what_failed_is_listed_unless_it_was_run_again_and_went_well(tmp_path: Path) -> None:
     store = RunStore(tmp_path)
     where = {"source": "sweep", "study": "s", "point": "p", "axes": {"x": 1}}
-    store.add(Entry(record=_record("s", 0.0), failure="no memory", **where))  # type: ignore[arg-type]
-    store.add(Entry(record=_record("q", 0.0), source="quality", study="q", axes={"axis": "a", "value": 7}, failure="no disk"))
-    store.add(Entry(record=_record("t", 0.0), source="trial", study="t", axes={"lr": 1}, failure="no patience"))
-    store.add(Entry(record=_record("t", 0.0, trial=1), source="trial", study="t", axes={"lr": 2}, failure="pruned at step 3"))
+    store.add(StoreEntry(record=_record("s", 0.0), failure="no memory", **where))  # type: ignore[arg-type]
+    store.add(
+        StoreEntry(record=_record("q", 0.0), source="quality", study="q", axes={"axis": "a", "value": 7}, failure="no disk")
+    )
+    store.add(StoreEntry(record=_record("t", 0.0), source="trial", study="t", axes={"lr": 1}, failure="no patience"))
+    store.add(
+        StoreEntry(record=_record("t", 0.0, trial=1), source="trial", study="t", axes={"lr": 2}, failure="pruned at step 3")
+    )
     text = report_page([tmp_path])
     assert all(why in text for why in ("no memory", "no disk", "no patience"))
     assert "pruned at step" not in text
-    store.add(Entry(record=_record("s", 5.0), **where))  # type: ignore[arg-type]
+    store.add(StoreEntry(record=_record("s", 5.0), **where))  # type: ignore[arg-type]
     text = report_page([tmp_path])
     assert "no memory" not in text
     assert "2 failed" in text
@@ -189,7 +193,7 @@ def test_a_thousand_studies_are_reported_in_seconds(tmp_path: Path) -> None:
     store = RunStore(tmp_path)
     store.add(
         *(
-            Entry(
+            StoreEntry(
                 record=_record(f"s{n}", 1.0 + x, kind, None if kind == "measured" else "here"),
                 source="sweep",
                 study=f"s{n}",
@@ -212,7 +216,9 @@ def test_two_grids_under_one_name_are_both_drawn(tmp_path: Path) -> None:
     for axis, values in (("batch", (1, 2)), ("width", (8, 16, 32))):
         store.add(
             *(
-                Entry(record=_record("s", 1.0 * v), source="sweep", study="s", point=f"{axis}{v}", axes={axis: v, "common": 7})
+                StoreEntry(
+                    record=_record("s", 1.0 * v), source="sweep", study="s", point=f"{axis}{v}", axes={axis: v, "common": 7}
+                )
                 for v in values
             )
         )
@@ -245,7 +251,7 @@ def test_ten_thousand_records_make_a_page_of_less_than_20_megabytes(tmp_path: Pa
         kind, machine = ("measured", None) if number % 2 else ("predicted", "here")
         axes = {"a": number // 2 % 101, "b": number // 2 % 97}
         record = _record("many", 100.0 + number % 977, kind, machine)
-        entries.append(Entry(record=record, source="sweep", study="many", point=str(number // 2), axes=axes))
+        entries.append(StoreEntry(record=record, source="sweep", study="many", point=str(number // 2), axes=axes))
     RunStore(tmp_path).add(*entries)
     material = gather([tmp_path])
     assert len(material.entries) >= 9_000  # entries that are equal line by line are one

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.paper_html import commands, page
 from benchmarks.paper_item import Checks, Item
 from benchmarks.paper_items import items
-from rowstead.records.store import Contents, Entry, RunStore
+from rowstead.records.store import Contents, RunStore, StoreEntry
 from rowstead.spec.catalogue import load_software
 from rowstead.spec.record import Record
 from tests.report.test_describe import Reader
@@ -17,7 +17,7 @@ from tests.report.test_describe import Reader
 NOTHING = Contents(entries=(), num_bad_lines=0)
 
 
-def entry(study: str, axes: dict[str, object], **figures: float) -> Entry:
+def entry(study: str, axes: dict[str, object], **figures: float) -> StoreEntry:
     record = Record(
         kind="measured",
         name="suite",
@@ -26,7 +26,7 @@ def entry(study: str, axes: dict[str, object], **figures: float) -> Entry:
         machine={"cpu": "Some CPU", "num_cores": 2},
         figures=figures,
     )
-    return Entry(record=record, source="sweep", study=study, point=str(axes), axes=axes)
+    return StoreEntry(record=record, source="sweep", study=study, point=str(axes), axes=axes)
 
 
 def measured(root: Path) -> Contents:

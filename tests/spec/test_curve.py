@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rowstead.spec.curve import Axis, Curve
+from rowstead.spec.curve import Curve, CurveAxis
 from rowstead.spec.errors import SpecError
 
 SIZES = (1.0, 10.0, 100.0)
@@ -16,7 +16,7 @@ SIZES = (1.0, 10.0, 100.0)
 
 def curve_of(*, grows: bool = True) -> Curve:
     """Seconds that are the product of two sizes, and a little more."""
-    axes = (Axis(name="rows", sizes=SIZES), Axis(name="width", sizes=(2.0, 8.0), grows=grows))
+    axes = (CurveAxis(name="rows", sizes=SIZES), CurveAxis(name="width", sizes=(2.0, 8.0), grows=grows))
     return Curve(axes=axes, seconds=tuple(a * b + 1.0 for a, b in itertools.product(SIZES, (2.0, 8.0))))
 
 
@@ -57,4 +57,4 @@ def test_a_curve_that_contradicts_itself_is_refused(
     axes: tuple[tuple[float, ...], ...], seconds: tuple[float, ...], problem: str
 ) -> None:
     with pytest.raises(SpecError, match=problem):
-        Curve(axes=tuple(Axis(name="rows", sizes=sizes) for sizes in axes), seconds=seconds)
+        Curve(axes=tuple(CurveAxis(name="rows", sizes=sizes) for sizes in axes), seconds=seconds)

@@ -22,7 +22,7 @@ from rowstead.stores.cached import CachedStore
 from rowstead.stores.device import DeviceStore
 from rowstead.stores.mixed import MixedStore
 from rowstead.training import checkpoint
-from rowstead.training.build import build_model, planned
+from rowstead.training.build import build_model, plan_placement
 from tests.small_runs import small_spec
 
 CPU = torch.device("cpu")
@@ -78,7 +78,7 @@ def test_a_run_says_where_its_tables_went_and_keeps_it(tmp_path: Path) -> None:
     (tmp_path / "rows").mkdir()
     spec = small_spec("train.max_steps=2", "placement.sparse_1=ssd", f"memory.folder={tmp_path / 'rows'}", "device=cpu")
     heard = Listening()
-    result = train(spec, out=tmp_path / "run", watcher=heard)  # type: ignore[arg-type]
+    result = train(spec, out=tmp_path / "run", callback=heard)  # type: ignore[arg-type]
     table = next(text for text in heard.messages if text.startswith("tables")).splitlines()
     assert table[1].split() == ["sparse_0,", "sparse_2", "device", "3.6", "KB", "all", "fit"]
     assert table[2].split("  ")[-1] == "as the recipe says"
@@ -132,7 +132,7 @@ def test_a_folder_of_no_use_is_refused_before_anything_is_made(tmp_path: Path, f
     if folder == "locked" and os.access(tmp_path / "locked", os.W_OK):
         pytest.skip("this user may write anywhere")
     with pytest.raises(RowsteadError, match=problem):
-        planned(small_spec("placement.*=ssd", f"memory.folder={tmp_path / folder}"), CPU)
+        plan_placement(small_spec("placement.*=ssd", f"memory.folder={tmp_path / folder}"), CPU)
 
 
 def test_tables_beyond_the_limit_are_refused_with_remedies(tmp_path: Path) -> None:

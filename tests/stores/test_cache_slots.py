@@ -10,31 +10,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rowstead.kernels.choose import has_triton
-from rowstead.stores.cache_slots import GROWTH, Places
-from rowstead.stores.cache_slots_cpu import CompiledPlaces
+from rowstead.stores.cache_slots import GROWTH, CacheSlots
+from rowstead.stores.cache_slots_cpu import CpuCacheSlots
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 """Of what a GPU launches; without one it runs in Triton's interpreter."""
 needs_triton = pytest.mark.skipif(not has_triton(), reason="needs Triton")
 
 
-def plain(num_rows: int, num_places: int) -> Places:
+def plain(num_rows: int, num_places: int) -> CacheSlots:
     """What the compiled places are held against."""
-    return Places(num_rows, num_places, torch.device("cpu"))
+    return CacheSlots(num_rows, num_places, torch.device("cpu"))
 
 
-def launched(num_rows: int, num_places: int) -> Places:
+def launched(num_rows: int, num_places: int) -> CacheSlots:
     """What a GPU launches."""
-    from rowstead.stores.cache_slots_gpu import LaunchedPlaces
+    from rowstead.stores.cache_slots_gpu import GpuCacheSlots
 
-    return LaunchedPlaces(num_rows, num_places, DEVICE)
+    return GpuCacheSlots(num_rows, num_places, DEVICE)
 
 
-@pytest.mark.parametrize("make", [CompiledPlaces, plain])
+@pytest.mark.parametrize("make", [CpuCacheSlots, plain])
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), num_rows=st.integers(1, 60), num_places=st.integers(1, 12))
 def test_every_wanted_row_has_a_place_of_its_own_and_rows_in_use_stay(
-    make: Callable[[int, int], Places], data: st.DataObject, num_rows: int, num_places: int
+    make: Callable[[int, int], CacheSlots], data: st.DataObject, num_rows: int, num_places: int
 ) -> None:
     check_plans(make(num_rows, num_places), data, most_batches=8)
 
@@ -62,7 +62,7 @@ def test_so_do_many_launches_that_take_few_at_a_time(data: st.DataObject, num_ro
         check_plans(launched(num_rows, num_places), data, most_batches=6)
 
 
-def check_plans(places: Places, data: st.DataObject, *, most_batches: int) -> None:
+def check_plans(places: CacheSlots, data: st.DataObject, *, most_batches: int) -> None:
     num_rows, num_places = places.place_of.numel(), places.num_places
     here: dict[int, int] = {}
     in_use: list[set[int]] = []
@@ -91,8 +91,8 @@ def check_plans(places: Places, data: st.DataObject, *, most_batches: int) -> No
         assert len(here) <= places.num_kept <= places.capacity
 
 
-@pytest.mark.parametrize("make", [CompiledPlaces, plain, pytest.param(launched, marks=[pytest.mark.slow, needs_triton])])
-def test_rows_that_are_used_often_outlast_those_used_once(make: Callable[[int, int], Places]) -> None:
+@pytest.mark.parametrize("make", [CpuCacheSlots, plain, pytest.param(launched, marks=[pytest.mark.slow, needs_triton])])
+def test_rows_that_are_used_often_outlast_those_used_once(make: Callable[[int, int], CacheSlots]) -> None:
     places = make(10_000, 100)
     hot = torch.arange(50)
     for number in range(40 if make is launched else 200):
@@ -103,8 +103,8 @@ def test_rows_that_are_used_often_outlast_those_used_once(make: Callable[[int, i
             assert moves.in_rows.min() >= 1000, "a hot row had been sent away"
 
 
-@pytest.mark.parametrize("make", [CompiledPlaces, plain, pytest.param(launched, marks=[needs_triton])])
-def test_as_many_rows_stay_as_were_under_way_at_once_and_a_quarter_more(make: Callable[[int, int], Places]) -> None:
+@pytest.mark.parametrize("make", [CpuCacheSlots, plain, pytest.param(launched, marks=[needs_triton])])
+def test_as_many_rows_stay_as_were_under_way_at_once_and_a_quarter_more(make: Callable[[int, int], CacheSlots]) -> None:
     places = make(400, 10)
 
     def wants(number: int, first: int, last: int) -> None:

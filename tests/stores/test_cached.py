@@ -25,7 +25,7 @@ from rowstead.stores.backing import RamRows
 from rowstead.stores.cache_plans import plan_by_launches
 from rowstead.stores.cached import CachedStore
 from rowstead.stores.device import DeviceStore
-from rowstead.stores.prefetch_scheduler import Turns
+from rowstead.stores.prefetch_scheduler import PrefetchScheduler
 from tests.stores.store_contract import KINDS, StoreContract, layouts, sparse_batches
 
 needs_interpreter = pytest.mark.skipif(
@@ -130,7 +130,7 @@ def test_training_goes_on_after_a_wait_was_cut_off(monkeypatch: pytest.MonkeyPat
     store = cached(layout, SparseOptimizerSpec(kind="sgd"), torch.float64, places=2)
     batches = [sparse_of(layout, seed) for seed in range(8)]
 
-    def cut_off(self: Turns, happened: object) -> None:
+    def cut_off(self: PrefetchScheduler, happened: object) -> None:
         raise KeyboardInterrupt
 
     def train(batch: Sparse) -> None:
@@ -140,7 +140,7 @@ def test_training_goes_on_after_a_wait_was_cut_off(monkeypatch: pytest.MonkeyPat
     for batch in batches[:2]:
         store.prefetch(batch)
     with monkeypatch.context() as patched:
-        patched.setattr(Turns, "_wait_until", cut_off)
+        patched.setattr(PrefetchScheduler, "_wait_until", cut_off)
         with pytest.raises(KeyboardInterrupt):
             store.state()
     for batch in batches[:2]:
@@ -148,7 +148,7 @@ def test_training_goes_on_after_a_wait_was_cut_off(monkeypatch: pytest.MonkeyPat
     for batch in batches[2:5]:  # more often than batches are brought in ahead
         with monkeypatch.context() as patched:
             patched.setattr(store._turns, "_is_held", True)  # its rows are not there yet
-            patched.setattr(Turns, "_wait_until", cut_off)
+            patched.setattr(PrefetchScheduler, "_wait_until", cut_off)
             store.prefetch(batch)
             with pytest.raises(KeyboardInterrupt):
                 store.lookup(batch)
@@ -164,13 +164,13 @@ def planned_by_launches(
     layout: Layout, optimizer: SparseOptimizerSpec, dtype: torch.dtype, *, places: int, every: int = 1
 ) -> CachedStore:
     """A store in system memory that plans as on a GPU, in Triton's interpreter; each `every`-th table is behind places."""
-    from rowstead.stores.cache_slots_gpu import LaunchedPlaces
+    from rowstead.stores.cache_slots_gpu import GpuCacheSlots
 
     counts = {table.name: places for table in layout.tables[::every]}
     store = CachedStore(layout, optimizer, places=counts, backing=lambda group: RamRows(group, seed=1), dtype=dtype)
-    store._places = [LaunchedPlaces(part.place_of.numel(), part.num_places, part.place_of.device) for part in store._places]
+    store._places = [GpuCacheSlots(part.place_of.numel(), part.num_places, part.place_of.device) for part in store._places]
     store._plan = plan_by_launches
-    store._turns = Turns(store, moves_wait=False)
+    store._turns = PrefetchScheduler(store, moves_wait=False)
     return store
 
 

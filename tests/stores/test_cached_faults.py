@@ -19,7 +19,7 @@ from rowstead.spec.train import SparseOptimizerSpec
 from rowstead.stores.backing import RamRows
 from rowstead.stores.cached import CachedStore
 from rowstead.stores.device import DeviceStore
-from rowstead.stores.groups import Group
+from rowstead.stores.groups import CacheGroup
 
 OPTIMIZER = SparseOptimizerSpec(kind="rowwise_adagrad")
 
@@ -37,7 +37,7 @@ def batch(layout: Layout, seed: int) -> Sparse:
 class SlowRows(RamRows):
     """Rows that take a while."""
 
-    def __init__(self, group: Group, pause_s: float) -> None:
+    def __init__(self, group: CacheGroup, pause_s: float) -> None:
         super().__init__(group, seed=1)
         self._pause_s = pause_s
 

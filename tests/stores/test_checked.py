@@ -17,8 +17,8 @@ from rowstead.data.source import Cursor, Source
 from rowstead.kernels.layout import layout_of
 from rowstead.spec.errors import DataError
 from rowstead.spec.run import RunSpec
-from rowstead.stores import checked as checked_module
-from rowstead.stores.checked import CheckedSource, checked
+from rowstead.stores import check_batch as checked_module
+from rowstead.stores.checked import CheckedSource, check_batch
 from rowstead.training import checkpoint
 from rowstead.training.build import open_sources
 from tests.small_runs import small_spec
@@ -104,7 +104,7 @@ def test_a_checked_source_is_the_source_but_for_the_mark() -> None:
 def test_a_batch_with_the_mark_is_still_refused_where_the_rows_are_not() -> None:
     spec = small_spec()
     layout = layout_of(spec.features, spec.tables)
-    batch = checked(Sparse(ids=torch.tensor([1]), offsets=torch.tensor([0, 1, 1, 1]), num_features=3), layout)
-    assert checked(batch, layout, torch.device("cpu")) is batch
+    batch = check_batch(Sparse(ids=torch.tensor([1]), offsets=torch.tensor([0, 1, 1, 1]), num_features=3), layout)
+    assert check_batch(batch, layout, torch.device("cpu")) is batch
     with pytest.raises(DataError, match="ids are on cpu, and they are wanted on meta"):
-        checked(batch, layout, torch.device("meta"))
+        check_batch(batch, layout, torch.device("meta"))

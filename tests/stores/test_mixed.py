@@ -21,7 +21,7 @@ from rowstead.stores.backing import RamRows
 from rowstead.stores.base import EmbeddingStore
 from rowstead.stores.cached import CachedStore
 from rowstead.stores.device import DeviceStore
-from rowstead.stores.groups import Group
+from rowstead.stores.groups import CacheGroup
 from rowstead.stores.host import HostStore
 from rowstead.stores.mixed import MixedStore, layout_for
 from rowstead.stores.ssd import FileRows, initial_in
@@ -75,12 +75,14 @@ class TestEveryKindOfStoreSideBySide(StoreContract):
         return MixedStore(layout, [make(own) for make, own in zip(makers, shares, strict=True) if own.tables])
 
 
-def cached(layout: Layout, optimizer: SparseOptimizerSpec, dtype: torch.dtype, backing: Callable[[Group], Any]) -> CachedStore:
+def cached(
+    layout: Layout, optimizer: SparseOptimizerSpec, dtype: torch.dtype, backing: Callable[[CacheGroup], Any]
+) -> CachedStore:
     places = {table.name: 2 for table in layout.tables}
     return CachedStore(layout, optimizer, places=places, backing=backing, dtype=dtype, check=False)
 
 
-def in_file(group: Group) -> FileRows:
+def in_file(group: CacheGroup) -> FileRows:
     """Records in a file that goes when the process ends."""
     folder = Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, folder, ignore_errors=True)

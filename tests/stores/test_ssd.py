@@ -30,7 +30,7 @@ from rowstead.spec.train import SparseOptimizerSpec
 from rowstead.stores import ssd
 from rowstead.stores.cached import CachedStore
 from rowstead.stores.device import DeviceStore
-from rowstead.stores.groups import Group, grouped
+from rowstead.stores.groups import CacheGroup, grouped
 from rowstead.stores.ssd import FileRows, initial_in
 from tests.stores.store_contract import StoreContract
 
@@ -340,7 +340,7 @@ def test_reads_cover_whole_sectors_and_small_gaps(starts: list[int], reads: list
 
 
 def ssd_store(layout: Layout, optimizer: SparseOptimizerSpec, dtype: torch.dtype, folder: str, places: int = 2) -> CachedStore:
-    def backing(group: Group) -> FileRows:
+    def backing(group: CacheGroup) -> FileRows:
         path = Path(folder) / f"rows-{group.width}"
         return FileRows(path, group.num_rows, group.columns, initial=initial_in(group, seed=1))
 

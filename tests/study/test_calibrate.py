@@ -33,7 +33,7 @@ from rowstead.study.calibration.dense import interaction_times, layer_times
 from rowstead.study.calibration.fit import fitted, parts_of, quicker
 from rowstead.study.calibration.footprint import base_bytes, peak_bytes
 from rowstead.study.calibration.steps import Shape, Steps, StepTime, drawn_batches
-from rowstead.training.progress import Silent
+from rowstead.training.progress import NoProgress
 from tests.measured_machine import measured_machine
 
 SHAPES = [
@@ -196,7 +196,7 @@ def small_run(shape: Shape = SHAPES[0], **more: Any) -> RunSpec:
     return dataclasses.replace(spec, data=dataclasses.replace(spec.data, synth=synth))
 
 
-class Listener(Silent):
+class Listener(NoProgress):
     """Keeps what it is told."""
 
     def __init__(self) -> None:
@@ -210,7 +210,7 @@ def test_a_run_keeps_its_prediction_and_says_how_far_it_was_off(tmp_path: Path, 
     file, listener = tmp_path / "machine.yaml", Listener()
     file.write_text(machine_text(measured_machine(num_cores=1)))
     monkeypatch.setenv(MACHINE_VARIABLE, str(file))
-    result = train(small_run(), out=tmp_path / "run", watcher=listener)
+    result = train(small_run(), out=tmp_path / "run", callback=listener)
     predicted = json.loads((result.folder / "predicted.json").read_text())
     assert predicted["kind"] == "predicted"
     assert result.record is not None
@@ -244,7 +244,7 @@ def test_a_run_says_why_the_machine_file_that_was_named_is_not_used(
     if text is not None:
         file.write_text(text)
     monkeypatch.setenv(MACHINE_VARIABLE, str(file))
-    train(small_run(), out=tmp_path / "run", watcher=listener)
+    train(small_run(), out=tmp_path / "run", callback=listener)
     (line,) = (message for message in listener.messages if "is not used" in message)
     assert why in line
     assert file.name in line
@@ -254,7 +254,7 @@ def test_a_run_says_why_the_machine_file_that_was_named_is_not_used(
 def test_a_run_says_nothing_of_machine_files_where_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     listener = Listener()
-    train(small_run(), out=tmp_path / "run", watcher=listener)
+    train(small_run(), out=tmp_path / "run", callback=listener)
     assert not any("machine file" in message for message in listener.messages)
 
 
@@ -264,7 +264,7 @@ def test_auto_places_by_predicted_time_where_the_machine_is_known(tmp_path: Path
     monkeypatch.setenv(MACHINE_VARIABLE, str(file))
     shape = dataclasses.replace(SHAPES[0], num_rows=20_000)
     spec = small_run(shape, memory={"host": 3_000_000, "folder": str(tmp_path)})
-    train(spec, out=tmp_path / "run", watcher=listener)
+    train(spec, out=tmp_path / "run", callback=listener)
     assert any("ms a step" in message for message in listener.messages), listener.messages
 
 

@@ -24,7 +24,7 @@ from rowstead.study.calibration.caches import (
     planned,
     steady_s,
 )
-from rowstead.study.calibration.steady_state import Drawn, settled, turn_s
+from rowstead.study.calibration.steady_state import Drawn, run_to_steady_state, turn_s
 from rowstead.study.calibration.steps import Shape
 from tests.measured_machine import timings
 
@@ -105,7 +105,7 @@ def test_the_time_of_a_plan_is_shared_by_the_batches_of_its_set() -> None:
 def test_a_steady_step_is_one_of_many_that_were_announced_early(tmp_path: Path) -> None:
     cpu = torch.device("cpu")
     rule = {"*": {"where": "ssd", "cache_fraction": 0.5}}
-    steps = settled(SMALL, cpu, placement=rule, kept_share=0.5, folder=tmp_path, drawn=Drawn.of(SMALL, cpu))
+    steps = run_to_steady_state(SMALL, cpu, placement=rule, kept_share=0.5, folder=tmp_path, drawn=Drawn.of(SMALL, cpu))
     try:
         before, start = steps.number, time.perf_counter()
         step_s = steady_s(steps, 0.01)
@@ -119,7 +119,7 @@ def test_a_steady_step_is_one_of_many_that_were_announced_early(tmp_path: Path) 
 def test_a_settled_model_lacks_as_many_rows_as_late_in_a_run(share: float, tmp_path: Path) -> None:
     cpu = torch.device("cpu")
     rule = {"*": {"where": "ssd", "cache_fraction": share}}
-    steps = settled(SMALL, cpu, placement=rule, kept_share=share, folder=tmp_path, drawn=Drawn.of(SMALL, cpu))
+    steps = run_to_steady_state(SMALL, cpu, placement=rule, kept_share=share, folder=tmp_path, drawn=Drawn.of(SMALL, cpu))
     try:
         store = steps.stepper.model.store
         assert isinstance(store, CachedStore)

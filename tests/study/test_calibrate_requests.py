@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rowstead.spec.sharing import MessageCost
-from rowstead.study.calibration.machine_speed import Pace
+from rowstead.study.calibration.machine_speed import MachineSpeed
 from rowstead.study.calibration.requests import CALLS, SIZES, _fitted, _less, request_costs
 
 
@@ -31,7 +31,7 @@ def test_what_is_left_of_a_cost_is_never_negative() -> None:
 @pytest.mark.slow
 def test_a_server_in_another_process_is_measured_and_gone_afterwards() -> None:
     before = torch.get_num_threads()
-    found = request_costs(Pace(), is_short=True)
+    found = request_costs(MachineSpeed(), is_short=True)
     assert found is not None
     assert found.asking.call_s + found.answering.call_s > 1e-5
     assert found.handing.byte_s > 0

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from rowstead import run
 from rowstead.cli.study import TrialLines
-from rowstead.records.store import Entry, RunStore
+from rowstead.records.store import RunStore, StoreEntry
 from rowstead.records.studies import importance_in, trial_history
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.record import Record
@@ -87,9 +87,9 @@ def test_the_unchanged_settings_are_known_by_what_they_are(tmp_path: Path) -> No
     same, *grown = starts_of(spec, space_of(spec))
     record = Record(kind="measured", name="n", spec_digest="d", date="2026-01-01")
 
-    def of(number: int, axes: dict[str, Any], objective: float) -> Entry:
+    def of(number: int, axes: dict[str, Any], objective: float) -> StoreEntry:
         figures = {"trial_number": number, "objective": objective}
-        return Entry(record=dataclasses.replace(record, figures=figures), source="trial", axes=axes)
+        return StoreEntry(record=dataclasses.replace(record, figures=figures), source="trial", axes=axes)
 
     trials = trial_history([of(1, grown[0], 0.7), of(2, grown[1], 0.8), of(5, same, 0.9)])  # number 0 was interrupted
     found = Found(spec=spec, trials=tuple(trials), best=trials[0], before=None, importance={}, recipe=None)
@@ -100,7 +100,7 @@ def test_the_unchanged_settings_are_known_by_what_they_are(tmp_path: Path) -> No
 def test_each_trial_is_told_of_once_whatever_the_order_in_which_they_end(tmp_path: Path) -> None:
     record = Record(kind="measured", name="n", spec_digest="d", date="2026-01-01")
     entries = [
-        Entry(record=dataclasses.replace(record, figures={"trial_number": number, "objective": objective}), source="trial")
+        StoreEntry(record=dataclasses.replace(record, figures={"trial_number": number, "objective": objective}), source="trial")
         for number, objective in ((1, 0.8), (2, 0.7), (0, 0.9))
     ]
     told = io.StringIO()

@@ -19,7 +19,7 @@ from rowstead.records.studies import surface
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.parse import parse
 from rowstead.spec.sweep import SweepSpec
-from rowstead.study.sweep import Progress, sweep
+from rowstead.study.sweep import SweepProgress, sweep
 from tests.small_runs import small_plain, wait_until
 
 HOSTILE = "<img src=x onerror=alert(1)> $(touch hacked) \x1b[31m"
@@ -27,9 +27,9 @@ HOSTILE = "<img src=x onerror=alert(1)> $(touch hacked) \x1b[31m"
 
 class Told:
     def __init__(self) -> None:
-        self.all: list[Progress] = []
+        self.all: list[SweepProgress] = []
 
-    def on_progress(self, progress: Progress) -> None:
+    def on_progress(self, progress: SweepProgress) -> None:
         self.all.append(progress)
 
 
@@ -75,7 +75,7 @@ def test_failures_and_crashes_are_recorded_and_the_sweep_goes_on(tmp_path: Path)
     }
     spec = parse(SweepSpec, sweep_plain(tmp_path, grid=[{"name": HOSTILE, "options": options}]))
     told = Told()
-    finished = sweep(spec, root=tmp_path / "runs", watcher=told)
+    finished = sweep(spec, root=tmp_path / "runs", callback=told)
     failures = {entry.axes[HOSTILE]: entry.failure for entry in finished.measured}
     assert failures["good"] is None
     assert failures[HOSTILE] is None
@@ -88,7 +88,7 @@ def test_failures_and_crashes_are_recorded_and_the_sweep_goes_on(tmp_path: Path)
     assert not (tmp_path / "hacked").exists()
     predicted = [entry for entry in finished.predicted if entry.axes[HOSTILE] == "good"]
     assert predicted[0].record.figures["samples_per_s"] > 0
-    again = sweep(spec, root=tmp_path / "runs", watcher=(second := Told()))
+    again = sweep(spec, root=tmp_path / "runs", callback=(second := Told()))
     assert [entry.record.date for entry in again.measured] == [entry.record.date for entry in finished.measured]
     assert second.all[0].num_found == 5
     contents = RunStore(tmp_path / "runs").read()
@@ -109,14 +109,14 @@ def test_a_worker_that_is_killed_ends_its_point_alone(tmp_path: Path) -> None:
     killed: list[int] = []
 
     class Killer(Told):
-        def on_progress(self, progress: Progress) -> None:
+        def on_progress(self, progress: SweepProgress) -> None:
             super().on_progress(progress)
             if not killed:
                 import threading
 
                 threading.Thread(target=kill_worker, args=(tmp_path / "runs/studies/s/points", killed)).start()
 
-    finished = sweep(spec, root=tmp_path / "runs", watcher=Killer())
+    finished = sweep(spec, root=tmp_path / "runs", callback=Killer())
     endless, short = finished.measured
     assert killed
     assert "SIGKILL" in str(endless.failure)

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from rowstead.spec.errors import RowsteadError
-from rowstead.study.trial import performed
-from rowstead.training.build import check_format, fp32_instead, granted_cores, threads_of, unheeded
+from rowstead.study.trial import run_trial
+from rowstead.training.build import bf16_fallback, check_format, granted_cores, ignored_settings, set_threads
 from tests.small_runs import small_spec
 
 
@@ -33,10 +33,10 @@ def test_without_containers_nothing_limits_the_cores(tmp_path: Path) -> None:
 
 def test_a_run_has_the_threads_that_it_asks_for_and_gives_them_back() -> None:
     before = torch.get_num_threads()
-    with threads_of(dataclasses.replace(small_spec(), threads=3)):
+    with set_threads(dataclasses.replace(small_spec(), threads=3)):
         assert torch.get_num_threads() == 3
     assert torch.get_num_threads() == before
-    with threads_of(small_spec()):
+    with set_threads(small_spec()):
         assert 1 <= torch.get_num_threads() <= before
 
 
@@ -56,8 +56,8 @@ def test_who_asks_for_bf16_on_a_processor_without_it_is_told(
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: able, raising=False)
     cpu = torch.device("cpu")
-    assert (fp32_instead(small_spec("train.precision=bf16"), cpu) is not None) == says
-    assert fp32_instead(small_spec(), cpu) is None
+    assert (bf16_fallback(small_spec("train.precision=bf16"), cpu) is not None) == says
+    assert bf16_fallback(small_spec(), cpu) is None
 
 
 def test_a_study_is_not_given_fp32_in_place_of_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +65,7 @@ def test_a_study_is_not_given_fp32_in_place_of_bf16(tmp_path: Path, monkeypatch:
     spec = small_spec("train.precision=bf16", "device=cpu")
     with pytest.raises(RowsteadError, match="no BF16 instructions"):
         check_format(spec)
-    outcome = performed(spec, tmp_path / "trial", is_bad=lambda number, ne: False)
+    outcome = run_trial(spec, tmp_path / "trial", is_bad=lambda number, ne: False)
     assert outcome.objective is None
     assert "no BF16 instructions" in str(outcome.failure)
     check_format(small_spec("device=cpu"))
@@ -86,6 +86,6 @@ FLEET = "fleet={num_trainers: 2, num_sparse: 1, num_dense: 1, num_readers: 1}"
         ((FLEET, "placement={'*': device}"), 1, "placement, for tables that a trainer keeps itself"),
     ],
 )
-def test_who_sets_what_does_nothing_in_a_run_is_told(changes: tuple[str, ...], world: int, said: str | None) -> None:
-    found = unheeded(small_spec(*changes), world=world)
+def test_who_sets_what_does_nothing_in_a_run_is_told(changes: tuple[str, ...], world_size: int, said: str | None) -> None:
+    found = ignored_settings(small_spec(*changes), world_size=world_size)
     assert (found is None) if said is None else (found is not None and said in found)

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from rowstead.data.batch import Sparse
-from rowstead.distributed.process_group import Alone, Channel
+from rowstead.distributed.process_group import ProcessGroup, SingleProcess
 from rowstead.spec.errors import CheckpointError
 from rowstead.spec.features import Table
 from rowstead.spec.train import CheckpointFormat, TrainSpec
 from rowstead.stores.state import load_parts
 from rowstead.training.checkpoint import checkpoints_in, load, load_latest, save
-from rowstead.training.checkpoint_changes import Changes
+from rowstead.training.checkpoint_changes import CheckpointChanges
 from rowstead.training.checkpoint_encoding import decode, encode
 from rowstead.training.saved_tensors import StoreTensors
 from rowstead.training.touched import RowBits, Touched, num_bytes
@@ -58,22 +58,24 @@ def test_the_bits_of_a_table_are_a_set_of_rows_in_order(data: st.DataObject, num
 
 
 @settings(max_examples=50, deadline=None)
-@given(data=st.data(), dtype=st.sampled_from([torch.int32, torch.int64]), world=st.integers(1, 3))
-def test_every_row_that_any_process_saw_is_touched_and_no_other(data: st.DataObject, dtype: torch.dtype, world: int) -> None:
+@given(data=st.data(), dtype=st.sampled_from([torch.int32, torch.int64]), world_size=st.integers(1, 3))
+def test_every_row_that_any_process_saw_is_touched_and_no_other(
+    data: st.DataObject, dtype: torch.dtype, world_size: int
+) -> None:
     user, item = st.lists(st.integers(0, 100), max_size=9), st.lists(st.integers(0, 39), max_size=9)
-    batches = [[(data.draw(user), data.draw(item)) for _ in range(2)] for _ in range(world)]
+    batches = [[(data.draw(user), data.draw(item)) for _ in range(2)] for _ in range(world_size)]
 
-    def work(channel: Channel) -> list[list[int]]:
+    def work(process_group: ProcessGroup) -> list[list[int]]:
         touched = Touched([USER, ITEM])
         touched.mark(sparse_of([100], [39], dtype))
         touched.clear()
-        for batch in batches[channel.rank]:
+        for batch in batches[process_group.rank]:
             touched.mark(sparse_of(*batch, dtype))
-        touched.agree(channel)
+        touched.agree(process_group)
         return [touched.rows_of(table).between(0, table.num_rows).tolist() for table in (USER, ITEM)]
 
     every = [sorted({row for own in batches for batch in own for row in batch[place]}) for place in (0, 1)]
-    assert in_processes(world, work) == [every] * world
+    assert in_processes(world_size, work) == [every] * world_size
 
 
 def test_ids_that_are_no_rows_touch_nothing() -> None:
@@ -113,7 +115,7 @@ class Run:
         self.folder = folder
         self.spec = TrainSpec(full_checkpoint_every=every, checkpoint_format=encoding)
         self.tensors = {name: torch.randn(shape) for name, shape in SHAPES.items()}
-        self.changes = Changes(self.spec, [USER, ITEM])
+        self.changes = CheckpointChanges(self.spec, [USER, ITEM])
         self.step = 0
 
     def train(self, user: list[int], item: list[int]) -> None:
@@ -122,12 +124,12 @@ class Run:
         for name, value in self.tensors.items():
             value[user if name.startswith("user") else item] += 1.0
 
-    def save(self, keep: int = 2, channel: Channel | None = None, pieces: Parts | None = None) -> Path:
+    def save(self, keep: int = 2, process_group: ProcessGroup | None = None, pieces: Parts | None = None) -> Path:
         whole = {name: [(0, rows, 0, width)] for name, (rows, width) in SHAPES.items()}
         parts = parts_of(self.tensors, whole if pieces is None else pieces)
-        increment = self.changes.next(self.folder, channel or Alone())
+        increment = self.changes.next(self.folder, process_group or SingleProcess())
         dense = {"net.step": torch.tensor(self.step)}
-        path = save(self.folder, self.step, dense, {}, keep=keep, parts=parts, increment=increment, channel=channel)
+        path = save(self.folder, self.step, dense, {}, keep=keep, parts=parts, increment=increment, process_group=process_group)
         self.changes.saved(path, increment)
         return path
 
@@ -136,7 +138,7 @@ class Run:
         other = Run(self.folder, self.spec.full_checkpoint_every, self.spec.checkpoint_format)
         found = load(path)
         other.tensors = {name: found.tensors[f"store.{name}"] for name in SHAPES}
-        other.changes = Changes(other.spec, [USER, ITEM], found)
+        other.changes = CheckpointChanges(other.spec, [USER, ITEM], found)
         other.step = found.step
         return other
 
@@ -187,32 +189,34 @@ def test_an_increment_holds_the_touched_rows_alone(tmp_path: Path) -> None:
 def test_increments_move_between_processes_too(
     tmp_path: Path, saved_by: tuple[int, Callable[[int, int], Parts]], encoding: CheckpointFormat
 ) -> None:
-    world, cut = saved_by
+    world_size, cut = saved_by
     run = Run(tmp_path, 3, encoding)
     run.save()
-    batches = [([1 + 9 * rank, 100 - rank], [rank]) for rank in range(world)]
+    batches = [([1 + 9 * rank, 100 - rank], [rank]) for rank in range(world_size)]
     before = {name: value.clone() for name, value in run.tensors.items()}
     for batch in batches:
         run.train(*batch)
 
-    def work(channel: Channel) -> Path:
+    def work(process_group: ProcessGroup) -> Path:
         """Each process has seen its own share of the ids alone, and has its own pieces."""
         own = run.goes_on_from(tmp_path / "step-000000000")
-        own.changes.mark(sparse_of(*batches[channel.rank]))
+        own.changes.mark(sparse_of(*batches[process_group.rank]))
         own.tensors, own.step = run.tensors, 1
-        pieces = cut(channel.rank, world)
-        if cut is column_wise and channel.rank:
+        pieces = cut(process_group.rank, world_size)
+        if cut is column_wise and process_group.rank:
             pieces = {name: cuts for name, cuts in pieces.items() if name.endswith("rows")}
-        return own.save(channel=channel, pieces=pieces)
+        return own.save(process_group=process_group, pieces=pieces)
 
-    paths = in_processes(world, work)
-    assert paths == [tmp_path / "step-000000001"] * world
+    paths = in_processes(world_size, work)
+    assert paths == [tmp_path / "step-000000001"] * world_size
     path = tmp_path / "step-000000001"
     assert load(path).base == "step-000000000"
     into = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
 
-    def read(channel: Channel) -> None:
-        load_parts(parts_of(into, row_wise(channel.rank, 3)), StoreTensors(load(path, channel=channel).tensors))
+    def read(process_group: ProcessGroup) -> None:
+        load_parts(
+            parts_of(into, row_wise(process_group.rank, 3)), StoreTensors(load(path, process_group=process_group).tensors)
+        )
 
     assert in_processes(3, read) == [None] * 3
     for name, value in run.tensors.items():

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rowstead.data.batch import Sparse
-from rowstead.distributed.process_group import Alone, Channel
+from rowstead.distributed.process_group import ProcessGroup, SingleProcess
 from rowstead.distributed.sharded_store import ShardedStore
 from rowstead.distributed.sharding import SHARDS
 from rowstead.kernels.layout import Layout
@@ -22,10 +22,10 @@ from rowstead.stores.backing import RamRows
 from rowstead.stores.base import EmbeddingStore
 from rowstead.stores.cached import CachedStore
 from rowstead.stores.device import DeviceStore
-from rowstead.stores.groups import Group
+from rowstead.stores.groups import CacheGroup
 from rowstead.stores.ssd import FileRows, initial_in
 from rowstead.training.checkpoint import load, save
-from rowstead.training.checkpoint_changes import Changes
+from rowstead.training.checkpoint_changes import CheckpointChanges
 from rowstead.training.saved_tensors import StoreTensors
 from tests.distributed.thread_process_group import in_threads
 from tests.stores.store_contract import KINDS, layouts, sparse_batches
@@ -35,15 +35,17 @@ Where = tuple[str, int, tuple[str, ...]]
 """Where rows are, over how many processes, and how each table is cut."""
 
 
-def store_in(where: Where, layout: Layout, optimizer: SparseOptimizerSpec, channel: Channel, folder: Path) -> EmbeddingStore:
-    place, world, cuts = where
+def store_in(
+    where: Where, layout: Layout, optimizer: SparseOptimizerSpec, process_group: ProcessGroup, folder: Path
+) -> EmbeddingStore:
+    place, world_size, cuts = where
 
     def make(local: Layout, rule: SparseOptimizerSpec | None) -> EmbeddingStore:
         if place == "device":
             return DeviceStore(local, rule)
         counts = {table.name: 2 for table in local.tables}
 
-        def backing(group: Group) -> FileRows | RamRows:
+        def backing(group: CacheGroup) -> FileRows | RamRows:
             if place == "cached":
                 return RamRows(group, seed=1)
             path = Path(tempfile.mkdtemp(dir=folder)) / "rows"
@@ -51,10 +53,10 @@ def store_in(where: Where, layout: Layout, optimizer: SparseOptimizerSpec, chann
 
         return CachedStore(local, rule, places=counts, backing=backing)
 
-    if world == 1:
+    if world_size == 1:
         return make(layout, optimizer)
     shards = {table.name: cut for table, cut in zip(layout.tables, cuts, strict=True)}
-    return ShardedStore(layout, optimizer, shards, channel, make)  # type: ignore[arg-type]
+    return ShardedStore(layout, optimizer, shards, process_group, make)  # type: ignore[arg-type]
 
 
 @st.composite
@@ -63,10 +65,10 @@ def wheres(draw: st.DrawFn, layout: Layout) -> Where:
     return draw(st.sampled_from(PLACES)), draw(st.integers(1, 3)), cuts
 
 
-def ran(where: Where, work: Callable[[Channel], list[dict[str, Tensor]]]) -> list[dict[str, Tensor]]:
+def ran(where: Where, work: Callable[[ProcessGroup], list[dict[str, Tensor]]]) -> list[dict[str, Tensor]]:
     """What the first process of a job gives."""
-    world = where[1]
-    return work(Alone()) if world == 1 else in_threads(world, work)[0]
+    world_size = where[1]
+    return work(SingleProcess()) if world_size == 1 else in_threads(world_size, work)[0]
 
 
 def train(store: EmbeddingStore, sparse: Sparse, step: int) -> None:
@@ -86,26 +88,28 @@ def test_trained_rows_move_from_anywhere_to_anywhere(kind: str, data: st.DataObj
     with tempfile.TemporaryDirectory() as temporary:
         folder, scratch = Path(temporary, "checkpoints"), Path(temporary)
 
-        def trained(channel: Channel) -> list[dict[str, Tensor]]:
+        def trained(process_group: ProcessGroup) -> list[dict[str, Tensor]]:
             """The state after each step, which a full and an incremental checkpoint hold."""
-            store = store_in(here, layout, optimizer, channel, scratch)
-            changes = Changes(spec, layout.tables)
+            store = store_in(here, layout, optimizer, process_group, scratch)
+            changes = CheckpointChanges(spec, layout.tables)
             states = []
             for step, sparse in enumerate(batches, start=1):
                 changes.mark(sparse)
                 train(store, sparse, step)
                 states.append({name: value.clone() for name, value in store.state().items()})
-                increment = changes.next(folder, channel)
+                increment = changes.next(folder, process_group)
                 parts = store.parts()
-                path = save(folder, step, {}, {}, keep=2, shard_bytes=300, parts=parts, increment=increment, channel=channel)
+                path = save(
+                    folder, step, {}, {}, keep=2, shard_bytes=300, parts=parts, increment=increment, process_group=process_group
+                )
                 changes.saved(path, increment)
             return states
 
-        def moved(channel: Channel) -> list[dict[str, Tensor]]:
-            store = store_in(there, layout, optimizer, channel, scratch)
+        def moved(process_group: ProcessGroup) -> list[dict[str, Tensor]]:
+            store = store_in(there, layout, optimizer, process_group, scratch)
             states = []
             for step in (1, 2):
-                store.load_state(StoreTensors(load(folder / f"step-{step:09d}", channel=channel).tensors))
+                store.load_state(StoreTensors(load(folder / f"step-{step:09d}", process_group=process_group).tensors))
                 states.append({name: value.clone() for name, value in store.state().items()})
             return states
 

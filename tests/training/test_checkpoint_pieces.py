@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rowstead.distributed.process_group import Channel
+from rowstead.distributed.process_group import ProcessGroup
 from rowstead.spec.errors import CheckpointError
 from rowstead.stores.base import StatePart
 from rowstead.stores.state import load_parts, part_of
@@ -33,16 +33,16 @@ Parts = dict[str, list[Cut]]
 SHAPES = {"user.rows": (101, 6), "user.sum": (101, 1), "item.rows": (40, 6), "item.sum": (40, 1)}
 
 
-def in_processes(world: int, work: Callable[[Channel], Result]) -> list[Result | Exception]:
+def in_processes(world_size: int, work: Callable[[ProcessGroup], Result]) -> list[Result | Exception]:
     """What `work(channel)` returned, or raised, in each process of a job; they are threads here."""
 
-    def one(channel: ThreadChannel) -> Result | Exception:
+    def one(process_group: ThreadChannel) -> Result | Exception:
         try:
-            return work(channel)
+            return work(process_group)
         except CheckpointError as error:
             return error
 
-    return in_threads(world, one)
+    return in_threads(world_size, one)
 
 
 def tables(seed: int = 1) -> dict[str, Tensor]:
@@ -66,37 +66,39 @@ def parts_of(tensors: dict[str, Tensor], pieces: Parts, *, copies: Sequence[str]
     ]
 
 
-def row_wise(rank: int, world: int) -> Parts:
-    return {name: [(rank * rows // world, (rank + 1) * rows // world, 0, width)] for name, (rows, width) in SHAPES.items()}
-
-
-def table_wise(rank: int, world: int) -> Parts:
+def row_wise(rank: int, world_size: int) -> Parts:
     return {
-        name: [(0, rows, 0, width)]
-        for name, (rows, width) in SHAPES.items()
-        if ["user", "item"].index(name.split(".")[0]) % world == rank
+        name: [(rank * rows // world_size, (rank + 1) * rows // world_size, 0, width)] for name, (rows, width) in SHAPES.items()
     }
 
 
-def column_wise(rank: int, world: int) -> Parts:
+def table_wise(rank: int, world_size: int) -> Parts:
+    return {
+        name: [(0, rows, 0, width)]
+        for name, (rows, width) in SHAPES.items()
+        if ["user", "item"].index(name.split(".")[0]) % world_size == rank
+    }
+
+
+def column_wise(rank: int, world_size: int) -> Parts:
     """Columns of the rows; what the optimizer keeps once a row is with each process."""
     return {
-        name: [(0, rows, rank * width // world, (rank + 1) * width // world)]
+        name: [(0, rows, rank * width // world_size, (rank + 1) * width // world_size)]
         if name.endswith("rows")
         else [(0, rows, 0, width)]
         for name, (rows, width) in SHAPES.items()
     }
 
 
-def save_in(folder: Path, world: int, cut: Callable[[int, int], Parts], **more: Any) -> list[Path | Exception]:
+def save_in(folder: Path, world_size: int, cut: Callable[[int, int], Parts], **more: Any) -> list[Path | Exception]:
     source, dense = tables(), {"net.bias": torch.arange(3.0), "net.scale": torch.tensor(2)}
 
-    def work(channel: Channel) -> Path:
-        copies = [name for name in SHAPES if cut is column_wise and name.endswith("sum") and channel.rank]
-        parts = parts_of(source, cut(channel.rank, world), copies=copies)
-        return save(folder, 7, dense, {"rank": channel.rank}, keep=2, parts=parts, channel=channel, **more)
+    def work(process_group: ProcessGroup) -> Path:
+        copies = [name for name in SHAPES if cut is column_wise and name.endswith("sum") and process_group.rank]
+        parts = parts_of(source, cut(process_group.rank, world_size), copies=copies)
+        return save(folder, 7, dense, {"rank": process_group.rank}, keep=2, parts=parts, process_group=process_group, **more)
 
-    return in_processes(world, work)
+    return in_processes(world_size, work)
 
 
 @pytest.mark.parametrize("saved_by", [(4, row_wise), (2, table_wise), (3, column_wise), (1, row_wise)])
@@ -106,15 +108,15 @@ def test_any_processes_load_what_any_others_saved(
 ) -> None:
     paths = save_in(tmp_path, *saved_by, shard_bytes=500)
     assert paths == [tmp_path / "step-000000007"] * saved_by[0]
-    world, cut = loaded_by
+    world_size, cut = loaded_by
     into = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
 
-    def work(channel: Channel) -> Checkpoint:
-        found = load_latest(tmp_path, pytest.fail, channel=channel)
-        load_parts(parts_of(into, cut(channel.rank, world)), StoreTensors(found.tensors))
+    def work(process_group: ProcessGroup) -> Checkpoint:
+        found = load_latest(tmp_path, pytest.fail, process_group=process_group)
+        load_parts(parts_of(into, cut(process_group.rank, world_size)), StoreTensors(found.tensors))
         return found
 
-    for found in in_processes(world, work):
+    for found in in_processes(world_size, work):
         assert isinstance(found, Checkpoint), found
         assert (found.step, found.facts) == (7, {"rank": 0})
         assert torch.equal(found.tensors["net.bias"], torch.arange(3.0))
@@ -127,25 +129,25 @@ def test_any_processes_load_what_any_others_saved(
     data=st.data(),
     num_rows=st.integers(1, 30),
     width=st.integers(1, 6),
-    world=st.integers(1, 3),
+    world_size=st.integers(1, 3),
     shard_bytes=st.integers(40, 400),
 )
 def test_any_rectangle_is_read_from_any_pieces(
-    data: st.DataObject, num_rows: int, width: int, world: int, shard_bytes: int
+    data: st.DataObject, num_rows: int, width: int, world_size: int, shard_bytes: int
 ) -> None:
     table = torch.arange(num_rows * width).reshape(num_rows, width)
     pieces = data.draw(cuts(num_rows, width))
-    owners = [data.draw(st.integers(0, world - 1)) for _ in pieces]
+    owners = [data.draw(st.integers(0, world_size - 1)) for _ in pieces]
     rows = sorted(data.draw(st.integers(0, num_rows)) for _ in range(2))
     columns = sorted(data.draw(st.integers(0, width)) for _ in range(2))
     with tempfile.TemporaryDirectory() as temporary:
 
-        def work(channel: Channel) -> Path:
-            own = [piece for piece, owner in zip(pieces, owners, strict=True) if owner == channel.rank]
+        def work(process_group: ProcessGroup) -> Path:
+            own = [piece for piece, owner in zip(pieces, owners, strict=True) if owner == process_group.rank]
             parts = parts_of({"t.rows": table}, {"t.rows": own})
-            return save(Path(temporary), 1, {}, {}, keep=1, shard_bytes=shard_bytes, parts=parts, channel=channel)
+            return save(Path(temporary), 1, {}, {}, keep=1, shard_bytes=shard_bytes, parts=parts, process_group=process_group)
 
-        path = in_processes(world, work)[0]
+        path = in_processes(world_size, work)[0]
         assert isinstance(path, Path), path
         saved = load(path).tensors
         assert torch.equal(saved.rows("store.t.rows", *rows, *columns), table[slice(*rows), slice(*columns)])
@@ -169,11 +171,11 @@ def failing(error: Exception) -> Callable[[int, int], Tensor]:
 def test_where_one_process_fails_all_fail_alike_and_nothing_is_left(tmp_path: Path, error: Exception, text: str) -> None:
     first = save_in(tmp_path, 3, row_wise)[0]
 
-    def work(channel: Channel) -> Path:
-        parts = parts_of(tables(), row_wise(channel.rank, 3))
-        if channel.rank == 2:
+    def work(process_group: ProcessGroup) -> Path:
+        parts = parts_of(tables(), row_wise(process_group.rank, 3))
+        if process_group.rank == 2:
             parts[1] = StatePart(**{**vars(parts[1]), "read": failing(error)})
-        return save(tmp_path, 8, {}, {}, keep=2, parts=parts, channel=channel)
+        return save(tmp_path, 8, {}, {}, keep=2, parts=parts, process_group=process_group)
 
     told = in_processes(3, work)
     assert all(isinstance(one, CheckpointError) for one in told), told
@@ -184,8 +186,10 @@ def test_where_one_process_fails_all_fail_alike_and_nothing_is_left(tmp_path: Pa
 
 
 def test_pieces_that_are_no_whole_are_not_saved(tmp_path: Path) -> None:
-    def work(channel: Channel) -> Path:
-        return save(tmp_path, 8, {}, {}, keep=2, parts=parts_of(tables(), row_wise(channel.rank, 3)), channel=channel)
+    def work(process_group: ProcessGroup) -> Path:
+        return save(
+            tmp_path, 8, {}, {}, keep=2, parts=parts_of(tables(), row_wise(process_group.rank, 3)), process_group=process_group
+        )
 
     told = in_processes(2, work)
     assert all("pieces of `store.user.rows` have" in str(one) for one in told), told
@@ -198,7 +202,7 @@ def test_a_file_that_any_process_finds_damaged_is_refused_by_all(tmp_path: Path)
     for file in sorted(path.glob("*.safetensors")):
         content = file.read_bytes()
         file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-        told = in_processes(2, lambda channel: load(path, channel=channel))
+        told = in_processes(2, lambda process_group: load(path, process_group=process_group))
         assert [f"{file.name} does not match its digest" in str(one) for one in told] == [True, True]
         file.write_bytes(content)
 

@@ -154,16 +154,16 @@ def test_the_time_for_which_the_gpu_is_busy_is_known_from_replayed_steps() -> No
 
 
 def test_room_grows_in_steps() -> None:
-    from rowstead.training.cuda_graph_step import room_for
+    from rowstead.training.cuda_graph_step import capacity_for
 
-    assert all(num_ids <= room_for(num_ids, 64) <= 1.15 * num_ids + 32 for num_ids in range(0, 200_000, 7))
-    assert len({room_for(num_ids, 1 << 21) for num_ids in range(1_340_000, 1_348_000)}) == 1
+    assert all(num_ids <= capacity_for(num_ids, 64) <= 1.15 * num_ids + 32 for num_ids in range(0, 200_000, 7))
+    assert len({capacity_for(num_ids, 1 << 21) for num_ids in range(1_340_000, 1_348_000)}) == 1
 
 
 def test_bags_that_all_hold_as_many_need_no_more_room() -> None:
-    from rowstead.training.cuda_graph_step import room_for
+    from rowstead.training.cuda_graph_step import capacity_for
 
-    assert room_for(26 * 4096, 26 * 4096) == 26 * 4096
-    assert room_for(26 * 4096 * 3, 26 * 4096) == 26 * 4096 * 3
-    assert room_for(26 * 4096 - 1, 26 * 4096) > 26 * 4096 - 1
-    assert room_for(0, 26 * 4096) > 0
+    assert capacity_for(26 * 4096, 26 * 4096) == 26 * 4096
+    assert capacity_for(26 * 4096 * 3, 26 * 4096) == 26 * 4096 * 3
+    assert capacity_for(26 * 4096 - 1, 26 * 4096) > 26 * 4096 - 1
+    assert capacity_for(0, 26 * 4096) > 0

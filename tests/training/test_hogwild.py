@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rowstead.data.batch import Batch, Sparse
-from rowstead.fleet.dense_server_state import CentreState, LocalCentre
+from rowstead.fleet.dense_server_state import DenseServerState, LocalDenseServer
 from rowstead.kernels.layout import layout_of
 from rowstead.nn.dlrm import DLRM
 from rowstead.run import resume, train
@@ -140,9 +140,9 @@ def test_autograd_does_not_mind_that_others_change_what_it_remembers() -> None:
 
 
 def test_threads_that_keep_together_with_other_trainers_still_share_their_memory() -> None:
-    state, hogwild = CentreState(), Hogwild(stepper_of("adam"), 2)
+    state, hogwild = DenseServerState(), Hogwild(stepper_of("adam"), 2)
     spec = SyncSpec(mode="easgd", period=1, alpha=0.5)
-    policies = policies_for(spec, lambda i: LocalCentre(state, f"trainer-0.{i}"), num_trainers=2, num_threads=2)
+    policies = policies_for(spec, lambda i: LocalDenseServer(state, f"trainer-0.{i}"), num_trainers=2, num_threads=2)
     for worker, policy in zip(hogwild.workers, policies, strict=True):
         worker.follow(policy)
     for number in range(1, 7):

@@ -37,7 +37,7 @@ class Listener:
 def profiled(folder: Path, max_steps: int, *overrides: str) -> tuple[run.Result, str]:
     listener = Listener()
     spec = small_spec("device=cpu", f"train.max_steps={max_steps}", *overrides)
-    result = run.train(spec, out=folder, watcher=listener, profile=True)
+    result = run.train(spec, out=folder, callback=listener, profile=True)
     return result, next((text for text in listener.messages if "profiled" in text or "time of steps" in text), "")
 
 

@@ -10,19 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rowstead.fleet.dense_server_state import CentreState, LocalCentre
+from rowstead.fleet.dense_server_state import DenseServerState, LocalDenseServer
 from rowstead.spec.errors import SpecError
 from rowstead.spec.sync import SyncSpec
-from rowstead.training.sync import AllReduce, Easgd, KeepCentre, Shadow, Unsynchronised, policies_for
-from rowstead.training.sync_base import Centre
+from rowstead.training.sync import AllReduce, Easgd, PublishParameters, Shadow, Unsynchronised, policies_for
+from rowstead.training.sync_base import DenseServer
 from tests.small_runs import wait_until
 from tests.training.bowls import Trainer, together
 
 
 def test_easgd_follows_the_path_worked_out_by_hand() -> None:
-    state = CentreState()
+    state = DenseServerState()
     one, two = (
-        Trainer(Easgd(LocalCentre(state, f"trainer-{i}"), alpha=0.5, period=1), target=[target])
+        Trainer(Easgd(LocalDenseServer(state, f"trainer-{i}"), alpha=0.5, period=1), target=[target])
         for i, target in enumerate((4.0, -4.0))
     )
     # e = (x - c) / 2; x <- x - e - (x_before - target) / 2; c <- c + e, the trainers taking turns.
@@ -44,8 +44,8 @@ def test_easgd_follows_the_path_worked_out_by_hand() -> None:
 def test_easgd_is_algorithm_1_of_its_paper_in_any_order(
     targets: list[list[float]], turns: list[int], alpha: float, period: int
 ) -> None:
-    state, lr, start = CentreState(), 0.3, [0.5, -0.25]
-    policies = [Easgd(LocalCentre(state, f"trainer-{i}"), alpha=alpha, period=period) for i in range(len(targets))]
+    state, lr, start = DenseServerState(), 0.3, [0.5, -0.25]
+    policies = [Easgd(LocalDenseServer(state, f"trainer-{i}"), alpha=alpha, period=period) for i in range(len(targets))]
     trainers = [Trainer(p, target=t, start=start, lr=lr) for p, t in zip(policies, targets, strict=True)]
     centre = torch.tensor(start, dtype=torch.float64)
     x, clocks = [centre.clone() for _ in targets], [0] * len(targets)
@@ -63,9 +63,9 @@ def test_easgd_is_algorithm_1_of_its_paper_in_any_order(
 
 
 def test_a_shadow_by_easgd_moves_both_ends_by_the_same_share() -> None:
-    state = CentreState()
+    state = DenseServerState()
     state.give(torch.tensor([0.0], dtype=torch.float64))
-    policy = Shadow(LocalCentre(state, "trainer-0"), rule="easgd", alpha=0.25, period=1_000_000)
+    policy = Shadow(LocalDenseServer(state, "trainer-0"), rule="easgd", alpha=0.25, period=1_000_000)
     trainer = Trainer(policy, target=[8.0])
     trainer.step()  # x = 4
     policy.exchange()  # e = 1
@@ -78,11 +78,11 @@ def test_a_shadow_by_easgd_moves_both_ends_by_the_same_share() -> None:
 
 def shadows(
     rule: str, *, alpha: float, momentum: float = 0.0, lr: float = 1.0
-) -> tuple[CentreState, list[Trainer], list[Shadow]]:
+) -> tuple[DenseServerState, list[Trainer], list[Shadow]]:
     """Two trainers after a step each: x = 4 and -2, the centre at 0."""
-    state = CentreState()
+    state = DenseServerState()
     policies = [
-        Shadow(LocalCentre(state, f"trainer-{i}"), rule=rule, alpha=alpha, period=1_000_000, momentum=momentum, lr=lr)
+        Shadow(LocalDenseServer(state, f"trainer-{i}"), rule=rule, alpha=alpha, period=1_000_000, momentum=momentum, lr=lr)
         for i in range(2)
     ]
     trainers = [Trainer(p, target=[t]) for p, t in zip(policies, (8.0, -4.0), strict=True)]
@@ -116,13 +116,13 @@ def test_a_shadow_by_bmuf_moves_the_centre_with_momentum() -> None:
 
 
 def test_steps_made_while_a_shadow_exchanges_stay() -> None:
-    class Slow(LocalCentre):
+    class Slow(LocalDenseServer):
         def elastic(self, local: Tensor, alpha: float) -> Tensor:
             moved = super().elastic(local, alpha)
             trainer.step()  # what the trainer does meanwhile
             return moved
 
-    state = CentreState()
+    state = DenseServerState()
     state.give(torch.tensor([0.0], dtype=torch.float64))
     policy = Shadow(Slow(state, "trainer-0"), rule="easgd", alpha=0.5, period=1_000_000)
     trainer = Trainer(policy, target=[8.0])
@@ -134,12 +134,12 @@ def test_steps_made_while_a_shadow_exchanges_stay() -> None:
 def test_a_shadow_exchanges_by_itself_and_stops_nobody() -> None:
     held = threading.Event()
 
-    class Held(LocalCentre):
+    class Held(LocalDenseServer):
         def elastic(self, local: Tensor, alpha: float) -> Tensor:
             assert held.wait(60)
             return super().elastic(local, alpha)
 
-    state = CentreState()
+    state = DenseServerState()
     policy = Shadow(Held(state, "trainer-0"), rule="easgd", alpha=0.5, period=2)
     trainer = Trainer(policy, target=[8.0])
     for _ in range(20):
@@ -155,9 +155,11 @@ def test_a_shadow_exchanges_by_itself_and_stops_nobody() -> None:
 
 
 def test_every_thread_of_a_trainer_counts_for_its_shadow() -> None:
-    state = CentreState()
+    state = DenseServerState()
     spec = SyncSpec(mode="shadow", period=4)
-    first, second = policies_for(spec, lambda thread: LocalCentre(state, f"trainer-0.{thread}"), num_trainers=2, num_threads=2)
+    first, second = policies_for(
+        spec, lambda thread: LocalDenseServer(state, f"trainer-0.{thread}"), num_trainers=2, num_threads=2
+    )
     trainer = Trainer(first, target=[1.0])
     second.begin(trainer.replica)
     for step in range(1, 3):
@@ -170,8 +172,10 @@ def test_every_thread_of_a_trainer_counts_for_its_shadow() -> None:
 
 
 def test_allreduce_of_two_halves_is_one_trainer_with_the_whole() -> None:
-    state, lr = CentreState(), 0.125
-    trainers = [Trainer(AllReduce(LocalCentre(state, f"trainer-{i}")), target=[t], lr=lr) for i, t in enumerate((3.0, -1.0))]
+    state, lr = DenseServerState(), 0.125
+    trainers = [
+        Trainer(AllReduce(LocalDenseServer(state, f"trainer-{i}")), target=[t], lr=lr) for i, t in enumerate((3.0, -1.0))
+    ]
     whole = Trainer(Unsynchronised(), target=[1.0], lr=lr)  # the mean of both gradients is that of the mean target
     for _ in range(40):  # parameters are averaged on the way too
         together(*(trainer.step for trainer in trainers))
@@ -183,8 +187,8 @@ def test_allreduce_of_two_halves_is_one_trainer_with_the_whole() -> None:
 
 
 def test_trainers_with_unequal_numbers_of_steps_end() -> None:
-    state = CentreState()
-    trainers = [Trainer(AllReduce(LocalCentre(state, f"trainer-{i}")), target=[1.0], lr=0.1) for i in range(3)]
+    state = DenseServerState()
+    trainers = [Trainer(AllReduce(LocalDenseServer(state, f"trainer-{i}")), target=[1.0], lr=0.1) for i in range(3)]
 
     def train(trainer: Trainer, num_steps: int) -> None:
         for _ in range(num_steps):
@@ -196,14 +200,14 @@ def test_trainers_with_unequal_numbers_of_steps_end() -> None:
 
 
 def test_threads_average_with_the_same_threads_of_others() -> None:
-    state = CentreState()
+    state = DenseServerState()
     for trainer in range(2):
         for thread in range(2):
             state.join(f"trainer-{trainer}.{thread}", torch.zeros(1))
     results: dict[str, Tensor] = {}
 
     def average(trainer: int, thread: int) -> None:
-        centre = LocalCentre(state, f"trainer-{trainer}.{thread}")
+        centre = LocalDenseServer(state, f"trainer-{trainer}.{thread}")
         results[f"{trainer}.{thread}"], _ = centre.average(torch.tensor([float(10 * thread + trainer)]), f"gradients.{thread}")
 
     together(*(lambda a=a, b=b: average(a, b) for a in range(2) for b in range(2)))  # type: ignore[misc]
@@ -214,12 +218,12 @@ def test_threads_average_with_the_same_threads_of_others() -> None:
     ("mode", "rule", "kind"), [("allreduce", "easgd", AllReduce), ("easgd", "easgd", Easgd), ("shadow", "bmuf", Shadow)]
 )
 def test_a_recipe_chooses_the_policy(mode: str, rule: str, kind: type) -> None:
-    def centre_of(thread: int) -> Centre:
-        return LocalCentre(CentreState(), f"trainer-0.{thread}")
+    def centre_of(thread: int) -> DenseServer:
+        return LocalDenseServer(DenseServerState(), f"trainer-0.{thread}")
 
     spec = SyncSpec(mode=mode, rule=rule)  # type: ignore[arg-type]
     assert isinstance(policies_for(spec, centre_of, num_trainers=2)[0], kind)
-    assert isinstance(policies_for(spec, centre_of, num_trainers=1)[0], KeepCentre)
+    assert isinstance(policies_for(spec, centre_of, num_trainers=1)[0], PublishParameters)
 
 
 def test_several_trainers_without_synchronisation_are_refused() -> None:

@@ -6,20 +6,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from rowstead.fleet.dense_server_state import CentreState, LocalCentre
+from rowstead.fleet.dense_server_state import DenseServerState, LocalDenseServer
 from rowstead.spec.sync import SyncSpec
 from rowstead.training.flat_parameters import FlatReplica
-from rowstead.training.sync import KEEP_EVERY, OPTIMIZER, Easgd, KeepCentre, policies_for
-from rowstead.training.sync_base import CentreGone
+from rowstead.training.sync import KEEP_EVERY, OPTIMIZER, Easgd, PublishParameters, policies_for
+from rowstead.training.sync_base import DenseServerUnavailable
 from tests.training.bowls import Bowl, Trainer, together
 
 
 def test_a_trainer_that_comes_later_takes_the_centres_parameters() -> None:
-    state = CentreState()
-    first = Trainer(Easgd(LocalCentre(state, "trainer-0"), alpha=0.5, period=1), target=[4.0])
+    state = DenseServerState()
+    first = Trainer(Easgd(LocalDenseServer(state, "trainer-0"), alpha=0.5, period=1), target=[4.0])
     for _ in range(5):
         first.step()
-    later = Trainer(Easgd(LocalCentre(state, "trainer-1"), alpha=0.5, period=1), target=[4.0], start=[100.0])
+    later = Trainer(Easgd(LocalDenseServer(state, "trainer-1"), alpha=0.5, period=1), target=[4.0], start=[100.0])
     assert later.x == state.take().tolist() != [100.0]
 
 
@@ -30,10 +30,10 @@ def test_adam_goes_on_in_another_trainer_as_in_the_first() -> None:
         adam[0].zero_grad()
         modules[0]().backward()  # type: ignore[no-untyped-call]
         adam[0].step()
-    centre = LocalCentre(CentreState(), "trainer-0")
-    KeepCentre(centre, period=1).begin(FlatReplica(modules[0], adam[0]))
+    centre = LocalDenseServer(DenseServerState(), "trainer-0")
+    PublishParameters(centre, period=1).begin(FlatReplica(modules[0], adam[0]))
     centre.keep(OPTIMIZER, FlatReplica(modules[0], adam[0]).optimizer_state())
-    KeepCentre(centre, period=1).begin(FlatReplica(modules[1], adam[1]))
+    PublishParameters(centre, period=1).begin(FlatReplica(modules[1], adam[1]))
     for module, optimizer in zip(modules, adam, strict=True):
         optimizer.zero_grad()
         module().backward()  # type: ignore[no-untyped-call]
@@ -41,24 +41,24 @@ def test_adam_goes_on_in_another_trainer_as_in_the_first() -> None:
     assert modules[0].x.item() == modules[1].x.item()
 
 
-class Flaky(LocalCentre):
+class Flaky(LocalDenseServer):
     """A centre that can be gone."""
 
     is_gone = False
 
     def elastic(self, local: Tensor, alpha: float) -> Tensor:
         if self.is_gone:
-            raise CentreGone("gone")
+            raise DenseServerUnavailable("gone")
         return super().elastic(local, alpha)
 
     def join(self, parameters: Tensor) -> Tensor:
         if self.is_gone:
-            raise CentreGone("gone")
+            raise DenseServerUnavailable("gone")
         return super().join(parameters)
 
 
 def test_a_trainer_goes_on_alone_while_the_centre_is_gone_and_returns_to_it() -> None:
-    state = CentreState()
+    state = DenseServerState()
     centre = Flaky(state, "trainer-0")
     policy = Easgd(centre, alpha=0.5, period=1)
     trainer = Trainer(policy, target=[8.0])
@@ -75,7 +75,7 @@ def test_a_trainer_goes_on_alone_while_the_centre_is_gone_and_returns_to_it() ->
 
 
 def test_a_trainer_that_could_not_join_joins_when_it_can() -> None:
-    state = CentreState()
+    state = DenseServerState()
     state.give(torch.tensor([7.0], dtype=torch.float64))
     centre = Flaky(state, "trainer-0")
     centre.is_gone = True
@@ -88,9 +88,9 @@ def test_a_trainer_that_could_not_join_joins_when_it_can() -> None:
 
 
 def test_the_model_is_the_mean_of_what_trainers_end_with() -> None:
-    state = CentreState()
+    state = DenseServerState()
     trainers = [
-        Trainer(Easgd(LocalCentre(state, f"trainer-{i}"), alpha=0.1, period=3), target=[t])
+        Trainer(Easgd(LocalDenseServer(state, f"trainer-{i}"), alpha=0.1, period=3), target=[t])
         for i, t in enumerate((4.0, 1.0, 7.0))
     ]
     for trainer in trainers:
@@ -99,29 +99,29 @@ def test_the_model_is_the_mean_of_what_trainers_end_with() -> None:
     for trainer in trainers[:2]:
         trainer.policy.close()
     assert state.take().item() == pytest.approx((trainers[0].x[0] + trainers[1].x[0]) / 2, abs=1e-15)
-    again = Trainer(Easgd(LocalCentre(state, "trainer-1"), alpha=0.1, period=3), target=[1.0])  # it has come back
+    again = Trainer(Easgd(LocalDenseServer(state, "trainer-1"), alpha=0.1, period=3), target=[1.0])  # it has come back
     again.policy.close()
     trainers[2].policy.close()
     assert state.take().item() == pytest.approx((trainers[0].x[0] + again.x[0] + trainers[2].x[0]) / 3, abs=1e-15)
 
 
 def test_threads_of_one_trainer_leave_its_parameters_with_the_centre_whatever_the_numbers_of_their_steps() -> None:
-    state = CentreState()
+    state = DenseServerState()
     spec = SyncSpec(period=1)
-    policy, _ = policies_for(spec, lambda _: LocalCentre(state, "trainer-0.0"), num_trainers=1, num_threads=2)
+    policy, _ = policies_for(spec, lambda _: LocalDenseServer(state, "trainer-0.0"), num_trainers=1, num_threads=2)
     trainer = Trainer(policy, target=[1.0])
     for step in range(1, 2 * KEEP_EVERY, 2):  # the even ones go to the other thread
         policy.after_step(step)
         if step < KEEP_EVERY:
             trainer.bowl.x.data.fill_(float(step))
-    assert isinstance(policy, KeepCentre)
+    assert isinstance(policy, PublishParameters)
     assert policy.num_exchanges == 2
     assert state.take().tolist() == [KEEP_EVERY - 1]
 
 
 def test_one_trainer_leaves_its_exact_parameters_with_the_centre() -> None:
-    state = CentreState()
-    (policy,) = policies_for(SyncSpec(), lambda _: LocalCentre(state, "trainer-0"), num_trainers=1)
+    state = DenseServerState()
+    (policy,) = policies_for(SyncSpec(), lambda _: LocalDenseServer(state, "trainer-0"), num_trainers=1)
     trainer = Trainer(policy, target=[0.7, 0.1], start=[0.0, 0.0], lr=0.3)
     for _ in range(7):
         trainer.step()
@@ -139,8 +139,10 @@ def test_one_trainer_leaves_its_exact_parameters_with_the_centre() -> None:
     ids=["allreduce", "average", "bmuf"],
 )
 def test_nobody_waits_for_a_trainer_that_has_nothing_to_train_on(spec: SyncSpec) -> None:
-    state = CentreState(deadline_s=600.0)
-    policies = [policies_for(spec, lambda _, i=i: LocalCentre(state, f"trainer-{i}.0"), num_trainers=2)[0] for i in range(2)]  # type: ignore[misc]
+    state = DenseServerState(deadline_s=600.0)
+    policies = [
+        policies_for(spec, lambda _, i=i: LocalDenseServer(state, f"trainer-{i}.0"), num_trainers=2)[0] for i in range(2)
+    ]  # type: ignore[misc]
     busy, idle = (Trainer(policy, target=[1.0], lr=0.1) for policy in policies)
     together(busy.step, idle.step)
     policies[1].rest()

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from rowstead.data.synth import write_parquet
 from rowstead.run import train
-from rowstead.training.throughput import WARM_STEPS, Pace, Reading, reading_line, reading_of
+from rowstead.training.throughput import WARM_STEPS, ReadingReport, Throughput, reading_line, reading_of
 from tests.small_runs import parquet_spec, small_spec
 
-HELD_UP = Reading(held_up_share=0.62, alone_samples_per_s=1e6, cores_used=14.2, cores_needed=37.4, thread_share=0.3)
+HELD_UP = ReadingReport(held_up_share=0.62, alone_samples_per_s=1e6, cores_used=14.2, cores_needed=37.4, thread_share=0.3)
 
 
 def told(*, spent_s: float = 60.0, num_cores: int = 16, on_gpu: bool = True, **changes: float) -> str | None:
@@ -21,7 +21,7 @@ def told(*, spent_s: float = 60.0, num_cores: int = 16, on_gpu: bool = True, **c
 
 
 def test_the_first_steps_do_not_count_once_there_are_as_many_others() -> None:
-    pace, waited_s = Pace(), 0.0
+    pace, waited_s = Throughput(), 0.0
     assert pace.samples_per_s is None
     for step in range(2 * WARM_STEPS):
         is_first = step < WARM_STEPS

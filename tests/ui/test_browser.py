@@ -14,7 +14,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select
 
-from rowstead.records.store import Entry, RunStore
+from rowstead.records.store import RunStore, StoreEntry
 from rowstead.report.page import report_page
 from rowstead.report.theme import DARK, LIGHT
 from rowstead.spec.parse import parse, read_text
@@ -299,7 +299,7 @@ def test_ten_thousand_records_open_in_under_three_seconds(wide: Chrome, tmp_path
                 machine=machine,  # type: ignore[arg-type]
                 figures={"samples_per_s": 1000.0 + number, "nameplate_watts": 100.0, "ne": 0.7 + number / 1e5},
             )
-            entries.append(Entry(record=record, source="sweep", study="many", point=str(number), axes=axes))
+            entries.append(StoreEntry(record=record, source="sweep", study="many", point=str(number), axes=axes))
     RunStore(tmp_path / "runs").add(*entries)
     page = tmp_path / "report.html"
     page.write_text(report_page([tmp_path / "runs"]), encoding="utf-8")

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from rowstead.records.run_folder import RunFolder
-from rowstead.records.store import Entry, RunStore
+from rowstead.records.store import RunStore, StoreEntry
 from rowstead.spec.address import is_loopback
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.parse import parse, read_text, to_plain
@@ -323,7 +323,7 @@ def test_one_record_that_cannot_be_read_does_not_hide_the_others(ui: Ui, record:
 
 def test_studies_are_listed_where_there_are_no_runs(tmp_path: Path) -> None:
     record = Record(kind="measured", name="n", spec_digest="d", date="2026-11-15", figures={"samples_per_s": 1.0})
-    RunStore(tmp_path).add(Entry(record=record, source="sweep", study="widths", point="p", axes={"x": 1}))
+    RunStore(tmp_path).add(StoreEntry(record=record, source="sweep", study="widths", point="p", axes={"x": 1}))
     page = Ui(runs=tmp_path)
     page.start()
     try:

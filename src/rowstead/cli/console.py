@@ -23,17 +23,17 @@ from rowstead.report.terminal import terminal
 from rowstead.run import Result
 from rowstead.training.metrics import Quality
 from rowstead.training.progress import Progress as TrainProgress
-from rowstead.training.progress import Watcher
+from rowstead.training.progress import ProgressCallback
 
 PLAIN_EVERY_S = 5.0
 BAR_EVERY_S = 0.1
 
 
 @contextmanager
-def watching(console: Console) -> Iterator[Watcher]:
-    """A Watcher that suits the console."""
+def progress_callback(console: Console) -> Iterator[ProgressCallback]:
+    """A ProgressCallback that suits the console."""
     if not console.is_terminal:
-        yield PlainWatcher(console)
+        yield PlainProgress(console)
         return
     columns = (
         TextColumn("training"),
@@ -44,7 +44,7 @@ def watching(console: Console) -> Iterator[Watcher]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console, transient=True) as bar:
-        yield BarWatcher(bar)
+        yield ProgressBar(bar)
 
 
 def figures_of(progress: TrainProgress) -> str:
@@ -67,7 +67,7 @@ def quality_line(quality: Quality) -> str:
     return " · ".join(parts)
 
 
-class BarWatcher:
+class ProgressBar:
     """Shows training as a progress bar."""
 
     def __init__(self, bar: Progress) -> None:
@@ -88,7 +88,7 @@ class BarWatcher:
         self._bar.console.print(text, soft_wrap=True)
 
 
-class PlainWatcher:
+class PlainProgress:
     """Prints a line every few seconds."""
 
     def __init__(self, console: Console) -> None:

@@ -27,9 +27,9 @@ def role(
     if kind not in KINDS:
         raise RowsteadError(f"no role `{kind}`: {did_you_mean(kind, KINDS)}")
     _check_zeromq()
-    from rowstead.fleet.roles import be_role
+    from rowstead.fleet.roles import run_role
 
-    raise typer.Exit(be_role(kind, run, number, incarnation, address=address))
+    raise typer.Exit(run_role(kind, run, number, incarnation, address=address))
 
 
 def has_fleet(spec: RunSpec | None, fleet: str | None, resume: str | None, runs: Path) -> bool:
@@ -51,17 +51,17 @@ def train(
     _check_zeromq()
 
     from rowstead.cli.console import as_typed, command_name, summary
-    from rowstead.cli.fleet_console import watching_fleet
+    from rowstead.cli.fleet_console import fleet_callback
     from rowstead.fleet.coordinator import resume_fleet, train_fleet
     from rowstead.report.terminal import terminal
 
     console = terminal()
-    with watching_fleet(console) as watcher:
+    with fleet_callback(console) as callback:
         if spec is None:
             assert resume is not None
-            result = resume_fleet(resume, root=runs, watcher=watcher)
+            result = resume_fleet(resume, root=runs, callback=callback)
         else:
-            result = train_fleet(spec, root=runs, out=out, init_from=init_from, watcher=watcher)
+            result = train_fleet(spec, root=runs, out=out, init_from=init_from, callback=callback)
     if result.outcome.ending == "interrupted":
         step = result.outcome.position.step
         ended = f"stopped after step {step:,}; the checkpoint is saved." if step else "stopped before the first step."

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rowstead.cli.console import PLAIN_EVERY_S, figures_of, quality_line
-from rowstead.fleet.role_table import FleetWatcher, RoleRow
+from rowstead.fleet.role_table import FleetCallback, RoleRow
 from rowstead.records.files import shown_bytes
 from rowstead.training.metrics import Quality
 from rowstead.training.progress import Progress
@@ -22,8 +22,8 @@ HEADINGS = ("role", "samples/s", "queue", "waiting", "CPU", "memory", "in/s", "o
 
 
 @contextmanager
-def watching_fleet(console: Console) -> Iterator[FleetWatcher]:
-    """A FleetWatcher that suits the console."""
+def fleet_callback(console: Console) -> Iterator[FleetCallback]:
+    """A FleetCallback that suits the console."""
     if not console.is_terminal:
         yield PlainFleet(console)
         return

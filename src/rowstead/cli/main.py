@@ -117,18 +117,18 @@ def train(
         _launch(["train", *named, *changes, *given, *(["--profile"] if profile else [])], processes)
 
     from rowstead import run  # after the recipe, in which a mistake should show at once
-    from rowstead.cli.console import as_typed, command_name, summary, watching
+    from rowstead.cli.console import as_typed, command_name, progress_callback, summary
 
     if launch.is_started_here():
         launch.end_with_parent()
     is_first = int(os.environ.get("RANK", "0")) == 0
     console = terminal(quiet=not is_first)
-    with watching(console) as watcher:
+    with progress_callback(console) as callback:
         if resume is not None:
-            result = run.resume(resume, changes=set_ or [], root=runs, watcher=watcher, profile=profile)
+            result = run.resume(resume, changes=set_ or [], root=runs, callback=callback, profile=profile)
         else:
             assert spec is not None
-            result = run.train(spec, root=runs, out=out, init_from=init_from, watcher=watcher, profile=profile)
+            result = run.train(spec, root=runs, out=out, init_from=init_from, callback=callback, profile=profile)
     if result.outcome.ending == "interrupted":
         console.print(f"stopped after step {result.outcome.position.step:,}; the checkpoint is saved.")
         again = f" --processes {os.environ['WORLD_SIZE']}" if launch.is_started_here() else ""
@@ -141,12 +141,12 @@ def train(
 @app.command()
 def evaluate(run: Run, data: Data = None, runs: Root = RUNS) -> None:
     """Score a run's model on its evaluation split, or on other Parquet files."""
-    from rowstead.cli.console import PlainWatcher, doing, quality_table
+    from rowstead.cli.console import PlainProgress, doing, quality_table
     from rowstead.training.trained import evaluate as evaluate_run
 
     console = terminal()
     with doing(console, "examples") as advance:
-        quality = evaluate_run(run, data=data, root=runs, watcher=PlainWatcher(console), progress=advance)
+        quality = evaluate_run(run, data=data, root=runs, callback=PlainProgress(console), progress=advance)
     console.print(quality_table(quality))
 
 
@@ -163,7 +163,7 @@ def predict(
     runs: Root = RUNS,
 ) -> None:
     """Write click probabilities to Parquet, in the order of the log."""
-    from rowstead.cli.console import PlainWatcher, doing
+    from rowstead.cli.console import PlainProgress, doing
     from rowstead.serve.predict import predict as write_predictions
 
     console = terminal()
@@ -175,7 +175,7 @@ def predict(
             keep=keep or (),
             overwrite=overwrite,
             root=runs,
-            watcher=PlainWatcher(console),
+            callback=PlainProgress(console),
             progress=advance,
         )
     skipped = f" ({done.num_skipped:,} bad rows skipped)" if done.num_skipped else ""
@@ -192,11 +192,11 @@ def export(
     runs: Root = RUNS,
 ) -> None:
     """Write a torch.export program with its hashing and transforms, ready to serve raw fields."""
-    from rowstead.cli.console import PlainWatcher, two_columns
+    from rowstead.cli.console import PlainProgress, two_columns
     from rowstead.serve.export import export as write_program
 
     console = terminal()
-    exported = write_program(run, to, int8=int8, root=runs, watcher=PlainWatcher(console))
+    exported = write_program(run, to, int8=int8, root=runs, callback=PlainProgress(console))
     console.print(two_columns("exported", exported.rows()))
 
 

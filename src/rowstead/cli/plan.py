@@ -70,7 +70,7 @@ def plan(
     from rowstead.plan.choose import choose, num_readers
     from rowstead.plan.choose import requirements as requirements_of
     from rowstead.plan.work import step_work
-    from rowstead.report.plans import Plan, plain_of, print_plan, say
+    from rowstead.report.plans import PlanReport, plain_of, print_plan, say
     from rowstead.spec.catalogue import load_machine, load_software
     from rowstead.spec.run import load_recipe
 
@@ -96,7 +96,7 @@ def plan(
         for machine in machines
     ]
     work, fastest = step_work(spec), max((one.best.samples_per_s for one in choices if one.best is not None), default=1e6)
-    plan_ = Plan(
+    plan_ = PlanReport(
         name=spec.name,
         choices=choices,
         num_readers={
@@ -292,7 +292,7 @@ def _shown_machine(machine: Machine) -> list[str]:
 def _keep(root: Path, spec: RunSpec, choices: list[Choice]) -> None:
     """Add what was predicted to a run store, a machine that is too small with the reason."""
     from rowstead.plan.predict import record_of
-    from rowstead.records.store import Entry, RunStore
+    from rowstead.records.store import RunStore, StoreEntry
     from rowstead.spec.parse import digest
     from rowstead.spec.record import Record, date_now
 
@@ -303,7 +303,7 @@ def _keep(root: Path, spec: RunSpec, choices: list[Choice]) -> None:
         if one.best is not None:
             record = record_of(one.best, spec, date=date)
         failure = None if one.best is not None else "does not fit"
-        RunStore(root).add(Entry(record=record, source="plan", axes={"machine": one.machine.name}, failure=failure))
+        RunStore(root).add(StoreEntry(record=record, source="plan", axes={"machine": one.machine.name}, failure=failure))
 
 
 def _batches(text: str | None) -> list[int]:

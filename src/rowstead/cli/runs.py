@@ -17,7 +17,7 @@ from rowstead.report.terminal import terminal
 from rowstead.spec.errors import RowsteadError
 
 if TYPE_CHECKING:
-    from rowstead.records.store import Contents, Entry
+    from rowstead.records.store import Contents, StoreEntry
 
 app = typer.Typer(
     help="List, compare and export the records of runs, sweeps, searches and predictions.",
@@ -130,7 +130,7 @@ def export(
     _say_what_is_wrong(terminal(stderr=True), contents)
 
 
-def _selected(root: Path, where: list[str] | None) -> tuple[Contents, list[Entry]]:
+def _selected(root: Path, where: list[str] | None) -> tuple[Contents, list[StoreEntry]]:
     from rowstead.records.select import condition, selected
     from rowstead.records.store import RunStore
 
@@ -148,7 +148,7 @@ def _say_what_is_wrong(notes: Console, contents: Contents) -> None:
         notes.print(f"{len(contents.unfinished):,} {some} not finished and no record yet")
 
 
-def _kind(entry: Entry) -> str:
+def _kind(entry: StoreEntry) -> str:
     machine = entry.record.machine.get("name")
     return f"predicted: {machine}" if not entry.is_measured and machine is not None else entry.record.kind
 

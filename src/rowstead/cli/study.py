@@ -22,7 +22,7 @@ from rowstead.spec.errors import RowsteadError
 
 if TYPE_CHECKING:
     from rowstead.records.studies import Trial
-    from rowstead.study.sweep import Finished, Progress, Watcher
+    from rowstead.study.sweep import Finished, SweepCallback, SweepProgress
     from rowstead.study.tune import Found
 
 Set = Annotated[
@@ -73,9 +73,9 @@ def sweep(
 
     from rowstead.study.sweep import sweep as run_sweep
 
-    with _stoppable(console), watching(console) as watcher:
+    with _stoppable(console), sweep_callback(console) as callback:
         finished = run_sweep(
-            spec, root=runs, on=machines, predict_only=predict_only, retry_failed=retry_failed, watcher=watcher
+            spec, root=runs, on=machines, predict_only=predict_only, retry_failed=retry_failed, callback=callback
         )
     print_wide(console, sweep_table(finished))
     for text in dict.fromkeys(entry.failure for entry in finished.failed if entry.failure):
@@ -238,8 +238,8 @@ def quality(
     from rowstead.study.quality import quality as run_quality
 
     console = terminal()
-    with _stoppable(console), watching(console) as watcher:
-        study = run_quality(spec, root=runs, retry_failed=retry_failed, watcher=watcher)
+    with _stoppable(console), sweep_callback(console) as callback:
+        study = run_quality(spec, root=runs, retry_failed=retry_failed, callback=callback)
     title = f"{spec.name}: NE against the baseline, {spec.num_seeds} seeds, {spec.confidence:.0%} intervals"
     table = Table(title=Text(title), box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left")
     for heading in ("what", "value", "NE", "change", "from", "to", f"against {spec.tolerance:.2%}"):
@@ -301,22 +301,22 @@ def _stoppable(console: Console) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def watching(console: Console) -> Iterator[Watcher]:
+def sweep_callback(console: Console) -> Iterator[SweepCallback]:
     """A bar with how long it still takes on a terminal, a line a point elsewhere."""
     if not console.is_terminal:
         yield _Lines(console)
         return
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[state]}"), TimeElapsedColumn())
     with Bar(*columns, console=console, transient=True) as bar:
-        yield _BarWatcher(bar)
+        yield _SweepBar(bar)
 
 
-class _BarWatcher:
+class _SweepBar:
     def __init__(self, bar: Bar) -> None:
         self._bar = bar
         self._task = bar.add_task("", total=None, state="")
 
-    def on_progress(self, progress: Progress) -> None:
+    def on_progress(self, progress: SweepProgress) -> None:
         self._bar.update(self._task, completed=progress.num_done, total=progress.num_points, state=state_of(progress))
 
 
@@ -324,7 +324,7 @@ class _Lines:
     def __init__(self, console: Console) -> None:
         self._console = console
 
-    def on_progress(self, progress: Progress) -> None:
+    def on_progress(self, progress: SweepProgress) -> None:
         last = ""
         if progress.last is not None:
             axes = ", ".join(f"{name}={shown(value)}" for name, value in progress.last.axes.items())
@@ -337,7 +337,7 @@ class _Lines:
         self._console.print(printable(text), soft_wrap=True)
 
 
-def state_of(progress: Progress) -> str:
+def state_of(progress: SweepProgress) -> str:
     """How a study stands, in words."""
     parts = [f"{progress.num_found:,} were there"] if progress.num_found else []
     parts += [f"{progress.num_failed:,} failed"] if progress.num_failed else []

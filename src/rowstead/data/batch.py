@@ -56,7 +56,7 @@ class Sparse:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Whole:
+class GlobalBatch:
     """What is known of a batch of which every process of a job has a share."""
 
     num_samples: int
@@ -66,7 +66,7 @@ class Whole:
     """By weight."""
 
     @classmethod
-    def of(cls, labels: Tensor, weights: Tensor | None) -> Whole:
+    def of(cls, labels: Tensor, weights: Tensor | None) -> GlobalBatch:
         """Of all examples' labels [B] and weights [B]."""
         count = labels.numel()
         if weights is None:
@@ -90,7 +90,7 @@ class Batch:
     """Example weights, float32 [B]."""
     true_p: Tensor | None = None
     """True click probabilities, float32 [B]; only a synthetic log knows them."""
-    share_of: Whole | None = None
+    global_batch: GlobalBatch | None = None
     """The batch that this is one process's share of; none where it is all of it."""
 
     @property
@@ -99,25 +99,25 @@ class Batch:
         return int(self.dense.shape[0])
 
     @property
-    def whole(self) -> Whole:
+    def global_facts(self) -> GlobalBatch:
         """What is known of the whole batch."""
-        if self.share_of is not None:
-            return self.share_of
+        if self.global_batch is not None:
+            return self.global_batch
         assert self.labels is not None
-        return Whole.of(self.labels, self.weights)
+        return GlobalBatch.of(self.labels, self.weights)
 
-    def share(self, rank: int, world: int) -> Batch:
-        """The examples that one of `world` processes trains on: those of all ranks, in order, are the batch."""
-        if world == 1:
+    def share(self, rank: int, world_size: int) -> Batch:
+        """The examples that one of `world_size` processes trains on: those of all ranks, in order, are the batch."""
+        if world_size == 1:
             return self
-        start, stop = share_bounds(self.num_samples, rank, world)
+        start, stop = share_bounds(self.num_samples, rank, world_size)
         return Batch(
             dense=self.dense[start:stop],
             sparse=self.sparse.examples(start, stop) if self.sparse.num_features else self.sparse,
             labels=None if self.labels is None else self.labels[start:stop],
             weights=None if self.weights is None else self.weights[start:stop],
             true_p=None if self.true_p is None else self.true_p[start:stop],
-            share_of=None if self.labels is None else self.whole,
+            global_batch=None if self.labels is None else self.global_facts,
         )
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
@@ -134,9 +134,9 @@ class Batch:
         return [tensor for tensor in own + sparse if tensor is not None]
 
 
-def share_bounds(num_samples: int, rank: int, world: int) -> tuple[int, int]:
-    """First and last example of the share that one of `world` processes has of a batch."""
-    return num_samples * rank // world, num_samples * (rank + 1) // world
+def share_bounds(num_samples: int, rank: int, world_size: int) -> tuple[int, int]:
+    """First and last example of the share that one of `world_size` processes has of a batch."""
+    return num_samples * rank // world_size, num_samples * (rank + 1) // world_size
 
 
 def sparse_from_kjt(features: Any) -> Sparse:

@@ -15,7 +15,7 @@ ALIGNED_BYTES = 64
 """Arrays begin at a cache line."""
 
 
-class Room:
+class BufferPool:
     """Arrays whose memory goes to others once nobody has them any more. Any thread may ask for one or let go of one.
 
     Memory that is free is given to the system before more is asked for, so that all of it is at most what was in use at one time, and

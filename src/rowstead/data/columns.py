@@ -30,7 +30,7 @@ Bags = tuple[NDArray[np.int64], NDArray[np.int64]]
 """Ids [nnz] and offsets [R + 1] of one sparse column."""
 
 
-class Columns:
+class ColumnReader:
     """The columns that a model reads from a log: their names, and how they become a `RawBlock`."""
 
     def __init__(
@@ -48,7 +48,7 @@ class Columns:
         self.sparse = tuple(str(f.column) for f in features.expanded_sparse())
         self.label, self.weight, self.true_p = label, weight, true_p
         self.scalars = tuple(name for name in (label, weight, true_p) if name is not None)
-        """Columns of which a block has each as a vector of its own."""
+        """ColumnReader of which a block has each as a vector of its own."""
         self.names = tuple(dict.fromkeys([*self.dense, *self.sparse, *self.scalars]))
         """Every column once: what has to be read."""
 

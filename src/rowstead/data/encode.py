@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rowstead.data.batch import Batch, Sparse, Whole
+from rowstead.data.batch import Batch, GlobalBatch, Sparse
 from rowstead.data.block import RawBlock
 from rowstead.data.hashing import HASH_CODES, hash_in_place, id_outside_table
 from rowstead.data.transforms import DenseTransforms
@@ -47,7 +47,7 @@ SCALARS = ("labels", "weights", "true_p")
 """Columns of a block of one number an example, which a batch has by the same names."""
 
 
-class Rows:
+class RawRows:
     """Blocks laid end to end without copying: row i of the whole is found by block and place. At least one block."""
 
     def __init__(self, blocks: Sequence[RawBlock]) -> None:
@@ -66,7 +66,7 @@ class Rows:
         return self._addresses
 
     @classmethod
-    def joined(cls, parts: Sequence[Rows]) -> Rows:
+    def joined(cls, parts: Sequence[RawRows]) -> RawRows:
         """Several as one."""
         whole = cls.__new__(cls)
         whole.blocks = tuple(block for part in parts for block in part.blocks)
@@ -99,7 +99,7 @@ class Encoder:
 
     def encode(
         self,
-        rows: RawBlock | Rows,
+        rows: RawBlock | RawRows,
         order: NDArray[np.int64] | None = None,
         *,
         new: New = in_memory,
@@ -111,7 +111,7 @@ class Encoder:
         `new` makes its tensors. Most of the work is in `num_parts` parts, which `each` may do at once; the batch is the same.
         """
         if isinstance(rows, RawBlock):
-            rows = Rows([rows])
+            rows = RawRows([rows])
         for block in rows.blocks:
             if block.dense.shape[1] != self._num_dense or len(block.ids) != len(self._names):
                 raise DataError(
@@ -155,7 +155,7 @@ class Encoder:
         )
 
 
-def whole_of(rows: Rows, order: NDArray[np.int64]) -> Whole | None:
+def whole_of(rows: RawRows, order: NDArray[np.int64]) -> GlobalBatch | None:
     """What is known of a batch of the rows that `order` [B] names, without encoding it; none where there are no labels."""
     block_of, place_of = np.empty_like(order), np.empty_like(order)
     assert _find_places(rows.starts, order, block_of, place_of), "order names a row that is not there"
@@ -168,10 +168,10 @@ def whole_of(rows: Rows, order: NDArray[np.int64]) -> Whole | None:
         return torch.from_numpy(values)
 
     labels, weights = gathered("labels"), gathered("weights")
-    return None if labels is None else Whole.of(labels, weights)
+    return None if labels is None else GlobalBatch.of(labels, weights)
 
 
-def _column_addresses(rows: Rows, name: str) -> list[int]:
+def _column_addresses(rows: RawRows, name: str) -> list[int]:
     """Where each block has one of its columns of scalars."""
     return [address_of(getattr(block, name)) for block in rows.blocks]
 
@@ -244,7 +244,7 @@ def _gather_ids(addresses, block_of, place_of, hash_of, num_rows, offsets, ids, 
         f = first // num_samples
         stop_bag = min(last, (f + 1) * num_samples)
         for b in range(first - f * num_samples, stop_bag - f * num_samples):
-            # Rows of a shuffled window are far apart: without asking ahead, each bag waits for main memory.
+            # RawRows of a shuffled window are far apart: without asking ahead, each bag waits for main memory.
             ahead = b + _AHEAD
             if ahead < num_samples:
                 later = f * num_samples + ahead

@@ -28,7 +28,16 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from rowstead.data.lines import CHUNK_BYTES, MAX_LINE_BYTES, BadLines, Chunk, check_share, chunks, hashed_share, shown
-from rowstead.data.movielens_archive import Archive, Items, Layout, Users, find_layout, open_archive, read_items, read_users
+from rowstead.data.movielens_archive import (
+    Archive,
+    ArchiveLayout,
+    Items,
+    Users,
+    find_layout,
+    open_archive,
+    read_items,
+    read_users,
+)
 from rowstead.data.write import (
     DEFAULT_ROWS_PER_FILE,
     DEFAULT_ROWS_PER_GROUP,
@@ -135,7 +144,7 @@ _REASONS = {
 }
 
 
-def _ratings(archive: Archive, layout: Layout, bad: BadLines, chunk_bytes: int, report: _Report) -> Iterator[_Ratings]:
+def _ratings(archive: Archive, layout: ArchiveLayout, bad: BadLines, chunk_bytes: int, report: _Report) -> Iterator[_Ratings]:
     """The ratings of an archive, chunk by chunk; malformed lines go to `bad`."""
     name = archive.label(layout.ratings)
     with archive.open(layout.ratings) as stream:
@@ -290,7 +299,7 @@ def _table(
     return pa.table(columns).cast(SCHEMA)
 
 
-def _time_of_cut(archive: Archive, layout: Layout, fraction: float, chunk_bytes: int, report: _Report) -> int:
+def _time_of_cut(archive: Archive, layout: ArchiveLayout, fraction: float, chunk_bytes: int, report: _Report) -> int:
     """The time from which ratings are held out: a share `fraction` of them, or a little more, are that late."""
     quiet = BadLines("skip")  # the second reading reports them
     times = [part.times.astype(np.uint32) for part in _ratings(archive, layout, quiet, chunk_bytes, report)]

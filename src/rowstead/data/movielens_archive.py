@@ -109,7 +109,7 @@ def _by_last_name(files: Iterable[tuple[str, int]]) -> dict[str, tuple[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class ArchiveLayout:
     """One of the ways in which GroupLens lays out its archives."""
 
     name: str
@@ -127,11 +127,13 @@ class Layout:
 
 
 LAYOUTS = (
-    Layout(name="ml-1m", ratings="ratings.dat", items="movies.dat", users="users.dat", separator=b"::", encoding="latin-1"),
-    Layout(
+    ArchiveLayout(
+        name="ml-1m", ratings="ratings.dat", items="movies.dat", users="users.dat", separator=b"::", encoding="latin-1"
+    ),
+    ArchiveLayout(
         name="ml-100k", ratings="u.data", items="u.item", users="u.user", genres="u.genre", separator=b"\t", encoding="latin-1"
     ),
-    Layout(
+    ArchiveLayout(
         name="ml-latest",
         ratings="ratings.csv",
         items="movies.csv",
@@ -143,7 +145,7 @@ LAYOUTS = (
 )
 
 
-def find_layout(archive: Archive) -> Layout:
+def find_layout(archive: Archive) -> ArchiveLayout:
     """The layout that an archive has, or a DataError that says what is missing."""
     layout = next((layout for layout in LAYOUTS if layout.ratings in archive.names), None)
     if layout is None:
@@ -183,7 +185,7 @@ class _FieldError(Exception):
     """A line that cannot be used, and why."""
 
 
-def read_users(archive: Archive, layout: Layout, bad: BadLines) -> Users | None:
+def read_users(archive: Archive, layout: ArchiveLayout, bad: BadLines) -> Users | None:
     """The users, for layouts that have a file of them."""
     if layout.users is None:
         return None
@@ -210,7 +212,7 @@ def read_users(archive: Archive, layout: Layout, bad: BadLines) -> Users | None:
     return Users(np.array(ids, np.int64), pa.table(arrays))
 
 
-def read_items(archive: Archive, layout: Layout, bad: BadLines) -> Items:
+def read_items(archive: Archive, layout: ArchiveLayout, bad: BadLines) -> Items:
     """The movies, with the genres and the year of each."""
     kept: dict[int, tuple[list[str], float | None]] = {}
     names = _genre_names(archive, layout)
@@ -251,7 +253,7 @@ def _lines(text: str) -> list[str]:
     return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")] if text else []
 
 
-def _item_lines(archive: Archive, layout: Layout) -> Iterator[tuple[int, list[str]]]:
+def _item_lines(archive: Archive, layout: ArchiveLayout) -> Iterator[tuple[int, list[str]]]:
     """The fields of each line of the movies' file, with the line's number."""
     text = archive.text(layout.items, layout.encoding)
     if not layout.ratings_header:
@@ -271,7 +273,7 @@ def _item_lines(archive: Archive, layout: Layout) -> Iterator[tuple[int, list[st
         raise DataError(f"{archive.label(layout.items)}:line {reader.line_num}: not valid CSV ({error})") from error
 
 
-def _genre_names(archive: Archive, layout: Layout) -> list[str]:
+def _genre_names(archive: Archive, layout: ArchiveLayout) -> list[str]:
     """The names that the flags of ml-100k stand for, in order."""
     if layout.genres is None:
         return []

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from rowstead.data import rowgroup
 from rowstead.data.block import RawBlock
-from rowstead.data.buffer_pool import Room
-from rowstead.data.columns import Columns, IdKinds, check_id_kinds
+from rowstead.data.buffer_pool import BufferPool
+from rowstead.data.columns import ColumnReader, IdKinds, check_id_kinds
 from rowstead.data.files import LogFile, find_files
 from rowstead.data.prefetch import chain_ahead
 from rowstead.data.rowgroup import GroupPlan, Leaf, plain_leaves, plan_group, read_row_group
@@ -44,7 +44,7 @@ SAMPLED_GROUPS = 64
 
 
 @dataclass(frozen=True)
-class Piece:
+class RowGroupPiece:
     """Some decoded rows, in file order, and which of them are fit for training."""
 
     block: RawBlock
@@ -74,7 +74,7 @@ class ParquetLog:
         """Held by a thread while it decodes or makes a batch. Were more of them at work than there are cores, one would now and then be
         taken off its core while it has Python's lock, and everybody would wait for it."""
         named = {"label": spec.label, "weight": spec.weight, "true_p": spec.true_p} if with_labels else {}
-        self.columns = Columns(features, **named, id_kinds=id_kinds)
+        self.columns = ColumnReader(features, **named, id_kinds=id_kinds)
         self.id_kinds: dict[str, str] = {}
         """Whether each sparse column holds text or integers."""
         self._rule = RowRule(features, label=named.get("label"), weight=named.get("weight"))
@@ -82,7 +82,7 @@ class ParquetLog:
         self.files: list[LogFile] = find_files(patterns)
         self._metadata = lru_cache(maxsize=16)(self._read_metadata)
         self._leaves: list[tuple[pq.ParquetSchema, dict[str, Leaf]]] = []
-        """Columns that we decode ourselves, by the schema of the files: most logs have one."""
+        """ColumnReader that we decode ourselves, by the schema of the files: most logs have one."""
         self._plan = lru_cache(maxsize=PLANS)(self._make_plan)
         self._group_rows = self._inspect()
         check_id_kinds(features, self.id_kinds)
@@ -106,12 +106,12 @@ class ParquetLog:
         for piece in self.pieces(spans, rows_ahead=0, check=False):
             yield piece.block
 
-    def pieces(self, spans: Sequence[Span], *, rows_ahead: int, check: bool = True) -> Generator[Piece, None, None]:
+    def pieces(self, spans: Sequence[Span], *, rows_ahead: int, check: bool = True) -> Generator[RowGroupPiece, None, None]:
         """The rows of `spans` in order, decoded by threads about `rows_ahead` rows ahead."""
         # Where row groups are fewer than threads, the columns of one are decoded side by side instead.
         split_columns = self.threads > 1 and len(spans) < self.threads
-        room = Room()
-        streams: list[Callable[[], Iterator[Piece]]] = [
+        room = BufferPool()
+        streams: list[Callable[[], Iterator[RowGroupPiece]]] = [
             partial(self._decode, span, split_columns, check, room) for span in spans
         ]
         return chain_ahead(
@@ -122,7 +122,7 @@ class ParquetLog:
             cost=self.decoding,
         )
 
-    def _decode(self, span: Span, split_columns: bool, check: bool, room: Room) -> Iterator[Piece]:
+    def _decode(self, span: Span, split_columns: bool, check: bool, room: BufferPool) -> Iterator[RowGroupPiece]:
         file = self.files[span.file]
         try:
             whole = self._whole_group(span, room)
@@ -152,7 +152,7 @@ class ParquetLog:
         if at < span.stop:
             raise DataError(f"`{file.path}`: row group {span.group} ends after {at} rows, its footer says {span.stop} or more")
 
-    def _whole_group(self, span: Span, room: Room) -> RawBlock | None:
+    def _whole_group(self, span: Span, room: BufferPool) -> RawBlock | None:
         """A row group decoded at once, None where it has to be streamed by pyarrow."""
         file = self.files[span.file]
         if not file.is_local or 2 * span.num_rows < self._group_rows[span.file][span.group]:
@@ -174,16 +174,16 @@ class ParquetLog:
             self._leaves = [(metadata.schema, leaves), *self._leaves[: SCHEMAS - 1]]
         return plan_group(self.columns, metadata, group, leaves)
 
-    def _piece(self, block: RawBlock, file: LogFile, first_row: int, check: bool) -> Piece:
+    def _piece(self, block: RawBlock, file: LogFile, first_row: int, check: bool) -> RowGroupPiece:
         bad = self._rule.check(block) if check else None
         if bad is None:
-            return Piece(block, None)
+            return RowGroupPiece(block, None)
         if self.spec.on_bad_row == "error":
             raise DataError(
                 f"`{file.path}`, row {first_row + bad.row} (from 0): {bad.value} in column `{bad.column}` {bad.problem}. "
                 "To leave such rows out and count them, set on_bad_row: skip"
             )
-        return Piece(block, ~bad.mask)
+        return RowGroupPiece(block, ~bad.mask)
 
     def _inspect(self) -> list[list[int]]:
         """Rows of each row group of each file; every file must have the columns that we need, in fitting types."""

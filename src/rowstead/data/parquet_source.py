@@ -1,4 +1,4 @@
-"""Rows of Parquet files to batches: shuffled by seed, split among ranks, resumed in the middle.
+"""RawRows of Parquet files to batches: shuffled by seed, split among ranks, resumed in the middle.
 
 The rows of an epoch are the row groups of the split, in file order or permuted by (seed, epoch). Each rank owns one contiguous
 share of them. A share is cut into windows of `shuffle_rows` rows, each shuffled in itself, and batches are cut from the
@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from rowstead.data.batch import Batch, share_bounds
 from rowstead.data.block import RawBlock
-from rowstead.data.encode import Encoder, Rows, in_memory, page_locked, whole_of
-from rowstead.data.parquet import ParquetLog, Piece, num_at_work
+from rowstead.data.encode import Encoder, RawRows, in_memory, page_locked, whole_of
+from rowstead.data.parquet import ParquetLog, RowGroupPiece, num_at_work
 from rowstead.data.prefetch import map_ahead
 from rowstead.data.source import Cursor
 from rowstead.data.spans import Span, cut
@@ -32,13 +32,13 @@ from rowstead.records.usage import usable_cores
 from rowstead.spec.errors import DataError
 
 UNSHUFFLED_WINDOW = 8_192
-"""Rows of a window where nothing is shuffled; only resuming sees it."""
+"""RawRows of a window where nothing is shuffled; only resuming sees it."""
 TRAINING_CORES = 2
 """Beside a GPU one thread starts steps and one hands over batches: waiting for a core, they would hold up everybody."""
 PART_ROWS = 512
 """Of a batch a thread makes at least so many examples, or as much work with ids: less is not worth handing over."""
 
-Part = tuple[Rows, NDArray[np.int64]]
+Part = tuple[RawRows, NDArray[np.int64]]
 """Some rows of a batch: where they are, and which [R]."""
 
 
@@ -80,22 +80,22 @@ class ParquetSource:
         """Have the threads that make batches do this to each as well, from now on."""
         self._finish = function
 
-    def shared(self, rank: int, world: int) -> ParquetSource:
-        """The same source, of each batch the share of one of `world` processes: other rows are decoded, but not encoded."""
+    def shared(self, rank: int, world_size: int) -> ParquetSource:
+        """The same source, of each batch the share of one of `world_size` processes: other rows are decoded, but not encoded."""
         source = copy.copy(self)
-        source._rank, source._world, source._making, source._sharing = rank, world, Cost(), Cost()
+        source._rank, source._world, source._making, source._sharing = rank, world_size, Cost(), Cost()
         return source
 
     def batches(
-        self, batch_size: int, *, epoch: int = 0, rank: int = 0, world: int = 1, cursor: Cursor | None = None
+        self, batch_size: int, *, epoch: int = 0, rank: int = 0, world_size: int = 1, cursor: Cursor | None = None
     ) -> Iterator[tuple[Batch, Cursor]]:
         """Batches of one epoch, each with the cursor that continues right after it; the last batch may be short.
 
         Resuming decodes again at most the window where the cursor stands, and what comes before it in its row group.
         """
         assert batch_size >= 1
-        assert 0 <= rank < world
-        share = self._share(epoch, rank, world)
+        assert 0 <= rank < world_size
+        share = self._share(epoch, rank, world_size)
         share_rows = sum(span.num_rows for span in share)
         number, at = (cursor["window"], cursor["row"]) if cursor else (0, 0)
         if cursor and cursor["of"] != share_rows:
@@ -152,14 +152,14 @@ class ParquetSource:
         beside = [cost.s_per_item for cost in (self.log.decoding, self._making, self._sharing)]
         return sum(filter(None, beside)) if any(beside) else None
 
-    def _share(self, epoch: int, rank: int, world: int) -> list[Span]:
+    def _share(self, epoch: int, rank: int, world_size: int) -> list[Span]:
         """The spans of one rank in one epoch, in the order in which they are read."""
         spans = self.log.spans
         if self._shuffle:
             spans = [spans[i] for i in np.random.default_rng((self._seed, epoch)).permutation(len(spans))]
-        return cut(spans, self.num_samples * rank // world, self.num_samples * (rank + 1) // world)
+        return cut(spans, self.num_samples * rank // world_size, self.num_samples * (rank + 1) // world_size)
 
-    def _windows(self, pieces: Iterator[Piece]) -> Iterator[tuple[Rows, NDArray[np.int64]]]:
+    def _windows(self, pieces: Iterator[RowGroupPiece]) -> Iterator[tuple[RawRows, NDArray[np.int64]]]:
         """Windows of `shuffle_rows` rows, the last may be shorter: their blocks, and the places of their good rows."""
         blocks: list[RawBlock] = []
         places: list[NDArray[np.int64]] = []
@@ -176,19 +176,19 @@ class ParquetSource:
                 places.append(base + good)
                 base, missing, start = base + num_rows, missing - (stop - start), stop
                 if not missing:
-                    window = Rows(blocks), np.concatenate(places)
+                    window = RawRows(blocks), np.concatenate(places)
                     blocks, places = [], []
                     yield window
                     del window
         if blocks:
-            yield Rows(blocks), np.concatenate(places)
+            yield RawRows(blocks), np.concatenate(places)
 
     def _encode(self, parts: Sequence[Part], pool: ThreadPoolExecutor, num_parts: int) -> Batch:
         rows, order = parts[0]
         if len(parts) > 1:
             starts = accumulate((len(rows) for rows, _ in parts), initial=0)
             order = np.concatenate([start + order for start, (_, order) in zip(starts, parts, strict=False)])
-            rows = Rows.joined([rows for rows, _ in parts])
+            rows = RawRows.joined([rows for rows, _ in parts])
         start, stop = share_bounds(len(order), self._rank, self._world)
         beside_s: list[float] = []
 
@@ -208,7 +208,7 @@ class ParquetSource:
         if beside_s:
             self._sharing.add(sum(beside_s), batch.num_samples)
         if self._world > 1:
-            batch = dataclasses.replace(batch, share_of=whole_of(rows, order))
+            batch = dataclasses.replace(batch, global_batch=whole_of(rows, order))
         with self.log.at_work:
             return self._finish(batch)
 

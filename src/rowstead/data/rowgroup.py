@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from rowstead.data import chunks
 from rowstead.data.block import RawBlock
-from rowstead.data.buffer_pool import Room
+from rowstead.data.buffer_pool import BufferPool
 from rowstead.data.chunks import TILE
-from rowstead.data.columns import Bags, Columns, bags_of, floats_of, interleave
+from rowstead.data.columns import Bags, ColumnReader, bags_of, floats_of, interleave
 from rowstead.data.pages import CODECS, decode_bags, decode_floats
 
 DECODED_BYTES = 512 << 20
@@ -37,7 +37,7 @@ class Leaf:
     max_rep: int
 
 
-def plain_leaves(columns: Columns, schema: pq.ParquetSchema) -> dict[str, Leaf]:
+def plain_leaves(columns: ColumnReader, schema: pq.ParquetSchema) -> dict[str, Leaf]:
     """Those of `columns` that are float32, int64 or lists of int64 in files of this schema."""
     arrow = schema.to_arrow_schema()
     types = dict(zip(arrow.names, arrow.types, strict=True))
@@ -70,10 +70,10 @@ class GroupPlan:
     bags: NDArray[np.int64]
     """As `chunks.read_bags` wants them."""
     others: tuple[str, ...]
-    """Columns that are not ours to decode."""
+    """ColumnReader that are not ours to decode."""
 
 
-def plan_group(columns: Columns, metadata: pq.FileMetaData, group: int, leaves: dict[str, Leaf]) -> GroupPlan | None:
+def plan_group(columns: ColumnReader, metadata: pq.FileMetaData, group: int, leaves: dict[str, Leaf]) -> GroupPlan | None:
     """The plan of one row group of a file with this footer; None where it has no column that is ours to decode."""
     found = metadata.row_group(group)
     rows = {name: row for name, leaf in leaves.items() if (row := _chunk_row(found.column(leaf.index), leaf)) is not None}
@@ -106,7 +106,13 @@ def _chunk_row(chunk: pq.ColumnChunkMetaData, leaf: Leaf) -> tuple[int, ...] | N
 
 
 def read_row_group(
-    path: str, plan: GroupPlan, columns: Columns, metadata: Callable[[], pq.FileMetaData], *, max_bytes: int, room: Room
+    path: str,
+    plan: GroupPlan,
+    columns: ColumnReader,
+    metadata: Callable[[], pq.FileMetaData],
+    *,
+    max_bytes: int,
+    room: BufferPool,
 ) -> RawBlock | None:
     """The rows of one row group; None when it would take more than `max_bytes`, and so has to be streamed.
 
@@ -153,7 +159,7 @@ def read_row_group(
 
 
 class _Rest:
-    """Columns that could not be decoded with the others: page by page with pyarrow's codecs, or by pyarrow as a whole."""
+    """ColumnReader that could not be decoded with the others: page by page with pyarrow's codecs, or by pyarrow as a whole."""
 
     def __init__(self, file: int, path: str, plan: GroupPlan, metadata: Callable[[], pq.FileMetaData]) -> None:
         self._file, self._path, self._plan, self._metadata = file, path, plan, metadata

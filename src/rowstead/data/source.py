@@ -15,7 +15,7 @@ Cursor = dict[str, int]
 class Source(Protocol):
     """One split of a log.
 
-    The sequence of batches depends only on the source, its seed, `batch_size`, `epoch`, `rank` and `world`: never on
+    The sequence of batches depends only on the source, its seed, `batch_size`, `epoch`, `rank` and `world_size`: never on
     threads or timing. Over all ranks each example of an epoch is read exactly once; ranks' shares differ by at most one.
     """
 
@@ -23,13 +23,13 @@ class Source(Protocol):
     """Examples in the split, bad rows included."""
 
     def batches(
-        self, batch_size: int, *, epoch: int = 0, rank: int = 0, world: int = 1, cursor: Cursor | None = None
+        self, batch_size: int, *, epoch: int = 0, rank: int = 0, world_size: int = 1, cursor: Cursor | None = None
     ) -> Iterator[tuple[Batch, Cursor]]:
         """Batches of one epoch, each with the cursor that continues right after it; the last batch may be short."""
         ...
 
 
-class SourceOver(ABC):
+class SourceWrapper(ABC):
     """A Source over another: its batches, each changed in one way, and whatever else it knows."""
 
     def __init__(self, source: Source) -> None:
@@ -40,9 +40,9 @@ class SourceOver(ABC):
     def _changed(self, batch: Batch) -> Batch: ...
 
     def batches(
-        self, batch_size: int, *, epoch: int = 0, rank: int = 0, world: int = 1, cursor: Cursor | None = None
+        self, batch_size: int, *, epoch: int = 0, rank: int = 0, world_size: int = 1, cursor: Cursor | None = None
     ) -> Iterator[tuple[Batch, Cursor]]:
-        batches = self._source.batches(batch_size, epoch=epoch, rank=rank, world=world, cursor=cursor)
+        batches = self._source.batches(batch_size, epoch=epoch, rank=rank, world_size=world_size, cursor=cursor)
         try:
             for batch, after in batches:
                 yield self._changed(batch), after

@@ -127,10 +127,10 @@ class SynthSource:
             self.log._places(names, known)
 
     def batches(
-        self, batch_size: int, *, epoch: int = 0, rank: int = 0, world: int = 1, cursor: Cursor | None = None
+        self, batch_size: int, *, epoch: int = 0, rank: int = 0, world_size: int = 1, cursor: Cursor | None = None
     ) -> Iterator[tuple[Batch, Cursor]]:
         """Batches of one epoch, each with the cursor that continues right after it; the last batch may be short."""
-        share = share_of(self.num_samples, rank, world)
+        share = share_of(self.num_samples, rank, world_size)
         first = share.start + (cursor["row"] if cursor else 0)
         for start in range(first, share.stop, batch_size):
             stop = min(start + batch_size, share.stop)
@@ -148,9 +148,9 @@ class SynthSource:
         return self.log.rows(origin + start, origin + stop, dense=self._dense, sparse=self._sparse)
 
 
-def share_of(num_samples: int, rank: int, world: int) -> range:
+def share_of(num_samples: int, rank: int, world_size: int) -> range:
     """The contiguous share of one rank; shares differ by at most one and cover everything."""
-    return range(num_samples * rank // world, num_samples * (rank + 1) // world)
+    return range(num_samples * rank // world_size, num_samples * (rank + 1) // world_size)
 
 
 def write_parquet(

@@ -86,7 +86,7 @@ class SplitWriter:
             for split in splits:
                 for left in self.folder.glob(f"{split}-*.parquet.tmp"):
                     left.unlink()
-        self._splits = {split: _Split(self, split, rows_per_file, rows_per_group) for split in splits}
+        self._splits = {split: _SplitFile(self, split, rows_per_file, rows_per_group) for split in splits}
 
     def write(self, split: str, rows: pa.Table | pa.RecordBatch) -> None:
         """Append rows to a split; they may stay in memory until a row group is full."""
@@ -144,7 +144,7 @@ class SplitWriter:
         )
 
 
-class _Split:
+class _SplitFile:
     """The files of one split: rows wait here until a row group is full."""
 
     def __init__(self, owner: SplitWriter, name: str, rows_per_file: int, rows_per_group: int) -> None:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from rowstead.distributed.process_group import Channel
+from rowstead.distributed.process_group import ProcessGroup
 from rowstead.records.files import write_atomic
 from rowstead.records.run_folder import RunFolder, runs_in
 from rowstead.spec.job import RESTARTS
@@ -18,35 +18,37 @@ JOB_FILE = ".job"
 """In a run's folder, the job that trains it."""
 
 
-def agreed_folder(channel: Channel, make: Callable[[], RunFolder]) -> RunFolder:
+def agree_on_folder(process_group: ProcessGroup, make: Callable[[], RunFolder]) -> RunFolder:
     """The folder that the first process makes, in all of them."""
-    told = channel.gather(str(make().path) if channel.rank == 0 else None)
+    told = process_group.gather(str(make().path) if process_group.rank == 0 else None)
     return RunFolder(Path(told[0]))
 
 
 @contextlib.contextmanager
-def held(folder: RunFolder, channel: Channel) -> Iterator[None]:
+def hold_folder(folder: RunFolder, process_group: ProcessGroup) -> Iterator[None]:
     """The folder's lock, which the first process holds for all."""
-    with folder.lock() if channel.rank == 0 else contextlib.nullcontext():
-        channel.barrier()
+    with folder.lock() if process_group.rank == 0 else contextlib.nullcontext():
+        process_group.barrier()
         yield
 
 
-def mark(folder: RunFolder) -> None:
+def mark_folder(folder: RunFolder) -> None:
     """Note that this job trains into the folder, so that it finds it again."""
     if RESTARTS in os.environ:
         write_atomic(folder.path / JOB_FILE, _name())
 
 
-def folder_of_restarted(channel: Channel, spec: RunSpec, root: Path | str, out: Path | str | None) -> RunFolder | None:
+def find_restarted_folder(
+    process_group: ProcessGroup, spec: RunSpec, root: Path | str, out: Path | str | None
+) -> RunFolder | None:
     """The folder that this job had before it was started again; none on the first start, or where it had none yet."""
     if int(os.environ.get(RESTARTS, "0")) == 0:
         return None
     found = None
-    if channel.rank == 0:
+    if process_group.rank == 0:
         candidates = reversed(runs_in(root)) if out is None else [RunFolder(Path(out))]
         found = next((str(folder.path) for folder in candidates if _is_ours(folder, spec)), None)
-    path = channel.gather(found)[0]
+    path = process_group.gather(found)[0]
     return None if path is None else RunFolder(Path(path))
 
 

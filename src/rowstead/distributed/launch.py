@@ -35,7 +35,7 @@ PROCESS_BYTES = 150 << 20
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RestartVerdict:
     """What becomes of a job of which a process has failed."""
 
     restarts: bool
@@ -45,16 +45,16 @@ class Verdict:
     """What to tell the user; none where the process has said it itself."""
 
 
-def judge(codes: Sequence[int | None], *, restarts_left: int) -> Verdict:
+def judge(codes: Sequence[int | None], *, restarts_left: int) -> RestartVerdict:
     """From the exit codes of all processes, negative for signals: only one that was killed is worth another start."""
     failed = {rank: code for rank, code in enumerate(codes) if code}
     causes = {rank: code for rank, code in failed.items() if code != LOST} or failed
     rank, code = min(causes.items(), key=lambda item: (item[1] > 0, item[0]))  # killed ones first: they could not speak
     if code == LOST:
-        return Verdict(restarts_left > 0, 1, f"process {rank} has lost touch with the others")
+        return RestartVerdict(restarts_left > 0, 1, f"process {rank} has lost touch with the others")
     if code > 0:
-        return Verdict(False, code)
-    return Verdict(restarts_left > 0, 1, f"process {rank} was killed by {_signal_name(-code)}")
+        return RestartVerdict(False, code)
+    return RestartVerdict(restarts_left > 0, 1, f"process {rank} was killed by {_signal_name(-code)}")
 
 
 def launch(arguments: Sequence[str], num_processes: int, *, say: Callable[[str], None]) -> int:

@@ -20,7 +20,7 @@ from rowstead.spec.errors import LostProcessError, RowsteadError
 from rowstead.spec.job import MEETING_FILE, RESTARTS, is_one_of_many
 
 
-class Waiting(Protocol):
+class Work(Protocol):
     """Something that is on its way."""
 
     def wait(self) -> None:
@@ -28,14 +28,14 @@ class Waiting(Protocol):
         ...
 
 
-class Channel(Protocol):
+class ProcessGroup(Protocol):
     """The processes of one synchronous job. Every process makes the same calls in the same order.
 
     A tensor that was handed to a `start_…` belongs to the channel until it has been waited for.
     """
 
     rank: int
-    world: int
+    world_size: int
 
     def barrier(self) -> None:
         """Wait until every process is here."""
@@ -49,13 +49,13 @@ class Channel(Protocol):
         """Sum, or `max`, over all processes, in place."""
         ...
 
-    def start_all_reduce(self, tensor: Tensor) -> Waiting:
+    def start_all_reduce(self, tensor: Tensor) -> Work:
         """Begin to sum a contiguous tensor over all processes, in place; every process ends with the same bits."""
         ...
 
     def start_all_to_all(
         self, received: Tensor, sent: Tensor, received_sizes: Sequence[int], sent_sizes: Sequence[int]
-    ) -> Waiting:
+    ) -> Work:
         """Begin to send to each process, in the order of ranks, its share of `sent`, and to receive the others' shares for us.
 
         Both are contiguous with one dimension; the sizes count elements.
@@ -63,18 +63,18 @@ class Channel(Protocol):
         ...
 
 
-class Arrived:
+class CompletedWork:
     """What need not be waited for."""
 
     def wait(self) -> None:
         """Nothing to wait for."""
 
 
-class Alone:
+class SingleProcess:
     """The channel of a job that is one process."""
 
     rank = 0
-    world = 1
+    world_size = 1
 
     def barrier(self) -> None:
         """Nobody to wait for."""
@@ -85,14 +85,14 @@ class Alone:
     def all_reduce(self, tensor: Tensor, *, op: str = "sum") -> None:
         """Already the sum of all."""
 
-    def start_all_reduce(self, tensor: Tensor) -> Waiting:
-        return Arrived()
+    def start_all_reduce(self, tensor: Tensor) -> Work:
+        return CompletedWork()
 
     def start_all_to_all(
         self, received: Tensor, sent: Tensor, received_sizes: Sequence[int], sent_sizes: Sequence[int]
-    ) -> Waiting:
+    ) -> Work:
         received.copy_(sent)
-        return Arrived()
+        return CompletedWork()
 
 
 @dataclass
@@ -108,21 +108,21 @@ class Traffic:
 
 
 @contextlib.contextmanager
-def opened_channel(device: torch.device) -> Iterator[Channel]:
+def open_process_group(device: torch.device) -> Iterator[ProcessGroup]:
     """The channel to the other processes of this job; that of a lone process where nobody has started us as one of many."""
     if not is_one_of_many():
-        yield Alone()
+        yield SingleProcess()
         return
-    channel = TorchChannel.join(device)
+    process_group = TorchProcessGroup.join(device)
     try:
-        yield channel
+        yield process_group
     except BaseException:
-        channel.close(in_peace=False)
+        process_group.close(in_peace=False)
         raise
-    channel.close()
+    process_group.close()
 
 
-class TorchChannel:
+class TorchProcessGroup:
     """The processes of a torch.distributed job.
 
     Sums go over a group of their own, so that they keep no order with the exchanges: a backward pass starts both. CPU tensors
@@ -130,28 +130,28 @@ class TorchChannel:
     """
 
     def __init__(self, device: torch.device, *, takes_times: bool = False) -> None:
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.device = device
         self.traffic = Traffic()
         self.takes_times = takes_times
         self._sums = dist.new_group(backend=_backend(device))
 
     @classmethod
-    def join(cls, device: torch.device, *, takes_times: bool = False) -> TorchChannel:
+    def join(cls, device: torch.device, *, takes_times: bool = False) -> TorchProcessGroup:
         """Meet the other processes that the environment tells of."""
-        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         if device.type == "cuda":
             torch.cuda.set_device(device)
         try:
             if MEETING_FILE in os.environ:
-                store: Store = FileStore(os.environ[MEETING_FILE], world)
+                store: Store = FileStore(os.environ[MEETING_FILE], world_size)
             else:
-                store, rank, world = next(iter(rendezvous("env://")))
+                store, rank, world_size = next(iter(rendezvous("env://")))
                 # torchrun's store outlives its workers, and still has the addresses of those that it has started before.
                 store = PrefixStore(f"rowstead/{os.environ.get(RESTARTS, '0')}", store)
-            dist.init_process_group(_backend(device), store=store, rank=rank, world_size=world)
+            dist.init_process_group(_backend(device), store=store, rank=rank, world_size=world_size)
         except (RuntimeError, ValueError) as error:
-            raise RowsteadError(f"process {rank} of {world} could not meet the others: {_first_line(error)}") from error
+            raise RowsteadError(f"process {rank} of {world_size} could not meet the others: {_first_line(error)}") from error
         return cls(device, takes_times=takes_times)
 
     def close(self, *, in_peace: bool = True) -> None:
@@ -166,11 +166,11 @@ class TorchChannel:
 
     def gather(self, value: Any) -> list[Any]:
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
         with _lost():
             dist.all_gather(sizes, torch.tensor([text.numel()]))
             longest = max(int(size) for size in sizes)
-            texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world)]
+            texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world_size)]
             dist.all_gather(texts, torch.cat([text, text.new_zeros(longest - text.numel())]))
         return [json.loads(bytes(all_[: int(size)].tolist())) for all_, size in zip(texts, sizes, strict=True)]
 
@@ -179,7 +179,7 @@ class TorchChannel:
         with _lost():
             dist.all_reduce(tensor, op={"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op])
 
-    def start_all_reduce(self, tensor: Tensor) -> Waiting:
+    def start_all_reduce(self, tensor: Tensor) -> Work:
         self._count_sum(tensor)
         start_s = time.perf_counter()
         with _lost():
@@ -187,7 +187,7 @@ class TorchChannel:
 
     def start_all_to_all(
         self, received: Tensor, sent: Tensor, received_sizes: Sequence[int], sent_sizes: Sequence[int]
-    ) -> Waiting:
+    ) -> Work:
         self.traffic.sent_bytes += (sent.numel() - sent_sizes[self.rank]) * sent.element_size()
         start_s = time.perf_counter()
         with _lost():
@@ -195,17 +195,17 @@ class TorchChannel:
         return self._under_way(work, start_s, keeps=(received, sent))
 
     def _count_sum(self, tensor: Tensor) -> None:
-        self.traffic.sent_bytes += 2 * (self.world - 1) * tensor.numel() * tensor.element_size() // self.world
+        self.traffic.sent_bytes += 2 * (self.world_size - 1) * tensor.numel() * tensor.element_size() // self.world_size
 
-    def _under_way(self, work: Any, start_s: float, keeps: tuple[Tensor, ...] = ()) -> Waiting:
-        under_way = _UnderWay(work, self.traffic, start_s, keeps)
+    def _under_way(self, work: Any, start_s: float, keeps: tuple[Tensor, ...] = ()) -> Work:
+        under_way = _TimedWork(work, self.traffic, start_s, keeps)
         if self.takes_times:
             under_way.watch()
         return under_way
 
 
 @dataclass
-class _UnderWay:
+class _TimedWork:
     """An exchange that torch.distributed is busy with."""
 
     work: Any

@@ -13,7 +13,7 @@ from rowstead.distributed.sharding import ShardPlan
 
 @dataclass(frozen=True)
 class _Run:
-    """Columns of the whole that come from the same columns of the same blocks, added up."""
+    """PooledColumns of the whole that come from the same columns of the same blocks, added up."""
 
     start: int
     stop: int
@@ -21,7 +21,7 @@ class _Run:
     """For each block that has a share in them its number and its first column."""
 
 
-class Columns:
+class PooledColumns:
     """Which columns of the pooled output are in which columns of the blocks that come from each process.
 
     Blocks are numbered through: for each kind of pieces one of each process, then one of the copies.

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from rowstead.data.batch import Sparse
-from rowstead.distributed.process_group import Channel, Waiting
-from rowstead.distributed.sharding import Piece, features_of, is_cut_by_rows, rows_each
+from rowstead.distributed.process_group import ProcessGroup, Work
+from rowstead.distributed.sharding import ShardPiece, features_of, is_cut_by_rows, rows_each
 from rowstead.kernels.layout import Layout
 from rowstead.spec.errors import LostProcessError
 
@@ -30,7 +30,7 @@ _HEADER = 5
 
 
 @dataclass(frozen=True)
-class Part:
+class TablePart:
     """The bags of one process that concern one other."""
 
     ids: Tensor
@@ -41,21 +41,21 @@ class Part:
     """[nnz]."""
 
 
-class Routes:
+class IdRouter:
     """Which bags go to which process."""
 
-    def __init__(self, layout: Layout, pieces: Sequence[Sequence[Piece]]) -> None:
+    def __init__(self, layout: Layout, pieces: Sequence[Sequence[ShardPiece]]) -> None:
         self.layout = layout
         self.features = [features_of(layout, own) for own in pieces]
         """Of each process, in the order in which it answers."""
         self.id_types = [_id_type(own) for own in pieces]
-        world = len(pieces)
+        world_size = len(pieces)
         cut = {piece.table for own in pieces for piece in own if is_cut_by_rows(layout, piece)}
         self.by_rows = [feature for feature, table in enumerate(layout.table_of) if table in cut]
         """Features whose bags are split among the owners of their rows."""
-        self._rows_each = [rows_each(layout.tables[layout.table_of[feature]].num_rows, world) for feature in self.by_rows]
+        self._rows_each = [rows_each(layout.tables[layout.table_of[feature]].num_rows, world_size) for feature in self.by_rows]
 
-    def cut(self, sparse: Sparse) -> list[Part]:
+    def cut(self, sparse: Sparse) -> list[TablePart]:
         """The bags of a batch for each process."""
         num_samples = sparse.num_samples
         lengths = sparse.offsets.diff().view(self.layout.num_features, num_samples)
@@ -74,7 +74,7 @@ class Routes:
                 ids, counts = [part.ids, *ids], [part.lengths, *counts]
                 weights = weights if part.weights is None else [part.weights, *weights]
             parts.append(
-                Part(
+                TablePart(
                     ids=_joined(ids, sparse.ids),
                     lengths=_joined(counts, lengths),
                     weights=None if sparse.weights is None else _joined(weights, sparse.weights),
@@ -82,7 +82,7 @@ class Routes:
             )
         return parts
 
-    def _split(self, sparse: Sparse, lengths: Tensor, bounds: list[int]) -> list[Part]:
+    def _split(self, sparse: Sparse, lengths: Tensor, bounds: list[int]) -> list[TablePart]:
         """For each process the bags of `by_rows`, with those ids alone whose rows it keeps."""
         device = sparse.ids.device
         runs = [slice(bounds[first], bounds[last + 1]) for first, last in _runs(self.by_rows)]
@@ -105,7 +105,7 @@ class Routes:
             # A table with fewer rows than processes has features that some processes never hear of.
             known = [place for place, feature in enumerate(self.by_rows) if feature in features]
             parts.append(
-                Part(
+                TablePart(
                     ids=rows[is_here],
                     lengths=here if len(known) == len(here) else here[known],
                     weights=None if weights is None else weights[is_here],
@@ -115,29 +115,29 @@ class Routes:
 
 
 @dataclass(eq=False)
-class Asked:
+class IdExchange:
     """One batch of every process on its way to the owners of its rows: told ahead, then sent, then arrived."""
 
     sparse: Sparse
     """Of this process."""
-    routes: Routes
-    channel: Channel
+    routes: IdRouter
+    process_group: ProcessGroup
     lengths: list[Tensor] = field(default_factory=list)
     """What this process asks of each: int64 [F, B]."""
     asked: list[Tensor] = field(default_factory=list)
     """What each asks of this process: int64 [F, B]."""
     here: Sparse | None = None
     """The bags of all processes for this one's pieces, examples in the order of ranks; none until it has arrived."""
-    _waiting: Waiting | None = None
+    _waiting: Work | None = None
     _sent: Tensor | None = None
     _sent_sizes: list[int] = field(default_factory=list)
     _received: Tensor | None = None
     _headers: Tensor | None = None
 
     @classmethod
-    def start(cls, sparse: Sparse, routes: Routes, channel: Channel) -> Asked:
+    def start(cls, sparse: Sparse, routes: IdRouter, process_group: ProcessGroup) -> IdExchange:
         """Cut a batch and tell the others what is coming."""
-        asked = cls(sparse, routes, channel)
+        asked = cls(sparse, routes, process_group)
         parts = routes.cut(sparse)
         asked.lengths = [part.lengths for part in parts]
         headers = _headers_of(parts, sparse.num_samples)
@@ -146,8 +146,8 @@ class Asked:
         asked._sent_sizes = [message.numel() for message in messages]
         sent = torch.tensor(headers, dtype=torch.int32).flatten()
         asked._headers = torch.empty_like(sent)
-        sizes = [_HEADER] * channel.world
-        asked._waiting = channel.start_all_to_all(asked._headers, sent, sizes, sizes)
+        sizes = [_HEADER] * process_group.world_size
+        asked._waiting = process_group.start_all_to_all(asked._headers, sent, sizes, sizes)
         return asked
 
     def send(self) -> None:
@@ -157,7 +157,7 @@ class Asked:
         self._waiting.wait()
         sizes = [sum(_sections(header, *self._shape)) for header in self._told()]
         self._received = self._sent.new_empty(sum(sizes))
-        self._waiting = self.channel.start_all_to_all(self._received, self._sent, sizes, self._sent_sizes)
+        self._waiting = self.process_group.start_all_to_all(self._received, self._sent, sizes, self._sent_sizes)
         self._sent = None
 
     def arrive(self) -> Sparse:
@@ -191,7 +191,7 @@ class Asked:
 
     @property
     def _shape(self) -> tuple[int, torch.dtype]:
-        rank = self.channel.rank
+        rank = self.process_group.rank
         return len(self.routes.features[rank]), self.routes.id_types[rank]
 
     def _told(self) -> list[list[int]]:
@@ -200,7 +200,7 @@ class Asked:
         return told
 
 
-def _headers_of(parts: Sequence[Part], num_samples: int) -> list[list[int]]:
+def _headers_of(parts: Sequence[TablePart], num_samples: int) -> list[list[int]]:
     """What is told ahead of each part; one wait for the device in all."""
     ends = [torch.stack(part.lengths.aminmax()) if part.lengths.numel() else part.lengths.new_zeros(2) for part in parts]
     headers = []
@@ -219,7 +219,7 @@ def _sections(header: Sequence[int], num_features: int, id_type: torch.dtype) ->
     return tuple(math.ceil(size / 8) * 8 for size in used)  # type: ignore[return-value]
 
 
-def _message(part: Part, id_type: torch.dtype, header: Sequence[int]) -> Tensor:
+def _message(part: TablePart, id_type: torch.dtype, header: Sequence[int]) -> Tensor:
     """A part as bytes."""
     sections = _sections(header, len(part.lengths), id_type)
     message = torch.empty(sum(sections), dtype=torch.uint8, device=part.ids.device)
@@ -236,7 +236,9 @@ def _fill(section: Tensor, values: Tensor, kind: torch.dtype) -> None:
     section.view(kind)[: values.numel()].copy_(values)
 
 
-def _read(message: Tensor, header: Sequence[int], sections: Sequence[int], num_features: int, id_type: torch.dtype) -> Part:
+def _read(
+    message: Tensor, header: Sequence[int], sections: Sequence[int], num_features: int, id_type: torch.dtype
+) -> TablePart:
     """The part that `_message` wrote."""
     num_samples, num_ids, lengths_code, constant, weights_code = header
     ids, weights, lengths = message.split(list(sections))
@@ -246,14 +248,14 @@ def _read(message: Tensor, header: Sequence[int], sections: Sequence[int], num_f
         read = torch.full((count,), constant, dtype=torch.int64, device=message.device)
     else:
         read = lengths.view(lengths_type)[:count].long()
-    return Part(
+    return TablePart(
         ids=ids.view(id_type)[:num_ids],
         lengths=read.view(num_features, num_samples),
         weights=None if weights_type is None else weights.view(weights_type)[:num_ids],
     )
 
 
-def _one_batch(parts: Sequence[Part], num_features: int) -> Sparse:
+def _one_batch(parts: Sequence[TablePart], num_features: int) -> Sparse:
     """The processes' bags as one batch, feature by feature and inside a feature in the order of ranks."""
     lengths = torch.cat([part.lengths for part in parts], dim=1)
     offsets = torch.cat([lengths.new_zeros(1), lengths.flatten().cumsum(0)])
@@ -291,5 +293,5 @@ def _joined(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
     return torch.cat(list(tensors)) if tensors else like[:0]
 
 
-def _id_type(pieces: Sequence[Piece]) -> torch.dtype:
+def _id_type(pieces: Sequence[ShardPiece]) -> torch.dtype:
     return torch.int32 if all(piece.num_rows < 2**31 for piece in pieces) else torch.int64

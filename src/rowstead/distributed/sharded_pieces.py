@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from rowstead.data.batch import Sparse
-from rowstead.distributed.process_group import Channel, Waiting
-from rowstead.distributed.sharded_ids import Asked, Routes
-from rowstead.distributed.sharding import Piece, piece_layout
+from rowstead.distributed.process_group import ProcessGroup, Work
+from rowstead.distributed.sharded_ids import IdExchange, IdRouter
+from rowstead.distributed.sharding import ShardPiece, piece_layout
 from rowstead.kernels.layout import Layout
 from rowstead.stores.base import EmbeddingStore
 
@@ -35,8 +35,8 @@ class Pieces:
     def __init__(
         self,
         layout: Layout,
-        pieces: Sequence[Sequence[Piece]],
-        channel: Channel,
+        pieces: Sequence[Sequence[ShardPiece]],
+        process_group: ProcessGroup,
         make: Callable[[Layout], EmbeddingStore],
         *,
         dtype: torch.dtype,
@@ -44,30 +44,30 @@ class Pieces:
         wire: torch.dtype | None,
         is_updated_as_looked_up: bool = True,
     ) -> None:
-        self.channel = channel
+        self.process_group = process_group
         self._announces = is_updated_as_looked_up
-        self.routes = Routes(layout, pieces)
+        self.routes = IdRouter(layout, pieces)
         self.layouts = [piece_layout(layout, own) for own in pieces]
         """Of every process."""
-        self.own = pieces[channel.rank]
-        self.layout = self.layouts[channel.rank]
+        self.own = pieces[process_group.rank]
+        self.layout = self.layouts[process_group.rank]
         self.store = make(self.layout) if self.layout.tables else None
         self.dtype, self.device, self.wire = dtype, device, wire or dtype
         self._shapes = [_Shape.of(each, device) for each in self.layouts]
-        self._blocks: dict[Asked, tuple[_Blocks, _Blocks]] = {}
+        self._blocks: dict[IdExchange, tuple[_Blocks, _Blocks]] = {}
         """Of the batch that was looked up last."""
 
-    def start(self, sparse: Sparse) -> Asked:
+    def start(self, sparse: Sparse) -> IdExchange:
         """Begin to send a batch's ids to the owners of their rows."""
-        return Asked.start(sparse, self.routes, self.channel)
+        return IdExchange.start(sparse, self.routes, self.process_group)
 
-    def prefetch(self, asked: Asked) -> None:
+    def prefetch(self, asked: IdExchange) -> None:
         """Tell the local store of a batch that is coming, once its ids are here."""
         here = self._arrived(asked)
         if self.store is not None and self._announces:
             self.store.prefetch(here)
 
-    def start_lookup(self, asked: Asked) -> Callable[[], list[Tensor]]:
+    def start_lookup(self, asked: IdExchange) -> Callable[[], list[Tensor]]:
         """Pool what everybody asks of this process and begin to send it; what is returned waits for the answers of all.
 
         They are [B, width of that process's features], one a process.
@@ -87,7 +87,7 @@ class Pieces:
 
         return wait
 
-    def start_update(self, asked: Asked, gradients: Sequence[Tensor]) -> Callable[[], Tensor]:
+    def start_update(self, asked: IdExchange, gradients: Sequence[Tensor]) -> Callable[[], Tensor]:
         """Begin to send gradients, one of the shape of each answer, to the owners; what is returned waits for those of all.
 
         They are [B of all processes, width of this one's features].
@@ -109,23 +109,23 @@ class Pieces:
 
         return wait
 
-    def _exchange(self, sent: Tensor, sent_sizes: list[int], received_sizes: list[int]) -> tuple[Tensor, Waiting]:
+    def _exchange(self, sent: Tensor, sent_sizes: list[int], received_sizes: list[int]) -> tuple[Tensor, Work]:
         received = sent.new_empty(sum(received_sizes))
-        return received, self.channel.start_all_to_all(received, sent, received_sizes, sent_sizes)
+        return received, self.process_group.start_all_to_all(received, sent, received_sizes, sent_sizes)
 
-    def _arrived(self, asked: Asked) -> Sparse:
+    def _arrived(self, asked: IdExchange) -> Sparse:
         """The bags for this process's pieces; whoever asked for them has checked them."""
         here = asked.arrive()
         if here.checked_for is None:
             here = asked.here = dataclasses.replace(here, checked_for=self.layout)
         return here
 
-    def _vectors(self, asked: Asked) -> tuple[_Blocks, _Blocks]:
+    def _vectors(self, asked: IdExchange) -> tuple[_Blocks, _Blocks]:
         """What this process answers to each, and what it gets from each."""
         if asked not in self._blocks:
             self._blocks.clear()
-            own = self._shapes[self.channel.rank]
-            answers = _Blocks([own] * self.channel.world, asked.asked)
+            own = self._shapes[self.process_group.rank]
+            answers = _Blocks([own] * self.process_group.world_size, asked.asked)
             self._blocks[asked] = answers, _Blocks(self._shapes, asked.lengths)
         return self._blocks[asked]
 

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from rowstead.data.batch import Sparse
-from rowstead.distributed.process_group import Channel
-from rowstead.distributed.sharded_columns import Columns
-from rowstead.distributed.sharded_ids import Asked
+from rowstead.distributed.process_group import ProcessGroup
+from rowstead.distributed.sharded_columns import PooledColumns
+from rowstead.distributed.sharded_ids import IdExchange
 from rowstead.distributed.sharded_pieces import Pieces
 from rowstead.distributed.sharded_sums import ColumnPieces, Copies
 from rowstead.distributed.sharding import Shard, ShardPlan, plan_shards
@@ -30,7 +30,7 @@ from rowstead.kernels.row_optimizer import compute_dtype
 from rowstead.spec.train import SparseOptimizerSpec
 from rowstead.stores.base import EmbeddingStore, StatePart
 from rowstead.stores.cached import CachedStore
-from rowstead.stores.checked import checked
+from rowstead.stores.checked import check_batch
 from rowstead.stores.device import numbered
 from rowstead.stores.state import load_parts
 
@@ -39,11 +39,11 @@ Make = Callable[[Layout, SparseOptimizerSpec | None], EmbeddingStore]
 
 
 @dataclass
-class _Batch:
+class _ShardedBatch:
     """A batch that is under way."""
 
     sparse: Sparse
-    asked: list[Asked]
+    asked: list[IdExchange]
     """One for each kind of pieces."""
     stage: int = 0
     """0: told ahead, 1: sent, 2: arrived."""
@@ -62,7 +62,7 @@ class ShardedStore(nn.Module):
         layout: Layout,
         optimizer: SparseOptimizerSpec | None,
         shards: Mapping[str, Shard],
-        channel: Channel,
+        process_group: ProcessGroup,
         make: Make,
         *,
         dtype: torch.dtype = torch.float32,
@@ -72,8 +72,8 @@ class ShardedStore(nn.Module):
         reads: Mapping[str, float] | None = None,
     ) -> None:
         super().__init__()
-        self.layout, self.tables, self.optimizer, self.channel = layout, layout.tables, optimizer, channel
-        self.plan: ShardPlan = plan_shards(layout, shards, channel.world, reads=reads)
+        self.layout, self.tables, self.optimizer, self.process_group = layout, layout.tables, optimizer, process_group
+        self.plan: ShardPlan = plan_shards(layout, shards, process_group.world_size, reads=reads)
         self._device, self._check = numbered(device), check
         self._dtype = compute_dtype(dtype)
         local = None if optimizer is None else dataclasses.replace(optimizer, clip=None)  # whoever asks has the whole gradient
@@ -88,7 +88,7 @@ class ShardedStore(nn.Module):
             return Pieces(
                 layout,
                 own,
-                channel,
+                process_group,
                 make_one,
                 dtype=self._dtype,
                 device=self._device,
@@ -101,10 +101,10 @@ class ShardedStore(nn.Module):
         if local is not None and (slices := pieces(apart, lambda layout: make(layout, ColumnPieces.optimizer(local)))):
             self._columns = ColumnPieces(slices, local)
             self._pieces.append(slices)
-        self._copies = Copies(layout, self.plan.replicated, channel, make, local, dtype=self._dtype, device=self._device)
-        self._columns_of = Columns(self.plan, [kind.routes.features for kind in self._pieces], self._copies.features)
-        self._coming: deque[_Batch] = deque()
-        self._current: _Batch | None = None
+        self._copies = Copies(layout, self.plan.replicated, process_group, make, local, dtype=self._dtype, device=self._device)
+        self._columns_of = PooledColumns(self.plan, [kind.routes.features for kind in self._pieces], self._copies.features)
+        self._coming: deque[_ShardedBatch] = deque()
+        self._current: _ShardedBatch | None = None
         self._modules_within = nn.ModuleList(store for store in self.local_stores if isinstance(store, nn.Module))
         for part in self.modules():
             if isinstance(
@@ -112,7 +112,7 @@ class ShardedStore(nn.Module):
             ):  # else how early batches are announced would have to be agreed on again, as sets grow
                 part.max_set = 1
         wanted = max((store.batches_ahead for store in self.local_stores), default=0)
-        self._batches_ahead = 1 + max(channel.gather(wanted))  # else some would announce batches that others do not
+        self._batches_ahead = 1 + max(process_group.gather(wanted))  # else some would announce batches that others do not
 
     @property
     def kernel(self) -> str:
@@ -205,7 +205,7 @@ class ShardedStore(nn.Module):
                 is_here = (ids >= piece.first_row) & (ids < piece.first_row + piece.num_rows)
                 here = kind.store.rows(table, ids[is_here] - piece.first_row).to(self._dtype)
                 found[is_here, piece.first_column : piece.first_column + piece.width] = here
-        self.channel.all_reduce(found)
+        self.process_group.all_reduce(found)
         return found
 
     def parts(self) -> list[StatePart]:
@@ -214,9 +214,9 @@ class ShardedStore(nn.Module):
             own = kind.store.parts() if kind.store is not None else []
             parts += [self._part_of_whole(part, kind) for part in own]
         if self._columns is not None:
-            parts += self._columns.parts(is_copy=self.channel.rank > 0)
+            parts += self._columns.parts(is_copy=self.process_group.rank > 0)
         if self._copies.store is not None:
-            parts += [dataclasses.replace(part, is_copy=self.channel.rank > 0) for part in self._copies.store.parts()]
+            parts += [dataclasses.replace(part, is_copy=self.process_group.rank > 0) for part in self._copies.store.parts()]
         order = {table.name: place for place, table in enumerate(self.tables)}
         return sorted(parts, key=lambda part: order[part.name.rpartition(".")[0]])
 
@@ -237,7 +237,7 @@ class ShardedStore(nn.Module):
     def state(self) -> dict[str, Tensor]:
         """All of it, in the memory of every process: for small tables."""
         names: dict[str, tuple[tuple[int, int], torch.dtype]] = {}
-        for given in self.channel.gather([[part.name, part.shape, str(part.dtype)] for part in self.parts()]):
+        for given in self.process_group.gather([[part.name, part.shape, str(part.dtype)] for part in self.parts()]):
             names |= {name: (tuple(shape), getattr(torch, kind.removeprefix("torch."))) for name, shape, kind in given}
         whole = {name: torch.zeros(shape, dtype=kind, device=self._device) for name, (shape, kind) in names.items()}
         for part in self.parts():
@@ -246,7 +246,7 @@ class ShardedStore(nn.Module):
                 columns = slice(part.first_column, part.first_column + part.num_columns)
                 whole[part.name][rows, columns] = part.read(0, part.num_rows).to(self._device)
         for name in sorted(whole):
-            self.channel.all_reduce(whole[name].view(torch.uint8))  # every byte comes from one process
+            self.process_group.all_reduce(whole[name].view(torch.uint8))  # every byte comes from one process
         order = {table.name: place for place, table in enumerate(self.tables)}
         return dict(sorted(whole.items(), key=lambda item: order[item[0].rpartition(".")[0]]))
 
@@ -259,11 +259,11 @@ class ShardedStore(nn.Module):
             if hasattr(store, "close"):
                 store.close()
 
-    def _start(self, sparse: Sparse) -> _Batch:
-        fits = checked(sparse, self.layout, self._device) if self._check else sparse
-        return _Batch(sparse, [kind.start(fits) for kind in self._pieces])
+    def _start(self, sparse: Sparse) -> _ShardedBatch:
+        fits = check_batch(sparse, self.layout, self._device) if self._check else sparse
+        return _ShardedBatch(sparse, [kind.start(fits) for kind in self._pieces])
 
-    def _take(self, sparse: Sparse) -> _Batch:
+    def _take(self, sparse: Sparse) -> _ShardedBatch:
         """A batch with its ids at their owners, announced or not."""
         found = next((batch for batch in self._coming if _is_same(batch.sparse, sparse)), None)
         if found is not None:

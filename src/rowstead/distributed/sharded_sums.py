@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from rowstead.data.batch import Sparse
-from rowstead.distributed.process_group import Channel
+from rowstead.distributed.process_group import ProcessGroup
 from rowstead.distributed.sharded_pieces import Pieces
-from rowstead.distributed.sharding import Piece, piece_layout
+from rowstead.distributed.sharding import ShardPiece, piece_layout
 from rowstead.kernels.choose import kernels_for
 from rowstead.kernels.layout import Layout
 from rowstead.spec.train import SparseOptimizerSpec
@@ -34,14 +34,14 @@ class Copies:
         self,
         layout: Layout,
         tables: Sequence[int],
-        channel: Channel,
+        process_group: ProcessGroup,
         make: Callable[[Layout, SparseOptimizerSpec | None], EmbeddingStore],
         optimizer: SparseOptimizerSpec | None,
         *,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._channel, self._optimizer, self._device, self._dtype = channel, optimizer, device, dtype
+        self._channel, self._optimizer, self._device, self._dtype = process_group, optimizer, device, dtype
         whole = [_whole_piece(layout, table) for table in tables]
         self.layout = piece_layout(layout, whole)
         self.features = [feature for feature, table in enumerate(layout.table_of) if table in tables]
@@ -126,7 +126,7 @@ class ColumnPieces:
         layout = self.pieces.layout
         found = summed_by_row(layout, here, grad)
         squares = torch.cat([summed.square().sum(dim=1) for _, summed in found])
-        self.pieces.channel.start_all_reduce(squares).wait()
+        self.pieces.process_group.start_all_reduce(squares).wait()
         scaled = []
         by_table = squares.split([distinct.numel() for distinct, _ in found])
         for table, sums, (distinct, summed), square in zip(layout.tables, self._sums, found, by_table, strict=True):
@@ -185,6 +185,6 @@ def update_rows(store: EmbeddingStore, layout: Layout, found: Sequence[tuple[Ten
     store.update(sparse, grad, lr=lr, step=step)
 
 
-def _whole_piece(layout: Layout, table: int) -> Piece:
+def _whole_piece(layout: Layout, table: int) -> ShardPiece:
     whole = layout.tables[table]
-    return Piece(table=table, first_row=0, num_rows=whole.num_rows, first_column=0, width=whole.width)
+    return ShardPiece(table=table, first_row=0, num_rows=whole.num_rows, first_column=0, width=whole.width)

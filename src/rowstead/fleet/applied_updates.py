@@ -12,7 +12,7 @@ from typing import Any
 
 
 @dataclass
-class Sent:
+class ClientUpdates:
     """The updates of one trainer."""
 
     highest: int = 0
@@ -49,15 +49,15 @@ class Sent:
             self.highest = number
 
 
-class Tally:
+class AppliedUpdates:
     """The updates of all trainers."""
 
     def __init__(self) -> None:
-        self._sent: dict[str, Sent] = {}
+        self._sent: dict[str, ClientUpdates] = {}
 
-    def of(self, who: str) -> Sent:
+    def of(self, who: str) -> ClientUpdates:
         """Those of one trainer, or of one thread of it."""
-        return self._sent.setdefault(who, Sent())
+        return self._sent.setdefault(who, ClientUpdates())
 
     @property
     def num_updates(self) -> int:
@@ -74,9 +74,9 @@ class Tally:
         return {who: [sent.highest, [list(run) for run in sent.missing]] for who, sent in list(self._sent.items())}
 
     @classmethod
-    def from_json(cls, plain: Mapping[str, Any]) -> Tally:
+    def from_json(cls, plain: Mapping[str, Any]) -> AppliedUpdates:
         """What `to_json` gave."""
         tally = cls()
         for who, (highest, missing) in plain.items():
-            tally._sent[who] = Sent(int(highest), [(int(first), int(last)) for first, last in missing])
+            tally._sent[who] = ClientUpdates(int(highest), [(int(first), int(last)) for first, last in missing])
         return tally

@@ -12,21 +12,21 @@ import os
 from pathlib import Path
 from typing import Any
 
-from rowstead.fleet.batch_assignments import Event, Handouts
+from rowstead.fleet.batch_assignments import BatchAssignments, Event
 from rowstead.records.files import write_atomic
 from rowstead.spec.errors import RowsteadError
 
 _LONG_BYTES = 1 << 20
 
 
-class ProgressFile:
+class AssignmentLog:
     """A book and its file. `identity` says of which reading it is; a file of another one is refused."""
 
     def __init__(self, path: Path, identity: dict[str, Any]) -> None:
         self._path, self._identity = path, identity
         self._new: list[Event] = []
         self._file: int | None = None
-        self.book = self._restored() if path.exists() else Handouts()
+        self.book = self._restored() if path.exists() else BatchAssignments()
         self.book.log = self._new.append
         self._write_whole()
 
@@ -60,11 +60,11 @@ class ProgressFile:
         self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
         self._num_bytes = len(content)
 
-    def _restored(self) -> Handouts:
+    def _restored(self) -> BatchAssignments:
         whole, _, _ = self._path.read_bytes().rpartition(b"\n")
         try:
             first, *events = [json.loads(line) for line in whole.splitlines()]
-            identity, book = first["reading"], Handouts.from_plain(first["book"])
+            identity, book = first["reading"], BatchAssignments.from_plain(first["book"])
             if identity == self._identity:
                 for event in events:
                     book.replay(event)

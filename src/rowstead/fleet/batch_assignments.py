@@ -1,4 +1,4 @@
-"""`Handouts`: which batches of a reader were handed out, to whom, and which of them are done. Pure: no sockets, no files.
+"""`BatchAssignments`: which batches of a reader were handed out, to whom, and which of them are done. Pure: no sockets, no files.
 
 A reader numbers the batches of its share from 0, through all epochs. Every number below `next_number` is in one of three
 states: held by a trainer, to be handed out again, or done. Only the first two are kept, each with the place in the log where
@@ -21,7 +21,7 @@ Event = list[Any]
 
 
 @dataclass(frozen=True)
-class Entry:
+class AssignedBatch:
     """A batch that was handed out: where reading it begins, and how many examples it has."""
 
     epoch: int
@@ -38,7 +38,7 @@ class Holder:
     """Larger in each life than in the one before."""
 
 
-class Handouts:
+class BatchAssignments:
     """The book of one reader. `log` hears of every event."""
 
     def __init__(self, log: Callable[[Event], None] = lambda event: None) -> None:
@@ -59,8 +59,8 @@ class Handouts:
         self.num_skipped = 0
         """Bad rows left out, of the epochs that were handed out to their end."""
         self._epoch_samples = 0
-        self._held: dict[int, tuple[Holder, Entry]] = {}
-        self._again: dict[int, tuple[bool, Entry]] = {}
+        self._held: dict[int, tuple[Holder, AssignedBatch]] = {}
+        self._again: dict[int, tuple[bool, AssignedBatch]] = {}
         """Whether somebody may have trained on the batch before, and where it begins."""
         self._lives: dict[str, int] = {}
         self._turns: dict[Holder, int] = {}
@@ -84,7 +84,7 @@ class Handouts:
         return dict(Counter(holder.name for holder, _ in self._held.values()))
 
     @property
-    def again(self) -> dict[int, Entry]:
+    def again(self) -> dict[int, AssignedBatch]:
         """Batches to be handed out again, in the order of the log."""
         return {number: self._again[number][1] for number in sorted(self._again)}
 
@@ -170,7 +170,7 @@ class Handouts:
         self.log(event)
 
     def _on_new(self, name: str, incarnation: int, num_samples: int, cursor: Cursor) -> None:
-        self._hold(self.next_number, Holder(name, incarnation), Entry(self.next_epoch, self.next_cursor, num_samples))
+        self._hold(self.next_number, Holder(name, incarnation), AssignedBatch(self.next_epoch, self.next_cursor, num_samples))
         self.next_number += 1
         self.next_cursor = cursor
         self.num_samples += num_samples
@@ -185,7 +185,7 @@ class Handouts:
         else:
             self.num_resent += 1
 
-    def _hold(self, number: int, holder: Holder, entry: Entry) -> None:
+    def _hold(self, number: int, holder: Holder, entry: AssignedBatch) -> None:
         self._held[number] = holder, entry
         self._lives[holder.name] = max(holder.incarnation, self._lives.get(holder.name, holder.incarnation))
 
@@ -221,15 +221,15 @@ class Handouts:
         }
 
     @classmethod
-    def from_plain(cls, plain: dict[str, Any]) -> Handouts:
+    def from_plain(cls, plain: dict[str, Any]) -> BatchAssignments:
         """The book that `to_plain` gave."""
         book = cls()
         for name, attribute in _FACTS.items():
             setattr(book, attribute, plain[name])
         for number, name, incarnation, *entry in plain["held"]:
-            book._hold(number, Holder(name, incarnation), Entry(*entry))
+            book._hold(number, Holder(name, incarnation), AssignedBatch(*entry))
         for number, may_repeat, *entry in plain["again"]:
-            book._again[number] = may_repeat, Entry(*entry)
+            book._again[number] = may_repeat, AssignedBatch(*entry)
         return book
 
 

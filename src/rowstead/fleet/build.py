@@ -16,7 +16,7 @@ from rowstead.data.source import Cursor, Source
 from rowstead.data.transforms import DenseTransforms
 from rowstead.fleet.keys import Keys
 from rowstead.fleet.partition import Partition, partition_tables
-from rowstead.fleet.reader_server import progress_file
+from rowstead.fleet.reader_server import assignment_log_path
 from rowstead.fleet.remote_store import RemoteStore
 from rowstead.fleet.roster import ROLES_FOLDER, Roster
 from rowstead.fleet.rpc_client import Client
@@ -41,7 +41,7 @@ INITIAL_FILE = "initial.safetensors"
 """Under `roles/`: the dense parameters, and the optimizer's state, that trainers begin with instead of the seed's."""
 
 
-def settled(spec: RunSpec) -> RunSpec:
+def resolve_fleet(spec: RunSpec) -> RunSpec:
     """The spec of a fleet with what follows from the rest made plain."""
     fleet = fleet_of(spec)
     if fleet.tables == "local":
@@ -223,7 +223,7 @@ def save_checkpoint(
 
 def readers_progress(spec: RunSpec, folder: Path) -> list[str]:
     """How far each reader has come, as it has written it down."""
-    files = [progress_file(folder, number) for number in range(fleet_of(spec).num_readers)]
+    files = [assignment_log_path(folder, number) for number in range(fleet_of(spec).num_readers)]
     return [file.read_text() if file.is_file() else "" for file in files]
 
 
@@ -231,7 +231,7 @@ def put_progress(folder: Path, progress: list[str]) -> None:
     """Let readers go on where they had come."""
     for number, text in enumerate(progress):
         if text:
-            progress_file(folder, number).write_text(text)
+            assignment_log_path(folder, number).write_text(text)
 
 
 def told_keys(folder: Path) -> Keys | None:

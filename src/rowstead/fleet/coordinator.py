@@ -12,21 +12,21 @@ from typing import Any, TypeVar
 import torch
 
 from rowstead.fleet.background import InBackground
-from rowstead.fleet.build import KEYS_FILE, fleet_of, put_progress, settled, shared_facts, told_keys
-from rowstead.fleet.evaluate_and_save import Milestones
+from rowstead.fleet.build import KEYS_FILE, fleet_of, put_progress, resolve_fleet, shared_facts, told_keys
+from rowstead.fleet.evaluate_and_save import EvaluateAndSave
 from rowstead.fleet.fleet_figures import FleetFigures
-from rowstead.fleet.fork_server import Nursery
+from rowstead.fleet.fork_server import ForkServer
 from rowstead.fleet.gathered_model import GatheredModel, TrainersModel
 from rowstead.fleet.keys import Keys
 from rowstead.fleet.local_process import environment
-from rowstead.fleet.manual_launch import ByHand, ask_former
+from rowstead.fleet.manual_launch import ManualLauncher, ask_former
 from rowstead.fleet.ray_launch import Needs, RayRoles
 from rowstead.fleet.reader_server import batches_of_readers
 from rowstead.fleet.role_lock import sole_holder
-from rowstead.fleet.role_table import FleetWatcher, SilentFleet
+from rowstead.fleet.role_table import FleetCallback, NoFleetProgress
 from rowstead.fleet.roster import ROLES_FOLDER, ROSTER_FILE
 from rowstead.fleet.sparse_server import SNAPSHOTS_FOLDER
-from rowstead.fleet.supervisor import LOOK_EVERY_S, Crew, Post, RoleError
+from rowstead.fleet.supervisor import LOOK_EVERY_S, RoleError, RoleHandle, Supervisor
 from rowstead.fleet.update_accounts import Accounts
 from rowstead.records.events import EventLog
 from rowstead.records.run_folder import DEFAULT_ROOT, RunFolder
@@ -38,8 +38,8 @@ from rowstead.spec.fleet import KINDS, FleetSpec
 from rowstead.spec.job import is_one_of_many
 from rowstead.spec.run import RunSpec
 from rowstead.training import checkpoint
-from rowstead.training.build import Sources, device_of, fp32_instead, open_sources, unheeded
-from rowstead.training.loop import Ending, Outcome, Position
+from rowstead.training.build import Sources, bf16_fallback, device_of, ignored_settings, open_sources
+from rowstead.training.loop import Ending, Position, TrainOutcome
 from rowstead.training.trained import check_same_model, transforms_in
 
 SHOW_EVERY_S = 0.5
@@ -58,7 +58,7 @@ def train_fleet(
     root: Path | str = DEFAULT_ROOT,
     out: Path | str | None = None,
     init_from: str | None = None,
-    watcher: FleetWatcher | None = None,
+    callback: FleetCallback | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Result:
     """Train a spec that has a `fleet` with processes of this machine, into a new folder under `root` or at `out`.
@@ -66,32 +66,32 @@ def train_fleet(
     `init_from` names an earlier run whose weights are taken over. `dtype` is float64 where arithmetic is to be checked.
     """
     _check_alone()
-    spec = settled(spec)
-    watcher = watcher or SilentFleet()
+    spec = resolve_fleet(spec)
+    callback = callback or NoFleetProgress()
     if out is not None:
         RunFolder.check_free(out)
     initial = None
     if init_from is not None:
-        initial = checkpoint.load_latest(RunFolder.open(init_from, root).checkpoints, watcher.on_message)
+        initial = checkpoint.load_latest(RunFolder.open(init_from, root).checkpoints, callback.on_message)
         check_same_model(spec, initial)
     sources = open_sources(spec, id_kinds=initial.facts["id_kinds"] if initial is not None else None)
     folder = RunFolder.create(root, spec.name) if out is None else RunFolder.create_at(out)
     with folder.lock():
         folder.write_spec(spec)
-        return Head(spec, folder, sources, watcher, dtype=dtype).run(initial=initial)
+        return Coordinator(spec, folder, sources, callback, dtype=dtype).run(initial=initial)
 
 
-def resume_fleet(run: str, *, root: Path | str = DEFAULT_ROOT, watcher: FleetWatcher | None = None) -> Result:
+def resume_fleet(run: str, *, root: Path | str = DEFAULT_ROOT, callback: FleetCallback | None = None) -> Result:
     """Go on with a fleet's run from its newest good checkpoint; what was under way then is trained on again."""
     _check_alone()
-    watcher = watcher or SilentFleet()
+    callback = callback or NoFleetProgress()
     folder = RunFolder.open(run, root)
     spec = folder.read_spec()
     with folder.lock():
         _end_former(folder.path, fleet_of(spec))
         saved = None
         if checkpoint.checkpoints_in(folder.checkpoints):
-            saved = checkpoint.load_latest(folder.checkpoints, watcher.on_message)
+            saved = checkpoint.load_latest(folder.checkpoints, callback.on_message)
             check_same_model(spec, saved)
             if "readers" not in saved.facts:
                 raise RowsteadError(
@@ -99,7 +99,7 @@ def resume_fleet(run: str, *, root: Path | str = DEFAULT_ROOT, watcher: FleetWat
                     f"with its weights (`--init-from {folder.path}`)"
                 )
         sources = open_sources(spec, *((transforms_in(saved), saved.facts["id_kinds"]) if saved is not None else ()))
-        return Head(spec, folder, sources, watcher).run(saved=saved)
+        return Coordinator(spec, folder, sources, callback).run(saved=saved)
 
 
 def _check_alone() -> None:
@@ -117,7 +117,7 @@ def _end_former(folder: Path, fleet: FleetSpec) -> None:
             pass
 
 
-class Head:
+class Coordinator:
     """One run of a fleet, seen from the process that starts and watches the others."""
 
     def __init__(
@@ -125,11 +125,11 @@ class Head:
         spec: RunSpec,
         folder: RunFolder,
         sources: Sources,
-        watcher: FleetWatcher,
+        callback: FleetCallback,
         *,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        self._spec, self._fleet, self._folder, self._watcher = spec, fleet_of(spec), folder, watcher
+        self._spec, self._fleet, self._folder, self._watcher = spec, fleet_of(spec), folder, callback
         self._sources, self._dtype = sources, dtype
         train = spec.train
         batches = batches_of_readers(
@@ -147,11 +147,11 @@ class Head:
         self._background: InBackground[Any] | None = None
         """What was begun last, of what is waited for."""
         self._gathered: GatheredModel | TrainersModel | None = None
-        self._milestones: Milestones | None = None
+        self._milestones: EvaluateAndSave | None = None
 
     def run(self, *, initial: checkpoint.Checkpoint | None = None, saved: checkpoint.Checkpoint | None = None) -> Result:
         """Train to the end; on a request to stop, save and return early."""
-        spec, folder, watcher = self._spec, self._folder, self._watcher
+        spec, folder, callback = self._spec, self._folder, self._watcher
         self._clear(saved)
         facts = shared_facts(spec, self._sources, dtype=self._dtype, total_steps=self._num_places)
         if (begin_with := saved or initial) is not None:
@@ -165,24 +165,24 @@ class Head:
             self._launcher(cores) as launcher,
         ):
             self._scalars = ScalarWriter(folder.tensorboard, resumed_step=step)
-            for warning in (fp32_instead(spec, self._device()[0]), unheeded(spec)):
+            for warning in (bf16_fallback(spec, self._device()[0]), ignored_settings(spec)):
                 if warning is not None:
-                    watcher.on_message(warning)
+                    callback.on_message(warning)
             if step is not None:
                 self._events.resumed(step)
-                watcher.on_message(f"resuming {folder.path} after step {step:,}")
-            crew = self._crew = Crew(
+                callback.on_message(f"resuming {folder.path} after step {step:,}")
+            crew = self._crew = Supervisor(
                 folder.path,
                 self._fleet,
                 launcher,
                 facts,
-                say=watcher.on_message,
+                say=callback.on_message,
                 keys=told_keys(folder.path),
             )
             crew.on_event = self._note
             before = (self._position.step, self._position.num_samples)
             self._figures = FleetFigures(spec, folder.path, crew, total_steps=self._total_steps, before=before)
-            accounts = self._accounts = Accounts(crew, self._position, watcher.on_message)
+            accounts = self._accounts = Accounts(crew, self._position, callback.on_message)
             try:
                 outcome = self._train(crew, asked.is_set, begin_with, with_optimizer=saved is not None)
                 statuses = {} if outcome.ending == "interrupted" else accounts.last()
@@ -200,15 +200,15 @@ class Head:
             folder.write_record(record)
         return Result(folder=folder.path, outcome=outcome, record=record)
 
-    def _launcher(self, cores: int) -> Nursery | ByHand | RayRoles:
+    def _launcher(self, cores: int) -> ForkServer | ManualLauncher | RayRoles:
         """Who starts the roles. Those that may be on other machines speak with keys."""
         path = self._folder.path
         if self._fleet.start == "here":
-            return Nursery(path, ROLES_MODULE, environ=environment(cores))
+            return ForkServer(path, ROLES_MODULE, environ=environment(cores))
         if not (path / KEYS_FILE).exists():
             Keys.make().save(path / KEYS_FILE)
         if self._fleet.start == "by_hand":
-            return ByHand(path, self._watcher.on_message)
+            return ManualLauncher(path, self._watcher.on_message)
         needs = dict.fromkeys(KINDS, Needs(num_cpus=self._fleet.ray_cpus))
         num_gpus = 1.0 if self._spec.device == "cuda" else 0.0
         threads = self._spec.train.sync.hogwild_threads
@@ -223,19 +223,19 @@ class Head:
     # From the first process to the last
 
     def _train(
-        self, crew: Crew, asked: Callable[[], bool], begin_with: checkpoint.Checkpoint | None, *, with_optimizer: bool
-    ) -> Outcome:
+        self, crew: Supervisor, asked: Callable[[], bool], begin_with: checkpoint.Checkpoint | None, *, with_optimizer: bool
+    ) -> TrainOutcome:
         crew.start("sparse", "dense", "reader")
         crew.wait_ready(asked)
         self._figures.follow()
         if asked():
-            return Outcome("interrupted", self._position, None, None)
+            return TrainOutcome("interrupted", self._position, None, None)
         model = self._gathered = self._meanwhile(self._model)
         if begin_with is not None:
             self._meanwhile(lambda: model.put(begin_with, with_optimizer=with_optimizer))
         if asked():
-            return Outcome("interrupted", self._position, None, None)
-        milestones = self._milestones = Milestones(
+            return TrainOutcome("interrupted", self._position, None, None)
+        milestones = self._milestones = EvaluateAndSave(
             self._spec,
             self._folder,
             self._sources,
@@ -243,7 +243,7 @@ class Head:
             self._position,
             total_steps=self._total_steps,
             keep=self._record,
-            watcher=self._watcher,
+            callback=self._watcher,
             is_saved=begin_with is not None and with_optimizer,
         )
         crew.start("trainer")
@@ -268,10 +268,10 @@ class Head:
         self._meanwhile(lambda: milestones.save(is_changed=ending == "stopped early"))
         quality = None if ending == "interrupted" else self._meanwhile(milestones.evaluate)
         num_skipped = self._accounts.num_skipped
-        return Outcome(ending, self._position, quality, self._figures.samples_per_s, num_skipped=num_skipped)
+        return TrainOutcome(ending, self._position, quality, self._figures.samples_per_s, num_skipped=num_skipped)
 
     def _rescued(
-        self, crew: Crew, model: GatheredModel | TrainersModel, milestones: Milestones, error: RoleError
+        self, crew: Supervisor, model: GatheredModel | TrainersModel, milestones: EvaluateAndSave, error: RoleError
     ) -> RowsteadError:
         """The error to end with, after what can still be gathered was saved.
 
@@ -310,7 +310,7 @@ class Head:
         path = self._folder.path
         return TrainersModel(path) if self._fleet.tables == "local" else GatheredModel(self._spec, path, told_keys(path))
 
-    def _watch(self, crew: Crew, milestones: Milestones, asked: Callable[[], bool]) -> Ending:
+    def _watch(self, crew: Supervisor, milestones: EvaluateAndSave, asked: Callable[[], bool]) -> Ending:
         """Keep everybody at work until there is nothing left to train on, or somebody wants to stop."""
         while crew.is_training:
             if asked():
@@ -372,5 +372,5 @@ class Head:
         if scalars:
             self._scalars.write(step, scalars)
 
-    def _note(self, what: str, post: Post, why: str) -> None:
+    def _note(self, what: str, post: RoleHandle, why: str) -> None:
         self._events.write(what, step=self._position.step, role=post.name, why=why)

@@ -26,7 +26,7 @@ class Caller:
     """Drawn by chance when that client was made: a client that was started again has another."""
 
 
-class Verdict(Enum):
+class RequestVerdict(Enum):
     """What to do with a request."""
 
     RUN = "run"
@@ -55,7 +55,7 @@ class _Client:
     num_running: int = 0
 
 
-class Ledger:
+class RequestDeduplicator:
     """Requests that run, and answers that may be asked for again, of all clients."""
 
     def __init__(self, limits: Limits) -> None:
@@ -71,29 +71,29 @@ class Ledger:
     def num_clients(self) -> int:
         return len(self._clients)
 
-    def take(self, header: Header, route: bytes) -> tuple[Verdict, list[Buffer] | None]:
+    def take(self, header: Header, route: bytes) -> tuple[RequestVerdict, list[Buffer] | None]:
         """What to do with a request that came over `route`, and its answer where it has been given before."""
         client = self._clients.get(header.sender)
         if client is None:
             if not self._make_room():
-                return Verdict.TOO_MANY, None
+                return RequestVerdict.TOO_MANY, None
             client = self._clients[header.sender] = _Client()
         else:
             self._clients.move_to_end(header.sender)
         self._forget(header.sender, client, max(header.answered_below, header.number - WINDOW))
         if header.number < client.answered_below:
-            return Verdict.STALE, None
+            return RequestVerdict.STALE, None
         if known := client.requests.get(header.number):
             known.route = route
             if not known.is_done:
-                return Verdict.WAIT, None
-            return (Verdict.FORGOTTEN, None) if known.answer is None else (Verdict.REPEAT, known.answer)
+                return RequestVerdict.WAIT, None
+            return (RequestVerdict.FORGOTTEN, None) if known.answer is None else (RequestVerdict.REPEAT, known.answer)
         if client.num_running >= self._limits.in_flight_per_client:
-            return Verdict.TOO_MANY, None
+            return RequestVerdict.TOO_MANY, None
         client.requests[header.number] = _Request(route)
         client.num_running += 1
         self.num_running += 1
-        return Verdict.RUN, None
+        return RequestVerdict.RUN, None
 
     def finish(self, sender: int, number: int, answer: list[Buffer]) -> bytes:
         """Keep the answer to a request that was to be run; returns the route on which it was asked for last."""

@@ -10,7 +10,7 @@ from rowstead.fleet.wire import Message
 from rowstead.spec.errors import RowsteadError
 
 
-class Later:
+class DeferredReply:
     """The answer of a handler that others will complete, such as a round that waits for all trainers. From any thread, once."""
 
     def __init__(self) -> None:
@@ -47,5 +47,5 @@ class Later:
             deliver(outcome)
 
 
-Handler = Callable[[Message, Caller], Message | Later]
+Handler = Callable[[Message, Caller], Message | DeferredReply]
 """Does what a request asks. A `RowsteadError` that it raises is told to the client; the tensors of its answer must not change later."""

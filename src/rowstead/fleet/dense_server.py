@@ -32,14 +32,14 @@ import safetensors.torch
 from torch import Tensor
 
 from rowstead.fleet.deduplication import Caller
-from rowstead.fleet.dense_server_state import PARAMETERS, ROUND_DEADLINE_S, CentreState
+from rowstead.fleet.dense_server_state import PARAMETERS, ROUND_DEADLINE_S, DenseServerState
 from rowstead.fleet.keys import Keys
-from rowstead.fleet.rpc_client import Client, Pending, ServerGone
-from rowstead.fleet.rpc_server import Later, Server
+from rowstead.fleet.rpc_client import Client, Pending, ServerUnavailable
+from rowstead.fleet.rpc_server import DeferredReply, Server
 from rowstead.fleet.wire import Message
 from rowstead.records.files import write_atomic
 from rowstead.spec.errors import RowsteadError
-from rowstead.training.sync_base import CentreGone
+from rowstead.training.sync_base import DenseServerUnavailable
 
 EXCHANGE_S = 5.0
 """Seconds that a trainer waits for the centre before it goes on alone."""
@@ -54,7 +54,7 @@ _KEPT, _FINISHED = "kept.", "finished."
 _log = logging.getLogger("rowstead.fleet")
 
 
-class DenseServer:
+class DenseServerProcess:
     """Answers for a centre, and keeps it on disk where there is a file for it."""
 
     def __init__(
@@ -68,13 +68,13 @@ class DenseServer:
         round_deadline_s: float = ROUND_DEADLINE_S,
     ) -> None:
         """`snapshot` is the file in which the centre is kept; one that is there is where it begins."""
-        self.state = CentreState(deadline_s=round_deadline_s)
+        self.state = DenseServerState(deadline_s=round_deadline_s)
         self.num_snapshots = self.num_snapshots_failed = 0
         self._snapshot, self._every_s = snapshot, snapshot_every_s
         self._writing = threading.Lock()
         if snapshot is not None and snapshot.exists():
             restore(self.state, snapshot.read_bytes())
-        handlers: dict[str, Callable[[Message, Caller], Message | Later]] = {
+        handlers: dict[str, Callable[[Message, Caller], Message | DeferredReply]] = {
             "join": self._join,
             "leave": self._leave,
             "finish": self._finish,
@@ -96,7 +96,7 @@ class DenseServer:
         """Where it answers."""
         return self.server.address
 
-    def start(self) -> DenseServer:
+    def start(self) -> DenseServerProcess:
         """Serve in a thread."""
         self._watch.start()
         self.server.start()
@@ -179,17 +179,17 @@ class DenseServer:
     def _elastic(self, message: Message, caller: Caller) -> Message:
         return Message("elastic", tensors=[self.state.elastic(_flat(message), _number(message, "alpha"))])
 
-    def _average(self, message: Message, caller: Caller) -> Later:
+    def _average(self, message: Message, caller: Caller) -> DeferredReply:
         group = message.facts.get("group")
         if not isinstance(group, str) or not group or group == PARAMETERS:
             raise RowsteadError("`group` must be a word, and not that of the parameters")
         return self._enter(group, message, caller)
 
-    def _blend(self, message: Message, caller: Caller) -> Later:
+    def _blend(self, message: Message, caller: Caller) -> DeferredReply:
         return self._enter(PARAMETERS, message, caller, momentum=_number(message, "momentum"), lr=_number(message, "lr"))
 
-    def _enter(self, group: str, message: Message, caller: Caller, **rule: float) -> Later:
-        later = Later()
+    def _enter(self, group: str, message: Message, caller: Caller, **rule: float) -> DeferredReply:
+        later = DeferredReply()
 
         def told(result: Tensor, number: int) -> None:
             later.answer(Message("round", {"round": number}, [result]))
@@ -234,7 +234,7 @@ def _name(message: Message) -> str:
     return name
 
 
-def snapshot_of(state: CentreState) -> bytes | None:
+def snapshot_of(state: DenseServerState) -> bytes | None:
     """All that a restart needs of a centre; none where there is nothing yet."""
     with state.held():
         if state.parameters is None:
@@ -245,7 +245,7 @@ def snapshot_of(state: CentreState) -> bytes | None:
     return safetensors.torch.save(tensors)
 
 
-def restore(state: CentreState, content: bytes) -> None:
+def restore(state: DenseServerState, content: bytes) -> None:
     """Begin with what `snapshot_of` gave: parameters that the first trainer with newer ones replaces."""
     try:
         tensors = safetensors.torch.load(content)
@@ -256,10 +256,10 @@ def restore(state: CentreState, content: bytes) -> None:
     state.finished = {name.removeprefix(_FINISHED): value for name, value in tensors.items() if name.startswith(_FINISHED)}
 
 
-class RemoteCentre:
+class DenseServerClient:
     """The Centre of the member that a client is named after.
 
-    When the server is gone every call raises CentreGone, at once after the first, until the server answers again.
+    When the server is gone every call raises DenseServerUnavailable, at once after the first, until the server answers again.
     """
 
     def __init__(self, client: Client, *, exchange_s: float = EXCHANGE_S, join_s: float = JOIN_S) -> None:
@@ -322,23 +322,23 @@ class RemoteCentre:
         own = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
         try:
             return self._client.call(kind, facts, own, deadline_s=deadline_s or self._exchange_s)
-        except ServerGone as error:
+        except ServerUnavailable as error:
             if self._probe is None or self._probe.is_done:  # one is enough, however often a patient caller comes
                 self._probe = self._client.start("status", deadline_s=PROBE_S)
-            raise CentreGone(f"the dense server is gone, and training goes on without: {error}") from None
+            raise DenseServerUnavailable(f"the dense server is gone, and training goes on without: {error}") from None
 
     def _check_probe(self) -> None:
         """Raise at once if the server has not answered since it was gone."""
         if self._probe is None:
             return
         if not self._probe.is_done:
-            raise CentreGone("the dense server is still gone")
+            raise DenseServerUnavailable("the dense server is still gone")
         probe, self._probe = self._probe, None
         with contextlib.suppress(RowsteadError):
             probe.wait()
             return
         self._probe = self._client.start("status", deadline_s=PROBE_S)
-        raise CentreGone("the dense server is still gone")
+        raise DenseServerUnavailable("the dense server is still gone")
 
 
 def serve_dense(
@@ -359,7 +359,7 @@ def serve_dense(
     folder; with one there it goes on from it. `ready` is called with the address, `sampled` with what gives the status.
     """
     snapshot = folder / "snapshots" / f"dense-{number}.safetensors"
-    server = DenseServer(
+    server = DenseServerProcess(
         address=address, keys=keys, name=f"dense-{number}", snapshot=snapshot, snapshot_every_s=snapshot_every_s
     )
     try:

@@ -1,7 +1,7 @@
 """Where trainers meet: the common dense parameters, and rounds in which trainers average something.
 
-`CentreState` is the mathematics: it never waits, and threads share it under one lock. Members of a round are told when it closes,
-so a server can hold any number of rounds open with one thread. `LocalCentre` is the same for trainers that are threads of one
+`DenseServerState` is the mathematics: it never waits, and threads share it under one lock. Members of a round are told when it closes,
+so a server can hold any number of rounds open with one thread. `LocalDenseServer` is the same for trainers that are threads of one
 process.
 """
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rowstead.spec.errors import RowsteadError
-from rowstead.training.sync_base import CentreGone
+from rowstead.training.sync_base import DenseServerUnavailable
 
 ROUND_DEADLINE_S = 5.0
 """Seconds after its first member at which a round closes with whoever has come."""
@@ -49,7 +49,7 @@ class _Closed:
     number: int
 
 
-class CentreState:
+class DenseServerState:
     """The centre's parameters and open rounds.
 
     Members are those who have joined, or come to a round, and not left; of trainers that are alive, once somebody has said which
@@ -254,10 +254,10 @@ def _tell(closed: list[_Closed]) -> None:
             told(one.result, one.number)
 
 
-class LocalCentre:
+class LocalDenseServer:
     """The Centre of one member, over a state that all threads of this process share."""
 
-    def __init__(self, state: CentreState, name: str) -> None:
+    def __init__(self, state: DenseServerState, name: str) -> None:
         self._state, self._name = state, name
 
     def join(self, parameters: Tensor) -> Tensor:
@@ -303,6 +303,6 @@ class LocalCentre:
         while not closed.wait(0.05):
             self._state.close_late()
             if time.monotonic() > ends_s:
-                raise CentreGone("a round did not close in time")
+                raise DenseServerUnavailable("a round did not close in time")
         result, number = results[0]
         return result.clone(), number

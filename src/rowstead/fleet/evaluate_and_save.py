@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from rowstead.fleet.background import InBackground
 from rowstead.fleet.build import readers_progress
 from rowstead.fleet.gathered_model import GatheredModel, TrainersModel
-from rowstead.fleet.role_table import FleetWatcher
+from rowstead.fleet.role_table import FleetCallback
 from rowstead.records.run_folder import RunFolder
 from rowstead.spec.errors import LostProcessError
 from rowstead.spec.run import RunSpec
@@ -16,7 +16,7 @@ from rowstead.training import checkpoint
 from rowstead.training.build import Sources
 from rowstead.training.loop import Position
 from rowstead.training.metrics import Quality
-from rowstead.training.sync_base import CentreGone
+from rowstead.training.sync_base import DenseServerUnavailable
 
 NOUNS = {"evaluation": "evaluated", "checkpoint": "saved"}
 
@@ -27,7 +27,7 @@ class Keep(Protocol):
     def __call__(self, kind: str, step: int, figures: dict[str, Any]) -> None: ...
 
 
-class Milestones:
+class EvaluateAndSave:
     """Evaluates and saves the model of one run; `position` is how far it has come, which others keep up to date.
 
     `look` and `wait` are for while training goes on, the rest for when it has ended. One thread calls them all; what `look`
@@ -44,12 +44,12 @@ class Milestones:
         *,
         total_steps: int,
         keep: Keep,
-        watcher: FleetWatcher,
+        callback: FleetCallback,
         is_saved: bool,
     ) -> None:
         """`is_saved`: there is a checkpoint of where the run stands now."""
         self._spec, self._folder, self._sources, self._model, self._position = spec, folder, sources, model, position
-        self._total_steps, self._keep, self._watcher = total_steps, keep, watcher
+        self._total_steps, self._keep, self._watcher = total_steps, keep, callback
         self._every = {"evaluation": spec.train.eval_every, "checkpoint": spec.train.checkpoint_every}
         self._due = {what: self._next(what) for what in self._every}
         self._saved_step = position.step if is_saved else None
@@ -108,7 +108,7 @@ class Milestones:
         job, self._job = self._job, None
         try:
             return job.result()
-        except (LostProcessError, CentreGone) as error:  # trainers wait for it, or go on without: so does this
+        except (LostProcessError, DenseServerUnavailable) as error:  # trainers wait for it, or go on without: so does this
             step = self._position.step
             self._watcher.on_message(f"step {step:,}: not {NOUNS[self._what]}: {error}")
             self._keep("missed", step, {"what": self._what, "why": str(error)})

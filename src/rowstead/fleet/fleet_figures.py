@@ -11,7 +11,7 @@ from typing import Any
 from rowstead.fleet.role_table import RoleRow, role_row
 from rowstead.fleet.role_usage import UsageReader
 from rowstead.fleet.roster import RoleFiles
-from rowstead.fleet.supervisor import Crew
+from rowstead.fleet.supervisor import Supervisor
 from rowstead.spec.run import RunSpec
 from rowstead.training.progress import Progress
 
@@ -38,7 +38,7 @@ ADDED = (
 class FleetFigures:
     """Follows the usage files of all roles of one run; `before` is how many steps and examples earlier parts of it had."""
 
-    def __init__(self, spec: RunSpec, folder: Path, crew: Crew, *, total_steps: int, before: tuple[int, int]) -> None:
+    def __init__(self, spec: RunSpec, folder: Path, crew: Supervisor, *, total_steps: int, before: tuple[int, int]) -> None:
         self._spec, self._folder, self._crew, self._total_steps, self._before = spec, folder, crew, total_steps, before
         self._usage: dict[str, UsageReader] = {}
         self._first: tuple[float, int] | None = None

@@ -34,7 +34,7 @@ BeRole = Callable[[RoleKind, Path, int, int], int]
 class ForkedRole:
     """One role that the nursery has started."""
 
-    def __init__(self, nursery: Nursery, files: RoleFiles, pid: int) -> None:
+    def __init__(self, nursery: ForkServer, files: RoleFiles, pid: int) -> None:
         self._nursery, self.files, self.pid = nursery, files, pid
 
     def code(self) -> int | None:
@@ -63,10 +63,10 @@ class ForkedRole:
                 os.kill(self.pid, number)
 
 
-class Nursery:
+class ForkServer:
     """Starts roles on this machine, inside a `with`; when that ends, so do all of them.
 
-    `module` is what is run for the process that is forked: it imports what roles need, and calls `tend`.
+    `module` is what is run for the process that is forked: it imports what roles need, and calls `serve_forks`.
     """
 
     def __init__(self, folder: Path, module: str, *, environ: Mapping[str, str] | None = None) -> None:
@@ -120,7 +120,7 @@ class Nursery:
                     self._replies.append(said)
             timeout_s = 0.0
 
-    def __enter__(self) -> Nursery:
+    def __enter__(self) -> ForkServer:
         self._open()
         return self
 
@@ -163,7 +163,7 @@ class Nursery:
 # In the process that is forked
 
 
-def tend(folder: Path, be_role: BeRole) -> None:
+def serve_forks(folder: Path, be_role: BeRole) -> None:
     """Start roles as they are asked for, and tell of their ends, until nobody can ask any more."""
     running: set[int] = set()
     asked = b""

@@ -26,7 +26,7 @@ from rowstead.fleet.build import (
     save_checkpoint,
     write_dense,
 )
-from rowstead.fleet.dense_server import RemoteCentre
+from rowstead.fleet.dense_server import DenseServerClient
 from rowstead.fleet.keys import Keys
 from rowstead.fleet.roster import ROLES_FOLDER, Roster
 from rowstead.fleet.rpc_client import RefusedError
@@ -58,9 +58,9 @@ class GatheredModel:
         store = remote_store(spec, self._roster, connections, staleness=0)
         self.model = fleet_model(spec, torch.device("cpu"), store, self._dtype)
         flat_of(self.model.net)
-        self._centre: RemoteCentre | None = None
+        self._centre: DenseServerClient | None = None
         if fleet_of(spec).num_dense:
-            self._centre = RemoteCentre(connections.to("dense", 0, "head-centre"), exchange_s=DEADLINE_S)
+            self._centre = DenseServerClient(connections.to("dense", 0, "head-centre"), exchange_s=DEADLINE_S)
         self._sparse = [connections.to("sparse", number, "head-rows") for number in range(fleet_of(spec).num_sparse)]
         self._optimizer: dict[str, Tensor] = {}
 

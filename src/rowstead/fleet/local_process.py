@@ -70,7 +70,7 @@ def stop_asked() -> Callable[[], bool]:
     return asked.is_set
 
 
-def end_with_head(grace_s: float = GRACE_S) -> None:
+def end_with_coordinator(grace_s: float = GRACE_S) -> None:
     """Ask this process to end should whoever started it be gone, and end it soon after; a role started by hand has no such."""
     head = os.environ.get(HEAD)
     if head is None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from rowstead.data.batch import Batch, share_bounds
 from rowstead.data.source import Cursor, Source
-from rowstead.fleet.batch_assignments import Entry
+from rowstead.fleet.batch_assignments import AssignedBatch
 from rowstead.fleet.packing import Packed, pack
 from rowstead.spec.errors import DataError
 
@@ -103,7 +103,7 @@ class LogShare:
             yield EpochEnd(num_rows=last - first)
             cursor = None
 
-    def again(self, wanted: Mapping[int, Entry]) -> Generator[tuple[int, Packed], None, None]:
+    def again(self, wanted: Mapping[int, AssignedBatch]) -> Generator[tuple[int, Packed], None, None]:
         """Batches by their numbers, which ascend, and where they begin."""
         at = epoch = -1
         batches: Iterator[tuple[Batch, Cursor]] = iter(())
@@ -126,8 +126,8 @@ class LogShare:
             self._skipped_again += self._num_skipped() - skipped_before
 
     def _batches(self, epoch: int, cursor: Cursor | None) -> Generator[tuple[Batch, Cursor], None, None]:
-        rank, world = self._number, self._num_readers
-        batches = self._source.batches(self._batch_size, epoch=epoch, rank=rank, world=world, cursor=cursor)
+        rank, world_size = self._number, self._num_readers
+        batches = self._source.batches(self._batch_size, epoch=epoch, rank=rank, world_size=world_size, cursor=cursor)
         try:
             yield from batches
         finally:

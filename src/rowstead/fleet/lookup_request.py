@@ -43,7 +43,7 @@ class PooledTables:
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
+class LookupRequest:
     """One client's batch, as far as it concerns this server."""
 
     num_samples: int
@@ -76,7 +76,7 @@ class Asked:
         return np.concatenate([bounds, behind]), tables
 
 
-class Reading:
+class RequestReader:
     """Reads what a server with a given layout is asked."""
 
     def __init__(self, layout: Layout) -> None:
@@ -85,7 +85,7 @@ class Reading:
         self._every_table = PooledTables(tuple(range(len(layout.tables))), layout, np.array(layout.table_of, np.int64))
         self._some: dict[tuple[int, ...], PooledTables] = {}
 
-    def read(self, message: Message) -> tuple[Asked, list[Tensor]]:
+    def read(self, message: Message) -> tuple[LookupRequest, list[Tensor]]:
         """The batch of a message, and the tensors that come after it; raises a DataError where they do not fit the tables."""
         facts, tensors = message.facts, list(message.tensors)
         num_samples = _whole(facts.get("samples"), "samples", MOST_SAMPLES)
@@ -124,7 +124,7 @@ class Reading:
             check_sparse(pooled.layout, sparse.ids, offsets)
         elif num_pooled:
             raise DataError(f"there are {num_pooled} ids too many")
-        asked = Asked(num_samples, pooled, sparse, ids.numpy(), np.concatenate([[0], np.cumsum(counts)]))
+        asked = LookupRequest(num_samples, pooled, sparse, ids.numpy(), np.concatenate([[0], np.cumsum(counts)]))
         self._check_distinct(asked.distinct, asked.row_bounds)
         return asked, tensors
 

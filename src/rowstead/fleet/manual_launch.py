@@ -32,7 +32,7 @@ HEAD_FILE = "head.alive"
 """Under `roles/`: what the head writes anew."""
 
 
-class HandRole:
+class ManualRole:
     """One role as its files show it."""
 
     def __init__(self, files: RoleFiles, incarnation: int) -> None:
@@ -75,25 +75,25 @@ class HandRole:
         return code
 
 
-class ByHand:
+class ManualLauncher:
     """Says what to type for each role, and waits for it, inside a `with`; when that ends, those that run are asked to end."""
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
         self._folder, self._say = folder, say
-        self._all: list[HandRole] = []
+        self._all: list[ManualRole] = []
         self._ended = threading.Event()
         (folder / ROLES_FOLDER).mkdir(exist_ok=True)
 
-    def start(self, kind: RoleKind, number: int, incarnation: int = 0) -> HandRole:
+    def start(self, kind: RoleKind, number: int, incarnation: int = 0) -> ManualRole:
         """Ask for a role, which may be there already; it is ready once it has told so (`roster.told`)."""
         files = RoleFiles(self._folder, kind, number)
         again = f" --incarnation {incarnation}" if incarnation else ""
         self._say(f"waiting for: rowstead role {kind} {self._folder} {number}{again}")
-        role = HandRole(files, incarnation)
+        role = ManualRole(files, incarnation)
         self._all.append(role)
         return role
 
-    def __enter__(self) -> ByHand:
+    def __enter__(self) -> ManualLauncher:
         self._thread = threading.Thread(target=self._beat, name="head is alive", daemon=True)
         self._thread.start()
         return self
@@ -118,18 +118,18 @@ def ask_former(folder: Path, roles: Iterable[tuple[RoleKind, int]]) -> None:
     """Ask roles that an earlier head has left behind to end."""
     for kind, number in roles:
         if (found := told(folder, kind, number)) is not None:
-            HandRole(RoleFiles(folder, kind, number), found.incarnation).ask_to_stop()
+            ManualRole(RoleFiles(folder, kind, number), found.incarnation).ask_to_stop()
 
 
 # In a role
 
 
-def is_by_hand() -> bool:
+def is_manual() -> bool:
     """Whether nobody but the user has started this role."""
     return HEAD not in os.environ
 
 
-class AskedByHand:
+class StopRequested:
     """Whether the head wants a role to end, or is gone itself."""
 
     def __init__(self, folder: Path, kind: RoleKind, number: int, incarnation: int) -> None:

@@ -25,7 +25,7 @@ TOLERANCE = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class ServerPiece:
     """Some rows of one table, kept by one server."""
 
     table: str
@@ -37,18 +37,18 @@ class Piece:
 class Partition:
     """Who keeps what. A server has at most one piece of a table, and may have none at all."""
 
-    servers: tuple[tuple[Piece, ...], ...]
+    servers: tuple[tuple[ServerPiece, ...], ...]
     """Of each server its pieces, in the order of tables."""
 
     @property
     def num_servers(self) -> int:
         return len(self.servers)
 
-    def pieces_of(self, layout: Layout, server: int) -> list[sharding.Piece]:
+    def pieces_of(self, layout: Layout, server: int) -> list[sharding.ShardPiece]:
         """The pieces of one server, with tables by their places in `layout`."""
         places = {table.name: place for place, table in enumerate(layout.tables)}
         return [
-            sharding.Piece(
+            sharding.ShardPiece(
                 table=places[piece.table],
                 first_row=piece.first_row,
                 num_rows=piece.num_rows,
@@ -90,7 +90,9 @@ class Partition:
             given = json.loads(plain) if isinstance(plain, str) else plain
             return cls(
                 servers=tuple(
-                    tuple(Piece(table=str(name), first_row=int(first), num_rows=int(count)) for name, first, count in pieces)
+                    tuple(
+                        ServerPiece(table=str(name), first_row=int(first), num_rows=int(count)) for name, first, count in pieces
+                    )
                     for pieces in given["servers"]
                 )
             )
@@ -140,11 +142,11 @@ def partition_tables(
         if loads[worst].most <= (1 + tolerance) / num_servers or num_servers == 1 or not can_cut:
             break
         is_cut[max(can_cut, key=lambda place: max(costs[place]))] = True
-    servers: list[list[Piece]] = [[] for _ in range(num_servers)]
+    servers: list[list[ServerPiece]] = [[] for _ in range(num_servers)]
     for table, where in zip(tables, homes, strict=True):
         for share, server in enumerate(where):
             first, last = table.num_rows * share // len(where), table.num_rows * (share + 1) // len(where)
-            servers[server].append(Piece(table=table.name, first_row=first, num_rows=last - first))
+            servers[server].append(ServerPiece(table=table.name, first_row=first, num_rows=last - first))
     return Partition(servers=tuple(tuple(pieces) for pieces in servers))
 
 

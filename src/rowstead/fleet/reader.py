@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rowstead.fleet.assignment_log import ProgressFile
-from rowstead.fleet.batch_assignments import Entry, Holder
+from rowstead.fleet.assignment_log import AssignmentLog
+from rowstead.fleet.batch_assignments import AssignedBatch, Holder
 from rowstead.fleet.log_share import EpochEnd, Fresh, LogShare, Place
 from rowstead.fleet.packing import Packed
 from rowstead.fleet.wire import Message, WireError
@@ -78,7 +78,7 @@ class Reader:
     def __init__(self, share: LogShare, progress: Path, *, read_ahead_bytes: int = READ_AHEAD_BYTES) -> None:
         """`progress` is the file of its book: where there is one, reading goes on from it."""
         self._share, self._read_ahead_bytes = share, read_ahead_bytes
-        self._progress = ProgressFile(progress, share.identity)
+        self._progress = AssignmentLog(progress, share.identity)
         self._book = self._progress.book
         self._lock = threading.RLock()
         self._room = threading.Condition(self._lock)
@@ -333,13 +333,13 @@ class Reader:
     def _may_add(self) -> bool:
         return not self._ready or self._ready_bytes < self._read_ahead_bytes
 
-    def _wanted(self) -> dict[int, Entry]:
+    def _wanted(self) -> dict[int, AssignedBatch]:
         """What is to be read again, where there is room for it."""
         if self._loaded_bytes >= self._read_ahead_bytes:
             return {}
         return {number: entry for number, entry in self._book.again.items() if number not in self._loaded}
 
-    def _load(self, wanted: dict[int, Entry]) -> None:
+    def _load(self, wanted: dict[int, AssignedBatch]) -> None:
         """Read batches again, as many as there is room for."""
         with contextlib.closing(self._share.again(wanted)) as batches:
             for number, packed in batches:

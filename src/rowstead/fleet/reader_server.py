@@ -15,7 +15,7 @@ from rowstead.fleet.keys import Keys
 from rowstead.fleet.log_share import LogShare
 from rowstead.fleet.packing import fits_int32
 from rowstead.fleet.reader import READ_AHEAD_BYTES, Reader, Request
-from rowstead.fleet.rpc_server import Handler, Later, Server
+from rowstead.fleet.rpc_server import DeferredReply, Handler, Server
 from rowstead.fleet.wire import Limits, Message, WireError
 from rowstead.kernels.layout import Layout
 from rowstead.stores.checked import CheckedSource
@@ -48,7 +48,7 @@ def serve_reader(
     here, so that no trainer has to. `ready` hears the address once it answers; `sampled` is given a function that says how the
     reader stands.
     """
-    progress = progress_file(folder, number)
+    progress = assignment_log_path(folder, number)
     progress.parent.mkdir(parents=True, exist_ok=True)
     share = LogShare(
         source if layout is None else CheckedSource(source, layout),
@@ -70,7 +70,7 @@ def serve_reader(
             server.serve(until)
 
 
-def progress_file(folder: Path, number: int) -> Path:
+def assignment_log_path(folder: Path, number: int) -> Path:
     """Where reader `number` of a run keeps its book."""
     return folder / "roles" / f"reader-{number}.progress"
 
@@ -95,8 +95,8 @@ def batches_of_readers(
 def handlers_of(reader: Reader) -> dict[str, Handler]:
     """What a reader answers: `ask` of trainers; `members` and `stop` of the head."""
 
-    def ask(message: Message, caller: Caller) -> Message | Later:
-        later = Later()
+    def ask(message: Message, caller: Caller) -> Message | DeferredReply:
+        later = DeferredReply()
         answer = reader.ask(Request.of(message.facts), later.answer)
         return later if answer is None else answer
 

@@ -1,4 +1,4 @@
-"""`Feed`: the batches of one trainer, from all readers, asked for ahead of time."""
+"""`RemoteBatches`: the batches of one trainer, from all readers, asked for ahead of time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 from rowstead.data.batch import Batch
 from rowstead.fleet.packing import unpack
-from rowstead.fleet.rpc_client import Client, RefusedError, ServerGone
+from rowstead.fleet.rpc_client import Client, RefusedError, ServerUnavailable
 from rowstead.fleet.wire import Message, WireError
 from rowstead.kernels.layout import Layout
 from rowstead.spec.errors import DataError, RowsteadError
@@ -43,7 +43,7 @@ class Ticket:
     """The place of the batch in the run, from 0, where the readers take turns."""
 
 
-class Feed:
+class RemoteBatches:
     """Batches for all threads of one trainer, about `batches_ahead` of them asked for ahead. Any thread may call any method.
 
     A thread for each reader asks for batches, with a client of its own, and tells what is done. The batches of one reader come in
@@ -92,7 +92,7 @@ class Feed:
         self._error: Exception | None = None
         self._closed = self._is_at_rest = False
         quota = math.ceil(max(1, batches_ahead) / len(connect))
-        self._lines = [_Line(number, self._lock, quota) for number in range(len(connect))]
+        self._lines = [_ReaderQueue(number, self._lock, quota) for number in range(len(connect))]
         self._threads = [
             threading.Thread(target=self._run, args=(line, make), name=f"feed-{line.number}", daemon=True)
             for line, make in zip(self._lines, connect, strict=True)
@@ -143,7 +143,7 @@ class Feed:
         for thread in self._threads:
             thread.join()
 
-    def __enter__(self) -> Feed:
+    def __enter__(self) -> RemoteBatches:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -186,7 +186,7 @@ class Feed:
         if self._error is not None and not self._queue:
             raise self._error
 
-    def _run(self, line: _Line, connect: Callable[[], Client]) -> None:
+    def _run(self, line: _ReaderQueue, connect: Callable[[], Client]) -> None:
         """Ask one reader for batches until it has no more."""
         try:
             with connect() as client:
@@ -198,7 +198,7 @@ class Feed:
                 for other in self._lines:
                     other.wake.notify()
 
-    def _ask_on(self, line: _Line, client: Client) -> None:
+    def _ask_on(self, line: _ReaderQueue, client: Client) -> None:
         num_refusals = 0
         while True:
             with self._lock:
@@ -209,9 +209,9 @@ class Feed:
             facts |= {"name": self.name, "incarnation": self._incarnation}
             try:
                 answer = client.call("ask", facts, deadline_s=_LEAVE_S if facts["leaves"] else _ASK_S)
-            except (ServerGone, RefusedError) as error:
+            except (ServerUnavailable, RefusedError) as error:
                 num_refusals = num_refusals + 1 if isinstance(error, RefusedError) else 0
-                line.num_lost += isinstance(error, ServerGone)
+                line.num_lost += isinstance(error, ServerUnavailable)
                 if facts["leaves"]:
                     return
                 if num_refusals == _REFUSALS:
@@ -227,7 +227,7 @@ class Feed:
                 if facts["leaves"] or line.state == "ended":
                     return
 
-    def _batches(self, line: _Line, answer: Message) -> list[tuple[Batch, Ticket]]:
+    def _batches(self, line: _ReaderQueue, answer: Message) -> list[tuple[Batch, Ticket]]:
         """What an answer brings; raises what the reader has to say where it brings nothing more."""
         facts = answer.facts
         if facts["state"] == "failed":
@@ -247,7 +247,7 @@ class Feed:
         return batches
 
 
-class _Line:
+class _ReaderQueue:
     """What the feed knows of one reader; under its lock."""
 
     def __init__(self, number: int, lock: threading.Lock, quota: int) -> None:

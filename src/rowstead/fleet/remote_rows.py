@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rowstead.fleet.partition import Partition, Piece
+from rowstead.fleet.partition import Partition, ServerPiece
 from rowstead.fleet.rpc_client import Client
 from rowstead.kernels.row_optimizer import compute_dtype, state_columns
 from rowstead.spec.errors import DataError
@@ -55,18 +55,18 @@ class RemoteRows:
                 parts += [self._part(server, piece, what, shape) for server, piece in self._pieces(table.name)]
         return parts
 
-    def _pieces(self, table: str) -> list[tuple[int, Piece]]:
+    def _pieces(self, table: str) -> list[tuple[int, ServerPiece]]:
         found = [(server, piece) for server, own in enumerate(self.partition.servers) for piece in own if piece.table == table]
         return sorted(found, key=lambda item: item[1].first_row)
 
-    def _take(self, server: int, piece: Piece, what: str, width: int, rows: Tensor) -> Tensor:
+    def _take(self, server: int, piece: ServerPiece, what: str, width: int, rows: Tensor) -> Tensor:
         """Rows [n] of a piece by their numbers in it."""
         facts, some = {"table": piece.table, "part": what}, rows.cpu().contiguous().split(self._rows_each(what, width))
         with self.settled():
             parts = [self.client(server).call("read_rows", facts, [numbers]).tensors[0] for numbers in some]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _part(self, server: int, piece: Piece, what: str, shape: tuple[int, int]) -> StatePart:
+    def _part(self, server: int, piece: ServerPiece, what: str, shape: tuple[int, int]) -> StatePart:
         facts = {"table": piece.table, "part": what}
         dtype, rows_each = self._type(what), self._rows_each(what, shape[1])
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from rowstead.data.batch import Sparse
 from rowstead.fleet.partition import Partition
 from rowstead.fleet.remote_rows import RemoteRows
-from rowstead.fleet.router import Routes, Split
+from rowstead.fleet.router import ServerRouter, Split
 from rowstead.fleet.rpc_client import Client, Pending
 from rowstead.kernels.check import check_gradient
 from rowstead.kernels.layout import Layout
@@ -34,7 +34,7 @@ from rowstead.kernels.row_optimizer import compute_dtype
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.train import SparseOptimizerSpec
 from rowstead.stores.base import StatePart
-from rowstead.stores.checked import checked
+from rowstead.stores.checked import check_batch
 from rowstead.stores.state import load_parts, whole_state
 
 Connect = Callable[[int], Client]
@@ -42,7 +42,7 @@ Connect = Callable[[int], Client]
 
 
 @dataclass(eq=False)
-class _Batch:
+class _RemoteBatch:
     """A batch that was announced or is being trained on."""
 
     sparse: Sparse
@@ -56,7 +56,7 @@ class _Batch:
 class _Update:
     """An update that is not wholly answered."""
 
-    batch: _Batch
+    batch: _RemoteBatch
     gradients: list[list[Tensor]]
     lr: float
     step: int
@@ -94,7 +94,7 @@ class RemoteStore(nn.Module):
         self.layout, self.tables, self.optimizer, self.partition = layout, layout.tables, optimizer, partition
         self.staleness, self._dtype, self._check = staleness, dtype, check
         self._connect = connect
-        self._routes = Routes(layout, partition, dtype)
+        self._routes = ServerRouter(layout, partition, dtype)
         self._clients: dict[int, Client] = {}
         kind = "sgd" if optimizer is None else optimizer.kind
         self._rows = RemoteRows(layout.tables, partition, kind, dtype, self._client, self._settled)
@@ -102,8 +102,8 @@ class RemoteStore(nn.Module):
         self._sent = [0] * partition.num_servers
         """Updates that were sent to each server."""
         self._lost = [0] * partition.num_servers
-        self._coming: deque[_Batch] = deque()
-        self._current: _Batch | None = None
+        self._coming: deque[_RemoteBatch] = deque()
+        self._current: _RemoteBatch | None = None
         self._unanswered: deque[_Update] = deque()
         self._num_batches = 0
         self._num_settled = 0
@@ -135,7 +135,7 @@ class RemoteStore(nn.Module):
     def lookup(self, sparse: Sparse) -> Tensor:
         with self._turn:
             if not self.training:  # in between, and no batch of the training
-                return self._answer(self._start_lookup(_Batch(sparse, 0, self._cut(sparse))))
+                return self._answer(self._start_lookup(_RemoteBatch(sparse, 0, self._cut(sparse))))
             batch = self._taken(sparse)
             if batch.answers is None:
                 self._start_lookup(batch)
@@ -151,14 +151,14 @@ class RemoteStore(nn.Module):
     def update(self, sparse: Sparse, grad: Tensor, *, lr: float, step: int) -> None:
         assert self.optimizer is not None, "this store was made for look-ups only"
         if self._check:
-            sparse = self.checked(sparse)
+            sparse = self.check_batch(sparse)
             check_gradient(self.layout, sparse.offsets, grad)
         assert grad.dtype == compute_dtype(self._dtype), f"rows are {self._dtype}, their gradient is {grad.dtype}"
         with self._turn:
             batch, self._current = self._current, None
             is_known = batch is not None and _is_same(batch.sparse, sparse)
             if batch is None or not is_known:
-                batch = _Batch(sparse, self._next_number(), self._cut(sparse))
+                batch = _RemoteBatch(sparse, self._next_number(), self._cut(sparse))
             while self._unanswered and len(self._unanswered) >= max(1, self.staleness):
                 self._settle_one()
             self._start_update(batch, batch.split.gradients(grad, self.optimizer.clip), lr, step, is_known)
@@ -175,7 +175,7 @@ class RemoteStore(nn.Module):
         """Cut a coming batch by servers, and send its look-up as early as the staleness allows."""
         with self._turn:
             split = self._cut(sparse)
-            self._coming.append(_Batch(sparse, self._next_number(), split))
+            self._coming.append(_RemoteBatch(sparse, self._next_number(), split))
             self._send_coming()
 
     def drop_prefetched(self) -> None:
@@ -202,9 +202,9 @@ class RemoteStore(nn.Module):
         self.drop_prefetched()
         load_parts(self.parts(), state, rows_only=rows_only)
 
-    def checked(self, sparse: Sparse) -> Sparse:
+    def check_batch(self, sparse: Sparse) -> Sparse:
         """The same batch, known to fit if this store checks batches."""
-        return checked(sparse, self.layout, torch.device("cpu")) if self._check and self.tables else sparse
+        return check_batch(sparse, self.layout, torch.device("cpu")) if self._check and self.tables else sparse
 
     # Of a remote store alone
 
@@ -264,19 +264,19 @@ class RemoteStore(nn.Module):
     # Look-ups
 
     def _cut(self, sparse: Sparse) -> Split:
-        return self._routes.cut(self.checked(sparse))
+        return self._routes.cut(self.check_batch(sparse))
 
     def _next_number(self) -> int:
         self._num_batches += 1
         return self._num_batches
 
-    def _taken(self, sparse: Sparse) -> _Batch:
+    def _taken(self, sparse: Sparse) -> _RemoteBatch:
         """A batch whose turn it is, announced or not."""
         if any(_is_same(batch.sparse, sparse) for batch in self._coming):
             while not _is_same((batch := self._coming.popleft()).sparse, sparse):
                 pass
         else:
-            batch = _Batch(sparse, self._next_number(), self._cut(sparse))
+            batch = _RemoteBatch(sparse, self._next_number(), self._cut(sparse))
         self._num_settled = max(self._num_settled, batch.number - 1)
         return batch
 
@@ -291,7 +291,7 @@ class RemoteStore(nn.Module):
                 self._start_lookup(batch)
                 self.num_lookups_early += 1
 
-    def _start_lookup(self, batch: _Batch) -> _Batch:
+    def _start_lookup(self, batch: _RemoteBatch) -> _RemoteBatch:
         keeps = batch.number > 0 and self.optimizer is not None
         batch.answers = []
         for server, ask in enumerate(batch.split.asks):
@@ -303,13 +303,13 @@ class RemoteStore(nn.Module):
             batch.answers.append(self._client(server).start("lookup", facts, tensors))
         return batch
 
-    def _answer(self, batch: _Batch) -> Tensor:
+    def _answer(self, batch: _RemoteBatch) -> Tensor:
         assert batch.answers is not None
         return batch.split.joined([[] if answer is None else answer.wait().tensors for answer in batch.answers])
 
     # Updates
 
-    def _start_update(self, batch: _Batch, gradients: list[list[Tensor]], lr: float, step: int, is_known: bool) -> None:
+    def _start_update(self, batch: _RemoteBatch, gradients: list[list[Tensor]], lr: float, step: int, is_known: bool) -> None:
         update = _Update(batch, gradients, lr, step, [0] * len(gradients))
         for server, ask in enumerate(batch.split.asks):
             if ask.is_empty or not len(ask.sent_ids):

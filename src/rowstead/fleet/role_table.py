@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rowstead.fleet.role_usage import UsageReader
-from rowstead.training.progress import Silent, Watcher
+from rowstead.training.progress import NoProgress, ProgressCallback
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,14 +28,14 @@ class RoleRow:
     num_restarts: int = 0
 
 
-class FleetWatcher(Watcher, Protocol):
-    """A Watcher that is told of the roles too, about once a second."""
+class FleetCallback(ProgressCallback, Protocol):
+    """A ProgressCallback that is told of the roles too, about once a second."""
 
     def on_roles(self, rows: Sequence[RoleRow]) -> None: ...
 
 
-class SilentFleet(Silent):
-    """A FleetWatcher that looks away."""
+class NoFleetProgress(NoProgress):
+    """A FleetCallback that looks away."""
 
     def on_roles(self, rows: Sequence[RoleRow]) -> None: ...
 

@@ -17,10 +17,10 @@ from typing import Any
 
 from rowstead.distributed.launch import LOST
 from rowstead.fleet.build import fleet_dtype, fleet_of, row_dtype, sources_of, told_keys
-from rowstead.fleet.fork_server import tend
+from rowstead.fleet.fork_server import serve_forks
 from rowstead.fleet.keys import Keys
-from rowstead.fleet.local_process import end_with_head, stop_asked
-from rowstead.fleet.manual_launch import AskedByHand, is_by_hand, leave_code
+from rowstead.fleet.local_process import end_with_coordinator, stop_asked
+from rowstead.fleet.manual_launch import StopRequested, is_manual, leave_code
 from rowstead.fleet.restart_policy import MISTAKE, STOPPED
 from rowstead.fleet.role_lock import sole_holder
 from rowstead.fleet.role_usage import RoleSampler
@@ -55,11 +55,11 @@ def serve_role(
     return {"sparse": _serve_sparse, "dense": _serve_dense, "reader": _serve_reader, "trainer": _train}[kind](role)
 
 
-def be_role(kind: RoleKind, folder: Path, number: int, incarnation: int, *, address: str = LOOPBACK) -> int:
+def run_role(kind: RoleKind, folder: Path, number: int, incarnation: int, *, address: str = LOOPBACK) -> int:
     """Be a role in a process of its own, until asked to end or its head is gone; returns the exit code."""
     is_asked = stop_asked()
-    end_with_head()
-    asked_by_hand = AskedByHand(folder, kind, number, incarnation) if is_by_hand() else None
+    end_with_coordinator()
+    asked_by_hand = StopRequested(folder, kind, number, incarnation) if is_manual() else None
 
     def until() -> bool:
         return is_asked() or (asked_by_hand is not None and asked_by_hand.is_so())
@@ -191,13 +191,13 @@ def _serve_reader(role: _Role) -> bool:
 
 
 def _train(role: _Role) -> bool:
-    from rowstead.fleet.trainer import Trainer
+    from rowstead.fleet.trainer import FleetTrainer
 
     while not role.roster.facts.get(TRAINERS_BEGIN):  # started by hand, before there was anything to train with
         if role.until():
             return False
         time.sleep(0.1)
-    trainer = Trainer(role.spec, role.folder, role.number, incarnation=role.incarnation, keys=role.keys)
+    trainer = FleetTrainer(role.spec, role.folder, role.number, incarnation=role.incarnation, keys=role.keys)
     with role.at_work():
         role.sampled(trainer.figures)
         return trainer.run(until=role.until, ready=role.ready)
@@ -208,4 +208,4 @@ if __name__ == "__main__":  # the process that is forked for each role: `fleet/f
     from rowstead.fleet import sparse_server as sparse_server
     from rowstead.fleet import trainer as trainer  # all that roles need is imported before
 
-    tend(Path(sys.argv[1]), be_role)
+    serve_forks(Path(sys.argv[1]), run_role)

@@ -62,7 +62,7 @@ class ServerSlots:
         )
 
 
-class Routes:
+class ServerRouter:
     """Which ids go to which server, as arrays for the compiled programs."""
 
     def __init__(self, layout: Layout, partition: Partition, dtype: torch.dtype) -> None:
@@ -149,7 +149,7 @@ class Ask:
     sent_shares: Array
 
     @classmethod
-    def of(cls, slots: ServerSlots, routes: Routes, num_samples: int, ids: Array, lengths: Array, shares: Array) -> Ask:
+    def of(cls, slots: ServerSlots, routes: ServerRouter, num_samples: int, ids: Array, lengths: Array, shares: Array) -> Ask:
         num_tables = len(slots.table_widths)
         bounds = np.empty(len(slots.features) + 1, np.int64)
         programs.bounds_of(lengths, len(slots.features), num_samples, bounds)
@@ -235,7 +235,7 @@ class Ask:
 class Split:
     """A batch, cut."""
 
-    routes: Routes
+    routes: ServerRouter
     sparse: Sparse
     asks: list[Ask]
     """One a server."""

@@ -42,7 +42,7 @@ _SHUT_OUT = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCO
 _WATCHED = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | _SHUT_OUT | zmq.EVENT_HANDSHAKE_SUCCEEDED
 
 
-class ServerGone(LostProcessError):  # noqa: N818 (what happened, not a mistake)
+class ServerUnavailable(LostProcessError):  # noqa: N818 (what happened, not a mistake)
     """A server has not answered in time."""
 
 
@@ -74,7 +74,7 @@ class Pending:
         return self._has_ended
 
     def wait(self) -> Message:
-        """The answer; blocks until it is there. Raises `RefusedError`, or `ServerGone` when the deadline has passed."""
+        """The answer; blocks until it is there. Raises `RefusedError`, or `ServerUnavailable` when the deadline has passed."""
         if not self._has_ended:
             self._client._wait_until(lambda: self._has_ended)
         if self._error is not None:
@@ -209,7 +209,7 @@ class Client:
             return
         self._disconnect()
         for pending in self._unanswered.values():
-            pending._end(ServerGone(f"{self.name} was closed before `{pending.kind}` was answered"))
+            pending._end(ServerUnavailable(f"{self.name} was closed before `{pending.kind}` was answered"))
         self._unanswered.clear()
         self._dropped.detach()
         self._context.term()
@@ -354,7 +354,7 @@ class Client:
             del self._unanswered[pending.number]
             why = self._trouble or "it is connected, so perhaps only slow: allow it more time"
             pending._end(
-                ServerGone(
+                ServerUnavailable(
                     f"the server at {self._last_address} has not answered `{pending.kind}` of {self.name} in time; {why}"
                 )
             )

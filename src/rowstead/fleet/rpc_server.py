@@ -17,9 +17,9 @@ from typing import Any
 import psutil
 import zmq
 
-from rowstead.fleet.deduplication import Caller, Ledger, Verdict
+from rowstead.fleet.deduplication import Caller, RequestDeduplicator, RequestVerdict
+from rowstead.fleet.deferred_reply import DeferredReply as DeferredReply
 from rowstead.fleet.deferred_reply import Handler as Handler
-from rowstead.fleet.deferred_reply import Later as Later
 from rowstead.fleet.keys import Gate, Keys, check_address, protect_server
 from rowstead.fleet.sockets import prepare, receive_frames, send_frames
 from rowstead.fleet.wire import (
@@ -55,7 +55,7 @@ class _Job:
 
 
 @dataclass(slots=True)
-class _Line:
+class _ClientQueue:
     """Requests of one client that wait for a thread; one of them runs at a time."""
 
     jobs: deque[_Job] = field(default_factory=deque)
@@ -67,7 +67,7 @@ class Server:
 
     One thread reads and sends. With `threads` = 1 it runs the handlers too; with more, that many threads run them, the requests of
     different clients side by side. Those of one client run one at a time, in the order of their numbers; one whose handler returned
-    a `Later` counts as run. The kind `status` is answered by the server itself, with the facts of `status` added to its own.
+    a `DeferredReply` counts as run. The kind `status` is answered by the server itself, with the facts of `status` added to its own.
     """
 
     def __init__(
@@ -98,12 +98,12 @@ class Server:
         self._handlers = {**handlers, "status": self._answer_status}
         self._status = status
         self._limits = limits
-        self._ledger = Ledger(limits)
+        self._ledger = RequestDeduplicator(limits)
         self._num_threads = threads
         self._outbox: deque[tuple[Header, list[Buffer]]] = deque()
-        self._ended: deque[_Line] = deque()
-        self._lines: dict[int, _Line] = {}
-        self._ready: SimpleQueue[_Line | None] = SimpleQueue()
+        self._ended: deque[_ClientQueue] = deque()
+        self._lines: dict[int, _ClientQueue] = {}
+        self._ready: SimpleQueue[_ClientQueue | None] = SimpleQueue()
         self._queued_bytes = 0
         self._num_queued = 0
         self._serving = threading.Lock()
@@ -247,17 +247,17 @@ class Server:
                 self._send(route, self._encoded(number, error))
             return
         verdict, answer = self._ledger.take(header, route)
-        if verdict is Verdict.RUN:
+        if verdict is RequestVerdict.RUN:
             self._begin(_Job(header, message, num_bytes))
             return
-        self.num_repeated += verdict is not Verdict.TOO_MANY
-        if verdict is Verdict.REPEAT:
+        self.num_repeated += verdict is not RequestVerdict.TOO_MANY
+        if verdict is RequestVerdict.REPEAT:
             assert answer is not None
             self._send(route, answer)
-        elif verdict is Verdict.FORGOTTEN:
+        elif verdict is RequestVerdict.FORGOTTEN:
             problem = f"`{header.kind}` of {header.name} was done before, but its answer is no longer kept"
             self._send(route, self._encoded(header.number, RowsteadError(problem)))
-        elif verdict is Verdict.TOO_MANY:
+        elif verdict is RequestVerdict.TOO_MANY:
             self._num_refused += 1
             problem = f"{header.name} has too many requests in flight, or {self.name} too many clients; ask for less at a time"
             self._send(route, self._encoded(header.number, RowsteadError(problem)))
@@ -267,7 +267,7 @@ class Server:
         if self._num_threads == 1:
             self._run(job)
             return
-        line = self._lines.setdefault(job.header.sender, _Line())
+        line = self._lines.setdefault(job.header.sender, _ClientQueue())
         line.jobs.append(job)
         self._queued_bytes += job.num_bytes
         self._num_queued += 1
@@ -284,7 +284,7 @@ class Server:
 
     def _run(self, job: _Job) -> None:
         header = job.header
-        outcome: Message | Later | Exception
+        outcome: Message | DeferredReply | Exception
         try:
             outcome = self._handlers[header.kind](job.message, Caller(header.name, header.sender))
         except RowsteadError as error:
@@ -292,7 +292,7 @@ class Server:
         except Exception as error:
             _log.exception("%s failed at `%s` of %s", self.name, header.kind, header.name)
             outcome = RowsteadError(f"{self.name} failed at `{header.kind}`: {type(error).__name__}: {error}")
-        if isinstance(outcome, Later):
+        if isinstance(outcome, DeferredReply):
             outcome.send_by(lambda answer: self._post(header, answer))
         else:
             self._post(header, outcome)

@@ -27,7 +27,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from rowstead.fleet.table_shard import Copied, KeptRows
+from rowstead.fleet.table_shard import Copied, TableShard
 from rowstead.records.files import fsync_folder, write_atomic
 from rowstead.spec.errors import CheckpointError
 
@@ -59,7 +59,7 @@ class Snapshots:
     """
 
     def __init__(
-        self, kept: KeptRows, folder: Path, *, every_s: float | None = None, counted: Callable[[], dict[str, Any]] = dict
+        self, kept: TableShard, folder: Path, *, every_s: float | None = None, counted: Callable[[], dict[str, Any]] = dict
     ) -> None:
         self._kept, self._folder, self._every_s, self._counted = kept, folder, every_s, counted
         self._full: str | None = None
@@ -198,7 +198,7 @@ class Snapshots:
                 due_s = time.monotonic() + self._every_s
 
 
-def describe(kept: KeptRows) -> dict[str, Any]:
+def describe(kept: TableShard) -> dict[str, Any]:
     """What a snapshot must agree with."""
     return {
         "pieces": [
@@ -218,7 +218,7 @@ def remove_others(folder: Path, names: set[str | None]) -> None:
                 path.unlink()
 
 
-def _write(path: Path, kept: KeptRows, num_rows: int) -> int:
+def _write(path: Path, kept: TableShard, num_rows: int) -> int:
     """Write the snapshot that has begun; returns its bytes."""
     count = 0
     with open(path, "wb") as file:
@@ -246,7 +246,7 @@ def _write(path: Path, kept: KeptRows, num_rows: int) -> int:
     return num_bytes
 
 
-def read_rows(path: Path, kept: KeptRows) -> Iterator[Copied]:
+def read_rows(path: Path, kept: TableShard) -> Iterator[Copied]:
     """The rows of a file, block by block; raises a CheckpointError where it is damaged."""
     count = 0
     try:
@@ -267,7 +267,7 @@ def read_rows(path: Path, kept: KeptRows) -> Iterator[Copied]:
             yield copied
 
 
-def _block(file: BinaryIO, path: Path, header: Mapping[str, Any], kept: KeptRows) -> Copied:
+def _block(file: BinaryIO, path: Path, header: Mapping[str, Any], kept: TableShard) -> Copied:
     try:
         table, num = kept.places[header["table"]], int(header["count"])
         first = header.get("first")

@@ -28,15 +28,15 @@ from typing import Any
 import torch
 
 from rowstead.distributed.sharding import piece_layout
-from rowstead.fleet.applied_updates import Tally
+from rowstead.fleet.applied_updates import AppliedUpdates
 from rowstead.fleet.deduplication import Caller
 from rowstead.fleet.keys import Keys
-from rowstead.fleet.lookup_request import Asked
+from rowstead.fleet.lookup_request import LookupRequest
 from rowstead.fleet.partition import Partition
 from rowstead.fleet.roster import Roster
-from rowstead.fleet.rpc_server import Later, Server
+from rowstead.fleet.rpc_server import DeferredReply, Server
 from rowstead.fleet.snapshot import Snapshots, Written
-from rowstead.fleet.table_shard import KeptRows
+from rowstead.fleet.table_shard import TableShard
 from rowstead.fleet.wire import Limits, Message
 from rowstead.kernels.layout import layout_of
 from rowstead.spec.errors import DataError, RowsteadError
@@ -52,7 +52,7 @@ class SparseServer:
 
     def __init__(
         self,
-        kept: KeptRows,
+        kept: TableShard,
         *,
         address: str = "tcp://127.0.0.1:0",
         keys: Keys | None = None,
@@ -65,16 +65,16 @@ class SparseServer:
     ) -> None:
         """`snapshots` is the folder of its own in which it keeps them; what it finds there it goes on from."""
         self.kept = kept
-        self.tally = Tally()
+        self.tally = AppliedUpdates()
         self.snapshots: Snapshots | None = None
         if snapshots is not None:
             self.snapshots = Snapshots(
                 kept, snapshots, every_s=snapshot_every_s, counted=lambda: {"sent": self.tally.to_json()}
             )
             if (counts := self.snapshots.restore()) is not None:
-                self.tally = Tally.from_json(counts["sent"])
+                self.tally = AppliedUpdates.from_json(counts["sent"])
         self.num_lookups = self.num_samples = 0
-        self._batches: OrderedDict[tuple[str, int], Asked] = OrderedDict()
+        self._batches: OrderedDict[tuple[str, int], LookupRequest] = OrderedDict()
         self._batches_bytes, self._most_bytes = 0, remembered_bytes
         self._lock = threading.Lock()
         self.server = Server(
@@ -194,10 +194,10 @@ class SparseServer:
             self.kept.write(str(facts.get("table")), str(facts.get("part")), start, message.tensors[0])
         return Message("write_rows")
 
-    def _snapshot(self, message: Message, caller: Caller) -> Later:
+    def _snapshot(self, message: Message, caller: Caller) -> DeferredReply:
         if self.snapshots is None:
             raise RowsteadError("this server was started without a folder for snapshots")
-        later = Later()
+        later = DeferredReply()
 
         def done(outcome: Written | Exception) -> None:
             if isinstance(outcome, Exception):
@@ -211,7 +211,7 @@ class SparseServer:
 
     # Batches between look-up and update
 
-    def _remember(self, key: tuple[str, int], asked: Asked) -> None:
+    def _remember(self, key: tuple[str, int], asked: LookupRequest) -> None:
         with self._lock:
             before = self._batches.pop(key, None)
             self._batches[key] = asked
@@ -220,7 +220,7 @@ class SparseServer:
                 _, oldest = self._batches.popitem(last=False)
                 self._batches_bytes -= oldest.num_bytes
 
-    def _recall(self, key: tuple[str, int]) -> Asked | None:
+    def _recall(self, key: tuple[str, int]) -> LookupRequest | None:
         with self._lock:
             found = self._batches.pop(key, None)
             self._batches_bytes -= 0 if found is None else found.num_bytes
@@ -256,7 +256,7 @@ def serve_sparse(
     if not 0 <= number < partition.num_servers:
         raise RowsteadError(f"there is no sparse server {number}: the tables are shared by {partition.num_servers}, from 0 on")
     pieces = partition.pieces_of(layout, number)
-    kept = KeptRows(piece_layout(layout, pieces), spec.train.sparse_optimizer, seed=spec.seed, dtype=dtype)
+    kept = TableShard(piece_layout(layout, pieces), spec.train.sparse_optimizer, seed=spec.seed, dtype=dtype)
     server = SparseServer(
         kept,
         address=address,

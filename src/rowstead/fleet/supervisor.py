@@ -15,7 +15,7 @@ from rowstead.fleet.keys import Keys
 from rowstead.fleet.local_process import Role, stopped
 from rowstead.fleet.restart_policy import MISTAKE, Decision, Ended, decide
 from rowstead.fleet.roster import RoleAddress, RoleFiles, Roster, told
-from rowstead.fleet.rpc_client import Client, ServerGone
+from rowstead.fleet.rpc_client import Client, ServerUnavailable
 from rowstead.fleet.wire import Message
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.fleet import FleetSpec, RoleKind
@@ -41,13 +41,13 @@ class Launcher(Protocol):
 class RoleError(RowsteadError):
     """A role without which the fleet cannot go on. `is_mistake`: it said itself that what it was given cannot be right."""
 
-    def __init__(self, text: str, post: Post, *, is_mistake: bool) -> None:
+    def __init__(self, text: str, post: RoleHandle, *, is_mistake: bool) -> None:
         super().__init__(text)
         self.post, self.is_mistake = post, is_mistake
 
 
 @dataclass
-class Post:
+class RoleHandle:
     """One role of the fleet, whichever process fills it now."""
 
     kind: RoleKind
@@ -73,7 +73,7 @@ class Post:
         return self.state in ("starting", "ready")
 
 
-class Crew:
+class Supervisor:
     """All roles of one fleet, as the head sees them. One thread calls it."""
 
     def __init__(
@@ -89,13 +89,13 @@ class Crew:
         self.folder, self.spec, self.facts = folder, spec, dict(facts)
         self._launcher, self._say, self._keys = launcher, say, keys
         self.roster = Roster(folder)
-        self.posts: list[Post] = []
+        self.posts: list[RoleHandle] = []
         self.num_restarts: dict[str, int] = {}
         """By kind of role, over the whole run."""
         self._untold: set[str] = set()
         """Servers that have not heard yet who is alive."""
         self._clients: dict[str, Client] = {}
-        self.on_event: Callable[[str, Post, str], None] = lambda what, post, why: None
+        self.on_event: Callable[[str, RoleHandle, str], None] = lambda what, post, why: None
         """Is told of restarts and of roles that were given up."""
         self._write_roster()
 
@@ -108,7 +108,7 @@ class Crew:
             if kind in kinds:
                 log_bytes = RoleFiles(self.folder, kind, number).log_bytes
                 role = self._launcher.start(kind, number)
-                self.posts.append(Post(kind, number, role, started=time.monotonic(), log_bytes=log_bytes))
+                self.posts.append(RoleHandle(kind, number, role, started=time.monotonic(), log_bytes=log_bytes))
 
     def wait_ready(self, until: Callable[[], bool] = lambda: False) -> None:
         """Return once all that were begun are ready or have ended, or `until` holds; a RoleError if one of them cannot be."""
@@ -134,7 +134,7 @@ class Crew:
         """Whether a trainer is at work, or will be again."""
         return any(post.state in ("starting", "ready", "to be started") for post in self.of("trainer"))
 
-    def of(self, *kinds: RoleKind) -> list[Post]:
+    def of(self, *kinds: RoleKind) -> list[RoleHandle]:
         return [post for post in self.posts if post.kind in kinds]
 
     def stop(self, *kinds: RoleKind, grace_s: float = 10.0) -> None:
@@ -151,7 +151,9 @@ class Crew:
             time.sleep(LOOK_EVERY_S)
         stopped(running, 0.0)
 
-    def call(self, post: Post, kind: str, facts: Mapping[str, Any] | None = None, *, deadline_s: float = TELL_S) -> Message:
+    def call(
+        self, post: RoleHandle, kind: str, facts: Mapping[str, Any] | None = None, *, deadline_s: float = TELL_S
+    ) -> Message:
         """Ask a server something."""
         client = self._clients.get(post.name)
         if client is None:
@@ -165,7 +167,7 @@ class Crew:
 
     # What happens to a role
 
-    def _is_ready_yet(self, post: Post) -> None:
+    def _is_ready_yet(self, post: RoleHandle) -> None:
         found = told(self.folder, post.kind, post.number)
         if found is not None and found.incarnation == post.incarnation:
             post.state, post.address = "ready", found
@@ -178,7 +180,7 @@ class Crew:
                 f"{post.kind} {post.number} was not ready after {self.spec.start_s:g} s: allow more by `fleet.start_s` if it only is slow",
             )
 
-    def _ended(self, post: Post, code: int) -> None:
+    def _ended(self, post: RoleHandle, code: int) -> None:
         others = [other for other in self.of("trainer") if other is not post]
         ended = Ended(
             kind=post.kind,
@@ -191,7 +193,7 @@ class Crew:
         )
         self._follow(post, decide(ended, self.spec), is_mistake=code == MISTAKE)
 
-    def _follow(self, post: Post, decision: Decision, *, is_mistake: bool) -> None:
+    def _follow(self, post: RoleHandle, decision: Decision, *, is_mistake: bool) -> None:
         if decision.action == "give up":
             self._fail(post, decision.why, is_mistake=is_mistake)
         if decision.action == "done":
@@ -208,13 +210,13 @@ class Crew:
             self.on_event("restart", post, decision.why)
         self._members_changed()
 
-    def _start_again(self, post: Post) -> None:
+    def _start_again(self, post: RoleHandle) -> None:
         post.incarnation += 1
         post.log_bytes = RoleFiles(self.folder, post.kind, post.number).log_bytes
         post.role = self._launcher.start(post.kind, post.number, post.incarnation)
         post.state, post.started = "starting", time.monotonic()
 
-    def _fail(self, post: Post, why: str, *, is_mistake: bool = False) -> None:
+    def _fail(self, post: RoleHandle, why: str, *, is_mistake: bool = False) -> None:
         post.state = "given up"
         files = RoleFiles(self.folder, post.kind, post.number)
         said = files.last_lines(since_bytes=post.log_bytes)
@@ -238,10 +240,10 @@ class Crew:
         for post in self._ready(self._untold):
             try:
                 self.call(post, "members", {"names": alive})
-            except ServerGone:
+            except ServerUnavailable:
                 continue  # it has ended and comes back, or is slow: next time
             self._untold.discard(post.name)
 
-    def _ready(self, names: Iterable[str]) -> list[Post]:
+    def _ready(self, names: Iterable[str]) -> list[RoleHandle]:
         wanted = set(names)
         return [post for post in self.posts if post.name in wanted and post.state == "ready"]

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rowstead.fleet.lookup_request import Asked, Reading
+from rowstead.fleet.lookup_request import LookupRequest, RequestReader
 from rowstead.kernels.cpu import embedding as cpu
 from rowstead.kernels.cpu.distinct_rows import gather_rows, update_rows
 from rowstead.kernels.layout import Layout
@@ -45,14 +45,14 @@ class Copied:
     rows: NDArray[np.int64]
     """Numbers [n], in the server's piece."""
     values: list[Tensor]
-    """The rows and what the optimizer remembers of them, [n, columns] each, in the order of `KeptRows.parts`."""
+    """The rows and what the optimizer remembers of them, [n, columns] each, in the order of `TableShard.parts`."""
 
     @property
     def num_bytes(self) -> int:
         return self.rows.nbytes + sum(value.nbytes for value in self.values)
 
 
-class KeptRows:
+class TableShard:
     """A server's pieces of tables. `hogwild` says whether several threads may change rows at once."""
 
     def __init__(
@@ -67,7 +67,7 @@ class KeptRows:
         self.optimizer = None if optimizer is None else dataclasses.replace(optimizer, clip=None)
         self.layout, self.dtype, self.seed = layout, dtype, seed
         self.store = DeviceStore(layout, self.optimizer, seed=seed, kernel="cpu", dtype=dtype)
-        self.reading = Reading(layout)
+        self.reading = RequestReader(layout)
         self.places = {table.name: place for place, table in enumerate(layout.tables)}
         self._rows = [rows.detach() for rows in self.store.weights]
         self._states = self.store.row_states
@@ -87,7 +87,7 @@ class KeptRows:
 
     # Look-ups and updates
 
-    def lookup(self, asked: Asked) -> list[Tensor]:
+    def lookup(self, asked: LookupRequest) -> list[Tensor]:
         """Pooled vectors [B, width], and distinct rows, flat; either only if it was asked for."""
         answers = []
         pooled = asked.pooled
@@ -98,7 +98,7 @@ class KeptRows:
             answers.append(gather_rows(self._rows, asked.distinct, asked.row_bounds))
         return answers
 
-    def check_gradients(self, asked: Asked, gradients: list[Tensor]) -> None:
+    def check_gradients(self, asked: LookupRequest, gradients: list[Tensor]) -> None:
         """Raise a DataError unless gradients are of the shapes of what `lookup` answers."""
         shapes: list[tuple[int, ...]] = []
         if asked.pooled.places and asked.num_samples:
@@ -111,7 +111,7 @@ class KeptRows:
             found = [(tuple(each.shape), str(each.dtype)) for each in gradients]
             raise DataError(f"the gradients are {found}, and {shapes} of {dtype} are wanted")
 
-    def update(self, asked: Asked, gradients: list[Tensor], *, lr: float, step: int) -> None:
+    def update(self, asked: LookupRequest, gradients: list[Tensor], *, lr: float, step: int) -> None:
         """Apply the optimizer to every row that was asked for; inside `changing`, with gradients that were checked."""
         assert self.optimizer is not None, "this server was made for look-ups only"
         borders, tables = asked.segments

@@ -32,9 +32,9 @@ from rowstead.fleet.build import (
     save_checkpoint,
     write_dense,
 )
-from rowstead.fleet.dense_server import RemoteCentre
+from rowstead.fleet.dense_server import DenseServerClient
 from rowstead.fleet.keys import Keys
-from rowstead.fleet.remote_batches import Feed, Ticket
+from rowstead.fleet.remote_batches import RemoteBatches, Ticket
 from rowstead.fleet.remote_store import RemoteStore
 from rowstead.fleet.roster import Roster
 from rowstead.records.run_folder import RunFolder
@@ -44,10 +44,10 @@ from rowstead.spec.train import TrainSpec
 from rowstead.stores.base import EmbeddingStore
 from rowstead.stores.host import HostStore
 from rowstead.training import checkpoint
-from rowstead.training.build import device_of, store_for, threads_of
+from rowstead.training.build import build_store, device_of, set_threads
 from rowstead.training.hogwild import Hogwild
 from rowstead.training.loop import Position
-from rowstead.training.prefetch import announced, copied_ahead, pinned
+from rowstead.training.prefetch import copy_ahead, pin_batches, prefetch_rows
 from rowstead.training.progress import Window
 from rowstead.training.step import Stepper, load_model
 from rowstead.training.sync import Unsynchronised, policies_for
@@ -56,7 +56,7 @@ DEADLINE_S = 120.0
 """How long a server may be away before a trainer gives up; time enough to start it again."""
 
 
-class Trainer:
+class FleetTrainer:
     """One trainer, from its first batch to its last. `run` is called once; `figures` from any thread."""
 
     def __init__(self, spec: RunSpec, folder: Path, number: int, *, incarnation: int = 0, keys: Keys | None = None) -> None:
@@ -75,7 +75,7 @@ class Trainer:
         self._position = Position()
         """Of earlier parts of the run, where this trainer keeps the tables."""
         self._saves = _Every(self._fleet.snapshot_every_s)
-        self._feed: Feed | None = None
+        self._feed: RemoteBatches | None = None
         self._workers: list[Stepper] = []
         self._stores: list[Any] = []
         """Those that may be remote, one a thread."""
@@ -111,7 +111,7 @@ class Trainer:
         def work(thread: int, worker: Stepper) -> None:
             self._work(thread, worker, stops)
 
-        feed = self._feed = Feed(readers, name=self.name, layout=layout, ids=ids, until=stops)
+        feed = self._feed = RemoteBatches(readers, name=self.name, layout=layout, ids=ids, until=stops)
         is_at_rest = False
         try:
             for worker, policy in zip(hogwild.workers, policies, strict=False):
@@ -120,7 +120,7 @@ class Trainer:
             if num_threads > 1:
                 hogwild.run(work)
             else:
-                with threads_of(spec):
+                with set_threads(spec):
                     work(0, stepper)
             is_at_rest = True
             for policy in policies:
@@ -160,7 +160,7 @@ class Trainer:
         trained: deque[Ticket] = deque()
         """Whose updates may still be on their way: were this process killed now, others would have to train on them again."""
         while not stops() and feed.more():
-            with contextlib.closing(announced(self._batches(feed), store)) as items:
+            with contextlib.closing(prefetch_rows(self._batches(feed), store)) as items:
                 for batch, here, ticket in items:
                     self._step(thread, worker, batch, here, ticket)
                     trained.append(ticket)
@@ -182,23 +182,23 @@ class Trainer:
             loss = worker.step(here, ticket.step + 1)
         except TrainingError as error:
             raise TrainingError(f"{error} (epoch {ticket.epoch}, batch {ticket.step} of the run, {self.name})") from None
-        whole, phase_s = batch.whole, worker.timers.totals_s()
+        whole, phase_s = batch.global_facts, worker.timers.totals_s()
         with self._lock:
             self._phase_s[thread] = phase_s
             self._num_steps += 1
             self._num_samples += whole.num_samples
             self._window.add(whole.weight, loss, whole.mean_label)
 
-    def _batches(self, feed: Feed) -> Iterator[tuple[Batch, Batch, Ticket]]:
+    def _batches(self, feed: RemoteBatches) -> Iterator[tuple[Batch, Batch, Ticket]]:
         """Each batch as it was read, on the device that trains, and its ticket."""
         batches = ((cast(batch, self._dtype), ticket) for batch, ticket in feed)
         if self._device.type == "cuda":
-            return copied_ahead(pinned(batches), self._device)
+            return copy_ahead(pin_batches(batches), self._device)
         return ((batch, batch, ticket) for batch, ticket in batches)
 
     def _store(self) -> EmbeddingStore:
         if self._fleet.tables == "local":
-            return store_for(self._spec, self._device, trains=True)
+            return build_store(self._spec, self._device, trains=True)
         remote = remote_store(self._spec, self._roster, self._connections, staleness=self._sync.staleness)
         return on_device(remote, self._device)
 
@@ -215,8 +215,8 @@ class Trainer:
         if not self._fleet.num_dense:
             return []
 
-        def centre_of(thread: int) -> RemoteCentre:
-            return RemoteCentre(self._connections.to("dense", 0, f"{self.name}.{thread}"))
+        def centre_of(thread: int) -> DenseServerClient:
+            return DenseServerClient(self._connections.to("dense", 0, f"{self.name}.{thread}"))
 
         return policies_for(self._sync, centre_of, num_trainers=self._fleet.num_trainers, num_threads=num_threads)
 

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rowstead.fleet.rpc_client import ServerGone
-from rowstead.fleet.supervisor import Crew, Post
+from rowstead.fleet.rpc_client import ServerUnavailable
+from rowstead.fleet.supervisor import RoleHandle, Supervisor
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.fleet import RoleKind
 from rowstead.training.loop import Position
@@ -23,7 +23,7 @@ Status = dict[str, Any]
 class Accounts:
     """Asks the servers of a crew, and puts into `position` how far the run has come by what they say."""
 
-    def __init__(self, crew: Crew, position: Position, say: Callable[[str], None]) -> None:
+    def __init__(self, crew: Supervisor, position: Position, say: Callable[[str], None]) -> None:
         self._crew, self._position, self._say = crew, position, say
         self._num_updates: dict[str, int] = {}
         """Updates of each sparse server that are in its rows or known to be lost, once nobody sends any more."""
@@ -79,11 +79,11 @@ class Accounts:
             while post.name not in found:
                 try:
                     found[post.name] = self._status(post)
-                except ServerGone:
+                except ServerUnavailable:
                     if time.monotonic() >= ends_s:
                         raise
                 self._crew.look()
         return found
 
-    def _status(self, post: Post) -> Status:
+    def _status(self, post: RoleHandle) -> Status:
         return self._crew.call(post, "status", deadline_s=STATUS_S).facts

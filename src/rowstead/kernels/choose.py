@@ -20,7 +20,7 @@ from rowstead.spec.run import Kernel
 from rowstead.spec.train import SparseOptimizerSpec
 
 
-class Kernels(Protocol):
+class EmbeddingKernels(Protocol):
     """The two functions that every set of kernels has; `reference` says what they do."""
 
     def lookup(
@@ -44,7 +44,7 @@ class Kernels(Protocol):
 
 
 @cache
-def kernels_for(choice: Kernel, device: torch.device) -> tuple[str, Kernels]:
+def kernels_for(choice: Kernel, device: torch.device) -> tuple[str, EmbeddingKernels]:
     """Name and functions of the kernels for tables on `device`."""
     if choice == "auto":
         choice = "cpu" if device.type == "cpu" else "gpu" if has_triton() else "reference"

@@ -21,7 +21,7 @@ GPU_LIMIT = 256
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class Kernels(Protocol):
+class InteractionKernels(Protocol):
     """The two functions of each set of kernels."""
 
     def forward(self, dense: Tensor | None, pooled: Tensor, width: int, dtype: torch.dtype) -> Tensor: ...
@@ -55,7 +55,7 @@ def reference_pairwise_dots(dense: Tensor | None, pooled: Tensor, width: int) ->
     return products if dense is None else torch.cat([dense, products], dim=1)
 
 
-def fused_pairwise_dots(dense: Tensor | None, pooled: Tensor, width: int, kernels: Kernels) -> Tensor:
+def fused_pairwise_dots(dense: Tensor | None, pooled: Tensor, width: int, kernels: InteractionKernels) -> Tensor:
     """`pairwise_dots` by these kernels. Under autocast the result has its type, and inputs are left as they are."""
     device = pooled.device.type
     if torch.is_autocast_enabled(device):
@@ -66,7 +66,7 @@ def fused_pairwise_dots(dense: Tensor | None, pooled: Tensor, width: int, kernel
     return out
 
 
-def _kernels_for(dense: Tensor | None, pooled: Tensor, width: int) -> Kernels | None:
+def _kernels_for(dense: Tensor | None, pooled: Tensor, width: int) -> InteractionKernels | None:
     num_vectors = pooled.shape[1] // width + (dense is not None)
     known = pooled.dtype in _TYPES and (dense is None or dense.dtype in _TYPES)
     if torch.compiler.is_compiling() or not known or num_vectors < 2:
@@ -82,7 +82,9 @@ def _kernels_for(dense: Tensor | None, pooled: Tensor, width: int) -> Kernels | 
 
 class _PairwiseDots(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, dense: Tensor | None, pooled: Tensor, width: int, dtype: torch.dtype, kernels: Kernels) -> Tensor:
+    def forward(
+        ctx: Any, dense: Tensor | None, pooled: Tensor, width: int, dtype: torch.dtype, kernels: InteractionKernels
+    ) -> Tensor:
         ctx.save_for_backward(dense, pooled)
         ctx.width, ctx.kernels = width, kernels
         return kernels.forward(dense, pooled, width, dtype)

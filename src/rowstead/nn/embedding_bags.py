@@ -29,7 +29,7 @@ from rowstead.spec.errors import CheckpointError, DataError, RowsteadError, Spec
 from rowstead.spec.features import Pooling, Table
 from rowstead.spec.run import Kernel
 from rowstead.spec.train import SparseOptimizer, SparseOptimizerSpec
-from rowstead.stores.checked import checked
+from rowstead.stores.checked import check_batch
 from rowstead.stores.device import DeviceStore
 
 
@@ -238,7 +238,7 @@ class EmbeddingBags(nn.Module):
         """[B, sum of widths]."""
         store, weights = self._store, sparse.weights
         if self._check:
-            sparse = checked(sparse, store.layout, self.device)
+            sparse = check_batch(sparse, store.layout, self.device)
         if store.optimizer is not None and weights is not None:
             sparse = dataclasses.replace(sparse, weights=weights.detach())
         if store.optimizer is not None and torch.is_grad_enabled():

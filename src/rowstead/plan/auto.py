@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from rowstead.plan.greedy import Memories, decide
-from rowstead.plan.predict_run import foretold
+from rowstead.plan.predict_run import predict_run
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.machine import Machine
 from rowstead.spec.placement import Placement, PlacementSpec, TablePlacementSpec
@@ -67,7 +67,7 @@ def predicted_steps(
 ) -> dict[str, tuple[Placement, float]]:
     """Every placement that fits, with the predicted time of a step; without those of which times say nothing."""
     found = fitting(spec, memories, mean_ids=mean_ids)
-    foreseen = {name: (placement, foretold(spec, placement, machine)) for name, placement in found.items()}
+    foreseen = {name: (placement, predict_run(spec, placement, machine)) for name, placement in found.items()}
     return {name: (placement, one.step_s) for name, (placement, one) in foreseen.items() if one is not None}
 
 

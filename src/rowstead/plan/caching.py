@@ -44,7 +44,7 @@ SECTOR_BYTES = 512
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class CacheModel:
     """Tables of one width behind a cache, which share its places and, on disk, a file."""
 
     tables: tuple[TableWork, ...]
@@ -90,7 +90,7 @@ class Group:
         return num_rows * alone / -math.expm1(most * math.log1p(-alone)) if alone > 1e-9 else num_rows / most
 
 
-def sets_of(groups: Sequence[Group], num_ids: float) -> tuple[int, int]:
+def sets_of(groups: Sequence[CacheModel], num_ids: float) -> tuple[int, int]:
     """Batches of so many ids that a GPU brings in at once, and such sets whose rows are still there when it looks for another's.
 
     What three sets need has room among its places, or where three batches would have it if all their ids differed. Where two have
@@ -106,7 +106,7 @@ def sets_of(groups: Sequence[Group], num_ids: float) -> tuple[int, int]:
     return size, SETS_KEPT - 1 if has_room else SETS_KEPT
 
 
-def groups_of(tables: Sequence[TableWork], setup: Setup, *, in_sets: bool = False) -> list[Group]:
+def groups_of(tables: Sequence[TableWork], setup: Setup, *, in_sets: bool = False) -> list[CacheModel]:
     """The tables of a set-up that are behind caches; `in_sets` as a GPU brings rows in."""
     shares = {one.table: one.kept_share for one in setup.behind}
     by_width: dict[int, list[TableWork]] = {}
@@ -114,7 +114,7 @@ def groups_of(tables: Sequence[TableWork], setup: Setup, *, in_sets: bool = Fals
         if table.name in shares:
             by_width.setdefault(table.width, []).append(table)
     groups = [
-        Group(
+        CacheModel(
             tables=tuple(some),
             num_places=sum(max(1, math.ceil(shares[table.name] * table.num_rows)) for table in some),
             batch_size=setup.batch_size,

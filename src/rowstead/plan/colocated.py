@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from rowstead.plan import cost
 from rowstead.plan.cost import Processor, host_processor
 from rowstead.plan.schedule import Task, busy_s, faster, period_s
-from rowstead.plan.trainer import Trainer
+from rowstead.plan.trainer import TrainerStep
 from rowstead.plan.work import TableWork
 from rowstead.spec.sharing import Sharing
 
@@ -33,7 +33,7 @@ gave 4 % from the processor time that they had used, and the longer one alone 7 
 
 
 @dataclass(frozen=True, kw_only=True)
-class NearbyTrainer(Trainer):
+class ColocatedTrainer(TrainerStep):
     """One trainer of such a fleet, as the tasks of its step; those of the others are alike."""
 
     @property

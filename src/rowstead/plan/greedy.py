@@ -203,25 +203,25 @@ def decide(
     *,
     mean_ids: Sequence[float] | None = None,
     trains: bool = True,
-    world: int = 1,
+    world_size: int = 1,
     shards: Mapping[str, PlacedShard] | None = None,
 ) -> Placement:
     """A place for every table, or a RowsteadError that says what is missing and what can be done.
 
     `mean_ids` is how many ids an example has of each sparse feature, where the log is known; otherwise a feature's `max_ids`
-    stands for it, or 1. A model that only predicts keeps no optimizer state. `world` processes share each table by `shards`,
+    stands for it, or 1. A model that only predicts keeps no optimizer state. `world_size` processes share each table by `shards`,
     and each keeps as much as the others of all but copies: sizes are those of one process.
     """
     reads = list(mean_ids) if mean_ids is not None else [float(f.max_ids or 1) for f in spec.features.expanded_sparse()]
-    drafts = _drafts(spec, memories, reads, shards or {}, trains=trains, world=world)
+    drafts = _drafts(spec, memories, reads, shards or {}, trains=trains, world_size=world_size)
     autos = sorted((draft for draft in drafts if draft.is_auto), key=lambda draft: -draft.reads_per_byte)
     fixed = _sum([draft.sizes(draft.where) for draft in drafts if not draft.is_auto])
     if not fixed.fit(memories):
-        raise RowsteadError(_no_room(spec, memories, drafts, world, "as the recipe places them, the tables do not fit"))
+        raise RowsteadError(_no_room(spec, memories, drafts, world_size, "as the recipe places them, the tables do not fit"))
     tiers = _tiers(memories)
     taken = _begin(autos, fixed, tiers, memories)
     if taken is None:
-        raise RowsteadError(_no_room(spec, memories, drafts, world, "no placement fits"))
+        raise RowsteadError(_no_room(spec, memories, drafts, world_size, "no placement fits"))
     # Twice, since a table that leaves a memory may make room there for one that did not fit before.
     for tier in [*reversed(tiers[:-1])] * 2:
         for draft in autos:
@@ -247,14 +247,14 @@ def _drafts(
     shards: Mapping[str, PlacedShard],
     *,
     trains: bool,
-    world: int,
+    world_size: int,
 ) -> list[_Draft]:
     rules = rules_for(spec.placement, [table.name for table in spec.tables])
     drafts = []
     for table in spec.tables:
         rule = rules[table.name]
         shard = shards.get(table.name, "table") if rule.shard == "auto" else rule.shard
-        kept = table.num_rows if shard == "replicate" else math.ceil(table.num_rows / world)
+        kept = table.num_rows if shard == "replicate" else math.ceil(table.num_rows / world_size)
         draft = _Draft(
             table=table,
             rule=rule,
@@ -322,11 +322,11 @@ def _sum(sizes: Sequence[Sizes]) -> Sizes:
 # What to say when nothing fits
 
 
-def _no_room(spec: RunSpec, memories: Memories, drafts: list[_Draft], world: int, what: str) -> str:
+def _no_room(spec: RunSpec, memories: Memories, drafts: list[_Draft], world_size: int, what: str) -> str:
     """The message of a placement that is impossible: sizes, and what can be done, numbered."""
     needs = sum(draft.whole_bytes for draft in drafts)
     largest = max(drafts, key=lambda draft: draft.whole_bytes)
-    each = " in each process" if world > 1 else ""
+    each = " in each process" if world_size > 1 else ""
     lines = [
         f"{what}: {len(drafts)} table{'s' if len(drafts) > 1 else ''} with optimizer state need {shown_bytes(needs)}{each}, the "
         f"largest, `{largest.table.name}`, {shown_bytes(largest.whole_bytes)}; {_there_is(memories)}"

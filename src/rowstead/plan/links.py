@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from rowstead.plan.collective import across_servers_s, all_reduce_s, all_to_all_s
 from rowstead.plan.schedule import Task
-from rowstead.plan.trainer_node import Site
+from rowstead.plan.trainer_node import TrainerNode
 
 
-def exchange(site: Site, what: str, *, after: str) -> list[Task]:
+def exchange(site: TrainerNode, what: str, *, after: str) -> list[Task]:
     """Pooled vectors (or their gradients) go between the devices that hold tables and those that hold examples.
 
     What stays on a server goes over the links of its devices, the rest over the network.
@@ -29,7 +29,7 @@ def exchange(site: Site, what: str, *, after: str) -> list[Task]:
     return tasks
 
 
-def exchange_from_hosts(site: Site, what: str, *, after: str) -> list[Task]:
+def exchange_from_hosts(site: TrainerNode, what: str, *, after: str) -> list[Task]:
     """The same for tables in system memory, which the servers of a step hold between them."""
     if site.setup.num_in_step == 1:
         return []
@@ -37,7 +37,7 @@ def exchange_from_hosts(site: Site, what: str, *, after: str) -> list[Task]:
     return between_servers(site, f"host {what}", num_bytes, after=after, on_devices=False)
 
 
-def between_servers(site: Site, what: str, num_bytes: float, *, after: str, on_devices: bool) -> list[Task]:
+def between_servers(site: TrainerNode, what: str, num_bytes: float, *, after: str, on_devices: bool) -> list[Task]:
     """Bytes of this server go to the others, as many come; cores pack and unpack them unless the network is direct."""
     setup, network = site.setup, site.network
     moved = num_bytes * (setup.num_in_step - 1) / setup.num_in_step
@@ -56,7 +56,9 @@ def between_servers(site: Site, what: str, num_bytes: float, *, after: str, on_d
     ]
 
 
-def by_host(site: Site, name: str, link_bytes: float, core_bytes: float, *, after: str, num_copies: float = 1.0) -> list[Task]:
+def by_host(
+    site: TrainerNode, name: str, link_bytes: float, core_bytes: float, *, after: str, num_copies: float = 1.0
+) -> list[Task]:
     """Bytes of each device go up to system memory, are sorted there by the host's cores, and come down."""
     return [
         site.on_link(f"{name}, up", link_bytes, after=(after,), num_copies=num_copies),
@@ -65,7 +67,7 @@ def by_host(site: Site, name: str, link_bytes: float, core_bytes: float, *, afte
     ]
 
 
-def all_reduce(site: Site, *, after: str) -> list[Task]:
+def all_reduce(site: TrainerNode, *, after: str) -> list[Task]:
     """Dense gradients are summed over the devices of a server, then over servers, of which each device sends its part."""
     setup, num_bytes = site.setup, site.work.dense_bytes
     tasks: list[Task] = []

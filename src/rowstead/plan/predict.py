@@ -6,10 +6,10 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-from rowstead.plan.colocated import NearbyTrainer
+from rowstead.plan.colocated import ColocatedTrainer
 from rowstead.plan.schedule import Bottleneck, Slot, Task, beside, bottlenecks, lay_out, period_s
 from rowstead.plan.setup import Held, Setup, held, process_bytes, shortfalls
-from rowstead.plan.trainer import Trainer
+from rowstead.plan.trainer import TrainerStep
 from rowstead.plan.work import StepWork
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.machine import Machine, Precision
@@ -34,7 +34,7 @@ class Prediction:
     held: Held
     shortfalls: tuple[str, ...]
     """Why it does not fit; empty when it does."""
-    trainer: Trainer
+    trainer: TrainerStep
     """What the tasks were derived from."""
 
     @property
@@ -177,7 +177,7 @@ def record_of(prediction: Prediction, spec: RunSpec, *, date: str) -> Record:
 def predict(work: StepWork, machine: Machine, software: Software, setup: Setup, *, precision: Precision = "fp32") -> Prediction:
     """How fast a set-up trains."""
     _refuse_impossible(machine, software, setup)
-    kind = NearbyTrainer if setup.on_one_machine else Trainer
+    kind = ColocatedTrainer if setup.on_one_machine else TrainerStep
     trainer = kind(work=work, machine=machine, software=software, setup=setup, precision=precision)
     tasks = tuple(trainer.tasks())
     step_s = period_s(tasks, in_flight=setup.in_flight)

@@ -12,7 +12,7 @@ from rowstead.spec.run import RunSpec
 from rowstead.spec.sizes import shown_bytes
 
 
-def foretold(spec: RunSpec, placement: Placement, machine: Machine) -> Prediction | None:
+def predict_run(spec: RunSpec, placement: Placement, machine: Machine) -> Prediction | None:
     """What one process of a run would do on a machine that was measured; none for what its times say nothing of."""
     software = machine.software
     if spec.train.sync.hogwild_threads > 1 or software is None:

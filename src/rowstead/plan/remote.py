@@ -7,7 +7,7 @@ from dataclasses import replace
 from rowstead.plan import cost
 from rowstead.plan.cost import host_processor
 from rowstead.plan.schedule import Task
-from rowstead.plan.trainer_node import Site
+from rowstead.plan.trainer_node import TrainerNode
 from rowstead.plan.work import ID_BYTES
 from rowstead.spec.machine import Link, Machine
 
@@ -20,7 +20,7 @@ def pieces(stem: str) -> tuple[str, ...]:
     return tuple(f"{stem} {piece}" for piece in range(NUM_PIECES))
 
 
-def request(site: Site, *, after: tuple[str, ...]) -> list[Task]:
+def request(site: TrainerNode, *, after: tuple[str, ...]) -> list[Task]:
     """Ids go to the sparse servers, which read and pool; pooled vectors come back, in pieces that overlap."""
     ids_bytes = site.server_batch * ID_BYTES * site.work.ids_per_sample
     pooled_bytes = site.server_batch * site.work.pooled_bytes
@@ -36,7 +36,7 @@ def request(site: Site, *, after: tuple[str, ...]) -> list[Task]:
     return tasks
 
 
-def unpack(site: Site) -> list[Task]:
+def unpack(site: TrainerNode) -> list[Task]:
     """Pooled vectors are taken out of the answers, and copied to the devices where there are some."""
     pooled_bytes = site.server_batch * site.work.pooled_bytes
     tasks = [
@@ -45,7 +45,7 @@ def unpack(site: Site) -> list[Task]:
     return [*tasks, site.host_copy("copy pooled", after=pieces("unpack"))] if site.has_devices else tasks
 
 
-def push(site: Site) -> list[Task]:
+def push(site: TrainerNode) -> list[Task]:
     """Gradients are sent off; the servers apply them while the next step runs."""
     gradient_bytes = site.server_batch * site.work.pooled_bytes  # the servers still have the ids
     serving_s = _serving_s(site, gradient_bytes, update=True)
@@ -56,7 +56,7 @@ def push(site: Site) -> list[Task]:
     ]
 
 
-def average(site: Site, *, after: str) -> list[Task]:
+def average(site: TrainerNode, *, after: str) -> list[Task]:
     """Now and then dense parameters go to the dense servers, which keep an average, and it comes back; of each step its share."""
     setup, network, server, wire = site.setup, site.network, _server(site), _server_wire(site)
     num_bytes = site.work.dense_bytes / setup.sync_every
@@ -77,18 +77,18 @@ def average(site: Site, *, after: str) -> list[Task]:
     ]
 
 
-def _server(site: Site) -> Machine:
+def _server(site: TrainerNode) -> Machine:
     assert site.setup.server is not None, "a set-up with parameter servers says what they are"
     return site.setup.server
 
 
-def _server_wire(site: Site) -> Link:
+def _server_wire(site: TrainerNode) -> Link:
     network = _server(site).network
     assert network is not None, "predict refuses parameter servers without a network"
     return network
 
 
-def _serving_s(site: Site, message_bytes: float, *, update: bool) -> float:
+def _serving_s(site: TrainerNode, message_bytes: float, *, update: bool) -> float:
     """Seconds of each sparse server for its part of this trainer's batch."""
     server, count, software = _server(site), site.setup.num_sparse_servers, site.software
     processor, batch = host_processor(server, software), site.server_batch / count
@@ -100,17 +100,17 @@ def _serving_s(site: Site, message_bytes: float, *, update: bool) -> float:
     return rows_s + (calls_s + site.message_s(server, message_bytes)) / count
 
 
-def _served(site: Site, name: str, seconds: float, *, after: tuple[str, ...]) -> Task:
+def _served(site: TrainerNode, name: str, seconds: float, *, after: tuple[str, ...]) -> Task:
     """Something that the sparse servers do for each trainer in turn."""
     return Task(name=name, resource="sparse servers", seconds=seconds, after=after, busy_s=seconds * site.setup.num_trainers)
 
 
-def _message(site: Site, name: str, num_bytes: float, *, after: tuple[str, ...]) -> Task:
+def _message(site: TrainerNode, name: str, num_bytes: float, *, after: tuple[str, ...]) -> Task:
     task = site.on_cores(name, num_bytes, after=after)
     return replace(task, seconds=site.software.rpc_s / NUM_PIECES + task.seconds)
 
 
-def _wire(site: Site, name: str, direction: str, num_bytes: float, *, after: tuple[str, ...]) -> list[Task]:
+def _wire(site: TrainerNode, name: str, direction: str, num_bytes: float, *, after: tuple[str, ...]) -> list[Task]:
     """Bytes between this trainer and the sparse servers, at the speed of the slower end; the other end is busy meanwhile.
 
     `direction` is that of the trainer; what goes out here comes in there. The servers' end carries the bytes of all trainers.

@@ -44,7 +44,7 @@ class Item:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class TableSlice:
     """A table, or some of its rows, on one device."""
 
     table: str
@@ -57,7 +57,7 @@ class Part:
 class Assignment:
     """Where every table is."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[TableSlice, ...]
     loads_s: tuple[float, ...]
     """Predicted time of each device for its tables."""
     held_bytes: tuple[float, ...]
@@ -115,7 +115,8 @@ def _placed(pieces: Sequence[_Piece], num_devices: int, capacity_bytes: float) -
     if chosen is None:
         return None
     parts = tuple(
-        Part(table=piece.name, device=int(device), share=piece.share) for piece, device in zip(pieces, chosen, strict=True)
+        TableSlice(table=piece.name, device=int(device), share=piece.share)
+        for piece, device in zip(pieces, chosen, strict=True)
     )
     loads, held = _sums(seconds, chosen, num_devices), _sums(sizes, chosen, num_devices)
     return Assignment(parts=parts, loads_s=tuple(loads.tolist()), held_bytes=tuple(held.tolist()))
@@ -128,7 +129,7 @@ def by_bytes(items: Sequence[Item], num_devices: int, capacity_bytes: float) -> 
     if chosen is None:
         raise RowsteadError(_no_room(items, num_devices, capacity_bytes))
     return Assignment(
-        parts=tuple(Part(table=item.name, device=int(d), share=1.0) for item, d in zip(items, chosen, strict=True)),
+        parts=tuple(TableSlice(table=item.name, device=int(d), share=1.0) for item, d in zip(items, chosen, strict=True)),
         loads_s=tuple(_sums(seconds, chosen, num_devices).tolist()),
         held_bytes=tuple(_sums(sizes, chosen, num_devices).tolist()),
     )

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 
 from rowstead.plan import caching, cost, dispatch, links, remote
 from rowstead.plan.schedule import Task
-from rowstead.plan.trainer_node import Site
+from rowstead.plan.trainer_node import TrainerNode
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trainer(Site):
+class TrainerStep(TrainerNode):
     """One server that trains, as the tasks of its step."""
 
     def tasks(self) -> list[Task]:
@@ -113,7 +113,7 @@ class Trainer(Site):
         ]
 
     @functools.cached_property
-    def behind(self) -> list[caching.Group]:
+    def behind(self) -> list[caching.CacheModel]:
         """Tables behind caches, those of one width together."""
         return caching.groups_of(self.on_devices, self.setup, in_sets=self.has_devices)
 

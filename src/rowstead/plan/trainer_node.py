@@ -18,7 +18,7 @@ from rowstead.spec.software import Software
 
 
 @dataclass(frozen=True, kw_only=True)
-class Site:
+class TrainerNode:
     """One server that trains; times are of all its devices, which work alike and at once."""
 
     work: StepWork

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rowstead.records.run_folder import RunFolder
-from rowstead.records.store import Entry
+from rowstead.records.store import StoreEntry
 from rowstead.spec.errors import RowsteadError, did_you_mean
 from rowstead.spec.parse import to_plain
 
@@ -27,7 +27,7 @@ class Condition:
     order: str
     wanted: str
 
-    def holds(self, entry: Entry) -> bool:
+    def holds(self, entry: StoreEntry) -> bool:
         """Whether an entry is wanted; one that does not have the key is not, unless the wish is `!=`."""
         value = value_of(entry, self.key)
         if value is None:
@@ -52,7 +52,7 @@ def condition(text: str) -> Condition:
     return Condition(key=key, order=order, wanted=wanted)
 
 
-def value_of(entry: Entry, key: str) -> Any:
+def value_of(entry: StoreEntry, key: str) -> Any:
     """What an entry has under a key: of its own, of a figure, an axis, a setting, or `machine.` and `versions.` facts."""
     record = entry.record
     own = {
@@ -79,15 +79,15 @@ def value_of(entry: Entry, key: str) -> Any:
     return None
 
 
-def selected(entries: Iterable[Entry], conditions: Sequence[Condition]) -> list[Entry]:
+def selected(entries: Iterable[StoreEntry], conditions: Sequence[Condition]) -> list[StoreEntry]:
     """The entries for which every condition holds."""
     return [entry for entry in entries if all(one.holds(entry) for one in conditions)]
 
 
-def ordered(entries: Iterable[Entry], key: str) -> list[Entry]:
+def ordered(entries: Iterable[StoreEntry], key: str) -> list[StoreEntry]:
     """Entries by a key, rising; numbers before texts, and those without it last."""
 
-    def place(entry: Entry) -> tuple[int, float, str]:
+    def place(entry: StoreEntry) -> tuple[int, float, str]:
         value = value_of(entry, key)
         if value is None:
             return 2, 0.0, ""
@@ -96,7 +96,7 @@ def ordered(entries: Iterable[Entry], key: str) -> list[Entry]:
     return sorted(entries, key=place)
 
 
-def find(entries: Sequence[Entry], name: str) -> Entry:
+def find(entries: Sequence[StoreEntry], name: str) -> StoreEntry:
     """The entry of an id or the beginning of one; `last` is the newest, and a run's folder names its run."""
     if not entries:
         raise RowsteadError("the store is empty: `rowstead train`, `sweep`, `tune` and `quality` fill it")
@@ -140,7 +140,7 @@ class Comparison:
     """All that either has."""
 
 
-def compare(one: Entry, other: Entry) -> Comparison:
+def compare(one: StoreEntry, other: StoreEntry) -> Comparison:
     """What two entries came to, and what of recipe, machine and versions they differ in."""
     left, right = _facts(one), _facts(other)
     names = dict.fromkeys([*left, *right])
@@ -154,7 +154,7 @@ def compare(one: Entry, other: Entry) -> Comparison:
     )
 
 
-def _facts(entry: Entry) -> dict[str, Any]:
+def _facts(entry: StoreEntry) -> dict[str, Any]:
     record = entry.record
     facts: dict[str, Any] = {"kind": record.kind, "name": record.name, "study": entry.study, "seed": entry.seed}
     facts |= {f"recipe {key}": value for key, value in _recipe(entry).items()}
@@ -163,7 +163,7 @@ def _facts(entry: Entry) -> dict[str, Any]:
     return facts
 
 
-def _recipe(entry: Entry) -> dict[str, Any]:
+def _recipe(entry: StoreEntry) -> dict[str, Any]:
     """The whole recipe of a run that was kept, key by key; of other entries what their study set."""
     if entry.folder is not None:
         try:
@@ -184,7 +184,7 @@ def flat(plain: Any, path: str = "") -> dict[str, Any]:
     return {key: value for name, item in items for key, value in flat(item, f"{path}.{name}" if path else str(name)).items()}
 
 
-def export_parquet(entries: Sequence[Entry], path: Path) -> int:
+def export_parquet(entries: Sequence[StoreEntry], path: Path) -> int:
     """Write entries to a Parquet file, one row each; returns the number of columns.
 
     Figures are columns of numbers named `figures.…`; axes and settings are text in JSON, as their values may be of any kind.

@@ -38,7 +38,7 @@ Source = Literal["run", "sweep", "trial", "quality", "plan"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class StoreEntry:
     """A Record, and what it is a part of."""
 
     record: Record
@@ -77,13 +77,13 @@ class Entry:
 class Contents:
     """What a store holds, in the order in which it was added; plain runs come first, by date."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[StoreEntry, ...]
     num_bad_lines: int
     """Lines and record files that could not be read, torn ones among them."""
     unfinished: tuple[str, ...] = ()
     """Folders of runs that have no record yet."""
 
-    def of(self, *, study: str | None = None, source: Source | None = None, kind: str | None = None) -> tuple[Entry, ...]:
+    def of(self, *, study: str | None = None, source: Source | None = None, kind: str | None = None) -> tuple[StoreEntry, ...]:
         """The entries of a study, a source or a kind of record."""
         return tuple(
             entry
@@ -92,9 +92,9 @@ class Contents:
         )
 
     @functools.cached_property
-    def _of_study(self) -> dict[str, list[Entry]]:
+    def _of_study(self) -> dict[str, list[StoreEntry]]:
         """By study, so that a report of many need not go through all entries for each."""
-        found: dict[str, list[Entry]] = {}
+        found: dict[str, list[StoreEntry]] = {}
         for entry in self.entries:
             if entry.study is not None:
                 found.setdefault(entry.study, []).append(entry)
@@ -124,7 +124,7 @@ class RunStore:
         """Where a study keeps what is its own: the lock, runs under way, its results."""
         return self.root / "studies" / study
 
-    def add(self, *entries: Entry) -> None:
+    def add(self, *entries: StoreEntry) -> None:
         """Add entries; each is in the file, as far as the operating system is concerned, once this returns."""
         lines = [line_of(entry).encode() for entry in entries]
         try:
@@ -159,7 +159,7 @@ class RunStore:
         except OSError as error:
             raise RowsteadError(f"cannot read records from {self.file}: {error.strerror or error}") from None
 
-    def _runs(self) -> tuple[list[Entry], tuple[str, ...], int]:
+    def _runs(self) -> tuple[list[StoreEntry], tuple[str, ...], int]:
         entries, unfinished, num_bad = [], [], 0
         for run in runs_in(self.root):
             found, bad = entries_of(run)
@@ -170,7 +170,7 @@ class RunStore:
         return sorted(entries, key=lambda entry: (entry.record.date, entry.id)), tuple(unfinished), num_bad
 
 
-def entries_of(run: RunFolder) -> tuple[list[Entry], int]:
+def entries_of(run: RunFolder) -> tuple[list[StoreEntry], int]:
     """What a run came to, what was predicted for it, and how many of these files cannot be read; nothing before it has finished."""
     entries, num_bad = [], 0
     for file, name in ((run.record_file, run.name), (run.predicted_file, f"predicted:{run.name}")):
@@ -187,7 +187,7 @@ def entries_of(run: RunFolder) -> tuple[list[Entry], int]:
     return entries, num_bad
 
 
-def line_of(entry: Entry) -> str:
+def line_of(entry: StoreEntry) -> str:
     """An entry as one line of JSON: the Record's own keys, and beside them what it is a part of."""
     plain = to_plain(entry.record)
     rest = {f.name: getattr(entry, f.name) for f in dataclasses.fields(entry) if f.name not in ("record", "id")}
@@ -201,7 +201,7 @@ def line_of(entry: Entry) -> str:
     return line
 
 
-def entry_in(line: bytes) -> Entry | None:
+def entry_in(line: bytes) -> StoreEntry | None:
     """The entry on a line, or None where there is none, or half of one."""
     if len(line) > MAX_LINE_BYTES:
         return None
@@ -224,13 +224,13 @@ def entry_in(line: bytes) -> Entry | None:
     if not whole:
         return None
     record = Record(**{name: plain[name] for name in _RECORD if name in plain})
-    return Entry(record=record, id=hashlib.sha256(line.strip()).hexdigest()[:12], **known)
+    return StoreEntry(record=record, id=hashlib.sha256(line.strip()).hexdigest()[:12], **known)
 
 
 _RECORD = tuple(f.name for f in dataclasses.fields(Record))
 _DEFAULTS: dict[str, Any] = {
     f.name: {} if f.default is dataclasses.MISSING else f.default
-    for f in dataclasses.fields(Entry)
+    for f in dataclasses.fields(StoreEntry)
     if f.name not in ("record", "id")
 }
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rowstead.records.store import Entry
+from rowstead.records.store import StoreEntry
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.parse import read_yaml
 
@@ -19,7 +19,7 @@ SEARCH_FILE, QUALITY_FILE = "tune.yaml", "quality.yaml"
 """What was asked for, in a study's folder."""
 
 
-def machine_of(entry: Entry) -> str:
+def machine_of(entry: StoreEntry) -> str:
     """What measured an entry, or what it was predicted for: a name, or a processor with the cores that could be used."""
     facts = entry.record.machine
     if "name" in facts:
@@ -28,13 +28,13 @@ def machine_of(entry: Entry) -> str:
     return f"{facts.get('cpu', '')}{cores}"
 
 
-def newest(entries: Iterable[Entry]) -> list[Entry]:
+def newest(entries: Iterable[StoreEntry]) -> list[StoreEntry]:
     """Of entries at the same place of a study, of the same seed and machine, the one that was added last; others as they are.
 
     What was measured there with other settings, before the study's own were changed, is left out with all its seeds. Trials all
     count, as a search may try the same settings again.
     """
-    found: dict[tuple[Any, ...], tuple[tuple[Any, ...], Entry]] = {}
+    found: dict[tuple[Any, ...], tuple[tuple[Any, ...], StoreEntry]] = {}
     common: dict[tuple[Any, ...], str] = {}
     for number, entry in enumerate(entries):
         if entry.point is None or entry.source == "trial":
@@ -47,7 +47,7 @@ def newest(entries: Iterable[Entry]) -> list[Entry]:
     return [entry for place, entry in found.values() if not place or _common(entry) == common[place]]
 
 
-def _common(entry: Entry) -> str:
+def _common(entry: StoreEntry) -> str:
     """The settings of an entry but for its seeds, which may differ at one place of a study."""
     return json.dumps({k: v for k, v in entry.settings.items() if k.rpartition(".")[2] != "seed"}, sort_keys=True)
 
@@ -68,7 +68,7 @@ class Surface:
     """One row for each of `ys`. Where several points have the same place, such as several seeds, their mean."""
 
 
-def surface(entries: Iterable[Entry], x: str, y: str | None, figure: str) -> Surface:
+def surface(entries: Iterable[StoreEntry], x: str, y: str | None, figure: str) -> Surface:
     """A figure of the entries over one or two of their axes; values in order of size, or of first use where they are no numbers."""
     cells: dict[tuple[str, str], list[float]] = {}
     xs: dict[str, Any] = {}
@@ -116,10 +116,10 @@ class Trial:
     """Whether it may be the best: complete, and as fast as was asked for."""
     samples_per_s: float | None
     parameters: dict[str, Any]
-    entry: Entry
+    entry: StoreEntry
 
 
-def trial_history(entries: Iterable[Entry], *, samples_per_s: float | None = None) -> list[Trial]:
+def trial_history(entries: Iterable[StoreEntry], *, samples_per_s: float | None = None) -> list[Trial]:
     """The trials of one search by number, each with the best so far; with a floor only trials at that speed count."""
     numbered = {int(e.record.figures["trial_number"]): e for e in entries if "trial_number" in e.record.figures}
     found: list[Trial] = []
@@ -225,12 +225,12 @@ BASELINE = "baseline"
 """Axis of the runs that others are compared with."""
 
 
-def quality_effects(entries: Iterable[Entry], *, tolerance: float = 0.001, confidence: float = 0.95) -> list[Effect]:
+def quality_effects(entries: Iterable[StoreEntry], *, tolerance: float = 0.001, confidence: float = 0.95) -> list[Effect]:
     """The effects in a quality study, in its order, the baseline first.
 
     Differences are taken seed by seed, so that what a seed does to both sides drops out; the interval is Student's over seeds.
     """
-    groups: dict[tuple[str, str], list[Entry]] = {}
+    groups: dict[tuple[str, str], list[StoreEntry]] = {}
     for entry in newest(entries):
         if not entry.is_measured or "axis" not in entry.axes:
             continue
@@ -258,7 +258,7 @@ def quality_effects(entries: Iterable[Entry], *, tolerance: float = 0.001, confi
     return sorted(found, key=lambda effect: effect.axis != BASELINE)
 
 
-def ne_of(entry: Entry) -> float | None:
+def ne_of(entry: StoreEntry) -> float | None:
     """NE without label noise where the log has a teacher, else the plain one."""
     if entry.failure is not None:
         return None

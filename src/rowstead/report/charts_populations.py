@@ -6,13 +6,13 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rowstead.records.store import Entry
+from rowstead.records.store import StoreEntry
 from rowstead.report.describe import TextTable
 from rowstead.report.theme import Figure, axis, bars, layout, violin
 
 
 @dataclass(frozen=True, kw_only=True)
-class Counts:
+class ServerCounts:
     """How often each number of servers occurs in a study: the paper's Fig. 9."""
 
     kind: str
@@ -30,17 +30,17 @@ SERVERS = {
 }
 
 
-def server_counts(entries: Sequence[Entry]) -> list[Counts]:
+def server_counts(entries: Sequence[StoreEntry]) -> list[ServerCounts]:
     """Numbers of servers over the entries of a study that know them."""
     found = []
     for key, kind in SERVERS.items():
         numbers = [round(entry.record.figures[key]) for entry in entries if key in entry.record.figures]
         if numbers and any(numbers):
-            found.append(Counts(kind=kind, counts={number: numbers.count(number) for number in sorted(set(numbers))}))
+            found.append(ServerCounts(kind=kind, counts={number: numbers.count(number) for number in sorted(set(numbers))}))
     return found
 
 
-def draw_counts(name: str, found: Sequence[Counts]) -> Figure | None:
+def draw_counts(name: str, found: Sequence[ServerCounts]) -> Figure | None:
     """Bars of how often each number of servers occurs."""
     if not found:
         return None
@@ -84,7 +84,7 @@ class Use:
 ROLES = {"trainer": "trainers", "sparse": "sparse servers", "dense": "dense servers", "reader": "readers"}
 
 
-def uses(entries: Sequence[Entry]) -> list[Use]:
+def uses(entries: Sequence[StoreEntry]) -> list[Use]:
     """What measured runs used, of those that know: each role of a fleet in cores, a plain run in shares of its machine."""
     measured = [entry.record for entry in entries if entry.is_measured and entry.failure is None]
     by_role = [

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rowstead.records.store import Entry
+from rowstead.records.store import StoreEntry
 from rowstead.records.studies import newest
 from rowstead.report.describe import TextTable
 from rowstead.report.theme import Figure, axis, color, diagonal, figure_text, label, labels, layout, log_axis, thinned
@@ -51,10 +51,10 @@ class Errors:
     """exp of the mean of ln(predicted / measured): above 1 where predictions are too fast."""
 
 
-def pairs(entries: Sequence[Entry], figure: str = "samples_per_s") -> list[Pair]:
+def pairs(entries: Sequence[StoreEntry], figure: str = "samples_per_s") -> list[Pair]:
     """Measured entries beside the newest predictions made for the same point, or for the same recipe, on this machine."""
     entries = newest(entries)
-    measured: dict[tuple[str | None, ...], Entry] = {}
+    measured: dict[tuple[str | None, ...], StoreEntry] = {}
     for entry in entries:
         if entry.is_measured and entry.record.figures.get(figure, 0) > 0:
             measured[_run_of(entry)] = entry
@@ -77,7 +77,7 @@ def pairs(entries: Sequence[Entry], figure: str = "samples_per_s") -> list[Pair]
     return found
 
 
-def _run_of(entry: Entry) -> tuple[str | None, ...]:
+def _run_of(entry: StoreEntry) -> tuple[str | None, ...]:
     """What a measured entry and the prediction for it have in common: the run's folder, a study's point, or a recipe."""
     return (entry.folder,) if entry.folder is not None else (entry.study, entry.point or entry.record.spec_digest)
 
@@ -179,7 +179,7 @@ class Efficiency:
         return tuple(speed / watts for speed, watts in zip(self.samples_per_s, self.watts, strict=True))
 
 
-def efficiencies(entries: Sequence[Entry]) -> list[Efficiency]:
+def efficiencies(entries: Sequence[StoreEntry]) -> list[Efficiency]:
     """By study and machine, of entries that know their power; measured power before what is on the nameplate."""
     found: dict[tuple[str, str, str], list[tuple[float, float, str]]] = {}
     entries = newest(entries)

@@ -129,7 +129,7 @@ def _a_line_each(across: Mapping[str, Any], mode: str, table: TextTable) -> dict
 
 
 @dataclass(frozen=True, kw_only=True)
-class Curve:
+class MetricCurve:
     """Something of one run as steps went on."""
 
     name: str
@@ -142,9 +142,9 @@ class QualityCurves:
     """How good one run's model was as it was trained."""
 
     name: str
-    training: Curve
+    training: MetricCurve
     """NE of predictions that were made before each update, over a window."""
-    evaluation: Curve
+    evaluation: MetricCurve
     """NE on the evaluation split."""
     best: float | None
     """The lowest that any model can reach, where the log knows."""
@@ -152,11 +152,13 @@ class QualityCurves:
     """Samples of a step, where the recipe is known."""
 
 
-def curve(run: RunView, kind: str, figure: str, *, most: int = MAX_POINTS) -> Curve:
+def curve(run: RunView, kind: str, figure: str, *, most: int = MAX_POINTS) -> MetricCurve:
     """One figure of a run's events of a kind, thinned evenly to at most so many."""
     points = [(event["step"], event[figure]) for event in run.of_kind(kind) if _is_number(event.get(figure))]
     points = thinned(points, most)
-    return Curve(name=run.name, steps=tuple(step for step, _ in points), values=tuple(float(value) for _, value in points))
+    return MetricCurve(
+        name=run.name, steps=tuple(step for step, _ in points), values=tuple(float(value) for _, value in points)
+    )
 
 
 def quality_curves(runs: Sequence[RunView]) -> list[QualityCurves]:
@@ -296,13 +298,13 @@ def draw_calibration(found: Sequence[Calibration]) -> Figure | None:
     )
 
 
-def speed_curves(runs: Sequence[RunView]) -> list[Curve]:
+def speed_curves(runs: Sequence[RunView]) -> list[MetricCurve]:
     """Samples a second as runs went on."""
     found = [curve(run, "train", "samples_per_s") for run in runs[:MAX_RUNS]]
     return [one for one in found if len(one.steps) > 1]
 
 
-def draw_speed(curves: Sequence[Curve]) -> Figure | None:
+def draw_speed(curves: Sequence[MetricCurve]) -> Figure | None:
     """Throughput against steps."""
     if not curves:
         return None

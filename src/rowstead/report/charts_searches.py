@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from rowstead.records.store import Entry
+from rowstead.records.store import StoreEntry
 from rowstead.records.studies import Effect, Trial, importance_in, pareto_front, quality_effects, trial_history, wishes_in
 from rowstead.report.charts_studies import words_of
 from rowstead.report.describe import TextTable
@@ -19,7 +19,7 @@ CONFIDENCE = 0.95
 """Of intervals, where a study does not say otherwise."""
 
 
-def draw_search(name: str, entries: Sequence[Entry], places: Sequence[str]) -> list[Figure]:
+def draw_search(name: str, entries: Sequence[StoreEntry], places: Sequence[str]) -> list[Figure]:
     """History, importance, and quality against speed; nothing before a trial has ended well, and fast enough where that was asked."""
     trials = trial_history(entries, samples_per_s=wishes(name, places).get("samples_per_s"))
     if not any(trial.counts for trial in trials):
@@ -148,7 +148,7 @@ WORDS = {
 
 
 def draw_effects(
-    name: str, entries: Sequence[Entry], *, tolerance: float = TOLERANCE, confidence: float = CONFIDENCE
+    name: str, entries: Sequence[StoreEntry], *, tolerance: float = TOLERANCE, confidence: float = CONFIDENCE
 ) -> Figure | None:
     """Changes of NE with their intervals, beside the tolerance."""
     effects = quality_effects(entries, tolerance=tolerance, confidence=confidence)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rowstead.records.store import Entry
+from rowstead.records.store import StoreEntry
 from rowstead.records.studies import machine_of, newest
 from rowstead.report.describe import TextTable
 from rowstead.report.theme import (
@@ -50,7 +50,7 @@ def words_of(value: Any) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Axis:
+class StudyAxis:
     """One axis of a study with the values that occur, in order."""
 
     name: str
@@ -83,7 +83,7 @@ class Study:
 
     name: str
     figure: str
-    axes: tuple[Axis, ...]
+    axes: tuple[StudyAxis, ...]
     series: Mapping[str, tuple[Cell, ...]]
     """`measured here`, or each machine that measured where there are several; and each that was predicted."""
     num_failed: int
@@ -109,15 +109,15 @@ def _key(value: Any) -> str:
     return json.dumps(value, sort_keys=True, default=str)
 
 
-def grids_in(entries: Sequence[Entry]) -> list[list[Entry]]:
+def grids_in(entries: Sequence[StoreEntry]) -> list[list[StoreEntry]]:
     """The entries of a study by the axes that they have, in order of first use: one name may have been swept over several grids."""
-    found: dict[frozenset[str], list[Entry]] = {}
+    found: dict[frozenset[str], list[StoreEntry]] = {}
     for entry in entries:
         found.setdefault(frozenset(entry.axes), []).append(entry)
     return list(found.values())
 
 
-def study_of(name: str, entries: Sequence[Entry], figure: str = "samples_per_s") -> Study | None:
+def study_of(name: str, entries: Sequence[StoreEntry], figure: str = "samples_per_s") -> Study | None:
     """The figure over the axes of a study; None where no entry has it.
 
     Axes of one value are left out, and seeds are no axis: runs that differ in their seed alone are one point.
@@ -131,7 +131,7 @@ def study_of(name: str, entries: Sequence[Entry], figure: str = "samples_per_s")
     for key in names:
         values = {_key(entry.axes[key]): entry.axes[key] for entry in whole if key in entry.axes}
         if len(values) > 1 and key != "seed":
-            axes.append(Axis(name=key, values=_ordered(list(values.values()))))
+            axes.append(StudyAxis(name=key, values=_ordered(list(values.values()))))
     place_of = [{_key(value): place for place, value in enumerate(one.values)} for one in axes]
     groups: dict[str, dict[tuple[int, ...], list[float]]] = {}
     several = len({machine_of(entry) for entry in whole if entry.is_measured}) > 1
@@ -305,7 +305,7 @@ def draw_surface(study: Study) -> Figure | None:
     if not traces:
         return None
 
-    def ticks(one: Axis) -> dict[str, Any]:
+    def ticks(one: StudyAxis) -> dict[str, Any]:
         return {
             "title": {"text": label(one.name)}, "tickvals": list(range(len(one.values))), "ticktext": one.words, "gridcolor": "@line",
             "backgroundcolor": "rgba(0,0,0,0)",

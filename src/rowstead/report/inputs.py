@@ -13,7 +13,7 @@ from typing import Any
 
 from rowstead.records.events import Event, read_events
 from rowstead.records.run_folder import RunFolder, runs_in
-from rowstead.records.store import FILE, Contents, Entry, RunStore, entries_of, entry_in
+from rowstead.records.store import FILE, Contents, RunStore, StoreEntry, entries_of, entry_in
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.run import RunSpec
 
@@ -23,7 +23,7 @@ class RunView:
     """One run's folder as a report sees it; what is missing or broken is absent."""
 
     folder: RunFolder
-    entry: Entry | None
+    entry: StoreEntry | None
     """None where the run has not finished."""
 
     @property
@@ -59,7 +59,7 @@ class RunView:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Material:
+class ReportInputs:
     """Everything that was asked for."""
 
     runs: tuple[RunView, ...]
@@ -69,14 +69,14 @@ class Material:
     """Where it came from."""
 
     @property
-    def entries(self) -> tuple[Entry, ...]:
+    def entries(self) -> tuple[StoreEntry, ...]:
         return self.contents.entries
 
 
-def gather(paths: Iterable[Path | str], *, root: Path | str = "runs") -> Material:
+def gather(paths: Iterable[Path | str], *, root: Path | str = "runs") -> ReportInputs:
     """Runs by name or folder, whole stores, and files of records, all together."""
     runs: dict[str, RunView] = {}
-    entries: dict[tuple[str, str], Entry] = {}
+    entries: dict[tuple[str, str], StoreEntry] = {}
     unfinished: list[str] = []
     num_bad, places = 0, []
     for path in paths:
@@ -105,15 +105,15 @@ def gather(paths: Iterable[Path | str], *, root: Path | str = "runs") -> Materia
         raise RowsteadError(f"there is nothing to report in {where}: `rowstead train` and `rowstead sweep` make records")
     newest_first = sorted(runs.values(), key=lambda run: run.entry.record.date if run.entry else "9999", reverse=True)
     contents = Contents(entries=tuple(entries.values()), num_bad_lines=num_bad, unfinished=tuple(unfinished))
-    return Material(runs=tuple(newest_first), contents=contents, places=tuple(places))
+    return ReportInputs(runs=tuple(newest_first), contents=contents, places=tuple(places))
 
 
-def _own(entry: Entry) -> tuple[str, str]:
+def _own(entry: StoreEntry) -> tuple[str, str]:
     """Tells an entry from others, also from a run of the same name under another root; equal lines are one entry."""
     return ("" if entry.folder is None else os.path.abspath(entry.folder), entry.id)
 
 
-def _of_file(path: Path) -> tuple[list[Entry], int]:
+def _of_file(path: Path) -> tuple[list[StoreEntry], int]:
     if path.suffix not in (".jsonl", ".json"):
         raise RowsteadError(f"{path} is no file of records: give {FILE}, a run's folder, or a folder of runs")
     try:

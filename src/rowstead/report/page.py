@@ -8,12 +8,12 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from rowstead.records.store import Entry
+from rowstead.records.store import StoreEntry
 from rowstead.records.studies import newest
 from rowstead.report import charts_populations, charts_predictions, charts_runs, charts_searches, charts_studies, charts_tables
 from rowstead.report.describe import TextTable
 from rowstead.report.html import Section, cards_html, page_of
-from rowstead.report.inputs import Material, RunView, gather
+from rowstead.report.inputs import ReportInputs, RunView, gather
 from rowstead.report.theme import Figure, figure_text
 from rowstead.spec.catalogue import HERE
 
@@ -51,7 +51,7 @@ def report_page(paths: Iterable[Path | str], *, root: Path | str = "runs", title
     return page_from(gather(paths, root=root), title=title)
 
 
-def page_from(material: Material, *, title: str | None = None) -> str:
+def page_from(material: ReportInputs, *, title: str | None = None) -> str:
     """The report of what was gathered."""
     sections = sections_of(material)
     when = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
@@ -61,12 +61,12 @@ def page_from(material: Material, *, title: str | None = None) -> str:
     )
 
 
-def figures_of(material: Material) -> list[Figure]:
+def figures_of(material: ReportInputs) -> list[Figure]:
     """Every figure of the report, for files of their own."""
     return [figure for section in sections_of(material) for figure in section.figures]
 
 
-def sections_of(material: Material) -> list[Section]:
+def sections_of(material: ReportInputs) -> list[Section]:
     """The sections that have something to show."""
     studies = sorted(material.contents.studies.items(), key=lambda one: _in_order(one[0]))
     made = [overview(material), *_of_runs(material.runs), _of_forecasts(material.entries)]
@@ -96,7 +96,7 @@ def _in_order(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() and part.isascii() else (0, part) for part in re.split(r"(\d+)", name)]
 
 
-def _counted(material: Material) -> str:
+def _counted(material: ReportInputs) -> str:
     runs, entries = len(material.runs), newest(material.entries)
     measured = sum(entry.is_measured for entry in entries)
     parts = [
@@ -110,7 +110,7 @@ def _counted(material: Material) -> str:
     return ", ".join(parts)
 
 
-def overview(material: Material) -> Section:
+def overview(material: ReportInputs) -> Section:
     """The newest run in large figures, and all runs in a table."""
     blocks = []
     finished = [run for run in material.runs if run.entry is not None]
@@ -147,7 +147,7 @@ def overview(material: Material) -> Section:
     return Section(key="overview", title="Overview", blocks=blocks, tables=tables)
 
 
-def _study_row(name: str, source: str, entries: Sequence[Entry]) -> tuple[str, ...]:
+def _study_row(name: str, source: str, entries: Sequence[StoreEntry]) -> tuple[str, ...]:
     measured = sum(entry.is_measured for entry in entries)
     failed = sum(entry.has_failed for entry in entries)
     return name, source, f"{measured:,}", f"{len(entries) - measured:,}", f"{failed:,}"
@@ -174,12 +174,12 @@ def _there(figures: Iterable[Figure | None]) -> list[Figure]:
     return [figure for figure in figures if figure is not None]
 
 
-def _of_forecasts(entries: Sequence[Entry]) -> Section:
+def _of_forecasts(entries: Sequence[StoreEntry]) -> Section:
     figure = charts_predictions.draw_pairs(charts_predictions.pairs(entries))
     return Section(key="prediction", title="Predicted against measured", figures=_there([figure]))
 
 
-def _of_study(name: str, material: Material) -> Section:
+def _of_study(name: str, material: ReportInputs) -> Section:
     entries = newest(material.contents.of(study=name))
     figures: list[Figure] = []
     for number, grid in enumerate(charts_studies.grids_in(entries), start=1):
@@ -189,7 +189,7 @@ def _of_study(name: str, material: Material) -> Section:
     return Section(key=f"study-{name}", title=f"Sweep {name}", words=about, figures=figures, tables=tables)
 
 
-def _of_grid(name: str, entries: Sequence[Entry]) -> list[Figure]:
+def _of_grid(name: str, entries: Sequence[StoreEntry]) -> list[Figure]:
     """Speed over the axes that some entries have in common, and quality where it was measured."""
     figures: list[Figure] = []
     study = charts_studies.study_of(name, entries)
@@ -209,18 +209,18 @@ def _of_grid(name: str, entries: Sequence[Entry]) -> list[Figure]:
     return figures
 
 
-def _failures(title: str, entries: Sequence[Entry]) -> list[TextTable]:
+def _failures(title: str, entries: Sequence[StoreEntry]) -> list[TextTable]:
     """Where something failed, and why; nothing where all went well."""
     lost = [entry for entry in entries if entry.has_failed]
     failed = [(_axes(entry) or entry.point or "", str(entry.seed or ""), entry.failure or "") for entry in lost]
     return [TextTable(title, ("where", "seed", "why"), tuple(failed))] if failed else []
 
 
-def _axes(entry: Entry) -> str:
+def _axes(entry: StoreEntry) -> str:
     return ", ".join(f"{name} {charts_studies.words_of(value)}" for name, value in entry.axes.items())
 
 
-def _of_search(name: str, material: Material) -> Section:
+def _of_search(name: str, material: ReportInputs) -> Section:
     entries = material.contents.of(study=name, source="trial")
     return Section(
         key=f"search-{name}",
@@ -230,7 +230,7 @@ def _of_search(name: str, material: Material) -> Section:
     )
 
 
-def _of_quality(name: str, material: Material) -> Section:
+def _of_quality(name: str, material: ReportInputs) -> Section:
     entries = newest(material.contents.of(study=name, source="quality"))
     asked = charts_searches.wishes(name, material.places)
     figure = charts_searches.draw_effects(
@@ -258,6 +258,6 @@ def _of_tables(runs: Sequence[RunView]) -> Section:
     return Section(key="tables", title="Features and tables", figures=_there(figures))
 
 
-def _of_efficiency(entries: Sequence[Entry]) -> Section:
+def _of_efficiency(entries: Sequence[StoreEntry]) -> Section:
     figure = charts_predictions.draw_efficiency(charts_predictions.efficiencies(entries))
     return Section(key="efficiency", title="Efficiency per watt", figures=_there([figure]))

@@ -8,21 +8,21 @@ from rowstead.spec.placement import Placement, TablePlacement
 from rowstead.spec.sizes import shown_bytes
 
 
-def placement_text(placement: Placement, *, has_gpu: bool, world: int = 1) -> str:
+def placement_text(placement: Placement, *, has_gpu: bool, world_size: int = 1) -> str:
     """One line where all tables are alike, otherwise a table with a line for each kind of decision."""
     groups = grouped(placement)
     if len(groups) == 1 and groups[0][0].where == "device":
         group, memory = groups[0], "GPU memory" if has_gpu else "system memory"
-        each = f" in each of {world} processes, shared by {group[0].shard}" if world > 1 else ""
+        each = f" in each of {world_size} processes, shared by {group[0].shard}" if world_size > 1 else ""
         return f"tables: {_count(group)}, {shown_bytes(_taken(group, ('device',)))} in {memory}{each} ({group[0].why})"
     columns: dict[str, tuple[str, ...]] = {"GPU": ("device",), "host": ("host",)} if has_gpu else {"memory": ("device", "host")}
     columns["disk"] = ("disk",)
     columns = {name: memories for name, memories in columns.items() if _taken(placement.tables, memories)}
-    shard = ["shard"] if world > 1 else []
+    shard = ["shard"] if world_size > 1 else []
     rows = [["tables", "where", *shard, *columns, "why"]]
     for group in groups:
         taken = [_taken(group, memories) for memories in columns.values()]
-        shared = [str(group[0].shard)] if world > 1 else []
+        shared = [str(group[0].shard)] if world_size > 1 else []
         shown = [shown_bytes(one) if one else "" for one in taken]
         rows.append([names_of(group, placement), group[0].where, *shared, *shown, group[0].why])
     if len(groups) > 1:

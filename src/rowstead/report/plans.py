@@ -22,7 +22,7 @@ WIDTH = 48
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class PlanReport:
     """What is shown, as a table or as JSON."""
 
     name: str
@@ -47,7 +47,7 @@ class Plan:
         return wanted is None or best.samples_per_s >= wanted
 
 
-def print_plan(plan: Plan, *, tables: bool, timeline: bool) -> None:
+def print_plan(plan: PlanReport, *, tables: bool, timeline: bool) -> None:
     """The table, what would help where a model does not fit, and what was asked for besides."""
     shown = _table(plan)
     wanted = Measurement.get(terminal(width=400), terminal(width=400).options, shown).maximum
@@ -71,7 +71,7 @@ def print_plan(plan: Plan, *, tables: bool, timeline: bool) -> None:
         _print_requirements(plan.needs)
 
 
-def _table(plan: Plan) -> Table:
+def _table(plan: PlanReport) -> Table:
     wanted = plan.asked["samples_per_s"]
     title = f"{plan.name}: predicted" + (f", for {wanted:,.0f} samples/s" if wanted else "")
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
@@ -142,7 +142,7 @@ def _print_requirements(needs: Requirements) -> None:
         say(f"  {what}: {figure}")
 
 
-def plain_of(plan: Plan) -> dict[str, Any]:
+def plain_of(plan: PlanReport) -> dict[str, Any]:
     """The plan as JSON has it; what was not asked for or is not known is absent."""
     machines = []
     for one in plan.choices:

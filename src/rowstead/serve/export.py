@@ -19,7 +19,7 @@ from rowstead.serve.program import ServingProgram, exported_program
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.parse import to_plain
 from rowstead.stores.device import DeviceStore
-from rowstead.training.progress import Watcher
+from rowstead.training.progress import ProgressCallback
 from rowstead.training.trained import open_run
 
 ARGUMENTS = {
@@ -47,13 +47,13 @@ class ExportSummary:
 
 
 def export(
-    run: str, to: Path | str, *, int8: bool = False, root: Path | str = DEFAULT_ROOT, watcher: Watcher | None = None
+    run: str, to: Path | str, *, int8: bool = False, root: Path | str = DEFAULT_ROOT, callback: ProgressCallback | None = None
 ) -> ExportSummary:
     """Write a run's model into the new folder `to`: `program.pt2` and `inputs.json`, both or nothing."""
     to = Path(to)
     if os.path.lexists(to):
         raise RowsteadError(f"{to} exists: choose another folder with --to")
-    trained = open_run(run, root=root, watcher=watcher, in_memory=True)
+    trained = open_run(run, root=root, callback=callback, in_memory=True)
     spec, model, transforms = trained.spec, trained.model, trained.transforms
     assert isinstance(model.store, DeviceStore)
     program = ServingProgram(

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rowstead.data.block import RawBlock
-from rowstead.data.columns import Columns
+from rowstead.data.columns import ColumnReader
 from rowstead.data.hashing import id_outside_table
 from rowstead.data.transforms import RowRule
 from rowstead.spec.errors import RowsteadError
@@ -43,7 +43,7 @@ class Exported:
             if feature.hash == "none"
         ]
         self.id_kinds: dict[str, str] = plain["id_kinds"]
-        self._columns = Columns(self.features, id_kinds=self.id_kinds)
+        self._columns = ColumnReader(self.features, id_kinds=self.id_kinds)
         self._rule = RowRule(self.features)
         self.program = _program(folder / PROGRAM, plain["sha256"][PROGRAM])
         """The torch.export program itself: dense [B, Fd], ids [nnz] and offsets [F*B + 1] to probabilities [B]."""

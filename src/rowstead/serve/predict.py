@@ -24,7 +24,7 @@ from rowstead.spec.data import ParquetSpec
 from rowstead.spec.errors import DataError
 from rowstead.training.build import device_of
 from rowstead.training.evaluate import EVAL_BATCH, log_odds_of
-from rowstead.training.progress import Watcher
+from rowstead.training.progress import ProgressCallback
 from rowstead.training.trained import open_run
 
 Scores = Generator[tuple[NDArray[np.float64], NDArray[np.float32] | None], None, None]
@@ -65,7 +65,7 @@ def predict(
     keep: Sequence[str] = (),
     overwrite: bool = False,
     root: Path | str = DEFAULT_ROOT,
-    watcher: Watcher | None = None,
+    callback: ProgressCallback | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Predicted:
     """Write a Parquet file with one row for each row of the log, in its order.
@@ -81,7 +81,7 @@ def predict(
         raise DataError(f"{out} exists: choose another --out, or pass --overwrite")
     if not out.parent.is_dir():
         raise DataError(f"there is no folder {out.parent} to write {out.name} into")
-    opened = _open_exported(run, data) if is_exported(run, root) else _open_run(run, data, root, watcher)
+    opened = _open_exported(run, data) if is_exported(run, root) else _open_run(run, data, root, callback)
     if opened.log is not None and any(file.is_local and _is_same(file.path, out) for file in opened.log.files):
         raise DataError(f"{out} is a file of the log itself, which the predictions would replace: choose another --out")
     keep = [name for name in keep if name != "label" or opened.label != "label"]
@@ -116,8 +116,8 @@ def _is_same(one: str, other: Path) -> bool:
     return other.exists() and os.path.samefile(one, other)
 
 
-def _open_run(run: str, data: Sequence[str] | None, root: Path | str, watcher: Watcher | None) -> _Opened:
-    trained = open_run(run, root=root, watcher=watcher)
+def _open_run(run: str, data: Sequence[str] | None, root: Path | str, callback: ProgressCallback | None) -> _Opened:
+    trained = open_run(run, root=root, callback=callback)
     spec, model = trained.spec, trained.model
     source = trained.source(data, needs_label=False)
     device = device_of(spec)

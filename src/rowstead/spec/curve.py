@@ -11,7 +11,7 @@ from rowstead.spec.errors import require
 
 
 @dataclass(frozen=True, kw_only=True)
-class Axis:
+class CurveAxis:
     """One size on which an operation's time depends."""
 
     name: str
@@ -44,7 +44,7 @@ class Curve:
     Between them the logarithm of the time is interpolated over those of the sizes; below the smallest it stays.
     """
 
-    axes: tuple[Axis, ...]
+    axes: tuple[CurveAxis, ...]
     """The sizes, in order."""
     seconds: tuple[float, ...]
     """Of each combination, the last axis running fastest."""

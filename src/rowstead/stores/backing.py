@@ -13,7 +13,7 @@ from rowstead.kernels.initial import initial_rows
 from rowstead.spec.features import Table
 from rowstead.stores.base import StatePart
 from rowstead.stores.device import numbered
-from rowstead.stores.groups import Group
+from rowstead.stores.groups import CacheGroup
 from rowstead.stores.pinned import seen_by_both
 
 PIECE_ROWS = 1 << 17
@@ -46,7 +46,7 @@ class RamRows:
     half a row.
     """
 
-    def __init__(self, group: Group, *, seed: int, device: torch.device | str = "cpu") -> None:
+    def __init__(self, group: CacheGroup, *, seed: int, device: torch.device | str = "cpu") -> None:
         """Filled with initial rows, which `device` makes."""
         device = numbered(device)
         self._parts: list[Tensor] = []
@@ -96,7 +96,7 @@ class RamRows:
 
 
 def parts_behind(
-    table: Table, first: int, group: Group, backing: Backing, *, before_write: Callable[[], None]
+    table: Table, first: int, group: CacheGroup, backing: Backing, *, before_write: Callable[[], None]
 ) -> Iterator[StatePart]:
     """The parts of a table whose records begin at row `first` of its group: their columns. `before_write` is called before any changes."""
 

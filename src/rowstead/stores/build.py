@@ -30,7 +30,7 @@ from rowstead.stores.backing import RamRows
 from rowstead.stores.base import EmbeddingStore
 from rowstead.stores.cached import CachedStore
 from rowstead.stores.device import DeviceStore
-from rowstead.stores.groups import Group
+from rowstead.stores.groups import CacheGroup
 from rowstead.stores.host import HostStore
 from rowstead.stores.mixed import MixedStore, layout_for
 from rowstead.stores.scratch import InUseError
@@ -40,12 +40,12 @@ KEPT_FREE = 0.1
 """Share of what is free that tables leave to everything else, unless a recipe sets a limit."""
 
 
-def placement_of(
+def choose_placement(
     spec: RunSpec,
     device: torch.device,
     *,
     trains: bool = True,
-    world: int = 1,
+    world_size: int = 1,
     shards: dict[str, PlacedShard] | None = None,
 ) -> Placement:
     """Where the tables of a run go on this machine; a RowsteadError with remedies if they fit nowhere.
@@ -57,8 +57,8 @@ def placement_of(
         is_usable = folder is not None and Path(folder).is_dir() and os.access(folder, os.W_OK | os.X_OK)
         spec = dataclasses.replace(spec, placement="auto", memory=MemorySpec(folder=folder if is_usable else None))
     mean_ids, memories = mean_ids_of(spec), memories_of(spec, device)
-    placement = decide(spec, memories, mean_ids=mean_ids, trains=trains, world=world, shards=shards)
-    is_open = trains and world == 1 and spec.placement == "auto" and any(one.where != "device" for one in placement.tables)
+    placement = decide(spec, memories, mean_ids=mean_ids, trains=trains, world_size=world_size, shards=shards)
+    is_open = trains and world_size == 1 and spec.placement == "auto" and any(one.where != "device" for one in placement.tables)
     machine = measured_machine(device) if is_open else None
     return (fastest(spec, memories, machine, mean_ids=mean_ids) if machine is not None else None) or placement
 
@@ -71,7 +71,7 @@ def measured_machine(device: torch.device) -> Machine | None:
     return None
 
 
-def unused_machine(device: torch.device) -> str | None:
+def unused_machine_warning(device: torch.device) -> str | None:
     """What to tell a user of a machine file that does not count in a run; none where it does, or where there is none."""
     path, num_threads = calibrated_path(device.type), torch.get_num_threads()
     try:
@@ -138,7 +138,7 @@ def mean_ids_of(spec: RunSpec) -> Sequence[float] | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoreMaker:
+class StoreBuilder:
     """Makes stores for the tables of a run, or for the pieces of them that a process keeps."""
 
     spec: RunSpec
@@ -195,10 +195,10 @@ class StoreMaker:
             if self.placement.of(table.name).where == where
         }
 
-    def _ram_rows(self, group: Group) -> RamRows:
+    def _ram_rows(self, group: CacheGroup) -> RamRows:
         return RamRows(group, seed=self.spec.seed, device=self.device)
 
-    def _file_rows(self, group: Group) -> FileRows:
+    def _file_rows(self, group: CacheGroup) -> FileRows:
         assert self.placement.folder is not None
         initial = initial_in(group, seed=self.spec.seed)
         for path in scratch_files(Path(self.placement.folder), f"{self.spec.name[:100]}-{self.rank}-width-{group.width}"):

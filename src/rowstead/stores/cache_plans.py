@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from rowstead.data.batch import Sparse
-from rowstead.stores.cache_slots import Moves, Places
-from rowstead.stores.cache_slots_cpu import CompiledPlaces
+from rowstead.stores.cache_slots import CacheSlots, Moves
+from rowstead.stores.cache_slots_cpu import CpuCacheSlots
 from rowstead.stores.groups import RowNames
 
 ALIGNED_BYTES = 16
 """Of which addresses of tensors are multiples, unless they are parts of others."""
 
 
-class Plan(Protocol):
+class CachePlan(Protocol):
     """Plans batches up to `number` at once; rows that batches from `oldest` on use stay.
 
     Returns what has to move for each group, and the ids of each batch as places. `make_room` is called after each group.
@@ -27,7 +27,7 @@ class Plan(Protocol):
         self,
         batches: Sequence[Sparse],
         names: RowNames,
-        groups: Sequence[Places],
+        groups: Sequence[CacheSlots],
         *,
         number: int,
         oldest: int,
@@ -35,23 +35,23 @@ class Plan(Protocol):
     ) -> tuple[list[Moves], list[Tensor]]: ...
 
 
-def plan_for(device: torch.device) -> Plan:
+def plan_for(device: torch.device) -> CachePlan:
     return plan_in_memory if device.type == "cpu" else plan_by_launches
 
 
-def places_for(num_rows: int, num_places: int, device: torch.device) -> Places:
+def cache_slots_for(num_rows: int, num_places: int, device: torch.device) -> CacheSlots:
     """The places that `plan_for` plans with."""
     if device.type == "cpu":
-        return CompiledPlaces(num_rows, num_places)
-    from rowstead.stores.cache_slots_gpu import LaunchedPlaces
+        return CpuCacheSlots(num_rows, num_places)
+    from rowstead.stores.cache_slots_gpu import GpuCacheSlots
 
-    return LaunchedPlaces(num_rows, num_places, device)
+    return GpuCacheSlots(num_rows, num_places, device)
 
 
 def plan_in_memory(
     batches: Sequence[Sparse],
     names: RowNames,
-    groups: Sequence[Places],
+    groups: Sequence[CacheSlots],
     *,
     number: int,
     oldest: int,
@@ -70,18 +70,18 @@ def plan_in_memory(
 def plan_by_launches(
     batches: Sequence[Sparse],
     names: RowNames,
-    groups: Sequence[Places],
+    groups: Sequence[CacheSlots],
     *,
     number: int,
     oldest: int,
     make_room: Callable[[], None],
 ) -> tuple[list[Moves], list[Tensor]]:
     """Ids are named by places where they have one, all but those that are missing, in the pass that marks them."""
-    from rowstead.stores.cache_slots_gpu import LaunchedPlaces
+    from rowstead.stores.cache_slots_gpu import GpuCacheSlots
 
     ids, offsets = joined(batches)
     named, moves = names.blank(ids), []
-    launched = list(zip(cast("Sequence[LaunchedPlaces]", groups), names.first_rows, names.starts, strict=True))
+    launched = list(zip(cast("Sequence[GpuCacheSlots]", groups), names.first_rows, names.starts, strict=True))
     for places, first_rows, start in launched:
         places.begin(number)
         places.mark(ids, offsets, first_rows, start, named)

@@ -35,7 +35,7 @@ class Moves:
     """int64; as far as both lists go, the same as `in_places`."""
 
 
-class Places:
+class CacheSlots:
     """The places of one group of tables.
 
     As many rows stay as there are places; where batches under way needed more at once, there are more since, and as many stay.
@@ -110,11 +110,11 @@ class Places:
         return taken
 
     def _room(self, short: int, *, is_aside: bool) -> int:
-        """Places that there are once so many more were needed."""
+        """CacheSlots that there are once so many more were needed."""
         return self.capacity + int(GROWTH * short) if is_aside else int((self.capacity + short) * GROWTH)
 
     def give_back(self, places: Tensor) -> None:
-        """Places that were lent, and never belonged to a row, are free again."""
+        """CacheSlots that were lent, and never belonged to a row, are free again."""
         self._free = torch.cat([places, self._free])
 
     def taken(self) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""`Places` in system memory, by compiled loops and NumPy: torch's own indexing wakes threads for a few thousand numbers."""
+"""`CacheSlots` in system memory, by compiled loops and NumPy: torch's own indexing wakes threads for a few thousand numbers."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from rowstead.kernels.cpu.cache import mark_rows, send_away
-from rowstead.stores.cache_slots import HALF_LIFE, Moves, Places
+from rowstead.stores.cache_slots import HALF_LIFE, CacheSlots, Moves
 
 
-class CompiledPlaces(Places):
+class CpuCacheSlots(CacheSlots):
     """The same places, kept by the CPU; which rows make room may differ, as a hand goes round instead of a sort."""
 
     def __init__(self, num_rows: int, num_places: int) -> None:

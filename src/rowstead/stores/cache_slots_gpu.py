@@ -1,4 +1,4 @@
-"""`Places` in the memory of a GPU, by launches over ids, places and maps of rows; the host waits once for each plan.
+"""`CacheSlots` in the memory of a GPU, by launches over ids, places and maps of rows; the host waits once for each plan.
 
 Letters: N rows, P places, n rows that a batch misses.
 """
@@ -10,13 +10,13 @@ from torch import Tensor
 
 from rowstead.kernels.gpu import bitmaps as maps
 from rowstead.kernels.gpu import cache_slots as there
-from rowstead.stores.cache_slots import HALF_LIFE, Moves, Places
+from rowstead.stores.cache_slots import HALF_LIFE, CacheSlots, Moves
 
 MOST_TAGS = 255
 """Plans that a byte tells apart."""
 
 
-class LaunchedPlaces(Places):
+class GpuCacheSlots(CacheSlots):
     """The same places, kept by a GPU; which rows make room may differ, since heat is told apart in levels."""
 
     def __init__(self, num_rows: int, num_places: int, device: torch.device) -> None:
@@ -35,7 +35,7 @@ class LaunchedPlaces(Places):
         self._wanted_counts, self._going_counts = torch.zeros(2, blocks, dtype=torch.int32, device=device)
         self._bins = torch.zeros(there.MOST_PLACE_BLOCKS, there.BINS, dtype=torch.int32, device=device)
         self._sums = torch.zeros(there.BINS + 3, dtype=torch.int32, device=device)
-        """Places by bin; missing rows, places that may go, and rows that go."""
+        """CacheSlots by bin; missing rows, places that may go, and rows that go."""
 
     def begin(self, number: int) -> None:
         """A plan up to batch `number` begins; its batches are marked next."""

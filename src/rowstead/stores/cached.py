@@ -27,13 +27,13 @@ from rowstead.spec.run import Kernel
 from rowstead.spec.train import SparseOptimizerSpec
 from rowstead.stores.backing import Backing, parts_behind
 from rowstead.stores.base import StatePart
-from rowstead.stores.cache_plans import Plan, places_for, plan_for
+from rowstead.stores.cache_plans import CachePlan, cache_slots_for, plan_for
 from rowstead.stores.cache_slots import GROWTH, Moves
-from rowstead.stores.checked import checked
+from rowstead.stores.checked import check_batch
 from rowstead.stores.device import DeviceStore, numbered
 from rowstead.stores.exchange import Exchange, exchange_for
-from rowstead.stores.groups import Group, RowNames, grouped, places_layout
-from rowstead.stores.prefetch_scheduler import AHEAD, Coming, Turns
+from rowstead.stores.groups import CacheGroup, RowNames, grouped, slots_layout
+from rowstead.stores.prefetch_scheduler import AHEAD, PendingBatch, PrefetchScheduler
 from rowstead.stores.state import load_parts, whole_state
 
 SET_IDS, MAX_SET = 1 << 24, 8
@@ -44,7 +44,7 @@ LIKE = 1.25
 IDS_ASIDE = {"cpu": 1 << 14, "cuda": 1 << 20}
 """About how many ids a look-up that trains nothing takes at a time, by the device, where no more places are free."""
 
-BackingFor = Callable[[Group], Backing]
+BackingFor = Callable[[CacheGroup], Backing]
 
 
 def set_room(num_places: int, num_ids: float) -> float:
@@ -82,9 +82,9 @@ class CachedStore(nn.Module):
         self._planning = torch.cuda.Stream(self._device, priority=-3) if is_cuda else None
         self._moving = torch.cuda.Stream(self._device, priority=-3) if is_cuda else None
         with self._on(self._planning):  # else memory that a plan still reads might go to others as soon as it is replaced
-            self._places = [places_for(group.num_rows, group.num_places, self._device) for group in self._groups]
+            self._places = [cache_slots_for(group.num_rows, group.num_places, self._device) for group in self._groups]
         self.backings = [backing(group) for group in self._groups]
-        fast, self._first_place = places_layout(layout, self._groups, [group.num_places for group in self._groups])
+        fast, self._first_place = slots_layout(layout, self._groups, [group.num_places for group in self._groups])
         self.resident = DeviceStore(
             fast, optimizer, seed=seed, kernel=kernel, device=device, dtype=dtype, check=False, in_line=False
         )
@@ -97,9 +97,9 @@ class CachedStore(nn.Module):
         """Of the batch for which it was last decided how many are brought in at once."""
         self.num_rows_in = self.num_rows_out = 0
         """Rows that were brought in and written back so far."""
-        self._plan: Plan = plan_for(self._device)
+        self._plan: CachePlan = plan_for(self._device)
         self._exchange: Exchange = exchange_for(self._device)
-        self._turns = Turns(self, moves_wait=not is_cuda)
+        self._turns = PrefetchScheduler(self, moves_wait=not is_cuda)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> CachedStore:
         """Rows stay where they are when the model around them is moved."""
@@ -127,7 +127,7 @@ class CachedStore(nn.Module):
     def prefetch(self, sparse: Sparse) -> None:
         """Bring in the rows of a batch that comes after all those announced before."""
         if self._groups:
-            sparse = self.checked(sparse)
+            sparse = self.check_batch(sparse)
             if self._planning is not None and sparse.ids.numel() > LIKE * self._num_ids_known:
                 self._num_ids_known = sparse.ids.numel()
                 self._turns.set_size, self._turns.ahead = self._sets_like(sparse)
@@ -183,7 +183,7 @@ class CachedStore(nn.Module):
     # Rows come and go
 
     @torch.no_grad()
-    def plan_rows(self, some: Sequence[Coming], oldest: int, left: Any) -> Callable[[], None]:
+    def plan_rows(self, some: Sequence[PendingBatch], oldest: int, left: Any) -> Callable[[], None]:
         """Give the rows of some batches places, and the batches ids that are places; what is returned moves the rows.
 
         Rows that batches from `oldest` on use stay; of those before, a GPU is done with the event `left`.
@@ -233,7 +233,7 @@ class CachedStore(nn.Module):
     def resize(self) -> None:
         """Move `resident` to memory for all places there are; nothing may be trained on or moved meanwhile."""
         self._settle()
-        layout, _ = places_layout(self.layout, self._groups, [places.capacity for places in self._places])
+        layout, _ = slots_layout(self.layout, self._groups, [places.capacity for places in self._places])
         self.resident.resize(layout)
         self.generation += 1
         self._settle()
@@ -251,7 +251,7 @@ class CachedStore(nn.Module):
 
     def lookup(self, sparse: Sparse) -> Tensor:
         if self._check:
-            sparse = checked(sparse, self.layout, self._device)
+            sparse = check_batch(sparse, self.layout, self._device)
         if not self.training:
             return self._lookup_aside(sparse)
         return self.resident.lookup(self.enter(sparse))
@@ -260,7 +260,7 @@ class CachedStore(nn.Module):
         here = self._turns.current
         if here is None or here.sparse.ids is not sparse.ids:
             if self._check:
-                sparse = checked(sparse, self.layout, self._device)
+                sparse = check_batch(sparse, self.layout, self._device)
             self.enter(sparse)
             here = self._turns.current
         if self._check:
@@ -270,9 +270,9 @@ class CachedStore(nn.Module):
         self.resident.update(batch, grad, lr=lr, step=step)
         self.leave()
 
-    def checked(self, sparse: Sparse) -> Sparse:
+    def check_batch(self, sparse: Sparse) -> Sparse:
         """The same batch, known to fit if this store checks batches."""
-        return checked(sparse, self.layout, self._device) if self._check and self.tables else sparse
+        return check_batch(sparse, self.layout, self._device) if self._check and self.tables else sparse
 
     @torch.no_grad()
     def _lookup_aside(self, sparse: Sparse) -> Tensor:

@@ -7,12 +7,12 @@ import dataclasses
 import torch
 
 from rowstead.data.batch import Batch, Sparse
-from rowstead.data.source import Source, SourceOver
+from rowstead.data.source import Source, SourceWrapper
 from rowstead.kernels.check import check_sparse
 from rowstead.kernels.layout import Layout
 
 
-def checked(sparse: Sparse, layout: Layout, device: torch.device | None = None) -> Sparse:
+def check_batch(sparse: Sparse, layout: Layout, device: torch.device | None = None) -> Sparse:
     """The same batch, marked as one that fits `layout`; raises a DataError that names what does not fit.
 
     A batch that has the mark is not read again, also after it was moved to another device. `device` is where the rows are.
@@ -23,7 +23,7 @@ def checked(sparse: Sparse, layout: Layout, device: torch.device | None = None) 
     return dataclasses.replace(sparse, checked_for=layout)
 
 
-class CheckedSource(SourceOver):
+class CheckedSource(SourceWrapper):
     """A Source whose batches are known to fit the tables; whoever reads ahead in a thread has them checked there.
 
     A source that makes batches in several threads checks them there, so that the one that asks for them need not.
@@ -36,5 +36,5 @@ class CheckedSource(SourceOver):
             source.finish_with(self._changed)
 
     def _changed(self, batch: Batch) -> Batch:
-        sparse = checked(batch.sparse, self._layout)
+        sparse = check_batch(batch.sparse, self._layout)
         return batch if sparse is batch.sparse else dataclasses.replace(batch, sparse=sparse)

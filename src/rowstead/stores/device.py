@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from rowstead.data.batch import Sparse
 from rowstead.kernels import reference
 from rowstead.kernels.check import check_gradient
-from rowstead.kernels.choose import Kernels, kernels_for
+from rowstead.kernels.choose import EmbeddingKernels, kernels_for
 from rowstead.kernels.cpu import embedding as cpu
 from rowstead.kernels.initial import PIECE, initial_rows
 from rowstead.kernels.layout import Layout
@@ -21,11 +21,11 @@ from rowstead.spec.features import Table
 from rowstead.spec.run import Kernel
 from rowstead.spec.train import SparseOptimizerSpec
 from rowstead.stores.base import StatePart
-from rowstead.stores.checked import checked
+from rowstead.stores.checked import check_batch
 from rowstead.stores.state import load_parts, part_of, whole_state
 
 if TYPE_CHECKING:
-    from rowstead.kernels.gpu.embedding import Plan
+    from rowstead.kernels.gpu.embedding import UpdatePlan
 
 
 def numbered(device: torch.device | str) -> torch.device:
@@ -81,7 +81,7 @@ class DeviceStore(nn.Module):
         weights = self._rows()
         if self._check:
             self._check_tables(weights)
-            sparse = checked(sparse, self.layout, weights[0].device)
+            sparse = check_batch(sparse, self.layout, weights[0].device)
         needs_grad = any(rows.requires_grad for rows in weights)
         needs_grad = needs_grad or (sparse.weights is not None and sparse.weights.requires_grad)
         in_autograd = torch.is_grad_enabled() and needs_grad
@@ -94,7 +94,7 @@ class DeviceStore(nn.Module):
         weights = self._rows()
         if self._check:
             self._check_tables(weights)
-            sparse = checked(sparse, self.layout, weights[0].device)
+            sparse = check_batch(sparse, self.layout, weights[0].device)
             check_gradient(self.layout, sparse.offsets, grad)
         assert grad.dtype == compute_dtype(weights[0].dtype), f"rows are {weights[0].dtype}, their gradient is {grad.dtype}"
         assert all(value.device == grad.device for value in self.row_states[0].values()), "move it before training"
@@ -147,15 +147,15 @@ class DeviceStore(nn.Module):
             }
         self.layout, self.tables = layout, layout.tables
 
-    def checked(self, sparse: Sparse) -> Sparse:
+    def check_batch(self, sparse: Sparse) -> Sparse:
         """The same batch, known to fit if this store checks batches."""
-        return checked(sparse, self.layout, self.weights[0].device) if self._check and self.tables else sparse
+        return check_batch(sparse, self.layout, self.weights[0].device) if self._check and self.tables else sparse
 
     def lookup_unchecked(self, sparse: Sparse) -> Tensor:
         """`lookup` of a batch that is known to fit; `sparse.ids` may have room for more ids than `sparse.offsets` name."""
         return self._kernels().lookup(self._rows(), self.layout, sparse.ids, sparse.offsets, sparse.weights)
 
-    def plan_update(self, sparse: Sparse, *, numbers: Tensor) -> Plan:
+    def plan_update(self, sparse: Sparse, *, numbers: Tensor) -> UpdatePlan:
         """What `apply_plan` needs of a batch on a GPU, and can have before there is a gradient; see `kernels.gpu`."""
         from rowstead.kernels.gpu import embedding as gpu
 
@@ -164,7 +164,7 @@ class DeviceStore(nn.Module):
         return gpu.plan_update(rows, self.row_states, self.layout, ids, offsets, optimizer=self.optimizer, numbers=numbers)
 
     @torch.no_grad()
-    def apply_plan(self, plan: Plan, sparse: Sparse, grad: Tensor, *, numbers: Tensor, guard: Tensor) -> None:
+    def apply_plan(self, plan: UpdatePlan, sparse: Sparse, grad: Tensor, *, numbers: Tensor, guard: Tensor) -> None:
         """`update` on a GPU with all that changes from step to step in its memory; see `kernels.gpu`."""
         from rowstead.kernels.gpu import embedding as gpu
 
@@ -189,7 +189,7 @@ class DeviceStore(nn.Module):
     def _rows(self) -> list[Tensor]:
         return list(self.weights._parameters.values())  # type: ignore[arg-type]  # a ParameterList is slow to walk
 
-    def _kernels(self) -> Kernels:
+    def _kernels(self) -> EmbeddingKernels:
         return kernels_for(self._kernel_choice, self.weights[0].device)[1]
 
     batches_ahead = 0

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rowstead.data.batch import Sparse
-from rowstead.kernels.cpu.cache import name_places, name_rows, rows_between
+from rowstead.kernels.cpu.cache import name_rows, rows_between, slots_of_rows
 from rowstead.kernels.layout import Layout
 from rowstead.kernels.row_optimizer import compute_dtype, state_columns
 from rowstead.spec.features import Table
@@ -24,7 +24,7 @@ from rowstead.spec.train import SparseOptimizerSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class CacheGroup:
     """Cached tables of one width."""
 
     tables: tuple[tuple[Table, int], ...]
@@ -40,7 +40,7 @@ class Group:
 
 def grouped(
     tables: Sequence[Table], places: Mapping[str, int], *, dtype: torch.dtype, optimizer: SparseOptimizerSpec | None
-) -> list[Group]:
+) -> list[CacheGroup]:
     """The tables that `places` names, by width; each gets at least one place."""
     widths = sorted({table.width for table in tables if table.name in places})
     groups = []
@@ -53,7 +53,7 @@ def grouped(
                 num_places += min(table.num_rows, max(1, places[table.name]))
         states = state_columns(optimizer.kind if optimizer else "sgd", width)
         groups.append(
-            Group(
+            CacheGroup(
                 tables=tuple(members),
                 num_rows=num_rows,
                 num_places=num_places,
@@ -65,7 +65,7 @@ def grouped(
     return groups
 
 
-def places_layout(layout: Layout, groups: Sequence[Group], num_places: Sequence[int]) -> tuple[Layout, int]:
+def slots_layout(layout: Layout, groups: Sequence[CacheGroup], num_places: Sequence[int]) -> tuple[Layout, int]:
     """The layout of what is in fast memory: tables that are there whole, then one table for each group's places.
 
     Also the number of whole tables.
@@ -96,7 +96,7 @@ class RowNames:
     Ids of tables that belong to no group stay what they are.
     """
 
-    def __init__(self, layout: Layout, groups: Sequence[Group], device: torch.device) -> None:
+    def __init__(self, layout: Layout, groups: Sequence[CacheGroup], device: torch.device) -> None:
         firsts, self._starts = {}, [0]
         for group in groups:
             for table, first in group.tables:
@@ -151,7 +151,7 @@ class RowNames:
         if not rows.is_cuda:
             ids = sparse.ids.numpy().astype(np.int64)
             for first, last, places in zip(self._starts[:-1], self._starts[1:], place_of, strict=True):
-                name_places(rows.numpy(), first, last, places.numpy(), ids)
+                slots_of_rows(rows.numpy(), first, last, places.numpy(), ids)
             return torch.from_numpy(ids)
         if self._all_behind and len(place_of) == 1:
             return place_of[0][rows]

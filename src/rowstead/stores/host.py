@@ -22,13 +22,13 @@ from rowstead.data.batch import Sparse
 from rowstead.kernels.check import check_gradient
 from rowstead.kernels.layout import Layout
 from rowstead.stores.base import EmbeddingStore, StatePart
-from rowstead.stores.checked import checked
+from rowstead.stores.checked import check_batch
 from rowstead.stores.device import numbered
 from rowstead.stores.state import load_parts, whole_state
 
 
 @dataclass
-class _Batch:
+class _HostBatch:
     """A batch that was announced or looked up, with its copy in system memory."""
 
     ids: Tensor
@@ -62,8 +62,8 @@ class HostStore(nn.Module):
         """Where copies are queued, so that they wait for nothing but what they copy."""
         self._work = ThreadPoolExecutor(1, thread_name_prefix="host-rows")
         self._updating: Future[None] | None = None
-        self._announced: deque[_Batch] = deque()
-        self._current: _Batch | None = None
+        self._announced: deque[_HostBatch] = deque()
+        self._current: _HostBatch | None = None
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> HostStore:
         """Rows stay where they are when the model around them is moved."""
@@ -82,7 +82,7 @@ class HostStore(nn.Module):
     def begin_lookup(self, sparse: Sparse) -> Callable[[], Tensor]:
         """`lookup` in the background: what is returned waits for it."""
         if self._check:
-            sparse = checked(sparse, self.layout, self._device)
+            sparse = check_batch(sparse, self.layout, self._device)
         self._raise_what_failed()
         pooling = self._work.submit(self._pool, self._batch(sparse))
 
@@ -100,7 +100,7 @@ class HostStore(nn.Module):
     @torch.no_grad()
     def update(self, sparse: Sparse, grad: Tensor, *, lr: float, step: int) -> None:
         if self._check:
-            sparse = checked(sparse, self.layout, self._device)
+            sparse = check_batch(sparse, self.layout, self._device)
             check_gradient(self.layout, sparse.offsets, grad)
         self._raise_what_failed()
         batch, self._current = self._batch(sparse), None
@@ -122,7 +122,7 @@ class HostStore(nn.Module):
     def prefetch(self, sparse: Sparse) -> None:
         """Begin to copy the batch's ids; the store behind is told as well."""
         if self._check:
-            sparse = checked(sparse, self.layout, self._device)
+            sparse = check_batch(sparse, self.layout, self._device)
         batch = self._copied(sparse)
         self._announced.append(batch)
         self._work.submit(lambda: self._inner[0].prefetch(batch.arrived()))
@@ -148,9 +148,9 @@ class HostStore(nn.Module):
     def load_state(self, state: Mapping[str, Tensor], *, rows_only: bool = False) -> None:
         load_parts(self.parts(), state, rows_only=rows_only)
 
-    def checked(self, sparse: Sparse) -> Sparse:
+    def check_batch(self, sparse: Sparse) -> Sparse:
         """The same batch, known to fit if this store checks batches."""
-        return checked(sparse, self.layout, self._device) if self._check and self.tables else sparse
+        return check_batch(sparse, self.layout, self._device) if self._check and self.tables else sparse
 
     def close(self) -> None:
         """End the thread, and close the store behind; of no use afterwards."""
@@ -160,7 +160,7 @@ class HostStore(nn.Module):
 
     # Copies
 
-    def _batch(self, sparse: Sparse) -> _Batch:
+    def _batch(self, sparse: Sparse) -> _HostBatch:
         """The batch in system memory, or on its way there."""
         if not self.training:  # the batch that is trained on may not have been updated yet
             return self._copied(sparse)
@@ -169,9 +169,9 @@ class HostStore(nn.Module):
             self._current = self._announced.popleft() if is_next else self._copied(sparse)
         return self._current
 
-    def _copied(self, sparse: Sparse) -> _Batch:
+    def _copied(self, sparse: Sparse) -> _HostBatch:
         if self._bus is None:
-            return _Batch(sparse.ids, sparse)
+            return _HostBatch(sparse.ids, sparse)
         with self._aside():
             here = Sparse(
                 ids=_to_host(sparse.ids, self._bus),
@@ -180,7 +180,7 @@ class HostStore(nn.Module):
                 weights=None if sparse.weights is None else _to_host(sparse.weights, self._bus),
                 checked_for=sparse.checked_for,
             )
-            return _Batch(sparse.ids, here, _recorded(self._bus))
+            return _HostBatch(sparse.ids, here, _recorded(self._bus))
 
     def _fetched(self, grad: Tensor) -> tuple[Tensor, Any]:
         """A gradient in system memory, and the event after which it is there."""
@@ -190,7 +190,7 @@ class HostStore(nn.Module):
             return _to_host(grad, self._bus), _recorded(self._bus)
 
     @torch.no_grad()
-    def _pool(self, batch: _Batch) -> tuple[Tensor, Any]:
+    def _pool(self, batch: _HostBatch) -> tuple[Tensor, Any]:
         """Pooled vectors on the device, and the event after which they are there."""
         pooled = self._inner[0].lookup(batch.arrived())
         if self._bus is None:

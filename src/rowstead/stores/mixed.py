@@ -22,7 +22,7 @@ from rowstead.data.batch import Sparse
 from rowstead.kernels.check import check_gradient
 from rowstead.kernels.layout import Layout
 from rowstead.stores.base import EmbeddingStore, StatePart
-from rowstead.stores.checked import checked
+from rowstead.stores.checked import check_batch
 from rowstead.stores.host import HostStore
 from rowstead.stores.state import load_parts, whole_state
 
@@ -56,7 +56,7 @@ class _Share:
 
 
 @dataclass
-class _Split:
+class _SplitBatch:
     """A batch cut up for the stores."""
 
     ids: Tensor
@@ -81,8 +81,8 @@ class MixedStore(nn.Module):
         assert sorted(held) == sorted(table.name for table in layout.tables), "each table is held by one store"
         self._shares = [_share(layout, cast("Layout", store.layout)) for store in self._each()]  # type: ignore[attr-defined]
         self._join = _joined_columns(self._shares)
-        self._announced: deque[_Split] = deque()
-        self._current: _Split | None = None
+        self._announced: deque[_SplitBatch] = deque()
+        self._current: _SplitBatch | None = None
 
     def _each(self) -> list[EmbeddingStore]:
         return cast("list[EmbeddingStore]", list(self.stores))
@@ -154,9 +154,9 @@ class MixedStore(nn.Module):
             if hasattr(store, "close"):
                 store.close()
 
-    def checked(self, sparse: Sparse) -> Sparse:
+    def check_batch(self, sparse: Sparse) -> Sparse:
         """The same batch, known to fit if this store checks batches."""
-        return checked(sparse, self.layout) if self._check and self.tables else sparse
+        return check_batch(sparse, self.layout) if self._check and self.tables else sparse
 
     def _parts_of(self, sparse: Sparse) -> list[Sparse]:
         """What each store has of a batch: as it was announced, or as it was looked up, or cut up now."""
@@ -167,13 +167,13 @@ class MixedStore(nn.Module):
             self._current = self._announced.popleft() if is_next else self._split(sparse)
         return self._current.parts
 
-    def _split(self, sparse: Sparse) -> _Split:
+    def _split(self, sparse: Sparse) -> _SplitBatch:
         if self._check:
-            sparse = checked(sparse, self.layout)
+            sparse = check_batch(sparse, self.layout)
         num_samples = sparse.num_samples
         none = [0] * (self.layout.num_features + 1)
         bounds = sparse.offsets[::num_samples].tolist() if num_samples else none  # on a GPU this waits for the batch
-        return _Split(sparse.ids, [_part(sparse, share, bounds) for share in self._shares])
+        return _SplitBatch(sparse.ids, [_part(sparse, share, bounds) for share in self._shares])
 
 
 def _share(layout: Layout, own: Layout) -> _Share:

@@ -25,7 +25,7 @@ IS_GONE_S = 1.0
 
 
 @dataclass
-class Coming:
+class PendingBatch:
     """A batch that was announced."""
 
     sparse: Sparse
@@ -48,7 +48,7 @@ class Coming:
 class Cache(Protocol):
     """What is asked of a cache."""
 
-    def plan_rows(self, some: Sequence[Coming], oldest: int, left: Any) -> Callable[[], None]:
+    def plan_rows(self, some: Sequence[PendingBatch], oldest: int, left: Any) -> Callable[[], None]:
         """Give the rows of some batches places; what is returned moves them there.
 
         Rows that batches from `oldest` on use stay; those before have left, a GPU by the event `left`.
@@ -60,7 +60,7 @@ class Cache(Protocol):
         ...
 
 
-class Turns:
+class PrefetchScheduler:
     """The turns of one cache."""
 
     def __init__(self, cache: Cache, *, moves_wait: bool = True) -> None:
@@ -71,11 +71,11 @@ class Turns:
         """Guards all below."""
         self.set_size, self.ahead = 1, AHEAD
         """Of batches that are announced from now on."""
-        self.current: Coming | None = None
+        self.current: PendingBatch | None = None
         """The batch that whoever trains is in."""
-        self._coming: deque[Coming] = deque()
+        self._coming: deque[PendingBatch] = deque()
         """Announced and not entered yet."""
-        self._waiting: deque[Coming] = deque()
+        self._waiting: deque[PendingBatch] = deque()
         """Of these, those that nobody has begun to plan."""
         self._num_announced = 0
         self._num_left = 0
@@ -85,7 +85,7 @@ class Turns:
         """Sets of batches that are being planned or brought in."""
         self._is_held = False
         """Whoever trains keeps rows from moving."""
-        self._wanted: Coming | None = None
+        self._wanted: PendingBatch | None = None
         """The batch that whoever trains waits for."""
         self._needs_room = False
         """Places have run out: whoever trains moves the cache to larger memory when it comes by."""
@@ -124,7 +124,7 @@ class Turns:
                 self._num_left = self._num_announced
                 self._left.append((self._num_left - 1, left))
 
-    def enter(self, sparse: Sparse, copied: Callable[[], Any]) -> Coming:
+    def enter(self, sparse: Sparse, copied: Callable[[], Any]) -> PendingBatch:
         """The next batch, its rows in place; one that was not announced, and is there after the event `copied()`, is brought in now."""
         if self._coming:
             coming = self._coming.popleft()
@@ -194,9 +194,9 @@ class Turns:
         if self.may_go_on():
             self._changed.notify_all()
 
-    def _numbered(self, sparse: Sparse, copied: Any) -> Coming:
+    def _numbered(self, sparse: Sparse, copied: Any) -> PendingBatch:
         self._num_announced += 1
-        return Coming(sparse, self._num_announced - 1, self.set_size, self.ahead, copied)
+        return PendingBatch(sparse, self._num_announced - 1, self.set_size, self.ahead, copied)
 
     def _wait_until(self, happened: Callable[[], bool]) -> None:
         """Wait, and make room meanwhile if that is what the other threads wait for."""
@@ -225,12 +225,12 @@ class Turns:
         is_last = self._wanted is not None and self._wanted.number >= first.number
         return len(self._waiting) >= first.set_size or is_last
 
-    def next_set(self) -> list[Coming]:
+    def next_set(self) -> list[PendingBatch]:
         """Batches to plan now."""
         self._num_moving += 1
         return [self._waiting.popleft() for _ in range(min(self._waiting[0].set_size, len(self._waiting)))]
 
-    def plan_next(self, some: Sequence[Coming], mover: ThreadPoolExecutor) -> None:
+    def plan_next(self, some: Sequence[PendingBatch], mover: ThreadPoolExecutor) -> None:
         """Plan a set of batches, and leave the rest to the other thread, if it takes long."""
         try:
             move = self._plan(some)
@@ -242,7 +242,7 @@ class Turns:
         else:
             self._move(move, some)
 
-    def _plan(self, some: Sequence[Coming]) -> Callable[[], None]:
+    def _plan(self, some: Sequence[PendingBatch]) -> Callable[[], None]:
         cache = self._cache()
         assert cache is not None
         with self._changed:
@@ -255,7 +255,7 @@ class Turns:
             left = next((event for number, event in self._left if number >= oldest - 1), None)
         return cache.plan_rows(some, oldest, left)
 
-    def _move(self, move: Callable[[], None], some: Sequence[Coming]) -> None:
+    def _move(self, move: Callable[[], None], some: Sequence[PendingBatch]) -> None:
         error = self._failed
         try:
             if error is None:
@@ -264,7 +264,7 @@ class Turns:
             error = raised
         self._note_in(some, error)
 
-    def _note_in(self, some: Sequence[Coming], error: BaseException | None) -> None:
+    def _note_in(self, some: Sequence[PendingBatch], error: BaseException | None) -> None:
         with self._changed:
             self._failed = self._failed or error
             for coming in some:
@@ -273,7 +273,7 @@ class Turns:
             self._changed.notify_all()
 
 
-def _work_ahead(of: weakref.ref[Turns], changed: threading.Condition) -> None:
+def _work_ahead(of: weakref.ref[PrefetchScheduler], changed: threading.Condition) -> None:
     """What the first thread does until the turns are gone."""
     with ThreadPoolExecutor(1, thread_name_prefix="move-rows") as mover:
         while True:

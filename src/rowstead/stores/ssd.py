@@ -25,7 +25,7 @@ from torch import Tensor
 from rowstead.kernels.cpu import disk
 from rowstead.kernels.cpu.memory import address_of
 from rowstead.kernels.initial import initial_rows_at
-from rowstead.stores.groups import Group
+from rowstead.stores.groups import CacheGroup
 from rowstead.stores.scratch import BLOCK, ScratchFile, aligned, whole_blocks
 
 Columns = Sequence[tuple[torch.dtype, int]]
@@ -49,7 +49,7 @@ _FREE, _IN_MEMORY, _ON_DISK = range(3)
 
 
 @dataclass
-class Counts:
+class IoCounts:
     """What a file of rows has done so far."""
 
     rows_read: int = 0
@@ -97,7 +97,7 @@ class FileRows:
     ) -> None:
         assert num_rows > 0
         assert spare >= 1.1, "cleaning needs room"
-        self.num_rows, self.columns, self.counts = num_rows, tuple(columns), Counts()
+        self.num_rows, self.columns, self.counts = num_rows, tuple(columns), IoCounts()
         self._initial = initial
         self._widths = np.array([dtype.itemsize * width for dtype, width in columns], np.int64)
         self.record_bytes = -(-(8 + int(self._widths.sum())) // 8) * 8
@@ -375,7 +375,7 @@ def _numbered(rows: Tensor, places: Tensor | None, columns: Sequence[Tensor]) ->
     return numbers
 
 
-def initial_in(group: Group, *, seed: int) -> Callable[[Tensor], Tensor]:
+def initial_in(group: CacheGroup, *, seed: int) -> Callable[[Tensor], Tensor]:
     """What makes the initial rows of a group by their numbers in it."""
     firsts = torch.tensor([first for _, first in group.tables])
     dtype = group.columns[0][0]

@@ -18,7 +18,7 @@ from rowstead.spec.parse import read_yaml, to_plain
 from rowstead.spec.quality import QualitySpec
 from rowstead.spec.run import find_recipe
 from rowstead.study.points import Point, point_of
-from rowstead.study.sweep import Finished, Watcher, perform
+from rowstead.study.sweep import Finished, SweepCallback, run_sweep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,15 +34,15 @@ class QualityStudy:
 
 
 def quality(
-    spec: QualitySpec, *, root: Path | str = DEFAULT_ROOT, retry_failed: bool = False, watcher: Watcher | None = None
+    spec: QualitySpec, *, root: Path | str = DEFAULT_ROOT, retry_failed: bool = False, callback: SweepCallback | None = None
 ) -> QualityStudy:
     """Run what is not in the store yet, and say what each setting does to NE."""
     points = points_of(spec)
     folder = RunStore(root).study_folder(spec.name)
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / QUALITY_FILE, yaml.safe_dump(to_plain(spec), sort_keys=False, allow_unicode=True))
-    finished = perform(
-        points, study=spec.name, source="quality", root=root, retry_failed=retry_failed, fresh=False, watcher=watcher
+    finished = run_sweep(
+        points, study=spec.name, source="quality", root=root, retry_failed=retry_failed, fresh=False, callback=callback
     )
     effects = quality_effects(finished.measured, tolerance=spec.tolerance, confidence=spec.confidence)
     return QualityStudy(finished=finished, effects=tuple(effects))

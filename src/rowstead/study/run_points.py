@@ -26,7 +26,7 @@ from rowstead.study.points import Point
 
 
 @dataclass(frozen=True, kw_only=True)
-class Performance:
+class PointResult:
     """What a point came to: a record, or the reason why there is none."""
 
     record: Record | None
@@ -35,7 +35,7 @@ class Performance:
     """Wall time, its process's start included; absent for one that was found finished."""
 
 
-class Performer:
+class PointRunner:
     """Runs points in a worker process; use it in a `with`.
 
     `fresh` takes a new process for each point, so that none sees another's memory, threads or compiled kernels. Without it a
@@ -50,24 +50,24 @@ class Performer:
         self._held = held
         self._worker: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> Performer:
+    def __enter__(self) -> PointRunner:
         self.folder.mkdir(parents=True, exist_ok=True)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._end()
 
-    def finished(self, point: Point) -> Performance | None:
+    def finished(self, point: Point) -> PointResult | None:
         """What a point came to that had finished before, though nobody wrote it down."""
         try:
-            return Performance(record=RunFolder(self._out(point)).read_record(), failure=None)
+            return PointResult(record=RunFolder(self._out(point)).read_record(), failure=None)
         except RowsteadError:
             return None
 
-    def run(self, point: Point) -> Performance:
+    def run(self, point: Point) -> PointResult:
         """Run one point to its end, or to its failure."""
         if point.spec is None:
-            return Performance(record=None, failure=point.problem)
+            return PointResult(record=None, failure=point.problem)
         out, started = self._out(point), time.monotonic()
         shutil.rmtree(out, ignore_errors=True)
         recipe = self.folder / f"{point.key}.yaml"
@@ -81,7 +81,7 @@ class Performer:
                 failure = str(error)
         if self._fresh:
             self._end()
-        return Performance(record=record, failure=failure, spent_s=time.monotonic() - started)
+        return PointResult(record=record, failure=failure, spent_s=time.monotonic() - started)
 
     def forget(self, point: Point) -> None:
         """Remove what a point left behind, once its record is kept elsewhere."""

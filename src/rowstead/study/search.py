@@ -25,7 +25,7 @@ import yaml
 
 from rowstead.records.files import write_atomic
 from rowstead.records.run_folder import DEFAULT_ROOT
-from rowstead.records.store import Entry, RunStore
+from rowstead.records.store import RunStore, StoreEntry
 from rowstead.records.studies import SEARCH_FILE, Trial, trial_history
 from rowstead.records.usage import machine_facts, versions
 from rowstead.spec.axis import AxisSpec
@@ -34,8 +34,8 @@ from rowstead.spec.parse import digest, parse, read_yaml, to_plain
 from rowstead.spec.record import Record, date_now
 from rowstead.spec.tune import TuneSpec, changed, changes_of, known_good, plain_recipe, space_of, starts_of
 from rowstead.study.points import point_of
-from rowstead.study.run_points import Performer
-from rowstead.study.trial import CONSTANT_NE, Outcome, performed, performed_together, watched
+from rowstead.study.run_points import PointRunner
+from rowstead.study.trial import CONSTANT_NE, TrialOutcome, run_trial, run_trial_in_processes, watch_trial
 
 try:
     import optuna
@@ -105,7 +105,7 @@ class Search:
 
     def run(self, tell: Callable[[], None] = lambda: None) -> None:
         """Try settings until the budget is spent; `tell` is called after each trial."""
-        with Performer(self.folder / f"worker-{self.worker}", fresh=False, held=self.held) as performer:
+        with PointRunner(self.folder / f"worker-{self.worker}", fresh=False, held=self.held) as performer:
             while (trial := self._next()) is not None:
                 self._try(trial, performer)
                 tell()
@@ -128,29 +128,29 @@ class Search:
         seconds = [t.entry.record.figures.get("trial_s", 0.0) for t in self.trials()]
         return sum(seconds) / self.spec.workers
 
-    def _try(self, trial: optuna.Trial, performer: Performer) -> None:
+    def _try(self, trial: optuna.Trial, performer: PointRunner) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             labels = {axis.title: _suggested(trial, axis) for axis in self.space}
         own = {key: value for axis in self.space for key, value in axis.settings(labels[axis.title]).items()}
         point = point_of(self._recipe, labels, own, {**self.spec.set, **self._changes})
         if point.spec is None:
-            outcome = Outcome(record=None, objective=None, failure=point.problem, spent_s=0.0)
+            outcome = TrialOutcome(record=None, objective=None, failure=point.problem, spent_s=0.0)
         elif not point.is_alone:
-            outcome = performed_together(watched(point.spec, 1), point, performer)
+            outcome = run_trial_in_processes(watch_trial(point.spec, 1), point, performer)
         else:
 
             def is_bad(number: int, ne: float) -> bool:
                 trial.report(ne, number)
                 return self.spec.prune and bool(trial.should_prune())
 
-            spec = watched(point.spec, self.spec.evaluations if self.spec.prune else 1)
-            outcome = performed(spec, performer.folder / f"trial-{trial.number}", is_bad=is_bad)
+            spec = watch_trial(point.spec, self.spec.evaluations if self.spec.prune else 1)
+            outcome = run_trial(spec, performer.folder / f"trial-{trial.number}", is_bad=is_bad)
         entry = self._entry(outcome, trial.number, labels, own)
         self.store.add(entry)
         self._tell(trial.number, entry)
 
-    def _tell(self, number: int, entry: Entry) -> None:
+    def _tell(self, number: int, entry: StoreEntry) -> None:
         """Let Optuna know what the store knows of a trial."""
         objective, speed = entry.record.figures.get("objective"), entry.record.figures.get("samples_per_s")
         if self.spec.samples_per_s is not None and speed is not None:
@@ -169,7 +169,7 @@ class Search:
         known = [t.value for t in self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)) if t.value is not None]
         return max(CONSTANT_NE, WORST_OVER_BEST * min(known, default=CONSTANT_NE))
 
-    def _entry(self, outcome: Outcome, number: int, labels: Mapping[str, Any], own: Mapping[str, Any]) -> Entry:
+    def _entry(self, outcome: TrialOutcome, number: int, labels: Mapping[str, Any], own: Mapping[str, Any]) -> StoreEntry:
         record = outcome.record
         if record is None:
             run = known_good(self.spec)
@@ -184,7 +184,7 @@ class Search:
         figures = {**record.figures, "trial_number": number, "trial_s": outcome.spent_s}
         if outcome.objective is not None:
             figures["objective"] = outcome.objective
-        return Entry(
+        return StoreEntry(
             record=dataclasses.replace(record, figures=figures),
             source="trial",
             study=self.spec.name,
@@ -214,7 +214,7 @@ class Search:
             if entry is None and is_drawn and reason is not None:
                 labels = {axis.title: _decoded(axis, trial.params[axis.title]) for axis in self.space}
                 own = {key: value for axis in self.space for key, value in axis.settings(labels[axis.title]).items()}
-                outcome = Outcome(record=None, objective=None, failure=reason, spent_s=0.0)
+                outcome = TrialOutcome(record=None, objective=None, failure=reason, spent_s=0.0)
                 entry = self._entry(outcome, trial.number, labels, own)
                 self.store.add(entry)
             if entry is not None:

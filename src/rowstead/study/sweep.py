@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rowstead.records.run_folder import DEFAULT_ROOT
-from rowstead.records.store import Contents, Entry, RunStore, Source
+from rowstead.records.store import Contents, RunStore, Source, StoreEntry
 from rowstead.records.usage import machine_facts, versions
 from rowstead.spec.parse import digest
 from rowstead.spec.record import Record
@@ -23,14 +23,14 @@ from rowstead.spec.sweep import OnSpec, SweepSpec
 from rowstead.study.points import Point, points_of
 from rowstead.study.predictions import Forecast, expected_s, forecasts, here
 from rowstead.study.remaining import remaining_s
-from rowstead.study.run_points import Performance, Performer, study_held
+from rowstead.study.run_points import PointResult, PointRunner, study_held
 
 SAME_MACHINE = ("cpu", "num_usable_cores")
 """Facts by which a record was measured here; a store that was copied here is not taken for our own figures."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class SweepProgress:
     """Where a study stands."""
 
     num_done: int
@@ -40,20 +40,20 @@ class Progress:
     """Of those done, how many were there before."""
     left_s: float | None
     """How long the others will take; none before the first of this time has ended."""
-    last: Entry | None = None
+    last: StoreEntry | None = None
     """The point that has just ended."""
 
 
-class Watcher(Protocol):
+class SweepCallback(Protocol):
     """Is told how a study goes."""
 
-    def on_progress(self, progress: Progress) -> None: ...
+    def on_progress(self, progress: SweepProgress) -> None: ...
 
 
-class Silent:
-    """A Watcher that looks away."""
+class NoSweepProgress:
+    """A SweepCallback that looks away."""
 
-    def on_progress(self, progress: Progress) -> None: ...
+    def on_progress(self, progress: SweepProgress) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,12 +62,12 @@ class Finished:
 
     name: str
     points: tuple[Point, ...]
-    measured: tuple[Entry, ...]
+    measured: tuple[StoreEntry, ...]
     """In the order of the points; none when only predictions were asked for."""
-    predicted: tuple[Entry, ...]
+    predicted: tuple[StoreEntry, ...]
 
     @property
-    def failed(self) -> tuple[Entry, ...]:
+    def failed(self) -> tuple[StoreEntry, ...]:
         return tuple(entry for entry in (*self.measured, *self.predicted) if entry.failure is not None)
 
 
@@ -78,14 +78,14 @@ def sweep(
     on: Sequence[str] | None = None,
     predict_only: bool = False,
     retry_failed: bool = False,
-    watcher: Watcher | None = None,
+    callback: SweepCallback | None = None,
 ) -> Finished:
     """Measure every point of a sweep that is not measured yet, or with `predict_only` none; predict all of them.
 
     `on` names machines to predict on, instead of this one and those of the recipe.
     """
     machines = machines_of(spec, on, with_here=not predict_only)
-    return perform(
+    return run_sweep(
         points_of(spec),
         study=spec.name,
         source="sweep",
@@ -96,7 +96,7 @@ def sweep(
         limit_s=spec.limit_s,
         samples_per_s=spec.samples_per_s,
         fresh=True,
-        watcher=watcher,
+        callback=callback,
     )
 
 
@@ -111,7 +111,7 @@ def machines_of(spec: SweepSpec, on: Sequence[str] | None, *, with_here: bool) -
     return [one for name in on for one in known.get(name, [OnSpec(machine=name)])]
 
 
-def perform(
+def run_sweep(
     points: Sequence[Point],
     *,
     study: str,
@@ -123,10 +123,10 @@ def perform(
     limit_s: float | None = None,
     samples_per_s: float | None = None,
     fresh: bool = True,
-    watcher: Watcher | None = None,
+    callback: SweepCallback | None = None,
 ) -> Finished:
     """Run the points of a study that are not in the store yet, and predict all of them."""
-    store, watcher = RunStore(root), watcher or Silent()
+    store, callback = RunStore(root), callback or NoSweepProgress()
     folder = store.study_folder(study)
     with study_held(folder) as lock:
         contents = store.read()
@@ -142,9 +142,9 @@ def perform(
         else:
             store.add(*(entry for key in measured for entry in fresh_of[key]))
             num_found, done = len(measured), []
-            with Performer(folder / "points", fresh=fresh, limit_s=limit_s, held=(lock,)) as performer:
+            with PointRunner(folder / "points", fresh=fresh, limit_s=limit_s, held=(lock,)) as performer:
                 left = [point for point in points if point.key not in measured]
-                watcher.on_progress(_progress(measured, points, num_found, None))
+                callback.on_progress(_progress(measured, points, num_found, None))
                 for place, point in enumerate(left):
                     if point.key in measured:
                         continue  # two places of a study may ask for the same run
@@ -156,7 +156,7 @@ def perform(
                     if outcome.spent_s is not None and point.spec is not None:
                         done.append((expected_s(point, _records(foreseen[point.key])), outcome.spent_s))
                     ahead = [expected_s(p, _records(foreseen[p.key])) for p in left[place + 1 :] if p.spec is not None]
-                    watcher.on_progress(_progress(measured, points, num_found, remaining_s(done, ahead), entry))
+                    callback.on_progress(_progress(measured, points, num_found, remaining_s(done, ahead), entry))
     return Finished(
         name=study,
         points=tuple(points),
@@ -165,15 +165,19 @@ def perform(
     )
 
 
-def _at(entry: Entry, point: Point) -> Entry:
+def _at(entry: StoreEntry, point: Point) -> StoreEntry:
     """An entry under the names that the study has now, which may not be those under which it was added."""
     return dataclasses.replace(entry, axes=dict(point.axes), settings=dict(point.settings))
 
 
 def _progress(
-    measured: dict[str, Entry], points: Sequence[Point], num_found: int, left_s: float | None, last: Entry | None = None
-) -> Progress:
-    return Progress(
+    measured: dict[str, StoreEntry],
+    points: Sequence[Point],
+    num_found: int,
+    left_s: float | None,
+    last: StoreEntry | None = None,
+) -> SweepProgress:
+    return SweepProgress(
         num_done=len(measured),
         num_failed=sum(entry.failure is not None for entry in measured.values()),
         num_points=len({point.key for point in points}),
@@ -183,7 +187,7 @@ def _progress(
     )
 
 
-def _measured_in(contents: Contents, study: str, *, retry_failed: bool) -> dict[str, Entry]:
+def _measured_in(contents: Contents, study: str, *, retry_failed: bool) -> dict[str, StoreEntry]:
     """What this machine has measured of a study, the newest of each point."""
     facts = machine_facts()
     return {
@@ -195,12 +199,12 @@ def _measured_in(contents: Contents, study: str, *, retry_failed: bool) -> dict[
     }
 
 
-def _predictions_in(contents: Contents, study: str) -> dict[tuple[str | None, object], Entry]:
+def _predictions_in(contents: Contents, study: str) -> dict[tuple[str | None, object], StoreEntry]:
     """The newest prediction of each point on each machine."""
     return {(entry.point, entry.record.machine.get("name")): entry for entry in contents.of(study=study, kind="predicted")}
 
 
-def _is_known(entry: Entry, known: dict[tuple[str | None, object], Entry]) -> bool:
+def _is_known(entry: StoreEntry, known: dict[tuple[str | None, object], StoreEntry]) -> bool:
     """Whether the store has the same prediction already; another one, of a changed model, is added after it."""
     before = known.get((entry.point, entry.record.machine.get("name")))
     return before is not None and before.record.figures == entry.record.figures and before.failure == entry.failure
@@ -210,11 +214,11 @@ def _records(foreseen: Iterable[Forecast]) -> list[Record]:
     return [one.record for one in foreseen]
 
 
-def _predicted(point: Point, forecast: Forecast, study: str, source: Source) -> Entry:
+def _predicted(point: Point, forecast: Forecast, study: str, source: Source) -> StoreEntry:
     return dataclasses.replace(_placed(point, study, source), record=forecast.record, failure=forecast.failure)
 
 
-def _measured(point: Point, outcome: Performance, study: str, source: Source) -> Entry:
+def _measured(point: Point, outcome: PointResult, study: str, source: Source) -> StoreEntry:
     record = outcome.record
     if record is None:
         spec = point.spec
@@ -229,10 +233,10 @@ def _measured(point: Point, outcome: Performance, study: str, source: Source) ->
     return dataclasses.replace(_placed(point, study, source), record=record, failure=outcome.failure)
 
 
-def _placed(point: Point, study: str, source: Source) -> Entry:
+def _placed(point: Point, study: str, source: Source) -> StoreEntry:
     """An entry at the place of a point, its record still to come."""
     empty = Record(kind="measured", name="", spec_digest="", date="")
-    return Entry(
+    return StoreEntry(
         record=empty,
         source=source,
         study=study,

@@ -14,7 +14,7 @@ from rowstead.spec.record import Record
 from rowstead.spec.run import RunSpec
 from rowstead.spec.tune import num_steps_of
 from rowstead.study.points import Point
-from rowstead.study.run_points import Performer
+from rowstead.study.run_points import PointRunner
 from rowstead.training.build import check_format
 from rowstead.training.metrics import Quality
 from rowstead.training.progress import Progress
@@ -32,7 +32,7 @@ class PrunedError(Exception):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Outcome:
+class TrialOutcome:
     """What a trial came to."""
 
     record: Record | None
@@ -44,7 +44,7 @@ class Outcome:
     spent_s: float
 
 
-def watched(spec: RunSpec, evaluations: int) -> RunSpec:
+def watch_trial(spec: RunSpec, evaluations: int) -> RunSpec:
     """The same run, evaluated now and then and without checkpoints in between; its model is the same."""
     num_steps = num_steps_of(spec)
     every = spec.train.eval_every
@@ -79,13 +79,13 @@ class _Looking:
             raise PrunedError(step, ne)
 
 
-def performed(spec: RunSpec, folder: Path, *, is_bad: Callable[[int, float], bool]) -> Outcome:
+def run_trial(spec: RunSpec, folder: Path, *, is_bad: Callable[[int, float], bool]) -> TrialOutcome:
     """Train in this process. `is_bad` is told the number of each evaluation and its NE, and says whether to end there."""
     started, record, objective, failure = time.monotonic(), None, None, None
     shutil.rmtree(folder, ignore_errors=True)
     try:
         check_format(spec)
-        record = run.train(spec, out=folder, watcher=_Looking(is_bad, num_steps_of(spec))).record
+        record = run.train(spec, out=folder, callback=_Looking(is_bad, num_steps_of(spec))).record
         if record is None:
             raise KeyboardInterrupt  # the loop has taken the Ctrl-C, and saved what nobody needs
         objective = objective_in(record.figures)
@@ -98,12 +98,12 @@ def performed(spec: RunSpec, folder: Path, *, is_bad: Callable[[int, float], boo
         failure = str(error)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return Outcome(record=record, objective=objective, failure=failure, spent_s=time.monotonic() - started)
+    return TrialOutcome(record=record, objective=objective, failure=failure, spent_s=time.monotonic() - started)
 
 
-def performed_together(spec: RunSpec, point: Point, performer: Performer) -> Outcome:
+def run_trial_in_processes(spec: RunSpec, point: Point, performer: PointRunner) -> TrialOutcome:
     """Train in processes of their own, which all read the one file that holds the settings."""
     outcome = performer.run(dataclasses.replace(point, spec=spec))
     performer.forget(point)
     objective = objective_in(outcome.record.figures) if outcome.record is not None else None
-    return Outcome(record=outcome.record, objective=objective, failure=outcome.failure, spent_s=outcome.spent_s or 0.0)
+    return TrialOutcome(record=outcome.record, objective=objective, failure=outcome.failure, spent_s=outcome.spent_s or 0.0)

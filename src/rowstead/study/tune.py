@@ -16,16 +16,16 @@ from typing import Any
 
 from rowstead.records.files import write_atomic
 from rowstead.records.run_folder import DEFAULT_ROOT
-from rowstead.records.store import Entry, RunStore
+from rowstead.records.store import RunStore, StoreEntry
 from rowstead.records.studies import Trial, best_trial, pareto_front
 from rowstead.records.usage import usable_cores
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.parse import difference, to_plain
 from rowstead.spec.tune import TuneSpec, known_good, plain_recipe, space_of, unchanged_of
 from rowstead.study.points import point_of
-from rowstead.study.run_points import Performer, study_held
+from rowstead.study.run_points import PointRunner, study_held
 from rowstead.study.search import Search, best_recipe, mend_journal, read_spec, write_spec
-from rowstead.study.trial import performed, performed_together, watched
+from rowstead.study.trial import run_trial, run_trial_in_processes, watch_trial
 
 MAX_RESTARTS = 3
 LOOK_EVERY_S = 0.2
@@ -43,7 +43,7 @@ class Found:
     trials: tuple[Trial, ...]
     best: Trial | None
     """None where no trial counts."""
-    before: Entry | None
+    before: StoreEntry | None
     """With `retune_for`: the run of the unchanged recipe."""
     importance: Mapping[str, float]
     recipe: Path | None
@@ -116,23 +116,23 @@ def _free(spec: TuneSpec) -> dict[str, Any]:
     return free | ({"sampler": "grid"} if spec.sampler == "grid" else {})
 
 
-def _before(search: Search) -> Entry:
+def _before(search: Search) -> StoreEntry:
     """The run of the recipe as it was good, from the store if it is there."""
     spec = search.spec
     for entry in search.store.read().of(study=spec.name, source="trial"):
         if entry.axes.get("run") == BEFORE and entry.failure is None:
             return entry
     point = point_of(plain_recipe(spec), {"run": BEFORE}, {}, spec.set)
-    run = watched(known_good(spec), 1)
+    run = watch_trial(known_good(spec), 1)
     if point.is_alone:
-        outcome = performed(run, search.folder / "before", is_bad=lambda number, ne: False)
+        outcome = run_trial(run, search.folder / "before", is_bad=lambda number, ne: False)
     else:  # with as many processes, or the fleet, that trials have unless that is what changes
-        with Performer(search.folder / "before", fresh=False, held=search.held) as performer:
-            outcome = performed_together(run, point, performer)
+        with PointRunner(search.folder / "before", fresh=False, held=search.held) as performer:
+            outcome = run_trial_in_processes(run, point, performer)
     if outcome.record is None or outcome.objective is None:
         raise RowsteadError(f"the recipe fails before anything is changed: {outcome.failure}")
     figures = {**outcome.record.figures, "objective": outcome.objective, "trial_s": outcome.spent_s}
-    entry = Entry(
+    entry = StoreEntry(
         record=dataclasses.replace(outcome.record, figures=figures),
         source="trial",
         study=spec.name,

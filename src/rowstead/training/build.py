@@ -18,11 +18,11 @@ from rowstead.data.columns import IdKinds
 from rowstead.data.encode import Encoder
 from rowstead.data.parquet import ParquetLog
 from rowstead.data.parquet_source import ParquetSource
-from rowstead.data.share import SharedSource
+from rowstead.data.share import LocalShareSource
 from rowstead.data.source import Source
 from rowstead.data.synth import SynthLog, SynthSource
 from rowstead.data.transforms import DenseTransforms
-from rowstead.distributed.process_group import Alone, Channel
+from rowstead.distributed.process_group import ProcessGroup, SingleProcess
 from rowstead.distributed.sharded_store import ShardedStore
 from rowstead.distributed.sharding import Shard, auto_shards
 from rowstead.kernels.layout import Layout, layout_of
@@ -33,7 +33,7 @@ from rowstead.spec.job import is_one_of_many
 from rowstead.spec.placement import MemorySpec, Placement, rules_for
 from rowstead.spec.run import RunSpec
 from rowstead.stores.base import EmbeddingStore
-from rowstead.stores.build import StoreMaker, placement_of
+from rowstead.stores.build import StoreBuilder, choose_placement
 from rowstead.stores.checked import CheckedSource
 from rowstead.training.precision import multiplies_bf16
 from rowstead.training.sharded_step import WIRE_DTYPES
@@ -85,14 +85,14 @@ def open_sources(spec: RunSpec, transforms: DenseTransforms | None = None, id_ki
     return Sources(train=next(sources), eval=next(sources), encoder=encoder, id_kinds=train_log.id_kinds)
 
 
-def shared_sources(sources: Sources, channel: Channel) -> Sources:
+def share_sources(sources: Sources, process_group: ProcessGroup) -> Sources:
     """The same training split, of each batch the share of this process."""
-    if isinstance(channel, Alone):
+    if isinstance(process_group, SingleProcess):
         return sources
-    return dataclasses.replace(sources, train=SharedSource(sources.train, channel.rank, channel.world))
+    return dataclasses.replace(sources, train=LocalShareSource(sources.train, process_group.rank, process_group.world_size))
 
 
-def checked_sources(sources: Sources, layout: Layout) -> Sources:
+def check_sources(sources: Sources, layout: Layout) -> Sources:
     """The same splits, each batch checked against the tables by the thread that reads it."""
     train, evaluation = (CheckedSource(source, layout) for source in (sources.train, sources.eval))
     return dataclasses.replace(sources, train=train, eval=evaluation)
@@ -154,69 +154,71 @@ def build_model(
     *,
     trains: bool,
     encode: Callable[[Mapping[str, Any]], Batch] | None = None,
-    channel: Channel | None = None,
+    process_group: ProcessGroup | None = None,
     placement: Placement | None = None,
     store: EmbeddingStore | None = None,
 ) -> DLRM:
     """A model with the initial weights of the spec's seed, without touching anybody's random state.
 
-    With a `channel` the tables are shared by all processes of its job. `placement` is what `planned` gave. With a `store` the
+    With a `process_group` the tables are shared by all processes of its job. `placement` is what `plan_placement` gave. With a `store` the
     tables are there already.
     """
     if store is None:
-        store = store_for(spec, device, trains=trains, channel=channel, placement=placement)
+        store = build_store(spec, device, trains=trains, process_group=process_group, placement=placement)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
         model = DLRM(spec.model, spec.features, store, negative_keep_rate=spec.data.negative_keep_rate, encode=encode)
     return model.to(device)
 
 
-def store_for(
+def build_store(
     spec: RunSpec,
     device: torch.device,
     *,
     trains: bool,
-    channel: Channel | None = None,
+    process_group: ProcessGroup | None = None,
     placement: Placement | None = None,
 ) -> EmbeddingStore:
     """The tables of a model, each where its placement has it."""
     optimizer = spec.train.sparse_optimizer if trains else None
     kernel = spec.kernel if trains else "auto"  # a trained model may be used on another device
-    check = spec.check_ids and (device.type == "cpu" or not trains)  # a step on a GPU waits for nothing: `checked_sources`
+    check = spec.check_ids and (device.type == "cpu" or not trains)  # a step on a GPU waits for nothing: `check_sources`
     dtype = ROW_DTYPES[spec.model.row_format]
 
-    placement = placement or planned(spec, device, trains=trains, channel=channel)
-    rank = 0 if channel is None else channel.rank
-    make = StoreMaker(spec=spec, placement=placement, device=device, kernel=kernel, dtype=dtype, check=check, rank=rank)
+    placement = placement or plan_placement(spec, device, trains=trains, process_group=process_group)
+    rank = 0 if process_group is None else process_group.rank
+    make = StoreBuilder(spec=spec, placement=placement, device=device, kernel=kernel, dtype=dtype, check=check, rank=rank)
 
     layout = layout_of(spec.features, spec.tables)
-    if channel is None or isinstance(channel, Alone) or not layout.tables:
+    if process_group is None or isinstance(process_group, SingleProcess) or not layout.tables:
         return make(layout, optimizer)
-    shards, wire = shards_of(spec, layout, channel.world), WIRE_DTYPES[spec.train.wire]
-    return ShardedStore(layout, optimizer, shards, channel, make, dtype=dtype, device=device, wire=wire, check=check)
+    shards, wire = shards_of(spec, layout, process_group.world_size), WIRE_DTYPES[spec.train.wire]
+    return ShardedStore(layout, optimizer, shards, process_group, make, dtype=dtype, device=device, wire=wire, check=check)
 
 
-def planned(spec: RunSpec, device: torch.device, *, trains: bool = True, channel: Channel | None = None) -> Placement:
+def plan_placement(
+    spec: RunSpec, device: torch.device, *, trains: bool = True, process_group: ProcessGroup | None = None
+) -> Placement:
     """Where the tables go, on this machine and in this process of a job."""
-    world = 1 if channel is None else channel.world
-    shards = shards_of(spec, layout_of(spec.features, spec.tables), world) if world > 1 else None
-    return placement_of(spec, device, trains=trains, world=world, shards=shards)
+    world_size = 1 if process_group is None else process_group.world_size
+    shards = shards_of(spec, layout_of(spec.features, spec.tables), world_size) if world_size > 1 else None
+    return choose_placement(spec, device, trains=trains, world_size=world_size, shards=shards)
 
 
-def shards_of(spec: RunSpec, layout: Layout, world: int) -> dict[str, Shard]:
-    """How `world` processes share each table: what the recipe says, and where it says nothing, what sends least."""
+def shards_of(spec: RunSpec, layout: Layout, world_size: int) -> dict[str, Shard]:
+    """How `world_size` processes share each table: what the recipe says, and where it says nothing, what sends least."""
     rules = rules_for(spec.placement, [table.name for table in layout.tables])
     row_bytes = ROW_DTYPES[spec.model.row_format].itemsize
-    chosen = auto_shards(layout, world, batch_size=spec.train.batch_size, row_bytes=row_bytes)
+    chosen = auto_shards(layout, world_size, batch_size=spec.train.batch_size, row_bytes=row_bytes)
     return chosen | {name: rule.shard for name, rule in rules.items() if rule.shard != "auto"}
 
 
-def unheeded(spec: RunSpec, *, world: int = 1) -> str | None:
+def ignored_settings(spec: RunSpec, *, world_size: int = 1) -> str | None:
     """What to tell a user of settings that do nothing in this run; none if all do something."""
     sync = spec.train.sync
     if spec.fleet is None:
         idle = {
-            f"train.sync.mode={sync.mode}": sync.mode in ("easgd", "shadow") or (sync.mode == "allreduce" and world == 1),
+            f"train.sync.mode={sync.mode}": sync.mode in ("easgd", "shadow") or (sync.mode == "allreduce" and world_size == 1),
             f"train.sync.staleness={sync.staleness}": sync.staleness > 0,
         }
         why = "for the trainers of a fleet (`--fleet trainers=2,…`)"
@@ -228,7 +230,7 @@ def unheeded(spec: RunSpec, *, world: int = 1) -> str | None:
     return f"not heeded here: {', '.join(names)}, {why}" if names else None
 
 
-def fp32_instead(spec: RunSpec, device: torch.device) -> str | None:
+def bf16_fallback(spec: RunSpec, device: torch.device) -> str | None:
     """What to tell a user who asks for BF16 on a processor that has FP32 alone; none to all others."""
     if spec.train.precision != "bf16" or multiplies_bf16(device):
         return None
@@ -237,7 +239,7 @@ def fp32_instead(spec: RunSpec, device: torch.device) -> str | None:
 
 def check_format(spec: RunSpec) -> None:
     """Refuse a run of a study that would be in another number format than its settings say: it would be compared with itself."""
-    if (reason := fp32_instead(spec, device_of(spec))) is not None:
+    if (reason := bf16_fallback(spec, device_of(spec))) is not None:
         raise RowsteadError(f"{reason}. Set train.precision=fp32 in a study, or run it where there is BF16")
 
 
@@ -253,7 +255,7 @@ def shown_kernel(name: str, device: torch.device) -> str:
 
 
 @contextlib.contextmanager
-def threads_of(spec: RunSpec) -> Iterator[None]:
+def set_threads(spec: RunSpec) -> Iterator[None]:
     """Torch's CPU threads as the spec asks, or one a core that we may use, for as long as the run lasts."""
     before = torch.get_num_threads()
     torch.set_num_threads(spec.threads or min(before, granted_cores() or before))

@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from rowstead.distributed.process_group import Alone, Channel
+from rowstead.distributed.process_group import ProcessGroup, SingleProcess
 from rowstead.records.files import fsync_folder, shown_bytes
 from rowstead.spec.errors import CheckpointError
 from rowstead.stores.base import StatePart
@@ -75,31 +75,33 @@ def save(
     *,
     parts: Sequence[StatePart] = (),
     increment: Increment | None = None,
-    channel: Channel | None = None,
+    process_group: ProcessGroup | None = None,
 ) -> Path:
     """Write a checkpoint into `folder`, then drop all but the newest `keep` and what these need; returns where it is.
 
     `facts` is whatever JSON can hold. `parts` are what this process keeps of the tables, saved as `store.<name>`, with
-    `increment` only the rows that it names. Later steps that lie in the folder are of a history that this run has left (it was
-    resumed before them), and go as well. A table above `shard_bytes` is split by rows. With a `channel` all processes of a job
+    `increment` only the rows that it names. DeferredReply steps that lie in the folder are of a history that this run has left (it was
+    resumed before them), and go as well. A table above `shard_bytes` is split by rows. With a `process_group` all processes of a job
     save together, into a folder that all of them see; `tensors` and `facts` are those of the first.
     """
     if keep < 1 or shard_bytes < 1 or step < 0:
         raise ValueError(f"keep {keep} and shard_bytes {shard_bytes} must be at least 1, step {step} at least 0")
-    channel = channel or Alone()
-    is_first = channel.rank == 0
+    process_group = process_group or SingleProcess()
+    is_first = process_group.rank == 0
     outgoing = _outgoing(tensors if is_first else {}, parts, increment, is_first)
-    needs_bytes = sum(channel.gather(sum(one.num_bytes for one in outgoing))) + (1 << 16)
-    temporary = folder / channel.gather(f".tmp-save-{step:09d}-{os.getpid()}")[0]
+    needs_bytes = sum(process_group.gather(sum(one.num_bytes for one in outgoing))) + (1 << 16)
+    temporary = folder / process_group.gather(f".tmp-save-{step:09d}-{os.getpid()}")[0]
     final = folder
     try:
-        with _together(channel):
+        with _together(process_group):
             if is_first:
                 _make_room(folder, temporary, needs_bytes)
-        with _together(channel):
-            written = _write_shards(temporary, outgoing, shard_bytes, "" if channel.world == 1 else f"{channel.rank:04d}-")
-        all_written = channel.gather(written)
-        with _together(channel):
+        with _together(process_group):
+            written = _write_shards(
+                temporary, outgoing, shard_bytes, "" if process_group.world_size == 1 else f"{process_group.rank:04d}-"
+            )
+        all_written = process_group.gather(written)
+        with _together(process_group):
             if is_first:
                 _write_manifest(temporary, step, facts, all_written, increment, folder)
                 final = _unused_name(folder, step)
@@ -110,29 +112,29 @@ def save(
         if is_first:
             shutil.rmtree(temporary, ignore_errors=True)
             why = _why_not_saved(folder, step, needs_bytes, error)
-        raise CheckpointError(channel.gather(why)[0]) from error
+        raise CheckpointError(process_group.gather(why)[0]) from error
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    final = folder / channel.gather(final.name)[0]
+    final = folder / process_group.gather(final.name)[0]
     if is_first:
         _prune(folder, final, keep)
     return final
 
 
-def load(path: Path, *, channel: Channel | None = None) -> Checkpoint:
+def load(path: Path, *, process_group: ProcessGroup | None = None) -> Checkpoint:
     """Open the checkpoint at `path` after checking the digest of every file in it, and of the full one that it needs.
 
-    With a `channel` all processes of a job load together: each file is checked by one of them, and all succeed or none.
+    With a `process_group` all processes of a job load together: each file is checked by one of them, and all succeed or none.
     """
-    channel = channel or Alone()
-    manifest, own = _opened(path, channel)
+    process_group = process_group or SingleProcess()
+    manifest, own = _opened(path, process_group)
     base = manifest.get("base")
     tensors: SavedTensors = own
     if base is not None:
         below = path.parent / base["name"]
         try:
-            found, full = _opened(below, channel, sha256=base["sha256"])
+            found, full = _opened(below, process_group, sha256=base["sha256"])
             assert found.get("base") is None, f"{path} needs {below}, which is itself incremental"
             tensors = Restored(path, full, own)
         except CheckpointError as error:
@@ -147,25 +149,25 @@ def load(path: Path, *, channel: Channel | None = None) -> Checkpoint:
     )
 
 
-def _opened(path: Path, channel: Channel, *, sha256: str | None = None) -> tuple[dict[str, Any], InOneFolder]:
+def _opened(path: Path, process_group: ProcessGroup, *, sha256: str | None = None) -> tuple[dict[str, Any], InOneFolder]:
     """A checkpoint's manifest and tensors, once every process of the job has found its share of the files whole.
 
     `sha256` is what the manifest's digest must be, if somebody knows.
     """
 
-    def checked() -> dict[str, Any]:
+    def check_batch() -> dict[str, Any]:
         if not path.is_dir():
             raise CheckpointError(f"there is no checkpoint at {path}")
         manifest = _checked_manifest(path, sha256)
-        for name in sorted(manifest["files"])[channel.rank :: channel.world]:
+        for name in sorted(manifest["files"])[process_group.rank :: process_group.world_size]:
             check_shard(path / name, manifest["files"][name]["bytes"], manifest["files"][name]["sha256"])
         return manifest
 
-    manifest = _read_by_all(path, channel, checked)
-    return manifest, _read_by_all(path, channel, lambda: InOneFolder(path, manifest))
+    manifest = _read_by_all(path, process_group, checked)
+    return manifest, _read_by_all(path, process_group, lambda: InOneFolder(path, manifest))
 
 
-def _read_by_all(path: Path, channel: Channel, read: Callable[[], Read]) -> Read:
+def _read_by_all(path: Path, process_group: ProcessGroup, read: Callable[[], Read]) -> Read:
     """What `read` gives, if it fails in no process of the job; if it does, all raise the same."""
     problem, result = None, None
     try:
@@ -176,22 +178,22 @@ def _read_by_all(path: Path, channel: Channel, read: Callable[[], Read]) -> Read
         problem = f"checkpoint {path} cannot be read: {error.strerror or error}: {error.filename}"
     except CheckpointError as error:
         problem = str(error)
-    for text in channel.gather(problem):
+    for text in process_group.gather(problem):
         if text is not None:
             raise CheckpointError(text)
     assert result is not None
     return result
 
 
-def load_latest(folder: Path, report: Callable[[str], None], *, channel: Channel | None = None) -> Checkpoint:
+def load_latest(folder: Path, report: Callable[[str], None], *, process_group: ProcessGroup | None = None) -> Checkpoint:
     """Open the newest good checkpoint in `folder`; each damaged one that is passed over is named through `report`."""
-    channel = channel or Alone()
+    process_group = process_group or SingleProcess()
     failures: dict[Path, str] = {}
     # The folder is listed anew each time: a run that is still training may replace checkpoints while we check them.
-    while untried := [name for name in _names_in(folder, channel) if folder / name not in failures]:
+    while untried := [name for name in _names_in(folder, process_group) if folder / name not in failures]:
         path = folder / untried[-1]
         try:
-            checkpoint = load(path, channel=channel)
+            checkpoint = load(path, process_group=process_group)
         except CheckpointError as error:
             failures[path] = str(error)
             if path.is_dir():
@@ -211,9 +213,9 @@ def checkpoints_in(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
-def _names_in(folder: Path, channel: Channel) -> list[str]:
+def _names_in(folder: Path, process_group: ProcessGroup) -> list[str]:
     """The names of the checkpoints in a folder as the first process of a job sees them."""
-    names: list[str] = channel.gather([path.name for path in checkpoints_in(folder)])[0]
+    names: list[str] = process_group.gather([path.name for path in checkpoints_in(folder)])[0]
     return names
 
 
@@ -294,21 +296,21 @@ def _check_whole(name: str, entry: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _together(channel: Channel) -> Iterator[None]:
+def _together(process_group: ProcessGroup) -> Iterator[None]:
     """What all processes of a job do at once: if it fails in one, it fails in all, with the same reason."""
     failure: Exception | None = None
     try:
         yield
     except Exception as error:  # noqa: BLE001, RUF100 - whatever it is, the others wait to hear of it
-        if channel.world == 1:
+        if process_group.world_size == 1:
             raise
         failure = error
     told = None
     if failure is not None:
         code = failure.errno if isinstance(failure, OSError) else None
         text = (failure.strerror or str(failure)) if isinstance(failure, OSError) else f"{type(failure).__name__}: {failure}"
-        told = [code or errno.EIO, f"{text} (process {channel.rank})"]
-    for other in channel.gather(told):
+        told = [code or errno.EIO, f"{text} (process {process_group.rank})"]
+    for other in process_group.gather(told):
         if other is not None:
             raise OSError(*other) from failure
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from rowstead.data.batch import Sparse
-from rowstead.distributed.process_group import Channel
+from rowstead.distributed.process_group import ProcessGroup
 from rowstead.spec.features import Table
 from rowstead.spec.train import TrainSpec
 from rowstead.training.checkpoint import MANIFEST, Checkpoint
@@ -17,7 +17,7 @@ from rowstead.training.saved_tensors import Restored
 from rowstead.training.touched import Touched
 
 
-class Changes:
+class CheckpointChanges:
     """The rows that were touched since the last full checkpoint of a run.
 
     Nothing is kept where every checkpoint is full. `saved` is the checkpoint of this run, in its own folder, that it goes on from.
@@ -44,13 +44,13 @@ class Changes:
         """Any row may have changed: the next checkpoint is full."""
         self._base = None
 
-    def next(self, folder: Path, channel: Channel) -> Increment | None:
+    def next(self, folder: Path, process_group: ProcessGroup) -> Increment | None:
         """What the next checkpoint in `folder` is to hold; none if it is to be full. All processes of a job ask at once."""
         if self._touched is None or self._base is None or self._number + 1 >= self._spec.full_checkpoint_every:
             return None
-        if not channel.gather((folder / self._base / MANIFEST).is_file())[0]:
+        if not process_group.gather((folder / self._base / MANIFEST).is_file())[0]:
             return None  # somebody has taken it away
-        self._touched.agree(channel)
+        self._touched.agree(process_group)
         return Increment(
             base=self._base,
             number=self._number + 1,

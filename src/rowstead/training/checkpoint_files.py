@@ -117,7 +117,7 @@ def of_part(name: str, part: StatePart, most_rows: int) -> Outgoing:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShardSlice:
     """Rows `start` to `stop` of what goes out, as they go into one shard."""
 
     outgoing: Outgoing
@@ -129,15 +129,15 @@ class Piece:
         return (self.stop - self.start) * self.outgoing.row_bytes
 
 
-def shards(outgoing: Iterable[Outgoing], shard_bytes: int) -> Iterator[list[Piece]]:
+def shards(outgoing: Iterable[Outgoing], shard_bytes: int) -> Iterator[list[ShardSlice]]:
     """Pieces file by file, in the order given; a file holds at most one piece of a tensor, under its name."""
-    shard: list[Piece] = []
+    shard: list[ShardSlice] = []
     names: set[str] = set()
     used = 0
     for one in outgoing:
         rows_each = max(1, shard_bytes // max(1, one.row_bytes))
         for start in range(0, max(1, one.num_rows), rows_each):
-            piece = Piece(one, start, min(start + rows_each, one.num_rows))
+            piece = ShardSlice(one, start, min(start + rows_each, one.num_rows))
             if shard and (used + piece.num_bytes > shard_bytes or one.name in names):
                 yield shard
                 shard, names, used = [], set(), 0
@@ -148,7 +148,7 @@ def shards(outgoing: Iterable[Outgoing], shard_bytes: int) -> Iterator[list[Piec
         yield shard
 
 
-def write_shard(path: Path, pieces: list[Piece]) -> dict[str, Any]:
+def write_shard(path: Path, pieces: list[ShardSlice]) -> dict[str, Any]:
     """One safetensors file; returns its size and digest."""
     pieces = sorted(pieces, key=lambda piece: -piece.outgoing.kept_dtype.itemsize)  # so that every element is aligned
     header: dict[str, Any] = {}
@@ -175,7 +175,7 @@ def write_shard(path: Path, pieces: list[Piece]) -> dict[str, Any]:
     return {"bytes": 8 + len(text) + place, "sha256": digest.hexdigest()}
 
 
-def _chunks(piece: Piece) -> Iterator[memoryview]:
+def _chunks(piece: ShardSlice) -> Iterator[memoryview]:
     """The bytes of a piece, a few megabytes at a time; nothing is copied that is contiguous and on the CPU."""
     one = piece.outgoing
     rows_each = one.most_rows or max(1, PIECE_BYTES // max(1, one.row_bytes))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from rowstead.data.batch import Batch, Sparse
-from rowstead.kernels.gpu.dense_optimizer import DenseOptimizerOnGpu
+from rowstead.kernels.gpu.dense_optimizer import GpuDenseOptimizer
 from rowstead.kernels.gpu.embedding import host_numbers
 from rowstead.kernels.gpu.linear import weights_later
 from rowstead.kernels.row_optimizer import numbers_of
@@ -62,7 +62,7 @@ class _Captured:
     """What the graph reads besides."""
 
 
-class GpuStep:
+class CudaGraphStep:
     """The steps of one model on one GPU."""
 
     def __init__(self, model: DLRM, spec: TrainSpec, loss_of: LossOf) -> None:
@@ -71,7 +71,7 @@ class GpuStep:
         self._rows: DeviceStore | CachedStore = model.store
         self._generation = model.store.generation
         self._store = model.store.resident
-        self.optimizer = DenseOptimizerOnGpu(model.net.parameters(), spec.dense_optimizer)
+        self.optimizer = GpuDenseOptimizer(model.net.parameters(), spec.dense_optimizer)
         self._device = next(model.net.parameters()).device
         # The network's small launches go before the large ones of rows, and those before the planning of their update; a cache's go first.
         self._planning = torch.cuda.Stream(self._device)
@@ -96,7 +96,7 @@ class GpuStep:
 
     def start(self, batch: Batch, number: int, *, row_lr: float, dense_lr: float) -> Callable[[], float]:
         """Begin step `number` on a batch in GPU memory; what is returned waits for its loss."""
-        batch = dataclasses.replace(batch, sparse=self._rows.enter(self._rows.checked(batch.sparse)))
+        batch = dataclasses.replace(batch, sparse=self._rows.enter(self._rows.check_batch(batch.sparse)))
         if self._rows.generation != self._generation:
             self._generation = self._rows.generation
             self.forget()
@@ -133,14 +133,14 @@ class GpuStep:
     def _shape_of(self, batch: Batch) -> _Captured:
         """Fixed memory into which the batch fits. Its size follows from the batch alone, and so does the order of sums."""
         sparse = batch.sparse
-        room = room_for(sparse.ids.numel(), sparse.offsets.numel() - 1)
+        room = capacity_for(sparse.ids.numel(), sparse.offsets.numel() - 1)
         shapes = tuple(None if tensor is None else tensor.shape for tensor in (batch.dense, batch.labels, batch.weights))
         key = (shapes, sparse.offsets.shape, sparse.ids.dtype, sparse.weights is None, room)
         captured = self._captured.get(key)
         if captured is None:
             ids_dtype = torch.int64 if any(table.num_rows >= 2**31 for table in self._store.tables) else torch.int32
             gradients_at = torch.zeros(sum(1 for _ in self._model.net.parameters()), dtype=torch.int64, device=self._device)
-            captured = _Captured(_with_room(batch, room, ids_dtype), gradients_at)
+            captured = _Captured(_with_capacity(batch, room, ids_dtype), gradients_at)
             if len(self._captured) == MAX_GRAPHS:  # one that came a few times at most makes way
                 rarest = min(self._captured, key=lambda known: self._captured[known].num_steps)
                 if self._captured[rarest].graph is None:
@@ -215,7 +215,7 @@ class GpuStep:
         return loss, None if plan is None else plan.keeps
 
 
-def room_for(num_ids: int, num_bags: int) -> int:
+def capacity_for(num_ids: int, num_bags: int) -> int:
     """A little more than `num_ids`, to the same number for batches that differ little; no more where each bag may hold as many as all others,
     as in a log with one id a feature: then the next batches have as many."""
     if num_ids and num_ids % num_bags == 0:
@@ -225,7 +225,7 @@ def room_for(num_ids: int, num_bags: int) -> int:
     return -(-wanted // unit) * unit
 
 
-def _with_room(batch: Batch, room: int, ids_dtype: torch.dtype) -> Batch:
+def _with_capacity(batch: Batch, room: int, ids_dtype: torch.dtype) -> Batch:
     """Memory for batches like this one with up to `room` ids."""
     sparse = batch.sparse
     return Batch(

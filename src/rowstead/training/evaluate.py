@@ -12,7 +12,7 @@ from torch import Tensor
 from rowstead.data.batch import Batch
 from rowstead.data.prefetch import Prefetch
 from rowstead.data.source import Source
-from rowstead.distributed.process_group import Alone, Channel
+from rowstead.distributed.process_group import ProcessGroup, SingleProcess
 from rowstead.nn.dlrm import DLRM
 from rowstead.spec.errors import DataError
 from rowstead.training.metrics import Evaluation, Quality
@@ -27,14 +27,14 @@ def log_odds_of(
     device: torch.device,
     max_samples: int | None = None,
     batch_size: int = EVAL_BATCH,
-    channel: Channel | None = None,
+    process_group: ProcessGroup | None = None,
 ) -> Iterator[tuple[Batch, NDArray[np.float32]]]:
     """Each batch of the split, on the CPU, with the model's log-odds [B], in the order of the log.
 
-    With `max_samples` it ends with the batch that holds the last of them. With a `channel` all processes of a job work on each
+    With `max_samples` it ends with the batch that holds the last of them. With a `process_group` all processes of a job work on each
     batch together, and each gets all of its log-odds.
     """
-    channel = channel or Alone()
+    process_group = process_group or SingleProcess()
     seen = 0
     batch_size = min(batch_size, max_samples or batch_size)
     was_training = model.training
@@ -42,8 +42,8 @@ def log_odds_of(
     try:
         with Prefetch(source.batches(batch_size), depth=2) as batches, torch.no_grad():
             for batch, _ in batches:
-                own = model(batch.share(channel.rank, channel.world).to(device)).float().cpu()
-                yield batch, _everybody(own, batch.num_samples, channel).numpy()
+                own = model(batch.share(process_group.rank, process_group.world_size).to(device)).float().cpu()
+                yield batch, _everybody(own, batch.num_samples, process_group).numpy()
                 seen += batch.num_samples
                 if max_samples is not None and seen >= max_samples:
                     return
@@ -51,14 +51,14 @@ def log_odds_of(
         model.train(was_training)
 
 
-def _everybody(own: Tensor, num_samples: int, channel: Channel) -> Tensor:
+def _everybody(own: Tensor, num_samples: int, process_group: ProcessGroup) -> Tensor:
     """The shares of all processes [B], of which this one's is `own`."""
-    if channel.world == 1:
+    if process_group.world_size == 1:
         return own
     everybody = own.new_zeros(num_samples)
-    start = num_samples * channel.rank // channel.world
+    start = num_samples * process_group.rank // process_group.world_size
     everybody[start : start + len(own)] = own
-    channel.all_reduce(everybody)
+    process_group.all_reduce(everybody)
     return everybody
 
 
@@ -70,11 +70,11 @@ def evaluate(
     negative_keep_rate: float = 1.0,
     max_samples: int | None = None,
     progress: Callable[[int, int], None] | None = None,
-    channel: Channel | None = None,
+    process_group: ProcessGroup | None = None,
 ) -> Quality:
     """The model's Quality on a split, or on its first `max_samples` examples; `progress` hears how many are done of all."""
     evaluation = Evaluation(negative_keep_rate=negative_keep_rate)
-    for batch, log_odds in log_odds_of(model, source, device=device, max_samples=max_samples, channel=channel):
+    for batch, log_odds in log_odds_of(model, source, device=device, max_samples=max_samples, process_group=process_group):
         if batch.labels is None:
             raise DataError("the log to evaluate on has no label column")
         wanted = slice(None if max_samples is None else max_samples - evaluation.num_samples)

@@ -15,7 +15,7 @@ import torch
 from rowstead.data.batch import Batch
 from rowstead.data.prefetch import Prefetch
 from rowstead.data.source import Cursor, Source
-from rowstead.distributed.process_group import Alone, Channel
+from rowstead.distributed.process_group import ProcessGroup, SingleProcess
 from rowstead.records.cost import Cost, counted
 from rowstead.records.events import EventLog
 from rowstead.records.tensorboard import ScalarWriter
@@ -24,15 +24,15 @@ from rowstead.records.usage import usable_cores
 from rowstead.spec.errors import DataError, TrainingError
 from rowstead.spec.run import RunSpec
 from rowstead.training import checkpoint
-from rowstead.training.checkpoint_changes import Changes
+from rowstead.training.checkpoint_changes import CheckpointChanges
 from rowstead.training.checkpoint_increment import Increment
 from rowstead.training.evaluate import evaluate
 from rowstead.training.metrics import Quality
-from rowstead.training.prefetch import announced, copied_ahead, pinned
+from rowstead.training.prefetch import copy_ahead, pin_batches, prefetch_rows
 from rowstead.training.profile import Profiler
-from rowstead.training.progress import Progress, Watcher, Window
+from rowstead.training.progress import Progress, ProgressCallback, Window
 from rowstead.training.step import Stepper
-from rowstead.training.throughput import Pace, Reading, reading_line, reading_of
+from rowstead.training.throughput import ReadingReport, Throughput, reading_line, reading_of
 
 PREFETCH_BATCHES = 4
 LOSSES_BEHIND = 4
@@ -59,7 +59,7 @@ class Position:
 
 
 @dataclass
-class Outcome:
+class TrainOutcome:
     """How a loop ended, and what it measured."""
 
     ending: Ending
@@ -70,7 +70,7 @@ class Outcome:
     phase_s: dict[str, float] = field(default_factory=dict)
     num_skipped: int | None = None
     """Bad rows that were left out of this process's part; absent for a log that cannot have any."""
-    reading: Reading | None = None
+    reading: ReadingReport | None = None
     """Whether reading kept up; absent where nothing was trained."""
 
 
@@ -87,12 +87,12 @@ class Loop:
         device: torch.device,
         folder: Path,
         facts: dict[str, Any],
-        watcher: Watcher,
+        callback: ProgressCallback,
         position: Position | None = None,
-        should_stop: Callable[[], bool] = lambda: False,
+        stop_requested: Callable[[], bool] = lambda: False,
         profile: bool = False,
-        changes: Changes | None = None,
-        channel: Channel | None = None,
+        changes: CheckpointChanges | None = None,
+        process_group: ProcessGroup | None = None,
     ) -> None:
         self.spec = spec
         self.stepper = stepper
@@ -101,37 +101,39 @@ class Loop:
         self.device = device
         self.folder = folder
         self.facts = facts
-        self.watcher = watcher
+        self.callback = callback
         self.position = position or Position()
-        self.should_stop = should_stop
+        self.stop_requested = stop_requested
         self.timers: Timers = stepper.timers
-        self.channel: Channel = channel or Alone()
+        self.process_group: ProcessGroup = process_group or SingleProcess()
         self.events: EventLog | None = None
         self.scalars: ScalarWriter | None = None
-        if self.channel.rank == 0:
+        if self.process_group.rank == 0:
             self.events = EventLog(folder / "events.jsonl")
             self.scalars = ScalarWriter(folder / "tensorboard", resumed_step=position.step if position else None)
         if stepper.together is not None:
-            stepper.together.wants_stop, self.should_stop = should_stop, lambda: _agreed(stepper)
+            stepper.together.wants_stop, self.stop_requested = stop_requested, lambda: _agreed(stepper)
         self._profiler = None
-        if profile and self.channel.rank == 0:
+        if profile and self.process_group.rank == 0:
             trace, step = folder / "trace.json", self.position.step
-            self._profiler = Profiler(trace, self.timers, device, watcher.on_message, steps_before=step)
+            self._profiler = Profiler(trace, self.timers, device, callback.on_message, steps_before=step)
         self._window = Window()
         self._losses: deque[tuple[float, float, Callable[[], float], str]] = deque()
         """Of steps that a GPU may still be busy with: weight, mean label, the loss to wait for, and where the reader was."""
-        self._pace = Pace()
+        self._pace = Throughput()
         self._making = Cost()
         """What a sample costs the thread that hands over batches."""
         self._saved_step = self.position.step if position else -1
-        self._changes = changes or Changes(spec.train, stepper.model.store.tables)
+        self._changes = changes or CheckpointChanges(spec.train, stepper.model.store.tables)
 
-    def run(self) -> Outcome:
+    def run(self) -> TrainOutcome:
         """Train to the end; on a request to stop, save and return early."""
         try:
             return self._run()
         except DataError as error:
-            if self.position.step == 0 or self.channel.world > 1:  # the others may not know of it, and would not save with us
+            if (
+                self.position.step == 0 or self.process_group.world_size > 1
+            ):  # the others may not know of it, and would not save with us
                 raise
             self.save()
             raise DataError(
@@ -144,7 +146,7 @@ class Loop:
                 if written is not None:
                     written.close()
 
-    def _run(self) -> Outcome:
+    def _run(self) -> TrainOutcome:
         position = self.position
         ending: Ending = "stopped early" if self._out_of_patience() else "finished"
         while ending == "finished" and position.epoch < self.spec.train.epochs and not self._done():
@@ -157,7 +159,7 @@ class Loop:
         self._end_profile()
         reading = self._reading()
         quality = None if ending == "interrupted" else self._evaluate(max_samples=None)
-        return Outcome(
+        return TrainOutcome(
             ending=ending,
             position=position,
             quality=quality,
@@ -167,7 +169,7 @@ class Loop:
             reading=reading,
         )
 
-    def _reading(self) -> Reading | None:
+    def _reading(self) -> ReadingReport | None:
         """Whether reading kept up; says so where it did not."""
         pace, making_s = self._pace, self._making.s_per_item
         if pace.samples_per_s is None or making_s is None:
@@ -182,7 +184,7 @@ class Loop:
         )
         on_gpu = self.device.type == "cuda"
         if line := reading_line(reading, spent_s=pace.spent_s, num_cores=usable_cores(), on_gpu=on_gpu):
-            self.watcher.on_message(line)
+            self.callback.on_message(line)
         return reading
 
     def _end_profile(self) -> None:
@@ -193,7 +195,7 @@ class Loop:
         """Bad rows of the training split that were left out; None for a log that cannot have any."""
         for what, source in (("training", self.train_source), ("evaluation", self.eval_source)):
             if num_skipped := getattr(source, "num_skipped", 0):
-                self.watcher.on_message(f"left out {num_skipped:,} bad rows while reading the {what} split (on_bad_row: skip)")
+                self.callback.on_message(f"left out {num_skipped:,} bad rows while reading the {what} split (on_bad_row: skip)")
         return getattr(self.train_source, "num_skipped", None)
 
     def _done(self) -> bool:
@@ -209,16 +211,16 @@ class Loop:
             if hasattr(self.train_source, "pin_batches"):  # made there by several threads, where others are copied by one
                 self.train_source.pin_batches()
             else:
-                batches = pinned(batches)
+                batches = pin_batches(batches)
         batches = counted(batches, self._making, lambda item: item[0].num_samples)
         with Prefetch(batches, depth=PREFETCH_BATCHES) as ahead:
             started = time.perf_counter()
-            for batch, here, cursor in announced(self._on_device(self._waiting_for(iter(ahead))), self.stepper.model.store):
+            for batch, here, cursor in prefetch_rows(self._on_device(self._waiting_for(iter(ahead))), self.stepper.model.store):
                 where = f"epoch {position.epoch}, after {position.num_samples} examples, reader at {cursor}"
                 with _saying(where):
                     self._changes.mark(batch.sparse)
                     loss = self.stepper.start(here, position.step + 1)
-                whole = batch.whole
+                whole = batch.global_facts
                 self._losses.append((whole.weight, whole.mean_label, loss, where))
                 position.step += 1
                 position.cursor = cursor
@@ -234,7 +236,7 @@ class Loop:
                 if self._after_step():
                     self._take_back_best()
                     return "stopped early"
-                if self.should_stop():
+                if self.stop_requested():
                     return "interrupted"
                 if self._done():
                     return "finished"
@@ -244,7 +246,7 @@ class Loop:
     def _on_device(self, batches: Iterator[tuple[Batch, Cursor]]) -> Iterator[tuple[Batch, Batch, Cursor]]:
         """Each batch as it was read, and on the device that trains."""
         if self.device.type == "cuda":
-            return copied_ahead(batches, self.device)
+            return copy_ahead(batches, self.device)
         return ((batch, batch, cursor) for batch, cursor in batches)
 
     def _behind(self) -> int:
@@ -253,7 +255,7 @@ class Loop:
         counts = (spec.log_every, spec.eval_every, spec.checkpoint_every)
         is_taken = any(every is not None and step % every == 0 for every in counts)
         most = LOSSES_BEHIND if self.device.type == "cuda" else self.stepper.steps_ahead
-        return 0 if not self._window.has_steps or is_taken or self._done() or self.should_stop() else most
+        return 0 if not self._window.has_steps or is_taken or self._done() or self.stop_requested() else most
 
     def _take_losses(self, behind: int = 0) -> None:
         """Wait for the losses of all steps but the last `behind`."""
@@ -282,7 +284,7 @@ class Loop:
             waiting_share=self._pace.waiting_share,
             ne=self._window.ne if self.spec.train.loss == "bce" else None,
         )
-        self.watcher.on_step(progress)
+        self.callback.on_step(progress)
         if position.step % self.spec.train.log_every == 0:
             figures = {name: value for name, value in vars(progress).items() if value is not None}
             self._record("train", {k: v for k, v in figures.items() if k not in ("step", "total_steps")})
@@ -307,12 +309,12 @@ class Loop:
                 device=self.device,
                 negative_keep_rate=self.spec.data.negative_keep_rate,
                 max_samples=max_samples,
-                channel=self.channel,
+                process_group=self.process_group,
             )
         self._record("evaluation", quality.figures())
         if self.events is not None and quality.reliability is not None:
             self.events.write("calibration", step=self.position.step, **vars(quality.reliability))
-        self.watcher.on_evaluation(self.position.step, quality)
+        self.callback.on_evaluation(self.position.step, quality)
         return quality
 
     def _lost_patience(self, quality: Quality) -> bool:
@@ -343,7 +345,7 @@ class Loop:
         if step == self._saved_step:
             return
         folder = self.folder / "checkpoints"
-        increment = self._changes.next(folder, self.channel)
+        increment = self._changes.next(folder, self.process_group)
         path = self._write_checkpoint(folder, keep=self.spec.train.keep_checkpoints, increment=increment)
         self._changes.saved(path, increment)
         self._saved_step = step
@@ -362,15 +364,15 @@ class Loop:
                 keep=keep,
                 parts=self.stepper.model.store.parts(),
                 increment=increment,
-                channel=self.channel,
+                process_group=self.process_group,
             )
 
     def _take_back_best(self) -> None:
         """After early stopping, return to the weights of the best evaluation."""
-        best = checkpoint.load_latest(self.folder / "best", self.watcher.on_message, channel=self.channel)
+        best = checkpoint.load_latest(self.folder / "best", self.callback.on_message, process_group=self.process_group)
         self.stepper.load_state(best.tensors)
         self._changes.forget()
-        self.watcher.on_message(f"no better evaluation for a while: took back the weights of step {best.step}")
+        self.callback.on_message(f"no better evaluation for a while: took back the weights of step {best.step}")
 
 
 @contextlib.contextmanager

@@ -15,13 +15,13 @@ Where = TypeVar("Where")
 """What comes with a batch, such as the cursor of its reader."""
 
 
-def pinned(batches: Iterable[tuple[Batch, Where]]) -> Iterator[tuple[Batch, Where]]:
+def pin_batches(batches: Iterable[tuple[Batch, Where]]) -> Iterator[tuple[Batch, Where]]:
     """The batches in memory from which a GPU copies by itself."""
     for batch, cursor in batches:
         yield batch.pin_memory(), cursor
 
 
-def copied_ahead(batches: Iterator[tuple[Batch, Where]], device: torch.device) -> Iterator[tuple[Batch, Batch, Where]]:
+def copy_ahead(batches: Iterator[tuple[Batch, Where]], device: torch.device) -> Iterator[tuple[Batch, Batch, Where]]:
     """Each batch with its copy on the GPU, which was begun while the batch before was trained on."""
     stream = torch.cuda.Stream(device)
 
@@ -49,7 +49,7 @@ def copied_ahead(batches: Iterator[tuple[Batch, Where]], device: torch.device) -
             raise error
 
 
-def announced(
+def prefetch_rows(
     items: Iterator[tuple[Batch, Batch, Where]], store: EmbeddingStore
 ) -> Generator[tuple[Batch, Batch, Where], None, None]:
     """The same items, each a batch as it was read, and on the device that trains; the store hears of each as early as it wants to."""

@@ -28,7 +28,7 @@ class Progress:
     """NE over the window, of predictions made before each update; absent while all labels in it are equal."""
 
 
-class Watcher(Protocol):
+class ProgressCallback(Protocol):
     """Is told what happens; must return quickly."""
 
     def on_step(self, progress: Progress) -> None: ...
@@ -38,8 +38,8 @@ class Watcher(Protocol):
     def on_message(self, text: str) -> None: ...
 
 
-class Silent:
-    """A Watcher that looks away."""
+class NoProgress:
+    """A ProgressCallback that looks away."""
 
     def on_step(self, progress: Progress) -> None: ...
 

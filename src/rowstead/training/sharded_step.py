@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rowstead.data.batch import Batch
-from rowstead.distributed.process_group import Channel, Waiting
+from rowstead.distributed.process_group import ProcessGroup, Work
 from rowstead.distributed.sharded_store import ShardedStore
 from rowstead.nn.dlrm import DLRM
 from rowstead.records.timers import Timers
@@ -28,20 +28,26 @@ WIRE_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 LossOf = Callable[[Tensor, Batch], Tensor]
 
 
-class TogetherStep:
+class ShardedStep:
     """The steps of one model in one of several processes.
 
     `wants_stop` says whether this process was asked to stop; `stops` is then true in all of them after the same step.
     """
 
     def __init__(
-        self, model: DLRM, spec: TrainSpec, loss_of: LossOf, optimizer: torch.optim.Optimizer, timers: Timers, channel: Channel
+        self,
+        model: DLRM,
+        spec: TrainSpec,
+        loss_of: LossOf,
+        optimizer: torch.optim.Optimizer,
+        timers: Timers,
+        process_group: ProcessGroup,
     ) -> None:
         self._model, self._spec, self._loss_of = model, spec, loss_of
-        self._optimizer, self._timers, self._channel = optimizer, timers, channel
+        self._optimizer, self._timers, self._channel = optimizer, timers, process_group
         assert isinstance(model.store, ShardedStore) or not model.store.tables
         self._store = model.store if isinstance(model.store, ShardedStore) else None
-        self._gradients = DenseGradients(model.net, channel, WIRE_DTYPES[spec.wire])
+        self._gradients = DenseGradients(model.net, process_group, WIRE_DTYPES[spec.wire])
         self.wants_stop: Callable[[], bool] = lambda: False
         self.stops = False
 
@@ -103,7 +109,7 @@ class _Bucket:
     parameters: list[nn.Parameter]
     num_missing: int = 0
     flat: Tensor | None = None
-    waiting: Waiting | None = field(default=None, repr=False)
+    waiting: Work | None = field(default=None, repr=False)
 
 
 class DenseGradients:
@@ -112,8 +118,8 @@ class DenseGradients:
     Buckets begin in one order everywhere, that in which a backward pass comes to them: the last parameters first.
     """
 
-    def __init__(self, module: nn.Module, channel: Channel, wire: torch.dtype | None = None) -> None:
-        self._channel, self._wire = channel, wire
+    def __init__(self, module: nn.Module, process_group: ProcessGroup, wire: torch.dtype | None = None) -> None:
+        self._channel, self._wire = process_group, wire
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[nn.Parameter, int] = {}
         size = BUCKET_BYTES

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rowstead.data.batch import Batch
-from rowstead.distributed.process_group import Alone, Channel
+from rowstead.distributed.process_group import ProcessGroup, SingleProcess
 from rowstead.kernels.choose import has_triton
 from rowstead.nn.dlrm import DLRM
 from rowstead.records.timers import Timers
@@ -21,11 +21,11 @@ from rowstead.training.flat_parameters import FlatReplica
 from rowstead.training.precision import arithmetic
 from rowstead.training.saved_tensors import STORE, StoreTensors
 from rowstead.training.schedule import factor
-from rowstead.training.sharded_step import TogetherStep
+from rowstead.training.sharded_step import ShardedStep
 from rowstead.training.sync_base import SyncPolicy
 
 if TYPE_CHECKING:
-    from rowstead.training.cuda_graph_step import GpuStep
+    from rowstead.training.cuda_graph_step import CudaGraphStep
 
 
 def loss_of(
@@ -62,7 +62,7 @@ def dense_optimizer(spec: DenseOptimizerSpec, module: nn.Module) -> torch.optim.
 class Stepper:
     """A model with its optimizers; `step` trains it on one batch.
 
-    On a GPU steps are replayed as CUDA graphs, unless the spec says no or the store is one that needs the host. With a `channel`
+    On a GPU steps are replayed as CUDA graphs, unless the spec says no or the store is one that needs the host. With a `process_group`
     all processes of a job step together, each with its share of the batch. With `follow` it is one of the trainers of a fleet.
     """
 
@@ -76,21 +76,21 @@ class Stepper:
         *,
         total_steps: int,
         timers: Timers | None = None,
-        channel: Channel | None = None,
+        process_group: ProcessGroup | None = None,
     ) -> None:
         self.model = model
         self.spec = spec
         self.total_steps = total_steps
         self.timers = timers or Timers()
-        is_alone = channel is None or isinstance(channel, Alone)
+        is_alone = process_group is None or isinstance(process_group, SingleProcess)
         self._on_gpu = _gpu_step(model, spec, self._loss) if spec.cuda_graphs and is_alone else None
         self.optimizer: torch.optim.Optimizer = (
             dense_optimizer(spec.dense_optimizer, model.net) if self._on_gpu is None else self._on_gpu.optimizer
         )
-        self.together: TogetherStep | None = None
+        self.together: ShardedStep | None = None
         """The other processes, where there are any."""
-        if channel is not None and not is_alone:
-            self.together = TogetherStep(model, spec, self._loss, self.optimizer, self.timers, channel)
+        if process_group is not None and not is_alone:
+            self.together = ShardedStep(model, spec, self._loss, self.optimizer, self.timers, process_group)
         self._sync: SyncPolicy | None = None
 
     def follow(self, policy: SyncPolicy) -> None:
@@ -164,7 +164,7 @@ class Stepper:
     def _loss(self, log_odds: Tensor, batch: Batch) -> Tensor:
         assert batch.labels is not None
         with torch.autocast(log_odds.device.type, enabled=False):
-            total = None if batch.share_of is None else batch.share_of.weight
+            total = None if batch.global_batch is None else batch.global_batch.weight
             log_odds = log_odds.to(batch.labels.dtype)
             return loss_of(self.spec.loss, log_odds, batch.labels, batch.weights, total_weight=total)
 
@@ -205,13 +205,13 @@ class Stepper:
             self._on_gpu.forget()
 
 
-def _gpu_step(model: DLRM, spec: TrainSpec, loss: Callable[[Tensor, Batch], Tensor]) -> GpuStep | None:
+def _gpu_step(model: DLRM, spec: TrainSpec, loss: Callable[[Tensor, Batch], Tensor]) -> CudaGraphStep | None:
     """What runs the steps of a model whose rows and parameters are all on a GPU; none for other models."""
     if next(model.net.parameters()).device.type != "cuda" or not has_triton():
         return None
-    from rowstead.training.cuda_graph_step import GpuStep, can_run
+    from rowstead.training.cuda_graph_step import CudaGraphStep, can_run
 
-    return GpuStep(model, spec, loss) if can_run(model) else None
+    return CudaGraphStep(model, spec, loss) if can_run(model) else None
 
 
 def _finite(value: float, number: int) -> float:

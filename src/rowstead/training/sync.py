@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rowstead.spec.sync import SyncSpec
-from rowstead.training.sync_base import Centre, CentreGone, Replica
+from rowstead.training.sync_base import DenseServer, DenseServerUnavailable, Replica
 
 OPTIMIZER = "optimizer"
 """Name under which the state of the dense optimizer is kept at the centre."""
@@ -24,7 +24,7 @@ REPAIR_EVERY = 16
 
 
 def policies_for(
-    spec: SyncSpec, centre_of: Callable[[int], Centre], *, num_trainers: int, num_threads: int = 1
+    spec: SyncSpec, centre_of: Callable[[int], DenseServer], *, num_trainers: int, num_threads: int = 1
 ) -> list[Unsynchronised]:
     """A policy for each thread of one trainer; `centre_of(thread)` gives that thread's own view of the centre."""
     mode, alpha = spec.mode_for(num_trainers), spec.alpha_for(num_trainers)
@@ -43,7 +43,7 @@ def policies_for(
         )
         return [first, *(first.counting() for _ in range(num_threads - 1))]
     period = max(1, KEEP_EVERY * spec.period // num_threads)  # one thread counts for all
-    return [KeepCentre(centre_of(0), period=period), *(Unsynchronised() for _ in range(num_threads - 1))]
+    return [PublishParameters(centre_of(0), period=period), *(Unsynchronised() for _ in range(num_threads - 1))]
 
 
 class Unsynchronised:
@@ -65,10 +65,10 @@ class Unsynchronised:
         """Nobody to tell."""
 
 
-class _WithCentre(Unsynchronised):
+class _WithDenseServer(Unsynchronised):
     """What the policies with a centre have in common: how a trainer begins, and that it goes on when the centre is gone."""
 
-    def __init__(self, centre: Centre, *, thread: int = 0) -> None:
+    def __init__(self, centre: DenseServer, *, thread: int = 0) -> None:
         self._centre, self._thread = centre, thread
         self._replica: Replica | None = None
         self._has_joined = False
@@ -124,7 +124,7 @@ class _WithCentre(Unsynchronised):
             if not self._has_joined:
                 self._join()
             exchange()
-        except CentreGone:
+        except DenseServerUnavailable:
             self.num_alone += 1
 
     def close(self) -> None:
@@ -140,10 +140,10 @@ class _WithCentre(Unsynchronised):
         self._attempt(finish)
 
 
-class KeepCentre(_WithCentre):
+class PublishParameters(_WithDenseServer):
     """One trainer: the centre only keeps what it has learned, every `period` steps and at the end."""
 
-    def __init__(self, centre: Centre, *, period: int) -> None:
+    def __init__(self, centre: DenseServer, *, period: int) -> None:
         super().__init__(centre)
         self._period = period
         self._num_steps = 0
@@ -163,14 +163,14 @@ class KeepCentre(_WithCentre):
         self._attempt(give)
 
 
-class AllReduce(_WithCentre):
+class AllReduce(_WithDenseServer):
     """Every step with the mean of all trainers' gradients: g <- mean over i of g_i.
 
     Thread k of a trainer averages with thread k of the others. Now and then parameters are averaged too: it changes nothing but
     for those who came too late for a round.
     """
 
-    def __init__(self, centre: Centre, *, thread: int = 0) -> None:
+    def __init__(self, centre: DenseServer, *, thread: int = 0) -> None:
         super().__init__(centre, thread=thread)
         self._round = 0
 
@@ -200,13 +200,13 @@ class AllReduce(_WithCentre):
         self._attempt(blend)
 
 
-class Easgd(_WithCentre):
+class Easgd(_WithDenseServer):
     """Asynchronous elastic averaging: every tau steps e = alpha (x - c), x <- x - e, c <- c + e, then the step.
 
     The gradient of that step is the one at x before the exchange, as in the algorithm of Zhang, Choromanska and LeCun.
     """
 
-    def __init__(self, centre: Centre, *, alpha: float, period: int, thread: int = 0) -> None:
+    def __init__(self, centre: DenseServer, *, alpha: float, period: int, thread: int = 0) -> None:
         super().__init__(centre, thread=thread)
         self._alpha, self._period = alpha, period
         self._num_steps = 0
@@ -224,7 +224,7 @@ class Easgd(_WithCentre):
         self._attempt(exchange)
 
 
-class Shadow(_WithCentre):
+class Shadow(_WithDenseServer):
     """Synchronisation by a thread of its own, which trains nothing and stops nobody.
 
     As soon as `period` steps have been made since the last time, it reads x, exchanges it, and adds what comes of it to x as it
@@ -232,7 +232,9 @@ class Shadow(_WithCentre):
     and `bmuf`: x <- x + alpha (c' - x), c' the centre after a round of all trainers.
     """
 
-    def __init__(self, centre: Centre, *, rule: str, alpha: float, period: int, momentum: float = 0.0, lr: float = 1.0) -> None:
+    def __init__(
+        self, centre: DenseServer, *, rule: str, alpha: float, period: int, momentum: float = 0.0, lr: float = 1.0
+    ) -> None:
         super().__init__(centre)
         self._rule, self._alpha, self._period, self._momentum, self._lr = rule, alpha, period, momentum, lr
         self._steps = 0

@@ -1,4 +1,4 @@
-"""`SyncPolicy`: what a trainer does about the others; `Centre`: the place where they meet, whatever carries what they say."""
+"""`SyncPolicy`: what a trainer does about the others; `DenseServer`: the place where they meet, whatever carries what they say."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch import Tensor
 from rowstead.spec.errors import RowsteadError
 
 
-class CentreGone(RowsteadError):  # noqa: N818 - it says what happened
+class DenseServerUnavailable(RowsteadError):  # noqa: N818 - it says what happened
     """The centre did not answer in time. A trainer goes on alone and tries again later."""
 
 
-class Centre(Protocol):
+class DenseServer(Protocol):
     """What one member, a thread of a trainer, sees of the centre. All parameters are one flat tensor.
 
     One thread at a time calls it. Whatever is handed over may be changed by its owner right after the call, and what is returned
-    belongs to the caller. Every method may raise CentreGone.
+    belongs to the caller. Every method may raise DenseServerUnavailable.
     """
 
     def join(self, parameters: Tensor) -> Tensor:

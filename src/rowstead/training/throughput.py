@@ -8,16 +8,16 @@ from dataclasses import dataclass
 WARM_STEPS = 10
 """First steps of a process, in which kernels are compiled and memory is allocated."""
 TOLD_SHARE, TOLD_S = 0.1, 0.5
-"""Reading that held training up for less, as a share of the time or in seconds, is not worth a line."""
+"""ReadingReport that held training up for less, as a share of the time or in seconds, is not worth a line."""
 BUSY_SHARE = 0.8
 """A thread that is busy for this share of the time or more is taken for the one that everybody waits for."""
 SPREAD_SHARE = 0.6
-"""Reading that kept a smaller share of the cores busy beside a GPU was not short of cores, and would not use more of them either."""
+"""ReadingReport that kept a smaller share of the cores busy beside a GPU was not short of cores, and would not use more of them either."""
 IDLE_SHARE = 0.25
 """A GPU that waited for something other than data for this share of the time or more is worth a word."""
 
 
-class Pace:
+class Throughput:
     """Samples a second over the steps of this process, and how much of their time was spent waiting for data.
 
     The first steps are left out as soon as as many others have been made.
@@ -60,7 +60,7 @@ class Pace:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class ReadingReport:
     """Whether reading kept up with training, and what it would take."""
 
     held_up_share: float
@@ -93,7 +93,7 @@ def reading_of(
     core_s_per_sample: float,
     thread_s_per_sample: float,
     alone_s_per_sample: float | None = None,
-) -> Reading:
+) -> ReadingReport:
     """What the figures of a run say about its reading.
 
     `core_s_per_sample` is the processor time of all reading threads, `thread_s_per_sample` of the one among them that hands over
@@ -106,7 +106,7 @@ def reading_of(
         alone_per_s = max(samples_per_s, 1.0 / max(alone_s_per_sample, 1e-12))
     # The host waits for data also while a GPU is still busy with earlier batches, and that holds nobody up.
     held_up_share = min(waiting_share, 1.0 - samples_per_s / alone_per_s)
-    return Reading(
+    return ReadingReport(
         held_up_share=held_up_share,
         alone_samples_per_s=alone_per_s,
         cores_used=core_s_per_sample * samples_per_s,
@@ -116,7 +116,7 @@ def reading_of(
     )
 
 
-def reading_line(reading: Reading, *, spent_s: float, num_cores: int, on_gpu: bool) -> str | None:
+def reading_line(reading: ReadingReport, *, spent_s: float, num_cores: int, on_gpu: bool) -> str | None:
     """What to tell a user whose training waited for data; none where it hardly did. `num_cores` is what we may use."""
     if reading.held_up_share < TOLD_SHARE or reading.held_up_share * spent_s < TOLD_S:
         return None
@@ -127,7 +127,7 @@ def reading_line(reading: Reading, *, spent_s: float, num_cores: int, on_gpu: bo
     return line
 
 
-def _remedy(reading: Reading, *, num_cores: int, on_gpu: bool) -> str:
+def _remedy(reading: ReadingReport, *, num_cores: int, on_gpu: bool) -> str:
     """What would have helped, as far as the figures tell."""
     used, needed = _cores(reading.cores_used), _cores(reading.cores_needed)
     here = f"{num_cores} {'is' if num_cores == 1 else 'are'} here"

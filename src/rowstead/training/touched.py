@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rowstead.data.batch import Sparse
-from rowstead.distributed.process_group import Channel
+from rowstead.distributed.process_group import ProcessGroup
 from rowstead.spec.features import Table
 
 BLOCK_BYTES = 4096
@@ -95,12 +95,12 @@ class Touched:
         """The rows of one table, until the next `mark`."""
         return RowBits(table.num_rows, self.bits(table))
 
-    def agree(self, channel: Channel) -> None:
+    def agree(self, process_group: ProcessGroup) -> None:
         """Add the rows that the other processes have marked."""
-        for start in range(0, self._bits.size if channel.world > 1 else 0, AGREE_BYTES):
+        for start in range(0, self._bits.size if process_group.world_size > 1 else 0, AGREE_BYTES):
             some = self._bits[start : start + AGREE_BYTES]
             unpacked = torch.from_numpy(np.unpackbits(some))
-            channel.all_reduce(unpacked, op="max")
+            process_group.all_reduce(unpacked, op="max")
             some[:] = np.packbits(unpacked.numpy())
 
 

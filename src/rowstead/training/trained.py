@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rowstead.data.batch import Batch
-from rowstead.data.columns import Columns, IdKinds
+from rowstead.data.columns import ColumnReader, IdKinds
 from rowstead.data.encode import Encoder
 from rowstead.data.parquet import ParquetLog
 from rowstead.data.parquet_source import ParquetSource
@@ -25,15 +25,15 @@ from rowstead.spec.placement import MemorySpec
 from rowstead.spec.run import RunSpec
 from rowstead.stores.device import DeviceStore
 from rowstead.training import checkpoint
-from rowstead.training.build import Log, build_model, device_of, files_like, threads_of
+from rowstead.training.build import Log, build_model, device_of, files_like, set_threads
 from rowstead.training.evaluate import evaluate as evaluate_model
 from rowstead.training.metrics import Quality
-from rowstead.training.progress import Silent, Watcher
+from rowstead.training.progress import NoProgress, ProgressCallback
 from rowstead.training.step import load_model
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trained:
+class TrainedRun:
     """A run's newest good checkpoint, opened: everything needed to score a log as training would have."""
 
     spec: RunSpec
@@ -53,25 +53,27 @@ class Trained:
         return ParquetSource(log, encoder, shuffle=False)
 
 
-def open_run(run: str, *, root: Path | str = DEFAULT_ROOT, watcher: Watcher | None = None, in_memory: bool = False) -> Trained:
+def open_run(
+    run: str, *, root: Path | str = DEFAULT_ROOT, callback: ProgressCallback | None = None, in_memory: bool = False
+) -> TrainedRun:
     """Open a run by its name under `root`, its folder, or `last`; a damaged checkpoint is named to the watcher.
 
     With `in_memory` all tables are in system memory, whatever the recipe allows there; else some may be on SSD.
     """
     folder = RunFolder.open(run, root)
     spec = folder.read_spec()
-    saved = checkpoint.load_latest(folder.checkpoints, (watcher or Silent()).on_message)
+    saved = checkpoint.load_latest(folder.checkpoints, (callback or NoProgress()).on_message)
     check_same_model(spec, saved)
     transforms, id_kinds = transforms_in(saved), saved.facts["id_kinds"]
     placed = dataclasses.replace(spec, placement="auto", memory=MemorySpec()) if in_memory else spec
     model = build_model(placed, torch.device("cpu"), trains=False, encode=_encode(spec, transforms, id_kinds))
     load_model(model, saved.tensors, with_optimizer=False)
-    return Trained(spec=spec, model=model.eval(), transforms=transforms, id_kinds=id_kinds)
+    return TrainedRun(spec=spec, model=model.eval(), transforms=transforms, id_kinds=id_kinds)
 
 
-def load(run: str, *, root: Path | str = DEFAULT_ROOT, watcher: Watcher | None = None) -> DLRM:
+def load(run: str, *, root: Path | str = DEFAULT_ROOT, callback: ProgressCallback | None = None) -> DLRM:
     """The trained model of a run, as an ordinary torch module on the CPU that can also `predict` and `encode`."""
-    return open_run(run, root=root, watcher=watcher).model
+    return open_run(run, root=root, callback=callback).model
 
 
 def evaluate(
@@ -79,16 +81,16 @@ def evaluate(
     *,
     data: Sequence[str] | None = None,
     root: Path | str = DEFAULT_ROOT,
-    watcher: Watcher | None = None,
+    callback: ProgressCallback | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Quality:
     """The quality of a run's model on its evaluation split, or on other Parquet files."""
-    trained = open_run(run, root=root, watcher=watcher)
+    trained = open_run(run, root=root, callback=callback)
     source = trained.source(data)
     device = device_of(trained.spec)
     if not isinstance(trained.model.store, DeviceStore):
         device = torch.device("cpu")  # tables that do not fit into its memory stay where they are
-    with threads_of(trained.spec):
+    with set_threads(trained.spec):
         quality = evaluate_model(
             trained.model.to(device),
             source,
@@ -96,8 +98,8 @@ def evaluate(
             negative_keep_rate=trained.spec.data.negative_keep_rate,
             progress=progress,
         )
-    if watcher is not None and (num_skipped := getattr(source, "num_skipped", 0)):
-        watcher.on_message(f"left out {num_skipped:,} bad rows (on_bad_row: skip)")
+    if callback is not None and (num_skipped := getattr(source, "num_skipped", 0)):
+        callback.on_message(f"left out {num_skipped:,} bad rows (on_bad_row: skip)")
     return quality
 
 
@@ -126,7 +128,7 @@ def check_same_model(spec: RunSpec, saved: checkpoint.Checkpoint) -> None:
 def _encode(spec: RunSpec, transforms: DenseTransforms, id_kinds: IdKinds) -> Callable[[Mapping[str, Any]], Batch]:
     """Raw columns to a Batch, as training did it: bad rows are refused."""
     encoder = Encoder(spec.features, spec.tables, transforms)
-    columns, rule = Columns(spec.features, id_kinds=id_kinds), RowRule(spec.features)
+    columns, rule = ColumnReader(spec.features, id_kinds=id_kinds), RowRule(spec.features)
 
     def encode(raw: Mapping[str, Any]) -> Batch:
         block = columns.block(raw)

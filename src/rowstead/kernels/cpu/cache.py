@@ -127,7 +127,7 @@ def name_rows(ids, offsets, num_samples, first_rows, rows):  # type: ignore[no-u
 
 
 @numba.njit(nogil=True, cache=True)
-def name_places(rows, start, stop, place_of, places):  # type: ignore[no-untyped-def]
+def slots_of_rows(rows, start, stop, place_of, places):  # type: ignore[no-untyped-def]
     """Fill `places` [nnz] with the places of those `rows` int64 [nnz] that are from `start` to `stop`; others stay."""
     address = place_of.ctypes.data
     for at in range(rows.size):

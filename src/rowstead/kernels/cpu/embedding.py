@@ -157,7 +157,7 @@ def _memory(tables: Sequence[Tensor], states: Sequence[RowState]) -> tuple[NDArr
 
 
 @dataclass(frozen=True)
-class _Facts:
+class _CpuFacts:
     """A layout as arrays."""
 
     num_rows: NDArray[np.int64]
@@ -177,9 +177,9 @@ class _Facts:
 
 
 @lru_cache(maxsize=64)
-def _facts(layout: Layout) -> _Facts:
+def _facts(layout: Layout) -> _CpuFacts:
     assert all(table.num_rows <= 2**32 for table in layout.tables), "a table has at most 2**32 rows"
-    return _Facts(
+    return _CpuFacts(
         num_rows=np.array([table.num_rows for table in layout.tables], np.int64),
         widths=np.array([table.width for table in layout.tables], np.int64),
         table_of=np.array(layout.table_of, np.int64),

@@ -59,11 +59,11 @@ def _is_watched(layer: nn.Linear) -> bool:
 
 def linear(x: Tensor, layer: nn.Linear) -> Tensor:
     """What a layer makes of x [B, in width]; only for what it `takes`."""
-    found: Tensor = _Linear.apply(x, layer.weight, layer.bias)
+    found: Tensor = _CpuLinear.apply(x, layer.weight, layer.bias)
     return found
 
 
-class _Linear(torch.autograd.Function):
+class _CpuLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         of_x, of_weight, _ = ctx.needs_input_grad

@@ -18,7 +18,7 @@ _STATES: dict[str, tuple[str, ...]] = {"sgd": (), "adagrad": ("sum",), "adam": (
 _BLOCK = 1024
 
 
-class DenseOptimizerOnGpu(torch.optim.Optimizer):
+class GpuDenseOptimizer(torch.optim.Optimizer):
     """SGD, Adagrad or Adam as torch.optim has them, with the same state under the same names."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], spec: DenseOptimizerSpec) -> None:

@@ -104,7 +104,7 @@ def update(
 
 
 @dataclass(frozen=True)
-class Plan:
+class UpdatePlan:
     """The ids of a batch by table and row, and what an update does at each of them."""
 
     keys: Tensor
@@ -134,7 +134,7 @@ def plan_update(
     optimizer: SparseOptimizerSpec,
     numbers: Tensor,
     is_full: bool = False,
-) -> Plan:
+) -> UpdatePlan:
     """The part of an update that needs no gradient yet; `is_full` says that there are as many ids as `ids` has room for.
 
     `numbers` is what `device_numbers` gave.
@@ -148,7 +148,7 @@ def plan_update(
     bags = torch.empty(num_places, dtype=torch.int32, device=device)
     tile = SHORT_TILE if num_places < MANY_PLACES else LONG_TILE
     if not num_places or not num_bags:
-        return Plan(keys, keys, keys, (keys,) * 4, rows_in_line=False, tile=tile)
+        return UpdatePlan(keys, keys, keys, (keys,) * 4, rows_in_line=False, tile=tile)
     num_samples = num_bags // layout.num_features
     tall, wide = _bags_and_ids(num_places, num_bags)
     name_rows[(triton.cdiv(num_bags, tall),)](
@@ -175,11 +175,11 @@ def plan_update(
         tables[0].element_size(),
         KIND=kind, ROUNDS=rounds, ROWS_IN_LINE=in_line, TILE=tile, EXTRA=PLACES_AT_A_TIME, BLOCK=512, NONE=facts.no_key, num_warps=4,
     )  # fmt: skip
-    return Plan(keys, order, plans, memory, rows_in_line=in_line, tile=tile, keeps=(facts, *placed))
+    return UpdatePlan(keys, order, plans, memory, rows_in_line=in_line, tile=tile, keeps=(facts, *placed))
 
 
 def apply_plan(
-    plan: Plan,
+    plan: UpdatePlan,
     tables: Sequence[Tensor],
     layout: Layout,
     offsets: Tensor,
@@ -281,7 +281,7 @@ def _shape(layout: Layout, itemsize: int, is_aligned: bool) -> dict[str, int]:
     }
 
 
-class _Facts:
+class _GpuFacts:
     """A layout as tensors on the device."""
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
@@ -305,8 +305,8 @@ class _Facts:
 
 
 @lru_cache(maxsize=64)
-def _facts(layout: Layout, device: torch.device) -> _Facts:
-    return _Facts(layout, device)
+def _facts(layout: Layout, device: torch.device) -> _GpuFacts:
+    return _GpuFacts(layout, device)
 
 
 @lru_cache(maxsize=64)

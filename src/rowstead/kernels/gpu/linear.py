@@ -26,18 +26,18 @@ _ROWS, _COLUMNS = 16, 128
 _PARTS = 128
 """Into about how many parts the examples are split for the sum of the bias's gradient."""
 
-Later = list[Callable[[], None]]
+DeferredReply = list[Callable[[], None]]
 """What is left of backward passes: each call gives the weights of one layer their gradients."""
-_later: ContextVar[Later | None] = ContextVar("_later", default=None)
+_later: ContextVar[DeferredReply | None] = ContextVar("_later", default=None)
 
 
 @contextlib.contextmanager
-def weights_later() -> Iterator[Later]:
+def weights_later() -> Iterator[DeferredReply]:
     """Layers whose forward pass is in this context leave the gradients of their weights to whoever calls what is in the list.
 
     That fills as the backward pass goes on. Until the calls have ended on the GPU, it has to be kept.
     """
-    later: Later = []
+    later: DeferredReply = []
     token = _later.set(later)
     try:
         yield later
@@ -53,13 +53,13 @@ def linear(x: Tensor, layer: nn.Linear, *, relu: bool) -> Tensor:
     if torch.is_autocast_enabled("cuda"):
         x = x.to(torch.get_autocast_dtype("cuda"))
     with torch.autocast("cuda", enabled=False):
-        out: Tensor = _Linear.apply(x, layer.weight, layer.bias, relu, _later.get())
+        out: Tensor = _GpuLinear.apply(x, layer.weight, layer.bias, relu, _later.get())
     return out
 
 
-class _Linear(torch.autograd.Function):
+class _GpuLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, relu: bool, later: Later | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, relu: bool, later: DeferredReply | None) -> Tensor:
         too_many = x.shape[1] - weight.shape[1]
         wide = (functional.pad(weight, (0, too_many)) if too_many else weight).to(x.dtype)
         given = bias.to(x.dtype)

@@ -22,16 +22,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rowstead.plan.caching import Group, groups_of
+from rowstead.plan.caching import CacheModel, groups_of
 from rowstead.plan.setup import Behind, Setup
 from rowstead.plan.work import step_work
-from rowstead.spec.curve import Axis, Curve
+from rowstead.spec.curve import Curve, CurveAxis
 from rowstead.spec.machine import Machine
 from rowstead.spec.software import Software
 from rowstead.spec.timings import Timings
 from rowstead.stores.cached import CachedStore
-from rowstead.study.calibration.machine_speed import Pace
-from rowstead.study.calibration.steady_state import Drawn, settled, turn_s
+from rowstead.study.calibration.machine_speed import MachineSpeed
+from rowstead.study.calibration.steady_state import Drawn, run_to_steady_state, turn_s
 from rowstead.study.calibration.steps import WARM_GPU_S, Shape, Steps
 
 RECORDS = (36.0, 68.0, 132.0, 260.0, 516.0)
@@ -90,15 +90,15 @@ def behind_shapes(*, is_short: bool) -> list[tuple[Shape, float]]:
     ]  # fmt: skip
 
 
-def behaved(shape: Shape, share: float, folder: Path, pace: Pace | None, *, num_turns: int = TURNS) -> Behaved:
+def behaved(shape: Shape, share: float, folder: Path, pace: MachineSpeed | None, *, num_turns: int = TURNS) -> Behaved:
     """Train a model with all rows in memory and with this share of them there, in turns."""
     cpu, work = torch.device("cpu"), step_work(shape.spec("cpu"))
     with contextlib.ExitStack() as opened:
         place = opened.enter_context(tempfile.TemporaryDirectory(dir=folder, prefix=".rowstead-rows-"))
         drawn = Drawn.of(shape, cpu)
-        alone = settled(shape, cpu, placement={"*": "device"}, kept_share=0.0, folder=place, drawn=drawn)
+        alone = run_to_steady_state(shape, cpu, placement={"*": "device"}, kept_share=0.0, folder=place, drawn=drawn)
         rule = {"*": {"where": "ssd", "cache_fraction": share}}
-        behind = settled(shape, cpu, placement=rule, kept_share=share, folder=place, drawn=drawn)
+        behind = run_to_steady_state(shape, cpu, placement=rule, kept_share=share, folder=place, drawn=drawn)
         opened.callback(behind.close)
         turns: dict[str, list[float]] = {"alone": [], "behind": []}
         for _ in range(num_turns):
@@ -115,7 +115,7 @@ def behaved(shape: Shape, share: float, folder: Path, pace: Pace | None, *, num_
     )
 
 
-def _turn_s(steps: Steps, pace: Pace | None) -> float:
+def _turn_s(steps: Steps, pace: MachineSpeed | None) -> float:
     """Seconds of a step at the standard pace."""
     if pace is None:
         return turn_s(steps, STEPS_A_TURN)
@@ -154,7 +154,7 @@ def explained(timings: Timings, models: Sequence[Behaved]) -> Timings:
         timings,
         place_batch_s=float(batch_s),
         place_id_s=float(id_s),
-        move_row=Curve(axes=(Axis(name="record_bytes", sizes=RECORDS),), seconds=moves),
+        move_row=Curve(axes=(CurveAxis(name="record_bytes", sizes=RECORDS),), seconds=moves),
         move_read_s=float(read_s),
         move_share=share,
     )
@@ -191,7 +191,7 @@ def _not_negative(left: NDArray[np.float64], right: NDArray[np.float64]) -> NDAr
 
 
 def with_caches(
-    machine: Machine, software: Software, device: torch.device, folder: Path, pace: Pace | None, *, is_short: bool
+    machine: Machine, software: Software, device: torch.device, folder: Path, pace: MachineSpeed | None, *, is_short: bool
 ) -> Software:
     """The trainer with what rows behind a cache cost it."""
     if device.type == "cuda":
@@ -311,7 +311,9 @@ def _with_caches_of_gpu(
     ):  # rows cross the bus at half its rate at most, by what was seen elsewhere
         assert machine.accelerators is not None
         byte_s = 2 / machine.accelerators.host_link.bandwidth_bytes_per_s
-        moves = Curve(axes=(Axis(name="record_bytes", sizes=RECORDS),), seconds=tuple(byte_s * record for record in RECORDS))
+        moves = Curve(
+            axes=(CurveAxis(name="record_bytes", sizes=RECORDS),), seconds=tuple(byte_s * record for record in RECORDS)
+        )
         return dataclasses.replace(software, device_timings=dataclasses.replace(known, move_row=moves))
     found = dataclasses.replace(explained(known, models), place_batch_s=batch_s)
     return dataclasses.replace(software, device_timings=found)
@@ -323,7 +325,7 @@ def planned(alone_s: float, in_sets_s: float, one_by_one_s: float, set_size: int
     return set_s, max(0.0, in_sets_s - alone_s - set_s / set_size)
 
 
-def _group(shape: Shape, share: float) -> Group:
+def _group(shape: Shape, share: float) -> CacheModel:
     """The tables of a shape behind a GPU's cache."""
     work = step_work(shape.spec("cpu"))
     (group,) = groups_of(work.tables, _setup(shape, [table.name for table in work.tables], share), in_sets=True)

@@ -32,7 +32,7 @@ from rowstead.study.calibration.dense import dense_update_times, fp32_interactio
 from rowstead.study.calibration.exchange import exchange_times
 from rowstead.study.calibration.fit import fitted, quicker
 from rowstead.study.calibration.footprint import base_bytes
-from rowstead.study.calibration.machine_speed import Pace
+from rowstead.study.calibration.machine_speed import MachineSpeed
 from rowstead.study.calibration.requests import request_costs
 from rowstead.study.calibration.rows import row_times
 from rowstead.study.calibration.steps import Shape, Steps, StepTime
@@ -120,7 +120,7 @@ def calibrate(
     if device.type == "cuda":
         tell("memory, arithmetic and link of the GPU")
         machine = dataclasses.replace(machine, accelerators=_accelerators(Clock(device), source))
-    pace = Pace() if device.type == "cpu" else None
+    pace = MachineSpeed() if device.type == "cpu" else None
     whole = _WholeSteps(device, pace, is_short=is_short, tell=tell)
     timings = _timings(device, is_short=is_short, tell=tell, between=whole.some)
     machine = _with_random_rates(machine, timings)
@@ -292,7 +292,7 @@ class _WholeSteps:
     On a GPU the host's time is looked at before each of them, for the same reason.
     """
 
-    def __init__(self, device: torch.device, pace: Pace | None, *, is_short: bool, tell: Tell) -> None:
+    def __init__(self, device: torch.device, pace: MachineSpeed | None, *, is_short: bool, tell: Tell) -> None:
         self._device, self._pace, self._is_short, self._tell = device, pace, is_short, tell
         self._seconds = 0.05 if is_short else 0.4
         self._tried = whole_shapes(device, is_short=is_short)
@@ -361,7 +361,7 @@ class _WholeSteps:
             return layer_times(clock, "fp32", is_short=self._is_short, most_examples=MOST_ALONE)
 
 
-def _sharing(alone: Timings, pace: Pace, *, is_short: bool) -> Sharing | None:
+def _sharing(alone: Timings, pace: MachineSpeed, *, is_short: bool) -> Sharing | None:
     """One thread by its whole steps, and what processes say to each other; absent where there is no other process to measure."""
     found = request_costs(pace, is_short=is_short)
     if found is None:

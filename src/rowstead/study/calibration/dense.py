@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from rowstead.kernels.choose import has_triton
 from rowstead.kernels.interaction import pairwise_dots
 from rowstead.nn.layers import MLP
-from rowstead.spec.curve import Axis, Curve
+from rowstead.spec.curve import Curve, CurveAxis
 from rowstead.spec.timings import LayerTimes
 from rowstead.spec.train import DenseOptimizerSpec
 from rowstead.study.calibration.clock import Clock
@@ -143,9 +143,9 @@ def _step_of(net: nn.Module, clock: Clock) -> Callable[[], Any]:
     spec = DenseOptimizerSpec()
     if not clock.is_cuda or not has_triton():
         return dense_optimizer(spec, net).step
-    from rowstead.kernels.gpu.dense_optimizer import DenseOptimizerOnGpu
+    from rowstead.kernels.gpu.dense_optimizer import GpuDenseOptimizer
 
-    optimizer = DenseOptimizerOnGpu(net.parameters(), spec)
+    optimizer = GpuDenseOptimizer(net.parameters(), spec)
     numbers = torch.tensor(optimizer.numbers(spec.lr, 1), device=clock.device)
     guard, gradients_at = torch.zeros((), device=clock.device), optimizer.gradient_addresses().to(clock.device)
     return lambda: optimizer.step_by(numbers, guard, gradients_at)
@@ -167,5 +167,5 @@ def _curves(
             ]
             axis, known = next((axis, place) for axis, place in smaller if place in found)
             found[combination] = tuple(one * combination[axis] / known[axis] for one in found[known])
-    axes = tuple(Axis(name=name, sizes=tuple(map(float, each))) for name, each in zip(names, sizes, strict=True))
+    axes = tuple(CurveAxis(name=name, sizes=tuple(map(float, each))) for name, each in zip(names, sizes, strict=True))
     return tuple(Curve(axes=axes, seconds=tuple(each)) for each in zip(*found.values(), strict=True))

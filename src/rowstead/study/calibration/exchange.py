@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from rowstead.distributed.process_group import opened_channel
-from rowstead.spec.curve import Axis, Curve
+from rowstead.distributed.process_group import open_process_group
+from rowstead.spec.curve import Curve, CurveAxis
 from rowstead.spec.job import MEETING_FILE
 
 MESSAGE_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 24)
@@ -45,7 +45,7 @@ def exchange_times() -> Curve | None:
                     process.communicate()
         if any(process.returncode for process in processes):
             return None
-    axis = Axis(name="bytes", sizes=tuple(map(float, MESSAGE_BYTES)))
+    axis = CurveAxis(name="bytes", sizes=tuple(map(float, MESSAGE_BYTES)))
     return Curve(axes=(axis,), seconds=tuple(json.loads(said[0].splitlines()[-1])))
 
 
@@ -53,15 +53,15 @@ def main() -> None:
     """Exchange messages with the other process, and print the median seconds of each size."""
     device = torch.device("cpu")
     found = []
-    with opened_channel(device) as channel:
+    with open_process_group(device) as process_group:
         for num_bytes in MESSAGE_BYTES:
             sent, sizes = torch.zeros(num_bytes // 4), [num_bytes // 8] * 2
             received = torch.empty_like(sent)
             seconds = []
             for _ in range(3 + ROUNDS):
-                channel.barrier()
+                process_group.barrier()
                 start = time.perf_counter()
-                channel.start_all_to_all(received, sent, sizes, sizes).wait()
+                process_group.start_all_to_all(received, sent, sizes, sizes).wait()
                 seconds.append(time.perf_counter() - start)
             found.append(sorted(seconds[3:])[ROUNDS // 2])
     print(json.dumps(found))

@@ -20,7 +20,7 @@ PASSING_BYTES = 32 << 20
 """What goes through the caches before each beat, so that it finds the same whatever was done before it."""
 
 
-class Pace:
+class MachineSpeed:
     """Times what a training step is made of: products, activations that are written and read again, and rows at random."""
 
     def __init__(self, standard_s: float | None = None) -> None:

@@ -32,7 +32,7 @@ from rowstead.stores.device import DeviceStore
 from rowstead.study.calibration.clock import PASSING_BYTES
 from rowstead.study.calibration.fit import not_negative
 from rowstead.study.calibration.hardware import threads
-from rowstead.study.calibration.machine_speed import Pace
+from rowstead.study.calibration.machine_speed import MachineSpeed
 
 NUM_ROWS = 10_000
 NUM_BATCHES = 12
@@ -49,7 +49,7 @@ CROWDED_ROUNDS, CROWDED_BEATS = 3, 10
 
 
 @dataclass(frozen=True)
-class Asked:
+class RequestLoad:
     """Batches of one size."""
 
     num_tables: int
@@ -76,7 +76,13 @@ class Asked:
         return [Sparse(ids=ids, offsets=offsets, num_features=self.num_tables) for ids in many]
 
 
-SIZES = (Asked(8, 1, 32, 16), Asked(16, 12, 256, 16), Asked(24, 1, 512, 64), Asked(48, 4, 256, 32), Asked(8, 6, 512, 128))
+SIZES = (
+    RequestLoad(8, 1, 32, 16),
+    RequestLoad(16, 12, 256, 16),
+    RequestLoad(24, 1, 512, 64),
+    RequestLoad(48, 4, 256, 32),
+    RequestLoad(8, 6, 512, 128),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +97,7 @@ class Requests:
     crowding: float
 
 
-def request_costs(pace: Pace, *, is_short: bool = False) -> Requests | None:
+def request_costs(pace: MachineSpeed, *, is_short: bool = False) -> Requests | None:
     """Ask a process beside this one; absent where it cannot be started, or ZeroMQ is not there. Times are brought to the standard pace."""
     try:
         from rowstead.fleet.rpc_client import Client
@@ -160,7 +166,7 @@ class _Taken:
     """Of all threads of both processes."""
 
 
-def _taken(size: Asked, address: str, other: Any, pace: Pace, num_threads: int, seconds: float) -> _Taken:
+def _taken(size: RequestLoad, address: str, other: Any, pace: MachineSpeed, num_threads: int, seconds: float) -> _Taken:
     """Take both ways in turn."""
     from rowstead.fleet.partition import partition_tables
     from rowstead.fleet.remote_store import RemoteStore
@@ -207,7 +213,7 @@ def _taken(size: Asked, address: str, other: Any, pace: Pace, num_threads: int, 
     )
 
 
-def _over_standard(pace: Pace, num_threads: int) -> float:
+def _over_standard(pace: MachineSpeed, num_threads: int) -> float:
     """How many times as long as at the standard pace the machine takes just now."""
     with threads(num_threads):
         return pace.over_standard([pace.beat()])
@@ -232,15 +238,15 @@ def _handed(other: Any) -> MessageCost:
 
 def _averaged(other: Any, addresses: Sequence[str]) -> MessageCost:
     """Exchanges of a trainer with the centre, by the bytes of its parameters: it sends them, and adds what comes back."""
-    from rowstead.fleet.dense_server import RemoteCentre
+    from rowstead.fleet.dense_server import DenseServerClient
     from rowstead.fleet.rpc_client import Client
 
     taken_s: dict[int, float] = {}
     for size, address in zip(AVERAGED, addresses, strict=True):
-        centre, parameters = RemoteCentre(Client(address, name="trainer-0")), torch.rand(size)
+        centre, parameters = DenseServerClient(Client(address, name="trainer-0")), torch.rand(size)
         centre.join(parameters)
 
-        def exchange(centre: RemoteCentre = centre, parameters: torch.Tensor = parameters) -> None:
+        def exchange(centre: DenseServerClient = centre, parameters: torch.Tensor = parameters) -> None:
             parameters.add_(centre.elastic(parameters.clone(), 0.5))
 
         taken_s[4 * size] = _cores_s(other, exchange)
@@ -269,7 +275,7 @@ def _quickened(one: MessageCost, times: float) -> MessageCost:
 
 def _crowding(other: Any) -> float:
     """Processor time of one thread's beats while the other cores are busy, over that while they are idle."""
-    pace, ratios = Pace(), []
+    pace, ratios = MachineSpeed(), []
 
     def cpu_s() -> float:
         start = time.thread_time()
@@ -324,11 +330,11 @@ def _server(num_threads: int) -> Iterator[list[str] | None]:
 def main() -> None:
     """Serve until whoever started this is gone."""
     from rowstead.distributed.sharding import piece_layout
-    from rowstead.fleet.dense_server import DenseServer
+    from rowstead.fleet.dense_server import DenseServerProcess
     from rowstead.fleet.partition import partition_tables
     from rowstead.fleet.rpc_server import Server
     from rowstead.fleet.sparse_server import SparseServer
-    from rowstead.fleet.table_shard import KeptRows
+    from rowstead.fleet.table_shard import TableShard
     from rowstead.fleet.wire import Message
 
     torch.set_num_threads(1)
@@ -347,20 +353,20 @@ def main() -> None:
 
     def keep_busy() -> None:
         busy.wait()
-        pace = Pace(standard_s=1.0)
+        pace = MachineSpeed(standard_s=1.0)
         while True:
             busy.wait()
             pace.beat()
 
     for _ in range(int(sys.argv[1]) - 1):  # of cores, all but that of whoever measures
         threading.Thread(target=keep_busy, daemon=True).start()
-    servers: list[SparseServer | DenseServer] = []
+    servers: list[SparseServer | DenseServerProcess] = []
     for number, size in enumerate(SIZES):
         layout = size.layout
         pieces = partition_tables(layout.tables, 1).pieces_of(layout, 0)
-        kept = KeptRows(piece_layout(layout, pieces), SparseOptimizerSpec())
+        kept = TableShard(piece_layout(layout, pieces), SparseOptimizerSpec())
         servers.append(SparseServer(kept, name=f"sparse-{number}").start())
-    servers += [DenseServer(name=f"dense-{number}").start() for number in range(len(AVERAGED))]
+    servers += [DenseServerProcess(name=f"dense-{number}").start() for number in range(len(AVERAGED))]
     with Server({"cpu": tell_cpu, "hand": hand, "busy": be_busy}, name="measured").start() as server:
         print(json.dumps([*(one.address for one in servers), server.address]), flush=True)
         sys.stdin.read()

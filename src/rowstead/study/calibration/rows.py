@@ -16,7 +16,7 @@ from rowstead.kernels.choose import kernels_for
 from rowstead.kernels.cpu.memory import prefer_large_pages
 from rowstead.kernels.layout import Layout
 from rowstead.kernels.row_optimizer import RowState, new_row_state, numbers_of
-from rowstead.spec.curve import Axis, Curve
+from rowstead.spec.curve import Curve, CurveAxis
 from rowstead.spec.features import Table
 from rowstead.spec.train import SparseOptimizerSpec
 from rowstead.study.calibration.clock import Clock
@@ -54,8 +54,8 @@ class RowTimes:
     plan: Curve | None
 
 
-class Rows:
-    """Rows of one width in a part of a larger memory, and batches of their ids."""
+class RowBenchmark:
+    """RowBenchmark of one width in a part of a larger memory, and batches of their ids."""
 
     def __init__(self, clock: Clock, memory: Tensor, width: int, within_bytes: int) -> None:
         self._clock = clock
@@ -149,12 +149,12 @@ def row_times(clock: Clock, free_bytes: int, *, is_short: bool = False) -> RowTi
     widths = WIDTHS[kind][::2] if is_short else WIDTHS[kind]
     memory = prefer_large_pages(torch.empty(within[-1] // 4, device=clock.device)).zero_()
     num_ids = NUM_IDS[kind]
-    small = Rows(clock, memory, widths[0], within[0])
+    small = RowBenchmark(clock, memory, widths[0], within[0])
     lookup_call_s, update_call_s = small.lookup_s(64, LONG_BAG), small.update_s(64)
 
     read, updated, bags, ids = [], [], [], []
     for width in widths:
-        rows = Rows(clock, memory, width, within[0])
+        rows = RowBenchmark(clock, memory, width, within[0])
         in_cache_s = (rows.lookup_s(num_ids, LONG_BAG) - lookup_call_s) / num_ids
         num_bags = min(num_ids, BAG_BYTES[kind] // (4 * width))
         of_one_s = (rows.lookup_s(num_bags, 1) - lookup_call_s) / num_bags
@@ -165,7 +165,7 @@ def row_times(clock: Clock, free_bytes: int, *, is_short: bool = False) -> RowTi
         )
     for some in within:
         for place, width in enumerate(widths):
-            rows = Rows(clock, memory, width, some)
+            rows = RowBenchmark(clock, memory, width, some)
             looked_s = (rows.lookup_s(num_ids, LONG_BAG) - lookup_call_s) / num_ids
             read.append(max(LEAST_S, looked_s - bags[place] / LONG_BAG))
             num = min(num_ids, rows.num_rows)
@@ -173,12 +173,12 @@ def row_times(clock: Clock, free_bytes: int, *, is_short: bool = False) -> RowTi
             updated.append(max(LEAST_S, updated_s - ids[place]))
     plan = None
     if clock.is_cuda:
-        rows = Rows(clock, memory, 64, within[-1])
+        rows = RowBenchmark(clock, memory, 64, within[-1])
         planned = PLANNED_IDS[::2] if is_short else PLANNED_IDS
-        axis = Axis(name="ids", sizes=tuple(map(float, planned)))
+        axis = CurveAxis(name="ids", sizes=tuple(map(float, planned)))
         plan = Curve(axes=(axis,), seconds=tuple(rows.plan_s(num) for num in planned))
-    by_row = Axis(name="row_bytes", sizes=tuple(4.0 * width for width in widths))
-    by_place = (Axis(name="within_bytes", sizes=tuple(map(float, within)), grows=False), by_row)
+    by_row = CurveAxis(name="row_bytes", sizes=tuple(4.0 * width for width in widths))
+    by_place = (CurveAxis(name="within_bytes", sizes=tuple(map(float, within)), grows=False), by_row)
     return RowTimes(
         read_row=Curve(axes=by_place, seconds=tuple(read)),
         bag=Curve(axes=(by_row,), seconds=tuple(bags)),

@@ -69,7 +69,7 @@ class Drawn:
                 yield dataclasses.replace(sparse, ids=ids)
 
 
-def settled(
+def run_to_steady_state(
     shape: Shape,
     device: torch.device,
     *,

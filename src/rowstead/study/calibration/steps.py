@@ -20,11 +20,11 @@ from torch import Tensor
 from rowstead.data.batch import Batch, Sparse
 from rowstead.spec.parse import parse
 from rowstead.spec.run import RunSpec
-from rowstead.stores.checked import checked
+from rowstead.stores.checked import check_batch
 from rowstead.study.calibration import clock
-from rowstead.study.calibration.machine_speed import Pace
+from rowstead.study.calibration.machine_speed import MachineSpeed
 from rowstead.training.build import build_model
-from rowstead.training.prefetch import announced
+from rowstead.training.prefetch import prefetch_rows
 from rowstead.training.step import Stepper
 
 WARM_STEPS = {"cpu": 3, "cuda": 8}
@@ -153,23 +153,23 @@ class Steps:
     stepper: Stepper
     batches: list[Batch]
     number: int = 0
-    pace: Pace | None = None
+    pace: MachineSpeed | None = None
 
     @classmethod
-    def of(cls, shape: Shape, device: torch.device, *, pace: Pace | None = None, **more: Any) -> Steps:
+    def of(cls, shape: Shape, device: torch.device, *, pace: MachineSpeed | None = None, **more: Any) -> Steps:
         """A model of this shape and its batches; `more` is what its recipe says besides, such as `placement`."""
         spec = shape.spec(device.type, **more)
         model = build_model(spec, device, trains=True)
         stepper = Stepper(model, spec.train, total_steps=1_000_000)
         batches = drawn_batches(shape, device)
         if device.type == "cpu":  # the thread that reads has checked them, in a run
-            batches = [dataclasses.replace(one, sparse=checked(one.sparse, model.store.layout, device)) for one in batches]  # type: ignore[attr-defined]
+            batches = [dataclasses.replace(one, sparse=check_batch(one.sparse, model.store.layout, device)) for one in batches]  # type: ignore[attr-defined]
         return cls(shape, device, stepper, batches, pace=pace)
 
     def take(self, count: int) -> Iterator[Callable[[], float]]:
         """Some steps, each on the next batch, which stores hear of as early as in a run; what is given waits for a loss."""
         items = ((batch, batch, None) for batch in (self.batches[(self.number + k) % len(self.batches)] for k in range(count)))
-        for _, batch, _ in announced(items, self.stepper.model.store):
+        for _, batch, _ in prefetch_rows(items, self.stepper.model.store):
             self.number += 1
             yield self.stepper.start(batch, self.number)
 
