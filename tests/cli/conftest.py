@@ -26,7 +26,7 @@ def rowstead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capt
         capfd.readouterr()
         code: Any = 0
         try:
-            main.main()
+            main()
         except SystemExit as ended:
             code = ended.code or 0
         output = capfd.readouterr()

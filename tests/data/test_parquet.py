@@ -91,7 +91,7 @@ def test_resuming_at_any_cursor_continues_with_the_same_batches(
     tmp_path, file_rows, group_rows, shuffle_rows, batch_size, world_size
 ):
     pattern = write_log(tmp_path, file_rows, group_rows)
-    where = {"epoch": 3, "rank": world_size - 1, "world": world_size}
+    where = {"epoch": 3, "rank": world_size - 1, "world_size": world_size}
     batches = list(source_of(pattern, shuffle_rows=shuffle_rows, decode_threads=1).batches(batch_size, **where))
     assert all(batch.num_samples == batch_size for batch, _ in batches[:-1])
     fresh = source_of(pattern, shuffle_rows=shuffle_rows, decode_threads=1)

@@ -47,7 +47,7 @@ def joined(shares: list[Batch]) -> tuple[list[torch.Tensor], list[list[int]]]:
 
 
 @pytest.mark.parametrize("kind", ["synth", "parquet"])
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_shares_make_up_the_batches_of_one_process(kind: str, world_size: int, tmp_path: Path) -> None:
     source = synth() if kind == "synth" else parquet(tmp_path)
     expected = list(source.batches(64, epoch=1))

@@ -53,7 +53,7 @@ def test_two_processes_end_at_the_weights_of_one_and_nearly_so_with_16_bits_on_t
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_a_hundred_steps_in_any_number_of_processes_end_at_the_weights_of_one(world_size: int, tmp_path: Path) -> None:
     kinds = [[f"train.sparse_optimizer.kind={kind}"] for kind in ("rowwise_adagrad", "adagrad", "adam", "sgd")]
     changes = [*kinds, [*CLIPPED, "train.batch_size=50"], ["train.batch_size=1499"]]
@@ -66,7 +66,7 @@ def test_a_hundred_steps_in_any_number_of_processes_end_at_the_weights_of_one(wo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_losses_in_fp32_are_those_of_one_process_to_a_ten_thousandth(world_size: int, tmp_path: Path) -> None:
     settings: list[Settings] = [{"shards": shards, "dtype": "float32"} for shards in SHARDS]
     expected = trained(settings[0], SingleProcess())["losses"]

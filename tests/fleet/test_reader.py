@@ -295,14 +295,14 @@ def test_nothing_is_handed_out_that_cannot_be_kept(log, tmp_path, monkeypatch):
     with opened(log, tmp_path) as reader:
         trainer = DirectTrainer(reader)
         trainer.fill(1)
-        real = reader_module.ProgressFile.flush
+        real = reader_module.AssignmentLog.flush
 
         def full(progress):
             raise RowsteadError("no room on the disk")
 
-        monkeypatch.setattr(reader_module.ProgressFile, "flush", full)
+        monkeypatch.setattr(reader_module.AssignmentLog, "flush", full)
         with pytest.raises(RowsteadError, match="no room"):
             trainer.ask(1)
-        monkeypatch.setattr(reader_module.ProgressFile, "flush", real)
+        monkeypatch.setattr(reader_module.AssignmentLog, "flush", real)
         assert not trainer.ask(1)
         assert (trainer.state, trainer.error) == ("failed", "no room on the disk")

@@ -18,7 +18,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 @pytest.mark.parametrize(("kernel", "device"), [("reference", DEVICE), ("cpu", "cpu"), ("gpu", DEVICE)])
 def test_moments_of_adam_are_those_of_torch_in_double_precision(kernel: str, device: str) -> None:
     """1 - 0.999 taken in FP32 would be off by more than 1e-5, and so would every row's second moment."""
-    kernels = importlib.import_module(f"rowstead.kernels.{kernel}")
+    kernels = importlib.import_module(f"rowstead.kernels.{kernel}.embedding")
     features = FeaturesSpec(sparse=(SparseFeatureSpec(name="f", num_rows=5),))
     layout = layout_of(features, tables_of(features, width=20))
     optimizer = SparseOptimizerSpec(kind="adam")

@@ -271,7 +271,7 @@ def test_inside_a_compiled_model_it_trains_the_same() -> None:
 
 
 def test_what_its_page_shows_runs() -> None:
-    page = (Path(__file__).parent.parent / "docs" / "embedding_bags.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "embedding_bags.md").read_text()
     shown = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[0]
     names: dict[str, Any] = {}
     exec(shown, names)

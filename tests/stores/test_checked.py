@@ -17,7 +17,7 @@ from rowstead.data.source import Cursor, Source
 from rowstead.kernels.layout import layout_of
 from rowstead.spec.errors import DataError
 from rowstead.spec.run import RunSpec
-from rowstead.stores import check_batch as checked_module
+from rowstead.stores import checked as checked_module
 from rowstead.stores.checked import CheckedSource, check_batch
 from rowstead.training import checkpoint
 from rowstead.training.build import open_sources

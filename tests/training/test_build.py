@@ -75,7 +75,7 @@ FLEET = "fleet={num_trainers: 2, num_sparse: 1, num_dense: 1, num_readers: 1}"
 
 
 @pytest.mark.parametrize(
-    ("changes", "world", "said"),
+    ("changes", "world_size", "said"),
     [
         ((), 1, None),
         (("train.sync.mode=easgd",), 1, "train.sync.mode=easgd, for the trainers of a fleet"),

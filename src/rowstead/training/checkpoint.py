@@ -155,7 +155,7 @@ def _opened(path: Path, process_group: ProcessGroup, *, sha256: str | None = Non
     `sha256` is what the manifest's digest must be, if somebody knows.
     """
 
-    def check_batch() -> dict[str, Any]:
+    def read_manifest() -> dict[str, Any]:
         if not path.is_dir():
             raise CheckpointError(f"there is no checkpoint at {path}")
         manifest = _checked_manifest(path, sha256)
@@ -163,7 +163,7 @@ def _opened(path: Path, process_group: ProcessGroup, *, sha256: str | None = Non
             check_shard(path / name, manifest["files"][name]["bytes"], manifest["files"][name]["sha256"])
         return manifest
 
-    manifest = _read_by_all(path, process_group, checked)
+    manifest = _read_by_all(path, process_group, read_manifest)
     return manifest, _read_by_all(path, process_group, lambda: InOneFolder(path, manifest))
 
 
