@@ -103,7 +103,7 @@ def test_an_interrupt_is_raised_whenever_it_comes(delay_s: float) -> None:
     """Also right before the main thread's part, where OpenMP would lose it: 30 tries with an interrupt some time within each."""
     script = f"""
         import os, signal, threading, time, torch
-        from rowstead.kernels.cpu import thread_team as team
+        from rowstead.kernels.cpu import thread_team
         torch.set_num_threads(2)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         def work():
@@ -153,7 +153,7 @@ def test_parts_are_all_done_once() -> None:
 def test_a_forked_process_does_not_wait_for_threads_that_it_has_not() -> None:
     script = """
         import os, signal, torch
-        from rowstead.kernels.cpu import thread_team as team
+        from rowstead.kernels.cpu import thread_team
         torch.set_num_threads(2)
         torch.rand(1_000_000).add_(1)
         assert sum(thread_team.together(lambda: 1, 2)) >= 1
