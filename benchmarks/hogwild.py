@@ -25,6 +25,7 @@ from benchmarks.step import of_recipe
 from rowstead.data.batch import Batch
 from rowstead.kernels.cpu import embedding as cpu
 from rowstead.kernels.cpu import interaction as interaction_cpu
+from rowstead.spec.phases import Phase
 from rowstead.training.build import build_model
 from rowstead.training.hogwild import Hogwild
 from rowstead.training.step import Stepper
@@ -112,8 +113,8 @@ class LockWatch:
         self._phase = ""
         self._since_s = 0.0
 
-    def begin(self, name: str) -> None:
-        self._phase, self._since_s = name, time.thread_time()
+    def begin(self, phase: Phase) -> None:
+        self._phase, self._since_s = phase.value, time.thread_time()
 
     def end(self) -> None:
         self.cpu_s[self._phase] = self.cpu_s.get(self._phase, 0.0) + time.thread_time() - self._since_s

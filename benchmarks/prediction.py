@@ -48,6 +48,7 @@ from rowstead.plan.setup import Setup
 from rowstead.plan.work import step_work
 from rowstead.spec.catalogue import load_machine, load_software, machine_text
 from rowstead.spec.machine import Machine
+from rowstead.spec.phases import Phase
 from rowstead.study.calibration.calibrate import calibrate
 from rowstead.study.calibration.fit import parts_of
 from rowstead.study.calibration.machine_speed import MachineSpeed
@@ -182,7 +183,7 @@ def fleet_row(fleet: FleetShape, machine: Machine, passes: Sequence[FleetTime]) 
     return row
 
 
-def _parts_row(shape: Shape, machine: Machine, phases_s: dict[str, float]) -> dict[str, float]:
+def _parts_row(shape: Shape, machine: Machine, phases_s: dict[Phase, float]) -> dict[str, float]:
     """Predicted parts in milliseconds, and over the measured ones where the trainer counts them."""
     software = machine.software or load_software("rowstead")
     processor = device_processor(machine, software)
@@ -191,12 +192,12 @@ def _parts_row(shape: Shape, machine: Machine, phases_s: dict[str, float]) -> di
     parts = parts_of(shape, processor, software)
     row = {f"{name.removesuffix('_s')}_ms": 1e3 * value for name, value in vars(parts).items()}
     if phases_s:
-        dense_s = phases_s["forward"] + phases_s["backward"]
+        dense_s = phases_s[Phase.FORWARD] + phases_s[Phase.BACKWARD]
         row |= {
             "dense_ratio": (parts.dense_s + processor.timings.dense.fixed_s) / dense_s,
-            "lookup_ratio": parts.lookup_s / phases_s["look-up"],
-            "update_ratio": parts.update_s / phases_s["row update"],
-            "dense_update_ratio": parts.dense_update_s / phases_s["dense update"],
+            "lookup_ratio": parts.lookup_s / phases_s[Phase.LOOKUP],
+            "update_ratio": parts.update_s / phases_s[Phase.ROW_UPDATE],
+            "dense_update_ratio": parts.dense_update_s / phases_s[Phase.DENSE_UPDATE],
         }
     return row
 

@@ -161,7 +161,7 @@ def test_the_record_has_the_figures_and_where_they_come_from(tmp_path: Path) -> 
     assert figures["num_samples"] == 20 * 64
     assert figures["num_eval_samples"] == 2000
     assert figures["samples_per_s"] > 0
-    assert {"ne", "auc", "ne_best", "train_s", "forward_s", "waiting_for_data_s", "peak_memory_bytes"} <= figures.keys()
+    assert {"ne", "auc", "ne_best", "train_s", "forward_s", "data_s", "peak_memory_bytes"} <= figures.keys()
     assert figures["ne"] == result.quality.ne  # type: ignore[union-attr]
     assert RunFolder(result.folder).read_spec() == spec
 

@@ -319,7 +319,7 @@ def record_of(
         figures["samples_per_s"] = outcome.samples_per_s
     if outcome.reading is not None:
         figures |= outcome.reading.figures()
-    figures |= {f"{name.replace(' ', '_').replace('-', '_')}_s": value for name, value in outcome.phase_s.items()}
+    figures |= {phase.key: seconds for phase, seconds in outcome.phase_s.items()}
     figures |= used
     if outcome.num_skipped is not None:
         figures["num_rows_skipped"] = outcome.num_skipped

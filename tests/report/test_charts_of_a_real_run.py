@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from rowstead import run
+from rowstead.report import charts_runs
 from rowstead.report.inputs import gather
 from rowstead.report.page import page_from, sections_of
+from rowstead.spec.phases import Phase
 from rowstead.spec.run import load_recipe
+from tests.distributed.thread_process_group import ThreadChannel, in_threads
+from tests.small_runs import small_spec
+
+OTHER_SECONDS = {"train_s", "cpu_s", "samples_per_s", "alone_samples_per_s"}
+"""Figures of a record that end in `_s` and are not phases."""
+IN_EVERY_STEP = {Phase.LOOKUP, Phase.FORWARD, Phase.BACKWARD, Phase.DENSE_UPDATE, Phase.ROW_UPDATE}
 
 
 def test_a_trained_run_has_every_figure(tmp_path: Path) -> None:
@@ -30,3 +43,41 @@ def test_a_trained_run_has_every_figure(tmp_path: Path) -> None:
     assert tuple(keys["calibration"].traces[1]["x"]) == result.quality.reliability.predicted
     assert sum(keys["calibration"].traces[1]["customdata"]) == 2_000
     assert result.folder.name in page_from(material)
+
+
+def train_eagerly(folder: Path) -> None:
+    run.train(small_spec("device=cpu", "train.max_steps=5"), out=folder)
+
+
+def train_with_hogwild(folder: Path) -> None:
+    run.train(small_spec("device=cpu", "train.max_steps=5", "train.sync.hogwild_threads=2"), out=folder)
+
+
+def train_sharded(folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        groups = {}
+        patch.setattr(run, "open_process_group", lambda device: contextlib.nullcontext(groups[threading.get_ident()]))
+        spec = small_spec("device=cpu", "train.max_steps=5")
+
+        def train(group: ThreadChannel) -> None:
+            groups[threading.get_ident()] = group
+            run.train(spec, out=folder)
+
+        in_threads(2, train)
+
+
+@pytest.mark.parametrize(
+    ("train", "phases"),
+    [
+        (train_eagerly, IN_EVERY_STEP),
+        (train_with_hogwild, {Phase.HOGWILD}),
+        (train_sharded, IN_EVERY_STEP | {Phase.EXCHANGE}),
+    ],
+)
+def test_every_phase_of_a_record_is_drawn(train: Callable[[Path], None], phases: set[Phase], tmp_path: Path) -> None:
+    train(tmp_path / "run")
+    (view,) = gather([tmp_path / "run"]).runs
+    recorded = {key for key in view.figures if key.endswith("_s")} - OTHER_SECONDS
+    (spent,) = charts_runs.times_spent([view])
+    assert spent.seconds.keys() == {Phase.DATA, Phase.EVALUATION, Phase.CHECKPOINT} | phases
+    assert recorded == {phase.key for phase in spent.seconds}

@@ -10,6 +10,7 @@ import pytest
 
 from rowstead.records.events import EventLog
 from rowstead.report import charts_runs
+from rowstead.spec.phases import Phase
 from tests.report.made_records import a_run
 
 
@@ -18,8 +19,8 @@ def test_time_is_shared_among_the_phases_of_the_record(tmp_path: Path) -> None:
         tmp_path, figures={"forward_s": 2.0, "backward_s": 3.0, "evaluation_s": 5.0, "checkpoint_s": 0.0, "train_s": 9.0}
     )
     (spent,) = charts_runs.times_spent([run])
-    assert spent.seconds == {"forward_s": 2.0, "backward_s": 3.0, "evaluation_s": 5.0}
-    assert spent.step_s == {"forward_s": 0.2, "backward_s": 0.3}
+    assert spent.seconds == {Phase.FORWARD: 2.0, Phase.BACKWARD: 3.0, Phase.EVALUATION: 5.0}
+    assert spent.step_s == {Phase.FORWARD: 0.2, Phase.BACKWARD: 0.3}
     figure = charts_runs.draw_times([spent])
     assert figure is not None
     assert [trace["x"] for trace in figure.traces] == [[20.0], [30.0], [50.0]]

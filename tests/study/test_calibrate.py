@@ -24,6 +24,7 @@ from rowstead.run import train
 from rowstead.spec.catalogue import HERE, MACHINE_VARIABLE, calibrated_machine, load_machine, load_software, machine_text
 from rowstead.spec.curve import Curve
 from rowstead.spec.errors import RowsteadError
+from rowstead.spec.phases import Phase
 from rowstead.spec.run import RunSpec
 from rowstead.spec.timings import InStep
 from rowstead.study.calibration import dense, rows
@@ -65,11 +66,11 @@ def test_the_fit_finds_the_factors_that_steps_were_made_with(has_phases: bool) -
     for shape in SHAPES:
         parts = parts_of(shape, made, machine.software)
         phases = {
-            "forward": parts.dense_s / 3,
-            "backward": 2 * parts.dense_s / 3 + wanted.dense.fixed_s,
-            "look-up": parts.lookup_s,
-            "dense update": parts.dense_update_s,
-            "row update": parts.update_s,
+            Phase.FORWARD: parts.dense_s / 3,
+            Phase.BACKWARD: 2 * parts.dense_s / 3 + wanted.dense.fixed_s,
+            Phase.LOOKUP: parts.lookup_s,
+            Phase.DENSE_UPDATE: parts.dense_update_s,
+            Phase.ROW_UPDATE: parts.update_s,
         }
         step_s = sum(vars(parts).values()) + wanted.dense.fixed_s
         times.append(StepTime(step_s=step_s, spread=0.0, phases_s=phases if has_phases else {}))
@@ -93,8 +94,8 @@ def test_uncertain_steps_are_predicted_too_long_as_often_as_too_short() -> None:
     shapes, times = SHAPES * 25, []
     for shape in shapes:
         parts = parts_of(shape, processor, machine.software)
-        seconds = {"forward": parts.dense_s / 3, "backward": 2 * parts.dense_s / 3, "look-up": parts.lookup_s}
-        seconds |= {"dense update": parts.dense_update_s, "row update": parts.update_s}
+        seconds = {Phase.FORWARD: parts.dense_s / 3, Phase.BACKWARD: 2 * parts.dense_s / 3, Phase.LOOKUP: parts.lookup_s}
+        seconds |= {Phase.DENSE_UPDATE: parts.dense_update_s, Phase.ROW_UPDATE: parts.update_s}
         phases = {name: value * rng.lognormal(sigma=0.3) for name, value in seconds.items()}
         times.append(StepTime(step_s=sum(phases.values()), spread=0.0, phases_s=phases))
     found = dataclasses.replace(processor, timings=fitted(processor.timings, processor, machine.software, shapes, times))
@@ -133,7 +134,7 @@ def test_drawn_ids_are_as_different_as_the_law_says() -> None:
 
 def test_steps_are_counted_phase_by_phase() -> None:
     time = Steps.of(SHAPES[0], CPU).measured(0.0)
-    assert set(time.phases_s) == {"look-up", "forward", "backward", "dense update", "row update"}
+    assert set(time.phases_s) == {Phase.LOOKUP, Phase.FORWARD, Phase.BACKWARD, Phase.DENSE_UPDATE, Phase.ROW_UPDATE}
     assert 0 < time.step_s < 10
 
 

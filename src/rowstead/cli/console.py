@@ -169,7 +169,7 @@ def summary(result: Result) -> Table:
     total_s = sum(outcome.phase_s.values())
     if total_s > 0:
         parts = sorted(outcome.phase_s.items(), key=lambda item: -item[1])
-        rows.append(("where the time went", " · ".join(f"{name} {s / total_s:.0%}" for name, s in parts)))
+        rows.append(("where the time went", " · ".join(f"{phase.value} {s / total_s:.0%}" for phase, s in parts)))
     rows.append(("model", str(result.folder)))
     me = command_name()
     run = as_typed(result.folder)

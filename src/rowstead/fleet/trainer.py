@@ -39,6 +39,7 @@ from rowstead.fleet.remote_store import RemoteStore
 from rowstead.fleet.roster import Roster
 from rowstead.records.run_folder import RunFolder
 from rowstead.spec.errors import TrainingError
+from rowstead.spec.phases import Phase
 from rowstead.spec.run import RunSpec
 from rowstead.spec.train import TrainSpec
 from rowstead.stores.base import EmbeddingStore
@@ -79,7 +80,7 @@ class FleetTrainer:
         self._workers: list[Stepper] = []
         self._stores: list[Any] = []
         """Those that may be remote, one a thread."""
-        self._phase_s: dict[int, dict[str, float]] = {}
+        self._phase_s: dict[int, dict[Phase, float]] = {}
         """Where the time of each thread has gone, as it has said itself: its timers are its own."""
         is_remote = self._fleet.tables == "remote"
         self._most_unanswered = max(1, self._sync.staleness) + (self._device.type == "cuda") if is_remote else 0
@@ -141,9 +142,8 @@ class FleetTrainer:
             if self._window.has_steps:
                 figures |= {"loss": self._window.loss, "ne": self._window.ne}
             for phase_s in self._phase_s.values():
-                for name, value in phase_s.items():
-                    key = f"{name.replace(' ', '_').replace('-', '_')}_s"
-                    figures[key] = figures.get(key, 0.0) + value
+                for phase, seconds in phase_s.items():
+                    figures[phase.key] = figures.get(phase.key, 0.0) + seconds
         figures |= self._connections.figures()
         for name, parts in (
             ("num_exchanges", self._policies),

@@ -9,25 +9,12 @@ from typing import Any
 from rowstead.report.describe import TextTable
 from rowstead.report.inputs import RunView
 from rowstead.report.theme import Figure, axis, diagonal, figure_text, labels, layout, lines, log_axis, lying_bars, thinned
+from rowstead.spec.phases import STEP, Phase
 
 MAX_RUNS = 8
 """Runs in one figure: the newest."""
 MAX_POINTS = 400
 """Points of a curve."""
-PHASES = {
-    "waiting_for_data_s": "waiting for data",
-    "look_up_s": "look-up",
-    "forward_s": "forward",
-    "backward_s": "backward",
-    "exchange_s": "exchange",
-    "dense_update_s": "dense update",
-    "row_update_s": "row update",
-    "step_s": "step",
-    "evaluation_s": "evaluation",
-    "checkpoint_s": "checkpoint",
-}
-"""Phases of a run as its record names them, in the order of a step."""
-IN_A_STEP = tuple(key for key in PHASES if key not in ("evaluation_s", "checkpoint_s"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +22,9 @@ class TimeSpent:
     """Where the time of one run went."""
 
     name: str
-    seconds: Mapping[str, float]
+    seconds: Mapping[Phase, float]
     """By phase, in the order of a step."""
-    step_s: Mapping[str, float]
+    step_s: Mapping[Phase, float]
     """Of a mean step, by those phases that every step has."""
 
     @property
@@ -50,10 +37,10 @@ def times_spent(runs: Sequence[RunView]) -> list[TimeSpent]:
     found = []
     for run in runs:
         figures = run.figures
-        seconds = {key: figures[key] for key in PHASES if figures.get(key, 0.0) > 0}
+        seconds = {phase: figures[phase.key] for phase in Phase if figures.get(phase.key, 0.0) > 0}
         num_steps = figures.get("num_steps", 0)
         if seconds and num_steps:
-            step = {key: value / num_steps for key, value in seconds.items() if key in IN_A_STEP}
+            step = {phase: value / num_steps for phase, value in seconds.items() if phase in STEP}
             found.append(TimeSpent(name=run.name, seconds=seconds, step_s=step))
     return found
 
@@ -64,19 +51,19 @@ def draw_times(spent: Sequence[TimeSpent]) -> Figure | None:
     if not spent:
         return None
     names = labels(one.name for one in spent)
-    phases = [key for key in PHASES if any(key in one.seconds for one in spent)]
+    phases = [phase for phase in Phase if any(phase in one.seconds for one in spent)]
     traces = [
         lying_bars(
-            PHASES[key],
-            [100 * one.seconds.get(key, 0.0) / one.total_s for one in spent],
+            phase.value,
+            [100 * one.seconds.get(phase, 0.0) / one.total_s for one in spent],
             names,
-            place,
-            customdata=[one.seconds.get(key, 0.0) for one in spent],
-            hovertemplate=f"{PHASES[key]}: %{{x:.1f}} %, %{{customdata:.3~s}}s<extra></extra>",
+            index,
+            customdata=[one.seconds.get(phase, 0.0) for one in spent],
+            hovertemplate=f"{phase.value}: %{{x:.1f}} %, %{{customdata:.3~s}}s<extra></extra>",
         )
-        for place, key in enumerate(phases)
+        for index, phase in enumerate(phases)
     ]
-    rows = tuple((one.name, *(figure_text(one.seconds.get(key)) for key in phases)) for one in spent)
+    rows = tuple((one.name, *(figure_text(one.seconds.get(phase)) for phase in phases)) for one in spent)
     return Figure(
         key="time-by-phase",
         title="Where the time went",
@@ -85,7 +72,7 @@ def draw_times(spent: Sequence[TimeSpent]) -> Figure | None:
         **_a_line_each(
             axis("share of the run, %", range=[0, 100]),
             "stack",
-            TextTable("Seconds", ("run", *(PHASES[key] for key in phases)), rows),
+            TextTable("Seconds", ("run", *(phase.value for phase in phases)), rows),
         ),
     )
 
@@ -96,14 +83,14 @@ def draw_steps(spent: Sequence[TimeSpent]) -> Figure | None:
     if not spent:
         return None
     names = labels(one.name for one in spent)
-    phases = [key for key in IN_A_STEP if any(key in one.step_s for one in spent)]
+    phases = [phase for phase in STEP if any(phase in one.step_s for one in spent)]
     traces = []
-    for place, key in enumerate(phases):
-        begins = [sum(one.step_s.get(other, 0.0) for other in phases[:place]) for one in spent]
-        widths = [1e3 * one.step_s.get(key, 0.0) for one in spent]
-        hover = f"{PHASES[key]}: %{{x:.3~g}} ms, from %{{base:.3~g}} ms<extra></extra>"
-        traces.append(lying_bars(PHASES[key], widths, names, place, base=[1e3 * one for one in begins], hovertemplate=hover))
-    rows = tuple((one.name, *(figure_text(1e3 * one.step_s.get(key, 0.0)) for key in phases)) for one in spent)
+    for index, phase in enumerate(phases):
+        begins = [sum(one.step_s.get(other, 0.0) for other in phases[:index]) for one in spent]
+        widths = [1e3 * one.step_s.get(phase, 0.0) for one in spent]
+        hover = f"{phase.value}: %{{x:.3~g}} ms, from %{{base:.3~g}} ms<extra></extra>"
+        traces.append(lying_bars(phase.value, widths, names, index, base=[1e3 * one for one in begins], hovertemplate=hover))
+    rows = tuple((one.name, *(figure_text(1e3 * one.step_s.get(phase, 0.0)) for phase in phases)) for one in spent)
     return Figure(
         key="mean-step",
         title="A mean step",
@@ -113,7 +100,7 @@ def draw_steps(spent: Sequence[TimeSpent]) -> Figure | None:
         **_a_line_each(
             axis("milliseconds", rangemode="tozero"),
             "overlay",
-            TextTable("Milliseconds", ("run", *(PHASES[key] for key in phases)), rows),
+            TextTable("Milliseconds", ("run", *(phase.value for phase in phases)), rows),
         ),
     )
 

@@ -32,5 +32,5 @@ class Phase(Enum):
         return f"{self.name.lower()}_s"
 
 
-STEP = tuple(phase for phase in Phase if phase not in (Phase.EVALUATION, Phase.CHECKPOINT))
+STEP: tuple[Phase, ...] = tuple(phase for phase in Phase if phase not in (Phase.EVALUATION, Phase.CHECKPOINT))
 """The phases that belong to a step, in order."""

@@ -21,6 +21,7 @@ from rowstead.data.batch import Batch
 from rowstead.nn.dlrm import DLRM
 from rowstead.records.timers import Timers
 from rowstead.spec.errors import RowsteadError
+from rowstead.spec.phases import Phase
 from rowstead.spec.train import TrainSpec
 from rowstead.stores.base import EmbeddingStore
 from rowstead.stores.device import DeviceStore
@@ -103,7 +104,7 @@ class HogwildStepper(Stepper):
         future = self._pool.submit(self._one, batch, number)
 
         def wait() -> float:
-            with self.timers.phase("Hogwild threads"):
+            with self.timers.phase(Phase.HOGWILD):
                 return future.result()
 
         return wait

@@ -22,6 +22,7 @@ from rowstead.records.tensorboard import ScalarWriter
 from rowstead.records.timers import Timers
 from rowstead.records.usage import usable_cores
 from rowstead.spec.errors import DataError, TrainingError
+from rowstead.spec.phases import Phase
 from rowstead.spec.run import RunSpec
 from rowstead.training import checkpoint
 from rowstead.training.checkpoint_changes import CheckpointChanges
@@ -67,7 +68,7 @@ class TrainOutcome:
     quality: Quality | None
     samples_per_s: float | None
     """Over this process's part of the run but for its first steps; evaluations and checkpoints not counted."""
-    phase_s: dict[str, float] = field(default_factory=dict)
+    phase_s: dict[Phase, float] = field(default_factory=dict)
     num_skipped: int | None = None
     """Bad rows that were left out of this process's part; absent for a log that cannot have any."""
     reading: ReadingReport | None = None
@@ -227,7 +228,7 @@ class Loop:
                 position.num_samples += whole.num_samples
                 self._take_losses(self._behind())
                 now = time.perf_counter()
-                waited_s = self.timers.phase("waiting for data").total_ns * 1e-9
+                waited_s = self.timers.phase(Phase.DATA).total_ns * 1e-9
                 self._pace.add(whole.num_samples, now - started, waited_s=waited_s)
                 position.train_s += now - started
                 self._tell()
@@ -267,7 +268,7 @@ class Loop:
     def _waiting_for(self, batches: Iterator[tuple[Batch, Cursor]]) -> Iterator[tuple[Batch, Cursor]]:
         """The batches, the time spent waiting for each counted."""
         while True:
-            with self.timers.phase("waiting for data"):
+            with self.timers.phase(Phase.DATA):
                 item = next(batches, None)
             if item is None:
                 return
@@ -302,7 +303,7 @@ class Loop:
 
     def _evaluate(self, *, max_samples: int | None) -> Quality:
         self._take_losses()
-        with self.timers.phase("evaluation"):
+        with self.timers.phase(Phase.EVALUATION):
             quality = evaluate(
                 self.stepper.model,
                 self.eval_source,
@@ -355,7 +356,7 @@ class Loop:
     def _write_checkpoint(self, folder: Path, *, keep: int, increment: Increment | None = None) -> Path:
         self._take_losses()
         facts = {**self.facts, "position": self.position.to_plain()}
-        with self.timers.phase("checkpoint"):
+        with self.timers.phase(Phase.CHECKPOINT):
             return checkpoint.save(
                 folder,
                 self.position.step,

@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from rowstead.records.files import write_atomic
 from rowstead.records.timers import Timers
+from rowstead.spec.phases import Phase
 
 SKIPPED_STEPS = 10
 """Steps before the first that is traced: kernels are compiled and memory is allocated in them."""
@@ -43,7 +44,7 @@ class Profiler:
         self._path, self._timers, self._report, self._steps_before = path, timers, report, steps_before
         self._threads = {threading.get_native_id(): "training"}
         self._num_steps = 0
-        self._before: dict[str, float] = {}
+        self._before: dict[Phase, float] = {}
         self._started_s = 0.0
         self._on_gpu = device.type == "cuda"
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
@@ -102,7 +103,7 @@ class Profiler:
             written = f"the trace is in {self._path}: open it at https://ui.perfetto.dev or chrome://tracing"
         except OSError as error:
             written = f"the trace could not be written: {error}"
-        phase_s = {name: total - self._before.get(name, 0.0) for name, total in totals.items()}
+        phase_s = {phase: total - self._before.get(phase, 0.0) for phase, total in totals.items()}
         first, last = self._steps_before + SKIPPED_STEPS + 1, self._steps_before + self._num_steps
         self._report(
             f"where the time of steps {first} to {last} went, while they were traced:\n"
@@ -154,17 +155,17 @@ class _Ranges:
     def __init__(self) -> None:
         self._open: list[record_function] = []
 
-    def begin(self, name: str) -> None:
-        self._open.append(record_function(name))
+    def begin(self, phase: Phase) -> None:
+        self._open.append(record_function(phase.value))
         self._open[-1].__enter__()
 
     def end(self) -> None:
         self._open.pop().__exit__(None, None, None)
 
 
-def phase_rows(phase_s: dict[str, float], elapsed_s: float, num_steps: int) -> list[tuple[str, str, str]]:
+def phase_rows(phase_s: dict[Phase, float], elapsed_s: float, num_steps: int) -> list[tuple[str, str, str]]:
     """Phases that took any time, the longest first, what is in none of them, and the whole."""
-    spent = sorted(((name, s) for name, s in phase_s.items() if s > 0), key=lambda entry: -entry[1])
+    spent = sorted(((phase.value, s) for phase, s in phase_s.items() if s > 0), key=lambda entry: -entry[1])
     spent.append((OTHER, max(0.0, elapsed_s - sum(phase_s.values()))))
     spent.append(("step", elapsed_s))
     return [(name, f"{s / num_steps * 1e3:.2f}", f"{s / elapsed_s:.0%}") for name, s in spent]

@@ -17,6 +17,7 @@ from rowstead.distributed.process_group import ProcessGroup, Work
 from rowstead.distributed.sharded_store import ShardedStore
 from rowstead.nn.dlrm import DLRM
 from rowstead.records.timers import Timers
+from rowstead.spec.phases import Phase
 from rowstead.spec.train import TrainSpec
 from rowstead.training.precision import arithmetic
 
@@ -57,40 +58,40 @@ class ShardedStep:
         `finite` is given the loss before anything changes, and may raise.
         """
         model, spec, timers, store = self._model, self._spec, self._timers, self._store
-        with timers.phase("look-up"):
+        with timers.phase(Phase.LOOKUP):
             pooled_later = store.start_lookup(batch.sparse) if store is not None else None
         with arithmetic(spec.precision, batch.dense.device):
-            with timers.phase("forward"):
+            with timers.phase(Phase.FORWARD):
                 projected = model.net.projected(batch.dense)
-            with timers.phase("look-up"):
+            with timers.phase(Phase.LOOKUP):
                 pooled = pooled_later() if pooled_later is not None else batch.dense.new_zeros(batch.num_samples, 0)
             update: list[Callable[[float, int], None]] = []
             if store is not None:
                 pooled.requires_grad_()
                 pooled.register_post_accumulate_grad_hook(lambda own: update.append(self._send(batch, own)))
-            with timers.phase("forward"):
+            with timers.phase(Phase.FORWARD):
                 loss = self._loss_of(model.net.joined(projected, pooled), batch)
                 told = torch.stack([loss.detach().double(), loss.new_tensor(self.wants_stop(), dtype=torch.float64)])
                 telling = self._channel.start_all_reduce(told)
-            with timers.phase("backward"):
+            with timers.phase(Phase.BACKWARD):
                 self._optimizer.zero_grad(set_to_none=True)
                 self._gradients.begin()
                 loss.backward()
                 if store is not None and not update:  # rows that the loss does not depend on
                     update.append(store.start_update(batch.sparse, torch.zeros_like(pooled)))
-        with timers.phase("other processes"):
+        with timers.phase(Phase.EXCHANGE):
             telling.wait()
             value, stops = told.tolist()
             self.stops = stops > 0
             value = finite(value, number)
             self._gradients.finish()
-        with timers.phase("dense update"):
+        with timers.phase(Phase.DENSE_UPDATE):
             if spec.dense_optimizer.clip is not None:
                 nn.utils.clip_grad_norm_(model.net.parameters(), spec.dense_optimizer.clip)
             for group in self._optimizer.param_groups:
                 group["lr"] = spec.dense_optimizer.lr * rate
             self._optimizer.step()
-        with timers.phase("row update"):
+        with timers.phase(Phase.ROW_UPDATE):
             for apply in update:
                 apply(spec.sparse_optimizer.lr * rate, number)
         return value

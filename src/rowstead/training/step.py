@@ -16,6 +16,7 @@ from rowstead.kernels.choose import has_triton
 from rowstead.nn.dlrm import DLRM
 from rowstead.records.timers import Timers
 from rowstead.spec.errors import CheckpointError, TrainingError
+from rowstead.spec.phases import Phase
 from rowstead.spec.train import DenseOptimizerSpec, TrainSpec
 from rowstead.training.flat_parameters import FlatReplica
 from rowstead.training.precision import arithmetic
@@ -120,11 +121,11 @@ class Stepper:
             value = self._step(batch, number, rate)
             return lambda: value
         row_lr, dense_lr = self.spec.sparse_optimizer.lr * rate, self.spec.dense_optimizer.lr * rate
-        with self.timers.phase("GPU step"):
+        with self.timers.phase(Phase.GPU_STEP):
             loss = self._on_gpu.start(batch, number, row_lr=row_lr, dense_lr=dense_lr)
 
         def wait() -> float:
-            with self.timers.phase("GPU step"):
+            with self.timers.phase(Phase.GPU_STEP):
                 return _finite(loss(), number)
 
         return wait
@@ -132,32 +133,32 @@ class Stepper:
     def _step(self, batch: Batch, number: int, rate: float) -> float:
         """One step, each of its parts timed."""
         model, spec, timers = self.model, self.spec, self.timers
-        with timers.phase("look-up"):
+        with timers.phase(Phase.LOOKUP):
             if model.store.tables:
                 pooled = model.store.lookup(batch.sparse).requires_grad_()
             else:
                 pooled = batch.dense.new_zeros(batch.num_samples, 0)
         with arithmetic(spec.precision, batch.dense.device):
-            with timers.phase("forward"):
+            with timers.phase(Phase.FORWARD):
                 loss = self._loss(model.net(batch.dense, pooled), batch)
                 value = _finite(loss.item(), number)
-            with timers.phase("backward"):
+            with timers.phase(Phase.BACKWARD):
                 self.optimizer.zero_grad(set_to_none=True)
                 loss.backward()
         if self._sync is not None:
-            with timers.phase("other trainers"):
+            with timers.phase(Phase.SYNC):
                 self._sync.gradients_ready(number)
-        with timers.phase("dense update"):
+        with timers.phase(Phase.DENSE_UPDATE):
             if spec.dense_optimizer.clip is not None:
                 nn.utils.clip_grad_norm_(model.net.parameters(), spec.dense_optimizer.clip)
             for group in self.optimizer.param_groups:
                 group["lr"] = spec.dense_optimizer.lr * rate
             self.optimizer.step()
         if pooled.grad is not None:
-            with timers.phase("row update"):
+            with timers.phase(Phase.ROW_UPDATE):
                 model.store.update(batch.sparse, pooled.grad, lr=spec.sparse_optimizer.lr * rate, step=number)
         if self._sync is not None:
-            with timers.phase("other trainers"):
+            with timers.phase(Phase.SYNC):
                 self._sync.after_step(number)
         return value
 

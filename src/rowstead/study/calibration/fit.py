@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from rowstead.plan import cost
 from rowstead.plan.cost import Processor
 from rowstead.plan.work import step_work
+from rowstead.spec.phases import Phase
 from rowstead.spec.software import Software
 from rowstead.spec.timings import InStep, Timings
 from rowstead.study.calibration.steps import Shape, StepTime
@@ -84,19 +85,19 @@ def _by_phases(alone: Timings, shapes: Sequence[Shape], parts: Sequence[Parts], 
     phases = [time.phases_s for time in times]
     found = dataclasses.replace(
         alone,
-        dense=_phase([one.dense_s for one in parts], moved, [one["forward"] + one["backward"] for one in phases]),
+        dense=_phase([one.dense_s for one in parts], moved, [one[Phase.FORWARD] + one[Phase.BACKWARD] for one in phases]),
         lookup=_phase(
             [one.lookup_s - alone.lookup_call_s for one in parts],
             pooled,
-            [one["look-up"] - alone.lookup_call_s for one in phases],
+            [one[Phase.LOOKUP] - alone.lookup_call_s for one in phases],
         ),
         update=_phase(
             [one.update_s - alone.update_call_s for one in parts],
             pooled,
-            [one["row update"] - alone.update_call_s for one in phases],
+            [one[Phase.ROW_UPDATE] - alone.update_call_s for one in phases],
         ),
         dense_optimizer=_phase(
-            [one.dense_update_s for one in parts], [0.0] * len(parts), [one["dense update"] for one in phases]
+            [one.dense_update_s for one in parts], [0.0] * len(parts), [one[Phase.DENSE_UPDATE] for one in phases]
         ),
     )
     return _as_long_as_steps(found, parts, pooled, moved, times)

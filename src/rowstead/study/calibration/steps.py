@@ -19,6 +19,7 @@ from torch import Tensor
 
 from rowstead.data.batch import Batch, Sparse
 from rowstead.spec.parse import parse
+from rowstead.spec.phases import Phase
 from rowstead.spec.run import RunSpec
 from rowstead.stores.checked import check_batch
 from rowstead.study.calibration import clock
@@ -133,14 +134,14 @@ class StepTime:
     """The median."""
     spread: float
     """Half the distance between the quartiles, over the median."""
-    phases_s: dict[str, float]
+    phases_s: dict[Phase, float]
     """Medians of the parts that the trainer counts; on a GPU of the whole alone."""
     pace: float = 1.0
     """How many times as long as at the standard pace the machine took, where that was looked at."""
 
     def at_standard_pace(self) -> StepTime:
         """The times that steps would have taken then."""
-        phases_s = {name: seconds / self.pace for name, seconds in self.phases_s.items()}
+        phases_s = {phase: seconds / self.pace for phase, seconds in self.phases_s.items()}
         return dataclasses.replace(self, step_s=self.step_s / self.pace, phases_s=phases_s, pace=1.0)
 
 
@@ -191,7 +192,7 @@ class Steps:
         if self.stepper.model.store.batches_ahead:
             return self._rounds(seconds, lambda: None, between)
         taken: list[float] = []
-        phases: list[dict[str, float]] = []
+        phases: list[dict[Phase, float]] = []
         end = time.perf_counter() + seconds
         while len(taken) < LEAST_STEPS or time.perf_counter() < end:
             timers.reset()
@@ -203,7 +204,7 @@ class Steps:
         return StepTime(
             step_s=_quantile(taken),
             spread=_spread(taken),
-            phases_s={name: _quantile([one[name] for one in phases]) for name in phases[0]},
+            phases_s={phase: _quantile([one[phase] for one in phases]) for phase in phases[0]},
         )
 
     def _on_gpu(self, seconds: float) -> StepTime:
