@@ -13,7 +13,7 @@ import inspect
 import re
 import sys
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,26 @@ import typer
 
 from docs.results import performance_page
 from rowstead.cli.main import app
+from rowstead.spec.heads import HEADS
+from rowstead.spec.interactions import INTERACTIONS, InteractionSpec
+from rowstead.spec.model import ModelSpec
+from rowstead.spec.networks import NETWORKS
 from rowstead.spec.parse import describe_type
 from rowstead.spec.run import RunSpec
+from rowstead.spec.train import TrainSpec
 
 DOCS = Path(__file__).parent
 HELP_WIDTH = 96
 """Columns of the help texts, whatever the terminal."""
 NOTE = "<!-- Written by `python -m docs.generate` (`make docs`). Change {source}, not this page. -->"
+
+
+REGISTRIES: dict[tuple[type, str], Mapping[str, Any]] = {
+    (InteractionSpec, "kind"): INTERACTIONS,
+    (ModelSpec, "network"): NETWORKS,
+    (TrainSpec, "loss"): HEADS,
+}
+"""Fields whose values are the entries of a registry, each with a description."""
 
 
 def pages() -> dict[Path, str]:
@@ -110,7 +123,10 @@ def section_text(section: Section, sections: list[Section]) -> str:
             if inner.spec in specs_in(hints[field.name]):
                 value = value.replace(inner.spec.__name__, f"[section](#{inner.anchor})")
         value = re.sub(r"list of (\[section|whole number|number)", r"list of \1s", value)
-        cells = (f"`{field.name}`", value, default_of(field), meanings[field.name])
+        entries = REGISTRIES.get((section.spec, field.name), {})
+        listed = "; ".join(f"`{name}`: {entry.description}" for name, entry in entries.items())
+        meaning = f"{meanings[field.name]} {listed}." if listed else meanings[field.name]
+        cells = (f"`{field.name}`", value, default_of(field), meaning)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines)
 

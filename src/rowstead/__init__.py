@@ -34,6 +34,8 @@ _HOMES = {
     "sparse_from_kjt": "rowstead.data.batch",
     "kjt_from_sparse": "rowstead.data.batch",
     "EmbeddingBags": "rowstead.nn.embedding_bags",
+    "Network": "rowstead.nn.network",
+    "NetworkInputs": "rowstead.nn.network",
     "BagTable": "rowstead.nn.embedding_bags",
     "PooledFeatures": "rowstead.nn.embedding_bags",
     "RunSpec": "rowstead.spec.run",

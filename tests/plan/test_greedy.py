@@ -25,7 +25,8 @@ from rowstead.report.placement import placement_text
 from rowstead.spec.data import DataSpec, SynthSpec
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec
-from rowstead.spec.model import InteractionSpec, ModelSpec
+from rowstead.spec.interactions import InteractionSpec
+from rowstead.spec.model import ModelSpec
 from rowstead.spec.placement import MemorySpec, Placement, PlacementSpec, TablePlacementSpec
 from rowstead.spec.run import RunSpec
 from rowstead.spec.train import SparseOptimizerSpec, TrainSpec

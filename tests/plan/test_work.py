@@ -11,11 +11,10 @@ from rowstead.spec.run import RECIPES, RunSpec, load_recipe, recipe_names
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_parameters_are_those_of_the_dense_net(name: str) -> None:
-    from rowstead.nn.dlrm import DenseNet
+    from rowstead.nn.network import build_network
 
     spec = load_recipe(name)
-    pooled = sum(table.width * len(table.features) for table in spec.tables)
-    net = DenseNet(spec.model, num_dense=len(spec.features.expanded_dense()), pooled_width=pooled)
+    net = build_network(spec.model, spec.features, spec.tables)
     biases_of_down = 0
     if spec.model.interaction.kind == "cross":  # the first of two layers has no bias there
         biases_of_down = spec.model.interaction.cross_layers * spec.model.interaction.cross_rank

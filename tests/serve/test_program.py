@@ -20,7 +20,8 @@ from rowstead.nn.dlrm import DLRM
 from rowstead.serve.exported import raw_arguments
 from rowstead.serve.program import DenseProgram, FlatRows, ServingProgram, exported_program
 from rowstead.spec.features import DenseFeatureSpec, FeaturesSpec, SparseFeatureSpec, TableSpec, tables_of
-from rowstead.spec.model import InteractionSpec, ModelSpec
+from rowstead.spec.interactions import InteractionSpec
+from rowstead.spec.model import ModelSpec
 from rowstead.stores.device import DeviceStore
 
 FLOATS = st.floats(-1e6, 1e6, width=32)
@@ -46,6 +47,7 @@ class Served:
             layout,
             features.expanded_sparse(),
             transforms,
+            head=self.model.head,
             log_keep_rate=self.model.log_keep_rate,
             int8=int8,
         )

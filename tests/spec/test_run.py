@@ -112,7 +112,7 @@ def test_a_table_width_that_does_not_fit_the_dot_interaction_is_named() -> None:
 
 def test_the_dot_interaction_needs_a_pair() -> None:
     alone = ("features.dense=[]", "features.sparse.0.repeat=1")
-    assert "no pair" in problem_of(*alone)
+    assert "needs two vectors" in problem_of(*alone)
     small_spec(*alone, "model.interaction.kind=concat")
     small_spec("features.dense=[]", "features.sparse.0.repeat=2")
     small_spec("features.sparse=[]")

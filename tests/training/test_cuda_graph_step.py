@@ -14,7 +14,8 @@ from rowstead.kernels.layout import layout_of
 from rowstead.nn.dlrm import DLRM
 from rowstead.spec.errors import TrainingError
 from rowstead.spec.features import DenseFeatureSpec, FeaturesSpec, SparseFeatureSpec, tables_of
-from rowstead.spec.model import InteractionSpec, ModelSpec
+from rowstead.spec.interactions import InteractionSpec
+from rowstead.spec.model import ModelSpec
 from rowstead.spec.train import DenseOptimizerSpec, SparseOptimizerSpec, TrainSpec
 from rowstead.stores.device import DeviceStore
 from rowstead.training.step import Stepper

@@ -13,12 +13,14 @@ from torch import Tensor
 from rowstead.data.batch import Batch, Sparse
 from rowstead.kernels.layout import layout_of
 from rowstead.nn.dlrm import DLRM
+from rowstead.nn.heads import head_of
 from rowstead.spec.errors import CheckpointError, TrainingError
 from rowstead.spec.features import DenseFeatureSpec, FeaturesSpec, SparseFeatureSpec, tables_of
-from rowstead.spec.model import InteractionSpec, ModelSpec
+from rowstead.spec.interactions import InteractionSpec
+from rowstead.spec.model import ModelSpec
 from rowstead.spec.train import DenseOptimizerSpec, ScheduleSpec, SparseOptimizerSpec, TrainSpec
 from rowstead.stores.device import DeviceStore
-from rowstead.training.step import Stepper, loss_of
+from rowstead.training.step import Stepper
 
 WIDTH, NUM_DENSE, NUM_SPARSE, NUM_ROWS = 4, 3, 2, 20
 PLAIN = TrainSpec(
@@ -79,10 +81,10 @@ def test_loss_is_the_mean_over_examples_by_weight() -> None:
     p = torch.sigmoid(log_odds)
     bce = -(labels * p.log() + (1 - labels) * (1 - p).log())
     weights = torch.tensor([1.0, 0.0, 3.0])
-    assert loss_of("bce", log_odds, labels, None).item() == pytest.approx(bce.mean().item())
-    assert loss_of("bce", log_odds, labels, weights).item() == pytest.approx(((bce[0] + 3 * bce[2]) / 4).item())
-    assert loss_of("mse", log_odds, labels, None).item() == pytest.approx(((p - labels) ** 2).mean().item())
-    assert loss_of("bce", log_odds, labels, torch.zeros(3)).item() == 0
+    assert head_of("bce").loss(log_odds, labels, None).item() == pytest.approx(bce.mean().item())
+    assert head_of("bce").loss(log_odds, labels, weights).item() == pytest.approx(((bce[0] + 3 * bce[2]) / 4).item())
+    assert head_of("mse").loss(log_odds, labels, None).item() == pytest.approx(((p - labels) ** 2).mean().item())
+    assert head_of("bce").loss(log_odds, labels, torch.zeros(3)).item() == 0
 
 
 @pytest.mark.parametrize("loss", ["bce", "mse"])

@@ -131,7 +131,7 @@ class EvaluateAndSave:
         spec = self._spec.train.early_stop
         if spec is None:
             return False
-        measure = quality.mse if self._spec.train.loss == "mse" or quality.ne is None else quality.ne
+        measure = quality.early_stop_measure(self._spec.train.loss)
         if self._position.best is None or measure < self._position.best - spec.min_delta:
             self._position.best, self._position.evaluations_since_best = measure, 0
             self._model.save(self._folder.path / "best", position, keep=1, progress=progress)

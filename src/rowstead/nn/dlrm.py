@@ -1,4 +1,4 @@
-"""The deep learning recommendation model: bottom MLP, tables, interaction, top MLP."""
+"""The deep learning recommendation model: embedding tables under a network, by default bottom MLP, interaction, top MLP."""
 
 from __future__ import annotations
 
@@ -10,48 +10,43 @@ import torch
 from torch import Tensor, nn
 
 from rowstead.data.batch import Batch
-from rowstead.nn.layers import MLP, Concat, Cross, Dot
+from rowstead.nn import layers
+from rowstead.nn.heads import head_of
+from rowstead.nn.network import Network, NetworkInputs, build_network
 from rowstead.spec.errors import DataError, RowsteadError
 from rowstead.spec.features import FeaturesSpec
+from rowstead.spec.heads import HeadKind
+from rowstead.spec.interactions import INTERACTIONS, InteractionInputs
 from rowstead.spec.model import ModelSpec
 from rowstead.stores.base import EmbeddingStore
 
 
-class DenseNet(nn.Module):
-    """Everything of a DLRM but its tables: dense features [B, Fd] and pooled rows [B, sum of widths] to log-odds [B]."""
+class DLRMNetwork(Network):
+    """The built-in network: a bottom MLP projects dense features, which interact with the pooled rows under a top MLP."""
 
-    def __init__(self, spec: ModelSpec, *, num_dense: int, pooled_width: int) -> None:
-        super().__init__()
-        self.bottom = MLP(num_dense, (*spec.bottom, spec.width), last_relu=True) if num_dense else None
-        dense_width = spec.width if num_dense else 0
-        self.interaction = _interaction(spec, dense_width, pooled_width)
-        self.top = MLP(self.interaction.out_width, (*spec.top, 1), last_relu=False)
+    def __init__(self, inputs: NetworkInputs, options: Mapping[str, Any]) -> None:
+        super().__init__(inputs, options)
+        spec, num_dense = inputs.model, inputs.num_dense
+        self.bottom = layers.MLP(num_dense, (*spec.bottom, spec.width), last_relu=True) if num_dense else None
+        widths = InteractionInputs(
+            width=spec.width, dense_width=spec.width if num_dense else 0, pooled_width=inputs.pooled_width
+        )
+        entry = INTERACTIONS[spec.interaction.kind]
+        self.interaction: nn.Module = getattr(layers, entry.layer)(widths, spec.interaction)
+        self.top = layers.MLP(entry.out_width(widths, spec.interaction), (*spec.top, 1), last_relu=False)
 
-    def forward(self, dense: Tensor, pooled: Tensor) -> Tensor:
-        return self.joined(self.projected(dense), pooled)
-
-    def projected(self, dense: Tensor) -> Tensor | None:
-        """The part that needs no rows yet: the dense vector [B, width], or none of a model without dense features."""
+    def project(self, dense: Tensor) -> Tensor | None:
+        """The dense vector [B, width]; None for a model without dense features."""
         return self.bottom(dense) if self.bottom is not None else None
 
-    def joined(self, projected: Tensor | None, pooled: Tensor) -> Tensor:
-        """The rest, once the rows are there."""
-        log_odds: Tensor = self.top(self.interaction(projected, pooled))
-        return log_odds.squeeze(1)
-
-
-def _interaction(spec: ModelSpec, dense_width: int, pooled_width: int) -> Concat | Dot | Cross:
-    kind = spec.interaction.kind
-    if kind == "dot":
-        return Dot(dense_width, pooled_width, spec.width)
-    if kind == "cross":
-        layers, rank = spec.interaction.cross_layers, spec.interaction.cross_rank
-        return Cross(dense_width, pooled_width, layers=layers, rank=rank)
-    return Concat(dense_width, pooled_width)
+    def join(self, projected: Tensor | None, pooled: Tensor) -> Tensor:
+        """Logits [B] of the dense vector and the pooled rows."""
+        logits: Tensor = self.top(self.interaction(projected, pooled))
+        return logits.squeeze(1)
 
 
 class DLRM(nn.Module):
-    """A whole model: an EmbeddingStore under a DenseNet. `forward` takes a Batch and returns log-odds [B]."""
+    """A whole model: an EmbeddingStore under a Network. `forward` takes a Batch and returns logits [B]."""
 
     def __init__(
         self,
@@ -59,31 +54,32 @@ class DLRM(nn.Module):
         features: FeaturesSpec,
         store: EmbeddingStore,
         *,
+        head: HeadKind = "bce",
         negative_keep_rate: float = 1.0,
         encode: Callable[[Mapping[str, Any]], Batch] | None = None,
     ) -> None:
         super().__init__()
         self.store = store
-        pooled_width = sum(table.width * len(table.features) for table in store.tables)
-        self.net = DenseNet(spec, num_dense=len(features.expanded_dense()), pooled_width=pooled_width)
+        self.net = build_network(spec, features, store.tables)
+        self.head = head_of(head)
         self.log_keep_rate = math.log(negative_keep_rate)
         self._encode = encode
 
     def forward(self, batch: Batch) -> Tensor:
-        """Log-odds [B] in the world of the training log."""
+        """Logits [B] as of the training log, whose negatives may be downsampled."""
         if self.store.tables and batch.sparse.num_samples != batch.num_samples:
             raise DataError(f"{batch.num_samples} examples have dense values and {batch.sparse.num_samples} have ids")
         pooled = self.store.lookup(batch.sparse) if self.store.tables else batch.dense.new_zeros(batch.num_samples, 0)
-        log_odds: Tensor = self.net(batch.dense, pooled)
-        return log_odds
+        logits: Tensor = self.net(batch.dense, pooled)
+        return logits
 
     @torch.no_grad()
     def predict(self, batch: Batch) -> Tensor:
-        """Click probabilities [B], corrected for negatives that the training log left out."""
-        return torch.sigmoid(self(batch) + self.log_keep_rate)
+        """Click probabilities [B], corrected for downsampled negatives."""
+        return self.head.predict(self(batch) + self.log_keep_rate)
 
     def encode(self, columns: Mapping[str, Any]) -> Batch:
-        """Raw columns (names to lists or arrays, as in the log) as a Batch: transforms and hashing of training."""
+        """Encode raw columns (names to lists or arrays, as in the log) with the transforms and the hashing of training."""
         if self._encode is None:
-            raise RowsteadError("only a model that `rowstead.load` gave can encode raw columns")
+            raise RowsteadError("only a model from `rowstead.load` can encode raw columns")
         return self._encode(columns)

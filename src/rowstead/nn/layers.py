@@ -1,6 +1,6 @@
-"""The parts of a DLRM above its tables: MLPs and the three interactions.
+"""The layers of the built-in DLRM: MLPs and the interactions of `spec.interactions.INTERACTIONS`.
 
-Letters: B examples, V vectors that interact (the dense one and one a sparse feature), D width.
+Letters: B examples, V vectors that interact (the dense one and one per sparse feature), D width.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from rowstead.kernels.choose import has_triton
 from rowstead.kernels.cpu import linear
 from rowstead.kernels.interaction import pairwise_dots
+from rowstead.spec.interactions import InteractionInputs, InteractionSpec
 
 
 class MLP(nn.Sequential):
@@ -21,18 +22,18 @@ class MLP(nn.Sequential):
 
     def __init__(self, in_width: int, widths: Sequence[int], *, last_relu: bool) -> None:
         layers: list[nn.Module] = []
-        for place, width in enumerate(widths):
+        for index, width in enumerate(widths):
             linear = nn.Linear(in_width, width)
             nn.init.normal_(linear.weight, std=(2.0 / (in_width + width)) ** 0.5)
             nn.init.normal_(linear.bias, std=(1.0 / width) ** 0.5)
             layers.append(linear)
-            if last_relu or place < len(widths) - 1:
-                layers.append(nn.ReLU(inplace=True))  # nobody else reads what a linear layer gives
+            if last_relu or index < len(widths) - 1:
+                layers.append(nn.ReLU(inplace=True))  # nothing else reads the output of a linear layer
             in_width = width
         super().__init__(*layers)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [B, in width], or wider, with zeros in the columns that are too many."""
+        """Apply the layers to x [B, in width]; x may have extra columns of zeros."""
         fused = _fused_layer(x)
         layers = list(self)
         if fused is None:
@@ -40,13 +41,13 @@ class MLP(nn.Sequential):
             for layer in layers:
                 x = linear.linear(x, layer) if linear.takes(layer, x) else layer(x)
             return x
-        for place in range(0, len(layers), 2):
-            x = fused(x, cast(nn.Linear, layers[place]), relu=place + 1 < len(layers))
+        for index in range(0, len(layers), 2):
+            x = fused(x, cast(nn.Linear, layers[index]), relu=index + 1 < len(layers))
         return x
 
 
 def _fused_layer(x: Tensor) -> Callable[..., Tensor] | None:
-    """What takes a layer with its ReLU on a GPU, faster than torch by itself; none where that is not known for x."""
+    """The fused GPU kernel of a linear layer and its ReLU; None where it does not apply to x."""
     known = x.dtype in (torch.float32, torch.bfloat16, torch.float16)
     if not (x.is_cuda and known and x.shape[0] > 0 and has_triton() and not torch.compiler.is_compiling()):
         return None
@@ -56,37 +57,34 @@ def _fused_layer(x: Tensor) -> Callable[..., Tensor] | None:
 
 
 class Concat(nn.Module):
-    """Vectors side by side: [B, dense width] and [B, pooled width] to [B, both]."""
+    """Vectors side by side: [B, dense width] and [B, pooled width] to [B, total width]."""
 
-    def __init__(self, dense_width: int, pooled_width: int) -> None:
+    def __init__(self, inputs: InteractionInputs, spec: InteractionSpec) -> None:
         super().__init__()
-        self.out_width = dense_width + pooled_width
 
     def forward(self, dense: Tensor | None, pooled: Tensor) -> Tensor:
         return pooled if dense is None else torch.cat([dense, pooled], dim=1)
 
 
 class Dot(nn.Module):
-    """The dense vector, then the dot products of all pairs among V vectors of width D, then zeros where kernels want them."""
+    """The dense vector, then the dot products of all pairs among V vectors of width D; on a GPU padded with zeros."""
 
-    def __init__(self, dense_width: int, pooled_width: int, width: int) -> None:
+    def __init__(self, inputs: InteractionInputs, spec: InteractionSpec) -> None:
         super().__init__()
-        self.width = width
-        num_vectors = (dense_width + pooled_width) // width
-        self.out_width = dense_width + num_vectors * (num_vectors - 1) // 2
+        self.width = inputs.width
 
     def forward(self, dense: Tensor | None, pooled: Tensor) -> Tensor:
         return pairwise_dots(dense, pooled, self.width)
 
 
 class Cross(nn.Module):
-    """DCNv2's low-rank cross network: x <- x0 * (W (V x) + b) + x, some layers of it."""
+    """DCNv2's low-rank cross network: x <- x0 * (W (V x) + b) + x in each layer."""
 
-    def __init__(self, dense_width: int, pooled_width: int, *, layers: int, rank: int) -> None:
+    def __init__(self, inputs: InteractionInputs, spec: InteractionSpec) -> None:
         super().__init__()
-        self.out_width = dense_width + pooled_width
-        self.down = nn.ModuleList(nn.Linear(self.out_width, rank, bias=False) for _ in range(layers))
-        self.up = nn.ModuleList(nn.Linear(rank, self.out_width) for _ in range(layers))
+        width, rank = inputs.total_width, spec.cross_rank
+        self.down = nn.ModuleList(nn.Linear(width, rank, bias=False) for _ in range(spec.cross_layers))
+        self.up = nn.ModuleList(nn.Linear(rank, width) for _ in range(spec.cross_layers))
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rowstead.plan.traffic import Popularity, distinct_ids, hit_share, mean_ids, popularities, rows_of_ids
+from rowstead.spec.interactions import INTERACTIONS, InteractionInputs
 from rowstead.spec.run import RunSpec
 from rowstead.spec.train import DenseOptimizer, SparseOptimizer
 
@@ -91,7 +92,7 @@ class StepWork:
     num_dense: int
     bottom: tuple[Layer, ...]
     top: tuple[Layer, ...]
-    """The top MLP and, with `interaction: cross`, the layers of the cross network before it."""
+    """The linear layers of the interaction, if it has some, and the top MLP."""
     num_vectors: int
     """Vectors that interact."""
     vector_width: int
@@ -160,24 +161,18 @@ def step_work(spec: RunSpec) -> StepWork:
     dense_width = model.width if num_dense else 0
     pooled_width = sum(table.width * table.num_features for table in tables)
     num_vectors = sum(table.num_features for table in tables) + (1 if num_dense else 0)
-    joined = dense_width + pooled_width
-    cross: tuple[Layer, ...] = ()
-    flops, out_width = 0.0, joined
-    if model.interaction.kind == "dot":
-        num_pairs = num_vectors * (num_vectors - 1) // 2
-        out_width = dense_width + num_pairs
-        flops = 2.0 * num_pairs * model.width
-    elif model.interaction.kind == "cross":
-        rank = model.interaction.cross_rank
-        cross = (Layer(inputs=joined, outputs=rank), Layer(inputs=rank, outputs=joined)) * model.interaction.cross_layers
+    interaction = INTERACTIONS[model.interaction.kind]
+    inputs = InteractionInputs(width=model.width, dense_width=dense_width, pooled_width=pooled_width)
+    out_width = interaction.out_width(inputs, model.interaction)
+    inside = tuple(Layer(inputs=before, outputs=after) for before, after in interaction.layers(inputs, model.interaction))
     return StepWork(
         num_dense=num_dense,
         bottom=bottom,
-        top=cross + _layers(out_width, (*model.top, 1)),
+        top=inside + _layers(out_width, (*model.top, 1)),
         num_vectors=num_vectors,
         vector_width=model.width,
-        interaction_flops=flops,
-        interaction_bytes=4.0 * (joined + out_width),
+        interaction_flops=interaction.flops(inputs, model.interaction),
+        interaction_bytes=4.0 * (inputs.total_width + out_width),
         tables=tables,
         dense_state_per_parameter=STATE_PER_ELEMENT[spec.train.dense_optimizer.kind],
     )

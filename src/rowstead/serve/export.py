@@ -62,6 +62,7 @@ def export(
         layout_of(spec.features, spec.tables),
         spec.features.expanded_sparse(),
         transforms,
+        head=model.head,
         log_keep_rate=model.log_keep_rate,
         int8=int8,
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 from numpy.typing import NDArray
 
 from rowstead.data.columns import floats_of
@@ -126,8 +127,8 @@ def _open_run(run: str, data: Sequence[str] | None, root: Path | str, callback: 
     def scores() -> Scores:
         for batch, log_odds in log_odds_of(model, source, device=device):
             labels = None if batch.labels is None else batch.labels.numpy()
-            # As evaluation computes it: the correction and the sigmoid are in float64.
-            yield 1 / (1 + np.exp(-(log_odds.astype(np.float64) + model.log_keep_rate))), labels
+            # As evaluation computes it: the correction and the prediction are in float64.
+            yield model.head.predict(torch.from_numpy(log_odds).double() + model.log_keep_rate).numpy(), labels
 
     log = source.log if isinstance(source, ParquetSource) else None
     label = spec.data.parquet.label if spec.data.parquet is not None else "label"

@@ -15,7 +15,8 @@ from torch.nn import functional
 from rowstead.data.transforms import DenseTransforms
 from rowstead.kernels.layout import Layout
 from rowstead.kernels.mix import mix64
-from rowstead.nn.dlrm import DenseNet
+from rowstead.nn.heads import Head
+from rowstead.nn.network import Network
 from rowstead.spec.features import SparseFeatureSpec
 
 NO_LIMIT = 2**62
@@ -100,19 +101,20 @@ class ServingProgram(nn.Module):
 
     def __init__(
         self,
-        net: DenseNet,
+        net: Network,
         tables: Sequence[Tensor],
         layout: Layout,
         features: Sequence[SparseFeatureSpec],
         transforms: DenseTransforms,
         *,
+        head: Head,
         log_keep_rate: float,
         int8: bool = False,
     ) -> None:
         super().__init__()
         self.net = copy.deepcopy(net).requires_grad_(False)
         self.dense_program = DenseProgram(transforms)
-        self.log_keep_rate = log_keep_rate
+        self.head, self.log_keep_rate = head, log_keep_rate
         self.num_dense = len(transforms.names)
         self.num_features = layout.num_features
         widths = sorted({table.width for table in layout.tables})
@@ -140,8 +142,8 @@ class ServingProgram(nn.Module):
 
     def forward(self, dense: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
         """Click probabilities [B]."""
-        log_odds = self.net(self.dense_program(dense), self.pooled(dense.shape[0], ids, offsets))
-        return torch.sigmoid(log_odds + self.log_keep_rate)
+        logits = self.net(self.dense_program(dense), self.pooled(dense.shape[0], ids, offsets))
+        return self.head.predict(logits + self.log_keep_rate)
 
     def pooled(self, num_samples: int, ids: Tensor, offsets: Tensor) -> Tensor:
         """Pooled rows [B, sum of widths]."""

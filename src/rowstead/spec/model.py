@@ -1,32 +1,19 @@
-"""The architecture of a DLRM: widths of its MLPs and how features interact."""
+"""The architecture of a model: its network, and the widths and the interaction of the built-in DLRM."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from rowstead.spec.errors import require
-
-
-@dataclass(frozen=True, kw_only=True)
-class InteractionSpec:
-    """How the projected dense vector and the pooled sparse vectors meet."""
-
-    kind: Literal["dot", "concat", "cross"] = "dot"
-    """`dot`: all pairwise dot products; `concat`: side by side; `cross`: the low-rank cross network of DCNv2."""
-    cross_layers: int = 3
-    """Layers of the cross network."""
-    cross_rank: int = 512
-    """Rank of each cross layer."""
-
-    def __post_init__(self) -> None:
-        require(self.cross_layers >= 1, "cross_layers", f"must be at least 1, got {self.cross_layers}")
-        require(self.cross_rank >= 1, "cross_rank", f"must be at least 1, got {self.cross_rank}")
+from rowstead.spec.interactions import InteractionSpec
+from rowstead.spec.networks import NETWORKS, make_absolute, parse_network
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """Bottom MLP over dense features, tables over sparse ones, interaction, top MLP to one log-odds."""
+    """Embedding tables over sparse features, and a network from dense features and pooled rows to one logit."""
 
     width: int = 16
     """Width of the embedding rows and of the bottom MLP's output."""
@@ -38,8 +25,17 @@ class ModelSpec:
     """How features interact."""
     row_format: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Number format in which embedding rows are kept; their optimizer's state stays FP32 and updates are rounded stochastically."""
+    network: str = "dlrm"
+    """A built-in network, or a class of yours: `package.module:Class` or `path/to/file.py:Class`. The run executes that code.
+    See [Networks](networks.md)."""
+    options: Mapping[str, Any] | None = None
+    """Options of a network of yours, given to its constructor."""
 
     def __post_init__(self) -> None:
         require(self.width >= 1, "width", f"must be at least 1, got {self.width}")
         for name in ("bottom", "top"):
             require(all(w >= 1 for w in getattr(self, name)), name, "layer widths must be at least 1")
+        object.__setattr__(self, "network", make_absolute(self.network))
+        parse_network(self.network)
+        unused = f"`{self.network}` has no options: set `bottom`, `top` and `interaction`"
+        require(not self.options or self.network not in NETWORKS, "options", unused)

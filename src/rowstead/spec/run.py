@@ -6,13 +6,15 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rowstead.spec.data import DataSpec
 from rowstead.spec.errors import RowsteadError, SpecError, did_you_mean, require
 from rowstead.spec.features import FeaturesSpec, Table, tables_of
 from rowstead.spec.fleet import FleetSpec
+from rowstead.spec.interactions import INTERACTIONS
 from rowstead.spec.model import ModelSpec
+from rowstead.spec.networks import make_absolute
 from rowstead.spec.parse import override, parse, read_yaml
 from rowstead.spec.placement import MemorySpec, PlacementSpec, rules_for
 from rowstead.spec.train import TrainSpec
@@ -66,17 +68,19 @@ class RunSpec:
         self._check_placement()
         if self.fleet is not None:
             self._check_fleet(self.fleet)
-        if self.model.interaction.kind == "dot":
+        kind = self.model.interaction.kind
+        if self.model.network == "dlrm" and INTERACTIONS[kind].needs_equal_widths:
             require(
                 bool(self.features.dense) or len(self.features.expanded_sparse()) > 1,
                 "features",
-                "one sparse feature and no dense one leave `interaction: dot` no pair: add a feature, or use `concat`",
+                f"`interaction: {kind}` needs two vectors, but there is one sparse feature and no dense one: add a feature, or "
+                "use `concat`",
             )
             for table in self.tables:
                 require(
                     table.width == self.model.width,
                     "features",
-                    f"table `{table.name}` has width {table.width}, but `interaction: dot` needs every table as wide as "
+                    f"table `{table.name}` has width {table.width}, but `interaction: {kind}` needs every table as wide as "
                     f"model.width, {self.model.width}: leave its width out, or use `concat` or `cross`",
                 )
 
@@ -124,13 +128,22 @@ def find_recipe(name_or_path: str) -> Path:
     raise RowsteadError(f"no recipe file or shipped recipe `{name_or_path}`: {did_you_mean(name_or_path, recipe_names())}")
 
 
+def read_recipe(name_or_path: str) -> Any:
+    """The plain content of a recipe; the file of a network of the user's own is looked for beside it, too."""
+    path = find_recipe(name_or_path)
+    plain = read_yaml(path)
+    model = plain.get("model") if isinstance(plain, dict) else None
+    if isinstance(model, dict) and isinstance(network := model.get("network"), str):
+        plain = {**plain, "model": {**model, "network": make_absolute(network, [path.parent])}}
+    return plain
+
+
 def load_recipe(name_or_path: str, overrides: Iterable[str] = ()) -> RunSpec:
     """A recipe by path or shipped name, with `key.path=value` overrides applied."""
-    path = find_recipe(name_or_path)
     try:
-        return parse(RunSpec, override(read_yaml(path), overrides))
+        return parse(RunSpec, override(read_recipe(name_or_path), overrides))
     except SpecError as error:
-        raise SpecError("", f"{path.name}: {error}") from None
+        raise SpecError("", f"{find_recipe(name_or_path).name}: {error}") from None
 
 
 def check_moves(overrides: Iterable[str]) -> None:

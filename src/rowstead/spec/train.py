@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rowstead.spec.errors import require
+from rowstead.spec.heads import HeadKind
 from rowstead.spec.sync import SyncSpec
 
 SparseOptimizer = Literal["sgd", "adagrad", "rowwise_adagrad", "adam"]
@@ -107,8 +108,8 @@ class TrainSpec:
     """Passes over the training split."""
     max_steps: int | None = None
     """Stop after so many steps, if that comes first."""
-    loss: Literal["bce", "mse"] = "bce"
-    """Binary cross-entropy on log-odds, or squared error of the probability."""
+    loss: HeadKind = "bce"
+    """The loss, which also decides what a prediction is."""
     sparse_optimizer: SparseOptimizerSpec = SparseOptimizerSpec()
     """For embedding rows."""
     dense_optimizer: DenseOptimizerSpec = DenseOptimizerSpec()

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from rowstead.spec.axis import AxisSpec, axis_from, check_names, with_settings
 from rowstead.spec.errors import RowsteadError, SpecError, require
 from rowstead.spec.parse import parse, read_yaml
-from rowstead.spec.run import RunSpec, find_recipe
+from rowstead.spec.run import RunSpec, find_recipe, read_recipe
 
 Sampler = Literal["grid", "random", "tpe", "gp"]
 RATES = ("train.sparse_optimizer.lr", "train.dense_optimizer.lr")
@@ -78,7 +78,7 @@ class TuneSpec:
 
 def plain_recipe(spec: TuneSpec) -> Any:
     """The recipe as it was good, before what has changed since."""
-    return with_settings(read_yaml(find_recipe(spec.recipe)), spec.set)
+    return with_settings(read_recipe(spec.recipe), spec.set)
 
 
 def known_good(spec: TuneSpec) -> RunSpec:

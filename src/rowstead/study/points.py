@@ -11,8 +11,8 @@ from typing import Any
 
 from rowstead.spec.axis import AxisSpec, with_settings
 from rowstead.spec.errors import SpecError
-from rowstead.spec.parse import digest, parse, read_yaml, to_plain, to_plain_without_defaults
-from rowstead.spec.run import RunSpec, find_recipe
+from rowstead.spec.parse import digest, parse, to_plain, to_plain_without_defaults
+from rowstead.spec.run import RunSpec, read_recipe
 from rowstead.spec.sweep import SweepSpec
 
 
@@ -67,7 +67,7 @@ def point_of(recipe: Any, axes: Mapping[str, Any], own: Mapping[str, Any], commo
 
 def points_of(sweep: SweepSpec) -> list[Point]:
     """Every point of a sweep, in order, none twice; a sweep of which no point makes a recipe is refused."""
-    recipe = read_yaml(find_recipe(sweep.recipe))
+    recipe = read_recipe(sweep.recipe)
     points: dict[str, Point] = {}
     for labels in _places(sweep):
         own = {

@@ -14,9 +14,9 @@ from rowstead.records.run_folder import DEFAULT_ROOT
 from rowstead.records.store import RunStore
 from rowstead.records.studies import BASELINE, QUALITY_FILE, Effect, quality_effects
 from rowstead.spec.errors import SpecError
-from rowstead.spec.parse import read_yaml, to_plain
+from rowstead.spec.parse import to_plain
 from rowstead.spec.quality import QualitySpec
-from rowstead.spec.run import find_recipe
+from rowstead.spec.run import read_recipe
 from rowstead.study.points import Point, point_of
 from rowstead.study.sweep import Finished, SweepCallback, run_sweep
 
@@ -50,7 +50,7 @@ def quality(
 
 def points_of(spec: QualitySpec) -> list[Point]:
     """The baseline and every value of every axis, each with every seed; seed by seed, so that a study cut short is still paired."""
-    recipe = read_yaml(find_recipe(spec.recipe))
+    recipe = read_recipe(spec.recipe)
     settings: list[tuple[dict[str, Any], dict[str, Any]]] = [({"axis": BASELINE}, {})]
     for axis in spec.vary:
         settings += [({"axis": axis.title, "value": label}, axis.settings(label)) for label in axis.labels]

@@ -167,7 +167,8 @@ def build_model(
         store = build_store(spec, device, trains=trains, process_group=process_group, placement=placement)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
-        model = DLRM(spec.model, spec.features, store, negative_keep_rate=spec.data.negative_keep_rate, encode=encode)
+        keep_rate = spec.data.negative_keep_rate
+        model = DLRM(spec.model, spec.features, store, head=spec.train.loss, negative_keep_rate=keep_rate, encode=encode)
     return model.to(device)
 
 

@@ -184,7 +184,7 @@ class CudaGraphStep:
         with arithmetic(spec.precision, self._device):
             with weights_later() as later:
                 with torch.cuda.stream(network):
-                    projected = net.projected(batch.dense)
+                    projected = net.project(batch.dense)
                 if store.tables:
                     pooled = store.lookup_unchecked(batch.sparse).requires_grad_()
                 else:
@@ -192,7 +192,7 @@ class CudaGraphStep:
                 network.wait_stream(rows)
                 with torch.cuda.stream(network):
                     met = None if projected is None else projected.detach().requires_grad_()
-                    loss = self._loss_of(net.joined(met, pooled), batch)
+                    loss = self._loss_of(net.join(met, pooled), batch)
                     loss.backward()
                     loss = loss.detach().float()
             rows.wait_stream(network)

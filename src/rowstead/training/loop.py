@@ -322,7 +322,7 @@ class Loop:
         spec, position = self.spec.train.early_stop, self.position
         if spec is None:
             return False
-        measure = quality.mse if self.spec.train.loss == "mse" or quality.ne is None else quality.ne
+        measure = quality.early_stop_measure(self.spec.train.loss)
         if position.best is None or measure < position.best - spec.min_delta:
             position.best, position.evaluations_since_best = measure, 0
             self._write_checkpoint(self.folder / "best", keep=1)

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rowstead.spec.errors import DataError, TrainingError
+from rowstead.spec.heads import HEADS, HeadKind
 
 Floats = NDArray[np.float64]
 
@@ -54,6 +55,10 @@ class Quality:
     """The lowest NE that any model can reach on this log: the teacher's own, in expectation."""
     reliability: Reliability | None = None
     """Predictions against labels, group by group."""
+
+    def early_stop_measure(self, head: HeadKind) -> float:
+        """The measure that early stopping follows; MSE where the set has no NE."""
+        return self.mse if HEADS[head].measure == "mse" or self.ne is None else self.ne
 
     def figures(self) -> dict[str, float]:
         """The measures that exist and are one number, by name."""

@@ -62,7 +62,7 @@ class ShardedStep:
             pooled_later = store.start_lookup(batch.sparse) if store is not None else None
         with arithmetic(spec.precision, batch.dense.device):
             with timers.phase(Phase.FORWARD):
-                projected = model.net.projected(batch.dense)
+                projected = model.net.project(batch.dense)
             with timers.phase(Phase.LOOKUP):
                 pooled = pooled_later() if pooled_later is not None else batch.dense.new_zeros(batch.num_samples, 0)
             update: list[Callable[[float, int], None]] = []
@@ -70,7 +70,7 @@ class ShardedStep:
                 pooled.requires_grad_()
                 pooled.register_post_accumulate_grad_hook(lambda own: update.append(self._send(batch, own)))
             with timers.phase(Phase.FORWARD):
-                loss = self._loss_of(model.net.joined(projected, pooled), batch)
+                loss = self._loss_of(model.net.join(projected, pooled), batch)
                 told = torch.stack([loss.detach().double(), loss.new_tensor(self.wants_stop(), dtype=torch.float64)])
                 telling = self._channel.start_all_reduce(told)
             with timers.phase(Phase.BACKWARD):

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from rowstead.data.batch import Batch
 from rowstead.distributed.process_group import ProcessGroup, SingleProcess
 from rowstead.kernels.choose import has_triton
 from rowstead.nn.dlrm import DLRM
+from rowstead.nn.heads import head_of
 from rowstead.records.timers import Timers
 from rowstead.spec.errors import CheckpointError, TrainingError
 from rowstead.spec.phases import Phase
@@ -27,25 +27,6 @@ from rowstead.training.sync_base import SyncPolicy
 
 if TYPE_CHECKING:
     from rowstead.training.cuda_graph_step import CudaGraphStep
-
-
-def loss_of(
-    kind: str, log_odds: Tensor, labels: Tensor, weights: Tensor | None, *, total_weight: float | None = None
-) -> Tensor:
-    """Mean loss over a batch, each example counted by its weight. All arguments [B].
-
-    With `total_weight` these examples are a share of a batch that weighs so much, and this is their share of its mean.
-    """
-    if kind == "bce":
-        each = functional.binary_cross_entropy_with_logits(log_odds, labels, reduction="none")
-    else:
-        each = (torch.sigmoid(log_odds) - labels).square()
-    if total_weight is not None:
-        weighted = each if weights is None else each * weights
-        return weighted.sum() / max(total_weight, torch.finfo(each.dtype).tiny)
-    if weights is None:
-        return each.mean()
-    return (each * weights).sum() / weights.sum().clamp(min=torch.finfo(weights.dtype).tiny)
 
 
 def dense_optimizer(spec: DenseOptimizerSpec, module: nn.Module) -> torch.optim.Optimizer:
@@ -81,6 +62,7 @@ class Stepper:
     ) -> None:
         self.model = model
         self.spec = spec
+        self._head = head_of(spec.loss)
         self.total_steps = total_steps
         self.timers = timers or Timers()
         is_alone = process_group is None or isinstance(process_group, SingleProcess)
@@ -167,7 +149,7 @@ class Stepper:
         with torch.autocast(log_odds.device.type, enabled=False):
             total = None if batch.global_batch is None else batch.global_batch.weight
             log_odds = log_odds.to(batch.labels.dtype)
-            return loss_of(self.spec.loss, log_odds, batch.labels, batch.weights, total_weight=total)
+            return self._head.loss(log_odds, batch.labels, batch.weights, total)
 
     @property
     def gpu_s_per_sample(self) -> float | None:

@@ -13,7 +13,8 @@ from rowstead.plan.traffic import mean_ids, popularities
 from rowstead.spec.data import DataSpec, SynthSpec
 from rowstead.spec.errors import SpecError, require
 from rowstead.spec.features import DenseFeatureSpec, FeaturesSpec, SparseFeatureSpec
-from rowstead.spec.model import InteractionSpec, ModelSpec
+from rowstead.spec.interactions import InteractionKind, InteractionSpec
+from rowstead.spec.model import ModelSpec
 from rowstead.spec.parse import parse
 from rowstead.spec.run import RunSpec
 from rowstead.spec.train import SparseOptimizerSpec, TrainSpec
@@ -42,7 +43,7 @@ class Scenario:
     """Hidden layers of the top MLP."""
     batch_size: int = 1024
     """Examples a step of each GPU, or of each CPU trainer."""
-    interaction: Literal["dot", "concat", "cross"] = "dot"
+    interaction: InteractionKind = "dot"
     """How features interact."""
     row_format: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Number format of rows."""

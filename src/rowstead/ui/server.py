@@ -26,6 +26,7 @@ import yaml
 
 from rowstead.spec.address import is_loopback
 from rowstead.spec.errors import RowsteadError, did_you_mean
+from rowstead.spec.interactions import INTERACTIONS
 from rowstead.spec.parse import parse, read_text, to_plain, to_plain_without_defaults
 from rowstead.spec.run import RECIPES, load_recipe, recipe_names
 from rowstead.ui.browse import Browser
@@ -343,10 +344,12 @@ def start_facts(browser: Browser) -> dict[str, Any]:
     recipes = [{"name": name, "about": _about(name)} for name in recipe_names()]
     machines = [{"name": name, "title": known(name).title} for name in known_machines()]
     places = [{"name": name, "title": title} for name, title in PLACES.items()]
+    interactions = [{"name": name, "title": entry.title} for name, entry in INTERACTIONS.items()]
     return {
         "recipes": recipes,
         "machines": machines,
         "places": places,
+        "interactions": interactions,
         "scenario": to_plain(Scenario()),
         "left_out": trouble_here(),
         "runs": browser.names(),

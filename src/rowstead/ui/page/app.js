@@ -88,7 +88,7 @@ const CHOICES = {
     { key: 'optimizer', label: 'Row optimizer', options: [['sgd', 'SGD'], ['rowwise_adagrad', 'row-wise Adagrad'], ['adagrad', 'Adagrad'], ['adam', 'Adam']] },
     { key: 'row_format', label: 'Row format', options: [['fp32', 'FP32'], ['bf16', 'BF16'], ['fp16', 'FP16']] },
     { key: 'precision', label: 'Dense arithmetic', options: [['fp32', 'FP32'], ['tf32', 'TF32'], ['bf16', 'BF16']] },
-    { key: 'interaction', label: 'Interaction', options: [['dot', 'dot products'], ['concat', 'concatenation'], ['cross', 'cross network']] },
+    { key: 'interaction', label: 'Interaction', options: [] },
   ],
   Fleet: [
     { key: 'machine', label: 'Machine', options: [] },
@@ -472,6 +472,7 @@ function view(name) {
 async function begin() {
   state.start = await (await ask('/api/start')).json();
   CHOICES.Fleet[0].options = state.start.machines.map((one) => [one.name, `${one.name}: ${one.title}`]);
+  CHOICES.Training.find((one) => one.key === 'interaction').options = state.start.interactions.map((one) => [one.name, one.title]);
   CHOICES.Fleet[1].options = [['auto', 'wherever is best'], ...state.start.places.map((one) => [one.name, one.title])];
   by('recipe').append(make('option', { value: '' }, 'from scratch, or a file'), ...state.start.recipes.map((one) => make('option', { value: one.name }, `${one.name}: ${one.about}`)));
   if (state.start.runs.length) by('recipe').append(make('optgroup', { label: 'Recipes of runs' }, ...state.start.runs.slice(0, 50).map((name) => make('option', { value: 'run:' + name }, name))));
