@@ -220,7 +220,7 @@ def measure(shape: Shape, repeats: int) -> dict[str, Any]:
             in_a_row = alternate({"remote": ask, "kernel": compute, "echo": shout}, repeats=repeats, warmups=3)
             empty = alternate(
                 {
-                    "ours": partial(clients[0].call, "settle", {"who": "nobody", "sent": 0}),
+                    "ours": partial(clients[0].call, "flush", {"client": "none", "sent": 0}),
                     "echo": partial(echo.exchange, nothing),
                 },
                 repeats=20 * repeats,

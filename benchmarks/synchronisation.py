@@ -36,7 +36,7 @@ from rowstead.training.evaluate import evaluate
 from rowstead.training.flat_parameters import flat_of
 from rowstead.training.hogwild import Hogwild, replica_of
 from rowstead.training.step import Stepper
-from rowstead.training.sync import policies_for
+from rowstead.training.sync import build_policies
 
 MODES: dict[str, SyncSpec] = {
     "allreduce": SyncSpec(mode="allreduce"),
@@ -128,7 +128,7 @@ class Problem:
         def trainer(place: int) -> None:
             try:
                 centre = LocalDenseServer(state, f"trainer-{place}")
-                (policy,) = policies_for(sync, lambda _: centre, num_trainers=num_trainers)
+                (policy,) = build_policies(sync, lambda _: centre, num_trainers=num_trainers)
                 steppers[place].follow(policy)
                 _train(steppers[place], feed)
                 policy.close()
@@ -143,7 +143,7 @@ class Problem:
             thread.join()
         if errors:
             raise errors[0]
-        flat_of(first.net).copy_(state.take())
+        flat_of(first.net).copy_(state.pull())
         return self.score(first)
 
 

@@ -19,7 +19,7 @@ from tests.fleet.echo_server import echo
 @pytest.fixture(params=[(1, False), (3, False), (1, True)], ids=["one thread", "threads", "keys"])
 def setting(request: pytest.FixtureRequest) -> dict[str, Any]:
     threads, has_keys = request.param
-    return {"threads": threads, "keys": Keys.make() if has_keys else None}
+    return {"threads": threads, "keys": Keys.generate() if has_keys else None}
 
 
 @pytest.fixture

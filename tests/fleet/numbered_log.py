@@ -11,7 +11,7 @@ from rowstead.data.parquet_source import ParquetSource
 from rowstead.data.transforms import DenseTransforms
 from rowstead.fleet.batch_assignments import Holder
 from rowstead.fleet.packing import unpack
-from rowstead.fleet.reader import Reader, Request
+from rowstead.fleet.reader import BatchRequest, Reader
 from rowstead.spec.data import ParquetSpec
 from rowstead.spec.errors import DataError
 from rowstead.spec.features import DenseFeatureSpec, FeaturesSpec, SparseFeatureSpec, tables_of
@@ -71,7 +71,7 @@ class DirectTrainer:
 
     def __init__(self, reader: Reader, name="trainer-0", incarnation=1):
         self.reader, self.holder = reader, Holder(name, incarnation)
-        self.turn, self.state, self.error = 0, "reading", None
+        self.sequence, self.state, self.error = 0, "reading", None
         self.has: dict[int, tuple[int, list[int]]] = {}
         """Numbers of batches, with their epochs and rows."""
         self.batches = {}
@@ -80,10 +80,10 @@ class DirectTrainer:
 
     def ask(self, want=1, *, deadline_s=20.0, **changes):
         """Ask, and wait for the answer; the numbers of the batches that came."""
-        self.turn += 1
-        facts = {"want": want, "have": tuple(self.has), "done": tuple(self._done), "knows": self.state, **changes}
+        self.sequence += 1
+        facts = {"num_wanted": want, "held": tuple(self.has), "done": tuple(self._done), "last_state": self.state, **changes}
         answers = []
-        answer = self.reader.ask(Request(holder=self.holder, turn=self.turn, **facts), answers.append)
+        answer = self.reader.request_batches(BatchRequest(holder=self.holder, sequence=self.sequence, **facts), answers.append)
         if answer is None:
             wait_until(lambda: bool(answers), what="an answer of the reader", deadline_s=deadline_s)
             answer = answers[0]

@@ -89,7 +89,7 @@ def run_trainer(folder: Path, name: str, num_readers: int, hang_after: int | Non
                 count += 1
                 while hang_after == count:
                     signal.pause()
-                feed.done(ticket)
+                feed.acknowledge(ticket)
         feed.close()
 
 

@@ -94,9 +94,9 @@ class Fleet:
 
     def _started(self, number: int) -> SparseServer:
         own = piece_layout(self.layout, self.partition.pieces_of(self.layout, number))
-        kept = TableShard(own, self.optimizer, dtype=self.dtype)
+        shard = TableShard(own, self.optimizer, dtype=self.dtype)
         snapshots = None if self.folder is None else self.folder / f"sparse-{number}"
-        server = self._kinds[number](kept, name=f"sparse-{number}", snapshots=snapshots, **self._options)
+        server = self._kinds[number](shard, name=f"sparse-{number}", snapshots=snapshots, **self._options)
         return server.start()
 
     def restart(self, number: int) -> None:

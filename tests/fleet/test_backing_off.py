@@ -79,7 +79,7 @@ def test_a_sparse_server_slowed_tenfold_makes_nobodys_memory_grow_without_bound(
     with training(tmp_path, recipe(tmp_path), ROLES) as fleet:
         out = fleet.out
         fleet.wait_for_steps(100)
-        wait_until(lambda: last_of(out, "reader", 0)["waited_for_room_s"] > 1, what="the reader to be well ahead")
+        wait_until(lambda: last_of(out, "reader", 0)["waited_for_space_s"] > 1, what="the reader to be well ahead")
         begun = {role: len(samples_of(out, *role)[0]) for role in ALL}
         with slowed(of_role(out, "sparse").pid):
             before = num_sampled(out)

@@ -10,8 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from rowstead.fleet.assignment_log import AssignmentLog
-from rowstead.fleet.batch_assignments import BatchAssignments, Holder
+from rowstead.fleet.batch_assignments import AssignmentLog, BatchAssignments, Holder
 from rowstead.spec.errors import RowsteadError
 
 NAMES = ("trainer-0", "trainer-1", "trainer-2")
@@ -22,7 +21,7 @@ class Trainer:
     """What a trainer knows; all of it is lost when it is killed."""
 
     def __init__(self, incarnation):
-        self.incarnation, self.turn = incarnation, 0
+        self.incarnation, self.sequence = incarnation, 0
         self.has, self.done = set(), []
 
 
@@ -36,29 +35,29 @@ class Fleet(RuleBasedStateMachine):
         self.trained = Counter()
         self.num_released = 0
         self.events = []
-        self.book = BatchAssignments(self.hear)
-        self.saved = json.dumps(self.book.to_plain())
+        self.assignments = BatchAssignments(self.hear)
+        self.saved = json.dumps(self.assignments.to_json())
 
     def hear(self, event):
         self.events.append(json.dumps(event))
-        self.num_released += len(event[1]) if event[0] == "gone" else 0
+        self.num_released += len(event[1]) if event[0] == "release" else 0
 
     @rule(name=names, want=st.integers(0, 5), arrives=st.booleans())
     def ask(self, name, want, arrives):
         """A request whose answer may be lost on its way."""
         trainer, holder = self.trainers[name], Holder(name, self.trainers[name].incarnation)
-        trainer.turn += 1
-        assert self.book.settle(holder, trainer.turn, sorted(trainer.has), list(trainer.done))
+        trainer.sequence += 1
+        assert self.assignments.acknowledge(holder, trainer.sequence, sorted(trainer.has), list(trainer.done))
         handed = []
         for _ in range(want):
-            if again := list(self.book.again):
-                self.book.hand_again(holder, again[0])
+            if again := list(self.assignments.to_reassign):
+                self.assignments.reassign(holder, again[0])
                 handed.append(again[0])
-            elif self.book.next_number < self.total:
-                number = self.book.hand_new(holder, 10, {"row": self.book.next_number + 1})
+            elif self.assignments.next_number < self.total:
+                number = self.assignments.assign_next(holder, 10, {"row": self.assignments.next_number + 1})
                 handed.append(number)
                 if (number + 1) % self.per_epoch == 0:
-                    self.book.end_epoch(10 * self.per_epoch + 1)
+                    self.assignments.end_epoch(10 * self.per_epoch + 1)
         if arrives:
             assert not trainer.has.intersection(handed), "a trainer was given what it has"
             trainer.has.update(handed)
@@ -79,55 +78,61 @@ class Fleet(RuleBasedStateMachine):
 
     @rule(alive=st.sets(names))
     def head_says_who_lives(self, alive):
-        self.book.keep_only(alive)
+        self.assignments.set_alive(alive)
 
     @rule(name=names)
     def leave(self, name):
         trainer = self.trainers[name]
         holder = Holder(name, trainer.incarnation)
-        trainer.turn += 1
-        self.book.settle(holder, trainer.turn, sorted(trainer.has), list(trainer.done))
-        self.book.leave(holder)
+        trainer.sequence += 1
+        self.assignments.acknowledge(holder, trainer.sequence, sorted(trainer.has), list(trainer.done))
+        self.assignments.leave(holder)
         self.trainers[name] = Trainer(trainer.incarnation + 1)
 
     @rule(name=names)
     def an_old_request_comes_late(self, name):
-        trainer, before = self.trainers[name], self.book.to_plain()
-        if trainer.turn > 1 and not self.is_restarted:
-            assert not self.book.settle(Holder(name, trainer.incarnation), trainer.turn - 1, [], list(range(self.total)))
-            assert self.book.to_plain() == before
+        trainer, before = self.trainers[name], self.assignments.to_json()
+        if trainer.sequence > 1 and not self.is_restarted:
+            assert not self.assignments.acknowledge(
+                Holder(name, trainer.incarnation), trainer.sequence - 1, [], list(range(self.total))
+            )
+            assert self.assignments.to_json() == before
 
     is_restarted = False
 
     @rule()
     def kill_reader(self):
-        restored = BatchAssignments.from_plain(json.loads(self.saved))
+        restored = BatchAssignments.from_json(json.loads(self.saved))
         for event in self.events:
             restored.replay(json.loads(event))
-        assert restored.to_plain() == self.book.to_plain()
-        restored.log = self.hear
-        self.book, self.is_restarted = restored, True  # it no longer knows which requests are old
+        assert restored.to_json() == self.assignments.to_json()
+        restored.on_event = self.hear
+        self.assignments, self.is_restarted = restored, True  # it no longer knows which requests are old
 
     @rule()
     def save(self):
-        self.saved, self.events = json.dumps(self.book.to_plain()), []
+        self.saved, self.events = json.dumps(self.assignments.to_json()), []
 
     @invariant()
     def every_batch_is_held_or_waits_or_is_done(self):
         if hasattr(self, "book"):
-            book = self.book
-            assert book.num_done + book.num_held + len(book.again) == book.next_number <= self.total
-            assert book.num_samples == 10 * book.next_number
-            assert sum(book.held_by.values()) == book.num_held
-            assert book.num_skipped == book.next_number // self.per_epoch == book.next_epoch
-            assert book.is_settled == (book.num_done == book.next_number)
+            assignments = self.assignments
+            assert (
+                assignments.num_done + assignments.num_held + len(assignments.to_reassign)
+                == assignments.next_number
+                <= self.total
+            )
+            assert assignments.num_samples == 10 * assignments.next_number
+            assert sum(assignments.held_by.values()) == assignments.num_held
+            assert assignments.num_skipped == assignments.next_number // self.per_epoch == assignments.next_epoch
+            assert assignments.is_complete == (assignments.num_done == assignments.next_number)
 
     @invariant()
     def what_was_trained_on_twice_is_counted(self):
         if hasattr(self, "book"):
             twice = sum(self.trained.values()) - len(self.trained)
-            assert twice <= self.book.num_repeated <= self.num_released
-            assert self.book.num_samples_repeated == 10 * self.book.num_repeated
+            assert twice <= self.assignments.num_repeated <= self.num_released
+            assert self.assignments.num_samples_repeated == 10 * self.assignments.num_repeated
 
     def teardown(self):
         if not hasattr(self, "book"):
@@ -138,10 +143,10 @@ class Fleet(RuleBasedStateMachine):
                 while self.trainers[name].has:
                     self.train(name, 0)
                 self.ask(name, 0, True)
-        assert self.book.is_settled
-        assert self.book.next_number == self.total
+        assert self.assignments.is_complete
+        assert self.assignments.next_number == self.total
         assert set(self.trained) == set(range(self.total)), "a batch was lost"
-        assert self.book.num_epochs_done == self.book.next_epoch == self.total // self.per_epoch
+        assert self.assignments.num_epochs_done == self.assignments.next_epoch == self.total // self.per_epoch
         self.every_batch_is_held_or_waits_or_is_done()
         self.what_was_trained_on_twice_is_counted()
 
@@ -151,76 +156,81 @@ TestFleet.settings = settings(max_examples=60, stateful_step_count=30, deadline=
 
 
 def test_each_batch_goes_out_once_when_nothing_fails():
-    book, a, b = BatchAssignments(), Holder("a", 1), Holder("b", 1)
+    assignments, a, b = BatchAssignments(), Holder("a", 1), Holder("b", 1)
     taken = {a: [], b: []}
-    for turn in range(1, 11):
+    for sequence in range(1, 11):
         for holder in (a, b):
-            assert book.settle(holder, turn, [], taken[holder][-1:])
-            taken[holder].append(book.hand_new(holder, 3, {"row": turn}))
+            assert assignments.acknowledge(holder, sequence, [], taken[holder][-1:])
+            taken[holder].append(assignments.assign_next(holder, 3, {"row": sequence}))
     assert sorted(taken[a] + taken[b]) == list(range(20))
-    assert book.num_repeated == book.num_resent == 0
+    assert assignments.num_repeated == assignments.num_resent == 0
 
 
 def test_a_trainer_that_was_started_again_is_noticed_without_the_head():
-    book = BatchAssignments()
+    assignments = BatchAssignments()
     for _ in range(3):
-        book.hand_new(Holder("a", 1), 5, {"row": 1})
-    assert book.settle(Holder("a", 2), 1, [], [])
-    assert list(book.again) == [0, 1, 2]
-    assert book.is_replaced(Holder("a", 1))
-    book.hand_again(Holder("a", 2), 0)
-    assert (book.num_repeated, book.num_samples_repeated, book.num_resent) == (1, 5, 0)
+        assignments.assign_next(Holder("a", 1), 5, {"row": 1})
+    assert assignments.acknowledge(Holder("a", 2), 1, [], [])
+    assert list(assignments.to_reassign) == [0, 1, 2]
+    assert assignments.is_replaced(Holder("a", 1))
+    assignments.reassign(Holder("a", 2), 0)
+    assert (assignments.num_repeated, assignments.num_samples_repeated, assignments.num_resent) == (1, 5, 0)
 
 
 def test_a_batch_lost_on_its_way_is_not_counted_as_repeated():
-    book, a = BatchAssignments(), Holder("a", 1)
-    book.hand_new(a, 5, {"row": 1})
-    book.settle(a, 1, [], [])
-    assert book.first_lost == 0
-    book.hand_again(a, 0)
-    assert (book.num_repeated, book.num_resent, book.first_lost) == (0, 1, None)
+    assignments, a = BatchAssignments(), Holder("a", 1)
+    assignments.assign_next(a, 5, {"row": 1})
+    assignments.acknowledge(a, 1, [], [])
+    assert assignments.first_lost == 0
+    assignments.reassign(a, 0)
+    assert (assignments.num_repeated, assignments.num_resent, assignments.first_lost) == (0, 1, None)
 
 
 def test_a_trainer_wrongly_taken_for_gone_keeps_what_it_has():
-    book, a = BatchAssignments(), Holder("a", 1)
-    book.hand_new(a, 5, {"row": 1})
-    book.hand_new(a, 5, {"row": 2})
-    book.keep_only(["b"])
-    assert list(book.again) == [0, 1]
-    book.settle(a, 1, [1], [0])
-    assert (list(book.again), book.num_held, book.num_done, book.num_repeated) == ([], 1, 1, 0)
+    assignments, a = BatchAssignments(), Holder("a", 1)
+    assignments.assign_next(a, 5, {"row": 1})
+    assignments.assign_next(a, 5, {"row": 2})
+    assignments.set_alive(["b"])
+    assert list(assignments.to_reassign) == [0, 1]
+    assignments.acknowledge(a, 1, [1], [0])
+    assert (list(assignments.to_reassign), assignments.num_held, assignments.num_done, assignments.num_repeated) == (
+        [],
+        1,
+        1,
+        0,
+    )
 
 
 def test_a_file_restores_the_book_without_the_line_that_was_being_written(tmp_path):
     path, a = tmp_path / "reader-0.progress", Holder("a", 1)
     progress = AssignmentLog(path, {"reader": 0})
-    progress.book.hand_new(a, 5, {"row": 5})
-    progress.book.hand_new(a, 5, {"row": 10})
+    progress.assignments.assign_next(a, 5, {"row": 5})
+    progress.assignments.assign_next(a, 5, {"row": 10})
     progress.flush()
-    before = progress.book.to_plain()
+    before = progress.assignments.to_json()
     progress.close()
     with open(path, "ab") as file:
         file.write(b'["done",[0')
     again = AssignmentLog(path, {"reader": 0})
-    assert again.book.to_plain() == before
-    again.book.settle(a, 1, [1], [0])
+    assert again.assignments.to_json() == before
+    again.assignments.acknowledge(a, 1, [1], [0])
     again.flush()
-    after = again.book.to_plain()
+    after = again.assignments.to_json()
     again.close()
     assert after["num_done"] == 1
-    assert AssignmentLog(path, {"reader": 0}).book.to_plain() == after
+    assert AssignmentLog(path, {"reader": 0}).assignments.to_json() == after
 
 
 def test_a_file_stays_short(tmp_path):
     path, a = tmp_path / "reader-0.progress", Holder("a", 1)
     progress = AssignmentLog(path, {"reader": 0})
-    for turn in range(20_000):
-        number = progress.book.hand_new(a, 5, {"window": turn, "row": 123_456, "of": 1_000_000})
-        progress.book.settle(a, turn, [], [number])
+    for sequence in range(20_000):
+        number = progress.assignments.assign_next(a, 5, {"window": sequence, "row": 123_456, "of": 1_000_000})
+        progress.assignments.acknowledge(a, sequence, [], [number])
         progress.flush()
-        assert turn % 1000 or path.stat().st_size < 1.2 * (1 << 20)
+        assert sequence % 1000 or path.stat().st_size < 1.2 * (1 << 20)
     restored = AssignmentLog(path, {"reader": 0})
-    assert restored.book.to_plain() == progress.book.to_plain()
+    assert restored.assignments.to_json() == progress.assignments.to_json()
 
 
 def test_the_file_of_another_reading_is_refused(tmp_path):
@@ -228,7 +238,7 @@ def test_the_file_of_another_reading_is_refused(tmp_path):
     AssignmentLog(path, {"batch_size": 64}).close()
     with pytest.raises(RowsteadError, match=r"another reading.*remove the file"):
         AssignmentLog(path, {"batch_size": 32})
-    for content in (b"{}\n", b"\xff\n", b"", b'{"reading": {}, "book": {}}\n["what"]\n'):
+    for content in (b"{}\n", b"\xff\n", b"", b'{"share": {}, "assignments": {}}\n["what"]\n'):
         path.write_bytes(content)
         with pytest.raises(RowsteadError, match=r"cannot be read.*remove it"):
             AssignmentLog(path, {"batch_size": 32})

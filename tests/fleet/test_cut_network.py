@@ -51,7 +51,7 @@ def network() -> Iterator[None]:
 def test_a_network_that_is_cut_for_longer_than_a_peer_is_believed_loses_and_repeats_no_request(
     network: None, tmp_path: Path
 ) -> None:
-    keys = Keys.make()
+    keys = Keys.generate()
     keys.save(tmp_path / "keys.json")
     there = Process(f"tcp://{THERE}:0", str(tmp_path / "keys.json"), within=["ip", "netns", "exec", NAME])
     with there, Client(there.address, name="me", keys=keys, deadline_s=60) as client:

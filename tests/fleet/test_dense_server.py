@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rowstead.fleet.dense_server import DenseServerClient, DenseServerProcess, restore, serve_dense, snapshot_of
+from rowstead.fleet.dense_server import DenseServerClient, DenseServerProcess, encode_snapshot, restore_snapshot, serve_dense
 from rowstead.fleet.dense_server_state import DenseServerState, LocalDenseServer
 from rowstead.fleet.rpc_client import Client, RefusedError
 from rowstead.training.sync_base import DenseServerUnavailable
@@ -32,14 +32,14 @@ def served(**options: object) -> Iterator[DenseServerProcess]:
 
 
 @contextlib.contextmanager
-def centre_of(
-    server: DenseServerProcess, name: str = "trainer-0.0", *, exchange_s: float = 20.0
+def connect(
+    server: DenseServerProcess, name: str = "trainer-0.0", *, exchange_timeout_s: float = 20.0
 ) -> Iterator[DenseServerClient]:
-    centre = DenseServerClient(Client(lambda: server.address, name=name), exchange_s=exchange_s)
+    client = DenseServerClient(Client(lambda: server.address, name=name), exchange_timeout_s=exchange_timeout_s)
     try:
-        yield centre
+        yield client
     finally:
-        centre.close()
+        client.close()
 
 
 def in_thread(call: object) -> tuple[threading.Thread, list[object]]:
@@ -51,38 +51,38 @@ def in_thread(call: object) -> tuple[threading.Thread, list[object]]:
 
 
 def test_the_server_does_what_the_centre_in_memory_does() -> None:
-    with served() as server, centre_of(server) as remote:
+    with served() as server, connect(server) as remote:
         local = LocalDenseServer(DenseServerState(), "trainer-0.0")
-        for centre in (remote, local):
-            assert torch.equal(centre.join(flat(1, 2)), flat(1, 2))
-            assert torch.equal(centre.join(flat(5, 5)), flat(1, 2)), "the first trainer's parameters count"
-            assert torch.equal(centre.elastic(flat(3, 2), 0.5), flat(1, 0))
-            assert torch.equal(centre.take(), flat(2, 2))
-            mean, number = centre.average(flat(7, 8), "gradients.0")
+        for client in (remote, local):
+            assert torch.equal(client.join(flat(1, 2)), flat(1, 2))
+            assert torch.equal(client.join(flat(5, 5)), flat(1, 2)), "the first trainer's parameters count"
+            assert torch.equal(client.elastic_average(flat(3, 2), 0.5), flat(1, 0))
+            assert torch.equal(client.pull(), flat(2, 2))
+            mean, number = client.average(flat(7, 8), "gradients.0")
             assert (mean.tolist(), number) == ([7, 8], 1)
-            assert torch.equal(centre.blend(flat(4, 4), momentum=0.5, lr=0.5), flat(3, 3))
-            assert torch.equal(centre.blend(flat(4, 4), momentum=0.5, lr=0.5), flat(4, 4))
-            centre.give(flat(9, 9))
-            assert torch.equal(centre.take(), flat(9, 9))
-            assert centre.kept("optimizer") is None
-            centre.keep("optimizer", flat(1, 2, 3))
-            kept = centre.kept("optimizer")
-            assert kept is not None
-            assert torch.equal(kept, flat(1, 2, 3))
-            centre.leave()
+            assert torch.equal(client.average_parameters(flat(4, 4), momentum=0.5, lr=0.5), flat(3, 3))
+            assert torch.equal(client.average_parameters(flat(4, 4), momentum=0.5, lr=0.5), flat(4, 4))
+            client.push(flat(9, 9))
+            assert torch.equal(client.pull(), flat(9, 9))
+            assert client.load_state("optimizer") is None
+            client.save_state("optimizer", flat(1, 2, 3))
+            saved = client.load_state("optimizer")
+            assert saved is not None
+            assert torch.equal(saved, flat(1, 2, 3))
+            client.leave()
 
 
 def test_what_is_handed_over_may_change_and_what_comes_back_is_ones_own() -> None:
-    with served() as server, centre_of(server) as centre:
+    with served() as server, connect(server) as client:
         own = flat(1, 1)
-        taken = centre.join(own)
+        taken = client.join(own)
         own.fill_(7)
         taken.fill_(8)
-        assert torch.equal(centre.take(), flat(1, 1))
+        assert torch.equal(client.pull(), flat(1, 1))
 
 
 def test_a_round_waits_for_all_trainers_that_are_alive() -> None:
-    with served() as server, centre_of(server, "trainer-0.0") as one, centre_of(server, "trainer-1.0") as two:
+    with served() as server, connect(server, "trainer-0.0") as one, connect(server, "trainer-1.0") as two:
         one.join(flat(0))
         two.join(flat(0))
         thread, results = in_thread(lambda: one.average(flat(2), "gradients.0"))
@@ -95,9 +95,9 @@ def test_a_round_waits_for_all_trainers_that_are_alive() -> None:
 
 
 def test_a_lost_trainer_blocks_a_round_no_longer_than_the_head_takes_to_tell() -> None:
-    with served(round_deadline_s=600.0) as server, centre_of(server, "trainer-0.0") as one:
+    with served(round_deadline_s=600.0) as server, connect(server, "trainer-0.0") as one:
         one.join(flat(0))
-        with centre_of(server, "trainer-1.0") as lost:
+        with connect(server, "trainer-1.0") as lost:
             lost.join(flat(0))
         thread, results = in_thread(lambda: one.average(flat(2), "gradients.0"))
         wait_until(lambda: server.state.num_waiting == 1, what="the survivor")
@@ -108,16 +108,16 @@ def test_a_lost_trainer_blocks_a_round_no_longer_than_the_head_takes_to_tell() -
 
 
 def test_nobody_waits_past_the_deadline_and_for_the_same_one_twice() -> None:
-    with served(round_deadline_s=0.2) as server, centre_of(server, "trainer-0.0") as one:
+    with served(round_deadline_s=0.2) as server, connect(server, "trainer-0.0") as one:
         one.join(flat(0))
-        with centre_of(server, "trainer-1.0") as lost:
+        with connect(server, "trainer-1.0") as lost:
             lost.join(flat(0))
         for _ in range(5):
             mean, _ = one.average(flat(2), "gradients.0")
             assert mean.item() == 2
         assert server.state.num_partial_rounds == 1
         assert server.state.num_rounds == 5
-        with centre_of(server, "trainer-1.0") as back:  # it is waited for again
+        with connect(server, "trainer-1.0") as back:  # it is waited for again
             thread, _ = in_thread(lambda: back.average(flat(4), "gradients.0"))
             wait_until(lambda: server.state.num_waiting == 1 or not thread.is_alive(), what="the trainer that is back")
             one.average(flat(2), "gradients.0")
@@ -127,74 +127,74 @@ def test_nobody_waits_past_the_deadline_and_for_the_same_one_twice() -> None:
 def test_a_trainer_goes_on_at_once_while_the_server_is_gone_and_finds_it_again(tmp_path: Path) -> None:
     snapshot = tmp_path / "dense.safetensors"
     place: list[DenseServerProcess] = [DenseServerProcess(snapshot=snapshot).start()]
-    centre = DenseServerClient(Client(lambda: place[0].address, name="trainer-0.0"), exchange_s=0.5)
+    client = DenseServerClient(Client(lambda: place[0].address, name="trainer-0.0"), exchange_timeout_s=0.5)
     try:
-        centre.join(flat(1, 2))
-        centre.keep("optimizer", flat(5))
+        client.join(flat(1, 2))
+        client.save_state("optimizer", flat(5))
         place[0].close()
         for _ in range(100):  # only the first one waits
             with pytest.raises(DenseServerUnavailable):
-                centre.elastic(flat(3, 4), 0.5)
+                client.elastic_average(flat(3, 4), 0.5)
         place[0] = DenseServerProcess(snapshot=snapshot).start()
 
         def is_back() -> bool:
             try:
-                centre.elastic(flat(3, 4), 0.5)
+                client.elastic_average(flat(3, 4), 0.5)
             except DenseServerUnavailable:
                 return False
             return True
 
         wait_until(is_back, what="the server to be found again")
-        assert torch.equal(centre.take(), flat(3, 4)), "what a trainer has is newer than the snapshot"
-        kept = centre.kept("optimizer")
-        assert kept is not None
-        assert kept.tolist() == [5]
+        assert torch.equal(client.pull(), flat(3, 4)), "what a trainer has is newer than the snapshot"
+        saved = client.load_state("optimizer")
+        assert saved is not None
+        assert saved.tolist() == [5]
     finally:
-        centre.close()
+        client.close()
         place[0].close()
 
 
 def test_a_trainer_that_begins_anew_finds_the_parameters_of_before_the_restart(tmp_path: Path) -> None:
     snapshot = tmp_path / "dense.safetensors"
-    with served(snapshot=snapshot, snapshot_every_s=1e9) as server, centre_of(server) as centre:
-        centre.join(flat(1, 2))
+    with served(snapshot=snapshot, snapshot_every_s=1e9) as server, connect(server) as client:
+        client.join(flat(1, 2))
         assert snapshot.exists(), "the first parameters are on disk before anybody learns of them"
         restarted = DenseServerState()
-        restore(restarted, snapshot.read_bytes())
+        restore_snapshot(restarted, snapshot.read_bytes())
         assert torch.equal(restarted.join("trainer-1.0", flat(0, 0)), flat(1, 2))
 
 
 def test_a_snapshot_holds_what_the_centre_holds() -> None:
     state, other = DenseServerState(), DenseServerState()
-    assert snapshot_of(state) is None
-    state.give(flat(1, 2, 3))
-    state.kept["optimizer"] = flat(4)
-    content = snapshot_of(state)
+    assert encode_snapshot(state) is None
+    state.push(flat(1, 2, 3))
+    state.saved["optimizer"] = flat(4)
+    content = encode_snapshot(state)
     assert content is not None
-    restore(other, content)
-    assert torch.equal(other.take(), state.take())
-    assert torch.equal(other.kept["optimizer"], flat(4))
+    restore_snapshot(other, content)
+    assert torch.equal(other.pull(), state.pull())
+    assert torch.equal(other.saved["optimizer"], flat(4))
 
 
 @pytest.mark.parametrize(
     ("kind", "facts", "tensors"),
     [
         ("join", {}, [torch.zeros(2, 2)]),
-        ("give", {}, []),
-        ("elastic", {"alpha": "much"}, [torch.zeros(2)]),
-        ("elastic", {"alpha": 0.5}, [torch.zeros(3, dtype=torch.float64)]),
-        ("elastic", {"alpha": 0.5}, [flat(float("nan"), 0)]),
+        ("push", {}, []),
+        ("elastic_average", {"alpha": "much"}, [torch.zeros(2)]),
+        ("elastic_average", {"alpha": 0.5}, [torch.zeros(3, dtype=torch.float64)]),
+        ("elastic_average", {"alpha": 0.5}, [flat(float("nan"), 0)]),
         ("average", {}, [torch.zeros(2)]),
         ("members", {"names": "trainer-0"}, []),
-        ("keep", {"name": 7}, [torch.zeros(1)]),
+        ("save_state", {"name": 7}, [torch.zeros(1)]),
     ],
 )
 def test_nonsense_is_refused_and_changes_nothing(kind: str, facts: dict[str, object], tensors: list[Tensor]) -> None:
-    with served() as server, centre_of(server) as centre, Client(server.address, name="other") as client:
-        centre.join(flat(1, 2))
+    with served() as server, connect(server) as client, Client(server.address, name="other") as other:
+        client.join(flat(1, 2))
         with pytest.raises(RefusedError):
-            client.call(kind, facts, tensors)
-        assert torch.equal(centre.take(), flat(1, 2))
+            other.call(kind, facts, tensors)
+        assert torch.equal(client.pull(), flat(1, 2))
 
 
 def test_the_role_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
@@ -219,44 +219,44 @@ def test_the_role_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
 
 def test_what_trainers_have_ended_with_outlives_the_server(tmp_path: Path) -> None:
     snapshot = tmp_path / "dense.safetensors"
-    with served(snapshot=snapshot, snapshot_every_s=1e9) as server, centre_of(server, "trainer-0.0") as one:
+    with served(snapshot=snapshot, snapshot_every_s=1e9) as server, connect(server, "trainer-0.0") as one:
         one.join(flat(0, 0))
         one.finish(flat(2, 4))
         killed = snapshot.read_bytes()  # what a server that is killed now leaves
     snapshot.write_bytes(killed)
-    with served(snapshot=snapshot) as server, centre_of(server, "trainer-1.0") as two:
-        assert torch.equal(two.take(), flat(2, 4)), "nobody comes again to say it"
+    with served(snapshot=snapshot) as server, connect(server, "trainer-1.0") as two:
+        assert torch.equal(two.pull(), flat(2, 4)), "nobody comes again to say it"
         two.finish(flat(4, 0))
-        assert torch.equal(two.take(), flat(3, 2)), "the mean of both"
+        assert torch.equal(two.pull(), flat(3, 2)), "the mean of both"
 
 
 def test_a_trainer_that_begins_without_the_server_waits_once_and_then_goes_on_at_once() -> None:
     nowhere = Client("tcp://127.0.0.1:1", name="trainer-0.0", max_in_flight=4)
-    centre = DenseServerClient(nowhere, exchange_s=0.2, join_s=0.4)
+    client = DenseServerClient(nowhere, exchange_timeout_s=0.2, join_timeout_s=0.4)
     try:
         for _ in range(50):  # more often than requests may be unanswered
             with pytest.raises(DenseServerUnavailable):
-                centre.join(flat(1, 2))
+                client.join(flat(1, 2))
         assert nowhere.waited_s < 2
         with pytest.raises(DenseServerUnavailable):
-            centre.finish(flat(1, 2))
+            client.finish(flat(1, 2))
         assert nowhere.num_in_flight == 1, "one question is enough to learn that it is back"
     finally:
-        centre.close()
+        client.close()
 
 
 def test_parameters_that_are_not_finite_are_refused_to_who_brings_them_and_hold_up_nobody_else() -> None:
     with (
         served(round_deadline_s=600.0) as server,
-        centre_of(server, "trainer-0.0") as one,
-        centre_of(server, "trainer-1.0") as bad,
+        connect(server, "trainer-0.0") as one,
+        connect(server, "trainer-1.0") as bad,
     ):
-        for centre in (one, bad):
-            centre.join(flat(0, 0))
-        thread, results = in_thread(lambda: one.blend(flat(2, 4)))
+        for client in (one, bad):
+            client.join(flat(0, 0))
+        thread, results = in_thread(lambda: one.average_parameters(flat(2, 4)))
         wait_until(lambda: server.state.num_waiting == 1, what="the first of the round")
         with pytest.raises(RefusedError, match="no longer finite"):
-            bad.blend(flat(float("nan"), 0))
+            bad.average_parameters(flat(float("nan"), 0))
         bad.leave()
         thread.join(30)
         assert torch.equal(results[0], flat(2, 4))  # type: ignore[arg-type]
@@ -265,21 +265,21 @@ def test_parameters_that_are_not_finite_are_refused_to_who_brings_them_and_hold_
 def test_rounds_close_late_where_the_snapshot_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with served(snapshot=tmp_path / "file" / "dense", snapshot_every_s=0.05, round_deadline_s=0.2) as server:
-        with centre_of(server, "trainer-1.0") as lost:
+        with connect(server, "trainer-1.0") as lost:
             lost.join(flat(0))
-        wait_until(lambda: server.facts()["num_snapshots_failed"] > 1, what="snapshots that fail")
-        with centre_of(server, "trainer-0.0") as one:
+        wait_until(lambda: server.status()["num_snapshots_failed"] > 1, what="snapshots that fail")
+        with connect(server, "trainer-0.0") as one:
             assert one.average(flat(2), "gradients.0")[0].item() == 2
 
 
 def test_snapshots_that_several_threads_write_are_whole(tmp_path: Path) -> None:
     snapshot = tmp_path / "dense.safetensors"
-    with served(snapshot=snapshot, snapshot_every_s=1e9) as server, centre_of(server) as centre:
-        centre.join(flat(*range(1000)))
+    with served(snapshot=snapshot, snapshot_every_s=1e9) as server, connect(server) as client:
+        client.join(flat(*range(1000)))
         threads = [threading.Thread(target=lambda: [server.write() for _ in range(20)]) for _ in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(60)
-        assert server.facts()["num_snapshots_failed"] == 0
+        assert server.status()["num_snapshots_failed"] == 0
         assert server.num_snapshots >= 81

@@ -17,7 +17,7 @@ from rowstead.fleet.deduplication import Caller
 from rowstead.fleet.keys import Keys, protect_client
 from rowstead.fleet.rpc_client import Client, ServerUnavailable
 from rowstead.fleet.rpc_server import Server
-from rowstead.fleet.wire import ERROR, HEADER_BYTES, REQUEST, Limits, Message, decode, decode_header, encode
+from rowstead.fleet.wire import ERROR, HEADER_BYTES, REQUEST, VERSION, Limits, Message, decode, decode_header, encode
 from tests.fleet.relay import Relay
 
 LIMITS = Limits(facts_bytes=1 << 16, num_tensors=8, frame_bytes=1 << 20, message_bytes=4 << 20)
@@ -93,7 +93,7 @@ def damaged(chance: random.Random) -> list[bytes]:
         case 1:  # cut short, in the header or behind it
             return [bytes(head[: chance.randrange(len(head))]), *frames[1:]]
         case 2:  # another version
-            struct.pack_into("<H", head, 4, chance.choice([0, 2, 7, 65535]))
+            struct.pack_into("<H", head, 4, chance.choice([0, VERSION - 1, VERSION + 1, 65535]))
         case 3:  # facts longer than there are, or than may be
             struct.pack_into("<I", head, 32, chance.choice([0, 1, 1000, LIMITS.facts_bytes + 1, 2**32 - 1]))
         case 4:  # another number of tensors
@@ -216,12 +216,12 @@ def protected(keys: Keys, kept: Kept) -> Server:
     return Server({"add": kept}, keys=keys, limits=LIMITS).start()
 
 
-OTHERS = Keys.make()
+OTHERS = Keys.generate()
 
 
 @pytest.mark.parametrize("knows", ["nothing", "the server's public key", "another server's key", "no encryption"])
 def test_a_client_without_the_key_is_not_let_in_and_learns_nothing(kept: Kept, knows: str) -> None:
-    keys = Keys.make()
+    keys = Keys.generate()
     theirs: Keys | None = {
         "nothing": OTHERS,
         "the server's public key": dataclasses.replace(OTHERS, server_public=keys.server_public),
@@ -248,7 +248,7 @@ def test_a_client_without_the_key_is_not_let_in_and_learns_nothing(kept: Kept, k
 
 
 def test_what_passes_between_those_with_keys_cannot_be_read_on_the_way(kept: Kept) -> None:
-    keys, secret = Keys.make(), torch.full((1000,), 12345.678)
+    keys, secret = Keys.generate(), torch.full((1000,), 12345.678)
     for given, is_readable in ((None, True), (keys, False)):
         with (
             Server({"add": Kept()}, keys=given).start() as server,
@@ -262,7 +262,7 @@ def test_what_passes_between_those_with_keys_cannot_be_read_on_the_way(kept: Kep
 
 def test_a_server_of_another_job_is_not_believed(kept: Kept) -> None:
     """A server without our keys cannot pass for ours, so no gradient and no row is told to it."""
-    keys = Keys.make()
+    keys = Keys.generate()
     with (
         protected(OTHERS, kept) as server,
         Client(server.address, name="me", keys=keys, deadline_s=0.5) as client,
@@ -273,7 +273,7 @@ def test_a_server_of_another_job_is_not_believed(kept: Kept) -> None:
 
 
 def test_bad_messages_of_one_who_has_the_keys_are_refused_too(kept: Kept) -> None:
-    keys, chance = Keys.make(), random.Random(3)
+    keys, chance = Keys.generate(), random.Random(3)
     with protected(keys, kept) as server, Client(server.address, name="good", keys=keys) as client:
         with Stranger(server.address, keys) as stranger:
             for _ in range(300):

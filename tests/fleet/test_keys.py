@@ -15,32 +15,32 @@ from rowstead.spec.errors import RowsteadError
 
 
 def test_keys_are_saved_for_their_owner_alone_and_come_back(tmp_path: Path) -> None:
-    keys = Keys.make()
+    keys = Keys.generate()
     keys.save(tmp_path / "keys.json")
     assert stat.S_IMODE((tmp_path / "keys.json").stat().st_mode) == 0o600
     assert Keys.load(tmp_path / "keys.json") == keys
 
 
 def test_secrets_are_not_shown() -> None:
-    keys = Keys.make()
+    keys = Keys.generate()
     assert keys.server_secret not in repr(keys)
     assert keys.client_secret not in str(keys)
 
 
 def test_every_job_has_its_own_keys() -> None:
-    assert Keys.make() != Keys.make()
+    assert Keys.generate() != Keys.generate()
 
 
 def test_keys_of_another_job_are_not_overwritten(tmp_path: Path) -> None:
-    first = Keys.make()
+    first = Keys.generate()
     first.save(tmp_path / "keys.json")
     with pytest.raises(RowsteadError, match="keys already"):
-        Keys.make().save(tmp_path / "keys.json")
+        Keys.generate().save(tmp_path / "keys.json")
     assert Keys.load(tmp_path / "keys.json") == first
 
 
 def test_keys_that_others_can_read_are_refused(tmp_path: Path) -> None:
-    Keys.make().save(tmp_path / "keys.json")
+    Keys.generate().save(tmp_path / "keys.json")
     (tmp_path / "keys.json").chmod(0o640)
     with pytest.raises(RowsteadError, match="chmod 600"):
         Keys.load(tmp_path / "keys.json")
@@ -57,7 +57,7 @@ def test_a_file_that_holds_no_keys_is_refused(tmp_path: Path, content: str | Non
 
 
 def test_damaged_keys_are_refused(tmp_path: Path) -> None:
-    Keys.make().save(tmp_path / "keys.json")
+    Keys.generate().save(tmp_path / "keys.json")
     content = json.loads((tmp_path / "keys.json").read_text())
     (tmp_path / "keys.json").write_text(json.dumps({**content, "client_secret": "~" * 40}))
     with pytest.raises(RowsteadError, match="no file of keys"):
@@ -74,7 +74,7 @@ def test_this_machine_needs_no_keys(address: str) -> None:
     ["tcp://0.0.0.0:0", "tcp://*:0", "tcp://10.0.0.1:5555", "tcp://example.org:80", "tcp://[::]:0", "tcp://[2001:db8::1]:1"],
 )
 def test_an_address_that_others_can_reach_is_refused_without_keys(address: str) -> None:
-    check_address(address, Keys.make())
+    check_address(address, Keys.generate())
     with pytest.raises(RowsteadError, match="no keys"):
         check_address(address, None)
     with pytest.raises(RowsteadError, match="no keys"):
@@ -90,7 +90,7 @@ def test_an_address_that_others_can_reach_is_refused_without_keys(address: str) 
 )
 def test_what_is_no_address_is_refused(address: str) -> None:
     with pytest.raises(RowsteadError, match="no address"):
-        check_address(address, Keys.make())
+        check_address(address, Keys.generate())
 
 
 def test_an_address_that_is_taken_is_named() -> None:

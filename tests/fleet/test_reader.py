@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from rowstead.fleet import reader as reader_module
 from rowstead.fleet.batch_assignments import Holder
-from rowstead.fleet.log_share import Fresh, LogShare, Place
-from rowstead.fleet.reader import READ_AHEAD_BYTES, Reader, Request
-from rowstead.fleet.reader_server import batches_of_readers, share_of_steps
+from rowstead.fleet.log_share import LogPosition, LogShare, NewBatch
+from rowstead.fleet.reader import READ_AHEAD_BYTES, BatchRequest, Reader
+from rowstead.fleet.reader_server import batches_per_reader, steps_of_reader
 from rowstead.fleet.wire import WireError
 from rowstead.spec.errors import RowsteadError
 from tests.fleet.numbered_log import DirectTrainer, numbers_in, source_of, write_log, write_log_with_a_late_bad_row
@@ -30,7 +30,7 @@ def log(tmp_path_factory):
 def _no_long_waits():
     """Here one thread plays all trainers: while one waits for news, nobody else makes any."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reader_module, "PARK_S", 0.01)
+        patch.setattr(reader_module, "WAIT_S", 0.01)
         yield
 
 
@@ -89,7 +89,7 @@ def test_what_a_lost_trainer_held_goes_to_another_and_is_counted(log, tmp_path):
         lost.ask(0)  # tells that one is done
         lost.train()  # of this one nobody hears
         other.fill(3)
-        reader.keep_only(["trainer-1"])
+        reader.set_alive(["trainer-1"])
         other.train_on()
         assert other.state == "ended"
         status = reader.status()
@@ -121,7 +121,7 @@ def test_a_trainer_lost_at_the_very_end_is_made_up_for(log, tmp_path):
         lost.fill(1)
         other.train_on()
         assert other.state == "drained"
-        reader.keep_only(["other"])
+        reader.set_alive(["other"])
         other.state = "reading"
         other.train_on()
         assert other.state == "ended"
@@ -146,8 +146,10 @@ def test_a_reader_started_again_goes_on_and_keeps_the_order(log, tmp_path_factor
                 trainer.train_on()
                 status = reader.status()
             elif answers_lost:  # killed between handing out and answering
-                facts = {"want": 3, "have": tuple(trainer.has), "done": (), "knows": trainer.state}
-                reader.ask(Request(holder=trainer.holder, turn=trainer.turn + 1, **facts), lambda message: None)
+                facts = {"num_wanted": 3, "held": tuple(trainer.has), "done": (), "last_state": trainer.state}
+                reader.request_batches(
+                    BatchRequest(holder=trainer.holder, sequence=trainer.sequence + 1, **facts), lambda message: None
+                )
     assert [rows for _, rows in trainer.trained] == expected
     assert status["state"] == "ended"
     assert (status["num_batches"], status["num_done"]) == (len(expected), len(expected))
@@ -211,11 +213,11 @@ def test_reading_ahead_is_bounded_by_bytes(log, tmp_path):
             while trainer.has:
                 trainer.train()
         assert reader.status()["num_samples"] == 1000
-        assert reader.status()["waited_for_room_s"] > 0
+        assert reader.status()["waited_for_space_s"] > 0
 
 
 def test_a_reader_hands_out_no_more_than_its_share_of_steps(log, tmp_path):
-    shares = [share_of_steps(10, number, 3) for number in range(3)]
+    shares = [steps_of_reader(10, number, 3) for number in range(3)]
     assert shares == [4, 3, 3]
     trained = []
     for number, share in enumerate(shares):
@@ -230,11 +232,11 @@ def test_a_reader_hands_out_no_more_than_its_share_of_steps(log, tmp_path):
 @pytest.mark.parametrize(("num_readers", "max_steps"), [(1, None), (3, None), (3, 20), (7, 11), (7, 1000)])
 def test_it_is_known_beforehand_how_many_batches_readers_hand_out(log, num_readers, max_steps):
     plan = {"batch_size": 64, "epochs": 2}
-    expected = batches_of_readers(1000, num_readers, **plan, max_steps=max_steps)
+    expected = batches_per_reader(1000, num_readers, **plan, max_steps=max_steps)
     for number, count in enumerate(expected):
-        most = None if max_steps is None else share_of_steps(max_steps, number, num_readers)
+        most = None if max_steps is None else steps_of_reader(max_steps, number, num_readers)
         share = LogShare(source_of(log), number=number, num_readers=num_readers, max_batches=most, **plan)
-        assert count == sum(isinstance(item, Fresh) for item in share.fresh(Place()))
+        assert count == sum(isinstance(item, NewBatch) for item in share.read_from(LogPosition()))
 
 
 def test_more_readers_than_rows_is_no_trouble(tmp_path):
@@ -268,15 +270,15 @@ def test_an_earlier_life_of_a_trainer_gets_nothing_more(log, tmp_path):
 
 
 def test_a_request_that_its_sender_gave_up_takes_no_batches(log, tmp_path, monkeypatch):
-    monkeypatch.setattr(reader_module, "PARK_S", 60.0)
+    monkeypatch.setattr(reader_module, "WAIT_S", 60.0)
     with opened(log, tmp_path, max_batches=1) as reader:
         first = DirectTrainer(reader, "first")
         first.fill(1)
         answers = []
-        facts = {"want": 1, "have": (), "done": (), "knows": "drained"}
+        facts = {"num_wanted": 1, "held": (), "done": (), "last_state": "drained"}
         wait_until(lambda: reader.state == "drained", what="the end of the log")
-        assert reader.ask(Request(holder=Holder("second", 1), turn=1, **facts), answers.append) is None
-        assert reader.ask(Request(holder=Holder("second", 1), turn=2, **facts), answers.append) is None
+        assert reader.request_batches(BatchRequest(holder=Holder("second", 1), sequence=1, **facts), answers.append) is None
+        assert reader.request_batches(BatchRequest(holder=Holder("second", 1), sequence=2, **facts), answers.append) is None
         assert len(answers) == 1
         assert not answers[0].facts["batches"]
 
@@ -284,11 +286,11 @@ def test_a_request_that_its_sender_gave_up_takes_no_batches(log, tmp_path, monke
 def test_a_request_that_is_none_is_refused():
     for facts in (
         {},
-        {"name": "a", "incarnation": "x", "turn": 1, "want": 1},
-        {"name": "a", "incarnation": 1, "turn": 1, "want": 1, "have": 3},
+        {"name": "a", "incarnation": "x", "sequence": 1, "num_wanted": 1},
+        {"name": "a", "incarnation": 1, "sequence": 1, "num_wanted": 1, "held": 3},
     ):
         with pytest.raises(WireError):
-            Request.of(facts)
+            BatchRequest.of(facts)
 
 
 def test_nothing_is_handed_out_that_cannot_be_kept(log, tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ import torch
 
 from rowstead.fleet.log_share import LogShare
 from rowstead.fleet.reader import Reader
-from rowstead.fleet.reader_server import handlers_of, serve_reader
+from rowstead.fleet.reader_server import build_handlers, serve_reader
 from rowstead.fleet.remote_batches import RemoteBatches
 from rowstead.fleet.rpc_client import Client
 from rowstead.fleet.rpc_server import Server
@@ -41,7 +41,7 @@ def served(log, folder, *, num_readers=1, source=None, **named):
             share = LogShare(source or source_of(log), number=number, num_readers=num_readers, **named)
             reader = Reader(share, progress)
             readers.append(stack.enter_context(contextlib.closing(reader)))
-            server = stack.enter_context(Server(handlers_of(reader), status=reader.status, name=f"reader-{number}")).start()
+            server = stack.enter_context(Server(build_handlers(reader), status=reader.status, name=f"reader-{number}")).start()
             connects.append(lambda address=server.address: Client(address, name="trainer"))
         yield connects, readers
 
@@ -51,7 +51,7 @@ def train(feed, trained):
     while feed.more():
         for batch, ticket in feed:
             trained.append((ticket.epoch, numbers_in(batch)))
-            feed.done(ticket)
+            feed.acknowledge(ticket)
 
 
 def rows_by_epoch(trained, epochs=1):
@@ -92,7 +92,7 @@ def test_one_feed_of_one_reader_gives_the_batches_of_a_single_process_in_order(l
                 for got, want in zip(batch.tensors(), wanted.tensors(), strict=True):
                     assert got.dtype == want.dtype
                     assert torch.equal(got, want)
-                feed.done(ticket)
+                feed.acknowledge(ticket)
                 count += 1
         assert count == len(expected)
         assert not feed.more()
@@ -107,7 +107,7 @@ def test_steps_of_several_readers_take_turns(log, tmp_path):
         while feed.more():
             for _, ticket in feed:
                 steps.append(ticket.step)
-                feed.done(ticket)
+                feed.acknowledge(ticket)
     assert sorted(steps) == list(range(32))
 
 
@@ -116,8 +116,8 @@ def test_a_consumer_that_takes_everything_before_it_is_done_with_anything_comes_
         tickets = [ticket for _, ticket in feed]
         assert sum(ticket.num_samples for ticket in tickets) == 1000
         for ticket in tickets:
-            feed.done(ticket)
-            feed.done(ticket)  # twice is once
+            feed.acknowledge(ticket)
+            feed.acknowledge(ticket)  # twice is once
         assert not feed.more()
 
 
@@ -132,7 +132,7 @@ def test_a_slow_trainer_has_no_more_than_it_asked_for(log, tmp_path):
             wait_until(lambda: feed.figures()["queue_depth"] > 3, what="batches ahead")
             assert feed.figures()["queue_depth"] <= 6
             assert readers[0].status()["num_held"] <= 8
-            feed.done(ticket)
+            feed.acknowledge(ticket)
 
 
 def test_what_a_feed_has_not_looked_at_is_given_back(log, tmp_path):
@@ -142,7 +142,7 @@ def test_what_a_feed_has_not_looked_at_is_given_back(log, tmp_path):
             assert feed.more()
             batch, ticket = next(feed)
             first.append((ticket.epoch, numbers_in(batch)))
-            feed.done(ticket)
+            feed.acknowledge(ticket)
             next(feed)  # and never done
         second = []
         with RemoteBatches(connects, name="trainer-1") as feed:
@@ -157,7 +157,7 @@ def test_what_was_taken_and_not_begun_counts_as_trained_on_once(log, tmp_path):
         feed = RemoteBatches(connects, name="trainer-0")
         assert feed.more()
         next(feed)  # ahead of its turn, and then the trainer was asked to stop
-        feed.close(is_at_rest=True)
+        feed.close(is_idle=True)
         trained = []
         with RemoteBatches(connects, name="trainer-1") as other:
             train(other, trained)
@@ -175,7 +175,7 @@ def test_nobody_waits_for_a_batch_once_he_should_stop(log, tmp_path):
             threads = [threading.Thread(target=lambda: ended.append(feed.more()), daemon=True) for _ in range(2)]
             for thread in threads:
                 thread.start()
-            wait_until(lambda: feed._lines[0].state == "drained", what="the end of the log")
+            wait_until(lambda: feed._readers[0].state == "drained", what="the end of the log")
             assert not ended
             stops.set()
             for thread in threads:
@@ -230,7 +230,12 @@ def test_batches_that_the_reader_checked_need_no_check_by_the_trainer(log, tmp_p
 def test_a_malformed_request_leaves_a_reader_as_it_was(log, tmp_path):
     with served(log, tmp_path) as (connects, _):
         with connects[0]() as client:
-            for kind, facts in (("ask", {}), ("ask", {"name": [], "want": "all"}), ("members", {"names": 3}), ("members", {})):
+            for kind, facts in (
+                ("request_batches", {}),
+                ("request_batches", {"name": [], "num_wanted": "all"}),
+                ("members", {"names": 3}),
+                ("members", {}),
+            ):
                 with pytest.raises(RowsteadError):
                     client.call(kind, facts)
         trained = []
@@ -271,7 +276,7 @@ def test_a_reader_killed_in_mid_epoch_loses_nothing(log, tmp_path):
             for _ in range(15):
                 batch, ticket = next(feed)
                 trained.append((ticket.epoch, numbers_in(batch)))
-                feed.done(ticket)
+                feed.acknowledge(ticket)
         kill(victim)
         stack.enter_context(process(run_reader, log, tmp_path, 0, 2, incarnation=1, epochs=2))
         threads = [threading.Thread(target=train, args=(feed, trained)) for feed in feeds]
@@ -386,7 +391,7 @@ def test_a_reader_does_not_grow_however_many_batches_it_hands_out(log, tmp_path)
         never_done = [next(feed) for _ in range(3)]  # as long as these are held, the book cannot forget them
         rss_bytes = []
         for count, (_, ticket) in enumerate(feed):
-            feed.done(ticket)
+            feed.acknowledge(ticket)
             if count in (1000, 12_000):
                 rss_bytes.append(status_of(tmp_path, 0)["rss_bytes"])
             if count == 12_000:

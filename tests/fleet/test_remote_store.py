@@ -80,7 +80,7 @@ def test_a_look_up_sees_every_update_but_those_of_the_last_k_batches(staleness: 
         for place, (_, item, _) in enumerate(prefetch_rows(items, store)):  # type: ignore[arg-type]
             torch.testing.assert_close(store.lookup(item.sparse), expected[place], rtol=1e-12, atol=1e-14)
             store.update(item.sparse, grads[place], lr=0.1, step=place + 1)
-        assert store.num_most_unanswered <= max(1, staleness)
+        assert store.max_unanswered <= max(1, staleness)
         assert store.num_lookups_early >= (len(batches) - 1 if staleness else 0)
         assert_same_rows(store, local)
 
@@ -119,11 +119,11 @@ def test_no_more_than_k_updates_are_unanswered_and_the_next_one_waits() -> None:
         server.turns.release()
         assert has_sent.wait(20)
         thread.join()
-        assert server.tally.num_updates == 1
+        assert server.applied.num_updates == 1
         for _ in range(2):
             server.turns.release()
         store.flush()
-        assert (store.num_unanswered, store.num_most_unanswered, server.tally.num_updates) == (0, 2, 3)
+        assert (store.num_unanswered, store.max_unanswered, server.applied.num_updates) == (0, 2, 3)
 
 
 def test_look_ups_of_coming_batches_are_answered_while_nobody_waits_for_them() -> None:
@@ -238,7 +238,7 @@ def test_evaluation_between_look_up_and_update_changes_nothing() -> None:
         local.update(batches[0], grad_of(layout, batches[0], 0), lr=0.1, step=1)
         assert_same_rows(store, local)
         store.drop_prefetched()
-        assert fleet.servers[0].facts()["num_batches_remembered"] == 1  # the second was looked up and never updated
+        assert fleet.servers[0].status()["num_batches_remembered"] == 1  # the second was looked up and never updated
 
 
 def test_a_batch_that_does_not_fit_is_refused_before_anything_is_sent() -> None:

@@ -27,19 +27,19 @@ def test_a_server_that_was_started_anew_goes_on_from_its_snapshot_and_counts_wha
         for place, batch in enumerate(batches):
             store.lookup(batch)
             if place == 6:  # between look-up and update: the new server does not know the batch
-                store._settle()
+                store._wait_for_updates()
                 fleet.restart(0)
                 local.load_state({**local.state(), **saved})
             store.update(batch, grads[place], lr=0.1, step=place + 1)
             local.update(batch, grads[place], lr=0.1, step=place + 1)
             if place == 3:
-                store._settle()
+                store._wait_for_updates()
                 fleet.connect(0).call("snapshot")
                 saved = {name: value.clone() for name, value in local.state().items() if name.startswith("t0.")}
         store.flush()
         assert store.num_lost_updates == 2, "updates 5 and 6 of the first server"
-        assert [server.tally.num_lost for server in fleet.servers] == [2, 0]
-        assert [server.tally.num_updates for server in fleet.servers] == [7, 9]
+        assert [server.applied.num_lost for server in fleet.servers] == [2, 0]
+        assert [server.applied.num_updates for server in fleet.servers] == [7, 9]
         assert_same_rows(store, local)
 
 
@@ -65,11 +65,11 @@ def test_the_memory_of_a_server_does_not_grow_with_look_ups_that_are_never_updat
         local = DeviceStore(layout, SGD, dtype=torch.float64)
         for batch in batches:
             store.lookup(batch)
-        facts = fleet.servers[0].facts()
+        facts = fleet.servers[0].status()
         assert facts["batches_remembered_bytes"] <= 20_000
         assert facts["num_batches_remembered"] < 30
         store._current = None
-        first = store._taken(batches[0])  # as if its update came late: the server has forgotten it
+        first = store._claim_batch(batches[0])  # as if its update came late: the server has forgotten it
         first.number, store._current = 1, first
         store.update(batches[0], grad_of(layout, batches[0], 0), lr=0.1, step=1)
         local.update(batches[0], grad_of(layout, batches[0], 0), lr=0.1, step=1)
@@ -90,19 +90,19 @@ def test_connections_that_break_and_answers_that_are_lost_leave_the_rows_exact(s
             store.lookup(batch)
             local.lookup(batch)
             if place % 3 == 1:  # the server does the update, and nobody hears of it
-                store._settle()
-                before = fleet.servers[0].tally.num_updates
+                store._wait_for_updates()
+                before = fleet.servers[0].applied.num_updates
                 relay.loses_answers = True
             store.update(batch, grad, lr=0.1, step=place + 1)
             local.update(batch, grad, lr=0.1, step=place + 1)
             if place % 3 == 1:
-                wait_until(lambda before=before: fleet.servers[0].tally.num_updates > before, what="the update")
+                wait_until(lambda before=before: fleet.servers[0].applied.num_updates > before, what="the update")
                 relay.cut()
                 relay.loses_answers = False
         store.flush()
         assert_same_rows(store, local)
-        assert store.figures()["num_sent_again"] >= 4
-        assert (store.num_lost_updates, fleet.servers[0].tally.num_updates) == (0, 12)
+        assert store.figures()["num_resent"] >= 4
+        assert (store.num_lost_updates, fleet.servers[0].applied.num_updates) == (0, 12)
 
 
 def test_an_update_whose_answer_was_lost_is_not_applied_again_by_a_server_that_was_started_anew(tmp_path: Path) -> None:
@@ -118,13 +118,13 @@ def test_an_update_whose_answer_was_lost_is_not_applied_again_by_a_server_that_w
         relay.loses_answers = True
         for each in (store, local):
             each.update(batch, grad_of(layout, batch, 1), lr=0.1, step=1)
-        wait_until(lambda: fleet.servers[0].tally.num_updates == 1, what="the update")
+        wait_until(lambda: fleet.servers[0].applied.num_updates == 1, what="the update")
         with fleet.connect(0) as other:
             other.call("snapshot")
         fleet.restart(0)  # it knows the rows and their updates, and no number of a request
         addresses.append(fleet.servers[0].address)
         relay.cut()
         store.flush()
-        assert store.figures()["num_sent_again"] > 0, "the update has come again"
-        assert (fleet.servers[0].tally.num_updates, fleet.servers[0].tally.num_lost, store.num_lost_updates) == (1, 0, 0)
+        assert store.figures()["num_resent"] > 0, "the update has come again"
+        assert (fleet.servers[0].applied.num_updates, fleet.servers[0].applied.num_lost, store.num_lost_updates) == (1, 0, 0)
         assert_same_rows(store, local)

@@ -108,12 +108,12 @@ def test_an_answer_may_come_later_from_another_thread_and_the_client_is_not_held
         assert client.call("echo", {"n": 1}).facts == {"n": 1}
         eventually(lambda: len(waiting) == 3)
         assert not first.is_done
-        waiting[1].answer(Message("mean", {"n": 2}))
+        waiting[1].send(Message("mean", {"n": 2}))
         assert second.wait().facts == {"n": 2}
         waiting[0].fail("one is missing")
         with pytest.raises(RefusedError, match="one is missing"):
             first.wait()
-        waiting[2].answer(Message("mean", {"n": 3}))
+        waiting[2].send(Message("mean", {"n": 3}))
         eventually(lambda: third.is_done)
         assert third.wait().facts == {"n": 3}
 

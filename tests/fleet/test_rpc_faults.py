@@ -30,7 +30,7 @@ def test_an_answer_that_was_lost_is_given_again_and_the_handler_runs_once(
         relay.cut()  # before answers pass again: the last of these may be on its way only now
         relay.loses_answers = False
         assert [each.wait().facts["num_seen"] for each in pending] == [2, 3, 4]
-        assert client.num_sent_again >= 3
+        assert client.num_resent >= 3
     assert counter.seen == [0, 1, 2, 3]
     assert server.num_repeated >= 3
 
@@ -53,7 +53,7 @@ def test_a_request_that_is_still_running_is_not_started_again(setting: dict[str,
             relay.cut()
             eventually(lambda num_repeated=num_repeated: pending[0].is_done or server.num_repeated >= num_repeated)  # type: ignore[misc]
         for number, later in enumerate(started):
-            later.answer(Message("ended", {"n": number}))
+            later.send(Message("ended", {"n": number}))
         assert [each.wait().facts["n"] for each in pending] == [0, 1, 2]
     assert len(started) == 3
 
@@ -96,14 +96,14 @@ def test_connections_that_break_again_and_again_lose_and_repeat_nothing(
         finally:
             ended.set()
             thread.join()
-        assert client.num_sent_again > 0
+        assert client.num_resent > 0
     assert counter.seen == list(range(150))
 
 
 def test_a_server_that_is_silent_is_noticed_and_reached_again_by_another_way(counter: Counter) -> None:
     with Server({"count": counter}).start() as server, Relay(server.address) as pulled:
         addresses = [pulled.address]
-        with Client(lambda: addresses[-1], name="me", send_again_after_s=0.5) as client:
+        with Client(lambda: addresses[-1], name="me", resend_after_s=0.5) as client:
             client.call("count", {"n": 0})
             pulled.is_silent = True
             addresses.append(server.address)
@@ -124,7 +124,7 @@ def test_a_server_that_was_killed_and_started_on_another_port_is_found_again() -
             assert slow.wait().facts["n"] == 2
             assert [each.wait().tensors[0][0].item() for each in queued] == [3.0, 4.0]
             assert client.server_incarnation != incarnation
-            assert client.num_sent_again >= 3
+            assert client.num_resent >= 3
 
 
 def test_a_deadline_that_passes_says_who_did_not_answer_and_counts_only_waiting() -> None:

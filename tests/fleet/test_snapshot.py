@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rowstead.fleet import table_shard
-from rowstead.fleet.applied_updates import AppliedUpdates, ClientUpdates
 from rowstead.fleet.lookup_request import LookupRequest
 from rowstead.fleet.router import ServerRouter
 from rowstead.fleet.snapshot import MANIFEST, Snapshots
+from rowstead.fleet.sparse_server import AppliedUpdates, ClientUpdates
 from rowstead.fleet.table_shard import TableShard
 from rowstead.fleet.wire import Message
 from rowstead.kernels.layout import Layout
@@ -34,27 +34,27 @@ class Trained:
 
     def __init__(self, layout: Layout, folder: Path, dtype: torch.dtype = torch.float64) -> None:
         self.layout = layout
-        self.kept = TableShard(layout, ADAM, dtype=dtype)
+        self.shard = TableShard(layout, ADAM, dtype=dtype)
         self.num_updates = 0
-        self.snapshots = Snapshots(self.kept, folder, counted=lambda: {"updates": self.num_updates})
+        self.snapshots = Snapshots(self.shard, folder, counted=lambda: {"updates": self.num_updates})
         self._routes = ServerRouter(layout, whole_tables(layout, 1), dtype)
 
     def asked(self, seed: int) -> tuple[LookupRequest, list[torch.Tensor]]:
         batch = batch_of(self.layout, 6, seed)
         split = self._routes.cut(batch)
         (gradients,) = split.gradients(grad_of(self.layout, batch, seed), None)
-        return self.kept.reading.read(Message("lookup", *split.asks[0].message()))[0], gradients
+        return self.shard.parser.parse(Message("lookup", *split.asks[0].message()))[0], gradients
 
     def update(self) -> None:
         asked, gradients = self.asked(self.num_updates)
-        with self.kept.changing():
+        with self.shard.changing():
             if asked.ids.size:
-                self.kept.update(asked, gradients, lr=0.1, step=self.num_updates + 1)
+                self.shard.update(asked, gradients, lr=0.1, step=self.num_updates + 1)
             self.num_updates += 1
 
     def rows(self) -> list[torch.Tensor]:
         tables = range(len(self.layout.tables))
-        return [tensor.clone() for table in tables for tensor in self.kept.parts(table).values()]
+        return [tensor.clone() for table in tables for tensor in self.shard.parts(table).values()]
 
 
 def after(layout: Layout, num_updates: int, folder: Path) -> list[torch.Tensor]:
@@ -102,15 +102,15 @@ def test_a_snapshot_is_of_the_moment_it_began_while_updates_go_on(tmp_path: Path
     for _ in range(5):
         trained.update()
     between: list[int] = []
-    whole = trained.kept.copies
+    whole = trained.shard.copy_rows
 
-    def copies() -> Any:
+    def copy_rows() -> Any:
         for copied in whole():  # an update between any two portions
             trained.update()
             between.append(trained.num_updates)
             yield copied
 
-    monkeypatch.setattr(trained.kept, "copies", copies)
+    monkeypatch.setattr(trained.shard, "copy_rows", copy_rows)
     trained.snapshots.take()
     assert len(between) > 20, "it was taken in many portions"
     again = Trained(layout, tmp_path)
@@ -155,7 +155,7 @@ def test_only_touched_rows_are_written_until_they_are_half_of_all(tmp_path: Path
     assert (written.is_full, written.num_rows) == (False, named)
     row_bytes = 3 * 16 * 8
     assert written.num_bytes < named * (row_bytes + 8) + 500
-    trained.kept.touched[:6000] = 1
+    trained.shard.touched[:6000] = 1
     full = trained.snapshots.take()
     assert (full.is_full, full.num_rows) == (True, 10_000)
     trained.update()
@@ -170,19 +170,19 @@ def test_only_touched_rows_are_written_until_they_are_half_of_all(tmp_path: Path
 def test_a_snapshot_that_cannot_be_written_leaves_the_last_one_and_forgets_nothing(tmp_path: Path) -> None:
     layout = plain_layout(100)
     trained = Trained(layout, tmp_path)
-    trained.kept.touched[:] = 1
+    trained.shard.touched[:] = 1
     trained.snapshots.take()
     for _ in range(3):
         trained.update()
-    kept = trained.rows()
-    trained.kept.touched[:] = 1  # so that a full one is due
+    shard = trained.rows()
+    trained.shard.touched[:] = 1  # so that a full one is due
     (tmp_path / "full-000002.rows").mkdir()
     with pytest.raises(OSError):
         trained.snapshots.take()
     trained.snapshots.take()
     again = Trained(layout, tmp_path)
     assert again.snapshots.restore() == {"updates": 3}
-    assert_equal(again.rows(), kept)
+    assert_equal(again.rows(), shard)
 
 
 @pytest.mark.parametrize("harm", ["flip", "cut", "magic", "manifest", "missing"])
@@ -218,14 +218,14 @@ def test_a_snapshot_of_other_pieces_is_refused(tmp_path: Path) -> None:
 
 def test_they_are_taken_in_the_background_every_so_often_and_on_demand(tmp_path: Path) -> None:
     trained = Trained(plain_layout(100), tmp_path)
-    snapshots = Snapshots(trained.kept, tmp_path, every_s=0.01).start()
+    snapshots = Snapshots(trained.shard, tmp_path, every_s=0.01).start()
     wait_until(lambda: snapshots.num_taken >= 3, what="three snapshots")
     snapshots.close()
     asked: list[Any] = []
-    snapshots = Snapshots(trained.kept, tmp_path).start()
-    snapshots.ask(asked.append)
+    snapshots = Snapshots(trained.shard, tmp_path).start()
+    snapshots.request(asked.append)
     wait_until(lambda: bool(asked), what="the snapshot")
-    assert snapshots.facts()["num_snapshots"] == 1
+    assert snapshots.status()["num_snapshots"] == 1
     snapshots.close()
 
 
@@ -233,7 +233,7 @@ def test_they_are_taken_in_the_background_every_so_often_and_on_demand(tmp_path:
 def test_a_snapshot_of_a_large_table_takes_little_memory_besides(tmp_path: Path) -> None:
     layout = plain_layout(1_000_000, width=64)
     trained = Trained(layout, tmp_path, torch.float32)  # 768 MB with Adam's moments
-    trained.kept.touched[:] = 1
+    trained.shard.touched[:] = 1
     before = peak_memory_bytes()
     assert before is not None
     stops = threading.Event()
@@ -242,8 +242,8 @@ def test_a_snapshot_of_a_large_table_takes_little_memory_besides(tmp_path: Path)
     def train() -> None:
         while not stops.is_set():
             asked, gradients = trained.asked(next(seeds))
-            with trained.kept.changing():
-                trained.kept.update(asked, [each.float() for each in gradients], lr=0.1, step=1)
+            with trained.shard.changing():
+                trained.shard.update(asked, [each.float() for each in gradients], lr=0.1, step=1)
 
     thread = threading.Thread(target=train)
     thread.start()
@@ -260,17 +260,17 @@ def test_a_snapshot_of_a_large_table_takes_little_memory_besides(tmp_path: Path)
 @settings(max_examples=100)
 @given(numbers=st.lists(st.integers(1, 30)), heard=st.integers(0, 40))
 def test_a_tally_knows_which_updates_it_has_and_how_many_are_missing(numbers: list[int], heard: int) -> None:
-    tally = AppliedUpdates()
-    sent = tally.of("trainer")
+    applied = AppliedUpdates()
+    sent = applied.of("trainer")
     for number in numbers:
         if not sent.has(number):
             sent.add(number)
     assert all(sent.has(number) == (number in numbers) for number in range(1, 41))
-    sent.heard_of(heard)
+    sent.note_sent(heard)
     highest = max([*numbers, heard], default=0)
-    assert tally.num_lost == highest - len(set(numbers))
-    assert tally.num_updates == len(set(numbers))
-    again = AppliedUpdates.from_json(tally.to_json())
+    assert applied.num_lost == highest - len(set(numbers))
+    assert applied.num_updates == len(set(numbers))
+    again = AppliedUpdates.from_json(applied.to_json())
     assert again.of("trainer") == sent
     assert again.of("another") == ClientUpdates()
 
@@ -284,11 +284,11 @@ def test_whatever_goes_wrong_with_a_snapshot_is_told_and_the_next_one_is_taken(t
             raise found
         return found
 
-    kept = TableShard(plain_layout(10), ADAM)
-    snapshots, outcomes = Snapshots(kept, tmp_path, counted=counted).start(), list[object]()
+    shard = TableShard(plain_layout(10), ADAM)
+    snapshots, outcomes = Snapshots(shard, tmp_path, counted=counted).start(), list[object]()
     try:
         for number in (1, 2):
-            snapshots.ask(outcomes.append)
+            snapshots.request(outcomes.append)
             wait_until(lambda number=number: len(outcomes) == number, what="an outcome")  # type: ignore[misc]
     finally:
         snapshots.close()

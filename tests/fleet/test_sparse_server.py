@@ -42,7 +42,7 @@ def test_servers_begin_with_the_rows_of_a_single_process(layout: Any, num_server
 
 IDS = torch.tensor([1, 2], dtype=torch.int32)
 GRADIENT = torch.ones(2, 8, dtype=torch.float64)
-GOOD = {"who": "test", "samples": 2, "length": 1, "batch": 1, "keep": True, "number": 1, "lr": 0.1, "step": 1}
+GOOD = {"client": "test", "samples": 2, "length": 1, "batch": 1, "keep": True, "number": 1, "lr": 0.1, "step": 1}
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ GOOD = {"who": "test", "samples": 2, "length": 1, "batch": 1, "keep": True, "num
         ("lookup", {"counts": [2]}, [IDS - 2], "its table has not"),
         ("lookup", {"counts": [5]}, [IDS], "5 distinct rows"),
         ("lookup", {}, [IDS, IDS], "too many"),
-        ("lookup", {"who": 7}, [IDS], "`who`"),
+        ("lookup", {"client": 7}, [IDS], "`client`"),
         ("lookup", {"batch": "x"}, [IDS], "`batch`"),
         ("update", {}, [IDS], "gradients are"),
         ("update", {}, [IDS, GRADIENT[:1]], "gradients are"),
@@ -81,7 +81,7 @@ GOOD = {"who": "test", "samples": 2, "length": 1, "batch": 1, "keep": True, "num
         ("write_rows", {"table": "t0", "part": "rows", "start": 99}, [GRADIENT], "100 rows"),
         ("write_rows", {"table": "t0", "part": "rows", "start": 0}, [GRADIENT[:, :3]], "do not fit"),
         ("write_rows", {"table": "t0", "part": "rows", "start": 0}, [], "one tensor"),
-        ("settle", {"sent": -1}, [], "`sent`"),
+        ("flush", {"sent": -1}, [], "`sent`"),
         ("snapshot", {}, [], "without a folder"),
     ],
 )
@@ -107,7 +107,7 @@ def test_an_update_that_comes_twice_counts_once() -> None:
         for _ in range(2):  # with a new number of the request: as after a restart, when the server knows no requests any more
             client.call("update", GOOD, [IDS, GRADIENT])
         torch.testing.assert_close(fleet.store().state()["t0.rows"][IDS.long()], before[IDS.long()] - 0.1)
-        assert fleet.servers[0].facts()["num_updates"] == 1
+        assert fleet.servers[0].status()["num_updates"] == 1
 
 
 def test_a_status_tells_what_the_server_did() -> None:

@@ -13,7 +13,7 @@ from rowstead.distributed.sharding import piece_layout
 from rowstead.fleet.log_share import LogShare
 from rowstead.fleet.partition import partition_tables
 from rowstead.fleet.reader import Reader
-from rowstead.fleet.reader_server import handlers_of
+from rowstead.fleet.reader_server import build_handlers
 from rowstead.fleet.roster import RoleAddress, Roster
 from rowstead.fleet.rpc_server import Server
 from rowstead.fleet.sparse_server import SparseServer
@@ -49,7 +49,7 @@ def test_a_batch_is_done_once_the_servers_have_its_update_and_not_before(tmp_pat
     with contextlib.ExitStack() as stack:
         share = LogShare(open_sources(spec).train, batch_size=64, max_batches=NUM_BATCHES)
         reader = stack.enter_context(contextlib.closing(Reader(share, tmp_path / "reader-0.progress")))
-        serving = stack.enter_context(Server(handlers_of(reader), name="reader-0")).start()
+        serving = stack.enter_context(Server(build_handlers(reader), name="reader-0")).start()
         sparse = Held(kept).start()
         stack.callback(sparse.close)
         stack.callback(sparse.may_go_on.set)
@@ -70,4 +70,4 @@ def test_a_batch_is_done_once_the_servers_have_its_update_and_not_before(tmp_pat
         thread.join(60)
         assert ended == [True]
         assert reader.status()["num_done"] == NUM_BATCHES
-        assert sparse.tally.num_updates == NUM_BATCHES
+        assert sparse.applied.num_updates == NUM_BATCHES

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rowstead.fleet.wire import (
-    ANSWER,
     HEADER_BYTES,
+    REPLY,
     REQUEST,
     Limits,
     Message,
@@ -69,9 +69,9 @@ def received(frames: list[bytes], limits: Limits = Limits()) -> Message:  # noqa
 
 @given(facts=FACTS, content=st.lists(tensors(), max_size=4), kind=st.text("abcdefg_é-0", min_size=1, max_size=16))
 def test_a_message_comes_back_as_it_was_sent(facts: dict[str, Any], content: list[Tensor], kind: str) -> None:
-    frames = sent(Message(kind, facts, content), number=2**64 - 1, sender=2**63, answered_below=7, role=ANSWER)
+    frames = sent(Message(kind, facts, content), number=2**64 - 1, sender=2**63, answered_below=7, role=REPLY)
     header = decode_header(frames[0], Limits())
-    assert (header.role, header.number, header.sender, header.answered_below) == (ANSWER, 2**64 - 1, 2**63, 7)
+    assert (header.role, header.number, header.sender, header.answered_below) == (REPLY, 2**64 - 1, 2**63, 7)
     assert (header.kind, header.name) == (kind, "me")
     back = received(frames)
     assert (back.kind, back.facts) == (kind, facts)
@@ -136,7 +136,7 @@ def test_noise_is_no_message(frames: list[bytes]) -> None:
 def test_another_version_is_refused_by_name_and_its_number_can_still_be_read() -> None:
     frame = bytearray(sent(Message("x"), number=41)[0])
     frame[4:6] = struct.pack("<H", 7)
-    with pytest.raises(WireError, match="version 7, here it is 1"):
+    with pytest.raises(WireError, match="version 7, here it is 2"):
         decode_header(bytes(frame), Limits())
     assert number_of(bytes(frame)) == 41
 

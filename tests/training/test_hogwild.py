@@ -24,7 +24,7 @@ from rowstead.stores.device import DeviceStore
 from rowstead.training.flat_parameters import flat_of
 from rowstead.training.hogwild import Hogwild, HogwildStepper
 from rowstead.training.step import Stepper
-from rowstead.training.sync import Unsynchronised, policies_for
+from rowstead.training.sync import Unsynchronised, build_policies
 from rowstead.training.sync_base import Replica
 from tests.small_runs import small_spec
 
@@ -142,7 +142,7 @@ def test_autograd_does_not_mind_that_others_change_what_it_remembers() -> None:
 def test_threads_that_keep_together_with_other_trainers_still_share_their_memory() -> None:
     state, hogwild = DenseServerState(), Hogwild(stepper_of("adam"), 2)
     spec = SyncSpec(mode="easgd", period=1, alpha=0.5)
-    policies = policies_for(spec, lambda i: LocalDenseServer(state, f"trainer-0.{i}"), num_trainers=2, num_threads=2)
+    policies = build_policies(spec, lambda i: LocalDenseServer(state, f"trainer-0.{i}"), num_trainers=2, num_threads=2)
     for worker, policy in zip(hogwild.workers, policies, strict=True):
         worker.follow(policy)
     for number in range(1, 7):
@@ -152,7 +152,7 @@ def test_threads_that_keep_together_with_other_trainers_still_share_their_memory
     assert state.num_exchanges == 6, "every thread exchanges by its own count"
     for policy in policies:
         policy.close()
-    assert torch.equal(state.take(), flat_of(one))
+    assert torch.equal(state.pull(), flat_of(one))
 
 
 def test_threads_learn_together() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from rowstead.fleet.dense_server_state import DenseServerState, LocalDenseServer
 from rowstead.spec.errors import SpecError
 from rowstead.spec.sync import SyncSpec
-from rowstead.training.sync import AllReduce, Easgd, PublishParameters, Shadow, Unsynchronised, policies_for
+from rowstead.training.sync import AllReduce, Easgd, PublishParameters, Shadow, Unsynchronised, build_policies
 from rowstead.training.sync_base import DenseServer
 from tests.small_runs import wait_until
 from tests.training.bowls import Trainer, together
@@ -29,9 +29,9 @@ def test_easgd_follows_the_path_worked_out_by_hand() -> None:
     expected = [(2.0, 0.0, -2.0, 0.0), (2.0, 1.0, -1.5, -0.5), (1.75, 0.75, -1.625, -0.375)]
     for x_one, c_one, x_two, c_two in expected:
         one.step()
-        assert (one.x, state.take().tolist()) == ([x_one], [c_one])
+        assert (one.x, state.pull().tolist()) == ([x_one], [c_one])
         two.step()
-        assert (two.x, state.take().tolist()) == ([x_two], [c_two])
+        assert (two.x, state.pull().tolist()) == ([x_two], [c_two])
 
 
 @settings(deadline=None, max_examples=40)
@@ -59,21 +59,21 @@ def test_easgd_is_algorithm_1_of_its_paper_in_any_order(
         x[i] = x[i] - lr * (before - torch.tensor(targets[i], dtype=torch.float64))
         clocks[i] += 1
         torch.testing.assert_close(trainers[i].bowl.x.detach(), x[i], rtol=0, atol=1e-12)
-        torch.testing.assert_close(state.take(), centre, rtol=0, atol=1e-12)
+        torch.testing.assert_close(state.pull(), centre, rtol=0, atol=1e-12)
 
 
 def test_a_shadow_by_easgd_moves_both_ends_by_the_same_share() -> None:
     state = DenseServerState()
-    state.give(torch.tensor([0.0], dtype=torch.float64))
+    state.push(torch.tensor([0.0], dtype=torch.float64))
     policy = Shadow(LocalDenseServer(state, "trainer-0"), rule="easgd", alpha=0.25, period=1_000_000)
     trainer = Trainer(policy, target=[8.0])
     trainer.step()  # x = 4
     policy.exchange()  # e = 1
-    assert (trainer.x, state.take().tolist()) == ([3.0], [1.0])
+    assert (trainer.x, state.pull().tolist()) == ([3.0], [1.0])
     policy.exchange()  # e = 0.5
-    assert (trainer.x, state.take().tolist()) == ([2.5], [1.5])
+    assert (trainer.x, state.pull().tolist()) == ([2.5], [1.5])
     policy.close()
-    assert (trainer.x, state.take().tolist()) == ([2.5], [2.5]), "the model is what the only trainer has"
+    assert (trainer.x, state.pull().tolist()) == ([2.5], [2.5]), "the model is what the only trainer has"
 
 
 def shadows(
@@ -95,7 +95,7 @@ def test_a_shadow_by_model_averaging_moves_trainers_towards_their_mean() -> None
     state, trainers, policies = shadows("average", alpha=0.5)
     together(*(policy.exchange for policy in policies))  # the mean is 1
     assert [trainer.x for trainer in trainers] == [[2.5], [-0.5]]
-    assert state.take().tolist() == [1.0]
+    assert state.pull().tolist() == [1.0]
     together(*(policy.exchange for policy in policies))
     assert [trainer.x for trainer in trainers] == [[1.75], [0.25]]
     together(*(policy.close for policy in policies))
@@ -105,25 +105,25 @@ def test_a_shadow_by_bmuf_moves_the_centre_with_momentum() -> None:
     state, trainers, policies = shadows("bmuf", alpha=1.0, momentum=0.5, lr=0.5)
     # d <- d / 2 + (mean - c) / 2, c <- c + d, x <- c
     together(*(policy.exchange for policy in policies))  # mean 1: d = 0.5
-    assert state.take().tolist() == [0.5]
+    assert state.pull().tolist() == [0.5]
     assert [trainer.x for trainer in trainers] == [[0.5], [0.5]]
     for trainer in trainers:
         trainer.step()  # 4.25 and -1.75, whose mean is 1.25
     together(*(policy.exchange for policy in policies))  # d = 0.25 + 0.375
-    assert state.take().tolist() == [1.125]
+    assert state.pull().tolist() == [1.125]
     assert [trainer.x for trainer in trainers] == [[1.125], [1.125]]
     together(*(policy.close for policy in policies))
 
 
 def test_steps_made_while_a_shadow_exchanges_stay() -> None:
     class Slow(LocalDenseServer):
-        def elastic(self, local: Tensor, alpha: float) -> Tensor:
-            moved = super().elastic(local, alpha)
+        def elastic_average(self, local: Tensor, alpha: float) -> Tensor:
+            moved = super().elastic_average(local, alpha)
             trainer.step()  # what the trainer does meanwhile
             return moved
 
     state = DenseServerState()
-    state.give(torch.tensor([0.0], dtype=torch.float64))
+    state.push(torch.tensor([0.0], dtype=torch.float64))
     policy = Shadow(Slow(state, "trainer-0"), rule="easgd", alpha=0.5, period=1_000_000)
     trainer = Trainer(policy, target=[8.0])
     trainer.step()  # x = 4
@@ -135,9 +135,9 @@ def test_a_shadow_exchanges_by_itself_and_stops_nobody() -> None:
     held = threading.Event()
 
     class Held(LocalDenseServer):
-        def elastic(self, local: Tensor, alpha: float) -> Tensor:
+        def elastic_average(self, local: Tensor, alpha: float) -> Tensor:
             assert held.wait(60)
-            return super().elastic(local, alpha)
+            return super().elastic_average(local, alpha)
 
     state = DenseServerState()
     policy = Shadow(Held(state, "trainer-0"), rule="easgd", alpha=0.5, period=2)
@@ -157,7 +157,7 @@ def test_a_shadow_exchanges_by_itself_and_stops_nobody() -> None:
 def test_every_thread_of_a_trainer_counts_for_its_shadow() -> None:
     state = DenseServerState()
     spec = SyncSpec(mode="shadow", period=4)
-    first, second = policies_for(
+    first, second = build_policies(
         spec, lambda thread: LocalDenseServer(state, f"trainer-0.{thread}"), num_trainers=2, num_threads=2
     )
     trainer = Trainer(first, target=[1.0])
@@ -183,7 +183,7 @@ def test_allreduce_of_two_halves_is_one_trainer_with_the_whole() -> None:
     for trainer in trainers:
         assert abs(trainer.x[0] - whole.x[0]) < 1e-14
     together(*(trainer.policy.close for trainer in trainers))
-    assert abs(state.take().item() - whole.x[0]) < 1e-14
+    assert abs(state.pull().item() - whole.x[0]) < 1e-14
 
 
 def test_trainers_with_unequal_numbers_of_steps_end() -> None:
@@ -222,8 +222,8 @@ def test_a_recipe_chooses_the_policy(mode: str, rule: str, kind: type) -> None:
         return LocalDenseServer(DenseServerState(), f"trainer-0.{thread}")
 
     spec = SyncSpec(mode=mode, rule=rule)  # type: ignore[arg-type]
-    assert isinstance(policies_for(spec, centre_of, num_trainers=2)[0], kind)
-    assert isinstance(policies_for(spec, centre_of, num_trainers=1)[0], PublishParameters)
+    assert isinstance(build_policies(spec, centre_of, num_trainers=2)[0], kind)
+    assert isinstance(build_policies(spec, centre_of, num_trainers=1)[0], PublishParameters)
 
 
 def test_several_trainers_without_synchronisation_are_refused() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from rowstead.fleet.dense_server_state import DenseServerState, LocalDenseServer
 from rowstead.spec.sync import SyncSpec
 from rowstead.training.flat_parameters import FlatReplica
-from rowstead.training.sync import KEEP_EVERY, OPTIMIZER, Easgd, PublishParameters, policies_for
+from rowstead.training.sync import OPTIMIZER, SAVE_STATE_EVERY, Easgd, PublishParameters, build_policies
 from rowstead.training.sync_base import DenseServerUnavailable
 from tests.training.bowls import Bowl, Trainer, together
 
@@ -20,7 +20,7 @@ def test_a_trainer_that_comes_later_takes_the_centres_parameters() -> None:
     for _ in range(5):
         first.step()
     later = Trainer(Easgd(LocalDenseServer(state, "trainer-1"), alpha=0.5, period=1), target=[4.0], start=[100.0])
-    assert later.x == state.take().tolist() != [100.0]
+    assert later.x == state.pull().tolist() != [100.0]
 
 
 def test_adam_goes_on_in_another_trainer_as_in_the_first() -> None:
@@ -32,7 +32,7 @@ def test_adam_goes_on_in_another_trainer_as_in_the_first() -> None:
         adam[0].step()
     centre = LocalDenseServer(DenseServerState(), "trainer-0")
     PublishParameters(centre, period=1).begin(FlatReplica(modules[0], adam[0]))
-    centre.keep(OPTIMIZER, FlatReplica(modules[0], adam[0]).optimizer_state())
+    centre.save_state(OPTIMIZER, FlatReplica(modules[0], adam[0]).optimizer_state())
     PublishParameters(centre, period=1).begin(FlatReplica(modules[1], adam[1]))
     for module, optimizer in zip(modules, adam, strict=True):
         optimizer.zero_grad()
@@ -46,10 +46,10 @@ class Flaky(LocalDenseServer):
 
     is_gone = False
 
-    def elastic(self, local: Tensor, alpha: float) -> Tensor:
+    def elastic_average(self, local: Tensor, alpha: float) -> Tensor:
         if self.is_gone:
             raise DenseServerUnavailable("gone")
-        return super().elastic(local, alpha)
+        return super().elastic_average(local, alpha)
 
     def join(self, parameters: Tensor) -> Tensor:
         if self.is_gone:
@@ -67,16 +67,16 @@ def test_a_trainer_goes_on_alone_while_the_centre_is_gone_and_returns_to_it() ->
     alone = trainer.x[0]
     trainer.step()
     assert trainer.x == [alone - 0.5 * (alone - 8.0)], "a plain step"
-    assert policy.num_alone == 1
+    assert policy.num_missed == 1
     centre.is_gone = False
     trainer.step()
     assert policy.num_exchanges == 2
-    assert state.take().item() != 0.0
+    assert state.pull().item() != 0.0
 
 
 def test_a_trainer_that_could_not_join_joins_when_it_can() -> None:
     state = DenseServerState()
-    state.give(torch.tensor([7.0], dtype=torch.float64))
+    state.push(torch.tensor([7.0], dtype=torch.float64))
     centre = Flaky(state, "trainer-0")
     centre.is_gone = True
     trainer = Trainer(Easgd(centre, alpha=0.5, period=1), target=[7.0], start=[100.0])
@@ -84,7 +84,7 @@ def test_a_trainer_that_could_not_join_joins_when_it_can() -> None:
     centre.is_gone = False
     trainer.step()
     assert abs(trainer.x[0]) < 50, "it has taken the centre's parameters before its own went there"
-    assert state.take().tolist() == [7.0]
+    assert state.pull().tolist() == [7.0]
 
 
 def test_the_model_is_the_mean_of_what_trainers_end_with() -> None:
@@ -98,35 +98,35 @@ def test_the_model_is_the_mean_of_what_trainers_end_with() -> None:
             trainer.step()
     for trainer in trainers[:2]:
         trainer.policy.close()
-    assert state.take().item() == pytest.approx((trainers[0].x[0] + trainers[1].x[0]) / 2, abs=1e-15)
+    assert state.pull().item() == pytest.approx((trainers[0].x[0] + trainers[1].x[0]) / 2, abs=1e-15)
     again = Trainer(Easgd(LocalDenseServer(state, "trainer-1"), alpha=0.1, period=3), target=[1.0])  # it has come back
     again.policy.close()
     trainers[2].policy.close()
-    assert state.take().item() == pytest.approx((trainers[0].x[0] + again.x[0] + trainers[2].x[0]) / 3, abs=1e-15)
+    assert state.pull().item() == pytest.approx((trainers[0].x[0] + again.x[0] + trainers[2].x[0]) / 3, abs=1e-15)
 
 
 def test_threads_of_one_trainer_leave_its_parameters_with_the_centre_whatever_the_numbers_of_their_steps() -> None:
     state = DenseServerState()
     spec = SyncSpec(period=1)
-    policy, _ = policies_for(spec, lambda _: LocalDenseServer(state, "trainer-0.0"), num_trainers=1, num_threads=2)
+    policy, _ = build_policies(spec, lambda _: LocalDenseServer(state, "trainer-0.0"), num_trainers=1, num_threads=2)
     trainer = Trainer(policy, target=[1.0])
-    for step in range(1, 2 * KEEP_EVERY, 2):  # the even ones go to the other thread
+    for step in range(1, 2 * SAVE_STATE_EVERY, 2):  # the even ones go to the other thread
         policy.after_step(step)
-        if step < KEEP_EVERY:
+        if step < SAVE_STATE_EVERY:
             trainer.bowl.x.data.fill_(float(step))
     assert isinstance(policy, PublishParameters)
     assert policy.num_exchanges == 2
-    assert state.take().tolist() == [KEEP_EVERY - 1]
+    assert state.pull().tolist() == [SAVE_STATE_EVERY - 1]
 
 
 def test_one_trainer_leaves_its_exact_parameters_with_the_centre() -> None:
     state = DenseServerState()
-    (policy,) = policies_for(SyncSpec(), lambda _: LocalDenseServer(state, "trainer-0"), num_trainers=1)
+    (policy,) = build_policies(SyncSpec(), lambda _: LocalDenseServer(state, "trainer-0"), num_trainers=1)
     trainer = Trainer(policy, target=[0.7, 0.1], start=[0.0, 0.0], lr=0.3)
     for _ in range(7):
         trainer.step()
     policy.close()
-    assert state.take().tolist() == trainer.x
+    assert state.pull().tolist() == trainer.x
 
 
 @pytest.mark.parametrize(
@@ -141,11 +141,11 @@ def test_one_trainer_leaves_its_exact_parameters_with_the_centre() -> None:
 def test_nobody_waits_for_a_trainer_that_has_nothing_to_train_on(spec: SyncSpec) -> None:
     state = DenseServerState(deadline_s=600.0)
     policies = [
-        policies_for(spec, lambda _, i=i: LocalDenseServer(state, f"trainer-{i}.0"), num_trainers=2)[0] for i in range(2)
+        build_policies(spec, lambda _, i=i: LocalDenseServer(state, f"trainer-{i}.0"), num_trainers=2)[0] for i in range(2)
     ]  # type: ignore[misc]
     busy, idle = (Trainer(policy, target=[1.0], lr=0.1) for policy in policies)
     together(busy.step, idle.step)
-    policies[1].rest()
+    policies[1].pause()
 
     def go_on() -> None:
         for _ in range(5):

@@ -5,17 +5,22 @@ states: held by a trainer, to be handed out again, or done. Only the first two a
 reading gives the batch once more, so that the book stays as small as what is under way.
 
 Each change is also an event, a short list that JSON can hold. The same events, applied to an empty book or to one that was
-restored from `to_plain`, lead to the same state: that is how a reader that was killed knows what it had handed out.
+restored from `to_json`, lead to the same state: that is how a reader that was killed knows what it had handed out.
 """
 
 from __future__ import annotations
 
+import json
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rowstead.data.source import Cursor
+from rowstead.records.files import write_atomic
+from rowstead.spec.errors import RowsteadError
 
 Event = list[Any]
 
@@ -39,10 +44,10 @@ class Holder:
 
 
 class BatchAssignments:
-    """The book of one reader. `log` hears of every event."""
+    """The book of one reader. `on_event` hears of every event."""
 
-    def __init__(self, log: Callable[[Event], None] = lambda event: None) -> None:
-        self.log = log
+    def __init__(self, on_event: Callable[[Event], None] = lambda event: None) -> None:
+        self.on_event = on_event
         self.next_number = 0
         """The batch that was never handed out and comes next."""
         self.next_epoch = 0
@@ -60,17 +65,17 @@ class BatchAssignments:
         """Bad rows left out, of the epochs that were handed out to their end."""
         self._epoch_samples = 0
         self._held: dict[int, tuple[Holder, AssignedBatch]] = {}
-        self._again: dict[int, tuple[bool, AssignedBatch]] = {}
+        self._to_reassign: dict[int, tuple[bool, AssignedBatch]] = {}
         """Whether somebody may have trained on the batch before, and where it begins."""
-        self._lives: dict[str, int] = {}
-        self._turns: dict[Holder, int] = {}
+        self._incarnations: dict[str, int] = {}
+        self._sequences: dict[Holder, int] = {}
         self._apply: dict[str, Callable[..., None]] = {
-            "new": self._on_new,
-            "again": self._on_again,
+            "assign": self._on_assign,
+            "reassign": self._on_reassign,
             "done": self._on_done,
-            "back": self._on_back,
+            "keep": self._on_keep,
             "lost": self._on_lost,
-            "gone": self._on_gone,
+            "release": self._on_release,
             "epoch": self._on_epoch,
         }
 
@@ -84,70 +89,70 @@ class BatchAssignments:
         return dict(Counter(holder.name for holder, _ in self._held.values()))
 
     @property
-    def again(self) -> dict[int, AssignedBatch]:
+    def to_reassign(self) -> dict[int, AssignedBatch]:
         """Batches to be handed out again, in the order of the log."""
-        return {number: self._again[number][1] for number in sorted(self._again)}
+        return {number: self._to_reassign[number][1] for number in sorted(self._to_reassign)}
 
     @property
     def first_lost(self) -> int | None:
         """The first batch that was lost on its way: later ones wait for it, so that a trainer alone sees the log in order."""
-        return min((number for number, (may_repeat, _) in self._again.items() if not may_repeat), default=None)
+        return min((number for number, (may_repeat, _) in self._to_reassign.items() if not may_repeat), default=None)
 
     @property
-    def is_settled(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether everything that was handed out is done."""
-        return not self._held and not self._again
+        return not self._held and not self._to_reassign
 
     @property
     def num_epochs_done(self) -> int:
         """Epochs of which every batch is done."""
-        under_way = [entry.epoch for _, entry in (*self._held.values(), *self._again.values())]
+        under_way = [entry.epoch for _, entry in (*self._held.values(), *self._to_reassign.values())]
         return min(under_way, default=self.next_epoch)
 
     def is_replaced(self, holder: Holder) -> bool:
         """Whether a later life of this trainer has been heard of."""
-        return holder.incarnation < self._lives.get(holder.name, holder.incarnation)
+        return holder.incarnation < self._incarnations.get(holder.name, holder.incarnation)
 
-    def settle(self, holder: Holder, turn: int, have: Sequence[int], done: Sequence[int]) -> bool:
-        """Take in what a trainer says with its request number `turn`: all that it has and is not done with, and what is done.
+    def acknowledge(self, holder: Holder, sequence: int, held: Sequence[int], done: Sequence[int]) -> bool:
+        """Take in what a trainer says with its request number `sequence`: all that it has and is not done with, and what is done.
 
         What the book has with this trainer, and it neither has nor did, was lost on its way. What an earlier life of the
         trainer held is to be handed out again. False where the request is older than one already taken in: then it means nothing.
         """
         assert not self.is_replaced(holder)
-        if turn < self._turns.get(holder, turn):
+        if sequence < self._sequences.get(holder, sequence):
             return False
-        self._turns[holder] = turn
+        self._sequences[holder] = sequence
         self._release(lambda other: other.name == holder.name and other != holder)
-        self._lives[holder.name] = holder.incarnation
+        self._incarnations[holder.name] = holder.incarnation
         # Done is done, also where the trainer was taken for gone meanwhile, whoever has the batch now.
-        finished = [number for number in dict.fromkeys(done) if number in self._held or number in self._again]
+        finished = [number for number in dict.fromkeys(done) if number in self._held or number in self._to_reassign]
         if finished:
             self._do(["done", finished])
-        kept = set(have)
-        back = [number for number in sorted(kept) if number in self._again]
+        kept = set(held)
+        back = [number for number in sorted(kept) if number in self._to_reassign]
         if back:  # it was taken for gone, wrongly
-            self._do(["back", holder.name, holder.incarnation, back])
+            self._do(["keep", holder.name, holder.incarnation, back])
         lost = [number for number, (other, _) in self._held.items() if other == holder and number not in kept]
         if lost:
             self._do(["lost", sorted(lost)])
         return True
 
-    def hand_new(self, holder: Holder, num_samples: int, cursor: Cursor) -> int:
+    def assign_next(self, holder: Holder, num_samples: int, cursor: Cursor) -> int:
         """Give the next batch to a trainer; `cursor` is where the one after it begins. Returns its number."""
-        self._do(["new", holder.name, holder.incarnation, num_samples, cursor])
+        self._do(["assign", holder.name, holder.incarnation, num_samples, cursor])
         return self.next_number - 1
 
-    def hand_again(self, holder: Holder, number: int) -> None:
+    def reassign(self, holder: Holder, number: int) -> None:
         """Give a batch to a trainer that was handed out before."""
-        assert number in self._again
-        self._do(["again", holder.name, holder.incarnation, number])
+        assert number in self._to_reassign
+        self._do(["reassign", holder.name, holder.incarnation, number])
 
     def leave(self, holder: Holder) -> None:
         """A trainer goes: what it still holds is to be handed out again."""
         self._release(lambda other: other == holder)
 
-    def keep_only(self, names: Iterable[str]) -> None:
+    def set_alive(self, names: Iterable[str]) -> None:
         """The trainers that live: what all others hold is to be handed out again."""
         alive = set(names)
         self._release(lambda holder: holder.name not in alive)
@@ -163,21 +168,21 @@ class BatchAssignments:
     def _release(self, is_gone: Callable[[Holder], bool]) -> None:
         numbers = sorted(number for number, (holder, _) in self._held.items() if is_gone(holder))
         if numbers:
-            self._do(["gone", numbers])
+            self._do(["release", numbers])
 
     def _do(self, event: Event) -> None:
         self.replay(event)
-        self.log(event)
+        self.on_event(event)
 
-    def _on_new(self, name: str, incarnation: int, num_samples: int, cursor: Cursor) -> None:
+    def _on_assign(self, name: str, incarnation: int, num_samples: int, cursor: Cursor) -> None:
         self._hold(self.next_number, Holder(name, incarnation), AssignedBatch(self.next_epoch, self.next_cursor, num_samples))
         self.next_number += 1
         self.next_cursor = cursor
         self.num_samples += num_samples
         self._epoch_samples += num_samples
 
-    def _on_again(self, name: str, incarnation: int, number: int) -> None:
-        may_repeat, entry = self._again.pop(number)
+    def _on_reassign(self, name: str, incarnation: int, number: int) -> None:
+        may_repeat, entry = self._to_reassign.pop(number)
         self._hold(number, Holder(name, incarnation), entry)
         if may_repeat:
             self.num_repeated += 1
@@ -187,53 +192,55 @@ class BatchAssignments:
 
     def _hold(self, number: int, holder: Holder, entry: AssignedBatch) -> None:
         self._held[number] = holder, entry
-        self._lives[holder.name] = max(holder.incarnation, self._lives.get(holder.name, holder.incarnation))
+        self._incarnations[holder.name] = max(holder.incarnation, self._incarnations.get(holder.name, holder.incarnation))
 
     def _on_done(self, numbers: Sequence[int]) -> None:
         for number in numbers:
             if self._held.pop(number, None) is None:
-                del self._again[number]
+                del self._to_reassign[number]
         self.num_done += len(numbers)
 
-    def _on_back(self, name: str, incarnation: int, numbers: Sequence[int]) -> None:
+    def _on_keep(self, name: str, incarnation: int, numbers: Sequence[int]) -> None:
         for number in numbers:
-            self._hold(number, Holder(name, incarnation), self._again.pop(number)[1])
+            self._hold(number, Holder(name, incarnation), self._to_reassign.pop(number)[1])
 
     def _on_lost(self, numbers: Sequence[int]) -> None:
         for number in numbers:
-            self._again[number] = False, self._held.pop(number)[1]
+            self._to_reassign[number] = False, self._held.pop(number)[1]
 
-    def _on_gone(self, numbers: Sequence[int]) -> None:
+    def _on_release(self, numbers: Sequence[int]) -> None:
         for number in numbers:
-            self._again[number] = True, self._held.pop(number)[1]
+            self._to_reassign[number] = True, self._held.pop(number)[1]
 
     def _on_epoch(self, num_rows: int) -> None:
         self.num_skipped += num_rows - self._epoch_samples
         self.next_epoch += 1
         self.next_cursor, self._epoch_samples = None, 0
 
-    def to_plain(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """All of it, for JSON; requests under way are no part of it."""
         return {
-            **{name: getattr(self, attribute) for name, attribute in _FACTS.items()},
+            **{name: getattr(self, attribute) for name, attribute in _COUNTERS.items()},
             "held": [[n, h.name, h.incarnation, e.epoch, e.cursor, e.num_samples] for n, (h, e) in self._held.items()],
-            "again": [[n, may_repeat, e.epoch, e.cursor, e.num_samples] for n, (may_repeat, e) in self._again.items()],
+            "to_reassign": [
+                [n, may_repeat, e.epoch, e.cursor, e.num_samples] for n, (may_repeat, e) in self._to_reassign.items()
+            ],
         }
 
     @classmethod
-    def from_plain(cls, plain: dict[str, Any]) -> BatchAssignments:
-        """The book that `to_plain` gave."""
-        book = cls()
-        for name, attribute in _FACTS.items():
-            setattr(book, attribute, plain[name])
-        for number, name, incarnation, *entry in plain["held"]:
-            book._hold(number, Holder(name, incarnation), AssignedBatch(*entry))
-        for number, may_repeat, *entry in plain["again"]:
-            book._again[number] = may_repeat, AssignedBatch(*entry)
-        return book
+    def from_json(cls, content: dict[str, Any]) -> BatchAssignments:
+        """The book that `to_json` gave."""
+        assignments = cls()
+        for name, attribute in _COUNTERS.items():
+            setattr(assignments, attribute, content[name])
+        for number, name, incarnation, *entry in content["held"]:
+            assignments._hold(number, Holder(name, incarnation), AssignedBatch(*entry))
+        for number, may_repeat, *entry in content["to_reassign"]:
+            assignments._to_reassign[number] = may_repeat, AssignedBatch(*entry)
+        return assignments
 
 
-_FACTS = {
+_COUNTERS = {
     name.lstrip("_"): name
     for name in (
         "next_number",
@@ -248,3 +255,71 @@ _FACTS = {
         "_epoch_samples",
     )
 }
+
+
+_COMPACT_BYTES = 1 << 20
+
+
+class AssignmentLog:
+    """A book and its file. `identity` says of which reading it is; a file of another one is refused."""
+
+    def __init__(self, path: Path, identity: dict[str, Any]) -> None:
+        self._path, self._identity = path, identity
+        self._new: list[Event] = []
+        self._file: int | None = None
+        self.assignments = self._restore() if path.exists() else BatchAssignments()
+        self.assignments.on_event = self._new.append
+        self._write_whole()
+
+    def flush(self) -> None:
+        """Put what has changed into the file; only then may it be told to anybody."""
+        if not self._new:
+            return
+        assert self._file is not None
+        lines = b"".join(_line(event) for event in self._new)
+        self._new.clear()
+        try:
+            while lines:
+                written = os.write(self._file, lines)
+                self._num_bytes += written
+                lines = lines[written:]
+            if self._num_bytes > _COMPACT_BYTES:
+                self._write_whole()
+        except OSError as error:
+            raise RowsteadError(f"{self._path} cannot be written, so nothing more is handed out: {error}") from None
+
+    def close(self) -> None:
+        """Let go of the file; harmless when closed."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _write_whole(self) -> None:
+        self.close()
+        content = _line({"share": self._identity, "assignments": self.assignments.to_json()})
+        write_atomic(self._path, content)
+        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
+        self._num_bytes = len(content)
+
+    def _restore(self) -> BatchAssignments:
+        whole, _, _ = self._path.read_bytes().rpartition(b"\n")
+        try:
+            first, *events = [json.loads(line) for line in whole.splitlines()]
+            identity, assignments = first["share"], BatchAssignments.from_json(first["assignments"])
+            if identity == self._identity:
+                for event in events:
+                    assignments.replay(event)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RowsteadError(
+                f"{self._path} cannot be read as the progress of a reader ({error}): remove it to begin anew"
+            ) from None
+        if identity != self._identity:
+            raise RowsteadError(
+                f"{self._path} is the progress of another reading: {identity} instead of {self._identity}. Start the reader "
+                "as it was started first, or remove the file to begin anew"
+            )
+        return assignments
+
+
+def _line(content: Any) -> bytes:
+    return json.dumps(content, separators=(",", ":")).encode() + b"\n"

@@ -129,7 +129,7 @@ class Connections:
         return {
             "num_bytes_sent": sum(client.num_bytes_sent for client in made),
             "num_bytes_received": sum(client.num_bytes_received for client in made),
-            "num_sent_again": sum(client.num_sent_again for client in made),
+            "num_resent": sum(client.num_resent for client in made),
         }
 
 

@@ -21,7 +21,7 @@ from rowstead.fleet.keys import Keys
 from rowstead.fleet.local_process import environment
 from rowstead.fleet.manual_launch import ManualLauncher, ask_former
 from rowstead.fleet.ray_launch import Needs, RayRoles
-from rowstead.fleet.reader_server import batches_of_readers
+from rowstead.fleet.reader_server import batches_per_reader
 from rowstead.fleet.role_lock import sole_holder
 from rowstead.fleet.role_table import FleetCallback, NoFleetProgress
 from rowstead.fleet.roster import ROLES_FOLDER, ROSTER_FILE
@@ -132,7 +132,7 @@ class Coordinator:
         self._spec, self._fleet, self._folder, self._watcher = spec, fleet_of(spec), folder, callback
         self._sources, self._dtype = sources, dtype
         train = spec.train
-        batches = batches_of_readers(
+        batches = batches_per_reader(
             sources.train.num_samples,
             self._fleet.num_readers,
             batch_size=train.batch_size,
@@ -206,7 +206,7 @@ class Coordinator:
         if self._fleet.start == "here":
             return ForkServer(path, ROLES_MODULE, environ=environment(cores))
         if not (path / KEYS_FILE).exists():
-            Keys.make().save(path / KEYS_FILE)
+            Keys.generate().save(path / KEYS_FILE)
         if self._fleet.start == "by_hand":
             return ManualLauncher(path, self._watcher.on_message)
         needs = dict.fromkeys(KINDS, Needs(num_cpus=self._fleet.ray_cpus))

@@ -34,7 +34,7 @@ class RequestVerdict(Enum):
     """It is running already; its answer goes to whoever asked last."""
     REPEAT = "repeat"
     """It has run; its answer is at hand."""
-    FORGOTTEN = "forgotten"
+    EVICTED = "evicted"
     """It has run, but its answer is no longer kept."""
     STALE = "stale"
     """Nobody waits for it."""
@@ -62,7 +62,7 @@ class RequestDeduplicator:
         self._limits = limits
         self._clients: OrderedDict[int, _Client] = OrderedDict()
         """By incarnation; the one not heard of for longest comes first."""
-        self._kept: OrderedDict[tuple[int, int], int] = OrderedDict()
+        self._reply_bytes: OrderedDict[tuple[int, int], int] = OrderedDict()
         """Bytes of each answer that is kept, by client and number; the oldest first."""
         self.remembered_bytes = 0
         self.num_running = 0
@@ -71,23 +71,23 @@ class RequestDeduplicator:
     def num_clients(self) -> int:
         return len(self._clients)
 
-    def take(self, header: Header, route: bytes) -> tuple[RequestVerdict, list[Buffer] | None]:
+    def admit(self, header: Header, route: bytes) -> tuple[RequestVerdict, list[Buffer] | None]:
         """What to do with a request that came over `route`, and its answer where it has been given before."""
         client = self._clients.get(header.sender)
         if client is None:
-            if not self._make_room():
+            if not self._evict_client():
                 return RequestVerdict.TOO_MANY, None
             client = self._clients[header.sender] = _Client()
         else:
             self._clients.move_to_end(header.sender)
-        self._forget(header.sender, client, max(header.answered_below, header.number - WINDOW))
+        self._drop_acknowledged(header.sender, client, max(header.answered_below, header.number - WINDOW))
         if header.number < client.answered_below:
             return RequestVerdict.STALE, None
         if known := client.requests.get(header.number):
             known.route = route
             if not known.is_done:
                 return RequestVerdict.WAIT, None
-            return (RequestVerdict.FORGOTTEN, None) if known.answer is None else (RequestVerdict.REPEAT, known.answer)
+            return (RequestVerdict.EVICTED, None) if known.answer is None else (RequestVerdict.REPEAT, known.answer)
         if client.num_running >= self._limits.in_flight_per_client:
             return RequestVerdict.TOO_MANY, None
         client.requests[header.number] = _Request(route)
@@ -107,24 +107,24 @@ class RequestDeduplicator:
             del client.requests[number]
             return request.route
         request.answer = answer
-        self._kept[sender, number] = size_of(answer)
-        self.remembered_bytes += self._kept[sender, number]
-        while self.remembered_bytes > self._limits.remembered_bytes and len(self._kept) > 1:
-            (old_sender, old_number), num_bytes = self._kept.popitem(last=False)
+        self._reply_bytes[sender, number] = size_of(answer)
+        self.remembered_bytes += self._reply_bytes[sender, number]
+        while self.remembered_bytes > self._limits.remembered_bytes and len(self._reply_bytes) > 1:
+            (old_sender, old_number), num_bytes = self._reply_bytes.popitem(last=False)
             self.remembered_bytes -= num_bytes
             self._clients[old_sender].requests[old_number].answer = None
         return request.route
 
-    def _forget(self, sender: int, client: _Client, answered_below: int) -> None:
+    def _drop_acknowledged(self, sender: int, client: _Client, answered_below: int) -> None:
         """Drop what the client will not ask for again."""
         if answered_below <= client.answered_below:
             return
         client.answered_below = answered_below
         for number in [number for number, request in client.requests.items() if request.is_done and number < answered_below]:
             del client.requests[number]
-            self.remembered_bytes -= self._kept.pop((sender, number), 0)
+            self.remembered_bytes -= self._reply_bytes.pop((sender, number), 0)
 
-    def _make_room(self) -> bool:
+    def _evict_client(self) -> bool:
         """Forget the client not heard of for longest, where there are as many as may be; one whose requests run stays."""
         if len(self._clients) < self._limits.num_clients:
             return True
@@ -132,5 +132,5 @@ class RequestDeduplicator:
         if idle is None:
             return False
         for number in self._clients.pop(idle).requests:
-            self.remembered_bytes -= self._kept.pop((idle, number), 0)
+            self.remembered_bytes -= self._reply_bytes.pop((idle, number), 0)
         return True

@@ -5,12 +5,12 @@
 | `join` | | parameters | the centre's parameters |
 | `leave` | | | |
 | `finish` | | parameters | |
-| `take` | | | the centre's parameters |
-| `give` | | parameters | |
-| `elastic` | `alpha` | parameters | by how much the centre moved |
+| `pull` | | | the centre's parameters |
+| `push` | | parameters | |
+| `elastic_average` | `alpha` | parameters | by how much the centre moved |
 | `average` | `group` | anything | the mean of the round, once it closes; `round` |
-| `blend` | `momentum`, `lr` | parameters | the centre after the round, once it closes |
-| `keep` | `name` | anything | |
+| `average_parameters` | `momentum`, `lr` | parameters | the centre after the round, once it closes |
+| `save_state` | `name` | anything | |
 | `kept` | `name` | | what was kept, if anything |
 | `members` | `names` | | |
 | `status` | | | how the server does |
@@ -34,23 +34,23 @@ from torch import Tensor
 from rowstead.fleet.deduplication import Caller
 from rowstead.fleet.dense_server_state import PARAMETERS, ROUND_DEADLINE_S, DenseServerState
 from rowstead.fleet.keys import Keys
-from rowstead.fleet.rpc_client import Client, Pending, ServerUnavailable
+from rowstead.fleet.rpc_client import Client, PendingReply, ServerUnavailable
 from rowstead.fleet.rpc_server import DeferredReply, Server
 from rowstead.fleet.wire import Message
 from rowstead.records.files import write_atomic
 from rowstead.spec.errors import RowsteadError
 from rowstead.training.sync_base import DenseServerUnavailable
 
-EXCHANGE_S = 5.0
+EXCHANGE_TIMEOUT_S = 5.0
 """Seconds that a trainer waits for the centre before it goes on alone."""
-JOIN_S = 30.0
+JOIN_TIMEOUT_S = 30.0
 """Seconds that it waits when it begins, as it cannot do well without the common parameters, and when it hands over its last."""
-PROBE_S = 24 * 3600.0
+PROBE_TIMEOUT_S = 24 * 3600.0
 """Seconds of waiting after which a question to a server that is gone is asked anew."""
 SNAPSHOT_EVERY_S = 5.0
 """Dense parameters are few: they are written often."""
-_LOOK_EVERY_S = 0.05
-_KEPT, _FINISHED = "kept.", "finished."
+_CHECK_EVERY_S = 0.05
+_SAVED, _FINISHED = "kept.", "finished."
 _log = logging.getLogger("rowstead.fleet")
 
 
@@ -73,23 +73,23 @@ class DenseServerProcess:
         self._snapshot, self._every_s = snapshot, snapshot_every_s
         self._writing = threading.Lock()
         if snapshot is not None and snapshot.exists():
-            restore(self.state, snapshot.read_bytes())
+            restore_snapshot(self.state, snapshot.read_bytes())
         handlers: dict[str, Callable[[Message, Caller], Message | DeferredReply]] = {
             "join": self._join,
             "leave": self._leave,
             "finish": self._finish,
-            "take": self._take,
-            "give": self._give,
-            "elastic": self._elastic,
+            "pull": self._pull,
+            "push": self._push,
+            "elastic_average": self._elastic_average,
             "average": self._average,
-            "blend": self._blend,
-            "keep": self._keep,
-            "kept": self._kept,
+            "average_parameters": self._average_parameters,
+            "save_state": self._save_state,
+            "load_state": self._load_state,
             "members": self._members,
         }
-        self.server = Server(handlers, address=address, keys=keys, name=name, status=self.facts)
-        self._ends = threading.Event()
-        self._watch = threading.Thread(target=self._look, name=f"{name}-watch", daemon=True)
+        self.server = Server(handlers, address=address, keys=keys, name=name, status=self.status)
+        self._stopping = threading.Event()
+        self._watch_thread = threading.Thread(target=self._check_regularly, name=f"{name}-watch", daemon=True)
 
     @property
     def address(self) -> str:
@@ -98,27 +98,27 @@ class DenseServerProcess:
 
     def start(self) -> DenseServerProcess:
         """Serve in a thread."""
-        self._watch.start()
+        self._watch_thread.start()
         self.server.start()
         return self
 
     def serve(self, until: Callable[[], bool]) -> None:
         """Serve in this thread."""
-        self._watch.start()
+        self._watch_thread.start()
         self.server.serve(until)
 
     def close(self) -> None:
         """End, with the last state on disk."""
-        self._ends.set()
-        if self._watch.is_alive():
-            self._watch.join()
+        self._stopping.set()
+        if self._watch_thread.is_alive():
+            self._watch_thread.join()
         self.server.close()
         self.write()
 
     def write(self) -> None:
         """Keep the centre as it is now on disk, where there is a file for it; a disk that is full stops nobody."""
         with self._writing:
-            if self._snapshot is None or (content := snapshot_of(self.state)) is None:
+            if self._snapshot is None or (content := encode_snapshot(self.state)) is None:
                 return
             try:
                 self._snapshot.parent.mkdir(parents=True, exist_ok=True)
@@ -128,7 +128,7 @@ class DenseServerProcess:
                 self.num_snapshots_failed += 1
                 _log.warning("the snapshot %s cannot be written: %s", self._snapshot, error)
 
-    def facts(self) -> dict[str, Any]:
+    def status(self) -> dict[str, Any]:
         """What `status` tells besides what every server does."""
         state = self.state
         return {
@@ -141,12 +141,12 @@ class DenseServerProcess:
             "num_snapshots_failed": self.num_snapshots_failed,
         }
 
-    def _look(self) -> None:
+    def _check_regularly(self) -> None:
         """Close rounds that are late, and write snapshots, until the end."""
         since_s = 0.0
-        while not self._ends.wait(_LOOK_EVERY_S):
-            self.state.close_late()
-            since_s += _LOOK_EVERY_S
+        while not self._stopping.wait(_CHECK_EVERY_S):
+            self.state.close_overdue()
+            since_s += _CHECK_EVERY_S
             if since_s >= self._every_s:
                 since_s = 0.0
                 self.write()
@@ -169,41 +169,41 @@ class DenseServerProcess:
         self.write()  # it will not come again: a restart that did not know its parameters would leave them out of the model
         return Message("finish")
 
-    def _take(self, message: Message, caller: Caller) -> Message:
-        return Message("take", tensors=[self.state.take()])
+    def _pull(self, message: Message, caller: Caller) -> Message:
+        return Message("pull", tensors=[self.state.pull()])
 
-    def _give(self, message: Message, caller: Caller) -> Message:
-        self.state.give(_flat(message))
-        return Message("give")
+    def _push(self, message: Message, caller: Caller) -> Message:
+        self.state.push(_flat(message))
+        return Message("push")
 
-    def _elastic(self, message: Message, caller: Caller) -> Message:
-        return Message("elastic", tensors=[self.state.elastic(_flat(message), _number(message, "alpha"))])
+    def _elastic_average(self, message: Message, caller: Caller) -> Message:
+        return Message("elastic_average", tensors=[self.state.elastic_average(_flat(message), _number(message, "alpha"))])
 
     def _average(self, message: Message, caller: Caller) -> DeferredReply:
         group = message.facts.get("group")
         if not isinstance(group, str) or not group or group == PARAMETERS:
             raise RowsteadError("`group` must be a word, and not that of the parameters")
-        return self._enter(group, message, caller)
+        return self._enter_round(group, message, caller)
 
-    def _blend(self, message: Message, caller: Caller) -> DeferredReply:
-        return self._enter(PARAMETERS, message, caller, momentum=_number(message, "momentum"), lr=_number(message, "lr"))
+    def _average_parameters(self, message: Message, caller: Caller) -> DeferredReply:
+        return self._enter_round(PARAMETERS, message, caller, momentum=_number(message, "momentum"), lr=_number(message, "lr"))
 
-    def _enter(self, group: str, message: Message, caller: Caller, **rule: float) -> DeferredReply:
-        later = DeferredReply()
+    def _enter_round(self, group: str, message: Message, caller: Caller, **rule: float) -> DeferredReply:
+        reply = DeferredReply()
 
-        def told(result: Tensor, number: int) -> None:
-            later.answer(Message("round", {"round": number}, [result]))
+        def on_close(result: Tensor, number: int) -> None:
+            reply.send(Message("round", {"round": number}, [result]))
 
-        self.state.enter(group, caller.name, _flat(message), told, **rule)
-        return later
+        self.state.enter_round(group, caller.name, _flat(message), on_close, **rule)
+        return reply
 
-    def _keep(self, message: Message, caller: Caller) -> Message:
-        self.state.kept[_name(message)] = _flat(message)
-        return Message("keep")
+    def _save_state(self, message: Message, caller: Caller) -> Message:
+        self.state.saved[_name(message)] = _flat(message)
+        return Message("save_state")
 
-    def _kept(self, message: Message, caller: Caller) -> Message:
-        found = self.state.kept.get(_name(message))
-        return Message("kept", tensors=[] if found is None else [found])
+    def _load_state(self, message: Message, caller: Caller) -> Message:
+        found = self.state.saved.get(_name(message))
+        return Message("load_state", tensors=[] if found is None else [found])
 
     def _members(self, message: Message, caller: Caller) -> Message:
         names = message.facts.get("names")
@@ -234,25 +234,25 @@ def _name(message: Message) -> str:
     return name
 
 
-def snapshot_of(state: DenseServerState) -> bytes | None:
+def encode_snapshot(state: DenseServerState) -> bytes | None:
     """All that a restart needs of a centre; none where there is nothing yet."""
-    with state.held():
+    with state.locked():
         if state.parameters is None:
             return None
         tensors = {"parameters": state.parameters.clone()}
-        tensors |= {f"{_KEPT}{name}": value for name, value in state.kept.items()}
+        tensors |= {f"{_SAVED}{name}": value for name, value in state.saved.items()}
         tensors |= {f"{_FINISHED}{name}": value for name, value in state.finished.items()}
     return safetensors.torch.save(tensors)
 
 
-def restore(state: DenseServerState, content: bytes) -> None:
-    """Begin with what `snapshot_of` gave: parameters that the first trainer with newer ones replaces."""
+def restore_snapshot(state: DenseServerState, content: bytes) -> None:
+    """Begin with what `encode_snapshot` gave: parameters that the first trainer with newer ones replaces."""
     try:
         tensors = safetensors.torch.load(content)
     except safetensors.SafetensorError as error:
         raise RowsteadError(f"the dense server's snapshot cannot be read: {error}. Remove it to begin without") from None
-    state.parameters, state.is_old = tensors.pop("parameters"), True
-    state.kept = {name.removeprefix(_KEPT): value for name, value in tensors.items() if name.startswith(_KEPT)}
+    state.parameters, state.is_stale = tensors.pop("parameters"), True
+    state.saved = {name.removeprefix(_SAVED): value for name, value in tensors.items() if name.startswith(_SAVED)}
     state.finished = {name.removeprefix(_FINISHED): value for name, value in tensors.items() if name.startswith(_FINISHED)}
 
 
@@ -262,44 +262,46 @@ class DenseServerClient:
     When the server is gone every call raises DenseServerUnavailable, at once after the first, until the server answers again.
     """
 
-    def __init__(self, client: Client, *, exchange_s: float = EXCHANGE_S, join_s: float = JOIN_S) -> None:
-        self._client, self._exchange_s, self._join_s = client, exchange_s, join_s
-        self._probe: Pending | None = None
+    def __init__(
+        self, client: Client, *, exchange_timeout_s: float = EXCHANGE_TIMEOUT_S, join_timeout_s: float = JOIN_TIMEOUT_S
+    ) -> None:
+        self._client, self._exchange_timeout_s, self._join_timeout_s = client, exchange_timeout_s, join_timeout_s
+        self._probe: PendingReply | None = None
         """A question to a server that was gone; it is back when this is answered."""
 
     def join(self, parameters: Tensor) -> Tensor:
         is_first_try = self._probe is None
-        deadline_s = self._join_s if is_first_try else None
+        deadline_s = self._join_timeout_s if is_first_try else None
         return self._call("join", {}, [parameters], deadline_s=deadline_s, is_patient=is_first_try).tensors[0]
 
     def leave(self) -> None:
         self._call("leave")
 
     def finish(self, parameters: Tensor) -> None:
-        self._call("finish", {}, [parameters], deadline_s=self._join_s, is_patient=True)
+        self._call("finish", {}, [parameters], deadline_s=self._join_timeout_s, is_patient=True)
 
-    def take(self) -> Tensor:
-        return self._call("take").tensors[0]
+    def pull(self) -> Tensor:
+        return self._call("pull").tensors[0]
 
-    def give(self, parameters: Tensor) -> None:
-        self._call("give", {}, [parameters])
+    def push(self, parameters: Tensor) -> None:
+        self._call("push", {}, [parameters])
 
-    def elastic(self, local: Tensor, alpha: float) -> Tensor:
-        return self._call("elastic", {"alpha": alpha}, [local]).tensors[0]
+    def elastic_average(self, local: Tensor, alpha: float) -> Tensor:
+        return self._call("elastic_average", {"alpha": alpha}, [local]).tensors[0]
 
     def average(self, tensor: Tensor, group: str) -> tuple[Tensor, int]:
-        answer = self._call("average", {"group": group}, [tensor], deadline_s=self._exchange_s + 2 * ROUND_DEADLINE_S)
+        answer = self._call("average", {"group": group}, [tensor], deadline_s=self._exchange_timeout_s + 2 * ROUND_DEADLINE_S)
         return answer.tensors[0], int(answer.facts["round"])
 
-    def blend(self, local: Tensor, *, momentum: float = 0.0, lr: float = 1.0) -> Tensor:
-        facts, deadline_s = {"momentum": momentum, "lr": lr}, self._exchange_s + 2 * ROUND_DEADLINE_S
-        return self._call("blend", facts, [local], deadline_s=deadline_s).tensors[0]
+    def average_parameters(self, local: Tensor, *, momentum: float = 0.0, lr: float = 1.0) -> Tensor:
+        facts, deadline_s = {"momentum": momentum, "lr": lr}, self._exchange_timeout_s + 2 * ROUND_DEADLINE_S
+        return self._call("average_parameters", facts, [local], deadline_s=deadline_s).tensors[0]
 
-    def keep(self, name: str, tensor: Tensor) -> None:
-        self._call("keep", {"name": name}, [tensor])
+    def save_state(self, name: str, tensor: Tensor) -> None:
+        self._call("save_state", {"name": name}, [tensor])
 
-    def kept(self, name: str) -> Tensor | None:
-        tensors = self._call("kept", {"name": name}).tensors
+    def load_state(self, name: str) -> Tensor | None:
+        tensors = self._call("load_state", {"name": name}).tensors
         return tensors[0] if tensors else None
 
     def close(self) -> None:
@@ -321,10 +323,10 @@ class DenseServerClient:
         # The caller may change its tensors once this has failed, while the client may still send them: it gets its own.
         own = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
         try:
-            return self._client.call(kind, facts, own, deadline_s=deadline_s or self._exchange_s)
+            return self._client.call(kind, facts, own, deadline_s=deadline_s or self._exchange_timeout_s)
         except ServerUnavailable as error:
             if self._probe is None or self._probe.is_done:  # one is enough, however often a patient caller comes
-                self._probe = self._client.start("status", deadline_s=PROBE_S)
+                self._probe = self._client.start("status", deadline_s=PROBE_TIMEOUT_S)
             raise DenseServerUnavailable(f"the dense server is gone, and training goes on without: {error}") from None
 
     def _check_probe(self) -> None:
@@ -337,7 +339,7 @@ class DenseServerClient:
         with contextlib.suppress(RowsteadError):
             probe.wait()
             return
-        self._probe = self._client.start("status", deadline_s=PROBE_S)
+        self._probe = self._client.start("status", deadline_s=PROBE_TIMEOUT_S)
         raise DenseServerUnavailable("the dense server is still gone")
 
 
@@ -364,7 +366,7 @@ def serve_dense(
     )
     try:
         if sampled is not None:
-            sampled(lambda: {**server.server.status_facts(), **server.facts(), "incarnation": incarnation})
+            sampled(lambda: {**server.server.status_facts(), **server.status(), "incarnation": incarnation})
         ready(server.address)
         server.serve(until)
     finally:

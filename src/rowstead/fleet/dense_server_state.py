@@ -24,7 +24,7 @@ ROUND_DEADLINE_S = 5.0
 PARAMETERS = "parameters"
 """The group whose rounds move the centre."""
 
-Told = Callable[[Tensor, int], None]
+RoundCallback = Callable[[Tensor, int], None]
 """Takes the result of a round and its number."""
 
 
@@ -34,17 +34,17 @@ class _Round:
 
     number: int
     opened_s: float
-    given: dict[str, Tensor] = field(default_factory=dict)
-    told: dict[str, Told] = field(default_factory=dict)
+    contributions: dict[str, Tensor] = field(default_factory=dict)
+    on_close: dict[str, RoundCallback] = field(default_factory=dict)
     momentum: float = 0.0
     lr: float = 1.0
 
 
 @dataclass
-class _Closed:
+class _ClosedRound:
     """A round that is over, and whom to tell."""
 
-    told: list[Told]
+    on_close: list[RoundCallback]
     result: Tensor
     number: int
 
@@ -59,11 +59,11 @@ class DenseServerState:
 
     def __init__(self, *, deadline_s: float = ROUND_DEADLINE_S, clock: Callable[[], float] = time.monotonic) -> None:
         self.parameters: Tensor | None = None
-        self.is_old = False
+        self.is_stale = False
         """Whether the parameters are from before a restart: whoever comes with newer ones replaces them."""
         self.last_change: Tensor | None = None
         """Of the centre, by the last round over parameters."""
-        self.kept: dict[str, Tensor] = {}
+        self.saved: dict[str, Tensor] = {}
         self.num_exchanges = 0
         self.num_rounds = 0
         self.num_partial_rounds = 0
@@ -80,7 +80,7 @@ class DenseServerState:
         self._absent: set[str] = set()
         """Members that a round has closed without; they are not waited for until they come again."""
 
-    def held(self) -> AbstractContextManager[object]:
+    def locked(self) -> AbstractContextManager[object]:
         """Nothing changes meanwhile."""
         return self._lock
 
@@ -100,7 +100,7 @@ class DenseServerState:
             if self.parameters is not None:
                 self._check(parameters)
             self.finished[name] = parameters.detach().clone()
-            self.parameters, self.last_change, self.is_old = _mean(self.finished), None, False
+            self.parameters, self.last_change, self.is_stale = _mean(self.finished), None, False
         self.leave(name)
 
     def leave(self, name: str) -> None:
@@ -108,38 +108,40 @@ class DenseServerState:
         with self._lock:
             self._joined.discard(name)
             closed = self._close_full()
-        _tell(closed)
+        _notify_members(closed)
 
     def set_members(self, names: Iterable[str]) -> None:
         """Which trainers are alive; rounds wait for nobody else."""
         with self._lock:
             self._alive = set(names)
             closed = self._close_full()
-        _tell(closed)
+        _notify_members(closed)
 
-    def take(self) -> Tensor:
+    def pull(self) -> Tensor:
         with self._lock:
             if self.parameters is None:
                 raise RowsteadError("the centre has no parameters yet: no trainer has joined")
             return self.parameters.clone()
 
-    def give(self, parameters: Tensor) -> None:
+    def push(self, parameters: Tensor) -> None:
         with self._lock:
-            self.parameters, self.is_old = parameters.detach().clone(), False
+            self.parameters, self.is_stale = parameters.detach().clone(), False
 
-    def elastic(self, local: Tensor, alpha: float) -> Tensor:
+    def elastic_average(self, local: Tensor, alpha: float) -> Tensor:
         """By how much the centre moved towards `local`: alpha times the difference."""
         with self._lock:
-            if self.parameters is None or self.is_old:
-                self.parameters, self.is_old = local.detach().clone(), False
+            if self.parameters is None or self.is_stale:
+                self.parameters, self.is_stale = local.detach().clone(), False
             self._check(local)
             moved = (local - self.parameters).mul_(alpha)
             self.parameters += moved
             self.num_exchanges += 1
             return moved
 
-    def enter(self, group: str, name: str, tensor: Tensor, told: Told, *, momentum: float = 0.0, lr: float = 1.0) -> None:
-        """Come to the open round of a group; `told` is called with its result, by whichever thread closes it.
+    def enter_round(
+        self, group: str, name: str, tensor: Tensor, on_close: RoundCallback, *, momentum: float = 0.0, lr: float = 1.0
+    ) -> None:
+        """Come to the open round of a group; `on_close` is called with its result, by whichever thread closes it.
 
         Who comes twice to a round has lost its first answer: the second replaces it.
         """
@@ -153,69 +155,71 @@ class DenseServerState:
             if current is None:
                 self._numbers[group] = self._numbers.get(group, 0) + 1
                 current = self._rounds[group] = _Round(number=self._numbers[group], opened_s=self._clock())
-            if current.given and next(iter(current.given.values())).shape != tensor.shape:
+            if current.contributions and next(iter(current.contributions.values())).shape != tensor.shape:
                 raise RowsteadError(
                     f"`{name}` brings {tensor.numel()} numbers to a round of others: trainers of one model only"
                 )
-            current.given[name], current.told[name] = tensor.detach().clone(), told
+            current.contributions[name], current.on_close[name] = tensor.detach().clone(), on_close
             current.momentum, current.lr = momentum, lr
             self._absent.discard(name)
             closed = self._close_full()
-        _tell(closed)
+        _notify_members(closed)
 
-    def close_late(self) -> None:
+    def close_overdue(self) -> None:
         """Close the rounds whose deadline has passed with who is there."""
         with self._lock:
             now = self._clock()
-            late = [group for group, one in self._rounds.items() if now >= one.opened_s + self._deadline_s]
+            late = [group for group, round_ in self._rounds.items() if now >= round_.opened_s + self._deadline_s]
             for group in late:
-                thread = member(group)[1]
+                thread = parse_member(group)[1]
                 missing = self._expected(thread) - self._waiting(thread)
                 self._absent |= missing
                 self.num_partial_rounds += bool(missing)
             closed = [self._close(group) for group in late]
-        _tell(closed)
+        _notify_members(closed)
 
     @property
     def num_waiting(self) -> int:
         """Members that wait in open rounds."""
         with self._lock:
-            return sum(len(one.given) for one in self._rounds.values())
+            return sum(len(round_.contributions) for round_ in self._rounds.values())
 
     def _expected(self, thread: int) -> set[str]:
         """Who is waited for: the thread of that number of each trainer that is alive."""
         expected = set()
         for name in self._joined - self._absent:
-            trainer, own_thread = member(name)
+            trainer, own_thread = parse_member(name)
             if own_thread == thread and (self._alive is None or trainer in self._alive):
                 expected.add(name)
         return expected
 
-    def _close_full(self) -> list[_Closed]:
+    def _close_full(self) -> list[_ClosedRound]:
         """Close the rounds that nobody who is waited for can still come to, since all wait in one round or another."""
         closed = []
-        for thread in {member(group)[1] for group in self._rounds}:
+        for thread in {parse_member(group)[1] for group in self._rounds}:
             if self._expected(thread) <= self._waiting(thread):
-                closed += [self._close(group) for group in list(self._rounds) if member(group)[1] == thread]
+                closed += [self._close(group) for group in list(self._rounds) if parse_member(group)[1] == thread]
         return closed
 
     def _waiting(self, thread: int) -> set[str]:
         """Who waits in a round of that thread."""
-        return {name for group, one in self._rounds.items() if member(group)[1] == thread for name in one.given}
+        return {
+            name for group, round_ in self._rounds.items() if parse_member(group)[1] == thread for name in round_.contributions
+        }
 
-    def _close(self, group: str) -> _Closed:
+    def _close(self, group: str) -> _ClosedRound:
         done = self._rounds.pop(group)
         self.num_rounds += 1
-        result = _mean(done.given)
+        result = _mean(done.contributions)
         if group == PARAMETERS:
-            result = self._moved(result, done.momentum, done.lr)
-        return _Closed(list(done.told.values()), result, done.number)
+            result = self._apply_round(result, done.momentum, done.lr)
+        return _ClosedRound(list(done.on_close.values()), result, done.number)
 
-    def _moved(self, mean: Tensor, momentum: float, lr: float) -> Tensor:
+    def _apply_round(self, mean: Tensor, momentum: float, lr: float) -> Tensor:
         """The centre after a round over parameters with this mean."""
         assert self.parameters is not None
-        if self.is_old or (momentum == 0 and lr == 1):
-            self.parameters, self.last_change, self.is_old = mean.clone(), None, False
+        if self.is_stale or (momentum == 0 and lr == 1):
+            self.parameters, self.last_change, self.is_stale = mean.clone(), None, False
             return mean
         change = (mean - self.parameters).mul_(lr)
         if self.last_change is not None:
@@ -236,22 +240,22 @@ class DenseServerState:
             )
 
 
-def member(name: str) -> tuple[str, int]:
+def parse_member(name: str) -> tuple[str, int]:
     """The trainer and the thread that a member's name stands for: `trainer-3.1` is thread 1 of `trainer-3`; so for groups."""
     trainer, dot, thread = name.rpartition(".")
     return (trainer, int(thread)) if dot and thread.isdigit() else (name, 0)
 
 
-def _mean(given: Mapping[str, Tensor]) -> Tensor:
+def _mean(contributions: Mapping[str, Tensor]) -> Tensor:
     """Of what members gave; in the order of names, so that it does not depend on who came first."""
-    return torch.stack([given[name] for name in sorted(given)]).mean(0)
+    return torch.stack([contributions[name] for name in sorted(contributions)]).mean(0)
 
 
-def _tell(closed: list[_Closed]) -> None:
+def _notify_members(closed: list[_ClosedRound]) -> None:
     """Outside the lock, as who is told may come again at once."""
-    for one in closed:
-        for told in one.told:
-            told(one.result, one.number)
+    for round_ in closed:
+        for on_close in round_.on_close:
+            on_close(round_.result, round_.number)
 
 
 class LocalDenseServer:
@@ -269,39 +273,39 @@ class LocalDenseServer:
     def finish(self, parameters: Tensor) -> None:
         self._state.finish(self._name, parameters)
 
-    def take(self) -> Tensor:
-        return self._state.take()
+    def pull(self) -> Tensor:
+        return self._state.pull()
 
-    def give(self, parameters: Tensor) -> None:
-        self._state.give(parameters)
+    def push(self, parameters: Tensor) -> None:
+        self._state.push(parameters)
 
-    def elastic(self, local: Tensor, alpha: float) -> Tensor:
-        return self._state.elastic(local, alpha)
+    def elastic_average(self, local: Tensor, alpha: float) -> Tensor:
+        return self._state.elastic_average(local, alpha)
 
     def average(self, tensor: Tensor, group: str) -> tuple[Tensor, int]:
         return self._round(group, tensor)
 
-    def blend(self, local: Tensor, *, momentum: float = 0.0, lr: float = 1.0) -> Tensor:
+    def average_parameters(self, local: Tensor, *, momentum: float = 0.0, lr: float = 1.0) -> Tensor:
         return self._round(PARAMETERS, local, momentum=momentum, lr=lr)[0]
 
-    def keep(self, name: str, tensor: Tensor) -> None:
-        self._state.kept[name] = tensor.detach().clone()
+    def save_state(self, name: str, tensor: Tensor) -> None:
+        self._state.saved[name] = tensor.detach().clone()
 
-    def kept(self, name: str) -> Tensor | None:
-        found = self._state.kept.get(name)
+    def load_state(self, name: str) -> Tensor | None:
+        found = self._state.saved.get(name)
         return None if found is None else found.clone()
 
     def _round(self, group: str, tensor: Tensor, *, momentum: float = 0.0, lr: float = 1.0) -> tuple[Tensor, int]:
         closed, results = threading.Event(), list[tuple[Tensor, int]]()
 
-        def told(result: Tensor, number: int) -> None:
+        def on_close(result: Tensor, number: int) -> None:
             results.append((result, number))
             closed.set()
 
-        self._state.enter(group, self._name, tensor, told, momentum=momentum, lr=lr)
+        self._state.enter_round(group, self._name, tensor, on_close, momentum=momentum, lr=lr)
         ends_s = time.monotonic() + 10 * ROUND_DEADLINE_S
         while not closed.wait(0.05):
-            self._state.close_late()
+            self._state.close_overdue()
             if time.monotonic() > ends_s:
                 raise DenseServerUnavailable("a round did not close in time")
         result, number = results[0]

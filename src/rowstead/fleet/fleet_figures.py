@@ -27,9 +27,9 @@ ADDED = (
     "waiting_s",
     "num_bytes_sent",
     "num_bytes_received",
-    "num_sent_again",
+    "num_resent",
     "num_exchanges",
-    "num_alone",
+    "num_missed",
     "num_lookups_early",
 )
 """Samples of roles that add up, over all of a kind and all their starts."""

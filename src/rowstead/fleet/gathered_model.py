@@ -60,7 +60,7 @@ class GatheredModel:
         flat_of(self.model.net)
         self._centre: DenseServerClient | None = None
         if fleet_of(spec).num_dense:
-            self._centre = DenseServerClient(connections.to("dense", 0, "head-centre"), exchange_s=DEADLINE_S)
+            self._centre = DenseServerClient(connections.to("dense", 0, "head-centre"), exchange_timeout_s=DEADLINE_S)
         self._sparse = [connections.to("sparse", number, "head-rows") for number in range(fleet_of(spec).num_sparse)]
         self._optimizer: dict[str, Tensor] = {}
 
@@ -92,7 +92,7 @@ class GatheredModel:
         if self._centre is None:
             return
         with contextlib.suppress(RefusedError):  # no trainer has got as far as to join
-            common = named_parts(self.model.net, self._centre.take())
+            common = named_parts(self.model.net, self._centre.pull())
             with torch.no_grad():
                 for name, parameter in self.model.net.named_parameters():
                     parameter.copy_(common[name])

@@ -27,7 +27,7 @@ class Keys:
     client_secret: str = field(repr=False)
 
     @classmethod
-    def make(cls) -> Keys:
+    def generate(cls) -> Keys:
         """New keys, for one job."""
         server_public, server_secret = zmq.curve_keypair()
         client_public, client_secret = zmq.curve_keypair()
@@ -76,7 +76,7 @@ def check_address(address: str, keys: Keys | None) -> None:
     if keys is None and not is_loopback(match["host"].strip("[]")):
         raise RowsteadError(
             f"{address} can be reached from other machines, and there are no keys: have keys made for this job "
-            "(`Keys.make()`; `rowstead train --fleet` does it), or stay on tcp://127.0.0.1"
+            "(`Keys.generate()`; `rowstead train --fleet` does it), or stay on tcp://127.0.0.1"
         )
 
 
@@ -88,13 +88,13 @@ def protect_client(socket: zmq.Socket[bytes], keys: Keys) -> None:
 
 
 def protect_server(socket: zmq.Socket[bytes], keys: Keys) -> None:
-    """Let a socket that is not bound yet speak only to clients that `Gate` lets in."""
+    """Let a socket that is not bound yet speak only to clients that `ZapAuthenticator` lets in."""
     socket.curve_server = True
     socket.curve_secretkey = keys.server_secret.encode()
     socket.zap_domain = b"rowstead"  # so that nobody is let in where no gate answers
 
 
-class Gate:
+class ZapAuthenticator:
     """Lets the job's own clients in and nobody else: ZeroMQ asks it about each new connection (ZAP, RFC 27)."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: Keys) -> None:
@@ -104,7 +104,7 @@ class Gate:
         self._client_key = z85.decode(keys.client_public.encode())
         self.num_refused = 0
 
-    def answer(self) -> None:
+    def handle_request(self) -> None:
         """Decide about one connection; the socket has something to read."""
         version, number, *_, mechanism, credentials = self.socket.recv_multipart()
         is_ours = version == b"1.0" and mechanism == b"CURVE" and credentials == self._client_key

@@ -10,18 +10,18 @@ from typing import Any
 from rowstead.data.batch import Batch, share_bounds
 from rowstead.data.source import Cursor, Source
 from rowstead.fleet.batch_assignments import AssignedBatch
-from rowstead.fleet.packing import Packed, pack
+from rowstead.fleet.packing import PackedBatch, pack
 from rowstead.spec.errors import DataError
 
-_FAR = 64
+_MAX_SKIPPED_BATCHES = 64
 """Batches that are read over, rather than begin again at the next one that is wanted."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fresh:
+class NewBatch:
     """A batch in its turn, and where the one after it begins."""
 
-    packed: Packed
+    packed: PackedBatch
     cursor: Cursor
     num_skipped: int
     """Bad rows met in its epoch so far, by this process."""
@@ -36,7 +36,7 @@ class EpochEnd:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class LogPosition:
     """A batch by its number, and where it begins."""
 
     number: int = 0
@@ -63,7 +63,7 @@ class LogShare:
         self._source, self._number, self._num_readers = source, number, num_readers
         self._batch_size, self._epochs, self._max_batches = batch_size, epochs, max_batches
         self._narrow_ids = narrow_ids
-        self._skipped_again = 0
+        self._skipped_rereading = 0
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -82,11 +82,11 @@ class LogShare:
         """Whether the log can have rows that are left out."""
         return hasattr(self._source, "num_skipped")
 
-    def fresh(self, place: Place) -> Generator[Fresh | EpochEnd, None, None]:
+    def read_from(self, position: LogPosition) -> Generator[NewBatch | EpochEnd, None, None]:
         """The batches from a place to the end of the last epoch, in the order of the log."""
-        number, cursor = place.number, place.cursor
+        number, cursor = position.number, position.cursor
         first, last = share_bounds(self._source.num_samples, self._number, self._num_readers)
-        for epoch in range(place.epoch, self._epochs):
+        for epoch in range(position.epoch, self._epochs):
             skipped_before = self._num_skipped()
             with contextlib.closing(self._batches(epoch, cursor)) as batches:
                 while self._max_batches is None or number < self._max_batches:
@@ -95,35 +95,35 @@ class LogShare:
                         break
                     number += 1
                     skipped = self._num_skipped() - skipped_before
-                    self._skipped_again = 0
-                    yield Fresh(packed=pack(item[0], narrow=self._narrow_ids), cursor=item[1], num_skipped=skipped)
-                    skipped_before += self._skipped_again
+                    self._skipped_rereading = 0
+                    yield NewBatch(packed=pack(item[0], narrow=self._narrow_ids), cursor=item[1], num_skipped=skipped)
+                    skipped_before += self._skipped_rereading
                 else:
                     return
             yield EpochEnd(num_rows=last - first)
             cursor = None
 
-    def again(self, wanted: Mapping[int, AssignedBatch]) -> Generator[tuple[int, Packed], None, None]:
+    def reread(self, wanted: Mapping[int, AssignedBatch]) -> Generator[tuple[int, PackedBatch], None, None]:
         """Batches by their numbers, which ascend, and where they begin."""
-        at = epoch = -1
+        next_number = epoch = -1
         batches: Iterator[tuple[Batch, Cursor]] = iter(())
         skipped_before = self._num_skipped()
         try:
             for number, entry in wanted.items():
-                if entry.epoch != epoch or number - at > _FAR:
+                if entry.epoch != epoch or number - next_number > _MAX_SKIPPED_BATCHES:
                     _close(batches)
                     batches = self._batches(entry.epoch, entry.cursor)
-                    at, epoch = number, entry.epoch
+                    next_number, epoch = number, entry.epoch
                 batch = None
-                while at <= number:
+                while next_number <= number:
                     batch, _ = next(batches, (None, None))
-                    at += 1
+                    next_number += 1
                 if batch is None or batch.num_samples != entry.num_samples:
                     raise DataError(f"the log has changed: batch {number} of reader {self._number} is no longer what it was")
                 yield number, pack(batch, narrow=self._narrow_ids)
         finally:
             _close(batches)
-            self._skipped_again += self._num_skipped() - skipped_before
+            self._skipped_rereading += self._num_skipped() - skipped_before
 
     def _batches(self, epoch: int, cursor: Cursor | None) -> Generator[tuple[Batch, Cursor], None, None]:
         rank, world_size = self._number, self._num_readers

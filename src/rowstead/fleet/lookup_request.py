@@ -23,10 +23,10 @@ from rowstead.spec.errors import DataError
 from rowstead.spec.features import Table
 
 _LENGTHS = (torch.uint8, torch.int16, torch.int32)
-MOST_SAMPLES = 1 << 24
+MAX_SAMPLES = 1 << 24
 """In one batch."""
-_LAYOUTS_KEPT = 64
-_BAGS_KEPT = 1 << 16
+_MAX_LAYOUTS = 64
+_MAX_CACHED_BAGS = 1 << 16
 """Most bags whose offsets are kept for the next batch."""
 
 
@@ -34,7 +34,7 @@ _BAGS_KEPT = 1 << 16
 class PooledTables:
     """Those tables of a server that one request wants pooled."""
 
-    places: tuple[int, ...]
+    table_indices: tuple[int, ...]
     """Among all tables of the server."""
     layout: Layout
     """Of these alone."""
@@ -76,20 +76,20 @@ class LookupRequest:
         return np.concatenate([bounds, behind]), tables
 
 
-class RequestReader:
+class RequestParser:
     """Reads what a server with a given layout is asked."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._num_rows = np.array([table.num_rows for table in layout.tables], np.int64)
-        self._every_table = PooledTables(tuple(range(len(layout.tables))), layout, np.array(layout.table_of, np.int64))
-        self._some: dict[tuple[int, ...], PooledTables] = {}
+        self._all_tables = PooledTables(tuple(range(len(layout.tables))), layout, np.array(layout.table_of, np.int64))
+        self._subsets: dict[tuple[int, ...], PooledTables] = {}
 
-    def read(self, message: Message) -> tuple[LookupRequest, list[Tensor]]:
+    def parse(self, message: Message) -> tuple[LookupRequest, list[Tensor]]:
         """The batch of a message, and the tensors that come after it; raises a DataError where they do not fit the tables."""
         facts, tensors = message.facts, list(message.tensors)
-        num_samples = _whole(facts.get("samples"), "samples", MOST_SAMPLES)
-        pooled, counts = self._pooled(facts.get("counts"))
+        num_samples = _read_int(facts.get("samples"), "samples", MAX_SAMPLES)
+        pooled, counts = self._parse_counts(facts.get("counts"))
         if not tensors or tensors[0].dim() != 1 or tensors[0].dtype not in (torch.int32, torch.int64):
             raise DataError("ids must be int32 or int64 and of one dimension")
         ids = tensors.pop(0)
@@ -98,7 +98,7 @@ class RequestReader:
         if not num_bags:
             lengths = 0
         elif "length" in facts:
-            lengths = _whole(facts["length"], "length", 2**31)
+            lengths = _read_int(facts["length"], "length", 2**31)
         elif tensors and tensors[0].dtype in _LENGTHS and tensors[0].shape == (num_bags,):
             lengths = tensors.pop(0)
         else:
@@ -124,25 +124,25 @@ class RequestReader:
             check_sparse(pooled.layout, sparse.ids, offsets)
         elif num_pooled:
             raise DataError(f"there are {num_pooled} ids too many")
-        asked = LookupRequest(num_samples, pooled, sparse, ids.numpy(), np.concatenate([[0], np.cumsum(counts)]))
-        self._check_distinct(asked.distinct, asked.row_bounds)
-        return asked, tensors
+        request = LookupRequest(num_samples, pooled, sparse, ids.numpy(), np.concatenate([[0], np.cumsum(counts)]))
+        self._check_distinct(request.distinct, request.row_bounds)
+        return request, tensors
 
-    def _pooled(self, given: Any) -> tuple[PooledTables, NDArray[np.int64]]:
+    def _parse_counts(self, given: Any) -> tuple[PooledTables, NDArray[np.int64]]:
         """The tables that are pooled, and how many distinct rows are wanted of each of all."""
         num_tables = len(self._layout.tables)
         if given is None:
-            return self._every_table, np.zeros(num_tables, np.int64)
+            return self._all_tables, np.zeros(num_tables, np.int64)
         if not isinstance(given, list) or len(given) != num_tables or not all(type(count) is int for count in given):
             raise DataError(f"counts must be {num_tables} whole numbers, one a table")
         if any(count < -1 or count > table.num_rows for count, table in zip(given, self._layout.tables, strict=True)):
             raise DataError("a table has fewer rows than are asked for")
-        places = tuple(place for place, count in enumerate(given) if count < 0)
-        if places not in self._some:
-            while len(self._some) >= _LAYOUTS_KEPT:
-                del self._some[next(iter(self._some))]
-            self._some[places] = _some_tables(self._layout, places)
-        return self._some[places], np.maximum(np.array(given, np.int64), 0)
+        table_indices = tuple(index for index, count in enumerate(given) if count < 0)
+        if table_indices not in self._subsets:
+            while len(self._subsets) >= _MAX_LAYOUTS:
+                del self._subsets[next(iter(self._subsets))]
+            self._subsets[table_indices] = _select_tables(self._layout, table_indices)
+        return self._subsets[table_indices], np.maximum(np.array(given, np.int64), 0)
 
     def _check_distinct(self, ids: NDArray[Any], bounds: NDArray[np.int64]) -> None:
         if not len(ids):
@@ -153,21 +153,21 @@ class RequestReader:
             raise DataError("a row is asked for that its table has not")
 
 
-def some_features(layout: Layout, places: Sequence[int]) -> list[int]:
+def features_of_tables(layout: Layout, table_indices: Sequence[int]) -> list[int]:
     """The features of `layout` that read one of some tables."""
-    return [feature for feature, table in enumerate(layout.table_of) if table in places]
+    return [feature for feature, table in enumerate(layout.table_of) if table in table_indices]
 
 
-def _some_tables(layout: Layout, places: tuple[int, ...]) -> PooledTables:
-    features = some_features(layout, places)
-    number = {place: new for new, place in enumerate(places)}
+def _select_tables(layout: Layout, table_indices: tuple[int, ...]) -> PooledTables:
+    features = features_of_tables(layout, table_indices)
+    number = {index: new for new, index in enumerate(table_indices)}
     columns = [0]
     for feature in features:
         columns.append(columns[-1] + layout.columns[feature + 1] - layout.columns[feature])
     tables = []
-    for place in places:
-        whole = layout.tables[place]
-        own = tuple(new for new, feature in enumerate(features) if layout.table_of[feature] == place)
+    for index in table_indices:
+        whole = layout.tables[index]
+        own = tuple(new for new, feature in enumerate(features) if layout.table_of[feature] == index)
         tables.append(Table(name=whole.name, num_rows=whole.num_rows, width=whole.width, features=own))
     some = Layout(
         tables=tuple(tables),
@@ -175,13 +175,13 @@ def _some_tables(layout: Layout, places: tuple[int, ...]) -> PooledTables:
         columns=tuple(columns),
         is_mean=tuple(layout.is_mean[feature] for feature in features),
     )
-    return PooledTables(places, some, np.array([layout.table_of[feature] for feature in features], np.int64))
+    return PooledTables(table_indices, some, np.array([layout.table_of[feature] for feature in features], np.int64))
 
 
 def _offsets(lengths: Tensor | int, num_bags: int) -> Tensor:
     """int64 [num_bags + 1] from the lengths of bags, or from that of all."""
     if isinstance(lengths, int):
-        return (_equal_offsets if num_bags <= _BAGS_KEPT else _equal_offsets.__wrapped__)(lengths, num_bags)
+        return (_equal_offsets if num_bags <= _MAX_CACHED_BAGS else _equal_offsets.__wrapped__)(lengths, num_bags)
     offsets = torch.zeros(num_bags + 1, dtype=torch.int64)
     torch.cumsum(lengths, 0, dtype=torch.int64, out=offsets[1:])
     return offsets
@@ -193,7 +193,7 @@ def _equal_offsets(length: int, num_bags: int) -> Tensor:
     return torch.arange(num_bags + 1, dtype=torch.int64).mul_(length)
 
 
-def _whole(value: Any, name: str, most: int) -> int:
+def _read_int(value: Any, name: str, most: int) -> int:
     if type(value) is not int or not 0 <= value <= most:
         raise DataError(f"{name} must be a whole number from 0 to {most}")
     return value

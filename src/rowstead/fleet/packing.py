@@ -25,7 +25,7 @@ _OPTIONAL = ("labels", "weights", "true_p")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Packed:
+class PackedBatch:
     """One batch, ready to be sent."""
 
     facts: dict[str, Any]
@@ -37,7 +37,7 @@ class Packed:
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
-def pack(batch: Batch, *, narrow: bool | None = None) -> Packed:
+def pack(batch: Batch, *, narrow: bool | None = None) -> PackedBatch:
     """The batch as few tensors; `narrow` ids go as int32, and where nothing is said, those that fit."""
     assert batch.global_batch is None, "a reader hands out whole batches"
     sparse = batch.sparse
@@ -45,7 +45,7 @@ def pack(batch: Batch, *, narrow: bool | None = None) -> Packed:
     tensors = [batch.dense, *(getattr(batch, name) for name in facts["has"])]
     if sparse.num_features:
         ids = sparse.ids
-        tensors.append(ids.to(torch.int32) if (_fit(ids) if narrow is None else narrow) else ids)
+        tensors.append(ids.to(torch.int32) if (_fits(ids) if narrow is None else narrow) else ids)
         lengths = sparse.offsets.diff()
         low, high = (int(bound) for bound in lengths.aminmax()) if lengths.numel() else (0, 0)
         if low == high:
@@ -58,7 +58,7 @@ def pack(batch: Batch, *, narrow: bool | None = None) -> Packed:
     if sparse.checked_for is not None:
         facts["checked"] = True
     facts["tensors"] = len(tensors)
-    return Packed(facts=facts, tensors=tensors, num_samples=batch.num_samples)
+    return PackedBatch(facts=facts, tensors=tensors, num_samples=batch.num_samples)
 
 
 def unpack(
@@ -73,11 +73,11 @@ def unpack(
         dense = next(given)
         num_samples, num_features = int(dense.shape[0]), int(facts["features"])
         optional: dict[str, Any] = {name: next(given) for name in facts["has"] if name in _OPTIONAL}
-        sparse = _no_ids()
+        sparse = _empty_sparse()
         if num_features:
             rows = next(given)
             num_bags = num_features * num_samples
-            offsets = _offsets(num_bags, facts["length"]) if "length" in facts else _summed(next(given))
+            offsets = _equal_offsets(num_bags, facts["length"]) if "length" in facts else _offsets_from_lengths(next(given))
             weights = next(given) if facts.get("id_weights") else None
             if offsets.numel() != num_bags + 1 or int(offsets[-1]) != rows.numel():
                 raise WireError(f"a batch of {num_bags} bags came with {offsets.numel() - 1} lengths for {rows.numel()} ids")
@@ -95,23 +95,23 @@ def fits_int32(layout: Layout) -> bool:
     return all(table.num_rows <= 2**31 for table in layout.tables)
 
 
-def _fit(ids: Tensor) -> bool:
+def _fits(ids: Tensor) -> bool:
     if ids.dtype == torch.int32 or not ids.numel():
         return True
     low, high = ids.aminmax()
     return int(low) >= -(2**31) and int(high) < 2**31
 
 
-def _no_ids() -> Sparse:
+def _empty_sparse() -> Sparse:
     return Sparse(ids=torch.zeros(0, dtype=torch.int64), offsets=torch.zeros(1, dtype=torch.int64), num_features=0)
 
 
-def _offsets(num_bags: int, length: int) -> Tensor:
+def _equal_offsets(num_bags: int, length: int) -> Tensor:
     """int64 [num_bags + 1] of bags that are all of one length."""
     return torch.arange(num_bags + 1, dtype=torch.int64) * int(length)
 
 
-def _summed(lengths: Tensor) -> Tensor:
+def _offsets_from_lengths(lengths: Tensor) -> Tensor:
     """int64 [num_bags + 1] from the lengths [num_bags]."""
     if lengths.dtype not in _LENGTHS or (lengths.dtype != torch.uint8 and int(lengths.amin()) < 0):
         raise WireError("the lengths of a batch's bags are no lengths")

@@ -14,7 +14,7 @@ from rowstead.fleet.deduplication import Caller
 from rowstead.fleet.keys import Keys
 from rowstead.fleet.log_share import LogShare
 from rowstead.fleet.packing import fits_int32
-from rowstead.fleet.reader import READ_AHEAD_BYTES, Reader, Request
+from rowstead.fleet.reader import READ_AHEAD_BYTES, BatchRequest, Reader
 from rowstead.fleet.rpc_server import DeferredReply, Handler, Server
 from rowstead.fleet.wire import Limits, Message, WireError
 from rowstead.kernels.layout import Layout
@@ -56,12 +56,12 @@ def serve_reader(
         num_readers=num_readers,
         batch_size=batch_size,
         epochs=epochs,
-        max_batches=None if max_steps is None else share_of_steps(max_steps, number, num_readers),
+        max_batches=None if max_steps is None else steps_of_reader(max_steps, number, num_readers),
         narrow_ids=None if layout is None else fits_int32(layout),
     )
     reader = Reader(share, progress, read_ahead_bytes=read_ahead_bytes)
     with contextlib.closing(reader):
-        handlers = handlers_of(reader)
+        handlers = build_handlers(reader)
         name = f"reader-{number}"
         with Server(handlers, address=address, keys=keys, limits=_LIMITS, name=name, status=reader.status) as server:
             if sampled is not None:
@@ -75,12 +75,12 @@ def assignment_log_path(folder: Path, number: int) -> Path:
     return folder / "roles" / f"reader-{number}.progress"
 
 
-def share_of_steps(max_steps: int, number: int, num_readers: int) -> int:
+def steps_of_reader(max_steps: int, number: int, num_readers: int) -> int:
     """How many of `max_steps` batches one reader hands out."""
     return max_steps // num_readers + (number < max_steps % num_readers)
 
 
-def batches_of_readers(
+def batches_per_reader(
     num_samples: int, num_readers: int, *, batch_size: int, epochs: int = 1, max_steps: int | None = None
 ) -> list[int]:
     """How many batches each reader hands out of a log of so many rows, none of them bad: each share ends with a batch of its own."""
@@ -88,30 +88,30 @@ def batches_of_readers(
     for number in range(num_readers):
         first, last = share_bounds(num_samples, number, num_readers)
         count = epochs * math.ceil((last - first) / batch_size)
-        counts.append(count if max_steps is None else min(count, share_of_steps(max_steps, number, num_readers)))
+        counts.append(count if max_steps is None else min(count, steps_of_reader(max_steps, number, num_readers)))
     return counts
 
 
-def handlers_of(reader: Reader) -> dict[str, Handler]:
-    """What a reader answers: `ask` of trainers; `members` and `stop` of the head."""
+def build_handlers(reader: Reader) -> dict[str, Handler]:
+    """What a reader answers: `request_batches` of trainers; `members` and `stop` of the head."""
 
-    def ask(message: Message, caller: Caller) -> Message | DeferredReply:
-        later = DeferredReply()
-        answer = reader.ask(Request.of(message.facts), later.answer)
-        return later if answer is None else answer
+    def request_batches(message: Message, caller: Caller) -> Message | DeferredReply:
+        reply = DeferredReply()
+        answer = reader.request_batches(BatchRequest.of(message.facts), reply.send)
+        return reply if answer is None else answer
 
     def members(message: Message, caller: Caller) -> Message:
         names = message.facts.get("names")
         if not isinstance(names, list):
             raise WireError("`members` needs the names of the trainers that live")
-        reader.keep_only([str(name) for name in names])
+        reader.set_alive([str(name) for name in names])
         return Message("members")
 
     def stop(message: Message, caller: Caller) -> Message:
         reader.stop()
         return Message("stop")
 
-    return {"ask": ask, "members": members, "stop": stop}
+    return {"request_batches": request_batches, "members": members, "stop": stop}
 
 
 def _sample(reader: Reader, server: Server) -> dict[str, Any]:

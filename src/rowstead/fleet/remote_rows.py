@@ -30,7 +30,7 @@ class RemoteRows:
     """Of the rows."""
     client: Callable[[int], Client]
     """Of a server."""
-    settled: Callable[[], AbstractContextManager[None]]
+    quiesce: Callable[[], AbstractContextManager[None]]
     """Inside of it nobody else uses the clients, and every update is in."""
 
     def rows(self, name: str, ids: Tensor) -> Tensor:
@@ -43,50 +43,50 @@ class RemoteRows:
         for server, piece in self._pieces(name):
             is_here = (ids >= piece.first_row) & (ids < piece.first_row + piece.num_rows)
             if is_here.any():
-                found[is_here] = self._take(server, piece, "rows", table.width, ids[is_here] - piece.first_row)
+                found[is_here] = self._gather(server, piece, "rows", table.width, ids[is_here] - piece.first_row)
         return found
 
     def parts(self) -> list[StatePart]:
         """Every part of every piece."""
         parts = []
         for table in self.tables:
-            for what, width in {"rows": table.width, **state_columns(self.optimizer, table.width)}.items():
+            for part, width in {"rows": table.width, **state_columns(self.optimizer, table.width)}.items():
                 shape = table.num_rows, width
-                parts += [self._part(server, piece, what, shape) for server, piece in self._pieces(table.name)]
+                parts += [self._part(server, piece, part, shape) for server, piece in self._pieces(table.name)]
         return parts
 
     def _pieces(self, table: str) -> list[tuple[int, ServerPiece]]:
         found = [(server, piece) for server, own in enumerate(self.partition.servers) for piece in own if piece.table == table]
         return sorted(found, key=lambda item: item[1].first_row)
 
-    def _take(self, server: int, piece: ServerPiece, what: str, width: int, rows: Tensor) -> Tensor:
+    def _gather(self, server: int, piece: ServerPiece, part: str, width: int, rows: Tensor) -> Tensor:
         """Rows [n] of a piece by their numbers in it."""
-        facts, some = {"table": piece.table, "part": what}, rows.cpu().contiguous().split(self._rows_each(what, width))
-        with self.settled():
-            parts = [self.client(server).call("read_rows", facts, [numbers]).tensors[0] for numbers in some]
+        facts, chunks = {"table": piece.table, "part": part}, rows.cpu().contiguous().split(self._rows_per_call(part, width))
+        with self.quiesce():
+            parts = [self.client(server).call("read_rows", facts, [numbers]).tensors[0] for numbers in chunks]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _part(self, server: int, piece: ServerPiece, what: str, shape: tuple[int, int]) -> StatePart:
-        facts = {"table": piece.table, "part": what}
-        dtype, rows_each = self._type(what), self._rows_each(what, shape[1])
+    def _part(self, server: int, piece: ServerPiece, part: str, shape: tuple[int, int]) -> StatePart:
+        facts = {"table": piece.table, "part": part}
+        dtype, rows_per_call = self._dtype_of(part), self._rows_per_call(part, shape[1])
 
         def read(start: int, stop: int) -> Tensor:
             whole = torch.empty(stop - start, shape[1], dtype=dtype)
-            with self.settled():
-                for first in range(start, stop, rows_each):
-                    last = min(first + rows_each, stop)
+            with self.quiesce():
+                for first in range(start, stop, rows_per_call):
+                    last = min(first + rows_per_call, stop)
                     answer = self.client(server).call("read_rows", {**facts, "start": first, "stop": last})
                     whole[first - start : last - start] = answer.tensors[0]
             return whole
 
         def write(start: int, values: Tensor) -> None:
-            with self.settled():
-                for first in range(0, len(values), rows_each):
-                    some = values[first : first + rows_each].detach().to(device="cpu", dtype=dtype).contiguous()
-                    self.client(server).call("write_rows", {**facts, "start": start + first}, [some])
+            with self.quiesce():
+                for first in range(0, len(values), rows_per_call):
+                    chunks = values[first : first + rows_per_call].detach().to(device="cpu", dtype=dtype).contiguous()
+                    self.client(server).call("write_rows", {**facts, "start": start + first}, [chunks])
 
         return StatePart(
-            name=f"{piece.table}.{what}",
+            name=f"{piece.table}.{part}",
             shape=shape,
             dtype=dtype,
             num_rows=piece.num_rows,
@@ -94,11 +94,11 @@ class RemoteRows:
             read=read,
             write=write,
             first_row=piece.first_row,
-            take=lambda rows: self._take(server, piece, what, shape[1], rows),
+            take=lambda rows: self._gather(server, piece, part, shape[1], rows),
         )
 
-    def _type(self, what: str) -> torch.dtype:
-        return self.dtype if what == "rows" else compute_dtype(self.dtype)
+    def _dtype_of(self, part: str) -> torch.dtype:
+        return self.dtype if part == "rows" else compute_dtype(self.dtype)
 
-    def _rows_each(self, what: str, width: int) -> int:
-        return max(1, PIECE_BYTES // max(1, width * self._type(what).itemsize))
+    def _rows_per_call(self, part: str, width: int) -> int:
+        return max(1, PIECE_BYTES // max(1, width * self._dtype_of(part).itemsize))

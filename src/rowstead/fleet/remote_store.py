@@ -27,7 +27,7 @@ from rowstead.data.batch import Sparse
 from rowstead.fleet.partition import Partition
 from rowstead.fleet.remote_rows import RemoteRows
 from rowstead.fleet.router import ServerRouter, Split
-from rowstead.fleet.rpc_client import Client, Pending
+from rowstead.fleet.rpc_client import Client, PendingReply
 from rowstead.kernels.check import check_gradient
 from rowstead.kernels.layout import Layout
 from rowstead.kernels.row_optimizer import compute_dtype
@@ -48,7 +48,7 @@ class _RemoteBatch:
     sparse: Sparse
     number: int
     split: Split
-    answers: list[Pending | None] | None = None
+    replies: list[PendingReply | None] | None = None
     """Of its look-up, once that is sent; none for a server that is not asked."""
 
 
@@ -62,7 +62,7 @@ class _Update:
     step: int
     numbers: list[int]
     """Of this update among those to each server."""
-    answers: dict[int, Pending] = field(default_factory=dict)
+    replies: dict[int, PendingReply] = field(default_factory=dict)
     """By server, those that are awaited."""
 
 
@@ -97,19 +97,19 @@ class RemoteStore(nn.Module):
         self._routes = ServerRouter(layout, partition, dtype)
         self._clients: dict[int, Client] = {}
         kind = "sgd" if optimizer is None else optimizer.kind
-        self._rows = RemoteRows(layout.tables, partition, kind, dtype, self._client, self._settled)
-        self._who = secrets.token_hex(12)
+        self._rows = RemoteRows(layout.tables, partition, kind, dtype, self._client, self._quiesce)
+        self._client_id = secrets.token_hex(12)
         self._sent = [0] * partition.num_servers
         """Updates that were sent to each server."""
         self._lost = [0] * partition.num_servers
-        self._coming: deque[_RemoteBatch] = deque()
+        self._prefetched: deque[_RemoteBatch] = deque()
         self._current: _RemoteBatch | None = None
         self._unanswered: deque[_Update] = deque()
         self._num_batches = 0
-        self._num_settled = 0
+        self._num_updated = 0
         """Batches of which the update is sent, or never will be."""
-        self._turn = threading.RLock()
-        self.num_most_unanswered = 0
+        self._lock = threading.RLock()
+        self.max_unanswered = 0
         """Updates that were unanswered at once, at most."""
         self.num_lookups_early = 0
         """Look-ups that were sent before their batch's turn."""
@@ -133,17 +133,17 @@ class RemoteStore(nn.Module):
     # An EmbeddingStore
 
     def lookup(self, sparse: Sparse) -> Tensor:
-        with self._turn:
+        with self._lock:
             if not self.training:  # in between, and no batch of the training
-                return self._answer(self._start_lookup(_RemoteBatch(sparse, 0, self._cut(sparse))))
-            batch = self._taken(sparse)
-            if batch.answers is None:
+                return self._join_replies(self._start_lookup(_RemoteBatch(sparse, 0, self._cut(sparse))))
+            batch = self._claim_batch(sparse)
+            if batch.replies is None:
                 self._start_lookup(batch)
             # An update that a server had forgotten reaches it behind the look-up: then look up again.
-            if not self.staleness and self._settle():
+            if not self.staleness and self._wait_for_updates():
                 self._start_lookup(batch)
-            pooled = self._answer(batch)
-            batch.answers = []  # the vectors are no longer needed
+            pooled = self._join_replies(batch)
+            batch.replies = []  # the vectors are no longer needed
             self._current = batch
             return pooled
 
@@ -154,17 +154,17 @@ class RemoteStore(nn.Module):
             sparse = self.check_batch(sparse)
             check_gradient(self.layout, sparse.offsets, grad)
         assert grad.dtype == compute_dtype(self._dtype), f"rows are {self._dtype}, their gradient is {grad.dtype}"
-        with self._turn:
+        with self._lock:
             batch, self._current = self._current, None
             is_known = batch is not None and _is_same(batch.sparse, sparse)
             if batch is None or not is_known:
                 batch = _RemoteBatch(sparse, self._next_number(), self._cut(sparse))
             while self._unanswered and len(self._unanswered) >= max(1, self.staleness):
-                self._settle_one()
+                self._wait_for_oldest()
             self._start_update(batch, batch.split.gradients(grad, self.optimizer.clip), lr, step, is_known)
-            self._num_settled = max(self._num_settled, batch.number)
-            self.num_most_unanswered = max(self.num_most_unanswered, len(self._unanswered))
-            self._send_coming()
+            self._num_updated = max(self._num_updated, batch.number)
+            self.max_unanswered = max(self.max_unanswered, len(self._unanswered))
+            self._send_prefetched()
 
     @property
     def batches_ahead(self) -> int:
@@ -173,21 +173,21 @@ class RemoteStore(nn.Module):
 
     def prefetch(self, sparse: Sparse) -> None:
         """Cut a coming batch by servers, and send its look-up as early as the staleness allows."""
-        with self._turn:
+        with self._lock:
             split = self._cut(sparse)
-            self._coming.append(_RemoteBatch(sparse, self._next_number(), split))
-            self._send_coming()
+            self._prefetched.append(_RemoteBatch(sparse, self._next_number(), split))
+            self._send_prefetched()
 
     def drop_prefetched(self) -> None:
         """Batches that were announced are not coming after all; what is on its way is waited for, and let go."""
-        with self._turn:
-            for batch in self._coming:
-                for answer in batch.answers or []:
+        with self._lock:
+            for batch in self._prefetched:
+                for answer in batch.replies or []:
                     if answer is not None:
                         with contextlib.suppress(RowsteadError):
                             answer.wait()
-            self._coming.clear()
-            self._num_settled = self._num_batches
+            self._prefetched.clear()
+            self._num_updated = self._num_batches
 
     def rows(self, table: str, ids: Tensor) -> Tensor:
         return self._rows.rows(table, ids)
@@ -210,16 +210,16 @@ class RemoteStore(nn.Module):
 
     def wait(self) -> None:
         """Until every update is answered."""
-        with self._turn:
-            self._settle()
+        with self._lock:
+            self._wait_for_updates()
 
     def flush(self) -> None:
         """Wait until every update is answered, and learn from the servers how many they have lost."""
-        with self._turn:
-            self._settle()
+        with self._lock:
+            self._wait_for_updates()
             for server, sent in enumerate(self._sent):
                 if sent:
-                    answer = self._client(server).call("settle", {"who": self._who, "sent": sent})
+                    answer = self._client(server).call("flush", {"client": self._client_id, "sent": sent})
                     self._lost[server] = int(answer.facts["lost"])
 
     @property
@@ -235,8 +235,8 @@ class RemoteStore(nn.Module):
     @property
     def num_unanswered(self) -> int:
         """Updates that are not answered yet."""
-        with self._turn:
-            self._take_answers()
+        with self._lock:
+            self._receive_replies()
             return len(self._unanswered)
 
     def figures(self) -> dict[str, float]:
@@ -246,7 +246,7 @@ class RemoteStore(nn.Module):
             "num_updates_sent": self.num_updates_sent,
             "num_lost_updates": self.num_lost_updates,
             "num_lookups_early": self.num_lookups_early,
-            "num_sent_again": sum(client.num_sent_again for client in clients),
+            "num_resent": sum(client.num_resent for client in clients),
             "num_bytes_sent": sum(client.num_bytes_sent for client in clients),
             "num_bytes_received": sum(client.num_bytes_received for client in clients),
             "waited_s": sum(client.waited_s for client in clients),
@@ -254,11 +254,11 @@ class RemoteStore(nn.Module):
 
     def close(self) -> None:
         """Let go of the connections; `flush` first if the last updates count."""
-        with self._turn:
+        with self._lock:
             for client in self._clients.values():
                 client.close()
             self._clients.clear()
-            self._coming.clear()
+            self._prefetched.clear()
             self._unanswered.clear()
 
     # Look-ups
@@ -270,42 +270,42 @@ class RemoteStore(nn.Module):
         self._num_batches += 1
         return self._num_batches
 
-    def _taken(self, sparse: Sparse) -> _RemoteBatch:
+    def _claim_batch(self, sparse: Sparse) -> _RemoteBatch:
         """A batch whose turn it is, announced or not."""
-        if any(_is_same(batch.sparse, sparse) for batch in self._coming):
-            while not _is_same((batch := self._coming.popleft()).sparse, sparse):
+        if any(_is_same(batch.sparse, sparse) for batch in self._prefetched):
+            while not _is_same((batch := self._prefetched.popleft()).sparse, sparse):
                 pass
         else:
             batch = _RemoteBatch(sparse, self._next_number(), self._cut(sparse))
-        self._num_settled = max(self._num_settled, batch.number - 1)
+        self._num_updated = max(self._num_updated, batch.number - 1)
         return batch
 
-    def _send_coming(self) -> None:
+    def _send_prefetched(self) -> None:
         """Send the look-ups of announced batches that may be sent: all but k batches before them have been updated."""
         if not self.staleness:
             return
-        for batch in self._coming:
-            if batch.number - 1 - self._num_settled > self.staleness:
+        for batch in self._prefetched:
+            if batch.number - 1 - self._num_updated > self.staleness:
                 return
-            if batch.answers is None:
+            if batch.replies is None:
                 self._start_lookup(batch)
                 self.num_lookups_early += 1
 
     def _start_lookup(self, batch: _RemoteBatch) -> _RemoteBatch:
         keeps = batch.number > 0 and self.optimizer is not None
-        batch.answers = []
+        batch.replies = []
         for server, ask in enumerate(batch.split.asks):
             if ask.is_empty:
-                batch.answers.append(None)
+                batch.replies.append(None)
                 continue
             facts, tensors = ask.message()
-            facts |= {"who": self._who, "batch": batch.number, "keep": True} if keeps else {"who": self._who}
-            batch.answers.append(self._client(server).start("lookup", facts, tensors))
+            facts |= {"client": self._client_id, "batch": batch.number, "keep": True} if keeps else {"client": self._client_id}
+            batch.replies.append(self._client(server).start("lookup", facts, tensors))
         return batch
 
-    def _answer(self, batch: _RemoteBatch) -> Tensor:
-        assert batch.answers is not None
-        return batch.split.joined([[] if answer is None else answer.wait().tensors for answer in batch.answers])
+    def _join_replies(self, batch: _RemoteBatch) -> Tensor:
+        assert batch.replies is not None
+        return batch.split.joined([[] if answer is None else answer.wait().tensors for answer in batch.replies])
 
     # Updates
 
@@ -316,55 +316,60 @@ class RemoteStore(nn.Module):
                 continue
             self._sent[server] += 1
             update.numbers[server] = self._sent[server]
-            update.answers[server] = self._send_update(update, server, is_known)
-        if update.answers:
+            update.replies[server] = self._send_update(update, server, is_known)
+        if update.replies:
             self._unanswered.append(update)
 
-    def _send_update(self, update: _Update, server: int, is_known: bool) -> Pending:
-        facts: dict[str, Any] = {"who": self._who, "number": update.numbers[server], "lr": update.lr, "step": update.step}
+    def _send_update(self, update: _Update, server: int, is_known: bool) -> PendingReply:
+        facts: dict[str, Any] = {
+            "client": self._client_id,
+            "number": update.numbers[server],
+            "lr": update.lr,
+            "step": update.step,
+        }
         if is_known:
             return self._client(server).start("update", {**facts, "batch": update.batch.number}, update.gradients[server])
         known_by, tensors = update.batch.split.asks[server].message()
         return self._client(server).start("update", {**facts, **known_by}, [*tensors, *update.gradients[server]])
 
-    def _settle(self) -> bool:
+    def _wait_for_updates(self) -> bool:
         """Wait until every update is answered; returns whether one had to be sent again."""
-        was_forgotten = False
+        was_resent = False
         while self._unanswered:
-            was_forgotten |= self._settle_one()
-        return was_forgotten
+            was_resent |= self._wait_for_oldest()
+        return was_resent
 
-    def _settle_one(self) -> bool:
+    def _wait_for_oldest(self) -> bool:
         """Wait until the oldest update is answered by all servers; returns whether it had to be sent again."""
-        update, was_forgotten = self._unanswered[0], False
-        while update.answers:
-            server = next(iter(update.answers))
-            was_forgotten |= self._note(update, server, update.answers.pop(server).wait().facts)
+        update, was_resent = self._unanswered[0], False
+        while update.replies:
+            server = next(iter(update.replies))
+            was_resent |= self._receive_reply(update, server, update.replies.pop(server).wait().facts)
         self._unanswered.popleft()
-        return was_forgotten
+        return was_resent
 
-    def _take_answers(self) -> None:
+    def _receive_replies(self) -> None:
         """Note the answers that are here already."""
         for update in self._unanswered:
-            for server in [server for server, answer in update.answers.items() if answer.is_done]:
-                self._note(update, server, update.answers.pop(server).wait().facts)
-        while self._unanswered and not self._unanswered[0].answers:
+            for server in [server for server, answer in update.replies.items() if answer.is_done]:
+                self._receive_reply(update, server, update.replies.pop(server).wait().facts)
+        while self._unanswered and not self._unanswered[0].replies:
             self._unanswered.popleft()
 
-    def _note(self, update: _Update, server: int, facts: Mapping[str, Any]) -> bool:
+    def _receive_reply(self, update: _Update, server: int, facts: Mapping[str, Any]) -> bool:
         """Take an answer; returns whether the update had to be sent again."""
         self._lost[server] = int(facts.get("lost", self._lost[server]))
-        if not facts.get("forgotten"):
+        if not facts.get("unknown_batch"):
             return False
         # It was started anew, or had no room: it gets the batch as well.
-        update.answers[server] = self._send_update(update, server, is_known=False)
+        update.replies[server] = self._send_update(update, server, is_known=False)
         return True
 
     @contextlib.contextmanager
-    def _settled(self) -> Iterator[None]:
+    def _quiesce(self) -> Iterator[None]:
         """Nothing is on its way, and nobody else is in here."""
-        with self._turn:
-            self._settle()
+        with self._lock:
+            self._wait_for_updates()
             yield
 
     def _client(self, server: int) -> Client:

@@ -18,12 +18,12 @@ from zmq.utils.monitor import parse_monitor_message
 
 from rowstead.fleet.deduplication import WINDOW
 from rowstead.fleet.keys import Keys, check_address, protect_client
-from rowstead.fleet.sockets import prepare, receive_frames, send_frames
+from rowstead.fleet.sockets import configure, receive_frames, send_frames
 from rowstead.fleet.wire import (
-    ANSWER,
+    DEFAULT_LIMITS,
     ERROR,
+    REPLY,
     REQUEST,
-    USUAL_LIMITS,
     Buffer,
     Limits,
     Message,
@@ -36,10 +36,10 @@ from rowstead.fleet.wire import (
 from rowstead.spec.errors import LostProcessError, RowsteadError
 
 _RETRY_FIRST_S, _RETRY_LAST_S = 0.02, 1.0
-_CONNECT_WITHIN_S = 2.0
+_CONNECT_TIMEOUT_S = 2.0
 
-_SHUT_OUT = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-_WATCHED = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | _SHUT_OUT | zmq.EVENT_HANDSHAKE_SUCCEEDED
+_HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+_MONITORED_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | _HANDSHAKE_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED
 
 
 class ServerUnavailable(LostProcessError):  # noqa: N818 (what happened, not a mistake)
@@ -50,7 +50,7 @@ class RefusedError(RowsteadError):
     """A server has answered that it cannot do what it was asked."""
 
 
-class Pending:
+class PendingReply:
     """An answer that is on its way."""
 
     __slots__ = ("_answer", "_client", "_error", "expires_s", "frames", "kind", "number")
@@ -69,24 +69,24 @@ class Pending:
     @property
     def is_done(self) -> bool:
         """Whether `wait` returns at once."""
-        while not self._has_ended and self._client._advance(0.0):
+        while not self._is_complete and self._client._poll(0.0):
             pass
-        return self._has_ended
+        return self._is_complete
 
     def wait(self) -> Message:
         """The answer; blocks until it is there. Raises `RefusedError`, or `ServerUnavailable` when the deadline has passed."""
-        if not self._has_ended:
-            self._client._wait_until(lambda: self._has_ended)
+        if not self._is_complete:
+            self._client._wait_until(lambda: self._is_complete)
         if self._error is not None:
             raise self._error
         assert self._answer is not None
         return self._answer
 
     @property
-    def _has_ended(self) -> bool:
+    def _is_complete(self) -> bool:
         return self._answer is not None or self._error is not None
 
-    def _end(self, outcome: Message | RowsteadError) -> None:
+    def _complete(self, outcome: Message | RowsteadError) -> None:
         self.frames = []
         if isinstance(outcome, Message):
             self._answer = outcome
@@ -110,48 +110,48 @@ class Client:
         keys: Keys | None = None,
         deadline_s: float = 30.0,
         max_in_flight: int = 8,
-        send_again_after_s: float = 10.0,
-        limits: Limits = USUAL_LIMITS,
+        resend_after_s: float = 10.0,
+        limits: Limits = DEFAULT_LIMITS,
     ) -> None:
-        """`send_again_after_s`: without any answer for so long, and then for twice as long each time, a connection that seems well is
+        """`resend_after_s`: without any answer for so long, and then for twice as long each time, a connection that seems well is
         taken for broken. Servers may be slow, so it should be long."""
         if max_in_flight < 1:
             raise ValueError(f"max_in_flight must be at least 1, got {max_in_flight}")
         if isinstance(address, str):
             check_address(address, keys)
         self.name = name
-        self.num_sent_again = 0
+        self.num_resent = 0
         self.num_bytes_sent = 0
         self.num_bytes_received = 0
         self.waited_s = 0.0
         """Seconds that this client's thread has spent in here waiting for its server: the clock of deadlines."""
         self.server_incarnation: int | None = None
         """Drawn by chance by each server when it starts; of whoever answered last."""
-        self._ask_address = (lambda: address) if isinstance(address, str) else address
+        self._find_address = (lambda: address) if isinstance(address, str) else address
         self._keys = keys
         self._deadline_s = deadline_s
         self._max_in_flight = max_in_flight
         self._limits = limits
         self._incarnation = secrets.randbits(64)
         self._next_number = 0
-        self._unanswered: dict[int, Pending] = {}
+        self._unanswered: dict[int, PendingReply] = {}
         """By number; the oldest comes first."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._open: list[zmq.Socket[bytes]] = []
-        self._dropped = weakref.finalize(self, _let_go, self._context, self._open)
+        self._open_sockets: list[zmq.Socket[bytes]] = []
+        self._finalizer = weakref.finalize(self, _close_sockets, self._context, self._open_sockets)
         """For a client that nobody closes: a context that is collected before its sockets hangs whoever collects it."""
-        self._dropped.atexit = False
+        self._finalizer.atexit = False
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
         self._poller = zmq.Poller()
         self._retry_at_s: float | None = 0.0
         """When to connect anew, by the monotonic clock; None while connected, or connecting."""
         self._retry_after_s = _RETRY_FIRST_S
-        self._send_again_at_s = 0.0
+        self._resend_at_s = 0.0
         """By the clock of waiting."""
-        self._send_again_first_s = self._send_again_after_s = send_again_after_s
+        self._resend_first_s = self._resend_after_s = resend_after_s
         self._last_address = "no address yet"
-        self._trouble = ""
+        self._problem = ""
         """What is known of why there is no connection."""
 
     def call(
@@ -172,12 +172,12 @@ class Client:
         tensors: Sequence[Tensor] = (),
         *,
         deadline_s: float | None = None,
-    ) -> Pending:
+    ) -> PendingReply:
         """Ask, and go on; blocks while as many requests as may be are unanswered."""
         if self._context.closed:
             raise RuntimeError(f"the client {self.name} is closed")
-        if not self._has_room():
-            self._wait_until(self._has_room)
+        if not self._may_start():
+            self._wait_until(self._may_start)
         number, self._next_number = self._next_number, self._next_number + 1
         frames = encode(
             Message(kind, {} if facts is None else dict(facts), list(tensors)),
@@ -187,10 +187,10 @@ class Client:
             name=self.name,
             answered_below=next(iter(self._unanswered), number),
         )
-        within_s = self._deadline_s if deadline_s is None else deadline_s
-        pending = Pending(self, number, kind, frames, self.waited_s + within_s)
+        timeout_s = self._deadline_s if deadline_s is None else deadline_s
+        pending = PendingReply(self, number, kind, frames, self.waited_s + timeout_s)
         if not self._unanswered:
-            self._send_again_at_s = self.waited_s + self._send_again_after_s
+            self._resend_at_s = self.waited_s + self._resend_after_s
         if self._socket is None and not self._unanswered:
             self._connect()
         self._unanswered[number] = pending
@@ -209,9 +209,9 @@ class Client:
             return
         self._disconnect()
         for pending in self._unanswered.values():
-            pending._end(ServerUnavailable(f"{self.name} was closed before `{pending.kind}` was answered"))
+            pending._complete(ServerUnavailable(f"{self.name} was closed before `{pending.kind}` was answered"))
         self._unanswered.clear()
-        self._dropped.detach()
+        self._finalizer.detach()
         self._context.term()
 
     def __enter__(self) -> Client:
@@ -220,7 +220,7 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _has_room(self) -> bool:
+    def _may_start(self) -> bool:
         oldest = next(iter(self._unanswered), self._next_number)
         return len(self._unanswered) < self._max_in_flight and self._next_number - oldest < WINDOW
 
@@ -229,43 +229,43 @@ class Client:
         began_s = time.monotonic() - self.waited_s
         while not is_met():
             first_s = min([pending.expires_s for pending in self._unanswered.values()])
-            self._advance(first_s - self.waited_s)
+            self._poll(first_s - self.waited_s)
             self.waited_s = time.monotonic() - began_s
             if self.waited_s >= first_s:
                 self._expire()
 
-    def _advance(self, timeout_s: float) -> bool:
+    def _poll(self, timeout_s: float) -> bool:
         """Take one answer, waiting for it up to a time, and keep the connection; returns whether anything has come."""
         if self._context.closed:
             return False
-        due_s = self._send_again_at_s - self.waited_s if self._retry_at_s is None else self._retry_at_s - time.monotonic()
+        due_s = self._resend_at_s - self.waited_s if self._retry_at_s is None else self._retry_at_s - time.monotonic()
         # Rounded up: a millisecond too long is better than a spin.
         ready = self._poller.poll(int(max(0.0, min(timeout_s, due_s)) * 1000 + 0.999))
         for socket, _ in ready:
             if socket is self._socket:
-                self._take(*receive_frames(self._socket, most=1 + self._limits.num_tensors))
+                self._receive(*receive_frames(self._socket, max_frames=1 + self._limits.num_tensors))
             elif socket is self._monitor:
-                self._watch()
+                self._read_monitor()
         if not ready and due_s <= 0.0 and self._unanswered:
-            self._send_again()
+            self._resend()
         return bool(ready)
 
-    def _take(self, frames: Sequence[zmq.Frame], num_frames: int) -> None:
+    def _receive(self, frames: Sequence[zmq.Frame], num_frames: int) -> None:
         """Give an answer to whoever waits for it."""
         self._retry_after_s = _RETRY_FIRST_S
-        self._send_again_after_s = self._send_again_first_s
-        self._send_again_at_s = self.waited_s + self._send_again_after_s
+        self._resend_after_s = self._resend_first_s
+        self._resend_at_s = self.waited_s + self._resend_after_s
         self.num_bytes_received += sum(map(len, frames))
         first = frames[0].bytes
         try:
             header = decode_header(first, self._limits)
-            if header.role not in (ANSWER, ERROR) or len(frames) != num_frames:
+            if header.role not in (REPLY, ERROR) or len(frames) != num_frames:
                 raise WireError("this is no answer")
             message = decode(header, first, [frame.buffer for frame in frames[1:]])
         except WireError as error:
             # Whoever answers so is no server of ours, or of another version: nothing that it says is waited for.
             for pending in self._unanswered.values():
-                pending._end(RefusedError(f"{self._last_address} gave {self.name} an answer that cannot be read: {error}"))
+                pending._complete(RefusedError(f"{self._last_address} gave {self.name} an answer that cannot be read: {error}"))
             self._unanswered.clear()
             return
         self.server_incarnation = header.sender
@@ -273,57 +273,57 @@ class Client:
         if asked is None:  # answered twice, or given up
             return
         if header.role == ERROR:
-            asked._end(RefusedError(str(message.facts.get("error", "refused"))))
+            asked._complete(RefusedError(str(message.facts.get("error", "refused"))))
         else:
-            asked._end(message)
+            asked._complete(message)
 
-    def _watch(self) -> None:
+    def _read_monitor(self) -> None:
         """Learn what has become of the connection."""
         assert self._monitor is not None
         event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self._trouble = ""
-        elif event & _SHUT_OUT:
-            self._lost("it was reached, but keys or versions do not agree")
+            self._problem = ""
+        elif event & _HANDSHAKE_FAILED:
+            self._schedule_reconnect("it was reached, but keys or versions do not agree")
         else:
-            self._lost("there is no connection: it may have ended, and its log would say why")
+            self._schedule_reconnect("there is no connection: it may have ended, and its log would say why")
 
-    def _lost(self, trouble: str) -> None:
+    def _schedule_reconnect(self, problem: str) -> None:
         """Connect anew in a while."""
         if self._retry_at_s is None:
-            self._trouble = trouble
+            self._problem = problem
             self._retry_at_s = time.monotonic() + self._retry_after_s
             self._retry_after_s = min(2 * self._retry_after_s, _RETRY_LAST_S)
 
-    def _send_again(self) -> None:
+    def _resend(self) -> None:
         """Send all that is unanswered, oldest first, over a new connection to where the server is now."""
-        self._send_again_after_s *= 2
-        self._send_again_at_s = self.waited_s + self._send_again_after_s
+        self._resend_after_s *= 2
+        self._resend_at_s = self.waited_s + self._resend_after_s
         self._connect()
         if self._socket is not None:
             for pending in self._unanswered.values():
                 self._send(pending)
-            self.num_sent_again += len(self._unanswered)
+            self.num_resent += len(self._unanswered)
 
     def _connect(self) -> None:
         self._disconnect()
         self._retry_at_s = None
         try:
-            self._last_address = address = self._ask_address()
+            self._last_address = address = self._find_address()
         except RowsteadError as error:
-            self._lost(str(error))
+            self._schedule_reconnect(str(error))
             return
         check_address(address, self._keys)
         socket = self._socket = self._context.socket(zmq.DEALER)
-        self._open.append(socket)
-        prepare(socket, address, self._limits, num_waiting=2 * self._max_in_flight)
+        self._open_sockets.append(socket)
+        configure(socket, address, self._limits, max_queued=2 * self._max_in_flight)
         socket.linger = 0
         socket.reconnect_ivl = -1  # we do it ourselves: the address may be another one
-        socket.connect_timeout = int(_CONNECT_WITHIN_S * 1000)
+        socket.connect_timeout = int(_CONNECT_TIMEOUT_S * 1000)
         if self._keys is not None:
             protect_client(socket, self._keys)
-        self._monitor = socket.get_monitor_socket(_WATCHED)
-        self._open.append(self._monitor)
+        self._monitor = socket.get_monitor_socket(_MONITORED_EVENTS)
+        self._open_sockets.append(self._monitor)
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
         socket.connect(address)
@@ -337,30 +337,30 @@ class Client:
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._socket.close(0)
-        self._open.clear()
+        self._open_sockets.clear()
         self._socket = self._monitor = None
 
-    def _send(self, pending: Pending) -> None:
+    def _send(self, pending: PendingReply) -> None:
         assert self._socket is not None
         try:
             send_frames(self._socket, pending.frames)
         except zmq.Again:  # the connection broke a moment ago
-            self._lost("there is no connection: it may have ended, and its log would say why")
+            self._schedule_reconnect("there is no connection: it may have ended, and its log would say why")
             return
         self.num_bytes_sent += size_of(pending.frames)
 
     def _expire(self) -> None:
         for pending in [pending for pending in self._unanswered.values() if pending.expires_s <= self.waited_s]:
             del self._unanswered[pending.number]
-            why = self._trouble or "it is connected, so perhaps only slow: allow it more time"
-            pending._end(
+            why = self._problem or "it is connected, so perhaps only slow: allow it more time"
+            pending._complete(
                 ServerUnavailable(
                     f"the server at {self._last_address} has not answered `{pending.kind}` of {self.name} in time; {why}"
                 )
             )
 
 
-def _let_go(context: zmq.Context[zmq.Socket[bytes]], sockets: Sequence[zmq.Socket[bytes]]) -> None:
+def _close_sockets(context: zmq.Context[zmq.Socket[bytes]], sockets: Sequence[zmq.Socket[bytes]]) -> None:
     """Close what a client has left open."""
     for socket in sockets:
         socket.close(0)

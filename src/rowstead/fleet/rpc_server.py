@@ -18,15 +18,13 @@ import psutil
 import zmq
 
 from rowstead.fleet.deduplication import Caller, RequestDeduplicator, RequestVerdict
-from rowstead.fleet.deferred_reply import DeferredReply as DeferredReply
-from rowstead.fleet.deferred_reply import Handler as Handler
-from rowstead.fleet.keys import Gate, Keys, check_address, protect_server
-from rowstead.fleet.sockets import prepare, receive_frames, send_frames
+from rowstead.fleet.keys import Keys, ZapAuthenticator, check_address, protect_server
+from rowstead.fleet.sockets import configure, receive_frames, send_frames
 from rowstead.fleet.wire import (
-    ANSWER,
+    DEFAULT_LIMITS,
     ERROR,
+    REPLY,
     REQUEST,
-    USUAL_LIMITS,
     Buffer,
     Header,
     Limits,
@@ -41,8 +39,49 @@ from rowstead.fleet.wire import (
 from rowstead.spec.errors import RowsteadError
 
 _log = logging.getLogger("rowstead.fleet")
-_LOOK_UP_EVERY_MS = 100
+_POLL_MS = 100
 """How often an idle server looks whether it should end."""
+
+
+class DeferredReply:
+    """The answer of a handler that others will complete, such as a round that waits for all trainers. From any thread, once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._outcome: Message | Exception | None = None
+        self._sender: Callable[[Message | Exception], None] | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return self._outcome is not None
+
+    def send(self, message: Message) -> None:
+        """Send the answer."""
+        self._complete(message)
+
+    def fail(self, problem: str) -> None:
+        """Send a refusal: the client raises `RefusedError` with this text."""
+        self._complete(RowsteadError(problem))
+
+    def _complete(self, outcome: Message | Exception) -> None:
+        with self._lock:
+            assert self._outcome is None, "an answer is given once"
+            self._outcome = outcome
+            sender = self._sender
+        if sender is not None:
+            sender(outcome)
+
+    def set_sender(self, sender: Callable[[Message | Exception], None]) -> None:
+        """As the server: how the answer goes to who asked, at once if it is there already."""
+        with self._lock:
+            self._sender = sender
+            outcome = self._outcome
+        if outcome is not None:
+            sender(outcome)
+
+
+Handler = Callable[[Message, Caller], Message | DeferredReply]
+"""Does what a request asks. A `RowsteadError` that it raises is told to the client; the tensors of its answer must not change later."""
 
 
 @dataclass(slots=True)
@@ -76,7 +115,7 @@ class Server:
         *,
         address: str = "tcp://127.0.0.1:0",
         keys: Keys | None = None,
-        limits: Limits = USUAL_LIMITS,
+        limits: Limits = DEFAULT_LIMITS,
         threads: int = 1,
         name: str = "server",
         status: Callable[[], Mapping[str, Any]] | None = None,
@@ -98,11 +137,11 @@ class Server:
         self._handlers = {**handlers, "status": self._answer_status}
         self._status = status
         self._limits = limits
-        self._ledger = RequestDeduplicator(limits)
+        self._deduplicator = RequestDeduplicator(limits)
         self._num_threads = threads
         self._outbox: deque[tuple[Header, list[Buffer]]] = deque()
         self._ended: deque[_ClientQueue] = deque()
-        self._lines: dict[int, _ClientQueue] = {}
+        self._queues: dict[int, _ClientQueue] = {}
         self._ready: SimpleQueue[_ClientQueue | None] = SimpleQueue()
         self._queued_bytes = 0
         self._num_queued = 0
@@ -116,7 +155,7 @@ class Server:
         self._wake.setblocking(False)
         self._waker.setblocking(False)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._gate = None if keys is None else Gate(self._context, keys)
+        self._authenticator = None if keys is None else ZapAuthenticator(self._context, keys)
         self._router = self._context.socket(zmq.ROUTER)
         try:
             self._bind(address, keys)
@@ -127,7 +166,7 @@ class Server:
     def _bind(self, address: str, keys: Keys | None) -> None:
         router = self._router
         # A client keeps fewer requests in flight than this, so its pipe is never full.
-        prepare(router, address, self._limits, num_waiting=2 * self._limits.in_flight_per_client)
+        configure(router, address, self._limits, max_queued=2 * self._limits.in_flight_per_client)
         router.linger = 1000
         if keys is not None:
             protect_server(router, keys)
@@ -141,7 +180,7 @@ class Server:
     @property
     def num_refused(self) -> int:
         """Messages that were no good, and connections without the key."""
-        return self._num_refused + (0 if self._gate is None else self._gate.num_refused)
+        return self._num_refused + (0 if self._authenticator is None else self._authenticator.num_refused)
 
     @property
     def queue_depth(self) -> int:
@@ -166,19 +205,19 @@ class Server:
 
     def _serve(self, until: Callable[[], bool]) -> None:
         workers = [
-            threading.Thread(target=self._work, name=f"rowstead-{self.name}-{number}", daemon=True)
+            threading.Thread(target=self._run_worker, name=f"rowstead-{self.name}-{number}", daemon=True)
             for number in range(self._num_threads if self._num_threads > 1 else 0)
         ]
         for worker in workers:
             worker.start()
         try:
-            self._go_round(until)
+            self._poll_loop(until)
         finally:
             for _ in workers:
                 self._ready.put(None)
             for worker in workers:
                 worker.join()
-            self._deliver()
+            self._send_replies()
 
     def close(self) -> None:
         """End, once what runs has been answered; harmless when closed."""
@@ -191,8 +230,8 @@ class Server:
             self._thread.join()
         with self._serving:
             self._router.close()
-        if self._gate is not None:
-            self._gate.socket.close()
+        if self._authenticator is not None:
+            self._authenticator.socket.close()
         self._context.term()
         self._wake.close()
         self._waker.close()
@@ -203,30 +242,30 @@ class Server:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _go_round(self, until: Callable[[], bool]) -> None:
-        attentive, full = zmq.Poller(), zmq.Poller()
-        for poller in (attentive, full):
+    def _poll_loop(self, until: Callable[[], bool]) -> None:
+        open_poller, full_poller = zmq.Poller(), zmq.Poller()
+        for poller in (open_poller, full_poller):
             poller.register(self._wake, zmq.POLLIN)
-            if self._gate is not None:
-                poller.register(self._gate.socket, zmq.POLLIN)
-        attentive.register(self._router, zmq.POLLIN)
+            if self._authenticator is not None:
+                poller.register(self._authenticator.socket, zmq.POLLIN)
+        open_poller.register(self._router, zmq.POLLIN)
         wake_fd = self._wake.fileno()
         while not self._closing and not until():
-            has_room = self._queued_bytes <= self._limits.queued_bytes
+            accepts_more = self._queued_bytes <= self._limits.queued_bytes
             before_s = time.perf_counter()
-            ready = (attentive if has_room else full).poll(_LOOK_UP_EVERY_MS)
+            ready = (open_poller if accepts_more else full_poller).poll(_POLL_MS)
             self.waiting_s += time.perf_counter() - before_s
             for source, _ in ready:
                 if source is self._router:
-                    self._take(*receive_frames(self._router, most=2 + self._limits.num_tensors))
+                    self._receive(*receive_frames(self._router, max_frames=2 + self._limits.num_tensors))
                 elif source == wake_fd:
                     with contextlib.suppress(BlockingIOError):
                         self._wake.recv(4096)
-                elif self._gate is not None:
-                    self._gate.answer()
-            self._deliver()
+                elif self._authenticator is not None:
+                    self._authenticator.handle_request()
+            self._send_replies()
 
-    def _take(self, frames: list[zmq.Frame], num_frames: int) -> None:
+    def _receive(self, frames: list[zmq.Frame], num_frames: int) -> None:
         """Run a request, answer it from memory, or refuse it; the first frame is the route back."""
         route = frames.pop(0).bytes
         num_bytes = sum(map(len, frames))
@@ -244,42 +283,42 @@ class Server:
         except WireError as error:
             self._num_refused += 1
             if (number := number_of(first)) is not None:
-                self._send(route, self._encoded(number, error))
+                self._send(route, self._encode(number, error))
             return
-        verdict, answer = self._ledger.take(header, route)
+        verdict, answer = self._deduplicator.admit(header, route)
         if verdict is RequestVerdict.RUN:
-            self._begin(_Job(header, message, num_bytes))
+            self._dispatch(_Job(header, message, num_bytes))
             return
         self.num_repeated += verdict is not RequestVerdict.TOO_MANY
         if verdict is RequestVerdict.REPEAT:
             assert answer is not None
             self._send(route, answer)
-        elif verdict is RequestVerdict.FORGOTTEN:
+        elif verdict is RequestVerdict.EVICTED:
             problem = f"`{header.kind}` of {header.name} was done before, but its answer is no longer kept"
-            self._send(route, self._encoded(header.number, RowsteadError(problem)))
+            self._send(route, self._encode(header.number, RowsteadError(problem)))
         elif verdict is RequestVerdict.TOO_MANY:
             self._num_refused += 1
             problem = f"{header.name} has too many requests in flight, or {self.name} too many clients; ask for less at a time"
-            self._send(route, self._encoded(header.number, RowsteadError(problem)))
+            self._send(route, self._encode(header.number, RowsteadError(problem)))
 
-    def _begin(self, job: _Job) -> None:
+    def _dispatch(self, job: _Job) -> None:
         self.num_requests += 1
         if self._num_threads == 1:
             self._run(job)
             return
-        line = self._lines.setdefault(job.header.sender, _ClientQueue())
-        line.jobs.append(job)
+        queue = self._queues.setdefault(job.header.sender, _ClientQueue())
+        queue.jobs.append(job)
         self._queued_bytes += job.num_bytes
         self._num_queued += 1
-        if not line.is_busy:
-            line.is_busy = True
-            self._ready.put(line)
+        if not queue.is_busy:
+            queue.is_busy = True
+            self._ready.put(queue)
 
-    def _work(self) -> None:
+    def _run_worker(self) -> None:
         """Run the first request of each line that is ready, until told to end."""
-        while (line := self._ready.get()) is not None:
-            self._run(line.jobs[0])
-            self._ended.append(line)
+        while (queue := self._ready.get()) is not None:
+            self._run(queue.jobs[0])
+            self._ended.append(queue)
             self._notify()
 
     def _run(self, job: _Job) -> None:
@@ -293,18 +332,18 @@ class Server:
             _log.exception("%s failed at `%s` of %s", self.name, header.kind, header.name)
             outcome = RowsteadError(f"{self.name} failed at `{header.kind}`: {type(error).__name__}: {error}")
         if isinstance(outcome, DeferredReply):
-            outcome.send_by(lambda answer: self._post(header, answer))
+            outcome.set_sender(lambda answer: self._queue_reply(header, answer))
         else:
-            self._post(header, outcome)
+            self._queue_reply(header, outcome)
 
-    def _post(self, header: Header, outcome: Message | Exception) -> None:
+    def _queue_reply(self, header: Header, outcome: Message | Exception) -> None:
         """Hand an answer to the thread that sends; from any thread."""
         try:
-            frames = self._encoded(header.number, outcome)
+            frames = self._encode(header.number, outcome)
         except Exception as error:  # such as facts that JSON cannot hold
             _log.exception("%s cannot send its answer to `%s`", self.name, header.kind)
             problem = RowsteadError(f"{self.name} cannot send its answer to `{header.kind}`: {type(error).__name__}: {error}")
-            frames = self._encoded(header.number, problem)
+            frames = self._encode(header.number, problem)
         self._outbox.append((header, frames))
         self._notify()
 
@@ -313,23 +352,23 @@ class Server:
             with contextlib.suppress(BlockingIOError, OSError):  # full: it will wake anyway; closed: nobody waits
                 self._waker.send(b"\0")
 
-    def _deliver(self) -> None:
+    def _send_replies(self) -> None:
         """Send what handlers have answered, and let the next of each line run."""
         while self._outbox:
             header, frames = self._outbox.popleft()
-            self._send(self._ledger.finish(header.sender, header.number, frames), frames)
+            self._send(self._deduplicator.finish(header.sender, header.number, frames), frames)
         while self._ended:
-            line = self._ended.popleft()
-            job = line.jobs.popleft()
+            queue = self._ended.popleft()
+            job = queue.jobs.popleft()
             self._queued_bytes -= job.num_bytes
             self._num_queued -= 1
-            if line.jobs:
-                self._ready.put(line)
+            if queue.jobs:
+                self._ready.put(queue)
             else:
-                del self._lines[job.header.sender]
+                del self._queues[job.header.sender]
 
-    def _encoded(self, number: int, outcome: Message | Exception) -> list[Buffer]:
-        role = ANSWER
+    def _encode(self, number: int, outcome: Message | Exception) -> list[Buffer]:
+        role = REPLY
         if isinstance(outcome, Exception):
             role, outcome = ERROR, Message("error", {"error": str(outcome)[:4000]})
         return encode(outcome, role=role, number=number, sender=self.incarnation, name=self.name)
@@ -351,8 +390,8 @@ class Server:
             "num_requests": self.num_requests,
             "num_repeated": self.num_repeated,
             "num_refused": self.num_refused,
-            "num_clients": self._ledger.num_clients,
-            "num_running": self._ledger.num_running,
+            "num_clients": self._deduplicator.num_clients,
+            "num_running": self._deduplicator.num_running,
             "queue_depth": self.queue_depth,
             "waiting_s": self.waiting_s,
             "up_s": time.monotonic() - self._started_s,
@@ -360,5 +399,5 @@ class Server:
             "rss_bytes": rss_bytes,
             "num_bytes_received": self.num_bytes_received,
             "num_bytes_sent": self.num_bytes_sent,
-            "remembered_bytes": self._ledger.remembered_bytes,
+            "remembered_bytes": self._deduplicator.remembered_bytes,
         }

@@ -27,7 +27,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from rowstead.fleet.table_shard import Copied, TableShard
+from rowstead.fleet.table_shard import RowCopy, TableShard
 from rowstead.records.files import fsync_folder, write_atomic
 from rowstead.spec.errors import CheckpointError
 
@@ -37,12 +37,12 @@ MANIFEST = "snapshot.json"
 
 _MAGIC = b"RSTDROW1"
 _LENGTH = struct.Struct("<I")
-_MOST_HEADER = 1 << 16
+_MAX_HEADER_BYTES = 1 << 16
 _log = logging.getLogger("rowstead.fleet")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Written:
+class SnapshotResult:
     """What one snapshot came to."""
 
     number: int
@@ -53,25 +53,25 @@ class Written:
 
 
 class Snapshots:
-    """Takes snapshots of `kept` into a folder, every `every_s` seconds once started, and whenever asked.
+    """Takes snapshots of `shard` into a folder, every `every_s` seconds once started, and whenever asked.
 
     `counted` gives what is to be known of the moment of a snapshot, as JSON; it is called while nothing changes.
     """
 
     def __init__(
-        self, kept: TableShard, folder: Path, *, every_s: float | None = None, counted: Callable[[], dict[str, Any]] = dict
+        self, shard: TableShard, folder: Path, *, every_s: float | None = None, counted: Callable[[], dict[str, Any]] = dict
     ) -> None:
-        self._kept, self._folder, self._every_s, self._counted = kept, folder, every_s, counted
+        self._shard, self._folder, self._every_s, self._counted = shard, folder, every_s, counted
         self._full: str | None = None
         self._number = 0
         self.num_taken = 0
         self.num_failed = 0
-        self.last: Written | None = None
+        self.last: SnapshotResult | None = None
         self._last_s: float | None = None
         self._one_at_a_time = threading.Lock()
         self._ended = threading.Event()
         self._wanted = threading.Condition()
-        self._asked: list[Callable[[Written | Exception], None]] = []
+        self._callbacks: list[Callable[[SnapshotResult | Exception], None]] = []
         self._thread: threading.Thread | None = None
 
     def start(self) -> Snapshots:
@@ -80,10 +80,10 @@ class Snapshots:
         self._thread.start()
         return self
 
-    def ask(self, done: Callable[[Written | Exception], None]) -> None:
+    def request(self, done: Callable[[SnapshotResult | Exception], None]) -> None:
         """Have one taken by the thread as soon as it is free; `done` is called there."""
         with self._wanted:
-            self._asked.append(done)
+            self._callbacks.append(done)
             self._wanted.notify_all()
 
     def close(self) -> None:
@@ -94,11 +94,11 @@ class Snapshots:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        for done in self._asked:
+        for done in self._callbacks:
             done(CheckpointError("the server is ending"))
-        self._asked.clear()
+        self._callbacks.clear()
 
-    def facts(self) -> dict[str, Any]:
+    def status(self) -> dict[str, Any]:
         """For the server's status."""
         facts: dict[str, Any] = {"num_snapshots": self.num_taken, "num_snapshots_failed": self.num_failed}
         last, last_s = self.last, self._last_s
@@ -111,41 +111,41 @@ class Snapshots:
             }
         return facts
 
-    def take(self) -> Written:
+    def take(self) -> SnapshotResult:
         """Write a snapshot of this moment, full or of the touched rows, and make it the one that a restart reads."""
         with self._one_at_a_time:
             return self._take()
 
-    def _take(self) -> Written:
+    def _take(self) -> SnapshotResult:
         started_s = time.monotonic()
-        is_full = self._kept.touched_bytes > FULL_SHARE * self._kept.num_bytes
+        is_full = self._shard.touched_bytes > FULL_SHARE * self._shard.num_bytes
         self._folder.mkdir(parents=True, exist_ok=True)
         self._number += 1
         name = f"{'full' if is_full else 'touched'}-{self._number:06d}.rows"
         counts: dict[str, Any] = {}
-        num_rows = self._kept.begin_snapshot(is_full=is_full, counted=lambda: counts.update(self._counted()))
+        num_rows = self._shard.begin_snapshot(is_full=is_full, on_begin=lambda: counts.update(self._counted()))
         is_written = False
         try:
-            num_bytes = _write(self._folder / name, self._kept, num_rows)
+            num_bytes = _write_rows(self._folder / name, self._shard, num_rows)
             manifest = {
                 "version": 1,
                 "number": self._number,
                 "full": name if is_full else self._full,
                 "touched": None if is_full else name,
-                "of": describe(self._kept),
+                "of": describe(self._shard),
                 "counts": counts,
             }
             write_atomic(self._folder / MANIFEST, json.dumps(manifest) + "\n")
             is_written = True
         finally:
-            self._kept.end_snapshot(is_full=is_full, is_written=is_written)
+            self._shard.end_snapshot(is_full=is_full, is_written=is_written)
             if not is_written:
                 with suppress(OSError):
                     (self._folder / name).unlink(missing_ok=True)
         if is_full:
             self._full = name
-        remove_others(self._folder, {name, self._full})
-        self.last = Written(
+        remove_unused(self._folder, {name, self._full})
+        self.last = SnapshotResult(
             number=self._number, is_full=is_full, num_rows=num_rows, num_bytes=num_bytes, took_s=time.monotonic() - started_s
         )
         self._last_s = time.monotonic()
@@ -162,17 +162,17 @@ class Snapshots:
             raise CheckpointError(
                 f"{self._folder / MANIFEST} cannot be read: {error}. Remove it to start from new rows"
             ) from error
-        if manifest.get("version") != 1 or manifest.get("of") != describe(self._kept):
+        if manifest.get("version") != 1 or manifest.get("of") != describe(self._shard):
             raise CheckpointError(
                 f"the snapshot in {self._folder} is of other tables, pieces, types or another optimizer: start with the recipe "
                 "and the number of servers that it was made with, or remove it"
             )
         for name, is_touched in ((manifest["full"], False), (manifest["touched"], True)):
             if name is not None:
-                for copied in read_rows(self._folder / name, self._kept):
-                    self._kept.restored(copied, is_touched=is_touched)
+                for copy in read_row_file(self._folder / name, self._shard):
+                    self._shard.restore_rows(copy, is_touched=is_touched)
         self._full, self._number = manifest["full"], int(manifest["number"])
-        remove_others(self._folder, {manifest["full"], manifest["touched"]})
+        remove_unused(self._folder, {manifest["full"], manifest["touched"]})
         counts: dict[str, Any] = manifest["counts"]
         return counts
 
@@ -180,37 +180,37 @@ class Snapshots:
         due_s = None if self._every_s is None else time.monotonic() + self._every_s
         while True:
             with self._wanted:
-                while not self._ended.is_set() and not self._asked and (due_s is None or time.monotonic() < due_s):
+                while not self._ended.is_set() and not self._callbacks and (due_s is None or time.monotonic() < due_s):
                     self._wanted.wait(None if due_s is None else max(0.0, due_s - time.monotonic()))
                 if self._ended.is_set():
                     return
-                asked, self._asked = self._asked, []
-            outcome: Written | Exception
+                callbacks, self._callbacks = self._callbacks, []
+            outcome: SnapshotResult | Exception
             try:
                 outcome = self.take()
             except Exception as error:  # noqa: BLE001, RUF100 - whatever it is, who asked must hear of it, and the next one is due
                 self.num_failed += 1
                 _log.warning("a snapshot into %s failed: %s", self._folder, error, exc_info=not isinstance(error, OSError))
                 outcome = error
-            for done in asked:
+            for done in callbacks:
                 done(outcome)
             if self._every_s is not None:
                 due_s = time.monotonic() + self._every_s
 
 
-def describe(kept: TableShard) -> dict[str, Any]:
+def describe(shard: TableShard) -> dict[str, Any]:
     """What a snapshot must agree with."""
     return {
         "pieces": [
-            [table.name, table.first_row, table.num_rows, table.width, *table.whole_shape] for table in kept.layout.tables
+            [table.name, table.first_row, table.num_rows, table.width, *table.whole_shape] for table in shard.layout.tables
         ],
-        "dtype": str(kept.dtype).removeprefix("torch."),
-        "optimizer": None if kept.optimizer is None else kept.optimizer.kind,
-        "seed": kept.seed,
+        "dtype": str(shard.dtype).removeprefix("torch."),
+        "optimizer": None if shard.optimizer is None else shard.optimizer.kind,
+        "seed": shard.seed,
     }
 
 
-def remove_others(folder: Path, names: set[str | None]) -> None:
+def remove_unused(folder: Path, names: set[str | None]) -> None:
     """Remove snapshot files that nothing needs any more."""
     for path in folder.glob("*.rows"):
         if path.name not in names:
@@ -218,27 +218,27 @@ def remove_others(folder: Path, names: set[str | None]) -> None:
                 path.unlink()
 
 
-def _write(path: Path, kept: TableShard, num_rows: int) -> int:
+def _write_rows(path: Path, shard: TableShard, num_rows: int) -> int:
     """Write the snapshot that has begun; returns its bytes."""
     count = 0
     with open(path, "wb") as file:
         file.write(_MAGIC)
-        for copied in kept.copies():
-            count += len(copied.rows)
-            rows, first = copied.rows, None
+        for copy in shard.copy_rows():
+            count += len(copy.rows)
+            rows, first = copy.rows, None
             if int(rows[-1]) - int(rows[0]) + 1 == len(rows) and (np.diff(rows) == 1).all():
                 first = int(rows[0])
-            values = [value.contiguous().view(torch.uint8).numpy().data.cast("B") for value in copied.values]
+            values = [value.contiguous().view(torch.uint8).numpy().data.cast("B") for value in copy.values]
             buffers = [*([] if first is not None else [rows.data.cast("B")]), *values]
             checksum = 0
             for buffer in buffers:
                 checksum = zlib.crc32(buffer, checksum)
-            header = {"table": kept.layout.tables[copied.table].name, "count": len(rows), "crc": checksum}
-            _put(file, header if first is None else {**header, "first": first})
+            header = {"table": shard.layout.tables[copy.table].name, "count": len(rows), "crc": checksum}
+            _write_header(file, header if first is None else {**header, "first": first})
             for buffer in buffers:
                 file.write(buffer)
         assert count == num_rows, f"{count} rows were copied for a snapshot of {num_rows}"
-        _put(file, {"rows": count})
+        _write_header(file, {"rows": count})
         file.flush()
         os.fsync(file.fileno())
         num_bytes = file.tell()
@@ -246,7 +246,7 @@ def _write(path: Path, kept: TableShard, num_rows: int) -> int:
     return num_bytes
 
 
-def read_rows(path: Path, kept: TableShard) -> Iterator[Copied]:
+def read_row_file(path: Path, shard: TableShard) -> Iterator[RowCopy]:
     """The rows of a file, block by block; raises a CheckpointError where it is damaged."""
     count = 0
     try:
@@ -257,26 +257,26 @@ def read_rows(path: Path, kept: TableShard) -> Iterator[Copied]:
         if file.read(len(_MAGIC)) != _MAGIC:
             raise CheckpointError(f"{path} is no file of rows")
         while True:
-            header = _get(file, path)
+            header = _read_header(file, path)
             if "rows" in header:
                 if header["rows"] != count:
                     raise CheckpointError(f"{path} has {count} rows instead of {header['rows']}: it is damaged")
                 return
-            copied = _block(file, path, header, kept)
-            count += len(copied.rows)
-            yield copied
+            copy = _read_block(file, path, header, shard)
+            count += len(copy.rows)
+            yield copy
 
 
-def _block(file: BinaryIO, path: Path, header: Mapping[str, Any], kept: TableShard) -> Copied:
+def _read_block(file: BinaryIO, path: Path, header: Mapping[str, Any], shard: TableShard) -> RowCopy:
     try:
-        table, num = kept.places[header["table"]], int(header["count"])
+        table, num = shard.table_index[header["table"]], int(header["count"])
         first = header.get("first")
     except (KeyError, ValueError) as error:
         raise CheckpointError(f"{path} has a block that cannot be read ({error}): it is damaged") from error
-    whole = kept.layout.tables[table]
+    whole = shard.layout.tables[table]
     if not 0 < num <= whole.num_rows:
         raise CheckpointError(f"{path} has {num} rows of `{whole.name}` in a block: it is damaged")
-    tensors = [torch.empty(num, tensor.shape[1], dtype=tensor.dtype) for tensor in kept.parts(table).values()]
+    tensors = [torch.empty(num, tensor.shape[1], dtype=tensor.dtype) for tensor in shard.parts(table).values()]
     rows = np.empty(num, np.int64) if first is None else np.arange(first, first + num)
     checksum = 0
     targets = [tensor.view(torch.uint8).numpy() for tensor in tensors]
@@ -287,18 +287,18 @@ def _block(file: BinaryIO, path: Path, header: Mapping[str, Any], kept: TableSha
         checksum = zlib.crc32(buffer, checksum)
     if checksum != header.get("crc") or rows.min() < 0 or rows.max() >= whole.num_rows:
         raise CheckpointError(f"{path} has a block whose checksum is wrong: it is damaged")
-    return Copied(table, rows, tensors)
+    return RowCopy(table, rows, tensors)
 
 
-def _put(file: BinaryIO, header: Mapping[str, Any]) -> None:
+def _write_header(file: BinaryIO, header: Mapping[str, Any]) -> None:
     encoded = json.dumps(header).encode()
     file.write(_LENGTH.pack(len(encoded)) + encoded)
 
 
-def _get(file: BinaryIO, path: Path) -> dict[str, Any]:
+def _read_header(file: BinaryIO, path: Path) -> dict[str, Any]:
     start = file.read(_LENGTH.size)
-    length = _LENGTH.unpack(start)[0] if len(start) == _LENGTH.size else _MOST_HEADER + 1
-    encoded = file.read(length) if length <= _MOST_HEADER else b""
+    length = _LENGTH.unpack(start)[0] if len(start) == _LENGTH.size else _MAX_HEADER_BYTES + 1
+    encoded = file.read(length) if length <= _MAX_HEADER_BYTES else b""
     try:
         header = json.loads(encoded)
     except ValueError:

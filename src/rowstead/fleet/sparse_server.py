@@ -2,9 +2,9 @@
 
 | kind | facts | tensors | answer |
 |---|---|---|---|
-| `lookup` | `who`, `batch`, `keep`, and the batch (`fleet/router.py`) | the batch | vectors [B, width], distinct rows |
-| `update` | `who`, `number`, `lr`, `step`; `batch`, or the batch itself | (the batch,) gradients | `lost`; or `forgotten` |
-| `settle` | `who`, `sent` | | `lost` |
+| `lookup` | `client`, `batch`, `keep`, and the batch (`fleet/router.py`) | the batch | vectors [B, width], distinct rows |
+| `update` | `client`, `number`, `lr`, `step`; `batch`, or the batch itself | (the batch,) gradients | `lost`; or `unknown_batch` |
+| `flush` | `client`, `sent` | | `lost` |
 | `read_rows` | `table`, `part`, and `start`, `stop` | or the rows' numbers | rows |
 | `write_rows` | `table`, `part`, `start` | rows | |
 | `snapshot` | | | `num_rows`, `num_bytes`, once it is written |
@@ -22,20 +22,20 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from rowstead.distributed.sharding import piece_layout
-from rowstead.fleet.applied_updates import AppliedUpdates
 from rowstead.fleet.deduplication import Caller
 from rowstead.fleet.keys import Keys
 from rowstead.fleet.lookup_request import LookupRequest
 from rowstead.fleet.partition import Partition
 from rowstead.fleet.roster import Roster
 from rowstead.fleet.rpc_server import DeferredReply, Server
-from rowstead.fleet.snapshot import Snapshots, Written
+from rowstead.fleet.snapshot import SnapshotResult, Snapshots
 from rowstead.fleet.table_shard import TableShard
 from rowstead.fleet.wire import Limits, Message
 from rowstead.kernels.layout import layout_of
@@ -47,12 +47,83 @@ REMEMBERED_BYTES = 256 << 20
 SNAPSHOTS_FOLDER = "snapshots"
 
 
+@dataclass
+class ClientUpdates:
+    """The updates of one trainer."""
+
+    highest: int = 0
+    """Number of the last one that was heard of."""
+    missing: list[tuple[int, int]] = field(default_factory=list)
+    """Numbers below it that never arrived here, or were lost with what was here: first and last of each run."""
+
+    @property
+    def num_missing(self) -> int:
+        return sum(last - first + 1 for first, last in self.missing)
+
+    def has(self, number: int) -> bool:
+        """Whether an update is in the rows already."""
+        return number <= self.highest and not any(first <= number <= last for first, last in self.missing)
+
+    def add(self, number: int) -> None:
+        """An update is in the rows now."""
+        if number > self.highest:
+            self.note_sent(number - 1)
+            self.highest = number
+            return
+        runs = []
+        for first, last in self.missing:
+            if first <= number <= last:
+                runs += [run for run in ((first, number - 1), (number + 1, last)) if run[0] <= run[1]]
+            else:
+                runs.append((first, last))
+        self.missing = runs
+
+    def note_sent(self, number: int) -> None:
+        """The trainer has sent updates up to this one; those that have not arrived are missing."""
+        if number > self.highest:
+            self.missing.append((self.highest + 1, number))
+            self.highest = number
+
+
+class AppliedUpdates:
+    """The updates of all trainers."""
+
+    def __init__(self) -> None:
+        self._sent: dict[str, ClientUpdates] = {}
+
+    def of(self, client: str) -> ClientUpdates:
+        """Those of one trainer, or of one thread of it."""
+        return self._sent.setdefault(client, ClientUpdates())
+
+    @property
+    def num_updates(self) -> int:
+        """That are in the rows."""
+        return sum(sent.highest - sent.num_missing for sent in list(self._sent.values()))
+
+    @property
+    def num_lost(self) -> int:
+        """That were sent and are not in the rows."""
+        return sum(sent.num_missing for sent in list(self._sent.values()))
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON."""
+        return {client: [sent.highest, [list(run) for run in sent.missing]] for client, sent in list(self._sent.items())}
+
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any]) -> AppliedUpdates:
+        """What `to_json` gave."""
+        applied = cls()
+        for client, (highest, missing) in plain.items():
+            applied._sent[client] = ClientUpdates(int(highest), [(int(first), int(last)) for first, last in missing])
+        return applied
+
+
 class SparseServer:
-    """Answers for the rows of `kept`, from `start` or `serve` on."""
+    """Answers for the rows of `shard`, from `start` or `serve` on."""
 
     def __init__(
         self,
-        kept: TableShard,
+        shard: TableShard,
         *,
         address: str = "tcp://127.0.0.1:0",
         keys: Keys | None = None,
@@ -64,24 +135,24 @@ class SparseServer:
         remembered_bytes: int = REMEMBERED_BYTES,
     ) -> None:
         """`snapshots` is the folder of its own in which it keeps them; what it finds there it goes on from."""
-        self.kept = kept
-        self.tally = AppliedUpdates()
+        self.shard = shard
+        self.applied = AppliedUpdates()
         self.snapshots: Snapshots | None = None
         if snapshots is not None:
             self.snapshots = Snapshots(
-                kept, snapshots, every_s=snapshot_every_s, counted=lambda: {"sent": self.tally.to_json()}
+                shard, snapshots, every_s=snapshot_every_s, counted=lambda: {"sent": self.applied.to_json()}
             )
             if (counts := self.snapshots.restore()) is not None:
-                self.tally = AppliedUpdates.from_json(counts["sent"])
+                self.applied = AppliedUpdates.from_json(counts["sent"])
         self.num_lookups = self.num_samples = 0
         self._batches: OrderedDict[tuple[str, int], LookupRequest] = OrderedDict()
-        self._batches_bytes, self._most_bytes = 0, remembered_bytes
+        self._batches_bytes, self._max_batches_bytes = 0, remembered_bytes
         self._lock = threading.Lock()
         self.server = Server(
             {
                 "lookup": self._lookup,
                 "update": self._update,
-                "settle": self._settle,
+                "flush": self._flush,
                 "read_rows": self._read_rows,
                 "write_rows": self._write_rows,
                 "snapshot": self._snapshot,
@@ -90,7 +161,7 @@ class SparseServer:
             keys=keys,
             threads=threads,
             name=name,
-            status=self.facts,
+            status=self.status,
             **({} if limits is None else {"limits": limits}),
         )
 
@@ -118,62 +189,63 @@ class SparseServer:
             self.snapshots.close()
         self.server.close()
 
-    def facts(self) -> dict[str, Any]:
+    def status(self) -> dict[str, Any]:
         """What `status` tells besides what every server does."""
         return {
             "num_lookups": self.num_lookups,
             "num_samples": self.num_samples,
-            "num_updates": self.tally.num_updates,
-            "num_lost_updates": self.tally.num_lost,
-            "table_bytes": self.kept.num_bytes,
+            "num_updates": self.applied.num_updates,
+            "num_lost_updates": self.applied.num_lost,
+            "table_bytes": self.shard.num_bytes,
             "num_batches_remembered": len(self._batches),
             "batches_remembered_bytes": self._batches_bytes,
-            **({} if self.snapshots is None else self.snapshots.facts()),
+            **({} if self.snapshots is None else self.snapshots.status()),
         }
 
     # Handlers
 
     def _lookup(self, message: Message, caller: Caller) -> Message:
-        asked, left = self.kept.reading.read(message)
+        request, left = self.shard.parser.parse(message)
         if left:
             raise DataError(f"a look-up has {len(left)} tensors too many")
-        answer = self.kept.lookup(asked)
+        answer = self.shard.lookup(request)
         if message.facts.get("keep"):
-            self._remember((_who(message), _number(message, "batch")), asked)
+            self._store_batch((_client_of(message), _number(message, "batch")), request)
         self.num_lookups += 1
-        self.num_samples += asked.num_samples
+        self.num_samples += request.num_samples
         return Message("lookup", {}, answer)
 
     def _update(self, message: Message, caller: Caller) -> Message:
-        facts, who, number = message.facts, _who(message), _number(message, "number")
+        facts, client, number = message.facts, _client_of(message), _number(message, "number")
         lr, step = facts.get("lr"), _number(message, "step")
         if not isinstance(lr, (int, float)) or not math.isfinite(lr):
             raise DataError(f"lr must be a finite number, got {lr!r}")
-        if self.kept.optimizer is None:
+        if self.shard.optimizer is None:
             raise DataError("this server was made for look-ups only")
         if "samples" in facts:
-            asked, gradients = self.kept.reading.read(message)
+            request, gradients = self.shard.parser.parse(message)
         else:
-            found = self._recall((who, _number(message, "batch")))
+            found = self._pop_batch((client, _number(message, "batch")))
             if found is None:
                 # One that it had before it was started anew is in the rows already.
                 return Message(
-                    "update", {"forgotten": not self.tally.of(who).has(number), "lost": self.tally.of(who).num_missing}
+                    "update",
+                    {"unknown_batch": not self.applied.of(client).has(number), "lost": self.applied.of(client).num_missing},
                 )
-            asked, gradients = found, message.tensors
-        self.kept.check_gradients(asked, gradients)
-        with self.kept.changing():
-            sent = self.tally.of(who)
+            request, gradients = found, message.tensors
+        self.shard.check_gradients(request, gradients)
+        with self.shard.changing():
+            sent = self.applied.of(client)
             if not sent.has(number):
-                self.kept.update(asked, gradients, lr=float(lr), step=step)
+                self.shard.update(request, gradients, lr=float(lr), step=step)
                 sent.add(number)
         return Message("update", {"lost": sent.num_missing})
 
-    def _settle(self, message: Message, caller: Caller) -> Message:
-        with self.kept.changing():
-            sent = self.tally.of(_who(message))
-            sent.heard_of(_number(message, "sent", least=0))
-        return Message("settle", {"lost": sent.num_missing})
+    def _flush(self, message: Message, caller: Caller) -> Message:
+        with self.shard.changing():
+            sent = self.applied.of(_client_of(message))
+            sent.note_sent(_number(message, "sent", least=0))
+        return Message("flush", {"lost": sent.num_missing})
 
     def _read_rows(self, message: Message, caller: Caller) -> Message:
         table, part = str(message.facts.get("table")), str(message.facts.get("part"))
@@ -181,46 +253,46 @@ class SparseServer:
             (rows,) = message.tensors
             if rows.dim() != 1 or rows.dtype not in (torch.int32, torch.int64):
                 raise DataError("the numbers of rows must be int32 or int64 and of one dimension")
-            return Message("read_rows", {}, [self.kept.take(table, part, rows)])
+            return Message("read_rows", {}, [self.shard.gather(table, part, rows)])
         start, stop = _number(message, "start", least=0), _number(message, "stop", least=0)
-        return Message("read_rows", {}, [self.kept.read(table, part, start, stop)])
+        return Message("read_rows", {}, [self.shard.read(table, part, start, stop)])
 
     def _write_rows(self, message: Message, caller: Caller) -> Message:
         if len(message.tensors) != 1 or message.tensors[0].dim() != 2:
             raise DataError("rows to be written are one tensor of two dimensions")
         facts = message.facts
-        with self.kept.changing():
+        with self.shard.changing():
             start = _number(message, "start", least=0)
-            self.kept.write(str(facts.get("table")), str(facts.get("part")), start, message.tensors[0])
+            self.shard.write(str(facts.get("table")), str(facts.get("part")), start, message.tensors[0])
         return Message("write_rows")
 
     def _snapshot(self, message: Message, caller: Caller) -> DeferredReply:
         if self.snapshots is None:
             raise RowsteadError("this server was started without a folder for snapshots")
-        later = DeferredReply()
+        reply = DeferredReply()
 
-        def done(outcome: Written | Exception) -> None:
+        def done(outcome: SnapshotResult | Exception) -> None:
             if isinstance(outcome, Exception):
-                later.fail(f"the snapshot failed: {outcome}")
+                reply.fail(f"the snapshot failed: {outcome}")
             else:
                 facts = {"num_rows": outcome.num_rows, "num_bytes": outcome.num_bytes, "is_full": outcome.is_full}
-                later.answer(Message("snapshot", facts))
+                reply.send(Message("snapshot", facts))
 
-        self.snapshots.ask(done)
-        return later
+        self.snapshots.request(done)
+        return reply
 
     # Batches between look-up and update
 
-    def _remember(self, key: tuple[str, int], asked: LookupRequest) -> None:
+    def _store_batch(self, key: tuple[str, int], request: LookupRequest) -> None:
         with self._lock:
             before = self._batches.pop(key, None)
-            self._batches[key] = asked
-            self._batches_bytes += asked.num_bytes - (0 if before is None else before.num_bytes)
-            while self._batches_bytes > self._most_bytes and len(self._batches) > 1:
+            self._batches[key] = request
+            self._batches_bytes += request.num_bytes - (0 if before is None else before.num_bytes)
+            while self._batches_bytes > self._max_batches_bytes and len(self._batches) > 1:
                 _, oldest = self._batches.popitem(last=False)
                 self._batches_bytes -= oldest.num_bytes
 
-    def _recall(self, key: tuple[str, int]) -> LookupRequest | None:
+    def _pop_batch(self, key: tuple[str, int]) -> LookupRequest | None:
         with self._lock:
             found = self._batches.pop(key, None)
             self._batches_bytes -= 0 if found is None else found.num_bytes
@@ -256,9 +328,9 @@ def serve_sparse(
     if not 0 <= number < partition.num_servers:
         raise RowsteadError(f"there is no sparse server {number}: the tables are shared by {partition.num_servers}, from 0 on")
     pieces = partition.pieces_of(layout, number)
-    kept = TableShard(piece_layout(layout, pieces), spec.train.sparse_optimizer, seed=spec.seed, dtype=dtype)
+    shard = TableShard(piece_layout(layout, pieces), spec.train.sparse_optimizer, seed=spec.seed, dtype=dtype)
     server = SparseServer(
-        kept,
+        shard,
         address=address,
         keys=keys,
         threads=threads,
@@ -268,18 +340,18 @@ def serve_sparse(
     )
     try:
         if sampled is not None:
-            sampled(lambda: {**server.server.status_facts(), **server.facts(), "incarnation": incarnation})
+            sampled(lambda: {**server.server.status_facts(), **server.status(), "incarnation": incarnation})
         ready(server.address)
         server.serve(until)
     finally:
         server.close()
 
 
-def _who(message: Message) -> str:
-    who = message.facts.get("who")
-    if not isinstance(who, str) or not 0 < len(who) <= 64:
-        raise DataError("`who` must be a word that is the sender's own")
-    return who
+def _client_of(message: Message) -> str:
+    client = message.facts.get("client")
+    if not isinstance(client, str) or not 0 < len(client) <= 64:
+        raise DataError("`client` must be a word that is the sender's own")
+    return client
 
 
 def _number(message: Message, name: str, *, least: int = 1) -> int:

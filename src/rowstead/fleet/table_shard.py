@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rowstead.fleet.lookup_request import LookupRequest, RequestReader
+from rowstead.fleet.lookup_request import LookupRequest, RequestParser
 from rowstead.kernels.cpu import embedding as cpu
 from rowstead.kernels.cpu.distinct_rows import gather_rows, update_rows
 from rowstead.kernels.layout import Layout
@@ -38,7 +38,7 @@ QUEUED_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, eq=False)
-class Copied:
+class RowCopy:
     """Rows of one table as they were when a snapshot began."""
 
     table: int
@@ -67,8 +67,8 @@ class TableShard:
         self.optimizer = None if optimizer is None else dataclasses.replace(optimizer, clip=None)
         self.layout, self.dtype, self.seed = layout, dtype, seed
         self.store = DeviceStore(layout, self.optimizer, seed=seed, kernel="cpu", dtype=dtype)
-        self.reading = RequestReader(layout)
-        self.places = {table.name: place for place, table in enumerate(layout.tables)}
+        self.parser = RequestParser(layout)
+        self.table_index = {table.name: index for index, table in enumerate(layout.tables)}
         self._rows = [rows.detach() for rows in self.store.weights]
         self._states = self.store.row_states
         sizes = [table.num_rows for table in layout.tables]
@@ -76,67 +76,69 @@ class TableShard:
         self.touched = np.zeros(self._starts[-1], np.uint8)
         """One for each row: whether it has changed since the last full snapshot, or since the beginning. A byte, not a bit:
         threads that set neighbours at the same time must not undo each other."""
-        self._waiting = np.zeros(self._starts[-1], np.uint8)
+        self._pending = np.zeros(self._starts[-1], np.uint8)
         """Which rows the snapshot under way still has to copy."""
         self._is_copying = False
-        self._queue: deque[Copied] = deque()
+        self._queue: deque[RowCopy] = deque()
         self._queued_bytes = 0
-        self._turns = threading.Condition()
-        self._num_changing = 0
-        self._is_beginning = False
+        self._condition = threading.Condition()
+        self._num_writers = 0
+        self._is_starting = False
 
     # Look-ups and updates
 
-    def lookup(self, asked: LookupRequest) -> list[Tensor]:
+    def lookup(self, request: LookupRequest) -> list[Tensor]:
         """Pooled vectors [B, width], and distinct rows, flat; either only if it was asked for."""
         answers = []
-        pooled = asked.pooled
-        if pooled.places and asked.num_samples:
-            tables = [self._rows[place] for place in pooled.places]
-            answers.append(cpu.lookup(tables, pooled.layout, asked.sparse.ids, asked.sparse.offsets, asked.sparse.weights))
-        if asked.row_bounds[-1]:
-            answers.append(gather_rows(self._rows, asked.distinct, asked.row_bounds))
+        pooled = request.pooled
+        if pooled.table_indices and request.num_samples:
+            tables = [self._rows[index] for index in pooled.table_indices]
+            answers.append(
+                cpu.lookup(tables, pooled.layout, request.sparse.ids, request.sparse.offsets, request.sparse.weights)
+            )
+        if request.row_bounds[-1]:
+            answers.append(gather_rows(self._rows, request.distinct, request.row_bounds))
         return answers
 
-    def check_gradients(self, asked: LookupRequest, gradients: list[Tensor]) -> None:
+    def check_gradients(self, request: LookupRequest, gradients: list[Tensor]) -> None:
         """Raise a DataError unless gradients are of the shapes of what `lookup` answers."""
         shapes: list[tuple[int, ...]] = []
-        if asked.pooled.places and asked.num_samples:
-            shapes.append((asked.num_samples, asked.pooled.layout.total_width))
-        if asked.row_bounds[-1]:
+        if request.pooled.table_indices and request.num_samples:
+            shapes.append((request.num_samples, request.pooled.layout.total_width))
+        if request.row_bounds[-1]:
             widths = [table.width for table in self.layout.tables]
-            shapes.append((int((np.diff(asked.row_bounds) * widths).sum()),))
+            shapes.append((int((np.diff(request.row_bounds) * widths).sum()),))
         dtype = compute_dtype(self.dtype)
         if [tuple(each.shape) for each in gradients] != shapes or any(each.dtype != dtype for each in gradients):
             found = [(tuple(each.shape), str(each.dtype)) for each in gradients]
             raise DataError(f"the gradients are {found}, and {shapes} of {dtype} are wanted")
 
-    def update(self, asked: LookupRequest, gradients: list[Tensor], *, lr: float, step: int) -> None:
+    def update(self, request: LookupRequest, gradients: list[Tensor], *, lr: float, step: int) -> None:
         """Apply the optimizer to every row that was asked for; inside `changing`, with gradients that were checked."""
         assert self.optimizer is not None, "this server was made for look-ups only"
-        borders, tables = asked.segments
-        self._before_change(asked.ids, borders, tables)
-        _mark(asked.ids, borders, tables, self._starts, self.touched)
-        left, pooled = list(gradients), asked.pooled
-        if pooled.places and asked.num_samples:
+        borders, tables = request.segments
+        self._copy_before_write(request.ids, borders, tables)
+        _mark(request.ids, borders, tables, self._starts, self.touched)
+        left, pooled = list(gradients), request.pooled
+        if pooled.table_indices and request.num_samples:
             cpu.update(
-                [self._rows[place] for place in pooled.places],
-                [self._states[place] for place in pooled.places],
+                [self._rows[index] for index in pooled.table_indices],
+                [self._states[index] for index in pooled.table_indices],
                 pooled.layout,
-                asked.sparse.ids,
-                asked.sparse.offsets,
-                asked.sparse.weights,
+                request.sparse.ids,
+                request.sparse.offsets,
+                request.sparse.weights,
                 left.pop(0),
                 optimizer=self.optimizer,
                 lr=lr,
                 step=step,
             )
-        if asked.row_bounds[-1]:
+        if request.row_bounds[-1]:
             update_rows(
                 self._rows,
                 self._states,
-                asked.distinct,
-                asked.row_bounds,
+                request.distinct,
+                request.row_bounds,
                 left.pop(0),
                 optimizer=self.optimizer,
                 lr=lr,
@@ -153,7 +155,7 @@ class TableShard:
         """Rows `start` to `stop` of one part of a table, copied."""
         return self._part(table, part, start, stop)[start:stop].clone()
 
-    def take(self, table: str, part: str, rows: Tensor) -> Tensor:
+    def gather(self, table: str, part: str, rows: Tensor) -> Tensor:
         """Rows [n] of one part of a table, copied."""
         if rows.numel():
             self._part(table, part, int(rows.min()), int(rows.max()) + 1)
@@ -165,13 +167,13 @@ class TableShard:
         if values.shape[1:] != tensor.shape[1:] or values.dtype != tensor.dtype:
             raise DataError(f"`{table}.{part}` has {tensor.shape[1]} columns of {tensor.dtype}: these values do not fit")
         rows = np.arange(start, start + len(values))
-        borders, tables = np.array([0, len(rows)], np.int64), np.array([self.places[table]], np.int64)
-        self._before_change(rows, borders, tables)
+        borders, tables = np.array([0, len(rows)], np.int64), np.array([self.table_index[table]], np.int64)
+        self._copy_before_write(rows, borders, tables)
         _mark(rows, borders, tables, self._starts, self.touched)
         tensor[start : start + len(values)] = values
 
     def _part(self, table: str, part: str, start: int, stop: int) -> Tensor:
-        if table not in self.places or part not in (parts := self.parts(self.places[table])):
+        if table not in self.table_index or part not in (parts := self.parts(self.table_index[table])):
             raise DataError(f"this server keeps no `{table}.{part}`")
         tensor = parts[part]
         if not 0 <= start <= stop <= len(tensor):
@@ -183,74 +185,74 @@ class TableShard:
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
         """Rows, and whatever is counted of them, change within; not while a snapshot begins."""
-        with self._turns:
-            while self._is_beginning:
-                self._turns.wait()
-            self._num_changing += 1
+        with self._condition:
+            while self._is_starting:
+                self._condition.wait()
+            self._num_writers += 1
         try:
             yield
         finally:
-            with self._turns:
-                self._num_changing -= 1
-                self._turns.notify_all()
+            with self._condition:
+                self._num_writers -= 1
+                self._condition.notify_all()
 
-    def begin_snapshot(self, *, is_full: bool, counted: Callable[[], None]) -> int:
-        """From now on rows are kept for a snapshot as they are now, all or those touched; `counted` is called at this moment.
+    def begin_snapshot(self, *, is_full: bool, on_begin: Callable[[], None]) -> int:
+        """From now on rows are kept for a snapshot as they are now, all or those touched; `on_begin` is called at this moment.
 
         Returns how many rows are in it. A full one also forgets which were touched.
         """
-        with self._turns:
+        with self._condition:
             assert not self._is_copying, "one snapshot at a time"
-            self._is_beginning = True
+            self._is_starting = True
             try:
-                while self._num_changing:
-                    self._turns.wait()
-                counted()
+                while self._num_writers:
+                    self._condition.wait()
+                on_begin()
                 if is_full:
-                    self._waiting[:] = 1
+                    self._pending[:] = 1
                     self.touched[:] = 0
                 else:
-                    self._waiting[:] = self.touched
+                    self._pending[:] = self.touched
                 self._is_copying = True
-                return int(np.count_nonzero(self._waiting))
+                return int(np.count_nonzero(self._pending))
             finally:
-                self._is_beginning = False
-                self._turns.notify_all()
+                self._is_starting = False
+                self._condition.notify_all()
 
-    def copies(self) -> Iterator[Copied]:
+    def copy_rows(self) -> Iterator[RowCopy]:
         """The rows of the snapshot that has begun, each once, as they were then; in no order."""
         for table, whole in enumerate(self.layout.tables):
             at, most = 0, max(1, PORTION_BYTES // max(1, self._row_bytes(table)))
             found = np.empty(most, np.int64)
-            waiting = self._waiting[self._starts[table] : self._starts[table + 1]]
+            pending = self._pending[self._starts[table] : self._starts[table + 1]]
             while at < whole.num_rows:
-                with self._turns:
-                    count, at = _next_rows(waiting, at, min(at + SCANNED_ROWS, whole.num_rows), found)
-                    copied = self._copied(table, found[:count].copy()) if count else None
-                if copied is not None:
-                    yield copied
-                yield from self._queued()
-        with self._turns:
+                with self._condition:
+                    count, at = _next_rows(pending, at, min(at + SCANNED_ROWS, whole.num_rows), found)
+                    copy = self._copy(table, found[:count].copy()) if count else None
+                if copy is not None:
+                    yield copy
+                yield from self._drain_queue()
+        with self._condition:
             self._is_copying = False
-        yield from self._queued()
+        yield from self._drain_queue()
 
     def end_snapshot(self, *, is_full: bool, is_written: bool) -> None:
         """Nothing is copied any more. A full snapshot that was not written leaves every row touched."""
-        with self._turns:
+        with self._condition:
             self._is_copying = False
             self._queue.clear()
             self._queued_bytes = 0
             if is_full and not is_written:
                 self.touched[:] = 1
-            self._turns.notify_all()
+            self._condition.notify_all()
 
-    def restored(self, copied: Copied, *, is_touched: bool) -> None:
+    def restore_rows(self, copy: RowCopy, *, is_touched: bool) -> None:
         """Take over rows from a snapshot; before anybody is served."""
-        rows = torch.from_numpy(copied.rows)
-        for tensor, value in zip(self.parts(copied.table).values(), copied.values, strict=True):
+        rows = torch.from_numpy(copy.rows)
+        for tensor, value in zip(self.parts(copy.table).values(), copy.values, strict=True):
             tensor[rows] = value
         if is_touched:
-            self.touched[self._starts[copied.table] + copied.rows] = 1
+            self.touched[self._starts[copy.table] + copy.rows] = 1
 
     @property
     def num_bytes(self) -> int:
@@ -266,40 +268,40 @@ class TableShard:
             total += self._row_bytes(table) * int(np.count_nonzero(own))
         return total
 
-    def _before_change(self, ids: NDArray[np.int64], borders: NDArray[np.int64], tables: NDArray[np.int64]) -> None:
+    def _copy_before_write(self, ids: NDArray[np.int64], borders: NDArray[np.int64], tables: NDArray[np.int64]) -> None:
         """Copy those of the named rows that a snapshot still needs."""
         if not self._is_copying:
             return
-        with self._turns:
+        with self._condition:
             while self._is_copying and self._queued_bytes > QUEUED_BYTES:
-                self._turns.wait()
+                self._condition.wait()
             if not self._is_copying:
                 return
             found = np.empty(len(ids), np.int64)
             counts = np.empty(len(tables), np.int64)
-            _claim(ids, borders, tables, self._starts, self._waiting, found, counts)
+            _claim(ids, borders, tables, self._starts, self._pending, found, counts)
             first = 0
             for table, count in zip(tables.tolist(), counts.tolist(), strict=True):
                 if count:
-                    copied = self._copied(table, found[first : first + count].copy())
-                    self._queue.append(copied)
-                    self._queued_bytes += copied.num_bytes
+                    copy = self._copy(table, found[first : first + count].copy())
+                    self._queue.append(copy)
+                    self._queued_bytes += copy.num_bytes
                 first += count
 
-    def _copied(self, table: int, rows: NDArray[np.int64]) -> Copied:
+    def _copy(self, table: int, rows: NDArray[np.int64]) -> RowCopy:
         numbers = torch.from_numpy(rows)
-        return Copied(table, rows, [tensor[numbers] for tensor in self.parts(table).values()])
+        return RowCopy(table, rows, [tensor[numbers] for tensor in self.parts(table).values()])
 
-    def _queued(self) -> Iterator[Copied]:
+    def _drain_queue(self) -> Iterator[RowCopy]:
         while True:
-            with self._turns:
+            with self._condition:
                 if not self._queue:
                     return
-                copied = self._queue.popleft()
-            yield copied
-            with self._turns:
-                self._queued_bytes = max(0, self._queued_bytes - copied.num_bytes)
-                self._turns.notify_all()
+                copy = self._queue.popleft()
+            yield copy
+            with self._condition:
+                self._queued_bytes = max(0, self._queued_bytes - copy.num_bytes)
+                self._condition.notify_all()
 
     def _row_bytes(self, table: int) -> int:
         return sum(tensor.shape[1] * tensor.dtype.itemsize for tensor in self.parts(table).values())
@@ -313,8 +315,8 @@ def _mark(ids, borders, tables, starts, flags):  # type: ignore[no-untyped-def]
     """Set the flags of ids [n], which are rows of tables[s] from borders[s] to borders[s + 1]."""
     for segment in range(len(tables)):
         start = starts[tables[segment]]
-        for place in range(borders[segment], borders[segment + 1]):
-            row = start + np.int64(ids[place])
+        for index in range(borders[segment], borders[segment + 1]):
+            row = start + np.int64(ids[index])
             if flags[row] == 0:  # most are set already, and reading alone is faster
                 flags[row] = 1
 
@@ -325,8 +327,8 @@ def _claim(ids, borders, tables, starts, flags, found, counts):  # type: ignore[
     total = 0
     for segment in range(len(tables)):
         start, before = starts[tables[segment]], total
-        for place in range(borders[segment], borders[segment + 1]):
-            row = np.int64(ids[place])
+        for index in range(borders[segment], borders[segment + 1]):
+            row = np.int64(ids[index])
             if flags[start + row] != 0:
                 flags[start + row] = 0
                 found[total] = row

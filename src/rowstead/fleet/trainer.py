@@ -51,7 +51,7 @@ from rowstead.training.loop import Position
 from rowstead.training.prefetch import copy_ahead, pin_batches, prefetch_rows
 from rowstead.training.progress import Window
 from rowstead.training.step import Stepper, load_model
-from rowstead.training.sync import Unsynchronised, policies_for
+from rowstead.training.sync import Unsynchronised, build_policies
 
 DEADLINE_S = 120.0
 """How long a server may be away before a trainer gives up; time enough to start it again."""
@@ -113,7 +113,7 @@ class FleetTrainer:
             self._work(thread, worker, stops)
 
         feed = self._feed = RemoteBatches(readers, name=self.name, layout=layout, ids=ids, until=stops)
-        is_at_rest = False
+        is_idle = False
         try:
             for worker, policy in zip(hogwild.workers, policies, strict=False):
                 worker.follow(policy)
@@ -123,11 +123,11 @@ class FleetTrainer:
             else:
                 with set_threads(spec):
                     work(0, stepper)
-            is_at_rest = True
+            is_idle = True
             for policy in policies:
                 policy.close()
         finally:
-            feed.close(is_at_rest=is_at_rest)
+            feed.close(is_idle=is_idle)
         for store in stores:
             _end(store)
         self._keep()
@@ -147,7 +147,7 @@ class FleetTrainer:
         figures |= self._connections.figures()
         for name, parts in (
             ("num_exchanges", self._policies),
-            ("num_alone", self._policies),
+            ("num_missed", self._policies),
             ("num_lookups_early", self._stores),
         ):
             if counts := [getattr(part, name) for part in parts if hasattr(part, name)]:
@@ -165,7 +165,7 @@ class FleetTrainer:
                     self._step(thread, worker, batch, here, ticket)
                     trained.append(ticket)
                     while len(trained) > self._most_unanswered:
-                        feed.done(trained.popleft())
+                        feed.acknowledge(trained.popleft())
                     if thread == 0:
                         self._keep_if_due()
                     if stops():
@@ -173,9 +173,9 @@ class FleetTrainer:
             if trained:
                 _settle(store)
             while trained:
-                feed.done(trained.popleft())
+                feed.acknowledge(trained.popleft())
             if self._policies:
-                self._policies[thread].rest()
+                self._policies[thread].pause()
 
     def _step(self, thread: int, worker: Stepper, batch: Batch, here: Batch, ticket: Ticket) -> None:
         try:
@@ -215,10 +215,10 @@ class FleetTrainer:
         if not self._fleet.num_dense:
             return []
 
-        def centre_of(thread: int) -> DenseServerClient:
+        def connect(thread: int) -> DenseServerClient:
             return DenseServerClient(self._connections.to("dense", 0, f"{self.name}.{thread}"))
 
-        return policies_for(self._sync, centre_of, num_trainers=self._fleet.num_trainers, num_threads=num_threads)
+        return build_policies(self._sync, connect, num_trainers=self._fleet.num_trainers, num_threads=num_threads)
 
     def _train_spec(self) -> TrainSpec:
         """Steps that are replayed whole leave a policy no say."""

@@ -28,9 +28,9 @@ from torch import Tensor
 from rowstead.spec.errors import RowsteadError
 
 MAGIC = b"RSTD"
-VERSION = 1
+VERSION = 2
 
-REQUEST, ANSWER, ERROR = 1, 2, 3
+REQUEST, REPLY, ERROR = 1, 2, 3
 """Roles of a message. The facts of an error are {"error": text}."""
 
 _START = struct.Struct("<4sHBxQ")
@@ -56,8 +56,8 @@ _DTYPES = (
 """Their places here are their codes on the wire: add at the end, and only there."""
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 _ITEM_BYTES = tuple(torch.empty((), dtype=dtype).element_size() for dtype in _DTYPES)
-_MOST_DIMENSIONS = 8
-_SHAPES = tuple(struct.Struct(f"<BB{num_dimensions}Q") for num_dimensions in range(_MOST_DIMENSIONS + 1))
+_MAX_DIMENSIONS = 8
+_SHAPES = tuple(struct.Struct(f"<BB{num_dimensions}Q") for num_dimensions in range(_MAX_DIMENSIONS + 1))
 
 _write_json = json.JSONEncoder(separators=(",", ":")).encode
 _read_json = json.JSONDecoder().raw_decode
@@ -96,7 +96,7 @@ class Limits:
         return HEADER_BYTES + self.num_tensors * _SHAPES[-1].size + self.facts_bytes
 
 
-USUAL_LIMITS = Limits()
+DEFAULT_LIMITS = Limits()
 
 
 @dataclass(slots=True)
@@ -115,7 +115,7 @@ class Header(NamedTuple):
     """Who says what to whom, beside the message itself."""
 
     role: int
-    """`REQUEST`, `ANSWER` or `ERROR`."""
+    """`REQUEST`, `REPLY` or `ERROR`."""
     number: int
     """Of the request, counted by its client; the answer has the same."""
     sender: int
@@ -134,7 +134,7 @@ def encode(message: Message, *, role: int, number: int, sender: int, name: str, 
     """The frames of a message. Those of tensors are views of them: they must not change until the frames are sent."""
     buffers = [_bytes_of(tensor) for tensor in message.tensors]
     facts = _write_json(message.facts).encode() if message.facts else b""
-    head = _HEADER.pack(
+    header = _HEADER.pack(
         MAGIC,
         VERSION,
         role,
@@ -144,15 +144,15 @@ def encode(message: Message, *, role: int, number: int, sender: int, name: str, 
         len(facts),
         len(buffers),
         sum(map(len, buffers)),
-        _padded(message.kind),
-        _padded(name),
+        _encode_word(message.kind),
+        _encode_word(name),
     )
     shapes = [
         _SHAPES[len(shape)].pack(_CODES[tensor.dtype], len(shape), *shape)
         for tensor in message.tensors
         for shape in (tensor.shape,)
     ]
-    return [b"".join((head, *shapes, facts)), *buffers]
+    return [b"".join((header, *shapes, facts)), *buffers]
 
 
 def number_of(frame: bytes) -> int | None:
@@ -173,14 +173,16 @@ def decode_header(frame: bytes, limits: Limits) -> Header:
     if len(frame) < _HEADER.size:
         raise WireError(f"the header has {len(frame)} bytes instead of {_HEADER.size}")
     _, _, role, number, sender, answered_below, facts_bytes, num_tensors, tensors_bytes, kind, name = _HEADER.unpack_from(frame)
-    if role not in (REQUEST, ANSWER, ERROR):
+    if role not in (REQUEST, REPLY, ERROR):
         raise WireError(f"no role has the number {role}")
     if facts_bytes > limits.facts_bytes or num_tensors > limits.num_tensors or tensors_bytes > limits.message_bytes:
         raise WireError(
             f"the message has {facts_bytes:,} bytes of facts and {num_tensors:,} tensors of {tensors_bytes:,} bytes; at most "
             f"{limits.facts_bytes:,}, {limits.num_tensors:,} and {limits.message_bytes:,} are taken"
         )
-    return Header(role, number, sender, answered_below, _word(kind), _word(name), facts_bytes, num_tensors, tensors_bytes)
+    return Header(
+        role, number, sender, answered_below, _decode_word(kind), _decode_word(name), facts_bytes, num_tensors, tensors_bytes
+    )
 
 
 def decode(header: Header, first: bytes, rest: Sequence[Any]) -> Message:
@@ -188,24 +190,24 @@ def decode(header: Header, first: bytes, rest: Sequence[Any]) -> Message:
     if len(rest) != header.num_tensors:
         raise WireError(f"the message has {len(rest)} tensors instead of {header.num_tensors}")
     tensors = []
-    at, num_bytes = HEADER_BYTES, 0
+    offset, num_bytes = HEADER_BYTES, 0
     for buffer in rest:
-        if at + 2 > len(first):
+        if offset + 2 > len(first):
             raise WireError("the shapes of the tensors end too soon")
-        code, num_dimensions = first[at], first[at + 1]
-        if code >= len(_DTYPES) or num_dimensions > _MOST_DIMENSIONS:
+        code, num_dimensions = first[offset], first[offset + 1]
+        if code >= len(_DTYPES) or num_dimensions > _MAX_DIMENSIONS:
             raise WireError(f"no tensor is of type {code} with {num_dimensions} dimensions")
         layout = _SHAPES[num_dimensions]
-        if at + layout.size > len(first):
+        if offset + layout.size > len(first):
             raise WireError("the shapes of the tensors end too soon")
-        tensors.append(_tensor(buffer, code, layout.unpack_from(first, at)[2:]))
-        at += layout.size
+        tensors.append(_view_tensor(buffer, code, layout.unpack_from(first, offset)[2:]))
+        offset += layout.size
         num_bytes += len(buffer)
     if num_bytes != header.tensors_bytes:
         raise WireError(f"the tensors have {num_bytes:,} bytes instead of {header.tensors_bytes:,}")
-    if len(first) - at != header.facts_bytes:
-        raise WireError(f"the facts have {len(first) - at:,} bytes instead of {header.facts_bytes:,}")
-    return Message(header.kind, _facts(first[at:]) if header.facts_bytes else {}, tensors)
+    if len(first) - offset != header.facts_bytes:
+        raise WireError(f"the facts have {len(first) - offset:,} bytes instead of {header.facts_bytes:,}")
+    return Message(header.kind, _decode_facts(first[offset:]) if header.facts_bytes else {}, tensors)
 
 
 def size_of(frames: Iterable[Buffer]) -> int:
@@ -228,14 +230,14 @@ def _bytes_of(tensor: Tensor) -> Buffer:
 
 
 @functools.lru_cache(maxsize=256)
-def _padded(word: str) -> bytes:
+def _encode_word(word: str) -> bytes:
     encoded = word.encode()
     assert 0 < len(encoded) <= _NAME_BYTES, f"{word!r} must have 1 to {_NAME_BYTES} bytes"
     return encoded
 
 
 @functools.lru_cache(maxsize=256)
-def _word(padded: bytes) -> str:
+def _decode_word(padded: bytes) -> str:
     try:
         word = padded.rstrip(b"\0").decode()
     except UnicodeDecodeError:
@@ -245,7 +247,7 @@ def _word(padded: bytes) -> str:
     return word
 
 
-def _facts(encoded: bytes) -> dict[str, Any]:
+def _decode_facts(encoded: bytes) -> dict[str, Any]:
     try:
         text = encoded.decode()
         facts, end = _read_json(text)
@@ -256,7 +258,7 @@ def _facts(encoded: bytes) -> dict[str, Any]:
     return facts
 
 
-def _tensor(buffer: Any, code: int, shape: tuple[int, ...]) -> Tensor:
+def _view_tensor(buffer: Any, code: int, shape: tuple[int, ...]) -> Tensor:
     item_bytes, dtype = _ITEM_BYTES[code], _DTYPES[code]
     num_items = math.prod(shape)
     if num_items * item_bytes != len(buffer):

@@ -17,33 +17,33 @@ from rowstead.training.sync_base import DenseServer, DenseServerUnavailable, Rep
 
 OPTIMIZER = "optimizer"
 """Name under which the state of the dense optimizer is kept at the centre."""
-KEEP_EVERY = 16
+SAVE_STATE_EVERY = 16
 """Exchanges after which a trainer leaves the state of its optimizer with the centre, for trainers that come later."""
-REPAIR_EVERY = 16
+AVERAGE_EVERY = 16
 """Rounds of gradients after which parameters are averaged too."""
 
 
-def policies_for(
-    spec: SyncSpec, centre_of: Callable[[int], DenseServer], *, num_trainers: int, num_threads: int = 1
+def build_policies(
+    spec: SyncSpec, connect: Callable[[int], DenseServer], *, num_trainers: int, num_threads: int = 1
 ) -> list[Unsynchronised]:
-    """A policy for each thread of one trainer; `centre_of(thread)` gives that thread's own view of the centre."""
+    """A policy for each thread of one trainer; `connect(thread)` gives that thread's own view of the centre."""
     mode, alpha = spec.mode_for(num_trainers), spec.alpha_for(num_trainers)
     if mode == "allreduce":
-        return [AllReduce(centre_of(i), thread=i) for i in range(num_threads)]
+        return [AllReduce(connect(i), thread=i) for i in range(num_threads)]
     if mode == "easgd":
-        return [Easgd(centre_of(i), alpha=alpha, period=spec.period, thread=i) for i in range(num_threads)]
+        return [Easgd(connect(i), alpha=alpha, period=spec.period, thread=i) for i in range(num_threads)]
     if mode == "shadow":
         first = Shadow(
-            centre_of(0),
+            connect(0),
             rule=spec.rule,
             alpha=alpha,
             period=spec.period,
             momentum=spec.block_momentum_for(num_trainers) if spec.rule == "bmuf" else 0.0,
             lr=spec.block_lr if spec.rule == "bmuf" else 1.0,
         )
-        return [first, *(first.counting() for _ in range(num_threads - 1))]
-    period = max(1, KEEP_EVERY * spec.period // num_threads)  # one thread counts for all
-    return [PublishParameters(centre_of(0), period=period), *(Unsynchronised() for _ in range(num_threads - 1))]
+        return [first, *(first.for_thread() for _ in range(num_threads - 1))]
+    period = max(1, SAVE_STATE_EVERY * spec.period // num_threads)  # one thread counts for all
+    return [PublishParameters(connect(0), period=period), *(Unsynchronised() for _ in range(num_threads - 1))]
 
 
 class Unsynchronised:
@@ -58,23 +58,23 @@ class Unsynchronised:
     def after_step(self, step: int) -> None:
         """Nobody to tell."""
 
-    def rest(self) -> None:
+    def pause(self) -> None:
         """There is nothing to train on for now: nobody should wait for this one."""
 
     def close(self) -> None:
         """Nobody to tell."""
 
 
-class _WithDenseServer(Unsynchronised):
+class _SyncWithServer(Unsynchronised):
     """What the policies with a centre have in common: how a trainer begins, and that it goes on when the centre is gone."""
 
-    def __init__(self, centre: DenseServer, *, thread: int = 0) -> None:
-        self._centre, self._thread = centre, thread
+    def __init__(self, server: DenseServer, *, thread: int = 0) -> None:
+        self._server, self._thread = server, thread
         self._replica: Replica | None = None
         self._has_joined = False
-        self._exchanges_to_keep = 1
+        self._exchanges_to_save = 1
         self.num_exchanges = 0
-        self.num_alone = 0
+        self.num_missed = 0
         """Exchanges that did not happen since the centre was gone."""
 
     @property
@@ -85,29 +85,29 @@ class _WithDenseServer(Unsynchronised):
     def begin(self, replica: Replica) -> None:
         """Take over the centre's parameters, and the optimizer's state that another trainer has left there."""
         self._replica = replica
-        self._attempt(lambda: None)
+        self._try(lambda: None)
 
     def _join(self) -> None:
-        common = self._centre.join(self._local())
+        common = self._server.join(self._local())
         self._has_joined = True
         if self._thread == 0:  # the others share these parameters
             with torch.no_grad():
                 self.replica.parameters.copy_(common)
-            if (state := self._centre.kept(OPTIMIZER)) is not None:
+            if (state := self._server.load_state(OPTIMIZER)) is not None:
                 self.replica.set_optimizer_state(state)
 
-    def _exchanged(self) -> None:
+    def _count_exchange(self) -> None:
         """Count an exchange, and now and then leave the optimizer's state with the centre."""
         self.num_exchanges += 1
-        self._exchanges_to_keep -= 1
-        if self._thread == 0 and self._exchanges_to_keep <= 0:
-            self._exchanges_to_keep = KEEP_EVERY
-            self._keep()
+        self._exchanges_to_save -= 1
+        if self._thread == 0 and self._exchanges_to_save <= 0:
+            self._exchanges_to_save = SAVE_STATE_EVERY
+            self._save_state()
 
-    def _keep(self) -> None:
+    def _save_state(self) -> None:
         state = self.replica.optimizer_state()
         if state.numel():
-            self._centre.keep(OPTIMIZER, state)
+            self._server.save_state(OPTIMIZER, state)
 
     def _local(self) -> Tensor:
         """The parameters as they are now, on the CPU."""
@@ -118,33 +118,33 @@ class _WithDenseServer(Unsynchronised):
         with torch.no_grad():
             self.replica.parameters.add_(change.to(self.replica.parameters.device))
 
-    def _attempt(self, exchange: Callable[[], None]) -> None:
+    def _try(self, exchange: Callable[[], None]) -> None:
         """Exchange something, as a member; go on without if the centre is gone."""
         try:
             if not self._has_joined:
                 self._join()
             exchange()
         except DenseServerUnavailable:
-            self.num_alone += 1
+            self.num_missed += 1
 
     def close(self) -> None:
         """Hand over the last parameters: the common model becomes the mean of those of all trainers."""
 
         def finish() -> None:
             if self._thread == 0:
-                self._keep()
-                self._centre.finish(self._local())
+                self._save_state()
+                self._server.finish(self._local())
             else:
-                self._centre.leave()
+                self._server.leave()
 
-        self._attempt(finish)
+        self._try(finish)
 
 
-class PublishParameters(_WithDenseServer):
+class PublishParameters(_SyncWithServer):
     """One trainer: the centre only keeps what it has learned, every `period` steps and at the end."""
 
-    def __init__(self, centre: DenseServer, *, period: int) -> None:
-        super().__init__(centre)
+    def __init__(self, server: DenseServer, *, period: int) -> None:
+        super().__init__(server)
         self._period = period
         self._num_steps = 0
         """Of this thread: numbers of steps may go to others, or come in any order."""
@@ -152,62 +152,62 @@ class PublishParameters(_WithDenseServer):
     def after_step(self, step: int) -> None:
         self._num_steps += 1
         if self._num_steps % self._period == 0:
-            self._give()
+            self._push()
 
-    def _give(self) -> None:
-        def give() -> None:
-            self._centre.give(self._local())
-            self._keep()
+    def _push(self) -> None:
+        def push() -> None:
+            self._server.push(self._local())
+            self._save_state()
             self.num_exchanges += 1
 
-        self._attempt(give)
+        self._try(push)
 
 
-class AllReduce(_WithDenseServer):
+class AllReduce(_SyncWithServer):
     """Every step with the mean of all trainers' gradients: g <- mean over i of g_i.
 
     Thread k of a trainer averages with thread k of the others. Now and then parameters are averaged too: it changes nothing but
     for those who came too late for a round.
     """
 
-    def __init__(self, centre: DenseServer, *, thread: int = 0) -> None:
-        super().__init__(centre, thread=thread)
+    def __init__(self, server: DenseServer, *, thread: int = 0) -> None:
+        super().__init__(server, thread=thread)
         self._round = 0
 
     def gradients_ready(self, step: int) -> None:
         def average() -> None:
             own = self.replica.gradients().to("cpu")
-            mean, self._round = self._centre.average(own, f"gradients.{self._thread}")
+            mean, self._round = self._server.average(own, f"gradients.{self._thread}")
             self.replica.set_gradients(mean)
 
         self._round = 0
-        self._attempt(average)
+        self._try(average)
 
     def after_step(self, step: int) -> None:
-        if self._thread == 0 and self._round and self._round % REPAIR_EVERY == 0:  # so for all that were in this round
-            self._blend()
+        if self._thread == 0 and self._round and self._round % AVERAGE_EVERY == 0:  # so for all that were in this round
+            self._average_parameters()
 
-    def rest(self) -> None:
+    def pause(self) -> None:
         """Leave; who comes to a round is a member again."""
-        self._attempt(self._centre.leave)
+        self._try(self._server.leave)
 
-    def _blend(self) -> None:
-        def blend() -> None:
+    def _average_parameters(self) -> None:
+        def average_parameters() -> None:
             own = self._local()
-            self._add(self._centre.blend(own).sub_(own))
-            self._exchanged()
+            self._add(self._server.average_parameters(own).sub_(own))
+            self._count_exchange()
 
-        self._attempt(blend)
+        self._try(average_parameters)
 
 
-class Easgd(_WithDenseServer):
+class Easgd(_SyncWithServer):
     """Asynchronous elastic averaging: every tau steps e = alpha (x - c), x <- x - e, c <- c + e, then the step.
 
     The gradient of that step is the one at x before the exchange, as in the algorithm of Zhang, Choromanska and LeCun.
     """
 
-    def __init__(self, centre: DenseServer, *, alpha: float, period: int, thread: int = 0) -> None:
-        super().__init__(centre, thread=thread)
+    def __init__(self, server: DenseServer, *, alpha: float, period: int, thread: int = 0) -> None:
+        super().__init__(server, thread=thread)
         self._alpha, self._period = alpha, period
         self._num_steps = 0
 
@@ -218,13 +218,13 @@ class Easgd(_WithDenseServer):
 
     def _exchange(self) -> None:
         def exchange() -> None:
-            self._add(self._centre.elastic(self._local(), self._alpha).neg_())
-            self._exchanged()
+            self._add(self._server.elastic_average(self._local(), self._alpha).neg_())
+            self._count_exchange()
 
-        self._attempt(exchange)
+        self._try(exchange)
 
 
-class Shadow(_WithDenseServer):
+class Shadow(_SyncWithServer):
     """Synchronisation by a thread of its own, which trains nothing and stops nobody.
 
     As soon as `period` steps have been made since the last time, it reads x, exchanges it, and adds what comes of it to x as it
@@ -233,45 +233,45 @@ class Shadow(_WithDenseServer):
     """
 
     def __init__(
-        self, centre: DenseServer, *, rule: str, alpha: float, period: int, momentum: float = 0.0, lr: float = 1.0
+        self, server: DenseServer, *, rule: str, alpha: float, period: int, momentum: float = 0.0, lr: float = 1.0
     ) -> None:
-        super().__init__(centre)
+        super().__init__(server)
         self._rule, self._alpha, self._period, self._momentum, self._lr = rule, alpha, period, momentum, lr
         self._steps = 0
-        self._ends = self._rests = False
-        self._changed = threading.Condition()
-        self._thread_of_its_own: threading.Thread | None = None
+        self._ends = self._is_paused = False
+        self._condition = threading.Condition()
+        self._shadow_thread: threading.Thread | None = None
         self._error: Exception | None = None
 
     def begin(self, replica: Replica) -> None:
         super().begin(replica)
-        self._thread_of_its_own = threading.Thread(target=self._run, name="shadow", daemon=True)
-        self._thread_of_its_own.start()
+        self._shadow_thread = threading.Thread(target=self._run, name="shadow", daemon=True)
+        self._shadow_thread.start()
 
     def after_step(self, step: int) -> None:
-        with self._changed:
+        with self._condition:
             self._steps += 1
             if self._steps >= self._period:
-                self._changed.notify()
+                self._condition.notify()
         if self._error is not None:
             raise self._error
 
-    def rest(self) -> None:
+    def pause(self) -> None:
         """Leave, where others would wait for this one in a round."""
-        with self._changed:
-            self._rests = self._rule != "easgd"
-            self._changed.notify()
+        with self._condition:
+            self._is_paused = self._rule != "easgd"
+            self._condition.notify()
 
-    def counting(self) -> _Counting:
+    def for_thread(self) -> _ShadowThread:
         """The policy of another thread of the same trainer, whose steps count too."""
-        return _Counting(self)
+        return _ShadowThread(self)
 
     def close(self) -> None:
-        with self._changed:
+        with self._condition:
             self._ends = True
-            self._changed.notify()
-        if self._thread_of_its_own is not None:
-            self._thread_of_its_own.join()
+            self._condition.notify()
+        if self._shadow_thread is not None:
+            self._shadow_thread.join()
         super().close()
         if self._error is not None:
             raise self._error
@@ -282,33 +282,33 @@ class Shadow(_WithDenseServer):
         def exchange() -> None:
             own = self._local()
             if self._rule == "easgd":
-                change = self._centre.elastic(own, self._alpha).neg_()
+                change = self._server.elastic_average(own, self._alpha).neg_()
             else:
-                common = self._centre.blend(own, momentum=self._momentum, lr=self._lr)
+                common = self._server.average_parameters(own, momentum=self._momentum, lr=self._lr)
                 change = common.sub_(own).mul_(self._alpha)
             self._add(change)
-            self._exchanged()
+            self._count_exchange()
 
-        self._attempt(exchange)
+        self._try(exchange)
 
     def _run(self) -> None:
         torch.set_num_threads(1)
         try:
             while True:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._ends or self._rests or self._steps >= self._period)
+                with self._condition:
+                    self._condition.wait_for(lambda: self._ends or self._is_paused or self._steps >= self._period)
                     if self._ends:
                         return
-                    rests, self._rests, self._steps = self._rests, False, 0
-                if rests:
-                    self._attempt(self._centre.leave)
+                    is_paused, self._is_paused, self._steps = self._is_paused, False, 0
+                if is_paused:
+                    self._try(self._server.leave)
                 else:
                     self.exchange()
         except Exception as error:  # noqa: BLE001, RUF100 - raised by the next step
             self._error = error
 
 
-class _Counting(Unsynchronised):
+class _ShadowThread(Unsynchronised):
     """Counts the steps of one more thread towards those of a shadow."""
 
     def __init__(self, shadow: Shadow) -> None:
@@ -317,5 +317,5 @@ class _Counting(Unsynchronised):
     def after_step(self, step: int) -> None:
         self._shadow.after_step(step)
 
-    def rest(self) -> None:
-        self._shadow.rest()
+    def pause(self) -> None:
+        self._shadow.pause()

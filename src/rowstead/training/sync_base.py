@@ -32,15 +32,15 @@ class DenseServer(Protocol):
         """Leave after the last step: the centre becomes the mean of what all that have finished so far have handed over."""
         ...
 
-    def take(self) -> Tensor:
+    def pull(self) -> Tensor:
         """The centre's parameters."""
         ...
 
-    def give(self, parameters: Tensor) -> None:
+    def push(self, parameters: Tensor) -> None:
         """Replace the centre's parameters."""
         ...
 
-    def elastic(self, local: Tensor, alpha: float) -> Tensor:
+    def elastic_average(self, local: Tensor, alpha: float) -> Tensor:
         """Move the centre by alpha * (local - centre), and return by how much it moved."""
         ...
 
@@ -51,7 +51,7 @@ class DenseServer(Protocol):
         """
         ...
 
-    def blend(self, local: Tensor, *, momentum: float = 0.0, lr: float = 1.0) -> Tensor:
+    def average_parameters(self, local: Tensor, *, momentum: float = 0.0, lr: float = 1.0) -> Tensor:
         """A round over parameters that moves the centre, and returns it.
 
         With m the mean of the round, c the centre and d its last change: d <- momentum * d + lr * (m - c), c <- c + d. Without
@@ -59,11 +59,11 @@ class DenseServer(Protocol):
         """
         ...
 
-    def keep(self, name: str, tensor: Tensor) -> None:
+    def save_state(self, name: str, tensor: Tensor) -> None:
         """Leave something with the centre for whoever comes next, such as the state of the optimizer."""
         ...
 
-    def kept(self, name: str) -> Tensor | None:
+    def load_state(self, name: str) -> Tensor | None:
         """What was left under that name last."""
         ...
 

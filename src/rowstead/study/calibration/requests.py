@@ -247,7 +247,7 @@ def _averaged(other: Any, addresses: Sequence[str]) -> MessageCost:
         centre.join(parameters)
 
         def exchange(centre: DenseServerClient = centre, parameters: torch.Tensor = parameters) -> None:
-            parameters.add_(centre.elastic(parameters.clone(), 0.5))
+            parameters.add_(centre.elastic_average(parameters.clone(), 0.5))
 
         taken_s[4 * size] = _cores_s(other, exchange)
         centre.close()
