@@ -14,7 +14,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from benchmarks.harness import OtherLoad
 from rowstead.data.batch import Batch
-from rowstead.data.source import Cursor
+from rowstead.data.source import Batches, Cursor, Source
 from rowstead.fleet.build import resolve_fleet
 from rowstead.fleet.fork_server import ForkServer, serve_forks
 from rowstead.fleet.local_process import end_with_coordinator, environment, stop_asked
@@ -306,7 +306,7 @@ def _samples(path: Path) -> list[dict[str, Any]]:
 # In the processes of the fleet
 
 
-class Drawn:
+class Drawn(Source):
     """A Source of batches that were drawn before, over and over."""
 
     num_samples = NUM_SAMPLES
@@ -316,7 +316,7 @@ class Drawn:
 
     def batches(
         self, batch_size: int, *, epoch: int = 0, rank: int = 0, world_size: int = 1, cursor: Cursor | None = None
-    ) -> Iterator[tuple[Batch, Cursor]]:
+    ) -> Batches:
         place = 0 if cursor is None else cursor["place"]
         while True:
             yield self._batches[place % len(self._batches)], {"place": place + 1}

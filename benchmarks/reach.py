@@ -41,7 +41,6 @@ from benchmarks.step import (
     steps_of,
 )
 from benchmarks.timing import give_back_gpu_memory
-from rowstead.data.parquet_source import ParquetSource
 from rowstead.data.synth import write_parquet
 from rowstead.records.usage import usable_cores
 from rowstead.spec.data import DataSpec, ParquetSpec
@@ -120,11 +119,11 @@ def step_samples_per_s(model: Model, device: str, quick: bool) -> float:
 def read_samples_per_s(run: RunSpec, num_samples: int) -> float:
     """What reading alone does, batches made where training wants them."""
     source = open_sources(run).train
-    if run.device == "cuda" and isinstance(source, ParquetSource):
-        source.pin_batches()
+    if run.device == "cuda":
+        source = source.pin_memory()
     num_read, started, num_before = 0, time.perf_counter(), 0
     for epoch in itertools.count():
-        with closing(source.batches(run.train.batch_size, epoch=epoch)) as batches:  # type: ignore[type-var]
+        with closing(source.batches(run.train.batch_size, epoch=epoch)) as batches:
             for batch, _ in batches:
                 num_read += batch.num_samples
                 if not num_before and num_read >= num_samples // 10:

@@ -128,7 +128,7 @@ def least_bytes(case: Case, batch: Batch, num_parameters: int) -> float:
             used = own.ids[own.offsets[place * case.batch_size] : own.offsets[(place + 1) * case.batch_size]]
             total += 2 * (world_size - 1) * 4 * used.unique().numel()
         for rank in range(world_size):
-            sparse = batch.share(rank, world_size).sparse
+            sparse = batch.local_share(rank, world_size).sparse
             count = sparse.num_samples
             bounds = sparse.offsets[place * count : (place + 1) * count + 1]
             ids = sparse.ids[bounds[0] : bounds[-1]]
@@ -161,7 +161,7 @@ def worker(case: Case, num_steps: int, num_warmups: int) -> dict[str, Any] | Non
     stepper = _stepper(case, process_group)
     # Some more than are trained on: ids travel ahead, and those of as many batches have to be counted.
     whole = [case.draw(number) for number in range(num_warmups + num_steps + 4)]
-    batches = [batch.share(process_group.rank, WORLD) for batch in whole]
+    batches = [batch.local_share(process_group.rank, WORLD) for batch in whole]
     store = stepper.model.store
     items = ((batch, batch, {}) for batch in batches)
     seconds, others, loopback = [], OtherLoad(), 0

@@ -280,13 +280,13 @@ def test_skipped_rows_are_counted_and_reported(tmp_path: Path, log: Path) -> Non
     listening = Listening()
     result = train(parquet_spec(bad, "data.parquet.on_bad_row=skip"), out=tmp_path / "run", callback=listening)
     assert result.outcome.position.num_samples == 6400 - 3 * num_files
-    assert f"left out {3 * num_files} bad rows while reading the training split (on_bad_row: skip)" in listening.messages
+    assert f"skipped {3 * num_files} bad rows while reading the training split (on_bad_row: skip)" in listening.messages
     assert result.record is not None
     assert result.record.figures["num_rows_skipped"] == 3 * num_files
     assert any("evaluation split" in text for text in listening.messages)
     listening = Listening()
     evaluate(str(result.folder), callback=listening)
-    assert any(text.startswith("left out") for text in listening.messages)
+    assert any(text.startswith("skipped") for text in listening.messages)
 
 
 def test_a_log_of_nothing_but_bad_rows_is_an_error(tmp_path: Path, log: Path) -> None:

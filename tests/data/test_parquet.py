@@ -299,8 +299,7 @@ def test_a_huge_row_group_is_decoded_in_bounded_pieces(tmp_path, monkeypatch):
 def test_beside_a_gpu_batches_are_made_where_it_copies_them_by_itself(tmp_path):
     pattern = write_log(tmp_path, [40, 40])
     plainly, pinned = (source_of(pattern, shuffle_rows=16, decode_threads=3) for _ in range(2))
-    pinned.pin_batches()
-    found = list(pinned.batches(5))
+    found = list(pinned.pin_memory().batches(5))
     assert all(tensor.is_pinned() for batch, _ in found for tensor in batch.tensors())
     assert [(plain(b), c) for b, c in found] == [(plain(b), c) for b, c in plainly.batches(5)]
 
@@ -315,8 +314,7 @@ def test_threads_that_make_batches_finish_them_and_an_error_comes_in_its_place(t
             raise KeyError("lost")
         return batch
 
-    source.finish_with(finish)
-    batches = source.batches(4)
+    batches = source.map(finish).batches(4)
     assert [int(next(batches)[0].dense[0, 0]) for _ in range(5)] == expected[:20:4]
     with pytest.raises(KeyError, match="lost"):
         next(batches)

@@ -20,8 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rowstead.data.batch import Batch
-from rowstead.data.share import LocalShareSource
-from rowstead.data.source import Cursor, Source
+from rowstead.data.source import Source
 from rowstead.distributed.launch import environment
 from rowstead.distributed.process_group import ProcessGroup, SingleProcess, TorchProcessGroup
 from rowstead.distributed.sharded_store import ShardedStore
@@ -77,7 +76,7 @@ def trained(settings: Settings, process_group: ProcessGroup) -> dict[str, Tensor
     torch.manual_seed(1)
     model = DLRM(spec.model, spec.features, store).to(dtype)
     stepper = Stepper(model, spec.train, total_steps=10_000, process_group=process_group)
-    source = LocalShareSource(_Weighted(sources.train), process_group.rank, process_group.world_size)
+    source = sources.train.map(_weigh).local_share(process_group.rank, process_group.world_size)
     losses = []
     num_steps = settings.get("num_steps", 100)
     batches = [batch for _, batch in zip(range(num_steps), _batches(source, spec, dtype), strict=False)]
@@ -88,7 +87,7 @@ def trained(settings: Settings, process_group: ProcessGroup) -> dict[str, Tensor
     return {**stepper.state(), "losses": torch.tensor(losses, dtype=torch.float64)}
 
 
-def _batches(source: LocalShareSource, spec: RunSpec, dtype: torch.dtype) -> Iterator[Batch]:
+def _batches(source: Source, spec: RunSpec, dtype: torch.dtype) -> Iterator[Batch]:
     """Epoch after epoch, in the type of the model."""
     for epoch in range(spec.train.epochs):
         for batch, _ in source.batches(spec.train.batch_size, epoch=epoch):
@@ -98,17 +97,11 @@ def _batches(source: LocalShareSource, spec: RunSpec, dtype: torch.dtype) -> Ite
             yield dataclasses.replace(batch, dense=batch.dense.to(dtype), labels=labels, weights=weights)
 
 
-class _Weighted:
-    """A Source whose examples weigh the more the larger their first dense value; every seventh weighs nothing."""
-
-    def __init__(self, source: Source) -> None:
-        self._source, self.num_samples = source, source.num_samples
-
-    def batches(self, batch_size: int, **place: Any) -> Iterator[tuple[Batch, Cursor]]:
-        for batch, cursor in self._source.batches(batch_size, **place):
-            weights = 0.5 + batch.dense[:, 0].abs()
-            weights[::7] = 0
-            yield dataclasses.replace(batch, weights=weights), cursor
+def _weigh(batch: Batch) -> Batch:
+    """Weight each example by its first dense value; every seventh has weight 0."""
+    weights = 0.5 + batch.dense[:, 0].abs()
+    weights[::7] = 0
+    return dataclasses.replace(batch, weights=weights)
 
 
 def in_processes(world_size: int, settings: list[Settings], folder: Path) -> list[dict[str, Tensor]]:

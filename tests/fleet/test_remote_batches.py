@@ -18,7 +18,7 @@ from rowstead.fleet.rpc_client import Client
 from rowstead.fleet.rpc_server import Server
 from rowstead.kernels.layout import layout_of
 from rowstead.spec.errors import DataError, RowsteadError
-from rowstead.stores.checked import CheckedSource
+from rowstead.stores.checked import check_source
 from tests.fleet import reader_process
 from tests.fleet.numbered_log import FEATURES, TABLES, numbers_in, source_of, write_log, write_log_with_a_late_bad_row
 from tests.fleet.reader_process import kill, process, run_reader, run_trainer, status_of, trained_by, wait_for_reader
@@ -221,7 +221,7 @@ def test_a_trainer_that_was_replaced_is_told(log, tmp_path):
 
 def test_batches_that_the_reader_checked_need_no_check_by_the_trainer(log, tmp_path):
     layout, mine = (layout_of(FEATURES, TABLES) for _ in range(2))
-    source = CheckedSource(source_of(log), layout)
+    source = check_source(source_of(log), layout)
     with served(log, tmp_path, source=source) as (connects, _), RemoteBatches(connects, name="trainer-0", layout=mine) as feed:
         batch, _ = next(feed)
         assert batch.sparse.checked_for is mine

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,29 +11,31 @@ import pytest
 import torch
 
 from rowstead import run
-from rowstead.data.batch import Batch, Sparse
-from rowstead.data.source import Cursor, Source
+from rowstead.data.batch import Sparse
+from rowstead.data.source import Batches, Source
 from rowstead.kernels.layout import layout_of
 from rowstead.spec.errors import DataError
 from rowstead.spec.run import RunSpec
 from rowstead.stores import checked as checked_module
-from rowstead.stores.checked import CheckedSource, check_batch
+from rowstead.stores.checked import check_batch, check_source
 from rowstead.training import checkpoint
 from rowstead.training.build import open_sources
 from tests.small_runs import small_spec
 
 
-class Spoilt:
+class Spoilt(Source):
     """A Source whose fifth batch names a row that is not there."""
-
-    num_skipped = 3
 
     def __init__(self, source: Source) -> None:
         self._source = source
         self.num_samples = source.num_samples
         self.closed = False
 
-    def batches(self, batch_size: int, **options: Any) -> Iterator[tuple[Batch, Cursor]]:
+    @property
+    def num_skipped(self) -> int:
+        return 3
+
+    def batches(self, batch_size: int, **options: Any) -> Batches:
         try:
             for number, (batch, cursor) in enumerate(self._source.batches(batch_size, **options)):
                 if number == 4:
@@ -85,7 +86,7 @@ def test_a_checked_source_is_the_source_but_for_the_mark() -> None:
     spec = small_spec()
     layout = layout_of(spec.features, spec.tables)
     plain = open_sources(spec).train
-    ours, theirs = (list(source.batches(1000)) for source in (CheckedSource(plain, layout), plain))
+    ours, theirs = (list(source.batches(1000)) for source in (check_source(plain, layout), plain))
     assert len(ours) == len(theirs)
     for (mine, after), (other, cursor) in zip(ours, theirs, strict=True):
         assert after == cursor
@@ -93,11 +94,11 @@ def test_a_checked_source_is_the_source_but_for_the_mark() -> None:
         assert mine.sparse.checked_for is layout
         assert other.sparse.checked_for is None
     spoilt = Spoilt(plain)
-    source = CheckedSource(spoilt, layout)
+    source = check_source(spoilt, layout)
     assert source.num_skipped == 3
     batches = source.batches(64)
     next(batches)
-    batches.close()  # type: ignore[attr-defined]
+    batches.close()
     assert spoilt.closed
 
 

@@ -1,4 +1,4 @@
-"""`Batch`: one mini-batch as every room sees it.
+"""`Batch`: one mini-batch, as every package sees it.
 
 Letters: B examples, F sparse features, Fd dense features, nnz ids in the whole batch.
 """
@@ -30,7 +30,7 @@ class Sparse:
     weights: Tensor | None = None
     """Per-id weights [nnz], where the log has them."""
     checked_for: object | None = dataclasses.field(default=None, repr=False, compare=False)
-    """The kernels' layout that all of this is known to fit, so that nobody need check it again; none before any check."""
+    """The kernels' layout that these ids were checked against, so that they are not checked again; None before any check."""
 
     @property
     def num_samples(self) -> int:
@@ -38,10 +38,10 @@ class Sparse:
         return (self.offsets.numel() - 1) // self.num_features if self.num_features else 0
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Sparse:
-        return _moved(self, device, non_blocking)
+        return _move(self, device, non_blocking)
 
     def examples(self, start: int, stop: int) -> Sparse:
-        """The ids of examples `start` to `stop` alone, copied."""
+        """A copy of the ids of examples `start` to `stop`."""
         begins = self.offsets[:-1].view(self.num_features, -1)
         ends = self.offsets[1:].view(self.num_features, -1)
         lengths = (ends - begins)[:, start:stop].flatten()
@@ -56,18 +56,18 @@ class Sparse:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GlobalBatch:
-    """What is known of a batch of which every process of a job has a share."""
+class BatchTotals:
+    """Totals over the examples of a batch."""
 
     num_samples: int
     weight: float
     """Sum of the example weights; the number of examples where there are none."""
     mean_label: float
-    """By weight."""
+    """Weighted mean."""
 
     @classmethod
-    def of(cls, labels: Tensor, weights: Tensor | None) -> GlobalBatch:
-        """Of all examples' labels [B] and weights [B]."""
+    def of(cls, labels: Tensor, weights: Tensor | None) -> BatchTotals:
+        """Totals from the examples' labels [B] and weights [B]."""
         count = labels.numel()
         if weights is None:
             return cls(num_samples=count, weight=float(count), mean_label=float(labels.mean()) if count else 0.0)
@@ -78,7 +78,10 @@ class GlobalBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Examples ready for a model: transforms applied, ids hashed to rows."""
+    """Examples ready for a model: transforms applied, ids hashed to table rows.
+
+    In a job of several processes each process has a local share of a global batch.
+    """
 
     dense: Tensor
     """float32 [B, Fd]."""
@@ -90,8 +93,8 @@ class Batch:
     """Example weights, float32 [B]."""
     true_p: Tensor | None = None
     """True click probabilities, float32 [B]; only a synthetic log knows them."""
-    global_batch: GlobalBatch | None = None
-    """The batch that this is one process's share of; none where it is all of it."""
+    global_totals: BatchTotals | None = None
+    """Totals of the global batch where this is a local share of one; None where this batch is the global batch."""
 
     @property
     def num_samples(self) -> int:
@@ -99,15 +102,15 @@ class Batch:
         return int(self.dense.shape[0])
 
     @property
-    def global_facts(self) -> GlobalBatch:
-        """What is known of the whole batch."""
-        if self.global_batch is not None:
-            return self.global_batch
+    def totals(self) -> BatchTotals:
+        """Totals of the global batch; needs labels."""
+        if self.global_totals is not None:
+            return self.global_totals
         assert self.labels is not None
-        return GlobalBatch.of(self.labels, self.weights)
+        return BatchTotals.of(self.labels, self.weights)
 
-    def share(self, rank: int, world_size: int) -> Batch:
-        """The examples that one of `world_size` processes trains on: those of all ranks, in order, are the batch."""
+    def local_share(self, rank: int, world_size: int) -> Batch:
+        """The examples that process `rank` trains on. The shares of all ranks, concatenated in order, are the batch."""
         if world_size == 1:
             return self
         start, stop = share_bounds(self.num_samples, rank, world_size)
@@ -117,15 +120,15 @@ class Batch:
             labels=None if self.labels is None else self.labels[start:stop],
             weights=None if self.weights is None else self.weights[start:stop],
             true_p=None if self.true_p is None else self.true_p[start:stop],
-            global_batch=None if self.labels is None else self.global_facts,
+            global_totals=None if self.labels is None else self.totals,
         )
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
-        return _moved(self, device, non_blocking)
+        return _move(self, device, non_blocking)
 
     def pin_memory(self) -> Batch:
-        """The same in page-locked memory, from which a GPU copies by itself."""
-        return _each(self, Tensor.pin_memory)
+        """A copy in pinned memory, which a GPU copies from asynchronously."""
+        return _map_tensors(self, Tensor.pin_memory)
 
     def tensors(self) -> list[Tensor]:
         """All tensors of the batch."""
@@ -135,17 +138,17 @@ class Batch:
 
 
 def share_bounds(num_samples: int, rank: int, world_size: int) -> tuple[int, int]:
-    """First and last example of the share that one of `world_size` processes has of a batch."""
+    """First example of one rank's share of a batch, and the first after it."""
     return num_samples * rank // world_size, num_samples * (rank + 1) // world_size
 
 
 def sparse_from_kjt(features: Any) -> Sparse:
-    """The ids of TorchRec's KeyedJaggedTensor, features in the order of its keys.
+    """The ids of a TorchRec KeyedJaggedTensor, features in the order of its keys.
 
-    Shares its memory; only offsets that are not int64 are copied. TorchRec itself is not imported.
+    The tensors share memory; only offsets that are not int64 are copied. TorchRec is not imported.
     """
     if hasattr(features, "variable_stride_per_key") and features.variable_stride_per_key():
-        raise DataError("the features of this KeyedJaggedTensor have different numbers of examples: give each as many")
+        raise DataError("the features of this KeyedJaggedTensor differ in batch size; give all features the same batch size")
     return Sparse(
         ids=features.values(),
         offsets=features.offsets().to(torch.int64),
@@ -155,30 +158,30 @@ def sparse_from_kjt(features: Any) -> Sparse:
 
 
 def kjt_from_sparse(sparse: Sparse, keys: Sequence[str]) -> Any:
-    """TorchRec's KeyedJaggedTensor over the memory of `sparse`; `keys` names its features. Needs TorchRec."""
+    """A TorchRec KeyedJaggedTensor that shares the memory of `sparse`; `keys` names its features. Needs TorchRec."""
     if len(keys) != sparse.num_features:
-        raise DataError(f"{len(keys)} keys for {sparse.num_features} features: give one each")
+        raise DataError(f"got {len(keys)} keys for {sparse.num_features} features; give one key per feature")
     try:
         torchrec = importlib.import_module("torchrec")
     except ImportError as error:
-        raise RowsteadError(f"a KeyedJaggedTensor needs TorchRec, and it cannot be imported here: {error}") from error
+        raise RowsteadError(f"KeyedJaggedTensor needs TorchRec, which cannot be imported: {error}") from error
     return torchrec.KeyedJaggedTensor(keys=list(keys), values=sparse.ids, offsets=sparse.offsets, weights=sparse.weights)
 
 
 Movable = TypeVar("Movable", Sparse, Batch)
 
 
-def _moved(value: Movable, device: torch.device | str, non_blocking: bool) -> Movable:
-    return _each(value, lambda tensor: tensor.to(device, non_blocking=non_blocking))
+def _move(value: Movable, device: torch.device | str, non_blocking: bool) -> Movable:
+    return _map_tensors(value, lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
 
-def _each(value: Movable, change: Callable[[Tensor], Tensor]) -> Movable:
-    """The same with every tensor changed."""
+def _map_tensors(value: Movable, change: Callable[[Tensor], Tensor]) -> Movable:
+    """A copy with `change` applied to every tensor."""
     changes: dict[str, Any] = {}
     for field in dataclasses.fields(value):
         part = getattr(value, field.name)
         if isinstance(part, Tensor):
             changes[field.name] = change(part)
         elif isinstance(part, Sparse):
-            changes[field.name] = _each(part, change)
+            changes[field.name] = _map_tensors(part, change)
     return dataclasses.replace(value, **changes)

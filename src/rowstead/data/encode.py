@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rowstead.data.batch import Batch, GlobalBatch, Sparse
+from rowstead.data.batch import Batch, BatchTotals, Sparse
 from rowstead.data.block import RawBlock
 from rowstead.data.hashing import HASH_CODES, hash_in_place, id_outside_table
 from rowstead.data.transforms import DenseTransforms
@@ -29,8 +29,8 @@ def in_memory(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.from_numpy(np.empty(shape, np.float32 if dtype == torch.float32 else np.int64))
 
 
-def page_locked(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor in memory from which a GPU copies by itself; torch uses that of earlier ones again."""
+def empty_pinned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor in pinned memory; torch caches and reuses it."""
     return torch.empty(shape, dtype=dtype, pin_memory=True)
 
 
@@ -155,8 +155,8 @@ class Encoder:
         )
 
 
-def whole_of(rows: RawRows, order: NDArray[np.int64]) -> GlobalBatch | None:
-    """What is known of a batch of the rows that `order` [B] names, without encoding it; none where there are no labels."""
+def compute_totals(rows: RawRows, order: NDArray[np.int64]) -> BatchTotals | None:
+    """Totals of a batch of the rows at `order` [B], without encoding it; None if there are no labels."""
     block_of, place_of = np.empty_like(order), np.empty_like(order)
     assert _find_places(rows.starts, order, block_of, place_of), "order names a row that is not there"
 
@@ -168,7 +168,7 @@ def whole_of(rows: RawRows, order: NDArray[np.int64]) -> GlobalBatch | None:
         return torch.from_numpy(values)
 
     labels, weights = gathered("labels"), gathered("weights")
-    return None if labels is None else GlobalBatch.of(labels, weights)
+    return None if labels is None else BatchTotals.of(labels, weights)
 
 
 def _column_addresses(rows: RawRows, name: str) -> list[int]:

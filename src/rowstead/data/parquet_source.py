@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 
 from rowstead.data.batch import Batch, share_bounds
 from rowstead.data.block import RawBlock
-from rowstead.data.encode import Encoder, RawRows, in_memory, page_locked, whole_of
+from rowstead.data.encode import Encoder, RawRows, compute_totals, empty_pinned, in_memory
 from rowstead.data.parquet import ParquetLog, RowGroupPiece, num_at_work
 from rowstead.data.prefetch import map_ahead
-from rowstead.data.source import Cursor
+from rowstead.data.source import Batches, Cursor, Source
 from rowstead.data.spans import Span, cut
 from rowstead.records.cost import Cost
 from rowstead.records.usage import usable_cores
@@ -42,7 +42,7 @@ Part = tuple[RawRows, NDArray[np.int64]]
 """Some rows of a batch: where they are, and which [R]."""
 
 
-class ParquetSource:
+class ParquetSource(Source):
     """Batches of one split, in the order that `Source` promises.
 
     Up to three windows are in memory: the one being read, the one being gathered and the one decoded ahead; beside them what the
@@ -55,44 +55,52 @@ class ParquetSource:
         """Without `shuffle`, as with `shuffle_rows: 0`, rows come in file order."""
         self.log, self.encoder = log, encoder
         self.num_samples = log.num_samples
-        self.num_skipped = 0
-        """Bad rows left out so far, over all iterators."""
+        self._num_skipped = 0
         self._making, self._sharing = Cost(), Cost()
-        """What a sample costs the threads that make batches, and those that help them."""
+        """Cost per sample of the threads that make batches, and of those that help them."""
         self._rank, self._world = 0, 1
         self._pins = False
-        self._finish: Callable[[Batch], Batch] = lambda batch: batch
+        self._functions: tuple[Callable[[Batch], Batch], ...] = ()
         self._seed = seed % 2**64
         self._shuffle = shuffle and log.spec.shuffle_rows > 0
         self._window_rows = log.spec.shuffle_rows if self._shuffle else UNSHUFFLED_WINDOW
 
-    def pin_batches(self) -> None:
-        """From now on make batches where a GPU copies them by itself, so that nobody has to copy them there.
+    def map(self, function: Callable[[Batch], Batch]) -> ParquetSource:
+        """As `Source.map`, with `function` called by the threads that make batches."""
+        source = self._copy()
+        source._functions = (*self._functions, function)
+        return source
 
-        Of the cores some are left to the threads that train and hand over batches.
+    def local_share(self, rank: int, world_size: int) -> Source:
+        """As `Source.local_share`; rows of the other processes are decoded but not encoded."""
+        if self._functions or self._world > 1:  # these expect the whole batch
+            return super().local_share(rank, world_size)
+        source = self._copy()
+        source._rank, source._world = rank, world_size
+        return source
+
+    def pin_memory(self) -> ParquetSource:
+        """As `Source.pin_memory`, with batches encoded right into pinned memory.
+
+        Leaves `TRAINING_CORES` of the cores to the threads that train and hand over batches.
         """
         if not self._pins:
             free = max(1, usable_cores() - TRAINING_CORES)
             self.log.at_work = threading.Semaphore(num_at_work(self.log.spec.decode_threads, free))
-        self._pins = True
+        source = self._copy()
+        source._pins = True
+        return source
 
-    def finish_with(self, function: Callable[[Batch], Batch]) -> None:
-        """Have the threads that make batches do this to each as well, from now on."""
-        self._finish = function
-
-    def shared(self, rank: int, world_size: int) -> ParquetSource:
-        """The same source, of each batch the share of one of `world_size` processes: other rows are decoded, but not encoded."""
+    def _copy(self) -> ParquetSource:
+        """The same source with counters of its own."""
         source = copy.copy(self)
-        source._rank, source._world, source._making, source._sharing = rank, world_size, Cost(), Cost()
+        source._num_skipped, source._making, source._sharing = 0, Cost(), Cost()
         return source
 
     def batches(
         self, batch_size: int, *, epoch: int = 0, rank: int = 0, world_size: int = 1, cursor: Cursor | None = None
-    ) -> Iterator[tuple[Batch, Cursor]]:
-        """Batches of one epoch, each with the cursor that continues right after it; the last batch may be short.
-
-        Resuming decodes again at most the window where the cursor stands, and what comes before it in its row group.
-        """
+    ) -> Batches:
+        """As `Source.batches`. Resuming decodes at most the cursor's window again, and the rows before it in its row group."""
         assert batch_size >= 1
         assert 0 <= rank < world_size
         share = self._share(epoch, rank, world_size)
@@ -147,10 +155,12 @@ class ParquetSource:
             yield parts, {"window": num_windows, "row": 0, "of": share_rows}
 
     @property
-    def beside_s_per_sample(self) -> float | None:
-        """Processor seconds a sample of threads other than the one that iterates; absent before any."""
-        beside = [cost.s_per_item for cost in (self.log.decoding, self._making, self._sharing)]
-        return sum(filter(None, beside)) if any(beside) else None
+    def num_skipped(self) -> int:
+        return self._num_skipped
+
+    @property
+    def background_cpu_s_per_sample(self) -> float:
+        return sum(cost.s_per_item or 0.0 for cost in (self.log.decoding, self._making, self._sharing))
 
     def _share(self, epoch: int, rank: int, world_size: int) -> list[Span]:
         """The spans of one rank in one epoch, in the order in which they are read."""
@@ -171,7 +181,7 @@ class ParquetSource:
                     base, missing = 0, self._window_rows
                 stop = min(start + missing, num_rows)
                 good = np.arange(start, stop) if piece.good is None else start + np.flatnonzero(piece.good[start:stop])
-                self.num_skipped += stop - start - len(good)
+                self._num_skipped += stop - start - len(good)
                 blocks.append(piece.block)
                 places.append(base + good)
                 base, missing, start = base + num_rows, missing - (stop - start), stop
@@ -203,14 +213,16 @@ class ParquetSource:
             with self.log.at_work:
                 return work(part)
 
-        new = page_locked if self._pins else in_memory
+        new = empty_pinned if self._pins else in_memory
         batch = self.encoder.encode(rows, order[start:stop], new=new, each=each, num_parts=num_parts)
         if beside_s:
             self._sharing.add(sum(beside_s), batch.num_samples)
         if self._world > 1:
-            batch = dataclasses.replace(batch, global_batch=whole_of(rows, order))
+            batch = dataclasses.replace(batch, global_totals=compute_totals(rows, order))
         with self.log.at_work:
-            return self._finish(batch)
+            for function in self._functions:
+                batch = function(batch)
+        return batch
 
 
 def _timed(work: Callable[[int], int], part: int, spent_s: list[float]) -> int:

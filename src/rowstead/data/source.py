@@ -1,55 +1,83 @@
-"""`Source`: a log that yields batches in an order fixed by its seed, from any place, for any share of the readers."""
+"""`Source`: one split of a log as batches, in an order that its seed fixes."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Generator
 
 from rowstead.data.batch import Batch
 
 Cursor = dict[str, int]
-"""Where a reader stands after a batch: small, JSON-able, opaque to everybody but the source that made it."""
+"""Position of a reader after a batch: small, JSON-able, opaque to all but the source that made it."""
+Batches = Generator[tuple[Batch, Cursor], None, None]
+"""Batches, each with the cursor that continues right after it. `close()` stops the threads that read ahead."""
 
 
-class Source(Protocol):
+class Source(ABC):
     """One split of a log.
 
-    The sequence of batches depends only on the source, its seed, `batch_size`, `epoch`, `rank` and `world_size`: never on
-    threads or timing. Over all ranks each example of an epoch is read exactly once; ranks' shares differ by at most one.
+    The sequence of batches depends only on the source, its seed, `batch_size`, `epoch`, `rank` and `world_size`, never on
+    threads or timing. Over all ranks, each example of an epoch is read exactly once; the ranks' shares differ by at most one.
+
+    `map`, `local_share` and `pin_memory` return another source and leave this one as it was.
     """
 
     num_samples: int
     """Examples in the split, bad rows included."""
 
+    @abstractmethod
     def batches(
         self, batch_size: int, *, epoch: int = 0, rank: int = 0, world_size: int = 1, cursor: Cursor | None = None
-    ) -> Iterator[tuple[Batch, Cursor]]:
-        """Batches of one epoch, each with the cursor that continues right after it; the last batch may be short."""
-        ...
+    ) -> Batches:
+        """Batches of one epoch, from `cursor` on; the last batch may be short."""
+
+    @property
+    def num_skipped(self) -> int | None:
+        """Bad rows skipped so far, over all iterators; None for a log that cannot have any."""
+        return None
+
+    @property
+    def background_cpu_s_per_sample(self) -> float:
+        """CPU seconds per sample of threads other than the one that iterates."""
+        return 0.0
+
+    def map(self, function: Callable[[Batch], Batch]) -> Source:
+        """This source with `function` applied to each batch; several threads may call it at once."""
+        return MappedSource(self, function)
+
+    def local_share(self, rank: int, world_size: int) -> Source:
+        """This source reduced to one process's share of each batch.
+
+        Each process reads the whole batch and keeps its part, so that all have the same cursor and end together. The last share may be empty.
+        """
+        return self.map(lambda batch: batch.local_share(rank, world_size))
+
+    def pin_memory(self) -> Source:
+        """This source with its batches in pinned memory."""
+        return self.map(Batch.pin_memory)
 
 
-class SourceWrapper(ABC):
-    """A Source over another: its batches, each changed in one way, and whatever else it knows."""
+class MappedSource(Source):
+    """A source with a function applied to each batch, in the thread that iterates."""
 
-    def __init__(self, source: Source) -> None:
-        self._source = source
+    def __init__(self, source: Source, function: Callable[[Batch], Batch]) -> None:
+        self._source, self._function = source, function
         self.num_samples = source.num_samples
 
-    @abstractmethod
-    def _changed(self, batch: Batch) -> Batch: ...
-
     def batches(
         self, batch_size: int, *, epoch: int = 0, rank: int = 0, world_size: int = 1, cursor: Cursor | None = None
-    ) -> Iterator[tuple[Batch, Cursor]]:
+    ) -> Batches:
         batches = self._source.batches(batch_size, epoch=epoch, rank=rank, world_size=world_size, cursor=cursor)
         try:
             for batch, after in batches:
-                yield self._changed(batch), after
+                yield self._function(batch), after
         finally:
-            if isinstance(batches, Generator):
-                batches.close()
+            batches.close()
 
-    def __getattr__(self, name: str) -> Any:
-        """What some sources know besides, such as `num_skipped`."""
-        return getattr(self._source, name)
+    @property
+    def num_skipped(self) -> int | None:
+        return self._source.num_skipped
+
+    @property
+    def background_cpu_s_per_sample(self) -> float:
+        return self._source.background_cpu_s_per_sample

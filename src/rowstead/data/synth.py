@@ -12,10 +12,9 @@ from numba import njit
 from numpy.typing import NDArray
 
 from rowstead.data import draws
-from rowstead.data.batch import Batch
 from rowstead.data.block import RawBlock
 from rowstead.data.population import Population
-from rowstead.data.source import Cursor
+from rowstead.data.source import Batches, Cursor, Source
 from rowstead.data.teacher import Teacher
 from rowstead.data.write import DEFAULT_ROWS_PER_FILE, DEFAULT_ROWS_PER_GROUP, Progress, SplitWriter, Summary
 from rowstead.spec.data import SynthSpec
@@ -111,7 +110,7 @@ class SynthLog:
         return [places[name] for name in names]
 
 
-class SynthSource:
+class SynthSource(Source):
     """One split of a synthetic log as a `Source`: batches in the order of the log, the same in every epoch.
 
     Ranks read contiguous ranges. Any number of threads may iterate at the same time; the kernels release the GIL.
@@ -128,8 +127,7 @@ class SynthSource:
 
     def batches(
         self, batch_size: int, *, epoch: int = 0, rank: int = 0, world_size: int = 1, cursor: Cursor | None = None
-    ) -> Iterator[tuple[Batch, Cursor]]:
-        """Batches of one epoch, each with the cursor that continues right after it; the last batch may be short."""
+    ) -> Batches:
         share = share_of(self.num_samples, rank, world_size)
         first = share.start + (cursor["row"] if cursor else 0)
         for start in range(first, share.stop, batch_size):

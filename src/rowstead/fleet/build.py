@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from rowstead.data.batch import Batch
-from rowstead.data.source import Cursor, Source
 from rowstead.data.transforms import DenseTransforms
 from rowstead.fleet.keys import Keys
 from rowstead.fleet.partition import Partition, partition_tables
@@ -164,17 +162,6 @@ def cast(batch: Batch, dtype: torch.dtype) -> Batch:
         return batch
     labels, weights = (None if value is None else value.to(dtype) for value in (batch.labels, batch.weights))
     return dataclasses.replace(batch, dense=batch.dense.to(dtype), labels=labels, weights=weights)
-
-
-class CastSource:
-    """A Source whose batches are in another number format."""
-
-    def __init__(self, source: Source, dtype: torch.dtype) -> None:
-        self._source, self._dtype, self.num_samples = source, dtype, source.num_samples
-
-    def batches(self, batch_size: int, **place: Any) -> Iterator[tuple[Batch, Cursor]]:
-        for batch, cursor in self._source.batches(batch_size, **place):
-            yield cast(batch, self._dtype), cursor
 
 
 # Dense parameters in files, from one start of a trainer to the next

@@ -15,8 +15,8 @@ from torch import Tensor
 from rowstead.data.source import Source
 from rowstead.fleet.build import (
     INITIAL_FILE,
-    CastSource,
     Connections,
+    cast,
     dense_file,
     fleet_dtype,
     fleet_model,
@@ -106,7 +106,7 @@ class GatheredModel:
     def evaluate(self, source: Source, max_samples: int | None) -> Quality:
         """Score what `take` has brought."""
         if self._dtype != torch.float32:
-            source = CastSource(source, self._dtype)
+            source = source.map(lambda batch: cast(batch, self._dtype))
         return evaluate(
             self.model,
             source,

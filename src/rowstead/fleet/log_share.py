@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,7 +80,7 @@ class LogShare:
     @property
     def may_skip(self) -> bool:
         """Whether the log can have rows that are left out."""
-        return hasattr(self._source, "num_skipped")
+        return self._source.num_skipped is not None
 
     def read_from(self, position: LogPosition) -> Generator[NewBatch | EpochEnd, None, None]:
         """The batches from a place to the end of the last epoch, in the order of the log."""
@@ -106,12 +106,12 @@ class LogShare:
     def reread(self, wanted: Mapping[int, AssignedBatch]) -> Generator[tuple[int, PackedBatch], None, None]:
         """Batches by their numbers, which ascend, and where they begin."""
         next_number = epoch = -1
-        batches: Iterator[tuple[Batch, Cursor]] = iter(())
+        batches = self._batches(0, None)  # not started yet
         skipped_before = self._num_skipped()
         try:
             for number, entry in wanted.items():
                 if entry.epoch != epoch or number - next_number > _MAX_SKIPPED_BATCHES:
-                    _close(batches)
+                    batches.close()
                     batches = self._batches(entry.epoch, entry.cursor)
                     next_number, epoch = number, entry.epoch
                 batch = None
@@ -122,21 +122,14 @@ class LogShare:
                     raise DataError(f"the log has changed: batch {number} of reader {self._number} is no longer what it was")
                 yield number, pack(batch, narrow=self._narrow_ids)
         finally:
-            _close(batches)
+            batches.close()
             self._skipped_rereading += self._num_skipped() - skipped_before
 
     def _batches(self, epoch: int, cursor: Cursor | None) -> Generator[tuple[Batch, Cursor], None, None]:
         rank, world_size = self._number, self._num_readers
         batches = self._source.batches(self._batch_size, epoch=epoch, rank=rank, world_size=world_size, cursor=cursor)
-        try:
+        with contextlib.closing(batches):
             yield from batches
-        finally:
-            _close(batches)
 
     def _num_skipped(self) -> int:
-        return getattr(self._source, "num_skipped", 0)
-
-
-def _close(batches: Iterator[Any]) -> None:
-    if isinstance(batches, Generator):
-        batches.close()
+        return self._source.num_skipped or 0

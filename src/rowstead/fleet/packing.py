@@ -39,7 +39,7 @@ class PackedBatch:
 
 def pack(batch: Batch, *, narrow: bool | None = None) -> PackedBatch:
     """The batch as few tensors; `narrow` ids go as int32, and where nothing is said, those that fit."""
-    assert batch.global_batch is None, "a reader hands out whole batches"
+    assert batch.global_totals is None, "a reader hands out whole batches"
     sparse = batch.sparse
     facts: dict[str, Any] = {"features": sparse.num_features, "has": [n for n in _OPTIONAL if getattr(batch, n) is not None]}
     tensors = [batch.dense, *(getattr(batch, name) for name in facts["has"])]

@@ -18,7 +18,7 @@ from rowstead.fleet.reader import READ_AHEAD_BYTES, BatchRequest, Reader
 from rowstead.fleet.rpc_server import DeferredReply, Handler, Server
 from rowstead.fleet.wire import Limits, Message, WireError
 from rowstead.kernels.layout import Layout
-from rowstead.stores.checked import CheckedSource
+from rowstead.stores.checked import check_source
 
 _LIMITS = Limits(facts_bytes=1 << 20, frame_bytes=1 << 20, message_bytes=1 << 20, num_tensors=1, remembered_bytes=128 << 20)
 """Requests to a reader are short; only its answers are long."""
@@ -51,7 +51,7 @@ def serve_reader(
     progress = assignment_log_path(folder, number)
     progress.parent.mkdir(parents=True, exist_ok=True)
     share = LogShare(
-        source if layout is None else CheckedSource(source, layout),
+        source if layout is None else check_source(source, layout),
         number=number,
         num_readers=num_readers,
         batch_size=batch_size,

@@ -182,7 +182,7 @@ class FleetTrainer:
             loss = worker.step(here, ticket.step + 1)
         except TrainingError as error:
             raise TrainingError(f"{error} (epoch {ticket.epoch}, batch {ticket.step} of the run, {self.name})") from None
-        whole, phase_s = batch.global_facts, worker.timers.totals_s()
+        whole, phase_s = batch.totals, worker.timers.totals_s()
         with self._lock:
             self._phase_s[thread] = phase_s
             self._num_steps += 1

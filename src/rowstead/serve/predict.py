@@ -138,7 +138,7 @@ def _open_run(run: str, data: Sequence[str] | None, root: Path | str, callback: 
         label=label,
         copies_label=data is not None and log is not None and label in schema_of(log).names,
         num_samples=source.num_samples,
-        num_skipped=lambda: getattr(source, "num_skipped", 0),
+        num_skipped=lambda: source.num_skipped or 0,
     )
 
 

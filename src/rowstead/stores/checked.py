@@ -7,7 +7,7 @@ import dataclasses
 import torch
 
 from rowstead.data.batch import Batch, Sparse
-from rowstead.data.source import Source, SourceWrapper
+from rowstead.data.source import Source
 from rowstead.kernels.check import check_sparse
 from rowstead.kernels.layout import Layout
 
@@ -23,18 +23,11 @@ def check_batch(sparse: Sparse, layout: Layout, device: torch.device | None = No
     return dataclasses.replace(sparse, checked_for=layout)
 
 
-class CheckedSource(SourceWrapper):
-    """A Source whose batches are known to fit the tables; whoever reads ahead in a thread has them checked there.
+def check_source(source: Source, layout: Layout) -> Source:
+    """The same source with each batch checked against `layout` by the threads that make batches."""
 
-    A source that makes batches in several threads checks them there, so that the one that asks for them need not.
-    """
-
-    def __init__(self, source: Source, layout: Layout) -> None:
-        super().__init__(source)
-        self._layout = layout
-        if hasattr(source, "finish_with"):
-            source.finish_with(self._changed)
-
-    def _changed(self, batch: Batch) -> Batch:
-        sparse = check_batch(batch.sparse, self._layout)
+    def check(batch: Batch) -> Batch:
+        sparse = check_batch(batch.sparse, layout)
         return batch if sparse is batch.sparse else dataclasses.replace(batch, sparse=sparse)
+
+    return source.map(check)

@@ -18,7 +18,6 @@ from rowstead.data.columns import IdKinds
 from rowstead.data.encode import Encoder
 from rowstead.data.parquet import ParquetLog
 from rowstead.data.parquet_source import ParquetSource
-from rowstead.data.share import LocalShareSource
 from rowstead.data.source import Source
 from rowstead.data.synth import SynthLog, SynthSource
 from rowstead.data.transforms import DenseTransforms
@@ -34,7 +33,7 @@ from rowstead.spec.placement import MemorySpec, Placement, rules_for
 from rowstead.spec.run import RunSpec
 from rowstead.stores.base import EmbeddingStore
 from rowstead.stores.build import StoreBuilder, choose_placement
-from rowstead.stores.checked import CheckedSource
+from rowstead.stores.checked import check_source
 from rowstead.training.precision import multiplies_bf16
 from rowstead.training.sharded_step import WIRE_DTYPES
 
@@ -89,12 +88,12 @@ def share_sources(sources: Sources, process_group: ProcessGroup) -> Sources:
     """The same training split, of each batch the share of this process."""
     if isinstance(process_group, SingleProcess):
         return sources
-    return dataclasses.replace(sources, train=LocalShareSource(sources.train, process_group.rank, process_group.world_size))
+    return dataclasses.replace(sources, train=sources.train.local_share(process_group.rank, process_group.world_size))
 
 
 def check_sources(sources: Sources, layout: Layout) -> Sources:
     """The same splits, each batch checked against the tables by the thread that reads it."""
-    train, evaluation = (CheckedSource(source, layout) for source in (sources.train, sources.eval))
+    train, evaluation = (check_source(source, layout) for source in (sources.train, sources.eval))
     return dataclasses.replace(sources, train=train, eval=evaluation)
 
 

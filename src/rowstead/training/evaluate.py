@@ -42,7 +42,7 @@ def log_odds_of(
     try:
         with Prefetch(source.batches(batch_size), depth=2) as batches, torch.no_grad():
             for batch, _ in batches:
-                own = model(batch.share(process_group.rank, process_group.world_size).to(device)).float().cpu()
+                own = model(batch.local_share(process_group.rank, process_group.world_size).to(device)).float().cpu()
                 yield batch, _everybody(own, batch.num_samples, process_group).numpy()
                 seen += batch.num_samples
                 if max_samples is not None and seen >= max_samples:

@@ -29,7 +29,7 @@ from rowstead.training.checkpoint_changes import CheckpointChanges
 from rowstead.training.checkpoint_increment import Increment
 from rowstead.training.evaluate import evaluate
 from rowstead.training.metrics import Quality
-from rowstead.training.prefetch import copy_ahead, pin_batches, prefetch_rows
+from rowstead.training.prefetch import copy_ahead, prefetch_rows
 from rowstead.training.profile import Profiler
 from rowstead.training.progress import Progress, ProgressCallback, Window
 from rowstead.training.step import Stepper
@@ -97,7 +97,7 @@ class Loop:
     ) -> None:
         self.spec = spec
         self.stepper = stepper
-        self.train_source = train_source
+        self.train_source = train_source.pin_memory() if device.type == "cuda" else train_source
         self.eval_source = eval_source
         self.device = device
         self.folder = folder
@@ -175,11 +175,10 @@ class Loop:
         pace, making_s = self._pace, self._making.s_per_item
         if pace.samples_per_s is None or making_s is None:
             return None
-        beside_s = getattr(self.train_source, "beside_s_per_sample", None) or 0.0
         reading = reading_of(
             samples_per_s=pace.samples_per_s,
             waiting_share=pace.waiting_share,
-            core_s_per_sample=making_s + beside_s,
+            core_s_per_sample=making_s + self.train_source.background_cpu_s_per_sample,
             thread_s_per_sample=making_s,
             alone_s_per_sample=self.stepper.gpu_s_per_sample,
         )
@@ -195,9 +194,9 @@ class Loop:
     def _skipped(self) -> int | None:
         """Bad rows of the training split that were left out; None for a log that cannot have any."""
         for what, source in (("training", self.train_source), ("evaluation", self.eval_source)):
-            if num_skipped := getattr(source, "num_skipped", 0):
-                self.callback.on_message(f"left out {num_skipped:,} bad rows while reading the {what} split (on_bad_row: skip)")
-        return getattr(self.train_source, "num_skipped", None)
+            if num_skipped := source.num_skipped:
+                self.callback.on_message(f"skipped {num_skipped:,} bad rows while reading the {what} split (on_bad_row: skip)")
+        return self.train_source.num_skipped
 
     def _done(self) -> bool:
         return self.position.step >= self.stepper.total_steps
@@ -205,14 +204,11 @@ class Loop:
     def _epoch(self) -> Ending:
         """The rest of the current epoch."""
         spec, position = self.spec.train, self.position
-        batches = self.train_source.batches(spec.batch_size, epoch=position.epoch, cursor=position.cursor)
+        batches: Iterator[tuple[Batch, Cursor]] = self.train_source.batches(
+            spec.batch_size, epoch=position.epoch, cursor=position.cursor
+        )
         if self._profiler is not None:
             batches = self._profiler.reading(batches)
-        if self.device.type == "cuda":
-            if hasattr(self.train_source, "pin_batches"):  # made there by several threads, where others are copied by one
-                self.train_source.pin_batches()
-            else:
-                batches = pin_batches(batches)
         batches = counted(batches, self._making, lambda item: item[0].num_samples)
         with Prefetch(batches, depth=PREFETCH_BATCHES) as ahead:
             started = time.perf_counter()
@@ -221,7 +217,7 @@ class Loop:
                 with _saying(where):
                     self._changes.mark(batch.sparse)
                     loss = self.stepper.start(here, position.step + 1)
-                whole = batch.global_facts
+                whole = batch.totals
                 self._losses.append((whole.weight, whole.mean_label, loss, where))
                 position.step += 1
                 position.cursor = cursor

@@ -147,7 +147,7 @@ class Stepper:
     def _loss(self, log_odds: Tensor, batch: Batch) -> Tensor:
         assert batch.labels is not None
         with torch.autocast(log_odds.device.type, enabled=False):
-            total = None if batch.global_batch is None else batch.global_batch.weight
+            total = None if batch.global_totals is None else batch.global_totals.weight
             log_odds = log_odds.to(batch.labels.dtype)
             return self._head.loss(log_odds, batch.labels, batch.weights, total)
 

@@ -98,8 +98,8 @@ def evaluate(
             negative_keep_rate=trained.spec.data.negative_keep_rate,
             progress=progress,
         )
-    if callback is not None and (num_skipped := getattr(source, "num_skipped", 0)):
-        callback.on_message(f"left out {num_skipped:,} bad rows (on_bad_row: skip)")
+    if callback is not None and (num_skipped := source.num_skipped):
+        callback.on_message(f"skipped {num_skipped:,} bad rows (on_bad_row: skip)")
     return quality
 
 
