@@ -153,7 +153,7 @@ def test_all_processes_announce_equally_many_batches_whatever_their_own_stores_w
 def test_whole_tables_are_spread_by_their_weight() -> None:
     plan = plan_shards(plain_layout(100, 60, 50, 10), {}, 2)
     assert [[piece.table for piece in own] for own in plan.pieces] == [[0, 3], [1, 2]]
-    heavy = plan_shards(plain_layout(100, 60, 50, 10), {}, 2, reads={"t3": 100.0})
+    heavy = plan_shards(plain_layout(100, 60, 50, 10), {}, 2, lookups={"t3": 100.0})
     assert [[piece.table for piece in own] for own in heavy.pieces] == [[3], [0, 1, 2]]
 
 
@@ -167,7 +167,10 @@ def test_ranges_of_rows_and_columns_cover_all_once(size: int, world_size: int) -
 
 def test_auto_copies_what_is_small_and_cuts_what_is_too_large_for_one() -> None:
     layout = plain_layout(20, 900, 1000, 100_000)
-    assert auto_shards(layout, 2, batch_size=64) == {"t0": "replicate", "t1": "table", "t2": "table", "t3": "row"}
+    shards = auto_shards(layout, 2, batch_size=64)
+    assert shards == {"t0": "replicate", "t1": "auto", "t2": "auto", "t3": "auto"}
+    lookups = {"t1": 1.0, "t2": 1.0, "t3": 2.0}
+    assert plan_shards(layout, shards, 2, lookups=lookups).shards == ("replicate", "table", "table", "row")
 
 
 def test_a_table_narrower_than_the_processes_are_many_is_not_cut_by_columns() -> None:
@@ -175,9 +178,9 @@ def test_a_table_narrower_than_the_processes_are_many_is_not_cut_by_columns() ->
 
 
 def test_shards_of_unknown_tables_and_kinds_are_refused() -> None:
-    with pytest.raises(RowsteadError, match="no table `t9` to shard: known here: `t0`"):
+    with pytest.raises(RowsteadError, match="unknown table `t9` to shard: known here: `t0`"):
         plan_shards(plain_layout(10), {"t9": "row"}, 2)
-    with pytest.raises(RowsteadError, match="no shard `rows`: did you mean `row`"):
+    with pytest.raises(RowsteadError, match="unknown shard `rows`: did you mean `row`"):
         plan_shards(plain_layout(10), {"t0": "rows"}, 2)  # type: ignore[dict-item]
 
 

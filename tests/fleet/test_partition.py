@@ -1,4 +1,4 @@
-"""Every row has exactly one home, and homes are even in bytes and in look-ups."""
+"""Every row is on exactly one server, and servers are even in bytes and in look-ups."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def some_tables(draw: st.DrawFn) -> tuple[list[Table], dict[str, float]]:
 
 @settings(max_examples=200, deadline=None)
 @given(given=some_tables(), num_servers=st.integers(1, 9), optimizer=st.sampled_from(["sgd", "rowwise_adagrad", "adam"]))
-def test_every_row_has_exactly_one_home_whatever_the_tables(
+def test_every_row_has_exactly_one_server_whatever_the_tables(
     given: tuple[list[Table], dict[str, float]], num_servers: int, optimizer: str
 ) -> None:
     tables, lookups = given
@@ -55,8 +55,8 @@ def test_no_server_has_more_than_a_tenth_above_its_share_of_bytes_or_look_ups(da
 def test_one_huge_table_is_cut_by_rows_and_small_ones_stay_whole() -> None:
     tables = [table("huge", 10**8), *(table(f"small{i}", 1000) for i in range(6))]
     partition = partition_tables(tables, 3, lookups={each.name: 1.0 for each in tables[1:]} | {"huge": 3.0})
-    homes = {name: sum(piece.table == name for pieces in partition.servers for piece in pieces) for name in ("huge", "small0")}
-    assert homes == {"huge": 3, "small0": 1}
+    counts = {name: sum(piece.table == name for pieces in partition.servers for piece in pieces) for name in ("huge", "small0")}
+    assert counts == {"huge": 3, "small0": 1}
     assert max(piece.num_rows for pieces in partition.servers for piece in pieces) == 33_333_334
 
 
@@ -82,14 +82,14 @@ def test_tables_of_one_row_each_leave_some_servers_without_any() -> None:
 def test_a_partition_of_other_tables_is_refused() -> None:
     partition = partition_tables([table("t", 100)], 2)
     for other in ([table("t", 101)], [table("u", 100)], []):
-        with pytest.raises(RowsteadError, match="make it anew"):
+        with pytest.raises(RowsteadError, match="create it again"):
             partition.check(other)
     twice = Partition(
         servers=((ServerPiece(table="t", first_row=0, num_rows=60),), (ServerPiece(table="t", first_row=50, num_rows=50),))
     )
-    with pytest.raises(RowsteadError, match="no home, or two"):
+    with pytest.raises(RowsteadError, match="on no server, or on two"):
         twice.check([table("t", 100)])
-    with pytest.raises(RowsteadError, match="no partition"):
+    with pytest.raises(RowsteadError, match="not a partition"):
         Partition.from_json('{"servers": [[["t", 0]]]}')
     with pytest.raises(RowsteadError, match="at least 1"):
         partition_tables([table("t", 1)], 0)

@@ -41,7 +41,7 @@ class Trained:
 
     def asked(self, seed: int) -> tuple[LookupRequest, list[torch.Tensor]]:
         batch = batch_of(self.layout, 6, seed)
-        split = self._routes.cut(batch)
+        split = self._routes.split(batch)
         (gradients,) = split.gradients(grad_of(self.layout, batch, seed), None)
         return self.shard.parser.parse(Message("lookup", *split.asks[0].message()))[0], gradients
 

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from rowstead.data.batch import Sparse
 from rowstead.distributed.process_group import ProcessGroup, Work
-from rowstead.distributed.sharding import ShardPiece, features_of, is_cut_by_rows, rows_each
-from rowstead.kernels.layout import Layout
+from rowstead.distributed.router import RoutedBags, Router
 from rowstead.spec.errors import LostProcessError
 
 _LENGTHS = (None, torch.uint8, torch.int16, torch.int32)
@@ -29,98 +28,13 @@ _HEADER = 5
 """Numbers that are told ahead: examples, ids, code and value of lengths, code of weights."""
 
 
-@dataclass(frozen=True)
-class TablePart:
-    """The bags of one process that concern one other."""
-
-    ids: Tensor
-    """[nnz], as rows of the pieces."""
-    lengths: Tensor
-    """int64 [F, B]."""
-    weights: Tensor | None
-    """[nnz]."""
-
-
-class IdRouter:
-    """Which bags go to which process."""
-
-    def __init__(self, layout: Layout, pieces: Sequence[Sequence[ShardPiece]]) -> None:
-        self.layout = layout
-        self.features = [features_of(layout, own) for own in pieces]
-        """Of each process, in the order in which it answers."""
-        self.id_types = [_id_type(own) for own in pieces]
-        world_size = len(pieces)
-        cut = {piece.table for own in pieces for piece in own if is_cut_by_rows(layout, piece)}
-        self.by_rows = [feature for feature, table in enumerate(layout.table_of) if table in cut]
-        """Features whose bags are split among the owners of their rows."""
-        self._rows_each = [rows_each(layout.tables[layout.table_of[feature]].num_rows, world_size) for feature in self.by_rows]
-
-    def cut(self, sparse: Sparse) -> list[TablePart]:
-        """The bags of a batch for each process."""
-        num_samples = sparse.num_samples
-        lengths = sparse.offsets.diff().view(self.layout.num_features, num_samples)
-        bounds = sparse.offsets[::num_samples].tolist() if num_samples else [0] * (self.layout.num_features + 1)
-        split = self._split(sparse, lengths, bounds) if self.by_rows else []
-        parts = []
-        for rank, features in enumerate(self.features):
-            num_split = sum(feature in self.by_rows for feature in features)
-            whole = features[num_split:]
-            runs = [slice(bounds[first], bounds[last + 1]) for first, last in _runs(whole)]
-            ids = [sparse.ids[run] for run in runs]
-            weights = [] if sparse.weights is None else [sparse.weights[run] for run in runs]
-            counts = [lengths if len(whole) == len(lengths) else lengths[whole]] if whole else []
-            if num_split:
-                part = split[rank]
-                ids, counts = [part.ids, *ids], [part.lengths, *counts]
-                weights = weights if part.weights is None else [part.weights, *weights]
-            parts.append(
-                TablePart(
-                    ids=_joined(ids, sparse.ids),
-                    lengths=_joined(counts, lengths),
-                    weights=None if sparse.weights is None else _joined(weights, sparse.weights),
-                )
-            )
-        return parts
-
-    def _split(self, sparse: Sparse, lengths: Tensor, bounds: list[int]) -> list[TablePart]:
-        """For each process the bags of `by_rows`, with those ids alone whose rows it keeps."""
-        device = sparse.ids.device
-        runs = [slice(bounds[first], bounds[last + 1]) for first, last in _runs(self.by_rows)]
-        ids = _joined([sparse.ids[run] for run in runs], sparse.ids)
-        weights = None if sparse.weights is None else _joined([sparse.weights[run] for run in runs], sparse.weights)
-        lengths = lengths[self.by_rows]
-        if len(set(self._rows_each)) == 1:
-            each: Tensor | int = self._rows_each[0]
-        else:
-            counts = torch.tensor([bounds[feature + 1] - bounds[feature] for feature in self.by_rows], device=device)
-            each = torch.repeat_interleave(torch.tensor(self._rows_each, dtype=ids.dtype, device=device), counts)
-        owner = torch.div(ids, each, rounding_mode="floor")
-        rows = ids - owner * each
-        ends = lengths.flatten().cumsum(0)
-        parts = []
-        for rank, features in enumerate(self.features):
-            is_here = owner == rank
-            up_to = torch.cat([ends.new_zeros(1), is_here.cumsum(0)])
-            here = up_to[ends].diff(prepend=ends.new_zeros(1)).view(lengths.shape)
-            # A table with fewer rows than processes has features that some processes never hear of.
-            known = [place for place, feature in enumerate(self.by_rows) if feature in features]
-            parts.append(
-                TablePart(
-                    ids=rows[is_here],
-                    lengths=here if len(known) == len(here) else here[known],
-                    weights=None if weights is None else weights[is_here],
-                )
-            )
-        return parts
-
-
 @dataclass(eq=False)
 class IdExchange:
     """One batch of every process on its way to the owners of its rows: told ahead, then sent, then arrived."""
 
     sparse: Sparse
     """Of this process."""
-    routes: IdRouter
+    routes: Router
     process_group: ProcessGroup
     lengths: list[Tensor] = field(default_factory=list)
     """What this process asks of each: int64 [F, B]."""
@@ -135,13 +49,13 @@ class IdExchange:
     _headers: Tensor | None = None
 
     @classmethod
-    def start(cls, sparse: Sparse, routes: IdRouter, process_group: ProcessGroup) -> IdExchange:
+    def start(cls, sparse: Sparse, routes: Router, process_group: ProcessGroup) -> IdExchange:
         """Cut a batch and tell the others what is coming."""
         asked = cls(sparse, routes, process_group)
         parts = routes.cut(sparse)
         asked.lengths = [part.lengths for part in parts]
         headers = _headers_of(parts, sparse.num_samples)
-        messages = [_message(*item) for item in zip(parts, routes.id_types, headers, strict=True)]
+        messages = [_message(part, routes.id_dtype, header) for part, header in zip(parts, headers, strict=True)]
         asked._sent = torch.cat(messages)
         asked._sent_sizes = [message.numel() for message in messages]
         sent = torch.tensor(headers, dtype=torch.int32).flatten()
@@ -191,8 +105,7 @@ class IdExchange:
 
     @property
     def _shape(self) -> tuple[int, torch.dtype]:
-        rank = self.process_group.rank
-        return len(self.routes.features[rank]), self.routes.id_types[rank]
+        return len(self.routes.features[self.process_group.rank]), self.routes.id_dtype
 
     def _told(self) -> list[list[int]]:
         assert self._headers is not None
@@ -200,7 +113,7 @@ class IdExchange:
         return told
 
 
-def _headers_of(parts: Sequence[TablePart], num_samples: int) -> list[list[int]]:
+def _headers_of(parts: Sequence[RoutedBags], num_samples: int) -> list[list[int]]:
     """What is told ahead of each part; one wait for the device in all."""
     ends = [torch.stack(part.lengths.aminmax()) if part.lengths.numel() else part.lengths.new_zeros(2) for part in parts]
     headers = []
@@ -219,7 +132,7 @@ def _sections(header: Sequence[int], num_features: int, id_type: torch.dtype) ->
     return tuple(math.ceil(size / 8) * 8 for size in used)  # type: ignore[return-value]
 
 
-def _message(part: TablePart, id_type: torch.dtype, header: Sequence[int]) -> Tensor:
+def _message(part: RoutedBags, id_type: torch.dtype, header: Sequence[int]) -> Tensor:
     """A part as bytes."""
     sections = _sections(header, len(part.lengths), id_type)
     message = torch.empty(sum(sections), dtype=torch.uint8, device=part.ids.device)
@@ -238,7 +151,7 @@ def _fill(section: Tensor, values: Tensor, kind: torch.dtype) -> None:
 
 def _read(
     message: Tensor, header: Sequence[int], sections: Sequence[int], num_features: int, id_type: torch.dtype
-) -> TablePart:
+) -> RoutedBags:
     """The part that `_message` wrote."""
     num_samples, num_ids, lengths_code, constant, weights_code = header
     ids, weights, lengths = message.split(list(sections))
@@ -248,14 +161,14 @@ def _read(
         read = torch.full((count,), constant, dtype=torch.int64, device=message.device)
     else:
         read = lengths.view(lengths_type)[:count].long()
-    return TablePart(
+    return RoutedBags(
         ids=ids.view(id_type)[:num_ids],
         lengths=read.view(num_features, num_samples),
         weights=None if weights_type is None else weights.view(weights_type)[:num_ids],
     )
 
 
-def _one_batch(parts: Sequence[TablePart], num_features: int) -> Sparse:
+def _one_batch(parts: Sequence[RoutedBags], num_features: int) -> Sparse:
     """The processes' bags as one batch, feature by feature and inside a feature in the order of ranks."""
     lengths = torch.cat([part.lengths for part in parts], dim=1)
     offsets = torch.cat([lengths.new_zeros(1), lengths.flatten().cumsum(0)])
@@ -274,24 +187,3 @@ def _one_batch(parts: Sequence[TablePart], num_features: int) -> Sparse:
         num_features=num_features,
         weights=laid_out(weights) if weights else None,
     )
-
-
-def _runs(features: Sequence[int]) -> list[tuple[int, int]]:
-    """First and last of each run of features that follow each other."""
-    runs: list[tuple[int, int]] = []
-    for feature in features:
-        if runs and runs[-1][1] == feature - 1:
-            runs[-1] = (runs[-1][0], feature)
-        else:
-            runs.append((feature, feature))
-    return runs
-
-
-def _joined(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
-    if len(tensors) == 1:
-        return tensors[0]
-    return torch.cat(list(tensors)) if tensors else like[:0]
-
-
-def _id_type(pieces: Sequence[ShardPiece]) -> torch.dtype:
-    return torch.int32 if all(piece.num_rows < 2**31 for piece in pieces) else torch.int64

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from rowstead.data.batch import Sparse
 from rowstead.distributed.process_group import ProcessGroup, Work
-from rowstead.distributed.sharded_ids import IdExchange, IdRouter
+from rowstead.distributed.router import Router
+from rowstead.distributed.sharded_ids import IdExchange
 from rowstead.distributed.sharding import ShardPiece, piece_layout
 from rowstead.kernels.layout import Layout
 from rowstead.stores.base import EmbeddingStore
@@ -46,7 +47,7 @@ class Pieces:
     ) -> None:
         self.process_group = process_group
         self._announces = is_updated_as_looked_up
-        self.routes = IdRouter(layout, pieces)
+        self.routes = Router(layout, pieces)
         self.layouts = [piece_layout(layout, own) for own in pieces]
         """Of every process."""
         self.own = pieces[process_group.rank]

@@ -23,10 +23,11 @@ from rowstead.distributed.sharded_columns import PooledColumns
 from rowstead.distributed.sharded_ids import IdExchange
 from rowstead.distributed.sharded_pieces import Pieces
 from rowstead.distributed.sharded_sums import ColumnPieces, Copies
-from rowstead.distributed.sharding import Shard, ShardPlan, plan_shards
+from rowstead.distributed.sharding import ShardPlan, plan_shards
 from rowstead.kernels.layout import Layout
 from rowstead.kernels.reference import clip_pooled
 from rowstead.kernels.row_optimizer import compute_dtype
+from rowstead.spec.placement import Shard
 from rowstead.spec.train import SparseOptimizerSpec
 from rowstead.stores.base import EmbeddingStore, StatePart
 from rowstead.stores.cached import CachedStore
@@ -69,11 +70,11 @@ class ShardedStore(nn.Module):
         device: torch.device | str = "cpu",
         wire: torch.dtype | None = None,
         check: bool = True,
-        reads: Mapping[str, float] | None = None,
+        lookups: Mapping[str, float] | None = None,
     ) -> None:
         super().__init__()
         self.layout, self.tables, self.optimizer, self.process_group = layout, layout.tables, optimizer, process_group
-        self.plan: ShardPlan = plan_shards(layout, shards, process_group.world_size, reads=reads)
+        self.plan: ShardPlan = plan_shards(layout, shards, process_group.world_size, lookups=lookups)
         self._device, self._check = numbered(device), check
         self._dtype = compute_dtype(dtype)
         local = None if optimizer is None else dataclasses.replace(optimizer, clip=None)  # whoever asks has the whole gradient
@@ -283,7 +284,7 @@ class ShardedStore(nn.Module):
 
     def _divided(self, pooled: Tensor, sparse: Sparse) -> Tensor:
         """Sums over rows that are with several processes as means, where a feature wants those; and so their gradients."""
-        features = [f for kind in self._pieces for f in kind.routes.by_rows if self.layout.is_mean[f]]
+        features = [f for kind in self._pieces for f in kind.routes.split_features if self.layout.is_mean[f]]
         if not features or not pooled.numel():
             return pooled
         lengths = sparse.offsets.diff().view(self.layout.num_features, -1).clamp(min=1)

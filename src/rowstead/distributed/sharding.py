@@ -1,11 +1,12 @@
-"""How tables are cut into pieces for the processes of a job: a plan that every process makes for itself, all the same.
+"""How tables are cut into pieces for processes or servers: a plan that every process computes for itself, with the same result.
 
 | shard | what a process keeps of the table | what it sends for it |
 |---|---|---|
 | `table` | all of it, or nothing | ids one way, pooled vectors the other, their gradients back |
 | `row` | an even share of its rows | ids to the rows' owners, partial sums back, gradients to every owner of a row that was read |
-| `column` | an even share of its columns | ids to everybody, a slice of each vector back, a slice of each gradient |
+| `column` | an even share of its columns | ids to all processes, a slice of each vector back, a slice of each gradient |
 | `replicate` | a copy | no ids; the sum of the rows' gradients |
+| `auto` | what the balancer decides: all of it, nothing, or some rows | as `table` or `row` |
 """
 
 from __future__ import annotations
@@ -13,20 +14,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import get_args
 
 from rowstead.kernels.layout import Layout
+from rowstead.kernels.row_optimizer import state_columns
+from rowstead.plan.balance import Assignment, Item, balance
 from rowstead.spec.errors import RowsteadError, did_you_mean
 from rowstead.spec.features import Table
+from rowstead.spec.placement import PlacedShard, Shard
 
-Shard = Literal["table", "row", "column", "replicate"]
-"""What `auto` in a recipe has become."""
 SHARDS: tuple[Shard, ...] = get_args(Shard)
 
 ALIGNED = 4
 """Columns to which slices are rounded where there are enough: kernels read rows in words of 16 bytes."""
 REPLICATED_BYTES = 1 << 20
-"""A table above this is not copied by `auto`, however much it is read."""
+"""Tables larger than this are not replicated by default, however often they are read."""
+TOLERANCE = 0.1
+"""Load above an even share that one process or server may have before a table is split."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +38,7 @@ class ShardPiece:
     """Some rows and columns of one table, kept by one process."""
 
     table: int
-    """Place of the table among all."""
+    """Index of the table in the layout."""
     first_row: int
     num_rows: int
     first_column: int
@@ -43,92 +47,122 @@ class ShardPiece:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShardPlan:
-    """Who keeps what."""
+    """Which process keeps which rows and columns."""
 
     layout: Layout
-    """Of the whole."""
-    shards: tuple[Shard, ...]
-    """Of each table."""
+    """All tables."""
+    shards: tuple[PlacedShard, ...]
+    """How each table is cut; `auto` has become `table` or `row`."""
     pieces: tuple[tuple[ShardPiece, ...], ...]
-    """Of each process, in the order of tables; copies are not among them."""
+    """The pieces of each process, in the order of tables, without replicated tables."""
 
     @property
     def replicated(self) -> tuple[int, ...]:
         """Tables that every process has a copy of."""
-        return tuple(place for place, shard in enumerate(self.shards) if shard == "replicate")
+        return tuple(index for index, shard in enumerate(self.shards) if shard == "replicate")
 
     def pieces_of(self, shards: Sequence[Shard]) -> tuple[tuple[ShardPiece, ...], ...]:
-        """Of each process, the pieces of tables that are cut in one of these ways."""
+        """The pieces of each process that belong to tables cut in one of these ways."""
         return tuple(tuple(piece for piece in own if self.shards[piece.table] in shards) for own in self.pieces)
 
 
 def plan_shards(
-    layout: Layout, shards: Mapping[str, Shard], world_size: int, *, reads: Mapping[str, float] | None = None
+    layout: Layout, shards: Mapping[str, Shard], world_size: int, *, lookups: Mapping[str, float] | None = None
 ) -> ShardPlan:
     """The pieces of `world_size` processes; a table that `shards` does not name goes whole to one of them.
 
-    Whole tables are handed out largest first, each to the process with the least so far, by bytes times `reads`: how often a table
-    is read, by default the number of features that read it. A table with fewer columns than there are processes is not cut by
-    columns, but goes whole to one.
+    Whole tables, and those that are `auto`, are balanced by bytes and by `lookups` (see `balance_tables`). A table with fewer
+    columns than there are processes is not cut by columns, but goes whole to one.
     """
     names = [table.name for table in layout.tables]
     for name, shard in shards.items():
         if name not in names:
-            raise RowsteadError(f"no table `{name}` to shard: {did_you_mean(name, names)}")
+            raise RowsteadError(f"unknown table `{name}` to shard: {did_you_mean(name, names)}")
         if shard not in SHARDS:
-            raise RowsteadError(f"table `{name}`: no shard `{shard}`: {did_you_mean(shard, SHARDS)}")
-    chosen = [shards.get(name, "table") for name in names]
-    for place, table in enumerate(layout.tables):
-        if chosen[place] == "column" and table.width < world_size:
-            chosen[place] = "table"
+            raise RowsteadError(f"table `{name}`: unknown shard `{shard}`: {did_you_mean(shard, SHARDS)}")
+    wanted: list[Shard] = [shards.get(name, "table") for name in names]
+    for index, table in enumerate(layout.tables):
+        if wanted[index] == "column" and table.width < world_size:
+            wanted[index] = "table"
+    balanced = [table for table, shard in zip(layout.tables, wanted, strict=True) if shard in ("table", "auto")]
+    whole = [table.name for table, shard in zip(layout.tables, wanted, strict=True) if shard == "table"]
+    assignment = balance_tables(balanced, world_size, lookups=lookups, whole=whole) if balanced else None
+    placed: list[PlacedShard] = []
     pieces: list[list[ShardPiece]] = [[] for _ in range(world_size)]
-    loads = [0.0] * world_size
-    costs = [table.num_elements * (reads or {}).get(table.name, len(table.features)) for table in layout.tables]
-    for place in sorted(range(len(names)), key=lambda place: -costs[place]):
-        table, shard = layout.tables[place], chosen[place]
-        if shard == "table":
-            owner = loads.index(min(loads))
-            loads[owner] += costs[place]
-            pieces[owner].append(_piece(place, (0, table.num_rows), (0, table.width)))
-        elif shard == "row":
+    for index, (table, shard) in enumerate(zip(layout.tables, wanted, strict=True)):
+        if shard == "table" or shard == "auto":
+            assert assignment is not None
+            owners = assignment.rows_of(table.name, table.num_rows)
+            placed.append("table" if len(owners) == 1 else "row")
+            for owner, start, stop in owners:
+                pieces[owner].append(_piece(index, (start, stop), (0, table.width)))
+            continue
+        placed.append(shard)
+        if shard == "row":
             for owner, rows in enumerate(row_ranges(table.num_rows, world_size)):
                 if rows[0] < rows[1]:
-                    pieces[owner].append(_piece(place, rows, (0, table.width)))
+                    pieces[owner].append(_piece(index, rows, (0, table.width)))
         elif shard == "column":
             for owner, columns in enumerate(column_ranges(table.width, world_size)):
-                pieces[owner].append(_piece(place, (0, table.num_rows), columns))
-    in_order = tuple(tuple(sorted(own, key=lambda piece: piece.table)) for own in pieces)
-    return ShardPlan(layout=layout, shards=tuple(chosen), pieces=in_order)
+                pieces[owner].append(_piece(index, (0, table.num_rows), columns))
+    return ShardPlan(layout=layout, shards=tuple(placed), pieces=tuple(map(tuple, pieces)))
+
+
+def balance_tables(
+    tables: Sequence[Table],
+    num_owners: int,
+    *,
+    lookups: Mapping[str, float] | None = None,
+    whole: Sequence[str] = (),
+    optimizer: str = "sgd",
+    element_bytes: int = 4,
+    tolerance: float = TOLERANCE,
+) -> Assignment:
+    """Assign tables to processes or servers so that none has more than `1 + tolerance` times its share of bytes or of look-ups.
+
+    `lookups` are those of each table in any unit, such as ids per sample; the default is the number of features that read it.
+    Bytes include the optimizer's state. Look-ups are taken to be even over a table's rows, as hashed ids are. Tables named in
+    `whole` are not split; these, and tables of few rows, can leave the shares less even.
+    """
+    costs = table_costs(tables, lookups=lookups, optimizer=optimizer, element_bytes=element_bytes)
+    items = [
+        Item(name=table.name, costs=cost, num_rows=1 if table.name in whole else table.num_rows)
+        for table, cost in zip(tables, costs, strict=True)
+    ]
+    return balance(items, num_owners, split_overhead=0.0, tolerance=tolerance)
+
+
+def table_costs(
+    tables: Sequence[Table], *, lookups: Mapping[str, float] | None = None, optimizer: str = "sgd", element_bytes: int = 4
+) -> list[tuple[float, float]]:
+    """Each table's share of all bytes and of all look-ups."""
+    given = lookups or {}
+    sizes = [
+        table.num_rows * (table.width * element_bytes + 4 * sum(state_columns(optimizer, table.width).values()))
+        for table in tables
+    ]
+    reads = [max(0.0, float(given.get(table.name, len(table.features)))) for table in tables]
+    all_bytes, all_reads = max(1, sum(sizes)), sum(reads) or 1.0
+    return [(size / all_bytes, read / all_reads) for size, read in zip(sizes, reads, strict=True)]
 
 
 def auto_shards(layout: Layout, world_size: int, *, batch_size: int, row_bytes: int = 4) -> dict[str, Shard]:
-    """A shard for every table: a copy where that sends less than exchanging its vectors, by rows where one process would have too much.
+    """The default shard of every table: a copy where that sends less than exchanging its vectors, else what the balancer decides.
 
-    A copy costs a sum over all its rows each step, an exchange a vector and its gradient for each example and feature.
+    A copy costs a sum over all its rows in each step, an exchange a vector and its gradient for each example and feature.
     """
     shards: dict[str, Shard] = {}
-    all_bytes = sum(table.num_elements for table in layout.tables) * row_bytes
     for table in layout.tables:
-        own_bytes = table.num_elements * row_bytes
         vectors = len(table.features) * batch_size / world_size
-        if table.num_rows <= vectors and own_bytes <= REPLICATED_BYTES:
-            shards[table.name] = "replicate"
-        elif own_bytes * world_size > all_bytes:
-            shards[table.name] = "row"
-        else:
-            shards[table.name] = "table"
+        is_small = table.num_rows <= vectors and table.num_elements * row_bytes <= REPLICATED_BYTES
+        shards[table.name] = "replicate" if is_small else "auto"
     return shards
 
 
 def row_ranges(num_rows: int, world_size: int) -> list[tuple[int, int]]:
     """First and last row of each process's share; the last shares of a small table may be empty."""
-    each = rows_each(num_rows, world_size)
+    each = -(-num_rows // world_size)
     return [(min(rank * each, num_rows), min((rank + 1) * each, num_rows)) for rank in range(world_size)]
-
-
-def rows_each(num_rows: int, world_size: int) -> int:
-    """Rows of all shares but the last, so that row r is with process r // rows_each."""
-    return -(-num_rows // world_size)
 
 
 def column_ranges(width: int, world_size: int) -> list[tuple[int, int]]:
@@ -139,13 +173,13 @@ def column_ranges(width: int, world_size: int) -> list[tuple[int, int]]:
 
 
 def piece_layout(layout: Layout, pieces: Sequence[ShardPiece]) -> Layout:
-    """What a store of one process's pieces is made from: the features that read them over smaller tables.
+    """The layout of a store of one process's pieces: the features that read them, over smaller tables.
 
-    Where a table is cut by rows its features are summed, whatever their pooling: whoever joins the partial sums divides them.
+    Where a table is cut by rows its features are summed, whatever their pooling: the reader of the partial sums divides them.
     """
     by_table = {piece.table: piece for piece in pieces}
     features = features_of(layout, pieces)
-    places = {table: place for place, table in enumerate(by_table)}
+    indices = {table: index for index, table in enumerate(by_table)}
     tables = []
     for table, piece in by_table.items():
         whole = layout.tables[table]
@@ -154,7 +188,7 @@ def piece_layout(layout: Layout, pieces: Sequence[ShardPiece]) -> Layout:
                 name=whole.name,
                 num_rows=piece.num_rows,
                 width=piece.width,
-                features=tuple(place for place, feature in enumerate(features) if layout.table_of[feature] == table),
+                features=tuple(index for index, feature in enumerate(features) if layout.table_of[feature] == table),
                 first_row=whole.first_row + piece.first_row,
                 first_column=whole.first_column + piece.first_column,
                 whole=whole.whole_shape,
@@ -165,7 +199,7 @@ def piece_layout(layout: Layout, pieces: Sequence[ShardPiece]) -> Layout:
         columns.append(columns[-1] + by_table[layout.table_of[feature]].width)
     return Layout(
         tables=tuple(tables),
-        table_of=tuple(places[layout.table_of[feature]] for feature in features),
+        table_of=tuple(indices[layout.table_of[feature]] for feature in features),
         columns=tuple(columns),
         is_mean=tuple(
             layout.is_mean[feature] and not is_cut_by_rows(layout, by_table[layout.table_of[feature]]) for feature in features
@@ -181,7 +215,7 @@ def features_of(layout: Layout, pieces: Sequence[ShardPiece]) -> list[int]:
 
 
 def is_cut_by_rows(layout: Layout, piece: ShardPiece) -> bool:
-    """Whether other rows of the table are elsewhere."""
+    """Whether other processes keep other rows of the table."""
     return piece.num_rows < layout.tables[piece.table].num_rows
 
 

@@ -27,10 +27,9 @@ from rowstead.spec.fleet import FleetSpec, RoleKind
 from rowstead.spec.parse import digest
 from rowstead.spec.run import RunSpec
 from rowstead.stores.base import EmbeddingStore, StatePart
-from rowstead.stores.build import mean_ids_of
 from rowstead.stores.host import HostStore
 from rowstead.training import checkpoint
-from rowstead.training.build import ROW_DTYPES, Sources, build_model, open_sources
+from rowstead.training.build import ROW_DTYPES, Sources, build_model, expected_lookups, open_sources
 from rowstead.training.loop import Position
 from rowstead.training.trained import architecture
 
@@ -65,12 +64,10 @@ def shared_facts(spec: RunSpec, sources: Sources, *, dtype: torch.dtype, total_s
         "id_kinds": sources.id_kinds,
     }
     if fleet.tables == "remote":
-        means = mean_ids_of(spec)
-        lookups = None if means is None else {t.name: float(sum(means[place] for place in t.features)) for t in layout.tables}
         partition = partition_tables(
             layout.tables,
             fleet.num_sparse,
-            lookups=lookups,
+            lookups=expected_lookups(spec, layout),
             optimizer=spec.train.sparse_optimizer.kind,
             element_bytes=row_dtype(spec, dtype).itemsize,
         )

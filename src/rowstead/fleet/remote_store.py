@@ -264,7 +264,7 @@ class RemoteStore(nn.Module):
     # Look-ups
 
     def _cut(self, sparse: Sparse) -> Split:
-        return self._routes.cut(self.check_batch(sparse))
+        return self._routes.split(self.check_batch(sparse))
 
     def _next_number(self) -> int:
         self._num_batches += 1

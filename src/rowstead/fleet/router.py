@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rowstead.data.batch import Sparse
+from rowstead.distributed import router_programs as programs
+from rowstead.distributed.router import Router
 from rowstead.distributed.sharding import features_of, is_cut_by_rows, piece_layout
-from rowstead.fleet import router_programs as programs
 from rowstead.fleet.partition import Partition
 from rowstead.kernels.cpu.thread_team import over_parts
 from rowstead.kernels.layout import Layout
@@ -62,62 +63,32 @@ class ServerSlots:
         )
 
 
-class ServerRouter:
-    """Which ids go to which server, as arrays for the compiled programs."""
+class ServerRouter(Router):
+    """A `Router` to the sparse servers of a partition, which cuts a batch into one request per server."""
 
     def __init__(self, layout: Layout, partition: Partition, dtype: torch.dtype) -> None:
         partition.check(layout.tables)
-        self.layout = layout
+        super().__init__(layout, [partition.pieces_of(layout, server) for server in range(partition.num_servers)])
         self.dtype = compute_dtype(dtype)
         self.row_dtype = dtype
         self.servers = [ServerSlots(layout, partition, server) for server in range(partition.num_servers)]
-        homes: list[list[tuple[int, int]]] = [[] for _ in layout.tables]
-        """For each table the first rows of its pieces and who keeps them."""
-        for server in range(partition.num_servers):
-            for piece in partition.pieces_of(layout, server):
-                homes[piece.table].append((piece.first_row, server))
-        flat = [sorted(homes[table]) for table in layout.table_of]
-        self.homes_from = np.cumsum([0] + [len(each) for each in flat], dtype=np.int64)
-        self.home_servers = np.array([server for each in flat for _, server in each], np.int64)
-        self.home_firsts = np.array([first for each in flat for first, _ in each], np.int64)
-        is_cut = [len(each) > 1 for each in flat]
-        self.order = np.array(sorted(range(layout.num_features), key=lambda feature: not is_cut[feature]), np.int64)
-        self.is_joined_mean = np.array([cut and mean for cut, mean in zip(is_cut, layout.is_mean, strict=True)], np.bool_)
+        self.is_joined_mean = self.is_split & np.array(layout.is_mean, np.bool_)
         self.columns = np.array(layout.columns, np.int64)
-        self.reads = np.zeros((partition.num_servers, layout.num_features), np.int64)
-        for slots in self.servers:
-            self.reads[slots.server, slots.features] = 1
-        largest = max((piece.num_rows for pieces in partition.servers for piece in pieces), default=1)
-        self.id_type = np.int32 if largest <= 2**31 else np.int64
 
-    def cut(self, sparse: Sparse) -> Split:
-        """A batch in the CPU's memory, known to fit the tables, as what each server is asked."""
-        layout, num_samples = self.layout, sparse.num_samples
-        real = _NUMPY[self.dtype]
+    def split(self, sparse: Sparse) -> Split:
+        """A batch in CPU memory, known to fit the tables, as requests to the servers."""
+        num_samples = sparse.num_samples
         ids, offsets = sparse.ids.numpy(), sparse.offsets.numpy()
-        weights = np.empty(0, real) if sparse.weights is None else sparse.weights.detach().to(self.dtype).numpy()
+        weights = np.empty(0, _NUMPY[self.dtype])
+        if sparse.weights is not None:
+            weights = sparse.weights.detach().to(self.dtype).numpy()
         if len(self.servers) == 1 and self.servers[0].is_whole_model and num_samples:
-            all_of_it = slice(int(offsets[0]), int(offsets[-1]))  # all ids are rows of that server, in its order
-            lengths = np.diff(offsets).astype(np.int32)
-            ask = Ask.of(
-                self.servers[0], self, num_samples, ids[all_of_it].astype(self.id_type, copy=False), lengths, weights[all_of_it]
-            )
-            return Split(routes=self, sparse=sparse, asks=[ask])
-        counts = np.diff(offsets[::num_samples]) if num_samples else np.zeros(layout.num_features, np.int64)
-        room = self.reads @ counts
-        starts = np.concatenate([[0], np.cumsum(room)]).astype(np.int64)
-        sizes = [len(slots.features) * num_samples for slots in self.servers]
-        length_starts = np.cumsum([0, *sizes], dtype=np.int64)
-        out, lengths = np.empty(starts[-1], self.id_type), np.empty(length_starts[-1], np.int32)
-        shares = np.empty(starts[-1] if sparse.weights is not None else 0, real)
-        got = programs.cut_batch(
-            ids, offsets, weights, num_samples, self.order, self.homes_from, self.home_servers, self.home_firsts, starts[:-1],
-            length_starts[:-1], out, lengths, shares,
-        )  # fmt: skip
-        asks = []
-        for slots, first, count, bag, size in zip(self.servers, starts, got, length_starts, sizes, strict=False):
-            own = shares[first : first + count] if len(shares) else shares
-            asks.append(Ask.of(slots, self, num_samples, out[first : first + count], lengths[bag : bag + size], own))
+            used = slice(int(offsets[0]), int(offsets[-1]))  # all ids are rows of that server, in its order
+            id_type = np.int32 if self.id_dtype == torch.int32 else np.int64
+            cut = [(ids[used].astype(id_type, copy=False), np.diff(offsets).astype(np.int32), weights[used])]
+        else:
+            cut = self.cut_arrays(ids, offsets, weights)
+        asks = [Ask.of(slots, self, num_samples, *arrays) for slots, arrays in zip(self.servers, cut, strict=True)]
         return Split(routes=self, sparse=sparse, asks=asks)
 
 

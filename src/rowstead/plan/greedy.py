@@ -16,13 +16,12 @@ from typing import Literal
 
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.features import Table
-from rowstead.spec.placement import CACHE_FRACTION, Placement, TablePlacement, TablePlacementSpec, rules_for
+from rowstead.spec.placement import CACHE_FRACTION, PlacedShard, Placement, TablePlacement, TablePlacementSpec, rules_for
 from rowstead.spec.run import RunSpec
 from rowstead.spec.sizes import shown_bytes
 
 Memory = Literal["device", "host", "disk"]
 Place = Literal["device", "host", "cached", "ssd"]
-PlacedShard = Literal["table", "row", "column", "replicate"]
 
 SMALLER_FRACTIONS = (0.05, 0.02, 0.01)
 """What `auto` tries in turn where caches of the usual size do not fit."""

@@ -93,7 +93,7 @@ class Prediction:
         """Where each table goes, in words."""
         trainer, assignment = self.trainer, self.trainer.assignment
         parts: dict[str, list[str]] = {}
-        for part in assignment.parts if assignment is not None else ():
+        for part in assignment.slices if assignment is not None else ():
             text = self._device_words(part.device) + ("" if part.share == 1 else f" ({part.share:.0%} of its rows)")
             parts.setdefault(part.table, []).append(text)
         found = {table.name: ", ".join(parts.get(table.name, [self._device_words(0)])) for table in trainer.on_devices}

@@ -6,10 +6,10 @@ import functools
 from dataclasses import dataclass
 
 from rowstead.plan import cost, dispatch
+from rowstead.plan.balance import Assignment, Item, balance
 from rowstead.plan.collective import Fabric, fabric_of
 from rowstead.plan.cost import Processor, device_processor, host_processor
 from rowstead.plan.schedule import Task
-from rowstead.plan.search import Assignment, Item, place
 from rowstead.plan.setup import USABLE_SHARE, Setup, dense_held_bytes, tables_on_devices
 from rowstead.plan.work import StepWork, TableWork
 from rowstead.spec.errors import RowsteadError
@@ -105,14 +105,14 @@ class TrainerNode:
         items = [
             Item(
                 name=table.name,
-                seconds=self._table_s(accesses, table),
+                costs=(self._table_s(accesses, table),),
                 num_bytes=table.bytes,
                 num_rows=table.num_rows,
             )
             for table in self.on_devices
         ]
         try:
-            return place(items, num_devices, room)
+            return balance(items, num_devices, room)
         except RowsteadError:
             return None
 

@@ -12,6 +12,8 @@ from rowstead.spec.sizes import bytes_of
 
 Where = Literal["auto", "device", "host", "cached", "ssd"]
 Shard = Literal["auto", "table", "row", "column", "replicate"]
+PlacedShard = Literal["table", "row", "column", "replicate"]
+"""What `auto` becomes."""
 
 CACHE_FRACTION = 0.1
 """Share of a table's rows that have a place in the faster memory unless a recipe says otherwise."""
@@ -110,7 +112,7 @@ class TablePlacement:
 
     name: str
     where: Literal["device", "host", "cached", "ssd"]
-    shard: Literal["table", "row", "column", "replicate"]
+    shard: PlacedShard
     why: str
     """One clause."""
     cache_fraction: float | None = None

@@ -18,12 +18,12 @@ import torch
 from rowstead.data.population import Population
 from rowstead.kernels.layout import Layout
 from rowstead.plan.auto import fastest
-from rowstead.plan.greedy import Memories, PlacedShard, decide
+from rowstead.plan.greedy import Memories, decide
 from rowstead.records.usage import free_host_bytes
 from rowstead.spec.catalogue import calibrated_machine, calibrated_path
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.machine import Machine
-from rowstead.spec.placement import MemorySpec, Placement
+from rowstead.spec.placement import MemorySpec, PlacedShard, Placement
 from rowstead.spec.run import Kernel, RunSpec
 from rowstead.spec.train import SparseOptimizerSpec
 from rowstead.stores.backing import RamRows

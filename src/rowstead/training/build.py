@@ -23,16 +23,16 @@ from rowstead.data.synth import SynthLog, SynthSource
 from rowstead.data.transforms import DenseTransforms
 from rowstead.distributed.process_group import ProcessGroup, SingleProcess
 from rowstead.distributed.sharded_store import ShardedStore
-from rowstead.distributed.sharding import Shard, auto_shards
+from rowstead.distributed.sharding import auto_shards, plan_shards
 from rowstead.kernels.layout import Layout, layout_of
 from rowstead.nn.dlrm import DLRM
 from rowstead.spec.data import ParquetSpec
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.job import is_one_of_many
-from rowstead.spec.placement import MemorySpec, Placement, rules_for
+from rowstead.spec.placement import MemorySpec, Placement, Shard, rules_for
 from rowstead.spec.run import RunSpec
 from rowstead.stores.base import EmbeddingStore
-from rowstead.stores.build import StoreBuilder, choose_placement
+from rowstead.stores.build import StoreBuilder, choose_placement, mean_ids_of
 from rowstead.stores.checked import check_source
 from rowstead.training.precision import multiplies_bf16
 from rowstead.training.sharded_step import WIRE_DTYPES
@@ -192,8 +192,18 @@ def build_store(
     layout = layout_of(spec.features, spec.tables)
     if process_group is None or isinstance(process_group, SingleProcess) or not layout.tables:
         return make(layout, optimizer)
-    shards, wire = shards_of(spec, layout, process_group.world_size), WIRE_DTYPES[spec.train.wire]
-    return ShardedStore(layout, optimizer, shards, process_group, make, dtype=dtype, device=device, wire=wire, check=check)
+    return ShardedStore(
+        layout,
+        optimizer,
+        shards_of(spec, layout, process_group.world_size),
+        process_group,
+        make,
+        dtype=dtype,
+        device=device,
+        wire=WIRE_DTYPES[spec.train.wire],
+        check=check,
+        lookups=expected_lookups(spec, layout),
+    )
 
 
 def plan_placement(
@@ -201,8 +211,13 @@ def plan_placement(
 ) -> Placement:
     """Where the tables go, on this machine and in this process of a job."""
     world_size = 1 if process_group is None else process_group.world_size
-    shards = shards_of(spec, layout_of(spec.features, spec.tables), world_size) if world_size > 1 else None
-    return choose_placement(spec, device, trains=trains, world_size=world_size, shards=shards)
+    layout, kinds = layout_of(spec.features, spec.tables), None
+    if world_size > 1:
+        shards = plan_shards(
+            layout, shards_of(spec, layout, world_size), world_size, lookups=expected_lookups(spec, layout)
+        ).shards
+        kinds = {table.name: shard for table, shard in zip(layout.tables, shards, strict=True)}
+    return choose_placement(spec, device, trains=trains, world_size=world_size, shards=kinds)
 
 
 def shards_of(spec: RunSpec, layout: Layout, world_size: int) -> dict[str, Shard]:
@@ -211,6 +226,12 @@ def shards_of(spec: RunSpec, layout: Layout, world_size: int) -> dict[str, Shard
     row_bytes = ROW_DTYPES[spec.model.row_format].itemsize
     chosen = auto_shards(layout, world_size, batch_size=spec.train.batch_size, row_bytes=row_bytes)
     return chosen | {name: rule.shard for name, rule in rules.items() if rule.shard != "auto"}
+
+
+def expected_lookups(spec: RunSpec, layout: Layout) -> dict[str, float] | None:
+    """Ids per example that each table is read with, where the log is one that we draw ourselves."""
+    means = mean_ids_of(spec)
+    return None if means is None else {table.name: float(sum(means[f] for f in table.features)) for table in layout.tables}
 
 
 def ignored_settings(spec: RunSpec, *, world_size: int = 1) -> str | None:

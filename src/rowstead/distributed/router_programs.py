@@ -1,8 +1,8 @@
-"""The compiled programs behind `fleet/router.py`: a batch cut by pieces, and vectors and gradients put together again.
+"""The compiled programs behind `distributed/router.py` and `fleet/router.py`: they cut a batch by owners and join their answers.
 
-They hold no GIL and run in the thread that calls them, so that several threads of a trainer can each be in one.
+They release the GIL and run in the calling thread, so several threads of a trainer can run them at once.
 
-Letters: B examples, F features, S servers, nnz ids in the batch, D width. What one server is asked has features of its own
+Letters: B examples, F features, S servers, nnz ids in the batch, D width. A request to one server has features of its own
 (its slots), n ids and U distinct rows of a table.
 """
 
@@ -20,65 +20,79 @@ _jit = numba.njit(nogil=True, cache=True, boundscheck=False, error_model="numpy"
 
 @_jit
 def cut_batch(  # type: ignore[no-untyped-def]
-    ids, offsets, weights, num_samples, order, homes_from, servers, firsts, starts, length_starts, out, lengths, shares
-):
-    """Hand each id to the server that keeps its row, as a row of that server's piece; returns how many each got, [S].
+    ids, offsets, weights, num_samples, order, is_split, homes_from, owners, firsts, starts, length_starts, out, lengths,
+    out_weights,
+):  # fmt: skip
+    """Route each id to the owner of its row, as a row of that owner's piece; returns the number of ids of each owner, [W].
 
-    order [F] are the features in the order in which servers have them; the pieces of feature f are at homes_from[f] to
-    homes_from[f + 1] in servers and in firsts, which are the pieces' first rows, rising. Ids of server s are written to `out`
-    from starts[s] on, the lengths of its bags to `lengths` from length_starts[s] on, feature-major. `shares` are weights like
-    `out`, or empty as `weights` is.
+    order [F] are the features in the order in which owners have them; the pieces of feature f are at homes_from[f] to
+    homes_from[f + 1] in owners and in firsts, the pieces' first rows, ascending. Bags of a feature that is_split [F] are split
+    by rows, others go whole to each of its owners. Ids of owner w are written to `out` from starts[w] on, the lengths of its
+    bags to `lengths` from length_starts[w] on, feature-major. `out_weights` matches `out`; empty if `weights` is.
     """
     cursors, bags = starts.copy(), length_starts.copy()
     has_weights = len(weights) > 0
-    for place in range(len(order)):
-        feature = order[place]
+    for index in range(len(order)):
+        feature = order[index]
         begin, end = homes_from[feature], homes_from[feature + 1]
         first_bag, last_bag = feature * num_samples, (feature + 1) * num_samples
-        if end - begin == 1:
-            server = servers[begin]
+        if not is_split[feature]:
             low, high = offsets[first_bag], offsets[last_bag]
-            cursor = cursors[server]
-            for i in range(high - low):
-                out[cursor + i] = ids[low + i]
-            if has_weights:
+            for home in range(begin, end):
+                owner = owners[home]
+                cursor = cursors[owner]
                 for i in range(high - low):
-                    shares[cursor + i] = weights[low + i]
-            cursors[server] = cursor + high - low
-            bag_cursor = bags[server]
-            for bag in range(num_samples):
-                lengths[bag_cursor + bag] = offsets[first_bag + bag + 1] - offsets[first_bag + bag]
-            bags[server] = bag_cursor + num_samples
+                    out[cursor + i] = ids[low + i]
+                if has_weights:
+                    for i in range(high - low):
+                        out_weights[cursor + i] = weights[low + i]
+                cursors[owner] = cursor + high - low
+                bag_cursor = bags[owner]
+                for bag in range(num_samples):
+                    lengths[bag_cursor + bag] = offsets[first_bag + bag + 1] - offsets[first_bag + bag]
+                bags[owner] = bag_cursor + num_samples
             continue
         for bag in range(first_bag, last_bag):
             for home in range(begin, end):
-                lengths[bags[servers[home]]] = 0
+                lengths[bags[owners[home]]] = 0
             for i in range(offsets[bag], offsets[bag + 1]):
                 row = np.int64(ids[i])
                 home = begin
                 while home + 1 < end and row >= firsts[home + 1]:
                     home += 1
-                server = servers[home]
-                out[cursors[server]] = row - firsts[home]
+                owner = owners[home]
+                out[cursors[owner]] = row - firsts[home]
                 if has_weights:
-                    shares[cursors[server]] = weights[i]
-                cursors[server] += 1
-                lengths[bags[server]] += 1
+                    out_weights[cursors[owner]] = weights[i]
+                cursors[owner] += 1
+                lengths[bags[owner]] += 1
             for home in range(begin, end):
-                bags[servers[home]] += 1
+                bags[owners[home]] += 1
     return cursors - starts
 
 
 @_jit
 def find_distinct(  # type: ignore[no-untyped-def]
-    ids, bounds, slots_from, slots, widths, num_samples, id_bytes, weight_bytes, row_bytes, real_bytes, places, distinct, counts
+    ids,
+    bounds,
+    slots_from,
+    slots,
+    widths,
+    num_samples,
+    id_bytes,
+    weight_bytes,
+    row_bytes,
+    real_bytes,
+    indices,
+    distinct,
+    counts,
 ):
-    """Of which tables it takes so much fewer bytes to send distinct rows than pooled vectors; returns how many rows those are in all.
+    """Find the tables for which sending distinct rows takes fewer bytes than pooled vectors; returns the number of those rows.
 
-    ids [n] are those of one server, bounds [F + 1] where each of its slots begins; slots_from [T + 1] and slots say which slots
-    read a table, widths [T]. A row has `row_bytes` a number and its gradient `real_bytes`. counts [T] becomes -1 for tables
-    that are pooled, else the number of distinct rows, which are written to `distinct` one table after another; `places` [n]
-    then has for each id which of its table's rows it names.
+    ids [n] are those of one server, bounds [F + 1] where each of its slots begins; slots_from [T + 1] and slots give the slots
+    that read a table, widths [T]. An element of a row has `row_bytes`, one of its gradient `real_bytes`. counts [T] becomes -1
+    for tables that the server pools, else the number of distinct rows, which are written to `distinct` table by table;
+    `indices` [n] is then the index of each id among its table's distinct rows.
     """
     used = 0
     keys, found = np.empty(0, np.int64), np.empty(0, np.int32)
@@ -114,7 +128,7 @@ def find_distinct(  # type: ignore[no-untyped-def]
                     keys[slot], found[slot] = row, count
                     distinct[used + count] = row
                     count += 1
-                places[i] = found[slot]
+                indices[i] = found[slot]
             if not fits:
                 break
         if fits:
@@ -125,7 +139,7 @@ def find_distinct(  # type: ignore[no-untyped-def]
 
 @_jit
 def bounds_of(lengths, num_slots, num_samples, bounds):  # type: ignore[no-untyped-def]
-    """Where the ids of each slot begin, into bounds [slots + 1]; returns the least and the longest of all bags."""
+    """Write where the ids of each slot begin into bounds [slots + 1]; returns the shortest and the longest bag length."""
     total, least, most = np.int64(0), np.int64(0x7FFFFFFF), np.int64(0)
     bounds[0] = 0
     for slot in range(num_slots):
@@ -179,10 +193,9 @@ def _multiply(factor, source, target):  # type: ignore[no-untyped-def]
 
 @_jit
 def join_vectors(block, columns, targets, widths, is_filled, pooled):  # type: ignore[no-untyped-def]
-    """Put vectors [B, width] of some features into their columns of pooled [B, sum of widths], or add them where some are.
+    """Write vectors [B, width] of some features to their columns of pooled [B, sum of widths], or add them where is_filled.
 
-    columns, targets and widths [slots]: first column in the block, first column in `pooled`, and how many; is_filled says where
-    to add.
+    columns, targets and widths [slots]: first column in the block, first column in `pooled`, number of columns.
     """
     for sample in range(len(pooled)):
         for slot in range(len(columns)):
@@ -196,31 +209,31 @@ def join_vectors(block, columns, targets, widths, is_filled, pooled):  # type: i
 
 @_jit
 def pool_rows(  # type: ignore[no-untyped-def]
-    rows, row_starts, slots, targets, widths, is_filled, bounds, lengths, num_samples, places, shares, pooled
+    rows, row_starts, slots, targets, widths, is_filled, bounds, lengths, num_samples, indices, shares, pooled
 ):
     """Sum distinct rows into the columns of the slots that read them.
 
-    rows is flat; row_starts [slots] says where those of the slot's table begin in it; places [n] which row each id names.
+    rows is flat; row_starts [slots] is where those of the slot's table begin in it; indices [n] the row that each id names.
     """
     for at in range(len(slots)):
         slot, width = slots[at], widths[at]
-        place = bounds[slot]
+        at_id = bounds[slot]
         for sample in range(num_samples):
             target = pooled[sample, targets[at] : targets[at] + width]
             length, is_empty = lengths[slot * num_samples + sample], not is_filled[at]
             for _ in range(length):
-                first = row_starts[at] + np.int64(places[place]) * width
+                first = row_starts[at] + np.int64(indices[at_id]) * width
                 row = rows[first : first + width]
                 if len(shares) > 0 and is_empty:
-                    _multiply(shares[place], row, target)
+                    _multiply(shares[at_id], row, target)
                 elif len(shares) > 0:
-                    _add_times(shares[place], row, target)
+                    _add_times(shares[at_id], row, target)
                 elif is_empty:
                     _copy(row, target)
                 else:
                     _add(row, target)
                 is_empty = False
-                place += 1
+                at_id += 1
             if is_empty:
                 target[:] = 0
 
@@ -240,7 +253,7 @@ def divide_means(offsets, features, columns, widths, num_samples, pooled):  # ty
 
 @_jit
 def clip_factors(grad, columns, most, factors):  # type: ignore[no-untyped-def]
-    """By what each pooled vector's gradient is multiplied so that its norm is `most` or less, into factors [F*B]."""
+    """Write the factor that clips each pooled vector's gradient to norm `most` into factors [F*B]."""
     num_samples = len(grad)
     for feature in range(len(columns) - 1):
         for sample in range(num_samples):
@@ -253,7 +266,7 @@ def clip_factors(grad, columns, most, factors):  # type: ignore[no-untyped-def]
 
 @_jit
 def _factor(factors, offsets, feature, sample, num_samples, divides):  # type: ignore[no-untyped-def]
-    """By what the gradient of one bag is multiplied before it leaves."""
+    """The factor of one bag's gradient before it is sent."""
     bag = feature * num_samples + sample
     factor = factors[bag] if len(factors) > 0 else 1.0
     if divides:
@@ -263,7 +276,7 @@ def _factor(factors, offsets, feature, sample, num_samples, divides):  # type: i
 
 @_jit
 def pack_gradients(grad, offsets, factors, features, divides, columns, sources, widths, block):  # type: ignore[no-untyped-def]
-    """The gradients of some features' vectors side by side in block [B, width]; divides [slots] where a mean is joined here."""
+    """Pack the gradients of some features' vectors into block [B, width]; divides [slots] marks means that are divided here."""
     num_samples = len(grad)
     is_plain = len(factors) == 0 and not divides.any()
     for sample in range(num_samples):
@@ -291,29 +304,29 @@ def sum_gradients(  # type: ignore[no-untyped-def]
     widths,
     bounds,
     lengths,
-    places,
+    indices,
     shares,
     seen,
     sums,
 ):
     """Sum the gradients of some slots' bags by the distinct rows that they name, in `sums`, flat like the rows.
 
-    It may hold anything before, and seen [T] is zero. Rows were numbered in the order in which they are met, so the one that
-    has the next number of its table is new.
+    `sums` need not be initialised; seen [T] is zero. Distinct rows are numbered in the order of first use, so the row with the
+    next number of its table is new.
     """
     num_samples = len(grad)
     for at in range(len(slots)):
         slot, width = slots[at], widths[at]
-        place = bounds[slot]
+        at_id = bounds[slot]
         for sample in range(num_samples):
             source = grad[sample, sources[at] : sources[at] + width]
             factor = grad.dtype.type(_factor(factors, offsets, features[at], sample, num_samples, divides[at]))
             for _ in range(lengths[slot * num_samples + sample]):
-                share = factor * shares[place] if len(shares) > 0 else factor
-                first = row_starts[at] + np.int64(places[place]) * width
-                if places[place] == seen[tables[at]]:
+                share = factor * shares[at_id] if len(shares) > 0 else factor
+                first = row_starts[at] + np.int64(indices[at_id]) * width
+                if indices[at_id] == seen[tables[at]]:
                     seen[tables[at]] += 1
                     _multiply(share, source, sums[first : first + width])
                 else:
                     _add_times(share, source, sums[first : first + width])
-                place += 1
+                at_id += 1
