@@ -1,4 +1,4 @@
-"""A handler that counts, and how to wait for what another thread does."""
+"""A counting handler, and waiting for other threads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rowstead.fleet.wire import Message
 
 
 def eventually(is_met: Callable[[], bool], within_s: float = 10.0) -> None:
-    """Wait for a condition, and fail when it does not come."""
+    """Wait for a condition; fails after `within_s` seconds."""
     until_s = time.monotonic() + within_s
     while not is_met():
         assert time.monotonic() < until_s, "it did not happen in time"
@@ -23,10 +23,10 @@ class Counter:
 
     def __init__(self) -> None:
         self.seen: list[int] = []
-        self.may_go_on = threading.Event()
-        self.may_go_on.set()
+        self.gate = threading.Event()
+        self.gate.set()
 
     def __call__(self, message: Message, caller: Caller) -> Message:
-        self.may_go_on.wait(timeout=30)
+        self.gate.wait(timeout=30)
         self.seen.append(message.facts["n"])
         return Message("counted", {"n": message.facts["n"], "num_seen": len(self.seen)})

@@ -200,4 +200,4 @@ def check_exchanges(out: Path) -> None:
         trainer = last_of(out, "trainer", number)
         due = -(-trainer["num_steps"] // PERIOD)
         # One that got as far as the exchange but not as far as leaving the optimizer's state is both; so may the last word be.
-        assert due <= trainer["num_exchanges"] + trainer["num_alone"] <= due + 2, (number, due, trainer)
+        assert due <= trainer["num_exchanges"] + trainer["num_missed"] <= due + 2, (number, due, trainer)

@@ -1,4 +1,4 @@
-"""A server in a process of its own, to be killed: `python -m tests.fleet.echo_server [ADDRESS KEYS_FILE]`; prints its address."""
+"""An echo server in its own process, to be killed: `python -m tests.fleet.echo_server [ADDRESS KEYS_FILE]`; prints its address."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from rowstead.fleet.wire import Message
 
 
 def echo(message: Message, caller: Caller) -> Message:
-    """What was sent, after as many seconds as it asks for."""
+    """Echo the message after `delay_s` seconds."""
     time.sleep(message.facts.get("delay_s", 0.0))
     return Message("echo", message.facts, message.tensors)
 
 
 def weigh(message: Message, caller: Caller) -> Message:
-    """The sum of what was sent, after as many seconds as it asks for."""
+    """Return the sum of the tensors after `delay_s` seconds."""
     time.sleep(message.facts.get("delay_s", 0.0))
     return Message("weight", {"sum": sum(float(tensor.sum()) for tensor in message.tensors)})
 
 
 class Count:
-    """How often it was asked."""
+    """Counts its requests."""
 
     def __init__(self) -> None:
-        self._num_asked = 0
+        self._num_requests = 0
 
     def __call__(self, message: Message, caller: Caller) -> Message:
-        self._num_asked += 1
-        return Message("count", {"num_asked": self._num_asked})
+        self._num_requests += 1
+        return Message("count", {"num_requests": self._num_requests})
 
 
 class Process:
-    """Starts one, and ends it."""
+    """Starts and kills the server."""
 
     def __init__(self, *arguments: str, within: Sequence[str] = ()) -> None:
         """`within` is a command that runs it, such as `ip netns exec NAME`."""

@@ -1,4 +1,4 @@
-"""A network that can fail: a TCP relay between clients and a server, which can be cut, or lose what one side says."""
+"""A faulty network: a TCP relay between clients and a server that can be cut or lose replies."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import threading
 
 
 class Relay:
-    """Passes bytes on between whoever connects to `address` and a server, until it is told otherwise."""
+    """Forwards bytes between clients that connect to `address` and a server."""
 
     def __init__(self, server: str) -> None:
         self._server = _host_and_port(server)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
-        self.loses_answers = False
-        """Whether what the server says is thrown away."""
+        self.loses_replies = False
+        """Whether replies of the server are discarded."""
         self.is_silent = False
-        """Whether nothing passes, while connections stay open: a cable that was pulled."""
+        """Whether nothing is forwarded while connections stay open, like a pulled cable."""
         self.seen = bytearray()
-        """All that has passed."""
+        """All bytes forwarded."""
         self._pairs: dict[socket.socket, tuple[socket.socket, bool]] = {}
         self._lock = threading.Lock()
         self._ended = threading.Event()
@@ -69,10 +69,10 @@ class Relay:
         self._pairs |= {client: (server, False), server: (client, True)}
 
     def _pass(self, end: socket.socket) -> None:
-        other, is_answer = self._pairs[end]
+        other, is_reply = self._pairs[end]
         try:
             content = end.recv(1 << 16)
-            if not (is_answer and self.loses_answers):
+            if not (is_reply and self.loses_replies):
                 self.seen += content
                 other.sendall(content)
         except OSError:

@@ -1,4 +1,4 @@
-"""Requests run once and are answered for certain, whatever is lost, repeated or delayed on the way."""
+"""Each request runs once and is answered, whatever the network loses, repeats or delays."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ def header(number: int, *, sender: int = 1, answered_below: int = 0) -> Header:
     return Header(REQUEST, number, sender, answered_below, "kind", "me")
 
 
-def test_a_request_that_comes_again_waits_or_gets_the_same_answer() -> None:
+def test_a_repeated_request_waits_or_gets_the_same_reply() -> None:
     ledger = RequestDeduplicator(Limits())
     assert ledger.admit(header(0), b"first") == (RequestVerdict.RUN, None)
     assert ledger.admit(header(0), b"second") == (RequestVerdict.WAIT, None)
-    assert ledger.finish(1, 0, [b"answer"]) == b"second"
-    assert ledger.admit(header(0), b"third") == (RequestVerdict.REPEAT, [b"answer"])
+    assert ledger.finish(1, 0, [b"reply"]) == b"second"
+    assert ledger.admit(header(0), b"third") == (RequestVerdict.REPEAT, [b"reply"])
 
 
-def test_answers_that_a_client_has_are_dropped_and_not_asked_for_again() -> None:
+def test_replies_that_a_client_has_received_are_dropped() -> None:
     ledger = RequestDeduplicator(Limits())
     for number in range(3):
         ledger.admit(header(number), b"r")
@@ -35,7 +35,7 @@ def test_answers_that_a_client_has_are_dropped_and_not_asked_for_again() -> None
     assert ledger.admit(header(2), b"r") == (RequestVerdict.REPEAT, [b"0123456789"])
 
 
-def test_answers_past_the_bound_lose_their_content_oldest_first_but_do_not_run_again() -> None:
+def test_over_the_limit_the_oldest_replies_are_evicted_but_their_requests_do_not_run_again() -> None:
     ledger = RequestDeduplicator(Limits(remembered_bytes=25))
     for number in range(3):
         ledger.admit(header(number), b"r")
@@ -45,14 +45,14 @@ def test_answers_past_the_bound_lose_their_content_oldest_first_but_do_not_run_a
     assert ledger.admit(header(1), b"r")[0] is RequestVerdict.REPEAT
 
 
-def test_the_last_answer_is_kept_however_large() -> None:
+def test_the_last_reply_is_kept_however_large() -> None:
     ledger = RequestDeduplicator(Limits(remembered_bytes=5))
     ledger.admit(header(0), b"r")
     ledger.finish(1, 0, [b"0123456789"])
     assert ledger.admit(header(0), b"r")[0] is RequestVerdict.REPEAT
 
 
-def test_a_client_may_have_so_many_requests_in_flight_and_no_more() -> None:
+def test_requests_in_flight_per_client_are_limited() -> None:
     ledger = RequestDeduplicator(Limits(in_flight_per_client=2))
     assert [ledger.admit(header(number), b"r")[0] for number in range(3)] == [
         RequestVerdict.RUN,
@@ -64,17 +64,17 @@ def test_a_client_may_have_so_many_requests_in_flight_and_no_more() -> None:
     assert ledger.admit(header(2), b"r")[0] is RequestVerdict.RUN
 
 
-def test_clients_past_the_bound_push_out_the_one_not_heard_of_for_longest_unless_its_request_runs() -> None:
+def test_over_the_limit_the_least_recently_seen_client_is_dropped_unless_its_request_runs() -> None:
     ledger = RequestDeduplicator(Limits(num_clients=2))
     ledger.admit(header(0, sender=1), b"r")
     ledger.admit(header(0, sender=2), b"r")
     assert ledger.admit(header(0, sender=3), b"r")[0] is RequestVerdict.TOO_MANY
-    ledger.finish(2, 0, [b"answer"])
+    ledger.finish(2, 0, [b"reply"])
     assert ledger.admit(header(0, sender=3), b"r")[0] is RequestVerdict.RUN
     assert (ledger.num_clients, ledger.remembered_bytes) == (2, 0)
 
 
-def test_a_client_that_never_says_what_it_has_does_not_fill_the_ledger() -> None:
+def test_a_client_that_never_acknowledges_replies_does_not_fill_the_memory() -> None:
     ledger = RequestDeduplicator(Limits(remembered_bytes=1000))
     for number in range(3 * WINDOW):
         assert ledger.admit(header(number), b"r")[0] is RequestVerdict.RUN
@@ -83,7 +83,7 @@ def test_a_client_that_never_says_what_it_has_does_not_fill_the_ledger() -> None
     assert len(ledger._clients[1].requests) <= WINDOW + 1
 
 
-STEPS = ["serve", "answer", "lose request", "lose answer", "send again"]
+STEPS = ["serve", "reply", "lose request", "lose reply", "resend"]
 
 
 @settings(max_examples=200)
@@ -100,17 +100,17 @@ def test_each_request_runs_once_and_is_answered_on_a_network_that_loses_and_repe
     started = 0
     for step in [
         *steps,
-        *["send again", "serve", "answer"] * num_requests,
-    ]:  # at the end nothing is lost any more, and all must end
+        *["resend", "serve", "reply"] * num_requests,
+    ]:  # at the end nothing is lost any more, and every request must complete
         if started < num_requests and len(unanswered) < max_in_flight:
             unanswered[started] = None
             to_server.append(header(started, answered_below=next(iter(unanswered))))
             started += 1
-        if step == "send again" and unanswered:
+        if step == "resend" and unanswered:
             to_server.extend(header(number, answered_below=next(iter(unanswered))) for number in unanswered)
         if step == "lose request" and to_server:
             to_server.popleft()
-        if step == "lose answer" and to_client:
+        if step == "lose reply" and to_client:
             to_client.popleft()
         while to_server and step == "serve":
             request = to_server.popleft()
@@ -124,7 +124,7 @@ def test_each_request_runs_once_and_is_answered_on_a_network_that_loses_and_repe
                 to_client.append((request.number, bytes(answer[0])))
             else:
                 assert verdict is RequestVerdict.STALE
-        while to_client and step == "answer":
+        while to_client and step == "reply":
             number, content = to_client.popleft()
             if number in unanswered:
                 del unanswered[number]

@@ -117,6 +117,6 @@ def test_a_killed_dense_server_and_then_a_killed_reader_cost_no_quality_and_noth
     check_every_update_is_known(fleet.out)
     check_exchanges(fleet.out)
     trainers = [last_of(fleet.out, "trainer", number) for number in range(NUM_TRAINERS)]
-    assert figures["trainer_num_alone"] == sum(trainer["num_alone"] for trainer in trainers)
+    assert figures["trainer_num_missed"] == sum(trainer["num_alone"] for trainer in trainers)
     assert samples_of(fleet.out, "dense", 0)[1][-1]["num_exchanges"] > 0, "they have met again since"
     assert figures["ne_expected"] == pytest.approx(undisturbed_ne, rel=NE_WITHIN)

@@ -1,4 +1,4 @@
-"""Keys stay with their owner, and addresses that others can reach need them."""
+"""Only the owner can read keys, and addresses that others can reach need them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rowstead.fleet.rpc_server import Server
 from rowstead.spec.errors import RowsteadError
 
 
-def test_keys_are_saved_for_their_owner_alone_and_come_back(tmp_path: Path) -> None:
+def test_saved_keys_are_readable_by_their_owner_only_and_load_again(tmp_path: Path) -> None:
     keys = Keys.generate()
     keys.save(tmp_path / "keys.json")
     assert stat.S_IMODE((tmp_path / "keys.json").stat().st_mode) == 0o600
@@ -34,7 +34,7 @@ def test_every_job_has_its_own_keys() -> None:
 def test_keys_of_another_job_are_not_overwritten(tmp_path: Path) -> None:
     first = Keys.generate()
     first.save(tmp_path / "keys.json")
-    with pytest.raises(RowsteadError, match="keys already"):
+    with pytest.raises(RowsteadError, match="already exists"):
         Keys.generate().save(tmp_path / "keys.json")
     assert Keys.load(tmp_path / "keys.json") == first
 
@@ -47,7 +47,7 @@ def test_keys_that_others_can_read_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"server_public": "x"}', None])
-def test_a_file_that_holds_no_keys_is_refused(tmp_path: Path, content: str | None) -> None:
+def test_a_file_without_keys_is_refused(tmp_path: Path, content: str | None) -> None:
     path = tmp_path / "keys.json"
     if content is not None:
         path.write_text(content)
@@ -60,12 +60,12 @@ def test_damaged_keys_are_refused(tmp_path: Path) -> None:
     Keys.generate().save(tmp_path / "keys.json")
     content = json.loads((tmp_path / "keys.json").read_text())
     (tmp_path / "keys.json").write_text(json.dumps({**content, "client_secret": "~" * 40}))
-    with pytest.raises(RowsteadError, match="no file of keys"):
+    with pytest.raises(RowsteadError, match="not a key file"):
         Keys.load(tmp_path / "keys.json")
 
 
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:0", "tcp://127.8.9.10:5555", "tcp://localhost:80", "tcp://[::1]:0"])
-def test_this_machine_needs_no_keys(address: str) -> None:
+def test_loopback_needs_no_keys(address: str) -> None:
     check_address(address, None)
 
 
@@ -75,24 +75,24 @@ def test_this_machine_needs_no_keys(address: str) -> None:
 )
 def test_an_address_that_others_can_reach_is_refused_without_keys(address: str) -> None:
     check_address(address, Keys.generate())
-    with pytest.raises(RowsteadError, match="no keys"):
+    with pytest.raises(RowsteadError, match="needs keys"):
         check_address(address, None)
-    with pytest.raises(RowsteadError, match="no keys"):
+    with pytest.raises(RowsteadError, match="needs keys"):
         Server({}, address=address)
-    with pytest.raises(RowsteadError, match="no keys"):
+    with pytest.raises(RowsteadError, match="needs keys"):
         Client(address, name="me")
-    with pytest.raises(RowsteadError, match="no keys"), Client(lambda: address, name="me") as client:
+    with pytest.raises(RowsteadError, match="needs keys"), Client(lambda: address, name="me") as client:
         client.call("anything")
 
 
 @pytest.mark.parametrize(
     "address", ["", "127.0.0.1:5", "tcp://127.0.0.1", "tcp://127.0.0.1:70000", "ipc:///tmp/x", "tcp://a:1;b:2"]
 )
-def test_what_is_no_address_is_refused(address: str) -> None:
-    with pytest.raises(RowsteadError, match="no address"):
+def test_an_invalid_address_is_refused(address: str) -> None:
+    with pytest.raises(RowsteadError, match="invalid address"):
         check_address(address, Keys.generate())
 
 
-def test_an_address_that_is_taken_is_named() -> None:
-    with Server({}) as server, pytest.raises(RowsteadError, match="cannot be listened on"):
+def test_the_error_names_an_address_in_use() -> None:
+    with Server({}) as server, pytest.raises(RowsteadError, match="cannot listen on"):
         Server({}, address=server.address)

@@ -123,5 +123,5 @@ def test_a_network_that_is_cut_for_ten_seconds_costs_no_quality_and_no_batch_nor
     assert (figures["num_restarts"], figures["num_batches_repeated"], figures["num_lost_updates"]) == (0, 0, 0)
     assert figures["num_batches_resent"] <= 16 * NUM_TRAINERS, "at most what was on its way"
     assert sum(steps_of(fleet.out).values()) == NUM_STEPS
-    assert figures["trainer_num_sent_again"] > 0, "requests that were on their way were sent again"
+    assert figures["trainer_num_resent"] > 0, "requests that were on their way were sent again"
     assert figures["ne_expected"] == pytest.approx(undisturbed_ne, rel=NE_WITHIN)

@@ -92,13 +92,13 @@ def test_connections_that_break_and_answers_that_are_lost_leave_the_rows_exact(s
             if place % 3 == 1:  # the server does the update, and nobody hears of it
                 store._wait_for_updates()
                 before = fleet.servers[0].applied.num_updates
-                relay.loses_answers = True
+                relay.loses_replies = True
             store.update(batch, grad, lr=0.1, step=place + 1)
             local.update(batch, grad, lr=0.1, step=place + 1)
             if place % 3 == 1:
                 wait_until(lambda before=before: fleet.servers[0].applied.num_updates > before, what="the update")
                 relay.cut()
-                relay.loses_answers = False
+                relay.loses_replies = False
         store.flush()
         assert_same_rows(store, local)
         assert store.figures()["num_resent"] >= 4
@@ -115,7 +115,7 @@ def test_an_update_whose_answer_was_lost_is_not_applied_again_by_a_server_that_w
         store = RemoteStore(layout, ADAGRAD, partition, lambda _: client, dtype=torch.float64)
         fleet.stores.append(store)
         store.lookup(batch)
-        relay.loses_answers = True
+        relay.loses_replies = True
         for each in (store, local):
             each.update(batch, grad_of(layout, batch, 1), lr=0.1, step=1)
         wait_until(lambda: fleet.servers[0].applied.num_updates == 1, what="the update")

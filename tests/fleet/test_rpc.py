@@ -1,4 +1,4 @@
-"""Clients and servers over real sockets: right answers, in order, in bounded memory, and nothing is left of either."""
+"""Clients and servers over real sockets: correct replies, in order, in bounded memory, and no resource leaks."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from tests.fleet.counting import Counter, eventually
 from tests.fleet.echo_server import Process, echo
 
 
-def test_answers_are_right_for_small_and_large_tensors(server: Server, setting: dict[str, Any]) -> None:
+def test_replies_are_correct_for_small_and_large_tensors(server: Server, setting: dict[str, Any]) -> None:
     with Client(server.address, name="me", keys=setting["keys"]) as client:
         for num_rows in (0, 1, 77, 2000, 50_000):
             sent = [torch.randn(num_rows, 16), torch.arange(num_rows), torch.randn(num_rows).bfloat16()]
             answer = client.call("echo", {"n": num_rows, "é": [1.5, None]}, sent)
             assert answer.facts == {"n": num_rows, "é": [1.5, None]}
             assert all(torch.equal(mine, theirs) for mine, theirs in zip(sent, answer.tensors, strict=True))
-            answer.tensors[1].add_(1)  # they are ours to write to
+            answer.tensors[1].add_(1)  # received tensors are writable
 
 
-def test_many_clients_at_once_get_their_own_answers(server: Server, setting: dict[str, Any]) -> None:
+def test_concurrent_clients_get_their_own_replies(server: Server, setting: dict[str, Any]) -> None:
     wrong: list[str] = []
 
     def ask(number: int) -> None:
@@ -57,7 +57,7 @@ def test_requests_of_one_client_run_in_order(server: Server, setting: dict[str, 
     assert counter.seen == list(range(200))
 
 
-def test_a_problem_of_the_user_is_told_and_one_of_ours_is_named_and_the_server_goes_on() -> None:
+def test_errors_of_a_handler_reach_the_client_and_the_server_continues() -> None:
     def fail(message: Message, caller: Caller) -> Message:
         if message.facts:
             raise RowsteadError("no such table: did you mean `users`?")
@@ -72,14 +72,14 @@ def test_a_problem_of_the_user_is_told_and_one_of_ours_is_named_and_the_server_g
             client.call("fail", {"a": 1})
         with pytest.raises(RefusedError, match="sparse-1 failed at `fail`: ZeroDivisionError"):
             client.call("fail")
-        with pytest.raises(RefusedError, match="cannot send its answer to `unsendable`: TypeError"):
+        with pytest.raises(RefusedError, match="cannot send its reply to `unsendable`: TypeError"):
             client.call("unsendable")
-        with pytest.raises(RefusedError, match=r"nobody answers `other` here; known: echo, fail, status, unsendable"):
+        with pytest.raises(RefusedError, match=r"unknown request `other`; known: echo, fail, status, unsendable"):
             client.call("other")
         assert client.call("echo", {"n": 1}).facts == {"n": 1}
 
 
-def test_status_says_what_the_server_has_done() -> None:
+def test_status_counts_what_the_server_has_done() -> None:
     with (
         Server({"echo": echo}, name="x", status=lambda: {"num_samples": 5}).start() as server,
         Client(server.address, name="me") as client,
@@ -95,7 +95,7 @@ def test_status_says_what_the_server_has_done() -> None:
     assert {"queue_depth", "waiting_s", "num_refused", "num_repeated"} <= facts.keys()
 
 
-def test_an_answer_may_come_later_from_another_thread_and_the_client_is_not_held_up() -> None:
+def test_a_deferred_reply_from_another_thread_does_not_block_the_client() -> None:
     waiting: list[DeferredReply] = []
 
     def round_of_two(message: Message, caller: Caller) -> DeferredReply:
@@ -118,14 +118,12 @@ def test_an_answer_may_come_later_from_another_thread_and_the_client_is_not_held
         assert third.wait().facts == {"n": 3}
 
 
-def test_a_client_waits_when_as_many_requests_as_may_be_are_unanswered(
-    server: Server, setting: dict[str, Any], counter: Counter
-) -> None:
-    counter.may_go_on.clear()
+def test_a_client_blocks_at_max_in_flight(server: Server, setting: dict[str, Any], counter: Counter) -> None:
+    counter.gate.clear()
     with Client(server.address, name="me", keys=setting["keys"], max_in_flight=3) as client:
         for n in range(3):
             client.start("count", {"n": n})
-        timer = threading.Timer(0.1, counter.may_go_on.set)
+        timer = threading.Timer(0.1, counter.gate.set)
         timer.start()
         before_s = client.waited_s
         client.start("count", {"n": 3}).wait()
@@ -134,8 +132,8 @@ def test_a_client_waits_when_as_many_requests_as_may_be_are_unanswered(
     assert counter.seen == [0, 1, 2, 3]
 
 
-def test_more_requests_than_a_server_takes_of_one_client_are_refused_not_queued(counter: Counter) -> None:
-    counter.may_go_on.clear()
+def test_requests_over_the_limit_per_client_are_refused_not_queued(counter: Counter) -> None:
+    counter.gate.clear()
     limits = Limits(in_flight_per_client=4)
     with (
         Server({"count": counter}, limits=limits, threads=2).start() as server,
@@ -146,12 +144,12 @@ def test_more_requests_than_a_server_takes_of_one_client_are_refused_not_queued(
             with pytest.raises(RefusedError, match="too many requests in flight"):
                 each.wait()
         assert server.queue_depth == 4
-        counter.may_go_on.set()
+        counter.gate.set()
         assert [each.wait().facts["n"] for each in pending[:4]] == [0, 1, 2, 3]
 
 
-def test_a_server_whose_queue_is_full_reads_no_more_until_there_is_room(counter: Counter) -> None:
-    counter.may_go_on.clear()
+def test_a_server_with_a_full_queue_stops_reading_until_requests_have_run(counter: Counter) -> None:
+    counter.gate.clear()
     limits = Limits(queued_bytes=1 << 20)
     with Server({"count": counter}, limits=limits, threads=2).start() as server:
         clients = [Client(server.address, name=f"client-{number}") for number in range(4)]
@@ -159,19 +157,19 @@ def test_a_server_whose_queue_is_full_reads_no_more_until_there_is_room(counter:
             pending = [client.start("count", {"n": n}, [torch.zeros(100_000)]) for n in range(4) for client in clients]
             eventually(lambda: server._queued_bytes > limits.queued_bytes)
             assert server.queue_depth <= 4
-            counter.may_go_on.set()
+            counter.gate.set()
             for each in pending:
                 each.wait()
             assert len(counter.seen) == 16
             eventually(lambda: server.queue_depth == 0)
         finally:
-            counter.may_go_on.set()
+            counter.gate.set()
             for client in clients:
                 client.close()
 
 
-def test_a_server_ten_times_slower_makes_memory_grow_neither_here_nor_there() -> None:
-    """Of 400 MB that are sent no more than what is in flight is ever held, on either side."""
+def test_a_server_ten_times_slower_does_not_grow_memory_on_either_side() -> None:
+    """Of the 400 MB sent, neither side ever holds more than what is in flight."""
     with Process() as process, Client(process.address, name="me") as client:
         tensor_bytes = 1 << 20
         for delay_s in (0.0005, 0.005):
@@ -188,7 +186,7 @@ def test_a_server_ten_times_slower_makes_memory_grow_neither_here_nor_there() ->
         assert facts["num_bytes_received"] > 400 * tensor_bytes
 
 
-def test_answers_that_are_had_are_forgotten_by_the_server(server: Server, setting: dict[str, Any]) -> None:
+def test_the_server_drops_replies_that_the_client_has_received(server: Server, setting: dict[str, Any]) -> None:
     with Client(server.address, name="me", keys=setting["keys"]) as client:
         for _ in range(20):
             client.call("echo", {}, [torch.zeros(250_000)])
@@ -204,7 +202,7 @@ def test_closing_leaves_no_thread_and_no_descriptor(setting: dict[str, Any]) -> 
             client.call("echo", {}, [torch.zeros(100_000)])
             client.start("echo", {}, [torch.zeros(100_000)])
 
-    use()  # what ZeroMQ's bindings start once and for all is there now
+    use()  # ZeroMQ's bindings have started their own threads now
     this = psutil.Process()
     descriptors, threads = this.num_fds(), this.num_threads()
     for _ in range(5):
@@ -214,7 +212,7 @@ def test_closing_leaves_no_thread_and_no_descriptor(setting: dict[str, Any]) -> 
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("rowstead-")]
 
 
-def test_a_closed_client_says_so_and_what_it_left_unanswered_does_not_hang() -> None:
+def test_unanswered_requests_of_a_closed_client_fail() -> None:
     client = Client("tcp://127.0.0.1:1", name="me")
     pending = client.start("echo")
     client.close()
@@ -225,7 +223,7 @@ def test_a_closed_client_says_so_and_what_it_left_unanswered_does_not_hang() -> 
         client.start("echo")
 
 
-def test_a_server_ends_when_it_is_told_to_and_not_before() -> None:
+def test_a_server_stops_when_told_to_and_not_before() -> None:
     ended = threading.Event()
     server = Server({"echo": echo})
     thread = threading.Thread(target=server.serve, args=(ended.is_set,))
@@ -239,11 +237,11 @@ def test_a_server_ends_when_it_is_told_to_and_not_before() -> None:
     server.close()
 
 
-def test_a_client_that_nobody_closed_does_not_hang_whoever_collects_it(server: Server, setting: dict[str, Any]) -> None:
+def test_collecting_an_unclosed_client_does_not_block(server: Server, setting: dict[str, Any]) -> None:
     client = Client(server.address, name="me", keys=setting["keys"])
     client.call("echo")
     descriptors = psutil.Process().num_fds()
-    pending = client.start("count", {"n": 1})  # knows its client, which knows it: only the collector lets go of both
+    pending = client.start("count", {"n": 1})  # a reference cycle with its client, for the garbage collector
     known = weakref.ref(client)
     del client, pending
     thread = threading.Thread(target=gc.collect, daemon=True)

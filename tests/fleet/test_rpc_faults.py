@@ -1,4 +1,4 @@
-"""Clients whose connections break, whose servers are silent, killed or slow: each request runs once, or is told to have failed."""
+"""Broken connections, and silent, killed or slow servers: each request runs once, or fails with an error."""
 
 from __future__ import annotations
 
@@ -19,16 +19,14 @@ from tests.fleet.echo_server import Process
 from tests.fleet.relay import Relay
 
 
-def test_an_answer_that_was_lost_is_given_again_and_the_handler_runs_once(
-    server: Server, setting: dict[str, Any], counter: Counter
-) -> None:
+def test_a_lost_reply_is_resent_and_the_handler_runs_once(server: Server, setting: dict[str, Any], counter: Counter) -> None:
     with Relay(server.address) as relay, Client(relay.address, name="me", keys=setting["keys"]) as client:
         client.call("count", {"n": 0})
-        relay.loses_answers = True
+        relay.loses_replies = True
         pending = [client.start("count", {"n": n}) for n in (1, 2, 3)]
         eventually(lambda: counter.seen == [0, 1, 2, 3])
-        relay.cut()  # before answers pass again: the last of these may be on its way only now
-        relay.loses_answers = False
+        relay.cut()  # before replies pass again, since the last one may still be in transit
+        relay.loses_replies = False
         assert [each.wait().facts["num_seen"] for each in pending] == [2, 3, 4]
         assert client.num_resent >= 3
     assert counter.seen == [0, 1, 2, 3]
@@ -58,8 +56,8 @@ def test_a_request_that_is_still_running_is_not_started_again(setting: dict[str,
     assert len(started) == 3
 
 
-def test_one_that_waits_for_a_thread_is_not_queued_again(counter: Counter) -> None:
-    counter.may_go_on.clear()
+def test_a_queued_request_is_not_queued_again(counter: Counter) -> None:
+    counter.gate.clear()
     with (
         Server({"count": counter}, threads=2).start() as server,
         Relay(server.address) as relay,
@@ -70,12 +68,12 @@ def test_one_that_waits_for_a_thread_is_not_queued_again(counter: Counter) -> No
         relay.cut()
         eventually(lambda: pending[0].is_done or server.num_repeated >= 3)
         assert server.queue_depth == 3
-        counter.may_go_on.set()
+        counter.gate.set()
         assert [each.wait().facts["n"] for each in pending] == [0, 1, 2]
     assert counter.seen == [0, 1, 2]
 
 
-def test_connections_that_break_again_and_again_lose_and_repeat_nothing(
+def test_repeatedly_broken_connections_lose_and_repeat_nothing(
     server: Server, setting: dict[str, Any], counter: Counter
 ) -> None:
     with Relay(server.address) as relay, Client(relay.address, name="me", keys=setting["keys"]) as client:
@@ -100,7 +98,7 @@ def test_connections_that_break_again_and_again_lose_and_repeat_nothing(
     assert counter.seen == list(range(150))
 
 
-def test_a_server_that_is_silent_is_noticed_and_reached_again_by_another_way(counter: Counter) -> None:
+def test_a_silent_server_is_detected_and_reached_at_another_address(counter: Counter) -> None:
     with Server({"count": counter}).start() as server, Relay(server.address) as pulled:
         addresses = [pulled.address]
         with Client(lambda: addresses[-1], name="me", resend_after_s=0.5) as client:
@@ -111,7 +109,7 @@ def test_a_server_that_is_silent_is_noticed_and_reached_again_by_another_way(cou
     assert counter.seen == [0, 1]
 
 
-def test_a_server_that_was_killed_and_started_on_another_port_is_found_again() -> None:
+def test_a_server_restarted_on_another_port_is_found_again() -> None:
     with Process() as first, Process() as second:
         running = [first]
         with Client(lambda: running[-1].address, name="me") as client:
@@ -127,12 +125,12 @@ def test_a_server_that_was_killed_and_started_on_another_port_is_found_again() -
             assert client.num_resent >= 3
 
 
-def test_a_deadline_that_passes_says_who_did_not_answer_and_counts_only_waiting() -> None:
+def test_the_error_of_a_deadline_names_the_server_and_only_waiting_counts() -> None:
     with Client("tcp://127.0.0.1:1", name="trainer-0", deadline_s=0.3) as client:
         pending = client.start("lookup")
         start_s = time.monotonic()
         with pytest.raises(
-            ServerUnavailable, match=r"server at tcp://127.0.0.1:1 has not answered `lookup` of trainer-0 in time; there is no"
+            ServerUnavailable, match=r"server at tcp://127.0.0.1:1 did not answer `lookup` of trainer-0 in time; there is no"
         ):
             pending.wait()
         assert 0.25 < time.monotonic() - start_s < 20
@@ -140,16 +138,16 @@ def test_a_deadline_that_passes_says_who_did_not_answer_and_counts_only_waiting(
         assert client.waited_s >= 0.3
 
 
-def test_a_server_that_is_slow_is_not_taken_for_gone_before_the_deadline_and_said_to_be_slow_after_it(counter: Counter) -> None:
-    counter.may_go_on.clear()
+def test_a_slow_server_is_unavailable_only_after_the_deadline_and_the_error_says_it_may_be_slow(counter: Counter) -> None:
+    counter.gate.clear()
     try:
         with Server({"count": counter}).start() as server, Client(server.address, name="me") as client:
-            with pytest.raises(ServerUnavailable, match="perhaps only slow"):
+            with pytest.raises(ServerUnavailable, match="may only be slow"):
                 client.call("count", {"n": 0}, deadline_s=0.3)
-            counter.may_go_on.set()
+            counter.gate.set()
             assert client.call("count", {"n": 1}).facts["num_seen"] == 2
     finally:
-        counter.may_go_on.set()
+        counter.gate.set()
 
 
 def test_a_client_waits_for_an_address_that_is_not_known_yet(counter: Counter) -> None:

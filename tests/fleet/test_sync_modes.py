@@ -50,6 +50,6 @@ def test_a_fleet_learns_by_every_rule_and_with_early_look_ups(sync: list[str], r
     assert (figures["num_steps"], figures["num_samples"]) == (num_steps, NUM_STEPS * 64)
     assert (figures["num_restarts"], figures["num_batches_repeated"], figures["num_lost_updates"]) == (0, 0, 0)
     assert figures["trainer_num_exchanges"] > 10
-    assert figures["trainer_num_alone"] == 0
+    assert figures["trainer_num_missed"] == 0
     assert (figures["trainer_num_lookups_early"] > NUM_STEPS / 2) == (spec.train.sync.staleness > 0)
     assert figures["ne"] == pytest.approx(ne_of_one_process(), rel=0.04)

@@ -31,11 +31,11 @@ class Held(SparseServer):
     """Does updates once it is let."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        self.may_go_on = threading.Event()
+        self.gate = threading.Event()
         super().__init__(*arguments, **options)
 
     def _update(self, message: Any, caller: Any) -> Any:
-        assert self.may_go_on.wait(60)
+        assert self.gate.wait(60)
         return super()._update(message, caller)
 
 
@@ -52,7 +52,7 @@ def test_a_batch_is_done_once_the_servers_have_its_update_and_not_before(tmp_pat
         serving = stack.enter_context(Server(build_handlers(reader), name="reader-0")).start()
         sparse = Held(kept).start()
         stack.callback(sparse.close)
-        stack.callback(sparse.may_go_on.set)
+        stack.callback(sparse.gate.set)
         places: list[tuple[RoleKind, str]] = [("reader", serving.address), ("sparse", sparse.address)]
         told = [RoleAddress(kind=kind, number=0, address=at, incarnation=0, pid=os.getpid()) for kind, at in places]
         facts = {"dtype": "float32", "partition": partition.to_json(), "total_steps": NUM_BATCHES}
@@ -66,7 +66,7 @@ def test_a_batch_is_done_once_the_servers_have_its_update_and_not_before(tmp_pat
         wait_until(lambda: trainer.figures()["num_steps"] == NUM_BATCHES, what="all steps")
         thread.join(0.3)  # what is done at the end of a log is told at once
         assert reader.status()["num_done"] == 0
-        sparse.may_go_on.set()
+        sparse.gate.set()
         thread.join(60)
         assert ended == [True]
         assert reader.status()["num_done"] == NUM_BATCHES

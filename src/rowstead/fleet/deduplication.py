@@ -1,8 +1,8 @@
-"""Which requests of which client have been seen, so that one that comes twice runs once. No sockets here.
+"""Request deduplication: a request that arrives twice runs once. No sockets here.
 
-A client numbers its requests and says with each below which number it has all answers. So the server keeps the answers that may
-still be asked for, and no more; should they take too many bytes, the oldest lose their content, and a client that asks for one of
-those is told so. Used by one thread.
+A client numbers its requests and sends with each the number below which it has all replies. The server keeps only the replies
+that may still be requested; above `Limits.remembered_bytes` it evicts the oldest, and a client that resends such a request gets
+an error. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from enum import Enum
 from rowstead.fleet.wire import Buffer, Header, Limits, size_of
 
 WINDOW = 1024
-"""A client never sends a number this far above one that it may still send again; both sides count on it."""
+"""A client never sends a number this far above one that it may still resend; both sides rely on it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks."""
+    """The client that sent a request."""
 
     name: str
     incarnation: int
-    """Drawn by chance when that client was made: a client that was started again has another."""
+    """Random id of the client; a restarted client has another."""
 
 
 class RequestVerdict(Enum):
@@ -31,13 +31,13 @@ class RequestVerdict(Enum):
 
     RUN = "run"
     WAIT = "wait"
-    """It is running already; its answer goes to whoever asked last."""
+    """It is already running; its reply goes to the route of the latest request."""
     REPEAT = "repeat"
-    """It has run; its answer is at hand."""
+    """It has run; resend its reply."""
     EVICTED = "evicted"
-    """It has run, but its answer is no longer kept."""
+    """It has run, but its reply was evicted."""
     STALE = "stale"
-    """Nobody waits for it."""
+    """The client already has its reply."""
     TOO_MANY = "too many"
 
 
@@ -56,14 +56,14 @@ class _Client:
 
 
 class RequestDeduplicator:
-    """Requests that run, and answers that may be asked for again, of all clients."""
+    """Running requests, and replies that may be requested again, of all clients."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._clients: OrderedDict[int, _Client] = OrderedDict()
-        """By incarnation; the one not heard of for longest comes first."""
+        """By incarnation, least recently seen first."""
         self._reply_bytes: OrderedDict[tuple[int, int], int] = OrderedDict()
-        """Bytes of each answer that is kept, by client and number; the oldest first."""
+        """Size of each kept reply by client and number, oldest first."""
         self.remembered_bytes = 0
         self.num_running = 0
 
@@ -72,7 +72,7 @@ class RequestDeduplicator:
         return len(self._clients)
 
     def admit(self, header: Header, route: bytes) -> tuple[RequestVerdict, list[Buffer] | None]:
-        """What to do with a request that came over `route`, and its answer where it has been given before."""
+        """Decide what to do with a request that arrived over `route`; for a repeated one, also return its reply."""
         client = self._clients.get(header.sender)
         if client is None:
             if not self._evict_client():
@@ -96,14 +96,14 @@ class RequestDeduplicator:
         return RequestVerdict.RUN, None
 
     def finish(self, sender: int, number: int, answer: list[Buffer]) -> bytes:
-        """Keep the answer to a request that was to be run; returns the route on which it was asked for last."""
+        """Record the reply to a running request; returns the route of its latest copy."""
         client = self._clients[sender]
         request = client.requests[number]
-        assert not request.is_done, "a request is answered once"
+        assert not request.is_done, "a request has one reply"
         client.num_running -= 1
         self.num_running -= 1
         request.is_done = True
-        if number < client.answered_below:  # its client has given up on it
+        if number < client.answered_below:  # its client has given up
             del client.requests[number]
             return request.route
         request.answer = answer
@@ -116,7 +116,7 @@ class RequestDeduplicator:
         return request.route
 
     def _drop_acknowledged(self, sender: int, client: _Client, answered_below: int) -> None:
-        """Drop what the client will not ask for again."""
+        """Drop the replies that the client has received."""
         if answered_below <= client.answered_below:
             return
         client.answered_below = answered_below
@@ -125,7 +125,7 @@ class RequestDeduplicator:
             self.remembered_bytes -= self._reply_bytes.pop((sender, number), 0)
 
     def _evict_client(self) -> bool:
-        """Forget the client not heard of for longest, where there are as many as may be; one whose requests run stays."""
+        """At the limit, drop the least recently seen client that has no running request; False if there is none."""
         if len(self._clients) < self._limits.num_clients:
             return True
         idle = next((sender for sender, client in self._clients.items() if not client.num_running), None)

@@ -1,4 +1,4 @@
-"""Who may speak to whom: addresses of this machine freely, all others with keys that are made for one job."""
+"""Authentication: loopback addresses need no keys, all others need CURVE keys generated for the job."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ADDRESS = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:.]+\]|[^:\[\]/]+):(?P<port>\
 
 @dataclass(frozen=True, kw_only=True)
 class Keys:
-    """CURVE keys of one job: servers prove that they are its servers, clients that they are its clients, and all is encrypted."""
+    """CURVE keys of one job, which authenticate its servers and clients and encrypt all traffic."""
 
     server_public: str
     server_secret: str = field(repr=False)
@@ -28,7 +28,7 @@ class Keys:
 
     @classmethod
     def generate(cls) -> Keys:
-        """New keys, for one job."""
+        """Generate keys for a new job."""
         server_public, server_secret = zmq.curve_keypair()
         client_public, client_secret = zmq.curve_keypair()
         return cls(
@@ -39,11 +39,13 @@ class Keys:
         )
 
     def save(self, path: Path) -> None:
-        """Write them to a file that only its owner can read. One that is there already is left alone and is an error."""
+        """Write the keys to a file with mode 0600; raises if the file exists."""
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError:
-            raise RowsteadError(f"{path}: there are keys already, of another job; remove the file if that has ended") from None
+            raise RowsteadError(
+                f"{path} already exists, with the keys of another job; remove it if that job has ended"
+            ) from None
         with os.fdopen(descriptor, "w") as file:
             json.dump(asdict(self), file)
             file.flush()
@@ -51,51 +53,53 @@ class Keys:
 
     @classmethod
     def load(cls, path: Path) -> Keys:
-        """Read what `save` wrote; refused where others can read it too."""
+        """Read keys written by `save`; raises if other users can read the file."""
         try:
             with open(path) as file:
                 mode = os.fstat(file.fileno()).st_mode
                 content = json.load(file)
         except OSError as error:
-            raise RowsteadError(f"{path}: no keys can be read ({error.strerror}); the head of the job makes them") from None
+            raise RowsteadError(
+                f"{path}: cannot read the keys ({error.strerror}); the job's coordinator creates them"
+            ) from None
         except ValueError:
-            raise RowsteadError(f"{path}: this is no file of keys") from None
+            raise RowsteadError(f"{path} is not a key file") from None
         if mode & 0o077:
-            raise RowsteadError(f"{path}: others can read these keys; run `chmod 600 {path}`, or better have new ones made")
+            raise RowsteadError(f"{path}: other users can read these keys; run `chmod 600 {path}`, or better generate new keys")
         names = cls.__dataclass_fields__.keys()
         if not isinstance(content, dict) or content.keys() != names or not all(_is_key(content[name]) for name in names):
-            raise RowsteadError(f"{path}: this is no file of keys")
+            raise RowsteadError(f"{path} is not a key file")
         return cls(**content)
 
 
 def check_address(address: str, keys: Keys | None) -> None:
-    """Raise unless an address is well formed, and either of this machine or protected by keys."""
+    """Raise unless an address is well formed and either loopback or protected by keys."""
     match = _ADDRESS.fullmatch(address)
     if match is None or int(match["port"]) > 65535:
-        raise RowsteadError(f"{address!r} is no address: write tcp://HOST:PORT, such as tcp://127.0.0.1:0")
+        raise RowsteadError(f"invalid address {address!r}: write tcp://HOST:PORT, such as tcp://127.0.0.1:0")
     if keys is None and not is_loopback(match["host"].strip("[]")):
         raise RowsteadError(
-            f"{address} can be reached from other machines, and there are no keys: have keys made for this job "
-            "(`Keys.generate()`; `rowstead train --fleet` does it), or stay on tcp://127.0.0.1"
+            f"{address} is reachable from other machines and needs keys: generate keys for this job "
+            "(`Keys.generate()`; `rowstead train --fleet` does it), or use tcp://127.0.0.1"
         )
 
 
 def protect_client(socket: zmq.Socket[bytes], keys: Keys) -> None:
-    """Let a socket that is not connected yet speak only to the job's servers."""
+    """Restrict an unconnected socket to the job's servers."""
     socket.curve_serverkey = keys.server_public.encode()
     socket.curve_publickey = keys.client_public.encode()
     socket.curve_secretkey = keys.client_secret.encode()
 
 
 def protect_server(socket: zmq.Socket[bytes], keys: Keys) -> None:
-    """Let a socket that is not bound yet speak only to clients that `ZapAuthenticator` lets in."""
+    """Restrict an unbound socket to clients that `ZapAuthenticator` accepts."""
     socket.curve_server = True
     socket.curve_secretkey = keys.server_secret.encode()
-    socket.zap_domain = b"rowstead"  # so that nobody is let in where no gate answers
+    socket.zap_domain = b"rowstead"  # without an authenticator, every client is refused
 
 
 class ZapAuthenticator:
-    """Lets the job's own clients in and nobody else: ZeroMQ asks it about each new connection (ZAP, RFC 27)."""
+    """Accepts only the job's own clients: ZeroMQ asks it about each new connection (ZAP, RFC 27)."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: Keys) -> None:
         self.socket = context.socket(zmq.REP)
@@ -105,7 +109,7 @@ class ZapAuthenticator:
         self.num_refused = 0
 
     def handle_request(self) -> None:
-        """Decide about one connection; the socket has something to read."""
+        """Accept or refuse one connection; call when the socket is readable."""
         version, number, *_, mechanism, credentials = self.socket.recv_multipart()
         is_ours = version == b"1.0" and mechanism == b"CURVE" and credentials == self._client_key
         self.num_refused += not is_ours

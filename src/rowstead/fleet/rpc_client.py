@@ -1,7 +1,7 @@
-"""Asking a server: requests with numbers and deadlines, sent again until they are answered.
+"""RPC client: numbered requests with deadlines, resent until they are answered.
 
-A lost connection is noticed when it breaks, or when the other machine is silent for some seconds; then the address is asked for again,
-since a server that was started anew has another port, and all that is unanswered goes out again, under the same numbers and in order.
+When a connection breaks, or the other machine is silent for some seconds, the client resolves the address again, since a
+restarted server has another port, and resends all unanswered requests in order, with the same numbers.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ _HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED
 _MONITORED_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | _HANDSHAKE_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED
 
 
-class ServerUnavailable(LostProcessError):  # noqa: N818 (what happened, not a mistake)
-    """A server has not answered in time."""
+class ServerUnavailable(LostProcessError):  # noqa: N818 - names what happened
+    """A server did not answer in time."""
 
 
 class RefusedError(RowsteadError):
-    """A server has answered that it cannot do what it was asked."""
+    """A server answered with an error."""
 
 
 class PendingReply:
-    """An answer that is on its way."""
+    """Future of a reply."""
 
     __slots__ = ("_answer", "_client", "_error", "expires_s", "frames", "kind", "number")
 
@@ -62,19 +62,19 @@ class PendingReply:
         self.number = number
         self.kind = kind
         self.frames = frames
-        """To send again; the tensors of the request live through them."""
+        """Kept for resending; they keep the request's tensors alive."""
         self.expires_s = expires_s
-        """By the client's clock of waiting."""
+        """In terms of the client's `waited_s`."""
 
     @property
     def is_done(self) -> bool:
-        """Whether `wait` returns at once."""
+        """Whether `wait` would return immediately."""
         while not self._is_complete and self._client._poll(0.0):
             pass
         return self._is_complete
 
     def wait(self) -> Message:
-        """The answer; blocks until it is there. Raises `RefusedError`, or `ServerUnavailable` when the deadline has passed."""
+        """Block until the reply arrives. Raises `RefusedError`, or `ServerUnavailable` after the deadline."""
         if not self._is_complete:
             self._client._wait_until(lambda: self._is_complete)
         if self._error is not None:
@@ -95,11 +95,11 @@ class PendingReply:
 
 
 class Client:
-    """Asks one server; used by one thread, which need not wait for one answer before it asks for the next.
+    """Client of one server, for one thread; several requests may be in flight.
 
-    The tensors of a request must not change until it is answered: they are sent as they lie in memory, and perhaps again. At most
-    `max_in_flight` requests are unanswered; `start` waits for room. A deadline counts the time that this thread spends waiting in
-    here, not the time that it computes in between. Its server runs a client's requests in the order in which they were started.
+    Tensors of a request must not change until it is answered: they are sent without a copy, possibly more than once. At most
+    `max_in_flight` requests are unanswered; `start` blocks at that limit. A deadline counts only the time that this thread spends
+    waiting in the client, not the time that it computes in between. The server runs a client's requests in order.
     """
 
     def __init__(
@@ -113,8 +113,8 @@ class Client:
         resend_after_s: float = 10.0,
         limits: Limits = DEFAULT_LIMITS,
     ) -> None:
-        """`resend_after_s`: without any answer for so long, and then for twice as long each time, a connection that seems well is
-        taken for broken. Servers may be slow, so it should be long."""
+        """`resend_after_s`: after this long without any reply, doubling each time, a seemingly healthy connection is replaced.
+        Servers may be slow, so it should be long."""
         if max_in_flight < 1:
             raise ValueError(f"max_in_flight must be at least 1, got {max_in_flight}")
         if isinstance(address, str):
@@ -124,9 +124,9 @@ class Client:
         self.num_bytes_sent = 0
         self.num_bytes_received = 0
         self.waited_s = 0.0
-        """Seconds that this client's thread has spent in here waiting for its server: the clock of deadlines."""
+        """Seconds that this thread has waited for the server; deadlines are measured in it."""
         self.server_incarnation: int | None = None
-        """Drawn by chance by each server when it starts; of whoever answered last."""
+        """Random id of the server that answered last."""
         self._find_address = (lambda: address) if isinstance(address, str) else address
         self._keys = keys
         self._deadline_s = deadline_s
@@ -135,24 +135,24 @@ class Client:
         self._incarnation = secrets.randbits(64)
         self._next_number = 0
         self._unanswered: dict[int, PendingReply] = {}
-        """By number; the oldest comes first."""
+        """By number, oldest first."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._open_sockets: list[zmq.Socket[bytes]] = []
         self._finalizer = weakref.finalize(self, _close_sockets, self._context, self._open_sockets)
-        """For a client that nobody closes: a context that is collected before its sockets hangs whoever collects it."""
+        """For a client that is never closed: collecting a context before its sockets blocks the garbage collector."""
         self._finalizer.atexit = False
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
         self._poller = zmq.Poller()
         self._retry_at_s: float | None = 0.0
-        """When to connect anew, by the monotonic clock; None while connected, or connecting."""
+        """When to reconnect, on the monotonic clock; None while connected or connecting."""
         self._retry_after_s = _RETRY_FIRST_S
         self._resend_at_s = 0.0
-        """By the clock of waiting."""
+        """In terms of `waited_s`."""
         self._resend_first_s = self._resend_after_s = resend_after_s
-        self._last_address = "no address yet"
+        self._last_address = "an unknown address"
         self._problem = ""
-        """What is known of why there is no connection."""
+        """Why there is no connection, as far as known."""
 
     def call(
         self,
@@ -162,7 +162,7 @@ class Client:
         *,
         deadline_s: float | None = None,
     ) -> Message:
-        """Ask, and wait for the answer."""
+        """Send a request and wait for its reply."""
         return self.start(kind, facts, tensors, deadline_s=deadline_s).wait()
 
     def start(
@@ -173,7 +173,7 @@ class Client:
         *,
         deadline_s: float | None = None,
     ) -> PendingReply:
-        """Ask, and go on; blocks while as many requests as may be are unanswered."""
+        """Send a request and return immediately; blocks while `max_in_flight` requests are unanswered."""
         if self._context.closed:
             raise RuntimeError(f"the client {self.name} is closed")
         if not self._may_start():
@@ -200,11 +200,11 @@ class Client:
 
     @property
     def num_in_flight(self) -> int:
-        """Requests that are unanswered."""
+        """Number of unanswered requests."""
         return len(self._unanswered)
 
     def close(self) -> None:
-        """Let go of the connection; what is unanswered stays so."""
+        """Close the connection; unanswered requests fail."""
         if self._context.closed:
             return
         self._disconnect()
@@ -225,7 +225,7 @@ class Client:
         return len(self._unanswered) < self._max_in_flight and self._next_number - oldest < WINDOW
 
     def _wait_until(self, is_met: Callable[[], bool]) -> None:
-        """Receive until a condition holds; requests whose time is up end too."""
+        """Receive until a condition holds; requests past their deadline fail."""
         began_s = time.monotonic() - self.waited_s
         while not is_met():
             first_s = min([pending.expires_s for pending in self._unanswered.values()])
@@ -235,11 +235,11 @@ class Client:
                 self._expire()
 
     def _poll(self, timeout_s: float) -> bool:
-        """Take one answer, waiting for it up to a time, and keep the connection; returns whether anything has come."""
+        """Receive for up to `timeout_s` and maintain the connection; returns whether anything arrived."""
         if self._context.closed:
             return False
         due_s = self._resend_at_s - self.waited_s if self._retry_at_s is None else self._retry_at_s - time.monotonic()
-        # Rounded up: a millisecond too long is better than a spin.
+        # Rounded up: waiting a millisecond too long is better than spinning.
         ready = self._poller.poll(int(max(0.0, min(timeout_s, due_s)) * 1000 + 0.999))
         for socket, _ in ready:
             if socket is self._socket:
@@ -251,7 +251,7 @@ class Client:
         return bool(ready)
 
     def _receive(self, frames: Sequence[zmq.Frame], num_frames: int) -> None:
-        """Give an answer to whoever waits for it."""
+        """Complete the request that a reply belongs to."""
         self._retry_after_s = _RETRY_FIRST_S
         self._resend_after_s = self._resend_first_s
         self._resend_at_s = self.waited_s + self._resend_after_s
@@ -260,43 +260,43 @@ class Client:
         try:
             header = decode_header(first, self._limits)
             if header.role not in (REPLY, ERROR) or len(frames) != num_frames:
-                raise WireError("this is no answer")
+                raise WireError("not a reply")
             message = decode(header, first, [frame.buffer for frame in frames[1:]])
         except WireError as error:
-            # Whoever answers so is no server of ours, or of another version: nothing that it says is waited for.
+            # The peer is not our server, or has another version: no request to it can succeed.
             for pending in self._unanswered.values():
-                pending._complete(RefusedError(f"{self._last_address} gave {self.name} an answer that cannot be read: {error}"))
+                pending._complete(RefusedError(f"{self._last_address} sent {self.name} an unreadable reply: {error}"))
             self._unanswered.clear()
             return
         self.server_incarnation = header.sender
-        asked = self._unanswered.pop(header.number, None)
-        if asked is None:  # answered twice, or given up
+        request = self._unanswered.pop(header.number, None)
+        if request is None:  # answered twice, or expired
             return
         if header.role == ERROR:
-            asked._complete(RefusedError(str(message.facts.get("error", "refused"))))
+            request._complete(RefusedError(str(message.facts.get("error", "refused"))))
         else:
-            asked._complete(message)
+            request._complete(message)
 
     def _read_monitor(self) -> None:
-        """Learn what has become of the connection."""
+        """Handle an event of the connection."""
         assert self._monitor is not None
         event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._problem = ""
         elif event & _HANDSHAKE_FAILED:
-            self._schedule_reconnect("it was reached, but keys or versions do not agree")
+            self._schedule_reconnect("it was reached, but keys or versions do not match")
         else:
-            self._schedule_reconnect("there is no connection: it may have ended, and its log would say why")
+            self._schedule_reconnect("there is no connection: it may have exited, see its log")
 
     def _schedule_reconnect(self, problem: str) -> None:
-        """Connect anew in a while."""
+        """Reconnect after a back-off."""
         if self._retry_at_s is None:
             self._problem = problem
             self._retry_at_s = time.monotonic() + self._retry_after_s
             self._retry_after_s = min(2 * self._retry_after_s, _RETRY_LAST_S)
 
     def _resend(self) -> None:
-        """Send all that is unanswered, oldest first, over a new connection to where the server is now."""
+        """Reconnect to the server's current address and resend all unanswered requests, oldest first."""
         self._resend_after_s *= 2
         self._resend_at_s = self.waited_s + self._resend_after_s
         self._connect()
@@ -318,7 +318,7 @@ class Client:
         self._open_sockets.append(socket)
         configure(socket, address, self._limits, max_queued=2 * self._max_in_flight)
         socket.linger = 0
-        socket.reconnect_ivl = -1  # we do it ourselves: the address may be another one
+        socket.reconnect_ivl = -1  # we reconnect ourselves, since the address may change
         socket.connect_timeout = int(_CONNECT_TIMEOUT_S * 1000)
         if self._keys is not None:
             protect_client(socket, self._keys)
@@ -344,24 +344,24 @@ class Client:
         assert self._socket is not None
         try:
             send_frames(self._socket, pending.frames)
-        except zmq.Again:  # the connection broke a moment ago
-            self._schedule_reconnect("there is no connection: it may have ended, and its log would say why")
+        except zmq.Again:  # the connection has just broken
+            self._schedule_reconnect("there is no connection: it may have exited, see its log")
             return
         self.num_bytes_sent += size_of(pending.frames)
 
     def _expire(self) -> None:
         for pending in [pending for pending in self._unanswered.values() if pending.expires_s <= self.waited_s]:
             del self._unanswered[pending.number]
-            why = self._problem or "it is connected, so perhaps only slow: allow it more time"
+            why = self._problem or "it is connected, so it may only be slow: allow more time"
             pending._complete(
                 ServerUnavailable(
-                    f"the server at {self._last_address} has not answered `{pending.kind}` of {self.name} in time; {why}"
+                    f"the server at {self._last_address} did not answer `{pending.kind}` of {self.name} in time; {why}"
                 )
             )
 
 
 def _close_sockets(context: zmq.Context[zmq.Socket[bytes]], sockets: Sequence[zmq.Socket[bytes]]) -> None:
-    """Close what a client has left open."""
+    """Close the sockets of a client that was never closed."""
     for socket in sockets:
         socket.close(0)
     context.term()

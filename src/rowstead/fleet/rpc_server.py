@@ -1,4 +1,4 @@
-"""Answering clients: each request runs once, whatever the network does, and nothing that waits is without bound."""
+"""RPC server: each request runs exactly once, whatever the network does, and all queues are bounded."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from rowstead.spec.errors import RowsteadError
 
 _log = logging.getLogger("rowstead.fleet")
 _POLL_MS = 100
-"""How often an idle server looks whether it should end."""
+"""How often an idle server checks whether to stop."""
 
 
 class DeferredReply:
-    """The answer of a handler that others will complete, such as a round that waits for all trainers. From any thread, once."""
+    """A reply that is completed later, once, from any thread; for example when all trainers have entered a round."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -56,23 +56,23 @@ class DeferredReply:
         return self._outcome is not None
 
     def send(self, message: Message) -> None:
-        """Send the answer."""
+        """Send the reply."""
         self._complete(message)
 
     def fail(self, problem: str) -> None:
-        """Send a refusal: the client raises `RefusedError` with this text."""
+        """Send an error: the client raises `RefusedError` with this text."""
         self._complete(RowsteadError(problem))
 
     def _complete(self, outcome: Message | Exception) -> None:
         with self._lock:
-            assert self._outcome is None, "an answer is given once"
+            assert self._outcome is None, "a request has one reply"
             self._outcome = outcome
             sender = self._sender
         if sender is not None:
             sender(outcome)
 
     def set_sender(self, sender: Callable[[Message | Exception], None]) -> None:
-        """As the server: how the answer goes to who asked, at once if it is there already."""
+        """Called by the server: how to send the reply; sends it now if it is already there."""
         with self._lock:
             self._sender = sender
             outcome = self._outcome
@@ -81,12 +81,12 @@ class DeferredReply:
 
 
 Handler = Callable[[Message, Caller], Message | DeferredReply]
-"""Does what a request asks. A `RowsteadError` that it raises is told to the client; the tensors of its answer must not change later."""
+"""Handles a request. A `RowsteadError` that it raises is sent to the client; tensors of its reply must not change later."""
 
 
 @dataclass(slots=True)
 class _Job:
-    """A request that is to be run."""
+    """A request to run."""
 
     header: Header
     message: Message
@@ -95,18 +95,18 @@ class _Job:
 
 @dataclass(slots=True)
 class _ClientQueue:
-    """Requests of one client that wait for a thread; one of them runs at a time."""
+    """Queued requests of one client; one of them runs at a time."""
 
     jobs: deque[_Job] = field(default_factory=deque)
     is_busy: bool = False
 
 
 class Server:
-    """Answers requests by their kind.
+    """Dispatches requests to handlers by their kind.
 
-    One thread reads and sends. With `threads` = 1 it runs the handlers too; with more, that many threads run them, the requests of
-    different clients side by side. Those of one client run one at a time, in the order of their numbers; one whose handler returned
-    a `DeferredReply` counts as run. The kind `status` is answered by the server itself, with the facts of `status` added to its own.
+    One thread receives and sends. With `threads` = 1 it also runs the handlers; otherwise that many threads run the requests of
+    different clients concurrently. Requests of one client run one at a time, in order; one that returned a `DeferredReply` counts
+    as finished. The server answers the kind `status` itself; `status` adds fields to that reply.
     """
 
     def __init__(
@@ -126,13 +126,13 @@ class Server:
         self.name = name
         self.incarnation = secrets.randbits(64)
         self.num_requests = 0
-        """That were run."""
+        """Requests that have run."""
         self.num_repeated = 0
-        """That came again, and were not run again."""
+        """Repeated requests, which did not run again."""
         self.num_bytes_received = 0
         self.num_bytes_sent = 0
         self.waiting_s = 0.0
-        """That the server had nothing to do."""
+        """Seconds that the server was idle."""
         self._num_refused = 0
         self._handlers = {**handlers, "status": self._answer_status}
         self._status = status
@@ -165,7 +165,7 @@ class Server:
 
     def _bind(self, address: str, keys: Keys | None) -> None:
         router = self._router
-        # A client keeps fewer requests in flight than this, so its pipe is never full.
+        # A client has fewer requests in flight than this, so its queue is never full.
         configure(router, address, self._limits, max_queued=2 * self._limits.in_flight_per_client)
         router.linger = 1000
         if keys is not None:
@@ -173,29 +173,29 @@ class Server:
         try:
             router.bind(address)
         except zmq.ZMQError as error:
-            raise RowsteadError(f"{address} cannot be listened on: {error}. Port 0 takes a free one") from None
+            raise RowsteadError(f"cannot listen on {address}: {error}. Port 0 chooses a free port") from None
         self.address: str = router.getsockopt_string(zmq.LAST_ENDPOINT)
-        """Where clients reach it, with the real port."""
+        """The address that clients connect to, with the actual port."""
 
     @property
     def num_refused(self) -> int:
-        """Messages that were no good, and connections without the key."""
+        """Invalid messages, and connections without a valid key."""
         return self._num_refused + (0 if self._authenticator is None else self._authenticator.num_refused)
 
     @property
     def queue_depth(self) -> int:
-        """Requests that wait for a thread."""
+        """Requests waiting for a thread."""
         return self._num_queued
 
     def start(self) -> Server:
-        """Serve in a thread of its own until `close`."""
-        assert self._thread is None, "the server is running already"
+        """Serve in a new thread until `close`."""
+        assert self._thread is None, "the server is already running"
         self._thread = threading.Thread(target=self.serve, name=f"rowstead-{self.name}", daemon=True)
         self._thread.start()
         return self
 
     def serve(self, until: Callable[[], bool] = lambda: False) -> None:
-        """Serve in this thread until `until()`, which is asked some times a second, or `close`."""
+        """Serve in this thread until `until()`, which is polled several times a second, or `close`."""
         with self._serving:
             self._loop_thread = threading.get_ident()
             try:
@@ -220,7 +220,7 @@ class Server:
             self._send_replies()
 
     def close(self) -> None:
-        """End, once what runs has been answered; harmless when closed."""
+        """Stop after the running requests have been answered; idempotent."""
         if self._context.closed:
             return
         assert self._loop_thread != threading.get_ident(), "a handler cannot close its server"
@@ -266,7 +266,7 @@ class Server:
             self._send_replies()
 
     def _receive(self, frames: list[zmq.Frame], num_frames: int) -> None:
-        """Run a request, answer it from memory, or refuse it; the first frame is the route back."""
+        """Run, repeat or refuse a request; the first frame is the route back."""
         route = frames.pop(0).bytes
         num_bytes = sum(map(len, frames))
         self.num_bytes_received += num_bytes
@@ -274,12 +274,12 @@ class Server:
         try:
             header = decode_header(first, self._limits)
             if header.role != REQUEST:
-                raise WireError("this is no request")
+                raise WireError("not a request")
             if len(frames) + 1 != num_frames:
-                raise WireError(f"the message has {num_frames - 2:,} tensors; at most {self._limits.num_tensors:,} are taken")
+                raise WireError(f"the message has {num_frames - 2:,} tensors; the limit is {self._limits.num_tensors:,}")
             message = decode(header, first, [frame.buffer for frame in frames[1:]])
             if header.kind not in self._handlers:
-                raise WireError(f"nobody answers `{header.kind}` here; known: {', '.join(sorted(self._handlers))}")
+                raise WireError(f"unknown request `{header.kind}`; known: {', '.join(sorted(self._handlers))}")
         except WireError as error:
             self._num_refused += 1
             if (number := number_of(first)) is not None:
@@ -294,11 +294,11 @@ class Server:
             assert answer is not None
             self._send(route, answer)
         elif verdict is RequestVerdict.EVICTED:
-            problem = f"`{header.kind}` of {header.name} was done before, but its answer is no longer kept"
+            problem = f"`{header.kind}` of {header.name} has run, but its reply is no longer kept"
             self._send(route, self._encode(header.number, RowsteadError(problem)))
         elif verdict is RequestVerdict.TOO_MANY:
             self._num_refused += 1
-            problem = f"{header.name} has too many requests in flight, or {self.name} too many clients; ask for less at a time"
+            problem = f"{header.name} has too many requests in flight, or {self.name} too many clients; send fewer at a time"
             self._send(route, self._encode(header.number, RowsteadError(problem)))
 
     def _dispatch(self, job: _Job) -> None:
@@ -315,7 +315,7 @@ class Server:
             self._ready.put(queue)
 
     def _run_worker(self) -> None:
-        """Run the first request of each line that is ready, until told to end."""
+        """Run the first request of each queue that is ready, until told to stop."""
         while (queue := self._ready.get()) is not None:
             self._run(queue.jobs[0])
             self._ended.append(queue)
@@ -337,23 +337,23 @@ class Server:
             self._queue_reply(header, outcome)
 
     def _queue_reply(self, header: Header, outcome: Message | Exception) -> None:
-        """Hand an answer to the thread that sends; from any thread."""
+        """Pass a reply to the thread that sends; callable from any thread."""
         try:
             frames = self._encode(header.number, outcome)
-        except Exception as error:  # such as facts that JSON cannot hold
-            _log.exception("%s cannot send its answer to `%s`", self.name, header.kind)
-            problem = RowsteadError(f"{self.name} cannot send its answer to `{header.kind}`: {type(error).__name__}: {error}")
+        except Exception as error:  # such as facts that are not JSON
+            _log.exception("%s cannot send its reply to `%s`", self.name, header.kind)
+            problem = RowsteadError(f"{self.name} cannot send its reply to `{header.kind}`: {type(error).__name__}: {error}")
             frames = self._encode(header.number, problem)
         self._outbox.append((header, frames))
         self._notify()
 
     def _notify(self) -> None:
         if threading.get_ident() != self._loop_thread:
-            with contextlib.suppress(BlockingIOError, OSError):  # full: it will wake anyway; closed: nobody waits
+            with contextlib.suppress(BlockingIOError, OSError):  # full: it wakes up anyway; closed: it has stopped
                 self._waker.send(b"\0")
 
     def _send_replies(self) -> None:
-        """Send what handlers have answered, and let the next of each line run."""
+        """Send finished replies, and start the next request of each queue."""
         while self._outbox:
             header, frames = self._outbox.popleft()
             self._send(self._deduplicator.finish(header.sender, header.number, frames), frames)
@@ -374,7 +374,7 @@ class Server:
         return encode(outcome, role=role, number=number, sender=self.incarnation, name=self.name)
 
     def _send(self, route: bytes, frames: list[Buffer]) -> None:
-        # To a client that is gone, or reads nothing, ZeroMQ sends nothing: it asks again if it lives.
+        # ZeroMQ drops messages to a client that is gone or does not read; a live client resends its request.
         send_frames(self._router, [route, *frames])
         self.num_bytes_sent += size_of(frames)
 
@@ -382,7 +382,7 @@ class Server:
         return Message("status", {**self.status_facts(), **({} if self._status is None else self._status())})
 
     def status_facts(self) -> dict[str, Any]:
-        """How the server does, since it started."""
+        """Return figures of the server since it started."""
         with self._process.oneshot():
             times, rss_bytes = self._process.cpu_times(), self._process.memory_info().rss
         return {

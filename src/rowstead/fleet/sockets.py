@@ -1,4 +1,4 @@
-"""What clients and servers do alike with ZeroMQ's sockets."""
+"""ZeroMQ socket options, sending and receiving, for clients and servers."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ import zmq
 from rowstead.fleet.wire import COPY_BELOW_BYTES, Buffer, Limits
 
 _PEER_TIMEOUT_S = 5
-"""A peer whose machine says nothing for so long is given up, by the system's own TCP. ZeroMQ's heartbeats are left off: where a peer goes
-away while its messages wait to be read, version 4.3.5 ends the whole process at the next one (`!_io_error` in `out_event`)."""
+"""A peer that is silent for this long is dropped by TCP keepalive. ZeroMQ's heartbeats stay off: when a peer disconnects while
+its messages are unread, version 4.3.5 aborts the process at the next heartbeat (`!_io_error` in `out_event`)."""
 _HANDSHAKE_TIMEOUT_S = 5
 
 
 def configure(socket: zmq.Socket[bytes], address: str, limits: Limits, *, max_queued: int) -> None:
-    """Bound what a socket holds for each peer, `max_queued` messages each way, and let it notice peers that are gone."""
+    """Bound the queues of a socket to `max_queued` messages per peer and direction, and detect lost peers."""
     socket.ipv6 = "[" in address
     socket.sndhwm = socket.rcvhwm = max_queued
     socket.maxmsgsize = max(limits.frame_bytes, limits.first_frame_bytes)
     socket.handshake_ivl = _HANDSHAKE_TIMEOUT_S * 1000
-    socket.tcp_keepalive = 1  # while nothing is under way: a probe after 2 seconds, and one a second then
+    socket.tcp_keepalive = 1  # on an idle connection: a probe after 2 seconds, then one per second
     socket.tcp_keepalive_idle = 2
     socket.tcp_keepalive_intvl = 1
     socket.tcp_keepalive_cnt = _PEER_TIMEOUT_S - 2
-    socket.tcp_maxrt = _PEER_TIMEOUT_S * 1000  # while something is
+    socket.tcp_maxrt = _PEER_TIMEOUT_S * 1000  # with unacknowledged data
 
 
 def send_frames(socket: zmq.Socket[bytes], frames: Sequence[Buffer]) -> None:
-    """Send all frames as one message; large ones are not copied, and live until they are sent."""
+    """Send all frames as one message; large frames are sent without a copy."""
     for frame in frames[:-1]:
         socket.send(frame, zmq.SNDMORE | zmq.NOBLOCK, copy=len(frame) < COPY_BELOW_BYTES)
     socket.send(frames[-1], zmq.NOBLOCK, copy=len(frames[-1]) < COPY_BELOW_BYTES)
 
 
 def receive_frames(socket: zmq.Socket[bytes], *, max_frames: int) -> tuple[list[zmq.Frame], int]:
-    """The first frames of a message that is there, not copied, and how many there were; those past `max_frames` are thrown away."""
+    """Return the first frames of the next message, not copied, and their number; frames after `max_frames` are discarded."""
     frame = socket.recv(zmq.NOBLOCK, copy=False)
     frames, num_frames = [frame], 1
     while frame.more:
