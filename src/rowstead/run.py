@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -243,7 +242,7 @@ def _drive(
     profile: bool = False,
 ) -> Result:
     """Run the loop to its end and keep what it came to; `save_first` keeps weights that no seed could give back."""
-    store: Any = stepper.model.store  # every store that `parts` makes has a layout and says which kernels it runs
+    store = stepper.model.store
     sources = share_sources(sources, process_group)
     if spec.check_ids:
         sources = check_sources(sources, store.layout)
@@ -290,8 +289,7 @@ def _drive(
         folder.write_record(record)
         if process_group.world_size == 1:
             _compare(spec, placement, device, folder, record, callback)
-    if hasattr(store, "close"):
-        store.close()
+    store.close()
     return Result(folder=folder.path, outcome=outcome, record=record)
 
 

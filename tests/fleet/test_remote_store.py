@@ -208,7 +208,7 @@ def test_two_threads_with_a_copy_each_train_the_same_rows() -> None:
         local.update(batch, grad_of(layout, batch, seed), lr=0.1, step=1)
     with running(layout, SGD, cut_by_rows(layout, 2)) as fleet:
         first = fleet.store()
-        stores = [first, first.copy()]
+        stores = [first, first.copy_for_thread()]
         fleet.stores.append(stores[1])
 
         def train(thread: int) -> None:

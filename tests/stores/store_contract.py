@@ -63,6 +63,27 @@ def sparse_batches(draw: st.DrawFn, layout: Layout, weighted: bool) -> Sparse:
     return Sparse(ids=torch.tensor(ids, dtype=dtype), offsets=offsets, num_features=layout.num_features, weights=weights)
 
 
+def fixed_layout() -> Layout:
+    """Three features over two tables, one of them shared."""
+    shared = TableSpec(name="shared", num_rows=9, width=6)
+    features = (
+        SparseFeatureSpec(name="a", table="shared"),
+        SparseFeatureSpec(name="b", num_rows=7, width=4, pooling="mean"),
+        SparseFeatureSpec(name="c", table="shared", pooling="mean"),
+    )
+    spec = FeaturesSpec(sparse=features, tables=(shared,))
+    return layout_of(spec, tables_of(spec, width=4))
+
+
+def fixed_batch(layout: Layout, *, seed: int, num_samples: int = 5) -> Sparse:
+    """Bags of 0 to 3 random ids."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(0, 4, layout.num_features * num_samples)
+    num_rows = np.repeat([layout.tables[table].num_rows for table in layout.table_of], num_samples)
+    ids = torch.from_numpy(rng.integers(0, np.repeat(num_rows, lengths)))
+    return Sparse(ids=ids, offsets=torch.tensor([0, *np.cumsum(lengths)]), num_features=layout.num_features)
+
+
 class PlainStore:
     """The contract, word for word, over NumPy: one row at a time."""
 
@@ -135,6 +156,40 @@ class StoreContract:
     @given(data=st.data())
     def test_a_store_that_takes_over_the_state_goes_on_the_same(self, kind: str, data: st.DataObject) -> None:
         self.check_takes_over(kind, data)
+
+    def test_started_lookups_and_updates_equal_immediate_ones(self) -> None:
+        layout = fixed_layout()
+        first, second = (self.make(layout, SparseOptimizerSpec(kind="rowwise_adagrad"), torch.float32) for _ in range(2))
+        second.load_state({name: value.clone() for name, value in first.state().items()})
+        for step in (1, 2):
+            sparse = fixed_batch(layout, seed=step).to(self.device)
+            pooled, waited = first.lookup(sparse), second.start_lookup(sparse)()
+            torch.testing.assert_close(waited, pooled)
+            first.update(sparse, pooled.detach() + 1, lr=0.1, step=step)
+            second.start_update(sparse, pooled.detach() + 1)(0.1, step)
+        for store in (first, second):
+            store.flush()
+        for name, value in first.state().items():
+            torch.testing.assert_close(value, second.state()[name])
+
+    def test_a_store_describes_itself_and_closes(self) -> None:
+        layout = fixed_layout()
+        store = self.make(layout, SparseOptimizerSpec(), torch.float32)
+        assert isinstance(store, EmbeddingStore)
+        assert (store.layout, store.tables) == (layout, layout.tables)
+        assert store.kernel != "none"
+        assert store.batches_ahead >= 0
+        assert all(isinstance(value, (int, float)) for value in store.figures().values())
+        sparse = fixed_batch(layout, seed=1).to(self.device)
+        assert store.check_batch(sparse).ids is sparse.ids
+        store.limit_prefetch(1)
+        store.prefetch(sparse)
+        store.drop_prefetched()
+        other = store.copy_for_thread()
+        torch.testing.assert_close(other.lookup(sparse), store.lookup(sparse))
+        if other is not store:
+            other.close()
+        store.close()
 
     def check_exact(self, kind: str, data: st.DataObject) -> None:
         layout = data.draw(layouts())

@@ -13,9 +13,8 @@ from rowstead.spec.errors import CheckpointError
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of
 from rowstead.spec.train import SparseOptimizerSpec
 from rowstead.stores import state as state_module
-from rowstead.stores.base import SavedState, StatePart
 from rowstead.stores.device import DeviceStore
-from rowstead.stores.state import load_parts, part_of, taken, whole_state
+from rowstead.stores.state import SavedState, StatePart, load_parts, part_of, taken, whole_state
 from tests.distributed.cuts import Cut, cuts
 
 

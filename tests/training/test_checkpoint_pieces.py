@@ -20,8 +20,7 @@ from torch import Tensor
 
 from rowstead.distributed.process_group import ProcessGroup
 from rowstead.spec.errors import CheckpointError
-from rowstead.stores.base import StatePart
-from rowstead.stores.state import load_parts, part_of
+from rowstead.stores.state import StatePart, load_parts, part_of
 from rowstead.training.checkpoint import MANIFEST, MANIFEST_DIGEST, Checkpoint, _digest_line, load, load_latest, save
 from rowstead.training.saved_tensors import StoreTensors
 from tests.distributed.cuts import Cut, cuts
@@ -242,9 +241,8 @@ def test_the_first_format_is_still_read(tmp_path: Path) -> None:
 LARGE = """
 import sys, torch
 from pathlib import Path
-from rowstead.stores.base import StatePart
 from rowstead.records.usage import peak_memory_bytes
-from rowstead.stores.state import load_parts
+from rowstead.stores.state import StatePart, load_parts
 from rowstead.training.checkpoint import load, save
 from rowstead.training.saved_tensors import StoreTensors
 

@@ -29,11 +29,10 @@ from rowstead.kernels.reference import clip_pooled
 from rowstead.kernels.row_optimizer import compute_dtype
 from rowstead.spec.placement import Shard
 from rowstead.spec.train import SparseOptimizerSpec
-from rowstead.stores.base import EmbeddingStore, StatePart
-from rowstead.stores.cached import CachedStore
+from rowstead.stores.base import EmbeddingStore
 from rowstead.stores.checked import check_batch
 from rowstead.stores.device import numbered
-from rowstead.stores.state import load_parts
+from rowstead.stores.state import StatePart
 
 Make = Callable[[Layout, SparseOptimizerSpec | None], EmbeddingStore]
 """Makes the local store of a process's pieces."""
@@ -50,7 +49,7 @@ class _ShardedBatch:
     """0: told ahead, 1: sent, 2: arrived."""
 
 
-class ShardedStore(nn.Module):
+class ShardedStore(EmbeddingStore):
     """An EmbeddingStore whose tables are shared by the processes of a channel.
 
     `make` makes the local stores, of rows of type `dtype`; `shards` says how each table is cut, and `wire` in which type vectors
@@ -72,10 +71,10 @@ class ShardedStore(nn.Module):
         check: bool = True,
         lookups: Mapping[str, float] | None = None,
     ) -> None:
-        super().__init__()
-        self.layout, self.tables, self.optimizer, self.process_group = layout, layout.tables, optimizer, process_group
+        super().__init__(layout, check=check)
+        self.optimizer, self.process_group = optimizer, process_group
         self.plan: ShardPlan = plan_shards(layout, shards, process_group.world_size, lookups=lookups)
-        self._device, self._check = numbered(device), check
+        self._device = numbered(device)
         self._dtype = compute_dtype(dtype)
         local = None if optimizer is None else dataclasses.replace(optimizer, clip=None)  # whoever asks has the whole gradient
         # Row-wise Adagrad needs the squares of whole rows, of which a slice of the columns has only some.
@@ -106,19 +105,19 @@ class ShardedStore(nn.Module):
         self._columns_of = PooledColumns(self.plan, [kind.routes.features for kind in self._pieces], self._copies.features)
         self._coming: deque[_ShardedBatch] = deque()
         self._current: _ShardedBatch | None = None
-        self._modules_within = nn.ModuleList(store for store in self.local_stores if isinstance(store, nn.Module))
-        for part in self.modules():
-            if isinstance(
-                part, CachedStore
-            ):  # else how early batches are announced would have to be agreed on again, as sets grow
-                part.max_set = 1
+        self._modules_within = nn.ModuleList(self.local_stores)
+        for store in self.local_stores:  # larger sets would have processes agree again on how early batches are prefetched
+            store.limit_prefetch(1)
         wanted = max((store.batches_ahead for store in self.local_stores), default=0)
         self._batches_ahead = 1 + max(process_group.gather(wanted))  # else some would announce batches that others do not
 
     @property
     def kernel(self) -> str:
-        """Name of the kernels that run."""
-        return next((str(store.kernel) for store in self.local_stores if hasattr(store, "kernel")), "none")
+        return next((store.kernel for store in self.local_stores), "none")
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
 
     @property
     def local_stores(self) -> list[EmbeddingStore]:
@@ -251,14 +250,13 @@ class ShardedStore(nn.Module):
         order = {table.name: place for place, table in enumerate(self.tables)}
         return dict(sorted(whole.items(), key=lambda item: order[item[0].rpartition(".")[0]]))
 
-    def load_state(self, state: Mapping[str, Tensor], *, rows_only: bool = False) -> None:
-        load_parts(self.parts(), state, rows_only=rows_only)
+    def flush(self) -> None:
+        for store in self.local_stores:
+            store.flush()
 
     def close(self) -> None:
-        """Let go of what the local stores hold outside their memory."""
         for store in self.local_stores:
-            if hasattr(store, "close"):
-                store.close()
+            store.close()
 
     def _start(self, sparse: Sparse) -> _ShardedBatch:
         fits = check_batch(sparse, self.layout, self._device) if self._check else sparse

@@ -18,8 +18,8 @@ from rowstead.distributed.sharding import ShardPiece, piece_layout
 from rowstead.kernels.choose import kernels_for
 from rowstead.kernels.layout import Layout
 from rowstead.spec.train import SparseOptimizerSpec
-from rowstead.stores.base import EmbeddingStore, StatePart
-from rowstead.stores.state import part_of
+from rowstead.stores.base import EmbeddingStore
+from rowstead.stores.state import StatePart, part_of
 
 _SUM = SparseOptimizerSpec(kind="sgd")
 

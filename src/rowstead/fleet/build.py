@@ -26,8 +26,9 @@ from rowstead.spec.errors import RowsteadError
 from rowstead.spec.fleet import FleetSpec, RoleKind
 from rowstead.spec.parse import digest
 from rowstead.spec.run import RunSpec
-from rowstead.stores.base import EmbeddingStore, StatePart
+from rowstead.stores.base import EmbeddingStore
 from rowstead.stores.host import HostStore
+from rowstead.stores.state import StatePart
 from rowstead.training import checkpoint
 from rowstead.training.build import ROW_DTYPES, Sources, build_model, expected_lookups, open_sources
 from rowstead.training.loop import Position

@@ -14,8 +14,7 @@ from rowstead.fleet.rpc_client import Client
 from rowstead.kernels.row_optimizer import compute_dtype, state_columns
 from rowstead.spec.errors import DataError
 from rowstead.spec.features import Table
-from rowstead.stores.base import StatePart
-from rowstead.stores.state import PIECE_BYTES
+from rowstead.stores.state import PIECE_BYTES, StatePart
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rowstead.data.batch import Sparse
 from rowstead.fleet.partition import Partition
@@ -33,9 +33,8 @@ from rowstead.kernels.layout import Layout
 from rowstead.kernels.row_optimizer import compute_dtype
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.train import SparseOptimizerSpec
-from rowstead.stores.base import StatePart
-from rowstead.stores.checked import check_batch
-from rowstead.stores.state import load_parts, whole_state
+from rowstead.stores.base import EmbeddingStore
+from rowstead.stores.state import SavedState, StatePart
 
 Connect = Callable[[int], Client]
 """Makes a client of the server of that number, with a name that no other client of the fleet has at the same time."""
@@ -66,14 +65,12 @@ class _Update:
     """By server, those that are awaited."""
 
 
-class RemoteStore(nn.Module):
+class RemoteStore(EmbeddingStore):
     """An EmbeddingStore whose rows are in the servers of a partition, for batches in the CPU's memory.
 
-    `connect` makes its clients, on first use. One thread at a time may be in it; `copy` gives another thread its own. A trainer
+    `connect` makes its clients, on first use. One thread at a time may be in it; `copy_for_thread` gives another thread its own. A trainer
     on a GPU wraps it in a HostStore. With `check` a batch that does not fit the tables is refused before anything is sent.
     """
-
-    kernel = "remote"
 
     def __init__(
         self,
@@ -86,13 +83,13 @@ class RemoteStore(nn.Module):
         dtype: torch.dtype = torch.float32,
         check: bool = True,
     ) -> None:
-        super().__init__()
+        super().__init__(layout, check=check)
         if staleness < 0:
             raise RowsteadError(
                 f"staleness must not be negative, got {staleness}: 0 is exact, k lets look-ups be k batches early"
             )
-        self.layout, self.tables, self.optimizer, self.partition = layout, layout.tables, optimizer, partition
-        self.staleness, self._dtype, self._check = staleness, dtype, check
+        self.optimizer, self.partition = optimizer, partition
+        self.staleness, self._dtype = staleness, dtype
         self._connect = connect
         self._routes = ServerRouter(layout, partition, dtype)
         self._clients: dict[int, Client] = {}
@@ -114,8 +111,8 @@ class RemoteStore(nn.Module):
         self.num_lookups_early = 0
         """Look-ups that were sent before their batch's turn."""
 
-    def copy(self) -> RemoteStore:
-        """The same rows for another thread, with clients of its own."""
+    def copy_for_thread(self) -> RemoteStore:
+        """The same rows, with clients of its own."""
         return RemoteStore(
             self.layout,
             self.optimizer,
@@ -131,6 +128,14 @@ class RemoteStore(nn.Module):
         return self
 
     # An EmbeddingStore
+
+    @property
+    def kernel(self) -> str:
+        return "remote"
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
 
     def lookup(self, sparse: Sparse) -> Tensor:
         with self._lock:
@@ -195,16 +200,9 @@ class RemoteStore(nn.Module):
     def parts(self) -> list[StatePart]:
         return self._rows.parts()
 
-    def state(self) -> dict[str, Tensor]:
-        return whole_state(self.parts())
-
-    def load_state(self, state: Mapping[str, Tensor], *, rows_only: bool = False) -> None:
+    def load_state(self, state: Mapping[str, Tensor] | SavedState, *, rows_only: bool = False) -> None:
         self.drop_prefetched()
-        load_parts(self.parts(), state, rows_only=rows_only)
-
-    def check_batch(self, sparse: Sparse) -> Sparse:
-        """The same batch, known to fit if this store checks batches."""
-        return check_batch(sparse, self.layout, torch.device("cpu")) if self._check and self.tables else sparse
+        super().load_state(state, rows_only=rows_only)
 
     # Of a remote store alone
 

@@ -35,7 +35,6 @@ from rowstead.fleet.build import (
 from rowstead.fleet.dense_server import DenseServerClient
 from rowstead.fleet.keys import Keys
 from rowstead.fleet.remote_batches import RemoteBatches, Ticket
-from rowstead.fleet.remote_store import RemoteStore
 from rowstead.fleet.roster import Roster
 from rowstead.records.run_folder import RunFolder
 from rowstead.spec.errors import TrainingError
@@ -43,7 +42,6 @@ from rowstead.spec.phases import Phase
 from rowstead.spec.run import RunSpec
 from rowstead.spec.train import TrainSpec
 from rowstead.stores.base import EmbeddingStore
-from rowstead.stores.host import HostStore
 from rowstead.training import checkpoint
 from rowstead.training.build import build_store, device_of, set_threads
 from rowstead.training.hogwild import Hogwild
@@ -78,8 +76,8 @@ class FleetTrainer:
         self._saves = _Every(self._fleet.snapshot_every_s)
         self._feed: RemoteBatches | None = None
         self._workers: list[Stepper] = []
-        self._stores: list[Any] = []
-        """Those that may be remote, one a thread."""
+        self._stores: list[EmbeddingStore] = []
+        """One per thread."""
         self._phase_s: dict[int, dict[Phase, float]] = {}
         """Where the time of each thread has gone, as it has said itself: its timers are its own."""
         is_remote = self._fleet.tables == "remote"
@@ -94,8 +92,8 @@ class FleetTrainer:
         """
         spec, num_threads = self._spec, self._sync.hogwild_threads
         stores = [self._store()]
-        stores += [self._another(stores[0]) for _ in range(1, num_threads)]
-        self._stores = [getattr(store, "inner", store) for store in stores]
+        stores += [stores[0].copy_for_thread() for _ in range(1, num_threads)]
+        self._stores = stores
         model = fleet_model(spec, self._device, stores[0], self._dtype)
         stepper = Stepper(model, self._train_spec(), total_steps=int(self._roster.facts["total_steps"]))
         self._take_over(stepper)
@@ -103,7 +101,7 @@ class FleetTrainer:
         self._workers = hogwild.workers
         policies = self._policies = self._sync_policies(num_threads)
         readers = [_connect(self._connections, number) for number in range(self._fleet.num_readers)]
-        layout = getattr(stores[0], "layout", None)  # the very one that the store checks batches against
+        layout = stores[0].layout  # the same object that the store checks batches against
         ids = torch.int64 if self._device.type == "cuda" else None
 
         def stops() -> bool:
@@ -129,7 +127,8 @@ class FleetTrainer:
         finally:
             feed.close(is_idle=is_idle)
         for store in stores:
-            _end(store)
+            store.flush()
+            store.close()
         self._keep()
         self._connections.close()
         return feed.is_over
@@ -145,13 +144,12 @@ class FleetTrainer:
                 for phase, seconds in phase_s.items():
                     figures[phase.key] = figures.get(phase.key, 0.0) + seconds
         figures |= self._connections.figures()
-        for name, parts in (
-            ("num_exchanges", self._policies),
-            ("num_missed", self._policies),
-            ("num_lookups_early", self._stores),
-        ):
-            if counts := [getattr(part, name) for part in parts if hasattr(part, name)]:
+        for name in ("num_exchanges", "num_missed"):
+            if counts := [getattr(part, name) for part in self._policies if hasattr(part, name)]:
                 figures[name] = sum(counts)
+        early = "num_lookups_early"
+        if counts := [counted[early] for store in self._stores if early in (counted := store.figures())]:
+            figures[early] = sum(counts)
         return figures
 
     def _work(self, thread: int, worker: Stepper, stops: Callable[[], bool]) -> None:
@@ -171,7 +169,7 @@ class FleetTrainer:
                     if stops():
                         break
             if trained:
-                _settle(store)
+                store.flush()
             while trained:
                 feed.acknowledge(trained.popleft())
             if self._policies:
@@ -201,14 +199,6 @@ class FleetTrainer:
             return build_store(self._spec, self._device, trains=True)
         remote = remote_store(self._spec, self._roster, self._connections, staleness=self._sync.staleness)
         return on_device(remote, self._device)
-
-    def _another(self, store: EmbeddingStore) -> EmbeddingStore:
-        """The same tables for another thread."""
-        if self._fleet.tables == "local":
-            return store
-        inner = store.inner if isinstance(store, HostStore) else store
-        assert isinstance(inner, RemoteStore)
-        return on_device(inner.copy(), self._device)
 
     def _sync_policies(self, num_threads: int) -> list[Unsynchronised]:
         """One for each thread; none without a dense server, where there is nobody to meet."""
@@ -284,20 +274,3 @@ def _device_of(spec: RunSpec, number: int) -> torch.device:
     """Of several trainers on a machine with GPUs each takes the next."""
     device = device_of(spec)
     return device if device.type == "cpu" else torch.device("cuda", number % torch.cuda.device_count())
-
-
-def _settle(store: EmbeddingStore) -> None:
-    """Wait until the servers have every update."""
-    if isinstance(store, HostStore):
-        store.drop_prefetched()  # waits for what was asked for
-        store = store.inner  # type: ignore[assignment]
-    if isinstance(store, RemoteStore):
-        store.flush()
-
-
-def _end(store: EmbeddingStore) -> None:
-    """Let go of a store whose servers have every update."""
-    _settle(store)
-    close = getattr(store, "close", None)
-    if close is not None:
-        close()

@@ -18,7 +18,6 @@ from rowstead.serve.exported import FORMAT, INPUTS, PROGRAM, sha256_of
 from rowstead.serve.program import ServingProgram, exported_program
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.parse import to_plain
-from rowstead.stores.device import DeviceStore
 from rowstead.training.progress import ProgressCallback
 from rowstead.training.trained import open_run
 
@@ -55,10 +54,10 @@ def export(
         raise RowsteadError(f"{to} exists: choose another folder with --to")
     trained = open_run(run, root=root, callback=callback, in_memory=True)
     spec, model, transforms = trained.spec, trained.model, trained.transforms
-    assert isinstance(model.store, DeviceStore)
+    tables = model.store.state()
     program = ServingProgram(
         model.net,
-        list(model.store.weights),
+        [tables[f"{table.name}.rows"] for table in model.store.tables],
         layout_of(spec.features, spec.tables),
         spec.features.expanded_sparse(),
         transforms,

@@ -11,10 +11,10 @@ from torch import Tensor
 from rowstead.kernels.cpu.memory import prefer_large_pages
 from rowstead.kernels.initial import initial_rows
 from rowstead.spec.features import Table
-from rowstead.stores.base import StatePart
 from rowstead.stores.device import numbered
 from rowstead.stores.groups import CacheGroup
 from rowstead.stores.pinned import seen_by_both
+from rowstead.stores.state import StatePart
 
 PIECE_ROWS = 1 << 17
 """Rows that are filled in at a time."""

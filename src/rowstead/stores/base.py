@@ -1,118 +1,179 @@
-"""`EmbeddingStore`: one small protocol for every place where rows can live."""
+"""`EmbeddingStore`: the contract of every store, wherever its rows live."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rowstead.data.batch import Sparse
+from rowstead.kernels.layout import Layout
 from rowstead.spec.features import Table
+from rowstead.stores.checked import check_batch
+from rowstead.stores.state import SavedState, StatePart, load_parts, whole_state
+
+if TYPE_CHECKING:
+    import torch
+
+    from rowstead.stores.backing import Backing
+    from rowstead.stores.device import DeviceStore
 
 
-@dataclass(frozen=True, kw_only=True)
-class StatePart:
-    """One tensor of a store's state, or the piece of it that this process keeps, some rows at a time.
+class GraphRows(Protocol):
+    """Rows that a captured CUDA graph can look up and update without the host."""
 
-    Rows in `read` and `write` are counted from the piece's own first row. A table may be larger than the memory: whoever saves
-    or loads it asks for as many rows as fit.
-    """
-
-    name: str
-    """`<table>.rows`, or the optimizer's `<table>.<name>`."""
-    shape: tuple[int, int]
-    """Of the whole tensor: rows and columns."""
-    dtype: torch.dtype
-    num_rows: int
-    """Of this piece."""
-    num_columns: int
-    read: Callable[[int, int], Tensor]
-    """Rows `start` to `stop` of this piece, [stop - start, num_columns]; on any device, not to be written to."""
-    write: Callable[[int, Tensor], None]
-    """Take over rows [n, num_columns] from row `start` of this piece on."""
-    first_row: int = 0
-    """Of this piece, in the whole."""
-    first_column: int = 0
-    is_copy: bool = False
-    """Whether another process saves the same piece; this one only loads it."""
-    take: Callable[[Tensor], Tensor] | None = None
-    """Rows of this piece by their numbers, int64 [n] on the CPU and rising: [n, num_columns]. Without it, `read` is asked for
-    all rows between."""
-
-
-@runtime_checkable
-class SavedState(Protocol):
-    """Tensors that somebody saved, read some rows and columns at a time."""
-
-    def __contains__(self, name: object) -> bool: ...
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Of the whole tensor."""
+    @property
+    def resident(self) -> DeviceStore:
+        """The rows in the memory of the GPU."""
         ...
 
-    def rows(self, name: str, start: int, stop: int, first_column: int = 0, last_column: int | None = None) -> Tensor:
-        """Rows `start` to `stop`, columns `first_column` to `last_column`, of a tensor; reads no more than those rows."""
+    generation: int
+    """Rises whenever the memory of `resident` has moved: graphs captured before are invalid."""
+
+    def check_batch(self, sparse: Sparse) -> Sparse: ...
+
+    def enter(self, sparse: Sparse) -> Sparse:
+        """The same batch with ids of `resident`; its rows stay there until `leave`."""
+        ...
+
+    def leave(self) -> None:
+        """All work on the batch that was entered last is queued on the current stream."""
         ...
 
 
-class EmbeddingStore(Protocol):
+class EmbeddingStore(nn.Module, ABC):
     """Tables of embedding rows with pooled look-up and an optimizer fused with the backward pass.
 
-    One thread at a time calls `lookup` and `update`. An update is exact: the gradients of one row are summed over repeated
-    ids and over the features that share its table before the optimizer sees them.
+    Subclasses implement `lookup`, `update`, `rows` and `parts`; everything else has a default. An update is exact: the
+    gradients of one row are summed over repeated ids and over the features that share its table before the optimizer sees them.
+
+    Concurrency: one thread at a time calls the store, unless `can_share_between_threads`. `parts`, `state` and `load_state` are
+    called between steps only.
     """
 
-    tables: tuple[Table, ...]
+    layout: Layout
 
+    def __init__(self, layout: Layout, *, check: bool = True) -> None:
+        """With `check`, a batch that does not fit the tables raises a DataError; without, it may crash the process."""
+        super().__init__()
+        self.layout = layout
+        self._check = check
+
+    @property
+    def tables(self) -> tuple[Table, ...]:
+        return self.layout.tables
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where batches must be; None if any device will do."""
+        return None
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernels that run, or `none` without tables."""
+        return "none"
+
+    def check_batch(self, sparse: Sparse) -> Sparse:
+        """The same batch, marked as one that fits the tables if this store checks batches."""
+        return check_batch(sparse, self.layout, self.device) if self._check and self.tables else sparse
+
+    # Training
+
+    @abstractmethod
     def lookup(self, sparse: Sparse) -> Tensor:
         """Pooled rows [B, sum of the features' widths], features in the order of the batch."""
-        ...
 
+    @abstractmethod
     def update(self, sparse: Sparse, grad: Tensor, *, lr: float, step: int) -> None:
-        """Apply the optimizer to every row that `sparse` names.
+        """Apply the optimizer to every row in `sparse`.
 
         grad [B, sum of widths] is the gradient of what `lookup(sparse)` returned; `step` counts from 1.
         """
-        ...
+
+    def start_lookup(self, sparse: Sparse) -> Callable[[], Tensor]:
+        """Start `lookup`; the returned function waits for the result. Looks up at once by default."""
+        pooled = self.lookup(sparse)
+        return lambda: pooled
+
+    def start_update(self, sparse: Sparse, grad: Tensor) -> Callable[[float, int], None]:
+        """Start to send the gradient; the returned function takes `lr` and `step`, and applies it."""
+        return lambda lr, step: self.update(sparse, grad, lr=lr, step=step)
+
+    runs_in_background: bool = False
+    """Whether `start_lookup` and `update` return before the work is done, so that it pays to call them first."""
+
+    def flush(self) -> None:
+        """Wait until all updates so far are applied, wherever the rows are."""
+
+    def close(self) -> None:
+        """Release files, threads and connections; the store cannot be used afterwards."""
+
+    # Prefetching
 
     @property
     def batches_ahead(self) -> int:
-        """How many batches before they come it is of use to announce them."""
-        ...
+        """How many batches ahead of its look-up a batch should be prefetched."""
+        return 0
 
     def prefetch(self, sparse: Sparse) -> None:
-        """A hint that this batch is coming, after those announced before; a store may ignore it.
+        """Hint that this batch comes after those prefetched before; a store may ignore it.
 
-        Batches that were announced come in that order, with the same tensors, and look-ups between them are for evaluation only
-        (`eval()` of the module that holds the store).
+        Prefetched batches come in that order, with the same tensors. Look-ups between them are for evaluation only (`eval()`
+        of the module that holds the store).
         """
-        ...
 
     def drop_prefetched(self) -> None:
-        """Batches that were announced are not coming after all."""
-        ...
+        """Forget the prefetched batches: they are not coming. The batch that was looked up last gets no update."""
 
+    def limit_prefetch(self, num_batches: int) -> None:
+        """Fetch the rows of at most this many batches at once, where several small batches could be fetched together."""
+
+    # What kinds of execution ask
+
+    @property
+    def can_share_between_threads(self) -> bool:
+        """Whether several threads may look up and update at once without locks (Hogwild)."""
+        return False
+
+    def copy_for_thread(self) -> EmbeddingStore:
+        """A store over the same rows for another thread; the store itself where it holds nothing per thread."""
+        return self
+
+    def graph_rows(self) -> GraphRows | None:
+        """The rows as CUDA graphs can train them; None if a step needs the host."""
+        return None
+
+    moves_with_module: bool = False
+    """Whether `to(device)` of the module around the store moves the rows."""
+
+    @property
+    def backings(self) -> Sequence[Backing]:
+        """The larger memory behind a cache, one per group of tables; empty for other stores."""
+        return ()
+
+    def figures(self) -> dict[str, float]:
+        """Counts so far to log, by name."""
+        return {}
+
+    # State
+
+    @abstractmethod
     def rows(self, table: str, ids: Tensor) -> Tensor:
         """Rows of one table, [len(ids), width]."""
-        ...
 
+    @abstractmethod
     def parts(self) -> list[StatePart]:
-        """All that a checkpoint must hold, tensor by tensor, of what this process keeps; good until the store changes places.
-
-        Between steps alone: no part may be read or written while `lookup` or `update` runs.
-        """
-        ...
+        """All tensors that a checkpoint holds, or this process's pieces of them; valid until the store's memory moves."""
 
     def state(self) -> dict[str, Tensor]:
-        """All that a checkpoint must hold: `<table>.rows` and the optimizer's `<table>.<name>`, one tensor each."""
-        ...
+        """All tensors that a checkpoint holds: `<table>.rows` and the optimizer's `<table>.<name>`."""
+        return whole_state(self.parts())
 
-    def load_state(self, state: Mapping[str, Tensor], *, rows_only: bool = False) -> None:
-        """Take over what `state` of any store gave for the same tables; of the rows alone, if the optimizer is to start anew.
+    def load_state(self, state: Mapping[str, Tensor] | SavedState, *, rows_only: bool = False) -> None:
+        """Load the `state` of any store of the same tables; with `rows_only` the optimizer state is left as it is.
 
-        A mapping that is a `SavedState` is read some rows at a time.
+        A `SavedState` is read a few rows at a time.
         """
-        ...
+        load_parts(self.parts(), state, rows_only=rows_only)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rowstead.data.batch import Sparse
 from rowstead.kernels.check import check_gradient
@@ -26,7 +26,7 @@ from rowstead.kernels.layout import Layout
 from rowstead.spec.run import Kernel
 from rowstead.spec.train import SparseOptimizerSpec
 from rowstead.stores.backing import Backing, parts_behind
-from rowstead.stores.base import StatePart
+from rowstead.stores.base import EmbeddingStore, GraphRows
 from rowstead.stores.cache_plans import CachePlan, cache_slots_for, plan_for
 from rowstead.stores.cache_slots import GROWTH, Moves
 from rowstead.stores.checked import check_batch
@@ -34,7 +34,7 @@ from rowstead.stores.device import DeviceStore, numbered
 from rowstead.stores.exchange import Exchange, exchange_for
 from rowstead.stores.groups import CacheGroup, RowNames, grouped, slots_layout
 from rowstead.stores.prefetch_scheduler import AHEAD, PendingBatch, PrefetchScheduler
-from rowstead.stores.state import load_parts, whole_state
+from rowstead.stores.state import StatePart
 
 SET_IDS, MAX_SET = 1 << 24, 8
 """On a GPU batches are brought in by sets of about so many ids, so that small ones wait for the host less often."""
@@ -52,7 +52,7 @@ def set_room(num_places: int, num_ids: float) -> float:
     return max(num_places, GROWTH * SETS_UNDER_WAY * num_ids)
 
 
-class CachedStore(nn.Module):
+class CachedStore(EmbeddingStore):
     """An EmbeddingStore over places in fast memory and a backing.
 
     `places` gives for each table that is cached how many of its rows stay in fast memory; other tables are there whole. The
@@ -72,9 +72,8 @@ class CachedStore(nn.Module):
         dtype: torch.dtype = torch.float32,
         check: bool = True,
     ) -> None:
-        super().__init__()
-        self.layout, self.tables, self.optimizer = layout, layout.tables, optimizer
-        self._device, self._check = numbered(device), check
+        super().__init__(layout, check=check)
+        self.optimizer, self._device = optimizer, numbered(device)
         self._groups = grouped(layout.tables, places, dtype=dtype, optimizer=optimizer)
         self._names = RowNames(layout, self._groups, self._device)
         is_cuda = self._device.type == "cuda"
@@ -83,7 +82,7 @@ class CachedStore(nn.Module):
         self._moving = torch.cuda.Stream(self._device, priority=-3) if is_cuda else None
         with self._on(self._planning):  # else memory that a plan still reads might go to others as soon as it is replaced
             self._places = [cache_slots_for(group.num_rows, group.num_places, self._device) for group in self._groups]
-        self.backings = [backing(group) for group in self._groups]
+        self._backings = [backing(group) for group in self._groups]
         fast, self._first_place = slots_layout(layout, self._groups, [group.num_places for group in self._groups])
         self.resident = DeviceStore(
             fast, optimizer, seed=seed, kernel=kernel, device=device, dtype=dtype, check=False, in_line=False
@@ -91,7 +90,7 @@ class CachedStore(nn.Module):
         """Trains the rows that are in fast memory: whole tables, then the places of each group as one table."""
         self.generation = 0
         """Rises whenever the memory of `resident` has moved."""
-        self.max_set = MAX_SET
+        self._max_set = MAX_SET
         """Batches that a GPU brings in at once at most."""
         self._num_ids_known = 0
         """Of the batch for which it was last decided how many are brought in at once."""
@@ -107,8 +106,24 @@ class CachedStore(nn.Module):
 
     @property
     def kernel(self) -> str:
-        """Name of the kernels that run."""
         return self.resident.kernel
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def backings(self) -> Sequence[Backing]:
+        return self._backings
+
+    def graph_rows(self) -> GraphRows | None:
+        return self if self.resident.graph_rows() is not None else None
+
+    def limit_prefetch(self, num_batches: int) -> None:
+        self._max_set = num_batches
+
+    def figures(self) -> dict[str, float]:
+        return {"num_rows_in": self.num_rows_in, "num_rows_out": self.num_rows_out}
 
     # Batches come and go
 
@@ -134,7 +149,7 @@ class CachedStore(nn.Module):
             self._turns.announce(sparse, self._recorded())
 
     def drop_prefetched(self) -> None:
-        """Batches that were announced and not entered are not coming after all."""
+        self.leave()
         self._turns.drop(self._recorded())
 
     def enter(self, sparse: Sparse) -> Sparse:
@@ -172,7 +187,7 @@ class CachedStore(nn.Module):
 
         That is decided by a batch alone, and not by what threads have done meanwhile, so that equal runs have equal sets.
         """
-        size, needs = min(self.max_set, SET_IDS // max(1, sparse.ids.numel())), []
+        size, needs = min(self._max_set, SET_IDS // max(1, sparse.ids.numel())), []
         for places, rows in zip(self._places, self._names.by_group(self._names.rows(sparse)), strict=True):
             if num_rows := rows.unique().numel():
                 size = min(size, int(set_room(places.num_places, rows.numel()) / (SETS_UNDER_WAY * num_rows)))
@@ -211,7 +226,7 @@ class CachedStore(nn.Module):
         return torch.no_grad()(move)
 
     def _move(self, place: int, moves: Moves) -> None:
-        self._exchange(self._fast_parts(place), moves, self.backings[place])
+        self._exchange(self._fast_parts(place), moves, self._backings[place])
         self.num_rows_in += moves.in_rows.numel()
         self.num_rows_out += moves.out_rows.numel()
 
@@ -270,10 +285,6 @@ class CachedStore(nn.Module):
         self.resident.update(batch, grad, lr=lr, step=step)
         self.leave()
 
-    def check_batch(self, sparse: Sparse) -> Sparse:
-        """The same batch, known to fit if this store checks batches."""
-        return check_batch(sparse, self.layout, self._device) if self._check and self.tables else sparse
-
     @torch.no_grad()
     def _lookup_aside(self, sparse: Sparse) -> Tensor:
         """A look-up that leaves the places as they are: rows that have none are lent one for its duration."""
@@ -305,7 +316,7 @@ class CachedStore(nn.Module):
             places.place_of[missing] = borrowed.int()
             self._make_room()
             none = missing[:0]
-            self._exchange(self._fast_parts(place), Moves(missing, borrowed, none, none), self.backings[place])
+            self._exchange(self._fast_parts(place), Moves(missing, borrowed, none, none), self._backings[place])
             lent.append((places, missing, borrowed))
         pooled = self.resident.lookup(self._named(sparse, rows))
         for places, missing, borrowed in lent:
@@ -326,16 +337,12 @@ class CachedStore(nn.Module):
         for table in self.tables:
             if table.name in behind:
                 place, first = behind[table.name]
-                parts += parts_behind(table, first, self._groups[place], self.backings[place], before_write=self._forget_places)
+                parts += parts_behind(
+                    table, first, self._groups[place], self._backings[place], before_write=self._forget_places
+                )
             else:
                 parts += [part for name, part in whole.items() if name.rpartition(".")[0] == table.name]
         return parts
-
-    def state(self) -> dict[str, Tensor]:
-        return whole_state(self.parts())
-
-    def load_state(self, state: Mapping[str, Tensor], *, rows_only: bool = False) -> None:
-        load_parts(self.parts(), state, rows_only=rows_only)
 
     @torch.no_grad()
     def _flush(self) -> None:
@@ -345,7 +352,7 @@ class CachedStore(nn.Module):
             for place, places in enumerate(self._places):
                 rows, taken = places.taken()
                 none = rows[:0]
-                self._exchange(self._fast_parts(place), Moves(none, none, rows, taken), self.backings[place])
+                self._exchange(self._fast_parts(place), Moves(none, none, rows, taken), self._backings[place])
             self._settle()
 
     def _settle(self) -> None:
@@ -366,5 +373,5 @@ class CachedStore(nn.Module):
         self.drop_prefetched()
         with self._turns.hold(even_broken=True):
             self._settle()
-            for backing in self.backings:
+            for backing in self._backings:
                 backing.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,9 +20,9 @@ from rowstead.spec.errors import RowsteadError
 from rowstead.spec.features import Table
 from rowstead.spec.run import Kernel
 from rowstead.spec.train import SparseOptimizerSpec
-from rowstead.stores.base import StatePart
+from rowstead.stores.base import EmbeddingStore, GraphRows
 from rowstead.stores.checked import check_batch
-from rowstead.stores.state import load_parts, part_of, whole_state
+from rowstead.stores.state import StatePart, part_of
 
 if TYPE_CHECKING:
     from rowstead.kernels.gpu.embedding import UpdatePlan
@@ -33,8 +33,8 @@ def numbered(device: torch.device | str) -> torch.device:
     return torch.empty(0, device=device).device
 
 
-class DeviceStore(nn.Module):
-    """An EmbeddingStore that is also an ordinary module: its tables are parameters.
+class DeviceStore(EmbeddingStore):
+    """An EmbeddingStore whose tables are parameters of the module.
 
     Tables do not require gradients, since `update` trains them. After `requires_grad_(True)` they take part in autograd
     like any other parameter. Without an optimizer the store only answers look-ups and holds no optimizer state.
@@ -58,13 +58,10 @@ class DeviceStore(nn.Module):
         hogwild: bool = False,
         in_line: bool = True,
     ) -> None:
-        super().__init__()
+        super().__init__(layout, check=check)
         device = torch.device(device)
-        self.layout = layout
-        self.tables: tuple[Table, ...] = layout.tables
         self.optimizer = optimizer
         self._kernel_choice: Kernel = kernel
-        self._check = check
         self._checked_places: list[int] = []
         self._hogwild = hogwild
         if hogwild and kernels_for(kernel, device)[0] != "cpu":
@@ -145,11 +142,7 @@ class DeviceStore(nn.Module):
             self.row_states[place] = {
                 name: torch.cat([value, value.new_empty(more, value.shape[1])]) for name, value in state.items()
             }
-        self.layout, self.tables = layout, layout.tables
-
-    def check_batch(self, sparse: Sparse) -> Sparse:
-        """The same batch, known to fit if this store checks batches."""
-        return check_batch(sparse, self.layout, self.weights[0].device) if self._check and self.tables else sparse
+        self.layout = layout
 
     def lookup_unchecked(self, sparse: Sparse) -> Tensor:
         """`lookup` of a batch that is known to fit; `sparse.ids` may have room for more ids than `sparse.offsets` name."""
@@ -183,7 +176,6 @@ class DeviceStore(nn.Module):
 
     @property
     def kernel(self) -> str:
-        """Name of the kernels that run."""
         return kernels_for(self._kernel_choice, self.weights[0].device)[0] if self.tables else "none"
 
     def _rows(self) -> list[Tensor]:
@@ -192,19 +184,26 @@ class DeviceStore(nn.Module):
     def _kernels(self) -> EmbeddingKernels:
         return kernels_for(self._kernel_choice, self.weights[0].device)[1]
 
-    batches_ahead = 0
+    moves_with_module = True
+
+    @property
+    def device(self) -> torch.device | None:
+        return self.weights[0].device if self.tables else None
+
+    @property
+    def can_share_between_threads(self) -> bool:
+        return self.kernel == "cpu"
+
+    def graph_rows(self) -> GraphRows | None:
+        is_fp64 = any(rows.dtype == torch.float64 for rows in self._rows())
+        return self if self.kernel in ("gpu", "none") and not is_fp64 else None
+
     generation = 0
 
     @property
     def resident(self) -> DeviceStore:
         """Where rows are while they are trained: here."""
         return self
-
-    def prefetch(self, sparse: Sparse) -> None:
-        """Nothing to do: every row is here already."""
-
-    def drop_prefetched(self) -> None:
-        """Nothing to do."""
 
     def enter(self, sparse: Sparse) -> Sparse:
         """The batch as it is."""
@@ -222,12 +221,6 @@ class DeviceStore(nn.Module):
         for table, rows, row_state in zip(self.tables, self._rows(), self.row_states, strict=True):
             named += [(f"{table.name}.{name}", value) for name, value in {"rows": rows.detach(), **row_state}.items()]
         return [part_of(name, value) for name, value in named]
-
-    def state(self) -> dict[str, Tensor]:
-        return whole_state(self.parts())
-
-    def load_state(self, state: Mapping[str, Tensor], *, rows_only: bool = False) -> None:
-        load_parts(self.parts(), state, rows_only=rows_only)
 
 
 def _in_line(

@@ -10,21 +10,20 @@ Letters: B examples, F features, nnz ids.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rowstead.data.batch import Sparse
 from rowstead.kernels.check import check_gradient
-from rowstead.kernels.layout import Layout
-from rowstead.stores.base import EmbeddingStore, StatePart
+from rowstead.stores.base import EmbeddingStore
 from rowstead.stores.checked import check_batch
 from rowstead.stores.device import numbered
-from rowstead.stores.state import load_parts, whole_state
+from rowstead.stores.state import StatePart
 
 
 @dataclass
@@ -44,7 +43,7 @@ class _HostBatch:
         return self.here
 
 
-class HostStore(nn.Module):
+class HostStore(EmbeddingStore):
     """An EmbeddingStore for batches on `device` over one whose rows are the CPU's business.
 
     One thread does all that `inner` is asked for, in the order in which it was asked. So `update` returns before the rows have
@@ -52,12 +51,9 @@ class HostStore(nn.Module):
     """
 
     def __init__(self, inner: EmbeddingStore, device: torch.device | str, *, check: bool = True) -> None:
-        super().__init__()
-        self.inner = cast("nn.Module", inner)
-        self._inner = [inner]
-        self.layout: Layout = inner.layout  # type: ignore[attr-defined]
-        self.tables = inner.tables
-        self._device, self._check = numbered(device), check
+        super().__init__(inner.layout, check=check)
+        self.inner = inner
+        self._device = numbered(device)
         self._bus = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         """Where copies are queued, so that they wait for nothing but what they copy."""
         self._work = ThreadPoolExecutor(1, thread_name_prefix="host-rows")
@@ -71,16 +67,20 @@ class HostStore(nn.Module):
 
     @property
     def kernel(self) -> str:
-        """Name of the kernels that run."""
-        return str(getattr(self._inner[0], "kernel", "none"))
+        return self.inner.kernel
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
 
     # An EmbeddingStore
 
-    def lookup(self, sparse: Sparse) -> Tensor:
-        return self.begin_lookup(sparse)()
+    runs_in_background = True
 
-    def begin_lookup(self, sparse: Sparse) -> Callable[[], Tensor]:
-        """`lookup` in the background: what is returned waits for it."""
+    def lookup(self, sparse: Sparse) -> Tensor:
+        return self.start_lookup(sparse)()
+
+    def start_lookup(self, sparse: Sparse) -> Callable[[], Tensor]:
         if self._check:
             sparse = check_batch(sparse, self.layout, self._device)
         self._raise_what_failed()
@@ -109,7 +109,7 @@ class HostStore(nn.Module):
         def work() -> None:
             if fetched is not None:
                 fetched.synchronize()
-            self._inner[0].update(batch.arrived(), here, lr=lr, step=step)
+            self.inner.update(batch.arrived(), here, lr=lr, step=step)
 
         self._updating = self._work.submit(work)
         if self._bus is None:
@@ -117,7 +117,7 @@ class HostStore(nn.Module):
 
     @property
     def batches_ahead(self) -> int:
-        return max(1, self._inner[0].batches_ahead)
+        return max(1, self.inner.batches_ahead)
 
     def prefetch(self, sparse: Sparse) -> None:
         """Begin to copy the batch's ids; the store behind is told as well."""
@@ -125,38 +125,39 @@ class HostStore(nn.Module):
             sparse = check_batch(sparse, self.layout, self._device)
         batch = self._copied(sparse)
         self._announced.append(batch)
-        self._work.submit(lambda: self._inner[0].prefetch(batch.arrived()))
+        self._work.submit(lambda: self.inner.prefetch(batch.arrived()))
 
     def drop_prefetched(self) -> None:
         """Batches that were announced and not looked up are not coming after all."""
         self._wait()
         self._announced.clear()
         self._current = None
-        self._work.submit(self._inner[0].drop_prefetched).result()
+        self._work.submit(self.inner.drop_prefetched).result()
 
     def rows(self, table: str, ids: Tensor) -> Tensor:
         self._wait()
-        return self._inner[0].rows(table, ids.cpu()).to(ids.device)
+        return self.inner.rows(table, ids.cpu()).to(ids.device)
 
     def parts(self) -> list[StatePart]:
         self._wait()
-        return self._inner[0].parts()
+        return self.inner.parts()
 
-    def state(self) -> dict[str, Tensor]:
-        return whole_state(self.parts())
+    def limit_prefetch(self, num_batches: int) -> None:
+        self.inner.limit_prefetch(num_batches)
 
-    def load_state(self, state: Mapping[str, Tensor], *, rows_only: bool = False) -> None:
-        load_parts(self.parts(), state, rows_only=rows_only)
+    def copy_for_thread(self) -> HostStore:
+        return HostStore(self.inner.copy_for_thread(), self._device, check=self._check)
 
-    def check_batch(self, sparse: Sparse) -> Sparse:
-        """The same batch, known to fit if this store checks batches."""
-        return check_batch(sparse, self.layout, self._device) if self._check and self.tables else sparse
+    def flush(self) -> None:
+        self._wait()
+        self._work.submit(self.inner.flush).result()
+
+    def figures(self) -> dict[str, float]:
+        return self.inner.figures()
 
     def close(self) -> None:
-        """End the thread, and close the store behind; of no use afterwards."""
         self._work.shutdown()
-        if hasattr(self._inner[0], "close"):
-            self._inner[0].close()
+        self.inner.close()
 
     # Copies
 
@@ -192,7 +193,7 @@ class HostStore(nn.Module):
     @torch.no_grad()
     def _pool(self, batch: _HostBatch) -> tuple[Tensor, Any]:
         """Pooled vectors on the device, and the event after which they are there."""
-        pooled = self._inner[0].lookup(batch.arrived())
+        pooled = self.inner.lookup(batch.arrived())
         if self._bus is None:
             return pooled, None
         pinned = torch.empty(pooled.shape, dtype=pooled.dtype, pin_memory=True).copy_(pooled)

@@ -9,8 +9,8 @@ Letters: B examples, F features, T tables, nnz ids.
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import cast
@@ -21,10 +21,9 @@ from torch import Tensor, nn
 from rowstead.data.batch import Sparse
 from rowstead.kernels.check import check_gradient
 from rowstead.kernels.layout import Layout
-from rowstead.stores.base import EmbeddingStore, StatePart
+from rowstead.stores.base import EmbeddingStore
 from rowstead.stores.checked import check_batch
-from rowstead.stores.host import HostStore
-from rowstead.stores.state import load_parts, whole_state
+from rowstead.stores.state import StatePart
 
 
 def layout_for(layout: Layout, tables: Sequence[str]) -> Layout:
@@ -64,7 +63,7 @@ class _SplitBatch:
     parts: list[Sparse]
 
 
-class MixedStore(nn.Module):
+class MixedStore(EmbeddingStore):
     """An EmbeddingStore over others that hold the tables of `layout` between them.
 
     The stores' own layouts are those that `layout_for` gave. A HostStore works while the others do. A batch is cut up once, so a store sees the same ids when it is announced, looked up
@@ -72,14 +71,13 @@ class MixedStore(nn.Module):
     """
 
     def __init__(self, layout: Layout, stores: Sequence[EmbeddingStore], *, check: bool = True) -> None:
-        super().__init__()
-        self.layout, self.tables = layout, layout.tables
-        self.stores = nn.ModuleList(cast("list[nn.Module]", list(stores)))
-        self._check = check
+        super().__init__(layout, check=check)
+        self.stores = nn.ModuleList(stores)
         self._holder = {table.name: store for store in stores for table in store.tables}
         held = [table.name for store in stores for table in store.tables]
         assert sorted(held) == sorted(table.name for table in layout.tables), "each table is held by one store"
-        self._shares = [_share(layout, cast("Layout", store.layout)) for store in self._each()]  # type: ignore[attr-defined]
+        self._shares = [_share(layout, store.layout) for store in stores]
+        self._start_order = sorted(range(len(stores)), key=lambda index: not stores[index].runs_in_background)
         self._join = _joined_columns(self._shares)
         self._announced: deque[_SplitBatch] = deque()
         self._current: _SplitBatch | None = None
@@ -89,28 +87,25 @@ class MixedStore(nn.Module):
 
     @property
     def kernel(self) -> str:
-        """Names of the kernels that run."""
-        names = [getattr(store, "kernel", "none") for store in self._each()]
+        names = [store.kernel for store in self._each()]
         return " and ".join(dict.fromkeys(name for name in names if name != "none")) or "none"
 
     def lookup(self, sparse: Sparse) -> Tensor:
-        shares = list(zip(self._each(), self._parts_of(sparse), strict=True))
-        # What runs beside us is begun first, and waited for last.
-        begun = [store.begin_lookup(part) if isinstance(store, HostStore) else None for store, part in shares]
-        own = [store.lookup(part) if later is None else None for (store, part), later in zip(shares, begun, strict=True)]
-        pooled = [later() if later is not None else vectors for vectors, later in zip(own, begun, strict=True)]
-        return torch.cat([cast("Tensor", pooled[store])[:, first:last] for store, first, last in self._join], dim=1)
+        stores, parts = self._each(), self._parts_of(sparse)
+        waits = {index: stores[index].start_lookup(parts[index]) for index in self._start_order}
+        pooled = {index: wait() for index, wait in waits.items()}
+        return torch.cat([pooled[store][:, first:last] for store, first, last in self._join], dim=1)
 
     @torch.no_grad()
     def update(self, sparse: Sparse, grad: Tensor, *, lr: float, step: int) -> None:
         parts = self._parts_of(sparse)
         if self._check:
             check_gradient(self.layout, sparse.offsets, grad)
-        shares = list(zip(self._each(), parts, self._shares, strict=True))
-        for store, part, share in sorted(shares, key=lambda one: not isinstance(one[0], HostStore)):
-            pieces = [grad[:, first:last] for first, last in share.columns]
+        stores = self._each()
+        for index in self._start_order:
+            pieces = [grad[:, first:last] for first, last in self._shares[index].columns]
             own = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
-            store.update(part, own.contiguous(), lr=lr, step=step)
+            stores[index].update(parts[index], own.contiguous(), lr=lr, step=step)
         self._current = None
 
     @property
@@ -142,21 +137,23 @@ class MixedStore(nn.Module):
             if part.name.rpartition(".")[0] == table.name
         ]
 
-    def state(self) -> dict[str, Tensor]:
-        return whole_state(self.parts())
+    def limit_prefetch(self, num_batches: int) -> None:
+        for store in self._each():
+            store.limit_prefetch(num_batches)
 
-    def load_state(self, state: Mapping[str, Tensor], *, rows_only: bool = False) -> None:
-        load_parts(self.parts(), state, rows_only=rows_only)
+    def flush(self) -> None:
+        for store in self._each():
+            store.flush()
 
     def close(self) -> None:
-        """Close the stores that have something to give back."""
         for store in self._each():
-            if hasattr(store, "close"):
-                store.close()
+            store.close()
 
-    def check_batch(self, sparse: Sparse) -> Sparse:
-        """The same batch, known to fit if this store checks batches."""
-        return check_batch(sparse, self.layout) if self._check and self.tables else sparse
+    def figures(self) -> dict[str, float]:
+        counts: Counter[str] = Counter()
+        for store in self._each():
+            counts.update(store.figures())
+        return dict(counts)
 
     def _parts_of(self, sparse: Sparse) -> list[Sparse]:
         """What each store has of a batch: as it was announced, or as it was looked up, or cut up now."""

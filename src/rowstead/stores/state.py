@@ -1,17 +1,61 @@
-"""A store's state as whole tensors, and how it is loaded some rows at a time; both built on its parts."""
+"""The state of a store as parts, as whole tensors, and as loaded from a checkpoint a few rows at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from rowstead.spec.errors import CheckpointError
-from rowstead.stores.base import SavedState, StatePart
 
 PIECE_BYTES = 16 << 20
-"""Bytes of a tensor that are in the hand at a time while it is saved or loaded."""
+"""Bytes of a tensor that are in memory at a time while it is saved or loaded."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatePart:
+    """One tensor of a store's state, or the piece of it that this process holds, read and written a few rows at a time.
+
+    `read` and `write` count rows from the first row of the piece. A table may be larger than memory: request as many rows as fit.
+    """
+
+    name: str
+    """`<table>.rows`, or the optimizer's `<table>.<name>`."""
+    shape: tuple[int, int]
+    """Rows and columns of the whole tensor."""
+    dtype: torch.dtype
+    num_rows: int
+    """Rows of this piece."""
+    num_columns: int
+    read: Callable[[int, int], Tensor]
+    """Rows `start` to `stop` of this piece, [stop - start, num_columns]; on any device, read-only."""
+    write: Callable[[int, Tensor], None]
+    """Replace rows from `start` on by the given [n, num_columns]."""
+    first_row: int = 0
+    """Offset of this piece in the whole tensor."""
+    first_column: int = 0
+    is_copy: bool = False
+    """Whether another process saves the same piece; this one only loads it."""
+    take: Callable[[Tensor], Tensor] | None = None
+    """Rows of this piece by index, int64 [n] on the CPU, ascending: [n, num_columns]. None: use `read` of the whole range."""
+
+
+@runtime_checkable
+class SavedState(Protocol):
+    """Saved tensors, read a range of rows and columns at a time."""
+
+    def __contains__(self, name: object) -> bool: ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of the whole tensor."""
+        ...
+
+    def rows(self, name: str, start: int, stop: int, first_column: int = 0, last_column: int | None = None) -> Tensor:
+        """Rows `start` to `stop`, columns `first_column` to `last_column`, of a tensor; reads only those rows."""
+        ...
 
 
 def part_of(

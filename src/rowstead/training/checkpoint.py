@@ -34,8 +34,7 @@ from torch import Tensor
 from rowstead.distributed.process_group import ProcessGroup, SingleProcess
 from rowstead.records.files import fsync_folder, shown_bytes
 from rowstead.spec.errors import CheckpointError
-from rowstead.stores.base import StatePart
-from rowstead.stores.state import rows_at_once
+from rowstead.stores.state import StatePart, rows_at_once
 from rowstead.training.checkpoint_files import Outgoing, check_shard, of_part, of_tensor, shards, write_shard
 from rowstead.training.checkpoint_increment import Increment, of_touched, of_touched_rows
 from rowstead.training.saved_tensors import STORE, InOneFolder, Restored, SavedTensors

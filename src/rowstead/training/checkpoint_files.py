@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from rowstead.spec.errors import CheckpointError
-from rowstead.stores.base import StatePart
-from rowstead.stores.state import PIECE_BYTES
+from rowstead.stores.state import PIECE_BYTES, StatePart
 
 DTYPES = {
     "F64": torch.float64,

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from rowstead.spec.train import CheckpointFormat
-from rowstead.stores.base import StatePart
-from rowstead.stores.state import taken
+from rowstead.stores.state import StatePart, taken
 from rowstead.training.checkpoint_encoding import encode, saves_bytes, stored_as
 from rowstead.training.checkpoint_files import Outgoing, of_tensor
 from rowstead.training.saved_tensors import TOUCHED

@@ -24,8 +24,6 @@ from rowstead.kernels.row_optimizer import numbers_of
 from rowstead.nn.dlrm import DLRM
 from rowstead.records.cost import Cost
 from rowstead.spec.train import TrainSpec
-from rowstead.stores.cached import CachedStore
-from rowstead.stores.device import DeviceStore
 from rowstead.training.precision import arithmetic
 
 EAGER_STEPS = 2
@@ -43,10 +41,7 @@ def can_run(model: DLRM) -> bool:
     """Whether a model's step can run here: on a GPU, with rows in its memory or without any, and no FP64."""
     if any(parameter.device.type != "cuda" or parameter.dtype != torch.float32 for parameter in model.net.parameters()):
         return False
-    store = model.store
-    if not isinstance(store, (DeviceStore, CachedStore)) or store.kernel not in ("gpu", "none"):
-        return False
-    return all(rows.dtype != torch.float64 for rows in store.resident.weights)
+    return model.store.graph_rows() is not None
 
 
 @dataclass
@@ -67,10 +62,9 @@ class CudaGraphStep:
 
     def __init__(self, model: DLRM, spec: TrainSpec, loss_of: LossOf) -> None:
         self._model, self._spec, self._loss_of = model, spec, loss_of
-        assert isinstance(model.store, (DeviceStore, CachedStore))
-        self._rows: DeviceStore | CachedStore = model.store
-        self._generation = model.store.generation
-        self._store = model.store.resident
+        rows = model.store.graph_rows()
+        assert rows is not None, "see `can_run`"
+        self._rows, self._generation, self._store = rows, rows.generation, rows.resident
         self.optimizer = GpuDenseOptimizer(model.net.parameters(), spec.dense_optimizer)
         self._device = next(model.net.parameters()).device
         # The network's small launches go before the large ones of rows, and those before the planning of their update; a cache's go first.

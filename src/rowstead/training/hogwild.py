@@ -24,7 +24,6 @@ from rowstead.spec.errors import RowsteadError
 from rowstead.spec.phases import Phase
 from rowstead.spec.train import TrainSpec
 from rowstead.stores.base import EmbeddingStore
-from rowstead.stores.device import DeviceStore
 from rowstead.training.flat_parameters import flat_of, start_optimizer
 from rowstead.training.step import Stepper
 
@@ -123,7 +122,7 @@ class HogwildStepper(Stepper):
 
 def check_store(store: EmbeddingStore) -> None:
     """Refuse a store that threads cannot look up and update at once."""
-    if store.tables and not (isinstance(store, DeviceStore) and store.kernel == "cpu"):
+    if store.tables and not store.can_share_between_threads:
         raise RowsteadError(
             "train.sync.hogwild_threads: threads can share tables in the memory of a CPU alone, under the CPU kernels: use "
             "`--set device=cpu` and `placement: auto`, or one thread"

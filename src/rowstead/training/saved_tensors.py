@@ -12,8 +12,7 @@ from torch import Tensor
 
 from rowstead.spec.errors import CheckpointError
 from rowstead.spec.train import CheckpointFormat
-from rowstead.stores.base import SavedState
-from rowstead.stores.state import PIECE_BYTES
+from rowstead.stores.state import PIECE_BYTES, SavedState
 from rowstead.training.checkpoint_encoding import decode
 from rowstead.training.checkpoint_files import DTYPES, ShardFile
 from rowstead.training.touched import RowBits

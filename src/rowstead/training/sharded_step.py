@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from rowstead.data.batch import Batch
 from rowstead.distributed.process_group import ProcessGroup, Work
-from rowstead.distributed.sharded_store import ShardedStore
 from rowstead.nn.dlrm import DLRM
 from rowstead.records.timers import Timers
 from rowstead.spec.phases import Phase
@@ -46,8 +45,7 @@ class ShardedStep:
     ) -> None:
         self._model, self._spec, self._loss_of = model, spec, loss_of
         self._optimizer, self._timers, self._channel = optimizer, timers, process_group
-        assert isinstance(model.store, ShardedStore) or not model.store.tables
-        self._store = model.store if isinstance(model.store, ShardedStore) else None
+        self._store = model.store if model.store.tables else None
         self._gradients = DenseGradients(model.net, process_group, WIRE_DTYPES[spec.wire])
         self.wants_stop: Callable[[], bool] = lambda: False
         self.stops = False

@@ -23,7 +23,6 @@ from rowstead.spec.errors import CheckpointError
 from rowstead.spec.parse import difference, to_plain_without_defaults
 from rowstead.spec.placement import MemorySpec
 from rowstead.spec.run import RunSpec
-from rowstead.stores.device import DeviceStore
 from rowstead.training import checkpoint
 from rowstead.training.build import Log, build_model, device_of, files_like, set_threads
 from rowstead.training.evaluate import evaluate as evaluate_model
@@ -88,7 +87,7 @@ def evaluate(
     trained = open_run(run, root=root, callback=callback)
     source = trained.source(data)
     device = device_of(trained.spec)
-    if not isinstance(trained.model.store, DeviceStore):
+    if not trained.model.store.moves_with_module:
         device = torch.device("cpu")  # tables that do not fit into its memory stay where they are
     with set_threads(trained.spec):
         quality = evaluate_model(

@@ -29,7 +29,6 @@ from rowstead.spec.curve import Curve, CurveAxis
 from rowstead.spec.machine import Machine
 from rowstead.spec.software import Software
 from rowstead.spec.timings import Timings
-from rowstead.stores.cached import CachedStore
 from rowstead.study.calibration.machine_speed import MachineSpeed
 from rowstead.study.calibration.steady_state import Drawn, run_to_steady_state, turn_s
 from rowstead.study.calibration.steps import WARM_GPU_S, Shape, Steps
@@ -273,8 +272,7 @@ def _with_caches_of_gpu(
             steps = Steps.of(shape, device, placement={"*": rule}, memory={"folder": place})
             store = steps.stepper.model.store
             if max_set is not None:
-                assert isinstance(store, CachedStore)
-                store.max_set = max_set
+                store.limit_prefetch(max_set)
             try:
                 return steady_s(steps, seconds, warm_s=WARM_GPU_S)
             finally:

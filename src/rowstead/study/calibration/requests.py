@@ -28,6 +28,7 @@ from rowstead.kernels.layout import Layout, layout_of
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of
 from rowstead.spec.sharing import MessageCost
 from rowstead.spec.train import SparseOptimizerSpec
+from rowstead.stores.base import EmbeddingStore
 from rowstead.stores.device import DeviceStore
 from rowstead.study.calibration.clock import PASSING_BYTES
 from rowstead.study.calibration.fit import not_negative
@@ -182,7 +183,7 @@ def _taken(size: RequestLoad, address: str, other: Any, pace: MachineSpeed, num_
     cores_s: list[float] = []
     step = 0
 
-    def some(store: Any, count: int, settle: Callable[[], Any]) -> _Used:
+    def some(store: EmbeddingStore, count: int, settle: Callable[[], Any]) -> _Used:
         nonlocal step
         used = _Used()
         for _ in range(count):

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from rowstead.data.batch import Batch, Sparse
 from rowstead.plan.caching import BATCHES_COUNTED
-from rowstead.stores.cached import MAX_SET, CachedStore
+from rowstead.stores.cached import MAX_SET
 from rowstead.stores.prefetch_scheduler import AHEAD
 from rowstead.stores.ssd import FileRows
 from rowstead.study.calibration.steps import DRAWN_IDS, MAX_BATCHES, Shape, Steps, drawn_batches
@@ -81,14 +81,14 @@ def run_to_steady_state(
     """A model as it is late in a run, with rows in files in a folder and this share of each such table's rows in caches."""
     spec = shape.spec(device.type, placement=placement, memory={"folder": str(folder)})
     model = build_model(spec, device, trains=True)
-    store: Any = model.store
+    store = model.store
     batches = drawn.batches
     if device.type == "cpu":  # ids are drawn within the tables
         batches = [
             dataclasses.replace(one, sparse=dataclasses.replace(one.sparse, checked_for=store.layout)) for one in batches
         ]
     steps = Steps(shape, device, Stepper(model, spec.train, total_steps=1_000_000), batches)
-    if isinstance(store, CachedStore) and store.batches_ahead:
+    if store.backings and store.batches_ahead:
         for backing in store.backings:
             if isinstance(backing, FileRows):
                 _write_all(backing)
@@ -97,7 +97,7 @@ def run_to_steady_state(
         if device.type == "cuda":  # else all that was just read would count as under way, and a GPU's cache take memory for it
             for batch in batches[-(AHEAD + 1) * MAX_SET :]:
                 store.lookup(batch.sparse)
-        store.leave()
+        store.drop_prefetched()
         for _ in steps.take(SETTLING_STEPS):
             pass
     return steps

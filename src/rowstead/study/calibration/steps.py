@@ -164,7 +164,7 @@ class Steps:
         stepper = Stepper(model, spec.train, total_steps=1_000_000)
         batches = drawn_batches(shape, device)
         if device.type == "cpu":  # the thread that reads has checked them, in a run
-            batches = [dataclasses.replace(one, sparse=check_batch(one.sparse, model.store.layout, device)) for one in batches]  # type: ignore[attr-defined]
+            batches = [dataclasses.replace(one, sparse=check_batch(one.sparse, model.store.layout, device)) for one in batches]
         return cls(shape, device, stepper, batches, pace=pace)
 
     def take(self, count: int) -> Iterator[Callable[[], float]]:
@@ -234,9 +234,7 @@ class Steps:
 
     def close(self) -> None:
         """Give back what stores keep outside memory."""
-        store: Any = self.stepper.model.store
-        if hasattr(store, "close"):
-            store.close()
+        self.stepper.model.store.close()
 
 
 def _quantile(values: list[float]) -> float:
