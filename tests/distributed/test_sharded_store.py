@@ -23,7 +23,7 @@ from rowstead.spec.train import SparseOptimizerSpec
 from rowstead.stores.backing import RamRows
 from rowstead.stores.cached import CachedStore
 from rowstead.stores.device import DeviceStore
-from tests.distributed.thread_process_group import ThreadChannel, in_threads
+from tests.distributed.thread_process_group import ThreadProcessGroup, in_threads
 from tests.stores.store_contract import KINDS, BriefStoreContract, PlainStore, layouts, sparse_batches
 
 
@@ -76,7 +76,7 @@ def test_any_mix_of_shards_over_any_number_of_processes_is_exact(kind: str, data
     rng = np.random.default_rng(1)
     grads = [rng.normal(size=(batch.num_samples, layout.total_width)) for batch in batches]
 
-    def work(process_group: ThreadChannel) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    def work(process_group: ThreadProcessGroup) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         store = sharded(layout, optimizer, shards, process_group, num_places=num_places)
         shares = [cut(batch.num_samples, process_group.rank, world_size) for batch in batches]
         own = [batch.examples(*share) for batch, share in zip(batches, shares, strict=True)]
@@ -114,7 +114,7 @@ def test_pieces_begin_and_are_loaded_as_parts_of_the_whole(data: st.DataObject) 
     other = {name: torch.rand_like(value) for name, value in whole.items()}
 
     def work(
-        process_group: ThreadChannel,
+        process_group: ThreadProcessGroup,
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[tuple[str, bool, int]]]:
         store = sharded(layout, optimizer, shards, process_group)
         initial = store.state()
@@ -143,7 +143,7 @@ def test_all_processes_announce_equally_many_batches_whatever_their_own_stores_w
             return DeviceStore(local, rule)
         return CachedStore(local, rule, places={"t1": 2}, backing=lambda group: RamRows(group, seed=1))
 
-    def work(process_group: ThreadChannel) -> int:
+    def work(process_group: ThreadProcessGroup) -> int:
         return ShardedStore(plain_layout(20, 10), SparseOptimizerSpec(), {}, process_group, make).batches_ahead
 
     first, second = in_threads(2, work)

@@ -16,7 +16,7 @@ from rowstead.distributed.process_group import CompletedWork, Work
 T = TypeVar("T")
 
 
-class ThreadChannel:
+class ThreadProcessGroup:
     """One of `world_size` threads, which meet at a barrier for each exchange."""
 
     def __init__(self, rank: int, world_size: int, shown: list[Any], meeting: threading.Barrier) -> None:
@@ -55,14 +55,14 @@ class ThreadChannel:
         return CompletedWork()
 
 
-def in_threads(world_size: int, work: Callable[[ThreadChannel], T]) -> list[T]:
+def in_threads(world_size: int, work: Callable[[ThreadProcessGroup], T]) -> list[T]:
     """What `work` returns in each of `world_size` threads; the first error ends them all."""
     meeting = threading.Barrier(world_size)
     shown: list[Any] = [None] * world_size
 
     def one(rank: int) -> T:
         try:
-            return work(ThreadChannel(rank, world_size, shown, meeting))
+            return work(ThreadProcessGroup(rank, world_size, shown, meeting))
         except BaseException:
             meeting.abort()
             raise

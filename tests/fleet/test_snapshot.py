@@ -37,11 +37,11 @@ class Trained:
         self.shard = TableShard(layout, ADAM, dtype=dtype)
         self.num_updates = 0
         self.snapshots = Snapshots(self.shard, folder, counted=lambda: {"updates": self.num_updates})
-        self._routes = ServerRouter(layout, whole_tables(layout, 1), dtype)
+        self._router = ServerRouter(layout, whole_tables(layout, 1), dtype)
 
     def asked(self, seed: int) -> tuple[LookupRequest, list[torch.Tensor]]:
         batch = batch_of(self.layout, 6, seed)
-        split = self._routes.split(batch)
+        split = self._router.split(batch)
         (gradients,) = split.gradients(grad_of(self.layout, batch, seed), None)
         return self.shard.parser.parse(Message("lookup", *split.asks[0].message()))[0], gradients
 

@@ -15,7 +15,7 @@ from rowstead.report.inputs import gather
 from rowstead.report.page import page_from, sections_of
 from rowstead.spec.phases import Phase
 from rowstead.spec.run import load_recipe
-from tests.distributed.thread_process_group import ThreadChannel, in_threads
+from tests.distributed.thread_process_group import ThreadProcessGroup, in_threads
 from tests.small_runs import small_spec
 
 OTHER_SECONDS = {"train_s", "cpu_s", "samples_per_s", "alone_samples_per_s"}
@@ -59,7 +59,7 @@ def train_sharded(folder: Path) -> None:
         patch.setattr(run, "open_process_group", lambda device: contextlib.nullcontext(groups[threading.get_ident()]))
         spec = small_spec("device=cpu", "train.max_steps=5")
 
-        def train(group: ThreadChannel) -> None:
+        def train(group: ThreadProcessGroup) -> None:
             groups[threading.get_ident()] = group
             run.train(spec, out=folder)
 

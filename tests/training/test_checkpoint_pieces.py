@@ -24,7 +24,7 @@ from rowstead.stores.state import StatePart, load_parts, part_of
 from rowstead.training.checkpoint import MANIFEST, MANIFEST_DIGEST, Checkpoint, _digest_line, load, load_latest, save
 from rowstead.training.saved_tensors import StoreTensors
 from tests.distributed.cuts import Cut, cuts
-from tests.distributed.thread_process_group import ThreadChannel, in_threads
+from tests.distributed.thread_process_group import ThreadProcessGroup, in_threads
 
 Result = TypeVar("Result")
 Parts = dict[str, list[Cut]]
@@ -35,7 +35,7 @@ SHAPES = {"user.rows": (101, 6), "user.sum": (101, 1), "item.rows": (40, 6), "it
 def in_processes(world_size: int, work: Callable[[ProcessGroup], Result]) -> list[Result | Exception]:
     """What `work(channel)` returned, or raised, in each process of a job; they are threads here."""
 
-    def one(process_group: ThreadChannel) -> Result | Exception:
+    def one(process_group: ThreadProcessGroup) -> Result | Exception:
         try:
             return work(process_group)
         except CheckpointError as error:

@@ -21,28 +21,28 @@ from rowstead.spec.job import MEETING_FILE, RESTARTS, is_one_of_many
 
 
 class Work(Protocol):
-    """Something that is on its way."""
+    """A collective that was started, as in torch.distributed."""
 
     def wait(self) -> None:
-        """Return once it has arrived; on a GPU, once work that is queued from now on will find it there."""
+        """Block until it has completed; on a GPU, until work that is queued from now on sees its result."""
         ...
 
 
 class ProcessGroup(Protocol):
     """The processes of one synchronous job. Every process makes the same calls in the same order.
 
-    A tensor that was handed to a `start_…` belongs to the channel until it has been waited for.
+    A tensor passed to a `start_…` method must not be touched before its `Work` was waited for.
     """
 
     rank: int
     world_size: int
 
     def barrier(self) -> None:
-        """Wait until every process is here."""
+        """Wait until every process has called it."""
         ...
 
     def gather(self, value: Any) -> list[Any]:
-        """What every process gave, in the order of ranks; plain JSON values."""
+        """The values of all processes, in the order of ranks; plain JSON values."""
         ...
 
     def all_reduce(self, tensor: Tensor, *, op: str = "sum") -> None:
@@ -50,40 +50,40 @@ class ProcessGroup(Protocol):
         ...
 
     def start_all_reduce(self, tensor: Tensor) -> Work:
-        """Begin to sum a contiguous tensor over all processes, in place; every process ends with the same bits."""
+        """Start to sum a contiguous tensor over all processes, in place; every process gets the same bits."""
         ...
 
     def start_all_to_all(
         self, received: Tensor, sent: Tensor, received_sizes: Sequence[int], sent_sizes: Sequence[int]
     ) -> Work:
-        """Begin to send to each process, in the order of ranks, its share of `sent`, and to receive the others' shares for us.
+        """Start to send each process its part of `sent`, in the order of ranks, and to receive the others' parts for this one.
 
-        Both are contiguous with one dimension; the sizes count elements.
+        Both tensors are contiguous with one dimension; sizes count elements.
         """
         ...
 
 
 class CompletedWork:
-    """What need not be waited for."""
+    """Work that has completed already."""
 
     def wait(self) -> None:
-        """Nothing to wait for."""
+        """Return at once."""
 
 
 class SingleProcess:
-    """The channel of a job that is one process."""
+    """The process group of a job with one process."""
 
     rank = 0
     world_size = 1
 
     def barrier(self) -> None:
-        """Nobody to wait for."""
+        """Return at once."""
 
     def gather(self, value: Any) -> list[Any]:
         return [value]
 
     def all_reduce(self, tensor: Tensor, *, op: str = "sum") -> None:
-        """Already the sum of all."""
+        """Leave the tensor as it is."""
 
     def start_all_reduce(self, tensor: Tensor) -> Work:
         return CompletedWork()
@@ -97,19 +97,19 @@ class SingleProcess:
 
 @dataclass
 class Traffic:
-    """What went over a channel so far."""
+    """What a process group has transferred so far."""
 
     sent_bytes: int = 0
-    """By this process to others; a sum over all processes counts as what a ring sends for it."""
+    """Bytes sent by this process to others; an all-reduce counts as what a ring all-reduce sends."""
     flight_s: float = 0.0
-    """Seconds between the start of each exchange and its end, added up; only where the channel takes times."""
+    """Sum over all collectives of the seconds between start and completion; only with `takes_times`."""
     waited_s: float = 0.0
-    """Seconds of these in which this process could do nothing else."""
+    """Seconds of these in which this process was blocked."""
 
 
 @contextlib.contextmanager
 def open_process_group(device: torch.device) -> Iterator[ProcessGroup]:
-    """The channel to the other processes of this job; that of a lone process where nobody has started us as one of many."""
+    """The process group of this job; a `SingleProcess` unless a launcher started this process as one of several."""
     if not is_one_of_many():
         yield SingleProcess()
         return
@@ -117,16 +117,15 @@ def open_process_group(device: torch.device) -> Iterator[ProcessGroup]:
     try:
         yield process_group
     except BaseException:
-        process_group.close(in_peace=False)
-        raise
+        raise  # without waiting: others may never complete what was started
     process_group.close()
 
 
 class TorchProcessGroup:
     """The processes of a torch.distributed job.
 
-    Sums go over a group of their own, so that they keep no order with the exchanges: a backward pass starts both. CPU tensors
-    always go by gloo. With `takes_times` every exchange leaves in `traffic` how long it took and how long it was waited for.
+    All-reduces have a group of their own, so that they need no order relative to all-to-alls: a backward pass starts both. CPU
+    tensors always use gloo. With `takes_times`, `traffic` also records how long collectives took and were waited for.
     """
 
     def __init__(self, device: torch.device, *, takes_times: bool = False) -> None:
@@ -138,7 +137,7 @@ class TorchProcessGroup:
 
     @classmethod
     def join(cls, device: torch.device, *, takes_times: bool = False) -> TorchProcessGroup:
-        """Meet the other processes that the environment tells of."""
+        """Join the process group that the environment variables describe."""
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -147,18 +146,19 @@ class TorchProcessGroup:
                 store: Store = FileStore(os.environ[MEETING_FILE], world_size)
             else:
                 store, rank, world_size = next(iter(rendezvous("env://")))
-                # torchrun's store outlives its workers, and still has the addresses of those that it has started before.
+                # torchrun's store outlives its workers, and still has the addresses of the workers before a restart.
                 store = PrefixStore(f"rowstead/{os.environ.get(RESTARTS, '0')}", store)
             dist.init_process_group(_backend(device), store=store, rank=rank, world_size=world_size)
         except (RuntimeError, ValueError) as error:
-            raise RowsteadError(f"process {rank} of {world_size} could not meet the others: {_first_line(error)}") from error
+            raise RowsteadError(
+                f"process {rank} of {world_size} could not join the process group: {_first_line(error)}"
+            ) from error
         return cls(device, takes_times=takes_times)
 
-    def close(self, *, in_peace: bool = True) -> None:
-        """Part from the others; after a failure without waiting for what is still on its way."""
-        if in_peace:
-            self.barrier()
-            dist.destroy_process_group()
+    def close(self) -> None:
+        """Leave the group once every process does."""
+        self.barrier()
+        dist.destroy_process_group()
 
     def barrier(self) -> None:
         with _lost():
@@ -183,7 +183,7 @@ class TorchProcessGroup:
         self._count_sum(tensor)
         start_s = time.perf_counter()
         with _lost():
-            return self._under_way(dist.all_reduce(tensor, group=self._sums, async_op=True), start_s)
+            return self._timed(dist.all_reduce(tensor, group=self._sums, async_op=True), start_s)
 
     def start_all_to_all(
         self, received: Tensor, sent: Tensor, received_sizes: Sequence[int], sent_sizes: Sequence[int]
@@ -192,21 +192,21 @@ class TorchProcessGroup:
         start_s = time.perf_counter()
         with _lost():
             work = dist.all_to_all_single(received, sent, list(received_sizes), list(sent_sizes), async_op=True)
-        return self._under_way(work, start_s, keeps=(received, sent))
+        return self._timed(work, start_s, keeps=(received, sent))
 
     def _count_sum(self, tensor: Tensor) -> None:
         self.traffic.sent_bytes += 2 * (self.world_size - 1) * tensor.numel() * tensor.element_size() // self.world_size
 
-    def _under_way(self, work: Any, start_s: float, keeps: tuple[Tensor, ...] = ()) -> Work:
-        under_way = _TimedWork(work, self.traffic, start_s, keeps)
+    def _timed(self, work: Any, start_s: float, keeps: tuple[Tensor, ...] = ()) -> Work:
+        timed = _TimedWork(work, self.traffic, start_s, keeps)
         if self.takes_times:
-            under_way.watch()
-        return under_way
+            timed.watch()
+        return timed
 
 
 @dataclass
 class _TimedWork:
-    """An exchange that torch.distributed is busy with."""
+    """A collective of torch.distributed, timed if asked to."""
 
     work: Any
     traffic: Traffic
@@ -215,7 +215,7 @@ class _TimedWork:
     ended_s: list[float] | None = field(default=None)
 
     def watch(self) -> None:
-        """Note when it ends."""
+        """Record when it completes."""
         self.ended_s = ended_s = []
         self.work.get_future().add_done_callback(lambda _: ended_s.append(time.perf_counter()))
 
@@ -226,7 +226,7 @@ class _TimedWork:
         if self.ended_s is None:
             return
         now_s = time.perf_counter()
-        end_s = self.ended_s[0] if self.ended_s else now_s  # its note may come a moment after we wake up
+        end_s = self.ended_s[0] if self.ended_s else now_s  # the callback may run a moment after the wait returns
         self.traffic.flight_s += max(end_s, self.start_s) - self.start_s
         self.traffic.waited_s += min(now_s, max(end_s, wait_s)) - wait_s
 
@@ -237,11 +237,11 @@ def _backend(device: torch.device) -> str:
 
 @contextlib.contextmanager
 def _lost() -> Iterator[None]:
-    """What torch.distributed says of a process that has gone, as an error of ours."""
+    """Turn the error of torch.distributed for a lost process into a LostProcessError."""
     try:
         yield
     except RuntimeError as error:
-        raise LostProcessError(f"another process of this job has gone: {_first_line(error)}") from error
+        raise LostProcessError(f"another process of this job was lost: {_first_line(error)}") from error
 
 
 def _first_line(error: BaseException) -> str:

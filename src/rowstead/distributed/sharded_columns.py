@@ -1,4 +1,4 @@
-"""Where the columns of the pooled vectors come from, and where those of their gradients go."""
+"""Which process the columns of the pooled vectors come from, and where those of their gradients go."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from rowstead.distributed.sharding import ShardPlan
 
 @dataclass(frozen=True)
 class _Run:
-    """PooledColumns of the whole that come from the same columns of the same blocks, added up."""
+    """Columns of the output that come from the same columns of the same blocks, added up."""
 
     start: int
     stop: int
     sources: tuple[tuple[int, int], ...]
-    """For each block that has a share in them its number and its first column."""
+    """For each block that contributes, its number and its first column."""
 
 
 class PooledColumns:
     """Which columns of the pooled output are in which columns of the blocks that come from each process.
 
-    Blocks are numbered through: for each kind of pieces one of each process, then one of the copies.
+    Blocks are numbered: one per process for each kind of pieces, then one for replicated tables.
     """
 
     def __init__(self, plan: ShardPlan, features: Sequence[Sequence[Sequence[int]]], copied: Sequence[int]) -> None:
-        """features: for each kind of pieces and each process those that it answers for, in order; `copied` those of copies."""
+        """features: those of each process for each kind of pieces, in its order; `copied` are those of replicated tables."""
         layout = plan.layout
         self._blocks: list[list[tuple[int, int]]] = []
-        """For each block the columns of the whole that it has, as ranges, in its own order."""
+        """For each block its columns of the output, as ranges, in its own order."""
         for kind in features:
             for rank, answered in enumerate(kind):
                 pieces = {piece.table: piece for piece in plan.pieces[rank]}
@@ -47,10 +47,10 @@ class PooledColumns:
         for kind in features:
             self._firsts.append(self._firsts[-1] + len(kind))
         self._has_copies = bool(copied)
-        self._merged = [_merged(ranges) for ranges in self._blocks]
+        self._merged = [_merge(ranges) for ranges in self._blocks]
         self._runs = self._find_runs(layout.total_width)
 
-    def joined(self, blocks: Sequence[Tensor]) -> Tensor:
+    def join(self, blocks: Sequence[Tensor]) -> Tensor:
         """The pooled output [B, sum of widths] from blocks [B, width]."""
         parts = []
         for run in self._runs:
@@ -62,25 +62,25 @@ class PooledColumns:
             parts.append(part)
         return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim=1)
 
-    def of_pieces(self, grad: Tensor, kind: int) -> list[Tensor]:
-        """The columns of each process's block of one kind, out of [B, sum of widths]."""
-        return [_picked(grad, ranges) for ranges in self._merged[self._firsts[kind] : self._firsts[kind + 1]]]
+    def cut_for_pieces(self, grad: Tensor, kind: int) -> list[Tensor]:
+        """The columns of each process's block of one kind, from [B, sum of widths]."""
+        return [_select(grad, ranges) for ranges in self._merged[self._firsts[kind] : self._firsts[kind + 1]]]
 
-    def of_copies(self, grad: Tensor) -> Tensor:
-        """The columns of the copies."""
-        return _picked(grad, self._merged[-1] if self._has_copies else [])
+    def cut_for_copies(self, grad: Tensor) -> Tensor:
+        """The columns of replicated tables."""
+        return _select(grad, self._merged[-1] if self._has_copies else [])
 
     def _find_runs(self, width: int) -> list[_Run]:
         sources: list[list[tuple[int, int]]] = [[] for _ in range(width)]
         for block, ranges in enumerate(self._blocks):
-            place = 0
+            offset = 0
             for start, stop in ranges:
                 for column in range(start, stop):
-                    sources[column].append((block, place))
-                    place += 1
+                    sources[column].append((block, offset))
+                    offset += 1
         runs: list[_Run] = []
         for column, found in enumerate(sources):
-            assert found, f"nobody answers for column {column}"
+            assert found, f"no process keeps column {column}"
             if runs:
                 last = runs[-1]
                 length = column - last.start
@@ -91,8 +91,8 @@ class PooledColumns:
         return runs
 
 
-def _merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same columns in as few ranges as they make up."""
+def _merge(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same columns in as few ranges as possible."""
     merged: list[tuple[int, int]] = []
     for start, stop in ranges:
         if merged and merged[-1][1] == start:
@@ -102,8 +102,8 @@ def _merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-def _picked(grad: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
-    """Some columns of [B, width], side by side."""
+def _select(grad: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
+    """Some columns of [B, width], concatenated."""
     if not ranges:
         return grad[:, :0]
     views = [grad[:, start:stop] for start, stop in ranges]

@@ -1,7 +1,7 @@
-"""Ids on their way to the processes that keep their rows.
+"""Sends ids to the processes that own their rows.
 
-A batch is cut for each process into the bags that concern its pieces. Their ids, as int32 where its tables allow, their weights
-and their lengths, in as many bytes as the longest needs, go to it as one message; a few numbers sent ahead say how long it is.
+A batch is cut into the bags of each process. Their ids (int32 where tables allow), weights and lengths (in as many bytes as the
+longest needs) go to it as one message; a short header sent ahead gives the sizes.
 
 Letters: B examples of this process, F features, nnz ids, W processes.
 """
@@ -22,99 +22,99 @@ from rowstead.distributed.router import RoutedBags, Router
 from rowstead.spec.errors import LostProcessError
 
 _LENGTHS = (None, torch.uint8, torch.int16, torch.int32)
-"""Types of lengths by their code; 0 where all bags are of one length, which is told ahead."""
+"""Dtypes of lengths by their code; 0 where all bags have one length, which the header contains."""
 _WEIGHTS = (None, torch.float32, torch.float64)
 _HEADER = 5
-"""Numbers that are told ahead: examples, ids, code and value of lengths, code of weights."""
+"""Numbers of a header: examples, ids, code and value of lengths, code of weights."""
 
 
 @dataclass(eq=False)
 class IdExchange:
-    """One batch of every process on its way to the owners of its rows: told ahead, then sent, then arrived."""
+    """One batch of every process, sent to the owners of its rows: headers first, then ids."""
 
     sparse: Sparse
-    """Of this process."""
-    routes: Router
+    """This process's batch."""
+    router: Router
     process_group: ProcessGroup
-    lengths: list[Tensor] = field(default_factory=list)
-    """What this process asks of each: int64 [F, B]."""
-    asked: list[Tensor] = field(default_factory=list)
-    """What each asks of this process: int64 [F, B]."""
-    here: Sparse | None = None
-    """The bags of all processes for this one's pieces, examples in the order of ranks; none until it has arrived."""
+    sent_lengths: list[Tensor] = field(default_factory=list)
+    """Lengths of the bags that this process requests from each: [F, B]."""
+    received_lengths: list[Tensor] = field(default_factory=list)
+    """Lengths of the bags that each requests from this process: int64 [F, B]."""
+    received: Sparse | None = None
+    """The bags of all processes for this one's pieces, examples in the order of ranks; None before they have arrived."""
     _waiting: Work | None = None
     _sent: Tensor | None = None
     _sent_sizes: list[int] = field(default_factory=list)
-    _received: Tensor | None = None
+    _buffer: Tensor | None = None
     _headers: Tensor | None = None
 
     @classmethod
-    def start(cls, sparse: Sparse, routes: Router, process_group: ProcessGroup) -> IdExchange:
-        """Cut a batch and tell the others what is coming."""
-        asked = cls(sparse, routes, process_group)
-        parts = routes.cut(sparse)
-        asked.lengths = [part.lengths for part in parts]
+    def start(cls, sparse: Sparse, router: Router, process_group: ProcessGroup) -> IdExchange:
+        """Cut a batch and send the headers."""
+        exchange = cls(sparse, router, process_group)
+        parts = router.cut(sparse)
+        exchange.sent_lengths = [part.lengths for part in parts]
         headers = _headers_of(parts, sparse.num_samples)
-        messages = [_message(part, routes.id_dtype, header) for part, header in zip(parts, headers, strict=True)]
-        asked._sent = torch.cat(messages)
-        asked._sent_sizes = [message.numel() for message in messages]
+        messages = [_message(part, router.id_dtype, header) for part, header in zip(parts, headers, strict=True)]
+        exchange._sent = torch.cat(messages)
+        exchange._sent_sizes = [message.numel() for message in messages]
         sent = torch.tensor(headers, dtype=torch.int32).flatten()
-        asked._headers = torch.empty_like(sent)
+        exchange._headers = torch.empty_like(sent)
         sizes = [_HEADER] * process_group.world_size
-        asked._waiting = process_group.start_all_to_all(asked._headers, sent, sizes, sizes)
-        return asked
+        exchange._waiting = process_group.start_all_to_all(exchange._headers, sent, sizes, sizes)
+        return exchange
 
     def send(self) -> None:
-        """Once every process knows what is coming, let it come."""
+        """Send the ids, once the headers have arrived."""
         if self._sent is None or self._headers is None or self._waiting is None:
             return
         self._waiting.wait()
-        sizes = [sum(_sections(header, *self._shape)) for header in self._told()]
-        self._received = self._sent.new_empty(sum(sizes))
-        self._waiting = self.process_group.start_all_to_all(self._received, self._sent, sizes, self._sent_sizes)
+        sizes = [sum(_sections(header, *self._shape)) for header in self._header_rows()]
+        self._buffer = self._sent.new_empty(sum(sizes))
+        self._waiting = self.process_group.start_all_to_all(self._buffer, self._sent, sizes, self._sent_sizes)
         self._sent = None
 
-    def arrive(self) -> Sparse:
+    def receive(self) -> Sparse:
         """Wait for the others' bags, and lay them out as one batch."""
         self.send()
-        if self.here is not None:
-            return self.here
+        if self.received is not None:
+            return self.received
         assert self._waiting is not None
-        assert self._received is not None
+        assert self._buffer is not None
         self._waiting.wait()
-        parts, place = [], 0
-        for header in self._told():
+        parts, offset = [], 0
+        for header in self._header_rows():
             sections = _sections(header, *self._shape)
-            parts.append(_read(self._received[place : place + sum(sections)], header, sections, *self._shape))
-            place += sum(sections)
-        self.asked = [part.lengths for part in parts]
-        self.here = _one_batch(parts, self._shape[0])
-        self._received = self._waiting = None
-        return self.here
+            parts.append(_read(self._buffer[offset : offset + sum(sections)], header, sections, *self._shape))
+            offset += sum(sections)
+        self.received_lengths = [part.lengths for part in parts]
+        self.received = _one_batch(parts, self._shape[0])
+        self._buffer = self._waiting = None
+        return self.received
 
     def drop(self) -> None:
-        """Nobody wants it any more; what is on its way arrives all the same, unless its sender has gone."""
+        """Drop the batch; what was sent is still received, unless its sender was lost."""
         if self._waiting is not None:
             with contextlib.suppress(LostProcessError):
                 self._waiting.wait()
 
     @property
     def num_samples(self) -> list[int]:
-        """Examples of each process."""
-        return [header[0] for header in self._told()]
+        """Number of examples of each process."""
+        return [header[0] for header in self._header_rows()]
 
     @property
     def _shape(self) -> tuple[int, torch.dtype]:
-        return len(self.routes.features[self.process_group.rank]), self.routes.id_dtype
+        return len(self.router.features[self.process_group.rank]), self.router.id_dtype
 
-    def _told(self) -> list[list[int]]:
+    def _header_rows(self) -> list[list[int]]:
         assert self._headers is not None
-        told: list[list[int]] = self._headers.view(-1, _HEADER).tolist()
-        return told
+        rows: list[list[int]] = self._headers.view(-1, _HEADER).tolist()
+        return rows
 
 
 def _headers_of(parts: Sequence[RoutedBags], num_samples: int) -> list[list[int]]:
-    """What is told ahead of each part; one wait for the device in all."""
+    """The header of each part; waits for the device once."""
     ends = [torch.stack(part.lengths.aminmax()) if part.lengths.numel() else part.lengths.new_zeros(2) for part in parts]
     headers = []
     for part, (least, most) in zip(parts, torch.stack(ends).tolist(), strict=True):
@@ -125,7 +125,7 @@ def _headers_of(parts: Sequence[RoutedBags], num_samples: int) -> list[list[int]
 
 
 def _sections(header: Sequence[int], num_features: int, id_type: torch.dtype) -> tuple[int, int, int]:
-    """Bytes of ids, weights and lengths in a message, each up to a multiple of 8."""
+    """Bytes of ids, weights and lengths in a message, each rounded up to a multiple of 8."""
     num_samples, num_ids, lengths, _, weights = header
     bytes_each = [0 if kind is None else kind.itemsize for kind in (_WEIGHTS[weights], _LENGTHS[lengths])]
     used = (num_ids * id_type.itemsize, num_ids * bytes_each[0], num_features * num_samples * bytes_each[1])
@@ -133,7 +133,7 @@ def _sections(header: Sequence[int], num_features: int, id_type: torch.dtype) ->
 
 
 def _message(part: RoutedBags, id_type: torch.dtype, header: Sequence[int]) -> Tensor:
-    """A part as bytes."""
+    """A part as a message of bytes."""
     sections = _sections(header, len(part.lengths), id_type)
     message = torch.empty(sum(sections), dtype=torch.uint8, device=part.ids.device)
     ids, weights, lengths = message.split(sections)
@@ -152,7 +152,7 @@ def _fill(section: Tensor, values: Tensor, kind: torch.dtype) -> None:
 def _read(
     message: Tensor, header: Sequence[int], sections: Sequence[int], num_features: int, id_type: torch.dtype
 ) -> RoutedBags:
-    """The part that `_message` wrote."""
+    """Read what `_message` wrote."""
     num_samples, num_ids, lengths_code, constant, weights_code = header
     ids, weights, lengths = message.split(list(sections))
     count = num_features * num_samples
@@ -169,7 +169,7 @@ def _read(
 
 
 def _one_batch(parts: Sequence[RoutedBags], num_features: int) -> Sparse:
-    """The processes' bags as one batch, feature by feature and inside a feature in the order of ranks."""
+    """The processes' bags as one batch: feature by feature, each in the order of ranks."""
     lengths = torch.cat([part.lengths for part in parts], dim=1)
     offsets = torch.cat([lengths.new_zeros(1), lengths.flatten().cumsum(0)])
     counts = torch.stack([part.lengths.sum(dim=1) for part in parts]).tolist()

@@ -1,4 +1,4 @@
-"""The pieces of some tables over all processes: how pooled vectors reach whoever asked, and gradients whoever keeps the rows.
+"""The pieces of some tables over all processes: exchanges ids, pooled vectors and their gradients with their owners.
 
 Letters: B examples of one process, F features, D width, W processes.
 """
@@ -23,14 +23,14 @@ from rowstead.kernels.layout import Layout
 from rowstead.stores.base import EmbeddingStore
 
 FULL_SHARE = 0.95
-"""Share of bags with ids from which on vectors of empty bags are sent as well, rather than left out."""
+"""Share of non-empty bags above which the vectors of empty bags are sent as well."""
 
 
 class Pieces:
-    """This process's pieces in a local store, and the other processes as far as they concern it.
+    """This process's pieces in a local store, and its exchanges with the other processes.
 
-    `make` makes the local store from its layout; a process may have no piece. Vectors travel in `wire`, if that is not their
-    own type. A store that is updated with other batches than it looks up hears of none in advance.
+    `make` builds the local store from its layout; a process may have no piece. `wire` is the dtype of vectors on the wire. A
+    store that is updated with other batches than it looks up gets no prefetches.
     """
 
     def __init__(
@@ -46,66 +46,66 @@ class Pieces:
         is_updated_as_looked_up: bool = True,
     ) -> None:
         self.process_group = process_group
-        self._announces = is_updated_as_looked_up
-        self.routes = Router(layout, pieces)
+        self._prefetches = is_updated_as_looked_up
+        self.router = Router(layout, pieces)
         self.layouts = [piece_layout(layout, own) for own in pieces]
-        """Of every process."""
+        """The layouts of all processes."""
         self.own = pieces[process_group.rank]
         self.layout = self.layouts[process_group.rank]
         self.store = make(self.layout) if self.layout.tables else None
         self.dtype, self.device, self.wire = dtype, device, wire or dtype
         self._shapes = [_Shape.of(each, device) for each in self.layouts]
         self._blocks: dict[IdExchange, tuple[_Blocks, _Blocks]] = {}
-        """Of the batch that was looked up last."""
+        """For the batch that was looked up last."""
 
     def start(self, sparse: Sparse) -> IdExchange:
-        """Begin to send a batch's ids to the owners of their rows."""
-        return IdExchange.start(sparse, self.routes, self.process_group)
+        """Start to send a batch's ids to the owners of their rows."""
+        return IdExchange.start(sparse, self.router, self.process_group)
 
-    def prefetch(self, asked: IdExchange) -> None:
-        """Tell the local store of a batch that is coming, once its ids are here."""
-        here = self._arrived(asked)
-        if self.store is not None and self._announces:
+    def prefetch(self, exchange: IdExchange) -> None:
+        """Prefetch a batch in the local store, once its ids have arrived."""
+        here = self._receive(exchange)
+        if self.store is not None and self._prefetches:
             self.store.prefetch(here)
 
-    def start_lookup(self, asked: IdExchange) -> Callable[[], list[Tensor]]:
-        """Pool what everybody asks of this process and begin to send it; what is returned waits for the answers of all.
+    def start_lookup(self, exchange: IdExchange) -> Callable[[], list[Tensor]]:
+        """Pool what all processes request from this one and start to send it; the returned function waits for all answers.
 
-        They are [B, width of that process's features], one a process.
+        They are [B, width of that process's features], one per process.
         """
-        here = self._arrived(asked)
+        here = self._receive(exchange)
         if self.store is not None:
             pooled = self.store.lookup(here)
         else:
-            pooled = torch.zeros(sum(asked.num_samples), 0, dtype=self.dtype, device=self.device)
-        answers, questions = self._vectors(asked)
-        sent = answers.pack(pooled.split(asked.num_samples), self.wire)
-        received, waiting = self._exchange(sent, answers.sizes, questions.sizes)
+            pooled = torch.zeros(sum(exchange.num_samples), 0, dtype=self.dtype, device=self.device)
+        answers, requests = self._vectors(exchange)
+        sent = answers.pack(pooled.split(exchange.num_samples), self.wire)
+        received, waiting = self._exchange(sent, answers.sizes, requests.sizes)
 
         def wait() -> list[Tensor]:
             waiting.wait()
-            return questions.unpack(received, self.dtype)
+            return requests.unpack(received, self.dtype)
 
         return wait
 
-    def start_update(self, asked: IdExchange, gradients: Sequence[Tensor]) -> Callable[[], Tensor]:
-        """Begin to send gradients, one of the shape of each answer, to the owners; what is returned waits for those of all.
+    def start_update(self, exchange: IdExchange, gradients: Sequence[Tensor]) -> Callable[[], Tensor]:
+        """Start to send gradients, one of the shape of each answer, to the owners; the returned function waits for all of them.
 
-        They are [B of all processes, width of this one's features].
+        It returns [B of all processes, width of this one's features].
         """
-        answers, questions = self._vectors(asked)
+        answers, requests = self._vectors(exchange)
         scale = 1.0
         if self.wire == torch.float16:
-            # A mean over the batch leaves each example a small gradient, and FP16 has no smaller ones: a power of two is exact.
-            scale = 2.0 ** round(math.log2(max(1, sum(asked.num_samples))))
+            # A mean over the batch leaves each example a small gradient, which FP16 would flush to zero; a power of two is exact.
+            scale = 2.0 ** round(math.log2(max(1, sum(exchange.num_samples))))
             gradients = [gradient * scale for gradient in gradients]
-        sent = questions.pack(gradients, self.wire)
-        received, waiting = self._exchange(sent, questions.sizes, answers.sizes)
+        sent = requests.pack(gradients, self.wire)
+        received, waiting = self._exchange(sent, requests.sizes, answers.sizes)
 
         def wait() -> Tensor:
             waiting.wait()
             parts = answers.unpack(received, self.dtype)
-            whole = parts[0] if len(parts) == 1 else answers.together(received, self.dtype, parts)
+            whole = parts[0] if len(parts) == 1 else answers.concatenate(received, self.dtype, parts)
             return whole if scale == 1.0 else whole / scale
 
         return wait
@@ -114,21 +114,21 @@ class Pieces:
         received = sent.new_empty(sum(received_sizes))
         return received, self.process_group.start_all_to_all(received, sent, received_sizes, sent_sizes)
 
-    def _arrived(self, asked: IdExchange) -> Sparse:
-        """The bags for this process's pieces; whoever asked for them has checked them."""
-        here = asked.arrive()
-        if here.checked_for is None:
-            here = asked.here = dataclasses.replace(here, checked_for=self.layout)
-        return here
+    def _receive(self, exchange: IdExchange) -> Sparse:
+        """The bags for this process's pieces; the sender has checked them."""
+        received = exchange.receive()
+        if received.checked_for is None:
+            received = exchange.received = dataclasses.replace(received, checked_for=self.layout)
+        return received
 
-    def _vectors(self, asked: IdExchange) -> tuple[_Blocks, _Blocks]:
-        """What this process answers to each, and what it gets from each."""
-        if asked not in self._blocks:
+    def _vectors(self, exchange: IdExchange) -> tuple[_Blocks, _Blocks]:
+        """What this process sends to each as answers, and what it receives from each."""
+        if exchange not in self._blocks:
             self._blocks.clear()
             own = self._shapes[self.process_group.rank]
-            answers = _Blocks([own] * self.process_group.world_size, asked.asked)
-            self._blocks[asked] = answers, _Blocks(self._shapes, asked.lengths)
-        return self._blocks[asked]
+            answers = _Blocks([own] * self.process_group.world_size, exchange.received_lengths)
+            self._blocks[exchange] = answers, _Blocks(self._shapes, exchange.sent_lengths)
+        return self._blocks[exchange]
 
 
 @dataclass(frozen=True)
@@ -138,9 +138,9 @@ class _Shape:
     width: int
     unit: int
     units_of: Tensor
-    """For each unit of a row the feature that it belongs to, int64."""
+    """The feature of each unit of a row, int64."""
     widths: tuple[int, ...]
-    """Of the features."""
+    """Widths of the features."""
 
     @classmethod
     def of(cls, layout: Layout, device: torch.device) -> _Shape:
@@ -152,18 +152,18 @@ class _Shape:
 
 
 class _Blocks:
-    """Vectors between this process and each other one, [B, width] a process, those of empty bags left out where many are.
+    """Vectors between this process and each other, [B, width] per process, without those of empty bags where there are many.
 
     Both ends know the lengths of the bags, and so which vectors to expect.
     """
 
     def __init__(self, shapes: Sequence[_Shape], lengths: Sequence[Tensor]) -> None:
-        """lengths: for each process int64 [F, B]."""
+        """lengths: [F, B] for each process."""
         self._shapes = shapes
         self._num_samples = [each.shape[1] for each in lengths]
         self._filled: list[Tensor | None] = []
         self.sizes: list[int] = []
-        """Elements of each block on the wire."""
+        """Number of elements of each block on the wire."""
         has_ids = [each > 0 for each in lengths]
         counts = [filled.sum(dim=1) for filled in has_ids]
         flat = torch.cat(counts).tolist()
@@ -180,11 +180,11 @@ class _Blocks:
 
     @property
     def is_full(self) -> bool:
-        """Whether nothing is left out."""
+        """Whether all vectors are sent."""
         return all(filled is None for filled in self._filled)
 
     def pack(self, blocks: Sequence[Tensor], wire: torch.dtype) -> Tensor:
-        """The vectors [B, width] for each process, one after the other."""
+        """The vectors [B, width] for each process, concatenated."""
         flat = []
         for block, shape, filled in zip(blocks, self._shapes, self._filled, strict=True):
             if filled is not None:
@@ -206,8 +206,8 @@ class _Blocks:
             blocks.append(units.view(count, shape.width))
         return blocks
 
-    def together(self, flat: Tensor, dtype: torch.dtype, blocks: Sequence[Tensor]) -> Tensor:
-        """`blocks`, which `unpack` gave and which are of one width, below each other; not copied if they already are."""
+    def concatenate(self, flat: Tensor, dtype: torch.dtype, blocks: Sequence[Tensor]) -> Tensor:
+        """The blocks that `unpack` returned, of one width, concatenated; without a copy if they are contiguous already."""
         if self.is_full:
             return flat.to(dtype).view(sum(self._num_samples), self._shapes[0].width)
         return torch.cat(list(blocks))

@@ -1,6 +1,6 @@
-"""Tables over the processes of a synchronous job: each keeps pieces of them in a store of its own, whatever that is.
+"""Tables sharded over the processes of a synchronous job: each process keeps its pieces in a local store of any kind.
 
-A look-up sends ids to the owners of their rows, which pool, and brings the vectors back; an update sends the vectors' gradients
+A look-up sends ids to the owners of their rows, which pool them and send the vectors back; an update sends the vectors' gradients
 the same way. An owner sees the bags of all processes in one update, so the gradients of a row are summed over processes before
 the optimizer sees them. Every process makes the same calls in the same order, with its own share of the same batch.
 
@@ -22,7 +22,7 @@ from rowstead.distributed.process_group import ProcessGroup
 from rowstead.distributed.sharded_columns import PooledColumns
 from rowstead.distributed.sharded_ids import IdExchange
 from rowstead.distributed.sharded_pieces import Pieces
-from rowstead.distributed.sharded_sums import ColumnPieces, Copies
+from rowstead.distributed.sharded_sums import ColumnShards, ReplicatedTables
 from rowstead.distributed.sharding import ShardPlan, plan_shards
 from rowstead.kernels.layout import Layout
 from rowstead.kernels.reference import clip_pooled
@@ -35,18 +35,18 @@ from rowstead.stores.device import numbered
 from rowstead.stores.state import StatePart
 
 Make = Callable[[Layout, SparseOptimizerSpec | None], EmbeddingStore]
-"""Makes the local store of a process's pieces."""
+"""Builds the local store of a process's pieces."""
 
 
 @dataclass
 class _ShardedBatch:
-    """A batch that is under way."""
+    """A batch that was prefetched or looked up."""
 
     sparse: Sparse
-    asked: list[IdExchange]
+    exchanges: list[IdExchange]
     """One for each kind of pieces."""
     stage: int = 0
-    """0: told ahead, 1: sent, 2: arrived."""
+    """0: headers sent, 1: ids sent, 2: ids received."""
 
 
 class ShardedStore(EmbeddingStore):
@@ -76,8 +76,8 @@ class ShardedStore(EmbeddingStore):
         self.plan: ShardPlan = plan_shards(layout, shards, process_group.world_size, lookups=lookups)
         self._device = numbered(device)
         self._dtype = compute_dtype(dtype)
-        local = None if optimizer is None else dataclasses.replace(optimizer, clip=None)  # whoever asks has the whole gradient
-        # Row-wise Adagrad needs the squares of whole rows, of which a slice of the columns has only some.
+        local = None if optimizer is None else dataclasses.replace(optimizer, clip=None)  # clipped before gradients are cut
+        # Row-wise Adagrad needs the squares of whole rows; a slice of columns has only some.
         apart: tuple[Shard, ...] = ("column",) if optimizer is not None and optimizer.kind == "rowwise_adagrad" else ()
         together: tuple[Shard, ...] = tuple(shard for shard in ("table", "row", "column") if shard not in apart)
 
@@ -98,12 +98,14 @@ class ShardedStore(EmbeddingStore):
 
         self._pieces = [kind for kind in (pieces(together, lambda layout: make(layout, local)),) if kind is not None]
         self._columns = None
-        if local is not None and (slices := pieces(apart, lambda layout: make(layout, ColumnPieces.optimizer(local)))):
-            self._columns = ColumnPieces(slices, local)
+        if local is not None and (slices := pieces(apart, lambda layout: make(layout, ColumnShards.optimizer(local)))):
+            self._columns = ColumnShards(slices, local)
             self._pieces.append(slices)
-        self._copies = Copies(layout, self.plan.replicated, process_group, make, local, dtype=self._dtype, device=self._device)
-        self._columns_of = PooledColumns(self.plan, [kind.routes.features for kind in self._pieces], self._copies.features)
-        self._coming: deque[_ShardedBatch] = deque()
+        self._copies = ReplicatedTables(
+            layout, self.plan.replicated, process_group, make, local, dtype=self._dtype, device=self._device
+        )
+        self._columns_of = PooledColumns(self.plan, [kind.router.features for kind in self._pieces], self._copies.features)
+        self._prefetched: deque[_ShardedBatch] = deque()
         self._current: _ShardedBatch | None = None
         self._modules_within = nn.ModuleList(self.local_stores)
         for store in self.local_stores:  # larger sets would have processes agree again on how early batches are prefetched
@@ -131,15 +133,15 @@ class ShardedStore(EmbeddingStore):
         return self._batches_ahead
 
     def prefetch(self, sparse: Sparse) -> None:
-        """Begin to send the ids of a coming batch; they travel on while the batches before it are trained on."""
+        """Start to send the ids of a coming batch, while the batches before it are trained on."""
         self._advance()
-        self._coming.append(self._start(sparse))
+        self._prefetched.append(self._start(sparse))
 
     def drop_prefetched(self) -> None:
-        for batch in self._coming:
-            for asked in batch.asked:
-                asked.drop()
-        self._coming.clear()
+        for batch in self._prefetched:
+            for exchange in batch.exchanges:
+                exchange.drop()
+        self._prefetched.clear()
         for store in self.local_stores:
             store.drop_prefetched()
 
@@ -147,16 +149,16 @@ class ShardedStore(EmbeddingStore):
         return self.start_lookup(sparse)()
 
     def start_lookup(self, sparse: Sparse) -> Callable[[], Tensor]:
-        """Begin a look-up; what is returned waits for it, and other work may be done meanwhile."""
+        """Start a look-up; the returned function waits for it, so that other work can overlap."""
         batch = self._take(sparse)
-        waits = [kind.start_lookup(asked) for kind, asked in zip(self._pieces, batch.asked, strict=True)]
+        waits = [kind.start_lookup(exchange) for kind, exchange in zip(self._pieces, batch.exchanges, strict=True)]
         self._advance()
         copies = self._copies.lookup(sparse)
         self._current = batch
 
         def wait() -> Tensor:
-            pooled = self._columns_of.joined([*(block for one in waits for block in one()), *copies])
-            return self._divided(pooled, sparse)
+            pooled = self._columns_of.join([*(block for one in waits for block in one()), *copies])
+            return self._divide_means(pooled, sparse)
 
         return wait
 
@@ -165,42 +167,42 @@ class ShardedStore(EmbeddingStore):
 
     @torch.no_grad()
     def start_update(self, sparse: Sparse, grad: Tensor) -> Callable[[float, int], None]:
-        """Begin to send gradients [B, sum of widths] to the owners of the rows; what is returned waits and applies them."""
+        """Start to send gradients [B, sum of widths] to the owners of the rows; the returned function waits and applies them."""
         assert self.optimizer is not None, "this store was made for look-ups only"
         batch, self._current = self._current, None
         if batch is None or not _is_same(batch.sparse, sparse):
             batch = self._take(sparse)
         if self.optimizer.clip is not None:
             grad = clip_pooled(grad, self.layout, self.optimizer.clip)
-        copied = self._copies.start_update(sparse, self._columns_of.of_copies(grad))
-        grad = self._divided(grad, sparse)
+        copied = self._copies.start_update(sparse, self._columns_of.cut_for_copies(grad))
+        grad = self._divide_means(grad, sparse)
         waits = []
-        for place, (kind, asked) in enumerate(zip(self._pieces, batch.asked, strict=True)):
-            asked.arrive()
-            waits.append(kind.start_update(asked, self._columns_of.of_pieces(grad, place)))
+        for index, (kind, exchange) in enumerate(zip(self._pieces, batch.exchanges, strict=True)):
+            exchange.receive()
+            waits.append(kind.start_update(exchange, self._columns_of.cut_for_pieces(grad, index)))
 
         @torch.no_grad()
         def apply(lr: float, step: int) -> None:
-            for kind, asked, wait in zip(self._pieces, batch.asked, waits, strict=True):
+            for kind, exchange, wait in zip(self._pieces, batch.exchanges, waits, strict=True):
                 gradients = wait()
-                assert asked.here is not None
+                assert exchange.received is not None
                 if self._columns is not None and kind is self._columns.pieces:
-                    self._columns.update(asked.here, gradients, lr=lr, step=step)
+                    self._columns.update(exchange.received, gradients, lr=lr, step=step)
                 elif kind.store is not None:
-                    kind.store.update(asked.here, gradients, lr=lr, step=step)
+                    kind.store.update(exchange.received, gradients, lr=lr, step=step)
             copied(lr, step)
             self._advance()
 
         return apply
 
     def rows(self, table: str, ids: Tensor) -> Tensor:
-        place = [each.name for each in self.tables].index(table)
-        if place in self.plan.replicated:
+        index = [each.name for each in self.tables].index(table)
+        if index in self.plan.replicated:
             return self._copies.rows(table, ids)
-        found = torch.zeros(ids.numel(), self.tables[place].width, dtype=self._dtype, device=self._device)
+        found = torch.zeros(ids.numel(), self.tables[index].width, dtype=self._dtype, device=self._device)
         for kind in self._pieces:
             for piece in kind.own:
-                if piece.table != place or kind.store is None:
+                if piece.table != index or kind.store is None:
                     continue
                 is_here = (ids >= piece.first_row) & (ids < piece.first_row + piece.num_rows)
                 here = kind.store.rows(table, ids[is_here] - piece.first_row).to(self._dtype)
@@ -217,11 +219,11 @@ class ShardedStore(EmbeddingStore):
             parts += self._columns.parts(is_copy=self.process_group.rank > 0)
         if self._copies.store is not None:
             parts += [dataclasses.replace(part, is_copy=self.process_group.rank > 0) for part in self._copies.store.parts()]
-        order = {table.name: place for place, table in enumerate(self.tables)}
+        order = {table.name: index for index, table in enumerate(self.tables)}
         return sorted(parts, key=lambda part: order[part.name.rpartition(".")[0]])
 
     def _part_of_whole(self, part: StatePart, kind: Pieces) -> StatePart:
-        """What a local store calls a tensor, as the piece of one that it is."""
+        """A part of a local store's state, as a piece of the whole tensor."""
         name, _, what = part.name.rpartition(".")
         piece = next(piece for piece in kind.own if self.tables[piece.table].name == name)
         table = self.tables[piece.table]
@@ -235,7 +237,7 @@ class ShardedStore(EmbeddingStore):
         )
 
     def state(self) -> dict[str, Tensor]:
-        """All of it, in the memory of every process: for small tables."""
+        """The whole state in the memory of every process: for small tables."""
         names: dict[str, tuple[tuple[int, int], torch.dtype]] = {}
         for given in self.process_group.gather([[part.name, part.shape, str(part.dtype)] for part in self.parts()]):
             names |= {name: (tuple(shape), getattr(torch, kind.removeprefix("torch."))) for name, shape, kind in given}
@@ -246,8 +248,8 @@ class ShardedStore(EmbeddingStore):
                 columns = slice(part.first_column, part.first_column + part.num_columns)
                 whole[part.name][rows, columns] = part.read(0, part.num_rows).to(self._device)
         for name in sorted(whole):
-            self.process_group.all_reduce(whole[name].view(torch.uint8))  # every byte comes from one process
-        order = {table.name: place for place, table in enumerate(self.tables)}
+            self.process_group.all_reduce(whole[name].view(torch.uint8))  # each byte comes from one process
+        order = {table.name: index for index, table in enumerate(self.tables)}
         return dict(sorted(whole.items(), key=lambda item: order[item[0].rpartition(".")[0]]))
 
     def flush(self) -> None:
@@ -263,26 +265,26 @@ class ShardedStore(EmbeddingStore):
         return _ShardedBatch(sparse, [kind.start(fits) for kind in self._pieces])
 
     def _take(self, sparse: Sparse) -> _ShardedBatch:
-        """A batch with its ids at their owners, announced or not."""
-        found = next((batch for batch in self._coming if _is_same(batch.sparse, sparse)), None)
+        """A batch whose ids are sent to their owners, prefetched or not."""
+        found = next((batch for batch in self._prefetched if _is_same(batch.sparse, sparse)), None)
         if found is not None:
-            self._coming.remove(found)
+            self._prefetched.remove(found)
         return found or self._start(sparse)
 
     def _advance(self) -> None:
-        """Bring every announced batch one stage further; what it waits for was begun a while ago."""
-        for batch in self._coming:
+        """Bring every prefetched batch one stage further; what it waits for was started a while ago."""
+        for batch in self._prefetched:
             if batch.stage == 0:
-                for asked in batch.asked:
-                    asked.send()
+                for exchange in batch.exchanges:
+                    exchange.send()
             elif batch.stage == 1:
-                for kind, asked in zip(self._pieces, batch.asked, strict=True):
-                    kind.prefetch(asked)
+                for kind, exchange in zip(self._pieces, batch.exchanges, strict=True):
+                    kind.prefetch(exchange)
             batch.stage += 1
 
-    def _divided(self, pooled: Tensor, sparse: Sparse) -> Tensor:
-        """Sums over rows that are with several processes as means, where a feature wants those; and so their gradients."""
-        features = [f for kind in self._pieces for f in kind.routes.split_features if self.layout.is_mean[f]]
+    def _divide_means(self, pooled: Tensor, sparse: Sparse) -> Tensor:
+        """Divide the sums of features whose rows are split over processes and whose pooling is the mean; so with their gradients."""
+        features = [f for kind in self._pieces for f in kind.router.split_features if self.layout.is_mean[f]]
         if not features or not pooled.numel():
             return pooled
         lengths = sparse.offsets.diff().view(self.layout.num_features, -1).clamp(min=1)

@@ -1,4 +1,4 @@
-"""Rows whose gradients need a sum over processes before the optimizer: copies of small tables, and slices of wide ones.
+"""Rows whose gradients are summed over processes before the optimizer: replicated tables, and column slices of wide ones.
 
 Letters: B examples, N rows, D width, U distinct rows.
 """
@@ -24,10 +24,10 @@ from rowstead.stores.state import StatePart, part_of
 _SUM = SparseOptimizerSpec(kind="sgd")
 
 
-class Copies:
-    """Tables of which every process has a copy: each looks up for itself, and adds up all processes' gradients row by row.
+class ReplicatedTables:
+    """Replicated tables: each process looks up in its own copy, and gradients are summed over all processes row by row.
 
-    The sum has the same bits everywhere, and so have the copies.
+    The sum has the same bits in every process, and so have the copies.
     """
 
     def __init__(
@@ -41,14 +41,14 @@ class Copies:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._channel, self._optimizer, self._device, self._dtype = process_group, optimizer, device, dtype
+        self._process_group, self._optimizer, self._device, self._dtype = process_group, optimizer, device, dtype
         whole = [_whole_piece(layout, table) for table in tables]
         self.layout = piece_layout(layout, whole)
         self.features = [feature for feature, table in enumerate(layout.table_of) if table in tables]
         self.store = make(self.layout, optimizer) if whole else None
 
     def lookup(self, sparse: Sparse) -> list[Tensor]:
-        """The pooled rows of the features that read copies [B, their widths], if there are any."""
+        """The pooled rows of the features that read replicated tables, [B, their widths], if there are any."""
         return [] if self.store is None else [self.store.lookup(self._own(sparse))]
 
     def rows(self, table: str, ids: Tensor) -> Tensor:
@@ -56,24 +56,24 @@ class Copies:
         return self.store.rows(table, ids).to(self._dtype)
 
     def start_update(self, sparse: Sparse, grad: Tensor) -> Callable[[float, int], None]:
-        """Begin to add up the gradients of all rows; what is returned waits for the sum and applies it."""
+        """Start to sum the gradients of all rows; the returned function waits for the sum and applies it."""
         if self.store is None or self._optimizer is None:
             return lambda lr, step: None
         tables, own = self.layout.tables, self._own(sparse)
         sizes = [table.num_elements for table in tables]
-        # Adam changes a row that was read although its gradient is zero: who was read is added up as well.
+        # Adam updates a row that was read even if its gradient is zero, so which rows were read is summed as well.
         counts_reads = self._optimizer.kind == "adam"
         num_rows = [table.num_rows for table in tables] if counts_reads else []
         flat = torch.zeros(sum(sizes) + sum(num_rows), dtype=self._dtype, device=self._device)
         gradients, reads = flat.split([sum(sizes), sum(num_rows)])
         sums = [each.view(-1, table.width) for each, table in zip(gradients.split(sizes), tables, strict=True)]
-        add_up(sums, self.layout, own, grad)
+        add_gradients(sums, self.layout, own, grad)
         if counts_reads and own.ids.numel():
-            firsts = torch.tensor([sum(num_rows[:place]) for place in self.layout.table_of], device=self._device)
+            firsts = torch.tensor([sum(num_rows[:table]) for table in self.layout.table_of], device=self._device)
             counts = own.offsets.diff().view(self.layout.num_features, -1).sum(dim=1)
             reads[own.ids.long() + torch.repeat_interleave(firsts, counts)] = 1
-        # In full precision: a row of a small table stands for many examples, and what rounds its sum is not evened out.
-        waiting = self._channel.start_all_reduce(flat)
+        # In full precision: a row of a small table sums many examples, and rounding errors do not average out.
+        waiting = self._process_group.start_all_reduce(flat)
 
         def apply(lr: float, step: int) -> None:
             assert self.store is not None
@@ -88,7 +88,7 @@ class Copies:
         return apply
 
     def _own(self, sparse: Sparse) -> Sparse:
-        """The bags of the features that read copies."""
+        """The bags of the features that read replicated tables."""
         if len(self.features) == sparse.num_features:
             return dataclasses.replace(sparse, checked_for=self.layout)
         count = sparse.num_samples
@@ -104,11 +104,11 @@ class Copies:
         )
 
 
-class ColumnPieces:
-    """Slices of columns under row-wise Adagrad, which divides a row by the squares of all its columns.
+class ColumnShards:
+    """Column slices under row-wise Adagrad, which divides a row by the squares of all its columns.
 
-    Every process has the same ids. Each adds up the gradients of its slice of a row, all add up their squares, and each applies
-    the result to its slice by gradient descent. What the optimizer remembers of a row is kept here, the same in every process.
+    Every process has the same ids. Each sums the gradients of its slice of a row, all sum their squares, and each applies the
+    result to its slice by gradient descent. The optimizer's state of a row is kept here, the same in every process.
     """
 
     def __init__(self, pieces: Pieces, optimizer: SparseOptimizerSpec) -> None:
@@ -118,13 +118,13 @@ class ColumnPieces:
 
     @staticmethod
     def optimizer(whole: SparseOptimizerSpec) -> SparseOptimizerSpec:
-        """That of the local store."""
+        """The optimizer of the local store."""
         return dataclasses.replace(whole, kind="sgd", clip=None)
 
     def update(self, here: Sparse, grad: Tensor, *, lr: float, step: int) -> None:
         """Apply gradients [B of all processes, width of the slices]."""
         layout = self.pieces.layout
-        found = summed_by_row(layout, here, grad)
+        found = sum_by_row(layout, here, grad)
         squares = torch.cat([summed.square().sum(dim=1) for _, summed in found])
         self.pieces.process_group.start_all_reduce(squares).wait()
         scaled = []
@@ -141,26 +141,26 @@ class ColumnPieces:
         return [part_of(f"{t.name}.sum", sums, is_copy=is_copy) for t, sums in zip(tables, self._sums, strict=True)]
 
 
-def summed_by_row(layout: Layout, sparse: Sparse, grad: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """For each table the rows that a batch names, rising [U], and the sum of each one's gradients [U, D]."""
+def sum_by_row(layout: Layout, sparse: Sparse, grad: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """For each table the distinct rows of a batch, ascending [U], and the sum of each one's gradients [U, D]."""
     count = len(grad)
     bounds = sparse.offsets[::count].tolist() if count else [0] * (layout.num_features + 1)
-    named = torch.empty(sparse.ids.numel(), dtype=torch.int64, device=grad.device)
+    renumbered = torch.empty(sparse.ids.numel(), dtype=torch.int64, device=grad.device)
     found = []
     for table in layout.tables:
         runs = [slice(bounds[feature], bounds[feature + 1]) for feature in table.features]
-        distinct, places = torch.unique(torch.cat([sparse.ids[run] for run in runs]), return_inverse=True)
-        for run, own in zip(runs, places.split([run.stop - run.start for run in runs]), strict=True):
-            named[run] = own
+        distinct, indices = torch.unique(torch.cat([sparse.ids[run] for run in runs]), return_inverse=True)
+        for run, own in zip(runs, indices.split([run.stop - run.start for run in runs]), strict=True):
+            renumbered[run] = own
         found.append((distinct.long(), grad.new_zeros(distinct.numel(), table.width)))
-    add_up([sums for _, sums in found], layout, dataclasses.replace(sparse, ids=named), grad)
+    add_gradients([sums for _, sums in found], layout, dataclasses.replace(sparse, ids=renumbered), grad)
     return found
 
 
-def add_up(sums: Sequence[Tensor], layout: Layout, sparse: Sparse, grad: Tensor) -> None:
-    """Add the gradients of a batch to those of its rows in `sums`, one tensor [N, D] a table, with as many rows as are named."""
+def add_gradients(sums: Sequence[Tensor], layout: Layout, sparse: Sparse, grad: Tensor) -> None:
+    """Add the gradients of a batch to those of its rows in `sums`, one tensor [N, D] per table."""
     if sparse.ids.numel():
-        # Gradient descent backwards by 1 adds up gradients.
+        # Gradient descent with a learning rate of -1 sums gradients.
         update = kernels_for("auto", grad.device)[1].update
         states: list[dict[str, Tensor]] = [{} for _ in sums]
         update(sums, states, layout, sparse.ids, sparse.offsets, sparse.weights, grad, optimizer=_SUM, lr=-1.0, step=1)

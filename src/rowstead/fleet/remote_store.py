@@ -91,7 +91,7 @@ class RemoteStore(EmbeddingStore):
         self.optimizer, self.partition = optimizer, partition
         self.staleness, self._dtype = staleness, dtype
         self._connect = connect
-        self._routes = ServerRouter(layout, partition, dtype)
+        self._router = ServerRouter(layout, partition, dtype)
         self._clients: dict[int, Client] = {}
         kind = "sgd" if optimizer is None else optimizer.kind
         self._rows = RemoteRows(layout.tables, partition, kind, dtype, self._client, self._quiesce)
@@ -262,7 +262,7 @@ class RemoteStore(EmbeddingStore):
     # Look-ups
 
     def _cut(self, sparse: Sparse) -> Split:
-        return self._routes.split(self.check_batch(sparse))
+        return self._router.split(self.check_batch(sparse))
 
     def _next_number(self) -> int:
         self._num_batches += 1

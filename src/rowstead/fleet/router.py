@@ -89,7 +89,7 @@ class ServerRouter(Router):
         else:
             cut = self.cut_arrays(ids, offsets, weights)
         asks = [Ask.of(slots, self, num_samples, *arrays) for slots, arrays in zip(self.servers, cut, strict=True)]
-        return Split(routes=self, sparse=sparse, asks=asks)
+        return Split(router=self, sparse=sparse, asks=asks)
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +120,7 @@ class Ask:
     sent_shares: Array
 
     @classmethod
-    def of(cls, slots: ServerSlots, routes: ServerRouter, num_samples: int, ids: Array, lengths: Array, shares: Array) -> Ask:
+    def of(cls, slots: ServerSlots, router: ServerRouter, num_samples: int, ids: Array, lengths: Array, shares: Array) -> Ask:
         num_tables = len(slots.table_widths)
         bounds = np.empty(len(slots.features) + 1, np.int64)
         programs.bounds_of(lengths, len(slots.features), num_samples, bounds)
@@ -128,7 +128,7 @@ class Ask:
         places, distinct = np.empty(len(ids), np.int32), np.empty(len(ids), ids.dtype)
         used = programs.find_distinct(
             ids, bounds, slots.slots_from, slots.slots, slots.table_widths, num_samples, ids.itemsize,
-            routes.dtype.itemsize if len(shares) else 0, routes.row_dtype.itemsize, routes.dtype.itemsize, places, distinct,
+            router.dtype.itemsize if len(shares) else 0, router.row_dtype.itemsize, router.dtype.itemsize, places, distinct,
             counts,
         )  # fmt: skip
         if (counts < 0).all():
@@ -206,20 +206,20 @@ class Ask:
 class Split:
     """A batch, cut."""
 
-    routes: ServerRouter
+    router: ServerRouter
     sparse: Sparse
     asks: list[Ask]
     """One a server."""
 
     def joined(self, answers: Sequence[Sequence[Tensor]]) -> Tensor:
         """The pooled output [B, sum of widths] from each server's vectors and distinct rows, where it was asked for them."""
-        layout, dtype, num_samples = self.routes.layout, self.routes.dtype, self.sparse.num_samples
+        layout, dtype, num_samples = self.router.layout, self.router.dtype, self.sparse.num_samples
         if num_samples and len(self.asks) == 1 and self._is_as_it_is(self.asks[0]):
             return answers[0][0]
         whole = torch.empty(num_samples, layout.total_width, dtype=dtype)
         pooled, filled = whole.numpy(), np.zeros(layout.num_features, np.bool_)
         offsets = self.sparse.offsets.numpy()
-        divided = self.routes.is_joined_mean.copy()
+        divided = self.router.is_joined_mean.copy()
         for ask, given in zip(self.asks, answers, strict=True):
             slots, blocks = ask.slots, list(given)
             if len(ask.pooled) and num_samples:
@@ -234,19 +234,19 @@ class Split:
                 divided[features] |= slots.is_mean[ask.own]
         if divided.any():
             features = np.flatnonzero(divided)
-            widths = self.routes.columns[features + 1] - self.routes.columns[features]
-            programs.divide_means(offsets, features, self.routes.columns[features], widths, num_samples, pooled)
+            widths = self.router.columns[features + 1] - self.router.columns[features]
+            programs.divide_means(offsets, features, self.router.columns[features], widths, num_samples, pooled)
         return whole
 
     def gradients(self, grad: Tensor, clip: float | None) -> list[list[Tensor]]:
         """For each server the gradients of its vectors and of its distinct rows, from [B, sum of widths]."""
-        real = _NUMPY[self.routes.dtype]
+        real = _NUMPY[self.router.dtype]
         grad = grad.detach().contiguous()
         whole, offsets = grad.numpy(), self.sparse.offsets.numpy()
         factors = np.empty(0, real)
         if clip is not None:
-            factors = np.empty(self.routes.layout.num_features * len(whole), real)
-            programs.clip_factors(whole, self.routes.columns, clip, factors)
+            factors = np.empty(self.router.layout.num_features * len(whole), real)
+            programs.clip_factors(whole, self.router.columns, clip, factors)
         sent = []
         for ask in self.asks:
             tensors: list[Tensor] = []
