@@ -98,7 +98,7 @@ def train(
         with set_threads(spec):
             stepper, placement = _stepper(spec, sources, device, process_group)
             if initial is not None:
-                _take_over(initial, spec, stepper)
+                _take_over(initial, spec, stepper, callback)
                 initial = None  # closes its files
             folder = job.agree_on_folder(
                 process_group, lambda: RunFolder.create(root, spec.name) if out is None else RunFolder.create_at(out)
@@ -161,7 +161,7 @@ def _resume(
         saved = initial = None
         if process_group.gather(bool(checkpoint.checkpoints_in(folder.checkpoints)))[0]:
             saved = checkpoint.load_latest(folder.checkpoints, callback.on_message, process_group=process_group)
-            check_same_model(spec, saved)
+            check_same_model(spec, saved, callback.on_message)
         else:
             initial = _initial(init_from, root, process_group, callback)
         learned = (transforms_in(saved), saved.facts["id_kinds"]) if saved is not None else ()
@@ -169,7 +169,7 @@ def _resume(
         with set_threads(spec):
             stepper, placement = _stepper(spec, sources, device, process_group)
             if initial is not None:
-                _take_over(initial, spec, stepper)
+                _take_over(initial, spec, stepper, callback)
             position, changes = None, None
             if saved is None:
                 callback.on_message(f"{folder.path} has no checkpoint yet: starting at the first step")
@@ -209,8 +209,8 @@ def _initial(
     return checkpoint.load_latest(RunFolder.open(init_from, root).checkpoints, callback.on_message, process_group=process_group)
 
 
-def _take_over(initial: checkpoint.Checkpoint, spec: RunSpec, stepper: Stepper) -> None:
-    check_same_model(spec, initial)
+def _take_over(initial: checkpoint.Checkpoint, spec: RunSpec, stepper: Stepper, callback: ProgressCallback) -> None:
+    check_same_model(spec, initial, callback.on_message)
     load_model(stepper.model, initial.tensors, with_optimizer=False)
 
 

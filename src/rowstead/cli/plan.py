@@ -72,6 +72,7 @@ def plan(
     from rowstead.plan.work import step_work
     from rowstead.report.plans import PlanReport, plain_of, print_plan, say
     from rowstead.spec.catalogue import load_machine, load_software
+    from rowstead.spec.networks import NETWORKS
     from rowstead.spec.run import load_recipe
 
     if samples_per_s is not None and not 0 < samples_per_s < math.inf:
@@ -83,6 +84,10 @@ def plan(
     if helper.network is None:
         raise RowsteadError(f"--server {server}: it has no network, so it can be no parameter server and no reader")
     machines, notes = _machines(on, what_if or [], is_measured=software is None)
+    if spec.model.network not in NETWORKS:
+        notes.append(
+            f"The layers of {spec.model.network} are not known here: this plan counts the built-in DLRM of that recipe."
+        )
     choices = [
         choose(
             spec,

@@ -73,7 +73,7 @@ def train_fleet(
     initial = None
     if init_from is not None:
         initial = checkpoint.load_latest(RunFolder.open(init_from, root).checkpoints, callback.on_message)
-        check_same_model(spec, initial)
+        check_same_model(spec, initial, callback.on_message)
     sources = open_sources(spec, id_kinds=initial.facts["id_kinds"] if initial is not None else None)
     folder = RunFolder.create(root, spec.name) if out is None else RunFolder.create_at(out)
     with folder.lock():
@@ -92,7 +92,7 @@ def resume_fleet(run: str, *, root: Path | str = DEFAULT_ROOT, callback: FleetCa
         saved = None
         if checkpoint.checkpoints_in(folder.checkpoints):
             saved = checkpoint.load_latest(folder.checkpoints, callback.on_message)
-            check_same_model(spec, saved)
+            check_same_model(spec, saved, callback.on_message)
             if "readers" not in saved.facts:
                 raise RowsteadError(
                     f"{saved.path} was not saved by a fleet, so it does not say how far its readers had come: begin a new run "

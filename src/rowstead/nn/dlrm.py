@@ -44,6 +44,9 @@ class DLRMNetwork(Network):
         logits: Tensor = self.top(self.interaction(projected, pooled))
         return logits.squeeze(1)
 
+    def seed_step(self, number: int, rank: int = 0) -> None:
+        """Do nothing: this network draws no random numbers."""
+
 
 class DLRM(nn.Module):
     """A whole model: an EmbeddingStore under a Network. `forward` takes a Batch and returns logits [B]."""

@@ -62,6 +62,7 @@ class Network(nn.Module):
     def __init__(self, inputs: NetworkInputs, options: Mapping[str, Any]) -> None:
         super().__init__()
         self.inputs = inputs
+        self._seed = torch.initial_seed()
 
     def forward(self, dense: Tensor, pooled: Tensor) -> Tensor:
         """Logits [B] of dense features [B, Fd] and pooled rows [B, sum of widths]."""
@@ -75,6 +76,10 @@ class Network(nn.Module):
         """The rest: what `project` returned and pooled rows [B, sum of widths] to logits [B]."""
         return self.forward(projected, pooled)
 
+    def seed_step(self, number: int, rank: int = 0) -> None:
+        """Seed torch's random numbers for training step `number`, so that a resumed run draws the same ones."""
+        torch.manual_seed(_mix(_mix(self._seed, number), rank))
+
     def by_feature(self, pooled: Tensor) -> dict[str, Tensor]:
         """Pooled rows as one tensor [B, width of the feature] for each sparse feature, by name."""
         return dict(zip(self.inputs.sparse, pooled.split(self.inputs.widths, dim=1), strict=True))
@@ -87,6 +92,11 @@ class Network(nn.Module):
                 f"tables have the widths {', '.join(map(str, sorted(widths)))}: use `by_feature`, not `vectors`"
             )
         return pooled.unflatten(1, (len(self.inputs.widths), widths.pop() if widths else 1))
+
+
+def _mix(seed: int, number: int) -> int:
+    """A 63-bit seed for the `number`-th of several uses of a seed."""
+    return int.from_bytes(hashlib.blake2b(f"{seed} {number}".encode(), digest_size=8).digest(), "little") >> 1
 
 
 class NetworkOptions(Mapping[str, Any]):

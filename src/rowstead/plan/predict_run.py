@@ -6,6 +6,7 @@ from rowstead.plan.predict import Prediction, predict
 from rowstead.plan.setup import Behind, Setup
 from rowstead.plan.work import step_work
 from rowstead.spec.machine import Machine
+from rowstead.spec.networks import NETWORKS
 from rowstead.spec.placement import Placement
 from rowstead.spec.record import Record
 from rowstead.spec.run import RunSpec
@@ -15,7 +16,7 @@ from rowstead.spec.sizes import shown_bytes
 def predict_run(spec: RunSpec, placement: Placement, machine: Machine) -> Prediction | None:
     """What one process of a run would do on a machine that was measured; none for what its times say nothing of."""
     software = machine.software
-    if spec.train.sync.hogwild_threads > 1 or software is None:
+    if spec.train.sync.hogwild_threads > 1 or software is None or spec.model.network not in NETWORKS:
         return None
     timings = software.cpu_timings if machine.accelerators is None else software.device_timings
     behind = tuple(

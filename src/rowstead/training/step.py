@@ -63,6 +63,7 @@ class Stepper:
         self.model = model
         self.spec = spec
         self._head = head_of(spec.loss)
+        self._rank = 0 if process_group is None else process_group.rank
         self.total_steps = total_steps
         self.timers = timers or Timers()
         is_alone = process_group is None or isinstance(process_group, SingleProcess)
@@ -95,6 +96,7 @@ class Stepper:
 
     def start(self, batch: Batch, number: int) -> Callable[[], float]:
         """`step`, but on a GPU without waiting for it: what is returned waits for the loss, and raises if it is not finite."""
+        self.model.net.seed_step(number, self._rank)
         rate = factor(self.spec.schedule, number, self.total_steps)
         if self.together is not None:
             value = self.together.step(batch, number, rate, _finite)

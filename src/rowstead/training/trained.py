@@ -1,4 +1,4 @@
-"""A run that was trained: its model, its transforms, its quality on any log."""
+"""Trained runs: load their model and transforms, evaluate them on any log, and check that a checkpoint fits a spec."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from rowstead.data.transforms import DenseTransforms, RowRule
 from rowstead.nn.dlrm import DLRM
 from rowstead.records.run_folder import DEFAULT_ROOT, RunFolder
 from rowstead.spec.errors import CheckpointError
+from rowstead.spec.networks import parse_network
 from rowstead.spec.parse import difference, to_plain_without_defaults
 from rowstead.spec.placement import MemorySpec
 from rowstead.spec.run import RunSpec
@@ -30,10 +31,13 @@ from rowstead.training.metrics import Quality
 from rowstead.training.progress import NoProgress, ProgressCallback
 from rowstead.training.step import load_model
 
+NETWORK_SHA256 = "network_sha256"
+"""Key of a checkpoint's architecture: the checksum of the file of a network of the user's own."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedRun:
-    """A run's newest good checkpoint, opened: everything needed to score a log as training would have."""
+    """A run's newest valid checkpoint, loaded: everything needed to score a log as training would."""
 
     spec: RunSpec
     model: DLRM
@@ -43,7 +47,7 @@ class TrainedRun:
     """Whether each sparse column held text or integers in training."""
 
     def source(self, data: Sequence[str] | None = None, *, needs_label: bool = True) -> Source:
-        """The run's evaluation split, or the Parquet files of `data` read the same way; in the order of the log."""
+        """The run's evaluation split, or the Parquet files of `data` read the same way, in the order of the log."""
         encoder = Encoder(self.spec.features, self.spec.tables, self.transforms)
         if data is None:
             return Log(self.spec, "eval", self.id_kinds).source(encoder)
@@ -55,23 +59,24 @@ class TrainedRun:
 def open_run(
     run: str, *, root: Path | str = DEFAULT_ROOT, callback: ProgressCallback | None = None, in_memory: bool = False
 ) -> TrainedRun:
-    """Open a run by its name under `root`, its folder, or `last`; a damaged checkpoint is named to the watcher.
+    """Open a run by its name under `root`, its folder, or `last`; `callback` gets a message about a damaged checkpoint.
 
-    With `in_memory` all tables are in system memory, whatever the recipe allows there; else some may be on SSD.
+    With `in_memory` all tables are in system memory, whatever the recipe's placement; else some may be on SSD.
     """
     folder = RunFolder.open(run, root)
     spec = folder.read_spec()
-    saved = checkpoint.load_latest(folder.checkpoints, (callback or NoProgress()).on_message)
-    check_same_model(spec, saved)
+    on_message = (callback or NoProgress()).on_message
+    saved = checkpoint.load_latest(folder.checkpoints, on_message)
+    check_same_model(spec, saved, on_message)
     transforms, id_kinds = transforms_in(saved), saved.facts["id_kinds"]
     placed = dataclasses.replace(spec, placement="auto", memory=MemorySpec()) if in_memory else spec
-    model = build_model(placed, torch.device("cpu"), trains=False, encode=_encode(spec, transforms, id_kinds))
+    model = build_model(placed, torch.device("cpu"), trains=False, encode=_build_encode(spec, transforms, id_kinds))
     load_model(model, saved.tensors, with_optimizer=False)
     return TrainedRun(spec=spec, model=model.eval(), transforms=transforms, id_kinds=id_kinds)
 
 
 def load(run: str, *, root: Path | str = DEFAULT_ROOT, callback: ProgressCallback | None = None) -> DLRM:
-    """The trained model of a run, as an ordinary torch module on the CPU that can also `predict` and `encode`."""
+    """Load the trained model of a run: a torch module on the CPU that can also `predict` and `encode`."""
     return open_run(run, root=root, callback=callback).model
 
 
@@ -83,12 +88,12 @@ def evaluate(
     callback: ProgressCallback | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Quality:
-    """The quality of a run's model on its evaluation split, or on other Parquet files."""
+    """Evaluate a run's model on its evaluation split, or on other Parquet files."""
     trained = open_run(run, root=root, callback=callback)
     source = trained.source(data)
     device = device_of(trained.spec)
     if not trained.model.store.moves_with_module:
-        device = torch.device("cpu")  # tables that do not fit into its memory stay where they are
+        device = torch.device("cpu")  # tables that do not fit in GPU memory stay where they are
     with set_threads(trained.spec):
         quality = evaluate_model(
             trained.model.to(device),
@@ -109,23 +114,33 @@ def transforms_in(saved: checkpoint.Checkpoint) -> DenseTransforms:
 
 def architecture(spec: RunSpec) -> dict[str, Any]:
     """What decides the shapes of a model's tensors and the meaning of its rows, as a checkpoint keeps it."""
-    features = to_plain_without_defaults(spec.features)
-    return {"features": features, "model": to_plain_without_defaults(spec.model), "scale": spec.scale}
+    features, model = to_plain_without_defaults(spec.features), to_plain_without_defaults(spec.model)
+    facts = {"features": features, "model": model, "scale": spec.scale}
+    network = parse_network(spec.model.network)
+    if network.is_file:
+        model["network"] = f"{Path(network.source).name}:{network.class_name}"  # the folder may move
+        facts[NETWORK_SHA256] = network.read_sha256()
+    return facts
 
 
-def check_same_model(spec: RunSpec, saved: checkpoint.Checkpoint) -> None:
-    """Refuse a checkpoint whose tensors would not fit this spec, or would mean something else."""
-    found = difference(saved.facts.get("architecture"), architecture(spec))
+def check_same_model(spec: RunSpec, saved: checkpoint.Checkpoint, on_message: Callable[[str], None]) -> None:
+    """Refuse a checkpoint whose tensors would not fit this spec, or would mean something else; report a network's file that changed."""
+    there, here = dict(saved.facts.get("architecture") or {}), architecture(spec)
+    before, now = there.pop(NETWORK_SHA256, None), here.pop(NETWORK_SHA256, None)
+    if before is not None and now is not None and before != now:
+        file = parse_network(spec.model.network).source
+        on_message(f"{file} has changed since {saved.path} was written; continuing with the new code")
+    found = difference(there, here)
     if found is not None:
-        path, there, here = found
+        path, old, new = found
         raise CheckpointError(
-            f"{saved.path} is a checkpoint of another model: {path} is {there} there and {here} in this recipe. "
+            f"{saved.path} is a checkpoint of another model: {path} is {old} there and {new} in this recipe. "
             "Use the recipe that it was trained with (spec.yaml in its run's folder)"
         )
 
 
-def _encode(spec: RunSpec, transforms: DenseTransforms, id_kinds: IdKinds) -> Callable[[Mapping[str, Any]], Batch]:
-    """Raw columns to a Batch, as training did it: bad rows are refused."""
+def _build_encode(spec: RunSpec, transforms: DenseTransforms, id_kinds: IdKinds) -> Callable[[Mapping[str, Any]], Batch]:
+    """A function from raw columns to a Batch, encoded as in training; it refuses bad rows."""
     encoder = Encoder(spec.features, spec.tables, transforms)
     columns, rule = ColumnReader(spec.features, id_kinds=id_kinds), RowRule(spec.features)
 
