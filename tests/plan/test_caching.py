@@ -74,7 +74,7 @@ def test_a_gpu_brings_in_as_many_batches_and_rows_at_once_as_is_predicted(skew: 
     rows = [(sparse.ids.view(2, -1) + firsts).flatten() for sparse in batches]
     # A store's own rule, for places that a GPU plans just so.
     names = SimpleNamespace(rows=lambda sparse: (sparse.ids.view(2, -1) + firsts).flatten(), by_group=lambda rows: [rows])
-    store: Any = SimpleNamespace(_places=[cache], _names=names, max_set=cached.MAX_SET)
+    store: Any = SimpleNamespace(_places=[cache], _names=names, _max_set=cached.MAX_SET)
     count, ahead = cached.CachedStore._sets_like(store, batches[0])
     while number + cached.MAX_SET <= len(rows):
         oldest = max(0, number - ahead * count)
