@@ -43,7 +43,7 @@ class Trained:
         batch = batch_of(self.layout, 6, seed)
         split = self._router.split(batch)
         (gradients,) = split.gradients(grad_of(self.layout, batch, seed), None)
-        return self.shard.parser.parse(Message("lookup", *split.asks[0].message()))[0], gradients
+        return self.shard.parser.parse(Message("lookup", *split.requests[0].message()))[0], gradients
 
     def update(self) -> None:
         asked, gradients = self.asked(self.num_updates)

@@ -292,7 +292,7 @@ class RemoteStore(EmbeddingStore):
     def _start_lookup(self, batch: _RemoteBatch) -> _RemoteBatch:
         keeps = batch.number > 0 and self.optimizer is not None
         batch.replies = []
-        for server, ask in enumerate(batch.split.asks):
+        for server, ask in enumerate(batch.split.requests):
             if ask.is_empty:
                 batch.replies.append(None)
                 continue
@@ -303,13 +303,13 @@ class RemoteStore(EmbeddingStore):
 
     def _join_replies(self, batch: _RemoteBatch) -> Tensor:
         assert batch.replies is not None
-        return batch.split.joined([[] if answer is None else answer.wait().tensors for answer in batch.replies])
+        return batch.split.join([[] if answer is None else answer.wait().tensors for answer in batch.replies])
 
     # Updates
 
     def _start_update(self, batch: _RemoteBatch, gradients: list[list[Tensor]], lr: float, step: int, is_known: bool) -> None:
         update = _Update(batch, gradients, lr, step, [0] * len(gradients))
-        for server, ask in enumerate(batch.split.asks):
+        for server, ask in enumerate(batch.split.requests):
             if ask.is_empty or not len(ask.sent_ids):
                 continue
             self._sent[server] += 1
@@ -327,7 +327,7 @@ class RemoteStore(EmbeddingStore):
         }
         if is_known:
             return self._client(server).start("update", {**facts, "batch": update.batch.number}, update.gradients[server])
-        known_by, tensors = update.batch.split.asks[server].message()
+        known_by, tensors = update.batch.split.requests[server].message()
         return self._client(server).start("update", {**facts, **known_by}, [*tensors, *update.gradients[server]])
 
     def _wait_for_updates(self) -> bool:

@@ -1,11 +1,11 @@
-"""A batch cut by the sparse servers' pieces, and what comes back put together.
+"""Cuts a batch into requests to the sparse servers, and joins their answers.
 
-Each server is asked at most once a batch. Of a table it either pools, and then gets ids and the lengths of bags and answers
-with vectors, or it sends the distinct rows that are named, and the bags are pooled here. Rows are chosen for a table and a batch where they
-take three quarters of the bytes of vectors or less, there and back, gradients included. An update sends the gradients of the vectors, or those
-of the distinct rows, summed.
+Each server gets at most one request per batch. For each table it either pools (it gets ids and lengths of bags, and answers with
+pooled vectors) or sends the distinct rows, which the trainer pools. Distinct rows are chosen for a table and a batch where they
+take at most three quarters of the bytes of vectors, in both directions, gradients included. An update sends the gradients of the
+vectors, or the summed gradients of the distinct rows.
 
-Letters: B examples, F features, S servers, D width, n ids that go to one server. A slot is a feature as one server counts them.
+Letters: B examples, F features, S servers, D width, n ids that go to one server. A slot is the number of a feature on one server.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _NO_SLOTS = np.empty(0, np.int64)
 
 
 class ServerSlots:
-    """What one server answers for: features as slots, in its own order, over its own pieces."""
+    """The features of one server as slots, in its own order, over its own pieces."""
 
     def __init__(self, layout: Layout, partition: Partition, server: int) -> None:
         pieces = partition.pieces_of(layout, server)
         self.server = server
         self.layout = piece_layout(layout, pieces)
-        """What the server makes its store from."""
+        """The layout of the server's store."""
         own = features_of(layout, pieces)
         by_table = {piece.table: piece for piece in pieces}
         is_cut = [is_cut_by_rows(layout, by_table[layout.table_of[feature]]) for feature in own]
@@ -51,7 +51,7 @@ class ServerSlots:
         self.tables = np.array(self.layout.table_of, np.int64)
         self.widths = np.array([stop - start for start, stop in pairwise(self.layout.columns)], np.int64)
         self.targets = np.array([layout.columns[feature] for feature in own], np.int64)
-        """First column of each slot in the whole."""
+        """First column of each slot in the pooled output."""
         self.is_mean = np.array([layout.is_mean[feature] for feature in own], np.bool_)
         self.is_cut = np.array(is_cut, np.bool_)
         self.table_widths = np.array([table.width for table in self.layout.tables], np.int64)
@@ -88,13 +88,15 @@ class ServerRouter(Router):
             cut = [(ids[used].astype(id_type, copy=False), np.diff(offsets).astype(np.int32), weights[used])]
         else:
             cut = self.cut_arrays(ids, offsets, weights)
-        asks = [Ask.of(slots, self, num_samples, *arrays) for slots, arrays in zip(self.servers, cut, strict=True)]
-        return Split(router=self, sparse=sparse, asks=asks)
+        requests = [
+            ServerRequest.of(slots, self, num_samples, *arrays) for slots, arrays in zip(self.servers, cut, strict=True)
+        ]
+        return Split(router=self, sparse=sparse, requests=requests)
 
 
 @dataclass(frozen=True, eq=False)
-class Ask:
-    """What one batch wants of one server."""
+class ServerRequest:
+    """What one batch requests from one server."""
 
     slots: ServerSlots
     num_samples: int
@@ -107,28 +109,30 @@ class Ask:
     shares: Array
     """Weights [n], or empty."""
     counts: Array | None
-    """[tables]: distinct rows of each, or -1 where the server pools; none where it pools all."""
-    places: Array
-    """[n]: which distinct row an id names; of tables that are not pooled."""
+    """[tables]: number of distinct rows, or -1 where the server pools; None where it pools all tables."""
+    indices: Array
+    """[n]: index of an id's row among the distinct ones, for tables that the server does not pool."""
     pooled: Array
     """Slots that the server pools."""
     own: Array
     """Slots whose distinct rows it sends."""
     sent_ids: Array
-    """Those of the pooled slots, then the distinct rows of each table."""
+    """Ids of the pooled slots, then the distinct rows of each table."""
     sent_lengths: Array
     sent_shares: Array
 
     @classmethod
-    def of(cls, slots: ServerSlots, router: ServerRouter, num_samples: int, ids: Array, lengths: Array, shares: Array) -> Ask:
+    def of(
+        cls, slots: ServerSlots, router: ServerRouter, num_samples: int, ids: Array, lengths: Array, shares: Array
+    ) -> ServerRequest:
         num_tables = len(slots.table_widths)
         bounds = np.empty(len(slots.features) + 1, np.int64)
         programs.bounds_of(lengths, len(slots.features), num_samples, bounds)
         counts = np.empty(num_tables, np.int64)
-        places, distinct = np.empty(len(ids), np.int32), np.empty(len(ids), ids.dtype)
+        indices, distinct = np.empty(len(ids), np.int32), np.empty(len(ids), ids.dtype)
         used = programs.find_distinct(
             ids, bounds, slots.slots_from, slots.slots, slots.table_widths, num_samples, ids.itemsize,
-            router.dtype.itemsize if len(shares) else 0, router.row_dtype.itemsize, router.dtype.itemsize, places, distinct,
+            router.dtype.itemsize if len(shares) else 0, router.row_dtype.itemsize, router.dtype.itemsize, indices, distinct,
             counts,
         )  # fmt: skip
         if (counts < 0).all():
@@ -140,7 +144,7 @@ class Ask:
                 bounds,
                 shares,
                 None,
-                places,
+                indices,
                 slots.every_slot,
                 _NO_SLOTS,
                 ids,
@@ -149,23 +153,23 @@ class Ask:
             )
         is_pooled = counts[slots.tables] < 0
         pooled, own = np.flatnonzero(is_pooled), np.flatnonzero(~is_pooled)
-        room = int((bounds[pooled + 1] - bounds[pooled]).sum())
-        sent_ids = np.empty(room + used, ids.dtype)
+        num_pooled = int((bounds[pooled + 1] - bounds[pooled]).sum())
+        sent_ids = np.empty(num_pooled + used, ids.dtype)
         sent_lengths = np.empty(len(pooled) * num_samples, np.int32)
-        sent_shares = np.empty(room if len(shares) else 0, shares.dtype)
+        sent_shares = np.empty(num_pooled if len(shares) else 0, shares.dtype)
         programs.kept_slots(ids, shares, lengths, bounds, pooled, num_samples, sent_ids, sent_shares, sent_lengths)
-        sent_ids[room:] = distinct[:used]
+        sent_ids[num_pooled:] = distinct[:used]
         return cls(
-            slots, num_samples, ids, lengths, bounds, shares, counts, places, pooled, own, sent_ids, sent_lengths, sent_shares
+            slots, num_samples, ids, lengths, bounds, shares, counts, indices, pooled, own, sent_ids, sent_lengths, sent_shares
         )
 
     @property
     def is_empty(self) -> bool:
-        """Whether the server need not be asked at all."""
+        """Whether no request is needed."""
         return not self.num_samples or (not len(self.pooled) and not len(self.sent_ids))
 
     def message(self) -> tuple[dict[str, Any], list[Tensor]]:
-        """Facts and tensors by which the server knows the batch; `fleet/lookup_request.py` reads them."""
+        """The message: facts and tensors, which `fleet/lookup_request.py` reads."""
         facts: dict[str, Any] = {"samples": self.num_samples}
         tensors = [torch.from_numpy(self.sent_ids)]
         if self.counts is not None:
@@ -184,12 +188,12 @@ class Ask:
 
     @cached_property
     def block_columns(self) -> Array:
-        """First column of each pooled slot in the server's vectors, and their width last."""
+        """First column of each pooled slot in the server's vectors, and their total width."""
         return np.concatenate([[0], np.cumsum(self.slots.widths[self.pooled])]).astype(np.int64)
 
     @cached_property
     def row_starts(self) -> Array:
-        """For each slot in `own`, where the rows of its table begin among the flat distinct ones."""
+        """For each slot in `own`, where the rows of its table begin in the flat distinct rows."""
         assert self.counts is not None
         sizes = np.maximum(self.counts, 0) * self.slots.table_widths
         starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
@@ -198,40 +202,40 @@ class Ask:
 
     @property
     def num_row_elements(self) -> int:
-        """Numbers in all distinct rows."""
+        """Number of elements of all distinct rows."""
         return 0 if self.counts is None else int((np.maximum(self.counts, 0) * self.slots.table_widths).sum())
 
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """A batch, cut."""
+    """A batch, cut into requests."""
 
     router: ServerRouter
     sparse: Sparse
-    asks: list[Ask]
-    """One a server."""
+    requests: list[ServerRequest]
+    """One per server."""
 
-    def joined(self, answers: Sequence[Sequence[Tensor]]) -> Tensor:
-        """The pooled output [B, sum of widths] from each server's vectors and distinct rows, where it was asked for them."""
+    def join(self, answers: Sequence[Sequence[Tensor]]) -> Tensor:
+        """The pooled output [B, sum of widths] from each server's vectors and distinct rows."""
         layout, dtype, num_samples = self.router.layout, self.router.dtype, self.sparse.num_samples
-        if num_samples and len(self.asks) == 1 and self._is_as_it_is(self.asks[0]):
+        if num_samples and len(self.requests) == 1 and self._is_whole_output(self.requests[0]):
             return answers[0][0]
         whole = torch.empty(num_samples, layout.total_width, dtype=dtype)
         pooled, filled = whole.numpy(), np.zeros(layout.num_features, np.bool_)
         offsets = self.sparse.offsets.numpy()
         divided = self.router.is_joined_mean.copy()
-        for ask, given in zip(self.asks, answers, strict=True):
-            slots, blocks = ask.slots, list(given)
-            if len(ask.pooled) and num_samples:
-                features = slots.features[ask.pooled]
-                _join(ask, blocks.pop(0), filled[features], pooled)
+        for request, given in zip(self.requests, answers, strict=True):
+            slots, blocks = request.slots, list(given)
+            if len(request.pooled) and num_samples:
+                features = slots.features[request.pooled]
+                _join(request, blocks.pop(0), filled[features], pooled)
                 filled[features] = True
-            if len(ask.own):
-                features = slots.features[ask.own]
-                rows = blocks.pop(0).to(dtype) if ask.num_row_elements and num_samples else torch.empty(0, dtype=dtype)
-                _pool(ask, rows, filled[features], pooled)
+            if len(request.own):
+                features = slots.features[request.own]
+                rows = blocks.pop(0).to(dtype) if request.num_row_elements and num_samples else torch.empty(0, dtype=dtype)
+                _pool(request, rows, filled[features], pooled)
                 filled[features] = True
-                divided[features] |= slots.is_mean[ask.own]
+                divided[features] |= slots.is_mean[request.own]
         if divided.any():
             features = np.flatnonzero(divided)
             widths = self.router.columns[features + 1] - self.router.columns[features]
@@ -248,27 +252,27 @@ class Split:
             factors = np.empty(self.router.layout.num_features * len(whole), real)
             programs.clip_factors(whole, self.router.columns, clip, factors)
         sent = []
-        for ask in self.asks:
+        for request in self.requests:
             tensors: list[Tensor] = []
-            if len(ask.pooled) and len(whole):
-                is_ready = clip is None and self._is_as_it_is(ask)
-                tensors.append(grad if is_ready else _packed(ask, whole, offsets, factors))
-            if ask.num_row_elements and len(whole):
-                tensors.append(_summed(ask, whole, offsets, factors))
+            if len(request.pooled) and len(whole):
+                is_ready = clip is None and self._is_whole_output(request)
+                tensors.append(grad if is_ready else _pack_gradients(request, whole, offsets, factors))
+            if request.num_row_elements and len(whole):
+                tensors.append(_sum_gradients(request, whole, offsets, factors))
             sent.append(tensors)
         return sent
 
-    def _is_as_it_is(self, ask: Ask) -> bool:
-        """Whether the server's vectors are the whole output."""
-        return ask.counts is None and ask.slots.is_whole_model
+    def _is_whole_output(self, request: ServerRequest) -> bool:
+        """Whether the server's vectors are the whole output as they are."""
+        return request.counts is None and request.slots.is_whole_model
 
 
-# The compiled programs on some slots at a time, each of which has columns of its own
+# The compiled programs, in parallel over slots: each slot has columns of its own.
 
 
-def _join(ask: Ask, vectors: Tensor, filled: Array, pooled: Array) -> None:
-    block, columns = vectors.numpy(), ask.block_columns[:-1]
-    targets, widths = ask.slots.targets[ask.pooled], ask.slots.widths[ask.pooled]
+def _join(request: ServerRequest, vectors: Tensor, filled: Array, pooled: Array) -> None:
+    block, columns = vectors.numpy(), request.block_columns[:-1]
+    targets, widths = request.slots.targets[request.pooled], request.slots.widths[request.pooled]
 
     def work(start: int, stop: int) -> None:
         some = slice(start, stop)
@@ -277,24 +281,24 @@ def _join(ask: Ask, vectors: Tensor, filled: Array, pooled: Array) -> None:
     over_parts(work, len(widths), num_bytes=block.nbytes)
 
 
-def _pool(ask: Ask, rows: Tensor, filled: Array, pooled: Array) -> None:
-    flat, targets, widths = rows.numpy(), ask.slots.targets[ask.own], ask.slots.widths[ask.own]
+def _pool(request: ServerRequest, rows: Tensor, filled: Array, pooled: Array) -> None:
+    flat, targets, widths = rows.numpy(), request.slots.targets[request.own], request.slots.widths[request.own]
 
     def work(start: int, stop: int) -> None:
         some = slice(start, stop)
         programs.pool_rows(
-            flat, ask.row_starts[some], ask.own[some], targets[some], widths[some], filled[some], ask.bounds, ask.lengths,
-            ask.num_samples, ask.places, ask.shares, pooled,
+            flat, request.row_starts[some], request.own[some], targets[some], widths[some], filled[some], request.bounds, request.lengths,
+            request.num_samples, request.indices, request.shares, pooled,
         )  # fmt: skip
 
-    over_parts(work, len(widths), num_bytes=ask.num_samples * int(widths.sum()) * flat.itemsize)
+    over_parts(work, len(widths), num_bytes=request.num_samples * int(widths.sum()) * flat.itemsize)
 
 
-def _packed(ask: Ask, grad: Array, offsets: Array, factors: Array) -> Tensor:
-    slots, columns = ask.slots, ask.block_columns[:-1]
-    features, targets, widths = slots.features[ask.pooled], slots.targets[ask.pooled], slots.widths[ask.pooled]
-    divides = (slots.is_mean & slots.is_cut)[ask.pooled]
-    block = np.empty((len(grad), ask.block_columns[-1]), grad.dtype)
+def _pack_gradients(request: ServerRequest, grad: Array, offsets: Array, factors: Array) -> Tensor:
+    slots, columns = request.slots, request.block_columns[:-1]
+    features, targets, widths = slots.features[request.pooled], slots.targets[request.pooled], slots.widths[request.pooled]
+    divides = (slots.is_mean & slots.is_cut)[request.pooled]
+    block = np.empty((len(grad), request.block_columns[-1]), grad.dtype)
 
     def work(start: int, stop: int) -> None:
         some = slice(start, stop)
@@ -306,19 +310,19 @@ def _packed(ask: Ask, grad: Array, offsets: Array, factors: Array) -> Tensor:
     return torch.from_numpy(block)
 
 
-def _summed(ask: Ask, grad: Array, offsets: Array, factors: Array) -> Tensor:
-    slots, own = ask.slots, ask.own
+def _sum_gradients(request: ServerRequest, grad: Array, offsets: Array, factors: Array) -> Tensor:
+    slots, own = request.slots, request.own
     features, tables, is_mean = slots.features[own], slots.tables[own], slots.is_mean[own]
     targets, widths = slots.targets[own], slots.widths[own]
-    sums, seen = np.empty(ask.num_row_elements, grad.dtype), np.zeros(len(slots.table_widths), np.int64)
+    sums, seen = np.empty(request.num_row_elements, grad.dtype), np.zeros(len(slots.table_widths), np.int64)
 
     def work(start: int, stop: int) -> None:
         some = slice(start, stop)
         programs.sum_gradients(
-            grad, offsets, factors, features[some], is_mean[some], ask.row_starts[some], tables[some], own[some], targets[some],
-            widths[some], ask.bounds, ask.lengths, ask.places, ask.shares, seen, sums,
+            grad, offsets, factors, features[some], is_mean[some], request.row_starts[some], tables[some], own[some], targets[some],
+            widths[some], request.bounds, request.lengths, request.indices, request.shares, seen, sums,
         )  # fmt: skip
 
-    has_shared = len(np.unique(tables)) < len(tables)  # then two threads could meet in a row
+    has_shared = len(np.unique(tables)) < len(tables)  # then two threads could update the same row
     over_parts(work, len(widths), num_bytes=0 if has_shared else len(grad) * int(widths.sum()) * grad.itemsize)
     return torch.from_numpy(sums)
