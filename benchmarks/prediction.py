@@ -53,7 +53,7 @@ from rowstead.study.calibration.calibrate import calibrate
 from rowstead.study.calibration.fit import parts_of
 from rowstead.study.calibration.machine_speed import MachineSpeed
 from rowstead.study.calibration.steps import Shape, Steps, StepTime
-from rowstead.training.build import granted_cores
+from rowstead.training.device import container_cores
 
 NUM_MODELS, NUM_QUICK = 40, 6
 NUM_FLEETS, NUM_QUICK_FLEETS = 6, 1
@@ -273,7 +273,7 @@ def main() -> None:
     parser.add_argument("--write-machine", metavar="FILE", help="keep what was measured of the machine")
     options = parser.parse_args()
     device = torch.device(options.device)
-    torch.set_num_threads(min(torch.get_num_threads(), granted_cores() or torch.get_num_threads()))
+    torch.set_num_threads(min(torch.get_num_threads(), container_cores() or torch.get_num_threads()))
     start = time.perf_counter()
     if options.machine is not None:
         machine = load_machine(options.machine)

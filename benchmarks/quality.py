@@ -24,10 +24,10 @@ from benchmarks.harness import publish
 from benchmarks.seeds import over_seeds, seed_arguments, seeds_of
 from rowstead import run
 from rowstead.data.batch import Batch
+from rowstead.data.open_log import open_sources
 from rowstead.data.prefetch import Prefetch
 from rowstead.data.source import Source
 from rowstead.spec.run import RunSpec, load_recipe
-from rowstead.training.build import open_sources
 from rowstead.training.evaluate import EVAL_BATCH
 from rowstead.training.metrics import Evaluation, Quality
 

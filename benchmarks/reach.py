@@ -41,11 +41,12 @@ from benchmarks.step import (
     steps_of,
 )
 from benchmarks.timing import give_back_gpu_memory
+from rowstead.data.open_log import open_sources
 from rowstead.data.synth import write_parquet
 from rowstead.records.usage import usable_cores
 from rowstead.spec.data import DataSpec, ParquetSpec
 from rowstead.spec.run import RunSpec, load_recipe
-from rowstead.training.build import build_model, open_sources
+from rowstead.training.build import build_model
 from rowstead.training.progress import NoProgress
 from rowstead.training.step import Stepper
 

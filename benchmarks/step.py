@@ -43,7 +43,7 @@ from rowstead.data.batch import Batch
 from rowstead.spec.run import RunSpec, load_recipe
 from rowstead.spec.train import SparseOptimizerSpec
 from rowstead.training.build import build_model
-from rowstead.training.precision import multiplies_bf16
+from rowstead.training.device import has_bf16 as device_has_bf16
 from rowstead.training.step import Stepper
 
 Precision = Literal["fp32", "bf16"]
@@ -237,7 +237,7 @@ def torch_step(model: Model, device: str) -> Step:
 
 def has_bf16(device: str) -> bool:
     """Whether products in BF16 are worth measuring."""
-    return multiplies_bf16(torch.device(device))
+    return device_has_bf16(torch.device(device))
 
 
 def steps_on(model: Model, device: str) -> dict[str, Step]:

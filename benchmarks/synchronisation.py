@@ -27,11 +27,12 @@ import torch
 from benchmarks.harness import publish
 from benchmarks.seeds import over_seeds, seed_arguments, seeds_of
 from rowstead.data.batch import Batch
+from rowstead.data.open_log import Sources, open_sources
 from rowstead.fleet.dense_server_state import DenseServerState, LocalDenseServer
 from rowstead.nn.dlrm import DLRM
 from rowstead.spec.run import RunSpec, load_recipe
 from rowstead.spec.sync import SyncSpec
-from rowstead.training.build import Sources, build_model, open_sources
+from rowstead.training.build import build_model
 from rowstead.training.evaluate import evaluate
 from rowstead.training.flat_parameters import flat_of
 from rowstead.training.hogwild import Hogwild, replica_of

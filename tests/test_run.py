@@ -57,7 +57,7 @@ def test_early_stopping_takes_back_the_best_weights(tmp_path: Path) -> None:
     assert before[-1]["step"] - best["step"] == 30
     assert final["ne"] == pytest.approx(best["ne"], rel=1e-9)
     assert figures_of(result)["ne"] == final["ne"]
-    assert any(f"took back the weights of step {best['step']}" in text for text in listening.messages)
+    assert any(f"restored the weights of the best evaluation, at step {best['step']}" in text for text in listening.messages)
     taken_back = tensors_in(result.folder, "best")
     assert all(torch.equal(value, taken_back[name]) for name, value in tensors_in(result.folder).items())
 
@@ -280,7 +280,7 @@ def test_skipped_rows_are_counted_and_reported(tmp_path: Path, log: Path) -> Non
     listening = Listening()
     result = train(parquet_spec(bad, "data.parquet.on_bad_row=skip"), out=tmp_path / "run", callback=listening)
     assert result.outcome.position.num_samples == 6400 - 3 * num_files
-    assert f"skipped {3 * num_files} bad rows while reading the training split (on_bad_row: skip)" in listening.messages
+    assert f"skipped {3 * num_files} bad rows of the training split (on_bad_row: skip)" in listening.messages
     assert result.record is not None
     assert result.record.figures["num_rows_skipped"] == 3 * num_files
     assert any("evaluation split" in text for text in listening.messages)

@@ -44,10 +44,10 @@ def logistic_regression(lr: float = 0.01) -> tuple[Curve, float]:
     from torch.nn.functional import binary_cross_entropy_with_logits
 
     from benchmarks.quality import LogisticRegression
+    from rowstead.data.open_log import open_sources
     from rowstead.spec.run import load_recipe
-    from rowstead.training.build import open_sources
     from rowstead.training.metrics import Evaluation
-    from rowstead.training.progress import Window
+    from rowstead.training.progress import MovingLoss
 
     spec = load_recipe("quickstart")
     sources = open_sources(spec)
@@ -55,7 +55,7 @@ def logistic_regression(lr: float = 0.01) -> tuple[Curve, float]:
     optimizer = torch.optim.Adam(model.parameters(), lr=lr)
     total_steps = -(-sources.train.num_samples // spec.train.batch_size)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=total_steps)
-    window, curve = Window(), []
+    window, curve = MovingLoss(), []
     for step, (batch, _) in enumerate(sources.train.batches(spec.train.batch_size), start=1):
         assert batch.labels is not None
         optimizer.zero_grad()

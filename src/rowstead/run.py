@@ -1,8 +1,9 @@
-"""Wires one run: spec to sources, store, model and loop, and what it came to."""
+"""One run, from its spec to its record: `_run` is the whole of it, in order."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import signal
@@ -10,14 +11,16 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from rowstead.data.open_log import Sources, open_sources
 from rowstead.distributed import job
 from rowstead.distributed.process_group import ProcessGroup, open_process_group
+from rowstead.nn.dlrm import DLRM
 from rowstead.plan.predict import record_of as predicted_record
 from rowstead.plan.predict_run import compared_text, predict_run
-from rowstead.records.events import EventLog
 from rowstead.records.files import write_atomic
 from rowstead.records.run_folder import DEFAULT_ROOT, RunFolder
 from rowstead.records.usage import UsageSampler, machine_facts, versions
@@ -28,37 +31,28 @@ from rowstead.spec.placement import Placement
 from rowstead.spec.record import Record, date_now
 from rowstead.spec.run import RunSpec, check_moves, load_recipe
 from rowstead.stores.build import measured_machine, unused_machine_warning
-from rowstead.training import checkpoint
-from rowstead.training.build import (
-    Sources,
-    bf16_fallback,
-    build_model,
-    check_sources,
-    device_of,
-    ignored_settings,
-    open_sources,
-    plan_placement,
-    set_threads,
-    share_sources,
-    shown_kernel,
-)
+from rowstead.stores.checked import check_source
+from rowstead.training.build import build_model, ignored_settings, plan_placement
+from rowstead.training.checkpoint import Checkpoint, checkpoints_in, load_latest
 from rowstead.training.checkpoint_changes import CheckpointChanges
+from rowstead.training.device import bf16_fallback, choose_device, kernel_text, set_threads
 from rowstead.training.hogwild import HogwildStepper
-from rowstead.training.loop import Loop, Position, TrainOutcome
+from rowstead.training.loop import Loop, TrainOutcome
 from rowstead.training.metrics import Quality
-from rowstead.training.progress import NoProgress, ProgressCallback
+from rowstead.training.progress import NoProgress, Position, ProgressCallback
+from rowstead.training.reporting import RunReporter
 from rowstead.training.step import Stepper, load_model
 from rowstead.training.trained import architecture, check_same_model, transforms_in
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What `train` returns: where the run is, how it ended and what it measured."""
+    """What `train` returns: the run's folder, how it ended and what it measured."""
 
     folder: Path
     outcome: TrainOutcome
     record: Record | None
-    """Absent when the run was interrupted, and in all processes of a job but the first."""
+    """None if the run was interrupted, and in all processes of a job but the first."""
 
     @property
     def quality(self) -> Quality | None:
@@ -76,50 +70,15 @@ def train(
 ) -> Result:
     """Train a model from a spec, a recipe's name or a recipe's path, into a new folder under `root` or at `out`.
 
-    `init_from` names an earlier run whose weights are taken over before the first step. `profile` traces a few steps into
-    `trace.json` and tells the watcher where their time went.
+    `init_from` names an earlier run whose weights the model starts with. `profile` traces a few steps into `trace.json` and reports
+    where their time went.
     """
     spec = load_recipe(spec) if isinstance(spec, str) else spec
     if spec.fleet is not None:
         raise RowsteadError(
             "this recipe has a fleet: train it with `rowstead train`, or `rowstead.fleet.coordinator.train_fleet`"
         )
-    device = device_of(spec)
-    with open_process_group(device) as process_group:
-        callback = callback if callback is not None and process_group.rank == 0 else NoProgress()
-        if (started := job.find_restarted_folder(process_group, spec, root, out)) is not None:
-            return _resume(
-                started, started.read_spec(), process_group, device, callback, profile=profile, init_from=init_from, root=root
-            )
-        if out is not None and process_group.rank == 0:
-            RunFolder.check_free(out)
-        initial = _initial(init_from, root, process_group, callback)
-        sources = open_sources(spec, id_kinds=initial.facts["id_kinds"] if initial is not None else None)
-        with set_threads(spec):
-            stepper, placement = _stepper(spec, sources, device, process_group)
-            if initial is not None:
-                _take_over(initial, spec, stepper, callback)
-                initial = None  # closes its files
-            folder = job.agree_on_folder(
-                process_group, lambda: RunFolder.create(root, spec.name) if out is None else RunFolder.create_at(out)
-            )
-            with job.hold_folder(folder, process_group):
-                if process_group.rank == 0:
-                    folder.write_spec(spec)
-                    job.mark_folder(folder)
-                return _drive(
-                    spec,
-                    stepper,
-                    sources,
-                    folder,
-                    device,
-                    callback,
-                    placement=placement,
-                    process_group=process_group,
-                    position=None,
-                    save_first=init_from is not None,
-                    profile=profile,
-                )
+    return _run(spec, None, root=root, out=out, init_from=init_from, callback=callback, profile=profile)
 
 
 def resume(
@@ -130,187 +89,185 @@ def resume(
     callback: ProgressCallback | None = None,
     profile: bool = False,
 ) -> Result:
-    """Go on with a run from its newest good checkpoint, as if it had never stopped.
+    """Continue a run from its newest good checkpoint, as if it had never stopped.
 
-    `changes` are `key=value` of its recipe that say where rows are from now on: of `placement` and `memory` alone.
+    `changes` are `key=value` settings that move its tables: only those of `placement` and `memory`.
     """
     folder = RunFolder.open(run, root)
     check_moves(changes)
     spec = folder.read_spec(changes)
     if spec.fleet is not None:
-        raise RowsteadError(f"{folder.path} is a fleet's run: go on with `rowstead train --resume {folder.path}`")
-    device = device_of(spec)
-    with open_process_group(device) as process_group:
-        callback = callback if callback is not None and process_group.rank == 0 else NoProgress()
-        return _resume(folder, spec, process_group, device, callback, profile=profile)
+        raise RowsteadError(f"{folder.path} is a fleet's run: resume it with `rowstead train --resume {folder.path}`")
+    return _run(spec, folder, root=root, callback=callback, profile=profile)
 
 
-def _resume(
-    folder: RunFolder,
+def _run(
     spec: RunSpec,
-    process_group: ProcessGroup,
-    device: torch.device,
-    callback: ProgressCallback,
+    folder: RunFolder | None,
     *,
-    profile: bool,
+    root: Path | str,
+    out: Path | str | None = None,
     init_from: str | None = None,
-    root: Path | str = DEFAULT_ROOT,
+    callback: ProgressCallback | None,
+    profile: bool,
 ) -> Result:
-    """`init_from` is what the run began with, in case that it has no checkpoint yet."""
-    with job.hold_folder(folder, process_group):
+    """Train in a new folder, or continue the run in `folder`."""
+    device = choose_device(spec)
+    with contextlib.ExitStack() as stack:
+        group = stack.enter_context(open_process_group(device))
+        callback = callback if callback is not None and group.rank == 0 else NoProgress()
+
+        # The folder to resume: the one that was given, or that of this job before torchrun or the launcher restarted it.
+        folder = folder or job.find_restarted_folder(group, spec, root, out)
+        is_resumed = folder is not None
+        if folder is not None:
+            stack.enter_context(job.hold_folder(folder, group))
+        elif out is not None and group.rank == 0:
+            RunFolder.check_free(out)
+
+        # What to start from: the run's own checkpoint, else the weights of another run, else the seed's.
         saved = initial = None
-        if process_group.gather(bool(checkpoint.checkpoints_in(folder.checkpoints)))[0]:
-            saved = checkpoint.load_latest(folder.checkpoints, callback.on_message, process_group=process_group)
-            check_same_model(spec, saved, callback.on_message)
-        else:
-            initial = _initial(init_from, root, process_group, callback)
-        learned = (transforms_in(saved), saved.facts["id_kinds"]) if saved is not None else ()
-        sources = open_sources(spec, *learned)
-        with set_threads(spec):
-            stepper, placement = _stepper(spec, sources, device, process_group)
-            if initial is not None:
-                _take_over(initial, spec, stepper, callback)
-            position, changes = None, None
-            if saved is None:
-                callback.on_message(f"{folder.path} has no checkpoint yet: starting at the first step")
-            else:
-                stepper.load_state(saved.tensors)
-                position = Position(**saved.facts["position"])
-                callback.on_message(f"resuming {folder.path} after step {position.step:,}")
-                changes = CheckpointChanges(spec.train, stepper.model.store.tables, saved)
-                saved = None  # closes its files
-            if process_group.rank == 0:
-                if spec != folder.read_spec():
-                    folder.write_spec(spec)
-                with EventLog(folder.events_file) as events:
-                    events.resumed(position.step if position else 0)
-            return _drive(
+        if folder is not None and group.gather(bool(checkpoints_in(folder.checkpoints)))[0]:
+            saved = _load_checkpoint(spec, folder, group, callback)
+        elif init_from is not None:
+            initial = _load_checkpoint(spec, RunFolder.open(init_from, root), group, callback)
+        start = saved or initial
+
+        # The log.
+        sources = open_sources(spec, transforms_in(saved) if saved else None, start.facts["id_kinds"] if start else None)
+
+        # The model, its tables and its optimizers.
+        stack.enter_context(set_threads(spec))
+        placement = plan_placement(spec, device, process_group=group)
+        model = build_model(spec, device, trains=True, process_group=group, placement=placement)
+        stepper = _build_stepper(spec, model, sources.train.num_samples, group)
+        position = changes = None
+        if saved is not None:
+            stepper.load_state(saved.tensors)
+            position = Position(**saved.facts["position"])
+            changes = CheckpointChanges(spec.train, model.store.tables, saved)
+        elif initial is not None:
+            load_model(model, initial.tensors, with_optimizer=False)
+        save_first = initial is not None  # weights that the seed cannot restore
+        saved = initial = start = None  # closes their files
+
+        # The folder of a new run: only now, so that a run that cannot start leaves none behind.
+        if folder is None:
+            folder = job.create_folder(group, root, spec.name, out)
+            stack.enter_context(job.hold_folder(folder, group))
+            if group.rank == 0:
+                job.mark_folder(folder)
+        if group.rank == 0 and (not is_resumed or spec != folder.read_spec()):
+            folder.write_spec(spec)
+        _report_start(spec, folder, model, placement, device, group, callback, position, is_resumed=is_resumed)
+
+        # Training.
+        sources = sources.share(group.rank, group.world_size)
+        if spec.check_ids:
+            sources = _check_sources(sources, model)
+        resumed_step = (position.step if position is not None else 0) if is_resumed else None
+        events = folder.path if group.rank == 0 else None
+        reporter = RunReporter(events, callback, log_every=spec.train.log_every, resumed_step=resumed_step)
+        with stop_on_signal() as stop, UsageSampler() as usage, contextlib.closing(reporter):
+            loop = Loop(
                 spec,
                 stepper,
                 sources,
-                folder,
-                device,
-                callback,
-                placement=placement,
-                process_group=process_group,
+                device=device,
+                folder=folder.path,
+                facts=_checkpoint_facts(spec, sources),
+                reporter=reporter,
                 position=position,
-                changes=changes,
-                save_first=initial is not None,
+                stop_requested=stop.is_set,
                 profile=profile,
+                changes=changes,
+                process_group=group,
             )
+            if save_first:
+                loop.save()
+            outcome = loop.run()
+
+        # The record.
+        record = None
+        if outcome.ending != "interrupted" and group.rank == 0:
+            record = build_record(spec, outcome, device, model.store.kernel, usage.figures(), num_processes=group.world_size)
+            folder.write_record(record)
+            if group.world_size == 1:
+                _compare_with_prediction(spec, placement, device, folder, record, callback)
+        model.store.close()
+        return Result(folder=folder.path, outcome=outcome, record=record)
 
 
-def _initial(
-    init_from: str | None, root: Path | str, process_group: ProcessGroup, callback: ProgressCallback
-) -> checkpoint.Checkpoint | None:
-    """The newest checkpoint of the run to begin with, if there is one."""
-    if init_from is None:
-        return None
-    return checkpoint.load_latest(RunFolder.open(init_from, root).checkpoints, callback.on_message, process_group=process_group)
+def _load_checkpoint(spec: RunSpec, folder: RunFolder, group: ProcessGroup, callback: ProgressCallback) -> Checkpoint:
+    """The newest good checkpoint of a run, which must fit the model of `spec`."""
+    saved = load_latest(folder.checkpoints, callback.on_message, process_group=group)
+    check_same_model(spec, saved, callback.on_message)
+    return saved
 
 
-def _take_over(initial: checkpoint.Checkpoint, spec: RunSpec, stepper: Stepper, callback: ProgressCallback) -> None:
-    check_same_model(spec, initial, callback.on_message)
-    load_model(stepper.model, initial.tensors, with_optimizer=False)
+def _build_stepper(spec: RunSpec, model: DLRM, num_samples: int, group: ProcessGroup) -> Stepper:
+    steps_per_epoch = math.ceil(num_samples / spec.train.batch_size)
+    total_steps = int(min(spec.train.epochs * steps_per_epoch, spec.train.max_steps or math.inf))
+    num_threads = spec.train.sync.hogwild_threads
+    if num_threads == 1:
+        return Stepper(model, spec.train, total_steps=total_steps, process_group=group)
+    if group.world_size > 1:
+        raise RowsteadError("train.sync.hogwild_threads: a job of several processes has one thread in each; remove it")
+    return HogwildStepper(model, spec.train, total_steps=total_steps, num_threads=num_threads)
 
 
-def _stepper(spec: RunSpec, sources: Sources, device: torch.device, process_group: ProcessGroup) -> tuple[Stepper, Placement]:
-    placement = plan_placement(spec, device, process_group=process_group)
-    per_epoch = math.ceil(sources.train.num_samples / spec.train.batch_size)
-    total_steps = min(spec.train.epochs * per_epoch, spec.train.max_steps or math.inf)
-    model = build_model(spec, device, trains=True, process_group=process_group, placement=placement)
-    if (num_threads := spec.train.sync.hogwild_threads) > 1:
-        if process_group.world_size > 1:
-            raise RowsteadError("train.sync.hogwild_threads: processes that step together have one thread each; leave it out")
-        return HogwildStepper(model, spec.train, total_steps=int(total_steps), num_threads=num_threads), placement
-    return Stepper(model, spec.train, total_steps=int(total_steps), process_group=process_group), placement
+def _check_sources(sources: Sources, model: DLRM) -> Sources:
+    """The same splits; the reading thread checks each batch against the tables."""
+    checked = (check_source(source, model.store.layout) for source in (sources.train, sources.eval))
+    return dataclasses.replace(sources, train=next(checked), eval=next(checked))
 
 
-def _drive(
-    spec: RunSpec,
-    stepper: Stepper,
-    sources: Sources,
-    folder: RunFolder,
-    device: torch.device,
-    callback: ProgressCallback,
-    *,
-    placement: Placement,
-    process_group: ProcessGroup,
-    position: Position | None,
-    changes: CheckpointChanges | None = None,
-    save_first: bool = False,
-    profile: bool = False,
-) -> Result:
-    """Run the loop to its end and keep what it came to; `save_first` keeps weights that no seed could give back."""
-    store = stepper.model.store
-    sources = share_sources(sources, process_group)
-    if spec.check_ids:
-        sources = check_sources(sources, store.layout)
-    if process_group.world_size > 1:
-        callback.on_message(f"{process_group.world_size} processes, each with its share of every batch")
-    if store.tables:
-        callback.on_message(f"kernels: {shown_kernel(store.kernel, device)}")
-        callback.on_message(placement_text(placement, has_gpu=device.type == "cuda", world_size=process_group.world_size))
-        if process_group.rank == 0:
-            write_atomic(folder.path / "placement.json", json.dumps(to_plain(placement), indent=2) + "\n")
-    unused = unused_machine_warning(device) if process_group.world_size == 1 else None  # several processes are not predicted
-    for warning in (bf16_fallback(spec, device), ignored_settings(spec, world_size=process_group.world_size), unused):
-        if warning is not None:
-            callback.on_message(warning)
-    facts = {
+def _checkpoint_facts(spec: RunSpec, sources: Sources) -> dict[str, Any]:
+    """What every checkpoint of a run holds besides tensors and position."""
+    return {
         "architecture": architecture(spec),
         "spec_digest": digest(spec),
         "transforms": sources.encoder.transforms.to_plain(),
         "id_kinds": sources.id_kinds,
         "versions": versions(),
     }
-    with stop_on_signal() as stop_asked, UsageSampler() as usage:
-        loop = Loop(
-            spec,
-            stepper,
-            sources.train,
-            sources.eval,
-            device=device,
-            folder=folder.path,
-            facts=facts,
-            callback=callback,
-            position=position,
-            stop_requested=stop_asked.is_set,
-            profile=profile,
-            changes=changes,
-            process_group=process_group,
-        )
-        if save_first:
-            loop.save()
-        outcome = loop.run()
-    record = None
-    if outcome.ending != "interrupted" and process_group.rank == 0:
-        record = record_of(spec, outcome, device, store.kernel, usage.figures(), num_processes=process_group.world_size)
-        folder.write_record(record)
-        if process_group.world_size == 1:
-            _compare(spec, placement, device, folder, record, callback)
-    store.close()
-    return Result(folder=folder.path, outcome=outcome, record=record)
 
 
-def _compare(
-    spec: RunSpec, placement: Placement, device: torch.device, folder: RunFolder, record: Record, callback: ProgressCallback
+def _report_start(
+    spec: RunSpec,
+    folder: RunFolder,
+    model: DLRM,
+    placement: Placement,
+    device: torch.device,
+    group: ProcessGroup,
+    callback: ProgressCallback,
+    position: Position | None,
+    *,
+    is_resumed: bool,
 ) -> None:
-    """Keep and tell what was predicted for this run, where this machine was measured with as many threads."""
-    machine = measured_machine(device)
-    if machine is None:
-        return
-    prediction = predict_run(spec, placement, machine)
-    if prediction is None or (line := compared_text(prediction, record)) is None:
-        return
-    callback.on_message(line)
-    predicted = predicted_record(prediction, spec, date=record.date)
-    write_atomic(folder.path / "predicted.json", json.dumps(to_plain(predicted)) + "\n")
+    """Say what is about to run and where its tables are; keep the placement in the folder."""
+    store = model.store
+    if position is not None:
+        callback.on_message(f"resuming {folder.path} after step {position.step:,}")
+    elif is_resumed:
+        callback.on_message(f"{folder.path} has no checkpoint yet: starting at the first step")
+    if group.world_size > 1:
+        callback.on_message(f"{group.world_size} processes, each with its share of every batch")
+    if store.tables:
+        callback.on_message(f"kernels: {kernel_text(store.kernel, device)}")
+        callback.on_message(placement_text(placement, has_gpu=device.type == "cuda", world_size=group.world_size))
+        if group.rank == 0:
+            write_atomic(folder.path / "placement.json", json.dumps(to_plain(placement), indent=2) + "\n")
+    unused = unused_machine_warning(device) if group.world_size == 1 else None  # several processes are not predicted
+    for warning in (bf16_fallback(spec, device), ignored_settings(spec, world_size=group.world_size), unused):
+        if warning is not None:
+            callback.on_message(warning)
 
 
-def record_of(
+def build_record(
     spec: RunSpec, outcome: TrainOutcome, device: torch.device, kernel: str, used: dict[str, float], *, num_processes: int
 ) -> Record:
+    """The record of a run that has ended; `used` is what a `UsageSampler` measured."""
     figures: dict[str, float] = {"num_steps": outcome.position.step, "num_samples": outcome.position.num_samples}
     figures["train_s"] = outcome.position.train_s
     if outcome.samples_per_s is not None:
@@ -325,37 +282,50 @@ def record_of(
         quality = outcome.quality.figures()
         figures |= {"num_eval_samples": quality.pop("num_samples"), **quality}
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    machine = {**machine_facts(gpu), "kernel": kernel, "num_threads": torch.get_num_threads()}
+    if num_processes > 1:
+        machine["num_processes"] = num_processes
     return Record(
         kind="measured",
         name=spec.name,
         spec_digest=digest(spec),
         date=date_now(),
-        machine={
-            **machine_facts(gpu),
-            "kernel": kernel,
-            "num_threads": torch.get_num_threads(),
-            **({"num_processes": num_processes} if num_processes > 1 else {}),
-        },
+        machine=machine,
         versions=versions(),
         figures=figures,
     )
 
 
+def _compare_with_prediction(
+    spec: RunSpec, placement: Placement, device: torch.device, folder: RunFolder, record: Record, callback: ProgressCallback
+) -> None:
+    """Keep and report what was predicted for this run, where this machine was measured with as many threads."""
+    machine = measured_machine(device)
+    if machine is None:
+        return
+    prediction = predict_run(spec, placement, machine)
+    if prediction is None or (line := compared_text(prediction, record)) is None:
+        return
+    callback.on_message(line)
+    predicted = predicted_record(prediction, spec, date=record.date)
+    write_atomic(folder.predicted_file, json.dumps(to_plain(predicted)) + "\n")
+
+
 @contextlib.contextmanager
 def stop_on_signal() -> Iterator[threading.Event]:
-    """An event that is set by the first Ctrl-C or SIGTERM; a second Ctrl-C interrupts at once."""
-    asked = threading.Event()
+    """An event that the first Ctrl-C or SIGTERM sets; a second Ctrl-C interrupts at once."""
+    stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
-        yield asked
+        yield stop
         return
 
-    def ask(number: int, frame: object) -> None:
-        asked.set()
+    def handle(number: int, frame: object) -> None:
+        stop.set()
         signal.signal(signal.SIGINT, before[signal.SIGINT])
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield asked
+        yield stop
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

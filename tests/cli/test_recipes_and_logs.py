@@ -114,7 +114,7 @@ def test_skipped_rows_are_counted_and_reported(rowstead: Command, log: Path) -> 
     bad = changed(log, with_values("dense_2", [np.nan, 0.0, np.inf]), "train-*")
     done = rowstead("train", parquet_recipe(bad, "data.parquet.on_bad_row=skip"))
     assert done.code == 0
-    assert "skipped 2 bad rows while reading the training split" in done.out
+    assert "skipped 2 bad rows of the training split" in done.out
 
 
 def test_equal_labels_leave_ne_undefined_and_say_so(rowstead: Command, log: Path) -> None:

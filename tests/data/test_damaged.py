@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from rowstead.data.columns import bags_of
+from rowstead.data.open_log import open_sources
 from rowstead.spec.errors import RowsteadError
-from rowstead.training.build import open_sources
 from tests.small_runs import parquet_spec, written_log
 
 DAMAGES = 40

@@ -9,10 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from rowstead.data.open_log import open_sources
 from rowstead.data.source import Source
 from rowstead.data.synth import write_parquet
 from rowstead.spec.data import SynthSpec
-from rowstead.training.build import open_sources
 from tests.data.source_contract import NUM_SAMPLES, SourceContract
 from tests.small_runs import parquet_spec, small_spec
 

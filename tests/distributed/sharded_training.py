@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rowstead.data.batch import Batch
+from rowstead.data.open_log import open_sources
 from rowstead.data.source import Source
 from rowstead.distributed.launch import environment
 from rowstead.distributed.process_group import ProcessGroup, SingleProcess, TorchProcessGroup
@@ -30,7 +31,6 @@ from rowstead.spec.parse import override, parse
 from rowstead.spec.run import RunSpec
 from rowstead.spec.train import SparseOptimizerSpec
 from rowstead.stores.device import DeviceStore
-from rowstead.training.build import open_sources
 from rowstead.training.sharded_step import WIRE_DTYPES
 from rowstead.training.step import Stepper
 from tests.small_runs import small_plain

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rowstead.data.open_log import open_sources
 from rowstead.fleet.evaluate_and_save import EvaluateAndSave
 from rowstead.fleet.gathered_model import TrainersModel
 from rowstead.fleet.role_table import NoFleetProgress
@@ -15,8 +16,7 @@ from rowstead.records.run_folder import RunFolder
 from rowstead.spec.fleet import FleetSpec
 from rowstead.spec.parse import override, parse
 from rowstead.spec.run import RunSpec
-from rowstead.training.build import open_sources
-from rowstead.training.loop import Position
+from rowstead.training.progress import Position
 from rowstead.training.sync_base import DenseServerUnavailable
 from tests.small_runs import small_plain, wait_until
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rowstead.data.open_log import open_sources
 from rowstead.distributed.launch import INTERRUPTED, MISTAKE
 from rowstead.fleet.build import cast
 from rowstead.fleet.coordinator import train_fleet
@@ -32,7 +33,6 @@ from rowstead.spec.fleet import KINDS, FleetSpec, RoleKind, fleet_from
 from rowstead.spec.run import RunSpec
 from rowstead.stores.device import DeviceStore
 from rowstead.training import checkpoint, trained
-from rowstead.training.build import open_sources
 from rowstead.training.step import Stepper
 from tests.small_runs import recipe, small_spec, wait_until
 

@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from rowstead.data.open_log import open_sources
 from rowstead.distributed.sharding import piece_layout
 from rowstead.fleet.log_share import LogShare
 from rowstead.fleet.partition import partition_tables
@@ -21,7 +22,6 @@ from rowstead.fleet.table_shard import TableShard
 from rowstead.fleet.trainer import FleetTrainer
 from rowstead.kernels.layout import layout_of
 from rowstead.spec.fleet import FleetSpec, RoleKind
-from rowstead.training.build import open_sources
 from tests.small_runs import small_spec, wait_until
 
 NUM_BATCHES = 3

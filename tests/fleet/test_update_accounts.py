@@ -10,7 +10,7 @@ import pytest
 from rowstead.fleet.rpc_client import ServerUnavailable
 from rowstead.fleet.update_accounts import Accounts
 from rowstead.fleet.wire import Message
-from rowstead.training.loop import Position
+from rowstead.training.progress import Position
 
 
 @dataclass

@@ -12,6 +12,7 @@ import torch
 
 from rowstead import run
 from rowstead.data.batch import Sparse
+from rowstead.data.open_log import open_sources
 from rowstead.data.source import Batches, Source
 from rowstead.kernels.layout import layout_of
 from rowstead.spec.errors import DataError
@@ -19,7 +20,6 @@ from rowstead.spec.run import RunSpec
 from rowstead.stores import checked as checked_module
 from rowstead.stores.checked import check_batch, check_source
 from rowstead.training import checkpoint
-from rowstead.training.build import open_sources
 from tests.small_runs import small_spec
 
 

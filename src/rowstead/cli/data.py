@@ -151,14 +151,14 @@ def _log_to_describe(
 ) -> tuple[FeaturesSpec, Iterator[RawBlock]]:
     from rowstead.data.describe import infer_features
     from rowstead.data.files import find_files
+    from rowstead.data.open_log import read_raw_blocks
     from rowstead.data.parquet import ParquetLog, schema_of
     from rowstead.spec.data import ParquetSpec
     from rowstead.spec.run import load_recipe
-    from rowstead.training.build import raw_blocks
 
     if recipe is not None:
         spec = load_recipe(recipe)
-        return spec.features, raw_blocks(spec, files, max_rows)
+        return spec.features, read_raw_blocks(spec, files, max_rows)
     if not files:
         raise RowsteadError("name the files to describe, or a recipe with --recipe")
     parquet = ParquetSpec(train=tuple(files), label=label)

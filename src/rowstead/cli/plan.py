@@ -230,7 +230,7 @@ def calibrate(
     from rowstead.spec.catalogue import calibrated_path, machine_text
     from rowstead.spec.machine import check_name
     from rowstead.study.calibration.calibrate import calibrate as measured
-    from rowstead.training.build import granted_cores
+    from rowstead.training.device import container_cores
 
     if device not in ("auto", "cpu", "cuda"):
         raise RowsteadError(f"--device is `auto`, `cpu` or `cuda`, got `{device}`")
@@ -257,7 +257,7 @@ def calibrate(
     def tell(line: str) -> None:
         say(f"{time.perf_counter() - start:5.0f} s  {line}")
 
-    torch.set_num_threads(threads or min(before, granted_cores() or before))
+    torch.set_num_threads(threads or min(before, container_cores() or before))
     try:
         machine = measured(torch.device(kind), name=name, folder=folder, is_short=quick, tell=tell)
     finally:

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from rowstead.data.batch import Batch
+from rowstead.data.open_log import Sources, open_sources
 from rowstead.data.transforms import DenseTransforms
 from rowstead.fleet.keys import Keys
 from rowstead.fleet.partition import Partition, partition_tables
@@ -30,8 +31,8 @@ from rowstead.stores.base import EmbeddingStore
 from rowstead.stores.host import HostStore
 from rowstead.stores.state import StatePart
 from rowstead.training import checkpoint
-from rowstead.training.build import ROW_DTYPES, Sources, build_model, expected_lookups, open_sources
-from rowstead.training.loop import Position
+from rowstead.training.build import ROW_DTYPES, build_model, expected_lookups
+from rowstead.training.progress import Position
 from rowstead.training.trained import architecture
 
 KEYS_FILE = "keys.json"

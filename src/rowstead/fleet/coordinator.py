@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from rowstead.data.open_log import Sources, open_sources
 from rowstead.fleet.background import InBackground
 from rowstead.fleet.build import KEYS_FILE, fleet_of, put_progress, resolve_fleet, shared_facts, told_keys
 from rowstead.fleet.evaluate_and_save import EvaluateAndSave
@@ -32,14 +33,16 @@ from rowstead.records.events import EventLog
 from rowstead.records.run_folder import DEFAULT_ROOT, RunFolder
 from rowstead.records.tensorboard import ScalarWriter
 from rowstead.records.usage import UsageSampler, usable_cores
-from rowstead.run import Result, record_of, stop_on_signal
+from rowstead.run import Result, build_record, stop_on_signal
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.fleet import KINDS, FleetSpec
 from rowstead.spec.job import is_one_of_many
 from rowstead.spec.run import RunSpec
 from rowstead.training import checkpoint
-from rowstead.training.build import Sources, bf16_fallback, device_of, ignored_settings, open_sources
-from rowstead.training.loop import Ending, Position, TrainOutcome
+from rowstead.training.build import ignored_settings
+from rowstead.training.device import bf16_fallback, choose_device
+from rowstead.training.loop import Ending, TrainOutcome
+from rowstead.training.progress import Position
 from rowstead.training.trained import check_same_model, transforms_in
 
 SHOW_EVERY_S = 0.5
@@ -194,7 +197,7 @@ class Coordinator:
         record = None
         if outcome.ending != "interrupted":
             device, kernel = self._device()
-            record = record_of(spec, outcome, device, kernel, usage.figures(), num_processes=1 + len(crew.posts))
+            record = build_record(spec, outcome, device, kernel, usage.figures(), num_processes=1 + len(crew.posts))
             of_roles = self._figures.for_record(statuses, record.figures.get("cpu_s", 0.0))
             record = dataclasses.replace(record, figures={**record.figures, **of_roles})
             folder.write_record(record)
@@ -217,7 +220,7 @@ class Coordinator:
 
     def _device(self) -> tuple[torch.device, str]:
         """What trainers train on, as far as it can be known here, and the kernels that train rows."""
-        device = device_of(self._spec) if self._fleet.start == "here" else torch.device("cpu")
+        device = choose_device(self._spec) if self._fleet.start == "here" else torch.device("cpu")
         return device, "gpu" if device.type == "cuda" and self._fleet.tables == "local" else "cpu"
 
     # From the first process to the last

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Protocol
 
+from rowstead.data.open_log import Sources
 from rowstead.fleet.background import InBackground
 from rowstead.fleet.build import readers_progress
 from rowstead.fleet.gathered_model import GatheredModel, TrainersModel
@@ -13,9 +14,8 @@ from rowstead.records.run_folder import RunFolder
 from rowstead.spec.errors import LostProcessError
 from rowstead.spec.run import RunSpec
 from rowstead.training import checkpoint
-from rowstead.training.build import Sources
-from rowstead.training.loop import Position
 from rowstead.training.metrics import Quality
+from rowstead.training.progress import Position
 from rowstead.training.sync_base import DenseServerUnavailable
 
 NOUNS = {"evaluation": "evaluated", "checkpoint": "saved"}

@@ -35,8 +35,8 @@ from rowstead.spec.run import RunSpec
 from rowstead.training import checkpoint
 from rowstead.training.evaluate import evaluate
 from rowstead.training.flat_parameters import flat_of, named_parts
-from rowstead.training.loop import Position
 from rowstead.training.metrics import Quality
+from rowstead.training.progress import Position
 from rowstead.training.saved_tensors import StoreTensors
 from rowstead.training.step import load_net
 from rowstead.training.trained import evaluate as evaluate_run

@@ -43,11 +43,11 @@ from rowstead.spec.run import RunSpec
 from rowstead.spec.train import TrainSpec
 from rowstead.stores.base import EmbeddingStore
 from rowstead.training import checkpoint
-from rowstead.training.build import build_store, device_of, set_threads
+from rowstead.training.build import build_store
+from rowstead.training.device import choose_device, set_threads
 from rowstead.training.hogwild import Hogwild
-from rowstead.training.loop import Position
 from rowstead.training.prefetch import copy_ahead, pin_batches, prefetch_rows
-from rowstead.training.progress import Window
+from rowstead.training.progress import MovingLoss, Position
 from rowstead.training.step import Stepper, load_model
 from rowstead.training.sync import Unsynchronised, build_policies
 
@@ -69,7 +69,7 @@ class FleetTrainer:
         )
         self._device = _device_of(spec, number)
         self._lock = threading.Lock()
-        self._window = Window()
+        self._window = MovingLoss()
         self._num_steps = self._num_samples = self._kept_steps = 0
         self._position = Position()
         """Of earlier parts of the run, where this trainer keeps the tables."""
@@ -272,5 +272,5 @@ def _connect(connections: Connections, number: int) -> Callable[[], Any]:
 
 def _device_of(spec: RunSpec, number: int) -> torch.device:
     """Of several trainers on a machine with GPUs each takes the next."""
-    device = device_of(spec)
+    device = choose_device(spec)
     return device if device.type == "cpu" else torch.device("cuda", number % torch.cuda.device_count())

@@ -10,7 +10,7 @@ from rowstead.fleet.rpc_client import ServerUnavailable
 from rowstead.fleet.supervisor import RoleHandle, Supervisor
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.fleet import RoleKind
-from rowstead.training.loop import Position
+from rowstead.training.progress import Position
 
 STATUS_S = 3.0
 """How long a server may take to say how it does, before the roles are looked after again."""

@@ -23,7 +23,7 @@ from rowstead.serve.copied import CopiedColumns, schema_of
 from rowstead.serve.exported import Exported, is_exported
 from rowstead.spec.data import ParquetSpec
 from rowstead.spec.errors import DataError
-from rowstead.training.build import device_of
+from rowstead.training.device import choose_device
 from rowstead.training.evaluate import EVAL_BATCH, log_odds_of
 from rowstead.training.progress import ProgressCallback
 from rowstead.training.trained import open_run
@@ -121,7 +121,7 @@ def _open_run(run: str, data: Sequence[str] | None, root: Path | str, callback: 
     trained = open_run(run, root=root, callback=callback)
     spec, model = trained.spec, trained.model
     source = trained.source(data, needs_label=False)
-    device = device_of(spec)
+    device = choose_device(spec)
     model.to(device)
 
     def scores() -> Scores:

@@ -15,7 +15,7 @@ from rowstead.spec.run import RunSpec
 from rowstead.spec.tune import num_steps_of
 from rowstead.study.points import Point
 from rowstead.study.run_points import PointRunner
-from rowstead.training.build import check_format
+from rowstead.training.device import check_precision
 from rowstead.training.metrics import Quality
 from rowstead.training.progress import Progress
 
@@ -84,7 +84,7 @@ def run_trial(spec: RunSpec, folder: Path, *, is_bad: Callable[[int, float], boo
     started, record, objective, failure = time.monotonic(), None, None, None
     shutil.rmtree(folder, ignore_errors=True)
     try:
-        check_format(spec)
+        check_precision(spec)
         record = run.train(spec, out=folder, callback=_Looking(is_bad, num_steps_of(spec))).record
         if record is None:
             raise KeyboardInterrupt  # the loop has taken the Ctrl-C, and saved what nobody needs

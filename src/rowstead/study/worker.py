@@ -47,10 +47,10 @@ def _failure_of(job: dict[str, Any], under_way: list[subprocess.Popen[bytes]]) -
 
     try:
         from rowstead.spec.run import load_recipe
-        from rowstead.training.build import check_format
+        from rowstead.training.device import check_precision
 
         spec = load_recipe(job["spec"])
-        check_format(spec)
+        check_precision(spec)
         if job["processes"] > 1 or job["fleet"] is not None:
             return _by_command(job, under_way)
         from rowstead import run

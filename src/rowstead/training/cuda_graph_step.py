@@ -24,7 +24,7 @@ from rowstead.kernels.row_optimizer import numbers_of
 from rowstead.nn.dlrm import DLRM
 from rowstead.records.cost import Cost
 from rowstead.spec.train import TrainSpec
-from rowstead.training.precision import arithmetic
+from rowstead.training.device import dense_precision
 
 EAGER_STEPS = 2
 """Steps of one shape that run launch by launch before it is captured, which compiles and loads all that the graph needs."""
@@ -175,7 +175,7 @@ class CudaGraphStep:
             with torch.cuda.stream(self._planning):
                 plan = store.plan_update(batch.sparse, numbers=numbers)
         network.wait_stream(rows)
-        with arithmetic(spec.precision, self._device):
+        with dense_precision(spec.precision, self._device):
             with weights_later() as later:
                 with torch.cuda.stream(network):
                     projected = net.project(batch.dense)

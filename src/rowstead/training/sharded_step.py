@@ -18,7 +18,7 @@ from rowstead.nn.dlrm import DLRM
 from rowstead.records.timers import Timers
 from rowstead.spec.phases import Phase
 from rowstead.spec.train import TrainSpec
-from rowstead.training.precision import arithmetic
+from rowstead.training.device import dense_precision
 
 BUCKET_BYTES = 1 << 20
 """Dense gradients that are added up at a time: enough to be worth a message, few enough to be under way early."""
@@ -58,7 +58,7 @@ class ShardedStep:
         model, spec, timers, store = self._model, self._spec, self._timers, self._store
         with timers.phase(Phase.LOOKUP):
             pooled_later = store.start_lookup(batch.sparse) if store is not None else None
-        with arithmetic(spec.precision, batch.dense.device):
+        with dense_precision(spec.precision, batch.dense.device):
             with timers.phase(Phase.FORWARD):
                 projected = model.net.project(batch.dense)
             with timers.phase(Phase.LOOKUP):

@@ -18,8 +18,8 @@ from rowstead.records.timers import Timers
 from rowstead.spec.errors import CheckpointError, TrainingError
 from rowstead.spec.phases import Phase
 from rowstead.spec.train import DenseOptimizerSpec, TrainSpec
+from rowstead.training.device import dense_precision
 from rowstead.training.flat_parameters import FlatReplica
-from rowstead.training.precision import arithmetic
 from rowstead.training.saved_tensors import STORE, StoreTensors
 from rowstead.training.schedule import factor
 from rowstead.training.sharded_step import ShardedStep
@@ -122,7 +122,7 @@ class Stepper:
                 pooled = model.store.lookup(batch.sparse).requires_grad_()
             else:
                 pooled = batch.dense.new_zeros(batch.num_samples, 0)
-        with arithmetic(spec.precision, batch.dense.device):
+        with dense_precision(spec.precision, batch.dense.device):
             with timers.phase(Phase.FORWARD):
                 loss = self._loss(model.net(batch.dense, pooled), batch)
                 value = _finite(loss.item(), number)

@@ -13,6 +13,7 @@ import torch
 from rowstead.data.batch import Batch
 from rowstead.data.columns import ColumnReader, IdKinds
 from rowstead.data.encode import Encoder
+from rowstead.data.open_log import LogSplit, parquet_files_like
 from rowstead.data.parquet import ParquetLog
 from rowstead.data.parquet_source import ParquetSource
 from rowstead.data.source import Source
@@ -25,7 +26,8 @@ from rowstead.spec.parse import difference, to_plain_without_defaults
 from rowstead.spec.placement import MemorySpec
 from rowstead.spec.run import RunSpec
 from rowstead.training import checkpoint
-from rowstead.training.build import Log, build_model, device_of, files_like, set_threads
+from rowstead.training.build import build_model
+from rowstead.training.device import choose_device, set_threads
 from rowstead.training.evaluate import evaluate as evaluate_model
 from rowstead.training.metrics import Quality
 from rowstead.training.progress import NoProgress, ProgressCallback
@@ -50,8 +52,8 @@ class TrainedRun:
         """The run's evaluation split, or the Parquet files of `data` read the same way, in the order of the log."""
         encoder = Encoder(self.spec.features, self.spec.tables, self.transforms)
         if data is None:
-            return Log(self.spec, "eval", self.id_kinds).source(encoder)
-        files = files_like(self.spec, data)
+            return LogSplit(self.spec, "eval", self.id_kinds).source(encoder)
+        files = parquet_files_like(self.spec, data)
         log = ParquetLog(files, self.spec.features, split="all", with_labels=needs_label, id_kinds=self.id_kinds)
         return ParquetSource(log, encoder, shuffle=False)
 
@@ -91,7 +93,7 @@ def evaluate(
     """Evaluate a run's model on its evaluation split, or on other Parquet files."""
     trained = open_run(run, root=root, callback=callback)
     source = trained.source(data)
-    device = device_of(trained.spec)
+    device = choose_device(trained.spec)
     if not trained.model.store.moves_with_module:
         device = torch.device("cpu")  # tables that do not fit in GPU memory stay where they are
     with set_threads(trained.spec):

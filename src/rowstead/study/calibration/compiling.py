@@ -17,7 +17,7 @@ import torch
 from rowstead.kernels.choose import has_triton
 from rowstead.records.usage import usable_cores
 from rowstead.study.calibration.dense import INTERACTING, VECTORS, WIDTHS, interact_once
-from rowstead.training.build import granted_cores
+from rowstead.training.device import container_cores
 
 MOST_PROCESSES, LIMIT_S = 8, 60.0
 """And how long all of them together may take."""
@@ -25,7 +25,7 @@ MOST_PROCESSES, LIMIT_S = 8, 60.0
 
 def compile_interactions() -> None:
     """Have all programs that `interaction_times` needs on a GPU in Triton's cache."""
-    count = min(MOST_PROCESSES, usable_cores() // 2, granted_cores() or MOST_PROCESSES)
+    count = min(MOST_PROCESSES, usable_cores() // 2, container_cores() or MOST_PROCESSES)
     if count < 2 or not has_triton():
         return
     command = [sys.executable, "-m", "rowstead.study.calibration.compiling"]

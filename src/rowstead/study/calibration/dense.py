@@ -20,7 +20,7 @@ from rowstead.spec.curve import Curve, CurveAxis
 from rowstead.spec.timings import LayerTimes
 from rowstead.spec.train import DenseOptimizerSpec
 from rowstead.study.calibration.clock import Clock
-from rowstead.training.precision import arithmetic
+from rowstead.training.device import dense_precision
 from rowstead.training.step import dense_optimizer
 
 EXAMPLES = {"cpu": (64, 256, 1024, 4096), "cuda": (256, 1024, 4096, 16384)}
@@ -55,11 +55,11 @@ def layer_times(clock: Clock, precision: str, *, is_short: bool = False, most_ex
             def forward() -> Tensor:
                 layer.zero_grad(set_to_none=True)
                 x.grad = None
-                with arithmetic(precision, clock.device):
+                with dense_precision(precision, clock.device):
                     return layer(x)
 
             def back(out: Tensor) -> None:
-                with arithmetic(precision, clock.device):  # which products look at when they run
+                with dense_precision(precision, clock.device):  # which products look at when they run
                     out.backward(grad.to(out.dtype))
 
             return clock.forward_and_back(forward, back, forward_s=known_s)
@@ -98,16 +98,16 @@ def _interaction(clock: Clock, precision: str) -> Measure:
     def measure(num: int, vectors: int, width: int) -> tuple[float, float]:
         dense = torch.randn(num, width, device=clock.device, requires_grad=True)
         pooled = torch.randn(num, (vectors - 1) * width, device=clock.device, requires_grad=True)
-        with arithmetic(precision, clock.device):
+        with dense_precision(precision, clock.device):
             grad = torch.ones_like(pairwise_dots(dense, pooled, width).detach())
 
         def forward() -> Tensor:
             dense.grad = pooled.grad = None
-            with arithmetic(precision, clock.device):
+            with dense_precision(precision, clock.device):
                 return pairwise_dots(dense, pooled, width)
 
         def back(out: Tensor) -> None:
-            with arithmetic(precision, clock.device):
+            with dense_precision(precision, clock.device):
                 out.backward(grad)
 
         return clock.forward_and_back(forward, back)
@@ -119,7 +119,7 @@ def interact_once(num: int, vectors: int, width: int, precision: str, device: to
     """Both passes of one shape, so that its programs are compiled."""
     dense = torch.randn(num, width, device=device, requires_grad=True)
     pooled = torch.randn(num, (vectors - 1) * width, device=device, requires_grad=True)
-    with arithmetic(precision, device):
+    with dense_precision(precision, device):
         out = pairwise_dots(dense, pooled, width)
         out.backward(torch.ones_like(out))
 

@@ -1,4 +1,4 @@
-"""The parts of a run that the machine decides: threads, and whether BF16 pays."""
+"""What a run computes on: threads, number formats, and settings that it ignores."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ import torch
 
 from rowstead.spec.errors import RowsteadError
 from rowstead.study.trial import run_trial
-from rowstead.training.build import bf16_fallback, check_format, granted_cores, ignored_settings, set_threads
+from rowstead.training.build import ignored_settings
+from rowstead.training.device import bf16_fallback, check_precision, container_cores, dense_precision, has_bf16, set_threads
 from tests.small_runs import small_spec
+
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -24,11 +27,11 @@ from tests.small_runs import small_spec
 def test_a_containers_quota_limits_the_cores(tmp_path: Path, text: str, cores: int | None) -> None:
     quota = tmp_path / "cpu.max"
     quota.write_text(text)
-    assert granted_cores(quota) == cores
+    assert container_cores(quota) == cores
 
 
 def test_without_containers_nothing_limits_the_cores(tmp_path: Path) -> None:
-    assert granted_cores(tmp_path / "missing") is None
+    assert container_cores(tmp_path / "missing") is None
 
 
 def test_a_run_has_the_threads_that_it_asks_for_and_gives_them_back() -> None:
@@ -50,25 +53,42 @@ def test_waiting_threads_sleep_unless_the_user_says_otherwise(chosen: str | None
     assert shown.strip() == (chosen or "passive")
 
 
-@pytest.mark.parametrize(("able", "says"), [({"amx_bf16": False, "avx512_bf16": False}, True), ({"amx_bf16": True}, False)])
-def test_who_asks_for_bf16_on_a_processor_without_it_is_told(
-    able: dict[str, bool], says: bool, monkeypatch: pytest.MonkeyPatch
+HAS, HAS_NOT = {"avx512_bf16": True}, {"avx2": True, "amx_bf16": False, "avx512_bf16": False}
+
+
+@pytest.mark.parametrize(("able", "found"), [(HAS, torch.bfloat16), (HAS_NOT, torch.float32)])
+def test_bf16_is_fp32_on_a_processor_that_would_emulate_it(
+    able: dict[str, bool], found: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: able, raising=False)
-    cpu = torch.device("cpu")
-    assert (bf16_fallback(small_spec("train.precision=bf16"), cpu) is not None) == says
-    assert bf16_fallback(small_spec(), cpu) is None
+    left = torch.rand(3, 3)
+    with dense_precision("bf16", CPU):
+        assert (left @ left).dtype == found
+    with dense_precision("fp32", CPU):
+        assert (left @ left).dtype == torch.float32
+
+
+def test_without_torch_s_capabilities_bf16_is_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
+    assert has_bf16(CPU)
+
+
+@pytest.mark.parametrize(("able", "says"), [({"amx_bf16": False, "avx512_bf16": False}, True), ({"amx_bf16": True}, False)])
+def test_bf16_on_a_processor_without_it_is_reported(able: dict[str, bool], says: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: able, raising=False)
+    assert (bf16_fallback(small_spec("train.precision=bf16"), CPU) is not None) == says
+    assert bf16_fallback(small_spec(), CPU) is None
 
 
 def test_a_study_is_not_given_fp32_in_place_of_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", dict, raising=False)
     spec = small_spec("train.precision=bf16", "device=cpu")
     with pytest.raises(RowsteadError, match="no BF16 instructions"):
-        check_format(spec)
+        check_precision(spec)
     outcome = run_trial(spec, tmp_path / "trial", is_bad=lambda number, ne: False)
     assert outcome.objective is None
     assert "no BF16 instructions" in str(outcome.failure)
-    check_format(small_spec("device=cpu"))
+    check_precision(small_spec("device=cpu"))
 
 
 FLEET = "fleet={num_trainers: 2, num_sparse: 1, num_dense: 1, num_readers: 1}"
@@ -86,6 +106,6 @@ FLEET = "fleet={num_trainers: 2, num_sparse: 1, num_dense: 1, num_readers: 1}"
         ((FLEET, "placement={'*': device}"), 1, "placement, for tables that a trainer keeps itself"),
     ],
 )
-def test_who_sets_what_does_nothing_in_a_run_is_told(changes: tuple[str, ...], world_size: int, said: str | None) -> None:
+def test_settings_that_a_run_ignores_are_reported(changes: tuple[str, ...], world_size: int, said: str | None) -> None:
     found = ignored_settings(small_spec(*changes), world_size=world_size)
     assert (found is None) if said is None else (found is not None and said in found)

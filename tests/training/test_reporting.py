@@ -1,0 +1,44 @@
+"""A reporter writes events and scalars, and passes everything on to its callback."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rowstead.records.events import read_events
+from rowstead.training.progress import Progress
+from rowstead.training.reporting import RunReporter
+from tests.small_runs import Listening
+
+
+def progress(step: int) -> Progress:
+    return Progress(step=step, total_steps=20, num_samples=64 * step, loss=0.5, samples_per_s=1.0, waiting_share=0.0)
+
+
+def test_steps_are_passed_on_and_logged_once_per_interval_even_if_some_are_not_seen(tmp_path: Path) -> None:
+    callback = Listening()
+    reporter = RunReporter(tmp_path, callback, log_every=5)
+    for step in (1, 4, 6, 9, 10, 10, 11, 20):
+        reporter.on_step(progress(step))
+    reporter.close()
+    assert [one.step for one in callback.steps] == [1, 4, 6, 9, 10, 10, 11, 20]
+    assert [event["step"] for event in read_events(tmp_path / "events.jsonl")] == [6, 10, 20]
+
+
+def test_a_resumed_run_supersedes_later_events(tmp_path: Path) -> None:
+    for resumed_step, steps in ((None, (5, 10)), (5, (10,))):
+        reporter = RunReporter(tmp_path, Listening(), log_every=5, resumed_step=resumed_step)
+        for step in steps:
+            reporter.on_step(progress(step))
+        reporter.close()
+    found = [(event["kind"], event["step"]) for event in read_events(tmp_path / "events.jsonl")]
+    assert found == [("train", 5), ("resumed", 5), ("train", 10)]
+
+
+def test_without_a_folder_nothing_is_written(tmp_path: Path) -> None:
+    callback = Listening()
+    reporter = RunReporter(None, callback, log_every=1)
+    reporter.on_step(progress(1))
+    reporter.on_message("hello")
+    reporter.close()
+    assert callback.messages == ["hello"]
+    assert list(tmp_path.iterdir()) == []
