@@ -10,7 +10,7 @@ PEERS := fbgemm-gpu-cpu torchrec
 PEERS_NEED := tensordict torchmetrics tqdm pyre-extensions
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: quickstart test test-slow check format peers browser docs paper clean help
+.PHONY: quickstart test test-slow test-statistical check format peers browser docs paper clean help
 
 help: ## Show what can be made
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 14
@@ -19,10 +19,13 @@ quickstart: $(STAMP) ## Train the default model on a synthetic log, in under 2 m
 	$(BIN)/rowstead train
 
 test: $(DEV_STAMP) check ## Lint, types, layers and the quick tests
-	$(BIN)/python -m pytest -n 2 -m "not slow"
+	$(BIN)/python -m pytest -n 2 -m "not slow and not statistical"
 
 test-slow: $(DEV_STAMP) browser ## The tests that take longer: faults, quality, whole commands
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow --durations 12
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "slow and not statistical" --durations 12
+
+test-statistical: $(DEV_STAMP) ## Claims about random runs, each by a fixed protocol (a quarter of an hour); not part of the gate
+	$(BIN)/python -m pytest -m statistical --durations 5
 
 check: $(DEV_STAMP) ## Lint, format, types, import layers
 	$(BIN)/ruff check .

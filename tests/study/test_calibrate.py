@@ -361,9 +361,13 @@ def memory_shapes() -> list[Shape]:
     ]
 
 
-@pytest.mark.slow
+NUM_PEAKS = 3
+"""How many batches meet in memory depends on timing: the median of this many runs is the measured peak."""
+
+
+@pytest.mark.statistical
 @pytest.mark.timeout(1800)
-def test_predicted_memory_is_within_5_percent_of_the_measured_peak() -> None:
+def test_predicted_memory_is_within_5_percent_of_the_median_of_three_measured_peaks() -> None:
     software = dataclasses.replace(load_software("rowstead"), base_bytes=base_bytes(1))
     off = {}
     for shape in memory_shapes():
@@ -371,9 +375,6 @@ def test_predicted_memory_is_within_5_percent_of_the_measured_peak() -> None:
         assert spec.data.synth is not None
         synth = dataclasses.replace(spec.data.synth, num_train_samples=12 * shape.batch_size, num_eval_samples=shape.batch_size)
         spec = dataclasses.replace(spec, data=dataclasses.replace(spec.data, synth=synth))
-        predicted, peaks = process_bytes(step_work(spec), software, shape.batch_size), [peak_bytes(spec)]
-        # How many batches meet in memory is a matter of who is faster: where one peak is off, the median of five stands for it.
-        while abs(predicted / statistics.median(peaks) - 1) > 0.05 and len(peaks) < 5:
-            peaks.append(peak_bytes(spec))
-        off[shape] = predicted / statistics.median(peaks) - 1
+        peaks = [peak_bytes(spec) for _ in range(NUM_PEAKS)]
+        off[shape] = process_bytes(step_work(spec), software, shape.batch_size) / statistics.median(peaks) - 1
     assert max(map(abs, off.values())) <= 0.05, off
