@@ -18,7 +18,7 @@ from rowstead.data.batch import Sparse
 from rowstead.kernels.check import check_sparse
 from rowstead.kernels.layout import layout_of
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of
-from rowstead.spec.train import SparseOptimizerSpec
+from rowstead.spec.row_optimizers import SparseOptimizerSpec
 from rowstead.stores.device import DeviceStore
 
 NUM_TABLES, NUM_ROWS, WIDTH, NUM_IDS, BATCH = 30, 100_000, 64, 28, 200

@@ -26,7 +26,8 @@ from benchmarks.skews import CriteoLike
 from rowstead.distributed.process_group import SingleProcess
 from rowstead.kernels.layout import layout_of
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of
-from rowstead.spec.train import CheckpointFormat, SparseOptimizerSpec, TrainSpec
+from rowstead.spec.row_optimizers import SparseOptimizerSpec
+from rowstead.spec.train import CheckpointFormat, TrainSpec
 from rowstead.stores.device import DeviceStore
 from rowstead.training.checkpoint import load, save
 from rowstead.training.checkpoint_changes import CheckpointChanges

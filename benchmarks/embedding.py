@@ -45,9 +45,9 @@ from benchmarks.peers import EmbeddingBags, fbgemm_tables, has_fbgemm
 from benchmarks.timing import copy_bytes_per_s, give_back_gpu_memory, seconds_as_called, seconds_on_gpu, settle_cpu
 from rowstead.data.batch import Sparse
 from rowstead.kernels.layout import layout_of
-from rowstead.kernels.row_optimizer import numbers_of
+from rowstead.kernels.row_optimizer import step_scalars
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of
-from rowstead.spec.train import SparseOptimizerSpec
+from rowstead.spec.row_optimizers import SparseOptimizerSpec
 from rowstead.stores.base import EmbeddingStore
 from rowstead.stores.device import DeviceStore
 
@@ -181,20 +181,20 @@ def replayed(contender: Contender, shape: Shape, ids_dtype: torch.dtype) -> Cont
 
 def as_a_step_runs_it(store: DeviceStore) -> Contender:
     """Our store as the captured steps of `rowstead train` call it: another stream plans the update beside the look-up."""
-    from rowstead.kernels.gpu.embedding import device_numbers  # needs Triton
+    from rowstead.kernels.gpu.embedding import device_scalars  # needs Triton
 
     assert store.optimizer is not None
-    numbers = device_numbers(tuple(numbers_of(store.optimizer, lr=0.01, step=1)), 1, torch.float32, store.weights[0].device)
+    numbers = device_scalars(tuple(step_scalars(store.optimizer, lr=0.01, step=1)), 1, torch.float32, store.weights[0].device)
     aside, guard = torch.cuda.Stream(), torch.zeros(1, device="cuda")
 
     def both(sparse: Sparse, grad: Tensor) -> object:
         current = torch.cuda.current_stream()
         aside.wait_stream(current)
         with torch.cuda.stream(aside):
-            plan = store.plan_update(sparse, numbers=numbers)
+            plan = store.plan_update(sparse, scalars=numbers)
         pooled = store.lookup_unchecked(sparse)
         current.wait_stream(aside)
-        store.apply_plan(plan, sparse, grad, numbers=numbers, guard=guard)
+        store.apply_plan(plan, sparse, grad, scalars=numbers, guard=guard)
         return pooled, plan
 
     return Contender(lookup=lambda sparse, grad: store.lookup_unchecked(sparse), both=both)

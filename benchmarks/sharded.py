@@ -44,7 +44,8 @@ from rowstead.kernels.layout import Layout, layout_of
 from rowstead.nn.dlrm import DLRM
 from rowstead.spec.features import DenseFeatureSpec, FeaturesSpec, SparseFeatureSpec, tables_of
 from rowstead.spec.model import ModelSpec
-from rowstead.spec.train import SparseOptimizerSpec, TrainSpec
+from rowstead.spec.row_optimizers import SparseOptimizerSpec
+from rowstead.spec.train import TrainSpec
 from rowstead.stores.device import DeviceStore
 from rowstead.training.prefetch import prefetch_rows
 from rowstead.training.sharded_step import WIRE_DTYPES

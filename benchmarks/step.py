@@ -40,8 +40,8 @@ from benchmarks.harness import OtherLoad, arguments, chosen, compared, noise_of,
 from benchmarks.peers import EmbeddingBags, fbgemm_tables, has_fbgemm
 from benchmarks.timing import copy_bytes_per_s, give_back_gpu_memory, operations_per_s, seconds_as_called
 from rowstead.data.batch import Batch
+from rowstead.spec.row_optimizers import SparseOptimizerSpec
 from rowstead.spec.run import RunSpec, load_recipe
-from rowstead.spec.train import SparseOptimizerSpec
 from rowstead.training.build import build_model
 from rowstead.training.device import has_bf16 as device_has_bf16
 from rowstead.training.step import Stepper

@@ -27,6 +27,7 @@ from rowstead.spec.interactions import INTERACTIONS, InteractionSpec
 from rowstead.spec.model import ModelSpec
 from rowstead.spec.networks import NETWORKS
 from rowstead.spec.parse import describe_type
+from rowstead.spec.row_optimizers import ROW_OPTIMIZERS, SparseOptimizerSpec
 from rowstead.spec.run import RunSpec
 from rowstead.spec.train import TrainSpec
 
@@ -128,7 +129,21 @@ def section_text(section: Section, sections: list[Section]) -> str:
         meaning = f"{meanings[field.name]} {listed}." if listed else meanings[field.name]
         cells = (f"`{field.name}`", value, default_of(field), meaning)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    if section.spec is SparseOptimizerSpec:
+        lines += ["", *row_optimizers_table()]
     return "\n".join(lines)
+
+
+def row_optimizers_table() -> list[str]:
+    lines = [
+        "| `kind` | | update of a row with gradient `g` | state per row | reads, besides `lr` and `clip` |",
+        "|---|---|---|---|---|",
+    ]
+    for name, entry in ROW_OPTIMIZERS.items():
+        state = ", ".join(f"`{tensor.name}`: 1 number{'' if tensor.is_per_row else ' per element'}" for tensor in entry.state)
+        reads = ", ".join(f"`{parameter}`" for parameter in entry.hyper_parameters)
+        lines.append(f"| `{name}` | {entry.title} | `{entry.rule}` | {state or 'none'} | {reads or 'nothing'} |")
+    return lines
 
 
 def docstrings_of_fields(spec: type) -> dict[str, str]:

@@ -13,7 +13,7 @@ from rowstead.fleet.remote_store import RemoteStore
 from rowstead.fleet.rpc_client import Client
 from rowstead.fleet.sparse_server import SparseServer
 from rowstead.fleet.table_shard import TableShard
-from rowstead.spec.train import SparseOptimizerSpec
+from rowstead.spec.row_optimizers import SparseOptimizerSpec
 
 SMALL = Shape("small", 6, 500, 4, 40, num_servers=2, width=16)
 

@@ -14,7 +14,8 @@ from rowstead.kernels.layout import Layout, layout_of
 from rowstead.nn.dlrm import DLRM
 from rowstead.spec.features import DenseFeatureSpec, FeaturesSpec, SparseFeatureSpec, TableSpec, tables_of
 from rowstead.spec.model import ModelSpec
-from rowstead.spec.train import SparseOptimizerSpec, TrainSpec
+from rowstead.spec.row_optimizers import SparseOptimizerSpec
+from rowstead.spec.train import TrainSpec
 from rowstead.stores.backing import RamRows
 from rowstead.stores.base import EmbeddingStore
 from rowstead.stores.cached import CachedStore

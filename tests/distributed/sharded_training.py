@@ -28,8 +28,8 @@ from rowstead.distributed.sharded_store import ShardedStore
 from rowstead.kernels.layout import Layout, layout_of
 from rowstead.nn.dlrm import DLRM
 from rowstead.spec.parse import override, parse
+from rowstead.spec.row_optimizers import SparseOptimizerSpec
 from rowstead.spec.run import RunSpec
-from rowstead.spec.train import SparseOptimizerSpec
 from rowstead.stores.device import DeviceStore
 from rowstead.training.sharded_step import WIRE_DTYPES
 from rowstead.training.step import Stepper

@@ -19,7 +19,7 @@ from rowstead.distributed.sharding import SHARDS, Shard, auto_shards, column_ran
 from rowstead.kernels.layout import Layout, layout_of
 from rowstead.spec.errors import DataError, RowsteadError
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of
-from rowstead.spec.train import SparseOptimizerSpec
+from rowstead.spec.row_optimizers import SparseOptimizerSpec
 from rowstead.stores.backing import RamRows
 from rowstead.stores.cached import CachedStore
 from rowstead.stores.device import DeviceStore

@@ -20,7 +20,7 @@ from rowstead.fleet.sparse_server import SparseServer
 from rowstead.fleet.table_shard import TableShard
 from rowstead.kernels.layout import Layout, layout_of
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of
-from rowstead.spec.train import SparseOptimizerSpec
+from rowstead.spec.row_optimizers import SparseOptimizerSpec
 from rowstead.stores.device import DeviceStore
 
 _NUMBERS = itertools.count()

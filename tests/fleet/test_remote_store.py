@@ -18,7 +18,7 @@ from rowstead.fleet.remote_store import RemoteStore
 from rowstead.fleet.sparse_server import SparseServer
 from rowstead.kernels.layout import Layout
 from rowstead.spec.errors import DataError, RowsteadError
-from rowstead.spec.train import SparseOptimizerSpec
+from rowstead.spec.row_optimizers import SparseOptimizerSpec
 from rowstead.stores.device import DeviceStore
 from rowstead.stores.host import HostStore
 from rowstead.training.prefetch import prefetch_rows

@@ -22,7 +22,7 @@ from rowstead.fleet.wire import Message
 from rowstead.kernels.layout import Layout
 from rowstead.records.usage import peak_memory_bytes
 from rowstead.spec.errors import CheckpointError
-from rowstead.spec.train import SparseOptimizerSpec
+from rowstead.spec.row_optimizers import SparseOptimizerSpec
 from tests.fleet.sparse_servers import batch_of, grad_of, plain_layout, whole_tables
 from tests.small_runs import wait_until
 

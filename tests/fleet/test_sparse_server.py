@@ -21,7 +21,7 @@ from rowstead.fleet.partition import partition_tables
 from rowstead.fleet.remote_store import RemoteStore
 from rowstead.fleet.rpc_client import Client, RefusedError
 from rowstead.kernels.layout import layout_of
-from rowstead.spec.train import SparseOptimizerSpec
+from rowstead.spec.row_optimizers import SparseOptimizerSpec
 from rowstead.stores.device import DeviceStore
 from tests.fleet.sparse_servers import ADAGRAD, SGD, batch_of, cut_by_rows, grad_of, plain_layout, running, whole_tables
 from tests.small_runs import small_spec, wait_until

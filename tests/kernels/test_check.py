@@ -15,7 +15,7 @@ from rowstead.kernels.check import check_gradient, check_sparse
 from rowstead.kernels.layout import Layout, layout_of
 from rowstead.spec.errors import DataError
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, TableSpec, tables_of
-from rowstead.spec.train import SparseOptimizerSpec
+from rowstead.spec.row_optimizers import SparseOptimizerSpec
 from rowstead.stores.checked import check_batch
 from rowstead.stores.device import DeviceStore
 from tests.stores.store_contract import layouts, sparse_batches

@@ -18,7 +18,7 @@ from rowstead.kernels.layout import Layout, layout_of
 from rowstead.kernels.row_optimizer import RowState, new_row_state
 from rowstead.spec.errors import DataError
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, TableSpec, tables_of
-from rowstead.spec.train import SparseOptimizerSpec
+from rowstead.spec.row_optimizers import SparseOptimizerSpec
 from tests.stores.store_contract import KINDS
 
 FEATURES = FeaturesSpec(

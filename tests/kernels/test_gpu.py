@@ -13,7 +13,7 @@ from rowstead.kernels import reference
 from rowstead.kernels.layout import layout_of
 from rowstead.kernels.row_optimizer import new_row_state
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of
-from rowstead.spec.train import SparseOptimizerSpec
+from rowstead.spec.row_optimizers import ROW_OPTIMIZERS, SparseOptimizerSpec
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -46,9 +46,9 @@ def _check_runs(lengths: list[int], seed: int) -> None:
     # Room for more ids than there are must not matter.
     roomy = torch.cat([ids, torch.full((seed,), 7)]).to(DEVICE)
     optimizer = SparseOptimizerSpec(kind="sgd")
-    numbers = gpu.host_numbers([1.0, 0, 0, 0, 0], 1, torch.float64).to(DEVICE)
-    plan = gpu.plan_update([ours], [{}], layout, roomy, offsets, optimizer=optimizer, numbers=numbers)
-    gpu.apply_plan(plan, [ours], layout, offsets, None, grad, optimizer=optimizer, numbers=numbers)
+    scalars = gpu.host_scalars([1.0, 0, 0, 0, 0], 1, torch.float64).to(DEVICE)
+    plan = gpu.plan_update([ours], [{}], layout, roomy, offsets, optimizer=optimizer, scalars=scalars)
+    gpu.apply_plan(plan, [ours], layout, offsets, None, grad, optimizer=optimizer, scalars=scalars)
     reference.update([theirs], [{}], layout, ids.to(DEVICE), offsets, None, grad, optimizer=optimizer, lr=1.0, step=1)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
@@ -66,21 +66,21 @@ def test_only_sums_that_were_made_are_joined(loss: float) -> None:
     offsets = torch.tensor([0, len(runs[0]), len(ids)], device=DEVICE)
     grad = torch.randn(1, 7, dtype=torch.float64, device=DEVICE)
     tables = [torch.zeros(6, width, dtype=torch.float64, device=DEVICE) for width in (3, 4)]
-    optimizer, numbers = SparseOptimizerSpec(kind="sgd"), gpu.host_numbers([1.0, 0, 0, 0, 0], 1, torch.float64).to(DEVICE)
+    optimizer, scalars = SparseOptimizerSpec(kind="sgd"), gpu.host_scalars([1.0, 0, 0, 0, 0], 1, torch.float64).to(DEVICE)
 
     def unknown(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.full(shape, float("nan"), dtype=dtype, device=device)
 
-    plan = gpu.plan_update(tables, [{}, {}], layout, ids, offsets, optimizer=optimizer, numbers=numbers)
+    plan = gpu.plan_update(tables, [{}, {}], layout, ids, offsets, optimizer=optimizer, scalars=scalars)
     with mock.patch.multiple(gpu, TILES_OF_A_GROUP=2, HEADS_AT_A_TIME=2), mock.patch.object(torch, "empty", unknown):
         guard = torch.tensor(loss, device=DEVICE)
-        gpu.apply_plan(plan, tables, layout, offsets, None, grad, optimizer=optimizer, numbers=numbers, guard=guard)
+        gpu.apply_plan(plan, tables, layout, offsets, None, grad, optimizer=optimizer, scalars=scalars, guard=guard)
     for table, some, part in zip(tables, lengths, grad.split([3, 4], dim=1), strict=True):
         counts = torch.tensor([*some, *[0] * (6 - len(some))], device=DEVICE)[:, None]
         torch.testing.assert_close(table, -counts * part if loss == 1.0 else torch.zeros_like(table))
 
 
-@pytest.mark.parametrize("kind", ["sgd", "rowwise_adagrad", "adam"])
+@pytest.mark.parametrize("kind", list(ROW_OPTIMIZERS))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_rows_are_rounded_as_in_the_reference(dtype: torch.dtype, kind: str) -> None:
     from rowstead.kernels.gpu import embedding as gpu
@@ -127,7 +127,7 @@ def test_ids_that_are_no_rows_are_left_out(dtype: torch.dtype) -> None:
         torch.testing.assert_close(mine, other)
 
 
-@pytest.mark.parametrize("kind", ["sgd", "adagrad", "rowwise_adagrad", "adam"])
+@pytest.mark.parametrize("kind", list(ROW_OPTIMIZERS))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tables_that_follow_each_other_in_memory_end_at_the_same_bits(dtype: torch.dtype, kind: str) -> None:
     from rowstead.kernels.gpu import embedding as gpu
@@ -142,7 +142,7 @@ def test_tables_that_follow_each_other_in_memory_end_at_the_same_bits(dtype: tor
     states = [{name: parts[table] for name, parts in whole.items()} for table in range(3)]
     others = [new_row_state(kind, rows) for rows in apart]
     optimizer = SparseOptimizerSpec(kind=kind)  # type: ignore[arg-type]
-    numbers = gpu.host_numbers([0.1, 1e-8, 0.1, 0.001, 1.0], 1, torch.float32).to(DEVICE)
+    scalars = gpu.host_scalars([0.1, 1e-8, 0.1, 0.001, 1.0], 1, torch.float32).to(DEVICE)
     for _ in range(3):
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), torch.randint(0, 9, (12,), generator=random).cumsum(0)])
         ids = torch.cat(
@@ -150,9 +150,9 @@ def test_tables_that_follow_each_other_in_memory_end_at_the_same_bits(dtype: tor
         ).to(DEVICE)
         grad = torch.randn(4, 3 * width, generator=random).to(DEVICE)
         for tables, state, expected in ((in_line, states, True), (apart, others, False)):
-            plan = gpu.plan_update(tables, state, layout, ids, offsets.to(DEVICE), optimizer=optimizer, numbers=numbers)
+            plan = gpu.plan_update(tables, state, layout, ids, offsets.to(DEVICE), optimizer=optimizer, scalars=scalars)
             assert plan.rows_in_line == expected
-            gpu.apply_plan(plan, tables, layout, offsets.to(DEVICE), None, grad, optimizer=optimizer, numbers=numbers)
+            gpu.apply_plan(plan, tables, layout, offsets.to(DEVICE), None, grad, optimizer=optimizer, scalars=scalars)
     for mine, other in zip(
         [*in_line, *(v for s in states for v in s.values())], [*apart, *(v for s in others for v in s.values())], strict=True
     ):

@@ -16,7 +16,7 @@ from rowstead.kernels.layout import Layout, layout_of
 from rowstead.kernels.rounding import noise, rounded_to
 from rowstead.kernels.row_optimizer import new_row_state
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of
-from rowstead.spec.train import SparseOptimizerSpec
+from rowstead.spec.row_optimizers import SparseOptimizerSpec
 from tests.stores.store_contract import KINDS, layouts, sparse_batches
 
 FORMATS = (torch.bfloat16, torch.float16)

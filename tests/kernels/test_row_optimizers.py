@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 import torch
 
+from rowstead.kernels.choose import kernels_for
 from rowstead.kernels.layout import layout_of
 from rowstead.kernels.row_optimizer import new_row_state
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of
-from rowstead.spec.train import SparseOptimizerSpec
+from rowstead.spec.row_optimizers import SparseOptimizerSpec
+from rowstead.spec.run import Kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.mark.parametrize(("kernel", "device"), [("reference", DEVICE), ("cpu", "cpu"), ("gpu", DEVICE)])
-def test_moments_of_adam_are_those_of_torch_in_double_precision(kernel: str, device: str) -> None:
+def test_moments_of_adam_are_those_of_torch_in_double_precision(kernel: Kernel, device: str) -> None:
     """1 - 0.999 taken in FP32 would be off by more than 1e-5, and so would every row's second moment."""
-    kernels = importlib.import_module(f"rowstead.kernels.{kernel}.embedding")
+    kernels = kernels_for(kernel, torch.device(device))[1]
     features = FeaturesSpec(sparse=(SparseFeatureSpec(name="f", num_rows=5),))
     layout = layout_of(features, tables_of(features, width=20))
     optimizer = SparseOptimizerSpec(kind="adam")

@@ -13,7 +13,8 @@ from rowstead.nn.dlrm import DLRM
 from rowstead.spec.features import DenseFeatureSpec, FeaturesSpec, SparseFeatureSpec, TableSpec, tables_of
 from rowstead.spec.interactions import InteractionSpec
 from rowstead.spec.model import ModelSpec
-from rowstead.spec.train import DenseOptimizerSpec, SparseOptimizerSpec, TrainSpec
+from rowstead.spec.row_optimizers import SparseOptimizerSpec
+from rowstead.spec.train import DenseOptimizerSpec, TrainSpec
 from rowstead.stores.device import DeviceStore
 from rowstead.training.step import Stepper
 

@@ -13,7 +13,7 @@ from rowstead.kernels.layout import layout_of
 from rowstead.nn.embedding_bags import BagTable, EmbeddingBags
 from rowstead.spec.errors import CheckpointError, DataError, RowsteadError, SpecError
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of
-from rowstead.spec.train import SparseOptimizerSpec
+from rowstead.spec.row_optimizers import SparseOptimizerSpec
 from rowstead.stores.device import DeviceStore
 from tests.small_bags import TABLES, Keyed, batch, one_example, two_tables
 

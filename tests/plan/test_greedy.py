@@ -28,8 +28,9 @@ from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec
 from rowstead.spec.interactions import InteractionSpec
 from rowstead.spec.model import ModelSpec
 from rowstead.spec.placement import MemorySpec, Placement, PlacementSpec, TablePlacementSpec
+from rowstead.spec.row_optimizers import SparseOptimizerSpec
 from rowstead.spec.run import RunSpec
-from rowstead.spec.train import SparseOptimizerSpec, TrainSpec
+from rowstead.spec.train import TrainSpec
 
 MB = 1_000_000
 

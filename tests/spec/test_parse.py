@@ -15,6 +15,7 @@ from rowstead.spec.errors import SpecError, did_you_mean
 from rowstead.spec.features import DenseFeatureSpec, FeaturesSpec
 from rowstead.spec.model import ModelSpec
 from rowstead.spec.parse import digest, override, parse, read_yaml, to_plain
+from rowstead.spec.row_optimizers import ROW_OPTIMIZERS
 from rowstead.spec.run import RunSpec, load_recipe, recipe_names
 from rowstead.spec.train import TrainSpec
 from tests.small_runs import small_plain
@@ -193,7 +194,7 @@ def _specs(draw: st.DrawFn) -> RunSpec:
         {"name": "b_{i}", "repeat": draw(st.integers(1, 9)), "missing": draw(st.sampled_from(["mean", 0, 1.5, None]))},
     ]
     plain["train"]["sparse_optimizer"] = {
-        "kind": draw(st.sampled_from(["sgd", "adagrad", "rowwise_adagrad", "adam"])),
+        "kind": draw(st.sampled_from(list(ROW_OPTIMIZERS))),
         "lr": draw(st.floats(1e-9, 1e3)),
         "clip": draw(st.none() | st.floats(1e-3, 1e3)),
     }

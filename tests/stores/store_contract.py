@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from rowstead.data.batch import Sparse
 from rowstead.kernels.layout import Layout, layout_of
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, TableSpec, tables_of
-from rowstead.spec.train import SparseOptimizerSpec
+from rowstead.spec.row_optimizers import ROW_OPTIMIZERS, SparseOptimizerSpec
 from rowstead.stores.base import EmbeddingStore
 
-KINDS = ("sgd", "adagrad", "rowwise_adagrad", "adam")
+KINDS = tuple(ROW_OPTIMIZERS)
 WIDTHS = st.one_of(st.integers(1, 9), st.sampled_from([16, 28, 64, 100, 132]))
 
 
@@ -130,6 +130,7 @@ class PlainStore:
             first[row] = o.beta1 * first[row] + (1 - o.beta1) * g
             second[row] = o.beta2 * second[row] + (1 - o.beta2) * g * g
             return lr * np.sqrt(1 - o.beta2**step) / (1 - o.beta1**step) * first[row] / (np.sqrt(second[row]) + o.eps)
+        assert o.kind in ("adagrad", "rowwise_adagrad")
         second[row] += g * g if o.kind == "adagrad" else (g * g).mean()
         return lr * g / (np.sqrt(second[row]) + o.eps)
 

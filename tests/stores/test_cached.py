@@ -20,7 +20,7 @@ from rowstead.kernels.choose import has_triton
 from rowstead.kernels.layout import Layout, layout_of
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of
-from rowstead.spec.train import SparseOptimizerSpec
+from rowstead.spec.row_optimizers import SparseOptimizerSpec
 from rowstead.stores.backing import RamRows
 from rowstead.stores.cache_plans import plan_by_launches
 from rowstead.stores.cached import CachedStore

@@ -15,7 +15,7 @@ from torch import Tensor
 from rowstead.data.batch import Sparse
 from rowstead.kernels.layout import Layout, layout_of
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of
-from rowstead.spec.train import SparseOptimizerSpec
+from rowstead.spec.row_optimizers import SparseOptimizerSpec
 from rowstead.stores.backing import RamRows
 from rowstead.stores.cached import CachedStore
 from rowstead.stores.device import DeviceStore

@@ -12,8 +12,8 @@ from rowstead.data.batch import Sparse
 from rowstead.kernels.layout import Layout, layout_of
 from rowstead.spec.errors import CheckpointError, RowsteadError
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of
+from rowstead.spec.row_optimizers import SparseOptimizerSpec
 from rowstead.spec.run import Kernel
-from rowstead.spec.train import SparseOptimizerSpec
 from rowstead.stores.device import DeviceStore
 from tests.stores.store_contract import BriefStoreContract, StoreContract
 

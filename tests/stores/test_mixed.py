@@ -16,7 +16,7 @@ from rowstead.data.batch import Sparse
 from rowstead.kernels.layout import Layout, layout_of
 from rowstead.spec.errors import DataError
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, TableSpec, tables_of
-from rowstead.spec.train import SparseOptimizerSpec
+from rowstead.spec.row_optimizers import SparseOptimizerSpec
 from rowstead.stores.backing import RamRows
 from rowstead.stores.base import EmbeddingStore
 from rowstead.stores.cached import CachedStore

@@ -26,7 +26,7 @@ from rowstead.kernels.initial import initial_rows
 from rowstead.kernels.layout import Layout, layout_of
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of
-from rowstead.spec.train import SparseOptimizerSpec
+from rowstead.spec.row_optimizers import SparseOptimizerSpec
 from rowstead.stores import ssd
 from rowstead.stores.cached import CachedStore
 from rowstead.stores.device import DeviceStore

@@ -11,7 +11,7 @@ from torch import Tensor
 from rowstead.kernels.layout import layout_of
 from rowstead.spec.errors import CheckpointError
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of
-from rowstead.spec.train import SparseOptimizerSpec
+from rowstead.spec.row_optimizers import SparseOptimizerSpec
 from rowstead.stores import state as state_module
 from rowstead.stores.device import DeviceStore
 from rowstead.stores.state import SavedState, StatePart, load_parts, part_of, taken, whole_state

@@ -17,7 +17,8 @@ from rowstead.distributed.process_group import ProcessGroup, SingleProcess
 from rowstead.distributed.sharded_store import ShardedStore
 from rowstead.distributed.sharding import SHARDS
 from rowstead.kernels.layout import Layout
-from rowstead.spec.train import SparseOptimizerSpec, TrainSpec
+from rowstead.spec.row_optimizers import SparseOptimizerSpec
+from rowstead.spec.train import TrainSpec
 from rowstead.stores.backing import RamRows
 from rowstead.stores.base import EmbeddingStore
 from rowstead.stores.cached import CachedStore

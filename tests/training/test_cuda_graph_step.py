@@ -16,7 +16,8 @@ from rowstead.spec.errors import TrainingError
 from rowstead.spec.features import DenseFeatureSpec, FeaturesSpec, SparseFeatureSpec, tables_of
 from rowstead.spec.interactions import InteractionSpec
 from rowstead.spec.model import ModelSpec
-from rowstead.spec.train import DenseOptimizerSpec, SparseOptimizerSpec, TrainSpec
+from rowstead.spec.row_optimizers import SparseOptimizerSpec
+from rowstead.spec.train import DenseOptimizerSpec, TrainSpec
 from rowstead.stores.device import DeviceStore
 from rowstead.training.step import Stepper
 

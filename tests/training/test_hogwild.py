@@ -18,8 +18,9 @@ from rowstead.run import resume, train
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.features import DenseFeatureSpec, FeaturesSpec, SparseFeatureSpec, tables_of
 from rowstead.spec.model import ModelSpec
+from rowstead.spec.row_optimizers import SparseOptimizerSpec
 from rowstead.spec.sync import SyncSpec
-from rowstead.spec.train import DenseOptimizerSpec, SparseOptimizerSpec, TrainSpec
+from rowstead.spec.train import DenseOptimizerSpec, TrainSpec
 from rowstead.stores.device import DeviceStore
 from rowstead.training.flat_parameters import flat_of
 from rowstead.training.hogwild import Hogwild, HogwildStepper

@@ -18,7 +18,8 @@ from rowstead.spec.errors import CheckpointError, TrainingError
 from rowstead.spec.features import DenseFeatureSpec, FeaturesSpec, SparseFeatureSpec, tables_of
 from rowstead.spec.interactions import InteractionSpec
 from rowstead.spec.model import ModelSpec
-from rowstead.spec.train import DenseOptimizerSpec, ScheduleSpec, SparseOptimizerSpec, TrainSpec
+from rowstead.spec.row_optimizers import ROW_OPTIMIZERS, SparseOptimizerSpec
+from rowstead.spec.train import DenseOptimizerSpec, ScheduleSpec, TrainSpec
 from rowstead.stores.device import DeviceStore
 from rowstead.training.step import Stepper
 
@@ -210,7 +211,7 @@ def test_a_model_trains_without_dense_or_without_sparse_features(kind: str, num_
     assert losses[-1] < 0.8 * losses[0]
 
 
-@pytest.mark.parametrize("sparse", ["sgd", "adagrad", "rowwise_adagrad", "adam"])
+@pytest.mark.parametrize("sparse", list(ROW_OPTIMIZERS))
 @pytest.mark.parametrize("dense", ["sgd", "adagrad", "adam"])
 def test_after_loading_its_state_a_stepper_goes_on_bit_for_bit(sparse: str, dense: str) -> None:
     spec = TrainSpec(sparse_optimizer=SparseOptimizerSpec(kind=sparse), dense_optimizer=DenseOptimizerSpec(kind=dense))  # type: ignore[arg-type]

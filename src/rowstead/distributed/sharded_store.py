@@ -28,7 +28,7 @@ from rowstead.kernels.layout import Layout
 from rowstead.kernels.reference import clip_pooled
 from rowstead.kernels.row_optimizer import compute_dtype
 from rowstead.spec.placement import Shard
-from rowstead.spec.train import SparseOptimizerSpec
+from rowstead.spec.row_optimizers import ROW_OPTIMIZERS, SparseOptimizerSpec
 from rowstead.stores.base import EmbeddingStore
 from rowstead.stores.checked import check_batch
 from rowstead.stores.device import numbered
@@ -78,7 +78,9 @@ class ShardedStore(EmbeddingStore):
         self._dtype = compute_dtype(dtype)
         local = None if optimizer is None else dataclasses.replace(optimizer, clip=None)  # clipped before gradients are cut
         # Row-wise Adagrad needs the squares of whole rows; a slice of columns has only some.
-        apart: tuple[Shard, ...] = ("column",) if optimizer is not None and optimizer.kind == "rowwise_adagrad" else ()
+        apart: tuple[Shard, ...] = (
+            ("column",) if optimizer is not None and ROW_OPTIMIZERS[optimizer.kind].couples_columns else ()
+        )
         together: tuple[Shard, ...] = tuple(shard for shard in ("table", "row", "column") if shard not in apart)
 
         def pieces(shards: Sequence[Shard], make_one: Callable[[Layout], EmbeddingStore]) -> Pieces | None:
@@ -228,12 +230,14 @@ class ShardedStore(EmbeddingStore):
         piece = next(piece for piece in kind.own if self.tables[piece.table].name == name)
         table = self.tables[piece.table]
         assert self.optimizer is None or part.shape[0] == piece.num_rows
-        by_row = what == "sum" and self.optimizer is not None and self.optimizer.kind == "rowwise_adagrad"
+        columns = {"rows": table.width}
+        if self.optimizer is not None:
+            columns |= ROW_OPTIMIZERS[self.optimizer.kind].state_columns(table.width)
         return dataclasses.replace(
             part,
-            shape=(table.num_rows, 1 if by_row else table.width),
+            shape=(table.num_rows, columns[what]),
             first_row=part.first_row + piece.first_row,
-            first_column=part.first_column + (0 if by_row else piece.first_column),
+            first_column=part.first_column + (piece.first_column if columns[what] == table.width else 0),
         )
 
     def state(self) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from rowstead.distributed.sharded_pieces import Pieces
 from rowstead.distributed.sharding import ShardPiece, piece_layout
 from rowstead.kernels.choose import kernels_for
 from rowstead.kernels.layout import Layout
-from rowstead.spec.train import SparseOptimizerSpec
+from rowstead.spec.row_optimizers import ROW_OPTIMIZERS, SparseOptimizerSpec
 from rowstead.stores.base import EmbeddingStore
 from rowstead.stores.state import StatePart, part_of
 
@@ -61,8 +61,8 @@ class ReplicatedTables:
             return lambda lr, step: None
         tables, own = self.layout.tables, self._own(sparse)
         sizes = [table.num_elements for table in tables]
-        # Adam updates a row that was read even if its gradient is zero, so which rows were read is summed as well.
-        counts_reads = self._optimizer.kind == "adam"
+        # Where a row that is read changes even if its gradient is zero, which rows were read is summed as well.
+        counts_reads = ROW_OPTIMIZERS[self._optimizer.kind].moves_without_gradient
         num_rows = [table.num_rows for table in tables] if counts_reads else []
         flat = torch.zeros(sum(sizes) + sum(num_rows), dtype=self._dtype, device=self._device)
         gradients, reads = flat.split([sum(sizes), sum(num_rows)])

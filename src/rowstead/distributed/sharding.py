@@ -17,11 +17,11 @@ from itertools import pairwise
 from typing import get_args
 
 from rowstead.kernels.layout import Layout
-from rowstead.kernels.row_optimizer import state_columns
 from rowstead.plan.balance import Assignment, Item, balance
 from rowstead.spec.errors import RowsteadError, did_you_mean
 from rowstead.spec.features import Table
 from rowstead.spec.placement import PlacedShard, Shard
+from rowstead.spec.row_optimizers import ROW_OPTIMIZERS, RowOptimizerName
 
 SHARDS: tuple[Shard, ...] = get_args(Shard)
 
@@ -114,7 +114,7 @@ def balance_tables(
     *,
     lookups: Mapping[str, float] | None = None,
     whole: Sequence[str] = (),
-    optimizer: str = "sgd",
+    optimizer: RowOptimizerName = "sgd",
     element_bytes: int = 4,
     tolerance: float = TOLERANCE,
 ) -> Assignment:
@@ -133,13 +133,16 @@ def balance_tables(
 
 
 def table_costs(
-    tables: Sequence[Table], *, lookups: Mapping[str, float] | None = None, optimizer: str = "sgd", element_bytes: int = 4
+    tables: Sequence[Table],
+    *,
+    lookups: Mapping[str, float] | None = None,
+    optimizer: RowOptimizerName = "sgd",
+    element_bytes: int = 4,
 ) -> list[tuple[float, float]]:
     """Each table's share of all bytes and of all look-ups."""
     given = lookups or {}
     sizes = [
-        table.num_rows * (table.width * element_bytes + 4 * sum(state_columns(optimizer, table.width).values()))
-        for table in tables
+        table.num_rows * (table.width * element_bytes + ROW_OPTIMIZERS[optimizer].state_bytes(table.width)) for table in tables
     ]
     reads = [max(0.0, float(given.get(table.name, len(table.features)))) for table in tables]
     all_bytes, all_reads = max(1, sum(sizes)), sum(reads) or 1.0

@@ -15,6 +15,7 @@ from rowstead.distributed import sharding
 from rowstead.kernels.layout import Layout
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.features import Table
+from rowstead.spec.row_optimizers import RowOptimizerName
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +115,7 @@ def partition_tables(
     num_servers: int,
     *,
     lookups: Mapping[str, float] | None = None,
-    optimizer: str = "sgd",
+    optimizer: RowOptimizerName = "sgd",
     element_bytes: int = 4,
 ) -> Partition:
     """A balanced partition: see `sharding.balance_tables`."""
@@ -135,7 +136,7 @@ def loads_of(
     tables: Sequence[Table],
     *,
     lookups: Mapping[str, float] | None = None,
-    optimizer: str = "sgd",
+    optimizer: RowOptimizerName = "sgd",
     element_bytes: int = 4,
 ) -> list[Load]:
     """The load of each server of a partition."""

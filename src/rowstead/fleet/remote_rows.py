@@ -11,9 +11,10 @@ from torch import Tensor
 
 from rowstead.fleet.partition import Partition, ServerPiece
 from rowstead.fleet.rpc_client import Client
-from rowstead.kernels.row_optimizer import compute_dtype, state_columns
+from rowstead.kernels.row_optimizer import compute_dtype
 from rowstead.spec.errors import DataError
 from rowstead.spec.features import Table
+from rowstead.spec.row_optimizers import ROW_OPTIMIZERS, RowOptimizerName
 from rowstead.stores.state import PIECE_BYTES, StatePart
 
 
@@ -23,7 +24,7 @@ class RemoteRows:
 
     tables: Sequence[Table]
     partition: Partition
-    optimizer: str
+    optimizer: RowOptimizerName
     """Its kind."""
     dtype: torch.dtype
     """Of the rows."""
@@ -49,7 +50,7 @@ class RemoteRows:
         """Every part of every piece."""
         parts = []
         for table in self.tables:
-            for part, width in {"rows": table.width, **state_columns(self.optimizer, table.width)}.items():
+            for part, width in {"rows": table.width, **ROW_OPTIMIZERS[self.optimizer].state_columns(table.width)}.items():
                 shape = table.num_rows, width
                 parts += [self._part(server, piece, part, shape) for server, piece in self._pieces(table.name)]
         return parts

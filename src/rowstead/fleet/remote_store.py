@@ -32,7 +32,7 @@ from rowstead.kernels.check import check_gradient
 from rowstead.kernels.layout import Layout
 from rowstead.kernels.row_optimizer import compute_dtype
 from rowstead.spec.errors import RowsteadError
-from rowstead.spec.train import SparseOptimizerSpec
+from rowstead.spec.row_optimizers import SparseOptimizerSpec
 from rowstead.stores.base import EmbeddingStore
 from rowstead.stores.state import SavedState, StatePart
 

@@ -26,7 +26,7 @@ from rowstead.kernels.cpu.distinct_rows import gather_rows, update_rows
 from rowstead.kernels.layout import Layout
 from rowstead.kernels.row_optimizer import compute_dtype
 from rowstead.spec.errors import DataError
-from rowstead.spec.train import SparseOptimizerSpec
+from rowstead.spec.row_optimizers import SparseOptimizerSpec
 from rowstead.stores.device import DeviceStore
 
 PORTION_BYTES = 1 << 20

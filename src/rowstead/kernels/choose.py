@@ -16,8 +16,8 @@ from rowstead.kernels.cpu import embedding as cpu
 from rowstead.kernels.layout import Layout
 from rowstead.kernels.row_optimizer import RowState
 from rowstead.spec.errors import RowsteadError
+from rowstead.spec.row_optimizers import SparseOptimizerSpec
 from rowstead.spec.run import Kernel
-from rowstead.spec.train import SparseOptimizerSpec
 
 
 class EmbeddingKernels(Protocol):

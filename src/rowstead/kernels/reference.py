@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from rowstead.kernels.layout import Layout
 from rowstead.kernels.rounding import ROUNDED, noise, rounded_to
-from rowstead.kernels.row_optimizer import RowState, adam_correction
-from rowstead.spec.train import SparseOptimizerSpec
+from rowstead.kernels.row_optimizer import RowState
+from rowstead.spec.row_optimizers import SparseOptimizerSpec, adam_correction
 
 
 def lookup(tables: Sequence[Tensor], layout: Layout, ids: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -92,24 +92,39 @@ def apply_to_rows(
 
     Rows of 16 bits are rounded by chance, which depends on the place of their table among all.
     """
-    if optimizer.kind == "sgd":
-        change = lr * grad
-    elif optimizer.kind in ("adagrad", "rowwise_adagrad"):
-        square = grad.square()
-        total = state["sum"][distinct] + (square.mean(dim=1, keepdim=True) if optimizer.kind == "rowwise_adagrad" else square)
-        state["sum"][distinct] = total
-        change = lr * grad / (total.sqrt() + optimizer.eps)
-    else:
-        moment1 = torch.lerp(state["moment1"][distinct], grad, 1 - optimizer.beta1)
-        moment2 = torch.lerp(state["moment2"][distinct], grad.square(), 1 - optimizer.beta2)
-        state["moment1"][distinct] = moment1
-        state["moment2"][distinct] = moment2
-        change = lr * adam_correction(optimizer, step) * moment1 / (moment2.sqrt() + optimizer.eps)
+    change = _RULES[optimizer.kind](state, distinct, grad, optimizer, lr, step)
     if rows.dtype in ROUNDED:
         chance = noise(table, distinct, rows.shape[1], step)
         rows[distinct] = rounded_to(rows[distinct].float() - change, chance, rows.dtype)
     else:
         rows[distinct] -= change
+
+
+# Rules: the state of rows `distinct` [U] is updated in place with summed gradients [U, D]; what is subtracted from the rows is returned.
+
+
+def _sgd(state: RowState, distinct: Tensor, grad: Tensor, optimizer: SparseOptimizerSpec, lr: float, step: int) -> Tensor:
+    return lr * grad
+
+
+def _adagrad(state: RowState, distinct: Tensor, grad: Tensor, optimizer: SparseOptimizerSpec, lr: float, step: int) -> Tensor:
+    square = grad.square()
+    if optimizer.kind == "rowwise_adagrad":
+        square = square.mean(dim=1, keepdim=True)
+    total = state["sum"][distinct] + square
+    state["sum"][distinct] = total
+    return lr * grad / (total.sqrt() + optimizer.eps)
+
+
+def _adam(state: RowState, distinct: Tensor, grad: Tensor, optimizer: SparseOptimizerSpec, lr: float, step: int) -> Tensor:
+    moment1 = torch.lerp(state["moment1"][distinct], grad, 1 - optimizer.beta1)
+    moment2 = torch.lerp(state["moment2"][distinct], grad.square(), 1 - optimizer.beta2)
+    state["moment1"][distinct] = moment1
+    state["moment2"][distinct] = moment2
+    return lr * adam_correction(optimizer, step) * moment1 / (moment2.sqrt() + optimizer.eps)
+
+
+_RULES = {"sgd": _sgd, "adagrad": _adagrad, "rowwise_adagrad": _adagrad, "adam": _adam}
 
 
 def clip_pooled(grad: Tensor, layout: Layout, largest: float) -> Tensor:

@@ -27,8 +27,8 @@ from rowstead.kernels.layout import Layout
 from rowstead.kernels.row_optimizer import new_row_state
 from rowstead.spec.errors import CheckpointError, DataError, RowsteadError, SpecError, did_you_mean, require
 from rowstead.spec.features import Pooling, Table
+from rowstead.spec.row_optimizers import LEAN_OPTIMIZER, ROW_OPTIMIZERS, RowOptimizerName, SparseOptimizerSpec
 from rowstead.spec.run import Kernel
-from rowstead.spec.train import SparseOptimizer, SparseOptimizerSpec
 from rowstead.stores.checked import check_batch
 from rowstead.stores.device import DeviceStore
 
@@ -131,7 +131,7 @@ class EmbeddingBags(nn.Module):
         device: torch.device | str | None = None,
         *,
         dtype: torch.dtype | None = None,
-        optimizer: SparseOptimizerSpec | SparseOptimizer | None = None,
+        optimizer: SparseOptimizerSpec | RowOptimizerName | None = None,
         lr: float | None = None,
         seed: int = 1,
         kernel: Kernel = "auto",
@@ -381,13 +381,13 @@ def _keys_of(tables: tuple[BagTable, ...]) -> list[str]:
     ]
 
 
-def _optimizer_of(optimizer: SparseOptimizerSpec | SparseOptimizer | None, lr: float | None) -> SparseOptimizerSpec | None:
+def _optimizer_of(optimizer: SparseOptimizerSpec | RowOptimizerName | None, lr: float | None) -> SparseOptimizerSpec | None:
     if optimizer is None:
         if lr is not None:
-            raise RowsteadError("lr without an optimizer: name one, such as optimizer='rowwise_adagrad'")
+            raise RowsteadError(f"lr without an optimizer: name one, such as optimizer='{LEAN_OPTIMIZER}'")
         return None
     if isinstance(optimizer, str):
-        _require_one_of("optimizer", optimizer, get_args(SparseOptimizer))
+        _require_one_of("optimizer", optimizer, tuple(ROW_OPTIMIZERS))
     spec = SparseOptimizerSpec(kind=optimizer) if isinstance(optimizer, str) else optimizer
     return spec if lr is None else dataclasses.replace(spec, lr=lr)
 

@@ -12,6 +12,7 @@ from rowstead.plan.predict import Prediction, predict
 from rowstead.plan.setup import USABLE_SHARE, Place, Setup, dense_held_bytes, tables_on_devices
 from rowstead.plan.work import StepWork, step_work
 from rowstead.spec.machine import Machine, Precision
+from rowstead.spec.row_optimizers import LEAN_OPTIMIZER
 from rowstead.spec.run import RunSpec
 from rowstead.spec.sizes import shown_bytes
 from rowstead.spec.software import Software
@@ -273,12 +274,12 @@ def _smaller_dense_part(work: StepWork, usable_bytes: float, batch_size: int, wh
 
 def _smaller_rows(spec: RunSpec, table_bytes: int, room: float) -> list[str]:
     """Settings with which rows take less, each alone and both together, unless one is enough."""
-    optimizer = dataclasses.replace(spec.train.sparse_optimizer, kind="rowwise_adagrad")
+    optimizer = dataclasses.replace(spec.train.sparse_optimizer, kind=LEAN_OPTIMIZER)
     less_state = dataclasses.replace(spec, train=dataclasses.replace(spec.train, sparse_optimizer=optimizer))
     found: list[str] = []
     is_enough = False
     for text, changed in (
-        ("train.sparse_optimizer.kind=rowwise_adagrad", less_state),
+        (f"train.sparse_optimizer.kind={LEAN_OPTIMIZER}", less_state),
         ("model.row_format=bf16", _in_bf16(spec)),
         ("both", _in_bf16(less_state)),
     ):

@@ -17,6 +17,7 @@ from typing import Literal
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.features import Table
 from rowstead.spec.placement import CACHE_FRACTION, PlacedShard, Placement, TablePlacement, TablePlacementSpec, rules_for
+from rowstead.spec.row_optimizers import LEAN_OPTIMIZER, ROW_OPTIMIZERS
 from rowstead.spec.run import RunSpec
 from rowstead.spec.sizes import shown_bytes
 
@@ -42,8 +43,6 @@ PLACE_BYTES, GPU_PLACE_BYTES = 20, 22
 BATCHES_UNDER_WAY, ROOM = 3, 1.25
 """Batches whose rows are in fast memory at once: one is trained on, at most two are brought in. And the room for them over what they need."""
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-STATES = {"sgd": 0, "rowwise_adagrad": 0, "adagrad": 1, "adam": 2}
-"""Numbers that an optimizer keeps for each of a row; row-wise Adagrad keeps one for the whole row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,10 +232,9 @@ def decide(
 
 
 def record_bytes(spec: RunSpec, width: int, *, trains: bool = True) -> int:
-    """Bytes of a row and of what its optimizer keeps for it."""
-    kind = spec.train.sparse_optimizer.kind
-    state = 4 * width * STATES[kind] + (4 if kind == "rowwise_adagrad" else 0)
-    return width * ELEMENT_BYTES[spec.model.row_format] + (state if trains else 0)
+    """Bytes of a row and of its optimizer's state."""
+    state_bytes = ROW_OPTIMIZERS[spec.train.sparse_optimizer.kind].state_bytes(width) if trains else 0
+    return width * ELEMENT_BYTES[spec.model.row_format] + state_bytes
 
 
 def _drafts(
@@ -370,12 +368,12 @@ def _remedies(spec: RunSpec, memories: Memories, drafts: list[_Draft], needs: in
     share = 0.9 * spec.scale * room / needs
     if share < spec.scale and share > 0:
         remedies.append(f"shrink every table: `--set scale={_rounded_down(share):g}` or less, or lower model.width")
-    if spec.train.sparse_optimizer.kind in ("adagrad", "adam"):
-        rowwise = dataclasses.replace(spec.train.sparse_optimizer, kind="rowwise_adagrad")
-        lean = dataclasses.replace(spec, train=dataclasses.replace(spec.train, sparse_optimizer=rowwise))
+    if ROW_OPTIMIZERS[spec.train.sparse_optimizer.kind].has_element_state:
+        optimizer = dataclasses.replace(spec.train.sparse_optimizer, kind=LEAN_OPTIMIZER)
+        lean = dataclasses.replace(spec, train=dataclasses.replace(spec.train, sparse_optimizer=optimizer))
         lean_bytes = of_whole * _whole(lean)
         remedies.append(
-            f"keep less state: train.sparse_optimizer.kind=rowwise_adagrad makes it {shown_bytes(lean_bytes)}{each}"
+            f"keep less state: train.sparse_optimizer.kind={LEAN_OPTIMIZER} makes it {shown_bytes(lean_bytes)}{each}"
         )
     if spec.model.row_format == "fp32":
         halved = dataclasses.replace(spec, model=dataclasses.replace(spec.model, row_format="bf16"))

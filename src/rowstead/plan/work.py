@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from rowstead.plan.traffic import Popularity, distinct_ids, hit_share, mean_ids, popularities, rows_of_ids
 from rowstead.spec.interactions import INTERACTIONS, InteractionInputs
+from rowstead.spec.row_optimizers import ROW_OPTIMIZERS
 from rowstead.spec.run import RunSpec
-from rowstead.spec.train import DenseOptimizer, SparseOptimizer
+from rowstead.spec.train import DENSE_STATE
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-STATE_PER_ELEMENT: dict[DenseOptimizer | SparseOptimizer, int] = {"sgd": 0, "adagrad": 1, "rowwise_adagrad": 0, "adam": 2}
 ID_BYTES = 8
 
 
@@ -174,7 +174,7 @@ def step_work(spec: RunSpec) -> StepWork:
         interaction_flops=interaction.flops(inputs, model.interaction),
         interaction_bytes=4.0 * (inputs.total_width + out_width),
         tables=tables,
-        dense_state_per_parameter=STATE_PER_ELEMENT[spec.train.dense_optimizer.kind],
+        dense_state_per_parameter=len(DENSE_STATE[spec.train.dense_optimizer.kind]),
     )
 
 
@@ -183,7 +183,7 @@ def _layers(inputs: int, widths: tuple[int, ...]) -> tuple[Layer, ...]:
 
 
 def _tables_of(spec: RunSpec) -> list[TableWork]:
-    optimizer, element_bytes = spec.train.sparse_optimizer.kind, ELEMENT_BYTES[spec.model.row_format]
+    optimizer, element_bytes = ROW_OPTIMIZERS[spec.train.sparse_optimizer.kind], ELEMENT_BYTES[spec.model.row_format]
     ids, laws, features = mean_ids(spec), popularities(spec), spec.features.expanded_sparse()
     is_known = spec.data.synth is not None  # a law that is not known is one of rows
     return [
@@ -192,7 +192,7 @@ def _tables_of(spec: RunSpec) -> list[TableWork]:
             num_rows=table.num_rows,
             width=table.width,
             row_bytes=table.width * element_bytes,
-            state_bytes=4 if optimizer == "rowwise_adagrad" else 4 * table.width * STATE_PER_ELEMENT[optimizer],
+            state_bytes=optimizer.state_bytes(table.width),
             reads=tuple((ids[place], laws[place]) for place in table.features),
             is_hashed=is_known and any(features[one].hash == "mix" for one in table.features),
         )

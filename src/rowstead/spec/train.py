@@ -2,46 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
 from rowstead.spec.errors import require
 from rowstead.spec.heads import HeadKind
+from rowstead.spec.row_optimizers import SparseOptimizerSpec, check_hyper_parameters
 from rowstead.spec.sync import SyncSpec
 
-SparseOptimizer = Literal["sgd", "adagrad", "rowwise_adagrad", "adam"]
 DenseOptimizer = Literal["sgd", "adagrad", "adam"]
+DENSE_STATE: dict[DenseOptimizer, tuple[str, ...]] = {"sgd": (), "adagrad": ("sum",), "adam": ("exp_avg", "exp_avg_sq")}
+"""State tensors per parameter, under torch.optim's names."""
 CheckpointFormat = Literal["exact", "fp16", "int8"]
-
-
-def _check_optimizer(lr: float, eps: float, beta1: float, beta2: float, clip: float | None) -> None:
-    require(0 < lr < math.inf, "lr", f"must be above 0 and finite, got {lr}")
-    require(0 < eps < math.inf, "eps", f"must be above 0 and finite, got {eps}")
-    require(0 <= beta1 < 1, "beta1", f"must be at least 0 and below 1, got {beta1}")
-    require(0 <= beta2 < 1, "beta2", f"must be at least 0 and below 1, got {beta2}")
-    require(clip is None or clip > 0, "clip", f"must be above 0, got {clip}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SparseOptimizerSpec:
-    """The optimizer of embedding rows, fused with the backward pass; only rows that were read change."""
-
-    kind: SparseOptimizer = "rowwise_adagrad"
-    """`rowwise_adagrad` keeps one number a row, `adagrad` one an element, `adam` two an element, `sgd` none."""
-    lr: float = 0.05
-    """Learning rate after warm-up."""
-    eps: float = 1e-8
-    """Added to denominators."""
-    beta1: float = 0.9
-    """Adam's decay of the first moment."""
-    beta2: float = 0.999
-    """Adam's decay of the second moment."""
-    clip: float | None = None
-    """Largest norm of the gradient of one pooled vector; larger ones are scaled down to it."""
-
-    def __post_init__(self) -> None:
-        _check_optimizer(self.lr, self.eps, self.beta1, self.beta2, self.clip)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +36,7 @@ class DenseOptimizerSpec:
     """Largest global norm of the dense gradients; larger ones are scaled down to it."""
 
     def __post_init__(self) -> None:
-        _check_optimizer(self.lr, self.eps, self.beta1, self.beta2, self.clip)
+        check_hyper_parameters(self)
         require(self.weight_decay >= 0, "weight_decay", "must not be negative")
 
 

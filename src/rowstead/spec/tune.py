@@ -13,6 +13,7 @@ from typing import Any, Literal
 from rowstead.spec.axis import AxisSpec, axis_from, check_names, with_settings
 from rowstead.spec.errors import RowsteadError, SpecError, require
 from rowstead.spec.parse import parse, read_yaml
+from rowstead.spec.row_optimizers import ROW_OPTIMIZERS
 from rowstead.spec.run import RunSpec, find_recipe, read_recipe
 
 Sampler = Literal["grid", "random", "tpe", "gp"]
@@ -116,14 +117,16 @@ def space_of(spec: TuneSpec) -> tuple[AxisSpec, ...]:
         AxisSpec(name="sparse lr", keys=(RATES[0],), low=sparse.lr * low, high=sparse.lr * high, log=True),
         AxisSpec(name="dense lr", keys=(RATES[1],), low=dense.lr * low, high=dense.lr * high, log=True),
     ]
-    if sparse.kind in ("adagrad", "rowwise_adagrad", "adam"):
+    sparse_reads = ROW_OPTIMIZERS[sparse.kind].hyper_parameters
+    if "eps" in sparse_reads:
         # A row's gradient is a mean over the batch: of ids that are rare in it, it falls as the batch grows, and eps counts for more.
         axes.append(AxisSpec(name="sparse eps", keys=(EPS,), low=sparse.eps / 10 / times, high=sparse.eps * 10, log=True))
     if times > 1:  # Adam's means are over steps: so that they go as far back in samples, it forgets faster
-        for which, optimizer in (("sparse", sparse), ("dense", dense)):
-            for name in BETAS if optimizer.kind == "adam" else ():
+        dense_reads = BETAS if dense.kind == "adam" else ()
+        for which, optimizer, reads in (("sparse", sparse, sparse_reads), ("dense", dense, dense_reads)):
+            for name in BETAS:
                 beta = getattr(optimizer, name)
-                if beta > 0:
+                if name in reads and beta > 0:
                     key = f"train.{which}_optimizer.{name}"
                     axes.append(AxisSpec(name=f"{which} {name}", keys=(key,), low=beta**times, high=beta))
     if (num_steps := num_steps_of(changed(spec))) is not None and num_steps >= 20:

@@ -24,8 +24,8 @@ from rowstead.spec.catalogue import calibrated_machine, calibrated_path
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.machine import Machine
 from rowstead.spec.placement import MemorySpec, PlacedShard, Placement
+from rowstead.spec.row_optimizers import SparseOptimizerSpec
 from rowstead.spec.run import Kernel, RunSpec
-from rowstead.spec.train import SparseOptimizerSpec
 from rowstead.stores.backing import RamRows
 from rowstead.stores.base import EmbeddingStore
 from rowstead.stores.cached import CachedStore

@@ -23,8 +23,8 @@ from torch import Tensor
 from rowstead.data.batch import Sparse
 from rowstead.kernels.check import check_gradient
 from rowstead.kernels.layout import Layout
+from rowstead.spec.row_optimizers import SparseOptimizerSpec
 from rowstead.spec.run import Kernel
-from rowstead.spec.train import SparseOptimizerSpec
 from rowstead.stores.backing import Backing, parts_behind
 from rowstead.stores.base import EmbeddingStore, GraphRows
 from rowstead.stores.cache_plans import CachePlan, cache_slots_for, plan_for

@@ -18,8 +18,8 @@ from rowstead.kernels.layout import Layout
 from rowstead.kernels.row_optimizer import RowState, compute_dtype, new_row_state
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.features import Table
+from rowstead.spec.row_optimizers import RowOptimizerName, SparseOptimizerSpec
 from rowstead.spec.run import Kernel
-from rowstead.spec.train import SparseOptimizerSpec
 from rowstead.stores.base import EmbeddingStore, GraphRows
 from rowstead.stores.checked import check_batch
 from rowstead.stores.state import StatePart, part_of
@@ -66,7 +66,7 @@ class DeviceStore(EmbeddingStore):
         self._hogwild = hogwild
         if hogwild and kernels_for(kernel, device)[0] != "cpu":
             raise RowsteadError("hogwild updates run in the CPU kernels alone: use `device: cpu` and `kernel: cpu` or `auto`")
-        kind = optimizer.kind if optimizer else "sgd"
+        kind: RowOptimizerName = optimizer.kind if optimizer else "sgd"
         if in_line and device.type == "cuda" and len(layout.tables) > 1 and len({table.width for table in layout.tables}) == 1:
             rows, self.row_states = _in_line(layout.tables, kind, seed=seed, dtype=dtype, device=device)
         else:
@@ -148,16 +148,16 @@ class DeviceStore(EmbeddingStore):
         """`lookup` of a batch that is known to fit; `sparse.ids` may have room for more ids than `sparse.offsets` name."""
         return self._kernels().lookup(self._rows(), self.layout, sparse.ids, sparse.offsets, sparse.weights)
 
-    def plan_update(self, sparse: Sparse, *, numbers: Tensor) -> UpdatePlan:
+    def plan_update(self, sparse: Sparse, *, scalars: Tensor) -> UpdatePlan:
         """What `apply_plan` needs of a batch on a GPU, and can have before there is a gradient; see `kernels.gpu`."""
         from rowstead.kernels.gpu import embedding as gpu
 
         assert self.optimizer is not None, "this store was made for look-ups only"
         rows, ids, offsets = self._rows(), sparse.ids, sparse.offsets
-        return gpu.plan_update(rows, self.row_states, self.layout, ids, offsets, optimizer=self.optimizer, numbers=numbers)
+        return gpu.plan_update(rows, self.row_states, self.layout, ids, offsets, optimizer=self.optimizer, scalars=scalars)
 
     @torch.no_grad()
-    def apply_plan(self, plan: UpdatePlan, sparse: Sparse, grad: Tensor, *, numbers: Tensor, guard: Tensor) -> None:
+    def apply_plan(self, plan: UpdatePlan, sparse: Sparse, grad: Tensor, *, scalars: Tensor, guard: Tensor) -> None:
         """`update` on a GPU with all that changes from step to step in its memory; see `kernels.gpu`."""
         from rowstead.kernels.gpu import embedding as gpu
 
@@ -170,7 +170,7 @@ class DeviceStore(EmbeddingStore):
             sparse.weights,
             grad,
             optimizer=self.optimizer,
-            numbers=numbers,
+            scalars=scalars,
             guard=guard,
         )
 
@@ -224,7 +224,7 @@ class DeviceStore(EmbeddingStore):
 
 
 def _in_line(
-    tables: Sequence[Table], kind: str, *, seed: int, dtype: torch.dtype, device: torch.device
+    tables: Sequence[Table], kind: RowOptimizerName, *, seed: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[list[Tensor], list[RowState]]:
     """Rows and states of tables of one width, each following the table before in memory: the GPU's kernels then find them faster."""
     sizes = [table.num_rows for table in tables]

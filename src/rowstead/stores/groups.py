@@ -18,9 +18,9 @@ from torch import Tensor
 from rowstead.data.batch import Sparse
 from rowstead.kernels.cpu.cache import name_rows, rows_between, slots_of_rows
 from rowstead.kernels.layout import Layout
-from rowstead.kernels.row_optimizer import compute_dtype, state_columns
+from rowstead.kernels.row_optimizer import compute_dtype
 from rowstead.spec.features import Table
-from rowstead.spec.train import SparseOptimizerSpec
+from rowstead.spec.row_optimizers import ROW_OPTIMIZERS, SparseOptimizerSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ def grouped(
                 members.append((table, num_rows))
                 num_rows += table.num_rows
                 num_places += min(table.num_rows, max(1, places[table.name]))
-        states = state_columns(optimizer.kind if optimizer else "sgd", width)
+        states = ROW_OPTIMIZERS[optimizer.kind].state_columns(width) if optimizer else {}
         groups.append(
             CacheGroup(
                 tables=tuple(members),

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from rowstead.data.batch import Batch, Sparse
 from rowstead.kernels.gpu.dense_optimizer import GpuDenseOptimizer
-from rowstead.kernels.gpu.embedding import host_numbers
+from rowstead.kernels.gpu.embedding import host_scalars
 from rowstead.kernels.gpu.linear import weights_later
-from rowstead.kernels.row_optimizer import numbers_of
+from rowstead.kernels.row_optimizer import step_scalars
 from rowstead.nn.dlrm import DLRM
 from rowstead.records.cost import Cost
 from rowstead.spec.train import TrainSpec
@@ -98,8 +98,8 @@ class CudaGraphStep:
         self._done[slot].synchronize()
         self._step_in[slot] = number
         numbers = self._host_numbers[slot]
-        rows = numbers_of(self._spec.sparse_optimizer, lr=row_lr, step=number)
-        numbers[_ROW_NUMBERS] = host_numbers(rows, number, torch.float32)
+        rows = step_scalars(self._spec.sparse_optimizer, lr=row_lr, step=number)
+        numbers[_ROW_NUMBERS] = host_scalars(rows, number, torch.float32)
         numbers[_DENSE_NUMBERS] = torch.tensor(self.optimizer.numbers(dense_lr, number))
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
@@ -173,7 +173,7 @@ class CudaGraphStep:
             # The update's plan needs no gradient.
             self._planning.wait_stream(rows)
             with torch.cuda.stream(self._planning):
-                plan = store.plan_update(batch.sparse, numbers=numbers)
+                plan = store.plan_update(batch.sparse, scalars=numbers)
         network.wait_stream(rows)
         with dense_precision(spec.precision, self._device):
             with weights_later() as later:
@@ -194,7 +194,7 @@ class CudaGraphStep:
             if plan is not None:
                 assert pooled.grad is not None
                 rows.wait_stream(self._planning)
-                store.apply_plan(plan, batch.sparse, pooled.grad, numbers=numbers, guard=loss)
+                store.apply_plan(plan, batch.sparse, pooled.grad, scalars=numbers, guard=loss)
             with torch.cuda.stream(network):
                 if projected is not None and met is not None:
                     projected.backward(met.grad)

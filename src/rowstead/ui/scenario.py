@@ -16,8 +16,9 @@ from rowstead.spec.features import DenseFeatureSpec, FeaturesSpec, SparseFeature
 from rowstead.spec.interactions import InteractionKind, InteractionSpec
 from rowstead.spec.model import ModelSpec
 from rowstead.spec.parse import parse
+from rowstead.spec.row_optimizers import RowOptimizerName, SparseOptimizerSpec
 from rowstead.spec.run import RunSpec
-from rowstead.spec.train import SparseOptimizerSpec, TrainSpec
+from rowstead.spec.train import TrainSpec
 
 MAX_DENSE, MAX_SPARSE = 20_000, 2_000
 """Features beyond which the page refuses a model: it answers while a slider moves."""
@@ -47,7 +48,7 @@ class Scenario:
     """How features interact."""
     row_format: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Number format of rows."""
-    optimizer: Literal["sgd", "rowwise_adagrad", "adagrad", "adam"] = "rowwise_adagrad"
+    optimizer: RowOptimizerName = SparseOptimizerSpec().kind
     """Optimizer of rows, which decides what is kept beside them."""
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"
     """Number format of the dense arithmetic."""

@@ -28,6 +28,7 @@ from rowstead.spec.address import is_loopback
 from rowstead.spec.errors import RowsteadError, did_you_mean
 from rowstead.spec.interactions import INTERACTIONS
 from rowstead.spec.parse import parse, read_text, to_plain, to_plain_without_defaults
+from rowstead.spec.row_optimizers import ROW_OPTIMIZERS
 from rowstead.spec.run import RECIPES, load_recipe, recipe_names
 from rowstead.ui.browse import Browser
 from rowstead.ui.scenario import Scenario, checked_base, scenario_of, spec_of
@@ -349,6 +350,7 @@ def start_facts(browser: Browser) -> dict[str, Any]:
         "recipes": recipes,
         "machines": machines,
         "places": places,
+        "row_optimizers": [{"name": name, "title": entry.title} for name, entry in ROW_OPTIMIZERS.items()],
         "interactions": interactions,
         "scenario": to_plain(Scenario()),
         "left_out": trouble_here(),

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from rowstead.kernels.cpu.embedding import _SCALARS, _memory, _rule
 from rowstead.kernels.cpu.memory import AHEAD, item, prefetch_all
-from rowstead.kernels.cpu.row_optimizers import apply_row, numbers_tuple
+from rowstead.kernels.cpu.row_optimizers import apply_row, scalars_tuple
 from rowstead.kernels.cpu.vectors import bytes_of
 from rowstead.kernels.row_optimizer import RowState
-from rowstead.spec.train import SparseOptimizerSpec
+from rowstead.spec.row_optimizers import SparseOptimizerSpec
 
 _WORDS: dict[int, Any] = {2: np.uint16(0), 4: np.uint32(0), 8: np.uint64(0)}
 _TORCH_WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -52,10 +52,10 @@ def update_rows(
     Ids must be in range, and those of one table distinct. Nothing is clipped.
     """
     widths = np.array([table.shape[1] for table in tables], np.int64)
-    _, kind, numbers, number = _rule(optimizer, lr, step, grad.dtype)
+    _, *rule = _rule(optimizer, lr, step, grad.dtype)
     _update(
-        *_memory(tables, states), widths, ids, bounds, grad.data_ptr(), _SCALARS[tables[0].dtype], _SCALARS[grad.dtype], kind,
-        numbers, number,
+        *_memory(optimizer.kind, tables, states), widths, ids, bounds, grad.data_ptr(), _SCALARS[tables[0].dtype],
+        _SCALARS[grad.dtype], *rule,
     )  # fmt: skip
 
 
@@ -76,17 +76,17 @@ def _gather(addresses, widths, ids, bounds, out, word):  # type: ignore[no-untyp
 
 @numba.njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
 def _update(  # type: ignore[no-untyped-def]
-    addresses, first, second, widths, ids, bounds, grad, rows, real, kind, numbers, step
+    addresses, first, second, first_bytes, second_bytes, widths, ids, bounds, grad, rows, real, kind, scalars, step
 ):
     """Apply the optimizer to each row with its gradient, at the address `grad` and on."""
-    plain = numbers_tuple(numbers)
+    plain = scalars_tuple(scalars)
     for table in range(len(addresses)):
         width, row_bytes = widths[table], widths[table] * bytes_of(rows)
         for place in range(bounds[table], bounds[table + 1]):
             if place + AHEAD < bounds[table + 1]:
                 prefetch_all(addresses[table] + np.int64(ids[place + AHEAD]) * row_bytes, row_bytes)
             apply_row(
-                table, np.int64(ids[place]), addresses[table], first[table], second[table], grad, width, rows, real, kind,
-                plain, step,
+                table, np.int64(ids[place]), addresses[table], first[table], second[table], first_bytes[table],
+                second_bytes[table], grad, width, rows, real, kind, plain, step,
             )  # fmt: skip
             grad += width * bytes_of(real)

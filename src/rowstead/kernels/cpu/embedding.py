@@ -24,9 +24,9 @@ from torch import Tensor
 from rowstead.kernels.cpu.embedding_programs import cut_tasks, pool_bags, update_at_once, update_tables
 from rowstead.kernels.cpu.thread_team import together
 from rowstead.kernels.layout import Layout
-from rowstead.kernels.row_optimizer import KINDS, RowState, compute_dtype, numbers_of, state_addresses
+from rowstead.kernels.row_optimizer import RowState, compute_dtype, state_tensors, step_scalars
 from rowstead.spec.errors import DataError
-from rowstead.spec.train import SparseOptimizerSpec
+from rowstead.spec.row_optimizers import ROW_OPTIMIZERS, RowOptimizerName, SparseOptimizerSpec
 
 TURNS = 16
 """Parts a thread into which a look-up is cut, so that no thread waits long for the last one."""
@@ -95,7 +95,7 @@ def update(
     bounds = offsets.contiguous().numpy()
     threads = _num_parts(ids.numel())
     tasks = cut_tasks(bounds, len(grad), facts.table_of, len(layout.tables), threads * TASKS if threads > 1 else 1)
-    memory = _memory(tables, states)
+    memory = _memory(optimizer.kind, tables, states)
     given = weights if weights is None else weights.to(grad.dtype).contiguous()
     rule = _rule(optimizer, lr, step, grad.dtype)
     counter = np.zeros(1, np.int64)
@@ -131,7 +131,7 @@ def update_hogwild(
     facts, ids, grad = _facts(layout), ids.contiguous(), grad.contiguous()
     given = weights if weights is None else weights.to(grad.dtype).contiguous()
     update_at_once(
-        len(grad), *_memory(tables, states), facts.widths, facts.table_of, facts.columns, facts.is_mean,
+        len(grad), *_memory(optimizer.kind, tables, states), facts.widths, facts.table_of, facts.columns, facts.is_mean,
         *_batch(tables[0], ids, offsets.contiguous().numpy(), given), grad.data_ptr(), _SCALARS[grad.dtype],
         *_rule(optimizer, lr, step, grad.dtype),
     )  # fmt: skip
@@ -143,17 +143,21 @@ def _batch(rows: Tensor, ids: Tensor, offsets: NDArray[np.int64], weights: Tenso
 
 
 def _rule(optimizer: SparseOptimizerSpec, lr: float, step: int, dtype: torch.dtype) -> tuple[Any, ...]:
-    """What the programs take of an optimizer: largest norm or 0, kind, numbers, step."""
+    """An optimizer as the compiled functions take it: largest norm or 0, code, scalars of the step, step."""
     clip = 0.0 if optimizer.clip is None else optimizer.clip
-    numbers = np.array(numbers_of(optimizer, lr=lr, step=step), type(_SCALARS[dtype]))
-    return clip, KINDS[optimizer.kind], numbers, step
+    scalars = np.array(step_scalars(optimizer, lr=lr, step=step), type(_SCALARS[dtype]))
+    return clip, ROW_OPTIMIZERS[optimizer.kind].code, scalars, step
 
 
-def _memory(tables: Sequence[Tensor], states: Sequence[RowState]) -> tuple[NDArray[np.int64], ...]:
-    """Addresses of rows and of the first and second state, int64 [T] each."""
-    firsts, seconds = state_addresses(states)
-    rows = [table.data_ptr() for table in tables]
-    return np.array(rows, np.int64), np.array(firsts, np.int64), np.array(seconds, np.int64)
+def _memory(kind: RowOptimizerName, tables: Sequence[Tensor], states: Sequence[RowState]) -> NDArray[np.int64]:
+    """Addresses of rows and of the first and second state tensor, and bytes per row of those [5, T]; 0 where there is none."""
+    memory = np.zeros((5, len(tables)), np.int64)
+    memory[0] = [table.data_ptr() for table in tables]
+    for number, tensors in enumerate(state_tensors(kind, states), start=1):
+        if tensors:
+            memory[number] = [tensor.data_ptr() for tensor in tensors]
+            memory[number + 2] = [tensor.shape[1] * tensor.element_size() for tensor in tensors]
+    return memory
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import numba
 import numpy as np
 
 from rowstead.kernels.cpu.memory import AHEAD, LINE, item, prefetch, prefetch_all, take
-from rowstead.kernels.cpu.row_optimizers import apply_row, numbers_tuple, squares
+from rowstead.kernels.cpu.row_optimizers import apply_row, scalars_tuple, squares
 from rowstead.kernels.cpu.vectors import bytes_of, cast, load, num_lanes, spread, store, zeros
 
 NEAR_BYTES = 1 << 17
@@ -161,8 +161,8 @@ def cut_tasks(offsets, num_samples, table_of, num_tables, wanted):  # type: igno
 
 @_jit
 def update_tables(  # type: ignore[no-untyped-def]
-    counter, tasks, num_samples, addresses, first, second, num_rows, widths, columns, is_mean, features_from, features, rows,
-    ids, id_type, offsets, weights, grad, real, clip, kind, numbers, step,
+    counter, tasks, num_samples, addresses, first, second, first_bytes, second_bytes, num_rows, widths, columns, is_mean,
+    features_from, features, rows, ids, id_type, offsets, weights, grad, real, clip, kind, scalars, step,
 ):  # fmt: skip
     """Update the rows of one task (table, remainder, log2 of parts, ids) after another until none are left.
 
@@ -171,7 +171,7 @@ def update_tables(  # type: ignore[no-untyped-def]
     """
     room = tasks[:, 3].max() + 1
     words, spare, sources = np.empty(room, np.uint64), np.empty(room, np.uint64), np.empty(room, np.int64)
-    scales, summed = np.empty(room, numbers.dtype), np.empty(widths.max(), numbers.dtype)
+    scales, summed = np.empty(room, scalars.dtype), np.empty(widths.max(), scalars.dtype)
     tally = np.empty(1 << _DIGIT_BITS, np.int64)
     scaled = weights is not None or clip > 0 or is_mean.any()
     while True:
@@ -188,8 +188,8 @@ def update_tables(  # type: ignore[no-untyped-def]
             in_order = _sort(words, spare, count, (num_rows[table] - 1) >> part_bits, tally)
             _apply_runs(
                 in_order.ctypes.data, count, table, remainder, part_bits, addresses[table], first[table], second[table],
-                widths[table], rows, sources.ctypes.data, scales.ctypes.data, scaled, real, summed.ctypes.data,
-                len(own) * num_samples * widths[table] * bytes_of(real) > NEAR_BYTES, kind, numbers_tuple(numbers), step,
+                first_bytes[table], second_bytes[table], widths[table], rows, sources.ctypes.data, scales.ctypes.data, scaled, real, summed.ctypes.data,
+                len(own) * num_samples * widths[table] * bytes_of(real) > NEAR_BYTES, kind, scalars_tuple(scalars), step,
             )  # fmt: skip
 
 
@@ -270,11 +270,11 @@ def _sort(words, spare, count, highest, tally):  # type: ignore[no-untyped-def]
 
 @_jit
 def _apply_runs(  # type: ignore[no-untyped-def]
-    words, count, table, remainder, part_bits, address, first, second, width, rows, sources, scales, scaled, real, summed, is_far,
-    kind, numbers, step,
+    words, count, table, remainder, part_bits, address, first, second, first_bytes, second_bytes, width, rows, sources, scales,
+    scaled, real, summed, is_far, kind, scalars, step,
 ):  # fmt: skip
     """Sum the gradients of each run of words with equal rows, and apply the optimizer to the row; asked for where they are far."""
-    row_bytes, state_bytes = width * bytes_of(rows), bytes_of(real) * (1 if kind == 2 else width)
+    row_bytes = width * bytes_of(rows)
     place = 0
     while place < count:
         high = _high(words, place)
@@ -283,10 +283,10 @@ def _apply_runs(  # type: ignore[no-untyped-def]
             if end + AHEAD < count:
                 row = _high(words, end + AHEAD) << part_bits | remainder
                 prefetch_all(address + row * row_bytes, row_bytes)
-                if kind != 0:
-                    prefetch_all(first + row * state_bytes, state_bytes)
-                if kind == 3:
-                    prefetch_all(second + row * state_bytes, state_bytes)
+                if first_bytes > 0:
+                    prefetch_all(first + row * first_bytes, first_bytes)
+                if second_bytes > 0:
+                    prefetch_all(second + row * second_bytes, second_bytes)
                 if is_far:
                     prefetch_all(item(sources, _low(words, end + AHEAD), np.int64(0)), width * bytes_of(real))
             end += 1
@@ -304,7 +304,7 @@ def _apply_runs(  # type: ignore[no-untyped-def]
         if d < width:
             _sum_block(zeros(real, 16), width - d, d, *run)
         row = high << part_bits | remainder
-        apply_row(table, row, address, first, second, summed, width, rows, real, kind, numbers, step)
+        apply_row(table, row, address, first, second, first_bytes, second_bytes, summed, width, rows, real, kind, scalars, step)
         place = end
 
 
@@ -332,12 +332,12 @@ def _sum_block(block, count, d, words, begin, end, sources, scales, scaled, real
 
 @_jit
 def update_at_once(  # type: ignore[no-untyped-def]
-    num_samples, addresses, first, second, widths, table_of, columns, is_mean, rows, ids, id_type, offsets, weights, grad, real,
-    clip, kind, numbers, step,
+    num_samples, addresses, first, second, first_bytes, second_bytes, widths, table_of, columns, is_mean, rows, ids, id_type,
+    offsets, weights, grad, real, clip, kind, scalars, step,
 ):  # fmt: skip
     """Apply the optimizer to the row of each id with the gradient of its bag, one after another in the order of the batch."""
-    scaled = np.empty(widths.max(), numbers.dtype)
-    plain = numbers_tuple(numbers)
+    scaled = np.empty(widths.max(), scalars.dtype)
+    plain = scalars_tuple(scalars)
     for feature in range(len(table_of)):
         table = table_of[feature]
         width = widths[table]
@@ -357,7 +357,7 @@ def update_at_once(  # type: ignore[no-untyped-def]
                     scaled[d] = share * item(source, d, real)
                 row = np.int64(item(ids, place, id_type))
                 apply_row(
-                    table, row, addresses[table], first[table], second[table], scaled.ctypes.data, width, rows, real, kind,
-                    plain, step,
+                    table, row, addresses[table], first[table], second[table], first_bytes[table], second_bytes[table],
+                    scaled.ctypes.data, width, rows, real, kind, plain, step,
                 )  # fmt: skip
             source += columns[-1] * bytes_of(real)

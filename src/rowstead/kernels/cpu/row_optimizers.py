@@ -1,6 +1,6 @@
-"""The optimizers' rules for one row on the CPU, in Numba; `kernels/row_optimizer.py` says what their numbers are.
+"""Rules of the row optimizers on the CPU, in Numba; `spec/row_optimizers.py` says which scalars and state tensors each has.
 
-A row is worked on in blocks, as in `cpu_programs.py`, whose letters and types of `rows` and `real` these are.
+A row is updated in blocks, as in `embedding_programs.py`, which also explains `rows`, `real` and the letters.
 """
 
 from __future__ import annotations
@@ -10,15 +10,21 @@ import numpy as np
 
 from rowstead.kernels.cpu.vectors import bytes_of, cast, load, root, spread, store, total, zeros
 from rowstead.kernels.rounding import rounded, row_noise
+from rowstead.spec.row_optimizers import ROW_OPTIMIZERS
 
 _jit = numba.njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
 _inlined = numba.njit(nogil=True, cache=True, boundscheck=False, error_model="numpy", forceinline=True)
 
 
+_ADAGRAD = ROW_OPTIMIZERS["adagrad"].code
+_ROWWISE_ADAGRAD = ROW_OPTIMIZERS["rowwise_adagrad"].code
+_ADAM = ROW_OPTIMIZERS["adam"].code
+
+
 @_inlined
-def numbers_tuple(numbers):  # type: ignore[no-untyped-def]
-    """An array of `numbers_of` as a tuple."""
-    return numbers[0], numbers[1], numbers[2], numbers[3], numbers[4]
+def scalars_tuple(scalars):  # type: ignore[no-untyped-def]
+    """The array that `step_scalars` fills as a tuple."""
+    return scalars[0], scalars[1], scalars[2], scalars[3], scalars[4]
 
 
 @_jit
@@ -38,19 +44,21 @@ def squares(source, width, like):  # type: ignore[no-untyped-def]
 
 @_inlined
 def apply_row(  # type: ignore[no-untyped-def]
-    table, row, address, first, second, gradient, width, rows, real, kind, numbers, step
+    table, row, address, first, second, first_bytes, second_bytes, gradient, width, rows, real, kind, scalars, step
 ):
-    """The optimizer's rule for one row with its gradient [D] at an address."""
-    state = (row if kind == 2 else row * width) * bytes_of(real)
-    one, two = first + state, second + state
-    factor = numbers[0]
-    if kind == 2:
+    """The rule of the optimizer with code `kind` for one row with its gradient [D] at an address.
+
+    address, first, second: of a table's rows and of its state tensors, with so many bytes per row.
+    """
+    one, two = first + row * first_bytes, second + row * second_bytes
+    factor = scalars[0]
+    if kind == _ROWWISE_ADAGRAD:
         single = zeros(real, 1)
         mean = total(load(one, real, single, None)) + squares(gradient, width, real) / cast(width, real)
         store(spread(mean, single), one, real, None)
-        factor = numbers[0] / (np.sqrt(mean) + numbers[1])
+        factor = scalars[0] / (np.sqrt(mean) + scalars[1])
     noise = row_noise(table, row, step)
-    rule = (address + row * width * bytes_of(rows), gradient, one, two, noise, rows, real, kind, factor, numbers)
+    rule = (address + row * width * bytes_of(rows), gradient, one, two, noise, rows, real, kind, factor, scalars)
     d = 0
     while d + 64 <= width:
         _apply_block(zeros(real, 64), None, d, *rule)
@@ -67,24 +75,25 @@ def apply_row(  # type: ignore[no-untyped-def]
 
 @_inlined
 def _apply_block(  # type: ignore[no-untyped-def]
-    shape, count, d, address, gradient, one, two, noise, rows, real, kind, factor, numbers
+    shape, count, d, address, gradient, one, two, noise, rows, real, kind, factor, scalars
 ):
     """The optimizer's rule for one block of a row, from element `d`."""
-    lr, eps, new1, new2, correction = numbers
     here, target = d * bytes_of(real), address + d * bytes_of(rows)
     g = load(gradient + here, real, shape, count)
-    if kind == 0 or kind == 2:
-        change = spread(factor, shape) * g
-    elif kind == 1:
+    if kind == _ADAGRAD:
+        lr, eps = scalars[0], scalars[1]
         summed = load(one + here, real, shape, count) + g * g
         store(summed, one + here, real, count)
         change = spread(lr, shape) * g / (root(summed) + spread(eps, shape))
-    else:
+    elif kind == _ADAM:
+        lr, eps, new1, new2, correction = scalars
         moment1, moment2 = load(one + here, real, shape, count), load(two + here, real, shape, count)
         moment1 = moment1 + spread(new1, shape) * (g - moment1)
         moment2 = moment2 + spread(new2, shape) * (g * g - moment2)
         store(moment1, one + here, real, count)
         store(moment2, two + here, real, count)
         change = spread(lr * correction, shape) * moment1 / (root(moment2) + spread(eps, shape))
+    else:  # SGD, and row-wise Adagrad, whose factor is known
+        change = spread(factor, shape) * g
     values = load(target, rows, shape, count) - change
     store(rounded(values, noise, d, rows), target, rows, count)

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from rowstead.kernels.gpu.dense_programs import step_dense
-from rowstead.spec.train import DenseOptimizerSpec
+from rowstead.spec.train import DENSE_STATE, DenseOptimizerSpec
 
-_KINDS = {"sgd": 0, "adagrad": 1, "adam": 2}
-_STATES: dict[str, tuple[str, ...]] = {"sgd": (), "adagrad": ("sum",), "adam": ("exp_avg", "exp_avg_sq")}
+_CODES = {kind: code for code, kind in enumerate(DENSE_STATE)}
 _BLOCK = 1024
 
 
@@ -29,7 +28,7 @@ class GpuDenseOptimizer(torch.optim.Optimizer):
         self._step = torch.zeros(())
         if spec.kind != "sgd":
             for parameter in self._parameters:
-                self.state[parameter] = {name: torch.zeros_like(parameter) for name in _STATES[spec.kind]}
+                self.state[parameter] = {name: torch.zeros_like(parameter) for name in DENSE_STATE[spec.kind]}
                 self.state[parameter]["step"] = self._step
         blocks = [(owner, at) for owner, p in enumerate(self._parameters) for at in range(0, p.numel(), _BLOCK)]
         self._owners = torch.tensor([owner for owner, _ in blocks], dtype=torch.int32, device=device)
@@ -39,7 +38,7 @@ class GpuDenseOptimizer(torch.optim.Optimizer):
 
     def _find_memory(self) -> None:
         device = self._sizes.device
-        states = [[self.state[p][name] for p in self._parameters] for name in _STATES[self._spec.kind]]
+        states = [[self.state[p][name] for p in self._parameters] for name in DENSE_STATE[self._spec.kind]]
         addresses = [torch.tensor([t.data_ptr() for t in tensors], device=device) for tensors in (self._parameters, *states)]
         self._memory = (addresses + [self._sizes] * 2)[:3]
 
@@ -65,7 +64,7 @@ class GpuDenseOptimizer(torch.optim.Optimizer):
         """
         step_dense[(len(self._owners),)](
             self._memory[0], gradients_at, self._memory[1], self._memory[2], self._owners, self._starts, self._sizes,
-            numbers, guard, KIND=_KINDS[self._spec.kind], BLOCK=_BLOCK, num_warps=4,
+            numbers, guard, KIND=_CODES[self._spec.kind], BLOCK=_BLOCK, num_warps=4,
         )  # fmt: skip
 
     def gradient_addresses(self) -> Tensor:

@@ -32,9 +32,9 @@ from rowstead.kernels.gpu.embedding_programs import (
     sum_heads,
 )
 from rowstead.kernels.layout import Layout
-from rowstead.kernels.row_optimizer import KINDS, RowState, compute_dtype, numbers_of, state_addresses, state_columns
+from rowstead.kernels.row_optimizer import RowState, compute_dtype, state_tensors, step_scalars
 from rowstead.spec.errors import RowsteadError
-from rowstead.spec.train import SparseOptimizerSpec
+from rowstead.spec.row_optimizers import ROW_OPTIMIZERS, RowOptimizerName, SparseOptimizerSpec
 
 IDS_AT_A_TIME = 8
 """Of one bag, in a look-up."""
@@ -48,7 +48,7 @@ MAX_WIDTH = 2048
 """A plan has room for it, and a program lanes."""
 REGISTERS = {False: {SHORT_TILE: 80, LONG_TILE: 80}, True: {SHORT_TILE: 96, LONG_TILE: 88}}
 """Of a lane in an update at most, by whether rows are in line, and by the tile: fewer let more rows be under way at once, down to where some
-numbers no longer fit."""
+registers spill."""
 JOINED_TILES = 32
 """That a program looks through for split runs: as many as a warp has lanes, since of fewer Triton 3.6 makes programs that go astray."""
 TILES_OF_A_GROUP, HEADS_AT_A_TIME = 64, 8
@@ -98,9 +98,9 @@ def update(
 
     Ids that are no rows are left out. `offsets` has to cover all of `ids`.
     """
-    numbers = device_numbers(tuple(numbers_of(optimizer, lr=lr, step=step)), step, grad.dtype, grad.device)
-    plan = plan_update(tables, states, layout, ids, offsets, optimizer=optimizer, numbers=numbers, is_full=True)
-    apply_plan(plan, tables, layout, offsets, weights, grad, optimizer=optimizer, numbers=numbers)
+    scalars = device_scalars(tuple(step_scalars(optimizer, lr=lr, step=step)), step, grad.dtype, grad.device)
+    plan = plan_update(tables, states, layout, ids, offsets, optimizer=optimizer, scalars=scalars, is_full=True)
+    apply_plan(plan, tables, layout, offsets, weights, grad, optimizer=optimizer, scalars=scalars)
 
 
 @dataclass(frozen=True)
@@ -132,12 +132,12 @@ def plan_update(
     offsets: Tensor,
     *,
     optimizer: SparseOptimizerSpec,
-    numbers: Tensor,
+    scalars: Tensor,
     is_full: bool = False,
 ) -> UpdatePlan:
     """The part of an update that needs no gradient yet; `is_full` says that there are as many ids as `ids` has room for.
 
-    `numbers` is what `device_numbers` gave.
+    `scalars` is what `device_scalars` gave.
     """
     device, num_places, num_bags = ids.device, ids.numel(), offsets.numel() - 1
     facts = _facts(layout, device)
@@ -157,23 +157,26 @@ def plan_update(
     )  # fmt: skip
     keys, order = torch.sort(keys, stable=True)
 
-    kind, rounds = KINDS[optimizer.kind], tables[0].dtype != numbers.dtype
+    rounds, state = tables[0].dtype != scalars.dtype, _state_shapes(optimizer.kind)
 
     def room(dtype: torch.dtype, is_used: bool = True) -> Tensor:
         return torch.empty(num_places, dtype=dtype, device=device) if is_used else keys
 
-    at = (tuple(table.data_ptr() for table in tables), *state_addresses(states))
-    in_line = _are_in_line(layout, at, optimizer.kind, tables[0].element_size(), numbers.element_size())
+    at = tuple(
+        tuple(tensor.data_ptr() for tensor in tensors) or (0,) * len(tables)
+        for tensors in (tables, *state_tensors(optimizer.kind, states))
+    )
+    in_line = _are_in_line(layout, at, optimizer.kind, tables[0].element_size(), scalars.element_size())
     if in_line:
         places = [keys, *states[0].values(), keys, keys][:3]
     else:
-        places = [room(torch.int64, is_used) for is_used in (True, kind > 0, kind == 3)]
+        places = [room(torch.int64, is_used) for is_used in (True, state["FIRST"] > 0, state["SECOND"] > 0)]
     memory = (*places, room(torch.int32, rounds))
     plans, placed = room(torch.int64), tuple(_addresses(addresses, device) for addresses in at)
     plan_places[(triton.cdiv(num_places, 512),)](
-        keys, order, bags, plans, *memory, *placed, *facts.update, offsets, num_samples, num_bags, layout.total_width, numbers,
+        keys, order, bags, plans, *memory, *placed, *facts.update, offsets, num_samples, num_bags, layout.total_width, scalars,
         tables[0].element_size(),
-        KIND=kind, ROUNDS=rounds, ROWS_IN_LINE=in_line, TILE=tile, EXTRA=PLACES_AT_A_TIME, BLOCK=512, NONE=facts.no_key, num_warps=4,
+        **state, ROUNDS=rounds, ROWS_IN_LINE=in_line, TILE=tile, EXTRA=PLACES_AT_A_TIME, BLOCK=512, NONE=facts.no_key, num_warps=4,
     )  # fmt: skip
     return UpdatePlan(keys, order, plans, memory, rows_in_line=in_line, tile=tile, keeps=(facts, *placed))
 
@@ -187,7 +190,7 @@ def apply_plan(
     grad: Tensor,
     *,
     optimizer: SparseOptimizerSpec,
-    numbers: Tensor,
+    scalars: Tensor,
     guard: Tensor | None = None,
 ) -> None:
     """The rest of an update. Nothing is updated if `guard`, one number, is not finite."""
@@ -202,12 +205,12 @@ def apply_plan(
     num_groups = num_tiles // TILES_OF_A_GROUP
     head = torch.empty(num_tiles + num_groups, shape["D"], dtype=grad.dtype, device=grad.device)
     tail = torch.empty(num_tiles, shape["D"], dtype=grad.dtype, device=grad.device)
-    step = (*plan.memory, offsets, num_bags, numbers, numbers if guard is None else guard)
+    step = (*plan.memory, offsets, num_bags, scalars, scalars if guard is None else guard)
     options = {
-        **shape, "KIND": KINDS[optimizer.kind], "ROUNDS": tables[0].dtype != grad.dtype, "TILE": plan.tile, "S": streams,
-        "ROWS_IN_LINE": plan.rows_in_line, "num_warps": warps,
+        **shape, "KIND": ROW_OPTIMIZERS[optimizer.kind].code, **_state_shapes(optimizer.kind), "ROUNDS": tables[0].dtype != grad.dtype,
+        "TILE": plan.tile, "S": streams, "ROWS_IN_LINE": plan.rows_in_line, "num_warps": warps,
     }  # fmt: skip
-    is_lean = grad.dtype == torch.float32 and optimizer.kind in ("sgd", "rowwise_adagrad")
+    is_lean = grad.dtype == torch.float32 and not ROW_OPTIMIZERS[optimizer.kind].has_element_state
     apply_tiles[(triton.cdiv(num_tiles, streams),)](
         plan.plans, plan.order, grad if factors is None else factors, grad, head, tail, tables[0], *step,
         FACTORS=factors is not None, **options, EXTRA=PLACES_AT_A_TIME, R=PLACES_AT_A_TIME,
@@ -248,15 +251,21 @@ def _bags_and_ids(num_places: int, num_bags: int) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=64)
-def device_numbers(numbers: tuple[float, ...], step: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What an update reads of a step: the optimizer's `numbers` and, for rounding, the step as the bits of an int32."""
-    return host_numbers(numbers, step, dtype).to(device, non_blocking=True)
+def device_scalars(scalars: tuple[float, ...], step: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What an update reads of a step: the optimizer's `scalars` and, for rounding, the step as the bits of an int32."""
+    return host_scalars(scalars, step, dtype).to(device, non_blocking=True)
 
 
-def host_numbers(numbers: Sequence[float], step: int, dtype: torch.dtype) -> Tensor:
-    """`device_numbers` in the memory of the host."""
+def host_scalars(scalars: Sequence[float], step: int, dtype: torch.dtype) -> Tensor:
+    """`device_scalars` in the memory of the host."""
     bits = torch.tensor([step & 0x7FFFFFFF], dtype=torch.int32).view(torch.float32).to(dtype)
-    return torch.cat([torch.tensor(list(numbers), dtype=dtype), bits])
+    return torch.cat([torch.tensor(list(scalars), dtype=dtype), bits])
+
+
+def _state_shapes(kind: RowOptimizerName) -> dict[str, int]:
+    """Shapes of the first and the second state tensor, for the compiler: 0 where there is none, 1 for [N, 1], 2 for [N, D]."""
+    shapes = [1 if tensor.is_per_row else 2 for tensor in ROW_OPTIMIZERS[kind].state]
+    return dict(zip(("FIRST", "SECOND"), (*shapes, 0, 0), strict=False))
 
 
 def _lanes(width: int) -> tuple[int, int]:
@@ -271,7 +280,7 @@ def _shape(layout: Layout, itemsize: int, is_aligned: bool) -> dict[str, int]:
     widths = [table.width for table in layout.tables]
     if max(widths) > MAX_WIDTH:
         raise RowsteadError(
-            f"rows of {max(widths):,} numbers: the GPU kernels take {MAX_WIDTH:,} at most; use `kernel: reference`"
+            f"rows of {max(widths):,} elements: the GPU kernels take {MAX_WIDTH:,} at most; use `kernel: reference`"
         )
     is_aligned = is_aligned and all(width * itemsize % 16 == 0 for width in widths)
     return {
@@ -310,12 +319,14 @@ def _facts(layout: Layout, device: torch.device) -> _GpuFacts:
 
 
 @lru_cache(maxsize=64)
-def _are_in_line(layout: Layout, at: tuple[tuple[int, ...], ...], kind: str, row_size: int, state_size: int) -> bool:
+def _are_in_line(
+    layout: Layout, at: tuple[tuple[int, ...], ...], kind: RowOptimizerName, row_size: int, state_size: int
+) -> bool:
     """Whether tables of one width, and each of their states, begin where the one before ends; `at` says where each begins."""
     width = layout.tables[0].width
     if any(table.width != width for table in layout.tables):
         return False
-    strides = (width * row_size, *(columns * state_size for columns in state_columns(kind, width).values()))
+    strides = (width * row_size, *(columns * state_size for columns in ROW_OPTIMIZERS[kind].state_columns(width).values()))
     ends = tuple(itertools.accumulate((table.num_rows for table in layout.tables), initial=0))
     return all(
         address == addresses[0] + end * stride

@@ -14,6 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from rowstead.kernels.gpu.row_optimizers import row_change
+
 # A plan, which is what `apply_tiles` must know of a sorted place, holds where its gradient begins, the width, and these flags.
 _ELEMENT = tl.constexpr((1 << 40) - 1)
 _WIDTH_BIT = tl.constexpr(40)
@@ -171,9 +173,9 @@ def _is_split(keys, border, key, num_ids, TILE: tl.constexpr, EXTRA: tl.constexp
 @triton.jit
 def plan_places(
     keys, order, bags, plans, rows_at, firsts_at, seconds_at, noises, tables, firsts, seconds, widths, bases, table_of, columns,
-    offsets, num_samples, num_bags, total_width, numbers, row_size,
-    KIND: tl.constexpr, ROUNDS: tl.constexpr, ROWS_IN_LINE: tl.constexpr, TILE: tl.constexpr, EXTRA: tl.constexpr,
-    BLOCK: tl.constexpr, NONE: tl.constexpr,
+    offsets, num_samples, num_bags, total_width, scalars, row_size,
+    FIRST: tl.constexpr, SECOND: tl.constexpr, ROUNDS: tl.constexpr, ROWS_IN_LINE: tl.constexpr, TILE: tl.constexpr,
+    EXTRA: tl.constexpr, BLOCK: tl.constexpr, NONE: tl.constexpr,
 ):  # fmt: skip
     """For each sorted place its plan, and, unless rows are in line, where its row and the optimizer's state of that row are."""
     num_ids = tl.load(offsets + num_bags).to(tl.int32)
@@ -210,63 +212,44 @@ def plan_places(
     tl.store(plans + place, tl.where(live, plan, 0), mask=is_place)
     if not ROWS_IN_LINE:
         tl.store(rows_at + place, tl.load(tables + table) + row * width * row_size, mask=live)
-        size: tl.constexpr = numbers.dtype.element_ty.primitive_bitwidth // 8
-        if KIND == 2:
-            tl.store(firsts_at + place, tl.load(firsts + table) + row * size, mask=live)
-        if KIND == 1 or KIND == 3:
-            tl.store(firsts_at + place, tl.load(firsts + table) + row * width * size, mask=live)
-        if KIND == 3:
-            tl.store(seconds_at + place, tl.load(seconds + table) + row * width * size, mask=live)
+        size: tl.constexpr = scalars.dtype.element_ty.primitive_bitwidth // 8
+        if FIRST > 0:
+            tl.store(firsts_at + place, tl.load(firsts + table) + (row if FIRST == 1 else row * width) * size, mask=live)
+        if SECOND > 0:
+            tl.store(seconds_at + place, tl.load(seconds + table) + (row if SECOND == 1 else row * width) * size, mask=live)
     if ROUNDS:
-        step = tl.load(numbers + 5).to(tl.int32, bitcast=True)
+        step = tl.load(scalars + 5).to(tl.int32, bitcast=True)
         base = _mixed(row.to(tl.uint32) + step.to(tl.uint32) * 0x9E3779B9 + table.to(tl.uint32) * 0x85EBCA6B)
         tl.store(noises + place, base.to(tl.int32, bitcast=True), mask=live)
 
 
 @triton.jit
 def _apply(
-    grad, place, width, d, live, on, like, rows_at, firsts_at, seconds_at, noises, numbers,
-    WIDTH: tl.constexpr, ALIGNED: tl.constexpr, KIND: tl.constexpr, ROUNDS: tl.constexpr, ROWS_IN_LINE: tl.constexpr,
+    grad, place, width, d, live, on, like, rows_at, firsts_at, seconds_at, noises, scalars,
+    WIDTH: tl.constexpr, ALIGNED: tl.constexpr, KIND: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
+    ROUNDS: tl.constexpr, ROWS_IN_LINE: tl.constexpr,
 ):  # fmt: skip
     """The optimizer's rule for the rows of sorted places whose summed gradients are grad [R, S, D].
 
-    Rows `live` [R, S, 1], elements `on` [R, S, D]. numbers: learning rate, eps, 1 - beta1, 1 - beta2, Adam's correction, and
-    the step as the bits of an int32. Where rows are in line, `rows_at` are their numbers, `like` is the first row, and `firsts_at`
+    Rows `live` [R, S, 1], elements `on` [R, S, D]. scalars: learning rate, eps, 1 - beta1, 1 - beta2, Adam's correction, and
+    the step as the bits of an int32. Where rows are in line, `rows_at` are their scalars, `like` is the first row, and `firsts_at`
     and `seconds_at` are the first row's state.
     """
-    lr, eps = tl.load(numbers), tl.load(numbers + 1)
     if ROWS_IN_LINE:
         row = tl.load(rows_at + place, mask=live, other=0).to(tl.int64)
         row_at = like + row * WIDTH + d
-        first_at = firsts_at + (row if KIND == 2 else row * WIDTH)
-        second_at = seconds_at + row * WIDTH
+        first_at = firsts_at + (row if FIRST == 1 else row * WIDTH)
+        second_at = seconds_at + (row if SECOND == 1 else row * WIDTH)
     else:
         row_at = _rows_at(tl.load(rows_at + place, mask=live, other=0), like, ALIGNED) + d
-        if KIND > 0:
-            first_at = _rows_at(tl.load(firsts_at + place, mask=live, other=0), numbers, False)
-        if KIND == 3:
-            second_at = _rows_at(tl.load(seconds_at + place, mask=live, other=0), numbers, False)
+        first_at = row_at
+        second_at = row_at
+        if FIRST > 0:
+            first_at = _rows_at(tl.load(firsts_at + place, mask=live, other=0), scalars, False)
+        if SECOND > 0:
+            second_at = _rows_at(tl.load(seconds_at + place, mask=live, other=0), scalars, False)
     stored = tl.load(row_at, mask=on, other=0.0)
-    if KIND == 0:
-        change = lr * grad
-    elif KIND == 1:
-        total = tl.load(first_at + d, mask=on, other=0.0) + grad * grad
-        tl.store(first_at + d, total, mask=on)
-        change = lr * grad / (tl.sqrt(total) + eps)
-    elif KIND == 2:
-        before = tl.load(first_at, mask=live, other=0.0)
-        total = before + tl.sum(tl.where(on, grad * grad, 0.0), axis=2, keep_dims=True) / width.to(grad.dtype)
-        tl.store(first_at, total, mask=live)
-        change = grad * (lr / (tl.sqrt(total) + eps))
-    else:
-        one = tl.load(first_at + d, mask=on, other=0.0)
-        two = tl.load(second_at + d, mask=on, other=0.0)
-        new1, new2, correction = tl.load(numbers + 2), tl.load(numbers + 3), tl.load(numbers + 4)
-        one += new1 * (grad - one)
-        two += new2 * (grad * grad - two)
-        tl.store(first_at + d, one, mask=on)
-        tl.store(second_at + d, two, mask=on)
-        change = (lr * correction) * one / (tl.sqrt(two) + eps)
+    change = row_change(grad, first_at, second_at, width, d, live, on, scalars, KIND)
     new = stored.to(grad.dtype) - change
     if ROUNDS:
         base = tl.load(noises + place, mask=live, other=0).to(tl.uint32, bitcast=True)
@@ -289,9 +272,9 @@ def _has(plan, FLAG: tl.constexpr):
 
 @triton.jit
 def apply_tiles(
-    plans, order, factors, grad, head, tail, like, rows_at, firsts_at, seconds_at, noises, offsets, num_bags, numbers, guard,
-    FACTORS: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ALIGNED: tl.constexpr, KIND: tl.constexpr,
-    ROUNDS: tl.constexpr, ROWS_IN_LINE: tl.constexpr, TILE: tl.constexpr, EXTRA: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
+    plans, order, factors, grad, head, tail, like, rows_at, firsts_at, seconds_at, noises, offsets, num_bags, scalars, guard,
+    FACTORS: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ALIGNED: tl.constexpr, KIND: tl.constexpr, FIRST: tl.constexpr,
+    SECOND: tl.constexpr, ROUNDS: tl.constexpr, ROWS_IN_LINE: tl.constexpr, TILE: tl.constexpr, EXTRA: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
     """S tiles a program, R places of each at a time: sum each run of equal keys and apply its sum to its row.
 
@@ -333,8 +316,8 @@ def apply_tiles(
             tl.store(head + partial, summed, mask=_has(plan, _HEAD) & inside)
             tl.store(tail + partial, summed, mask=_has(plan, _TAIL) & inside)
         _apply(
-            summed, place, width, d, applies, applies & inside, like, rows_at, firsts_at, seconds_at, noises, numbers,
-            WIDTH, ALIGNED, KIND, ROUNDS, ROWS_IN_LINE,
+            summed, place, width, d, applies, applies & inside, like, rows_at, firsts_at, seconds_at, noises, scalars,
+            WIDTH, ALIGNED, KIND, FIRST, SECOND, ROUNDS, ROWS_IN_LINE,
         )  # fmt: skip
 
 
@@ -363,10 +346,11 @@ def sum_heads(
 
 @triton.jit(do_not_specialize=["num_tiles", "num_groups"])
 def join_tiles(
-    keys, plans, parts, tail, like, rows_at, firsts_at, seconds_at, noises, offsets, num_bags, numbers, guard,
+    keys, plans, parts, tail, like, rows_at, firsts_at, seconds_at, noises, offsets, num_bags, scalars, guard,
     num_tiles, num_groups,
-    WIDTH: tl.constexpr, D: tl.constexpr, ALIGNED: tl.constexpr, KIND: tl.constexpr, ROUNDS: tl.constexpr,
-    ROWS_IN_LINE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
+    WIDTH: tl.constexpr, D: tl.constexpr, ALIGNED: tl.constexpr, KIND: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
+    ROUNDS: tl.constexpr, ROWS_IN_LINE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, S: tl.constexpr,
+    GROUP: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """Split runs: the tail of the tile where a run begins, and the heads of the tiles that it runs through.
 
@@ -415,6 +399,6 @@ def join_tiles(
             leg = tl.where(is_whole, leg, tl.where(in_groups, 2, 3))
             busy = tl.max(tl.max(tl.max((leg < 3).to(tl.int32), axis=2), axis=1), axis=0)
         _apply(
-            total, place, width, d, live, on, like, rows_at, firsts_at, seconds_at, noises, numbers,
-            WIDTH, ALIGNED, KIND, ROUNDS, ROWS_IN_LINE,
+            total, place, width, d, live, on, like, rows_at, firsts_at, seconds_at, noises, scalars,
+            WIDTH, ALIGNED, KIND, FIRST, SECOND, ROUNDS, ROWS_IN_LINE,
         )  # fmt: skip

@@ -26,8 +26,8 @@ import torch
 from rowstead.data.batch import Sparse
 from rowstead.kernels.layout import Layout, layout_of
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of
+from rowstead.spec.row_optimizers import SparseOptimizerSpec
 from rowstead.spec.sharing import MessageCost
-from rowstead.spec.train import SparseOptimizerSpec
 from rowstead.stores.base import EmbeddingStore
 from rowstead.stores.device import DeviceStore
 from rowstead.study.calibration.clock import PASSING_BYTES

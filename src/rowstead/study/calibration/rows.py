@@ -15,10 +15,10 @@ from torch import Tensor
 from rowstead.kernels.choose import kernels_for
 from rowstead.kernels.cpu.memory import prefer_large_pages
 from rowstead.kernels.layout import Layout
-from rowstead.kernels.row_optimizer import RowState, new_row_state, numbers_of
+from rowstead.kernels.row_optimizer import RowState, new_row_state, step_scalars
 from rowstead.spec.curve import Curve, CurveAxis
 from rowstead.spec.features import Table
-from rowstead.spec.train import SparseOptimizerSpec
+from rowstead.spec.row_optimizers import SparseOptimizerSpec
 from rowstead.study.calibration.clock import Clock
 
 WIDTHS = {"cpu": (16, 64, 128, 256), "cuda": (16, 64, 128)}
@@ -123,7 +123,7 @@ class RowBenchmark:
         plan, numbers = self._planned(states, ids, offsets)
         return self._clock.seconds(
             lambda: self.kernels.apply_plan(
-                plan, [self.table], self.layout, offsets, None, grad, optimizer=OPTIMIZER, numbers=numbers
+                plan, [self.table], self.layout, offsets, None, grad, optimizer=OPTIMIZER, scalars=numbers
             )
         )
 
@@ -134,10 +134,10 @@ class RowBenchmark:
         return self._clock.seconds(lambda: self._planned(states, ids, offsets))
 
     def _planned(self, states: list[RowState], ids: Tensor, offsets: Tensor) -> tuple[Any, Tensor]:
-        from rowstead.kernels.gpu.embedding import device_numbers
+        from rowstead.kernels.gpu.embedding import device_scalars
 
-        numbers = device_numbers(tuple(numbers_of(OPTIMIZER, lr=0.01, step=1)), 1, torch.float32, self._clock.device)
-        plan = self.kernels.plan_update([self.table], states, self.layout, ids, offsets, optimizer=OPTIMIZER, numbers=numbers)
+        numbers = device_scalars(tuple(step_scalars(OPTIMIZER, lr=0.01, step=1)), 1, torch.float32, self._clock.device)
+        plan = self.kernels.plan_update([self.table], states, self.layout, ids, offsets, optimizer=OPTIMIZER, scalars=numbers)
         return plan, numbers
 
 

@@ -85,7 +85,7 @@ const SLIDERS = {
 };
 const CHOICES = {
   Training: [
-    { key: 'optimizer', label: 'Row optimizer', options: [['sgd', 'SGD'], ['rowwise_adagrad', 'row-wise Adagrad'], ['adagrad', 'Adagrad'], ['adam', 'Adam']] },
+    { key: 'optimizer', label: 'Row optimizer', options: [] },
     { key: 'row_format', label: 'Row format', options: [['fp32', 'FP32'], ['bf16', 'BF16'], ['fp16', 'FP16']] },
     { key: 'precision', label: 'Dense arithmetic', options: [['fp32', 'FP32'], ['tf32', 'TF32'], ['bf16', 'BF16']] },
     { key: 'interaction', label: 'Interaction', options: [] },
@@ -471,6 +471,7 @@ function view(name) {
 
 async function begin() {
   state.start = await (await ask('/api/start')).json();
+  CHOICES.Training[0].options = state.start.row_optimizers.map((one) => [one.name, one.title]);
   CHOICES.Fleet[0].options = state.start.machines.map((one) => [one.name, `${one.name}: ${one.title}`]);
   CHOICES.Training.find((one) => one.key === 'interaction').options = state.start.interactions.map((one) => [one.name, one.title]);
   CHOICES.Fleet[1].options = [['auto', 'wherever is best'], ...state.start.places.map((one) => [one.name, one.title])];

@@ -1,0 +1,151 @@
+"""The registry of row optimizers: names, state tensors, hyper-parameters and what kernels read of each.
+
+Whatever depends on the optimizer of embedding rows reads it here: validation, kernels, stores, planner, UI and docs. A new one is an
+entry here and a rule in `kernels/reference.py`, `kernels/cpu/row_optimizers.py` and `kernels/gpu/row_optimizers.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from rowstead.spec.errors import require
+
+RowOptimizerName = Literal["sgd", "adagrad", "rowwise_adagrad", "adam"]
+"""In the order of their codes, which compiled kernels are cached with: append new names."""
+
+STATE_ELEMENT_BYTES = 4
+"""State is FP32, whatever the format of the rows (FP64 for FP64 rows, which only tests have)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseOptimizerSpec:
+    """The optimizer of embedding rows, fused with the backward pass. It is lazy: rows that a batch does not read do not change."""
+
+    kind: RowOptimizerName = "rowwise_adagrad"
+    """Which one: see the table below."""
+    lr: float = 0.05
+    """Learning rate after warm-up."""
+    eps: float = 1e-8
+    """Added to denominators."""
+    beta1: float = 0.9
+    """Adam's decay of the first moment."""
+    beta2: float = 0.999
+    """Adam's decay of the second moment."""
+    clip: float | None = None
+    """Largest norm of the gradient of one pooled vector; larger ones are scaled down to it."""
+
+    def __post_init__(self) -> None:
+        check_hyper_parameters(self)
+
+
+HYPER_PARAMETERS: dict[str, Literal["positive", "fraction"]] = {
+    "lr": "positive",
+    "eps": "positive",
+    "beta1": "fraction",
+    "beta2": "fraction",
+}
+"""Bounds of hyper-parameters: above 0 and finite, or at least 0 and below 1. Their defaults are those of the spec's fields."""
+
+
+def check_hyper_parameters(spec: Any) -> None:
+    """Check the hyper-parameters and the clipping of an optimizer's spec."""
+    for name, bound in HYPER_PARAMETERS.items():
+        value = getattr(spec, name, None)
+        if value is not None and bound == "positive":
+            require(0 < value < math.inf, name, f"must be above 0 and finite, got {value}")
+        elif value is not None:
+            require(0 <= value < 1, name, f"must be at least 0 and below 1, got {value}")
+    require(spec.clip is None or spec.clip > 0, "clip", f"must be above 0, got {spec.clip}")
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """State that an optimizer keeps of every row: a tensor [N, D], or [N, 1] if it is per row."""
+
+    name: str
+    is_per_row: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowOptimizer:
+    """What everything but its rule knows of one optimizer."""
+
+    name: RowOptimizerName
+    title: str
+    rule: str
+    """The update of a row, for the docs."""
+    state: tuple[StateTensor, ...] = ()
+    """Two at most."""
+    hyper_parameters: tuple[str, ...] = ()
+    """Fields of the spec that it reads, besides `lr` and `clip`."""
+    scalars: Callable[[SparseOptimizerSpec, int], tuple[float, ...]] = lambda spec, step: ()
+    """What compiled rules read of a step (from 1) besides the learning rate, four numbers at most. They are computed in double precision:
+    in FP32, 1 - 0.999 would be off by 1e-5."""
+    moves_without_gradient: bool = False
+    """Whether a row that is read changes even if its gradient is zero."""
+    couples_columns: bool = False
+    """Whether the update of an element depends on the others of its row, so that columns of a row cannot be updated apart."""
+
+    @property
+    def code(self) -> int:
+        """The number by which compiled kernels know it."""
+        return get_args(RowOptimizerName).index(self.name)
+
+    @property
+    def has_element_state(self) -> bool:
+        """Whether its state grows with the width of rows."""
+        return not all(tensor.is_per_row for tensor in self.state)
+
+    def state_columns(self, width: int) -> dict[str, int]:
+        """Name and columns of each state tensor, for rows of `width` elements."""
+        return {tensor.name: 1 if tensor.is_per_row else width for tensor in self.state}
+
+    def state_bytes(self, width: int) -> int:
+        """Bytes of state per row of `width` elements."""
+        return STATE_ELEMENT_BYTES * sum(self.state_columns(width).values())
+
+
+def adam_correction(spec: SparseOptimizerSpec, step: int) -> float:
+    """Adam's correction of the bias of moments that start at zero, at `step` from 1."""
+    return float((1 - spec.beta2**step) ** 0.5 / (1 - spec.beta1**step))
+
+
+ROW_OPTIMIZERS: dict[RowOptimizerName, RowOptimizer] = {
+    entry.name: entry
+    for entry in (
+        RowOptimizer(name="sgd", title="SGD", rule="row -= lr * g"),
+        RowOptimizer(
+            name="rowwise_adagrad",
+            title="row-wise Adagrad",
+            rule="sum += mean(g²); row -= lr * g / (√sum + eps)",
+            state=(StateTensor("sum", is_per_row=True),),
+            hyper_parameters=("eps",),
+            scalars=lambda spec, step: (spec.eps,),
+            couples_columns=True,
+        ),
+        RowOptimizer(
+            name="adagrad",
+            title="Adagrad",
+            rule="sum += g²; row -= lr * g / (√sum + eps)",
+            state=(StateTensor("sum"),),
+            hyper_parameters=("eps",),
+            scalars=lambda spec, step: (spec.eps,),
+        ),
+        RowOptimizer(
+            name="adam",
+            title="Adam",
+            rule="moment1 += (1 - beta1) * (g - moment1); moment2 += (1 - beta2) * (g² - moment2); "
+            "row -= lr * correction(step) * moment1 / (√moment2 + eps)",
+            state=(StateTensor("moment1"), StateTensor("moment2")),
+            hyper_parameters=("eps", "beta1", "beta2"),
+            scalars=lambda spec, step: (spec.eps, 1 - spec.beta1, 1 - spec.beta2, adam_correction(spec, step)),
+            moves_without_gradient=True,
+        ),
+    )
+}
+
+LEAN_OPTIMIZER: RowOptimizerName = "rowwise_adagrad"
+"""What to suggest where the state of another does not fit."""
