@@ -1,4 +1,4 @@
-"""A sparse server as a process of its own: `python -m tests.fleet.sparse_process FOLDER NUMBER NUM_SERVERS`."""
+"""A sparse server in its own process: `python -m tests.fleet.sparse_process FOLDER NUMBER NUM_SERVERS`."""
 
 from __future__ import annotations
 

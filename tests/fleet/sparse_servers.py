@@ -1,4 +1,4 @@
-"""Sparse servers on real sockets, in threads of the test, and stores over them."""
+"""Sparse servers on real sockets in threads of the test, and their stores."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def plain_layout(*num_rows: int, width: int = 8, pooling: Literal["sum", "mean"]
 
 
 def cut_by_rows(layout: Layout, num_servers: int) -> Partition:
-    """Every table over all servers, as far as it has rows."""
+    """Split every table over all servers, as far as it has rows."""
     servers: list[list[ServerPiece]] = [[] for _ in range(num_servers)]
     for table in layout.tables:
         for server, (first, last) in enumerate(row_ranges(table.num_rows, num_servers)):
@@ -45,7 +45,7 @@ def cut_by_rows(layout: Layout, num_servers: int) -> Partition:
 
 
 def whole_tables(layout: Layout, num_servers: int) -> Partition:
-    """Every table on one server, in turns."""
+    """Assign whole tables to servers round-robin."""
     servers: list[list[ServerPiece]] = [[] for _ in range(num_servers)]
     for place, table in enumerate(layout.tables):
         servers[place % num_servers].append(ServerPiece(table=table.name, first_row=0, num_rows=table.num_rows))
@@ -73,7 +73,7 @@ def assert_same_rows(store: RemoteStore, local: DeviceStore) -> None:
 
 
 class Fleet:
-    """Running sparse servers, and stores over them."""
+    """Running sparse servers, and their stores."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class Fleet:
         return server.start()
 
     def restart(self, number: int) -> None:
-        """A server ends without a word, and another one takes its place."""
+        """Replace a server by a new one without a clean shutdown."""
         self.servers[number].close()
         self.servers[number] = self._started(number)
 

@@ -1,4 +1,4 @@
-"""Trainers meet at a server: over the wire as in memory, without waiting for who is lost, and without the server where it is gone."""
+"""The dense server behaves the same over RPC and in memory, does not wait for lost trainers, and trainers continue without it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from torch import Tensor
 
 from rowstead.fleet.dense_server import DenseServerClient, DenseServerProcess, encode_snapshot, restore_snapshot, serve_dense
 from rowstead.fleet.dense_server_state import DenseServerState, LocalDenseServer
 from rowstead.fleet.rpc_client import Client, RefusedError
+from rowstead.spec.errors import RowsteadError
 from rowstead.training.sync_base import DenseServerUnavailable
 from tests.small_runs import wait_until
 
@@ -43,19 +45,19 @@ def connect(
 
 
 def in_thread(call: object) -> tuple[threading.Thread, list[object]]:
-    """Something that goes on meanwhile, and where its result will be."""
+    """Run `call` in a thread; returns the thread and a list that receives the result."""
     results: list[object] = []
     thread = threading.Thread(target=lambda: results.append(call()))  # type: ignore[operator]
     thread.start()
     return thread, results
 
 
-def test_the_server_does_what_the_centre_in_memory_does() -> None:
+def test_the_server_over_rpc_behaves_like_the_one_in_memory() -> None:
     with served() as server, connect(server) as remote:
         local = LocalDenseServer(DenseServerState(), "trainer-0.0")
         for client in (remote, local):
             assert torch.equal(client.join(flat(1, 2)), flat(1, 2))
-            assert torch.equal(client.join(flat(5, 5)), flat(1, 2)), "the first trainer's parameters count"
+            assert torch.equal(client.join(flat(5, 5)), flat(1, 2)), "the first trainer's parameters are used"
             assert torch.equal(client.elastic_average(flat(3, 2), 0.5), flat(1, 0))
             assert torch.equal(client.pull(), flat(2, 2))
             mean, number = client.average(flat(7, 8), "gradients.0")
@@ -72,7 +74,7 @@ def test_the_server_does_what_the_centre_in_memory_does() -> None:
             client.leave()
 
 
-def test_what_is_handed_over_may_change_and_what_comes_back_is_ones_own() -> None:
+def test_arguments_may_change_after_a_call_and_results_belong_to_the_caller() -> None:
     with served() as server, connect(server) as client:
         own = flat(1, 1)
         taken = client.join(own)
@@ -81,7 +83,7 @@ def test_what_is_handed_over_may_change_and_what_comes_back_is_ones_own() -> Non
         assert torch.equal(client.pull(), flat(1, 1))
 
 
-def test_a_round_waits_for_all_trainers_that_are_alive() -> None:
+def test_a_round_waits_for_all_live_trainers() -> None:
     with served() as server, connect(server, "trainer-0.0") as one, connect(server, "trainer-1.0") as two:
         one.join(flat(0))
         two.join(flat(0))
@@ -94,20 +96,20 @@ def test_a_round_waits_for_all_trainers_that_are_alive() -> None:
         assert results == [(flat(3), number)]
 
 
-def test_a_lost_trainer_blocks_a_round_no_longer_than_the_head_takes_to_tell() -> None:
+def test_a_lost_trainer_blocks_a_round_only_until_the_coordinator_reports_it() -> None:
     with served(round_deadline_s=600.0) as server, connect(server, "trainer-0.0") as one:
         one.join(flat(0))
         with connect(server, "trainer-1.0") as lost:
             lost.join(flat(0))
         thread, results = in_thread(lambda: one.average(flat(2), "gradients.0"))
         wait_until(lambda: server.state.num_waiting == 1, what="the survivor")
-        with Client(server.address, name="head") as head:
-            head.call("members", {"names": ["trainer-0"]})
+        with Client(server.address, name="coordinator") as coordinator:
+            coordinator.call("members", {"names": ["trainer-0"]})
         thread.join(30)
         assert results == [(flat(2), 1)]
 
 
-def test_nobody_waits_past_the_deadline_and_for_the_same_one_twice() -> None:
+def test_rounds_wait_at_most_until_the_deadline_and_only_once_for_a_lost_member() -> None:
     with served(round_deadline_s=0.2) as server, connect(server, "trainer-0.0") as one:
         one.join(flat(0))
         with connect(server, "trainer-1.0") as lost:
@@ -117,25 +119,25 @@ def test_nobody_waits_past_the_deadline_and_for_the_same_one_twice() -> None:
             assert mean.item() == 2
         assert server.state.num_partial_rounds == 1
         assert server.state.num_rounds == 5
-        with connect(server, "trainer-1.0") as back:  # it is waited for again
+        with connect(server, "trainer-1.0") as back:  # rounds wait for it again
             thread, _ = in_thread(lambda: back.average(flat(4), "gradients.0"))
             wait_until(lambda: server.state.num_waiting == 1 or not thread.is_alive(), what="the trainer that is back")
             one.average(flat(2), "gradients.0")
             thread.join(30)
 
 
-def test_a_trainer_goes_on_at_once_while_the_server_is_gone_and_finds_it_again(tmp_path: Path) -> None:
+def test_a_trainer_continues_while_the_server_is_unavailable_and_reconnects(tmp_path: Path) -> None:
     snapshot = tmp_path / "dense.safetensors"
-    place: list[DenseServerProcess] = [DenseServerProcess(snapshot=snapshot).start()]
-    client = DenseServerClient(Client(lambda: place[0].address, name="trainer-0.0"), exchange_timeout_s=0.5)
+    current: list[DenseServerProcess] = [DenseServerProcess(snapshot=snapshot).start()]
+    client = DenseServerClient(Client(lambda: current[0].address, name="trainer-0.0"), exchange_timeout_s=0.5)
     try:
         client.join(flat(1, 2))
         client.save_state("optimizer", flat(5))
-        place[0].close()
+        current[0].close()
         for _ in range(100):  # only the first one waits
             with pytest.raises(DenseServerUnavailable):
                 client.elastic_average(flat(3, 4), 0.5)
-        place[0] = DenseServerProcess(snapshot=snapshot).start()
+        current[0] = DenseServerProcess(snapshot=snapshot).start()
 
         def is_back() -> bool:
             try:
@@ -145,26 +147,26 @@ def test_a_trainer_goes_on_at_once_while_the_server_is_gone_and_finds_it_again(t
             return True
 
         wait_until(is_back, what="the server to be found again")
-        assert torch.equal(client.pull(), flat(3, 4)), "what a trainer has is newer than the snapshot"
+        assert torch.equal(client.pull(), flat(3, 4)), "a trainer's parameters are newer than the snapshot"
         saved = client.load_state("optimizer")
         assert saved is not None
         assert saved.tolist() == [5]
     finally:
         client.close()
-        place[0].close()
+        current[0].close()
 
 
-def test_a_trainer_that_begins_anew_finds_the_parameters_of_before_the_restart(tmp_path: Path) -> None:
+def test_a_new_trainer_gets_the_parameters_from_before_a_server_restart(tmp_path: Path) -> None:
     snapshot = tmp_path / "dense.safetensors"
     with served(snapshot=snapshot, snapshot_every_s=1e9) as server, connect(server) as client:
         client.join(flat(1, 2))
-        assert snapshot.exists(), "the first parameters are on disk before anybody learns of them"
+        assert snapshot.exists(), "the first parameters are on disk before any trainer has them"
         restarted = DenseServerState()
         restore_snapshot(restarted, snapshot.read_bytes())
         assert torch.equal(restarted.join("trainer-1.0", flat(0, 0)), flat(1, 2))
 
 
-def test_a_snapshot_holds_what_the_centre_holds() -> None:
+def test_a_snapshot_holds_the_whole_state() -> None:
     state, other = DenseServerState(), DenseServerState()
     assert encode_snapshot(state) is None
     state.push(flat(1, 2, 3))
@@ -189,7 +191,7 @@ def test_a_snapshot_holds_what_the_centre_holds() -> None:
         ("save_state", {"name": 7}, [torch.zeros(1)]),
     ],
 )
-def test_nonsense_is_refused_and_changes_nothing(kind: str, facts: dict[str, object], tensors: list[Tensor]) -> None:
+def test_an_invalid_request_is_refused_and_changes_nothing(kind: str, facts: dict[str, object], tensors: list[Tensor]) -> None:
     with served() as server, connect(server) as client, Client(server.address, name="other") as other:
         client.join(flat(1, 2))
         with pytest.raises(RefusedError):
@@ -197,7 +199,7 @@ def test_nonsense_is_refused_and_changes_nothing(kind: str, facts: dict[str, obj
         assert torch.equal(client.pull(), flat(1, 2))
 
 
-def test_the_role_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
+def test_the_role_serves_until_told_to_stop(tmp_path: Path) -> None:
     ends, addresses, samples = threading.Event(), list[str](), list[object]()
     thread = threading.Thread(
         target=lambda: serve_dense(
@@ -217,35 +219,35 @@ def test_the_role_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
     assert (tmp_path / "snapshots" / "dense-0.safetensors").exists()
 
 
-def test_what_trainers_have_ended_with_outlives_the_server(tmp_path: Path) -> None:
+def test_final_parameters_of_trainers_survive_a_server_restart(tmp_path: Path) -> None:
     snapshot = tmp_path / "dense.safetensors"
     with served(snapshot=snapshot, snapshot_every_s=1e9) as server, connect(server, "trainer-0.0") as one:
         one.join(flat(0, 0))
         one.finish(flat(2, 4))
-        killed = snapshot.read_bytes()  # what a server that is killed now leaves
+        killed = snapshot.read_bytes()  # what a server killed now leaves
     snapshot.write_bytes(killed)
     with served(snapshot=snapshot) as server, connect(server, "trainer-1.0") as two:
-        assert torch.equal(two.pull(), flat(2, 4)), "nobody comes again to say it"
+        assert torch.equal(two.pull(), flat(2, 4)), "no trainer sends them again"
         two.finish(flat(4, 0))
         assert torch.equal(two.pull(), flat(3, 2)), "the mean of both"
 
 
-def test_a_trainer_that_begins_without_the_server_waits_once_and_then_goes_on_at_once() -> None:
+def test_a_trainer_that_starts_without_the_server_waits_once_and_then_continues() -> None:
     nowhere = Client("tcp://127.0.0.1:1", name="trainer-0.0", max_in_flight=4)
     client = DenseServerClient(nowhere, exchange_timeout_s=0.2, join_timeout_s=0.4)
     try:
-        for _ in range(50):  # more often than requests may be unanswered
+        for _ in range(50):  # more often than max_in_flight
             with pytest.raises(DenseServerUnavailable):
                 client.join(flat(1, 2))
         assert nowhere.waited_s < 2
         with pytest.raises(DenseServerUnavailable):
             client.finish(flat(1, 2))
-        assert nowhere.num_in_flight == 1, "one question is enough to learn that it is back"
+        assert nowhere.num_in_flight == 1, "one probe is enough"
     finally:
         client.close()
 
 
-def test_parameters_that_are_not_finite_are_refused_to_who_brings_them_and_hold_up_nobody_else() -> None:
+def test_non_finite_parameters_are_refused_and_do_not_block_other_members() -> None:
     with (
         served(round_deadline_s=600.0) as server,
         connect(server, "trainer-0.0") as one,
@@ -262,7 +264,7 @@ def test_parameters_that_are_not_finite_are_refused_to_who_brings_them_and_hold_
         assert torch.equal(results[0], flat(2, 4))  # type: ignore[arg-type]
 
 
-def test_rounds_close_late_where_the_snapshot_cannot_be_written(tmp_path: Path) -> None:
+def test_overdue_rounds_close_when_the_snapshot_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with served(snapshot=tmp_path / "file" / "dense", snapshot_every_s=0.05, round_deadline_s=0.2) as server:
         with connect(server, "trainer-1.0") as lost:
@@ -272,7 +274,7 @@ def test_rounds_close_late_where_the_snapshot_cannot_be_written(tmp_path: Path) 
             assert one.average(flat(2), "gradients.0")[0].item() == 2
 
 
-def test_snapshots_that_several_threads_write_are_whole(tmp_path: Path) -> None:
+def test_snapshots_written_by_several_threads_are_complete(tmp_path: Path) -> None:
     snapshot = tmp_path / "dense.safetensors"
     with served(snapshot=snapshot, snapshot_every_s=1e9) as server, connect(server) as client:
         client.join(flat(*range(1000)))
@@ -283,3 +285,9 @@ def test_snapshots_that_several_threads_write_are_whole(tmp_path: Path) -> None:
             thread.join(60)
         assert server.status()["num_snapshots_failed"] == 0
         assert server.num_snapshots >= 81
+
+
+def test_a_snapshot_with_unknown_tensors_is_refused() -> None:
+    content = safetensors.torch.save({"parameters": flat(1), "kept.optimizer": flat(2)})
+    with pytest.raises(RowsteadError, match=r"unknown tensors .*kept\.optimizer"):
+        restore_snapshot(DenseServerState(), content)

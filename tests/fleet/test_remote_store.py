@@ -1,4 +1,4 @@
-"""A remote store does what a local one does, in as few bytes as it can, and no more stale than allowed."""
+"""A remote store behaves like a local one, with few bytes sent and bounded staleness."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ from tests.stores.store_contract import BriefStoreContract
 @pytest.mark.parametrize(
     ("num_servers", "cut"),
     [(1, cut_by_rows), (2, cut_by_rows), (3, cut_by_rows), (2, whole_tables)],
-    ids=["one", "two, rows cut", "three, rows cut", "two, tables whole"],
+    ids=["one", "two, row-wise", "three, row-wise", "two, table-wise"],
 )
 class TestRemoteStore(BriefStoreContract):
-    """The contract of every store, over real sockets."""
+    """The conformance suite of every store, over real sockets."""
 
     @pytest.fixture(autouse=True)
     def _servers(self, num_servers: int, cut) -> Iterator[None]:  # type: ignore[no-untyped-def]
@@ -61,32 +61,32 @@ class TestRemoteStore(BriefStoreContract):
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
-def test_a_look_up_sees_every_update_but_those_of_the_last_k_batches(staleness: int) -> None:
+def test_a_lookup_sees_every_update_but_those_of_the_last_k_batches(staleness: int) -> None:
     layout = plain_layout(40, 7, 100, pooling="mean")
     batches = [batch_of(layout, 5, seed) for seed in range(8)]
     grads = [grad_of(layout, batch, seed) for seed, batch in enumerate(batches)]
     local = DeviceStore(layout, ADAGRAD, dtype=torch.float64)
     expected = []
-    for place, batch in enumerate(batches):  # exactly the updates up to k + 1 batches before are in
-        if (updated := place - staleness - 1) >= 0:
+    for index, batch in enumerate(batches):  # exactly the updates up to k + 1 batches before are applied
+        if (updated := index - staleness - 1) >= 0:
             local.update(batches[updated], grads[updated], lr=0.1, step=updated + 1)
         expected.append(local.lookup(batch))
-    for place in range(len(batches) - staleness - 1, len(batches)):
-        local.update(batches[place], grads[place], lr=0.1, step=place + 1)
+    for index in range(len(batches) - staleness - 1, len(batches)):
+        local.update(batches[index], grads[index], lr=0.1, step=index + 1)
     with running(layout, ADAGRAD, cut_by_rows(layout, 2)) as fleet:
         store = fleet.store(staleness=staleness)
         assert store.batches_ahead == staleness
         items = ((None, types.SimpleNamespace(sparse=batch), None) for batch in batches)
-        for place, (_, item, _) in enumerate(prefetch_rows(items, store)):  # type: ignore[arg-type]
-            torch.testing.assert_close(store.lookup(item.sparse), expected[place], rtol=1e-12, atol=1e-14)
-            store.update(item.sparse, grads[place], lr=0.1, step=place + 1)
+        for index, (_, item, _) in enumerate(prefetch_rows(items, store)):  # type: ignore[arg-type]
+            torch.testing.assert_close(store.lookup(item.sparse), expected[index], rtol=1e-12, atol=1e-14)
+            store.update(item.sparse, grads[index], lr=0.1, step=index + 1)
         assert store.max_unanswered <= max(1, staleness)
         assert store.num_lookups_early >= (len(batches) - 1 if staleness else 0)
         assert_same_rows(store, local)
 
 
 class Held(SparseServer):
-    """Does an update when it is let."""
+    """Blocks updates until released."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self.turns = threading.Semaphore(0)
@@ -97,15 +97,15 @@ class Held(SparseServer):
         return super()._update(message, caller)
 
 
-def test_no_more_than_k_updates_are_unanswered_and_the_next_one_waits() -> None:
+def test_at_most_k_updates_are_unanswered_and_the_next_one_waits() -> None:
     layout = plain_layout(50)
     batches = [batch_of(layout, 4, seed) for seed in range(4)]
     with running(layout, SGD, whole_tables(layout, 1), kinds=[Held]) as fleet:
         server = fleet.servers[0]
         assert isinstance(server, Held)
         store = fleet.store(staleness=2)
-        for place in (0, 1):  # returns although the server has done nothing
-            store.update(batches[place], grad_of(layout, batches[place], 0), lr=0.1, step=place + 1)
+        for index in (0, 1):  # returns before the server has applied anything
+            store.update(batches[index], grad_of(layout, batches[index], 0), lr=0.1, step=index + 1)
         assert store.num_unanswered == 2
         has_sent = threading.Event()
 
@@ -126,7 +126,7 @@ def test_no_more_than_k_updates_are_unanswered_and_the_next_one_waits() -> None:
         assert (store.num_unanswered, store.max_unanswered, server.applied.num_updates) == (0, 2, 3)
 
 
-def test_look_ups_of_coming_batches_are_answered_while_nobody_waits_for_them() -> None:
+def test_prefetched_lookups_are_answered_in_the_background() -> None:
     layout = plain_layout(50, 60)
     batches = [batch_of(layout, 4, seed) for seed in range(4)]
     with running(layout, SGD, whole_tables(layout, 2)) as fleet:
@@ -134,11 +134,11 @@ def test_look_ups_of_coming_batches_are_answered_while_nobody_waits_for_them() -
         for batch in batches:
             store.prefetch(batch)
         for server in fleet.servers:  # the first and two more: the fourth would see the rows too early
-            wait_until(lambda server=server: server.num_lookups == 3, what="three look-ups")
+            wait_until(lambda server=server: server.num_lookups == 3, what="three lookups")
         store.lookup(batches[0])
         store.update(batches[0], grad_of(layout, batches[0], 0), lr=0.1, step=1)
         for server in fleet.servers:
-            wait_until(lambda server=server: server.num_lookups == 4, what="the fourth look-up")
+            wait_until(lambda server=server: server.num_lookups == 4, what="the fourth lookup")
         store.drop_prefetched()
 
 
@@ -155,7 +155,7 @@ HEADERS = 2000
 @given(
     num_rows=st.integers(1, 500), width=st.sampled_from([1, 16, 64]), num_samples=st.integers(1, 64), length=st.integers(0, 8)
 )
-def test_distinct_rows_travel_where_they_are_clearly_fewer_bytes_than_pooled_vectors(
+def test_distinct_rows_are_sent_where_they_take_fewer_bytes_than_pooled_vectors(
     num_rows: int, width: int, num_samples: int, length: int
 ) -> None:
     layout = plain_layout(num_rows, width=width)
@@ -174,7 +174,7 @@ def test_distinct_rows_travel_where_they_are_clearly_fewer_bytes_than_pooled_vec
         assert_same_rows(store, local)
 
 
-def test_the_table_of_few_rows_sends_rows_and_the_one_of_many_sends_vectors_in_one_request() -> None:
+def test_one_request_sends_rows_of_a_small_table_and_vectors_of_a_large_one() -> None:
     layout = plain_layout(3, 10**5, width=64)
     batch = batch_of(layout, 100, 1, length=20)
     with running(layout, SGD, whole_tables(layout, 1), dtype=torch.float32) as fleet:
@@ -186,7 +186,7 @@ def test_the_table_of_few_rows_sends_rows_and_the_one_of_many_sends_vectors_in_o
         assert fleet.servers[0].server.num_requests == 1
 
 
-def test_rows_of_16_bits_travel_as_such_and_train_like_local_ones() -> None:
+def test_16_bit_rows_are_sent_as_such_and_train_like_local_ones() -> None:
     layout = plain_layout(4, width=32)
     batch = batch_of(layout, 64, 1)
     with running(layout, SGD, whole_tables(layout, 1), dtype=torch.bfloat16) as fleet:
@@ -222,7 +222,7 @@ def test_two_threads_with_a_copy_each_train_the_same_rows() -> None:
         assert_same_rows(first, local)
 
 
-def test_evaluation_between_look_up_and_update_changes_nothing() -> None:
+def test_evaluation_between_lookup_and_update_changes_nothing() -> None:
     layout = plain_layout(30)
     batches = [batch_of(layout, 4, seed) for seed in range(3)]
     with running(layout, SGD, whole_tables(layout, 1)) as fleet:
@@ -268,7 +268,7 @@ def test_a_batch_without_examples_or_without_ids_is_legal() -> None:
         assert store.num_updates_sent == 0
 
 
-def test_a_large_batch_is_put_together_by_several_threads_to_the_same_numbers() -> None:
+def test_several_threads_join_a_large_batch_to_the_same_values() -> None:
     layout = plain_layout(50_000, 40, 60_000, 30, width=64, pooling="mean")
     batch, clipped = batch_of(layout, 1000, 1), SparseOptimizerSpec(kind="adagrad", eps=1e-6, clip=0.5)
     threads = torch.get_num_threads()
@@ -285,18 +285,18 @@ def test_a_large_batch_is_put_together_by_several_threads_to_the_same_numbers() 
         torch.set_num_threads(threads)
 
 
-def test_a_host_store_in_front_of_it_trains_the_same_rows_from_its_own_thread() -> None:
+def test_a_host_store_around_it_trains_the_same_rows_from_its_own_thread() -> None:
     layout = plain_layout(40, 30)
     batches = [batch_of(layout, 4, seed) for seed in range(6)]
     local = DeviceStore(layout, ADAGRAD, dtype=torch.float64)
     with running(layout, ADAGRAD, cut_by_rows(layout, 2)) as fleet:
         remote = fleet.store()
         store = HostStore(remote, "cpu")
-        for place, batch in enumerate(batches):
-            grad = grad_of(layout, batch, place)
+        for index, batch in enumerate(batches):
+            grad = grad_of(layout, batch, index)
             for each in (store, local):
                 each.prefetch(batch)
                 each.lookup(batch)
-                each.update(batch, grad, lr=0.1, step=place + 1)
+                each.update(batch, grad, lr=0.1, step=index + 1)
         assert_same_rows(remote, local)
         store.close()

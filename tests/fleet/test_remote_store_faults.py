@@ -1,4 +1,4 @@
-"""A remote store whose servers start anew, forget and lose answers: rows stay exact, or what was lost is counted."""
+"""Servers that restart, evict batches and lose replies: rows stay exact, or lost updates are counted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.fleet.sparse_servers import ADAGRAD, SGD, assert_same_rows, batch_of,
 from tests.small_runs import wait_until
 
 
-def test_a_server_that_was_started_anew_goes_on_from_its_snapshot_and_counts_what_it_lost(tmp_path: Path) -> None:
+def test_a_restarted_server_resumes_from_its_snapshot_and_counts_lost_updates(tmp_path: Path) -> None:
     layout = plain_layout(40, 30)
     batches = [batch_of(layout, 4, seed) for seed in range(9)]
     grads = [grad_of(layout, batch, seed) for seed, batch in enumerate(batches)]
@@ -24,15 +24,15 @@ def test_a_server_that_was_started_anew_goes_on_from_its_snapshot_and_counts_wha
         store = fleet.store(staleness=1)
         local = DeviceStore(layout, ADAGRAD, dtype=torch.float64)
         saved: dict[str, torch.Tensor] = {}
-        for place, batch in enumerate(batches):
+        for index, batch in enumerate(batches):
             store.lookup(batch)
-            if place == 6:  # between look-up and update: the new server does not know the batch
+            if index == 6:  # between lookup and update: the new server does not have the batch
                 store._wait_for_updates()
                 fleet.restart(0)
                 local.load_state({**local.state(), **saved})
-            store.update(batch, grads[place], lr=0.1, step=place + 1)
-            local.update(batch, grads[place], lr=0.1, step=place + 1)
-            if place == 3:
+            store.update(batch, grads[index], lr=0.1, step=index + 1)
+            local.update(batch, grads[index], lr=0.1, step=index + 1)
+            if index == 3:
                 store._wait_for_updates()
                 fleet.connect(0).call("snapshot")
                 saved = {name: value.clone() for name, value in local.state().items() if name.startswith("t0.")}
@@ -57,7 +57,7 @@ def test_updates_lost_at_the_very_end_are_counted_too(tmp_path: Path) -> None:
         assert store.num_lost_updates == 3
 
 
-def test_the_memory_of_a_server_does_not_grow_with_look_ups_that_are_never_updated() -> None:
+def test_the_memory_of_a_server_does_not_grow_with_lookups_that_are_never_updated() -> None:
     layout = plain_layout(1000, width=4)
     with running(layout, SGD, whole_tables(layout, 1), remembered_bytes=20_000) as fleet:
         store = fleet.store()
@@ -69,7 +69,7 @@ def test_the_memory_of_a_server_does_not_grow_with_look_ups_that_are_never_updat
         assert facts["batches_remembered_bytes"] <= 20_000
         assert facts["num_batches_remembered"] < 30
         store._current = None
-        first = store._claim_batch(batches[0])  # as if its update came late: the server has forgotten it
+        first = store._claim_batch(batches[0])  # as if its update came late: the server has evicted the batch
         first.number, store._current = 1, first
         store.update(batches[0], grad_of(layout, batches[0], 0), lr=0.1, step=1)
         local.update(batches[0], grad_of(layout, batches[0], 0), lr=0.1, step=1)
@@ -77,7 +77,7 @@ def test_the_memory_of_a_server_does_not_grow_with_look_ups_that_are_never_updat
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_connections_that_break_and_answers_that_are_lost_leave_the_rows_exact(staleness: int) -> None:
+def test_broken_connections_and_lost_replies_leave_the_rows_exact(staleness: int) -> None:
     layout = plain_layout(40, 30)
     batches = [batch_of(layout, 4, seed) for seed in range(12)]
     local = DeviceStore(layout, ADAGRAD, dtype=torch.float64)
@@ -85,17 +85,17 @@ def test_connections_that_break_and_answers_that_are_lost_leave_the_rows_exact(s
         client = Client(relay.address, name="trainer", deadline_s=120.0)
         store = RemoteStore(layout, ADAGRAD, fleet.partition, lambda _: client, dtype=torch.float64, staleness=staleness)
         fleet.stores.append(store)
-        for place, batch in enumerate(batches):
-            grad = grad_of(layout, batch, place)
+        for index, batch in enumerate(batches):
+            grad = grad_of(layout, batch, index)
             store.lookup(batch)
             local.lookup(batch)
-            if place % 3 == 1:  # the server does the update, and nobody hears of it
+            if index % 3 == 1:  # the server applies the update, but its reply is lost
                 store._wait_for_updates()
                 before = fleet.servers[0].applied.num_updates
                 relay.loses_replies = True
-            store.update(batch, grad, lr=0.1, step=place + 1)
-            local.update(batch, grad, lr=0.1, step=place + 1)
-            if place % 3 == 1:
+            store.update(batch, grad, lr=0.1, step=index + 1)
+            local.update(batch, grad, lr=0.1, step=index + 1)
+            if index % 3 == 1:
                 wait_until(lambda before=before: fleet.servers[0].applied.num_updates > before, what="the update")
                 relay.cut()
                 relay.loses_replies = False
@@ -105,7 +105,7 @@ def test_connections_that_break_and_answers_that_are_lost_leave_the_rows_exact(s
         assert (store.num_lost_updates, fleet.servers[0].applied.num_updates) == (0, 12)
 
 
-def test_an_update_whose_answer_was_lost_is_not_applied_again_by_a_server_that_was_started_anew(tmp_path: Path) -> None:
+def test_an_update_whose_reply_was_lost_is_not_applied_again_by_a_restarted_server(tmp_path: Path) -> None:
     layout = plain_layout(40)
     local, batch = DeviceStore(layout, ADAGRAD, dtype=torch.float64), batch_of(layout, 4, 1)
     partition = whole_tables(layout, 1)
@@ -121,10 +121,10 @@ def test_an_update_whose_answer_was_lost_is_not_applied_again_by_a_server_that_w
         wait_until(lambda: fleet.servers[0].applied.num_updates == 1, what="the update")
         with fleet.connect(0) as other:
             other.call("snapshot")
-        fleet.restart(0)  # it knows the rows and their updates, and no number of a request
+        fleet.restart(0)  # it has the rows and their updates, but no request numbers
         addresses.append(fleet.servers[0].address)
         relay.cut()
         store.flush()
-        assert store.figures()["num_resent"] > 0, "the update has come again"
+        assert store.figures()["num_resent"] > 0, "the update was resent"
         assert (fleet.servers[0].applied.num_updates, fleet.servers[0].applied.num_lost, store.num_lost_updates) == (1, 0, 0)
         assert_same_rows(store, local)

@@ -1,4 +1,4 @@
-"""A snapshot is of one moment, holds what was touched, never stops the server, and is read back whole or not at all."""
+"""A snapshot is consistent, holds the touched rows, does not block the server, and is restored completely or not at all."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ADAM = SparseOptimizerSpec(kind="adam")
 
 
 class Trained:
-    """Rows that are trained on numbered batches, as a server would."""
+    """Rows trained on numbered batches, as a server trains them."""
 
     def __init__(self, layout: Layout, folder: Path, dtype: torch.dtype = torch.float64) -> None:
         self.layout = layout
@@ -71,7 +71,7 @@ def assert_equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
 
 @settings(max_examples=12, deadline=None)
 @given(plan=st.lists(st.sampled_from(["update", "update", "snapshot"]), max_size=12))
-def test_whoever_restarts_has_the_rows_and_the_counts_of_the_last_snapshot(
+def test_a_restart_has_the_rows_and_counts_of_the_last_snapshot(
     plan: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     layout, folder = plain_layout(60, 9), tmp_path_factory.mktemp("snapshots")
@@ -86,7 +86,7 @@ def test_whoever_restarts_has_the_rows_and_the_counts_of_the_last_snapshot(
     counts = again.snapshots.restore()
     assert counts == (None if saved is None else {"updates": saved})
     assert_equal(again.rows(), after(layout, saved or 0, folder / "none"))
-    again.num_updates = saved or 0  # and a snapshot of the new one holds all that was touched before it
+    again.num_updates = saved or 0  # and the next snapshot holds all rows touched before
     again.update()
     again.snapshots.take()
     third = Trained(layout, folder)
@@ -94,7 +94,7 @@ def test_whoever_restarts_has_the_rows_and_the_counts_of_the_last_snapshot(
     assert_equal(third.rows(), again.rows())
 
 
-def test_a_snapshot_is_of_the_moment_it_began_while_updates_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snapshot_holds_the_rows_as_they_were_when_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table_shard, "PORTION_BYTES", 2048)
     monkeypatch.setattr(table_shard, "SCANNED_ROWS", 16)
     layout = plain_layout(300, 200)
@@ -112,14 +112,14 @@ def test_a_snapshot_is_of_the_moment_it_began_while_updates_go_on(tmp_path: Path
 
     monkeypatch.setattr(trained.shard, "copy_rows", copy_rows)
     trained.snapshots.take()
-    assert len(between) > 20, "it was taken in many portions"
+    assert len(between) > 20, "it was copied in many portions"
     again = Trained(layout, tmp_path)
     assert again.snapshots.restore() == {"updates": 5}
     assert_equal(again.rows(), after(layout, 5, tmp_path / "none"))
     assert trained.num_updates == 5 + len(between)
 
 
-def test_several_threads_that_train_leave_a_snapshot_of_whole_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snapshot_under_concurrent_training_holds_whole_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table_shard, "PORTION_BYTES", 4096)
     layout = plain_layout(20_000, width=16)
     trained = Trained(layout, tmp_path)
@@ -167,7 +167,7 @@ def test_only_touched_rows_are_written_until_they_are_half_of_all(tmp_path: Path
     assert_equal(again.rows(), trained.rows())
 
 
-def test_a_snapshot_that_cannot_be_written_leaves_the_last_one_and_forgets_nothing(tmp_path: Path) -> None:
+def test_a_failed_snapshot_leaves_the_last_one_and_keeps_all_touched_rows(tmp_path: Path) -> None:
     layout = plain_layout(100)
     trained = Trained(layout, tmp_path)
     trained.shard.touched[:] = 1
@@ -175,7 +175,7 @@ def test_a_snapshot_that_cannot_be_written_leaves_the_last_one_and_forgets_nothi
     for _ in range(3):
         trained.update()
     shard = trained.rows()
-    trained.shard.touched[:] = 1  # so that a full one is due
+    trained.shard.touched[:] = 1  # so that a full snapshot is due
     (tmp_path / "full-000002.rows").mkdir()
     with pytest.raises(OSError):
         trained.snapshots.take()
@@ -186,7 +186,7 @@ def test_a_snapshot_that_cannot_be_written_leaves_the_last_one_and_forgets_nothi
 
 
 @pytest.mark.parametrize("harm", ["flip", "cut", "magic", "manifest", "missing"])
-def test_damage_is_noticed_rather_than_trained_on(tmp_path: Path, harm: str) -> None:
+def test_a_damaged_snapshot_is_refused(tmp_path: Path, harm: str) -> None:
     layout = plain_layout(100)
     trained = Trained(layout, tmp_path)
     trained.update()
@@ -204,11 +204,11 @@ def test_damage_is_noticed_rather_than_trained_on(tmp_path: Path, harm: str) -> 
         (tmp_path / MANIFEST).write_text("{")
     if harm == "missing":
         path.unlink()
-    with pytest.raises(CheckpointError, match=r"damaged|missing|cannot be read|no file of rows"):
+    with pytest.raises(CheckpointError, match=r"damaged|missing|cannot be read|not a row file"):
         Trained(layout, tmp_path).snapshots.restore()
 
 
-def test_a_snapshot_of_other_pieces_is_refused(tmp_path: Path) -> None:
+def test_a_snapshot_of_other_shards_is_refused(tmp_path: Path) -> None:
     Trained(plain_layout(100), tmp_path).snapshots.take()
     with pytest.raises(CheckpointError, match="other tables"):
         Trained(plain_layout(101), tmp_path).snapshots.restore()
@@ -216,7 +216,7 @@ def test_a_snapshot_of_other_pieces_is_refused(tmp_path: Path) -> None:
         Trained(plain_layout(100), tmp_path, torch.float32).snapshots.restore()
 
 
-def test_they_are_taken_in_the_background_every_so_often_and_on_demand(tmp_path: Path) -> None:
+def test_snapshots_are_taken_periodically_in_the_background_and_on_request(tmp_path: Path) -> None:
     trained = Trained(plain_layout(100), tmp_path)
     snapshots = Snapshots(trained.shard, tmp_path, every_s=0.01).start()
     wait_until(lambda: snapshots.num_taken >= 3, what="three snapshots")
@@ -230,7 +230,7 @@ def test_they_are_taken_in_the_background_every_so_often_and_on_demand(tmp_path:
 
 
 @pytest.mark.slow
-def test_a_snapshot_of_a_large_table_takes_little_memory_besides(tmp_path: Path) -> None:
+def test_a_snapshot_of_a_large_table_takes_little_extra_memory(tmp_path: Path) -> None:
     layout = plain_layout(1_000_000, width=64)
     trained = Trained(layout, tmp_path, torch.float32)  # 768 MB with Adam's moments
     trained.shard.touched[:] = 1
@@ -259,7 +259,7 @@ def test_a_snapshot_of_a_large_table_takes_little_memory_besides(tmp_path: Path)
 
 @settings(max_examples=100)
 @given(numbers=st.lists(st.integers(1, 30)), heard=st.integers(0, 40))
-def test_a_tally_knows_which_updates_it_has_and_how_many_are_missing(numbers: list[int], heard: int) -> None:
+def test_applied_and_missing_updates_are_counted(numbers: list[int], heard: int) -> None:
     applied = AppliedUpdates()
     sent = applied.of("trainer")
     for number in numbers:
@@ -275,7 +275,7 @@ def test_a_tally_knows_which_updates_it_has_and_how_many_are_missing(numbers: li
     assert again.of("another") == ClientUpdates()
 
 
-def test_whatever_goes_wrong_with_a_snapshot_is_told_and_the_next_one_is_taken(tmp_path: Path) -> None:
+def test_any_error_of_a_snapshot_is_reported_and_the_next_one_is_taken(tmp_path: Path) -> None:
     counts = iter([RuntimeError("dictionary changed size during iteration"), {"sent": {}}])
 
     def counted() -> dict[str, object]:

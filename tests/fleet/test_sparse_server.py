@@ -1,4 +1,4 @@
-"""A sparse server begins with its share of the whole tables, refuses what does not fit, counts, and comes back after a kill."""
+"""A sparse server starts with its shard of the tables, refuses invalid requests, counts, and recovers after a kill."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.stores.store_contract import layouts
 
 @settings(max_examples=8, deadline=None)
 @given(layout=layouts(), num_servers=st.integers(1, 3))
-def test_servers_begin_with_the_rows_of_a_single_process(layout: Any, num_servers: int) -> None:
+def test_servers_start_with_the_rows_of_a_single_process(layout: Any, num_servers: int) -> None:
     optimizer = SparseOptimizerSpec(kind="adam")
     partition = partition_tables(layout.tables, num_servers)
     with running(layout, optimizer, partition) as fleet:
@@ -59,12 +59,12 @@ GOOD = {"client": "test", "samples": 2, "length": 1, "batch": 1, "keep": True, "
         ("lookup", {}, [IDS - 5], "outside its table"),
         ("lookup", {"weighted": True}, [IDS, torch.ones(3)], "weights of 2 ids"),
         ("lookup", {"counts": [1, 2]}, [IDS], "counts must be"),
-        ("lookup", {"counts": [-7]}, [IDS], "fewer rows"),
-        ("lookup", {"counts": [101]}, [IDS], "fewer rows"),
-        ("lookup", {"counts": [2]}, [IDS + 99], "its table has not"),
-        ("lookup", {"counts": [2]}, [IDS - 2], "its table has not"),
-        ("lookup", {"counts": [5]}, [IDS], "5 distinct rows"),
-        ("lookup", {}, [IDS, IDS], "too many"),
+        ("lookup", {"counts": [-7]}, [IDS], "more distinct rows"),
+        ("lookup", {"counts": [101]}, [IDS], "more distinct rows"),
+        ("lookup", {"counts": [2]}, [IDS + 99], "out of range"),
+        ("lookup", {"counts": [2]}, [IDS - 2], "out of range"),
+        ("lookup", {"counts": [5]}, [IDS], "expected 5 distinct rows"),
+        ("lookup", {}, [IDS, IDS], "extra tensors"),
         ("lookup", {"client": 7}, [IDS], "`client`"),
         ("lookup", {"batch": "x"}, [IDS], "`batch`"),
         ("update", {}, [IDS], "gradients are"),
@@ -76,16 +76,16 @@ GOOD = {"client": "test", "samples": 2, "length": 1, "batch": 1, "keep": True, "
         ("update", {"number": None}, [IDS, GRADIENT], "`number`"),
         ("read_rows", {"table": "t0", "part": "rows", "start": 0, "stop": 101}, [], "100 rows"),
         ("read_rows", {"table": "t0", "part": "rows"}, [IDS + 99], "100 rows"),
-        ("read_rows", {"table": "t0", "part": "sums", "start": 0, "stop": 1}, [], "keeps no"),
-        ("read_rows", {"table": "t9", "part": "rows", "start": 0, "stop": 1}, [], "keeps no"),
+        ("read_rows", {"table": "t0", "part": "sums", "start": 0, "stop": 1}, [], "does not hold"),
+        ("read_rows", {"table": "t9", "part": "rows", "start": 0, "stop": 1}, [], "does not hold"),
         ("write_rows", {"table": "t0", "part": "rows", "start": 99}, [GRADIENT], "100 rows"),
         ("write_rows", {"table": "t0", "part": "rows", "start": 0}, [GRADIENT[:, :3]], "do not fit"),
-        ("write_rows", {"table": "t0", "part": "rows", "start": 0}, [], "one tensor"),
+        ("write_rows", {"table": "t0", "part": "rows", "start": 0}, [], "one two-dimensional tensor"),
         ("flush", {"sent": -1}, [], "`sent`"),
-        ("snapshot", {}, [], "without a folder"),
+        ("snapshot", {}, [], "no snapshot folder"),
     ],
 )
-def test_what_does_not_fit_is_refused_and_changes_nothing(
+def test_an_invalid_request_is_refused_and_changes_nothing(
     kind: str, facts: dict[str, Any], tensors: list[torch.Tensor], problem: str
 ) -> None:
     layout = plain_layout(100)
@@ -100,17 +100,17 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(
         torch.testing.assert_close(fleet.store().state()["t0.rows"][IDS.long()], before[IDS.long()] - 0.1)
 
 
-def test_an_update_that_comes_twice_counts_once() -> None:
+def test_an_update_that_arrives_twice_is_applied_once() -> None:
     layout = plain_layout(100)
     with running(layout, SGD, whole_tables(layout, 1)) as fleet, fleet.connect(0) as client:
         before = fleet.store().state()["t0.rows"].clone()
-        for _ in range(2):  # with a new number of the request: as after a restart, when the server knows no requests any more
+        for _ in range(2):  # with a new request number, as after a restart of the server
             client.call("update", GOOD, [IDS, GRADIENT])
         torch.testing.assert_close(fleet.store().state()["t0.rows"][IDS.long()], before[IDS.long()] - 0.1)
         assert fleet.servers[0].status()["num_updates"] == 1
 
 
-def test_a_status_tells_what_the_server_did() -> None:
+def test_status_counts_what_the_server_did() -> None:
     layout = plain_layout(100)
     with running(layout, SGD, whole_tables(layout, 1)) as fleet, fleet.connect(0) as client:
         client.call("lookup", GOOD, [IDS])
@@ -121,13 +121,13 @@ def test_a_status_tells_what_the_server_did() -> None:
         assert facts["cpu_s"] > 0
 
 
-def test_with_several_threads_trainers_are_served_side_by_side() -> None:
+def test_several_threads_serve_trainers_concurrently() -> None:
     layout = plain_layout(200, 300)
     batches = [batch_of(layout, 4, seed) for seed in range(10)]
     local = DeviceStore(layout, SGD, dtype=torch.float64)
     with running(layout, SGD, cut_by_rows(layout, 2), threads=2) as fleet:
         store = fleet.store()
-        for seed, batch in enumerate(batches):  # one trainer alone: exact all the same
+        for seed, batch in enumerate(batches):  # a single trainer: still exact
             torch.testing.assert_close(store.lookup(batch), local.lookup(batch))
             for each in (store, local):
                 each.update(batch, grad_of(layout, batch, seed), lr=0.1, step=seed + 1)
@@ -159,7 +159,7 @@ def processes(folder: Path, num_servers: int) -> Iterator[list[subprocess.Popen[
         (folder / "end").touch()
         for process in running_now:
             try:
-                assert process.wait(30) == 0, "it ended cleanly"
+                assert process.wait(30) == 0, "it exited cleanly"
             except subprocess.TimeoutExpired:
                 process.kill()
                 raise
@@ -174,7 +174,7 @@ def start(folder: Path, number: int, num_servers: int) -> subprocess.Popen[bytes
 
 
 @pytest.mark.slow
-def test_a_trainer_goes_on_when_a_server_process_is_killed_and_comes_back_from_its_snapshot(tmp_path: Path) -> None:
+def test_a_trainer_continues_when_a_server_process_is_killed_and_restarts_from_its_snapshot(tmp_path: Path) -> None:
     spec = small_spec()
     layout = layout_of(spec.features, spec.tables)
     optimizer = spec.train.sparse_optimizer

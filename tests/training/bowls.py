@@ -1,4 +1,4 @@
-"""Problems whose path is known, trained by plain SGD under a policy, in FP64."""
+"""Problems with known solutions, trained by plain SGD under a policy, in FP64."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Trainer:
 
 
 def together(*calls: Callable[[], None]) -> None:
-    """All calls at once, each in a thread."""
+    """Run all calls at once, each in a thread."""
     errors: list[BaseException] = []
 
     def one(call: Callable[[], None]) -> None:
@@ -63,6 +63,6 @@ def together(*calls: Callable[[], None]) -> None:
         thread.start()
     for thread in threads:
         thread.join(60)
-        assert not thread.is_alive(), "a trainer waits for ever"
+        assert not thread.is_alive(), "a trainer is blocked"
     if errors:
         raise errors[0]

@@ -1,4 +1,4 @@
-"""Each policy follows its defining equations, in FP64, on problems whose path is known."""
+"""Each policy follows its defining equations, in FP64, on problems with known solutions."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tests.small_runs import wait_until
 from tests.training.bowls import Trainer, together
 
 
-def test_easgd_follows_the_path_worked_out_by_hand() -> None:
+def test_easgd_follows_the_hand_computed_path() -> None:
     state = DenseServerState()
     one, two = (
         Trainer(Easgd(LocalDenseServer(state, f"trainer-{i}"), alpha=0.5, period=1), target=[target])
         for i, target in enumerate((4.0, -4.0))
     )
-    # e = (x - c) / 2; x <- x - e - (x_before - target) / 2; c <- c + e, the trainers taking turns.
+    # e = (x - c) / 2; x <- x - e - (x_before - target) / 2; c <- c + e, one trainer after the other.
     expected = [(2.0, 0.0, -2.0, 0.0), (2.0, 1.0, -1.5, -0.5), (1.75, 0.75, -1.625, -0.375)]
     for x_one, c_one, x_two, c_two in expected:
         one.step()
@@ -47,22 +47,22 @@ def test_easgd_is_algorithm_1_of_its_paper_in_any_order(
     state, lr, start = DenseServerState(), 0.3, [0.5, -0.25]
     policies = [Easgd(LocalDenseServer(state, f"trainer-{i}"), alpha=alpha, period=period) for i in range(len(targets))]
     trainers = [Trainer(p, target=t, start=start, lr=lr) for p, t in zip(policies, targets, strict=True)]
-    centre = torch.tensor(start, dtype=torch.float64)
-    x, clocks = [centre.clone() for _ in targets], [0] * len(targets)
+    shared = torch.tensor(start, dtype=torch.float64)
+    x, clocks = [shared.clone() for _ in targets], [0] * len(targets)
     for turn in turns:
         i = turn % len(targets)
         trainers[i].step()
         before = x[i].clone()
         if clocks[i] % period == 0:
-            x[i] = x[i] - alpha * (before - centre)
-            centre = centre + alpha * (before - centre)
+            x[i] = x[i] - alpha * (before - shared)
+            shared = shared + alpha * (before - shared)
         x[i] = x[i] - lr * (before - torch.tensor(targets[i], dtype=torch.float64))
         clocks[i] += 1
         torch.testing.assert_close(trainers[i].bowl.x.detach(), x[i], rtol=0, atol=1e-12)
-        torch.testing.assert_close(state.pull(), centre, rtol=0, atol=1e-12)
+        torch.testing.assert_close(state.pull(), shared, rtol=0, atol=1e-12)
 
 
-def test_a_shadow_by_easgd_moves_both_ends_by_the_same_share() -> None:
+def test_an_easgd_shadow_moves_both_sides_by_the_same_amount() -> None:
     state = DenseServerState()
     state.push(torch.tensor([0.0], dtype=torch.float64))
     policy = Shadow(LocalDenseServer(state, "trainer-0"), rule="easgd", alpha=0.25, period=1_000_000)
@@ -73,13 +73,13 @@ def test_a_shadow_by_easgd_moves_both_ends_by_the_same_share() -> None:
     policy.exchange()  # e = 0.5
     assert (trainer.x, state.pull().tolist()) == ([2.5], [1.5])
     policy.close()
-    assert (trainer.x, state.pull().tolist()) == ([2.5], [2.5]), "the model is what the only trainer has"
+    assert (trainer.x, state.pull().tolist()) == ([2.5], [2.5]), "the model is that of the only trainer"
 
 
 def shadows(
     rule: str, *, alpha: float, momentum: float = 0.0, lr: float = 1.0
 ) -> tuple[DenseServerState, list[Trainer], list[Shadow]]:
-    """Two trainers after a step each: x = 4 and -2, the centre at 0."""
+    """Two trainers after one step each: x = 4 and -2, shared parameters 0."""
     state = DenseServerState()
     policies = [
         Shadow(LocalDenseServer(state, f"trainer-{i}"), rule=rule, alpha=alpha, period=1_000_000, momentum=momentum, lr=lr)
@@ -91,7 +91,7 @@ def shadows(
     return state, trainers, policies
 
 
-def test_a_shadow_by_model_averaging_moves_trainers_towards_their_mean() -> None:
+def test_an_averaging_shadow_moves_trainers_towards_their_mean() -> None:
     state, trainers, policies = shadows("average", alpha=0.5)
     together(*(policy.exchange for policy in policies))  # the mean is 1
     assert [trainer.x for trainer in trainers] == [[2.5], [-0.5]]
@@ -101,7 +101,7 @@ def test_a_shadow_by_model_averaging_moves_trainers_towards_their_mean() -> None
     together(*(policy.close for policy in policies))
 
 
-def test_a_shadow_by_bmuf_moves_the_centre_with_momentum() -> None:
+def test_a_bmuf_shadow_moves_the_shared_parameters_with_momentum() -> None:
     state, trainers, policies = shadows("bmuf", alpha=1.0, momentum=0.5, lr=0.5)
     # d <- d / 2 + (mean - c) / 2, c <- c + d, x <- c
     together(*(policy.exchange for policy in policies))  # mean 1: d = 0.5
@@ -115,11 +115,11 @@ def test_a_shadow_by_bmuf_moves_the_centre_with_momentum() -> None:
     together(*(policy.close for policy in policies))
 
 
-def test_steps_made_while_a_shadow_exchanges_stay() -> None:
+def test_steps_made_during_an_exchange_are_kept() -> None:
     class Slow(LocalDenseServer):
         def elastic_average(self, local: Tensor, alpha: float) -> Tensor:
             moved = super().elastic_average(local, alpha)
-            trainer.step()  # what the trainer does meanwhile
+            trainer.step()  # a step during the exchange
             return moved
 
     state = DenseServerState()
@@ -131,7 +131,7 @@ def test_steps_made_while_a_shadow_exchanges_stay() -> None:
     assert trainer.x == [4.0]
 
 
-def test_a_shadow_exchanges_by_itself_and_stops_nobody() -> None:
+def test_a_shadow_exchanges_in_the_background_without_blocking() -> None:
     held = threading.Event()
 
     class Held(LocalDenseServer):
@@ -144,7 +144,7 @@ def test_a_shadow_exchanges_by_itself_and_stops_nobody() -> None:
     trainer = Trainer(policy, target=[8.0])
     for _ in range(20):
         trainer.step()
-    assert state.num_exchanges == 0, "the centre has not answered, and 20 steps are made"
+    assert state.num_exchanges == 0, "the server has not answered after 20 steps"
     held.set()
     wait_until(lambda: policy.num_exchanges > 0, what="an exchange in the background")
     before = policy.num_exchanges
@@ -177,7 +177,7 @@ def test_allreduce_of_two_halves_is_one_trainer_with_the_whole() -> None:
         Trainer(AllReduce(LocalDenseServer(state, f"trainer-{i}")), target=[t], lr=lr) for i, t in enumerate((3.0, -1.0))
     ]
     whole = Trainer(Unsynchronised(), target=[1.0], lr=lr)  # the mean of both gradients is that of the mean target
-    for _ in range(40):  # parameters are averaged on the way too
+    for _ in range(40):  # includes rounds that average the parameters
         together(*(trainer.step for trainer in trainers))
         whole.step()
     for trainer in trainers:
@@ -186,7 +186,7 @@ def test_allreduce_of_two_halves_is_one_trainer_with_the_whole() -> None:
     assert abs(state.pull().item() - whole.x[0]) < 1e-14
 
 
-def test_trainers_with_unequal_numbers_of_steps_end() -> None:
+def test_trainers_with_unequal_numbers_of_steps_finish() -> None:
     state = DenseServerState()
     trainers = [Trainer(AllReduce(LocalDenseServer(state, f"trainer-{i}")), target=[1.0], lr=0.1) for i in range(3)]
 
@@ -196,7 +196,7 @@ def test_trainers_with_unequal_numbers_of_steps_end() -> None:
         trainer.policy.close()
 
     together(*(lambda t=trainer, n=20 + 13 * i: train(t, n) for i, trainer in enumerate(trainers)))  # type: ignore[misc]
-    assert state.num_partial_rounds == 0, "nobody waited for a deadline"
+    assert state.num_partial_rounds == 0, "no round waited for its deadline"
 
 
 def test_threads_average_with_the_same_threads_of_others() -> None:
@@ -207,8 +207,8 @@ def test_threads_average_with_the_same_threads_of_others() -> None:
     results: dict[str, Tensor] = {}
 
     def average(trainer: int, thread: int) -> None:
-        centre = LocalDenseServer(state, f"trainer-{trainer}.{thread}")
-        results[f"{trainer}.{thread}"], _ = centre.average(torch.tensor([float(10 * thread + trainer)]), f"gradients.{thread}")
+        server = LocalDenseServer(state, f"trainer-{trainer}.{thread}")
+        results[f"{trainer}.{thread}"], _ = server.average(torch.tensor([float(10 * thread + trainer)]), f"gradients.{thread}")
 
     together(*(lambda a=a, b=b: average(a, b) for a in range(2) for b in range(2)))  # type: ignore[misc]
     assert {name: value.item() for name, value in results.items()} == {"0.0": 0.5, "1.0": 0.5, "0.1": 10.5, "1.1": 10.5}
@@ -218,12 +218,12 @@ def test_threads_average_with_the_same_threads_of_others() -> None:
     ("mode", "rule", "kind"), [("allreduce", "easgd", AllReduce), ("easgd", "easgd", Easgd), ("shadow", "bmuf", Shadow)]
 )
 def test_a_recipe_chooses_the_policy(mode: str, rule: str, kind: type) -> None:
-    def centre_of(thread: int) -> DenseServer:
+    def connect(thread: int) -> DenseServer:
         return LocalDenseServer(DenseServerState(), f"trainer-0.{thread}")
 
     spec = SyncSpec(mode=mode, rule=rule)  # type: ignore[arg-type]
-    assert isinstance(build_policies(spec, centre_of, num_trainers=2)[0], kind)
-    assert isinstance(build_policies(spec, centre_of, num_trainers=1)[0], PublishParameters)
+    assert isinstance(build_policies(spec, connect, num_trainers=2)[0], kind)
+    assert isinstance(build_policies(spec, connect, num_trainers=1)[0], PublishParameters)
 
 
 def test_several_trainers_without_synchronisation_are_refused() -> None:

@@ -1,21 +1,21 @@
-"""The dense parameter server, where trainers meet, and what a trainer sees of it.
+"""The dense parameter server, which holds the shared dense parameters of all trainers, and its client.
 
-| kind | facts | tensors | answer |
+| kind | facts | tensors | reply |
 |---|---|---|---|
-| `join` | | parameters | the centre's parameters |
+| `join` | | parameters | the shared parameters |
 | `leave` | | | |
 | `finish` | | parameters | |
-| `pull` | | | the centre's parameters |
+| `pull` | | | the shared parameters |
 | `push` | | parameters | |
-| `elastic_average` | `alpha` | parameters | by how much the centre moved |
-| `average` | `group` | anything | the mean of the round, once it closes; `round` |
-| `average_parameters` | `momentum`, `lr` | parameters | the centre after the round, once it closes |
-| `save_state` | `name` | anything | |
-| `kept` | `name` | | what was kept, if anything |
+| `elastic_average` | `alpha` | parameters | the change of the shared parameters |
+| `average` | `group` | any | the mean of the round, once it closes; `round` |
+| `average_parameters` | `momentum`, `lr` | parameters | the shared parameters after the round, once it closes |
+| `save_state` | `name` | any | |
+| `load_state` | `name` | | what was saved, if anything |
 | `members` | `names` | | |
-| `status` | | | how the server does |
+| `status` | | | figures of the server |
 
-The name of a client is that of the member that it speaks for: `trainer-3.1` is thread 1 of trainer 3. `members` names trainers.
+A client is named after its member: `trainer-3.1` is thread 1 of trainer 3. `members` names trainers.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ from rowstead.spec.errors import RowsteadError
 from rowstead.training.sync_base import DenseServerUnavailable
 
 EXCHANGE_TIMEOUT_S = 5.0
-"""Seconds that a trainer waits for the centre before it goes on alone."""
+"""Seconds that a trainer waits for the server before it continues without it."""
 JOIN_TIMEOUT_S = 30.0
-"""Seconds that it waits when it begins, as it cannot do well without the common parameters, and when it hands over its last."""
+"""Seconds that it waits when it starts, as it needs the shared parameters, and when it sends its final ones."""
 PROBE_TIMEOUT_S = 24 * 3600.0
-"""Seconds of waiting after which a question to a server that is gone is asked anew."""
+"""Seconds of waiting after which the probe of an unavailable server is renewed."""
 SNAPSHOT_EVERY_S = 5.0
-"""Dense parameters are few: they are written often."""
+"""Dense parameters are small: they are written often."""
 _CHECK_EVERY_S = 0.05
-_SAVED, _FINISHED = "kept.", "finished."
+_SAVED, _FINISHED = "saved.", "finished."
 _log = logging.getLogger("rowstead.fleet")
 
 
 class DenseServerProcess:
-    """Answers for a centre, and keeps it on disk where there is a file for it."""
+    """Serves a `DenseServerState`, and saves it to disk if it has a snapshot file."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class DenseServerProcess:
         snapshot_every_s: float = SNAPSHOT_EVERY_S,
         round_deadline_s: float = ROUND_DEADLINE_S,
     ) -> None:
-        """`snapshot` is the file in which the centre is kept; one that is there is where it begins."""
+        """`snapshot` is the file that the state is saved to; an existing one is loaded."""
         self.state = DenseServerState(deadline_s=round_deadline_s)
         self.num_snapshots = self.num_snapshots_failed = 0
         self._snapshot, self._every_s = snapshot, snapshot_every_s
@@ -93,11 +93,11 @@ class DenseServerProcess:
 
     @property
     def address(self) -> str:
-        """Where it answers."""
+        """The address that clients connect to."""
         return self.server.address
 
     def start(self) -> DenseServerProcess:
-        """Serve in a thread."""
+        """Serve in a new thread."""
         self._watch_thread.start()
         self.server.start()
         return self
@@ -108,7 +108,7 @@ class DenseServerProcess:
         self.server.serve(until)
 
     def close(self) -> None:
-        """End, with the last state on disk."""
+        """Stop, after writing the last state to disk."""
         self._stopping.set()
         if self._watch_thread.is_alive():
             self._watch_thread.join()
@@ -116,7 +116,7 @@ class DenseServerProcess:
         self.write()
 
     def write(self) -> None:
-        """Keep the centre as it is now on disk, where there is a file for it; a disk that is full stops nobody."""
+        """Write the current state to the snapshot file, if any; a full disk is only logged."""
         with self._writing:
             if self._snapshot is None or (content := encode_snapshot(self.state)) is None:
                 return
@@ -126,10 +126,10 @@ class DenseServerProcess:
                 self.num_snapshots += 1
             except OSError as error:
                 self.num_snapshots_failed += 1
-                _log.warning("the snapshot %s cannot be written: %s", self._snapshot, error)
+                _log.warning("cannot write the snapshot %s: %s", self._snapshot, error)
 
     def status(self) -> dict[str, Any]:
-        """What `status` tells besides what every server does."""
+        """Figures that `status` adds to those of every server."""
         state = self.state
         return {
             "num_exchanges": state.num_exchanges,
@@ -142,7 +142,7 @@ class DenseServerProcess:
         }
 
     def _check_regularly(self) -> None:
-        """Close rounds that are late, and write snapshots, until the end."""
+        """Close overdue rounds and write snapshots until stopped."""
         since_s = 0.0
         while not self._stopping.wait(_CHECK_EVERY_S):
             self.state.close_overdue()
@@ -157,7 +157,7 @@ class DenseServerProcess:
         is_first = self.state.parameters is None
         common = self.state.join(caller.name, _flat(message))
         if is_first:
-            self.write()  # so that no restart finds nothing, and takes the parameters of a trainer that begins anew
+            self.write()  # else a restart would start from the parameters of a trainer that starts later
         return Message("join", tensors=[common])
 
     def _leave(self, message: Message, caller: Caller) -> Message:
@@ -166,7 +166,7 @@ class DenseServerProcess:
 
     def _finish(self, message: Message, caller: Caller) -> Message:
         self.state.finish(caller.name, _flat(message))
-        self.write()  # it will not come again: a restart that did not know its parameters would leave them out of the model
+        self.write()  # the trainer exits: a restart that has lost its parameters would leave them out of the model
         return Message("finish")
 
     def _pull(self, message: Message, caller: Caller) -> Message:
@@ -182,7 +182,7 @@ class DenseServerProcess:
     def _average(self, message: Message, caller: Caller) -> DeferredReply:
         group = message.facts.get("group")
         if not isinstance(group, str) or not group or group == PARAMETERS:
-            raise RowsteadError("`group` must be a word, and not that of the parameters")
+            raise RowsteadError(f"`group` must be a word other than `{PARAMETERS}`")
         return self._enter_round(group, message, caller)
 
     def _average_parameters(self, message: Message, caller: Caller) -> DeferredReply:
@@ -214,7 +214,7 @@ class DenseServerProcess:
 
 
 def _flat(message: Message) -> Tensor:
-    """The one tensor of a message."""
+    """Return the only tensor of a message."""
     if len(message.tensors) != 1 or message.tensors[0].dim() != 1 or not message.tensors[0].dtype.is_floating_point:
         raise RowsteadError(f"`{message.kind}` needs one flat tensor of floating-point numbers")
     return message.tensors[0]
@@ -235,7 +235,7 @@ def _name(message: Message) -> str:
 
 
 def encode_snapshot(state: DenseServerState) -> bytes | None:
-    """All that a restart needs of a centre; none where there is nothing yet."""
+    """Return all that a restart needs; None if there is nothing yet."""
     with state.locked():
         if state.parameters is None:
             return None
@@ -246,20 +246,22 @@ def encode_snapshot(state: DenseServerState) -> bytes | None:
 
 
 def restore_snapshot(state: DenseServerState, content: bytes) -> None:
-    """Begin with what `encode_snapshot` gave: parameters that the first trainer with newer ones replaces."""
+    """Load the result of `encode_snapshot`; the first trainer with newer parameters replaces those loaded."""
     try:
         tensors = safetensors.torch.load(content)
     except safetensors.SafetensorError as error:
-        raise RowsteadError(f"the dense server's snapshot cannot be read: {error}. Remove it to begin without") from None
+        raise RowsteadError(f"cannot read the dense server's snapshot: {error}. Remove it to start without") from None
+    if unknown := [name for name in tensors if name != "parameters" and not name.startswith((_SAVED, _FINISHED))]:
+        raise RowsteadError(f"the dense server's snapshot has unknown tensors {unknown}: it is of another version; remove it")
     state.parameters, state.is_stale = tensors.pop("parameters"), True
     state.saved = {name.removeprefix(_SAVED): value for name, value in tensors.items() if name.startswith(_SAVED)}
     state.finished = {name.removeprefix(_FINISHED): value for name, value in tensors.items() if name.startswith(_FINISHED)}
 
 
 class DenseServerClient:
-    """The Centre of the member that a client is named after.
+    """A `DenseServer` over RPC, for the member that the client is named after.
 
-    When the server is gone every call raises DenseServerUnavailable, at once after the first, until the server answers again.
+    While the server is unavailable, the first call raises DenseServerUnavailable after its timeout, and later calls immediately.
     """
 
     def __init__(
@@ -267,7 +269,7 @@ class DenseServerClient:
     ) -> None:
         self._client, self._exchange_timeout_s, self._join_timeout_s = client, exchange_timeout_s, join_timeout_s
         self._probe: PendingReply | None = None
-        """A question to a server that was gone; it is back when this is answered."""
+        """A pending request to an unavailable server; the server is back when it is answered."""
 
     def join(self, parameters: Tensor) -> Tensor:
         is_first_try = self._probe is None
@@ -305,7 +307,7 @@ class DenseServerClient:
         return tensors[0] if tensors else None
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         self._client.close()
 
     def _call(
@@ -317,30 +319,30 @@ class DenseServerClient:
         deadline_s: float | None = None,
         is_patient: bool = False,
     ) -> Message:
-        """Ask; a patient caller waits for a server that is gone, up to its deadline."""
+        """Send a request; a patient caller waits for an unavailable server, up to its deadline."""
         if not is_patient:
             self._check_probe()
-        # The caller may change its tensors once this has failed, while the client may still send them: it gets its own.
+        # The client may still send the tensors after a failure, when the caller changes its own: copy them.
         own = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
         try:
             return self._client.call(kind, facts, own, deadline_s=deadline_s or self._exchange_timeout_s)
         except ServerUnavailable as error:
-            if self._probe is None or self._probe.is_done:  # one is enough, however often a patient caller comes
+            if self._probe is None or self._probe.is_done:  # one probe is enough
                 self._probe = self._client.start("status", deadline_s=PROBE_TIMEOUT_S)
-            raise DenseServerUnavailable(f"the dense server is gone, and training goes on without: {error}") from None
+            raise DenseServerUnavailable(f"the dense server is unavailable; training continues without it: {error}") from None
 
     def _check_probe(self) -> None:
-        """Raise at once if the server has not answered since it was gone."""
+        """Raise immediately if the server has not answered since it became unavailable."""
         if self._probe is None:
             return
         if not self._probe.is_done:
-            raise DenseServerUnavailable("the dense server is still gone")
+            raise DenseServerUnavailable("the dense server is still unavailable")
         probe, self._probe = self._probe, None
         with contextlib.suppress(RowsteadError):
             probe.wait()
             return
         self._probe = self._client.start("status", deadline_s=PROBE_TIMEOUT_S)
-        raise DenseServerUnavailable("the dense server is still gone")
+        raise DenseServerUnavailable("the dense server is still unavailable")
 
 
 def serve_dense(
@@ -355,10 +357,10 @@ def serve_dense(
     snapshot_every_s: float = SNAPSHOT_EVERY_S,
     sampled: Callable[[Callable[[], dict[str, Any]]], None] | None = None,
 ) -> None:
-    """The role: keep the centre of a run's trainers until told to end.
+    """Run the dense server of a run until `until()`.
 
-    What it needs to know of the model it learns from the first trainer. Its snapshot is `snapshots/dense-<number>.safetensors` of the run's
-    folder; with one there it goes on from it. `ready` is called with the address, `sampled` with what gives the status.
+    It learns the size of the model from the first trainer. Its snapshot is `snapshots/dense-<number>.safetensors` of the run's
+    folder; it resumes from an existing one. `ready` receives the address, `sampled` a function that returns the status.
     """
     snapshot = folder / "snapshots" / f"dense-{number}.safetensors"
     server = DenseServerProcess(

@@ -1,8 +1,8 @@
-"""Where trainers meet: the common dense parameters, and rounds in which trainers average something.
+"""The shared dense parameters, and rounds in which trainers average tensors.
 
-`DenseServerState` is the mathematics: it never waits, and threads share it under one lock. Members of a round are told when it closes,
-so a server can hold any number of rounds open with one thread. `LocalDenseServer` is the same for trainers that are threads of one
-process.
+`DenseServerState` is the algorithm: it never blocks, and threads share it under one lock. Members of a round are called back when
+it closes, so a server can keep any number of rounds open with one thread. `LocalDenseServer` is the same for trainers that are
+threads of one process.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from rowstead.spec.errors import RowsteadError
 from rowstead.training.sync_base import DenseServerUnavailable
 
 ROUND_DEADLINE_S = 5.0
-"""Seconds after its first member at which a round closes with whoever has come."""
+"""Seconds after its first member at which a round closes with the members that have entered."""
 PARAMETERS = "parameters"
-"""The group whose rounds move the centre."""
+"""The group whose rounds change the shared parameters."""
 
 RoundCallback = Callable[[Tensor, int], None]
-"""Takes the result of a round and its number."""
+"""Receives the result of a round and its number."""
 
 
 @dataclass
 class _Round:
-    """What has come to a round so far."""
+    """An open round."""
 
     number: int
     opened_s: float
@@ -42,7 +42,7 @@ class _Round:
 
 @dataclass
 class _ClosedRound:
-    """A round that is over, and whom to tell."""
+    """A closed round and its callbacks."""
 
     on_close: list[RoundCallback]
     result: Tensor
@@ -50,42 +50,42 @@ class _ClosedRound:
 
 
 class DenseServerState:
-    """The centre's parameters and open rounds.
+    """The shared parameters and open rounds.
 
-    Members are those who have joined, or come to a round, and not left; of trainers that are alive, once somebody has said which
-    are. A round is over when all members of its thread wait, in it or in another: thread k of a trainer meets thread k of the others.
-    A member that a round has closed without is not waited for again until it comes to one.
+    A member has joined, or entered a round, and not left; after `set_members`, only those of live trainers count. A round closes
+    when all members of its thread wait, in it or in another round: thread k of a trainer averages with thread k of the others. A
+    member that missed a round is not waited for until it enters one again.
     """
 
     def __init__(self, *, deadline_s: float = ROUND_DEADLINE_S, clock: Callable[[], float] = time.monotonic) -> None:
         self.parameters: Tensor | None = None
         self.is_stale = False
-        """Whether the parameters are from before a restart: whoever comes with newer ones replaces them."""
+        """Whether the parameters are from before a restart: the first newer ones replace them."""
         self.last_change: Tensor | None = None
-        """Of the centre, by the last round over parameters."""
+        """Change of the shared parameters by the last round."""
         self.saved: dict[str, Tensor] = {}
         self.num_exchanges = 0
         self.num_rounds = 0
         self.num_partial_rounds = 0
-        """Rounds that closed without some member that was alive."""
+        """Rounds that closed without some live member."""
         self._deadline_s, self._clock = deadline_s, clock
         self._lock = threading.RLock()
         self._rounds: dict[str, _Round] = {}
         self._numbers: dict[str, int] = {}
-        """Rounds of each group so far."""
+        """Number of rounds per group."""
         self._joined: set[str] = set()
         self.finished: dict[str, Tensor] = {}
-        """What members that have made their last step had then."""
+        """Final parameters of members that have finished."""
         self._alive: set[str] | None = None
         self._absent: set[str] = set()
-        """Members that a round has closed without; they are not waited for until they come again."""
+        """Members that missed a round; they are not waited for until they enter one."""
 
     def locked(self) -> AbstractContextManager[object]:
-        """Nothing changes meanwhile."""
+        """Return the lock of the state."""
         return self._lock
 
     def join(self, name: str, parameters: Tensor) -> Tensor:
-        """The centre's parameters, which are these if it has none."""
+        """Return the shared parameters, initialised from these if there are none."""
         with self._lock:
             self._joined.add(name)
             self.finished.pop(name, None)
@@ -95,7 +95,7 @@ class DenseServerState:
             return self.parameters.clone()
 
     def finish(self, name: str, parameters: Tensor) -> None:
-        """The last that this member has learned; it leaves."""
+        """Add the final parameters of this member, which leaves."""
         with self._lock:
             if self.parameters is not None:
                 self._check(parameters)
@@ -104,14 +104,14 @@ class DenseServerState:
         self.leave(name)
 
     def leave(self, name: str) -> None:
-        """Wait for this member no longer."""
+        """Stop waiting for this member."""
         with self._lock:
             self._joined.discard(name)
             closed = self._close_full()
         _notify_members(closed)
 
     def set_members(self, names: Iterable[str]) -> None:
-        """Which trainers are alive; rounds wait for nobody else."""
+        """Set the live trainers; rounds wait for no others."""
         with self._lock:
             self._alive = set(names)
             closed = self._close_full()
@@ -120,7 +120,7 @@ class DenseServerState:
     def pull(self) -> Tensor:
         with self._lock:
             if self.parameters is None:
-                raise RowsteadError("the centre has no parameters yet: no trainer has joined")
+                raise RowsteadError("there are no shared parameters yet: no trainer has joined")
             return self.parameters.clone()
 
     def push(self, parameters: Tensor) -> None:
@@ -128,7 +128,7 @@ class DenseServerState:
             self.parameters, self.is_stale = parameters.detach().clone(), False
 
     def elastic_average(self, local: Tensor, alpha: float) -> Tensor:
-        """By how much the centre moved towards `local`: alpha times the difference."""
+        """Move the shared parameters towards `local` by alpha times the difference; returns the change."""
         with self._lock:
             if self.parameters is None or self.is_stale:
                 self.parameters, self.is_stale = local.detach().clone(), False
@@ -141,23 +141,25 @@ class DenseServerState:
     def enter_round(
         self, group: str, name: str, tensor: Tensor, on_close: RoundCallback, *, momentum: float = 0.0, lr: float = 1.0
     ) -> None:
-        """Come to the open round of a group; `on_close` is called with its result, by whichever thread closes it.
+        """Enter the open round of a group; `on_close` receives its result, in the thread that closes it.
 
-        Who comes twice to a round has lost its first answer: the second replaces it.
+        Entering a round again replaces the first entry, whose reply was lost.
         """
         with self._lock:
             if group == PARAMETERS:
                 if self.parameters is None:
                     self.parameters = tensor.detach().clone()
-                self._check(tensor)  # here, where it can be refused: a round that cannot close would hold up all that are in it
+                self._check(tensor)  # refuse it here: a round that cannot close would block all its members
             self._joined.add(name)
             current = self._rounds.get(group)
             if current is None:
                 self._numbers[group] = self._numbers.get(group, 0) + 1
                 current = self._rounds[group] = _Round(number=self._numbers[group], opened_s=self._clock())
-            if current.contributions and next(iter(current.contributions.values())).shape != tensor.shape:
+            other = next(iter(current.contributions.values()), tensor)
+            if other.shape != tensor.shape:
                 raise RowsteadError(
-                    f"`{name}` brings {tensor.numel()} numbers to a round of others: trainers of one model only"
+                    f"`{name}` has {tensor.numel()} values, other members of the round have {other.numel()}: all trainers of a "
+                    "fleet must train the same recipe"
                 )
             current.contributions[name], current.on_close[name] = tensor.detach().clone(), on_close
             current.momentum, current.lr = momentum, lr
@@ -166,7 +168,7 @@ class DenseServerState:
         _notify_members(closed)
 
     def close_overdue(self) -> None:
-        """Close the rounds whose deadline has passed with who is there."""
+        """Close the rounds past their deadline with the members that have entered."""
         with self._lock:
             now = self._clock()
             late = [group for group, round_ in self._rounds.items() if now >= round_.opened_s + self._deadline_s]
@@ -180,12 +182,12 @@ class DenseServerState:
 
     @property
     def num_waiting(self) -> int:
-        """Members that wait in open rounds."""
+        """Members waiting in open rounds."""
         with self._lock:
             return sum(len(round_.contributions) for round_ in self._rounds.values())
 
     def _expected(self, thread: int) -> set[str]:
-        """Who is waited for: the thread of that number of each trainer that is alive."""
+        """Members that rounds of this thread wait for: those of live trainers."""
         expected = set()
         for name in self._joined - self._absent:
             trainer, own_thread = parse_member(name)
@@ -194,7 +196,7 @@ class DenseServerState:
         return expected
 
     def _close_full(self) -> list[_ClosedRound]:
-        """Close the rounds that nobody who is waited for can still come to, since all wait in one round or another."""
+        """Close the rounds whose members all wait, in one round or another."""
         closed = []
         for thread in {parse_member(group)[1] for group in self._rounds}:
             if self._expected(thread) <= self._waiting(thread):
@@ -202,7 +204,7 @@ class DenseServerState:
         return closed
 
     def _waiting(self, thread: int) -> set[str]:
-        """Who waits in a round of that thread."""
+        """Members waiting in a round of this thread."""
         return {
             name for group, round_ in self._rounds.items() if parse_member(group)[1] == thread for name in round_.contributions
         }
@@ -216,7 +218,7 @@ class DenseServerState:
         return _ClosedRound(list(done.on_close.values()), result, done.number)
 
     def _apply_round(self, mean: Tensor, momentum: float, lr: float) -> Tensor:
-        """The centre after a round over parameters with this mean."""
+        """Update the shared parameters with the mean of a round, and return them."""
         assert self.parameters is not None
         if self.is_stale or (momentum == 0 and lr == 1):
             self.parameters, self.last_change, self.is_stale = mean.clone(), None, False
@@ -231,8 +233,8 @@ class DenseServerState:
         assert self.parameters is not None
         if tensor.shape != self.parameters.shape:
             raise RowsteadError(
-                f"a trainer has {tensor.numel()} dense parameters and the centre has {self.parameters.numel()}: all trainers of a "
-                "fleet train the model of one recipe"
+                f"a trainer has {tensor.numel()} dense parameters, the dense server has {self.parameters.numel()}: all trainers "
+                "of a fleet must train the same recipe"
             )
         if not bool(tensor.isfinite().all()):
             raise RowsteadError(
@@ -241,25 +243,25 @@ class DenseServerState:
 
 
 def parse_member(name: str) -> tuple[str, int]:
-    """The trainer and the thread that a member's name stands for: `trainer-3.1` is thread 1 of `trainer-3`; so for groups."""
+    """Return the trainer and thread of a member's or group's name: `trainer-3.1` is thread 1 of `trainer-3`."""
     trainer, dot, thread = name.rpartition(".")
     return (trainer, int(thread)) if dot and thread.isdigit() else (name, 0)
 
 
 def _mean(contributions: Mapping[str, Tensor]) -> Tensor:
-    """Of what members gave; in the order of names, so that it does not depend on who came first."""
+    """Mean of the members' tensors, in the order of names, so that it does not depend on their arrival."""
     return torch.stack([contributions[name] for name in sorted(contributions)]).mean(0)
 
 
 def _notify_members(closed: list[_ClosedRound]) -> None:
-    """Outside the lock, as who is told may come again at once."""
+    """Call back outside the lock, as a callback may enter the next round."""
     for round_ in closed:
         for on_close in round_.on_close:
             on_close(round_.result, round_.number)
 
 
 class LocalDenseServer:
-    """The Centre of one member, over a state that all threads of this process share."""
+    """A `DenseServer` for one member, over a state shared by all threads of this process."""
 
     def __init__(self, state: DenseServerState, name: str) -> None:
         self._state, self._name = state, name

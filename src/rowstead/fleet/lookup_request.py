@@ -1,4 +1,4 @@
-"""What a sparse server is asked, read from a message and checked before any kernel follows it.
+"""Requests to a sparse server: parsed from a message and validated before any kernel uses them.
 
 Letters: B examples, F features (slots) of the server, T tables of the server, n ids.
 """
@@ -24,51 +24,51 @@ from rowstead.spec.features import Table
 
 _LENGTHS = (torch.uint8, torch.int16, torch.int32)
 MAX_SAMPLES = 1 << 24
-"""In one batch."""
+"""Per batch."""
 _MAX_LAYOUTS = 64
 _MAX_CACHED_BAGS = 1 << 16
-"""Most bags whose offsets are kept for the next batch."""
+"""Batches with at most this many bags have their offsets cached."""
 
 
 @dataclass(frozen=True, eq=False)
 class PooledTables:
-    """Those tables of a server that one request wants pooled."""
+    """The tables of a server that one request pools."""
 
     table_indices: tuple[int, ...]
-    """Among all tables of the server."""
+    """Indices among all tables of the server."""
     layout: Layout
-    """Of these alone."""
+    """Layout of these tables only."""
     slot_tables: NDArray[np.int64]
-    """Of each of their slots the place of its table among all."""
+    """Table index of each slot, among all tables of the server."""
 
 
 @dataclass(frozen=True, eq=False)
 class LookupRequest:
-    """One client's batch, as far as it concerns this server."""
+    """This server's part of one client's batch."""
 
     num_samples: int
     pooled: PooledTables
     sparse: Sparse
-    """The bags of the pooled slots, over their layout."""
+    """The bags of the pooled slots, in the order of `pooled.layout`."""
     ids: NDArray[Any]
-    """All of them: those of the bags, then distinct rows by table."""
+    """The ids of the bags, then the distinct rows by table."""
     row_bounds: NDArray[np.int64]
-    """[T + 1]: where the distinct rows of each table begin, behind the ids of the bags."""
+    """[T + 1]: where the distinct rows of each table start, relative to the end of the bags' ids."""
 
     @property
     def distinct(self) -> NDArray[Any]:
-        """The distinct rows alone."""
+        """The distinct rows."""
         return self.ids[self.sparse.ids.numel() :]
 
     @property
     def num_bytes(self) -> int:
-        """That it takes to remember."""
+        """Bytes of memory that the request takes."""
         weights = self.sparse.weights
         return self.ids.nbytes + self.sparse.offsets.nbytes + (0 if weights is None else weights.nbytes)
 
     @cached_property
     def segments(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Where in `ids` the rows of one table follow each other: borders [segments + 1] and tables [segments]."""
+        """Runs of `ids` that belong to one table: borders [segments + 1] and tables [segments]."""
         num_samples, num_slots = self.num_samples, len(self.pooled.slot_tables)
         bounds = self.sparse.offsets.numpy()[::num_samples] if num_slots and num_samples else np.zeros(1, np.int64)
         behind = self.row_bounds[1:] + self.sparse.ids.numel()
@@ -77,7 +77,7 @@ class LookupRequest:
 
 
 class RequestParser:
-    """Reads what a server with a given layout is asked."""
+    """Parses requests to a server with a given layout."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
@@ -86,12 +86,12 @@ class RequestParser:
         self._subsets: dict[tuple[int, ...], PooledTables] = {}
 
     def parse(self, message: Message) -> tuple[LookupRequest, list[Tensor]]:
-        """The batch of a message, and the tensors that come after it; raises a DataError where they do not fit the tables."""
+        """Return the batch of a message and the tensors after it; raises a DataError if they do not fit the tables."""
         facts, tensors = message.facts, list(message.tensors)
         num_samples = _read_int(facts.get("samples"), "samples", MAX_SAMPLES)
         pooled, counts = self._parse_counts(facts.get("counts"))
         if not tensors or tensors[0].dim() != 1 or tensors[0].dtype not in (torch.int32, torch.int64):
-            raise DataError("ids must be int32 or int64 and of one dimension")
+            raise DataError("ids must be one-dimensional and int32 or int64")
         ids = tensors.pop(0)
         num_bags = pooled.layout.num_features * num_samples
         lengths: Tensor | int
@@ -102,16 +102,16 @@ class RequestParser:
         elif tensors and tensors[0].dtype in _LENGTHS and tensors[0].shape == (num_bags,):
             lengths = tensors.pop(0)
         else:
-            raise DataError(f"there must be lengths of {num_bags} bags")
+            raise DataError(f"expected the lengths of {num_bags} bags")
         num_distinct = int(counts.sum())
         num_pooled = ids.numel() - num_distinct
         weights = None
         if facts.get("weighted"):
             if not tensors or not tensors[0].is_floating_point() or tensors[0].shape != (num_pooled,):
-                raise DataError(f"there must be weights of {num_pooled} ids")
+                raise DataError(f"expected the weights of {num_pooled} ids")
             weights = tensors.pop(0)
         if num_pooled < 0:
-            raise DataError(f"{num_distinct} distinct rows are announced, and there are {ids.numel()} ids")
+            raise DataError(f"expected {num_distinct} distinct rows, got {ids.numel()} ids")
         offsets = _offsets(lengths, num_bags)
         sparse = Sparse(
             ids=ids[:num_pooled],
@@ -123,20 +123,20 @@ class RequestParser:
         if num_bags:
             check_sparse(pooled.layout, sparse.ids, offsets)
         elif num_pooled:
-            raise DataError(f"there are {num_pooled} ids too many")
+            raise DataError(f"got {num_pooled} ids without bags")
         request = LookupRequest(num_samples, pooled, sparse, ids.numpy(), np.concatenate([[0], np.cumsum(counts)]))
         self._check_distinct(request.distinct, request.row_bounds)
         return request, tensors
 
     def _parse_counts(self, given: Any) -> tuple[PooledTables, NDArray[np.int64]]:
-        """The tables that are pooled, and how many distinct rows are wanted of each of all."""
+        """Return the tables that are pooled, and the number of distinct rows of each table."""
         num_tables = len(self._layout.tables)
         if given is None:
             return self._all_tables, np.zeros(num_tables, np.int64)
         if not isinstance(given, list) or len(given) != num_tables or not all(type(count) is int for count in given):
-            raise DataError(f"counts must be {num_tables} whole numbers, one a table")
+            raise DataError(f"counts must be {num_tables} integers, one per table")
         if any(count < -1 or count > table.num_rows for count, table in zip(given, self._layout.tables, strict=True)):
-            raise DataError("a table has fewer rows than are asked for")
+            raise DataError("more distinct rows requested than a table has")
         table_indices = tuple(index for index, count in enumerate(given) if count < 0)
         if table_indices not in self._subsets:
             while len(self._subsets) >= _MAX_LAYOUTS:
@@ -150,11 +150,11 @@ class RequestParser:
         filled = np.flatnonzero(np.diff(bounds))
         highest = np.maximum.reduceat(ids, bounds[filled])
         if ids.min() < 0 or (highest >= self._num_rows[filled]).any():
-            raise DataError("a row is asked for that its table has not")
+            raise DataError("row id out of range")
 
 
 def features_of_tables(layout: Layout, table_indices: Sequence[int]) -> list[int]:
-    """The features of `layout` that read one of some tables."""
+    """Return the features of `layout` that read one of the tables."""
     return [feature for feature, table in enumerate(layout.table_of) if table in table_indices]
 
 
@@ -179,7 +179,7 @@ def _select_tables(layout: Layout, table_indices: tuple[int, ...]) -> PooledTabl
 
 
 def _offsets(lengths: Tensor | int, num_bags: int) -> Tensor:
-    """int64 [num_bags + 1] from the lengths of bags, or from that of all."""
+    """Return int64 [num_bags + 1] from the lengths of the bags, or from one length for all."""
     if isinstance(lengths, int):
         return (_equal_offsets if num_bags <= _MAX_CACHED_BAGS else _equal_offsets.__wrapped__)(lengths, num_bags)
     offsets = torch.zeros(num_bags + 1, dtype=torch.int64)
@@ -189,11 +189,11 @@ def _offsets(lengths: Tensor | int, num_bags: int) -> Tensor:
 
 @lru_cache(maxsize=32)
 def _equal_offsets(length: int, num_bags: int) -> Tensor:
-    """Not to be changed: one batch after another has the same."""
+    """Cached: must not be modified."""
     return torch.arange(num_bags + 1, dtype=torch.int64).mul_(length)
 
 
 def _read_int(value: Any, name: str, most: int) -> int:
     if type(value) is not int or not 0 <= value <= most:
-        raise DataError(f"{name} must be a whole number from 0 to {most}")
+        raise DataError(f"{name} must be an integer from 0 to {most}")
     return value

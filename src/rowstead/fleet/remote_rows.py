@@ -1,4 +1,4 @@
-"""Rows of sparse servers by their numbers, over the wire: what checkpoints and tests read and write."""
+"""Rows of sparse servers by number, over the wire, for checkpoints and tests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rowstead.stores.state import PIECE_BYTES, StatePart
 
 @dataclass(frozen=True, eq=False)
 class RemoteRows:
-    """All rows of a partition and what an optimizer remembers of them, a few megabytes at a time."""
+    """Reads and writes all rows of a partition and their optimizer state, a few megabytes at a time."""
 
     tables: Sequence[Table]
     partition: Partition
@@ -29,16 +29,16 @@ class RemoteRows:
     dtype: torch.dtype
     """Of the rows."""
     client: Callable[[int], Client]
-    """Of a server."""
+    """Returns the client of a server."""
     quiesce: Callable[[], AbstractContextManager[None]]
-    """Inside of it nobody else uses the clients, and every update is in."""
+    """Context in which no other thread uses the clients and every update is answered."""
 
     def rows(self, name: str, ids: Tensor) -> Tensor:
-        """Rows of one table, [len(ids), width]."""
+        """Return rows of one table, [len(ids), width]."""
         table = next(table for table in self.tables if table.name == name)
         if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= table.num_rows):
-            asked = f"{int(ids.min())} to {int(ids.max())}"
-            raise DataError(f"table `{name}` has rows 0 to {table.num_rows - 1}, and rows {asked} are asked for")
+            requested = f"{int(ids.min())} to {int(ids.max())}"
+            raise DataError(f"table `{name}` has rows 0 to {table.num_rows - 1}; rows {requested} were requested")
         found = torch.empty(ids.numel(), table.width, dtype=self.dtype)
         for server, piece in self._pieces(name):
             is_here = (ids >= piece.first_row) & (ids < piece.first_row + piece.num_rows)
@@ -47,7 +47,7 @@ class RemoteRows:
         return found
 
     def parts(self) -> list[StatePart]:
-        """Every part of every piece."""
+        """Return every part of every shard."""
         parts = []
         for table in self.tables:
             for part, width in {"rows": table.width, **ROW_OPTIMIZERS[self.optimizer].state_columns(table.width)}.items():
@@ -60,7 +60,7 @@ class RemoteRows:
         return sorted(found, key=lambda item: item[1].first_row)
 
     def _gather(self, server: int, piece: ServerPiece, part: str, width: int, rows: Tensor) -> Tensor:
-        """Rows [n] of a piece by their numbers in it."""
+        """Read rows [n] of a shard by number."""
         facts, chunks = {"table": piece.table, "part": part}, rows.cpu().contiguous().split(self._rows_per_call(part, width))
         with self.quiesce():
             parts = [self.client(server).call("read_rows", facts, [numbers]).tensors[0] for numbers in chunks]

@@ -1,11 +1,11 @@
-"""Rows in sparse parameter servers: the store of a trainer that asks for them over the wire.
+"""The embedding store of a trainer whose rows are on sparse parameter servers.
 
-A look-up is one request to each server, all at once; so is an update, which returns as soon as it is sent. Every server does
-what one client asks in the order in which it was asked, so a look-up sees all updates that were sent before it.
+A lookup is one request to each server, in parallel; so is an update, which returns once it is sent. A server runs the requests
+of one client in order, so a lookup sees all updates sent before it.
 
-With a staleness of k, look-ups are sent up to k batches early, and travel while the batches before them are trained on: the
-look-up of a batch may miss the updates of the k batches before it, and of no others. At most k updates are unanswered at a
-time. With 0 a look-up is sent behind the update of the batch before, and training is exact.
+With a staleness of k, lookups are sent up to k batches early and overlap with training: the lookup of a batch may miss the
+updates of the k batches before it, and of no others. At most k updates are unanswered. With 0, a lookup is sent after the
+update of the previous batch, and training is exact.
 
 Letters: B examples, F features, S servers.
 """
@@ -37,39 +37,39 @@ from rowstead.stores.base import EmbeddingStore
 from rowstead.stores.state import SavedState, StatePart
 
 Connect = Callable[[int], Client]
-"""Makes a client of the server of that number, with a name that no other client of the fleet has at the same time."""
+"""Creates a client of server `number`, with a name that is unique in the fleet."""
 
 
 @dataclass(eq=False)
 class _RemoteBatch:
-    """A batch that was announced or is being trained on."""
+    """A batch that was prefetched or is being trained on."""
 
     sparse: Sparse
     number: int
     split: Split
     replies: list[PendingReply | None] | None = None
-    """Of its look-up, once that is sent; none for a server that is not asked."""
+    """Replies to its lookup, once sent; None for a server without a request."""
 
 
 @dataclass(eq=False)
 class _Update:
-    """An update that is not wholly answered."""
+    """An update with replies outstanding."""
 
     batch: _RemoteBatch
     gradients: list[list[Tensor]]
     lr: float
     step: int
     numbers: list[int]
-    """Of this update among those to each server."""
+    """Number of this update at each server."""
     replies: dict[int, PendingReply] = field(default_factory=dict)
-    """By server, those that are awaited."""
+    """Outstanding replies by server."""
 
 
 class RemoteStore(EmbeddingStore):
-    """An EmbeddingStore whose rows are in the servers of a partition, for batches in the CPU's memory.
+    """An EmbeddingStore whose rows are on the servers of a partition, for batches in CPU memory.
 
-    `connect` makes its clients, on first use. One thread at a time may be in it; `copy_for_thread` gives another thread its own. A trainer
-    on a GPU wraps it in a HostStore. With `check` a batch that does not fit the tables is refused before anything is sent.
+    `connect` creates its clients on first use. One thread at a time may use it; `copy_for_thread` gives another thread its own. A trainer on
+    a GPU wraps it in a HostStore. With `check`, a batch that does not fit the tables is refused before anything is sent.
     """
 
     def __init__(
@@ -85,9 +85,7 @@ class RemoteStore(EmbeddingStore):
     ) -> None:
         super().__init__(layout, check=check)
         if staleness < 0:
-            raise RowsteadError(
-                f"staleness must not be negative, got {staleness}: 0 is exact, k lets look-ups be k batches early"
-            )
+            raise RowsteadError(f"staleness must not be negative, got {staleness}: 0 is exact, k sends lookups k batches early")
         self.optimizer, self.partition = optimizer, partition
         self.staleness, self._dtype = staleness, dtype
         self._connect = connect
@@ -97,22 +95,22 @@ class RemoteStore(EmbeddingStore):
         self._rows = RemoteRows(layout.tables, partition, kind, dtype, self._client, self._quiesce)
         self._client_id = secrets.token_hex(12)
         self._sent = [0] * partition.num_servers
-        """Updates that were sent to each server."""
+        """Updates sent to each server."""
         self._lost = [0] * partition.num_servers
         self._prefetched: deque[_RemoteBatch] = deque()
         self._current: _RemoteBatch | None = None
         self._unanswered: deque[_Update] = deque()
         self._num_batches = 0
         self._num_updated = 0
-        """Batches of which the update is sent, or never will be."""
+        """Batches whose update was sent, or never will be."""
         self._lock = threading.RLock()
         self.max_unanswered = 0
-        """Updates that were unanswered at once, at most."""
+        """Highest number of unanswered updates."""
         self.num_lookups_early = 0
-        """Look-ups that were sent before their batch's turn."""
+        """Lookups sent ahead of their batch."""
 
     def copy_for_thread(self) -> RemoteStore:
-        """The same rows, with clients of its own."""
+        """Return a store over the same rows for another thread, with its own clients."""
         return RemoteStore(
             self.layout,
             self.optimizer,
@@ -124,7 +122,7 @@ class RemoteStore(EmbeddingStore):
         )
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> RemoteStore:
-        """Rows stay where they are when the model around them is moved."""
+        """Rows stay on the servers when the model is moved."""
         return self
 
     # An EmbeddingStore
@@ -139,12 +137,12 @@ class RemoteStore(EmbeddingStore):
 
     def lookup(self, sparse: Sparse) -> Tensor:
         with self._lock:
-            if not self.training:  # in between, and no batch of the training
+            if not self.training:  # evaluation between training batches
                 return self._join_replies(self._start_lookup(_RemoteBatch(sparse, 0, self._cut(sparse))))
             batch = self._claim_batch(sparse)
             if batch.replies is None:
                 self._start_lookup(batch)
-            # An update that a server had forgotten reaches it behind the look-up: then look up again.
+            # A resent update reaches its server after the lookup: then look up again.
             if not self.staleness and self._wait_for_updates():
                 self._start_lookup(batch)
             pooled = self._join_replies(batch)
@@ -154,7 +152,7 @@ class RemoteStore(EmbeddingStore):
 
     @torch.no_grad()
     def update(self, sparse: Sparse, grad: Tensor, *, lr: float, step: int) -> None:
-        assert self.optimizer is not None, "this store was made for look-ups only"
+        assert self.optimizer is not None, "this store was created for lookups only"
         if self._check:
             sparse = self.check_batch(sparse)
             check_gradient(self.layout, sparse.offsets, grad)
@@ -173,18 +171,18 @@ class RemoteStore(EmbeddingStore):
 
     @property
     def batches_ahead(self) -> int:
-        """As many as look-ups may be early."""
+        """The staleness: how early lookups may be sent."""
         return self.staleness
 
     def prefetch(self, sparse: Sparse) -> None:
-        """Cut a coming batch by servers, and send its look-up as early as the staleness allows."""
+        """Split a batch over the servers and send its lookup as early as the staleness allows."""
         with self._lock:
             split = self._cut(sparse)
             self._prefetched.append(_RemoteBatch(sparse, self._next_number(), split))
             self._send_prefetched()
 
     def drop_prefetched(self) -> None:
-        """Batches that were announced are not coming after all; what is on its way is waited for, and let go."""
+        """Discard prefetched batches, after waiting for their replies."""
         with self._lock:
             for batch in self._prefetched:
                 for answer in batch.replies or []:
@@ -204,15 +202,15 @@ class RemoteStore(EmbeddingStore):
         self.drop_prefetched()
         super().load_state(state, rows_only=rows_only)
 
-    # Of a remote store alone
+    # Only remote stores
 
     def wait(self) -> None:
-        """Until every update is answered."""
+        """Wait until every update is answered."""
         with self._lock:
             self._wait_for_updates()
 
     def flush(self) -> None:
-        """Wait until every update is answered, and learn from the servers how many they have lost."""
+        """Wait until every update is answered, and ask the servers how many they have lost."""
         with self._lock:
             self._wait_for_updates()
             for server, sent in enumerate(self._sent):
@@ -222,23 +220,23 @@ class RemoteStore(EmbeddingStore):
 
     @property
     def num_lost_updates(self) -> int:
-        """Updates that servers had and lost as they were started anew, as far as is known; each server counts."""
+        """Known updates that servers had and lost in a restart; each server counts."""
         return sum(self._lost)
 
     @property
     def num_updates_sent(self) -> int:
-        """To all servers."""
+        """Sent to all servers."""
         return sum(self._sent)
 
     @property
     def num_unanswered(self) -> int:
-        """Updates that are not answered yet."""
+        """Updates without a reply."""
         with self._lock:
             self._receive_replies()
             return len(self._unanswered)
 
     def figures(self) -> dict[str, float]:
-        """What its clients have sent, received and waited, and what was lost."""
+        """Return what its clients have sent, received and waited, and what was lost."""
         clients = list(self._clients.values())
         return {
             "num_updates_sent": self.num_updates_sent,
@@ -251,7 +249,7 @@ class RemoteStore(EmbeddingStore):
         }
 
     def close(self) -> None:
-        """Let go of the connections; `flush` first if the last updates count."""
+        """Close the connections; call `flush` first if the last updates matter."""
         with self._lock:
             for client in self._clients.values():
                 client.close()
@@ -259,7 +257,7 @@ class RemoteStore(EmbeddingStore):
             self._prefetched.clear()
             self._unanswered.clear()
 
-    # Look-ups
+    # Lookups
 
     def _cut(self, sparse: Sparse) -> Split:
         return self._router.split(self.check_batch(sparse))
@@ -269,7 +267,7 @@ class RemoteStore(EmbeddingStore):
         return self._num_batches
 
     def _claim_batch(self, sparse: Sparse) -> _RemoteBatch:
-        """A batch whose turn it is, announced or not."""
+        """Return the prefetched batch of `sparse`, or a new one."""
         if any(_is_same(batch.sparse, sparse) for batch in self._prefetched):
             while not _is_same((batch := self._prefetched.popleft()).sparse, sparse):
                 pass
@@ -279,7 +277,7 @@ class RemoteStore(EmbeddingStore):
         return batch
 
     def _send_prefetched(self) -> None:
-        """Send the look-ups of announced batches that may be sent: all but k batches before them have been updated."""
+        """Send the lookups of prefetched batches that may be sent: all but k earlier batches have been updated."""
         if not self.staleness:
             return
         for batch in self._prefetched:
@@ -331,14 +329,14 @@ class RemoteStore(EmbeddingStore):
         return self._client(server).start("update", {**facts, **known_by}, [*tensors, *update.gradients[server]])
 
     def _wait_for_updates(self) -> bool:
-        """Wait until every update is answered; returns whether one had to be sent again."""
+        """Wait until every update is answered; returns whether one was resent."""
         was_resent = False
         while self._unanswered:
             was_resent |= self._wait_for_oldest()
         return was_resent
 
     def _wait_for_oldest(self) -> bool:
-        """Wait until the oldest update is answered by all servers; returns whether it had to be sent again."""
+        """Wait until all servers have answered the oldest update; returns whether it was resent."""
         update, was_resent = self._unanswered[0], False
         while update.replies:
             server = next(iter(update.replies))
@@ -347,7 +345,7 @@ class RemoteStore(EmbeddingStore):
         return was_resent
 
     def _receive_replies(self) -> None:
-        """Note the answers that are here already."""
+        """Process the replies that have arrived."""
         for update in self._unanswered:
             for server in [server for server, answer in update.replies.items() if answer.is_done]:
                 self._receive_reply(update, server, update.replies.pop(server).wait().facts)
@@ -355,17 +353,17 @@ class RemoteStore(EmbeddingStore):
             self._unanswered.popleft()
 
     def _receive_reply(self, update: _Update, server: int, facts: Mapping[str, Any]) -> bool:
-        """Take an answer; returns whether the update had to be sent again."""
+        """Process one reply; returns whether the update was resent."""
         self._lost[server] = int(facts.get("lost", self._lost[server]))
         if not facts.get("unknown_batch"):
             return False
-        # It was started anew, or had no room: it gets the batch as well.
+        # The server was restarted, or has evicted the batch: send the batch as well.
         update.replies[server] = self._send_update(update, server, is_known=False)
         return True
 
     @contextlib.contextmanager
     def _quiesce(self) -> Iterator[None]:
-        """Nothing is on its way, and nobody else is in here."""
+        """Context in which no request is in flight and no other thread uses the clients."""
         with self._lock:
             self._wait_for_updates()
             yield

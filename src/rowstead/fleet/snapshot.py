@@ -1,12 +1,11 @@
-"""Snapshots of a sparse server: written in the background while it serves, read when it starts again.
+"""Snapshots of a sparse server: written in the background while it serves, read when it restarts.
 
-A folder has `snapshot.json`, which is replaced as a whole, and the files that it names: at most one with all rows, and at most
-one with those touched since (or since the beginning, when all rows were as the seed makes them). A full one is due once the
-touched rows are more than half of all. What is counted of updates is of the same moment as the rows.
+A folder has `snapshot.json`, which is replaced atomically, and the files that it names: at most one with all rows, and at most
+one with the rows touched since then (or since the start, when all rows had their initial values). A full snapshot is due once
+the touched rows are more than half of all. The counts of updates are consistent with the rows.
 
-A file is a magic word and blocks: the length of a JSON header, the header, then the numbers of some rows of one table (left out
-where they follow each other), then the rows and what the optimizer remembers of them. Each block has a checksum; a last one
-says how many rows there were.
+A file is a magic word followed by blocks: the length of a JSON header, the header, the row numbers of one table (omitted for a
+contiguous range), then the rows and their optimizer state. Each block has a checksum; the last one holds the number of rows.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from rowstead.records.files import fsync_folder, write_atomic
 from rowstead.spec.errors import CheckpointError
 
 FULL_SHARE = 0.5
-"""Share of touched bytes from which on the next snapshot holds all rows."""
+"""When touched rows have more than this share of all bytes, the next snapshot is full."""
 MANIFEST = "snapshot.json"
 
 _MAGIC = b"RSTDROW1"
@@ -43,7 +42,7 @@ _log = logging.getLogger("rowstead.fleet")
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotResult:
-    """What one snapshot came to."""
+    """Result of one snapshot."""
 
     number: int
     is_full: bool
@@ -53,9 +52,9 @@ class SnapshotResult:
 
 
 class Snapshots:
-    """Takes snapshots of `shard` into a folder, every `every_s` seconds once started, and whenever asked.
+    """Takes snapshots of `shard` into a folder, every `every_s` seconds once started, and on request.
 
-    `counted` gives what is to be known of the moment of a snapshot, as JSON; it is called while nothing changes.
+    `counted` returns the JSON to save with a snapshot; it is called while nothing changes.
     """
 
     def __init__(
@@ -75,19 +74,19 @@ class Snapshots:
         self._thread: threading.Thread | None = None
 
     def start(self) -> Snapshots:
-        """Begin to take snapshots in a thread of their own."""
+        """Start taking snapshots in a thread."""
         self._thread = threading.Thread(target=self._run, name="rowstead-snapshots", daemon=True)
         self._thread.start()
         return self
 
     def request(self, done: Callable[[SnapshotResult | Exception], None]) -> None:
-        """Have one taken by the thread as soon as it is free; `done` is called there."""
+        """Request a snapshot from the thread, which calls `done` with the result."""
         with self._wanted:
             self._callbacks.append(done)
             self._wanted.notify_all()
 
     def close(self) -> None:
-        """End the thread, once the snapshot that it is at is written."""
+        """Stop the thread after the snapshot in progress."""
         with self._wanted:
             self._ended.set()
             self._wanted.notify_all()
@@ -95,11 +94,11 @@ class Snapshots:
             self._thread.join()
             self._thread = None
         for done in self._callbacks:
-            done(CheckpointError("the server is ending"))
+            done(CheckpointError("the server is stopping"))
         self._callbacks.clear()
 
     def status(self) -> dict[str, Any]:
-        """For the server's status."""
+        """Figures for the server's status."""
         facts: dict[str, Any] = {"num_snapshots": self.num_taken, "num_snapshots_failed": self.num_failed}
         last, last_s = self.last, self._last_s
         if last is not None and last_s is not None:
@@ -112,7 +111,7 @@ class Snapshots:
         return facts
 
     def take(self) -> SnapshotResult:
-        """Write a snapshot of this moment, full or of the touched rows, and make it the one that a restart reads."""
+        """Write a snapshot, full or of the touched rows, and make it the one that a restart reads."""
         with self._one_at_a_time:
             return self._take()
 
@@ -153,19 +152,19 @@ class Snapshots:
         return self.last
 
     def restore(self) -> dict[str, Any] | None:
-        """Take over the last snapshot, before anybody is served; returns what was counted then, or none where there is none."""
+        """Load the last snapshot, before serving; returns the counts saved with it, or None if there is none."""
         try:
             manifest = json.loads((self._folder / MANIFEST).read_bytes())
         except FileNotFoundError:
             return None
         except ValueError as error:
             raise CheckpointError(
-                f"{self._folder / MANIFEST} cannot be read: {error}. Remove it to start from new rows"
+                f"{self._folder / MANIFEST} cannot be read: {error}. Remove it to start with new rows"
             ) from error
         if manifest.get("version") != 1 or manifest.get("of") != describe(self._shard):
             raise CheckpointError(
-                f"the snapshot in {self._folder} is of other tables, pieces, types or another optimizer: start with the recipe "
-                "and the number of servers that it was made with, or remove it"
+                f"the snapshot in {self._folder} has other tables, shards, dtypes or another optimizer: start with its recipe "
+                "and number of servers, or remove it"
             )
         for name, is_touched in ((manifest["full"], False), (manifest["touched"], True)):
             if name is not None:
@@ -188,7 +187,7 @@ class Snapshots:
             outcome: SnapshotResult | Exception
             try:
                 outcome = self.take()
-            except Exception as error:  # noqa: BLE001, RUF100 - whatever it is, who asked must hear of it, and the next one is due
+            except Exception as error:  # noqa: BLE001, RUF100 - reported to the callbacks, and the next one is due
                 self.num_failed += 1
                 _log.warning("a snapshot into %s failed: %s", self._folder, error, exc_info=not isinstance(error, OSError))
                 outcome = error
@@ -199,7 +198,7 @@ class Snapshots:
 
 
 def describe(shard: TableShard) -> dict[str, Any]:
-    """What a snapshot must agree with."""
+    """Return what a snapshot must match."""
     return {
         "pieces": [
             [table.name, table.first_row, table.num_rows, table.width, *table.whole_shape] for table in shard.layout.tables
@@ -211,7 +210,7 @@ def describe(shard: TableShard) -> dict[str, Any]:
 
 
 def remove_unused(folder: Path, names: set[str | None]) -> None:
-    """Remove snapshot files that nothing needs any more."""
+    """Remove snapshot files that are no longer needed."""
     for path in folder.glob("*.rows"):
         if path.name not in names:
             with suppress(OSError):
@@ -219,7 +218,7 @@ def remove_unused(folder: Path, names: set[str | None]) -> None:
 
 
 def _write_rows(path: Path, shard: TableShard, num_rows: int) -> int:
-    """Write the snapshot that has begun; returns its bytes."""
+    """Write the current snapshot; returns its bytes."""
     count = 0
     with open(path, "wb") as file:
         file.write(_MAGIC)
@@ -247,20 +246,20 @@ def _write_rows(path: Path, shard: TableShard, num_rows: int) -> int:
 
 
 def read_row_file(path: Path, shard: TableShard) -> Iterator[RowCopy]:
-    """The rows of a file, block by block; raises a CheckpointError where it is damaged."""
+    """Yield the rows of a file block by block; raises a CheckpointError if it is damaged."""
     count = 0
     try:
-        file = open(path, "rb")  # noqa: SIM115 - closed below, whatever the reader does
+        file = open(path, "rb")  # noqa: SIM115 - closed by the `with` below
     except OSError as error:
         raise CheckpointError(f"{path} is missing: {error}") from error
     with file:
         if file.read(len(_MAGIC)) != _MAGIC:
-            raise CheckpointError(f"{path} is no file of rows")
+            raise CheckpointError(f"{path} is not a row file")
         while True:
             header = _read_header(file, path)
             if "rows" in header:
                 if header["rows"] != count:
-                    raise CheckpointError(f"{path} has {count} rows instead of {header['rows']}: it is damaged")
+                    raise CheckpointError(f"{path} is damaged: it has {count} rows, expected {header['rows']}")
                 return
             copy = _read_block(file, path, header, shard)
             count += len(copy.rows)
@@ -272,10 +271,10 @@ def _read_block(file: BinaryIO, path: Path, header: Mapping[str, Any], shard: Ta
         table, num = shard.table_index[header["table"]], int(header["count"])
         first = header.get("first")
     except (KeyError, ValueError) as error:
-        raise CheckpointError(f"{path} has a block that cannot be read ({error}): it is damaged") from error
+        raise CheckpointError(f"{path} is damaged: unreadable block ({error})") from error
     whole = shard.layout.tables[table]
     if not 0 < num <= whole.num_rows:
-        raise CheckpointError(f"{path} has {num} rows of `{whole.name}` in a block: it is damaged")
+        raise CheckpointError(f"{path} is damaged: {num} rows of `{whole.name}` in one block")
     tensors = [torch.empty(num, tensor.shape[1], dtype=tensor.dtype) for tensor in shard.parts(table).values()]
     rows = np.empty(num, np.int64) if first is None else np.arange(first, first + num)
     checksum = 0
@@ -283,10 +282,10 @@ def _read_block(file: BinaryIO, path: Path, header: Mapping[str, Any], shard: Ta
     for target in [*([rows] if first is None else []), *targets]:
         buffer = target.data.cast("B")
         if file.readinto(buffer) != len(buffer):  # type: ignore[attr-defined]
-            raise CheckpointError(f"{path} ends in the middle of a block: it is damaged")
+            raise CheckpointError(f"{path} is damaged: it ends within a block")
         checksum = zlib.crc32(buffer, checksum)
     if checksum != header.get("crc") or rows.min() < 0 or rows.max() >= whole.num_rows:
-        raise CheckpointError(f"{path} has a block whose checksum is wrong: it is damaged")
+        raise CheckpointError(f"{path} is damaged: wrong checksum of a block")
     return RowCopy(table, rows, tensors)
 
 
@@ -304,5 +303,5 @@ def _read_header(file: BinaryIO, path: Path) -> dict[str, Any]:
     except ValueError:
         header = None
     if not isinstance(header, dict):
-        raise CheckpointError(f"{path} ends too early, or is damaged")
+        raise CheckpointError(f"{path} is damaged or truncated")
     return header

@@ -1,19 +1,19 @@
-"""A sparse parameter server: keeps pieces of tables, pools what trainers look up, and trains rows by the gradients they send.
+"""A sparse parameter server: holds shards of tables, pools lookups of trainers, and updates rows with their gradients.
 
-| kind | facts | tensors | answer |
+| kind | facts | tensors | reply |
 |---|---|---|---|
 | `lookup` | `client`, `batch`, `keep`, and the batch (`fleet/router.py`) | the batch | vectors [B, width], distinct rows |
 | `update` | `client`, `number`, `lr`, `step`; `batch`, or the batch itself | (the batch,) gradients | `lost`; or `unknown_batch` |
 | `flush` | `client`, `sent` | | `lost` |
-| `read_rows` | `table`, `part`, and `start`, `stop` | or the rows' numbers | rows |
+| `read_rows` | `table`, `part`, and `start`, `stop` | or the row numbers | rows |
 | `write_rows` | `table`, `part`, `start` | rows | |
-| `snapshot` | | | `num_rows`, `num_bytes`, once it is written |
-| `status` | | | how the server does |
+| `snapshot` | | | `num_rows`, `num_bytes`, once written |
+| `status` | | | figures of the server |
 
-The batch of a look-up is remembered until its update comes, so that ids travel once. One that is forgotten, since the server
-was started anew or had no more room, is sent again by whoever asked. Requests are applied one after another; with several
-threads, those of different trainers side by side (Hogwild: each is exact by itself, and where two meet in a row one change may
-be lost).
+The server keeps the batch of a lookup until its update arrives, so that ids are sent once. If it no longer has it, after a
+restart or when out of memory for batches, it replies `unknown_batch` and the client resends the batch. Requests run one after
+the other; with several threads, those of different trainers run concurrently (Hogwild: each is exact by itself, but of two
+concurrent updates of a row one may be lost).
 """
 
 from __future__ import annotations
@@ -43,29 +43,32 @@ from rowstead.spec.errors import DataError, RowsteadError
 from rowstead.spec.run import RunSpec
 
 REMEMBERED_BYTES = 256 << 20
-"""Of batches that were looked up and not updated yet."""
+"""Bytes of batches that were looked up and not yet updated."""
 SNAPSHOTS_FOLDER = "snapshots"
 
 
 @dataclass
 class ClientUpdates:
-    """The updates of one trainer."""
+    """The applied updates of one trainer, which numbers the updates that it sends to a server from 1.
+
+    A server that restarts from a snapshot has those up to the snapshot; the next number that it sees shows how many are missing.
+    """
 
     highest: int = 0
-    """Number of the last one that was heard of."""
+    """Highest number seen."""
     missing: list[tuple[int, int]] = field(default_factory=list)
-    """Numbers below it that never arrived here, or were lost with what was here: first and last of each run."""
+    """Lower numbers that never arrived, or were lost in a restart: first and last of each run."""
 
     @property
     def num_missing(self) -> int:
         return sum(last - first + 1 for first, last in self.missing)
 
     def has(self, number: int) -> bool:
-        """Whether an update is in the rows already."""
+        """Whether an update has been applied."""
         return number <= self.highest and not any(first <= number <= last for first, last in self.missing)
 
     def add(self, number: int) -> None:
-        """An update is in the rows now."""
+        """Record that an update has been applied."""
         if number > self.highest:
             self.note_sent(number - 1)
             self.highest = number
@@ -79,39 +82,39 @@ class ClientUpdates:
         self.missing = runs
 
     def note_sent(self, number: int) -> None:
-        """The trainer has sent updates up to this one; those that have not arrived are missing."""
+        """Record that the trainer has sent updates up to this one; those that have not arrived are missing."""
         if number > self.highest:
             self.missing.append((self.highest + 1, number))
             self.highest = number
 
 
 class AppliedUpdates:
-    """The updates of all trainers."""
+    """Which updates of each trainer were applied, so that none counts twice and lost ones are known."""
 
     def __init__(self) -> None:
         self._sent: dict[str, ClientUpdates] = {}
 
     def of(self, client: str) -> ClientUpdates:
-        """Those of one trainer, or of one thread of it."""
+        """Return those of one trainer, or of one of its threads."""
         return self._sent.setdefault(client, ClientUpdates())
 
     @property
     def num_updates(self) -> int:
-        """That are in the rows."""
+        """Number of applied updates."""
         return sum(sent.highest - sent.num_missing for sent in list(self._sent.values()))
 
     @property
     def num_lost(self) -> int:
-        """That were sent and are not in the rows."""
+        """Number of updates that were sent but not applied."""
         return sum(sent.num_missing for sent in list(self._sent.values()))
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON."""
+        """Return a JSON object."""
         return {client: [sent.highest, [list(run) for run in sent.missing]] for client, sent in list(self._sent.items())}
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> AppliedUpdates:
-        """What `to_json` gave."""
+        """Build from the result of `to_json`."""
         applied = cls()
         for client, (highest, missing) in plain.items():
             applied._sent[client] = ClientUpdates(int(highest), [(int(first), int(last)) for first, last in missing])
@@ -119,7 +122,7 @@ class AppliedUpdates:
 
 
 class SparseServer:
-    """Answers for the rows of `shard`, from `start` or `serve` on."""
+    """Serves the rows of `shard` after `start` or `serve`."""
 
     def __init__(
         self,
@@ -134,7 +137,7 @@ class SparseServer:
         snapshot_every_s: float | None = None,
         remembered_bytes: int = REMEMBERED_BYTES,
     ) -> None:
-        """`snapshots` is the folder of its own in which it keeps them; what it finds there it goes on from."""
+        """`snapshots` is the server's own snapshot folder; it resumes from a snapshot found there."""
         self.shard = shard
         self.applied = AppliedUpdates()
         self.snapshots: Snapshots | None = None
@@ -167,11 +170,11 @@ class SparseServer:
 
     @property
     def address(self) -> str:
-        """Where it answers."""
+        """The address that clients connect to."""
         return self.server.address
 
     def start(self) -> SparseServer:
-        """Serve in a thread."""
+        """Serve in a new thread."""
         if self.snapshots is not None:
             self.snapshots.start()
         self.server.start()
@@ -184,13 +187,13 @@ class SparseServer:
         self.server.serve(until)
 
     def close(self) -> None:
-        """End; a snapshot that is being written is finished."""
+        """Stop; a snapshot in progress is finished."""
         if self.snapshots is not None:
             self.snapshots.close()
         self.server.close()
 
     def status(self) -> dict[str, Any]:
-        """What `status` tells besides what every server does."""
+        """Figures that `status` adds to those of every server."""
         return {
             "num_lookups": self.num_lookups,
             "num_samples": self.num_samples,
@@ -207,7 +210,7 @@ class SparseServer:
     def _lookup(self, message: Message, caller: Caller) -> Message:
         request, left = self.shard.parser.parse(message)
         if left:
-            raise DataError(f"a look-up has {len(left)} tensors too many")
+            raise DataError(f"a lookup has {len(left)} extra tensors")
         answer = self.shard.lookup(request)
         if message.facts.get("keep"):
             self._store_batch((_client_of(message), _number(message, "batch")), request)
@@ -221,13 +224,13 @@ class SparseServer:
         if not isinstance(lr, (int, float)) or not math.isfinite(lr):
             raise DataError(f"lr must be a finite number, got {lr!r}")
         if self.shard.optimizer is None:
-            raise DataError("this server was made for look-ups only")
+            raise DataError("this server was created for lookups only")
         if "samples" in facts:
             request, gradients = self.shard.parser.parse(message)
         else:
             found = self._pop_batch((client, _number(message, "batch")))
             if found is None:
-                # One that it had before it was started anew is in the rows already.
+                # An update applied before a restart does not need its batch again.
                 return Message(
                     "update",
                     {"unknown_batch": not self.applied.of(client).has(number), "lost": self.applied.of(client).num_missing},
@@ -252,14 +255,14 @@ class SparseServer:
         if message.tensors:
             (rows,) = message.tensors
             if rows.dim() != 1 or rows.dtype not in (torch.int32, torch.int64):
-                raise DataError("the numbers of rows must be int32 or int64 and of one dimension")
+                raise DataError("row numbers must be one-dimensional and int32 or int64")
             return Message("read_rows", {}, [self.shard.gather(table, part, rows)])
         start, stop = _number(message, "start", least=0), _number(message, "stop", least=0)
         return Message("read_rows", {}, [self.shard.read(table, part, start, stop)])
 
     def _write_rows(self, message: Message, caller: Caller) -> Message:
         if len(message.tensors) != 1 or message.tensors[0].dim() != 2:
-            raise DataError("rows to be written are one tensor of two dimensions")
+            raise DataError("rows to write must be one two-dimensional tensor")
         facts = message.facts
         with self.shard.changing():
             start = _number(message, "start", least=0)
@@ -268,7 +271,7 @@ class SparseServer:
 
     def _snapshot(self, message: Message, caller: Caller) -> DeferredReply:
         if self.snapshots is None:
-            raise RowsteadError("this server was started without a folder for snapshots")
+            raise RowsteadError("this server has no snapshot folder")
         reply = DeferredReply()
 
         def done(outcome: SnapshotResult | Exception) -> None:
@@ -281,7 +284,7 @@ class SparseServer:
         self.snapshots.request(done)
         return reply
 
-    # Batches between look-up and update
+    # Batches between lookup and update
 
     def _store_batch(self, key: tuple[str, int], request: LookupRequest) -> None:
         with self._lock:
@@ -315,18 +318,18 @@ def serve_sparse(
     snapshot_every_s: float | None = None,
     sampled: Callable[[Callable[[], dict[str, Any]]], None] | None = None,
 ) -> None:
-    """The role: keep the pieces that a partition, by default that in `fleet.json`, gives to server `number`, until told to end.
+    """Run a sparse server with the shards that a partition, by default that of `fleet.json`, gives to server `number`.
 
-    Snapshots are in `snapshots/sparse-<number>` of the run's folder; with one there the server goes on from it. Without
-    `snapshot_every_s` they are only taken when asked for. `ready` is called with the address, `sampled` with what gives the
-    status.
+    Snapshots are in `snapshots/sparse-<number>` of the run's folder; the server resumes from one found there. Without
+    `snapshot_every_s` they are only taken on request. Serves until `until()`. `ready` receives the address, `sampled` a function
+    that returns the status.
     """
     layout = layout_of(spec.features, spec.tables)
     if not isinstance(partition, Partition):
         partition = Partition.from_json(Roster(folder).facts["partition"] if partition is None else partition)
     partition.check(layout.tables)
     if not 0 <= number < partition.num_servers:
-        raise RowsteadError(f"there is no sparse server {number}: the tables are shared by {partition.num_servers}, from 0 on")
+        raise RowsteadError(f"sparse server {number} does not exist: the tables are split over {partition.num_servers} servers")
     pieces = partition.pieces_of(layout, number)
     shard = TableShard(piece_layout(layout, pieces), spec.train.sparse_optimizer, seed=spec.seed, dtype=dtype)
     server = SparseServer(
@@ -350,12 +353,12 @@ def serve_sparse(
 def _client_of(message: Message) -> str:
     client = message.facts.get("client")
     if not isinstance(client, str) or not 0 < len(client) <= 64:
-        raise DataError("`client` must be a word that is the sender's own")
+        raise DataError("`client` must be a non-empty word of at most 64 letters")
     return client
 
 
 def _number(message: Message, name: str, *, least: int = 1) -> int:
     value = message.facts.get(name)
     if type(value) is not int or not least <= value < 2**62:
-        raise DataError(f"`{name}` must be a whole number of at least {least}, got {value!r}")
+        raise DataError(f"`{name}` must be an integer of at least {least}, got {value!r}")
     return value

@@ -1,8 +1,8 @@
-"""The rows that one sparse server keeps: looked up, updated, and copied aside for a snapshot while both go on.
+"""The rows of one sparse server: looked up, updated, and copied for snapshots meanwhile.
 
-A snapshot is of one moment. Once it has begun, a row that is in it is copied before its first change; all others are copied in
-small portions in between. Nobody waits for longer than one portion takes. Changes wait for nothing but the beginning of a
-snapshot, and that waits for the changes that are being made.
+A snapshot is consistent: it holds the rows as they were when it began. After that, a row is copied before its first change, and
+the remaining rows are copied in small portions; no request waits longer than one portion takes. Starting a snapshot waits for
+the changes in progress, and new changes wait for the start.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from rowstead.spec.row_optimizers import SparseOptimizerSpec
 from rowstead.stores.device import DeviceStore
 
 PORTION_BYTES = 1 << 20
-"""Of rows and their state that are copied at a time."""
+"""Bytes of rows and optimizer state copied at a time."""
 SCANNED_ROWS = 1 << 18
-"""Rows among which the next portion is looked for at a time."""
+"""Rows scanned at a time for the next portion."""
 QUEUED_BYTES = 64 << 20
-"""Of copies that may wait to be written; whoever changes more rows waits until they are."""
+"""Bytes of copies waiting to be written; above it updates block until some are written."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,9 +43,9 @@ class RowCopy:
 
     table: int
     rows: NDArray[np.int64]
-    """Numbers [n], in the server's piece."""
+    """Row numbers [n] within the shard."""
     values: list[Tensor]
-    """The rows and what the optimizer remembers of them, [n, columns] each, in the order of `TableShard.parts`."""
+    """The rows and their optimizer state, [n, columns] each, in the order of `TableShard.parts`."""
 
     @property
     def num_bytes(self) -> int:
@@ -53,7 +53,7 @@ class RowCopy:
 
 
 class TableShard:
-    """A server's pieces of tables. `hogwild` says whether several threads may change rows at once."""
+    """The parts of the tables that one server holds. Several threads may change rows at once (Hogwild)."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class TableShard:
         seed: int = 1,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        # Whoever asks has the whole gradient, and clips it.
+        # The client has the whole gradient, and clips it.
         self.optimizer = None if optimizer is None else dataclasses.replace(optimizer, clip=None)
         self.layout, self.dtype, self.seed = layout, dtype, seed
         self.store = DeviceStore(layout, self.optimizer, seed=seed, kernel="cpu", dtype=dtype)
@@ -74,10 +74,10 @@ class TableShard:
         sizes = [table.num_rows for table in layout.tables]
         self._starts = np.cumsum([0, *sizes], dtype=np.int64)
         self.touched = np.zeros(self._starts[-1], np.uint8)
-        """One for each row: whether it has changed since the last full snapshot, or since the beginning. A byte, not a bit:
-        threads that set neighbours at the same time must not undo each other."""
+        """Per row: whether it has changed since the last full snapshot, or since the start. Bytes, not bits: threads that set
+        neighbouring flags at the same time must not overwrite each other."""
         self._pending = np.zeros(self._starts[-1], np.uint8)
-        """Which rows the snapshot under way still has to copy."""
+        """Rows that the current snapshot still has to copy."""
         self._is_copying = False
         self._queue: deque[RowCopy] = deque()
         self._queued_bytes = 0
@@ -85,10 +85,10 @@ class TableShard:
         self._num_writers = 0
         self._is_starting = False
 
-    # Look-ups and updates
+    # Lookups and updates
 
     def lookup(self, request: LookupRequest) -> list[Tensor]:
-        """Pooled vectors [B, width], and distinct rows, flat; either only if it was asked for."""
+        """Return pooled vectors [B, width] and flat distinct rows, each only if requested."""
         answers = []
         pooled = request.pooled
         if pooled.table_indices and request.num_samples:
@@ -101,7 +101,7 @@ class TableShard:
         return answers
 
     def check_gradients(self, request: LookupRequest, gradients: list[Tensor]) -> None:
-        """Raise a DataError unless gradients are of the shapes of what `lookup` answers."""
+        """Raise a DataError unless the gradients have the shapes of what `lookup` returns."""
         shapes: list[tuple[int, ...]] = []
         if request.pooled.table_indices and request.num_samples:
             shapes.append((request.num_samples, request.pooled.layout.total_width))
@@ -111,11 +111,11 @@ class TableShard:
         dtype = compute_dtype(self.dtype)
         if [tuple(each.shape) for each in gradients] != shapes or any(each.dtype != dtype for each in gradients):
             found = [(tuple(each.shape), str(each.dtype)) for each in gradients]
-            raise DataError(f"the gradients are {found}, and {shapes} of {dtype} are wanted")
+            raise DataError(f"the gradients are {found}, expected {shapes} of {dtype}")
 
     def update(self, request: LookupRequest, gradients: list[Tensor], *, lr: float, step: int) -> None:
-        """Apply the optimizer to every row that was asked for; inside `changing`, with gradients that were checked."""
-        assert self.optimizer is not None, "this server was made for look-ups only"
+        """Apply the optimizer to every row of a request; within `changing`, with checked gradients."""
+        assert self.optimizer is not None, "this server was created for lookups only"
         borders, tables = request.segments
         self._copy_before_write(request.ids, borders, tables)
         _mark(request.ids, borders, tables, self._starts, self.touched)
@@ -145,27 +145,27 @@ class TableShard:
                 step=step,
             )
 
-    # Rows by their numbers
+    # Rows by number
 
     def parts(self, table: int) -> dict[str, Tensor]:
-        """`rows` of a table and what the optimizer remembers of them, [rows, columns] each."""
+        """`rows` of a table and their optimizer state, [rows, columns] each."""
         return {"rows": self._rows[table], **self._states[table]}
 
     def read(self, table: str, part: str, start: int, stop: int) -> Tensor:
-        """Rows `start` to `stop` of one part of a table, copied."""
+        """Copy rows `start` to `stop` of one part of a table."""
         return self._part(table, part, start, stop)[start:stop].clone()
 
     def gather(self, table: str, part: str, rows: Tensor) -> Tensor:
-        """Rows [n] of one part of a table, copied."""
+        """Copy rows [n] of one part of a table."""
         if rows.numel():
             self._part(table, part, int(rows.min()), int(rows.max()) + 1)
         return self._part(table, part, 0, 0)[rows.long()]
 
     def write(self, table: str, part: str, start: int, values: Tensor) -> None:
-        """Take over rows [n, columns] from row `start` on; inside `changing`."""
+        """Overwrite rows from `start` on with values [n, columns]; within `changing`."""
         tensor = self._part(table, part, start, start + len(values))
         if values.shape[1:] != tensor.shape[1:] or values.dtype != tensor.dtype:
-            raise DataError(f"`{table}.{part}` has {tensor.shape[1]} columns of {tensor.dtype}: these values do not fit")
+            raise DataError(f"`{table}.{part}` has {tensor.shape[1]} columns of {tensor.dtype}; these values do not fit")
         rows = np.arange(start, start + len(values))
         borders, tables = np.array([0, len(rows)], np.int64), np.array([self.table_index[table]], np.int64)
         self._copy_before_write(rows, borders, tables)
@@ -174,17 +174,17 @@ class TableShard:
 
     def _part(self, table: str, part: str, start: int, stop: int) -> Tensor:
         if table not in self.table_index or part not in (parts := self.parts(self.table_index[table])):
-            raise DataError(f"this server keeps no `{table}.{part}`")
+            raise DataError(f"this server does not hold `{table}.{part}`")
         tensor = parts[part]
         if not 0 <= start <= stop <= len(tensor):
-            raise DataError(f"this server keeps {len(tensor)} rows of `{table}`: there are none from {start} to {stop}")
+            raise DataError(f"this server holds {len(tensor)} rows of `{table}`; {start} to {stop} is out of range")
         return tensor
 
     # Changes and snapshots
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
-        """Rows, and whatever is counted of them, change within; not while a snapshot begins."""
+        """Context in which rows and their counters may change; excludes the start of a snapshot."""
         with self._condition:
             while self._is_starting:
                 self._condition.wait()
@@ -197,12 +197,12 @@ class TableShard:
                 self._condition.notify_all()
 
     def begin_snapshot(self, *, is_full: bool, on_begin: Callable[[], None]) -> int:
-        """From now on rows are kept for a snapshot as they are now, all or those touched; `on_begin` is called at this moment.
+        """Start a snapshot of all rows, or of those touched, as they are now; `on_begin` is called at this moment.
 
-        Returns how many rows are in it. A full one also forgets which were touched.
+        Returns its number of rows. A full snapshot also clears `touched`.
         """
         with self._condition:
-            assert not self._is_copying, "one snapshot at a time"
+            assert not self._is_copying, "a snapshot is already in progress"
             self._is_starting = True
             try:
                 while self._num_writers:
@@ -220,7 +220,7 @@ class TableShard:
                 self._condition.notify_all()
 
     def copy_rows(self) -> Iterator[RowCopy]:
-        """The rows of the snapshot that has begun, each once, as they were then; in no order."""
+        """Yield the rows of the current snapshot, each once, in any order."""
         for table, whole in enumerate(self.layout.tables):
             at, most = 0, max(1, PORTION_BYTES // max(1, self._row_bytes(table)))
             found = np.empty(most, np.int64)
@@ -237,7 +237,7 @@ class TableShard:
         yield from self._drain_queue()
 
     def end_snapshot(self, *, is_full: bool, is_written: bool) -> None:
-        """Nothing is copied any more. A full snapshot that was not written leaves every row touched."""
+        """Stop copying. A full snapshot that was not written leaves every row touched."""
         with self._condition:
             self._is_copying = False
             self._queue.clear()
@@ -247,7 +247,7 @@ class TableShard:
             self._condition.notify_all()
 
     def restore_rows(self, copy: RowCopy, *, is_touched: bool) -> None:
-        """Take over rows from a snapshot; before anybody is served."""
+        """Load rows from a snapshot, before serving."""
         rows = torch.from_numpy(copy.rows)
         for tensor, value in zip(self.parts(copy.table).values(), copy.values, strict=True):
             tensor[rows] = value
@@ -256,12 +256,12 @@ class TableShard:
 
     @property
     def num_bytes(self) -> int:
-        """Of all rows and what the optimizer remembers of them."""
+        """Bytes of all rows and their optimizer state."""
         return sum(self._row_bytes(table) * whole.num_rows for table, whole in enumerate(self.layout.tables))
 
     @property
     def touched_bytes(self) -> int:
-        """The same of the touched rows."""
+        """Bytes of the touched rows and their optimizer state."""
         total = 0
         for table in range(len(self.layout.tables)):
             own = self.touched[self._starts[table] : self._starts[table + 1]]
@@ -269,7 +269,7 @@ class TableShard:
         return total
 
     def _copy_before_write(self, ids: NDArray[np.int64], borders: NDArray[np.int64], tables: NDArray[np.int64]) -> None:
-        """Copy those of the named rows that a snapshot still needs."""
+        """Copy those of the given rows that the snapshot still needs."""
         if not self._is_copying:
             return
         with self._condition:
@@ -317,13 +317,13 @@ def _mark(ids, borders, tables, starts, flags):  # type: ignore[no-untyped-def]
         start = starts[tables[segment]]
         for index in range(borders[segment], borders[segment + 1]):
             row = start + np.int64(ids[index])
-            if flags[row] == 0:  # most are set already, and reading alone is faster
+            if flags[row] == 0:  # most are set already, and reading is cheaper than writing
                 flags[row] = 1
 
 
 @_jit
 def _claim(ids, borders, tables, starts, flags, found, counts):  # type: ignore[no-untyped-def]
-    """Clear the flags of ids that have one, and list these rows; counts [segments] says how many each segment has."""
+    """Clear the flags that are set for ids, and list these rows; counts [segments] is their number per segment."""
     total = 0
     for segment in range(len(tables)):
         start, before = starts[tables[segment]], total
@@ -338,7 +338,7 @@ def _claim(ids, borders, tables, starts, flags, found, counts):  # type: ignore[
 
 @_jit
 def _next_rows(flags, first, last, found):  # type: ignore[no-untyped-def]
-    """Clear flags from `first` on and list their rows until `found` is full; returns how many, and where to go on."""
+    """Clear flags from `first` on and list their rows until `found` is full; returns their number and where to continue."""
     count = 0
     for row in range(first, last):
         if flags[row] != 0:

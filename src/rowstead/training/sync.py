@@ -1,7 +1,7 @@
-"""What trainers do about each other: nothing, all-reduce, EASGD, or a shadow thread.
+"""Synchronisation policies of trainers: none, all-reduce, EASGD, or a shadow thread.
 
-Letters, as in docs/synchronisation.md: x a trainer's parameters, c the centre's, g gradients, p trainers, tau the period.
-A centre that is gone stops nobody: each policy goes on alone and exchanges again when the centre is back.
+Letters, as in docs/synchronisation.md: x a trainer's parameters, c the shared ones, g gradients, p trainers, tau the period.
+When the dense server is unavailable, a policy continues without it, and exchanges again when it is back.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from rowstead.spec.sync import SyncSpec
 from rowstead.training.sync_base import DenseServer, DenseServerUnavailable, Replica
 
 OPTIMIZER = "optimizer"
-"""Name under which the state of the dense optimizer is kept at the centre."""
+"""Name under which the dense optimizer's state is saved on the dense server."""
 SAVE_STATE_EVERY = 16
-"""Exchanges after which a trainer leaves the state of its optimizer with the centre, for trainers that come later."""
+"""Exchanges after which a trainer saves its optimizer state on the dense server, for trainers that start later."""
 AVERAGE_EVERY = 16
 """Rounds of gradients after which parameters are averaged too."""
 
@@ -26,7 +26,7 @@ AVERAGE_EVERY = 16
 def build_policies(
     spec: SyncSpec, connect: Callable[[int], DenseServer], *, num_trainers: int, num_threads: int = 1
 ) -> list[Unsynchronised]:
-    """A policy for each thread of one trainer; `connect(thread)` gives that thread's own view of the centre."""
+    """Return a policy per thread of one trainer; `connect(thread)` returns the dense server's client of that thread."""
     mode, alpha = spec.mode_for(num_trainers), spec.alpha_for(num_trainers)
     if mode == "allreduce":
         return [AllReduce(connect(i), thread=i) for i in range(num_threads)]
@@ -47,26 +47,26 @@ def build_policies(
 
 
 class Unsynchronised:
-    """The policy of who has nobody to think of."""
+    """No-op policy for a single trainer."""
 
     def begin(self, replica: Replica) -> None:
-        """Nothing to take over."""
+        """Does nothing."""
 
     def gradients_ready(self, step: int) -> None:
-        """Gradients are the trainer's own."""
+        """Does nothing."""
 
     def after_step(self, step: int) -> None:
-        """Nobody to tell."""
+        """Does nothing."""
 
     def pause(self) -> None:
-        """There is nothing to train on for now: nobody should wait for this one."""
+        """Does nothing."""
 
     def close(self) -> None:
-        """Nobody to tell."""
+        """Does nothing."""
 
 
 class _SyncWithServer(Unsynchronised):
-    """What the policies with a centre have in common: how a trainer begins, and that it goes on when the centre is gone."""
+    """Base of the policies with a dense server: how a trainer joins, and that it continues without the server."""
 
     def __init__(self, server: DenseServer, *, thread: int = 0) -> None:
         self._server, self._thread = server, thread
@@ -75,29 +75,29 @@ class _SyncWithServer(Unsynchronised):
         self._exchanges_to_save = 1
         self.num_exchanges = 0
         self.num_missed = 0
-        """Exchanges that did not happen since the centre was gone."""
+        """Exchanges that failed because the dense server was unavailable."""
 
     @property
     def replica(self) -> Replica:
-        assert self._replica is not None, "begin comes before the first step"
+        assert self._replica is not None, "call begin before the first step"
         return self._replica
 
     def begin(self, replica: Replica) -> None:
-        """Take over the centre's parameters, and the optimizer's state that another trainer has left there."""
+        """Load the shared parameters, and the optimizer state that another trainer has saved."""
         self._replica = replica
         self._try(lambda: None)
 
     def _join(self) -> None:
         common = self._server.join(self._local())
         self._has_joined = True
-        if self._thread == 0:  # the others share these parameters
+        if self._thread == 0:  # the other threads share these parameters
             with torch.no_grad():
                 self.replica.parameters.copy_(common)
             if (state := self._server.load_state(OPTIMIZER)) is not None:
                 self.replica.set_optimizer_state(state)
 
     def _count_exchange(self) -> None:
-        """Count an exchange, and now and then leave the optimizer's state with the centre."""
+        """Count an exchange, and every `SAVE_STATE_EVERY` exchanges save the optimizer state."""
         self.num_exchanges += 1
         self._exchanges_to_save -= 1
         if self._thread == 0 and self._exchanges_to_save <= 0:
@@ -110,7 +110,7 @@ class _SyncWithServer(Unsynchronised):
             self._server.save_state(OPTIMIZER, state)
 
     def _local(self) -> Tensor:
-        """The parameters as they are now, on the CPU."""
+        """Return a copy of the parameters on the CPU."""
         return self.replica.parameters.detach().to("cpu", copy=True)
 
     def _add(self, change: Tensor) -> None:
@@ -119,7 +119,7 @@ class _SyncWithServer(Unsynchronised):
             self.replica.parameters.add_(change.to(self.replica.parameters.device))
 
     def _try(self, exchange: Callable[[], None]) -> None:
-        """Exchange something, as a member; go on without if the centre is gone."""
+        """Exchange as a member; count a missed exchange if the dense server is unavailable."""
         try:
             if not self._has_joined:
                 self._join()
@@ -128,7 +128,7 @@ class _SyncWithServer(Unsynchronised):
             self.num_missed += 1
 
     def close(self) -> None:
-        """Hand over the last parameters: the common model becomes the mean of those of all trainers."""
+        """Send the final parameters: the shared model becomes the mean of those of all trainers."""
 
         def finish() -> None:
             if self._thread == 0:
@@ -141,13 +141,13 @@ class _SyncWithServer(Unsynchronised):
 
 
 class PublishParameters(_SyncWithServer):
-    """One trainer: the centre only keeps what it has learned, every `period` steps and at the end."""
+    """Policy of a single trainer: push its parameters every `period` steps and at the end."""
 
     def __init__(self, server: DenseServer, *, period: int) -> None:
         super().__init__(server)
         self._period = period
         self._num_steps = 0
-        """Of this thread: numbers of steps may go to others, or come in any order."""
+        """Of this thread: step numbers may go to other threads, or come in any order."""
 
     def after_step(self, step: int) -> None:
         self._num_steps += 1
@@ -164,10 +164,10 @@ class PublishParameters(_SyncWithServer):
 
 
 class AllReduce(_SyncWithServer):
-    """Every step with the mean of all trainers' gradients: g <- mean over i of g_i.
+    """All-reduce: every step uses the mean of all trainers' gradients, g <- mean over i of g_i.
 
-    Thread k of a trainer averages with thread k of the others. Now and then parameters are averaged too: it changes nothing but
-    for those who came too late for a round.
+    Thread k of a trainer averages with thread k of the others. Every `AVERAGE_EVERY` rounds the parameters are averaged too,
+    which only changes those of members that have missed a round.
     """
 
     def __init__(self, server: DenseServer, *, thread: int = 0) -> None:
@@ -184,11 +184,11 @@ class AllReduce(_SyncWithServer):
         self._try(average)
 
     def after_step(self, step: int) -> None:
-        if self._thread == 0 and self._round and self._round % AVERAGE_EVERY == 0:  # so for all that were in this round
+        if self._thread == 0 and self._round and self._round % AVERAGE_EVERY == 0:  # the same for all members of this round
             self._average_parameters()
 
     def pause(self) -> None:
-        """Leave; who comes to a round is a member again."""
+        """Leave; entering a round makes it a member again."""
         self._try(self._server.leave)
 
     def _average_parameters(self) -> None:
@@ -203,7 +203,7 @@ class AllReduce(_SyncWithServer):
 class Easgd(_SyncWithServer):
     """Asynchronous elastic averaging: every tau steps e = alpha (x - c), x <- x - e, c <- c + e, then the step.
 
-    The gradient of that step is the one at x before the exchange, as in the algorithm of Zhang, Choromanska and LeCun.
+    The gradient of that step is the one at x before the exchange, as in Zhang, Choromanska and LeCun, algorithm 1.
     """
 
     def __init__(self, server: DenseServer, *, alpha: float, period: int, thread: int = 0) -> None:
@@ -225,11 +225,11 @@ class Easgd(_SyncWithServer):
 
 
 class Shadow(_SyncWithServer):
-    """Synchronisation by a thread of its own, which trains nothing and stops nobody.
+    """Synchronises in a background thread, without blocking training.
 
-    As soon as `period` steps have been made since the last time, it reads x, exchanges it, and adds what comes of it to x as it
-    is by then, so that steps made meanwhile stay. With rule `easgd`: x <- x - e, c <- c + e, e = alpha (x - c). With `average`
-    and `bmuf`: x <- x + alpha (c' - x), c' the centre after a round of all trainers.
+    Every `period` steps the thread reads x, exchanges it, and adds the resulting difference to the current x, so that steps made
+    meanwhile are kept. With rule `easgd`: x <- x - e, c <- c + e, e = alpha (x - c). With `average` and `bmuf`:
+    x <- x + alpha (c' - x), where c' are the shared parameters after a round of all trainers.
     """
 
     def __init__(
@@ -257,13 +257,13 @@ class Shadow(_SyncWithServer):
             raise self._error
 
     def pause(self) -> None:
-        """Leave, where others would wait for this one in a round."""
+        """Leave, if others would wait for this trainer in a round."""
         with self._condition:
             self._is_paused = self._rule != "easgd"
             self._condition.notify()
 
     def for_thread(self) -> _ShadowThread:
-        """The policy of another thread of the same trainer, whose steps count too."""
+        """Return the policy of another thread of the same trainer, whose steps count too."""
         return _ShadowThread(self)
 
     def close(self) -> None:
@@ -277,7 +277,7 @@ class Shadow(_SyncWithServer):
             raise self._error
 
     def exchange(self) -> None:
-        """One synchronisation."""
+        """Synchronise once."""
 
         def exchange() -> None:
             own = self._local()
@@ -309,7 +309,7 @@ class Shadow(_SyncWithServer):
 
 
 class _ShadowThread(Unsynchronised):
-    """Counts the steps of one more thread towards those of a shadow."""
+    """Counts the steps of another thread towards the period of a shadow."""
 
     def __init__(self, shadow: Shadow) -> None:
         self._shadow = shadow

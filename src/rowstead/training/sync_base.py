@@ -1,4 +1,4 @@
-"""`SyncPolicy`: what a trainer does about the others; `DenseServer`: the place where they meet, whatever carries what they say."""
+"""Contracts of synchronisation: `SyncPolicy`, what a trainer exchanges when, and `DenseServer`, whom it exchanges with."""
 
 from __future__ import annotations
 
@@ -9,105 +9,109 @@ from torch import Tensor
 from rowstead.spec.errors import RowsteadError
 
 
-class DenseServerUnavailable(RowsteadError):  # noqa: N818 - it says what happened
-    """The centre did not answer in time. A trainer goes on alone and tries again later."""
+class DenseServerUnavailable(RowsteadError):  # noqa: N818 - names what happened
+    """The dense server did not answer in time. A trainer continues without it and tries again later."""
 
 
 class DenseServer(Protocol):
-    """What one member, a thread of a trainer, sees of the centre. All parameters are one flat tensor.
+    """The shared dense parameters as seen by one member, a thread of a trainer. All parameters are one flat tensor.
 
-    One thread at a time calls it. Whatever is handed over may be changed by its owner right after the call, and what is returned
-    belongs to the caller. Every method may raise DenseServerUnavailable.
+    One thread at a time calls it. Arguments may be changed right after the call, and results belong to the caller. Every method
+    may raise DenseServerUnavailable.
     """
 
     def join(self, parameters: Tensor) -> Tensor:
-        """The centre's parameters; it takes these, if it has none yet. From now on rounds wait for this member."""
+        """Return the shared parameters, initialised from these if there are none. From now on rounds wait for this member."""
         ...
 
     def leave(self) -> None:
-        """No round waits for this member any more."""
+        """Stop rounds from waiting for this member."""
         ...
 
     def finish(self, parameters: Tensor) -> None:
-        """Leave after the last step: the centre becomes the mean of what all that have finished so far have handed over."""
+        """Leave after the last step; the shared parameters become the mean of those of all finished members."""
         ...
 
     def pull(self) -> Tensor:
-        """The centre's parameters."""
+        """Return the shared parameters."""
         ...
 
     def push(self, parameters: Tensor) -> None:
-        """Replace the centre's parameters."""
+        """Replace the shared parameters."""
         ...
 
     def elastic_average(self, local: Tensor, alpha: float) -> Tensor:
-        """Move the centre by alpha * (local - centre), and return by how much it moved."""
+        """Move the shared parameters c by alpha * (local - c), and return the change."""
         ...
 
     def average(self, tensor: Tensor, group: str) -> tuple[Tensor, int]:
-        """The mean over the members that are in this round of `group`: all that are alive, or who has come by a deadline.
+        """Return the mean over the members in this round of `group`: all live ones, or those that came before a deadline.
 
-        And the number of the round, the same for all that are in it.
+        Also return the number of the round, which is the same for all its members.
         """
         ...
 
     def average_parameters(self, local: Tensor, *, momentum: float = 0.0, lr: float = 1.0) -> Tensor:
-        """A round over parameters that moves the centre, and returns it.
+        """Enter a round over parameters that updates the shared ones, and return those.
 
-        With m the mean of the round, c the centre and d its last change: d <- momentum * d + lr * (m - c), c <- c + d. Without
-        momentum and with lr 1 the centre becomes the mean.
+        With m the mean of the round, c the shared parameters and d their last change: d <- momentum * d + lr * (m - c),
+        c <- c + d. Without momentum and with lr 1 they become the mean.
         """
         ...
 
     def save_state(self, name: str, tensor: Tensor) -> None:
-        """Leave something with the centre for whoever comes next, such as the state of the optimizer."""
+        """Save a tensor on the server for other members, such as the optimizer state."""
         ...
 
     def load_state(self, name: str) -> Tensor | None:
-        """What was left under that name last."""
+        """Return the tensor last saved under a name; None if there is none."""
         ...
 
 
 class Replica(Protocol):
-    """What a policy may touch of a trainer: its own dense parameters, gradients and optimizer state.
+    """The part of a trainer that a policy may touch: its dense parameters, gradients and optimizer state.
 
-    `parameters` is the memory that the trainer trains: a policy adds to it in place, between steps or, as Hogwild does, during one.
+    `parameters` is the trainer's own memory: a policy adds to it in place, between steps or, as Hogwild does, during one.
     """
 
     parameters: Tensor
 
     def gradients(self) -> Tensor:
-        """Of all parameters, in their order, as a copy."""
+        """Return a copy of the gradients of all parameters, in their order."""
         ...
 
     def set_gradients(self, gradients: Tensor) -> None:
-        """Replace them."""
+        """Replace the gradients."""
         ...
 
     def optimizer_state(self) -> Tensor:
-        """What the dense optimizer remembers, as a copy; empty where it remembers nothing."""
+        """Return a copy of the dense optimizer's state; empty if it has none."""
         ...
 
     def set_optimizer_state(self, state: Tensor) -> None:
-        """Take over what `optimizer_state` gave in another trainer."""
+        """Load the `optimizer_state` of another trainer."""
         ...
 
 
 class SyncPolicy(Protocol):
-    """What a trainer, or one of its threads, does about the other trainers. Steps are numbered from 1."""
+    """How a trainer, or one of its threads, synchronises with other trainers. Steps are numbered from 1."""
 
     def begin(self, replica: Replica) -> None:
-        """Before the first step: take over the common parameters."""
+        """Before the first step: load the shared parameters."""
         ...
 
     def gradients_ready(self, step: int) -> None:
-        """Gradients are there, and nothing has been updated yet."""
+        """After backward, before any update."""
         ...
 
     def after_step(self, step: int) -> None:
-        """Parameters and rows are updated."""
+        """After parameters and rows are updated."""
+        ...
+
+    def pause(self) -> None:
+        """While there are no batches: do not let others wait for this trainer."""
         ...
 
     def close(self) -> None:
-        """After the last step: hand over what was learned."""
+        """After the last step: send the final parameters."""
         ...
