@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from rowstead.kernels.gpu.linear import linear, masked_gradient, weights_later
+from rowstead.kernels.gpu.linear import defer_weight_gradients, linear, masked_gradient
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -49,7 +49,7 @@ def test_a_layer_is_that_of_plain_torch(width: int, too_many: int, waits: bool, 
                 out = out.relu() if relu else out
                 out.backward(grad.to(out.dtype))
             else:
-                with weights_later() if waits else contextlib.nullcontext([]) as later:
+                with defer_weight_gradients() if waits else contextlib.nullcontext([]) as later:
                     out = linear(functional.pad(x, (0, too_many)), layer, relu=relu)
                 out.backward(grad.to(out.dtype))
                 assert (layer.weight.grad is None) == (layer.bias.grad is None) == waits == bool(later)

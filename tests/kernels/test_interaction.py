@@ -14,6 +14,7 @@ from rowstead.kernels.cpu import interaction as interaction_cpu
 from rowstead.kernels.interaction import InteractionKernels, fused_pairwise_dots, pairwise_dots, reference_pairwise_dots
 from rowstead.nn.layers import Dot
 from rowstead.spec.errors import DataError
+from rowstead.spec.interactions import InteractionInputs, InteractionSpec
 
 GPU = "cuda" if torch.cuda.is_available() else "cpu"  # there in Triton's interpreter
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -162,11 +163,12 @@ def test_under_autocast_the_result_has_its_type_and_each_gradient_that_of_its_in
 
 
 @pytest.mark.parametrize("has_dense", [True, False])
-def test_a_model_that_is_exported_holds_torch_operations_alone(has_dense: bool) -> None:
+def test_a_model_that_is_exported_holds_torch_operations_only(has_dense: bool) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.dot = Dot(8 if has_dense else 0, 24, 8)
+            inputs = InteractionInputs(width=8, dense_width=8 if has_dense else 0, pooled_width=24)
+            self.dot = Dot(inputs, InteractionSpec())
 
         def forward(self, pooled: Tensor, dense: Tensor | None = None) -> Tensor:
             return self.dot(dense, pooled)
@@ -217,7 +219,7 @@ def test_a_captured_graph_replays_forward_and_backward() -> None:
 
 def test_as_many_dense_vectors_as_pooled_ones_are_needed() -> None:
     for dense in (torch.randn(2, 8), torch.randn(5, 4), torch.randn(0, 8)):
-        with pytest.raises(DataError, match="beside 5 pooled examples"):
+        with pytest.raises(DataError, match="do not match 5 pooled examples"):
             pairwise_dots(dense, torch.randn(5, 24), 8)
-    with pytest.raises(DataError, match="no whole number"):
+    with pytest.raises(DataError, match="cannot be split into vectors of width 8"):
         pairwise_dots(torch.randn(5, 8), torch.randn(5, 20), 8)

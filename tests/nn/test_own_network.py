@@ -64,7 +64,9 @@ LINEAR = """
             return super().forward(dense, torch.cat(list(by_name.values()), dim=1))
 
 
-    not_a_class = 3
+    class Branching(Linear):
+        def forward(self, dense, pooled):
+            return super().forward(dense if dense.sum() > 0 else -dense, pooled)
 """
 
 
@@ -139,6 +141,15 @@ def test_pooled_rows_by_feature_and_a_forward_in_two_parts_train(tmp_path: Path,
 def test_hogwild_threads_train_it(tmp_path: Path, linear: Path) -> None:
     spec = small_spec("train.max_steps=20", f"model.network={linear}:Linear", "train.sync.hogwild_threads=2")
     assert figures_of(train(spec, out=tmp_path / "run"))["auc"] > 0.5
+
+
+def test_a_network_that_cannot_be_traced_is_not_exported(tmp_path: Path, linear: Path) -> None:
+    train(small_spec("train.max_steps=2", f"model.network={linear}:Branching"), out=tmp_path / "run")
+    with pytest.raises(
+        RowsteadError, match=r"torch\.export cannot trace `.*:Branching`: .*Avoid branches on the values of tensors"
+    ):
+        rowstead.export(str(tmp_path / "run"), tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()
 
 
 def test_a_relative_path_is_looked_for_beside_the_recipe_and_kept_absolute(

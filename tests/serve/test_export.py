@@ -99,7 +99,7 @@ def test_failed_export_leaves_nothing_behind(run, tmp_path, monkeypatch):
         file.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(export_module, "exported_program", lambda program: None)
+    monkeypatch.setattr(export_module, "trace_program", lambda program: None)
     monkeypatch.setattr(torch.export, "save", full_disk)
     with pytest.raises(OSError, match="No space left"):
         rowstead.export(run, tmp_path / "new")
@@ -109,7 +109,7 @@ def test_failed_export_leaves_nothing_behind(run, tmp_path, monkeypatch):
 def test_what_is_no_export_is_said_so(tmp_path, exported):
     with pytest.raises(RowsteadError, match="there is no folder"):
         rowstead.load_exported(tmp_path / "nowhere")
-    with pytest.raises(RowsteadError, match=r"is no exported model: it has no inputs\.json"):
+    with pytest.raises(RowsteadError, match=r"is not an exported model: it has no inputs\.json"):
         rowstead.load_exported(tmp_path)
     broken = shutil.copytree(exported, tmp_path / "broken")
     plain = json.loads((broken / "inputs.json").read_text())

@@ -102,7 +102,7 @@ def test_mistakes_are_named(run, exported, log, tmp_path):
     for arguments, said in (
         ({"run": str(exported)}, "name the log with --data"),
         ({"run": run, "keep": ["rows"]}, "no column `rows` to copy: did you mean `row`"),
-        ({"run": run, "keep": ["p"]}, "a column `p` of its own"),
+        ({"run": run, "keep": ["p"]}, "its own column `p`"),
         ({"run": run, "data": [str(tmp_path / "no.parquet")]}, "no file"),
         ({"run": str(tmp_path)}, "is not the folder of a run"),
         ({"run": run, "out": tmp_path}, "is a folder"),
@@ -113,6 +113,6 @@ def test_mistakes_are_named(run, exported, log, tmp_path):
     other = pq.read_table(log / "part-1.parquet")
     text = other.set_column(0, "row", other["row"].cast(pa.string()))
     pq.write_table(text, tmp_path / "text.parquet")
-    with pytest.raises(RowsteadError, match="cannot be copied into one column"):
+    with pytest.raises(RowsteadError, match="convert one of them to copy it"):
         rowstead.predict(run, out, data=[str(log / "part-0.parquet"), str(tmp_path / "text.parquet")], keep=["row"])
     assert not out.exists()

@@ -17,8 +17,8 @@ from rowstead.data.encode import Encoder
 from rowstead.data.transforms import DenseTransforms
 from rowstead.kernels.layout import layout_of
 from rowstead.nn.dlrm import DLRM
-from rowstead.serve.exported import raw_arguments
-from rowstead.serve.program import DenseProgram, FlatRows, ServingProgram, exported_program
+from rowstead.serve.exported import arguments_of
+from rowstead.serve.program import DenseProgram, FlatRows, ServingProgram, trace_program
 from rowstead.spec.features import DenseFeatureSpec, FeaturesSpec, SparseFeatureSpec, TableSpec, tables_of
 from rowstead.spec.interactions import InteractionSpec
 from rowstead.spec.model import ModelSpec
@@ -69,7 +69,7 @@ class Served:
     def distance(self, call, block: RawBlock) -> float:
         """The largest difference between `call` and the model's own predictions."""
         with torch.no_grad():
-            ours = call(*raw_arguments(block))
+            ours = call(*arguments_of(block))
         theirs = self.model.predict(self.encoder.encode(block))
         assert ours.shape == theirs.shape == (block.num_rows,)
         return (ours - theirs).abs().max().item()
@@ -108,7 +108,7 @@ CASES = {
 def test_exported_program_agrees_with_the_model_for_any_number_of_examples_and_ids(case):
     served = Served(*CASES[case])
     saved = io.BytesIO()
-    torch.export.save(exported_program(served.program), saved)
+    torch.export.save(trace_program(served.program), saved)
     saved.seek(0)
     call = torch.export.load(saved).module()
     one_id = served.block(1, lengths=(0,))
@@ -121,11 +121,11 @@ def test_exported_program_agrees_with_the_model_for_any_number_of_examples_and_i
 
 def test_exported_int8_program_is_the_int8_program_and_near_the_model():
     served = Served(*CASES["one of each, cross"], int8=True)
-    call = exported_program(served.program).module()
+    call = trace_program(served.program).module()
     for num_rows in (1, 2, 300):
         block = served.block(num_rows)
         with torch.no_grad():
-            assert torch.equal(call(*raw_arguments(block)), served.program(*raw_arguments(block)))
+            assert torch.equal(call(*arguments_of(block)), served.program(*arguments_of(block)))
         assert served.distance(call, block) < 0.05
 
 

@@ -1,4 +1,4 @@
-"""The dot products of all pairs among an example's vectors, forward and backward, by the kernel that its device has.
+"""Pairwise dot products of each example's vectors, forward and backward, by the kernels of its device.
 
 Letters: B examples, V vectors (the dense one first, if there is one), D width, P = V (V - 1) / 2 pairs.
 """
@@ -16,13 +16,13 @@ from rowstead.kernels.cpu import interaction as interaction_cpu
 from rowstead.spec.errors import DataError
 
 GPU_LIMIT = 256
-"""Most vectors, and widest, that the GPU kernels take: one example has to fit a program."""
+"""Largest number of vectors, and largest width, of the GPU kernels: one example must fit in a program."""
 
-_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class InteractionKernels(Protocol):
-    """The two functions of each set of kernels."""
+    """The two functions that each device's kernels provide."""
 
     def forward(self, dense: Tensor | None, pooled: Tensor, width: int, dtype: torch.dtype) -> Tensor: ...
 
@@ -30,23 +30,23 @@ class InteractionKernels(Protocol):
 
 
 def pairwise_dots(dense: Tensor | None, pooled: Tensor, width: int) -> Tensor:
-    """The dense vector, then the products of vectors 1 and 0, 2 and 0, 2 and 1, and so on: [B, D + P], or [B, P] without one.
+    """The dense vector, then the products of vectors 1 and 0, 2 and 0, 2 and 1, and so on: [B, D + P], or [B, P] without a dense vector.
 
-    dense [B, D] or none; pooled [B, (V - 1) * D], or [B, V * D] without a dense vector. On a GPU the result is some columns
-    wider, and 0 there, so that a matrix product can follow at full speed.
+    dense [B, D] or None; pooled [B, (V - 1) * D], or [B, V * D] without a dense vector. On a GPU the result is padded with
+    columns of zeros, so that the following matrix product runs at full speed.
     """
     kernels = _kernels_for(dense, pooled, width)
     if kernels is None:
         return reference_pairwise_dots(dense, pooled, width)
     if dense is not None and dense.shape != (len(pooled), width):
-        raise DataError(f"dense vectors {tuple(dense.shape)} beside {len(pooled)} pooled examples: give as many, {width} wide")
+        raise DataError(f"dense vectors {tuple(dense.shape)} do not match {len(pooled)} pooled examples of width {width}")
     if pooled.shape[1] % width:
-        raise DataError(f"pooled vectors {pooled.shape[1]} wide are no whole number of vectors of {width}")
+        raise DataError(f"pooled vectors {pooled.shape[1]} wide cannot be split into vectors of width {width}")
     return fused_pairwise_dots(dense, pooled, width, kernels)
 
 
 def reference_pairwise_dots(dense: Tensor | None, pooled: Tensor, width: int) -> Tensor:
-    """`pairwise_dots` in plain torch, for every type and shape, and for programs that are traced."""
+    """`pairwise_dots` in plain torch, for every dtype and shape, and for tracing."""
     side_by_side = pooled if dense is None else torch.cat([dense, pooled], dim=1)
     vectors = side_by_side.unflatten(1, (-1, width))
     num_vectors = vectors.shape[1]
@@ -56,7 +56,7 @@ def reference_pairwise_dots(dense: Tensor | None, pooled: Tensor, width: int) ->
 
 
 def fused_pairwise_dots(dense: Tensor | None, pooled: Tensor, width: int, kernels: InteractionKernels) -> Tensor:
-    """`pairwise_dots` by these kernels. Under autocast the result has its type, and inputs are left as they are."""
+    """`pairwise_dots` by these kernels. Under autocast the result has autocast's dtype; the inputs are not cast."""
     device = pooled.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
@@ -68,7 +68,7 @@ def fused_pairwise_dots(dense: Tensor | None, pooled: Tensor, width: int, kernel
 
 def _kernels_for(dense: Tensor | None, pooled: Tensor, width: int) -> InteractionKernels | None:
     num_vectors = pooled.shape[1] // width + (dense is not None)
-    known = pooled.dtype in _TYPES and (dense is None or dense.dtype in _TYPES)
+    known = pooled.dtype in _DTYPES and (dense is None or dense.dtype in _DTYPES)
     if torch.compiler.is_compiling() or not known or num_vectors < 2:
         return None
     if pooled.device.type == "cpu":

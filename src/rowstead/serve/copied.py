@@ -1,4 +1,4 @@
-"""Columns of a Parquet log copied as they are, row by row in step with the predictions."""
+"""Copy columns of a Parquet log unchanged, aligned with the rows that are predicted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BATCH_ROWS = 8192
 
 
 class CopiedColumns:
-    """Some columns of a log's split, in file order and without the rows that the log leaves out as bad."""
+    """Some columns of a log's split, in file order, without the bad rows that the log skips."""
 
     def __init__(self, log: ParquetLog, names: Sequence[str]) -> None:
         self._log = log
@@ -27,7 +27,7 @@ class CopiedColumns:
         self._rest: list[pa.Table] = []
 
     def take(self, num_rows: int) -> pa.Table:
-        """The next `num_rows` rows; there must be so many."""
+        """Take the next `num_rows` rows, which must exist."""
         found, missing = [], num_rows
         while missing:
             table = self._rest.pop() if self._rest else next(self._tables)
@@ -40,7 +40,7 @@ class CopiedColumns:
     def _check(self) -> None:
         types: dict[str, tuple[pa.DataType, str]] = {}
         for file in self._log.files:
-            with _opened(file) as parquet:
+            with _open(file) as parquet:
                 schema = parquet.schema_arrow
             for name in self.names:
                 if name not in schema.names:
@@ -49,7 +49,7 @@ class CopiedColumns:
                 if schema.field(name).type != kind:
                     raise DataError(
                         f"column `{name}` has type {kind} in `{first}` but {schema.field(name).type} in `{file.path}`: "
-                        "it cannot be copied into one column. Convert one of them"
+                        "convert one of them to copy it"
                     )
 
     def _good_tables(self) -> Iterator[pa.Table]:
@@ -65,7 +65,7 @@ class CopiedColumns:
             mask = mask[table.num_rows :]
 
     def _masks(self) -> Iterator[NDArray[np.bool_]]:
-        """Which rows are good, read a second time: only a log that skips bad rows pays for it."""
+        """Masks of good rows. They take a second read of the log, but only where bad rows are skipped."""
         for piece in self._log.pieces(self._log.spans, rows_ahead=0):
             yield np.ones(piece.block.num_rows, np.bool_) if piece.good is None else piece.good
 
@@ -74,7 +74,7 @@ class CopiedColumns:
             file = self._log.files[span.file]
             at = 0
             try:
-                with _opened(file) as parquet:
+                with _open(file) as parquet:
                     for batch in parquet.iter_batches(BATCH_ROWS, row_groups=[span.group], columns=list(self.names)):
                         start, stop = max(span.start - at, 0), min(span.stop - at, batch.num_rows)
                         if start < stop:
@@ -87,10 +87,10 @@ class CopiedColumns:
 
 
 def schema_of(log: ParquetLog) -> pa.Schema:
-    """All columns of the log's first file."""
-    with _opened(log.files[0]) as parquet:
+    """The schema of the log's first file."""
+    with _open(log.files[0]) as parquet:
         return parquet.schema_arrow
 
 
-def _opened(file: LogFile) -> pq.ParquetFile:
+def _open(file: LogFile) -> pq.ParquetFile:
     return pq.ParquetFile(file.path if file.is_local else file.ranges(), pre_buffer=not file.is_local)

@@ -1,4 +1,4 @@
-"""A trained model as a folder that serves raw fields: a torch.export program, and what its inputs mean."""
+"""Export a trained model as a folder: a torch.export program over raw features, and a description of its inputs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from rowstead.records.files import shown_bytes
 from rowstead.records.run_folder import DEFAULT_ROOT
 from rowstead.records.usage import versions
 from rowstead.serve.exported import FORMAT, INPUTS, PROGRAM, sha256_of
-from rowstead.serve.program import ServingProgram, exported_program
+from rowstead.serve.program import ServingProgram, trace_program
 from rowstead.spec.errors import RowsteadError
+from rowstead.spec.networks import NETWORKS
 from rowstead.spec.parse import to_plain
 from rowstead.training.progress import ProgressCallback
 from rowstead.training.trained import open_run
@@ -37,7 +38,7 @@ class ExportSummary:
     int8: bool
 
     def rows(self) -> list[tuple[str, str]]:
-        """As names and values."""
+        """Names and values for a table."""
         return [
             ("folder", str(self.folder)),
             ("size", f"{shown_bytes(self.num_bytes)}, rows {'as int8' if self.int8 else 'in FP32'}"),
@@ -77,7 +78,16 @@ def export(
         "int8": int8,
         "versions": versions(),
     }
-    traced = exported_program(program)
+    try:
+        traced = trace_program(program)
+    except Exception as error:
+        if spec.model.network in NETWORKS:
+            raise
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise RowsteadError(
+            f"torch.export cannot trace `{spec.model.network}`: {why}. Avoid branches on the values of tensors, and sizes that "
+            "fix the number of examples, in `forward`"
+        ) from error
     unfinished = to.with_name(f".{to.name}.tmp-{os.getpid()}")
     try:
         unfinished.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""An exported model: raw columns in, click probabilities out, with the checks of training."""
+"""Load an exported model: raw columns in, click probabilities out, with the checks of training."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ FORMAT = 1
 
 
 class Exported:
-    """A model out of a folder that `export` wrote; needs nothing of the training run. Threads may share one."""
+    """A model from a folder that `export` wrote; independent of the training run, and safe to share between threads."""
 
     def __init__(self, folder: Path | str) -> None:
         folder = Path(folder)
-        plain = _inputs(folder)
+        plain = _read_inputs(folder)
         self.features = parse(FeaturesSpec, plain["features"])
         self.label: str = plain["label"]
-        """Name that the label had in the training log."""
+        """Name of the label column in the training log."""
         sparse = self.features.expanded_sparse()
         self._direct = [
-            (place, feature.name, plain["num_rows"][feature.table or feature.name], feature.max_ids)
-            for place, feature in enumerate(sparse)
+            (index, feature.name, plain["num_rows"][feature.table or feature.name], feature.max_ids)
+            for index, feature in enumerate(sparse)
             if feature.hash == "none"
         ]
         self.id_kinds: dict[str, str] = plain["id_kinds"]
         self._columns = ColumnReader(self.features, id_kinds=self.id_kinds)
         self._rule = RowRule(self.features)
-        self.program = _program(folder / PROGRAM, plain["sha256"][PROGRAM])
+        self.program = _load_program(folder / PROGRAM, plain["sha256"][PROGRAM])
         """The torch.export program itself: dense [B, Fd], ids [nnz] and offsets [F*B + 1] to probabilities [B]."""
         self._module = self.program.module()
 
@@ -61,13 +61,13 @@ class Exported:
         if start == stop:
             return np.empty(0, np.float32)
         with torch.no_grad():
-            result: Tensor = self._module(*raw_arguments(block, start, stop))
+            result: Tensor = self._module(*arguments_of(block, start, stop))
         return result.numpy()
 
     def check_ids(self, block: RawBlock) -> None:
-        """Refuse ids that training would: under `hash: none` an id is a row, unless truncation drops it."""
-        for place, name, num_rows, max_ids in self._direct:
-            ids, offsets = block.ids[place], block.offsets[place]
+        """Refuse ids as training would: under `hash: none` an id must be a row, unless truncation drops it."""
+        for index, name, num_rows, max_ids in self._direct:
+            ids, offsets = block.ids[index], block.offsets[index]
             outside = np.flatnonzero((ids < 0) | (ids >= num_rows))
             if max_ids is not None and len(outside):
                 bag = np.searchsorted(offsets, outside, side="right") - 1
@@ -77,7 +77,7 @@ class Exported:
 
 
 def load_exported(folder: Path | str) -> Exported:
-    """The exported model in a folder that `export` wrote. Load only what you trust: torch may unpickle parts of a program."""
+    """Load the exported model in a folder that `export` wrote. Load only what you trust: torch may unpickle parts of a program."""
     return Exported(folder)
 
 
@@ -86,7 +86,7 @@ def is_exported(name: str, root: Path | str) -> bool:
     return (Path(name) / INPUTS).is_file() and not (Path(root) / name / "spec.yaml").is_file()
 
 
-def raw_arguments(block: RawBlock, start: int = 0, stop: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def arguments_of(block: RawBlock, start: int = 0, stop: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """The program's arguments for the rows from `start` to `stop`: dense [B, Fd], ids [nnz], offsets [F*B + 1]."""
     stop = block.num_rows if stop is None else stop
     ids, offsets, total = [np.empty(0, np.int64)], [], 0
@@ -101,20 +101,20 @@ def raw_arguments(block: RawBlock, start: int = 0, stop: int | None = None) -> t
 
 
 def sha256_of(path: Path) -> str:
-    """The checksum of a file, read piece by piece."""
+    """The SHA-256 of a file, read in chunks."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
-        while piece := file.read(1 << 20):
-            digest.update(piece)
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
     return digest.hexdigest()
 
 
-def _inputs(folder: Path) -> dict[str, Any]:
+def _read_inputs(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise RowsteadError(f"there is no folder {folder}: `rowstead export RUN --to {folder}` makes one")
     for name in (INPUTS, PROGRAM):
         if not (folder / name).is_file():
-            raise RowsteadError(f"{folder} is no exported model: it has no {name}")
+            raise RowsteadError(f"{folder} is not an exported model: it has no {name}")
     file = folder / INPUTS
     try:
         plain = json.loads(file.read_text(encoding="utf-8"))
@@ -129,7 +129,7 @@ def _inputs(folder: Path) -> dict[str, Any]:
     return dict(plain)
 
 
-def _program(file: Path, sha256: str) -> torch.export.ExportedProgram:
+def _load_program(file: Path, sha256: str) -> torch.export.ExportedProgram:
     if sha256_of(file) != sha256:
         raise RowsteadError(f"{file} is damaged: its checksum is not the one in {INPUTS}. Copy it again, or export again")
     try:

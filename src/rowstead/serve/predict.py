@@ -1,4 +1,4 @@
-"""Click probabilities of a whole log, written to Parquet."""
+"""Predict a whole log and write the click probabilities to Parquet."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from rowstead.training.progress import ProgressCallback
 from rowstead.training.trained import open_run
 
 Scores = Generator[tuple[NDArray[np.float64], NDArray[np.float32] | None], None, None]
-"""Click probabilities [B] of one batch after the other, and labels [B] where the reader gives them."""
+"""Click probabilities [B] batch by batch, and labels [B] where the reader provides them."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Predicted:
+class PredictSummary:
     """What `predict` wrote."""
 
     num_rows: int
     num_skipped: int
-    """Rows of the log that are bad and that the recipe said to skip: they have no prediction."""
+    """Bad rows of the log that the recipe says to skip; they have no prediction."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Opened:
-    """A model over a log."""
+class _Scoring:
+    """A model applied to a log."""
 
     scores: Scores
     log: ParquetLog | None
@@ -51,11 +51,11 @@ class _Opened:
     label: str
     """Column of the log that is written as `label`."""
     copies_label: bool
-    """Whether it has to be copied from the files, since the reader gives no labels."""
+    """Whether it must be copied from the files, since the reader provides no labels."""
     num_samples: int
-    """Rows of the log, bad ones included."""
+    """Rows of the log, including bad ones."""
     num_skipped: Callable[[], int]
-    """Bad rows left out so far."""
+    """Bad rows skipped so far."""
 
 
 def predict(
@@ -68,12 +68,12 @@ def predict(
     root: Path | str = DEFAULT_ROOT,
     callback: ProgressCallback | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> Predicted:
+) -> PredictSummary:
     """Write a Parquet file with one row for each row of the log, in its order.
 
     Columns: `p` (float64), `label` (float32) where the log has one, and the log's own columns that `keep` names. `run` is a
-    run or a folder that `export` wrote. The log is the run's evaluation split, or the Parquet files of `data`. `progress` hears
-    how many rows are done of all.
+    run or a folder that `export` wrote. The log is the run's evaluation split, or the Parquet files of `data`. `progress` is called
+    with the number of rows done and of all rows.
     """
     out = Path(out)
     if out.is_dir():
@@ -82,25 +82,25 @@ def predict(
         raise DataError(f"{out} exists: choose another --out, or pass --overwrite")
     if not out.parent.is_dir():
         raise DataError(f"there is no folder {out.parent} to write {out.name} into")
-    opened = _open_exported(run, data) if is_exported(run, root) else _open_run(run, data, root, callback)
-    if opened.log is not None and any(file.is_local and _is_same(file.path, out) for file in opened.log.files):
+    scoring = _open_exported(run, data) if is_exported(run, root) else _open_run(run, data, root, callback)
+    if scoring.log is not None and any(file.is_local and _is_same(file.path, out) for file in scoring.log.files):
         raise DataError(f"{out} is a file of the log itself, which the predictions would replace: choose another --out")
-    keep = [name for name in keep if name != "label" or opened.label != "label"]
-    copied = _copied(opened, keep)
+    keep = [name for name in keep if name != "label" or scoring.label != "label"]
+    copied = _open_copied(scoring, keep)
     num_rows = 0
     unfinished = out.with_name(f".{out.name}.tmp-{os.getpid()}")
     writer = None
     try:
-        with closing(opened.scores) as scores:
+        with closing(scoring.scores) as scores:
             for p, labels in scores:
-                table = _table(p, labels, opened, copied, keep)
+                table = _build_table(p, labels, scoring, copied, keep)
                 writer = writer or pq.ParquetWriter(unfinished, table.schema)
                 writer.write_table(table)
                 num_rows += table.num_rows
                 if progress is not None:
-                    progress(num_rows, opened.num_samples)
+                    progress(num_rows, scoring.num_samples)
         if writer is None:
-            raise DataError("there is nothing to predict: the log has no rows")
+            raise DataError("nothing to predict: the log has no rows")
         writer.close()
         with open(unfinished, "rb") as file:
             os.fsync(file.fileno())
@@ -110,14 +110,14 @@ def predict(
         if writer is not None and writer.is_open:
             writer.close()
         unfinished.unlink(missing_ok=True)
-    return Predicted(num_rows=num_rows, num_skipped=opened.num_skipped())
+    return PredictSummary(num_rows=num_rows, num_skipped=scoring.num_skipped())
 
 
 def _is_same(one: str, other: Path) -> bool:
     return other.exists() and os.path.samefile(one, other)
 
 
-def _open_run(run: str, data: Sequence[str] | None, root: Path | str, callback: ProgressCallback | None) -> _Opened:
+def _open_run(run: str, data: Sequence[str] | None, root: Path | str, callback: ProgressCallback | None) -> _Scoring:
     trained = open_run(run, root=root, callback=callback)
     spec, model = trained.spec, trained.model
     source = trained.source(data, needs_label=False)
@@ -132,7 +132,7 @@ def _open_run(run: str, data: Sequence[str] | None, root: Path | str, callback: 
 
     log = source.log if isinstance(source, ParquetSource) else None
     label = spec.data.parquet.label if spec.data.parquet is not None else "label"
-    return _Opened(
+    return _Scoring(
         scores=scores(),
         log=log,
         label=label,
@@ -142,7 +142,7 @@ def _open_run(run: str, data: Sequence[str] | None, root: Path | str, callback: 
     )
 
 
-def _open_exported(folder: str, data: Sequence[str] | None) -> _Opened:
+def _open_exported(folder: str, data: Sequence[str] | None) -> _Scoring:
     if not data:
         raise DataError(f"{folder} is an exported model, which has no evaluation split: name the log with --data")
     model = Exported(folder)
@@ -157,7 +157,7 @@ def _open_exported(folder: str, data: Sequence[str] | None) -> _Opened:
                     stop = min(start + EVAL_BATCH, piece.block.num_rows)
                     yield model.predict_block(piece.block, start, stop).astype(np.float64), None
 
-    return _Opened(
+    return _Scoring(
         scores=scores(),
         log=log,
         label=model.label,
@@ -167,22 +167,22 @@ def _open_exported(folder: str, data: Sequence[str] | None) -> _Opened:
     )
 
 
-def _copied(opened: _Opened, keep: Sequence[str]) -> CopiedColumns | None:
+def _open_copied(scoring: _Scoring, keep: Sequence[str]) -> CopiedColumns | None:
     for name in ("p", "label"):
         if name in keep:
-            raise DataError(f"the output has a column `{name}` of its own: the log's cannot be kept under that name")
-    if opened.log is None:
+            raise DataError(f"the output has its own column `{name}`: the log's cannot be kept under that name")
+    if scoring.log is None:
         if keep:
             raise DataError("--keep copies columns of Parquet files, but this run's log is synthetic: name files with --data")
         return None
-    names = [*keep, opened.label] if opened.copies_label else keep
-    return CopiedColumns(opened.log, names) if names else None
+    names = [*keep, scoring.label] if scoring.copies_label else keep
+    return CopiedColumns(scoring.log, names) if names else None
 
 
-def _table(
+def _build_table(
     p: NDArray[np.float64],
     labels: NDArray[np.float32] | None,
-    opened: _Opened,
+    scoring: _Scoring,
     copied: CopiedColumns | None,
     keep: Sequence[str],
 ) -> pa.Table:
@@ -191,7 +191,7 @@ def _table(
         columns["label"] = pa.array(labels)
     if copied is not None:
         rows = copied.take(len(p))
-        if opened.copies_label:
-            columns["label"] = pa.array(floats_of(rows.column(opened.label), opened.label), from_pandas=True)
+        if scoring.copies_label:
+            columns["label"] = pa.array(floats_of(rows.column(scoring.label), scoring.label), from_pandas=True)
         columns |= {name: rows.column(name) for name in keep}
     return pa.table(columns)

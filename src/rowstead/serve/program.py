@@ -1,4 +1,4 @@
-"""The program that is exported: raw fields in, click probability out, preprocessing and tables inside.
+"""The program that is exported: raw features in, click probabilities out, with preprocessing and tables inside.
 
 Letters: B examples, F features, Fd dense features, nnz ids, N rows of all tables of one width, D width.
 """
@@ -24,7 +24,7 @@ _LOW_63_BITS = (1 << 63) - 1
 
 
 class DenseProgram(nn.Module):
-    """The dense transforms of training as torch operations: clip, log, missing, standardise."""
+    """The dense transforms of training as torch operations: clip, log, fill missing values, standardise."""
 
     low: Tensor
     high: Tensor
@@ -41,7 +41,7 @@ class DenseProgram(nn.Module):
             self.register_buffer(name, torch.from_numpy(getattr(transforms, name).copy()))
 
     def forward(self, dense: Tensor) -> Tensor:
-        """Transformed features [B, Fd] of raw ones [B, Fd], NaN where one is missing."""
+        """Transform raw features [B, Fd], NaN where missing."""
         if self.is_identity:
             return dense
         x = torch.clamp(dense, self.low, self.high)
@@ -53,7 +53,7 @@ class DenseProgram(nn.Module):
 
 
 class FlatRows(nn.Module):
-    """All tables of one width as one, in FP32 or as 8-bit numbers with a scale and an offset a row. A call copies only what it reads."""
+    """All tables of one width as one tensor, in FP32 or in 8 bits with a scale and an offset per row; a call dequantises only the rows it reads."""
 
     rows: Tensor
     scale: Tensor
@@ -63,32 +63,32 @@ class FlatRows(nn.Module):
         super().__init__()
         self.int8 = int8
         if int8:
-            parts = [_quantised(table.detach().float().cpu()) for table in tables]
-            for place, name in enumerate(("rows", "scale", "low")):
-                self.register_buffer(name, torch.cat([part[place] for part in parts]))
+            parts = [_quantise(table.detach().float().cpu()) for table in tables]
+            for index, name in enumerate(("rows", "scale", "low")):
+                self.register_buffer(name, torch.cat([part[index] for part in parts]))
         else:
             self.register_buffer("rows", torch.cat([table.detach().float().cpu() for table in tables]))
 
-    def forward(self, places: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
-        """Sums [bags, D] of the rows at `places` [nnz], each times its weight [nnz]; bag i is offsets[i] to offsets[i+1]."""
+    def forward(self, indices: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
+        """Sum the rows at `indices` [nnz], each times its weight [nnz], to [bags, D]; bag i is offsets[i] to offsets[i+1]."""
         table = self.rows
         if self.int8:
-            table = self.rows[places].float() * self.scale[places] + self.low[places]
-            places = torch.arange(places.shape[0], device=places.device)
+            table = self.rows[indices].float() * self.scale[indices] + self.low[indices]
+            indices = torch.arange(indices.shape[0], device=indices.device)
         return functional.embedding_bag(
-            places, table, offsets, mode="sum", per_sample_weights=weights, include_last_offset=True
+            indices, table, offsets, mode="sum", per_sample_weights=weights, include_last_offset=True
         )
 
 
-def _quantised(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows [N, D] as uint8 [N, D], scale [N, 1] and lowest value [N, 1]."""
+def _quantise(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantise rows [N, D] to uint8 [N, D], with scale [N, 1] and lowest value [N, 1]."""
     low, high = rows.amin(dim=1, keepdim=True), rows.amax(dim=1, keepdim=True)
     scale = ((high - low) / 255).clamp(min=torch.finfo(torch.float32).tiny)
     return ((rows - low) / scale).round_().clamp_(0, 255).to(torch.uint8), scale, low
 
 
 class ServingProgram(nn.Module):
-    """A whole model from raw fields: dense [B, Fd] with NaN for missing, raw 64-bit ids [nnz], offsets [F*B + 1].
+    """A whole model over raw features: dense [B, Fd] with NaN for missing, raw 64-bit ids [nnz], offsets [F*B + 1].
 
     Offsets are feature-major as in a Batch. Text ids are their XXH64; integers are themselves.
     """
@@ -121,22 +121,22 @@ class ServingProgram(nn.Module):
         members = [[t for t, table in enumerate(layout.tables) if table.width == width] for width in widths]
         self.groups = nn.ModuleList(FlatRows([tables[t] for t in group], int8=int8) for group in members)
         base, group_of = [0] * len(layout.tables), [0] * len(layout.tables)
-        for place, group in enumerate(members):
+        for index, group in enumerate(members):
             first = 0
             for t in group:
-                base[t], group_of[t] = first, place
+                base[t], group_of[t] = first, index
                 first += layout.tables[t].num_rows
         self.feature_groups = [group_of[t] for t in layout.table_of]
         self.is_mean = layout.is_mean
         self.truncates = any(feature.max_ids is not None for feature in features)
-        self._facts("num_rows", [layout.tables[t].num_rows for t in layout.table_of])
-        self._facts("base", [base[t] for t in layout.table_of])
-        self._facts("group", self.feature_groups)
-        self._facts("mixes", [int(feature.hash == "mix") for feature in features])
-        self._facts("max_ids", [feature.max_ids or NO_LIMIT for feature in features])
+        self._register("num_rows", [layout.tables[t].num_rows for t in layout.table_of])
+        self._register("base", [base[t] for t in layout.table_of])
+        self._register("group", self.feature_groups)
+        self._register("mixes", [int(feature.hash == "mix") for feature in features])
+        self._register("max_ids", [feature.max_ids or NO_LIMIT for feature in features])
 
-    def _facts(self, name: str, values: list[int]) -> None:
-        """One whole number a feature, [F]; nothing where there is none, since an archive cannot hold empty tensors."""
+    def _register(self, name: str, values: list[int]) -> None:
+        """Register one integer per feature as a buffer [F]; none without features, since an archive cannot hold empty tensors."""
         if values:
             self.register_buffer(name, torch.tensor(values, dtype=torch.int64))
 
@@ -149,18 +149,18 @@ class ServingProgram(nn.Module):
         """Pooled rows [B, sum of widths]."""
         if not self.num_features:
             return torch.zeros(num_samples, 0)
-        places = torch.arange(ids.shape[0], device=ids.device)
-        bag = torch.searchsorted(offsets, places, right=True) - 1
+        positions = torch.arange(ids.shape[0], device=ids.device)
+        bag = torch.searchsorted(offsets, positions, right=True) - 1
         feature = bag // num_samples
         rows = self._row_of(ids, feature) + self.base[feature]
-        kept = places - offsets[bag] < self.max_ids[feature] if self.truncates else None
-        # Tracing takes for granted that there are 2 bags or more: an empty one at the end lets one feature serve one example.
+        kept = positions - offsets[bag] < self.max_ids[feature] if self.truncates else None
+        # Tracing assumes 2 bags or more: an extra empty one lets a model of one feature serve one example.
         bounds = torch.cat([offsets, offsets[-1:]])
         by_group = []
-        for place, group in enumerate(self.groups):
+        for index, group in enumerate(self.groups):
             mine, used = rows, kept
             if len(self.groups) > 1:
-                in_group = self.group[feature] == place
+                in_group = self.group[feature] == index
                 mine = torch.where(in_group, rows, 0)
                 used = in_group if kept is None else in_group & kept
             summed = group(mine, bounds, None if used is None else used.float())
@@ -173,17 +173,17 @@ class ServingProgram(nn.Module):
         return torch.cat(vectors, dim=1)
 
     def _by_feature(self, bags: Tensor, num_samples: int) -> Tensor:
-        """What there is of each bag, the extra one left out: [F*B + 1, …] as [F, B, …]."""
+        """Values per bag without the extra one: [F*B + 1, …] as [F, B, …]."""
         return bags[: self.num_features * num_samples].unflatten(0, (self.num_features, num_samples))
 
     def _row_of(self, ids: Tensor, feature: Tensor) -> Tensor:
-        """The row of each raw id [nnz] of each feature [nnz] in its table: the rule of training."""
+        """Row in its table of each raw id [nnz] of each feature [nnz], hashed as in training."""
         mixed = torch.bitwise_and(mix64(ids), _LOW_63_BITS)
         return torch.where(self.mixes[feature] == 1, mixed, ids) % self.num_rows[feature]
 
 
-def exported_program(program: ServingProgram) -> torch.export.ExportedProgram:
-    """`program` traced for any number of examples from 1 on, and for any number of ids."""
+def trace_program(program: ServingProgram) -> torch.export.ExportedProgram:
+    """Trace `program` for any number of examples from 1 on, and for any number of ids."""
     features = program.num_features
     samples, ids = 3, 4 * features
     offsets = torch.linspace(0, ids, features * samples + 1).long()

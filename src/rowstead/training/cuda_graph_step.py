@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from rowstead.data.batch import Batch, Sparse
 from rowstead.kernels.gpu.dense_optimizer import GpuDenseOptimizer
 from rowstead.kernels.gpu.embedding import host_scalars
-from rowstead.kernels.gpu.linear import weights_later
+from rowstead.kernels.gpu.linear import defer_weight_gradients
 from rowstead.kernels.row_optimizer import step_scalars
 from rowstead.nn.dlrm import DLRM
 from rowstead.records.cost import Cost
@@ -176,7 +176,7 @@ class CudaGraphStep:
                 plan = store.plan_update(batch.sparse, scalars=numbers)
         network.wait_stream(rows)
         with dense_precision(spec.precision, self._device):
-            with weights_later() as later:
+            with defer_weight_gradients() as later:
                 with torch.cuda.stream(network):
                     projected = net.project(batch.dense)
                 if store.tables:

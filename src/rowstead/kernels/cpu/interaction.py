@@ -1,7 +1,7 @@
-"""Pairwise dot products on the CPU, in Numba: an example at a time, whose vectors and products stay in the caches.
+"""Pairwise dot products on the CPU, in Numba: one example at a time, whose vectors and products stay in the CPU caches.
 
-Only the products below the diagonal are computed, and the backward pass reads their gradients where they lie: nothing of
-[B, V, V] is ever written. Threads share the examples, so the result does not depend on their number, bit for bit.
+Only the products below the diagonal are computed, and the backward pass reads their gradients in place: no [B, V, V]
+tensor is written. Threads share the examples, so the result does not depend on their number, bit for bit.
 
 Letters: B examples, V vectors, D width, P = V (V - 1) / 2 pairs.
 """
@@ -21,13 +21,13 @@ from rowstead.kernels.cpu.thread_team import by_parts
 from rowstead.kernels.cpu.tiles import ALIGN, ROWS, aligned_zeros, copy, sum_of_products, transpose
 
 _PART = 4_000_000
-"""Multiplications that are worth another thread."""
+"""Multiplications that justify another thread."""
 
 _jit = numba.njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
 
 
 def forward(dense: Tensor | None, pooled: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """The dense vector and the products [B, D + P], in `dtype`; dense [B, D] or none, pooled [B, vectors * D]."""
+    """The dense vector and the products [B, D + P], in `dtype`; dense [B, D] or None, pooled [B, vectors * D]."""
     first, others = _inputs(dense, pooled)
     num_vectors = (first.shape[1] + others.shape[1]) // width
     out = torch.empty(len(others), first.shape[1] + num_vectors * (num_vectors - 1) // 2)
@@ -37,7 +37,7 @@ def forward(dense: Tensor | None, pooled: Tensor, width: int, dtype: torch.dtype
 
 
 def backward(dense: Tensor | None, pooled: Tensor, width: int, grad: Tensor) -> tuple[Tensor | None, Tensor]:
-    """The gradients of `dense` and `pooled`; grad is that of what `forward` gave."""
+    """The gradients of `dense` and `pooled`, given that of the output of `forward`."""
     first, others = _inputs(dense, pooled)
     num_vectors = (first.shape[1] + others.shape[1]) // width
     given = _array(grad)
@@ -68,7 +68,7 @@ def _padded(count):  # type: ignore[no-untyped-def]
 
 @_jit
 def _gather(dense, pooled, example, width, vectors):  # type: ignore[no-untyped-def]
-    """The vectors of one example, the dense one first, into the top of vectors [padded V, padded D]."""
+    """Copy the vectors of one example, the dense one first, into the first rows of vectors [padded V, padded D]."""
     num_dense, num_pooled = dense.shape[1] // width, pooled.shape[1] // width
     target, source = vectors.ctypes.data, pooled.ctypes.data + 4 * example * pooled.shape[1]
     step = vectors.shape[1]
@@ -77,13 +77,13 @@ def _gather(dense, pooled, example, width, vectors):  # type: ignore[no-untyped-
     if step == width:
         copy(target + 4 * num_dense * width, source, num_pooled * width)
     else:
-        for place in range(num_pooled):
-            copy(target + 4 * (num_dense + place) * step, source + 4 * place * width, width)
+        for index in range(num_pooled):
+            copy(target + 4 * (num_dense + index) * step, source + 4 * index * width, width)
 
 
 @_jit
 def _multiply(dense, pooled, width, out, begin, end):  # type: ignore[no-untyped-def]
-    """out [B, D + P] of the examples from `begin` to `end` - 1."""
+    """Fill out [B, D + P] for the examples from `begin` to `end` - 1."""
     num_vectors = (dense.shape[1] + pooled.shape[1]) // width
     height = _padded(num_vectors)
     vectors = aligned_zeros(height, _padded(width))
@@ -100,20 +100,20 @@ def _multiply(dense, pooled, width, out, begin, end):  # type: ignore[no-untyped
             start = turned.ctypes.data
             _set_part(parts, 0, start + 4 * row, rows.ctypes.data, steps.ctypes.data, start, width)
             sum_of_products(tile, parts, 1, height, last - 1)
-            for place in range(row, last):
-                copy(out.ctypes.data + 4 * at, tile.ctypes.data + 4 * (place - row) * height, place)
-                at += place
+            for index in range(row, last):
+                copy(out.ctypes.data + 4 * at, tile.ctypes.data + 4 * (index - row) * height, index)
+                at += index
 
 
 @_jit
-def _set_part(parts, place, a, row_offsets, offsets, b, depth):  # type: ignore[no-untyped-def]
-    """One pair of matrices for `sum_of_products`."""
-    parts[place, 0], parts[place, 1], parts[place, 2], parts[place, 3], parts[place, 4] = a, row_offsets, offsets, b, depth
+def _set_part(parts, index, a, row_offsets, offsets, b, depth):  # type: ignore[no-untyped-def]
+    """Set one pair of matrices for `sum_of_products`."""
+    parts[index, 0], parts[index, 1], parts[index, 2], parts[index, 3], parts[index, 4] = a, row_offsets, offsets, b, depth
 
 
 @_jit
 def _spread(dense, pooled, width, grad, of_dense, of_pooled, begin, end):  # type: ignore[no-untyped-def]
-    """Gradients of_dense [B, D] and of_pooled of the examples from `begin` to `end` - 1; grad [B, D + P].
+    """Fill the gradients of_dense [B, D] and of_pooled for the examples from `begin` to `end` - 1; grad [B, D + P].
 
     The gradient of vector i is the sum of g[i, k] x[k] over k below i, and of g[k, i] x[k] over k above i.
     """
@@ -123,7 +123,7 @@ def _spread(dense, pooled, width, grad, of_dense, of_pooled, begin, end):  # typ
     vectors = aligned_zeros(_padded(num_vectors), padded)
     tile = aligned_zeros(ROWS, padded)
     corner, corner_rows = np.zeros((ROWS, ROWS), np.float32), np.arange(ROWS) * ROWS
-    # Where each row of the triangle begins. A last, partial block of rows repeats the last one, and drops what it gives.
+    # Start of each row of the triangle. A last, partial block of rows repeats the last row and discards the result.
     triangle = np.minimum(np.arange(_padded(num_vectors)), num_vectors - 1)
     triangle = triangle * (triangle - 1) // 2
     ones, parts = np.arange(_padded(num_vectors)), np.empty((3, 5), np.int64)
@@ -136,18 +136,18 @@ def _spread(dense, pooled, width, grad, of_dense, of_pooled, begin, end):  # typ
             for i in range(last - row):
                 for k in range(i):
                     corner[i, k] = corner[k, i] = given[triangle[row + i] + row + k]
-            # Addresses are taken here, where they are used: Numba frees an array after its last use by name.
+            # Addresses are taken here, right before use: Numba frees an array after its last use by name.
             start, one, source, first = vectors.ctypes.data, ones.ctypes.data, given.ctypes.data, triangle.ctypes.data
             own, below = start + 4 * padded * row, start + 4 * padded * last
             _set_part(parts, 0, source, first + 8 * row, one, start, row)
             _set_part(parts, 1, corner.ctypes.data, corner_rows.ctypes.data, one, own, last - row)
             _set_part(parts, 2, source + 4 * row, one, first + 8 * last, below, num_vectors - last)
             sum_of_products(tile, parts, 3, padded, width)
-            for place in range(row, last):
-                found = tile[place - row]
-                if place < num_dense:
+            for index in range(row, last):
+                found = tile[index - row]
+                if index < num_dense:
                     for d in range(width):
                         of_dense[example, d] = found[d] + grad[example, d]
                 else:
-                    target = of_pooled.ctypes.data + 4 * (example * of_pooled.shape[1] + (place - num_dense) * width)
+                    target = of_pooled.ctypes.data + 4 * (example * of_pooled.shape[1] + (index - num_dense) * width)
                     copy(target, found.ctypes.data, width)

@@ -1,7 +1,7 @@
-"""Linear layers on a CPU, by oneDNN's products, which torch brings along and takes for BF16 alone.
+"""Linear layers on a CPU by oneDNN's matrix products, which torch includes but uses for BF16 only.
 
-Products of few examples with many weights are faster by it than by what torch takes for FP32, on an EPYC of the fourth generation by 5 to
-20 %, with thousands of inputs by a quarter. ReLU is torch's: oneDNN's makes 0 of what is no number, and nobody would see that a model is lost.
+For small batches and many weights they are faster than torch's FP32 products: on a fourth-generation EPYC by 5 to 20 %, with thousands
+of inputs by a quarter. ReLU is torch's: oneDNN's turns NaN into 0, which would hide that a model has diverged.
 
 Letters: B examples.
 """
@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 FEW_WEIGHTS, MANY_WEIGHTS = 1 << 18, 1 << 21
-"""Layers with fewer weights are torch's, since a call of oneDNN takes longer to begin; from how many weights on their gradient is
-oneDNN's product too: below, torch's is as fast or faster."""
+"""Layers below the first number of weights use torch, since a oneDNN call has more overhead; weight gradients use oneDNN from the second
+number on, below which torch is as fast or faster."""
 
 
 def takes(layer: nn.Module, x: Tensor) -> TypeGuard[nn.Linear]:
-    """Whether `linear` is for this layer and x: it is large, and nobody looks into it or replaces what torch does there."""
+    """Whether `linear` applies to this layer and x: the layer is large, and has no hooks or overrides that expect torch's own product."""
     if type(layer) is not nn.Linear or layer.in_features * layer.out_features < FEW_WEIGHTS:
         return False
     if not has_product() or not pays() or not torch.backends.mkldnn.enabled or torch.is_autocast_enabled("cpu"):
@@ -30,35 +30,35 @@ def takes(layer: nn.Module, x: Tensor) -> TypeGuard[nn.Linear]:
     if torch.compiler.is_compiling() or is_traced or torch._C._are_functorch_transforms_active():
         return False
     fits = x.dim() == 2 and x.shape[0] > 0 and x.shape[1] == layer.in_features
-    return fits and _is_plain(x) and _is_plain(layer.weight) and not _is_watched(layer)
+    return fits and _is_plain(x) and _is_plain(layer.weight) and not _has_hooks(layer)
 
 
 @functools.cache
 def has_product() -> bool:
-    """Whether this torch brings oneDNN's product along."""
+    """Whether this torch includes oneDNN's product."""
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 @functools.cache
 def pays() -> bool:
-    """Whether oneDNN's products are faster than those that torch takes: on an EPYC with AVX-512 they are, on one with AVX2 they are not."""
+    """Whether oneDNN's products are faster than torch's: they are on an EPYC with AVX-512, and are not on one with AVX2."""
     return torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether it is torch's own kind of dense FP32 in memory, no subclass that has products of its own."""
+    """Whether it is a plain dense FP32 CPU tensor, not a subclass with its own products."""
     is_known = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
     return is_known and tensor.is_cpu and tensor.dtype == torch.float32
 
 
-def _is_watched(layer: nn.Linear) -> bool:
-    """Whether a call of the layer does more than its product."""
+def _has_hooks(layer: nn.Linear) -> bool:
+    """Whether calling the layer does more than its product."""
     of_forward = layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer)
     return bool(of_forward or layer._backward_hooks or layer._backward_pre_hooks or _has_any_global_hook())
 
 
 def linear(x: Tensor, layer: nn.Linear) -> Tensor:
-    """What a layer makes of x [B, in width]; only for what it `takes`."""
+    """Apply a layer to x [B, in width]; only where `takes` is true."""
     found: Tensor = _CpuLinear.apply(x, layer.weight, layer.bias)
     return found
 
@@ -73,7 +73,7 @@ class _CpuLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        if torch.is_grad_enabled():  # for whoever asks for gradients of gradients: torch's products have them
+        if torch.is_grad_enabled():  # second derivatives: torch's products have them
             of_x = None if weight is None else grad @ weight
             of_weight = None if x is None else grad.t() @ x
         else:
@@ -88,6 +88,6 @@ def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """a [n, k] times b [m, k] transposed, and a bias [m] if there is one."""
+    """a [n, k] times b [m, k] transposed, plus a bias [m] if given."""
     found: Tensor = torch.ops.mkldnn._linear_pointwise.default(a, b, bias, "none", [], "")
     return found

@@ -1,7 +1,7 @@
-"""Pairwise dot products on a CUDA GPU, in Triton: products straight into the triangle, and gradients straight out of it.
+"""Pairwise dot products on a CUDA GPU, in Triton: products are written directly to the triangle, and gradients read from it.
 
-A program makes one tile of one example's products, or the gradients of some of its vectors. Nothing of [B, V, V] is ever
-written. Every sum has one order, so the result is the same bit for bit each time.
+A program computes one tile of one example's products, or the gradients of some of its vectors. No [B, V, V] tensor is
+written. Every sum has a fixed order, so results are deterministic bit for bit.
 
 Letters: B examples, V vectors, D width, P = V (V - 1) / 2 pairs. Capital arguments are known when a program is compiled:
 TILE vectors and DEPTH numbers of each at a time, both powers of two of 16 or more; FIRST is 1 with a dense vector, else 0.
@@ -17,20 +17,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROOM = 8
-"""The result is as wide as a multiple of this, else the matrix product that follows takes a slower way."""
+ALIGNMENT = 8
+"""The width of the result is a multiple of this, else the following matrix product is slower."""
 
 
 def forward(dense: Tensor | None, pooled: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """The dense vector and the products, in `dtype`; dense [B, D] or none, pooled [B, vectors * D].
+    """The dense vector and the products, in `dtype`; dense [B, D] or None, pooled [B, vectors * D].
 
-    Returns [B, D + P rounded up to ROOM], zero in the columns that are too many.
+    Returns [B, D + P rounded up to ALIGNMENT], with zeros in the extra columns.
     """
     shape = _shape(dense is not None, pooled.shape[1], width)
     num_samples, num_vectors = len(pooled), shape["V"]
     num_products = num_vectors * (num_vectors - 1) // 2
     used = shape["FIRST"] * width + num_products
-    out = torch.empty(num_samples, triton.cdiv(used, ROOM) * ROOM, dtype=dtype, device=pooled.device)
+    out = torch.empty(num_samples, triton.cdiv(used, ALIGNMENT) * ALIGNMENT, dtype=dtype, device=pooled.device)
     if num_samples:
         pooled = pooled.contiguous()
         dense = pooled if dense is None else dense.contiguous()
@@ -51,7 +51,7 @@ def forward(dense: Tensor | None, pooled: Tensor, width: int, dtype: torch.dtype
 
 
 def backward(dense: Tensor | None, pooled: Tensor, width: int, grad: Tensor) -> tuple[Tensor | None, Tensor]:
-    """The gradients of `dense` and `pooled`; grad is that of what `forward` gave."""
+    """The gradients of `dense` and `pooled`, given that of the output of `forward`."""
     shape = _shape(dense is not None, pooled.shape[1], width)
     pooled, grad = pooled.contiguous(), grad.contiguous()
     given = pooled if dense is None else dense.contiguous()
@@ -75,22 +75,22 @@ def _shape(has_dense: bool, pooled_width: int, width: int) -> dict[str, int]:
 
 
 def _precision() -> str:
-    """How FP32 numbers are multiplied: as torch's own products are."""
+    """How FP32 numbers are multiplied: as in torch's own products."""
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 @triton.jit
 def _vectors(  # type: ignore[no-untyped-def]
-    dense, pooled, like, example, place, d, V: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr
+    dense, pooled, like, example, index, d, V: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr
 ):  # fmt: skip
-    """Numbers `d` [1, DEPTH] of the vectors at `place` [TILE, 1] of one example, of the type that `like` points to."""
+    """Load elements `d` [1, DEPTH] of the vectors `index` [TILE, 1] of one example, in the dtype that `like` points to."""
     kind = like.dtype.element_ty
-    inside = (place < V) & (d < WIDTH)
+    inside = (index < V) & (d < WIDTH)
     others = pooled + example * ((V - FIRST) * WIDTH)
-    values = tl.load(others + (place - FIRST) * WIDTH + d, mask=inside & (place >= FIRST), other=0.0).to(kind)
+    values = tl.load(others + (index - FIRST) * WIDTH + d, mask=inside & (index >= FIRST), other=0.0).to(kind)
     if FIRST:
-        own = tl.load(dense + example * WIDTH + place * WIDTH + d, mask=inside & (place < FIRST), other=0.0).to(kind)
-        values = tl.where(place < FIRST, own, values)
+        own = tl.load(dense + example * WIDTH + index * WIDTH + d, mask=inside & (index < FIRST), other=0.0).to(kind)
+        values = tl.where(index < FIRST, own, values)
     return values
 
 
@@ -99,30 +99,30 @@ def _multiply(  # type: ignore[no-untyped-def]
     dense, pooled, out, out_width, V: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr, TILE: tl.constexpr,
     DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program a tile of products of one example; those above the diagonal have nothing to do."""
+    """One program per tile of products of one example; those above the diagonal do nothing."""
     example = tl.program_id(0).to(tl.int64)
     row_tile = tl.program_id(1)
     column_tile = tl.program_id(2)
     if column_tile <= row_tile:
-        places = tl.arange(0, TILE)[:, None]
+        indices = tl.arange(0, TILE)[:, None]
         total = tl.zeros([TILE, TILE], tl.float32)
         for start in range(0, WIDTH, DEPTH):
             d = start + tl.arange(0, DEPTH)[None, :]
-            left = _vectors(dense, pooled, out, example, row_tile * TILE + places, d, V, WIDTH, FIRST)
-            right = _vectors(dense, pooled, out, example, column_tile * TILE + places, d, V, WIDTH, FIRST)
+            left = _vectors(dense, pooled, out, example, row_tile * TILE + indices, d, V, WIDTH, FIRST)
+            right = _vectors(dense, pooled, out, example, column_tile * TILE + indices, d, V, WIDTH, FIRST)
             total += tl.dot(left, tl.trans(right), input_precision=PRECISION)
-        row = row_tile * TILE + places
+        row = row_tile * TILE + indices
         column = column_tile * TILE + tl.arange(0, TILE)[None, :]
         result = out + example * out_width
         at = row * (row - 1) // 2 + column
         tl.store(result + FIRST * WIDTH + at, total.to(out.dtype.element_ty), mask=(column < row) & (row < V))
         used = FIRST * WIDTH + V * (V - 1) // 2
-        rest = used + row_tile * out_width + tl.arange(0, 8)  # by the first tile alone
+        rest = used + row_tile * out_width + tl.arange(0, 8)  # by the first tile only
         tl.store(result + rest, tl.zeros([8], out.dtype.element_ty), mask=rest < out_width)
         if FIRST:
             for start in range(0, WIDTH, DEPTH):
                 d = start + tl.arange(0, DEPTH)
-                once = d + row_tile * WIDTH < WIDTH  # by the first tile alone
+                once = d + row_tile * WIDTH < WIDTH  # by the first tile only
                 values = tl.load(dense + example * WIDTH + d, mask=once, other=0.0)
                 tl.store(result + d, values.to(out.dtype.element_ty), mask=once)
 
@@ -132,7 +132,7 @@ def _spread(  # type: ignore[no-untyped-def]
     dense, pooled, grad, of_dense, of_pooled, grad_width, V: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr,
     TILE: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program the gradients of a tile of vectors of one example: g[i, k] x[k] over k below i, g[k, i] x[k] over k above."""
+    """One program per tile of vectors of one example, for their gradients: g[i, k] x[k] over k below i, g[k, i] x[k] over k above."""
     example = tl.program_id(0).to(tl.int64)
     own_tile = tl.program_id(1)
     d = tl.program_id(2) * DEPTH + tl.arange(0, DEPTH)[None, :]
@@ -156,7 +156,7 @@ def _spread(  # type: ignore[no-untyped-def]
         total += tl.dot(weights, values, input_precision=PRECISION)
     for tile in range(own_tile + 1, (V + TILE - 1) // TILE):
         other = tile * TILE + tall
-        # Read along the rows of the triangle, and turned after.
+        # Read along the rows of the triangle, then transposed.
         at = other * (other - 1) // 2 + own_wide
         weights = tl.load(triangle + at, mask=(other < V) & (own_wide < other), other=0.0)
         values = _vectors(dense, pooled, grad, example, other, d, V, WIDTH, FIRST)

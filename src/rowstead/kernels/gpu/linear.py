@@ -1,7 +1,7 @@
-"""Linear layers on a CUDA GPU, whose backward pass reads each activation once, and in which weights can wait for their gradients.
+"""Linear layers on a CUDA GPU whose backward pass reads each activation once, and can defer the gradients of weights.
 
-Plain torch reads the gradient of a layer with ReLU twice more: once to set it to zero where ReLU did, and once to sum it for the
-bias. And it makes the gradient of a layer's weights before it goes on to the layer below, where rows wait for theirs.
+Plain torch reads the gradient of a layer with ReLU twice more: once to mask it, and once to sum it for the bias. And it computes
+the gradient of a layer's weights before it continues to the layer below, which delays the gradients of embedding rows.
 
 Letters: B examples.
 """
@@ -22,50 +22,50 @@ from torch.nn import functional
 from rowstead.kernels.gpu.dense_programs import relu_backward
 
 _ROWS, _COLUMNS = 16, 128
-"""Of a block that is read at a time."""
+"""Size of the block that is read at a time."""
 _PARTS = 128
-"""Into about how many parts the examples are split for the sum of the bias's gradient."""
+"""Approximate number of parts into which examples are split to sum the bias's gradient."""
 
-DeferredReply = list[Callable[[], None]]
-"""What is left of backward passes: each call gives the weights of one layer their gradients."""
-_later: ContextVar[DeferredReply | None] = ContextVar("_later", default=None)
+DeferredGradients = list[Callable[[], None]]
+"""The deferred part of backward passes: each call computes the weight gradients of one layer."""
+_deferred: ContextVar[DeferredGradients | None] = ContextVar("_deferred", default=None)
 
 
 @contextlib.contextmanager
-def weights_later() -> Iterator[DeferredReply]:
-    """Layers whose forward pass is in this context leave the gradients of their weights to whoever calls what is in the list.
+def defer_weight_gradients() -> Iterator[DeferredGradients]:
+    """Layers whose forward pass runs in this context defer their weight gradients to the functions in the list.
 
-    That fills as the backward pass goes on. Until the calls have ended on the GPU, it has to be kept.
+    The backward pass fills the list. Keep it until these calls have finished on the GPU.
     """
-    later: DeferredReply = []
-    token = _later.set(later)
+    deferred: DeferredGradients = []
+    token = _deferred.set(deferred)
     try:
-        yield later
+        yield deferred
     finally:
-        _later.reset(token)
+        _deferred.reset(token)
 
 
 def linear(x: Tensor, layer: nn.Linear, *, relu: bool) -> Tensor:
-    """What a layer makes of x [B, in width], and of that ReLU; in autocast's type where that is on.
+    """Apply a layer, and ReLU if asked, to x [B, in width]; in autocast's dtype where autocast is on.
 
-    x may be wider, with zeros in the columns that are too many.
+    x may have extra columns of zeros.
     """
     if torch.is_autocast_enabled("cuda"):
         x = x.to(torch.get_autocast_dtype("cuda"))
     with torch.autocast("cuda", enabled=False):
-        out: Tensor = _GpuLinear.apply(x, layer.weight, layer.bias, relu, _later.get())
+        out: Tensor = _GpuLinear.apply(x, layer.weight, layer.bias, relu, _deferred.get())
     return out
 
 
 class _GpuLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, relu: bool, later: DeferredReply | None) -> Tensor:
-        too_many = x.shape[1] - weight.shape[1]
-        wide = (functional.pad(weight, (0, too_many)) if too_many else weight).to(x.dtype)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, relu: bool, deferred: DeferredGradients | None) -> Tensor:
+        num_extra = x.shape[1] - weight.shape[1]
+        wide = (functional.pad(weight, (0, num_extra)) if num_extra else weight).to(x.dtype)
         given = bias.to(x.dtype)
         out = torch._addmm_activation(given, x, wide.t()) if relu else torch.addmm(given, x, wide.t())
         ctx.save_for_backward(x, wide, out if relu else None)
-        ctx.parameters, ctx.later = (weight, bias), later
+        ctx.parameters, ctx.deferred = (weight, bias), deferred
         return out
 
     @staticmethod
@@ -77,33 +77,36 @@ class _GpuLinear(torch.autograd.Function):
             masked = parts = grad.contiguous()
         else:
             masked, parts = masked_gradient(grad.contiguous(), out)
-        x = x.detach()  # else what is left for later would keep the layer below, and that what is left
+        x = x.detach()  # else the deferred function would keep the graph of the layer below alive, and vice versa
 
-        def of_weights() -> tuple[Tensor, Tensor]:
+        def weight_gradients() -> tuple[Tensor, Tensor]:
             of_weight = (masked.t() @ x)[:, : weight.shape[1]].contiguous()
             return of_weight.to(weight.dtype), parts.sum(0).to(bias.dtype)
 
-        def give() -> None:
-            weight.grad, bias.grad = of_weights()
+        def set_gradients() -> None:
+            for parameter, gradient in zip((weight, bias), weight_gradients(), strict=True):
+                parameter.grad = (
+                    gradient if parameter.grad is None else parameter.grad + gradient
+                )  # a layer may be applied twice
 
         of_x = None
         if ctx.needs_input_grad[0]:
             of_x = masked * wide if len(wide) == 1 else masked @ wide
-        if ctx.later is None:
-            return of_x, *of_weights(), None, None
+        if ctx.deferred is None:
+            return of_x, *weight_gradients(), None, None
         if ctx.needs_input_grad[1]:
-            ctx.later.append(give)
+            ctx.deferred.append(set_gradients)
         return of_x, None, None, None, None
 
 
 def masked_gradient(grad: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-    """`grad` [B, out] where ReLU let something through, and its sums over parts of the examples [parts, out]."""
+    """`grad` [B, out] masked by ReLU, and its sums over parts of the examples [parts, out]."""
     num_samples, width = out.shape
     masked = torch.empty_like(grad)
-    rows_a_part = max(_ROWS, triton.cdiv(triton.cdiv(num_samples, _PARTS), _ROWS) * _ROWS)
-    num_parts = max(1, triton.cdiv(num_samples, rows_a_part))
+    rows_per_part = max(_ROWS, triton.cdiv(triton.cdiv(num_samples, _PARTS), _ROWS) * _ROWS)
+    num_parts = max(1, triton.cdiv(num_samples, rows_per_part))
     sums = torch.zeros(num_parts, width, dtype=torch.float32, device=grad.device)
     relu_backward[(num_parts, triton.cdiv(width, _COLUMNS))](
-        grad, out, masked, sums, num_samples, width, rows_a_part, R=_ROWS, C=_COLUMNS, num_warps=4
+        grad, out, masked, sums, num_samples, width, rows_per_part, R=_ROWS, C=_COLUMNS, num_warps=4
     )
     return masked, sums
