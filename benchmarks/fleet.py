@@ -107,7 +107,7 @@ def cost_rows(quick: bool) -> list[dict[str, Any]]:
                     waited_s = (long["trainer_waiting_s"] - short["trainer_waiting_s"]) / NUM_TRAINERS
                     row["trainers_wait_share"] = max(0.0, waited_s / (long["train_s"] - short["train_s"]))
                     row["queue_nonempty_share"] = long["queue_nonempty_share"]
-                    for kind in ("trainer", "sparse", "dense", "reader", "head"):
+                    for kind in ("trainer", "sparse", "dense", "reader", "coordinator"):
                         row[f"{kind}_cpu_s_per_1000_samples"] = (
                             1000 * (long.get(f"{kind}_cpu_s", 0) - short.get(f"{kind}_cpu_s", 0)) / samples
                         )

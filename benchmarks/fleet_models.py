@@ -26,15 +26,16 @@ from numpy.typing import NDArray
 from benchmarks.harness import OtherLoad
 from rowstead.data.batch import Batch
 from rowstead.data.source import Batches, Cursor, Source
+from rowstead.distributed.launch import exit_with_launcher
 from rowstead.fleet.build import resolve_fleet
 from rowstead.fleet.fork_server import ForkServer, serve_forks
-from rowstead.fleet.local_process import end_with_coordinator, environment, stop_asked
+from rowstead.fleet.local_process import GRACE_S, POLL_INTERVAL_S, STOP_SIGNAL, install_stop_handlers, role_environment
 from rowstead.fleet.partition import partition_tables
 from rowstead.fleet.reader_server import serve_reader
 from rowstead.fleet.role_usage import RoleSampler
 from rowstead.fleet.roles import SAMPLE_EVERY_S, run_role
-from rowstead.fleet.roster import RoleFiles, tell
-from rowstead.fleet.supervisor import LOOK_EVERY_S, Supervisor
+from rowstead.fleet.roster import RoleFiles, report_ready
+from rowstead.fleet.supervisor import Supervisor
 from rowstead.kernels.layout import layout_of
 from rowstead.plan.predict import Prediction, predict
 from rowstead.plan.setup import Setup
@@ -177,19 +178,19 @@ def measured_fleet(fleet: FleetShape, seconds: float, pace: MachineSpeed | None)
         folder = RunFolder.create_at(Path(name) / "run")
         folder.write_spec(spec)
         (folder.path / SHAPE_FILE).write_text(json.dumps(dataclasses.asdict(fleet.model)))
-        environ = {**environment(1), "OMP_NUM_THREADS": "1"}
+        environ = {**role_environment(1), "OMP_NUM_THREADS": "1"}
         beats_s = _beats(pace)
-        with ForkServer(folder.path, "benchmarks.fleet_models", environ=environ) as nursery:
-            crew = Supervisor(folder.path, spec.fleet, nursery, _facts(spec), say=_say)
+        with ForkServer(folder.path, "benchmarks.fleet_models", environ=environ) as server:
+            supervisor = Supervisor(folder.path, spec.fleet, server, _facts(spec), on_message=_print_line)
             try:
-                crew.start("sparse", "dense", "reader")
-                crew.wait_ready()
-                crew.start("trainer")
-                found = _watched(crew, seconds)
-                crew.stop("trainer")  # before those whom it still asks as it ends
-                crew.stop("reader", "dense", "sparse")
+                supervisor.start("sparse", "dense", "reader")
+                supervisor.wait_ready()
+                supervisor.start("trainer")
+                found = _watched(supervisor, seconds)
+                supervisor.stop("trainer")  # before the servers that it still calls as it stops
+                supervisor.stop("reader", "dense", "sparse")
             finally:
-                crew.close()
+                supervisor.close()
         beats_s += _beats(pace)
     cpu_s = {kind: found.cpu_s[kind] / found.num_steps for kind in found.cpu_s}
     return FleetTime(
@@ -201,7 +202,7 @@ def measured_fleet(fleet: FleetShape, seconds: float, pace: MachineSpeed | None)
 
 
 def _facts(spec: RunSpec) -> dict[str, Any]:
-    """What the head of a fleet works out for all roles, but for what it learns from a log."""
+    """What the coordinator shares with all roles, but for what it learns from a log."""
     assert spec.fleet is not None
     layout, means = layout_of(spec.features, spec.tables), mean_ids_of(spec)
     assert means is not None
@@ -212,7 +213,7 @@ def _facts(spec: RunSpec) -> dict[str, Any]:
     return {"dtype": "float32", "total_steps": 1_000_000, "partition": partition.to_json()}
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
@@ -231,20 +232,23 @@ class _Watched:
     other_cores: float
 
 
-def _watched(crew: Supervisor, seconds: float) -> _Watched:
+def _watched(supervisor: Supervisor, seconds: float) -> _Watched:
     """Look after the roles until their trainers have trained for so long after the warm-up; what they have sampled of that stretch."""
     ends_s = time.monotonic() + MOST_S
     begins: float | None = None
     load: list[tuple[float, float]] = []
     """What the cores have done for anybody but this process, by time."""
     while True:
-        crew.look()
-        if not crew.is_training:
+        supervisor.poll()
+        if not supervisor.is_training:
             raise RowsteadError("the trainers of a fleet have ended before they were measured")
         if time.monotonic() > ends_s:
             raise RowsteadError(f"a fleet has not trained long enough to be measured in {MOST_S:.0f} s")
-        lines = {post.name: _samples(RoleFiles(crew.folder, post.kind, post.number).usage) for post in crew.posts}
-        trainers = [lines[post.name] for post in crew.of("trainer")]
+        lines = {
+            handle.name: _samples(RoleFiles(supervisor.folder, handle.kind, handle.number).usage)
+            for handle in supervisor.handles
+        }
+        trainers = [lines[handle.name] for handle in supervisor.of_kind("trainer")]
         steps = [one[-1].get("num_steps", 0) if one else 0 for one in trainers]
         load.append((time.time(), OtherLoad.of_others()))
         if begins is None and min(steps) >= WARM_STEPS:
@@ -254,8 +258,8 @@ def _watched(crew: Supervisor, seconds: float) -> _Watched:
             enough = all(now - before >= LEAST_STEPS for now, before in zip(steps, warm_steps, strict=True))
             if enough and all(one[-1]["time_s"] >= begins + seconds + SAMPLE_EVERY_S for one in trainers):
                 break
-        time.sleep(LOOK_EVERY_S)
-    of_roles = {post.name: (post.kind, lines[post.name]) for post in crew.posts}
+        time.sleep(POLL_INTERVAL_S)
+    of_roles = {handle.name: (handle.kind, lines[handle.name]) for handle in supervisor.handles}
     stops = min(one[-1]["time_s"] for one in lines.values())
     return in_quiet_windows(begins, stops, of_roles, load)
 
@@ -332,12 +336,12 @@ def drawn_for(folder: Path) -> Drawn:
     return Drawn([dataclasses.replace(one, sparse=sparse) for one, sparse in zip(batches, ids, strict=True)])
 
 
-def be_one(kind: RoleKind, folder: Path, number: int, incarnation: int) -> int:
-    """Be a role of the fleet: the reader hands out what was drawn, every other is as ever."""
+def run_drawn_role(kind: RoleKind, folder: Path, number: int, incarnation: int) -> int:
+    """Run a role of the fleet; the reader serves the drawn batches."""
     if kind != "reader":
         return run_role(kind, folder, number, incarnation)
-    is_asked = stop_asked()
-    end_with_coordinator()
+    is_stop_requested = install_stop_handlers()
+    exit_with_launcher(STOP_SIGNAL, GRACE_S)
     files = RoleFiles(folder, kind, number)
     samplers: list[RoleSampler] = []
 
@@ -352,8 +356,8 @@ def be_one(kind: RoleKind, folder: Path, number: int, incarnation: int) -> int:
         number,
         num_readers=1,
         batch_size=spec.train.batch_size,
-        until=is_asked,
-        ready=lambda address: tell(folder, kind, number, address, incarnation),
+        until=is_stop_requested,
+        ready=lambda address: report_ready(folder, kind, number, address, incarnation),
         sampled=sampled,
     )
     samplers[0].__exit__()
@@ -365,4 +369,4 @@ if __name__ == "__main__":
     from rowstead.fleet import sparse_server as sparse_server
     from rowstead.fleet import trainer as trainer  # all that roles need is imported before
 
-    serve_forks(Path(sys.argv[1]), be_one)
+    serve_forks(Path(sys.argv[1]), run_drawn_role)

@@ -36,7 +36,7 @@ import torch
 
 from benchmarks.harness import OtherLoad, arguments, chosen, noise_of, publish
 from rowstead.data.batch import Batch, Sparse
-from rowstead.distributed.launch import environment
+from rowstead.distributed.launch import process_environment
 from rowstead.distributed.process_group import ProcessGroup, TorchProcessGroup, Traffic
 from rowstead.distributed.sharded_store import ShardedStore
 from rowstead.distributed.sharding import Shard, column_ranges, plan_shards, row_ranges
@@ -231,7 +231,7 @@ def measure(case: Case, num_steps: int, num_warmups: int) -> dict[str, Any]:
         command = [sys.executable, "-m", "benchmarks.sharded", "--worker", case.name, str(num_steps), str(num_warmups)]
         processes = [
             subprocess.Popen(
-                command, env=environment(rank, WORLD, Path(folder) / "meeting", 0), stdout=subprocess.PIPE, text=True
+                command, env=process_environment(rank, WORLD, Path(folder) / "rendezvous", 0), stdout=subprocess.PIPE, text=True
             )
             for rank in range(WORLD)
         ]

@@ -22,7 +22,7 @@ from torch import Tensor
 from rowstead.data.batch import Batch
 from rowstead.data.open_log import open_sources
 from rowstead.data.source import Source
-from rowstead.distributed.launch import environment
+from rowstead.distributed.launch import process_environment
 from rowstead.distributed.process_group import ProcessGroup, SingleProcess, TorchProcessGroup
 from rowstead.distributed.sharded_store import ShardedStore
 from rowstead.kernels.layout import Layout, layout_of
@@ -109,7 +109,9 @@ def in_processes(world_size: int, settings: list[Settings], folder: Path) -> lis
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "tests.distributed.sharded_training", str(folder), json.dumps(settings)]
     processes = [
-        subprocess.Popen(command, env=environment(rank, world_size, folder / "meeting", 0), stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            command, env=process_environment(rank, world_size, folder / "rendezvous", 0), stderr=subprocess.PIPE, text=True
+        )
         for rank in range(world_size)
     ]
     try:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rowstead.distributed.launch import INTERRUPTED, LOST, MISTAKE, environment, judge, launch
+from rowstead.distributed.launch import INTERRUPTED, LOST, USER_ERROR, decide_restart, launch, process_environment
 from rowstead.distributed.process_group import SingleProcess
 from rowstead.spec.errors import RowsteadError
 from rowstead.training import checkpoint
@@ -119,7 +119,7 @@ def test_a_job_with_a_killed_process_ends_at_the_weights_of_one_that_was_left_al
     given = recipe(tmp_path, checkpoint_every=10, max_steps=200, epochs=2)
     code, said = killed_once(command(given, "--processes", 2, "--out", tmp_path / "killed"), tmp_path / "killed")
     assert code == 0, said
-    assert "process 1 was killed by SIGKILL: starting all 2 again from the last checkpoint (1 of 3)" in said
+    assert "process 1 was killed by SIGKILL: restarting all 2 from the last checkpoint (1 of 3)" in said
     assert f"resuming {tmp_path / 'killed'} after step" in said
     left_alone = run(given, "--processes", 2, "--out", tmp_path / "alone")
     assert left_alone.returncode == 0, left_alone.stderr
@@ -186,7 +186,7 @@ def test_a_loss_that_is_not_finite_stops_all_with_one_message(tmp_path: Path) ->
     given = recipe(tmp_path, loss="bce", dense_optimizer={"kind": "sgd", "lr": 1e30})
     result = run(given, "--processes", 2, "--out", tmp_path / "run")
     said = result.stdout + result.stderr
-    assert result.returncode == MISTAKE, said
+    assert result.returncode == USER_ERROR, said
     assert said.count("error:") == 1, said
     assert "the loss is" in said
     assert "Traceback" not in said
@@ -196,40 +196,40 @@ def test_a_loss_that_is_not_finite_stops_all_with_one_message(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("codes", "restarts", "code", "why"),
+    ("codes", "restarts", "exit_code", "reason"),
     [
         ([0, -9], True, 1, "process 1 was killed by SIGKILL"),
         ([LOST, -9], True, 1, "process 1 was killed by SIGKILL"),
         ([-15, LOST, -9], True, 1, "process 0 was killed by SIGTERM"),
-        ([MISTAKE, MISTAKE], False, MISTAKE, None),
-        ([LOST, MISTAKE], False, MISTAKE, None),
+        ([USER_ERROR, USER_ERROR], False, USER_ERROR, None),
+        ([LOST, USER_ERROR], False, USER_ERROR, None),
         ([1, LOST], False, 1, None),
-        ([LOST, LOST], True, 1, "process 0 has lost touch with the others"),
+        ([LOST, LOST], True, 1, "process 0 lost its connection to the others"),
     ],
 )
-def test_only_a_killed_process_is_worth_another_start(
-    codes: list[int | None], restarts: bool, code: int, why: str | None
+def test_only_a_killed_process_is_worth_a_restart(
+    codes: list[int | None], restarts: bool, exit_code: int, reason: str | None
 ) -> None:
-    verdict = judge(codes, restarts_left=1)
-    assert (verdict.restarts, verdict.code, verdict.why) == (restarts, code, why)
-    assert not judge(codes, restarts_left=0).restarts
+    decision = decide_restart(codes, restarts_left=1)
+    assert (decision.restarts, decision.exit_code, decision.reason) == (restarts, exit_code, reason)
+    assert not decide_restart(codes, restarts_left=0).restarts
 
 
 def test_processes_of_one_machine_stay_on_the_loopback_interface(tmp_path: Path) -> None:
-    told = environment(1, 4, tmp_path / "meeting", 2, {"HOME": "/home"})
-    assert told["GLOO_SOCKET_IFNAME"].startswith("lo")
-    assert (told["RANK"], told["WORLD_SIZE"], told["TORCHELASTIC_RESTART_COUNT"]) == ("1", "4", "2")
-    assert int(told["OMP_NUM_THREADS"]) == max(1, len(os.sched_getaffinity(0)) // 4)
-    assert "MASTER_PORT" not in told
-    assert told["HOME"] == "/home"
+    environ = process_environment(1, 4, tmp_path / "rendezvous", 2, {"HOME": "/home"})
+    assert environ["GLOO_SOCKET_IFNAME"].startswith("lo")
+    assert (environ["RANK"], environ["WORLD_SIZE"], environ["TORCHELASTIC_RESTART_COUNT"]) == ("1", "4", "2")
+    assert int(environ["OMP_NUM_THREADS"]) == max(1, len(os.sched_getaffinity(0)) // 4)
+    assert "MASTER_PORT" not in environ
+    assert environ["HOME"] == "/home"
 
 
 def test_more_processes_than_the_memory_holds_are_refused_before_any_is_started() -> None:
-    with pytest.raises(RowsteadError, match=r"^1,000,000 processes take .* are free: start [\d,]+ at most"):
-        launch(["train"], 1_000_000, say=print)
+    with pytest.raises(RowsteadError, match=r"^1,000,000 processes need .* are free: start at most [\d,]+"):
+        launch(["train"], 1_000_000, on_message=print)
 
 
 def test_a_process_whose_launcher_is_gone_when_it_begins_stops(tmp_path: Path) -> None:
-    told = environment(0, 1, tmp_path / "meeting", 0) | {"ROWSTEAD_LAUNCHER": str(os.getpid() + 1)}
-    begins = "from rowstead.distributed.launch import end_with_parent; end_with_parent(); import time; time.sleep(60)"
-    assert subprocess.run([sys.executable, "-c", begins], env=told, timeout=30, check=False).returncode == -signal.SIGTERM
+    environ = process_environment(0, 1, tmp_path / "rendezvous", 0) | {"ROWSTEAD_LAUNCHER": str(os.getpid() + 1)}
+    begins = "from rowstead.distributed.launch import exit_with_launcher; exit_with_launcher(); import time; time.sleep(60)"
+    assert subprocess.run([sys.executable, "-c", begins], env=environ, timeout=30, check=False).returncode == -signal.SIGTERM

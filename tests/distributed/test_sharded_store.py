@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rowstead.data.batch import Sparse
-from rowstead.distributed.launch import environment
+from rowstead.distributed.launch import process_environment
 from rowstead.distributed.process_group import ProcessGroup, SingleProcess, TorchProcessGroup
 from rowstead.distributed.sharded_store import ShardedStore
 from rowstead.distributed.sharding import SHARDS, Shard, auto_shards, column_ranges, plan_shards, row_ranges
@@ -192,7 +192,7 @@ def test_a_batch_that_does_not_fit_is_refused_before_anything_is_sent() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_one_process_on_a_gpu_exchanges_with_itself_by_nccl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in environment(0, 1, tmp_path / "meeting", 0, {}).items():
+    for name, value in process_environment(0, 1, tmp_path / "rendezvous", 0, {}).items():
         monkeypatch.setenv(name, value)
     device = torch.device("cuda", 0)
     process_group = TorchProcessGroup.join(device)

@@ -40,7 +40,7 @@ def kill(started):
 
 def connect(folder: Path, number: int, name: str):
     """How a trainer reaches a reader: where it is now, asked each time."""
-    return lambda: Client(lambda: roster.told(folder, "reader", number).address, name=name)
+    return lambda: Client(lambda: roster.read_address(folder, "reader", number).address, name=name)
 
 
 def run_reader(log: Path, folder: Path, number: int, num_readers: int, incarnation: int = 0, **named):
@@ -51,7 +51,7 @@ def run_reader(log: Path, folder: Path, number: int, num_readers: int, incarnati
         number,
         num_readers=num_readers,
         until=lambda: os.getppid() == 1,
-        ready=lambda address: roster.tell(folder, "reader", number, address, incarnation),
+        ready=lambda address: roster.report_ready(folder, "reader", number, address, incarnation),
         **{"batch_size": 8, **named},
     )
 
@@ -60,7 +60,7 @@ def wait_for_reader(folder: Path, number: int, incarnation: int = 0):
     """Return once a reader has said where it is."""
 
     def is_there():
-        found = roster.told(folder, "reader", number)
+        found = roster.read_address(folder, "reader", number)
         return found is not None and found.incarnation == incarnation
 
     wait_until(is_there, what=f"reader {number}")

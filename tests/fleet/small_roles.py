@@ -1,4 +1,4 @@
-"""What tests of the nursery fork: roles that wait to be asked, and one that fails."""
+"""Roles for tests of the fork server: some wait for a stop request, one fails."""
 
 from __future__ import annotations
 
@@ -6,25 +6,26 @@ import sys
 import time
 from pathlib import Path
 
+from rowstead.distributed.launch import exit_with_launcher
 from rowstead.fleet.fork_server import serve_forks
-from rowstead.fleet.local_process import end_with_coordinator, stop_asked
-from rowstead.fleet.roster import tell
+from rowstead.fleet.local_process import STOP_SIGNAL, install_stop_handlers
+from rowstead.fleet.roster import report_ready
 from rowstead.spec.fleet import RoleKind
 
 
-def be_role(kind: RoleKind, folder: Path, number: int, incarnation: int) -> int:
-    """Waits until it is asked to end; readers fail at once, dense servers do not listen."""
-    is_asked = stop_asked()
-    end_with_coordinator(grace_s=0.5)
+def run_role(kind: RoleKind, folder: Path, number: int, incarnation: int) -> int:
+    """Wait for a stop request; readers fail at once, dense servers ignore it."""
+    is_stop_requested = install_stop_handlers()
+    exit_with_launcher(STOP_SIGNAL, grace_s=0.5)
     if kind == "reader":
         print("error: nothing to read", file=sys.stderr)
         return 2
-    tell(folder, kind, number, "tcp://127.0.0.1:1", incarnation)
-    while not is_asked() or kind == "dense":
+    report_ready(folder, kind, number, "tcp://127.0.0.1:1", incarnation)
+    while not is_stop_requested() or kind == "dense":
         time.sleep(0.01)
     print("asked to stop")
     return 0
 
 
 if __name__ == "__main__":
-    serve_forks(Path(sys.argv[1]), be_role)
+    serve_forks(Path(sys.argv[1]), run_role)

@@ -1,4 +1,4 @@
-"""A sparse server that is ten times slower than it was: everybody waits for it, and nobody's memory grows meanwhile."""
+"""Backpressure of a sparse server that is slowed down tenfold: all roles wait for it, and no memory grows."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from rowstead.distributed.launch import INTERRUPTED
 from rowstead.fleet.reader import READ_AHEAD_BYTES
 from rowstead.spec.fleet import RoleKind
 from tests.fleet.disturbed import NUM_SPARSE, NUM_TRAINERS, last_of, samples_of, training
-from tests.fleet.test_fleet import left_behind, of_role
+from tests.fleet.test_fleet import address_of, left_behind
 from tests.small_runs import small_plain, wait_until
 
 ROLES = f"trainers={NUM_TRAINERS},sparse={NUM_SPARSE},dense=1,readers=1"
 ALL: list[tuple[RoleKind, int]] = [("dense", 0), ("reader", 0), ("sparse", 0), ("sparse", 1), ("trainer", 0), ("trainer", 1)]
-TURN_S = 0.3
+CYCLE_S = 0.3
 NUM_SAMPLES = 12
-"""Of each half of the time that the server is slow; each is half a second after the one before, where the machine is not busy."""
-MOST_GROWTH_BYTES = 24 << 20
-"""In the second half: what memory allocators may still do."""
+"""Samples in each half of the slow period; one every half second if the machine is not busy."""
+MAX_GROWTH_BYTES = 24 << 20
+"""Allowed growth in the second half, for memory allocators."""
 
 
 def recipe(folder: Path) -> Path:
-    """A log of far more bytes than any queue may hold, of batches of about 200 KB, and a model whose look-ups are a megabyte each."""
+    """Write a recipe with a log far larger than any queue, batches of about 200 KB, and look-ups of a megabyte each."""
     plain = small_plain()
     plain["data"]["synth"] |= {"num_train_samples": 4_000_000, "num_sparse": 16, "num_ids": 2000, "mean_ids": 5.0}
     plain["features"]["sparse"] = [{"name": "sparse_{i}", "repeat": 16, "num_rows": 2000}]
@@ -42,16 +42,16 @@ def recipe(folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def slowed(pid: int) -> Iterator[None]:
-    """A process that runs for a tenth of the time."""
+def slow_down(pid: int) -> Iterator[None]:
+    """Let a process run for a tenth of the time."""
     ends = threading.Event()
 
     def slow() -> None:
         while not ends.is_set():
             os.kill(pid, signal.SIGSTOP)
-            ends.wait(0.9 * TURN_S)
+            ends.wait(0.9 * CYCLE_S)
             os.kill(pid, signal.SIGCONT)
-            ends.wait(0.1 * TURN_S)
+            ends.wait(0.1 * CYCLE_S)
 
     thread = threading.Thread(target=slow)
     thread.start()
@@ -64,39 +64,39 @@ def slowed(pid: int) -> Iterator[None]:
 
 
 def num_sampled(out: Path) -> int:
-    """Samples that every role but the slow one has at least; that one samples when it may."""
+    """Minimum number of samples over all roles but the slow one."""
     return min(len(samples_of(out, kind, number).get(0, ())) for kind, number in ALL if (kind, number) != ("sparse", 0))
 
 
 def rate(samples: list[dict[str, Any]], name: str) -> float:
-    """By how much a total grew a second."""
+    """Growth of a total per second."""
     first, last = samples[0], samples[-1]
     return float((last[name] - first[name]) / (last["time_s"] - first["time_s"]))
 
 
 @pytest.mark.slow
-def test_a_sparse_server_slowed_tenfold_makes_nobodys_memory_grow_without_bound(tmp_path: Path) -> None:
+def test_no_memory_grows_without_bound_when_a_sparse_server_is_slowed_tenfold(tmp_path: Path) -> None:
     with training(tmp_path, recipe(tmp_path), ROLES) as fleet:
         out = fleet.out
         fleet.wait_for_steps(100)
         wait_until(lambda: last_of(out, "reader", 0)["waited_for_space_s"] > 1, what="the reader to be well ahead")
-        begun = {role: len(samples_of(out, *role)[0]) for role in ALL}
-        with slowed(of_role(out, "sparse").pid):
+        first = {role: len(samples_of(out, *role)[0]) for role in ALL}
+        with slow_down(address_of(out, "sparse").pid):
             before = num_sampled(out)
             wait_until(lambda: num_sampled(out) >= before + 2 * NUM_SAMPLES, what="samples of all roles")
-        slow = {role: samples_of(out, *role)[0][begun[role] :] for role in ALL}
-        fleet.head.send_signal(signal.SIGINT)
-        assert fleet.head.wait(120) == INTERRUPTED, fleet.printed
+        slow = {role: samples_of(out, *role)[0][first[role] :] for role in ALL}
+        fleet.coordinator.send_signal(signal.SIGINT)
+        assert fleet.coordinator.wait(120) == INTERRUPTED, fleet.printed
     assert left_behind(out) == []
 
     assert rate(slow["sparse", 0], "cpu_s") < 0.4, "it was stopped for most of the time"
-    assert all(rate(slow["trainer", number], "num_steps") > 0 for number in range(NUM_TRAINERS)), "they went on, slowly"
+    assert all(rate(slow["trainer", number], "num_steps") > 0 for number in range(NUM_TRAINERS)), "they continued, slowly"
     for role, samples in slow.items():
         halves = samples[: len(samples) // 2], samples[len(samples) // 2 :]
         first, second = (max(sample["rss_bytes"] for sample in half) for half in halves)
-        assert second <= first + MOST_GROWTH_BYTES, f"{role}: {first:,} bytes of memory, then {second:,}"
+        assert second <= first + MAX_GROWTH_BYTES, f"{role}: {first:,} bytes of memory, then {second:,}"
     reader = slow["reader", 0]
     assert max(sample["queue_bytes"] for sample in reader) <= 1.1 * READ_AHEAD_BYTES
     assert reader[-1]["num_samples"] < 2_000_000, (
-        "half of the log, some 800 MB, is still to come: nothing has ended the growth but bounds"
+        "half of the log, some 800 MB, is still unread: only the bounds have limited the growth"
     )

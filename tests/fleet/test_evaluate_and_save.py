@@ -1,4 +1,4 @@
-"""Evaluations and checkpoints on the way: a server that is away costs one of them, never the run."""
+"""Evaluations and checkpoints during training: an unavailable server costs one of them, never the run."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 from rowstead.data.open_log import open_sources
 from rowstead.fleet.evaluate_and_save import EvaluateAndSave
-from rowstead.fleet.gathered_model import TrainersModel
-from rowstead.fleet.role_table import NoFleetProgress
+from rowstead.fleet.fleet_figures import NoFleetProgress
+from rowstead.fleet.gathered_model import LocalTablesModel
 from rowstead.fleet.rpc_client import ServerUnavailable
 from rowstead.records.run_folder import RunFolder
 from rowstead.spec.fleet import FleetSpec
@@ -21,15 +21,15 @@ from rowstead.training.sync_base import DenseServerUnavailable
 from tests.small_runs import small_plain, wait_until
 
 
-class Model(TrainersModel):
-    """A model whose servers may be away, and which notes of what steps it was saved."""
+class Model(LocalTablesModel):
+    """A model whose servers may be unavailable, and which records the steps at which it was saved."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.problems: list[Exception] = []
         self.saved: list[int] = []
 
-    def take(self) -> None:
+    def gather(self) -> None:
         if self.problems:
             raise self.problems.pop(0)
 
@@ -38,8 +38,8 @@ class Model(TrainersModel):
         return folder
 
 
-class Told(NoFleetProgress):
-    """Keeps what it was told."""
+class Messages(NoFleetProgress):
+    """Keeps all messages."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -49,8 +49,8 @@ class Told(NoFleetProgress):
 
 
 @pytest.fixture
-def told() -> Told:
-    return Told()
+def messages() -> Messages:
+    return Messages()
 
 
 @pytest.fixture
@@ -69,11 +69,13 @@ def model(tmp_path: Path) -> Model:
 
 
 @pytest.fixture
-def milestones(tmp_path: Path, told: Told, events: list[tuple[str, int]], position: Position, model: Model) -> EvaluateAndSave:
+def evaluate_and_save(
+    tmp_path: Path, messages: Messages, events: list[tuple[str, int]], position: Position, model: Model
+) -> EvaluateAndSave:
     spec = parse(RunSpec, override(small_plain() | {"fleet": {"num_trainers": 1}}, ["train.checkpoint_every=10"]))
     assert isinstance(spec.fleet, FleetSpec)
 
-    def keep(kind: str, step: int, figures: dict[str, Any]) -> None:
+    def record(kind: str, step: int, figures: dict[str, Any]) -> None:
         events.append((kind, step))
 
     return EvaluateAndSave(
@@ -83,49 +85,54 @@ def milestones(tmp_path: Path, told: Told, events: list[tuple[str, int]], positi
         model,
         position,
         total_steps=100,
-        keep=keep,
-        callback=told,
+        record=record,
+        callback=messages,
         is_saved=False,
     )
 
 
-def reach(milestones: EvaluateAndSave, position: Position, step: int) -> None:
-    """Come to a step, and wait until what is due there was made."""
+def reach(evaluate_and_save: EvaluateAndSave, position: Position, step: int) -> None:
+    """Set the step, and wait until what is due there is done."""
     position.step = step
-    assert not milestones.look()
-    wait_until(lambda: milestones.wait(0.01), what="the background")
+    assert not evaluate_and_save.poll()
+    wait_until(lambda: evaluate_and_save.wait(0.01), what="the background")
 
 
 @pytest.mark.parametrize(
     "problem", [ServerUnavailable("sparse-0 does not answer"), DenseServerUnavailable("the dense server is gone")]
 )
-def test_a_checkpoint_that_no_server_was_there_for_is_told_of_and_the_next_one_is_made(
-    problem: Exception, milestones: EvaluateAndSave, model: Model, position: Position, told: Told, events: list[tuple[str, int]]
+def test_a_checkpoint_that_a_server_was_unavailable_for_is_reported_and_the_next_one_is_saved(
+    problem: Exception,
+    evaluate_and_save: EvaluateAndSave,
+    model: Model,
+    position: Position,
+    messages: Messages,
+    events: list[tuple[str, int]],
 ) -> None:
     model.problems.append(problem)
-    reach(milestones, position, 12)
-    assert told.texts == [f"step 12: not saved: {problem}"]
-    reach(milestones, position, 15)
+    reach(evaluate_and_save, position, 12)
+    assert messages.texts == [f"step 12: not saved: {problem}"]
+    reach(evaluate_and_save, position, 15)
     assert model.saved == [], "the next one is due at 20"
-    reach(milestones, position, 20)
+    reach(evaluate_and_save, position, 20)
     assert model.saved == [20]
     assert events == [("missed", 12), ("checkpoint", 20)]
 
 
-def test_a_problem_of_our_own_is_raised(milestones: EvaluateAndSave, model: Model, position: Position) -> None:
+def test_other_errors_are_raised(evaluate_and_save: EvaluateAndSave, model: Model, position: Position) -> None:
     model.problems.append(ZeroDivisionError())
     with pytest.raises(ZeroDivisionError):
-        reach(milestones, position, 10)
+        reach(evaluate_and_save, position, 10)
 
 
-def test_what_is_saved_already_is_saved_again_only_where_it_has_changed(
-    milestones: EvaluateAndSave, model: Model, position: Position
+def test_a_step_is_saved_twice_only_if_the_model_has_changed(
+    evaluate_and_save: EvaluateAndSave, model: Model, position: Position
 ) -> None:
-    reach(milestones, position, 10)
-    milestones.save()
+    reach(evaluate_and_save, position, 10)
+    evaluate_and_save.save()
     assert model.saved == [10]
-    milestones.save(is_changed=True)
+    evaluate_and_save.save(is_changed=True)
     assert model.saved == [10, 10]
     position.step = 11
-    milestones.save()
+    evaluate_and_save.save()
     assert model.saved == [10, 10, 11]

@@ -1,4 +1,4 @@
-"""Fleets of real processes: they train as well as one process, stop cleanly, and come back from whatever is killed."""
+"""Fleets of real processes: they train as well as one process, stop cleanly, and recover from kills."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ import torch
 from torch import Tensor
 
 from rowstead.data.open_log import open_sources
-from rowstead.distributed.launch import INTERRUPTED, MISTAKE
-from rowstead.fleet.build import cast
+from rowstead.distributed.launch import INTERRUPTED, USER_ERROR
+from rowstead.fleet.build import cast_batch
 from rowstead.fleet.coordinator import train_fleet
 from rowstead.fleet.restart_policy import STOPPED
 from rowstead.fleet.role_usage import UsageReader
-from rowstead.fleet.roster import RoleAddress, told
+from rowstead.fleet.roster import RoleAddress, read_address
 from rowstead.kernels.layout import layout_of
 from rowstead.nn.dlrm import DLRM
 from rowstead.records.events import read_events
 from rowstead.run import train
 from rowstead.spec.errors import SpecError
-from rowstead.spec.fleet import KINDS, FleetSpec, RoleKind, fleet_from
+from rowstead.spec.fleet import KINDS, FleetSpec, RoleKind, parse_fleet
 from rowstead.spec.run import RunSpec
 from rowstead.stores.device import DeviceStore
 from rowstead.training import checkpoint, trained
@@ -48,7 +48,7 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def left_behind(folder: Path) -> list[str]:
-    """Command lines of processes that still work on a run."""
+    """Command lines of processes of a run that still exist."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
@@ -72,15 +72,15 @@ def test_a_fleet_of_all_roles_trains_as_well_as_one_process_and_leaves_an_ordina
     out, more = tmp_path / "fleet", f"data.synth.num_train_samples={400 * 64}"
     settings = ["--set", more, "--set", "train.sync.hogwild_threads=2"]
     done = run("train", recipe(tmp_path), "--fleet", ROLES, *settings, "--out", out)
-    said = done.stdout + done.stderr
-    assert done.returncode == 0, said
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
     assert left_behind(out) == []
     figures = figures_of(out)
     assert (figures["num_steps"], figures["num_samples"]) == (400, 400 * 64)
     assert (figures["num_restarts"], figures["num_batches_repeated"], figures["num_lost_updates"]) == (0, 0, 0)
-    alone = train(small_spec(more), out=tmp_path / "alone").quality
-    assert alone is not None
-    assert figures["ne"] == pytest.approx(alone.ne, rel=0.04)
+    single = train(small_spec(more), out=tmp_path / "single").quality
+    assert single is not None
+    assert figures["ne"] == pytest.approx(single.ne, rel=0.04)
     quality = trained.evaluate(str(out))
     assert quality.ne == pytest.approx(figures["ne"], rel=1e-5)
     kinds = {event["kind"] for event in read_events(out / "events.jsonl")}
@@ -117,37 +117,37 @@ def one_process_fp64(spec: RunSpec) -> dict[str, Tensor]:
     stepper = Stepper(model, spec.train, total_steps=spec.train.max_steps)
     batches = sources.train.batches(spec.train.batch_size)
     for number, (batch, _) in zip(range(1, spec.train.max_steps + 1), batches, strict=False):
-        stepper.step(cast(batch, dtype), number)
+        stepper.step(cast_batch(batch, dtype), number)
     return stepper.state()
 
 
 @pytest.mark.parametrize(
-    ("fleet", "settings", "said"),
+    ("fleet", "settings", "message"),
     [
         ("trainers=2,dense=0", [], "fleet.num_dense: `easgd` needs a dense server"),
-        ("trainers=2", ["train.sync.mode=none"], "train.sync.mode: `none` leaves 2 trainers with 2 models"),
+        ("trainers=2", ["train.sync.mode=none"], "train.sync.mode: `none` would give 2 trainers 2 different models"),
         ("tables=local", ["train.eval_every=10"], "train.eval_every: cannot be with `fleet.tables: local`"),
     ],
 )
-def test_a_recipe_that_no_fleet_can_train_is_refused(fleet: str, settings: list[str], said: str) -> None:
+def test_a_recipe_that_a_fleet_cannot_train_is_refused(fleet: str, settings: list[str], message: str) -> None:
     with pytest.raises(SpecError) as refused:
-        dataclasses.replace(small_spec(*settings), fleet=fleet_from(fleet))
-    assert said in str(refused.value)
+        dataclasses.replace(small_spec(*settings), fleet=parse_fleet(fleet))
+    assert message in str(refused.value)
 
 
 def test_options_that_a_fleet_cannot_have_are_refused_before_anything_starts(tmp_path: Path) -> None:
     done = run("train", recipe(tmp_path), "--fleet", "trainers=2", "--processes", "2", "--out", tmp_path / "run")
-    assert done.returncode == MISTAKE, done.stdout + done.stderr
+    assert done.returncode == USER_ERROR, done.stdout + done.stderr
     assert "a fleet has processes of its own: leave out --processes" in done.stderr
     assert not (tmp_path / "run").exists()
 
 
-def test_a_role_that_fails_at_its_start_ends_the_fleet_with_its_own_words(tmp_path: Path) -> None:
+def test_a_role_that_fails_at_start_ends_the_fleet_with_its_message(tmp_path: Path) -> None:
     out = tmp_path / "run"
     settings = ["train.dense_optimizer.kind=sgd", "train.dense_optimizer.lr=1e30"]
     changes = [word for setting in settings for word in ("--set", setting)]
     done = run("train", recipe(tmp_path), "--fleet", "trainers=1,dense=0", *changes, "--out", out)
-    assert done.returncode == MISTAKE, done.stdout + done.stderr
+    assert done.returncode == USER_ERROR, done.stdout + done.stderr
     assert "the loss is" in done.stderr
     assert "Traceback" not in done.stderr
     assert left_behind(out) == []
@@ -158,28 +158,28 @@ def test_a_role_that_fails_at_its_start_ends_the_fleet_with_its_own_words(tmp_pa
 
 @contextlib.contextmanager
 def training(tmp_path: Path, *settings: str, fleet: str = ROLES) -> Iterator[tuple[subprocess.Popen[str], Path]]:
-    """A fleet in the midst of training: every trainer has made some steps."""
+    """A fleet during training: the first trainer has made some steps."""
     out = tmp_path / "fleet"
     changes = [word for setting in settings for word in ("--set", setting)]
     started = command("train", recipe(tmp_path), "--fleet", fleet, *changes, "--out", out)
-    head = subprocess.Popen(started, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    coordinator = subprocess.Popen(started, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         wait_until(lambda: steps_of(out, "trainer", 0) > 10, what="some steps")
-        yield head, out
+        yield coordinator, out
     finally:
-        head.kill()
-        head.communicate()
+        coordinator.kill()
+        coordinator.communicate()
 
 
 def steps_of(out: Path, kind: RoleKind, number: int) -> int:
-    """Steps that a trainer's usage file tells of, in its last start."""
+    """Steps in the usage file of a trainer's last incarnation."""
     usage = UsageReader(out / "roles" / f"{kind}-{number}.jsonl")
     usage.read()
     return int(usage.last.get("num_steps", 0))
 
 
-def of_role(out: Path, kind: RoleKind, number: int = 0) -> RoleAddress:
-    found = told(out, kind, number)
+def address_of(out: Path, kind: RoleKind, number: int = 0) -> RoleAddress:
+    found = read_address(out, kind, number)
     assert found is not None
     return found
 
@@ -188,16 +188,16 @@ LONG = f"data.synth.num_train_samples={1500 * 64}"
 
 
 @pytest.mark.slow
-def test_a_job_whose_processes_are_all_told_to_end_saves_and_goes_on_from_there(tmp_path: Path) -> None:
-    """As a cluster does it, or a user with Ctrl-C to the head: that one alone listens, and ends the others in order."""
-    with training(tmp_path, LONG) as (head, out):
-        for process in (*psutil.Process(head.pid).children(recursive=True), head):
+def test_a_fleet_whose_processes_all_get_sigterm_saves_and_can_be_resumed(tmp_path: Path) -> None:
+    """As a cluster does it, or Ctrl-C: only the coordinator obeys, and stops the roles in order."""
+    with training(tmp_path, LONG) as (coordinator, out):
+        for process in (*psutil.Process(coordinator.pid).children(recursive=True), coordinator):
             process.send_signal(signal.SIGTERM)
-        said, _ = head.communicate(timeout=120)
-    assert head.returncode == INTERRUPTED, said
-    assert "the checkpoint is saved" in said
+        output, _ = coordinator.communicate(timeout=120)
+    assert coordinator.returncode == INTERRUPTED, output
+    assert "the checkpoint is saved" in output
     assert not [event for event in read_events(out / "events.jsonl") if event["kind"] in ("restart", "given up")]
-    assert f"train --resume {out}" in said
+    assert f"train --resume {out}" in output
     assert left_behind(out) == []
     stopped_at = checkpoint.load_latest(out / "checkpoints", pytest.fail).step
     assert 10 < stopped_at < 1500
@@ -210,11 +210,11 @@ def test_a_job_whose_processes_are_all_told_to_end_saves_and_goes_on_from_there(
 
 
 @pytest.mark.slow
-def test_no_role_outlives_a_head_that_was_killed_and_the_next_head_waits_for_their_end(tmp_path: Path) -> None:
-    with training(tmp_path, f"data.synth.num_train_samples={600 * 64}") as (head, out):
-        pids = [of_role(out, kind).pid for kind in KINDS]
-        head.kill()
-        head.wait()
+def test_no_role_outlives_a_killed_coordinator_and_the_next_coordinator_waits_for_their_exit(tmp_path: Path) -> None:
+    with training(tmp_path, f"data.synth.num_train_samples={600 * 64}") as (coordinator, out):
+        pids = [address_of(out, kind).pid for kind in KINDS]
+        coordinator.kill()
+        coordinator.wait()
         again = run("train", "--resume", out)  # at once
     assert again.returncode == 0, again.stdout + again.stderr
     assert not any(psutil.pid_exists(pid) for pid in pids)
@@ -223,19 +223,19 @@ def test_no_role_outlives_a_head_that_was_killed_and_the_next_head_waits_for_the
     assert left_behind(out) == []
 
 
-# What a run may ask for
+# Options of a run
 
 
 @pytest.mark.slow
 def test_a_fleet_evaluates_saves_and_stops_early_as_the_recipe_says(tmp_path: Path) -> None:
     settings = ["train.eval_every=100", "train.eval_samples=500", "train.checkpoint_every=150"]
     never_better = ["train.early_stop.patience=1", "train.early_stop.min_delta=10"]
-    spec = dataclasses.replace(small_spec(LONG, *settings, *never_better), fleet=fleet_from(ROLES))
+    spec = dataclasses.replace(small_spec(LONG, *settings, *never_better), fleet=parse_fleet(ROLES))
     result = train_fleet(spec, out=tmp_path / "fleet")
     assert result.outcome.ending == "stopped early"
     events = read_events(tmp_path / "fleet" / "events.jsonl")
     evaluations = [event for event in events if event["kind"] == "evaluation"]
-    assert len(evaluations) == 3  # the first is the best, the second ends it, the third is of what was taken back
+    assert len(evaluations) == 3  # the first is the best, the second stops training, the third is of the restored weights
     assert next(event["step"] for event in events if event["kind"] == "checkpoint") >= 150
     best = checkpoint.load_latest(tmp_path / "fleet" / "best", pytest.fail).tensors
     kept = weights_in(tmp_path / "fleet")
@@ -245,10 +245,10 @@ def test_a_fleet_evaluates_saves_and_stops_early_as_the_recipe_says(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_fleet_may_begin_with_the_weights_of_another_run(tmp_path: Path) -> None:
+def test_a_fleet_can_start_with_the_weights_of_another_run(tmp_path: Path) -> None:
     train(small_spec(), out=tmp_path / "first")
     still = ["train.max_steps=4", "train.sparse_optimizer.lr=1e-12", "train.dense_optimizer.lr=1e-12"]
-    spec = dataclasses.replace(small_spec(*still), fleet=fleet_from(ROLES))
+    spec = dataclasses.replace(small_spec(*still), fleet=parse_fleet(ROLES))
     train_fleet(spec, out=tmp_path / "fleet", init_from=str(tmp_path / "first"))
     before, after = weights_in(tmp_path / "first"), weights_in(tmp_path / "fleet")
     for name, value in before.items():
@@ -256,34 +256,34 @@ def test_a_fleet_may_begin_with_the_weights_of_another_run(tmp_path: Path) -> No
             torch.testing.assert_close(after[name], value, rtol=0, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
-# Other ways to start roles, other places of tables
+# Manual launch, local tables
 
 
 @pytest.mark.slow
-def test_roles_that_were_started_by_hand_in_any_order_train_with_keys_and_may_be_stopped_by_hand(tmp_path: Path) -> None:
+def test_manually_started_roles_train_with_keys_in_any_start_order_and_can_be_stopped_by_the_user(tmp_path: Path) -> None:
     out, printed = tmp_path / "fleet", tmp_path / "printed"
-    roles = ["--fleet", "by_hand,trainers=1,sparse=1,dense=0", "--set", LONG]
-    begun = []
+    roles = ["--fleet", "manual,trainers=1,sparse=1,dense=0", "--set", LONG]
+    started = []
 
-    def begin(*arguments: object) -> subprocess.Popen[bytes]:
+    def start(*arguments: object) -> subprocess.Popen[bytes]:
         with open(printed, "ab") as file:
-            begun.append(subprocess.Popen(command(*arguments), stdout=file, stderr=subprocess.STDOUT))
-        return begun[-1]
+            started.append(subprocess.Popen(command(*arguments), stdout=file, stderr=subprocess.STDOUT))
+        return started[-1]
 
     try:
-        head = begin("train", recipe(tmp_path), *roles, "--out", out)
-        wait_until(lambda: (out / "fleet.json").exists(), what="the fleet to be asked for")
+        coordinator = start("train", recipe(tmp_path), *roles, "--out", out)
+        wait_until(lambda: (out / "fleet.json").exists(), what="the roster")
         assert (out / "keys.json").stat().st_mode & 0o077 == 0
-        trainer, *_ = [begin("role", kind, out, 0) for kind in ("trainer", "reader", "sparse")]
+        trainer, *_ = [start("role", kind, out, 0) for kind in ("trainer", "reader", "sparse")]
         wait_until(lambda: steps_of(out, "trainer", 0) > 10, what="some steps")
         trainer.send_signal(signal.SIGTERM)
         assert trainer.wait(60) == STOPPED
-        asked = f"waiting for: rowstead role trainer {out} 0 --incarnation 1"
-        wait_until(lambda: asked in printed.read_text(), what="the trainer to be asked for again")
-        begin("role", "trainer", out, 0, "--incarnation", 1)
-        codes = [process.wait(240) for process in (head, *begun[1:])]
+        request = f"waiting for: rowstead role trainer {out} 0 --incarnation 1"
+        wait_until(lambda: request in printed.read_text(), what="the trainer to be asked for again")
+        start("role", "trainer", out, 0, "--incarnation", 1)
+        codes = [process.wait(240) for process in (coordinator, *started[1:])]
     finally:
-        for process in begun:
+        for process in started:
             process.kill()
     assert codes == [0, STOPPED, 0, 0, 0], printed.read_text()
     figures = figures_of(out)
@@ -291,18 +291,18 @@ def test_roles_that_were_started_by_hand_in_any_order_train_with_keys_and_may_be
 
 
 @pytest.mark.slow
-def test_one_trainer_may_keep_the_tables_itself_and_go_on_from_its_checkpoints(tmp_path: Path) -> None:
+def test_a_single_trainer_can_hold_the_tables_and_resume_from_its_checkpoints(tmp_path: Path) -> None:
     local = "tables=local,trainers=1"
-    with training(tmp_path, LONG, "train.checkpoint_every=20", fleet=local) as (head, out):
+    with training(tmp_path, LONG, "train.checkpoint_every=20", fleet=local) as (coordinator, out):
         wait_until(lambda: bool(checkpoint.checkpoints_in(out / "checkpoints")), what="a checkpoint")
-        os.kill(of_role(out, "trainer").pid, signal.SIGKILL)
-        said, _ = head.communicate(timeout=120)
-    assert head.returncode == MISTAKE, said
-    assert "go on from the last checkpoint with --resume" in said
-    assert "is saved" not in said, "who kept the tables was killed"
+        os.kill(address_of(out, "trainer").pid, signal.SIGKILL)
+        output, _ = coordinator.communicate(timeout=120)
+    assert coordinator.returncode == USER_ERROR, output
+    assert "continue from the last checkpoint with --resume" in output
+    assert "is saved" not in output, "the trainer that held the tables was killed"
     again = run("train", "--resume", out)
     assert again.returncode == 0, again.stdout + again.stderr
-    alone = train(small_spec(LONG), out=tmp_path / "alone").quality
-    assert alone is not None
-    assert figures_of(out)["ne"] == pytest.approx(alone.ne, rel=0.01)
+    single = train(small_spec(LONG), out=tmp_path / "single").quality
+    assert single is not None
+    assert figures_of(out)["ne"] == pytest.approx(single.ne, rel=0.01)
     assert left_behind(out) == []

@@ -1,4 +1,4 @@
-"""The model of a fleet as its head gives and takes it."""
+"""The model of a fleet in the coordinator."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rowstead.training.saved_tensors import STORE
 from tests.small_runs import small_spec
 
 
-def test_a_server_that_is_killed_while_it_is_given_a_model_has_it_in_the_end_and_after_the_next_kill(
+def test_a_server_that_is_killed_while_a_model_is_loaded_has_it_in_the_end_and_after_the_next_kill(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = small_spec("train.max_steps=3")
@@ -38,13 +38,13 @@ def test_a_server_that_is_killed_while_it_is_given_a_model_has_it_in_the_end_and
     servers: list[SparseServer] = []
 
     def start() -> None:
-        """A server in the place of the one before, with nothing but what that has written down."""
+        """Replace the server by one that has only the snapshots of the one before."""
         if servers:
             servers[-1].close()
         kept = TableShard(pieces, spec.train.sparse_optimizer, seed=spec.seed)
         servers.append(SparseServer(kept, snapshots=tmp_path / "snapshots").start())
-        told = RoleAddress(kind="sparse", number=0, address=servers[-1].address, incarnation=len(servers), pid=os.getpid())
-        Roster(tmp_path).write([told], {"dtype": "float32", "partition": partition.to_json()})
+        address = RoleAddress(kind="sparse", number=0, address=servers[-1].address, incarnation=len(servers), pid=os.getpid())
+        Roster(tmp_path).write([address], {"dtype": "float32", "partition": partition.to_json()})
 
     (tmp_path / "roles").mkdir()
     start()
@@ -59,7 +59,7 @@ def test_a_server_that_is_killed_while_it_is_given_a_model_has_it_in_the_end_and
 
     monkeypatch.setattr(store, "load_state", killed_after)
     try:
-        gathered.put(saved, with_optimizer=True)
+        gathered.load(saved, with_optimizer=True)
         assert len(servers) == 2
         start()
         for name, value in store.state().items():

@@ -1,4 +1,4 @@
-"""A fleet on two networks with a cable between them, which is cut for ten seconds in the midst of training."""
+"""A fleet on two networks whose link is cut for ten seconds during training."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ def ip(*words: str) -> None:
 
 
 class Networks:
-    """Two network namespaces, `here` and `there`, with an address each."""
+    """Two network namespaces, `here` and `there`, with one address each."""
 
     def __init__(self) -> None:
         self.names = {side: f"rf{os.getpid() % 100_000}{side[0]}" for side in ADDRESSES}
 
     def within(self, side: str) -> list[str]:
-        """The words before a command that is to run there."""
+        """The prefix of a command that runs on a side."""
         return ["ip", "netns", "exec", self.names[side]]
 
-    def make(self) -> None:
+    def create(self) -> None:
         here, there = self.names.values()
         ip("netns", "add", here)
         ip("netns", "add", there)
@@ -60,35 +60,35 @@ class Networks:
             ip("-n", name, "link", "set", f"{name}v", "up")
             ip("-n", name, "link", "set", "lo", "up")
 
-    def set_cable(self, state: str) -> None:
+    def set_link(self, state: str) -> None:
         """`up` or `down`."""
         name = self.names["there"]
         ip("-n", name, "link", "set", f"{name}v", state)
 
     def remove(self) -> None:
         for name in self.names.values():
-            with contextlib.suppress(subprocess.CalledProcessError):  # it was not made
+            with contextlib.suppress(subprocess.CalledProcessError):  # it was not created
                 ip("netns", "del", name)
 
 
 @pytest.fixture
 def networks() -> Iterator[Networks]:
     if os.geteuid() or shutil.which("ip") is None:
-        pytest.skip("only root can make network namespaces, by the command `ip` (package iproute2)")
+        pytest.skip("network namespaces need root and the command `ip` (package iproute2)")
     networks = Networks()
     try:
         try:
-            networks.make()
+            networks.create()
         except subprocess.CalledProcessError as error:
-            pytest.skip(f"no network namespaces can be made here: {error.stderr!r}")
+            pytest.skip(f"cannot create network namespaces: {error.stderr!r}")
         yield networks
     finally:
         networks.remove()
 
 
 @contextlib.contextmanager
-def roles_at_work(networks: Networks, out: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """All roles of a fleet, started by hand on both sides; gone at the end."""
+def run_roles(networks: Networks, out: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """All roles of a fleet, started manually on both sides; killed at the end."""
     roles = []
     try:
         for side, members in (("here", HERE), ("there", THERE)):
@@ -102,26 +102,26 @@ def roles_at_work(networks: Networks, out: Path) -> Iterator[list[subprocess.Pop
             role.wait()
 
 
-def test_a_network_that_is_cut_for_ten_seconds_costs_no_quality_and_no_batch_nor_update_is_lost_or_done_twice(
+def test_a_network_cut_of_ten_seconds_costs_no_quality_and_no_batch_or_update_is_lost_or_repeated(
     networks: Networks, undisturbed_ne: float, tmp_path: Path
 ) -> None:
-    by_hand = f"by_hand,{ROLES}"
-    with training(tmp_path, recipe(tmp_path), by_hand, networks.within("here")) as fleet:
-        wait_until(lambda: (fleet.out / "fleet.json").exists(), what="the fleet to be asked for")
-        with roles_at_work(networks, fleet.out) as roles:
+    manual = f"manual,{ROLES}"
+    with training(tmp_path, recipe(tmp_path), manual, networks.within("here")) as fleet:
+        wait_until(lambda: (fleet.out / "fleet.json").exists(), what="the roster")
+        with run_roles(networks, fleet.out) as roles:
             fleet.wait_for_steps(NUM_STEPS // 3)
-            networks.set_cable("down")
+            networks.set_link("down")
             threading.Event().wait(CUT_S)
-            stood_at = sum(steps_of(fleet.out).values())
-            networks.set_cable("up")
-            assert stood_at < NUM_STEPS, "the cut came in mid-training"
-            figures = fleet.end()
+            steps_at_cut = sum(steps_of(fleet.out).values())
+            networks.set_link("up")
+            assert steps_at_cut < NUM_STEPS, "the cut came during training"
+            figures = fleet.finish()
             assert [role.wait(60) for role in roles] == [0] * len(roles)
     check_counts(fleet.out, figures)
     check_every_update_is_known(fleet.out)
     check_exchanges(fleet.out)
     assert (figures["num_restarts"], figures["num_batches_repeated"], figures["num_lost_updates"]) == (0, 0, 0)
-    assert figures["num_batches_resent"] <= 16 * NUM_TRAINERS, "at most what was on its way"
+    assert figures["num_batches_resent"] <= 16 * NUM_TRAINERS, "at most what was in flight"
     assert sum(steps_of(fleet.out).values()) == NUM_STEPS
-    assert figures["trainer_num_resent"] > 0, "requests that were on their way were sent again"
+    assert figures["trainer_num_resent"] > 0, "requests in flight were sent again"
     assert figures["ne_expected"] == pytest.approx(undisturbed_ne, rel=NE_WITHIN)

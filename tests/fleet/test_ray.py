@@ -11,24 +11,24 @@ from pathlib import Path
 
 import pytest
 
-from rowstead.fleet.roster import told
+from rowstead.fleet.roster import read_address
 from rowstead.run import train
 from tests.fleet.test_fleet import command, figures_of, left_behind
 from tests.small_runs import recipe, small_spec, wait_until
 
 cluster_utils = pytest.importorskip("ray.cluster_utils")
 
-NUM_NODES, CPUS_A_NODE = 2, 4
+NUM_NODES, CPUS_PER_NODE = 2, 4
 ROLES = "ray,trainers=2,sparse=2,dense=1,readers=1"
 
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    """Of a cluster whose nodes have room for four roles each."""
+    """The address of a cluster whose nodes have CPUs for four roles each."""
     cluster = cluster_utils.Cluster()
     try:
         for _ in range(NUM_NODES):
-            cluster.add_node(num_cpus=CPUS_A_NODE, object_store_memory=100 << 20)
+            cluster.add_node(num_cpus=CPUS_PER_NODE, object_store_memory=100 << 20)
         cluster.wait_for_nodes()
         yield str(cluster.address)
     finally:
@@ -36,11 +36,11 @@ def address() -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def begun(address: str, printed: Path, *arguments: object) -> Iterator[subprocess.Popen[bytes]]:
-    """A command that prints to a file, since Ray's processes may keep a pipe open."""
+def run_command(address: str, printed: Path, *arguments: object) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a command that prints to a file, because Ray's processes may keep a pipe open."""
     environ = {**os.environ, "RAY_ADDRESS": address}
-    with open(printed, "wb") as to:
-        process = subprocess.Popen(command(*arguments), env=environ, stdout=to, stderr=subprocess.STDOUT)
+    with open(printed, "wb") as output:
+        process = subprocess.Popen(command(*arguments), env=environ, stdout=output, stderr=subprocess.STDOUT)
     try:
         yield process
     finally:
@@ -49,28 +49,28 @@ def begun(address: str, printed: Path, *arguments: object) -> Iterator[subproces
 
 
 @pytest.mark.slow
-def test_a_fleet_on_several_nodes_trains_and_comes_back_from_a_kill_and_leaves_no_process(address: str, tmp_path: Path) -> None:
+def test_a_fleet_on_several_nodes_trains_and_recovers_from_a_kill_and_leaves_no_process(address: str, tmp_path: Path) -> None:
     out, printed = tmp_path / "out", tmp_path / "printed"
-    with begun(address, printed, "train", recipe(tmp_path, epochs=3), "--fleet", ROLES, "--out", out) as head:
-        wait_until(lambda: told(out, "trainer", 1) is not None or head.poll() is not None, what="trainers")
-        victim = told(out, "sparse", 1)
+    with run_command(address, printed, "train", recipe(tmp_path, epochs=3), "--fleet", ROLES, "--out", out) as coordinator:
+        wait_until(lambda: read_address(out, "trainer", 1) is not None or coordinator.poll() is not None, what="trainers")
+        victim = read_address(out, "sparse", 1)
         assert victim is not None, printed.read_text()
         os.kill(victim.pid, signal.SIGKILL)
-        assert head.wait(timeout=200) == 0, printed.read_text()
+        assert coordinator.wait(timeout=200) == 0, printed.read_text()
     assert "sparse 1 was killed by SIGKILL" in printed.read_text()
     figures = figures_of(out)
     assert figures["num_restarts"] >= 1
-    alone = train(small_spec("train.epochs=3"), out=tmp_path / "alone").quality
-    assert alone is not None
-    assert figures["ne"] == pytest.approx(alone.ne, rel=0.04)
+    single = train(small_spec("train.epochs=3"), out=tmp_path / "single").quality
+    assert single is not None
+    assert figures["ne"] == pytest.approx(single.ne, rel=0.04)
     assert left_behind(out) == []
 
 
 @pytest.mark.slow
-def test_a_fleet_that_no_cluster_has_room_for_is_refused_with_remedies(address: str, tmp_path: Path) -> None:
+def test_a_fleet_larger_than_the_cluster_is_refused_with_remedies(address: str, tmp_path: Path) -> None:
     printed, out = tmp_path / "printed", tmp_path / "out"
-    with begun(address, printed, "train", recipe(tmp_path), "--fleet", "ray,trainers=20", "--out", out) as head:
-        assert head.wait(timeout=120) == 2, printed.read_text()
-    said = " ".join(printed.read_text().split())
-    assert "asks Ray for 23 CPUs" in said
-    assert "fleet.ray_cpus" in said
+    with run_command(address, printed, "train", recipe(tmp_path), "--fleet", "ray,trainers=20", "--out", out) as coordinator:
+        assert coordinator.wait(timeout=120) == 2, printed.read_text()
+    output = " ".join(printed.read_text().split())
+    assert "asks Ray for 23 CPUs" in output
+    assert "fleet.ray_cpus" in output

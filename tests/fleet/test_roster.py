@@ -1,4 +1,4 @@
-"""How roles find each other, and what they leave of what they used."""
+"""The roster of addresses, and usage samples of roles."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rowstead.spec.errors import RowsteadError
 from tests.small_runs import wait_until
 
 
-def test_an_address_is_read_anew_when_the_head_has_moved_a_role(tmp_path: Path) -> None:
+def test_an_address_is_read_again_when_the_coordinator_has_moved_a_role(tmp_path: Path) -> None:
     roster = Roster(tmp_path)
     with pytest.raises(RowsteadError, match=r"fleet\.json is missing"):
         roster.find("sparse", 0)
@@ -28,7 +28,7 @@ def test_an_address_is_read_anew_when_the_head_has_moved_a_role(tmp_path: Path) 
         roster.find("dense", 0)
 
 
-def test_what_a_role_uses_is_followed_over_its_restarts(tmp_path: Path) -> None:
+def test_the_usage_of_a_role_is_summed_over_its_restarts(tmp_path: Path) -> None:
     (tmp_path / "roles").mkdir()
     files = RoleFiles(tmp_path, "trainer", 0)
     reader, trained = UsageReader(files.usage), {"num_samples": 0}
@@ -58,7 +58,7 @@ def test_what_a_role_uses_is_followed_over_its_restarts(tmp_path: Path) -> None:
     assert later.last == {}
 
 
-def test_memory_traffic_is_what_the_machine_counts_or_absent(tmp_path: Path) -> None:
+def test_memory_traffic_is_what_the_machine_counts_or_none(tmp_path: Path) -> None:
     assert memory_traffic_bytes(tmp_path) is None
     for domain, count in enumerate((1000, 234)):
         (tmp_path / f"mon_L3_{domain:02d}").mkdir()
@@ -68,16 +68,16 @@ def test_memory_traffic_is_what_the_machine_counts_or_absent(tmp_path: Path) -> 
     assert memory_traffic_bytes(tmp_path) is None
 
 
-def test_a_sample_that_fails_is_one_less_and_no_end(tmp_path: Path) -> None:
-    asked: list[int] = []
+def test_a_sample_that_fails_is_skipped(tmp_path: Path) -> None:
+    calls: list[int] = []
 
     def facts() -> dict[str, int]:
-        asked.append(1)
-        if len(asked) == 2:
+        calls.append(1)
+        if len(calls) == 2:
             raise RuntimeError("dictionary changed size during iteration")
-        return {"num_samples": len(asked)}
+        return {"num_samples": len(calls)}
 
     with RoleSampler(tmp_path / "usage.jsonl", facts, interval_s=0.01):
-        wait_until(lambda: len(asked) > 4, what="samples after the one that failed")
+        wait_until(lambda: len(calls) > 4, what="samples after the one that failed")
     found = [json.loads(line)["num_samples"] for line in (tmp_path / "usage.jsonl").read_text().splitlines()]
-    assert found == [number for number in range(1, len(asked) + 1) if number != 2]
+    assert found == [number for number in range(1, len(calls) + 1) if number != 2]

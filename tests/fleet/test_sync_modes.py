@@ -1,4 +1,4 @@
-"""Every way to keep trainers together, and look-ups that are early, through the whole fleet: each learns as one process does."""
+"""Every sync policy, and stale look-ups, in a whole fleet: each learns as a single process does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from rowstead.fleet.coordinator import train_fleet
 from rowstead.run import train
-from rowstead.spec.fleet import fleet_from
+from rowstead.spec.fleet import parse_fleet
 from tests.small_runs import small_spec
 
 ROLES = "trainers=2,sparse=2,dense=1,readers=1"
@@ -22,7 +22,7 @@ LOG = (f"data.synth.num_train_samples={NUM_STEPS * 64}", "train.sync.period=2")
 @cache
 def ne_of_one_process() -> float:
     with TemporaryDirectory() as folder:
-        quality = train(small_spec(*LOG), out=Path(folder) / "alone").quality
+        quality = train(small_spec(*LOG), out=Path(folder) / "single").quality
     assert quality is not None
     assert quality.ne is not None
     return quality.ne
@@ -40,13 +40,13 @@ def ne_of_one_process() -> float:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_fleet_learns_by_every_rule_and_with_early_look_ups(sync: list[str], roles: str, tmp_path: Path) -> None:
+def test_a_fleet_learns_with_every_sync_policy_and_with_stale_look_ups(sync: list[str], roles: str, tmp_path: Path) -> None:
     settings = [*LOG, *(f"train.sync.{word}" for word in sync)]
-    spec = dataclasses.replace(small_spec(*settings), fleet=fleet_from(roles))
+    spec = dataclasses.replace(small_spec(*settings), fleet=parse_fleet(roles))
     record = train_fleet(spec, out=tmp_path / "fleet").record
     assert record is not None
     figures = record.figures
-    num_steps = NUM_STEPS if roles == ROLES else 3 * -(-NUM_STEPS // 3)  # a last batch of each reader
+    num_steps = NUM_STEPS if roles == ROLES else 3 * -(-NUM_STEPS // 3)  # each reader has a last batch
     assert (figures["num_steps"], figures["num_samples"]) == (num_steps, NUM_STEPS * 64)
     assert (figures["num_restarts"], figures["num_batches_repeated"], figures["num_lost_updates"]) == (0, 0, 0)
     assert figures["trainer_num_exchanges"] > 10

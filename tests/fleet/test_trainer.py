@@ -1,4 +1,4 @@
-"""A trainer among servers of this process."""
+"""A trainer with servers in this process."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from tests.small_runs import small_spec, wait_until
 NUM_BATCHES = 3
 
 
-class Held(SparseServer):
-    """Does updates once it is let."""
+class BlockedServer(SparseServer):
+    """Applies updates only after `gate` is set."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self.gate = threading.Event()
@@ -39,8 +39,8 @@ class Held(SparseServer):
         return super()._update(message, caller)
 
 
-def test_a_batch_is_done_once_the_servers_have_its_update_and_not_before(tmp_path: Path) -> None:
-    """Were the trainer killed in between, nobody else would know of the update: the batch has to be another's then."""
+def test_a_batch_is_reported_done_only_after_the_servers_have_its_update(tmp_path: Path) -> None:
+    """If the trainer were killed in between, another trainer would have to train on the batch."""
     spec = dataclasses.replace(small_spec("train.sync.staleness=4"), fleet=FleetSpec(num_sparse=1, num_dense=0))
     layout = layout_of(spec.features, spec.tables)
     partition = partition_tables(layout.tables, 1)
@@ -50,13 +50,13 @@ def test_a_batch_is_done_once_the_servers_have_its_update_and_not_before(tmp_pat
         share = LogShare(open_sources(spec).train, batch_size=64, max_batches=NUM_BATCHES)
         reader = stack.enter_context(contextlib.closing(Reader(share, tmp_path / "reader-0.progress")))
         serving = stack.enter_context(Server(build_handlers(reader), name="reader-0")).start()
-        sparse = Held(kept).start()
+        sparse = BlockedServer(kept).start()
         stack.callback(sparse.close)
         stack.callback(sparse.gate.set)
-        places: list[tuple[RoleKind, str]] = [("reader", serving.address), ("sparse", sparse.address)]
-        told = [RoleAddress(kind=kind, number=0, address=at, incarnation=0, pid=os.getpid()) for kind, at in places]
+        servers: list[tuple[RoleKind, str]] = [("reader", serving.address), ("sparse", sparse.address)]
+        addresses = [RoleAddress(kind=kind, number=0, address=at, incarnation=0, pid=os.getpid()) for kind, at in servers]
         facts = {"dtype": "float32", "partition": partition.to_json(), "total_steps": NUM_BATCHES}
-        Roster(tmp_path).write(told, facts)
+        Roster(tmp_path).write(addresses, facts)
 
         trainer, ended = FleetTrainer(spec, tmp_path, 0), list[bool]()
         thread = threading.Thread(
@@ -64,7 +64,7 @@ def test_a_batch_is_done_once_the_servers_have_its_update_and_not_before(tmp_pat
         )
         thread.start()
         wait_until(lambda: trainer.figures()["num_steps"] == NUM_BATCHES, what="all steps")
-        thread.join(0.3)  # what is done at the end of a log is told at once
+        thread.join(0.3)  # batches done at the end of a log are reported at once
         assert reader.status()["num_done"] == 0
         sparse.gate.set()
         thread.join(60)

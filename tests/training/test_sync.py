@@ -227,7 +227,7 @@ def test_a_recipe_chooses_the_policy(mode: str, rule: str, kind: type) -> None:
 
 
 def test_several_trainers_without_synchronisation_are_refused() -> None:
-    with pytest.raises(SpecError, match="`none` leaves 2 trainers with 2 models"):
+    with pytest.raises(SpecError, match="`none` would give 2 trainers 2 different models"):
         SyncSpec(mode="none").mode_for(2)
     assert SyncSpec().mode_for(2) == "easgd"
     assert SyncSpec(mode="easgd").alpha_for(4) == pytest.approx(0.225)

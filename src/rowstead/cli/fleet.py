@@ -1,4 +1,4 @@
-"""The command that starts one role of a fleet, and what `train --fleet` runs."""
+"""The command `role`, and what `train --fleet` runs."""
 
 from __future__ import annotations
 
@@ -10,22 +10,25 @@ from typing import Annotated
 import typer
 
 from rowstead.spec.errors import RowsteadError, did_you_mean
-from rowstead.spec.fleet import KINDS, fleet_from
+from rowstead.spec.fleet import KINDS, parse_fleet
 from rowstead.spec.run import RunSpec
 
 
 def role(
     kind: Annotated[str, typer.Argument(help="sparse, dense, reader or trainer.")],
     run: Annotated[Path, typer.Argument(help="Folder of the run that the fleet trains into.")],
-    number: Annotated[int, typer.Argument(min=0, help="Which of the roles of this kind, from 0.")] = 0,
+    number: Annotated[int, typer.Argument(min=0, help="Number of the role among those of its kind, from 0.")] = 0,
     address: Annotated[
-        str, typer.Option("--address", help="Where a server listens; other machines need the keys of the run.")
+        str,
+        typer.Option(
+            "--address", help="Address that a server listens on; addresses other than loopback need the keys of the run."
+        ),
     ] = "tcp://127.0.0.1:0",
-    incarnation: Annotated[int, typer.Option("--incarnation", min=0, help="How often this role was started before.")] = 0,
+    incarnation: Annotated[int, typer.Option("--incarnation", min=0, help="Number of earlier starts of this role.")] = 0,
 ) -> None:
-    """Be one role of a fleet, by hand; `train --fleet` starts them by itself."""
+    """Run one role of a fleet that was started with `train --fleet manual`."""
     if kind not in KINDS:
-        raise RowsteadError(f"no role `{kind}`: {did_you_mean(kind, KINDS)}")
+        raise RowsteadError(f"unknown role `{kind}`: {did_you_mean(kind, KINDS)}")
     _check_zeromq()
     from rowstead.fleet.roles import run_role
 
@@ -33,7 +36,7 @@ def role(
 
 
 def has_fleet(spec: RunSpec | None, fleet: str | None, resume: str | None, runs: Path) -> bool:
-    """Whether `train` is about a fleet: by its option, its recipe, or the run that it goes on with."""
+    """Whether `train` runs a fleet: by its option, its recipe, or the run that it resumes."""
     if resume is not None:
         from rowstead.records.run_folder import RunFolder
 
@@ -44,9 +47,9 @@ def has_fleet(spec: RunSpec | None, fleet: str | None, resume: str | None, runs:
 def train(
     spec: RunSpec | None, fleet: str | None, *, resume: str | None, init_from: str | None, out: Path | None, runs: Path
 ) -> None:
-    """What `train` does with a fleet."""
+    """Run `train` with a fleet."""
     if spec is not None:
-        spec = spec if fleet is None else dataclasses.replace(spec, fleet=fleet_from(fleet, spec.fleet))
+        spec = spec if fleet is None else dataclasses.replace(spec, fleet=parse_fleet(fleet, spec.fleet))
 
     _check_zeromq()
 
@@ -64,13 +67,13 @@ def train(
             result = train_fleet(spec, root=runs, out=out, init_from=init_from, callback=callback)
     if result.outcome.ending == "interrupted":
         step = result.outcome.position.step
-        ended = f"stopped after step {step:,}; the checkpoint is saved." if step else "stopped before the first step."
+        ended = f"Stopped after step {step:,}; the checkpoint is saved." if step else "Stopped before the first step."
         console.print(ended)
-        console.print(f"go on with: {command_name()} train --resume {as_typed(result.folder)}", soft_wrap=True)
+        console.print(f"Continue with: {command_name()} train --resume {as_typed(result.folder)}", soft_wrap=True)
         raise typer.Exit(130)
     console.print(summary(result))
 
 
 def _check_zeromq() -> None:
     if importlib.util.find_spec("zmq") is None:
-        raise RowsteadError("the roles of a fleet talk over ZeroMQ, which is not installed here: `pip install pyzmq`")
+        raise RowsteadError("a fleet needs ZeroMQ, which is not installed: `pip install pyzmq`")

@@ -1,4 +1,4 @@
-"""How a fleet looks on a terminal: one live table of its roles, or plain lines where output is no terminal."""
+"""Console output of a fleet: a live table of its roles, or plain lines if the output is not a terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rowstead.cli.console import PLAIN_EVERY_S, figures_of, quality_line
-from rowstead.fleet.role_table import FleetCallback, RoleRow
+from rowstead.fleet.fleet_figures import FleetCallback, RoleRow
 from rowstead.records.files import shown_bytes
 from rowstead.training.metrics import Quality
 from rowstead.training.progress import Progress
@@ -23,7 +23,7 @@ HEADINGS = ("role", "samples/s", "queue", "waiting", "CPU", "memory", "in/s", "o
 
 @contextmanager
 def fleet_callback(console: Console) -> Iterator[FleetCallback]:
-    """A FleetCallback that suits the console."""
+    """Choose the callback for a console."""
     if not console.is_terminal:
         yield PlainFleet(console)
         return
@@ -32,7 +32,7 @@ def fleet_callback(console: Console) -> Iterator[FleetCallback]:
 
 
 def cells(row: RoleRow) -> list[str]:
-    """The figures of a role as text; empty where nothing was measured."""
+    """Format the figures of a role; empty where nothing was measured."""
     state = "" if row.state == "ready" else f" ({row.state})"
     return [
         f"{row.name}{state}",
@@ -48,22 +48,22 @@ def cells(row: RoleRow) -> list[str]:
 
 
 def role_table(rows: Sequence[RoleRow]) -> Table:
-    """All roles as a table."""
+    """Build the table of all roles."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for place, heading in enumerate(HEADINGS):
-        table.add_column(heading, justify="left" if place == 0 else "right", no_wrap=True)
+    for index, heading in enumerate(HEADINGS):
+        table.add_column(heading, justify="left" if index == 0 else "right", no_wrap=True)
     for row in rows:
         table.add_row(*map(Text, cells(row)))
     return table
 
 
 def progress_line(progress: Progress) -> str:
-    """Where training stands, on one line."""
+    """Format the progress of training in one line."""
     return f"step {progress.step:,} of {progress.total_steps:,} · {figures_of(progress)}"
 
 
 class LiveFleet:
-    """Shows the table and a line of progress, in place."""
+    """Shows the table and a progress line, updated in place."""
 
     def __init__(self, live: Live) -> None:
         self._live = live
@@ -89,7 +89,7 @@ class LiveFleet:
 
 
 class PlainFleet:
-    """Prints a line of progress and one of the roles every few seconds."""
+    """Prints a progress line and a line about the roles every few seconds."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

@@ -17,7 +17,7 @@ from rowstead.cli import fleet as fleet_commands
 from rowstead.distributed import launch
 from rowstead.report.terminal import terminal
 from rowstead.spec.errors import LostProcessError, RowsteadError
-from rowstead.spec.job import is_one_of_many
+from rowstead.spec.job import is_multi_process
 
 app = typer.Typer(
     help="Train deep learning recommendation models. Every embedding row has a home.",
@@ -119,8 +119,8 @@ def train(
     from rowstead import run  # after the recipe, in which a mistake should show at once
     from rowstead.cli.console import as_typed, command_name, progress_callback, summary
 
-    if launch.is_started_here():
-        launch.end_with_parent()
+    if launch.is_launched():
+        launch.exit_with_launcher()
     is_first = int(os.environ.get("RANK", "0")) == 0
     console = terminal(quiet=not is_first)
     with progress_callback(console) as callback:
@@ -131,7 +131,7 @@ def train(
             result = run.train(spec, root=runs, out=out, init_from=init_from, callback=callback, profile=profile)
     if result.outcome.ending == "interrupted":
         console.print(f"stopped after step {result.outcome.position.step:,}; the checkpoint is saved.")
-        again = f" --processes {os.environ['WORLD_SIZE']}" if launch.is_started_here() else ""
+        again = f" --processes {os.environ['WORLD_SIZE']}" if launch.is_launched() else ""
         console.print(f"go on with: {command_name()} train --resume {as_typed(result.folder)}{again}", soft_wrap=True)
         raise typer.Exit(130)
     if is_first:
@@ -264,24 +264,24 @@ def _interrupts() -> Iterator[None]:
 
 def _launch(arguments: list[str], processes: int) -> NoReturn:
     """Run a command in several processes, and end as they end."""
-    if is_one_of_many():
+    if is_multi_process():
         raise RowsteadError("torchrun has started this process as one of several already: leave out --processes")
     console = terminal(stderr=True)
 
-    def say(text: str) -> None:
+    def on_message(text: str) -> None:
         console.print(text, style="bold red", soft_wrap=True)
 
-    raise typer.Exit(launch.launch(arguments, processes, say=say))
+    raise typer.Exit(launch.launch(arguments, processes, on_message=on_message))
 
 
 def _fail(text: str, code: int = 2) -> NoReturn:
-    if launch.is_started_here():
-        launch.leave_reason(f"error: {text}")
+    if launch.is_launched():
+        launch.write_reason(f"error: {text}")
         _end(code)
     if (rank := os.environ.get("RANK", "0")) != "0":
         text = f"{text} (process {rank})"
     terminal(stderr=True).print(f"error: {text}", style="bold red", soft_wrap=True)
-    if is_one_of_many():
+    if is_multi_process():
         _end(code)
     sys.exit(code)
 

@@ -1,7 +1,8 @@
-"""Starts the processes of a job on this machine, and starts them all again when one of them is killed.
+"""Launches the processes of a synchronous job on this machine, and restarts all of them when one is killed.
 
-The processes find each other through a file and talk over the loopback interface: no port is open to other machines. They get the
-environment that torchrun would give them, so whoever starts them makes no difference to them. No torch is needed here.
+The processes rendezvous through a file and communicate over the loopback interface: no port is open to other machines. They get the
+environment variables that torchrun sets, so they run the same under either launcher. This module does not import torch; the fleet shares its
+exit codes and `exit_with_launcher`.
 """
 
 from __future__ import annotations
@@ -19,145 +20,146 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from rowstead.records.usage import free_host_bytes
+from rowstead.records.usage import free_host_bytes, usable_cores
 from rowstead.spec.errors import RowsteadError
-from rowstead.spec.job import LAUNCHER, MEETING_FILE, RESTARTS
+from rowstead.spec.job import LAUNCHER, RENDEZVOUS_FILE, RESTARTS
 from rowstead.spec.sizes import shown_bytes
 
 MAX_RESTARTS = 3
-MISTAKE, LOST, INTERRUPTED = 2, 75, 130
-"""Exit codes: of a user's mistake, of a process that can only say that another has gone, and after Ctrl-C."""
+USER_ERROR, LOST, INTERRUPTED = 2, 75, 130
+"""Exit codes: a user's mistake, a process that only lost its peers, and Ctrl-C."""
 GRACE_S = 10.0
-"""How long the others may take to end by themselves once one has failed, and again once they were told to."""
-LOOK_EVERY_S = 0.02
+"""Time for the other processes to exit by themselves after one has failed, and again after SIGTERM."""
+POLL_INTERVAL_S = 0.02
 PROCESS_BYTES = 150 << 20
-"""What a process takes before it has any table, at least."""
+"""Minimum memory of a process before it has any table."""
 
 
 @dataclass(frozen=True)
-class RestartVerdict:
-    """What becomes of a job of which a process has failed."""
+class JobDecision:
+    """What to do with a job after one of its processes has failed."""
 
     restarts: bool
-    code: int
-    """To end with, if it is not started again."""
-    why: str | None = None
-    """What to tell the user; none where the process has said it itself."""
+    exit_code: int
+    """Exit code of the launcher if the job is not restarted."""
+    reason: str | None = None
+    """Message for the user; None if the process has reported the reason itself."""
 
 
-def judge(codes: Sequence[int | None], *, restarts_left: int) -> RestartVerdict:
-    """From the exit codes of all processes, negative for signals: only one that was killed is worth another start."""
-    failed = {rank: code for rank, code in enumerate(codes) if code}
+def decide_restart(exit_codes: Sequence[int | None], *, restarts_left: int) -> JobDecision:
+    """Decide from the exit codes of all processes, negative for signals: only a killed process is worth a restart."""
+    failed = {rank: code for rank, code in enumerate(exit_codes) if code}
     causes = {rank: code for rank, code in failed.items() if code != LOST} or failed
-    rank, code = min(causes.items(), key=lambda item: (item[1] > 0, item[0]))  # killed ones first: they could not speak
+    rank, code = min(causes.items(), key=lambda item: (item[1] > 0, item[0]))  # killed processes first: they reported nothing
     if code == LOST:
-        return RestartVerdict(restarts_left > 0, 1, f"process {rank} has lost touch with the others")
+        return JobDecision(restarts_left > 0, 1, f"process {rank} lost its connection to the others")
     if code > 0:
-        return RestartVerdict(False, code)
-    return RestartVerdict(restarts_left > 0, 1, f"process {rank} was killed by {_signal_name(-code)}")
+        return JobDecision(False, code)
+    return JobDecision(restarts_left > 0, 1, f"process {rank} was killed by {signal_name(-code)}")
 
 
-def launch(arguments: Sequence[str], num_processes: int, *, say: Callable[[str], None]) -> int:
-    """Run `python -m rowstead` with these arguments in so many processes until all have ended; returns the exit code.
+def launch(arguments: Sequence[str], num_processes: int, *, on_message: Callable[[str], None]) -> int:
+    """Run `python -m rowstead` with these arguments in `num_processes` processes until all have exited; return the exit code.
 
-    The first Ctrl-C or SIGTERM is passed on, and they save and stop; the second kills them.
+    The first Ctrl-C or SIGTERM is forwarded, and the processes save and stop; the second kills them.
     """
-    needs, free = num_processes * PROCESS_BYTES, free_host_bytes()
-    if needs > free:
+    needed, free = num_processes * PROCESS_BYTES, free_host_bytes()
+    if needed > free:
         raise RowsteadError(
-            f"{num_processes:,} processes take {shown_bytes(needs)} of memory before they have any table, and {shown_bytes(free)} "
-            f"are free: start {max(1, free // PROCESS_BYTES):,} at most, one for each core is best"
+            f"{num_processes:,} processes need {shown_bytes(needed)} of memory before they have any table, and {shown_bytes(free)} "
+            f"are free: start at most {max(1, free // PROCESS_BYTES):,}; one per core is best"
         )
     for attempt in range(MAX_RESTARTS + 1):
         with tempfile.TemporaryDirectory(prefix="rowstead-") as folder:
-            meeting = Path(folder) / "meeting"
-            with _Processes(arguments, num_processes, meeting, attempt) as processes:
+            rendezvous = Path(folder) / "rendezvous"
+            with _Processes(arguments, num_processes, rendezvous, attempt) as processes:
                 codes = processes.wait()
             if codes and not any(codes):
                 return 0
-            verdict = None if processes.was_stopped else judge(codes, restarts_left=MAX_RESTARTS - attempt)
-            if verdict is None or verdict.why is None:
-                for text in _reasons(meeting, codes)[:1]:
-                    say(text)
-                return INTERRUPTED if verdict is None else verdict.code
-        if not verdict.restarts:
-            say(f"{verdict.why}, and the job was started {attempt + 1} times: giving up. Its last checkpoint is on disk")
-            return verdict.code
-        say(f"{verdict.why}: starting all {num_processes} again from the last checkpoint ({attempt + 1} of {MAX_RESTARTS})")
-    raise AssertionError("the last attempt has a verdict")
+            decision = None if processes.was_stopped else decide_restart(codes, restarts_left=MAX_RESTARTS - attempt)
+            if decision is None or decision.reason is None:
+                for text in _read_reasons(rendezvous, codes)[:1]:
+                    on_message(text)
+                return INTERRUPTED if decision is None else decision.exit_code
+        if not decision.restarts:
+            on_message(f"{decision.reason}; giving up after {attempt + 1} starts. The last checkpoint is on disk")
+            return decision.exit_code
+        on_message(
+            f"{decision.reason}: restarting all {num_processes} from the last checkpoint ({attempt + 1} of {MAX_RESTARTS})"
+        )
+    raise AssertionError("the last attempt always returns")
 
 
 class _Processes:
-    """The processes of one attempt, none of which outlives it."""
+    """The processes of one attempt; none outlives the `with` block."""
 
-    def __init__(self, arguments: Sequence[str], num_processes: int, meeting: Path, attempt: int) -> None:
+    def __init__(self, arguments: Sequence[str], num_processes: int, rendezvous: Path, attempt: int) -> None:
         self._command = [sys.executable, "-m", "rowstead", *arguments]
-        self._environments = [environment(rank, num_processes, meeting, attempt) for rank in range(num_processes)]
-        self._all: list[subprocess.Popen[bytes]] = []
-        self._num_asked = 0
+        self._environments = [process_environment(rank, num_processes, rendezvous, attempt) for rank in range(num_processes)]
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._num_stop_requests = 0
 
     @property
     def was_stopped(self) -> bool:
-        """Whether the user asked for it."""
-        return self._num_asked > 0
+        """Whether the user asked to stop."""
+        return self._num_stop_requests > 0
 
     def __enter__(self) -> _Processes:
-        # Before the first is started: whoever is told to stop meanwhile must leave none behind.
-        self._before = {number: signal.signal(number, self._pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+        # Before the first start: a stop request that arrives meanwhile must leave no process behind.
+        self._old_handlers = {number: signal.signal(number, self._forward) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             for env in self._environments:
                 if self.was_stopped:
                     break
-                self._all.append(subprocess.Popen(self._command, env=env, start_new_session=True))
-            if self.was_stopped:  # also the one that was just being started
-                self._tell(signal.SIGTERM)
+                self._processes.append(subprocess.Popen(self._command, env=env, start_new_session=True))
+            if self.was_stopped:  # also the process that was just being started
+                self._send(signal.SIGTERM)
         except BaseException:
             self.__exit__()
             raise
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._tell(signal.SIGKILL)
-        for process in self._all:
+        self._send(signal.SIGKILL)
+        for process in self._processes:
             process.wait()
-        for number, handler in self._before.items():
+        for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
 
     def wait(self) -> list[int | None]:
-        """The exit codes, once all have ended or one has failed and the others had their time."""
-        while not any(codes := self._codes()) and None in codes:
-            time.sleep(LOOK_EVERY_S)
-        for then in (signal.SIGTERM, signal.SIGKILL):
-            until = time.monotonic() + GRACE_S
-            while None in self._codes() and time.monotonic() < until:
-                time.sleep(LOOK_EVERY_S)
-            self._tell(then)
-        for process in self._all:
+        """Wait until all have exited, or one has failed and the others had their grace period; return the exit codes."""
+        while not any(codes := self._exit_codes()) and None in codes:
+            time.sleep(POLL_INTERVAL_S)
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            deadline = time.monotonic() + GRACE_S
+            while None in self._exit_codes() and time.monotonic() < deadline:
+                time.sleep(POLL_INTERVAL_S)
+            self._send(number)
+        for process in self._processes:
             process.wait()
-        return self._codes()
+        return self._exit_codes()
 
-    def _codes(self) -> list[int | None]:
-        return [process.poll() for process in self._all]
+    def _exit_codes(self) -> list[int | None]:
+        return [process.poll() for process in self._processes]
 
-    def _tell(self, number: int) -> None:
-        for process in self._all:
+    def _send(self, number: int) -> None:
+        for process in self._processes:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
                     process.send_signal(number)
 
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        self._num_asked += 1
-        self._tell(number if self._num_asked == 1 else signal.SIGKILL)
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        self._num_stop_requests += 1
+        self._send(number if self._num_stop_requests == 1 else signal.SIGKILL)
 
 
-def environment(
-    rank: int, num_processes: int, meeting: Path, attempt: int, inherited: Mapping[str, str] = os.environ
+def process_environment(
+    rank: int, num_processes: int, rendezvous: Path, attempt: int, inherited: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """What one process is told: torchrun's variables, a fair share of the cores, and to stay on the loopback interface."""
+    """Build the environment of one process: torchrun's variables, an equal share of the cores, loopback networking."""
     loopback = "lo0" if sys.platform == "darwin" else "lo"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     defaults = {
-        "OMP_NUM_THREADS": str(max(1, cores // num_processes)),
+        "OMP_NUM_THREADS": str(max(1, usable_cores() // num_processes)),
         "GLOO_SOCKET_IFNAME": loopback,
         "NCCL_SOCKET_IFNAME": loopback,
     }
@@ -167,7 +169,7 @@ def environment(
         "WORLD_SIZE": num_processes,
         "LOCAL_WORLD_SIZE": num_processes,
         RESTARTS: attempt,
-        MEETING_FILE: meeting,
+        RENDEZVOUS_FILE: rendezvous,
         LAUNCHER: os.getpid(),
     }
     return {**defaults, **inherited, **{name: str(value) for name, value in own.items()}}
@@ -176,38 +178,44 @@ def environment(
 # In the processes that were started
 
 
-def is_started_here(environment: Mapping[str, str] = os.environ) -> bool:
+def is_launched(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether `launch` has started this process."""
-    return MEETING_FILE in environment
+    return RENDEZVOUS_FILE in environment
 
 
-def leave_reason(text: str) -> None:
-    """Tell `launch` why this process fails, beside the file through which they meet; it tells the user once, for all."""
+def write_reason(text: str) -> None:
+    """Report to `launch` why this process fails, in a file beside the rendezvous file; it prints one reason for all processes."""
     with contextlib.suppress(OSError):
-        Path(f"{os.environ[MEETING_FILE]}-{os.environ['RANK']}").write_text(text)
+        Path(f"{os.environ[RENDEZVOUS_FILE]}-{os.environ['RANK']}").write_text(text)
 
 
-def end_with_parent() -> None:
-    """Ask this process to stop, as Ctrl-C would, should whoever started it be gone, perhaps already."""
-    parent = int(os.environ[LAUNCHER])
+def exit_with_launcher(stop_signal: signal.Signals = signal.SIGTERM, grace_s: float = 6 * GRACE_S) -> None:
+    """Watch the launcher in a thread: when it is gone, send `stop_signal` to this process, and exit after `grace_s`.
+
+    Does nothing in a process that the user started.
+    """
+    launcher = os.environ.get(LAUNCHER)
+    if launcher is None:
+        return
 
     def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(6 * GRACE_S)
+        while os.getppid() == int(launcher):
+            time.sleep(0.25)
+        os.kill(os.getpid(), stop_signal)
+        time.sleep(grace_s)
         os._exit(1)
 
-    threading.Thread(target=watch, name="watch parent", daemon=True).start()
+    threading.Thread(target=watch, name="watch launcher", daemon=True).start()
 
 
-def _reasons(meeting: Path, codes: Sequence[int | None]) -> list[str]:
-    """What processes said they failed of, in the order of ranks."""
-    files = [Path(f"{meeting}-{rank}") for rank, code in enumerate(codes) if code not in (0, LOST)]
+def _read_reasons(rendezvous: Path, exit_codes: Sequence[int | None]) -> list[str]:
+    """Read the reasons that failed processes have reported, by rank."""
+    files = [Path(f"{rendezvous}-{rank}") for rank, code in enumerate(exit_codes) if code not in (0, LOST)]
     return [file.read_text() for file in files if file.is_file()]
 
 
-def _signal_name(number: int) -> str:
+def signal_name(number: int) -> str:
+    """`SIGKILL` for 9, and so on."""
     try:
         return signal.Signals(number).name
     except ValueError:

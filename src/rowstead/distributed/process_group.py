@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from rowstead.spec.errors import LostProcessError, RowsteadError
-from rowstead.spec.job import MEETING_FILE, RESTARTS, is_one_of_many
+from rowstead.spec.job import RENDEZVOUS_FILE, RESTARTS, is_multi_process
 
 
 class Work(Protocol):
@@ -110,7 +110,7 @@ class Traffic:
 @contextlib.contextmanager
 def open_process_group(device: torch.device) -> Iterator[ProcessGroup]:
     """The process group of this job; a `SingleProcess` unless a launcher started this process as one of several."""
-    if not is_one_of_many():
+    if not is_multi_process():
         yield SingleProcess()
         return
     process_group = TorchProcessGroup.join(device)
@@ -142,8 +142,8 @@ class TorchProcessGroup:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         try:
-            if MEETING_FILE in os.environ:
-                store: Store = FileStore(os.environ[MEETING_FILE], world_size)
+            if RENDEZVOUS_FILE in os.environ:
+                store: Store = FileStore(os.environ[RENDEZVOUS_FILE], world_size)
             else:
                 store, rank, world_size = next(iter(rendezvous("env://")))
                 # torchrun's store outlives its workers, and still has the addresses of the workers before a restart.

@@ -1,4 +1,4 @@
-"""The parts of a fleet's roles, made from its spec: connections, the store over the sparse servers, the centre, number formats."""
+"""Builds the parts of a fleet's roles from its spec: connections, the store over the sparse servers, the model, files of dense parameters."""
 
 from __future__ import annotations
 
@@ -37,27 +37,27 @@ from rowstead.training.trained import architecture
 
 KEYS_FILE = "keys.json"
 INITIAL_FILE = "initial.safetensors"
-"""Under `roles/`: the dense parameters, and the optimizer's state, that trainers begin with instead of the seed's."""
+"""Under `roles/`: the dense parameters and optimizer state that trainers start with instead of the seed's."""
 
 
 def resolve_fleet(spec: RunSpec) -> RunSpec:
-    """The spec of a fleet with what follows from the rest made plain."""
+    """Fill in the values of a fleet's spec that follow from the others."""
     fleet = fleet_of(spec)
     if fleet.tables == "local":
-        fleet = dataclasses.replace(fleet, num_dense=0)  # the one trainer keeps all of the model
+        fleet = dataclasses.replace(fleet, num_dense=0)  # the single trainer has the whole model
     sync = dataclasses.replace(spec.train.sync, mode=spec.train.sync.mode_for(fleet.num_trainers))
     return dataclasses.replace(spec, fleet=fleet, train=dataclasses.replace(spec.train, sync=sync))
 
 
 def fleet_of(spec: RunSpec) -> FleetSpec:
-    """The fleet of a run that has one."""
+    """The fleet of a run's spec; an error for a run without one."""
     if spec.fleet is None:
-        raise RowsteadError("this run has no fleet: it was trained by one process")
+        raise RowsteadError("this run has no fleet: it was trained by a single process")
     return spec.fleet
 
 
-def shared_facts(spec: RunSpec, sources: Sources, *, dtype: torch.dtype, total_steps: int) -> dict[str, Any]:
-    """What the head works out once for all roles."""
+def build_shared_facts(spec: RunSpec, sources: Sources, *, dtype: torch.dtype, total_steps: int) -> dict[str, Any]:
+    """Build the facts that the coordinator shares with all roles."""
     fleet, layout = fleet_of(spec), layout_of(spec.features, spec.tables)
     facts: dict[str, Any] = {
         "dtype": str(dtype).removeprefix("torch."),
@@ -78,32 +78,32 @@ def shared_facts(spec: RunSpec, sources: Sources, *, dtype: torch.dtype, total_s
 
 
 def fleet_dtype(roster: Roster) -> torch.dtype:
-    """Number format of the dense arithmetic: FP32, or FP64 where arithmetic is checked."""
+    """The dtype of dense parameters: FP32, or FP64 in tests."""
     found: torch.dtype = getattr(torch, roster.facts["dtype"])
     return found
 
 
 def row_dtype(spec: RunSpec, dtype: torch.dtype) -> torch.dtype:
-    """Number format of rows."""
+    """The dtype of embedding rows."""
     return dtype if dtype == torch.float64 else ROW_DTYPES[spec.model.row_format]
 
 
-def sources_of(spec: RunSpec, roster: Roster) -> Sources:
-    """The log, with the transforms that the head has learned."""
+def load_sources(spec: RunSpec, roster: Roster) -> Sources:
+    """Open the log with the transforms that the coordinator has fitted."""
     facts = roster.facts
     return open_sources(spec, DenseTransforms.from_plain(facts["transforms"]), facts["id_kinds"])
 
 
 class Connections:
-    """Makes the clients of one process, and adds up what they sent."""
+    """Creates the clients of one process, and sums their traffic."""
 
     def __init__(self, roster: Roster, name: str, keys: Keys | None, *, deadline_s: float, max_in_flight: int = 8) -> None:
         self._roster, self._name, self._keys = roster, name, keys
         self._deadline_s, self._max_in_flight = deadline_s, max_in_flight
-        self._made: list[Client] = []
+        self._clients: list[Client] = []
 
     def to(self, kind: RoleKind, number: int, name: str | None = None) -> Client:
-        """A client of a server, to be used by one thread."""
+        """Create a client of a server, for use by one thread."""
         address = self._roster.address(kind, number)
         client = Client(
             address,
@@ -112,26 +112,26 @@ class Connections:
             deadline_s=self._deadline_s,
             max_in_flight=self._max_in_flight,
         )
-        self._made.append(client)
+        self._clients.append(client)
         return client
 
     def close(self) -> None:
-        """Let go of all connections; nobody may be using one. A context of ZeroMQ that nobody closes hangs whoever collects it."""
-        for client in self._made:
+        """Close all clients; none may be in use. A ZeroMQ context that is never closed blocks its garbage collection."""
+        for client in self._clients:
             client.close()
 
     def figures(self) -> dict[str, float]:
-        """Totals over all clients."""
-        made = list(self._made)
+        """Return totals over all clients."""
+        clients = list(self._clients)
         return {
-            "num_bytes_sent": sum(client.num_bytes_sent for client in made),
-            "num_bytes_received": sum(client.num_bytes_received for client in made),
-            "num_resent": sum(client.num_resent for client in made),
+            "num_bytes_sent": sum(client.num_bytes_sent for client in clients),
+            "num_bytes_received": sum(client.num_bytes_received for client in clients),
+            "num_resent": sum(client.num_resent for client in clients),
         }
 
 
-def remote_store(spec: RunSpec, roster: Roster, connections: Connections, *, staleness: int) -> RemoteStore:
-    """The tables in the sparse servers, as a store."""
+def build_remote_store(spec: RunSpec, roster: Roster, connections: Connections, *, staleness: int) -> RemoteStore:
+    """Build the store over the tables in the sparse servers."""
     return RemoteStore(
         layout_of(spec.features, spec.tables),
         spec.train.sparse_optimizer,
@@ -143,43 +143,43 @@ def remote_store(spec: RunSpec, roster: Roster, connections: Connections, *, sta
     )
 
 
-def on_device(store: EmbeddingStore, device: torch.device) -> EmbeddingStore:
-    """A store of the CPU's for a model on `device`."""
+def wrap_for_device(store: EmbeddingStore, device: torch.device) -> EmbeddingStore:
+    """Wrap a CPU store for a model on `device`."""
     return store if device.type == "cpu" else HostStore(store, device)
 
 
-def fleet_model(spec: RunSpec, device: torch.device, store: EmbeddingStore, dtype: torch.dtype) -> DLRM:
-    """The model over a store, with the initial dense parameters of the spec's seed."""
+def build_fleet_model(spec: RunSpec, device: torch.device, store: EmbeddingStore, dtype: torch.dtype) -> DLRM:
+    """Build the model over a store, with the dense parameters that the spec's seed gives."""
     model = build_model(spec, device, trains=True, store=store)
     model.net.to(dtype)
     return model
 
 
-def cast(batch: Batch, dtype: torch.dtype) -> Batch:
-    """A batch whose numbers are in another format."""
+def cast_batch(batch: Batch, dtype: torch.dtype) -> Batch:
+    """Convert the floating-point tensors of a batch."""
     if batch.dense.dtype == dtype:
         return batch
     labels, weights = (None if value is None else value.to(dtype) for value in (batch.labels, batch.weights))
     return dataclasses.replace(batch, dense=batch.dense.to(dtype), labels=labels, weights=weights)
 
 
-# Dense parameters in files, from one start of a trainer to the next
+# Dense parameters in files, from one incarnation of a trainer to the next
 
 
 def write_dense(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Keep dense parameters and optimizer state, whole or not at all."""
+    """Write dense parameters and optimizer state atomically."""
     path.parent.mkdir(exist_ok=True)
     write_atomic(path, save({name: value.detach().cpu().clone().contiguous() for name, value in tensors.items()}))
 
 
 def read_dense(folder: Path, number: int | None = None) -> dict[str, Tensor] | None:
-    """What a trainer kept last, or with no number what all begin with; none where there is nothing."""
+    """Read what a trainer saved last, or without a number what all trainers start with; None if there is no file."""
     path = dense_file(folder, number) if number is not None else folder / ROLES_FOLDER / INITIAL_FILE
     return load_file(path) if path.is_file() else None
 
 
 def dense_file(folder: Path, number: int) -> Path:
-    """Where a trainer keeps its dense parameters and its optimizer's state."""
+    """Path of a trainer's dense parameters and optimizer state."""
     return folder / ROLES_FOLDER / f"trainer-{number}.safetensors"
 
 
@@ -193,7 +193,7 @@ def save_checkpoint(
     keep: int,
     progress: list[str],
 ) -> Path:
-    """An ordinary checkpoint of a fleet's model, in `folder`."""
+    """Write an ordinary checkpoint of a fleet's model to `folder`."""
     shared = roster.facts
     facts: dict[str, Any] = {
         "architecture": architecture(spec),
@@ -207,20 +207,20 @@ def save_checkpoint(
     return checkpoint.save(folder, position.step, dense, facts, keep=keep, parts=parts)
 
 
-def readers_progress(spec: RunSpec, folder: Path) -> list[str]:
-    """How far each reader has come, as it has written it down."""
+def read_reader_progress(spec: RunSpec, folder: Path) -> list[str]:
+    """Read the assignment log of each reader."""
     files = [assignment_log_path(folder, number) for number in range(fleet_of(spec).num_readers)]
     return [file.read_text() if file.is_file() else "" for file in files]
 
 
-def put_progress(folder: Path, progress: list[str]) -> None:
-    """Let readers go on where they had come."""
+def restore_reader_progress(folder: Path, progress: list[str]) -> None:
+    """Write the assignment logs from a checkpoint, so that readers continue there."""
     for number, text in enumerate(progress):
         if text:
             assignment_log_path(folder, number).write_text(text)
 
 
-def told_keys(folder: Path) -> Keys | None:
-    """The keys of the job, where it has any."""
+def load_keys(folder: Path) -> Keys | None:
+    """Load the keys of the run; None if it has none."""
     path = folder / KEYS_FILE
     return Keys.load(path) if path.exists() else None

@@ -1,4 +1,4 @@
-"""The head of a fleet: makes the run's folder, keeps the roles at work, shows how they do, and gathers what they have learned."""
+"""The coordinator of a fleet: creates the run's folder, supervises the roles, reports progress, evaluates and saves the model."""
 
 from __future__ import annotations
 
@@ -6,29 +6,26 @@ import dataclasses
 import shutil
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from rowstead.data.open_log import Sources, open_sources
-from rowstead.fleet.background import InBackground
-from rowstead.fleet.build import KEYS_FILE, fleet_of, put_progress, resolve_fleet, shared_facts, told_keys
-from rowstead.fleet.evaluate_and_save import EvaluateAndSave
-from rowstead.fleet.fleet_figures import FleetFigures
+from rowstead.fleet.build import KEYS_FILE, build_shared_facts, fleet_of, load_keys, resolve_fleet, restore_reader_progress
+from rowstead.fleet.evaluate_and_save import EvaluateAndSave, run_in_background, wait_for
+from rowstead.fleet.fleet_figures import FleetCallback, FleetFigures, NoFleetProgress, WorkCounts
 from rowstead.fleet.fork_server import ForkServer
-from rowstead.fleet.gathered_model import GatheredModel, TrainersModel
+from rowstead.fleet.gathered_model import GatheredModel, LocalTablesModel
 from rowstead.fleet.keys import Keys
-from rowstead.fleet.local_process import environment
-from rowstead.fleet.manual_launch import ManualLauncher, ask_former
-from rowstead.fleet.ray_launch import Needs, RayRoles
+from rowstead.fleet.local_process import POLL_INTERVAL_S, role_environment
+from rowstead.fleet.manual_launch import ManualLauncher, stop_earlier_roles
+from rowstead.fleet.ray_launch import RayRoles, RoleResources
 from rowstead.fleet.reader_server import batches_per_reader
-from rowstead.fleet.role_lock import sole_holder
-from rowstead.fleet.role_table import FleetCallback, NoFleetProgress
-from rowstead.fleet.roster import ROLES_FOLDER, ROSTER_FILE
+from rowstead.fleet.roster import ROLES_FOLDER, ROSTER_FILE, hold_role
 from rowstead.fleet.sparse_server import SNAPSHOTS_FOLDER
-from rowstead.fleet.supervisor import LOOK_EVERY_S, RoleError, RoleHandle, Supervisor
-from rowstead.fleet.update_accounts import Accounts
+from rowstead.fleet.supervisor import RoleError, RoleHandle, Supervisor
 from rowstead.records.events import EventLog
 from rowstead.records.run_folder import DEFAULT_ROOT, RunFolder
 from rowstead.records.tensorboard import ScalarWriter
@@ -36,7 +33,7 @@ from rowstead.records.usage import UsageSampler, usable_cores
 from rowstead.run import Result, build_record, stop_on_signal
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.fleet import KINDS, FleetSpec
-from rowstead.spec.job import is_one_of_many
+from rowstead.spec.job import is_multi_process
 from rowstead.spec.run import RunSpec
 from rowstead.training import checkpoint
 from rowstead.training.build import ignored_settings
@@ -45,10 +42,10 @@ from rowstead.training.loop import Ending, TrainOutcome
 from rowstead.training.progress import Position
 from rowstead.training.trained import check_same_model, transforms_in
 
-SHOW_EVERY_S = 0.5
-LET_GO_S = 5.0
-STOP_S = 60.0
-"""How long trainers may take to finish their batch and hand over."""
+REPORT_INTERVAL_S = 0.5
+CLOSE_TIMEOUT_S = 5.0
+TRAINER_GRACE_S = 60.0
+"""Time for trainers to finish their batch and save."""
 
 ROLES_MODULE = "rowstead.fleet.roles"
 
@@ -64,11 +61,11 @@ def train_fleet(
     callback: FleetCallback | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Result:
-    """Train a spec that has a `fleet` with processes of this machine, into a new folder under `root` or at `out`.
+    """Train a spec that has a `fleet`, into a new folder under `root` or at `out`.
 
-    `init_from` names an earlier run whose weights are taken over. `dtype` is float64 where arithmetic is to be checked.
+    `init_from` names an earlier run whose weights to start with. `dtype` is float64 in tests of exactness.
     """
-    _check_alone()
+    _check_single_process()
     spec = resolve_fleet(spec)
     callback = callback or NoFleetProgress()
     if out is not None:
@@ -85,43 +82,45 @@ def train_fleet(
 
 
 def resume_fleet(run: str, *, root: Path | str = DEFAULT_ROOT, callback: FleetCallback | None = None) -> Result:
-    """Go on with a fleet's run from its newest good checkpoint; what was under way then is trained on again."""
-    _check_alone()
+    """Resume a fleet's run from its newest valid checkpoint; batches in flight at that time are trained on again."""
+    _check_single_process()
     callback = callback or NoFleetProgress()
     folder = RunFolder.open(run, root)
     spec = folder.read_spec()
     with folder.lock():
-        _end_former(folder.path, fleet_of(spec))
+        _stop_earlier_run(folder.path, fleet_of(spec))
         saved = None
         if checkpoint.checkpoints_in(folder.checkpoints):
             saved = checkpoint.load_latest(folder.checkpoints, callback.on_message)
             check_same_model(spec, saved, callback.on_message)
             if "readers" not in saved.facts:
                 raise RowsteadError(
-                    f"{saved.path} was not saved by a fleet, so it does not say how far its readers had come: begin a new run "
-                    f"with its weights (`--init-from {folder.path}`)"
+                    f"{saved.path} was not saved by a fleet, so it lacks the position of the readers: start a new run with its weights "
+                    f"(`--init-from {folder.path}`)"
                 )
         sources = open_sources(spec, *((transforms_in(saved), saved.facts["id_kinds"]) if saved is not None else ()))
         return Coordinator(spec, folder, sources, callback).run(saved=saved)
 
 
-def _check_alone() -> None:
-    if is_one_of_many():
-        raise RowsteadError("torchrun has started this process as one of several: a fleet starts its own processes")
+def _check_single_process() -> None:
+    if is_multi_process():
+        raise RowsteadError(
+            "torchrun started this process as one of several, but a fleet starts its own processes: run `rowstead train` without torchrun"
+        )
 
 
-def _end_former(folder: Path, fleet: FleetSpec) -> None:
-    """Wait until no role of an earlier head is at work any more: what it still wrote would be taken for ours."""
-    if fleet.start == "by_hand":
-        ask_former(folder, fleet.roles())
+def _stop_earlier_run(folder: Path, fleet: FleetSpec) -> None:
+    """Wait until no role of an earlier coordinator runs any more: what it still writes would be taken for ours."""
+    if fleet.start == "manual":
+        stop_earlier_roles(folder, fleet.roles())
     (folder / ROLES_FOLDER).mkdir(exist_ok=True)
     for kind, number in fleet.roles():
-        with sole_holder(folder, kind, number):
+        with hold_role(folder, kind, number):
             pass
 
 
 class Coordinator:
-    """One run of a fleet, seen from the process that starts and watches the others."""
+    """One run of a fleet, in the process that starts and supervises the roles."""
 
     def __init__(
         self,
@@ -132,7 +131,7 @@ class Coordinator:
         *,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        self._spec, self._fleet, self._folder, self._watcher = spec, fleet_of(spec), folder, callback
+        self._spec, self._fleet, self._folder, self._callback = spec, fleet_of(spec), folder, callback
         self._sources, self._dtype = sources, dtype
         train = spec.train
         batches = batches_per_reader(
@@ -143,29 +142,29 @@ class Coordinator:
             max_steps=train.max_steps,
         )
         self._total_steps = sum(batches)
-        self._num_places = self._fleet.num_readers * max(batches)
-        """Of batches in the run, where readers take turns: what the learning rate is scheduled over."""
+        self._schedule_steps = self._fleet.num_readers * max(batches)
+        """Steps that the learning rate is scheduled over: readers number their batches round-robin."""
         self._position = Position()
-        self._shown_s, self._logged_step = 0.0, 0
-        self._background: InBackground[Any] | None = None
-        """What was begun last, of what is waited for."""
-        self._gathered: GatheredModel | TrainersModel | None = None
-        self._milestones: EvaluateAndSave | None = None
+        self._reported_s, self._logged_step = 0.0, 0
+        self._background: Future[Any] | None = None
+        """The work that was started last."""
+        self._gathered: GatheredModel | LocalTablesModel | None = None
+        self._evaluate_and_save: EvaluateAndSave | None = None
 
     def run(self, *, initial: checkpoint.Checkpoint | None = None, saved: checkpoint.Checkpoint | None = None) -> Result:
-        """Train to the end; on a request to stop, save and return early."""
-        spec, folder, callback = self._spec, self._folder, self._watcher
-        self._clear(saved)
-        facts = shared_facts(spec, self._sources, dtype=self._dtype, total_steps=self._num_places)
+        """Train to the end; on a stop request, save and return early."""
+        spec, folder, callback = self._spec, self._folder, self._callback
+        self._prepare_folder(saved)
+        facts = build_shared_facts(spec, self._sources, dtype=self._dtype, total_steps=self._schedule_steps)
         if (begin_with := saved or initial) is not None:
             facts["begin_with"] = {"path": str(begin_with.path.resolve()), "with_optimizer": saved is not None}
         cores = max(1, usable_cores() // len(self._fleet.roles()))
         step = self._position.step if saved is not None else None
         with (
-            stop_on_signal() as asked,
+            stop_on_signal() as stop_requested,
             UsageSampler() as usage,
             EventLog(folder.events_file) as self._events,
-            self._launcher(cores) as launcher,
+            self._build_launcher(cores) as launcher,
         ):
             self._scalars = ScalarWriter(folder.tensorboard, resumed_step=step)
             for warning in (bf16_fallback(spec, self._device()[0]), ignored_settings(spec)):
@@ -174,169 +173,177 @@ class Coordinator:
             if step is not None:
                 self._events.resumed(step)
                 callback.on_message(f"resuming {folder.path} after step {step:,}")
-            crew = self._crew = Supervisor(
+            supervisor = self._supervisor = Supervisor(
                 folder.path,
                 self._fleet,
                 launcher,
                 facts,
-                say=callback.on_message,
-                keys=told_keys(folder.path),
+                on_message=callback.on_message,
+                keys=load_keys(folder.path),
             )
-            crew.on_event = self._note
+            supervisor.on_event = self._record_role_event
             before = (self._position.step, self._position.num_samples)
-            self._figures = FleetFigures(spec, folder.path, crew, total_steps=self._total_steps, before=before)
-            accounts = self._accounts = Accounts(crew, self._position, callback.on_message)
+            self._figures = FleetFigures(spec, folder.path, supervisor, total_steps=self._total_steps, before=before)
+            counts = self._counts = WorkCounts(supervisor, self._position, callback.on_message)
             try:
-                outcome = self._train(crew, asked.is_set, begin_with, with_optimizer=saved is not None)
-                statuses = {} if outcome.ending == "interrupted" else accounts.last()
-                crew.stop(*KINDS)  # asked, not killed: each has its last figures in its file then
+                outcome = self._train(supervisor, stop_requested.is_set, begin_with, with_optimizer=saved is not None)
+                statuses = {} if outcome.ending == "interrupted" else counts.read_final_statuses()
+                supervisor.stop(*KINDS)  # stopped, not killed, so that each writes its last usage sample
             finally:
-                self._let_go()
+                self._close_model()
                 self._scalars.close()
-                crew.close()
+                supervisor.close()
         record = None
         if outcome.ending != "interrupted":
             device, kernel = self._device()
-            record = build_record(spec, outcome, device, kernel, usage.figures(), num_processes=1 + len(crew.posts))
-            of_roles = self._figures.for_record(statuses, record.figures.get("cpu_s", 0.0))
-            record = dataclasses.replace(record, figures={**record.figures, **of_roles})
+            record = build_record(spec, outcome, device, kernel, usage.figures(), num_processes=1 + len(supervisor.handles))
+            role_figures = self._figures.for_record(statuses, record.figures.get("cpu_s", 0.0))
+            record = dataclasses.replace(record, figures={**record.figures, **role_figures})
             folder.write_record(record)
         return Result(folder=folder.path, outcome=outcome, record=record)
 
-    def _launcher(self, cores: int) -> ForkServer | ManualLauncher | RayRoles:
-        """Who starts the roles. Those that may be on other machines speak with keys."""
+    def _build_launcher(self, cores: int) -> ForkServer | ManualLauncher | RayRoles:
+        """Build the launcher of the roles. Roles that may be on other machines authenticate with keys."""
         path = self._folder.path
         if self._fleet.start == "here":
-            return ForkServer(path, ROLES_MODULE, environ=environment(cores))
+            return ForkServer(path, ROLES_MODULE, environ=role_environment(cores))
         if not (path / KEYS_FILE).exists():
             Keys.generate().save(path / KEYS_FILE)
-        if self._fleet.start == "by_hand":
-            return ManualLauncher(path, self._watcher.on_message)
-        needs = dict.fromkeys(KINDS, Needs(num_cpus=self._fleet.ray_cpus))
+        if self._fleet.start == "manual":
+            return ManualLauncher(path, self._callback.on_message)
+        resources = dict.fromkeys(KINDS, RoleResources(num_cpus=self._fleet.ray_cpus))
         num_gpus = 1.0 if self._spec.device == "cuda" else 0.0
         threads = self._spec.train.sync.hogwild_threads
-        needs["trainer"] = Needs(num_cpus=threads * self._fleet.ray_cpus, num_gpus=num_gpus)
-        return RayRoles(path, self._fleet, needs)
+        resources["trainer"] = RoleResources(num_cpus=threads * self._fleet.ray_cpus, num_gpus=num_gpus)
+        return RayRoles(path, self._fleet, resources)
 
     def _device(self) -> tuple[torch.device, str]:
-        """What trainers train on, as far as it can be known here, and the kernels that train rows."""
+        """The device of the trainers, as far as it is known here, and the kernels that update rows."""
         device = choose_device(self._spec) if self._fleet.start == "here" else torch.device("cpu")
         return device, "gpu" if device.type == "cuda" and self._fleet.tables == "local" else "cpu"
 
-    # From the first process to the last
+    # One run, from the first process to the last
 
     def _train(
-        self, crew: Supervisor, asked: Callable[[], bool], begin_with: checkpoint.Checkpoint | None, *, with_optimizer: bool
+        self,
+        supervisor: Supervisor,
+        stop_requested: Callable[[], bool],
+        begin_with: checkpoint.Checkpoint | None,
+        *,
+        with_optimizer: bool,
     ) -> TrainOutcome:
-        crew.start("sparse", "dense", "reader")
-        crew.wait_ready(asked)
+        supervisor.start("sparse", "dense", "reader")
+        supervisor.wait_ready(stop_requested)
         self._figures.follow()
-        if asked():
+        if stop_requested():
             return TrainOutcome("interrupted", self._position, None, None)
-        model = self._gathered = self._meanwhile(self._model)
+        model = self._gathered = self._run_supervised(self._build_model)
         if begin_with is not None:
-            self._meanwhile(lambda: model.put(begin_with, with_optimizer=with_optimizer))
-        if asked():
+            self._run_supervised(lambda: model.load(begin_with, with_optimizer=with_optimizer))
+        if stop_requested():
             return TrainOutcome("interrupted", self._position, None, None)
-        milestones = self._milestones = EvaluateAndSave(
+        evaluate_and_save = self._evaluate_and_save = EvaluateAndSave(
             self._spec,
             self._folder,
             self._sources,
             model,
             self._position,
             total_steps=self._total_steps,
-            keep=self._record,
-            callback=self._watcher,
+            record=self._record,
+            callback=self._callback,
             is_saved=begin_with is not None and with_optimizer,
         )
-        crew.start("trainer")
+        supervisor.start("trainer")
         self._figures.follow()
         started = time.monotonic()
         try:
-            ending = self._watch(crew, milestones, asked)
+            ending = self._supervise(supervisor, evaluate_and_save, stop_requested)
         except RoleError as error:
-            raise self._rescued(crew, model, milestones, error) from None
+            raise self._save_after(supervisor, model, evaluate_and_save, error) from None
         if ending != "finished":
-            crew.stop("trainer", grace_s=STOP_S)
-        while not milestones.wait(LOOK_EVERY_S):
-            crew.look()
+            supervisor.stop("trainer", grace_s=TRAINER_GRACE_S)
+        while not evaluate_and_save.wait(POLL_INTERVAL_S):
+            supervisor.poll()
         self._position.train_s += time.monotonic() - started
-        self._show(at_once=True)
-        crew.wait_ready()  # a server that is just coming back has its say too
-        self._accounts.settle()
+        self._report(at_once=True)
+        supervisor.wait_ready()  # a server that is being restarted counts too
+        self._counts.count()
         if ending == "stopped early":
-            self._meanwhile(milestones.take_back_best)
+            self._run_supervised(evaluate_and_save.restore_best)
         else:
-            self._meanwhile(model.take)
-        self._meanwhile(lambda: milestones.save(is_changed=ending == "stopped early"))
-        quality = None if ending == "interrupted" else self._meanwhile(milestones.evaluate)
-        num_skipped = self._accounts.num_skipped
+            self._run_supervised(model.gather)
+        self._run_supervised(lambda: evaluate_and_save.save(is_changed=ending == "stopped early"))
+        quality = None if ending == "interrupted" else self._run_supervised(evaluate_and_save.evaluate)
+        num_skipped = self._counts.num_skipped
         return TrainOutcome(ending, self._position, quality, self._figures.samples_per_s, num_skipped=num_skipped)
 
-    def _rescued(
-        self, crew: Supervisor, model: GatheredModel | TrainersModel, milestones: EvaluateAndSave, error: RoleError
+    def _save_after(
+        self,
+        supervisor: Supervisor,
+        model: GatheredModel | LocalTablesModel,
+        evaluate_and_save: EvaluateAndSave,
+        error: RoleError,
     ) -> RowsteadError:
-        """The error to end with, after what can still be gathered was saved.
+        """Save the model if it can still be gathered, and return the error to raise.
 
-        A trainer that says itself what is wrong speaks of its model, which is then not worth saving, unless a reader told it. One
-        that keeps the tables has saved what there is.
+        A user error of a trainer, such as a loss that is not finite, means that the model is not worth saving, unless a reader caused it.
+        With `tables: local` the trainer has saved what there is.
         """
-        if error.post.kind in ("sparse", "dense"):
+        if error.handle.kind in ("sparse", "dense"):
             return error
-        crew.stop("trainer", grace_s=STOP_S)
+        supervisor.stop("trainer", grace_s=TRAINER_GRACE_S)
         if self._fleet.tables == "local" or self._position.step == 0:
             return error
         try:
-            has_bad_log = self._accounts.rescue()
-            if error.post.kind == "trainer" and error.is_mistake and not has_bad_log:
+            is_log_bad = self._counts.count_after_failure()
+            if error.handle.kind == "trainer" and error.is_user_error and not is_log_bad:
                 return error
-            if not milestones.wait(STOP_S):
-                return error  # what runs in the background has the model to itself
-            model.take()
-            milestones.save()
+            if not evaluate_and_save.wait(TRAINER_GRACE_S):
+                return error  # the background task has exclusive use of the model
+            model.gather()
+            evaluate_and_save.save()
         except RowsteadError:
             return error
-        saved = (
-            f"The model after step {self._position.step:,} is saved: go on with `rowstead train --resume {self._folder.path}`"
-        )
+        saved = f"The model after step {self._position.step:,} is saved: continue with `rowstead train --resume {self._folder.path}`"
         return RowsteadError(f"{error}\n{saved}")
 
-    def _let_go(self) -> None:
-        """Close the connections of the model, once nobody uses them any more."""
+    def _close_model(self) -> None:
+        """Close the connections of the model once they are no longer in use."""
         if self._background is not None:
-            self._background.wait(LET_GO_S)
-        is_idle = self._milestones is None or self._milestones.is_idle(LET_GO_S)
-        if self._gathered is not None and is_idle and (self._background is None or self._background.is_done):
+            wait_for(self._background, CLOSE_TIMEOUT_S)
+        is_idle = self._evaluate_and_save is None or self._evaluate_and_save.is_idle(CLOSE_TIMEOUT_S)
+        if self._gathered is not None and is_idle and (self._background is None or self._background.done()):
             self._gathered.close()
 
-    def _model(self) -> GatheredModel | TrainersModel:
+    def _build_model(self) -> GatheredModel | LocalTablesModel:
         path = self._folder.path
-        return TrainersModel(path) if self._fleet.tables == "local" else GatheredModel(self._spec, path, told_keys(path))
+        return LocalTablesModel(path) if self._fleet.tables == "local" else GatheredModel(self._spec, path, load_keys(path))
 
-    def _watch(self, crew: Supervisor, milestones: EvaluateAndSave, asked: Callable[[], bool]) -> Ending:
-        """Keep everybody at work until there is nothing left to train on, or somebody wants to stop."""
-        while crew.is_training:
-            if asked():
+    def _supervise(
+        self, supervisor: Supervisor, evaluate_and_save: EvaluateAndSave, stop_requested: Callable[[], bool]
+    ) -> Ending:
+        """Supervise the roles until the log is finished, or training should stop."""
+        while supervisor.is_training:
+            if stop_requested():
                 return "interrupted"
-            crew.look()
-            self._show()
-            if milestones.look():
+            supervisor.poll()
+            self._report()
+            if evaluate_and_save.poll():
                 return "stopped early"
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(POLL_INTERVAL_S)
         return "finished"
 
-    def _meanwhile(self, work: Callable[[], T]) -> T:
-        """Do something with the model while the roles are looked after."""
-        job = self._background = InBackground(work)
-        while not job.is_done:
-            self._crew.look()
-            job.wait(LOOK_EVERY_S)
-        return job.result()
+    def _run_supervised(self, work: Callable[[], T]) -> T:
+        """Run work on the model in the background while the roles are supervised."""
+        future = self._background = run_in_background(work)
+        while not wait_for(future, POLL_INTERVAL_S):
+            self._supervisor.poll()
+        return future.result()
 
-    def _clear(self, saved: checkpoint.Checkpoint | None) -> None:
-        """Leave of an earlier part of the run what was printed and sampled; roles begin anew, readers where the checkpoint says."""
+    def _prepare_folder(self, saved: checkpoint.Checkpoint | None) -> None:
+        """Remove the files of an earlier part of the run but logs and usage samples, and restore the readers' position from the checkpoint."""
         path = self._folder.path
-        (path / ROSTER_FILE).unlink(missing_ok=True)  # first: a role that comes too early must not go by what it says
+        (path / ROSTER_FILE).unlink(missing_ok=True)  # first: a role that starts too early must not read the old one
         roles = path / ROLES_FOLDER
         roles.mkdir(exist_ok=True)
         for file in roles.iterdir():
@@ -346,24 +353,24 @@ class Coordinator:
         if saved is not None:
             self._position = Position(**saved.facts["position"])
             self._logged_step = self._position.step
-            put_progress(path, saved.facts["readers"])
+            restore_reader_progress(path, saved.facts["readers"])
 
-    # What is shown and kept
+    # Reporting
 
-    def _show(self, *, at_once: bool = False) -> None:
-        """Read what the roles have sampled, and tell the watcher and the event file."""
+    def _report(self, *, at_once: bool = False) -> None:
+        """Read the roles' usage samples, and report progress to the callback and the event log."""
         now = time.monotonic()
-        if now - self._shown_s < SHOW_EVERY_S and not at_once:
+        if now - self._reported_s < REPORT_INTERVAL_S and not at_once:
             return
-        self._shown_s = now
+        self._reported_s = now
         self._figures.read()
         rows = self._figures.rows()
-        self._watcher.on_roles(rows)
+        self._callback.on_roles(rows)
         progress = self._figures.progress(rows)
         if progress is None:
             return
         self._position.step, self._position.num_samples = progress.step, progress.num_samples
-        self._watcher.on_step(progress)
+        self._callback.on_step(progress)
         if progress.step >= self._logged_step + self._spec.train.log_every:
             self._logged_step = progress.step
             figures = {name: value for name, value in vars(progress).items() if value is not None}
@@ -375,5 +382,5 @@ class Coordinator:
         if scalars:
             self._scalars.write(step, scalars)
 
-    def _note(self, what: str, post: RoleHandle, why: str) -> None:
-        self._events.write(what, step=self._position.step, role=post.name, why=why)
+    def _record_role_event(self, event: str, handle: RoleHandle, reason: str) -> None:
+        self._events.write(event, step=self._position.step, role=handle.name, why=reason)

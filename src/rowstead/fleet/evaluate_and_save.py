@@ -1,15 +1,18 @@
-"""What is made of a fleet's model on its way and at its end: evaluations, checkpoints, and the decision to stop early."""
+"""Evaluations and checkpoints of a fleet's model during and after training, and the decision to stop early."""
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
-from typing import Any, Protocol
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar
 
 from rowstead.data.open_log import Sources
-from rowstead.fleet.background import InBackground
-from rowstead.fleet.build import readers_progress
-from rowstead.fleet.gathered_model import GatheredModel, TrainersModel
-from rowstead.fleet.role_table import FleetCallback
+from rowstead.fleet.build import read_reader_progress
+from rowstead.fleet.fleet_figures import FleetCallback
+from rowstead.fleet.gathered_model import GatheredModel, LocalTablesModel
 from rowstead.records.run_folder import RunFolder
 from rowstead.spec.errors import LostProcessError
 from rowstead.spec.run import RunSpec
@@ -18,20 +21,40 @@ from rowstead.training.metrics import Quality
 from rowstead.training.progress import Position
 from rowstead.training.sync_base import DenseServerUnavailable
 
-NOUNS = {"evaluation": "evaluated", "checkpoint": "saved"}
+T = TypeVar("T")
+PARTICIPLES = {"evaluation": "evaluated", "checkpoint": "saved"}
 
 
-class Keep(Protocol):
-    """Puts something that happened at a step into the run's records."""
+def run_in_background(work: Callable[[], T]) -> Future[T]:
+    """Run `work` in a daemon thread; unlike an executor's, it does not keep the process from exiting."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001, RUF100 - raised by `future.result`
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="rowstead-coordinator", daemon=True).start()
+    return future
+
+
+def wait_for(future: Future[Any], timeout_s: float) -> bool:
+    """Wait for at most `timeout_s`; return whether the work is done."""
+    return bool(concurrent.futures.wait([future], timeout_s).done)
+
+
+class RecordEvent(Protocol):
+    """Writes an event of a step to the run's records."""
 
     def __call__(self, kind: str, step: int, figures: dict[str, Any]) -> None: ...
 
 
 class EvaluateAndSave:
-    """Evaluates and saves the model of one run; `position` is how far it has come, which others keep up to date.
+    """Evaluates and saves the model of one run; the caller keeps `position` up to date.
 
-    `look` and `wait` are for while training goes on, the rest for when it has ended. One thread calls them all; what `look`
-    begins runs in another, and until it has ended that one has the model to itself.
+    `poll` and `wait` are for use during training, the other methods for after it. One thread calls them all; what `poll`
+    starts runs in another thread, and has exclusive use of the model until it is done.
     """
 
     def __init__(
@@ -39,95 +62,91 @@ class EvaluateAndSave:
         spec: RunSpec,
         folder: RunFolder,
         sources: Sources,
-        model: GatheredModel | TrainersModel,
+        model: GatheredModel | LocalTablesModel,
         position: Position,
         *,
         total_steps: int,
-        keep: Keep,
+        record: RecordEvent,
         callback: FleetCallback,
         is_saved: bool,
     ) -> None:
-        """`is_saved`: there is a checkpoint of where the run stands now."""
+        """`is_saved`: there is a checkpoint of the current position."""
         self._spec, self._folder, self._sources, self._model, self._position = spec, folder, sources, model, position
-        self._total_steps, self._keep, self._watcher = total_steps, keep, callback
+        self._total_steps, self._record, self._callback = total_steps, record, callback
         self._every = {"evaluation": spec.train.eval_every, "checkpoint": spec.train.checkpoint_every}
-        self._due = {what: self._next(what) for what in self._every}
+        self._due = {task: self._next(task) for task in self._every}
         self._saved_step = position.step if is_saved else None
-        self._job: InBackground[bool] | None = None
-        self._what = ""
+        self._future: Future[bool] | None = None
+        self._task = ""
 
-    def look(self) -> bool:
-        """Begin what is due, in the background; true when training should stop early."""
-        if self._job is not None:
-            return self._result() if self._job.is_done else False
+    def poll(self) -> bool:
+        """Start what is due in the background; true when training should stop early."""
+        if self._future is not None:
+            return self._take_result() if self._future.done() else False
         step = self._position.step
-        for what, due in self._due.items():
+        for task, due in self._due.items():
             if due is not None and due <= step < self._total_steps:
-                self._due[what], self._what = self._next(what), what
-                self._job = InBackground(lambda what=what: self._reached(what))  # type: ignore[misc]
+                self._due[task], self._task = self._next(task), task
+                self._future = run_in_background(lambda task=task: self._run_task(task))  # type: ignore[misc]
                 return False
         return False
 
     def wait(self, timeout_s: float = 0.0) -> bool:
-        """Whether nothing runs in the background any more, after so long."""
-        if self._job is not None:
-            self._job.wait(timeout_s)
-            if self._job.is_done:
-                self._result()
-        return self._job is None
+        """Wait for the background task, and return whether none is running any more."""
+        if self._future is not None and wait_for(self._future, timeout_s):
+            self._take_result()
+        return self._future is None
 
     def is_idle(self, timeout_s: float) -> bool:
-        """The same, whatever came of it."""
-        if self._job is not None:
-            self._job.wait(timeout_s)
-        return self._job is None or self._job.is_done
+        """The same, but ignore the result of the task."""
+        return self._future is None or wait_for(self._future, timeout_s)
 
     def save(self, *, is_changed: bool = False) -> None:
-        """Save the model as it is gathered, unless the newest checkpoint is of this step; `is_changed`: then too."""
+        """Save the gathered model, unless the newest checkpoint is of this step and the model has not changed since."""
         if is_changed or self._position.step != self._saved_step:
-            self._write(self._position, readers_progress(self._spec, self._folder.path))
+            self._write(self._position, read_reader_progress(self._spec, self._folder.path))
 
     def evaluate(self) -> Quality:
-        """Score the model as it is gathered on all of the evaluation split."""
+        """Evaluate the gathered model on the whole evaluation split."""
         quality = self._model.evaluate(self._sources.eval, None)
-        self._tell(self._position.step, quality)
+        self._report(self._position.step, quality)
         return quality
 
-    def take_back_best(self) -> None:
-        """Give the fleet the model of the best evaluation."""
-        best = checkpoint.load_latest(self._folder.path / "best", self._watcher.on_message)
-        self._model.put(best, with_optimizer=True)
-        self._watcher.on_message(f"no better evaluation for a while: took back the weights of step {best.step}")
+    def restore_best(self) -> None:
+        """Load the model of the best evaluation into the fleet."""
+        best = checkpoint.load_latest(self._folder.path / "best", self._callback.on_message)
+        self._model.load(best, with_optimizer=True)
+        self._callback.on_message(f"no better evaluation for a while: restored the weights of step {best.step}")
 
-    def _next(self, what: str) -> int | None:
-        every = self._every[what]
+    def _next(self, task: str) -> int | None:
+        every = self._every[task]
         return None if every is None else (self._position.step // every + 1) * every
 
-    def _result(self) -> bool:
-        assert self._job is not None
-        job, self._job = self._job, None
+    def _take_result(self) -> bool:
+        assert self._future is not None
+        future, self._future = self._future, None
         try:
-            return job.result()
-        except (LostProcessError, DenseServerUnavailable) as error:  # trainers wait for it, or go on without: so does this
+            return future.result()
+        except (LostProcessError, DenseServerUnavailable) as error:  # trainers wait for it, or continue without; so do we
             step = self._position.step
-            self._watcher.on_message(f"step {step:,}: not {NOUNS[self._what]}: {error}")
-            self._keep("missed", step, {"what": self._what, "why": str(error)})
+            self._callback.on_message(f"step {step:,}: not {PARTICIPLES[self._task]}: {error}")
+            self._record("missed", step, {"what": self._task, "why": str(error)})
             return False
 
     # In the background
 
-    def _reached(self, what: str) -> bool:
+    def _run_task(self, task: str) -> bool:
         position = dataclasses.replace(self._position)
-        progress = readers_progress(self._spec, self._folder.path)  # before the rows: what is newer in them is trained on again
-        self._model.take()
-        if what == "checkpoint":
+        progress = read_reader_progress(self._spec, self._folder.path)  # before the rows: newer batches are trained on again
+        self._model.gather()
+        if task == "checkpoint":
             self._write(position, progress)
             return False
         quality = self._model.evaluate(self._sources.eval, self._spec.train.eval_samples)
-        self._tell(position.step, quality)
-        return self._has_lost_patience(quality, position, progress)
+        self._report(position.step, quality)
+        return self._should_stop_early(quality, position, progress)
 
-    def _has_lost_patience(self, quality: Quality, position: Position, progress: list[str]) -> bool:
+    def _should_stop_early(self, quality: Quality, position: Position, progress: list[str]) -> bool:
         spec = self._spec.train.early_stop
         if spec is None:
             return False
@@ -142,8 +161,8 @@ class EvaluateAndSave:
     def _write(self, position: Position, progress: list[str]) -> None:
         self._model.save(self._folder.checkpoints, position, keep=self._spec.train.keep_checkpoints, progress=progress)
         self._saved_step = position.step
-        self._keep("checkpoint", position.step, {})
+        self._record("checkpoint", position.step, {})
 
-    def _tell(self, step: int, quality: Quality) -> None:
-        self._keep("evaluation", step, quality.figures())
-        self._watcher.on_evaluation(step, quality)
+    def _report(self, step: int, quality: Quality) -> None:
+        self._record("evaluation", step, quality.figures())
+        self._callback.on_evaluation(step, quality)

@@ -1,28 +1,31 @@
-"""What a fleet's roles have sampled of themselves, put together: rows of the live table, progress, figures of the record."""
+"""What the roles of a fleet have measured, put together: rows of the live table, progress, and the figures of the record."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from rowstead.fleet.role_table import RoleRow, role_row
 from rowstead.fleet.role_usage import UsageReader
 from rowstead.fleet.roster import RoleFiles
-from rowstead.fleet.supervisor import Supervisor
+from rowstead.fleet.rpc_client import ServerUnavailable
+from rowstead.fleet.supervisor import RoleHandle, Supervisor
+from rowstead.spec.errors import RowsteadError
+from rowstead.spec.fleet import RoleKind
 from rowstead.spec.run import RunSpec
-from rowstead.training.progress import Progress
+from rowstead.training.progress import NoProgress, Position, Progress, ProgressCallback
 
-REPORTED = (
+SERVER_COUNTS = (
     "num_batches_repeated",
     "num_samples_repeated",
     "num_batches_resent",
     "num_lost_updates",
 )
-"""Facts of servers that add up to figures of the record."""
-ADDED = (
+"""Counts in the status of servers whose sums are figures of the record."""
+ROLE_TOTALS = (
     "cpu_s",
     "waiting_s",
     "num_bytes_sent",
@@ -32,49 +35,105 @@ ADDED = (
     "num_missed",
     "num_lookups_early",
 )
-"""Samples of roles that add up, over all of a kind and all their starts."""
+"""Usage samples of roles that are summed over all roles of a kind and all their incarnations."""
+STATUS_TIMEOUT_S = 3.0
+"""Timeout of a status call, before the roles are polled again."""
+STATUS_DEADLINE_S = 120.0
+"""How long to wait for the status of a server that is being restarted."""
+
+Status = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleRow:
+    """One role in the live table; figures that were not measured are None."""
+
+    name: str
+    state: str
+    samples_per_s: float | None = None
+    queue_depth: float | None = None
+    waiting_share: float | None = None
+    """Share of the time that a trainer's threads wait for batches, or a server's thread for requests."""
+    cpu_cores: float | None = None
+    """Average number of busy cores."""
+    rss_bytes: float | None = None
+    received_bytes_per_s: float | None = None
+    sent_bytes_per_s: float | None = None
+    num_restarts: int = 0
+
+
+class FleetCallback(ProgressCallback, Protocol):
+    """A ProgressCallback that also gets the live table, about twice a second."""
+
+    def on_roles(self, rows: Sequence[RoleRow]) -> None: ...
+
+
+class NoFleetProgress(NoProgress):
+    """No-op fleet callback."""
+
+    def on_roles(self, rows: Sequence[RoleRow]) -> None: ...
+
+
+def role_row(name: str, state: str, usage: UsageReader, *, num_restarts: int = 0, num_threads: int = 1) -> RoleRow:
+    """Build the row of a role from its last two samples; `num_threads` is how many of its threads wait."""
+    waiting = usage.rate("waiting_s")
+    return RoleRow(
+        name=name,
+        state=state,
+        samples_per_s=usage.rate("num_samples"),
+        queue_depth=usage.last.get("queue_depth"),
+        waiting_share=None if waiting is None else min(1.0, waiting / num_threads),
+        cpu_cores=usage.rate("cpu_s"),
+        rss_bytes=usage.last.get("rss_bytes"),
+        received_bytes_per_s=usage.rate("num_bytes_received"),
+        sent_bytes_per_s=usage.rate("num_bytes_sent"),
+        num_restarts=num_restarts,
+    )
 
 
 class FleetFigures:
-    """Follows the usage files of all roles of one run; `before` is how many steps and examples earlier parts of it had."""
+    """Follows the usage files of all roles of one run; `before` is the number of steps and samples before this process resumed it."""
 
-    def __init__(self, spec: RunSpec, folder: Path, crew: Supervisor, *, total_steps: int, before: tuple[int, int]) -> None:
-        self._spec, self._folder, self._crew, self._total_steps, self._before = spec, folder, crew, total_steps, before
+    def __init__(
+        self, spec: RunSpec, folder: Path, supervisor: Supervisor, *, total_steps: int, before: tuple[int, int]
+    ) -> None:
+        self._spec, self._folder, self._supervisor = spec, folder, supervisor
+        self._total_steps, self._before = total_steps, before
         self._usage: dict[str, UsageReader] = {}
         self._first: tuple[float, int] | None = None
-        """When the first figures of trainers came, and how many examples they had by then."""
+        """Time of the trainers' first figures, and their number of samples by then."""
         self._last: tuple[float, int] | None = None
 
     def follow(self) -> None:
-        """Take in roles that were begun since."""
-        for post in self._crew.posts:
-            if post.name not in self._usage:
-                path = RoleFiles(self._folder, post.kind, post.number).usage
-                self._usage[post.name] = UsageReader(path, from_now=True)
+        """Follow the roles that were started since the last call."""
+        for handle in self._supervisor.handles:
+            if handle.name not in self._usage:
+                path = RoleFiles(self._folder, handle.kind, handle.number).usage
+                self._usage[handle.name] = UsageReader(path, from_now=True)
 
     def read(self) -> None:
-        """Take in what was sampled since."""
+        """Read the samples since the last call."""
         for usage in self._usage.values():
             usage.read()
 
     def rows(self) -> list[RoleRow]:
-        """The live table."""
+        """Return the rows of the live table."""
         threads = self._spec.train.sync.hogwild_threads
         return [
             role_row(
-                post.name,
-                post.state,
-                self._usage[post.name],
-                num_restarts=post.incarnation,
-                num_threads=threads if post.kind == "trainer" else 1,
+                handle.name,
+                handle.state,
+                self._usage[handle.name],
+                num_restarts=handle.incarnation,
+                num_threads=threads if handle.kind == "trainer" else 1,
             )
-            for post in self._crew.posts
-            if post.name in self._usage
+            for handle in self._supervisor.handles
+            if handle.name in self._usage
         ]
 
     def progress(self, rows: Iterable[RoleRow]) -> Progress | None:
-        """Where training stands; none before the first step."""
-        trainers = [self._usage[post.name] for post in self._crew.of("trainer") if post.name in self._usage]
+        """Return the progress of training; None before the first step."""
+        trainers = [self._usage[handle.name] for handle in self._supervisor.of_kind("trainer") if handle.name in self._usage]
         steps, samples = (int(sum(usage.total(name) or 0 for usage in trainers)) for name in ("num_steps", "num_samples"))
         if not steps:
             return None
@@ -95,35 +154,106 @@ class FleetFigures:
 
     @property
     def samples_per_s(self) -> float | None:
-        """Between the first figures of trainers and the last that grew."""
+        """Throughput between the trainers' first figures and the last that grew."""
         if self._first is None or self._last is None or self._last[0] <= self._first[0]:
             return None
         return (self._last[1] - self._first[1]) / (self._last[0] - self._first[0])
 
-    def for_record(self, statuses: Mapping[str, Mapping[str, Any]], head_cpu_s: float) -> dict[str, float]:
-        """Repeated and lost work, restarts, and what each kind of role used; `statuses` is what servers said last."""
-        figures: dict[str, float] = {"num_restarts": sum(self._crew.num_restarts.values())}
-        for name in REPORTED:
+    def for_record(self, statuses: Mapping[str, Mapping[str, Any]], coordinator_cpu_s: float) -> dict[str, float]:
+        """Return repeated and lost work, restarts, and the usage of each kind of role; `statuses` are the servers' last ones."""
+        figures: dict[str, float] = {"num_restarts": sum(self._supervisor.num_restarts.values())}
+        for name in SERVER_COUNTS:
             if values := [status[name] for status in statuses.values() if name in status]:
                 figures[name] = sum(values)
         self.read()
-        cpu_s = head_cpu_s
-        for kind in dict.fromkeys(post.kind for post in self._crew.posts):
-            usages = [self._usage[post.name] for post in self._crew.of(kind)]
-            for name in ADDED:
+        cpu_s = coordinator_cpu_s
+        for kind in dict.fromkeys(handle.kind for handle in self._supervisor.handles):
+            usages = [self._usage[handle.name] for handle in self._supervisor.of_kind(kind)]
+            for name in ROLE_TOTALS:
                 if totals := [total for usage in usages if (total := usage.total(name)) is not None]:
                     figures[f"{kind}_{name}"] = sum(totals)
-            largest = [usage.largest("rss_bytes") for usage in usages]
-            if found := [value for value in largest if value is not None]:
-                figures[f"{kind}_rss_max_bytes"] = max(found)
+            maxima = [usage.maximum("rss_bytes") for usage in usages]
+            if measured := [value for value in maxima if value is not None]:
+                figures[f"{kind}_rss_max_bytes"] = max(measured)
             share = _mean(usage.last.get("nonempty_share") for usage in usages)
             if share is not None:
                 figures["queue_nonempty_share"] = share
             cpu_s += figures.get(f"{kind}_cpu_s", 0.0)
-        return {**figures, "head_cpu_s": head_cpu_s, "cpu_s": cpu_s}
+        return {**figures, "coordinator_cpu_s": coordinator_cpu_s, "cpu_s": cpu_s}
+
+
+class WorkCounts:
+    """Counts finished, repeated and lost work from the status of the servers, and keeps `position` up to date."""
+
+    def __init__(self, supervisor: Supervisor, position: Position, on_message: Callable[[str], None]) -> None:
+        self._supervisor, self._position, self._on_message = supervisor, position, on_message
+        self._num_updates: dict[str, int] = {}
+        """Updates that each sparse server has applied or is known to have lost, once no trainer sends any more."""
+        self.num_skipped: int | None = None
+        """Bad rows that readers have skipped; None for a log that cannot have any."""
+
+    def count(self) -> None:
+        """Count the finished work when all trainers have exited."""
+        servers = self._read_statuses("sparse")
+        self._num_updates = {name: status["num_updates"] + status["num_lost_updates"] for name, status in servers.items()}
+        self._count_batches(self._read_statuses("reader"))
+
+    def count_after_failure(self) -> bool:
+        """Count what can still be counted of a fleet that cannot continue; return whether a reader has reported an error.
+
+        If a reader is gone, the position stays what trainers have counted.
+        """
+        readers = self._supervisor.of_kind("reader")
+        statuses = {handle.name: self._status(handle) for handle in readers if handle.role.exit_code() is None}
+        if len(statuses) == len(readers):
+            self._count_batches(statuses)
+        return any("error" in status for status in statuses.values())
+
+    def read_final_statuses(self) -> dict[str, Status]:
+        """Return the last status of each server, with updates that a server has lost since `count` added to its losses."""
+        statuses: dict[str, Status] = {}
+        try:
+            statuses = self._read_statuses("sparse", "dense", "reader")
+        except RowsteadError as error:
+            self._on_message(
+                f"the record lacks the counts of repeated and lost work, because a server does not answer: {error}"
+            )
+        for name, num_updates in self._num_updates.items():
+            if name in statuses:
+                lost = num_updates - statuses[name]["num_updates"] - statuses[name]["num_lost_updates"]
+                statuses[name]["num_lost_updates"] += max(0, lost)
+        return statuses
+
+    def _count_batches(self, readers: Mapping[str, Status]) -> None:
+        """Set the position from the readers' assignment logs: every finished batch counts once."""
+        statuses = readers.values()
+        self._position.step = sum(int(status["num_done"]) for status in statuses)
+        assigned = sum(int(status["num_batches"]) for status in statuses)
+        samples = sum(int(status["num_samples"]) for status in statuses)
+        self._position.num_samples = round(samples * self._position.step / assigned) if assigned else 0
+        self._position.epoch = max(int(status["epoch"]) for status in statuses)
+        skipped = [int(status["num_skipped"]) for status in statuses if "num_skipped" in status]
+        self.num_skipped = sum(skipped) if skipped else None
+
+    def _read_statuses(self, *kinds: RoleKind) -> dict[str, Status]:
+        """Ask all servers of some kinds for their status; wait for one that is being restarted."""
+        statuses: dict[str, Status] = {}
+        deadline = time.monotonic() + STATUS_DEADLINE_S
+        for handle in self._supervisor.of_kind(*kinds):
+            while handle.name not in statuses:
+                try:
+                    statuses[handle.name] = self._status(handle)
+                except ServerUnavailable:
+                    if time.monotonic() >= deadline:
+                        raise
+                self._supervisor.poll()
+        return statuses
+
+    def _status(self, handle: RoleHandle) -> Status:
+        return self._supervisor.call(handle, "status", deadline_s=STATUS_TIMEOUT_S).facts
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    """Of those that were measured."""
+    """Return the mean of the values that are not None."""
     found = [value for value in values if value is not None]
     return sum(found) / len(found) if found else None

@@ -1,8 +1,8 @@
-"""Roles as processes of this machine that begin in no time: one process imports all that they need, and is forked for each.
+"""Starts roles as processes of this machine without import time: one process imports everything, and is forked for each role.
 
-The head speaks to it through its standard input and output, one JSON object a line: `{"kind": "sparse", "number": 0, "incarnation": 0}`
-asks for a role, `{"started": pid}` answers, and `{"ended": pid, "code": -9}` tells of an end. It runs no thread of its own, so a fork is
-safe; when the head is gone its input ends, and it ends all roles and itself.
+The coordinator talks to it through its standard input and output, one JSON object per line: `{"kind": "sparse", "number": 0, "incarnation": 0}`
+requests a role, `{"started": pid}` is the reply, and `{"exited": pid, "code": -9}` reports an exit. The fork server has no threads, so forking
+is safe; when the coordinator is gone its input ends, and it stops all roles and exits.
 """
 
 from __future__ import annotations
@@ -19,109 +19,102 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rowstead.fleet.local_process import ASK, GRACE_S, HEAD, LOOK_EVERY_S, environment
+from rowstead.fleet.local_process import GRACE_S, POLL_INTERVAL_S, STOP_SIGNAL, Role, role_environment
 from rowstead.fleet.roster import ROLES_FOLDER, RoleFiles
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.fleet import RoleKind
+from rowstead.spec.job import LAUNCHER
 
 ORPHANED_S = 2.0
-"""How long roles may take to end once the head is gone: nobody is there any more for whom they could save anything."""
+"""Time for roles to exit once the coordinator is gone: nothing they could save is of use any more."""
+LOG_FILE = "fork_server.log"
+"""Under `roles/`: what the fork server itself prints."""
 
-BeRole = Callable[[RoleKind, Path, int, int], int]
-"""Is a role, of a kind, for a run's folder, with its number and how often it was started before; returns its exit code."""
+RunRole = Callable[[RoleKind, Path, int, int], int]
+"""Runs a role, given its kind, the run's folder, its number and its incarnation; returns the exit code."""
 
 
-class ForkedRole:
-    """One role that the nursery has started."""
+class ForkedRole(Role):
+    """One role that the fork server has started."""
 
-    def __init__(self, nursery: ForkServer, files: RoleFiles, pid: int) -> None:
-        self._nursery, self.files, self.pid = nursery, files, pid
+    def __init__(self, server: ForkServer, files: RoleFiles, pid: int) -> None:
+        self._server, self.files, self.pid = server, files, pid
 
-    def code(self) -> int | None:
-        """The exit code, negative for a signal; none while it runs."""
-        self._nursery.listen()
-        return self._nursery.codes.get(self.pid)
+    def exit_code(self) -> int | None:
+        self._server.read_messages()
+        return self._server.exit_codes.get(self.pid)
 
-    def ask_to_stop(self) -> None:
-        """Let it finish what it does and end."""
-        self._send(ASK)
+    def request_stop(self) -> None:
+        self._send(STOP_SIGNAL)
 
     def kill(self) -> None:
-        """End it at once."""
         self._send(signal.SIGKILL)
 
-    def wait(self, timeout_s: float | None = None) -> int | None:
-        """The exit code once it has ended; none if it has not in time."""
-        until = None if timeout_s is None else time.monotonic() + timeout_s
-        while (code := self.code()) is None and (until is None or time.monotonic() < until):
-            time.sleep(LOOK_EVERY_S)
-        return code
-
     def _send(self, number: int) -> None:
-        if self.code() is None:
+        if self.exit_code() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
 
 class ForkServer:
-    """Starts roles on this machine, inside a `with`; when that ends, so do all of them.
+    """Starts roles on this machine, inside a `with`; at its end all of them are killed.
 
-    `module` is what is run for the process that is forked: it imports what roles need, and calls `serve_forks`.
+    `module` is the module that the forked process runs: it imports what roles need, and calls `serve_forks`.
     """
 
     def __init__(self, folder: Path, module: str, *, environ: Mapping[str, str] | None = None) -> None:
         self._folder, self._module = folder, module
-        self._environ = environment(1) if environ is None else environ
+        self._environ = role_environment(1) if environ is None else environ
         self._process: subprocess.Popen[bytes] | None = None
-        self._heard = b""
+        self._partial_line = b""
         self._replies: list[dict[str, Any]] = []
         self._running: dict[int, ForkedRole] = {}
-        self.codes: dict[int, int] = {}
-        """Of roles that have ended, by process."""
+        self.exit_codes: dict[int, int] = {}
+        """Exit codes by process id."""
         (folder / ROLES_FOLDER).mkdir(exist_ok=True)
 
     def start(self, kind: RoleKind, number: int, incarnation: int = 0) -> ForkedRole:
-        """Begin a role; it is ready once it has told so (`roster.told`)."""
+        """Start a role; it is ready once its address file says so (`roster.read_address`)."""
         files = RoleFiles(self._folder, kind, number)
-        files.told.unlink(missing_ok=True)
-        process = self._open()
+        files.address.unlink(missing_ok=True)
+        process = self._start_server()
         assert process.stdin is not None
         try:
             process.stdin.write(json.dumps({"kind": kind, "number": number, "incarnation": incarnation}).encode() + b"\n")
             process.stdin.flush()
             while not self._replies:
-                self.listen(timeout_s=1.0)
+                self.read_messages(timeout_s=1.0)
                 if self._process is None:
                     raise BrokenPipeError
         except BrokenPipeError:
-            said = (self._folder / ROLES_FOLDER / "nursery.log").read_text()[-2000:]
-            raise RowsteadError(f"roles cannot be started here, as the process that starts them has ended:\n{said}") from None
+            printed = (self._folder / ROLES_FOLDER / LOG_FILE).read_text()[-2000:]
+            raise RowsteadError(f"roles cannot be started, because the fork server has exited:\n{printed}") from None
         role = ForkedRole(self, files, int(self._replies.pop(0)["started"]))
         self._running[role.pid] = role
-        self.codes.pop(role.pid, None)
+        self.exit_codes.pop(role.pid, None)
         return role
 
-    def listen(self, timeout_s: float = 0.0) -> None:
-        """Take in what the process has said since."""
+    def read_messages(self, timeout_s: float = 0.0) -> None:
+        """Read what the fork server has reported since the last call."""
         if self._process is None or self._process.stdout is None:
             return
         pipe = self._process.stdout.fileno()
         while select.select([pipe], [], [], timeout_s)[0]:
             more = os.read(pipe, 1 << 16)
             if not more:
-                self._has_ended()
+                self._handle_server_exit()
                 return
-            *lines, self._heard = (self._heard + more).split(b"\n")
-            for said in map(json.loads, lines):
-                if "ended" in said:
-                    self._running.pop(said["ended"], None)
-                    self.codes[said["ended"]] = said["code"]
+            *lines, self._partial_line = (self._partial_line + more).split(b"\n")
+            for message in map(json.loads, lines):
+                if "exited" in message:
+                    self._running.pop(message["exited"], None)
+                    self.exit_codes[message["exited"]] = message["code"]
                 else:
-                    self._replies.append(said)
+                    self._replies.append(message)
             timeout_s = 0.0
 
     def __enter__(self) -> ForkServer:
-        self._open()
+        self._start_server()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -135,93 +128,94 @@ class ForkServer:
             process.stdin.close()
         process.wait()
 
-    def _open(self) -> subprocess.Popen[bytes]:
+    def _start_server(self) -> subprocess.Popen[bytes]:
+        """Start the fork server unless it runs already."""
         if self._process is None:
-            with open(self._folder / ROLES_FOLDER / "nursery.log", "ab") as log:
+            with open(self._folder / ROLES_FOLDER / LOG_FILE, "ab") as log:
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", self._module, str(self._folder)],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,
                     env=dict(self._environ),
-                    start_new_session=True,  # Ctrl-C reaches the head alone, which asks the roles in the right order
+                    start_new_session=True,  # Ctrl-C reaches only the coordinator, which stops the roles in order
                 )
         return self._process
 
-    def _has_ended(self) -> None:
-        """The process was killed, and its roles end with it; the next start makes another."""
+    def _handle_server_exit(self) -> None:
+        """The fork server was killed: kill its roles; the next start launches another server."""
         assert self._process is not None
         self._process.wait()
-        self._process, self._heard = None, b""
+        self._process, self._partial_line = None, b""
         for role in list(self._running.values()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(role.pid, signal.SIGKILL)
-            self.codes[role.pid] = -signal.SIGKILL
+            self.exit_codes[role.pid] = -signal.SIGKILL
         self._running.clear()
 
 
-# In the process that is forked
+# In the fork server's process
 
 
-def serve_forks(folder: Path, be_role: BeRole) -> None:
-    """Start roles as they are asked for, and tell of their ends, until nobody can ask any more."""
+def serve_forks(folder: Path, run_role: RunRole) -> None:
+    """Start requested roles and report their exits until the input ends."""
     running: set[int] = set()
-    asked = b""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the head is who listens to them
+    partial_line = b""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the coordinator handles them
         signal.signal(number, signal.SIG_IGN)
     while True:
-        if select.select([0], [], [], LOOK_EVERY_S)[0]:
+        if select.select([0], [], [], POLL_INTERVAL_S)[0]:
             more = os.read(0, 1 << 16)
             if not more:
                 break
-            *lines, asked = (asked + more).split(b"\n")
-            for wanted in map(json.loads, lines):
-                pid = _forked(folder, be_role, wanted)
+            *lines, partial_line = (partial_line + more).split(b"\n")
+            for request in map(json.loads, lines):
+                pid = _fork_role(folder, run_role, request)
                 running.add(pid)
-                _say({"started": pid})
-        _tell_ended(running)
-    _end(running)
+                _send({"started": pid})
+        _report_exits(running)
+    _stop_all(running)
 
 
-def _forked(folder: Path, be_role: BeRole, wanted: dict[str, Any]) -> int:
+def _fork_role(folder: Path, run_role: RunRole, request: dict[str, Any]) -> int:
     pid = os.fork()
     if pid:
         return pid
     code = 1
     try:
-        files = RoleFiles(folder, wanted["kind"], wanted["number"])
-        log, nothing = os.open(files.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), os.open(os.devnull, os.O_RDONLY)
-        for descriptor, place in ((nothing, 0), (log, 1), (log, 2)):
-            os.dup2(descriptor, place)
-        os.environ[HEAD] = str(os.getppid())
-        code = be_role(wanted["kind"], folder, wanted["number"], wanted["incarnation"])
+        files = RoleFiles(folder, request["kind"], request["number"])
+        log, null = os.open(files.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), os.open(os.devnull, os.O_RDONLY)
+        for descriptor, standard in ((null, 0), (log, 1), (log, 2)):
+            os.dup2(descriptor, standard)
+        os.environ[LAUNCHER] = str(os.getppid())
+        code = run_role(request["kind"], folder, request["number"], request["incarnation"])
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
 
 
-def _tell_ended(running: set[int]) -> None:
+def _report_exits(running: set[int]) -> None:
     while running:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
             return
         running.discard(pid)
         with contextlib.suppress(BrokenPipeError):
-            _say({"ended": pid, "code": os.waitstatus_to_exitcode(status)})
+            _send({"exited": pid, "code": os.waitstatus_to_exitcode(status)})
 
 
-def _end(running: set[int]) -> None:
-    """Ask all roles to end, and kill those that do not soon."""
-    for number, within_s in ((ASK, ORPHANED_S), (signal.SIGKILL, GRACE_S)):
+def _stop_all(running: set[int]) -> None:
+    """Ask all roles to stop, and kill those that do not exit in time."""
+    for number, timeout_s in ((STOP_SIGNAL, ORPHANED_S), (signal.SIGKILL, GRACE_S)):
         for pid in running:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
-        until = time.monotonic() + within_s
-        while running and time.monotonic() < until:
-            _tell_ended(running)
-            time.sleep(LOOK_EVERY_S)
+        deadline = time.monotonic() + timeout_s
+        while running and time.monotonic() < deadline:
+            _report_exits(running)
+            time.sleep(POLL_INTERVAL_S)
 
 
-def _say(fact: dict[str, Any]) -> None:
-    os.write(1, json.dumps(fact).encode() + b"\n")
+def _send(message: dict[str, Any]) -> None:
+    os.write(1, json.dumps(message).encode() + b"\n")

@@ -1,7 +1,7 @@
-"""The model of a fleet, gathered from where its parts are: rows from the sparse servers, dense parameters from the centre.
+"""The model of a fleet, gathered from its parts: rows from the sparse servers, dense parameters from the dense server.
 
-Used by one thread at a time, while training goes on or after it. What is saved is an ordinary checkpoint; that training goes on
-meanwhile shows only in that some rows are a few steps newer than others.
+Used by one thread at a time, during training or after it. It saves ordinary checkpoints; in one saved during training some rows
+are a few steps newer than others.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from rowstead.data.source import Source
 from rowstead.fleet.build import (
     INITIAL_FILE,
     Connections,
-    cast,
+    build_fleet_model,
+    build_remote_store,
+    cast_batch,
     dense_file,
     fleet_dtype,
-    fleet_model,
     fleet_of,
     read_dense,
-    remote_store,
     save_checkpoint,
     write_dense,
 )
@@ -42,40 +42,42 @@ from rowstead.training.step import load_net
 from rowstead.training.trained import evaluate as evaluate_run
 
 DEADLINE_S = 600.0
-"""How long a server may be away: whoever looks after the roles says sooner when one cannot come back."""
+"""How long to wait for a server: the supervisor reports sooner if one cannot be restarted."""
 SNAPSHOT_S = 3600.0
-MOST_TRIES = 5
-"""Of giving the servers a model, if they are killed meanwhile."""
+MAX_ATTEMPTS = 5
+"""Attempts to load a model into the servers, if they are killed meanwhile."""
 
 
 class GatheredModel:
-    """The fleet's model as the head sees it."""
+    """The fleet's model in the coordinator."""
 
     def __init__(self, spec: RunSpec, folder: Path, keys: Keys | None) -> None:
         self._spec, self._folder, self._roster = spec, folder, Roster(folder)
-        connections = self._connections = Connections(self._roster, "head", keys, deadline_s=DEADLINE_S)
+        connections = self._connections = Connections(self._roster, "coordinator", keys, deadline_s=DEADLINE_S)
         self._dtype = fleet_dtype(self._roster)
-        store = remote_store(spec, self._roster, connections, staleness=0)
-        self.model = fleet_model(spec, torch.device("cpu"), store, self._dtype)
+        store = build_remote_store(spec, self._roster, connections, staleness=0)
+        self.model = build_fleet_model(spec, torch.device("cpu"), store, self._dtype)
         flat_of(self.model.net)
-        self._centre: DenseServerClient | None = None
+        self._dense_server: DenseServerClient | None = None
         if fleet_of(spec).num_dense:
-            self._centre = DenseServerClient(connections.to("dense", 0, "head-centre"), exchange_timeout_s=DEADLINE_S)
-        self._sparse = [connections.to("sparse", number, "head-rows") for number in range(fleet_of(spec).num_sparse)]
+            self._dense_server = DenseServerClient(
+                connections.to("dense", 0, "coordinator-dense"), exchange_timeout_s=DEADLINE_S
+            )
+        self._sparse = [connections.to("sparse", number, "coordinator-rows") for number in range(fleet_of(spec).num_sparse)]
         self._optimizer: dict[str, Tensor] = {}
 
-    def put(self, saved: checkpoint.Checkpoint, *, with_optimizer: bool) -> None:
-        """Give a saved model to the fleet while no trainer is at work; servers that are killed later come back with it."""
+    def load(self, saved: checkpoint.Checkpoint, *, with_optimizer: bool) -> None:
+        """Load a checkpoint into the fleet while no trainer runs; servers that are killed later restart from it."""
         load_net(self.model, saved.tensors)
-        for _ in range(MOST_TRIES):
-            before = self._asked_all("status")
+        for _ in range(MAX_ATTEMPTS):
+            before = self._call_sparse("status")
             self.model.store.load_state(StoreTensors(saved.tensors), rows_only=not with_optimizer)
-            if self._asked_all("snapshot") == before:
+            if self._call_sparse("snapshot") == before:
                 break
         else:
             raise RowsteadError(
-                f"sparse servers were started again {MOST_TRIES} times while they were given saved rows: their logs under "
-                f"{self._folder / ROLES_FOLDER} say why"
+                f"sparse servers were restarted {MAX_ATTEMPTS} times while a checkpoint was loaded into them: see their logs under "
+                f"{self._folder / ROLES_FOLDER}"
             )
         dense = {name: saved.tensors[name] for name in saved.tensors if name.startswith("net.")}
         if with_optimizer:
@@ -83,30 +85,30 @@ class GatheredModel:
             dense |= self._optimizer
         write_dense(self._folder / ROLES_FOLDER / INITIAL_FILE, dense)
 
-    def take(self) -> None:
-        """Bring the dense parameters up to date; rows are where they are."""
-        kept = self._trainers_own()
-        if kept is not None:
-            load_net(self.model, kept)
-            self._optimizer = {name: value for name, value in kept.items() if name.startswith("optimizer.")}
-        if self._centre is None:
+    def gather(self) -> None:
+        """Fetch the current dense parameters; rows stay in the servers."""
+        saved = self._read_saved_dense()
+        if saved is not None:
+            load_net(self.model, saved)
+            self._optimizer = {name: value for name, value in saved.items() if name.startswith("optimizer.")}
+        if self._dense_server is None:
             return
-        with contextlib.suppress(RefusedError):  # no trainer has got as far as to join
-            common = named_parts(self.model.net, self._centre.pull())
+        with contextlib.suppress(RefusedError):  # no trainer has joined yet
+            shared = named_parts(self.model.net, self._dense_server.pull())
             with torch.no_grad():
                 for name, parameter in self.model.net.named_parameters():
-                    parameter.copy_(common[name])
+                    parameter.copy_(shared[name])
 
     def save(self, folder: Path, position: Position, *, keep: int, progress: list[str]) -> Path:
-        """Write a checkpoint of what `take` has brought, with how far the readers had come."""
+        """Write a checkpoint of what `gather` has fetched, with the readers' assignment logs."""
         dense = {f"net.{name}": value.detach() for name, value in self.model.net.state_dict().items()}
         parts = self.model.store.parts()
         return save_checkpoint(self._spec, self._roster, folder, position, dense | self._optimizer, parts, keep, progress)
 
     def evaluate(self, source: Source, max_samples: int | None) -> Quality:
-        """Score what `take` has brought."""
+        """Evaluate what `gather` has fetched."""
         if self._dtype != torch.float32:
-            source = source.map(lambda batch: cast(batch, self._dtype))
+            source = source.map(lambda batch: cast_batch(batch, self._dtype))
         return evaluate(
             self.model,
             source,
@@ -115,43 +117,43 @@ class GatheredModel:
             max_samples=max_samples,
         )
 
-    def _asked_all(self, kind: str) -> list[int | None]:
-        """Ask each sparse server, and say which start of it has answered."""
+    def _call_sparse(self, kind: str) -> list[int | None]:
+        """Call each sparse server, and return the incarnations that replied."""
         for client in self._sparse:
             client.call(kind, deadline_s=SNAPSHOT_S)
         return [client.server_incarnation for client in self._sparse]
 
     def close(self) -> None:
-        """Let go of all connections; nobody may be using it."""
+        """Close all connections; none may be in use."""
         self._connections.close()
 
-    def _trainers_own(self) -> dict[str, Tensor] | None:
-        """What the first trainer that has kept anything has kept, or what all began with."""
+    def _read_saved_dense(self) -> dict[str, Tensor] | None:
+        """Read what the first trainer with a file has saved, or what all started with."""
         for number in range(fleet_of(self._spec).num_trainers):
             if dense_file(self._folder, number).is_file():
                 return read_dense(self._folder, number)
         return read_dense(self._folder)
 
 
-class TrainersModel:
-    """The model of a fleet whose one trainer keeps the tables: it saves them, and what it saved is scored."""
+class LocalTablesModel:
+    """The model of a fleet with `tables: local`: its single trainer saves it, and the newest checkpoint is evaluated."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def put(self, saved: checkpoint.Checkpoint, *, with_optimizer: bool) -> None:
-        """The trainer takes it over by itself."""
+    def load(self, saved: checkpoint.Checkpoint, *, with_optimizer: bool) -> None:
+        """Do nothing: the trainer loads it by itself."""
 
-    def take(self) -> None:
-        """The trainer has saved it."""
+    def gather(self) -> None:
+        """Do nothing: the trainer has saved it."""
 
     def save(self, folder: Path, position: Position, *, keep: int, progress: list[str]) -> Path:
-        """The trainer has saved it."""
+        """Do nothing: the trainer has saved it."""
         return folder
 
     def evaluate(self, source: Source, max_samples: int | None) -> Quality:
-        """Score the newest checkpoint."""
+        """Evaluate the newest checkpoint."""
         return evaluate_run(str(self._folder), root=self._folder.parent)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there are no connections."""

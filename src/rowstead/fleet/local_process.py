@@ -1,4 +1,4 @@
-"""What processes of this machine that are roles have in common: when they end, and what they are told."""
+"""What all launchers of roles share: the handle of a started role, stop requests, and the environment of a role."""
 
 from __future__ import annotations
 
@@ -6,81 +6,72 @@ import os
 import signal
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
-HEAD = "ROWSTEAD_HEAD"
-"""Environment variable with the process that started a role."""
-ASK = signal.SIGUSR1
-"""By what whoever started a role asks it to end. Not SIGTERM: a cluster sends that to all processes of a job at once, and then the head has to
-end the roles in order, trainers first."""
+from rowstead.spec.job import LAUNCHER
+
+STOP_SIGNAL = signal.SIGUSR1
+"""Signal that asks a role to stop. Not SIGTERM: clusters send that to all processes of a job at once, and the coordinator has to stop
+the roles in order, trainers first."""
 GRACE_S = 10.0
-"""How long a role may take to end once it was asked to."""
-LOOK_EVERY_S = 0.02
+"""Time for a role to exit after a stop request."""
+POLL_INTERVAL_S = 0.02
 
 
-def environment(num_threads: int, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What a role is told: who started it, and how many threads its arithmetic may have unless the user has said."""
-    return {"OMP_NUM_THREADS": str(num_threads), **inherited, HEAD: str(os.getpid())}
+class Role(ABC):
+    """A role that was started, on this machine or elsewhere."""
+
+    @abstractmethod
+    def exit_code(self) -> int | None:
+        """Return the exit code, negative for a signal; None while it runs."""
+
+    @abstractmethod
+    def request_stop(self) -> None:
+        """Ask it to finish its current work and exit."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """Kill it at once."""
+
+    def wait(self, timeout_s: float | None = None) -> int | None:
+        """Wait for its exit and return the exit code; None after `timeout_s`."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while (code := self.exit_code()) is None and (deadline is None or time.monotonic() < deadline):
+            time.sleep(POLL_INTERVAL_S)
+        return code
 
 
-class Role(Protocol):
-    """A role that was started."""
-
-    def code(self) -> int | None:
-        """The exit code, negative for a signal; none while it runs."""
-        ...
-
-    def ask_to_stop(self) -> None: ...
-
-    def kill(self) -> None: ...
-
-    def wait(self, timeout_s: float | None = None) -> int | None: ...
-
-
-def stopped(roles: Sequence[Role], grace_s: float) -> list[int | None]:
-    """The exit codes of roles that were asked to end, and killed where they did not in time."""
+def stop_roles(roles: Sequence[Role], grace_s: float) -> list[int | None]:
+    """Ask roles to stop, kill those that are still running after `grace_s`, and return the exit codes."""
     for role in roles:
-        role.ask_to_stop()
-    until = time.monotonic() + grace_s
+        role.request_stop()
+    deadline = time.monotonic() + grace_s
     for role in roles:
-        if role.wait(max(0.0, until - time.monotonic())) is None:
+        if role.wait(max(0.0, deadline - time.monotonic())) is None:
             role.kill()
     return [role.wait() for role in roles]
 
 
-# In the processes that were started
+def role_environment(num_threads: int, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Build the environment of a role: its launcher, and the number of threads unless the user has set it."""
+    return {"OMP_NUM_THREADS": str(num_threads), **inherited, LAUNCHER: str(os.getpid())}
 
 
-def stop_asked() -> Callable[[], bool]:
-    """Whether this process was asked to end: by whoever started it, who alone is listened to.
+def install_stop_handlers() -> Callable[[], bool]:
+    """In a role: install signal handlers, and return a function that says whether the role was asked to stop.
 
-    That is the user, by SIGTERM or Ctrl-C, where no head has; a second Ctrl-C ends it at once then.
+    A launched role obeys only its launcher's `STOP_SIGNAL`. One that the user started also obeys SIGTERM and Ctrl-C; the second
+    Ctrl-C ends it at once.
     """
-    asked = threading.Event()
+    stop_requested = threading.Event()
 
-    def ask(number: int, frame: object) -> None:
-        asked.set()
+    def handle(number: int, frame: object) -> None:
+        stop_requested.set()
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN if HEAD in os.environ else ask)
-    signal.signal(ASK, ask)
-    return asked.is_set
-
-
-def end_with_coordinator(grace_s: float = GRACE_S) -> None:
-    """Ask this process to end should whoever started it be gone, and end it soon after; a role started by hand has no such."""
-    head = os.environ.get(HEAD)
-    if head is None:
-        return
-
-    def watch() -> None:
-        while os.getppid() == int(head):
-            time.sleep(0.25)
-        os.kill(os.getpid(), ASK)
-        time.sleep(grace_s)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="watch head", daemon=True).start()
+        signal.signal(number, signal.SIG_IGN if LAUNCHER in os.environ else handle)
+    signal.signal(STOP_SIGNAL, handle)
+    return stop_requested.is_set

@@ -1,4 +1,4 @@
-"""What becomes of a role whose process has ended: a pure decision, so that it is tested without processes."""
+"""Decides what to do about a role whose process has exited: a pure function, tested without processes."""
 
 from __future__ import annotations
 
@@ -6,31 +6,30 @@ import signal
 from dataclasses import dataclass
 from typing import Literal
 
+from rowstead.distributed.launch import USER_ERROR, signal_name
 from rowstead.spec.fleet import FleetSpec, RoleKind
 
-MISTAKE = 2
-"""Exit code of a user's mistake, which another start would only repeat."""
 STOPPED = 128 + signal.SIGTERM
-"""Exit code of a trainer that was asked to end before everything was trained on; the head, who may ask it, does not look at it then."""
+"""Exit code of a trainer that was asked to stop before the log was finished; the coordinator ignores it where it asked itself."""
 FIRST_DELAY_S = 0.5
-LONGEST_DELAY_S = 30.0
+MAX_DELAY_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ended:
-    """A role whose process has ended while the fleet trains."""
+class ExitedRole:
+    """A role whose process has exited while the fleet trains."""
 
     kind: RoleKind
     number: int
     code: int
-    """As the system gives it: negative for the signal that killed it."""
+    """Exit code; negative for the signal that killed it."""
     was_ready: bool
-    """Whether it had got as far as to do its work."""
+    """Whether it had finished starting up."""
     ran_s: float
     num_restarts: int
-    """Starts again that count against it so far."""
+    """Restarts counted against it so far."""
     num_other_trainers: int
-    """Trainers that are at work or were begun, this one not counted."""
+    """Other trainers that are running or starting."""
 
     @property
     def name(self) -> str:
@@ -38,56 +37,51 @@ class Ended:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decision:
-    """What to do about it, and what to tell the user."""
+class RoleDecision:
+    """What to do about it, and the message for the user."""
 
-    action: Literal["done", "restart", "go on without", "give up"]
-    why: str
+    action: Literal["done", "restart", "continue without", "give up"]
+    reason: str
     delay_s: float = 0.0
-    """How long to wait before a restart."""
+    """Delay before the restart."""
     num_restarts: int = 0
-    """What counts against the role from now on."""
+    """Restarts counted against the role from now on."""
 
 
-def decide(ended: Ended, spec: FleetSpec) -> Decision:
-    """Start a role again, unless it has finished, a start would fail the same way, or it has failed too often.
+def decide(role: ExitedRole, spec: FleetSpec) -> RoleDecision:
+    """Restart a role, unless it has finished, a restart would fail the same way, or it has failed too often.
 
-    A fleet goes on without a trainer, as long as there is another; without a server or a reader it cannot.
+    A fleet can continue without a trainer as long as there is another, but not without a server or a reader.
     """
-    if ended.code == 0 and ended.kind == "trainer":
-        return Decision(action="done", why=f"{ended.name} has no more to train on")
-    how = ended_how(ended)
-    if ended.code == MISTAKE:
-        return Decision(action="give up", why=how)
-    if not ended.was_ready and ended.code >= 0 and ended.code != STOPPED:
-        return Decision(action="give up", why=how)
-    if ended.kind == "trainer" and spec.tables == "local":
-        return Decision(action="give up", why=f"{how}, and its tables with it: go on from the last checkpoint with --resume")
-    before = 0 if ended.was_ready and ended.ran_s >= spec.healthy_s else ended.num_restarts
+    if role.code == 0 and role.kind == "trainer":
+        return RoleDecision(action="done", reason=f"{role.name} has finished training")
+    how = describe_exit(role)
+    if role.code == USER_ERROR:
+        return RoleDecision(action="give up", reason=how)
+    if not role.was_ready and role.code >= 0 and role.code != STOPPED:
+        return RoleDecision(action="give up", reason=how)
+    if role.kind == "trainer" and spec.tables == "local":
+        return RoleDecision(
+            action="give up", reason=f"{how} and lost its tables: continue from the last checkpoint with --resume"
+        )
+    before = 0 if role.was_ready and role.ran_s >= spec.healthy_s else role.num_restarts
     if before < spec.max_restarts:
-        delay_s = min(LONGEST_DELAY_S, FIRST_DELAY_S * 2**before) if before else 0.0
-        why = f"{how}: starting it again ({before + 1} of {spec.max_restarts})"
-        return Decision(action="restart", why=why, delay_s=delay_s, num_restarts=before + 1)
-    times = f"{how}, after {before} restarts" if before else how
-    if ended.kind == "trainer" and ended.num_other_trainers > 0:
-        return Decision(action="go on without", why=f"{times}: the other trainers go on", num_restarts=before)
-    return Decision(action="give up", why=times, num_restarts=before)
+        delay_s = min(MAX_DELAY_S, FIRST_DELAY_S * 2**before) if before else 0.0
+        reason = f"{how}: restarting it ({before + 1} of {spec.max_restarts})"
+        return RoleDecision(action="restart", reason=reason, delay_s=delay_s, num_restarts=before + 1)
+    how = f"{how} after {before} {'restart' if before == 1 else 'restarts'}" if before else how
+    if role.kind == "trainer" and role.num_other_trainers > 0:
+        return RoleDecision(action="continue without", reason=f"{how}: continuing with the other trainers", num_restarts=before)
+    return RoleDecision(action="give up", reason=how, num_restarts=before)
 
 
-def ended_how(ended: Ended) -> str:
-    """How a role's process came to its end, as a clause."""
-    when = "" if ended.was_ready else " before it was ready"
-    if ended.code < 0:
-        return f"{ended.name} was killed by {_signal_name(-ended.code)}{when}"
-    if ended.code == 0:
-        return f"{ended.name} ended by itself{when}"
-    if ended.code == STOPPED:
-        return f"{ended.name} was asked to end by somebody else{when}"
-    return f"{ended.name} failed{when} (exit code {ended.code})"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+def describe_exit(role: ExitedRole) -> str:
+    """Describe in a clause how a role's process exited."""
+    when = "" if role.was_ready else " before it was ready"
+    if role.code < 0:
+        return f"{role.name} was killed by {signal_name(-role.code)}{when}"
+    if role.code == 0:
+        return f"{role.name} exited unexpectedly{when}"
+    if role.code == STOPPED:
+        return f"{role.name} was stopped from outside{when}"
+    return f"{role.name} failed{when} (exit code {role.code})"

@@ -1,4 +1,4 @@
-"""What one role uses, sampled into its file a line at a time: CPU, memory, network, queues."""
+"""Usage samples of one role in its file, one JSON line each: CPU, memory, network, queues."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rowstead.records.files import json_line
 
 _log = logging.getLogger("rowstead.fleet")
 Facts = Callable[[], Mapping[str, Any]]
-"""Figures of a role at this moment, totals since its start: `num_samples`, `waiting_s`, `queue_depth`, `bytes_in`, `bytes_out` …"""
+"""Current figures of a role, totals since its start: `num_samples`, `waiting_s`, `queue_depth`, `num_bytes_sent` …"""
 
 
 def memory_traffic_bytes(monitors: Path = Path("/sys/fs/resctrl/mon_data")) -> int | None:
-    """Bytes that the whole machine has moved to and from memory, where it counts them (Linux's resctrl); else none."""
+    """Read the memory traffic of the whole machine, where it counts it (Linux's resctrl); else None."""
     try:
         return sum(int(file.read_text()) for file in monitors.glob("mon_L3_*/mbm_total_bytes")) or None
     except (OSError, ValueError):
@@ -28,12 +28,12 @@ def memory_traffic_bytes(monitors: Path = Path("/sys/fs/resctrl/mon_data")) -> i
 
 
 class RoleSampler:
-    """Adds a line to a role's usage file every so often, inside a `with`; the last one when it ends."""
+    """Appends a sample to a role's usage file every `interval_s`, inside a `with`, and a last one at its end."""
 
     def __init__(self, path: Path, facts: Facts, *, incarnation: int = 0, interval_s: float = 1.0) -> None:
         self._path, self._facts, self._incarnation, self._interval_s = path, facts, incarnation, interval_s
         self._process = psutil.Process()
-        self._ended = threading.Event()
+        self._closed = threading.Event()
         self._problem = ""
         self._thread = threading.Thread(target=self._run, name="rowstead-role-usage", daemon=True)
 
@@ -42,21 +42,21 @@ class RoleSampler:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ended.set()
+        self._closed.set()
         self._thread.join()
 
     def _run(self) -> None:
         is_last = False
         while not is_last:
-            is_last = self._ended.wait(self._interval_s)
+            is_last = self._closed.wait(self._interval_s)
             try:
                 line = json_line(self._sample())
                 with open(self._path, "ab", buffering=0) as file:
                     file.write(line.encode())
-            except Exception as error:  # noqa: BLE001, RUF100 - a sample less; a role that samples no more would be taken for gone
-                if repr(error) != self._problem:  # once, or the log would grow for as long as it lasts
+            except Exception as error:  # noqa: BLE001, RUF100 - skip one sample; a role that stops sampling would be taken to be gone
+                if repr(error) != self._problem:  # once, or the log would keep growing
                     self._problem = repr(error)
-                    _log.exception("nothing could be added to %s", self._path)
+                    _log.exception("cannot append to %s", self._path)
 
     def _sample(self) -> dict[str, Any]:
         times, memory = self._process.cpu_times(), self._process.memory_info()
@@ -72,54 +72,54 @@ class RoleSampler:
 
 
 class UsageReader:
-    """Follows the usage file of a role: each time what was added since."""
+    """Follows the usage file of a role."""
 
     def __init__(self, path: Path, *, from_now: bool = False) -> None:
-        """`from_now` leaves out what is in the file already."""
+        """`from_now` skips what is in the file already."""
         self._path = path
         self._offset = path.stat().st_size if from_now and path.exists() else 0
         self.last: dict[str, Any] = {}
-        """The newest line; empty before the first."""
-        self.before: dict[str, Any] = {}
-        """The one before it, of the same incarnation."""
-        self._kept: dict[str, dict[str, Any]] = {}
-        self._largest: dict[str, float] = {}
+        """The newest sample; empty before the first."""
+        self.previous: dict[str, Any] = {}
+        """The sample before it, of the same incarnation."""
+        self._last_by_incarnation: dict[str, dict[str, Any]] = {}
+        self._maxima: dict[str, float] = {}
 
     def read(self) -> None:
-        """Take in the lines that were added."""
+        """Read the lines that were added since the last call."""
         try:
             with open(self._path, "rb") as file:
                 file.seek(self._offset)
                 added = file.read()
         except FileNotFoundError:
             return
-        whole = added[: added.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        for line in whole.splitlines():
+        complete = added[: added.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        for line in complete.splitlines():
             try:
                 sample = json.loads(line)
-            except ValueError:  # torn when its process was killed
+            except ValueError:  # cut off when its process was killed
                 continue
             is_same = sample.get("incarnation") == self.last.get("incarnation")
-            self.before = self.last if is_same else {}
+            self.previous = self.last if is_same else {}
             self.last = sample
-            self._kept[str(sample.get("incarnation"))] = sample
+            self._last_by_incarnation[str(sample.get("incarnation"))] = sample
             for name, value in sample.items():
                 if isinstance(value, (int, float)):
-                    self._largest[name] = max(value, self._largest.get(name, value))
+                    self._maxima[name] = max(value, self._maxima.get(name, value))
 
     def rate(self, name: str) -> float | None:
-        """By how much a total grew a second between the last two lines; none where nobody has measured it."""
-        if name not in self.last or name not in self.before:
+        """Return the growth of a total per second between the last two samples; None if not measured."""
+        if name not in self.last or name not in self.previous:
             return None
-        passed_s = self.last["time_s"] - self.before["time_s"]
-        return (self.last[name] - self.before[name]) / passed_s if passed_s > 0 else None
+        elapsed_s = self.last["time_s"] - self.previous["time_s"]
+        return (self.last[name] - self.previous[name]) / elapsed_s if elapsed_s > 0 else None
 
     def total(self, name: str) -> float | None:
-        """A total over all starts of the role; none where nobody has measured it."""
-        found = [sample[name] for sample in self._kept.values() if isinstance(sample.get(name), (int, float))]
+        """Return a total over all incarnations of the role; None if not measured."""
+        found = [sample[name] for sample in self._last_by_incarnation.values() if isinstance(sample.get(name), (int, float))]
         return sum(found) if found else None
 
-    def largest(self, name: str) -> float | None:
-        """The largest value of a figure; none where nobody has measured it."""
-        return self._largest.get(name)
+    def maximum(self, name: str) -> float | None:
+        """Return the maximum of a figure; None if not measured."""
+        return self._maxima.get(name)

@@ -1,7 +1,7 @@
-"""What each role of a fleet does from start to end, as plain functions: whoever starts a role calls `serve_role`.
+"""The main functions of the roles of a fleet; `run_role` runs one in its own process.
 
-A role finds in its run's folder all that it needs: the spec, the addresses of the others, the keys. It says there that it is
-ready, and samples there what it uses.
+A role finds everything it needs in the run's folder: the spec, the addresses of the others, the keys. It reports there that it is
+ready, and writes its usage samples there.
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rowstead.distributed.launch import LOST
-from rowstead.fleet.build import fleet_dtype, fleet_of, row_dtype, sources_of, told_keys
+from rowstead.distributed.launch import LOST, USER_ERROR, exit_with_launcher
+from rowstead.fleet.build import fleet_dtype, fleet_of, load_keys, load_sources, row_dtype
 from rowstead.fleet.fork_server import serve_forks
 from rowstead.fleet.keys import Keys
-from rowstead.fleet.local_process import end_with_coordinator, stop_asked
-from rowstead.fleet.manual_launch import StopRequested, is_manual, leave_code
-from rowstead.fleet.restart_policy import MISTAKE, STOPPED
-from rowstead.fleet.role_lock import sole_holder
+from rowstead.fleet.local_process import GRACE_S, STOP_SIGNAL, install_stop_handlers
+from rowstead.fleet.manual_launch import StopRequested, is_manual, write_exit_code
+from rowstead.fleet.restart_policy import STOPPED
 from rowstead.fleet.role_usage import RoleSampler
-from rowstead.fleet.roster import ROLES_FOLDER, RoleFiles, Roster, tell, told
-from rowstead.fleet.supervisor import TRAINERS_BEGIN
+from rowstead.fleet.roster import ROLES_FOLDER, RoleFiles, Roster, hold_role, read_address, report_ready
+from rowstead.fleet.supervisor import TRAINERS_MAY_START
 from rowstead.records.run_folder import RunFolder
 from rowstead.spec.errors import LostProcessError, RowsteadError
 from rowstead.spec.fleet import RoleKind
@@ -46,46 +45,48 @@ def serve_role(
     incarnation: int = 0,
     address: str = LOOPBACK,
 ) -> bool:
-    """Be one role of the fleet that trains into `folder`, until its work is done or `until` holds.
+    """Run one role of the fleet that trains into `folder`, until its work is done or `until` holds.
 
-    Returns whether it has ended as it should: a trainer that ends before everything is trained on has not.
+    Returns whether it has finished: a trainer that stops before the end of the log has not.
     """
     spec = RunFolder(folder).read_spec()
-    role = _Role(spec, folder, kind, number, until=until, incarnation=incarnation, address=address, keys=told_keys(folder))
+    role = _Role(spec, folder, kind, number, until=until, incarnation=incarnation, address=address, keys=load_keys(folder))
     return {"sparse": _serve_sparse, "dense": _serve_dense, "reader": _serve_reader, "trainer": _train}[kind](role)
 
 
 def run_role(kind: RoleKind, folder: Path, number: int, incarnation: int, *, address: str = LOOPBACK) -> int:
-    """Be a role in a process of its own, until asked to end or its head is gone; returns the exit code."""
-    is_asked = stop_asked()
-    end_with_coordinator()
-    asked_by_hand = StopRequested(folder, kind, number, incarnation) if is_manual() else None
+    """Run a role in this process until it is asked to stop or its coordinator is gone; return the exit code."""
+    is_signalled = install_stop_handlers()
+    exit_with_launcher(STOP_SIGNAL, GRACE_S)
+    stop_requested = StopRequested(folder, kind, number, incarnation) if is_manual() else None
 
     def until() -> bool:
-        return is_asked() or (asked_by_hand is not None and asked_by_hand.is_so())
+        return is_signalled() or (stop_requested is not None and stop_requested.is_set())
 
     def serve() -> bool:
         _check_role(kind, folder, number)
-        with sole_holder(folder, kind, number):
+        with hold_role(folder, kind, number):
             return serve_role(kind, folder, number, until=until, incarnation=incarnation, address=address)
 
-    code = _code_of(serve)
-    if asked_by_hand is not None:
-        if code == STOPPED and asked_by_hand.is_so():
-            code = 0  # it was the head who asked
-        found = told(folder, kind, number)
-        if found is not None and found.pid == os.getpid():  # else the head waits for another start, by who can read why
-            leave_code(folder, kind, number, incarnation, code)
+    code = _run_to_exit_code(serve)
+    if stop_requested is not None:
+        if code == STOPPED and stop_requested.is_set():
+            code = 0  # the coordinator asked
+        found = read_address(folder, kind, number)
+        if (
+            found is not None and found.pid == os.getpid()
+        ):  # else it never was ready: the user sees why, and the coordinator waits for the next start
+            write_exit_code(folder, kind, number, incarnation, code)
     return code
 
 
-def _code_of(serve: Callable[[], bool]) -> int:
-    """The exit code of a role, which prints its last words."""
+def _run_to_exit_code(serve: Callable[[], bool]) -> int:
+    """Run a role, print its error if it fails, and return the exit code."""
     try:
         return 0 if serve() else STOPPED
     except RowsteadError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
-        return LOST if isinstance(error, LostProcessError) else MISTAKE
+        return LOST if isinstance(error, LostProcessError) else USER_ERROR
     except Exception:
         traceback.print_exc()
         return 1
@@ -94,15 +95,15 @@ def _code_of(serve: Callable[[], bool]) -> int:
 def _check_role(kind: RoleKind, folder: Path, number: int) -> None:
     run = RunFolder(folder)
     if not run.spec_file.is_file():
-        raise RowsteadError(f"{folder} is not the folder of a run: give that of a fleet whose head is running")
+        raise RowsteadError(f"{folder} is not the folder of a run: give the folder of a running fleet")
     count = fleet_of(run.read_spec()).count(kind)
     if not 0 <= number < count:
-        raise RowsteadError(f"{folder} has {count} roles `{kind}`, numbered from 0: there is no {number}")
+        raise RowsteadError(f"{folder} has {count} `{kind}` roles, numbered from 0: {number} does not exist")
     (folder / ROLES_FOLDER).mkdir(exist_ok=True)
 
 
 class _Role:
-    """What the functions below need to know of themselves."""
+    """Arguments of the functions below."""
 
     def __init__(
         self,
@@ -122,21 +123,21 @@ class _Role:
         self._sampling = contextlib.ExitStack()
 
     def ready(self, address: str = "") -> None:
-        """Tell the head."""
-        tell(self.folder, self.kind, self.number, address, self.incarnation)
+        """Report to the coordinator that the role is ready."""
+        report_ready(self.folder, self.kind, self.number, address, self.incarnation)
 
     def sampled(self, facts: Facts) -> None:
-        """Sample these facts from now on, until the role ends."""
+        """Sample these facts from now on, until the role exits."""
         usage = RoleFiles(self.folder, self.kind, self.number).usage
         self._sampling.enter_context(RoleSampler(usage, facts, incarnation=self.incarnation, interval_s=SAMPLE_EVERY_S))
 
     @contextlib.contextmanager
-    def at_work(self) -> Iterator[None]:
+    def sampling(self) -> Iterator[None]:
         with self._sampling:
             yield
 
     def options(self) -> dict[str, Any]:
-        """What all servers take."""
+        """Return the options that all servers take."""
         return {
             "address": self.address,
             "keys": self.keys,
@@ -149,7 +150,7 @@ class _Role:
 def _serve_sparse(role: _Role) -> bool:
     from rowstead.fleet.sparse_server import serve_sparse
 
-    with role.at_work():
+    with role.sampling():
         serve_sparse(
             role.spec,
             role.folder,
@@ -165,7 +166,7 @@ def _serve_sparse(role: _Role) -> bool:
 def _serve_dense(role: _Role) -> bool:
     from rowstead.fleet.dense_server import serve_dense
 
-    with role.at_work():
+    with role.sampling():
         serve_dense(role.folder, role.number, incarnation=role.incarnation, **role.options())
     return True
 
@@ -175,9 +176,9 @@ def _serve_reader(role: _Role) -> bool:
     from rowstead.kernels.layout import layout_of
 
     spec = role.spec
-    with role.at_work():
+    with role.sampling():
         serve_reader(
-            sources_of(spec, role.roster).train,
+            load_sources(spec, role.roster).train,
             role.folder,
             role.number,
             num_readers=fleet_of(spec).num_readers,
@@ -193,19 +194,19 @@ def _serve_reader(role: _Role) -> bool:
 def _train(role: _Role) -> bool:
     from rowstead.fleet.trainer import FleetTrainer
 
-    while not role.roster.facts.get(TRAINERS_BEGIN):  # started by hand, before there was anything to train with
+    while not role.roster.facts.get(TRAINERS_MAY_START):  # a manually started trainer may come before the servers are ready
         if role.until():
             return False
         time.sleep(0.1)
     trainer = FleetTrainer(role.spec, role.folder, role.number, incarnation=role.incarnation, keys=role.keys)
-    with role.at_work():
+    with role.sampling():
         role.sampled(trainer.figures)
         return trainer.run(until=role.until, ready=role.ready)
 
 
-if __name__ == "__main__":  # the process that is forked for each role: `fleet/fork_server.py`
+if __name__ == "__main__":  # the fork server: it imports everything that roles need before it forks
     from rowstead.fleet import dense_server as dense_server
     from rowstead.fleet import sparse_server as sparse_server
-    from rowstead.fleet import trainer as trainer  # all that roles need is imported before
+    from rowstead.fleet import trainer as trainer
 
     serve_forks(Path(sys.argv[1]), run_role)

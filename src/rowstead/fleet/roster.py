@@ -1,35 +1,42 @@
-"""How roles find each other: a file of addresses that the head writes, and one of each role with what it tells the head.
+"""The files through which roles find each other, in the run's folder.
 
-In a run's folder, `fleet.json` says who is where and is replaced as a whole. Each role has under `roles/` its own
-`<kind>-<number>.json` (address, process, incarnation: how often it was started before), `.jsonl` (what it used, sampled) and `.log`
-(what it printed).
+`fleet.json` is the roster: the coordinator writes the addresses of all roles there, replacing the file as a whole. Each role has its own
+files under `roles/`: `<kind>-<number>.json` (address, process id, incarnation: the number of earlier starts), `.jsonl` (usage samples),
+`.log` (what it printed) and `.lock`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rowstead.fleet.local_process import POLL_INTERVAL_S
 from rowstead.records.files import write_atomic
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.fleet import RoleKind
 
 ROSTER_FILE = "fleet.json"
 ROLES_FOLDER = "roles"
+LOCK_WAIT_S = 15.0
+"""Time for an earlier process of the role to exit: a role whose coordinator is gone takes some seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoleAddress:
-    """One role, where it answers."""
+    """One role and its address."""
 
     kind: RoleKind
     number: int
     address: str
-    """`tcp://…`; empty for a trainer, which nobody asks."""
+    """`tcp://…`; empty for a trainer, which is not a server."""
     incarnation: int
     pid: int
 
@@ -39,12 +46,12 @@ class RoleFiles:
     """The files of one role."""
 
     folder: Path
-    """Of the run."""
+    """The run's folder."""
     kind: RoleKind
     number: int
 
     @property
-    def told(self) -> Path:
+    def address(self) -> Path:
         return self._file("json")
 
     @property
@@ -60,15 +67,15 @@ class RoleFiles:
         return self._file("lock")
 
     @property
-    def log_bytes(self) -> int:
-        """How much it has printed so far, in all its starts."""
+    def log_size_bytes(self) -> int:
+        """Size of the log so far, over all incarnations."""
         return self.log.stat().st_size if self.log.exists() else 0
 
     def last_lines(self, num_lines: int = 15, *, since_bytes: int = 0) -> str:
-        """The end of what it printed, after so many bytes."""
+        """Read the end of its log, after the first `since_bytes`."""
         try:
             with open(self.log, "rb") as file:
-                file.seek(max(since_bytes, self.log_bytes - 20_000))
+                file.seek(max(since_bytes, self.log_size_bytes - 20_000))
                 text = file.read().decode(errors="replace")
         except OSError:
             return ""
@@ -78,22 +85,57 @@ class RoleFiles:
         return self.folder / ROLES_FOLDER / f"{self.kind}-{self.number}.{suffix}"
 
 
-def tell(folder: Path, kind: RoleKind, number: int, address: str, incarnation: int) -> None:
-    """As a role: say that it is ready, and where."""
-    told = RoleAddress(kind=kind, number=number, address=address, incarnation=incarnation, pid=os.getpid())
-    write_atomic(RoleFiles(folder, kind, number).told, json.dumps(asdict(told)) + "\n")
+def report_ready(folder: Path, kind: RoleKind, number: int, address: str, incarnation: int) -> None:
+    """As a role: report that it is ready, and its address."""
+    ready = RoleAddress(kind=kind, number=number, address=address, incarnation=incarnation, pid=os.getpid())
+    write_atomic(RoleFiles(folder, kind, number).address, json.dumps(asdict(ready)) + "\n")
 
 
-def told(folder: Path, kind: RoleKind, number: int) -> RoleAddress | None:
-    """What a role has said of itself last; none before its first word."""
+def read_address(folder: Path, kind: RoleKind, number: int) -> RoleAddress | None:
+    """Read the address file of a role; None before it was first ready."""
     try:
-        return RoleAddress(**json.loads(RoleFiles(folder, kind, number).told.read_bytes()))
+        return RoleAddress(**json.loads(RoleFiles(folder, kind, number).address.read_bytes()))
     except FileNotFoundError:
         return None
 
 
+@contextlib.contextmanager
+def hold_role(folder: Path, kind: RoleKind, number: int, *, wait_s: float = LOCK_WAIT_S) -> Iterator[None]:
+    """Hold the lock of a role, so that one process at a time has it; raise after `wait_s` if another process holds it.
+
+    Two readers with one number would corrupt the assignment log, two sparse servers the snapshots. The operating system releases the lock
+    when the process exits.
+    """
+    descriptor = os.open(RoleFiles(folder, kind, number).lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        deadline = time.monotonic() + wait_s
+        while not _try_lock(descriptor):
+            if time.monotonic() >= deadline:
+                holder = os.pread(descriptor, 256, 0).decode(errors="replace").strip() or "another process"
+                raise RowsteadError(
+                    f"{kind} {number} of {folder} is already running as {holder}: a role can have only one process. Stop that "
+                    "process, or wait until it exits"
+                )
+            time.sleep(POLL_INTERVAL_S)
+        os.truncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} of {socket.gethostname()}\n".encode(), 0)  # for the message above
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True
+
+
 class Roster:
-    """The addresses of a fleet, and the facts that all its roles share; the head writes, everybody reads."""
+    """The addresses of a fleet and the facts that all its roles share; the coordinator writes it, all roles read it."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / ROSTER_FILE
@@ -107,19 +149,19 @@ class Roster:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What is the same for all roles, such as the partition of the tables."""
+        """Facts shared by all roles, such as the partition of the tables."""
         facts: dict[str, Any] = self._current()["facts"]
         return facts
 
     def find(self, kind: RoleKind, number: int) -> RoleAddress:
-        """A role as the file has it now."""
+        """Return the current address of a role."""
         for role in self._current()["roles"]:
             if (role["kind"], role["number"]) == (kind, number):
                 return RoleAddress(**role)
-        raise RowsteadError(f"{self.path} has no {kind} {number}: is this the folder of the fleet that it belongs to?")
+        raise RowsteadError(f"{self.path} has no {kind} {number}: check that this is the folder of its fleet")
 
     def address(self, kind: RoleKind, number: int) -> Callable[[], str]:
-        """Where a role is, asked anew at each call: it moves when it is started again."""
+        """Return a function that looks up the current address of a role, which changes when the role is restarted."""
         return lambda: self.find(kind, number).address
 
     def _current(self) -> dict[str, Any]:
@@ -128,7 +170,5 @@ class Roster:
             if (stamp := (found.st_mtime_ns, found.st_ino)) != self._read_at:
                 self._plain, self._read_at = json.loads(self.path.read_bytes()), stamp
         except FileNotFoundError:
-            raise RowsteadError(
-                f"{self.path} is missing: a role belongs to a fleet whose head is running (`rowstead train --fleet …`)"
-            ) from None
+            raise RowsteadError(f"{self.path} is missing: start the fleet first (`rowstead train --fleet …`)") from None
         return self._plain

@@ -1,67 +1,67 @@
-"""Keeps the roles of a fleet at work: starts them, notes who is ready where, starts again those that fail, tells servers who is alive.
+"""Keeps the roles of a fleet running: starts them, records their addresses, restarts those that fail, tells servers which trainers are alive.
 
-What to do about a role that has ended is decided in `restart.py`; how a role is started is the business of a `Launcher`.
+`restart_policy.py` decides what to do about a role that has exited; a `Launcher` starts the processes.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from rowstead.distributed.launch import USER_ERROR
 from rowstead.fleet.keys import Keys
-from rowstead.fleet.local_process import Role, stopped
-from rowstead.fleet.restart_policy import MISTAKE, Decision, Ended, decide
-from rowstead.fleet.roster import RoleAddress, RoleFiles, Roster, told
+from rowstead.fleet.local_process import POLL_INTERVAL_S, Role, stop_roles
+from rowstead.fleet.restart_policy import ExitedRole, RoleDecision, decide
+from rowstead.fleet.roster import RoleAddress, RoleFiles, Roster, read_address
 from rowstead.fleet.rpc_client import Client, ServerUnavailable
 from rowstead.fleet.wire import Message
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.fleet import FleetSpec, RoleKind
 
-LOOK_EVERY_S = 0.02
-TELL_S = 2.0
-"""How long a server may take to hear who is alive before we try again later."""
+CALL_TIMEOUT_S = 2.0
+"""Timeout of a call to a server; a membership update that times out is retried later."""
 
-TRAINERS_BEGIN = "trainers_begin"
-"""Fact of the roster that trainers wait for, whoever has started them."""
+TRAINERS_MAY_START = "trainers_may_start"
+"""Fact of the roster that trainers wait for, however they were started."""
 
-State = Literal["starting", "ready", "to be started", "done", "given up"]
+State = Literal["starting", "ready", "restarting", "done", "given up"]
 
 
 class Launcher(Protocol):
-    """Starts roles somewhere; `Nursery` does so on this machine."""
+    """Starts roles somewhere; `ForkServer` does so on this machine."""
 
     def start(self, kind: RoleKind, number: int, incarnation: int = 0) -> Role:
-        """Begin a role; once at work it tells so through its file (`roster.tell`)."""
+        """Start a role; it reports through its address file when it is ready (`roster.report_ready`)."""
         ...
 
 
 class RoleError(RowsteadError):
-    """A role without which the fleet cannot go on. `is_mistake`: it said itself that what it was given cannot be right."""
+    """A role failed without which the fleet cannot continue. `is_user_error`: it reported itself that its input is wrong."""
 
-    def __init__(self, text: str, post: RoleHandle, *, is_mistake: bool) -> None:
+    def __init__(self, text: str, handle: RoleHandle, *, is_user_error: bool) -> None:
         super().__init__(text)
-        self.post, self.is_mistake = post, is_mistake
+        self.handle, self.is_user_error = handle, is_user_error
 
 
 @dataclass
 class RoleHandle:
-    """One role of the fleet, whichever process fills it now."""
+    """One role of the fleet, over all its incarnations."""
 
     kind: RoleKind
     number: int
     role: Role
     incarnation: int = 0
     state: State = "starting"
-    started: float = 0.0
-    counted_restarts: int = 0
-    """Those that count against it: `restart.py`."""
-    start_at: float = 0.0
-    """When to start it again, in the state `to be started`."""
-    log_bytes: int = 0
-    """That earlier starts had printed: what they said is no news."""
+    started_s: float = 0.0
+    num_counted_restarts: int = 0
+    """Restarts counted against it: see `restart_policy.py`."""
+    restart_at_s: float = 0.0
+    """When to restart it, in the state `restarting`."""
+    log_start_bytes: int = 0
+    """Size of the log before this incarnation: messages of earlier ones are not repeated."""
     address: RoleAddress | None = None
 
     @property
@@ -72,9 +72,14 @@ class RoleHandle:
     def is_running(self) -> bool:
         return self.state in ("starting", "ready")
 
+    @property
+    def is_active(self) -> bool:
+        """Whether it runs, or will run again."""
+        return self.is_running or self.state == "restarting"
+
 
 class Supervisor:
-    """All roles of one fleet, as the head sees them. One thread calls it."""
+    """All roles of one fleet, in the coordinator. Called by one thread."""
 
     def __init__(
         self,
@@ -83,167 +88,166 @@ class Supervisor:
         launcher: Launcher,
         facts: Mapping[str, Any],
         *,
-        say: Callable[[str], None],
+        on_message: Callable[[str], None],
         keys: Keys | None = None,
     ) -> None:
         self.folder, self.spec, self.facts = folder, spec, dict(facts)
-        self._launcher, self._say, self._keys = launcher, say, keys
+        self._launcher, self._on_message, self._keys = launcher, on_message, keys
         self.roster = Roster(folder)
-        self.posts: list[RoleHandle] = []
+        self.handles: list[RoleHandle] = []
         self.num_restarts: dict[str, int] = {}
         """By kind of role, over the whole run."""
-        self._untold: set[str] = set()
-        """Servers that have not heard yet who is alive."""
+        self._outdated: set[str] = set()
+        """Servers that do not know the current trainers yet."""
         self._clients: dict[str, Client] = {}
-        self.on_event: Callable[[str, RoleHandle, str], None] = lambda what, post, why: None
-        """Is told of restarts and of roles that were given up."""
+        self.on_event: Callable[[str, RoleHandle, str], None] = lambda event, handle, reason: None
+        """Called for restarts and for roles that were given up."""
         self._write_roster()
 
     def start(self, *kinds: RoleKind) -> None:
-        """Begin all roles of these kinds; trainers once the servers are ready and have what training begins with."""
+        """Start all roles of these kinds; start trainers once the servers are ready and hold the initial model."""
         if "trainer" in kinds:
-            self.facts[TRAINERS_BEGIN] = True
+            self.facts[TRAINERS_MAY_START] = True
             self._write_roster()
         for kind, number in self.spec.roles():
             if kind in kinds:
-                log_bytes = RoleFiles(self.folder, kind, number).log_bytes
+                log_start_bytes = RoleFiles(self.folder, kind, number).log_size_bytes
                 role = self._launcher.start(kind, number)
-                self.posts.append(RoleHandle(kind, number, role, started=time.monotonic(), log_bytes=log_bytes))
+                self.handles.append(RoleHandle(kind, number, role, started_s=time.monotonic(), log_start_bytes=log_start_bytes))
 
     def wait_ready(self, until: Callable[[], bool] = lambda: False) -> None:
-        """Return once all that were begun are ready or have ended, or `until` holds; a RoleError if one of them cannot be."""
-        while any(post.state in ("starting", "to be started") for post in self.posts) and not until():
-            self.look()
-            time.sleep(LOOK_EVERY_S)
+        """Wait until all started roles are ready or have exited, or `until` holds; raise a RoleError if one cannot start."""
+        while any(handle.state in ("starting", "restarting") for handle in self.handles) and not until():
+            self.poll()
+            time.sleep(POLL_INTERVAL_S)
 
-    def look(self) -> None:
-        """See to all roles once; a RoleError where the fleet cannot go on."""
-        for post in self.posts:
-            if post.state == "to be started" and time.monotonic() >= post.start_at:
-                self._start_again(post)
-            elif post.is_running:
-                code = post.role.code()
+    def poll(self) -> None:
+        """Check all roles once, and restart those that are due; raise a RoleError if the fleet cannot continue."""
+        for handle in self.handles:
+            if handle.state == "restarting" and time.monotonic() >= handle.restart_at_s:
+                self._restart(handle)
+            elif handle.is_running:
+                code = handle.role.exit_code()
                 if code is not None:
-                    self._ended(post, code)
-                elif post.state == "starting":
-                    self._is_ready_yet(post)
-        self._tell_members()
+                    self._handle_exit(handle, code)
+                elif handle.state == "starting":
+                    self._check_ready(handle)
+        self._send_members()
 
     @property
     def is_training(self) -> bool:
-        """Whether a trainer is at work, or will be again."""
-        return any(post.state in ("starting", "ready", "to be started") for post in self.of("trainer"))
+        """Whether a trainer runs, or will run again."""
+        return any(handle.is_active for handle in self.of_kind("trainer"))
 
-    def of(self, *kinds: RoleKind) -> list[RoleHandle]:
-        return [post for post in self.posts if post.kind in kinds]
+    def of_kind(self, *kinds: RoleKind) -> list[RoleHandle]:
+        return [handle for handle in self.handles if handle.kind in kinds]
 
     def stop(self, *kinds: RoleKind, grace_s: float = 10.0) -> None:
-        """Ask all roles of these kinds to end, wait for it while the others are looked after, and kill those that do not."""
-        posts = [post for post in self.of(*kinds) if post.state in ("starting", "ready", "to be started")]
-        running = [post.role for post in posts if post.is_running]
-        for post in posts:
-            post.state = "done"
+        """Stop all roles of these kinds while supervising the others, and kill those that still run after `grace_s`."""
+        handles = [handle for handle in self.of_kind(*kinds) if handle.is_active]
+        running = [handle.role for handle in handles if handle.is_running]
+        for handle in handles:
+            handle.state = "done"
         for role in running:
-            role.ask_to_stop()
-        ends_s = time.monotonic() + grace_s
-        while any(role.code() is None for role in running) and time.monotonic() < ends_s:
-            self.look()
-            time.sleep(LOOK_EVERY_S)
-        stopped(running, 0.0)
+            role.request_stop()
+        deadline = time.monotonic() + grace_s
+        while any(role.exit_code() is None for role in running) and time.monotonic() < deadline:
+            self.poll()
+            time.sleep(POLL_INTERVAL_S)
+        stop_roles(running, 0.0)
 
     def call(
-        self, post: RoleHandle, kind: str, facts: Mapping[str, Any] | None = None, *, deadline_s: float = TELL_S
+        self, handle: RoleHandle, kind: str, facts: Mapping[str, Any] | None = None, *, deadline_s: float = CALL_TIMEOUT_S
     ) -> Message:
-        """Ask a server something."""
-        client = self._clients.get(post.name)
+        """Call a server."""
+        client = self._clients.get(handle.name)
         if client is None:
-            address = self.roster.address(post.kind, post.number)
-            client = self._clients[post.name] = Client(address, name=f"head-{post.name}", keys=self._keys)
+            address = self.roster.address(handle.kind, handle.number)
+            client = self._clients[handle.name] = Client(address, name=f"coordinator-{handle.name}", keys=self._keys)
         return client.call(kind, dict(facts or {}), deadline_s=deadline_s)
 
     def close(self) -> None:
         for client in self._clients.values():
             client.close()
 
-    # What happens to a role
+    # State changes of a role
 
-    def _is_ready_yet(self, post: RoleHandle) -> None:
-        found = told(self.folder, post.kind, post.number)
-        if found is not None and found.incarnation == post.incarnation:
-            post.state, post.address = "ready", found
+    def _check_ready(self, handle: RoleHandle) -> None:
+        found = read_address(self.folder, handle.kind, handle.number)
+        if found is not None and found.incarnation == handle.incarnation:
+            handle.state, handle.address = "ready", found
             self._write_roster()
-            self._members_changed()
-        elif self.spec.start != "by_hand" and time.monotonic() - post.started > self.spec.start_s:
-            post.role.kill()
+            self._mark_members_changed()
+        elif self.spec.start != "manual" and time.monotonic() - handle.started_s > self.spec.start_s:
+            handle.role.kill()
             self._fail(
-                post,
-                f"{post.kind} {post.number} was not ready after {self.spec.start_s:g} s: allow more by `fleet.start_s` if it only is slow",
+                handle,
+                f"{handle.kind} {handle.number} was not ready after {self.spec.start_s:g} s: raise `fleet.start_s` if it is only slow",
             )
 
-    def _ended(self, post: RoleHandle, code: int) -> None:
-        others = [other for other in self.of("trainer") if other is not post]
-        ended = Ended(
-            kind=post.kind,
-            number=post.number,
+    def _handle_exit(self, handle: RoleHandle, code: int) -> None:
+        others = [other for other in self.of_kind("trainer") if other is not handle]
+        exited = ExitedRole(
+            kind=handle.kind,
+            number=handle.number,
             code=code,
-            was_ready=post.state == "ready",
-            ran_s=time.monotonic() - post.started,
-            num_restarts=post.counted_restarts,
-            num_other_trainers=sum(other.state not in ("done", "given up") for other in others),
+            was_ready=handle.state == "ready",
+            ran_s=time.monotonic() - handle.started_s,
+            num_restarts=handle.num_counted_restarts,
+            num_other_trainers=sum(other.is_active for other in others),
         )
-        self._follow(post, decide(ended, self.spec), is_mistake=code == MISTAKE)
+        self._apply(handle, decide(exited, self.spec), is_user_error=code == USER_ERROR)
 
-    def _follow(self, post: RoleHandle, decision: Decision, *, is_mistake: bool) -> None:
+    def _apply(self, handle: RoleHandle, decision: RoleDecision, *, is_user_error: bool) -> None:
         if decision.action == "give up":
-            self._fail(post, decision.why, is_mistake=is_mistake)
+            self._fail(handle, decision.reason, is_user_error=is_user_error)
         if decision.action == "done":
-            post.state = "done"
-        elif decision.action == "go on without":
-            post.state = "given up"
-            self._say(decision.why)
-            self.on_event("given up", post, decision.why)
+            handle.state = "done"
+        elif decision.action == "continue without":
+            handle.state = "given up"
+            self._on_message(decision.reason)
+            self.on_event("given up", handle, decision.reason)
         else:
-            post.state, post.start_at = "to be started", time.monotonic() + decision.delay_s
-            post.counted_restarts = decision.num_restarts
-            self.num_restarts[post.kind] = self.num_restarts.get(post.kind, 0) + 1
-            self._say(decision.why)
-            self.on_event("restart", post, decision.why)
-        self._members_changed()
+            handle.state, handle.restart_at_s = "restarting", time.monotonic() + decision.delay_s
+            handle.num_counted_restarts = decision.num_restarts
+            self.num_restarts[handle.kind] = self.num_restarts.get(handle.kind, 0) + 1
+            self._on_message(decision.reason)
+            self.on_event("restart", handle, decision.reason)
+        self._mark_members_changed()
 
-    def _start_again(self, post: RoleHandle) -> None:
-        post.incarnation += 1
-        post.log_bytes = RoleFiles(self.folder, post.kind, post.number).log_bytes
-        post.role = self._launcher.start(post.kind, post.number, post.incarnation)
-        post.state, post.started = "starting", time.monotonic()
+    def _restart(self, handle: RoleHandle) -> None:
+        handle.incarnation += 1
+        handle.log_start_bytes = RoleFiles(self.folder, handle.kind, handle.number).log_size_bytes
+        handle.role = self._launcher.start(handle.kind, handle.number, handle.incarnation)
+        handle.state, handle.started_s = "starting", time.monotonic()
 
-    def _fail(self, post: RoleHandle, why: str, *, is_mistake: bool = False) -> None:
-        post.state = "given up"
-        files = RoleFiles(self.folder, post.kind, post.number)
-        said = files.last_lines(since_bytes=post.log_bytes)
-        error = said.rfind("error: ") if is_mistake else -1
+    def _fail(self, handle: RoleHandle, reason: str, *, is_user_error: bool = False) -> None:
+        handle.state = "given up"
+        files = RoleFiles(self.folder, handle.kind, handle.number)
+        printed = files.last_lines(since_bytes=handle.log_start_bytes)
+        error = printed.rfind("error: ") if is_user_error else -1
         if error >= 0:
-            raise RoleError(f"{post.kind} {post.number}: {said[error + len('error: ') :]}", post, is_mistake=True)
-        raise RoleError(f"{why}. The end of {files.log}:\n{said or '(it printed nothing)'}", post, is_mistake=is_mistake)
+            raise RoleError(f"{handle.kind} {handle.number}: {printed[error + len('error: ') :]}", handle, is_user_error=True)
+        text = f"{reason}. The end of {files.log}:\n{printed or '(it printed nothing)'}"
+        raise RoleError(text, handle, is_user_error=is_user_error)
 
-    # Who is where, and who is alive
+    # Addresses and membership
 
     def _write_roster(self) -> None:
-        self.roster.write([post.address for post in self.posts if post.address is not None], self.facts)
+        self.roster.write([handle.address for handle in self.handles if handle.address is not None], self.facts)
 
-    def _members_changed(self) -> None:
-        self._untold = {post.name for post in self.of("reader", "dense")}
+    def _mark_members_changed(self) -> None:
+        self._outdated = {handle.name for handle in self.of_kind("reader", "dense")}
 
-    def _tell_members(self) -> None:
-        alive = [post.name for post in self.of("trainer") if post.is_running]
+    def _send_members(self) -> None:
+        """Send the names of the running trainers to the servers that do not know them yet."""
+        alive = [handle.name for handle in self.of_kind("trainer") if handle.is_running]
         if not alive:
             return
-        for post in self._ready(self._untold):
-            try:
-                self.call(post, "members", {"names": alive})
-            except ServerUnavailable:
-                continue  # it has ended and comes back, or is slow: next time
-            self._untold.discard(post.name)
-
-    def _ready(self, names: Iterable[str]) -> list[RoleHandle]:
-        wanted = set(names)
-        return [post for post in self.posts if post.name in wanted and post.state == "ready"]
+        for handle in self.handles:
+            if handle.name in self._outdated and handle.state == "ready":
+                try:
+                    self.call(handle, "members", {"names": alive})
+                except ServerUnavailable:
+                    continue  # it has exited and will be restarted, or is slow: retry in the next poll
+                self._outdated.discard(handle.name)

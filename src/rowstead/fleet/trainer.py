@@ -1,7 +1,7 @@
-"""The trainer of a fleet: batches from the readers, rows from the sparse servers, dense parameters of its own, and the others'.
+"""The trainer of a fleet: batches from the readers, rows from the sparse servers, and its own copy of the dense parameters.
 
-Its threads share one copy of the dense parameters (Hogwild) and one feed of batches; each has its own connections to the sparse
-servers. What a thread does about the other trainers is its sync policy's business.
+Its threads share one copy of the dense parameters (Hogwild) and one stream of batches; each has its own connections to the sparse
+servers. A sync policy synchronises it with the other trainers.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import torch
 from rowstead.data.batch import Batch
 from rowstead.fleet.build import (
     Connections,
-    cast,
+    build_fleet_model,
+    build_remote_store,
+    cast_batch,
     dense_file,
     fleet_dtype,
-    fleet_model,
     fleet_of,
-    on_device,
     read_dense,
-    readers_progress,
-    remote_store,
+    read_reader_progress,
     save_checkpoint,
+    wrap_for_device,
     write_dense,
 )
 from rowstead.fleet.dense_server import DenseServerClient
@@ -52,7 +52,7 @@ from rowstead.training.step import Stepper, load_model
 from rowstead.training.sync import Unsynchronised, build_policies
 
 DEADLINE_S = 120.0
-"""How long a server may be away before a trainer gives up; time enough to start it again."""
+"""How long a trainer waits for a server before it gives up; enough to restart the server."""
 
 
 class FleetTrainer:
@@ -70,33 +70,33 @@ class FleetTrainer:
         self._device = _device_of(spec, number)
         self._lock = threading.Lock()
         self._window = MovingLoss()
-        self._num_steps = self._num_samples = self._kept_steps = 0
+        self._num_steps = self._num_samples = self._saved_steps = 0
         self._position = Position()
-        """Of earlier parts of the run, where this trainer keeps the tables."""
-        self._saves = _Every(self._fleet.snapshot_every_s)
+        """Position of the checkpoint that was resumed, with `tables: local`."""
+        self._save_timer = _Every(self._fleet.snapshot_every_s)
         self._feed: RemoteBatches | None = None
         self._workers: list[Stepper] = []
         self._stores: list[EmbeddingStore] = []
         """One per thread."""
         self._phase_s: dict[int, dict[Phase, float]] = {}
-        """Where the time of each thread has gone, as it has said itself: its timers are its own."""
+        """Time per phase, by thread; a copy, because timers belong to their thread."""
         is_remote = self._fleet.tables == "remote"
-        self._most_unanswered = max(1, self._sync.staleness) + (self._device.type == "cuda") if is_remote else 0
-        """Updates of one thread, at most, that the servers may not have after a step; a GPU's are handed on by a thread beside."""
+        self._max_unacknowledged = max(1, self._sync.staleness) + (self._device.type == "cuda") if is_remote else 0
+        """Maximum number of updates of one thread that the servers may not have acknowledged after a step; on a GPU a background thread sends them, so one more."""
         self._policies: list[Unsynchronised] = []
 
     def run(self, *, until: Callable[[], bool], ready: Callable[[], None]) -> bool:
-        """Train until the readers have no more, or `until` holds; then hand over what was learned.
+        """Train until the readers have no more batches, or `until` holds; then save the dense parameters.
 
-        Returns whether everything is trained on, by this trainer or others.
+        Returns whether the log is finished, by this trainer or others.
         """
         spec, num_threads = self._spec, self._sync.hogwild_threads
         stores = [self._store()]
         stores += [stores[0].copy_for_thread() for _ in range(1, num_threads)]
         self._stores = stores
-        model = fleet_model(spec, self._device, stores[0], self._dtype)
+        model = build_fleet_model(spec, self._device, stores[0], self._dtype)
         stepper = Stepper(model, self._train_spec(), total_steps=int(self._roster.facts["total_steps"]))
-        self._take_over(stepper)
+        self._load_initial(stepper)
         hogwild = Hogwild(stepper, num_threads, store_of=None if self._fleet.tables == "local" else stores.__getitem__)
         self._workers = hogwild.workers
         policies = self._policies = self._sync_policies(num_threads)
@@ -129,12 +129,12 @@ class FleetTrainer:
         for store in stores:
             store.flush()
             store.close()
-        self._keep()
+        self._save()
         self._connections.close()
         return feed.is_over
 
     def figures(self) -> dict[str, Any]:
-        """Totals so far, and the loss over the last steps."""
+        """Return totals so far, and the loss over the last steps."""
         figures: dict[str, Any] = {} if self._feed is None else {**self._feed.figures()}
         with self._lock:
             figures |= {"num_steps": self._num_steps, "num_samples": self._num_samples}
@@ -156,16 +156,16 @@ class FleetTrainer:
         feed, store = self._feed, worker.model.store
         assert feed is not None
         trained: deque[Ticket] = deque()
-        """Whose updates may still be on their way: were this process killed now, others would have to train on them again."""
+        """Batches whose updates may not be acknowledged yet: if this process were killed now, others would train on them again."""
         while not stops() and feed.more():
             with contextlib.closing(prefetch_rows(self._batches(feed), store)) as items:
                 for batch, here, ticket in items:
                     self._step(thread, worker, batch, here, ticket)
                     trained.append(ticket)
-                    while len(trained) > self._most_unanswered:
+                    while len(trained) > self._max_unacknowledged:
                         feed.acknowledge(trained.popleft())
                     if thread == 0:
-                        self._keep_if_due()
+                        self._save_if_due()
                     if stops():
                         break
             if trained:
@@ -180,16 +180,16 @@ class FleetTrainer:
             loss = worker.step(here, ticket.step + 1)
         except TrainingError as error:
             raise TrainingError(f"{error} (epoch {ticket.epoch}, batch {ticket.step} of the run, {self.name})") from None
-        whole, phase_s = batch.totals, worker.timers.totals_s()
+        totals, phase_s = batch.totals, worker.timers.totals_s()
         with self._lock:
             self._phase_s[thread] = phase_s
             self._num_steps += 1
-            self._num_samples += whole.num_samples
-            self._window.add(whole.weight, loss, whole.mean_label)
+            self._num_samples += totals.num_samples
+            self._window.add(totals.weight, loss, totals.mean_label)
 
     def _batches(self, feed: RemoteBatches) -> Iterator[tuple[Batch, Batch, Ticket]]:
-        """Each batch as it was read, on the device that trains, and its ticket."""
-        batches = ((cast(batch, self._dtype), ticket) for batch, ticket in feed)
+        """Yield each batch on the host, the same on the device, and its ticket."""
+        batches = ((cast_batch(batch, self._dtype), ticket) for batch, ticket in feed)
         if self._device.type == "cuda":
             return copy_ahead(pin_batches(batches), self._device)
         return ((batch, batch, ticket) for batch, ticket in batches)
@@ -197,11 +197,11 @@ class FleetTrainer:
     def _store(self) -> EmbeddingStore:
         if self._fleet.tables == "local":
             return build_store(self._spec, self._device, trains=True)
-        remote = remote_store(self._spec, self._roster, self._connections, staleness=self._sync.staleness)
-        return on_device(remote, self._device)
+        remote = build_remote_store(self._spec, self._roster, self._connections, staleness=self._sync.staleness)
+        return wrap_for_device(remote, self._device)
 
     def _sync_policies(self, num_threads: int) -> list[Unsynchronised]:
-        """One for each thread; none without a dense server, where there is nobody to meet."""
+        """Build one policy per thread; none without a dense server."""
         if not self._fleet.num_dense:
             return []
 
@@ -211,11 +211,11 @@ class FleetTrainer:
         return build_policies(self._sync, connect, num_trainers=self._fleet.num_trainers, num_threads=num_threads)
 
     def _train_spec(self) -> TrainSpec:
-        """Steps that are replayed whole leave a policy no say."""
+        """Return the spec without CUDA graphs where a sync policy runs between the parts of a step."""
         return dataclasses.replace(self._spec.train, cuda_graphs=False) if self._fleet.num_dense else self._spec.train
 
-    def _take_over(self, stepper: Stepper) -> None:
-        """Begin with what this trainer kept before it was killed, or with what all begin with where that is not the seed's."""
+    def _load_initial(self, stepper: Stepper) -> None:
+        """Load what this trainer saved before it was killed, or the initial parameters if they are not the seed's."""
         if self._fleet.tables == "local":
             if (given := self._roster.facts.get("begin_with")) is not None:
                 saved = checkpoint.load(Path(given["path"]))
@@ -225,27 +225,27 @@ class FleetTrainer:
                 else:
                     load_model(stepper.model, saved.tensors, with_optimizer=False)
             return
-        kept = read_dense(self._folder, self._number) if self._incarnation > 0 else None
-        kept = kept or read_dense(self._folder)
-        if kept is not None:
-            stepper.load_dense_state(kept)
+        dense = read_dense(self._folder, self._number) if self._incarnation > 0 else None
+        dense = dense or read_dense(self._folder)
+        if dense is not None:
+            stepper.load_dense_state(dense)
 
-    def _keep_if_due(self) -> None:
-        """From the first thread: where rows are in servers every so many seconds, else every so many steps."""
+    def _save_if_due(self) -> None:
+        """Save, from the first thread: by time if the rows are in servers, else by steps."""
         every = self._spec.train.checkpoint_every
         if self._fleet.tables == "remote":
-            is_due = self._saves.is_due()
+            is_due = self._save_timer.is_due()
         else:
-            is_due = every is not None and self._num_steps // every > self._kept_steps // every
+            is_due = every is not None and self._num_steps // every > self._saved_steps // every
         if is_due:
-            self._keep()
+            self._save()
 
-    def _keep(self) -> None:
-        self._kept_steps, stepper = self._num_steps, self._workers[0]
+    def _save(self) -> None:
+        self._saved_steps, stepper = self._num_steps, self._workers[0]
         if self._fleet.tables == "remote":
             write_dense(dense_file(self._folder, self._number), stepper.dense_state())
             return
-        progress = readers_progress(self._spec, self._folder)
+        progress = read_reader_progress(self._spec, self._folder)
         position = dataclasses.replace(self._position)
         position.step, position.num_samples = position.step + self._num_steps, position.num_samples + self._num_samples
         parts, keep = stepper.model.store.parts(), self._spec.train.keep_checkpoints
@@ -254,7 +254,7 @@ class FleetTrainer:
 
 
 class _Every:
-    """Whether so many seconds have gone by since the last time."""
+    """Says when `interval_s` has passed since the last time."""
 
     def __init__(self, interval_s: float) -> None:
         self._interval_s, self._last = interval_s, time.monotonic()
@@ -271,6 +271,6 @@ def _connect(connections: Connections, number: int) -> Callable[[], Any]:
 
 
 def _device_of(spec: RunSpec, number: int) -> torch.device:
-    """Of several trainers on a machine with GPUs each takes the next."""
+    """The device of a trainer: trainers of one machine use its GPUs round-robin."""
     device = choose_device(spec)
     return device if device.type == "cpu" else torch.device("cuda", number % torch.cuda.device_count())

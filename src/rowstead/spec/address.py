@@ -1,4 +1,4 @@
-"""Where a server may be reached from."""
+"""Network addresses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ipaddress
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address."""
+    """Whether an address can only be reached from this machine."""
     if host == "localhost":
         return True
     try:

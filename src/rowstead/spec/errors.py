@@ -46,9 +46,15 @@ def require(condition: bool, field: str, problem: str) -> None:
         raise SpecError(field, problem)
 
 
+RENAMED = {"by_hand": "manual"}
+"""Names of earlier versions, and their names now."""
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A sentence that names the nearest known word, or lists the known ones when none is near."""
     names = list(known)
+    if RENAMED.get(word) in names:
+        return f"`{word}` is now called `{RENAMED[word]}`"
     near = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
     if near:
         return f"did you mean `{near[0]}`?"

@@ -1,4 +1,4 @@
-"""What a process is told, through its environment, of the job that it is one process of."""
+"""Environment variables of the processes of one job."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import os
 from collections.abc import Mapping
 
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
-"""How often the job was started again; torchrun's name for it."""
-MEETING_FILE = "ROWSTEAD_MEETING_FILE"
-"""The file through which processes that `rowstead train --processes` has started find each other."""
+"""Number of restarts of the job; torchrun's name for it."""
+RENDEZVOUS_FILE = "ROWSTEAD_RENDEZVOUS_FILE"
+"""Path of the file through which the processes of `rowstead train --processes` find each other."""
 LAUNCHER = "ROWSTEAD_LAUNCHER"
-"""The process that has started them."""
+"""Process id of the launcher: the parent of a process of `--processes`, or of a role of a fleet. Absent where the user started it."""
 
 
-def is_one_of_many(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether torchrun, or `rowstead train --processes`, has started this process as one of a job."""
+def is_multi_process(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether torchrun or `rowstead train --processes` started this process as one of several."""
     return all(name in environment for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))

@@ -1,4 +1,4 @@
-"""What a trainer does about the other trainers of its fleet, and its own threads."""
+"""How the trainers of a fleet synchronise, and how many threads each has."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ SyncRule = Literal["easgd", "average", "bmuf"]
 
 @dataclass(frozen=True, kw_only=True)
 class SyncSpec:
-    """How the dense parameters of several trainers stay together, and how many threads share those of one. See [Synchronisation](synchronisation.md)."""
+    """How several trainers synchronise their dense parameters, and how many threads share those of one trainer. See [Synchronisation](synchronisation.md)."""
 
     mode: SyncMode = "auto"
     """`none` (one trainer), `allreduce` (mean of gradients, every step), `easgd` (elastic averaging between steps), `shadow`
     (in the background, by `rule`); `auto` is `none` for one trainer and `easgd` for several."""
     period: int = 4
-    """Steps of a thread between two exchanges (`easgd`), or at least so many of the trainer (`shadow`)."""
+    """Steps of a thread between two exchanges (`easgd`), or the minimum number of steps of the trainer (`shadow`)."""
     alpha: float | None = None
-    """Share of the difference by which an exchange moves parameters: with `easgd` 0.9 / trainers when left out, with the other
-    rules of `shadow` 0.5."""
+    """Fraction of the difference by which an exchange moves parameters. Default: 0.9 / trainers with `easgd`, 0.5 with the other
+    rules of `shadow`."""
     rule: SyncRule = "easgd"
-    """Of `shadow`: elastic averaging against a centre, model averaging, or blockwise model-update filtering."""
+    """For `shadow`: elastic averaging against the dense server, model averaging, or blockwise model-update filtering."""
     block_momentum: float | None = None
-    """Of `bmuf`: how much of the last change of the common model is repeated; 1 - 1 / trainers when left out."""
+    """For `bmuf`: momentum of the updates of the shared model. Default: 1 - 1 / trainers."""
     block_lr: float = 1.0
-    """Of `bmuf`: by how much of the way to the mean the common model moves."""
+    """For `bmuf`: learning rate of the shared model towards the mean."""
     hogwild_threads: int = 1
-    """Threads that train one copy of the model at once, each on batches of its own, without locks."""
+    """Threads that train one copy of the model concurrently, each on its own batches, without locks (Hogwild)."""
     staleness: int = 0
-    """Batches whose row updates a look-up on a sparse server need not have seen yet; 0 is synchronous."""
+    """Maximum number of batches whose row updates a look-up on a sparse server may miss; 0 is synchronous."""
 
     def __post_init__(self) -> None:
         require(self.period >= 1, "period", f"must be at least 1, got {self.period}")
@@ -44,23 +44,23 @@ class SyncSpec:
         require(self.staleness >= 0, "staleness", f"must not be negative, got {self.staleness}")
 
     def mode_for(self, num_trainers: int) -> SyncMode:
-        """What `mode` comes to for so many trainers."""
+        """Resolve `mode` for a number of trainers."""
         if num_trainers == 1:
             return "none"
         if self.mode == "none":
             raise SpecError(
                 "train.sync.mode",
-                f"`none` leaves {num_trainers} trainers with {num_trainers} models: choose `easgd`, `shadow` or `allreduce`",
+                f"`none` would give {num_trainers} trainers {num_trainers} different models: choose `easgd`, `shadow` or `allreduce`",
             )
         return "easgd" if self.mode == "auto" else self.mode
 
     def alpha_for(self, num_trainers: int) -> float:
-        """What `alpha` comes to for so many trainers."""
+        """Resolve `alpha` for a number of trainers."""
         if self.alpha is not None:
             return self.alpha
         is_elastic = self.mode_for(num_trainers) == "easgd" or self.rule == "easgd"
         return 0.9 / max(num_trainers, 1) if is_elastic else 0.5
 
     def block_momentum_for(self, num_trainers: int) -> float:
-        """What `block_momentum` comes to for so many trainers."""
+        """Resolve `block_momentum` for a number of trainers."""
         return self.block_momentum if self.block_momentum is not None else 1 - 1 / max(num_trainers, 1)

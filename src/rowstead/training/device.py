@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from rowstead.spec.errors import RowsteadError
-from rowstead.spec.job import is_one_of_many
+from rowstead.spec.job import is_multi_process
 from rowstead.spec.run import RunSpec
 
 
@@ -21,7 +21,7 @@ def choose_device(spec: RunSpec) -> torch.device:
         raise RowsteadError("device: cuda, but torch sees no CUDA GPU here: use `--set device=cpu`, or `auto`")
     if spec.device == "cpu" or not has_gpu:
         return torch.device("cpu")
-    if not is_one_of_many():
+    if not is_multi_process():
         return torch.device("cuda")
     local_rank, num_gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     if local_rank >= num_gpus:

@@ -14,7 +14,7 @@ import torch
 
 from rowstead.distributed.process_group import open_process_group
 from rowstead.spec.curve import Curve, CurveAxis
-from rowstead.spec.job import MEETING_FILE
+from rowstead.spec.job import RENDEZVOUS_FILE
 
 MESSAGE_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 24)
 LIMIT_S = 60.0
@@ -28,7 +28,7 @@ def exchange_times() -> Curve | None:
         for rank in range(2):
             names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "OMP_NUM_THREADS": 1}
             environment = {**os.environ, **{name: str(value) for name, value in names.items()}}
-            environment[MEETING_FILE] = str(Path(folder) / "meeting")
+            environment[RENDEZVOUS_FILE] = str(Path(folder) / "rendezvous")
             command = [sys.executable, "-m", "rowstead.study.calibration.exchange"]
             processes.append(
                 subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
