@@ -49,7 +49,7 @@ class Measured:
 
     def ratio(self, software: Software) -> float:
         """Predicted over measured."""
-        setup = Setup(place="device", batch_size=self.batch_size, has_input=False)
+        setup = Setup(placement="device", batch_size=self.batch_size, has_input=False)
         found = predict(self.work, self.machine, software, setup, precision=self.precision)  # type: ignore[arg-type]
         return found.step_s / self.step_s
 

@@ -132,7 +132,7 @@ def predicted_fleet(fleet: FleetShape, machine: Machine) -> Prediction:
     """What the planner says of the fleet's step, all its processes on one machine."""
     software = machine.software or load_software("rowstead")
     setup = Setup(
-        place="remote",
+        placement="remote",
         batch_size=fleet.model.batch_size,
         num_trainers=fleet.num_trainers,
         num_sparse_servers=fleet.num_sparse,

@@ -18,13 +18,14 @@ from typing import Any
 
 from benchmarks.harness import arguments, publish
 from rowstead.plan.predict import Prediction, predict
-from rowstead.plan.setup import Place, Setup, fewest_devices
+from rowstead.plan.setup import Setup, fewest_devices
 from rowstead.plan.work import StepWork, step_work
 from rowstead.spec.catalogue import load_machine, load_software
 from rowstead.spec.machine import Machine
 from rowstead.spec.parse import parse
 from rowstead.spec.run import RunSpec, load_recipe
 from rowstead.spec.software import Software
+from rowstead.spec.stores import PlannedStore
 
 FITS = Path(__file__).parent / "paper_fit.json"
 """What `benchmarks.fit_paper` found, on all data and with parts of them left out."""
@@ -53,7 +54,7 @@ class Fleets:
     num_trainers: int
     num_servers: int
     in_flight: int
-    place: Place
+    place: PlannedStore
     batch_size: int
     num_remote: int = 0
 
@@ -106,7 +107,7 @@ def on_cpu(
     """Trainers, with one dense and some sparse parameter servers."""
     cpu, _, _ = machines()
     setup = Setup(
-        place="remote",
+        placement="remote",
         batch_size=batch_size,
         num_trainers=num_trainers,
         num_sparse_servers=num_sparse,
@@ -121,7 +122,7 @@ def on_big_basin(work: StepWork, software: Software, *, batch_size: int = 1600) 
     _, big_basin, _ = machines()
     num_devices = fewest_devices(work, big_basin, batch_size)
     assert num_devices is not None, "the sweeps' tables fit"
-    setup = Setup(place="device", batch_size=max(1, batch_size // num_devices), num_devices=num_devices)
+    setup = Setup(placement="device", batch_size=max(1, batch_size // num_devices), num_devices=num_devices)
     return predict(work, big_basin, software, setup)
 
 
@@ -145,7 +146,7 @@ def production(name: str, software: Software) -> tuple[Prediction, Prediction]:
     cpu, big_basin, _ = machines()
     work, fleets = work_of(name), FLEETS[name]
     of_cpus = Setup(
-        place="remote",
+        placement="remote",
         batch_size=CPU_BATCH,
         num_trainers=fleets.num_trainers,
         num_sparse_servers=fleets.num_servers - 1,
@@ -161,7 +162,7 @@ def production(name: str, software: Software) -> tuple[Prediction, Prediction]:
 def placed(
     work: StepWork,
     machine: Machine,
-    place: Place,
+    place: PlannedStore,
     batch_size: int,
     software: Software,
     num_remote: int = 15,
@@ -170,7 +171,7 @@ def placed(
     """All eight GPUs of a server, with tables in one place; by default as many sparse servers as M2's fleet has."""
     cpu, _, _ = machines()
     remote = {"num_sparse_servers": num_remote, "server": cpu, "in_flight": in_flight} if place == "remote" else {}
-    setup = Setup(place=place, batch_size=batch_size, num_devices=machine.num_devices, **remote)  # type: ignore[arg-type]
+    setup = Setup(placement=place, batch_size=batch_size, num_devices=machine.num_devices, **remote)  # type: ignore[arg-type]
     return predict(work, machine, software, setup)
 
 
@@ -178,7 +179,7 @@ def placements(software: Software) -> dict[str, dict[str, float]]:
     """M2's samples a second by platform and place."""
     _, big_basin, zion = machines()
     work = work_of("m2")
-    places: tuple[Place, ...] = ("device", "host", "remote")
+    places: tuple[PlannedStore, ...] = ("device", "host", "remote")
     return {
         machine.name: {place: placed(work, machine, place, 3200, software).samples_per_s for place in places}
         for machine in (big_basin, zion)

@@ -145,7 +145,9 @@ def others(software: Software) -> list[str]:
     m1 = {place: placed(work_of("m1"), zion, place, 1600, software).samples_per_s for place in ("device", "host")}  # type: ignore[arg-type]
     m3_host = placed(work_of("m3"), zion, "host", 800, software)
     m3_few, m3_many = (placed(work_of("m3"), zion, "remote", 800, software, count) for count in (3, 18))
-    several = predict(work_of("m3"), big_basin, software, Setup(place="device", batch_size=800, num_devices=8, num_trainers=3))
+    several = predict(
+        work_of("m3"), big_basin, software, Setup(placement="device", batch_size=800, num_devices=8, num_trainers=3)
+    )
     assert several.fits
     thousands = " / ".join
     lines = [
@@ -212,7 +214,7 @@ def _narrow(software: Software) -> str:
 def _two_gpus(software: Software) -> float:
     """Samples a second of two GPUs with an uplink each."""
     machine = load_machine("bigbasin-32", ["accelerators.num_per_uplink=1"])
-    setup = Setup(place="device", batch_size=800, num_devices=2)
+    setup = Setup(placement="device", batch_size=800, num_devices=2)
     return predict(step_work(suite_model(1024, 64, num_rows=1_000_000)), machine, software, setup).samples_per_s
 
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from benchmarks.harness import OtherLoad
 from benchmarks.timing import give_back_gpu_memory
-from rowstead.plan.auto import choice, predicted_steps
+from rowstead.plan.auto import choose_fastest, predict_steps
 from rowstead.spec.machine import Machine
 from rowstead.spec.placement import Placement
 from rowstead.stores.build import mean_ids_of, memories_of
@@ -127,7 +127,7 @@ class Case:
     def foretold(self, machine: Machine) -> dict[str, tuple[Placement, float]]:
         """Every placement that fits, with the predicted time of a step."""
         spec = self.shape.spec(self.device.type, memory=self.memory)
-        return predicted_steps(spec, memories_of(spec, self.device), machine, mean_ids=mean_ids_of(spec))
+        return predict_steps(spec, memories_of(spec, self.device), machine, mean_ids=mean_ids_of(spec))
 
     @contextlib.contextmanager
     def placed(self, tried: Mapping[str, tuple[Placement, float]]) -> Iterator[list[Placed]]:
@@ -183,7 +183,7 @@ def placement_rows(case: Case, machine: Machine, turns: tuple[int, int]) -> tupl
     shape, known = case.shape, case.foretold(machine)
     if len(known) < 2:
         return None, []
-    name = choice(known)
+    name = choose_fastest(known)
     with case.placed(known) as ready:
         tried = list(ready)
         chosen = next(one for one in tried if one.name == name)

@@ -97,7 +97,7 @@ def _between(draw: random.Random, low: float, high: float) -> float:
 def predicted(shape: Shape, machine: Machine) -> Prediction:
     """What `rowstead plan` would say of the step."""
     software = machine.software or load_software("rowstead")
-    setup = Setup(place="device", batch_size=shape.batch_size, has_input=False)
+    setup = Setup(placement="device", batch_size=shape.batch_size, has_input=False)
     return predict(step_work(shape.spec("cpu")), machine, software, setup, precision=shape.precision)  # type: ignore[arg-type]
 
 

@@ -19,8 +19,8 @@ from rowstead.data.open_log import Sources, open_sources
 from rowstead.distributed import job
 from rowstead.distributed.process_group import ProcessGroup, open_process_group
 from rowstead.nn.dlrm import DLRM
-from rowstead.plan.predict import record_of as predicted_record
-from rowstead.plan.predict_run import compared_text, predict_run
+from rowstead.plan.predict import build_predicted_record
+from rowstead.plan.predict_run import comparison_text, predict_run
 from rowstead.records.files import write_atomic
 from rowstead.records.run_folder import DEFAULT_ROOT, RunFolder
 from rowstead.records.usage import UsageSampler, machine_facts, versions
@@ -304,10 +304,10 @@ def _compare_with_prediction(
     if machine is None:
         return
     prediction = predict_run(spec, placement, machine)
-    if prediction is None or (line := compared_text(prediction, record)) is None:
+    if prediction is None or (line := comparison_text(prediction, record)) is None:
         return
     callback.on_message(line)
-    predicted = predicted_record(prediction, spec, date=record.date)
+    predicted = build_predicted_record(prediction, spec, date=record.date)
     write_atomic(folder.predicted_file, json.dumps(to_plain(predicted)) + "\n")
 
 

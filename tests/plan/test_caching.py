@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from rowstead.kernels.cpu.cache import MOST_USES
 from rowstead.kernels.cpu.disk import cut_reads
 from rowstead.plan import caching, greedy
-from rowstead.plan.caching import Draws, groups_of, missing_rows
-from rowstead.plan.setup import Behind, Setup
+from rowstead.plan.caching import Draws, build_cache_models, missing_rows
+from rowstead.plan.setup import CachedTable, Setup
 from rowstead.plan.traffic import Popularity, distinct_ids
 from rowstead.plan.work import step_work
 from rowstead.stores import cache_slots, cached, prefetch_scheduler, ssd
@@ -66,9 +66,11 @@ def test_a_cache_lacks_as_many_rows_as_the_real_one(skew: float, share: float) -
 def test_a_gpu_brings_in_as_many_batches_and_rows_at_once_as_is_predicted(skew: float, share: float, size: int) -> None:
     shape = shape_of(skew=skew, mean_ids=2)
     work = step_work(shape.spec("cpu"))
-    behind = tuple(Behind(table=table.name, kept_share=share) for table in work.tables)
-    (group,) = groups_of(work.tables, Setup(place="device", batch_size=shape.batch_size, behind=behind), in_sets=True)
-    cache = cache_slots.CacheSlots(2 * shape.num_rows, group.num_places, torch.device("cpu"))
+    behind = tuple(CachedTable(table=table.name, cache_fraction=share) for table in work.tables)
+    (group,) = build_cache_models(
+        work.tables, Setup(placement="device", batch_size=shape.batch_size, behind=behind), in_sets=True
+    )
+    cache = cache_slots.CacheSlots(2 * shape.num_rows, group.num_slots, torch.device("cpu"))
     firsts, lacked, number = torch.tensor([[0], [shape.num_rows]]), [], 0
     batches = [batch.sparse for batch in drawn_batches(shape, torch.device("cpu"))]
     rows = [(sparse.ids.view(2, -1) + firsts).flatten() for sparse in batches]
@@ -83,7 +85,7 @@ def test_a_gpu_brings_in_as_many_batches_and_rows_at_once_as_is_predicted(skew: 
         number += count
     assert (group.set_size, group.sets_kept) == (count, ahead + 1)
     assert count == size
-    assert cache.capacity <= cache_slots.GROWTH * cached.set_room(group.num_places, shape.num_ids)
+    assert cache.capacity <= cache_slots.GROWTH * cached.set_room(group.num_slots, shape.num_ids)
     assert group.missing_rows == pytest.approx(np.mean(lacked[len(lacked) // 2 :]), rel=0.12)
 
 
@@ -110,8 +112,8 @@ def test_tables_that_are_alike_share_places_evenly(law: Popularity, num_draws: i
 @pytest.mark.parametrize("num_rows", [20, 400, 2000, 6000])
 def test_a_file_is_read_in_as_many_pieces_as_the_real_one(num_rows: int) -> None:
     work = step_work(shape_of(skew=0.5, num_rows=20_000).spec("cpu"))
-    behind = tuple(Behind(table=table.name, kept_share=0.1) for table in work.tables)
-    (group,) = groups_of(work.tables, Setup(place="device", batch_size=64, behind=behind))
+    behind = tuple(CachedTable(table=table.name, cache_fraction=0.1) for table in work.tables)
+    (group,) = build_cache_models(work.tables, Setup(placement="device", batch_size=64, behind=behind))
     record_bytes = 80  # a row of 16, its state and its number
     starts = np.sort(np.random.default_rng(1).choice(40_000, num_rows, replace=False)) * record_bytes
     reads, _ = cut_reads(starts, record_bytes, caching.SECTOR_BYTES, ssd.GAP_BYTES, ssd.READ_BYTES)

@@ -75,7 +75,7 @@ def test_a_plan_for_a_speed_has_readers_for_the_speed_that_it_shows() -> None:
 def test_a_model_that_fits_nowhere_gets_numbered_remedies_with_sizes() -> None:
     found = choose(load_recipe("m3"), load_machine("laptop"), ROWSTEAD, server=CPU)
     assert found.best is None
-    assert any("rowwise_adagrad: 481.2 GB become 242.5 GB" in remedy for remedy in found.remedies)
+    assert any("rowwise_adagrad: shrinks tables from 481.2 GB to 242.5 GB" in remedy for remedy in found.remedies)
     assert any("scale=" in remedy for remedy in found.remedies)
     done = CliRunner().invoke(app, ["plan", "m3", "--on", "laptop"])
     assert done.exit_code == 0
@@ -98,7 +98,7 @@ def test_a_model_without_tables_needs_no_place_for_them(tmp_path: Path) -> None:
     )
     found = choose(load_recipe(str(file)), load_machine("bigbasin-32"), ROWSTEAD, server=CPU)
     assert found.best is not None
-    assert found.best.setup.place == "device"
+    assert found.best.setup.placement == "device"
     assert found.others == ()
 
 
@@ -113,7 +113,7 @@ def test_json_has_the_figures_of_each_machine() -> None:
     found = planned("m1", "--on", "zion,bigbasin-32")
     assert list(found) == ["zion", "bigbasin-32"]
     assert found["bigbasin-32"]["fits"]
-    assert found["bigbasin-32"]["place"] == "device"
+    assert found["bigbasin-32"]["placement"] == "device"
     assert len(found["bigbasin-32"]["bottlenecks"]) == 2  # type: ignore[arg-type]
     assert len(found["bigbasin-32"]["tables"]) == 30  # type: ignore[arg-type]
     assert "samples_per_j" in found["bigbasin-32"]
@@ -201,13 +201,13 @@ def test_tables_timeline_and_requirements_are_shown() -> None:
 def test_what_is_read_ahead_is_in_the_timeline_where_it_holds_the_step_up(tmp_path: Path) -> None:
     words = ["m1", "--on", "bigbasin-32"]
     found = planned(*words)["bigbasin-32"]
-    beside = [one for one in found["timeline"] if one["is_beside"]]  # type: ignore[attr-defined]
-    assert [(one["task"], one["resource"]) for one in beside] == [("receive batch", "network in")]
-    assert beside[0]["end_s"] == pytest.approx(found["step_s"])
+    overlapped = [one for one in found["timeline"] if one["is_overlapped"]]  # type: ignore[attr-defined]
+    assert [(one["task"], one["resource"]) for one in overlapped] == [("receive batch", "network in")]
+    assert overlapped[0]["end_s"] == pytest.approx(found["step_s"])
     file = tmp_path / "step.svg"
     done = CliRunner().invoke(app, ["plan", *words, "--timeline", "--picture", str(file)])
-    assert "receive batch, beside the step" in done.output
-    assert "receive batch, beside the step" in file.read_text()
+    assert "receive batch (overlapped)" in done.output
+    assert "receive batch (overlapped)" in file.read_text()
     assert (
         "network in" not in CliRunner().invoke(app, ["plan", "m1", "--on", "zion", "--timeline"]).output.split("one step of")[1]
     )
@@ -243,7 +243,7 @@ def test_a_step_is_drawn_into_a_file(tmp_path: Path, suffix: str, mark: str) -> 
     ("words", "problem"),
     [
         (["m1", "--on", "h200", "--picture", "step.png"], ".html or .svg"),
-        (["m3", "--on", "laptop", "--picture", "a.svg"], "no step"),
+        (["m3", "--on", "laptop", "--picture", "a.svg"], "nothing to draw"),
     ],
 )
 def test_a_picture_that_cannot_be_drawn_says_why(words: list[str], problem: str) -> None:
@@ -279,7 +279,7 @@ def test_a_wanted_speed_takes_no_server_that_could_be_left_out(name: str, recipe
 def test_dense_servers_are_added_where_one_holds_up_a_large_fleet() -> None:
     slow = load_machine("cpu-2s", ["network.bandwidth=0.05x"])
     found = choose(load_recipe("m2"), CPU, ROWSTEAD, server=slow, samples_per_s=2e7)
-    remote = next(one for one in (found.best, *found.others) if one is not None and one.setup.place == "remote")
+    remote = next(one for one in (found.best, *found.others) if one is not None and one.setup.placement == "remote")
     assert remote.setup.num_dense_servers > 1
 
 

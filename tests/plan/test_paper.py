@@ -34,9 +34,10 @@ from benchmarks.paper import (
 from benchmarks.paper_page import PAGE, page
 from rowstead.plan.choose import fewest_servers
 from rowstead.plan.predict import predict
-from rowstead.plan.setup import Place, Setup, fewest_devices, held, shortfalls
+from rowstead.plan.setup import Setup, fewest_devices, held, shortfalls
 from rowstead.plan.work import step_work
 from rowstead.spec.catalogue import load_software
+from rowstead.spec.stores import PlannedStore
 
 SOFTWARE = load_software("operators-2020")
 DENSE = tuple(FIG10)
@@ -167,11 +168,11 @@ def test_production_models_are_within_35_percent_and_on_the_right_side_of_one(na
 def test_m1_and_m2_fit_big_basins_gpus_and_m3_does_not() -> None:
     _, big_basin, _ = machines()
     fits = {
-        name: not shortfalls(work_of(name), big_basin, Setup(place="device", batch_size=fleets.batch_size, num_devices=8))
+        name: not shortfalls(work_of(name), big_basin, Setup(placement="device", batch_size=fleets.batch_size, num_devices=8))
         for name, fleets in FLEETS.items()
     }
     assert fits == {"m1": True, "m2": True, "m3": False}
-    assert held(work_of("m3"), big_basin, Setup(place="host", batch_size=800, num_devices=8)).host_bytes > 256e9
+    assert held(work_of("m3"), big_basin, Setup(placement="host", batch_size=800, num_devices=8)).host_bytes > 256e9
 
 
 @pytest.mark.parametrize(
@@ -200,7 +201,7 @@ def test_m3_is_best_on_remote_servers_on_big_basin_and_in_system_memory_on_zion(
     """
     cpu, big_basin, zion = machines()
     work = work_of("m3")
-    near: tuple[Place, ...] = ("device", "host")
+    near: tuple[PlannedStore, ...] = ("device", "host")
     assert all(placed(work, big_basin, place, 800, SOFTWARE).shortfalls for place in near)
     host, remote = (
         placed(work, zion, "host", 800, SOFTWARE),
@@ -214,7 +215,7 @@ def test_m3_on_zion_is_more_efficient_than_several_big_basins_that_hold_it_in_gp
     """A server each; the study's own model has orders of magnitude, which the published bandwidths do not give: the page says so."""
     _, big_basin, zion = machines()
     work = work_of("m3")
-    several = predict(work, big_basin, SOFTWARE, Setup(place="device", batch_size=800, num_devices=8, num_trainers=3))
+    several = predict(work, big_basin, SOFTWARE, Setup(placement="device", batch_size=800, num_devices=8, num_trainers=3))
     assert several.fits
     assert placed(work, zion, "host", 800, SOFTWARE).samples_per_s > several.samples_per_s / 3
 

@@ -10,16 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rowstead.plan.choose import places_of
-from rowstead.plan.predict import Prediction, predict, record_of
+from rowstead.plan.choose import possible_placements
+from rowstead.plan.predict import Prediction, build_predicted_record, predict
 from rowstead.plan.schedule import Task
-from rowstead.plan.setup import Place, Setup, fewest_devices, held, shortfalls, tables_on_devices
+from rowstead.plan.setup import Setup, fewest_devices, held, shortfalls, tables_on_devices
 from rowstead.plan.work import StepWork, step_work
 from rowstead.spec.catalogue import MACHINES, load_machine, load_software, machine_names
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.machine import Machine, Meter
 from rowstead.spec.parse import digest
 from rowstead.spec.run import load_recipe
+from rowstead.spec.stores import PlannedStore
 
 machine_of = functools.cache(load_machine)
 software_of = functools.cache(load_software)
@@ -30,9 +31,11 @@ def work_of(name: str) -> StepWork:
     return step_work(load_recipe(name))
 
 
-def on(machine: Machine, place: Place, *, recipe: str = "m1", software: str = "rowstead", batch_size: int = 1600) -> Prediction:
+def on(
+    machine: Machine, place: PlannedStore, *, recipe: str = "m1", software: str = "rowstead", batch_size: int = 1600
+) -> Prediction:
     remote = {"num_sparse_servers": 4, "server": machine_of("cpu-2s")} if place == "remote" else {}
-    setup = Setup(place=place, batch_size=batch_size, num_devices=machine.num_devices, **remote)  # type: ignore[arg-type]
+    setup = Setup(placement=place, batch_size=batch_size, num_devices=machine.num_devices, **remote)  # type: ignore[arg-type]
     return predict(work_of(recipe), machine, software_of(software), setup)
 
 
@@ -51,7 +54,7 @@ def on(machine: Machine, place: Place, *, recipe: str = "m1", software: str = "r
         "accelerators.peer_link.bandwidth=2x",
     ],
 )
-def test_a_faster_part_never_makes_a_step_slower(change: str, place: Place, software: str) -> None:
+def test_a_faster_part_never_makes_a_step_slower(change: str, place: PlannedStore, software: str) -> None:
     before, after = machine_of("bigbasin-32"), load_machine("bigbasin-32", [change])
     assert on(after, place, software=software).step_s <= on(before, place, software=software).step_s * (1 + 1e-9)
 
@@ -90,7 +93,7 @@ def test_parameter_servers_count_in_power() -> None:
 
 @given(st.integers(1, 4096), st.sampled_from(["device", "host", "remote"]))
 @settings(max_examples=30, deadline=None)
-def test_a_larger_batch_takes_longer_and_holds_more(batch_size: int, place: Place) -> None:
+def test_a_larger_batch_takes_longer_and_holds_more(batch_size: int, place: PlannedStore) -> None:
     machine = machine_of("bigbasin-32")
     one, two = (on(machine, place, batch_size=size) for size in (batch_size, 2 * batch_size))
     assert one.step_s < two.step_s
@@ -100,12 +103,12 @@ def test_a_larger_batch_takes_longer_and_holds_more(batch_size: int, place: Plac
 def test_what_does_not_fit_says_where_and_by_how_much() -> None:
     found = on(machine_of("bigbasin-32"), "device", recipe="m3", batch_size=800)
     assert not found.fits
-    assert "each accelerator would hold" in found.shortfalls[0]
+    assert "each accelerator would need" in found.shortfalls[0]
     assert "of its 32.0 GB are usable" in found.shortfalls[0]
 
 
 def test_tables_are_spread_evenly_over_devices() -> None:
-    machine, setup = machine_of("bigbasin-32"), Setup(place="device", batch_size=1600, num_devices=8)
+    machine, setup = machine_of("bigbasin-32"), Setup(placement="device", batch_size=1600, num_devices=8)
     needs = held(work_of("m1"), machine, setup)
     assert needs.device_bytes == pytest.approx(work_of("m1").table_bytes / 8, rel=0.05)
 
@@ -128,7 +131,7 @@ def test_as_few_devices_as_hold_the_tables() -> None:
     ("change", "problem"),
     [
         ({"batch_size": 0}, "batch_size"),
-        ({"place": "remote"}, "num_sparse_servers"),
+        ({"placement": "remote"}, "num_sparse_servers"),
         ({"num_sparse_servers": 2}, "num_sparse_servers"),
         ({"num_dense_servers": 1}, "server"),
         ({"num_dense_servers": -1}, "num_dense_servers"),
@@ -137,13 +140,13 @@ def test_as_few_devices_as_hold_the_tables() -> None:
 )
 def test_a_set_up_that_contradicts_itself_is_refused(change: dict[str, object], problem: str) -> None:
     with pytest.raises(RowsteadError, match=problem):
-        dataclasses.replace(Setup(place="device", batch_size=1), **change)  # type: ignore[arg-type]
+        dataclasses.replace(Setup(placement="device", batch_size=1), **change)  # type: ignore[arg-type]
 
 
 def test_a_set_up_that_the_machine_cannot_have_is_refused() -> None:
     with pytest.raises(RowsteadError, match="`laptop` has no network"):
         on(machine_of("laptop"), "remote")
-    setup = Setup(place="device", batch_size=1, num_devices=16)
+    setup = Setup(placement="device", batch_size=1, num_devices=16)
     with pytest.raises(RowsteadError, match="has 8 devices, not 16"):
         predict(work_of("m1"), machine_of("bigbasin-32"), software_of("rowstead"), setup)
     with pytest.raises(RowsteadError, match="cannot train together"):
@@ -164,7 +167,7 @@ def test_more_servers_in_step_are_faster_but_not_quite_in_proportion() -> None:
             work_of("m3"),
             machine,
             software_of("rowstead"),
-            Setup(place="device", batch_size=800, num_devices=8, num_trainers=num_trainers),
+            Setup(placement="device", batch_size=800, num_devices=8, num_trainers=num_trainers),
         ).samples_per_s
         for num_trainers in (1, 2, 4)
     ]
@@ -176,12 +179,12 @@ def test_every_table_has_a_place() -> None:
     for place in ("device", "host", "remote", "mixed"):
         found = on(machine_of("bigbasin-32"), place)  # type: ignore[arg-type]
         assert list(found.where()) == [table.name for table in work.tables]
-    assert not shortfalls(work, machine_of("bigbasin-32"), Setup(place="device", batch_size=1600, num_devices=8))
+    assert not shortfalls(work, machine_of("bigbasin-32"), Setup(placement="device", batch_size=1600, num_devices=8))
 
 
 def test_a_prediction_is_a_record_of_its_own_kind() -> None:
     spec = load_recipe("m1")
-    record = record_of(on(machine_of("bigbasin-32"), "device"), spec, date="2026-11-15")
+    record = build_predicted_record(on(machine_of("bigbasin-32"), "device"), spec, date="2026-11-15")
     assert record.kind == "predicted"
     assert record.spec_digest == digest(spec)
     assert record.figures["samples_per_s"] > 0
@@ -199,10 +202,10 @@ def test_cost_follows_from_a_price(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", machine_names())
 def test_every_place_of_every_machine_has_a_schedule_that_ends(name: str, software: str) -> None:
     machine = machine_of(name)
-    for place in places_of(machine):
+    for place in possible_placements(machine):
         for num_trainers in (1, 3) if machine.network is not None else (1,):
             setup = Setup(
-                place=place,
+                placement=place,
                 batch_size=512,
                 num_devices=machine.num_devices,
                 num_trainers=num_trainers,
@@ -217,9 +220,9 @@ def test_every_place_of_every_machine_has_a_schedule_that_ends(name: str, softwa
 
 
 def together(
-    machine: Machine, place: Place, num_trainers: int, *, software: str = "rowstead", recipe: str = "m1"
+    machine: Machine, place: PlannedStore, num_trainers: int, *, software: str = "rowstead", recipe: str = "m1"
 ) -> Prediction:
-    setup = Setup(place=place, batch_size=1600, num_devices=machine.num_devices, num_trainers=num_trainers, has_input=False)
+    setup = Setup(placement=place, batch_size=1600, num_devices=machine.num_devices, num_trainers=num_trainers, has_input=False)
     return predict(work_of(recipe), machine, software_of(software), setup)
 
 
@@ -228,7 +231,7 @@ def task_of(found: Prediction, name: str) -> Task:
 
 
 @pytest.mark.parametrize("place", ["host", "mixed"])
-def test_tables_in_the_system_memory_of_several_servers_are_read_over_the_network(place: Place) -> None:
+def test_tables_in_the_system_memory_of_several_servers_are_read_over_the_network(place: PlannedStore) -> None:
     slow = load_machine("bigbasin-16", ["network.bandwidth=0.01x", "accelerators.memory.capacity=0.05x"])
     alone, four = together(slow, place, 1), together(slow, place, 4)
     assert four.step_s > 2 * alone.step_s
@@ -253,15 +256,20 @@ def test_what_stays_on_a_server_does_not_go_over_the_network_nor_the_rest_over_i
 
 def test_dense_gradients_between_servers_take_cores_and_links_where_the_network_is_not_direct() -> None:
     names = {task.name for task in together(machine_of("bigbasin-32"), "device", 2).tasks}
-    assert {"lift sums", "pack sums", "all-reduce servers", "lower sums"} <= names
-    assert "pack sums" not in {task.name for task in together(machine_of("dgx-h100"), "device", 2).tasks}
+    assert {
+        "copy dense gradients to host",
+        "pack dense gradients",
+        "all-reduce servers",
+        "copy dense gradients to device",
+    } <= names
+    assert "pack dense gradients" not in {task.name for task in together(machine_of("dgx-h100"), "device", 2).tasks}
 
 
 def test_a_row_that_all_devices_read_is_updated_once() -> None:
     machine, work = machine_of("dgx-h100"), work_of("m1")
     updates = []
     for num_devices in (1, 8):
-        setup = Setup(place="device", batch_size=1600, num_devices=num_devices)
+        setup = Setup(placement="device", batch_size=1600, num_devices=num_devices)
         found = predict(work, machine, software_of("rowstead"), setup)
         updates.append(task_of(found, "update rows").seconds / found.trainer.imbalance)
     distinct = [sum(table.distinct_rows(1600 * n) for table in work.tables) / n for n in (1, 8)]
@@ -272,7 +280,7 @@ def test_a_row_that_all_devices_read_is_updated_once() -> None:
 def test_every_operator_of_a_cpu_step_is_counted_once() -> None:
     work, machine = work_of("m1"), machine_of("cpu-2s")
     software = dataclasses.replace(software_of("operators-2020"), operator_s=1.0)
-    found = predict(work, machine, software, Setup(place="device", batch_size=1))
+    found = predict(work, machine, software, Setup(placement="device", batch_size=1))
     counted = software.operators_fixed + software.operators_per_column * work.num_dense
     counted += software.operators_per_layer * len(work.layers) + software.operators_per_table * len(work.tables)
     assert found.step_s == pytest.approx(counted + 3, abs=0.5)  # three for the interaction
@@ -281,7 +289,7 @@ def test_every_operator_of_a_cpu_step_is_counted_once() -> None:
 def test_every_launch_of_a_gpu_step_is_dispatched_once() -> None:
     work, machine = work_of("m1"), machine_of("bigbasin-32")
     software = dataclasses.replace(software_of("operators-2020"), operator_s=1.0)
-    found = predict(work, machine, software, Setup(place="device", batch_size=1))
+    found = predict(work, machine, software, Setup(placement="device", batch_size=1))
     counted = software.operators_fixed + software.operators_per_column * work.num_dense
     counted += software.operators_per_layer * len(work.layers) + software.operators_per_table * len(work.tables)
     dispatched = sum(task.seconds for task in found.tasks if task.resource == "dispatch")
@@ -292,8 +300,8 @@ def test_a_program_that_serves_all_devices_puts_a_batch_together_for_each() -> N
     work, machine = work_of("m1"), machine_of("bigbasin-32")
     alone = dataclasses.replace(software_of("operators-2020"), operator_s=1.0, device_step_s=0.0)
     for software, num_batches in ((alone, 8), (dataclasses.replace(alone, one_dispatcher=False), 1)):
-        found = predict(work, machine, software, Setup(place="device", batch_size=200, num_devices=8))
-        assert task_of(found, "hand over").seconds == pytest.approx(num_batches * work.num_dense)
+        found = predict(work, machine, software, Setup(placement="device", batch_size=200, num_devices=8))
+        assert task_of(found, "assemble batch").seconds == pytest.approx(num_batches * work.num_dense)
 
 
 @pytest.mark.parametrize(
@@ -306,7 +314,7 @@ def test_a_program_that_serves_all_devices_puts_a_batch_together_for_each() -> N
     ],
 )
 def test_launches_go_on_beside_the_devices_unless_the_host_waits_for_what_they_send(
-    name: str, place: Place, waits: bool
+    name: str, place: PlannedStore, waits: bool
 ) -> None:
     found = on(machine_of(name), place, software="operators-2020")
     launched = next(slot.end_s for slot in found.slots if slot.task.name == "dispatch")
@@ -320,7 +328,7 @@ def test_a_table_elsewhere_is_copied_for_each_device_and_a_remote_one_asked_for_
     of_dense = 8 * (software.operators_fixed + software.operators_per_layer * len(work.layers))
     server = {"num_sparse_servers": 4, "server": machine_of("cpu-2s")}
     for place, more, num_operators in (("host", {}, 2), ("remote", server, 4)):
-        found = predict(work, machine, software, Setup(place=place, batch_size=200, num_devices=8, **more))  # type: ignore[arg-type]
+        found = predict(work, machine, software, Setup(placement=place, batch_size=200, num_devices=8, **more))  # type: ignore[arg-type]
         assert task_of(found, "dispatch").seconds == pytest.approx(of_dense + 8 * num_operators * len(work.tables))
 
 
@@ -342,7 +350,7 @@ def test_ids_and_lengths_are_copied_table_by_table_where_each_has_its_operators(
 
 def test_a_mixed_set_up_keeps_whole_tables_and_holds_what_is_left_in_system_memory() -> None:
     machine, work = load_machine("bigbasin-32", ["accelerators.num=1"]), work_of("m1")
-    setup = Setup(place="mixed", batch_size=1600)
+    setup = Setup(placement="mixed", batch_size=1600)
     chosen = tables_on_devices(work, machine, setup)
     assert 0 < len(chosen) < len(work.tables)
     needs = held(work, machine, setup)
@@ -357,7 +365,7 @@ def test_six_devices_hold_what_four_do_not() -> None:
 
 
 def test_the_servers_network_is_a_resource_of_its_own() -> None:
-    setup = Setup(place="remote", batch_size=800, num_devices=8, num_sparse_servers=2, server=machine_of("cpu-2s"))
+    setup = Setup(placement="remote", batch_size=800, num_devices=8, num_sparse_servers=2, server=machine_of("cpu-2s"))
     found = predict(work_of("m3"), machine_of("dgx-h100"), software_of("rowstead"), setup)
     more = predict(work_of("m3"), load_machine("dgx-h100", ["network.bandwidth=4x"]), software_of("rowstead"), setup)
     slow = predict(
@@ -374,7 +382,7 @@ def test_a_meter_of_one_gpu_says_nothing_of_eight() -> None:
     meter = Meter(idle_watts=100, loaded_watts=600, of="one GPU", source="a test")
     machine = dataclasses.replace(machine_of("dgx-h100"), meter=meter)
     eight = on(machine, "device")
-    one = predict(work_of("m1"), machine, software_of("rowstead"), Setup(place="device", batch_size=1600))
+    one = predict(work_of("m1"), machine, software_of("rowstead"), Setup(placement="device", batch_size=1600))
     assert eight.metered_watts is None
     assert one.metered_watts == 600
     assert one.figures()["samples_per_metered_j"] == pytest.approx(one.samples_per_s / 600)

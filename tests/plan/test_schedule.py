@@ -1,4 +1,4 @@
-"""A step is a schedule: what waits for what, what runs beside it, and what holds it up."""
+"""A step is a schedule: dependencies, overlapped tasks and bottlenecks."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rowstead.plan.schedule import Task, beside, bottlenecks, busy_s, lay_out, period_s
+from rowstead.plan.schedule import Task, bottlenecks, busy_s, lay_out, overlapped, period_s
+from rowstead.spec.phases import Phase
 
 
 def task(name: str, resource: str, seconds: float, *after: str, hidden: bool = False, busy: float | None = None) -> Task:
-    return Task(name=name, resource=resource, seconds=seconds, after=after, hidden=hidden, busy_s=busy)
+    return Task(name=name, phase=Phase.FORWARD, resource=resource, seconds=seconds, after=after, hidden=hidden, busy_s=busy)
 
 
 def test_tasks_on_different_resources_overlap_unless_one_waits_for_the_other() -> None:
@@ -25,13 +26,13 @@ def test_a_hidden_task_keeps_its_resource_busy_and_makes_nobody_wait() -> None:
     assert max(slot.end_s for slot in lay_out(tasks)) == 3
 
 
-def test_hidden_tasks_stand_beside_a_step_where_their_resource_is_what_limits_it() -> None:
+def test_hidden_tasks_are_shown_where_their_resource_limits_the_step() -> None:
     step = [task("a", "x", 2), task("b", "net", 1, "a")]
-    (slot,) = beside([task("read", "net", 4, hidden=True), task("other", "z", 3, hidden=True), *step])
+    (slot,) = overlapped([task("read", "net", 4, hidden=True), task("other", "z", 3, hidden=True), *step])
     assert (slot.task.name, slot.start_s, slot.end_s) == ("read", 3, 7)
-    assert beside([task("read", "net", 1, hidden=True), *step]) == []
-    assert [one.task.name for one in beside([task("read", "net", 1, hidden=True), *step], in_flight=2)] == ["read"]
-    (served,) = beside([task("apply", "server", 1, hidden=True, busy=9), *step])
+    assert overlapped([task("read", "net", 1, hidden=True), *step]) == []
+    assert [one.task.name for one in overlapped([task("read", "net", 1, hidden=True), *step], in_flight=2)] == ["read"]
+    (served,) = overlapped([task("apply", "server", 1, hidden=True, busy=9), *step])
     assert (served.start_s, served.end_s) == (0, 9)
 
 
@@ -52,7 +53,7 @@ def test_the_next_bottleneck_is_what_is_left_without_the_first() -> None:
 
 
 def test_waiting_for_a_task_that_comes_later_is_our_bug() -> None:
-    with pytest.raises(AssertionError, match="for which it waits"):
+    with pytest.raises(AssertionError, match="listed before its predecessors"):
         lay_out([task("b", "y", 1, "a"), task("a", "x", 1)])
 
 

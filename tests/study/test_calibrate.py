@@ -77,7 +77,7 @@ def test_the_fit_finds_the_factors_that_steps_were_made_with(has_phases: bool) -
     found = fitted(processor.timings, processor, machine.software, SHAPES, times)
     for shape, time in zip(SHAPES, times, strict=True):
         changed = dataclasses.replace(machine.software, cpu_timings=found)
-        setup = Setup(place="device", batch_size=shape.batch_size, has_input=False)
+        setup = Setup(placement="device", batch_size=shape.batch_size, has_input=False)
         step_s = predict(step_work(shape.spec("cpu")), machine, changed, setup).step_s
         assert step_s == pytest.approx(time.step_s, rel=0.05)
     if has_phases:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rowstead.plan.caching import groups_of
-from rowstead.plan.setup import Behind, Setup
+from rowstead.plan.caching import build_cache_models
+from rowstead.plan.setup import CachedTable, Setup
 from rowstead.plan.work import step_work
 from rowstead.stores.cached import CachedStore
 from rowstead.study.calibration.caches import (
@@ -71,9 +71,9 @@ def test_steps_of_a_gpu_say_what_rows_and_ids_cost_it(share: float) -> None:
     models = []
     for shape, kept in gpu_shapes(is_short=False):
         work = step_work(shape.spec("cpu"))
-        behind = tuple(Behind(table=table.name, kept_share=kept) for table in work.tables)
-        setup = Setup(place="device", batch_size=shape.batch_size, behind=behind)
-        (group,) = groups_of(work.tables, setup, in_sets=True)
+        behind = tuple(CachedTable(table=table.name, cache_fraction=kept) for table in work.tables)
+        setup = Setup(placement="device", batch_size=shape.batch_size, behind=behind)
+        (group,) = build_cache_models(work.tables, setup, in_sets=True)
         alone_s = 6e-3 if len(shape.top) > 1 else 1e-3
         moved_s, placed_s = group.missing_rows * (row_s + byte_s * group.row_bytes), id_s * shape.num_ids
         models.append(
@@ -131,8 +131,8 @@ def test_a_settled_model_lacks_as_many_rows_as_late_in_a_run(share: float, tmp_p
     finally:
         steps.close()
     work = step_work(SMALL.spec("cpu"))
-    behind = tuple(Behind(table=table.name, kept_share=share) for table in work.tables)
-    (group,) = groups_of(work.tables, Setup(place="device", batch_size=SMALL.batch_size, behind=behind))
+    behind = tuple(CachedTable(table=table.name, cache_fraction=share) for table in work.tables)
+    (group,) = build_cache_models(work.tables, Setup(placement="device", batch_size=SMALL.batch_size, behind=behind))
     assert lacked == pytest.approx(group.missing_rows, rel=0.2)
 
 

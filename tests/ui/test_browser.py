@@ -90,7 +90,7 @@ def test_numbers_follow_a_slider_within_a_fifth_of_a_second(page: Chrome) -> Non
 
 
 def test_every_slider_and_choice_changes_something(page: Chrome) -> None:
-    Select(page.find_element(By.ID, "choice-place")).select_by_value("remote")
+    Select(page.find_element(By.ID, "choice-placement")).select_by_value("remote")
     for slider in page.find_elements(By.CSS_SELECTOR, "input[type=range]"):
         before = text(page, "#results")
         slider.send_keys(Keys.ARROW_RIGHT)

@@ -115,20 +115,20 @@ def test_a_machine_without_a_network_has_no_readers() -> None:
     assert served["num_readers"] > 0
 
 
-def test_the_timeline_says_what_runs_beside_the_step() -> None:
+def test_the_timeline_shows_overlapped_tasks() -> None:
     held_up = next(answers(Scenario(machine="bigbasin-32", num_dense=4096, batch_size=4096), None))["fleet"]
-    beside = {slot["resource"] for slot in held_up["timeline"] if slot["is_beside"]}
-    assert beside == {held_up["bottlenecks"][0]["resource"]}
+    overlapped = {slot["resource"] for slot in held_up["timeline"] if slot["is_overlapped"]}
+    assert overlapped == {held_up["bottlenecks"][0]["resource"]}
 
 
 def test_a_place_can_be_asked_for() -> None:
     found = {
-        place: next(answers(Scenario(place=place), None))["fleet"]  # type: ignore[arg-type]
-        for place in ("device", "host", "remote")
+        placement: next(answers(Scenario(placement=placement), None))["fleet"]  # type: ignore[arg-type]
+        for placement in ("device", "host", "remote")
     }
-    assert [one["place"] for one in found.values()] == ["GPU memory", "system memory", "parameter servers"]
+    assert [one["placement"] for one in found.values()] == ["GPU memory", "system memory", "parameter servers"]
     assert found["device"]["samples_per_s"] > found["host"]["samples_per_s"]
-    with_servers = next(answers(Scenario(place="remote", num_servers=7), None))["fleet"]
+    with_servers = next(answers(Scenario(placement="remote", num_servers=7), None))["fleet"]
     assert "7 sparse" in with_servers["servers"]
 
 

@@ -296,7 +296,7 @@ def _shown_machine(machine: Machine) -> list[str]:
 
 def _keep(root: Path, spec: RunSpec, choices: list[Choice]) -> None:
     """Add what was predicted to a run store, a machine that is too small with the reason."""
-    from rowstead.plan.predict import record_of
+    from rowstead.plan.predict import build_predicted_record
     from rowstead.records.store import RunStore, StoreEntry
     from rowstead.spec.parse import digest
     from rowstead.spec.record import Record, date_now
@@ -306,7 +306,7 @@ def _keep(root: Path, spec: RunSpec, choices: list[Choice]) -> None:
         facts: dict[str, str | int | float] = {"name": one.machine.name}
         record = Record(kind="predicted", name=spec.name, spec_digest=digest(spec), date=date, machine=facts)
         if one.best is not None:
-            record = record_of(one.best, spec, date=date)
+            record = build_predicted_record(one.best, spec, date=date)
         failure = None if one.best is not None else "does not fit"
         RunStore(root).add(StoreEntry(record=record, source="plan", axes={"machine": one.machine.name}, failure=failure))
 

@@ -1,4 +1,4 @@
-"""`placement: auto` on a machine that was measured: of the placements that fit, one with the shortest predicted step."""
+"""`placement: auto` on a measured machine: of the placements that fit, the one with the shortest predicted step."""
 
 from __future__ import annotations
 
@@ -13,36 +13,34 @@ from rowstead.spec.placement import Placement, PlacementSpec, TablePlacementSpec
 from rowstead.spec.run import RunSpec
 
 FRACTIONS = (0.5, 0.3, 0.2, 0.1, 0.05, 0.02, 0.01)
-"""Shares of the rows that caches are tried with."""
+"""Cache fractions to try."""
 AS_FAST = 1.02
-"""Predictions that are no further apart say nothing of which placement is faster."""
+"""Placements whose predictions differ by less than this factor count as equally fast."""
 
 
-def candidates(memories: Memories) -> dict[str, PlacementSpec]:
-    """What is tried, by what it is called: whole tables in fast memory, as many as leave room for caches of the others; or hot rows of all."""
+def list_candidates(memories: Memories) -> dict[str, PlacementSpec]:
+    """Placements to try, by description: whole tables in fast memory with caches for the others, or hot rows of all."""
     slower = "cached" if memories.has_gpu else "ssd"
-    found: dict[str, PlacementSpec] = {"what is read most per byte in the fastest memory": "auto"}
+    found: dict[str, PlacementSpec] = {"tables with the most reads per byte in the fastest memory": "auto"}
     for fraction in FRACTIONS:
-        found[f"whole tables, and {fraction:.0%} of the rows of the others"] = {
-            "*": TablePlacementSpec(cache_fraction=fraction)
-        }
+        found[f"whole tables, and caches of {fraction:.0%} for the others"] = {"*": TablePlacementSpec(cache_fraction=fraction)}
         rule = TablePlacementSpec(where=slower, cache_fraction=fraction)  # type: ignore[arg-type]
-        found[f"{fraction:.0%} of the rows of every table"] = {"*": rule}
+        found[f"a cache of {fraction:.0%} for every table"] = {"*": rule}
     if memories.has_gpu:
-        found["no row in the GPU's memory but those of batches under way"] = {"*": "host"}
+        found["all rows in system memory"] = {"*": "host"}
     return found
 
 
-def fitting(
+def list_fitting(
     spec: RunSpec,
     memories: Memories,
     *,
     mean_ids: Sequence[float] | None = None,
     tried: Mapping[str, PlacementSpec] | None = None,
 ) -> dict[str, Placement]:
-    """Those of the candidates that fit; of those with the same whole tables only the one with the largest caches, which is never slower."""
+    """The candidates that fit; of those with the same whole tables only the one with the largest caches, which is never slower."""
     found: dict[str, Placement] = {}
-    for name, rules in (candidates(memories) if tried is None else tried).items():
+    for name, rules in (list_candidates(memories) if tried is None else tried).items():
         try:
             placement = decide(dataclasses.replace(spec, placement=rules), memories, mean_ids=mean_ids)
         except RowsteadError:
@@ -55,48 +53,48 @@ def fitting(
 
 
 def _covers(one: Placement, other: Placement) -> bool:
-    """Whether all tables are in the same places, and no cache of the first is smaller than that of the second."""
+    """Whether all tables are in the same stores, and no cache of the first is smaller than that of the second."""
     return all(
         mine.where == its.where and (mine.cache_fraction or 0.0) >= (its.cache_fraction or 0.0)
         for mine, its in zip(one.tables, other.tables, strict=True)
     )
 
 
-def predicted_steps(
+def predict_steps(
     spec: RunSpec, memories: Memories, machine: Machine, *, mean_ids: Sequence[float] | None = None
 ) -> dict[str, tuple[Placement, float]]:
-    """Every placement that fits, with the predicted time of a step; without those of which times say nothing."""
-    found = fitting(spec, memories, mean_ids=mean_ids)
-    foreseen = {name: (placement, predict_run(spec, placement, machine)) for name, placement in found.items()}
-    return {name: (placement, one.step_s) for name, (placement, one) in foreseen.items() if one is not None}
+    """Every placement that fits, with the predicted time of a step; those that the measurements do not cover are left out."""
+    found = list_fitting(spec, memories, mean_ids=mean_ids)
+    predicted = {name: (placement, predict_run(spec, placement, machine)) for name, placement in found.items()}
+    return {name: (placement, one.step_s) for name, (placement, one) in predicted.items() if one is not None}
 
 
-def choice(tried: Mapping[str, tuple[Placement, float]]) -> str:
-    """The placement with the shortest predicted step; of those as fast the one with the largest caches: it depends least on what is predicted of them."""
+def choose_fastest(tried: Mapping[str, tuple[Placement, float]]) -> str:
+    """The placement with the shortest predicted step; of equally fast ones that with the largest caches, whose prediction is safest."""
     least_s = min(step_s for _, step_s in tried.values())
     as_fast = [name for name, (_, step_s) in tried.items() if step_s <= AS_FAST * least_s]
-    return max(as_fast, key=lambda name: (_least_kept(tried[name][0]), -tried[name][1]))
+    return max(as_fast, key=lambda name: (_smallest_fraction(tried[name][0]), -tried[name][1]))
 
 
-def _least_kept(placement: Placement) -> float:
-    """The share of its rows that are in fast memory, of the table of which it is least."""
+def _smallest_fraction(placement: Placement) -> float:
+    """The smallest share of a table's rows that is in fast memory."""
     return min((1.0 if table.where == "device" else table.cache_fraction or 0.0 for table in placement.tables), default=1.0)
 
 
-def fastest(
+def find_fastest_placement(
     spec: RunSpec, memories: Memories, machine: Machine, *, mean_ids: Sequence[float] | None = None
 ) -> Placement | None:
-    """The placement that is predicted to be fastest, with the reason in its tables; none where times say nothing of some of them."""
-    tried = predicted_steps(spec, memories, machine, mean_ids=mean_ids)
+    """The placement predicted to be fastest, with the reason in its tables; None if the measurements cover none of them."""
+    tried = predict_steps(spec, memories, machine, mean_ids=mean_ids)
     if not tried:
         return None
-    chosen = choice(tried)
+    chosen = choose_fastest(tried)
     best, step_s = tried[chosen]
-    why = f"predicted {step_s * 1e3:.3g} ms a step with {chosen}"
+    why = f"predicted {step_s * 1e3:.3g} ms per step with {chosen}"
     others = sorted((other_s, name) for name, (_, other_s) in tried.items() if name != chosen)
     if others:
         other_s, name = others[0]
-        why += f", of {len(tried)} placements that fit; the next, {name}, {other_s * 1e3:.3g} ms"
+        why += f", chosen from {len(tried)} placements that fit; next: {name}, {other_s * 1e3:.3g} ms"
         if other_s < step_s:
             why += " with smaller caches"
     return dataclasses.replace(best, tables=tuple(dataclasses.replace(table, why=why) for table in best.tables))

@@ -1,4 +1,4 @@
-"""The best set-up of a run on a machine: places tried in turn, servers added where they hold it up, remedies where nothing fits."""
+"""The best set-up of a run on a machine: all placements are tried, with more servers while those pay; remedies if nothing fits."""
 
 from __future__ import annotations
 
@@ -9,37 +9,38 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rowstead.plan.predict import Prediction, predict
-from rowstead.plan.setup import USABLE_SHARE, Place, Setup, dense_held_bytes, tables_on_devices
+from rowstead.plan.setup import USABLE_SHARE, Setup, dense_held_bytes, tables_on_devices
 from rowstead.plan.work import StepWork, step_work
 from rowstead.spec.machine import Machine, Precision
 from rowstead.spec.row_optimizers import LEAN_OPTIMIZER
 from rowstead.spec.run import RunSpec
 from rowstead.spec.sizes import shown_bytes
 from rowstead.spec.software import Software
+from rowstead.spec.stores import PlannedStore
 
 MAX_SERVERS = 4096
-"""Servers of one kind beyond which we give up."""
+"""Upper limit on the servers of one kind."""
 SATURATED_GAIN = 1.05
-"""Twice the parameter servers of a kind must give so much more, or they are not worth it."""
+"""Speed-up that doubling the parameter servers of a kind must give to be worth it."""
 KEPT_SPEED = 0.99
-"""Share of the speed that must be left when some of them are given up again."""
+"""Share of the speed that must remain when servers are removed again."""
 
 ServerKind = Literal["num_sparse_servers", "num_dense_servers"]
 SERVER_KINDS: tuple[ServerKind, ...] = ("num_sparse_servers", "num_dense_servers")
 
 Prefer = Literal["efficiency", "speed"]
-"""What the best set-up is best at: samples a joule (or a server, where some machine's power is not known), or samples a second."""
+"""What the best set-up maximises: samples per joule (per server where some power is unknown), or samples per second."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What a run would do best on one machine."""
+    """The best set-up of a run on one machine."""
 
     machine: Machine
     best: Prediction | None
-    """None where the model does not fit one such server, with or without parameter servers."""
+    """None if the model does not fit one such server, with or without parameter servers."""
     others: tuple[Prediction, ...] = ()
-    """The best set-ups of the other places, fastest first; those that do not fit are among them, last."""
+    """The best set-ups of the other placements, best first; those that do not fit come last."""
     remedies: tuple[str, ...] = ()
     """What would make it fit, with sizes."""
 
@@ -65,12 +66,12 @@ def choose(
         samples_per_s=samples_per_s,
     )
     found = []
-    for place in places_of(machine) if chooser.work.tables else ("device",):
-        of_place = [
-            one for batch_size in batch_sizes or (spec.train.batch_size,) for one in chooser.candidates(place, batch_size)
+    for placement in possible_placements(machine) if chooser.work.tables else ("device",):
+        of_placement = [
+            one for batch_size in batch_sizes or (spec.train.batch_size,) for one in chooser.candidates(placement, batch_size)
         ]
-        if of_place:
-            found.append(min(of_place, key=chooser.rank))
+        if of_placement:
+            found.append(min(of_placement, key=chooser.rank))
     fitting = sorted((one for one in found if one.fits), key=chooser.rank)
     failing = [one for one in found if not one.fits]
     if not fitting:
@@ -80,10 +81,10 @@ def choose(
     return Choice(machine=machine, best=fitting[0], others=(*fitting[1:], *failing))
 
 
-def places_of(machine: Machine) -> tuple[Place, ...]:
-    """Where a machine can have tables; other servers only where it has a network."""
-    near: tuple[Place, ...] = ("device", "mixed", "host") if machine.accelerators is not None else ("device",)
-    return (*near, "remote") if machine.network is not None else near
+def possible_placements(machine: Machine) -> tuple[PlannedStore, ...]:
+    """Where a machine can have tables; parameter servers need a network."""
+    local: tuple[PlannedStore, ...] = ("device", "mixed", "host") if machine.accelerators is not None else ("device",)
+    return (*local, "remote") if machine.network is not None else local
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,32 +98,32 @@ class Chooser:
     precision: Precision
     prefer: Prefer
     samples_per_s: float | None
-    """The speed that is wanted; without it one server is used as well as it can be."""
+    """The target speed; None for the best use of one server."""
 
-    def candidates(self, place: Place, batch_size: int) -> Iterator[Prediction]:
-        """The set-ups of one place that are worth a look: the fewest servers, and more of them as far as needed."""
+    def candidates(self, placement: PlannedStore, batch_size: int) -> Iterator[Prediction]:
+        """The set-ups of one placement to compare: the fewest servers, and more of them as far as needed."""
         machine, server = self.machine, self.server
-        if place == "remote" and server.network is None:
+        if placement == "remote" and server.network is None:
             return
         setup = Setup(
-            place=place,
+            placement=placement,
             batch_size=batch_size,
             num_devices=machine.num_devices,
-            server=server if place == "remote" else None,
-            num_sparse_servers=fewest_servers(self.work, server) if place == "remote" else 0,
-            num_dense_servers=1 if place == "remote" and machine.accelerators is None else 0,
+            server=server if placement == "remote" else None,
+            num_sparse_servers=fewest_servers(self.work, server) if placement == "remote" else 0,
+            num_dense_servers=1 if placement == "remote" and machine.accelerators is None else 0,
         )
-        if place == "mixed" and len(tables_on_devices(self.work, machine, setup)) in (0, len(self.work.tables)):
-            return  # that is another place
+        if placement == "mixed" and len(tables_on_devices(self.work, machine, setup)) in (0, len(self.work.tables)):
+            return  # same as another placement
         now = self.with_enough_servers(setup)
         yield now
-        if self.samples_per_s is not None and machine.network is not None and (now.fits or place != "remote"):
+        if self.samples_per_s is not None and machine.network is not None and (now.fits or placement != "remote"):
             yield from self.larger(now)
         else:
             yield self.with_fewest_servers(now)
 
     def larger(self, now: Prediction) -> Iterator[Prediction]:
-        """More trainers, until the speed that is wanted is reached or more do not help; then the fewest that reach it."""
+        """Add trainers until the target speed is reached or more do not help; then find the fewest that reach it."""
         assert self.samples_per_s is not None
         too_few = 0
         while not self.is_enough(now) and now.setup.num_trainers < MAX_SERVERS:
@@ -142,18 +143,18 @@ class Chooser:
         yield self.with_fewest(now)
 
     def is_enough(self, one: Prediction) -> bool:
-        """Whether a set-up fits and is as fast as is wanted."""
+        """Whether a set-up fits and reaches the target speed."""
         return one.fits and one.samples_per_s >= (self.samples_per_s or 0.0)
 
     def with_trainers(self, now: Prediction, num_trainers: int) -> Prediction:
         return self.with_enough_servers(dataclasses.replace(now.setup, num_trainers=num_trainers))
 
     def with_fewest(self, now: Prediction) -> Prediction:
-        """As few servers of any kind as reach the speed that is wanted, and then no trainer that these can do without."""
+        """The fewest servers of every kind that reach the target speed, then the fewest trainers with those."""
         while True:
             fewest = now = self.with_fewest_servers(now)
             while now.setup.num_trainers > 1:
-                tried = self.predicted(dataclasses.replace(now.setup, num_trainers=now.setup.num_trainers - 1))
+                tried = self.predict(dataclasses.replace(now.setup, num_trainers=now.setup.num_trainers - 1))
                 if not self.is_enough(tried):
                     break
                 now = tried
@@ -161,8 +162,8 @@ class Chooser:
                 return now
 
     def with_enough_servers(self, setup: Setup) -> Prediction:
-        """A prediction with so many parameter servers of each kind that twice as many are not worth it."""
-        now, before = self.predicted(setup), None
+        """A prediction with enough parameter servers of each kind that doubling them is not worth it."""
+        now, before = self.predict(setup), None
         while now is not before:
             before = now
             now = self.with_twice_the_servers(now, "num_sparse_servers")
@@ -170,7 +171,7 @@ class Chooser:
         return now
 
     def with_twice_the_servers(self, now: Prediction, kind: ServerKind) -> Prediction:
-        """The same, or one with twice as many of one kind where that is worth it, as often as it is."""
+        """Double the servers of one kind for as long as it is worth it."""
         while 0 < (count := getattr(now.setup, kind)) < MAX_SERVERS:
             after = self.with_servers(now, kind, 2 * count)
             gain = after.samples_per_s / now.samples_per_s
@@ -182,7 +183,7 @@ class Chooser:
         return now
 
     def with_fewest_servers(self, now: Prediction) -> Prediction:
-        """As few parameter servers as keep up the speed, or the one that is wanted: doubling has passed over their number."""
+        """Bisect for the fewest parameter servers that keep the speed, or the target speed, since doubling overshoots."""
         least_speed = KEPT_SPEED * now.samples_per_s
         if self.samples_per_s is not None and self.is_enough(now):
             least_speed = self.samples_per_s
@@ -198,20 +199,20 @@ class Chooser:
 
     def with_servers(self, now: Prediction, kind: ServerKind, count: int) -> Prediction:
         changed: dict[str, Any] = {kind: count}
-        return self.predicted(dataclasses.replace(now.setup, **changed))
+        return self.predict(dataclasses.replace(now.setup, **changed))
 
-    def predicted(self, setup: Setup) -> Prediction:
+    def predict(self, setup: Setup) -> Prediction:
         return predict(self.work, self.machine, self.software, setup, precision=self.precision)
 
     def cost(self, one: Prediction) -> float:
-        """Nameplate watts, or servers where the power of some is not known."""
+        """Nameplate watts, or the number of servers where some power is unknown."""
         setup = one.setup
         num_servers = setup.num_trainers + setup.num_sparse_servers + setup.num_dense_servers
         known = self.machine.power is not None and self.server.power is not None
         return one.watts if known and one.watts is not None else float(num_servers)
 
     def rank(self, one: Prediction) -> tuple[float, ...]:
-        """What fits comes first; then what is fast enough, the cheapest first; then the best at what is preferred."""
+        """Sort key: what fits first; then what is fast enough, the cheapest first; then the best by what is preferred."""
         if self.samples_per_s is not None:
             enough = self.is_enough(one)
             return not one.fits, not enough, self.cost(one) if enough else -one.samples_per_s
@@ -219,20 +220,20 @@ class Chooser:
 
 
 def fewest_servers(work: StepWork, server: Machine) -> int:
-    """As few servers as hold the tables."""
+    """The fewest servers that hold the tables."""
     return max(1, math.ceil(work.table_bytes / (server.host.memory.capacity_bytes * USABLE_SHARE)))
 
 
 def num_readers(work: StepWork, software: Software, server: Machine, samples_per_s: float) -> int:
-    """Reader servers that keep up with a speed: they pack messages, and send them over their network."""
-    a_second = samples_per_s * work.input_bytes
-    cores = a_second / (software.message_bytes_per_s_per_core * server.host.num_cores)
-    wire = a_second / server.network.bandwidth_bytes_per_s if server.network is not None else 0.0
+    """Reader servers needed for a speed: they pack messages and send them over their network."""
+    input_bytes_per_s = samples_per_s * work.input_bytes
+    cores = input_bytes_per_s / (software.message_bytes_per_s_per_core * server.host.num_cores)
+    wire = input_bytes_per_s / server.network.bandwidth_bytes_per_s if server.network is not None else 0.0
     return max(1, math.ceil(max(cores, wire)))
 
 
 def remedies(spec: RunSpec, machine: Machine, server: Machine, *, batch_size: int | None = None) -> tuple[str, ...]:
-    """What would make a model fit, each with its sizes."""
+    """What would make a model fit, with sizes."""
     work, batch_size = step_work(spec), batch_size or spec.train.batch_size
     has_devices = machine.accelerators is not None
     memory = machine.accelerators.memory if machine.accelerators is not None else machine.host.memory
@@ -240,40 +241,38 @@ def remedies(spec: RunSpec, machine: Machine, server: Machine, *, batch_size: in
     usable, dense = memory.capacity_bytes * USABLE_SHARE, dense_held_bytes(work, batch_size)
     if dense > usable:  # tables or not
         return (_smaller_dense_part(work, usable, batch_size, where),)
-    room = (usable - dense) * machine.num_devices
-    host_room = machine.host.memory.capacity_bytes * USABLE_SHARE if has_devices else 0.0
+    free_bytes = (usable - dense) * machine.num_devices
+    host_bytes = machine.host.memory.capacity_bytes * USABLE_SHARE if has_devices else 0.0
     found = []
-    if machine.network is not None and work.table_bytes > room:
-        many = math.ceil(work.table_bytes / room)
+    if machine.network is not None and work.table_bytes > free_bytes:
+        many = math.ceil(work.table_bytes / free_bytes)
         found.append(
-            f"use {many} such servers: their {where} has {shown_bytes(many * room)} for the tables' {shown_bytes(work.table_bytes)}"
+            f"use {many} such servers: their {where} has {shown_bytes(many * free_bytes)} for tables of {shown_bytes(work.table_bytes)}"
         )
     if machine.network is not None and server.network is not None:
         count = fewest_servers(work, server)
         found.append(f"put the tables on {count} sparse parameter server{'s' if count > 1 else ''} ({server.name})")
-    found += _smaller_rows(spec, work.table_bytes, max(room, host_room))
-    scale = max(room, host_room) / work.table_bytes if work.table_bytes else 1.0
+    found += _smaller_rows(spec, work.table_bytes, max(free_bytes, host_bytes))
+    scale = max(free_bytes, host_bytes) / work.table_bytes if work.table_bytes else 1.0
     if scale < 1:
         found.append(
-            f"set scale={spec.scale * scale * 0.95:.2g}, so that tables shrink to {shown_bytes(max(room, host_room) * 0.95)}"
+            f"set scale={spec.scale * scale * 0.95:.2g}, which shrinks tables to {shown_bytes(max(free_bytes, host_bytes) * 0.95)}"
         )
     return tuple(found)
 
 
 def _smaller_dense_part(work: StepWork, usable_bytes: float, batch_size: int, where: str) -> str:
-    """What to do about activations and parameters that do not fit by themselves."""
+    """The remedy for activations and parameters that do not fit even without tables."""
     fixed = dense_held_bytes(work, 0)
     largest = int((usable_bytes - fixed) / (dense_held_bytes(work, 1) - fixed))
     if largest < 1:
-        return (
-            f"make the MLPs smaller: parameters, gradients and state take {shown_bytes(fixed)} of {where}, tables not counted"
-        )
+        return f"make the MLPs smaller: parameters, gradients and state take {shown_bytes(fixed)} of {where} without tables"
     held = dense_held_bytes(work, batch_size)
-    return f"use a batch of {largest:,} or less (train.batch_size, --batch): with {batch_size:,} the dense part takes {shown_bytes(held)} of {where}, tables not counted"
+    return f"use a batch of {largest:,} or less (train.batch_size, --batch): with {batch_size:,} the dense part takes {shown_bytes(held)} of {where} without tables"
 
 
-def _smaller_rows(spec: RunSpec, table_bytes: int, room: float) -> list[str]:
-    """Settings with which rows take less, each alone and both together, unless one is enough."""
+def _smaller_rows(spec: RunSpec, table_bytes: int, free_bytes: float) -> list[str]:
+    """Settings that make rows smaller, each by itself, and both together unless one is enough."""
     optimizer = dataclasses.replace(spec.train.sparse_optimizer, kind=LEAN_OPTIMIZER)
     less_state = dataclasses.replace(spec, train=dataclasses.replace(spec.train, sparse_optimizer=optimizer))
     found: list[str] = []
@@ -285,9 +284,9 @@ def _smaller_rows(spec: RunSpec, table_bytes: int, room: float) -> list[str]:
     ):
         smaller = step_work(changed).table_bytes
         if smaller < table_bytes and (text != "both" or (len(found) == 2 and not is_enough)):
-            is_enough = is_enough or smaller <= room
-            short = "" if smaller <= room else ", which is not enough by itself"
-            found.append(f"set {text}: {shown_bytes(table_bytes)} become {shown_bytes(smaller)}{short}")
+            is_enough = is_enough or smaller <= free_bytes
+            short = "" if smaller <= free_bytes else ", not enough by itself"
+            found.append(f"set {text}: shrinks tables from {shown_bytes(table_bytes)} to {shown_bytes(smaller)}{short}")
     return found
 
 
@@ -297,23 +296,23 @@ def _in_bf16(spec: RunSpec) -> RunSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Requirements:
-    """What a machine needs at least to train a model at a speed, were it used perfectly."""
+    """Minimum capacities of a machine that trains a model at a speed, at full utilisation."""
 
     samples_per_s: float
     memory_bytes: float
-    """Tables with their optimizer's state, and the dense part."""
+    """Tables with their optimizer state, and the dense part."""
     memory_bytes_per_s: float
-    """Rows read and updated, whole 64-byte lines, and activations."""
+    """Rows read and updated, in whole 64-byte lines, and activations."""
     flops_per_s: float
     """FP32 arithmetic of the dense part."""
     exchange_bytes_per_s: float
-    """Pooled vectors and their gradients between where rows live and where examples are, each direction."""
+    """Pooled vectors and their gradients between tables and examples, in each direction."""
     input_bytes_per_s: float
     """Batches from readers."""
 
 
 def requirements(spec: RunSpec, samples_per_s: float) -> Requirements:
-    """The capacities that a future machine needs for this model at this speed."""
+    """The capacities that a machine needs for this model at this speed."""
     work = step_work(spec)
     rows = sum(
         table.ids_per_sample * (3 * math.ceil(table.row_bytes / 64) * 64 + 2 * math.ceil(table.state_bytes / 64) * 64)

@@ -1,4 +1,4 @@
-"""What it costs n devices to exchange: all-reduce and all-to-all on each topology, and over servers."""
+"""Seconds of collectives: all-reduce and all-to-all on each topology, and between servers."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from rowstead.spec.machine import Accelerators, Topology
 
 CUBE_MESH_DIRECT = 4
-"""Others that a GPU of a hybrid cube mesh of eight has a link to; the remaining three are two hops away."""
+"""Peers that a GPU of a hybrid cube mesh of eight has a link to; the remaining three are two hops away."""
 
 
 @dataclass(frozen=True)
 class Fabric:
-    """How devices reach each other: a topology, what one device sends in one direction, and the time to the first byte."""
+    """The links between devices: topology, bandwidth of one device in one direction, and latency."""
 
     topology: Topology
     bytes_per_s: float
@@ -21,9 +21,9 @@ class Fabric:
 
 
 def fabric_of(accelerators: Accelerators, num_used: int) -> Fabric:
-    """The fabric between some devices of a server; without links of its own a device reaches the others through the host's memory.
+    """The fabric between `num_used` devices of a server; without peer links they communicate through host memory.
 
-    Links that are wired to devices which are not used stay idle; only a switch lends them to others.
+    Links to unused devices stay idle, except on a switch.
     """
     peer, link = accelerators.peer_link, accelerators.host_link
     if peer is None or peer.bandwidth_bytes_per_s is None:
@@ -35,16 +35,16 @@ def fabric_of(accelerators: Accelerators, num_used: int) -> Fabric:
 
 
 def _num_wired(topology: Topology, num_devices: int) -> int:
-    """Others to which a device has a link of its own."""
+    """Peers to which a device has a direct link."""
     return hops_of(topology, num_devices).count(1)
 
 
 def all_reduce_s(fabric: Fabric, num_devices: int, num_bytes: float) -> float:
-    """Seconds until all devices have the sum of their `num_bytes`, by the faster of two ways.
+    """Seconds of an all-reduce of `num_bytes`, by the faster of ring and tree.
 
-    In a ring, which each of these topologies contains, every device sends 2 (n - 1) / n of the bytes in as many rounds; a hybrid
-    cube mesh uses all its links by several rings. In a tree all bytes go up and down in few rounds, which is better for little.
-    Through the host, each part goes up and down one after the other.
+    In a ring, which each of these topologies contains, every device sends 2 (n - 1) / n of the bytes in 2 (n - 1) rounds; a hybrid
+    cube mesh uses all its links in several rings. A tree needs fewer rounds, which is faster for small messages.
+    Through the host, each part is copied up and down one after the other.
     """
     if num_devices == 1 or num_bytes == 0:
         return 0.0
@@ -57,9 +57,9 @@ def all_reduce_s(fabric: Fabric, num_devices: int, num_bytes: float) -> float:
 
 
 def all_to_all_s(fabric: Fabric, num_devices: int, num_bytes: float) -> float:
-    """Seconds until each device has its n-th of what every other device sent, `num_bytes` sent by each in all.
+    """Seconds of an all-to-all in which each device sends `num_bytes` in total, an n-th of it to itself.
 
-    An n-th of the bytes stays at home. All are sent at once; what goes further than one hop takes the links of those between.
+    All sends overlap; a message that takes several hops occupies the links of the devices in between.
     """
     if num_devices == 1 or num_bytes == 0:
         return 0.0
@@ -82,7 +82,7 @@ def hops_of(topology: Topology, num_devices: int) -> list[int]:
 
 
 def mean_hops(topology: Topology, num_devices: int) -> float:
-    """Links that a byte takes on average between two different devices."""
+    """Mean number of links between two devices."""
     hops = hops_of(topology, num_devices)
     return sum(hops) / len(hops) if hops else 0.0
 

@@ -1,8 +1,8 @@
-"""A fleet whose trainers, servers and readers are processes of one machine: each has one thread, and all share the cores.
+"""A fleet whose trainers, servers and readers are single-threaded processes that share the cores of one machine.
 
-What crosses a network elsewhere is copied by cores here, so a message is work of both ends. One request goes to each server for a look-up,
-and one for an update. With one step in flight a look-up waits until the update before it is done, as without staleness; with more it is
-answered while the trainer is at work on another batch.
+Messages are copied by cores instead of a network, so a message is work for both ends. Each server gets one request per look-up and one
+per update. With one step in flight a look-up waits for the previous update (no staleness); with more it is answered while the trainer
+works on another batch.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from rowstead.plan.cost import Processor, host_processor
 from rowstead.plan.schedule import Task, busy_s, faster, period_s
 from rowstead.plan.trainer import TrainerStep
 from rowstead.plan.work import TableWork
+from rowstead.spec.phases import STEP, Phase
 from rowstead.spec.sharing import Sharing
 
 SERVERS, DENSE, READERS = "sparse servers", "dense servers", "readers"
 SENT_ID_BYTES = 4
-"""Of an id that travels."""
+"""Bytes of an id in a message."""
 ROWS_SHARE = 0.75
-"""Distinct rows travel instead of ids and pooled vectors where they take this share of the bytes or less, there and back; then the trainer does
-what else the server does."""
+"""Distinct rows are sent instead of pooled vectors where they take this share of the bytes or less, both ways; then the trainer pools."""
 NUM_SERVED = 2
-"""Requests of a step to each server: while one is waited for, no core is at work."""
+"""Requests per step to each server; no core works during the waiting time of one."""
 SHARPNESS = 4.0
-"""How sharply the slower of two limits decides: a step is a little longer than the longer one where they are equal. Of 18 fleets on two cores it
-gave 4 % from the processor time that they had used, and the longer one alone 7 %."""
+"""Exponent of the smooth maximum of two limits: where they are equal, a step takes a little longer than either. On 18 fleets with two cores
+the error was 4 % with it and 7 % with the plain maximum, given the processor time that they had used."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ColocatedTrainer(TrainerStep):
-    """One trainer of such a fleet, as the tasks of its step; those of the others are alike."""
+    """One trainer of such a fleet and the tasks of its step; all trainers are alike."""
 
     @property
     def compute(self) -> str:
@@ -42,21 +42,21 @@ class ColocatedTrainer(TrainerStep):
 
     @property
     def sharing(self) -> Sharing:
-        """What was measured of such processes."""
-        assert self.software.sharing is not None, "predict refuses machines on which it was not measured"
+        """Measured times of such processes."""
+        assert self.software.sharing is not None, "predict rejects machines without these measurements"
         return self.software.sharing
 
     @functools.cached_property
     def processor(self) -> Processor:
         """One core."""
         processor, sharing = host_processor(self.machine, self.software), self.sharing
-        assert processor.timings is not None, "whoever measures processes that share cores measures the parts of a step"
+        assert processor.timings is not None, "calibration measures `sharing` together with `timings`"
         phases = {name: getattr(sharing, name) for name in ("dense", "lookup", "update", "dense_optimizer")}
         return replace(processor, timings=dataclasses.replace(processor.timings, layers=(sharing.layers,), **phases))
 
     @property
     def is_exact(self) -> bool:
-        """Whether a look-up waits for the update before it."""
+        """Whether a look-up waits for the previous update."""
         return self.setup.in_flight == 1
 
     @property
@@ -65,126 +65,150 @@ class ColocatedTrainer(TrainerStep):
 
     def tasks(self) -> list[Task]:
         """The step, in the order in which its tasks are issued."""
-        return self.shared([*self.reading(), *self.looking_up(), *self.dense(), *self.synchronising(), *self.going_back()])
+        in_step = [
+            *self.input_tasks(),
+            *self.overhead_tasks(),
+            *self.lookup_tasks(),
+            *self.grouping_tasks(),
+            *self.dense_tasks(),
+            *self.dense_update_tasks(),
+            *self.row_update_tasks(),
+        ]
+        return self.on_shared_cores(in_step)
 
-    def reading(self) -> list[Task]:
-        """A reader hands over the batch, ready to be trained on, while the batch before is trained on."""
+    def input_tasks(self) -> list[Task]:
+        """A reader sends the next batch during the current step."""
         if not self.setup.has_input:
             return []
         numbers = 4 * self.work.num_dense + 4
         num_bytes = self.server_batch * (numbers + SENT_ID_BYTES * self.work.ids_per_sample)
         seconds = self.sharing.handing.seconds(num_calls=1, num_bytes=num_bytes)
-        return [Task(name="receive batch", resource=READERS, seconds=seconds, hidden=True)]
+        return [Task(name="receive batch", phase=Phase.DATA, resource=READERS, seconds=seconds, hidden=True)]
 
-    def looking_up(self) -> list[Task]:
-        """Every server is asked, and pools what it has; what comes back is put together."""
+    def lookup_tasks(self) -> list[Task]:
+        """Every server gets a request and pools its rows; the trainer merges the replies."""
         asking, count = self.sharing.asking, self.setup.num_sparse_servers
         return [
-            *([] if self.is_exact else [self.cut(after=())]),
-            Task(name="ask", resource=self.compute, seconds=asking.seconds(num_calls=count)),
-            self.served("serve", update=False, after=("ask",)),
-            Task(name="take answers", resource=self.compute, seconds=self.vectors_s, after=("serve",)),
+            *([] if self.is_exact else [self.partition_ids(Phase.LOOKUP, after=())]),
+            self.compute_task("send requests", Phase.LOOKUP, asking.seconds(num_calls=count), after=()),
+            self.served("serve", Phase.LOOKUP, update=False, after=("send requests",)),
+            self.compute_task("merge replies", Phase.LOOKUP, self.vectors_s, after=("serve",)),
         ]
 
-    def dense(self) -> list[Task]:
-        """The dense part begins when all answers are there."""
-        work, batch, processor, precision = self.work, self.setup.batch_size, self.processor, self.precision
-        layers_s = sum(cost.layers_s(processor, work, layers, batch, precision, passes=3) for layers in (work.bottom, work.top))
-        meet_s = cost.interaction_s(processor, work, batch, precision, passes=3)
-        after = ("take answers",)
-        return [*self.beside(), Task(name="dense", resource=self.compute, seconds=layers_s + meet_s, after=after)]
+    def dense_tasks(self) -> list[Task]:
+        """Forward and backward pass of the dense part, once all replies have arrived."""
+        forward_s, backward_s = (self.bottom_s(passes=passes) + self.top_s(passes=passes) for passes in (1, 2))
+        return [
+            self.compute_task("dense forward", Phase.FORWARD, forward_s, after=("merge replies",)),
+            self.compute_task("dense backward", Phase.BACKWARD, backward_s, after=("dense forward",)),
+        ]
 
-    def synchronising(self) -> list[Task]:
-        """Now and then the dense parameters go to the dense server, and a difference comes back that is added; then the optimizer steps."""
+    def dense_update_tasks(self) -> list[Task]:
+        """Every `sync_every` steps dense parameters are averaged with the dense server; then the optimizer steps."""
+        seconds, after = cost.dense_update_s(self.processor, self.work), ("dense backward", "average dense")
         return [
             *(self.average() if self.setup.num_dense_servers else ()),
-            Task(
-                name="dense update",
-                resource=self.compute,
-                seconds=cost.dense_update_s(self.processor, self.work),
-                after=("dense", "average dense"),
-            ),
+            self.compute_task("dense update", Phase.DENSE_UPDATE, seconds, after=after),
         ]
 
     def average(self) -> list[Task]:
-        """An exchange with the centre, of each step its share."""
+        """Averaging with the dense server; each step is charged its share."""
         seconds = self.sharing.averaging.seconds(num_calls=1, num_bytes=self.work.dense_bytes) / self.setup.sync_every
         busy = seconds * self.setup.num_trainers
-        return [Task(name="average dense", resource=DENSE, seconds=seconds, busy_s=busy, after=("dense",))]
-
-    def going_back(self) -> list[Task]:
-        """Gradients go to the servers, which apply them while the next batch is cut; an exact look-up waits for that."""
-        seconds = self.sharing.asking.seconds(num_calls=self.setup.num_sparse_servers) + self.vectors_s
-        applied = self.served("apply gradients", update=True, after=("send gradients",))
         return [
-            Task(name="send gradients", resource=self.compute, seconds=seconds, after=("dense update",)),
-            replace(applied, hidden=not self.is_exact),
-            *([self.cut(after=("send gradients",))] if self.is_exact else []),
+            Task(
+                name="average dense", phase=Phase.SYNC, resource=DENSE, seconds=seconds, busy_s=busy, after=("dense backward",)
+            )
         ]
 
-    def cut(self, *, after: tuple[str, ...]) -> Task:
-        """The ids of a batch are sorted by servers, and those that repeat are found."""
+    def row_update_tasks(self) -> list[Task]:
+        """Gradients go to the servers, which apply them while the next batch is partitioned; an exact look-up waits for that."""
+        seconds = self.sharing.asking.seconds(num_calls=self.setup.num_sparse_servers) + self.vectors_s
+        applied = self.served("apply gradients", Phase.ROW_UPDATE, update=True, after=("send gradients",))
+        return [
+            self.compute_task("send gradients", Phase.ROW_UPDATE, seconds, after=("dense update",)),
+            replace(applied, hidden=not self.is_exact),
+            *([self.partition_ids(Phase.ROW_UPDATE, after=("send gradients",))] if self.is_exact else []),
+        ]
+
+    def partition_ids(self, phase: Phase, *, after: tuple[str, ...]) -> Task:
+        """The ids of a batch are partitioned by server and deduplicated; an exact look-up does that for the next batch."""
         asking, answering, batch = self.sharing.asking, self.sharing.answering, self.server_batch
         ids_here = sum(table.ids_per_sample for table in self.pooled_here)
         seconds = asking.seconds(num_ids=batch * self.work.ids_per_sample) + answering.seconds(num_ids=batch * ids_here)
-        return Task(name="cut batch", resource=self.compute, seconds=seconds, after=after)
+        return self.compute_task("partition ids", phase, seconds, after=after)
 
-    def served(self, name: str, *, update: bool, after: tuple[str, ...]) -> Task:
-        """What each sparse server does for a batch, with the messages; for each trainer in turn."""
+    def served(self, name: str, phase: Phase, *, update: bool, after: tuple[str, ...]) -> Task:
+        """What each sparse server does for a batch, messages included, for one trainer after the other."""
         count, tables, processor = self.setup.num_sparse_servers, self.off_devices, self.processor
-        batch, there = self.server_batch / count, [table for table in tables if table not in self.pooled_here]
+        batch, pooled = self.server_batch / count, [table for table in tables if table not in self.pooled_here]
         if update:
             rows_s = cost.update_s(processor, tables, batch, self.software, num_sharing=count)
         else:
             rows_s = cost.lookup_s(processor, tables, batch, num_sharing=count)
         messages_s = self.sharing.answering.seconds(
             num_calls=1,
-            num_ids=0.0 if update else batch * sum(table.ids_per_sample for table in there),
-            num_bytes=batch * sum(table.pooled_bytes for table in there),
+            num_ids=0.0 if update else batch * sum(table.ids_per_sample for table in pooled),
+            num_bytes=batch * sum(table.pooled_bytes for table in pooled),
         )
         seconds = rows_s + messages_s + self.sharing.waiting_s
-        return Task(name=name, resource=SERVERS, seconds=seconds, busy_s=seconds * self.setup.num_trainers, after=after)
+        busy = seconds * self.setup.num_trainers
+        return Task(name=name, phase=phase, resource=SERVERS, seconds=seconds, busy_s=busy, after=after)
 
     @property
     def vectors_s(self) -> float:
-        """What the trainer does with pooled vectors, or with their gradients."""
+        """Seconds of the trainer to read pooled vectors from messages, or to write their gradients."""
         bytes_here = sum(table.pooled_bytes for table in self.pooled_here)
-        asked_s = self.sharing.asking.seconds(num_bytes=self.server_batch * self.work.pooled_bytes)
-        return asked_s + self.sharing.answering.seconds(num_bytes=self.server_batch * bytes_here)
+        merged_s = self.sharing.asking.seconds(num_bytes=self.server_batch * self.work.pooled_bytes)
+        return merged_s + self.sharing.answering.seconds(num_bytes=self.server_batch * bytes_here)
 
     @functools.cached_property
     def pooled_here(self) -> tuple[TableWork, ...]:
-        """Tables of which rows travel, since many repeat in a batch."""
-        return tuple(table for table in self.off_devices if rows_travel(table, self.server_batch))
+        """Tables that the trainer pools from rows, since many ids repeat in a batch."""
+        return tuple(table for table in self.off_devices if sends_rows(table, self.server_batch))
 
-    def shared(self, tasks: Sequence[Task]) -> list[Task]:
-        """The same tasks on cores that are everybody's.
+    def on_shared_cores(self, tasks: Sequence[Task]) -> list[Task]:
+        """The same tasks on cores that all processes share.
 
-        The more cores are busy the longer each task takes; and all processes together cannot be faster than all cores are. Nor are
-        they as fast as the slower of the two: the nearer the time of one step alone is to that of all cores, the more often a thread that
-        could go on waits for a core, and a core for a thread.
+        The more cores are busy, the longer each task takes; and all processes together are limited by the number of cores. The closer
+        these two limits are, the more often a runnable thread waits for a core, or a core for a thread.
         """
         setup, cores, crowding = self.setup, self.machine.host.num_cores, self.sharing.crowding
-        alone_s = period_s(tasks, in_flight=setup.in_flight)
+        single_s = period_s(tasks, in_flight=setup.in_flight)
         of_one = busy_s([replace(task, busy_s=None) for task in tasks])
         of_one[SERVERS] = setup.num_sparse_servers * (of_one[SERVERS] - NUM_SERVED * self.sharing.waiting_s)
         all_s = setup.num_trainers * sum(of_one.values())
-        others = min(1.0, max(0.0, all_s / alone_s - 1) / (cores - 1)) if cores > 1 else 0.0
+        others = min(1.0, max(0.0, all_s / single_s - 1) / (cores - 1)) if cores > 1 else 0.0
         slowed = faster(tasks, of_one, 1 + (crowding - 1) * others)
-        alone_s = period_s(slowed, in_flight=setup.in_flight)
+        single_s = period_s(slowed, in_flight=setup.in_flight)
         busiest_s = crowding * all_s / cores if cores > 1 else all_s
-        if cores > 1:  # one alone is never idle
-            near = min(alone_s, busiest_s) / max(alone_s, busiest_s)
-            waiting = (1 + near**SHARPNESS) ** (1 / SHARPNESS)
-            if busiest_s < alone_s:
+        if cores > 1:  # a single core is never idle
+            closeness = min(single_s, busiest_s) / max(single_s, busiest_s)
+            waiting = (1 + closeness**SHARPNESS) ** (1 / SHARPNESS)
+            if busiest_s < single_s:
                 slowed = faster(slowed, of_one, waiting)
             else:
                 busiest_s *= waiting
-        return [*slowed, Task(name="all processes", resource="shared cores", seconds=busiest_s, hidden=True)]
+        by_phase = {phase: sum(task.seconds for task in tasks if task.phase is phase) for phase in STEP}
+        whole_s = sum(by_phase.values())
+        shares = {phase: seconds / whole_s for phase, seconds in by_phase.items() if seconds}
+        return [
+            *slowed,
+            *(
+                Task(
+                    name=f"all processes, {phase.value}",
+                    phase=phase,
+                    resource="shared cores",
+                    seconds=busiest_s * share,
+                    hidden=True,
+                )
+                for phase, share in shares.items()
+            ),
+        ]
 
 
-def rows_travel(table: TableWork, batch_size: float) -> bool:
-    """Whether the different rows of a batch travel, and their gradients back, instead of ids and pooled vectors."""
+def sends_rows(table: TableWork, batch_size: float) -> bool:
+    """Whether the distinct rows of a batch are sent, and their gradients back, instead of pooled vectors."""
     rows = table.distinct_rows(batch_size) * (SENT_ID_BYTES + 2 * table.row_bytes)
     pooled = batch_size * (SENT_ID_BYTES * table.ids_per_sample + table.num_features + 2 * table.pooled_bytes)
     return rows <= ROWS_SHARE * pooled

@@ -1,4 +1,4 @@
-"""Seconds of the parts of a step on one processor: matrix products, activations, rows read and updated."""
+"""Seconds of the parts of a step on one processor: matrix products, activations, row look-ups and updates."""
 
 from __future__ import annotations
 
@@ -13,78 +13,78 @@ from rowstead.spec.software import Software
 from rowstead.spec.timings import Timings
 
 ACTIVATION_TOUCHES = 6
-"""Times that an activation is read or written in a step: bias, ReLU and the next layer, and their gradients."""
+"""Reads and writes of an activation per step: bias, ReLU and the next layer, and their gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Processor:
-    """What computes: the cores of a host, or one accelerator."""
+    """The cores of a host, or one accelerator."""
 
     compute: Compute
     memory: Memory
     gemm_share: float
     random_share: float
     call_s: float
-    """Least time of an operator beside its work: its dispatch on a CPU, its kernel's latency on an accelerator."""
+    """Overhead of an operator: its dispatch on a CPU, its kernel's latency on an accelerator."""
     calls_per_layer: float = 3.0
     """Operators of a linear layer in one step."""
     activation_share: float = 1.0
     """Share of the bandwidth that operators between matrix products reach."""
     timings: Timings | None = None
-    """What parts of a step take, where that was measured; the rates above are used without it."""
+    """Measured times of the parts of a step; without them the rates above are used."""
 
     def gemm_s(self, flops: float, precision: Precision, *, num_calls: float = 1.0) -> float:
         """Seconds of matrix products."""
         return flops / (self.compute.flops_per_s(precision) * self.gemm_share) + num_calls * self.call_s
 
     def stream_s(self, num_bytes: float, *, held_bytes: float | None = None) -> float:
-        """Seconds to read or write bytes in order; what the cache can hold of `held_bytes` moves at its speed."""
+        """Seconds to read or write bytes sequentially; the share of `held_bytes` that fits in the cache moves at its speed."""
         held = num_bytes if held_bytes is None else held_bytes
         cached = min(1.0, self.memory.cache_bytes / held) if held > 0 else 0.0
         fast = self.memory.cache_bandwidth_bytes_per_s or self.memory.bandwidth_bytes_per_s
         return num_bytes * (cached / fast + (1 - cached) / self.memory.bandwidth_bytes_per_s)
 
-    def rings(self, piece_bytes: float) -> list[tuple[float, float]]:
-        """How long one piece takes at random: bytes that are read most often, and seconds of a piece among them; then the next.
+    def levels(self, access_bytes: float) -> list[tuple[float, float]]:
+        """Levels of the memory hierarchy for random accesses: capacity up to that level, and seconds per access within it.
 
-        A curve of times within so many bytes gives what those cost that are in the next larger but not in the smaller.
+        A measured curve gives the mean time within a working set; the time of a level follows from the difference to the smaller one.
         """
-        if piece_bytes not in self._known_rings:  # tables have few widths, and each asks several times
-            self._known_rings[piece_bytes] = self._rings_of(piece_bytes)
-        return self._known_rings[piece_bytes]
+        if access_bytes not in self._known_levels:  # tables have few widths
+            self._known_levels[access_bytes] = self._levels_of(access_bytes)
+        return self._known_levels[access_bytes]
 
     @functools.cached_property
-    def _known_rings(self) -> dict[float, list[tuple[float, float]]]:
+    def _known_levels(self) -> dict[float, list[tuple[float, float]]]:
         return {}
 
-    def _rings_of(self, piece_bytes: float) -> list[tuple[float, float]]:
+    def _levels_of(self, access_bytes: float) -> list[tuple[float, float]]:
         if self.timings is None:
-            slow = self.memory.random_bytes_per_s(piece_bytes) * self.random_share
+            slow = self.memory.random_bytes_per_s(access_bytes) * self.random_share
             fast = max((self.memory.cache_bandwidth_bytes_per_s or slow) * self.random_share, slow)
-            moved = self.memory.lines(piece_bytes)
+            moved = self.memory.lines(access_bytes)
             return [(self.memory.cache_bytes, moved / fast), (math.inf, moved / slow)]
         curve = self.timings.read_row
         found, before, spent = [], 0.0, 0.0
         for within in curve.axes[0].sizes:
-            now = within * curve.at(within, piece_bytes)
+            now = within * curve.at(within, access_bytes)
             found.append((within, max((now - spent) / (within - before), 1e-12)))
             before, spent = within, now
         return [*found[:-1], (math.inf, found[-1][1])]
 
     def bag_s(self, table: TableWork) -> float:
-        """Seconds to write an example's pooled vectors of a table."""
+        """Seconds to write the pooled vectors of a table for one example."""
         if self.timings is None:
             return table.pooled_bytes / self.memory.bandwidth_bytes_per_s
         return table.num_features * self.timings.bag.at(4 * table.width)
 
     def update_id_s(self, table: TableWork, software: Software) -> float:
-        """Seconds of an update for each id, besides its row: its bag's gradient is read."""
+        """Seconds of an update per id, besides its row: the gradient of its bag is read."""
         if self.timings is None:
             return (4 * table.width + software.grouping_bytes_per_id) / self.memory.bandwidth_bytes_per_s
         return self.timings.update_id.at(4 * table.width)
 
     def update_row_s(self, table: TableWork, shares: Sequence[float], within_bytes: float) -> float:
-        """Seconds to read and write a row and its state, with shares of the rings, or within so many bytes where that was measured."""
+        """Seconds to read and write a row and its state, from shares of the levels, or from measured times within so many bytes."""
         if self.timings is None:
             return 2 * (_expected_s(self, table.row_bytes, shares) + _expected_s(self, table.state_bytes, shares))
         more = (table.row_bytes + table.state_bytes) / (table.row_bytes + 4)
@@ -127,9 +127,9 @@ def layers_s(
     if processor.timings is not None:
         parts_s = sum(
             _layer_s(
-                processor.timings, layer, batch_size, precision, passes=passes, is_first=layers is work.bottom and not place
+                processor.timings, layer, batch_size, precision, passes=passes, is_first=layers is work.bottom and not index
             )
-            for place, layer in enumerate(layers)
+            for index, layer in enumerate(layers)
         )
         return processor.timings.dense.seconds(parts_s, passes / 3 * batch_size * layer_bytes(layers))
     flops = batch_size * passes * sum(layer.forward_flops for layer in layers)
@@ -140,17 +140,17 @@ def layers_s(
 
 
 def layer_bytes(layers: Sequence[Layer]) -> float:
-    """What layers get from other parts of a step and leave to them, for one example."""
+    """Inputs and outputs of layers, for one example."""
     return 4.0 * sum(layer.inputs + layer.outputs for layer in layers)
 
 
 def interaction_in_step_bytes(work: StepWork) -> float:
-    """The same of the interaction: pooled vectors, and their gradients."""
+    """The same for the interaction: pooled vectors and their gradients."""
     return 2.0 * work.pooled_bytes
 
 
 def _layer_s(timings: Timings, layer: Layer, batch_size: int, precision: Precision, *, passes: int, is_first: bool) -> float:
-    """Seconds of one layer as it was measured; the input of a first one needs no gradient."""
+    """Measured seconds of one layer; the input of the first layer needs no gradient."""
     times, sizes = timings.of_layers(precision), (batch_size, layer.inputs, layer.outputs)
     seconds = 0.0
     if passes != 2:
@@ -177,7 +177,7 @@ def interaction_s(processor: Processor, work: StepWork, batch_size: int, precisi
 
 
 ADAGRAD_TOUCHES = 5
-"""Times that Adagrad reads or writes each of its numbers: gradient, and parameter and state twice."""
+"""Reads and writes of Adagrad per element: the gradient once, parameter and state twice."""
 
 
 def dense_update_s(processor: Processor, work: StepWork) -> float:
@@ -190,24 +190,24 @@ def dense_update_s(processor: Processor, work: StepWork) -> float:
 
 
 def fill_s(processor: Processor, work: StepWork, batch_size: int) -> float:
-    """Seconds to copy a batch to the fixed memory that a step reads, where it has such memory."""
+    """Seconds to copy a batch to the static buffers of a CUDA graph; 0 without them."""
     if processor.timings is None or not processor.timings.fills_batch:
         return 0.0
     return 2 * batch_size * work.input_bytes / processor.memory.bandwidth_bytes_per_s
 
 
 def accesses_of(tables: Iterable[TableWork]) -> float:
-    """Bytes of rows that an example reads, by which tables divide a cache."""
+    """Bytes of rows that an example reads; tables share a cache in proportion to it."""
     return sum(table.ids_per_sample * table.row_bytes for table in tables)
 
 
-def ring_shares(processor: Processor, accesses: float, table: TableWork) -> list[float]:
-    """Shares of a table's accesses in each ring of the memory, when tables divide caches as they are accessed.
+def level_shares(processor: Processor, accesses: float, table: TableWork) -> list[float]:
+    """Shares of a table's accesses that each level of the memory serves, when tables share caches in proportion to accesses.
 
-    `accesses` are bytes of rows that an example reads of all tables behind these caches.
+    `accesses` are the bytes of rows that an example reads from all tables.
     """
     shares, before = [], 0.0
-    for within, _ in processor.rings(table.row_bytes):
+    for within, _ in processor.levels(table.row_bytes):
         if within == math.inf:
             served = 1.0
         elif within == 0 or accesses == 0:
@@ -220,17 +220,17 @@ def ring_shares(processor: Processor, accesses: float, table: TableWork) -> list
     return shares
 
 
-def _expected_s(processor: Processor, piece_bytes: float, shares: Sequence[float]) -> float:
-    """Seconds of a piece on average."""
-    if piece_bytes == 0:
+def _expected_s(processor: Processor, access_bytes: float, shares: Sequence[float]) -> float:
+    """Mean seconds of one access."""
+    if access_bytes == 0:
         return 0.0
-    return sum(share * seconds for share, (_, seconds) in zip(shares, processor.rings(piece_bytes), strict=True))
+    return sum(share * seconds for share, (_, seconds) in zip(shares, processor.levels(access_bytes), strict=True))
 
 
 def lookup_s(processor: Processor, tables: Sequence[TableWork], batch_size: float, *, num_sharing: int = 1) -> float:
     """Seconds to read and pool the rows of a batch.
 
-    Where several processors share the tables, each has its part of the rows for the batches of all, and so has more cache for them.
+    Where the tables are sharded over several processors, each serves its part of the rows to the batches of all, with more cache per row.
     """
     accesses = accesses_of(tables) / num_sharing
     seconds = sum(table_lookup_s(processor, accesses, table, batch_size) for table in tables)
@@ -242,8 +242,8 @@ def lookup_s(processor: Processor, tables: Sequence[TableWork], batch_size: floa
 
 
 def table_lookup_s(processor: Processor, accesses: float, table: TableWork, batch_size: float) -> float:
-    """Seconds to read and pool one table's rows, where all tables on this processor are read `accesses` bytes an example."""
-    row_s = _expected_s(processor, table.row_bytes, ring_shares(processor, accesses, table))
+    """Seconds to read and pool one table's rows; `accesses` are the bytes per example of all tables on this processor."""
+    row_s = _expected_s(processor, table.row_bytes, level_shares(processor, accesses, table))
     return batch_size * (table.ids_per_sample * row_s + processor.bag_s(table))
 
 
@@ -252,8 +252,8 @@ def update_s(
 ) -> float:
     """Seconds to turn the gradients of pooled vectors into updates of rows.
 
-    Where several processors share the tables, each has its part of the rows for the batches of all, among which more repeat. Rows that
-    the look-up has left in a cache are within the bytes that went through it since; others anywhere in the tables.
+    Where the tables are sharded over several processors, each updates its part of the rows for the batches of all, among which more ids
+    repeat. Rows that the look-up left in a cache are found within the bytes touched since; others anywhere in the tables.
     """
     accesses = accesses_of(tables) / num_sharing
 
@@ -267,7 +267,7 @@ def update_s(
         return seconds_within(math.inf)
     touched = sum(_touched_bytes(table, batch_size, num_sharing) for table in tables)
     whole = sum(table.bytes for table in tables) / num_sharing
-    kept = min(1.0, processor.memory.cache_bytes / max(touched, 1.0))  # of the rows that the look-up has read
+    kept = min(1.0, processor.memory.cache_bytes / max(touched, 1.0))  # share of the rows that are still in the cache
     seconds = kept * seconds_within(min(touched, whole))
     if kept < 1:
         seconds += (1 - kept) * seconds_within(whole)
@@ -276,7 +276,7 @@ def update_s(
 
 
 def _touched_bytes(table: TableWork, batch_size: float, num_sharing: int) -> float:
-    """Bytes that have gone through caches since the rows of a batch were read: the rows, and pooled vectors with their gradients."""
+    """Bytes touched since the rows of a batch were read: the rows, and pooled vectors with their gradients."""
     rows = table.distinct_rows(batch_size * num_sharing) / num_sharing
     return rows * table.row_bytes + 2 * batch_size * table.pooled_bytes
 
@@ -291,11 +291,11 @@ def table_update_s(
     *,
     num_sharing: int = 1,
 ) -> float:
-    """Seconds to update one table's rows, all those of the batch being within so many bytes."""
+    """Seconds to update one table's rows, with a working set of `within_bytes`."""
     ids = batch_size * table.ids_per_sample
     if software.sparse_updates_all_ids:
-        rows, shares = ids, ring_shares(processor, accesses, table)
+        rows, shares = ids, level_shares(processor, accesses, table)
     else:
         rows = table.distinct_rows(batch_size * num_sharing) / num_sharing
-        shares = [*[0.0] * (len(processor.rings(table.row_bytes)) - 1), 1.0]
+        shares = [*[0.0] * (len(processor.levels(table.row_bytes)) - 1), 1.0]
     return ids * processor.update_id_s(table, software) + rows * processor.update_row_s(table, shares, within_bytes)

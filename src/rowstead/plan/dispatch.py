@@ -1,4 +1,4 @@
-"""What the host does for a step before any arithmetic: it puts the batch together, and dispatches operators."""
+"""Host time of a step before any arithmetic: assembling the batch and dispatching operators."""
 
 from __future__ import annotations
 
@@ -7,40 +7,40 @@ from rowstead.plan.work import StepWork
 from rowstead.spec.software import Software
 
 
-def hand_over_s(work: StepWork, software: Software, setup: Setup, *, has_devices: bool) -> float:
-    """Host time until batches are ready for the devices of one program, each of which has its own, put together column by column."""
+def assemble_batch_s(work: StepWork, software: Software, setup: Setup, *, has_devices: bool) -> float:
+    """Host time to assemble batches, one per device of the process, column by column."""
     fixed = software.device_step_s if has_devices else software.host_step_s
     num_batches = setup.num_devices if software.one_dispatcher else 1
     return fixed + num_batches * software.operator_s * software.operators_per_column * work.num_dense
 
 
 def cpu_operators_s(software: Software, setup: Setup, *, num_remote: int) -> float:
-    """Time of a CPU's cores for operators that are not counted with the work they do, as those of layers and of own tables are."""
+    """Time of a CPU's cores for operators that are not counted with their work; those of layers and local tables are."""
     return software.operator_s * (software.operators_fixed + far_operators(software, setup, has_devices=False) * num_remote)
 
 
 def copies_per_table(software: Software) -> float:
-    """Copies between host and device for each table: ids and lengths, or pooled vectors and their gradients; none where tables share one."""
+    """Copies between host and device per table: ids and lengths, or pooled vectors and their gradients; 0 where tables share one."""
     return min(2.0, software.operators_per_table)
 
 
 def far_operators(software: Software, setup: Setup, *, has_devices: bool) -> float:
-    """Operators that a program launches in a step for a table that is not on its devices, for each device.
+    """Operators that a process launches per step and device for a table that is not on its devices.
 
-    Two copy pooled vectors down and their gradients up; of a remote table two more send ids and gradients. Those that read and
-    update rows run on the cores of a host, which has many.
+    Two copy pooled vectors to the device and gradients back; for a remote table two more send ids and gradients. Those that read
+    and update rows run on the host's cores.
     """
-    return copies_per_table(software) * (has_devices + (setup.place == "remote"))
+    return copies_per_table(software) * (has_devices + (setup.placement == "remote"))
 
 
 def launches_s(
     work: StepWork, software: Software, setup: Setup, *, num_on_devices: int, num_off_devices: int, through_host: bool
 ) -> float:
-    """Host time to launch the kernels of a step: of all devices where one program launches, else of one device."""
+    """Host time to launch the kernels of a step: of all devices where one process launches, else of one device."""
     num_devices, num_here = setup.num_devices, num_on_devices / setup.num_in_step
     of_dense = len(work.layers) * software.operators_per_layer + software.operators_fixed
     far = far_operators(software, setup, has_devices=True) * num_off_devices * num_devices
-    crossings = 2 if through_host else 1  # up to the host and down again
+    crossings = 2 if through_host else 1  # to the host and back
     num_others = num_devices * setup.num_in_step - 1
     exchanged = 2 * crossings * num_here * num_others * software.operators_per_exchange
     launches = num_devices * of_dense + software.operators_per_table * num_here + far + exchanged

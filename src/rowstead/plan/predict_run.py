@@ -1,9 +1,9 @@
-"""A run as it was predicted, beside what it came to."""
+"""The prediction of a run on a measured machine, and its comparison with the result."""
 
 from __future__ import annotations
 
 from rowstead.plan.predict import Prediction, predict
-from rowstead.plan.setup import Behind, Setup
+from rowstead.plan.setup import CachedTable, Setup
 from rowstead.plan.work import step_work
 from rowstead.spec.machine import Machine
 from rowstead.spec.networks import NETWORKS
@@ -14,13 +14,13 @@ from rowstead.spec.sizes import shown_bytes
 
 
 def predict_run(spec: RunSpec, placement: Placement, machine: Machine) -> Prediction | None:
-    """What one process of a run would do on a machine that was measured; none for what its times say nothing of."""
+    """Predict one process of a run on a measured machine; None where its measurements do not cover the run."""
     software = machine.software
     if spec.train.sync.hogwild_threads > 1 or software is None or spec.model.network not in NETWORKS:
         return None
     timings = software.cpu_timings if machine.accelerators is None else software.device_timings
     behind = tuple(
-        Behind(table=table.name, kept_share=table.cache_fraction or 0.0)
+        CachedTable(table=table.name, cache_fraction=table.cache_fraction or 0.0)
         for table in placement.tables
         if table.where != "device"
     )
@@ -28,12 +28,12 @@ def predict_run(spec: RunSpec, placement: Placement, machine: Machine) -> Predic
     unknown = any(table.where not in known for table in placement.tables)
     if timings is None or unknown or (behind and timings.move_row is None):
         return None
-    setup = Setup(place="device", batch_size=spec.train.batch_size, behind=behind, has_input=False)
+    setup = Setup(placement="device", batch_size=spec.train.batch_size, behind=behind, has_input=False)
     return predict(step_work(spec), machine, software, setup, precision=spec.train.precision)
 
 
-def compared_text(prediction: Prediction, measured: Record) -> str | None:
-    """Predicted against measured, in a line; none where nothing was measured."""
+def comparison_text(prediction: Prediction, measured: Record) -> str | None:
+    """One line with predicted and measured throughput; None where nothing was measured."""
     samples_per_s = measured.figures.get("samples_per_s")
     if samples_per_s is None:
         return None

@@ -1,4 +1,4 @@
-"""A step as a schedule: tasks on resources, the path through them that takes longest, and which resource holds it up."""
+"""A step as a schedule: tasks on resources, its critical path, and the resources that limit it."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+from rowstead.spec.phases import Phase
+
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """Something that one resource does in a step."""
 
     name: str
+    phase: Phase
     resource: str
     seconds: float
     after: tuple[str, ...] = ()
-    """Tasks that must have ended; those that are not in this step are left out."""
+    """Names of the tasks that must end first; names that are not in this step are ignored."""
     hidden: bool = False
-    """Whether it runs beside other steps, as reading ahead does: it keeps its resource busy and makes no step wait."""
+    """Whether it overlaps with other steps, as prefetching does: it occupies its resource but is not on the step's path."""
     busy_s: float | None = None
-    """Time that its resource is busy in each period, where that differs, as on a server that answers several trainers."""
+    """Seconds that its resource is busy per step, if not `seconds`: a server that answers several trainers is busy for longer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,14 +36,14 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True)
 class Bottleneck:
-    """A resource, and by how much a step would be shorter if it were twice as fast."""
+    """A resource, and the share of the step that would be saved if it were twice as fast."""
 
     resource: str
     saved_share: float
 
 
 def lay_out(tasks: Sequence[Task]) -> list[Slot]:
-    """The tasks of one step alone: each begins when those before it have ended and its resource is free, in the order given."""
+    """Schedule one step: each task starts when its predecessors have ended and its resource is free, in the order given."""
     shown = {task.name for task in tasks if not task.hidden}
     free: dict[str, float] = defaultdict(float)
     ended: dict[str, float] = {}
@@ -49,7 +52,7 @@ def lay_out(tasks: Sequence[Task]) -> list[Slot]:
         if task.hidden:
             continue
         late = [name for name in task.after if name in shown and name not in ended]
-        assert not late, f"`{task.name}` is given before {late}, for which it waits"
+        assert not late, f"`{task.name}` is listed before its predecessors {late}"
         start = max([free[task.resource], *(ended[name] for name in task.after if name in ended)])
         end = start + task.seconds
         free[task.resource] = ended[task.name] = end
@@ -57,8 +60,8 @@ def lay_out(tasks: Sequence[Task]) -> list[Slot]:
     return slots
 
 
-def beside(tasks: Sequence[Task], *, in_flight: int = 1) -> list[Slot]:
-    """The hidden tasks of resources that hold a step up for longer than its path, after what these do within the step."""
+def overlapped(tasks: Sequence[Task], *, in_flight: int = 1) -> list[Slot]:
+    """The hidden tasks of resources that are busy for longer than the step's path, after what those do within the step."""
     slots, busy = lay_out(tasks), busy_s(tasks)
     longest = max((slot.end_s for slot in slots), default=0.0) / in_flight
     whole = period_s(tasks, in_flight=in_flight)
@@ -75,7 +78,7 @@ def beside(tasks: Sequence[Task], *, in_flight: int = 1) -> list[Slot]:
 
 
 def busy_s(tasks: Sequence[Task]) -> dict[str, float]:
-    """Seconds that each resource is busy in each period, hidden tasks included."""
+    """Seconds that each resource is busy per step, hidden tasks included."""
     busy: dict[str, float] = defaultdict(float)
     for task in tasks:
         busy[task.resource] += task.seconds if task.busy_s is None else task.busy_s
@@ -83,16 +86,16 @@ def busy_s(tasks: Sequence[Task]) -> dict[str, float]:
 
 
 def period_s(tasks: Sequence[Task], *, in_flight: int = 1) -> float:
-    """Seconds from one step to the next when `in_flight` steps run beside each other.
+    """Seconds from one step to the next with `in_flight` concurrent steps.
 
-    It is the longest path of one step, shared by those in flight, unless some resource needs longer for its part of a step.
+    This is the critical path of a step divided by the steps in flight, or the busy time of the busiest resource if that is longer.
     """
     longest = max((slot.end_s for slot in lay_out(tasks)), default=0.0)
     return max(longest / in_flight, *busy_s(tasks).values(), 0.0)
 
 
 def faster(tasks: Sequence[Task], resources: Collection[str], factor: float) -> list[Task]:
-    """The same tasks with some resources' times multiplied by `factor`."""
+    """The same tasks with the times of some resources multiplied by `factor`."""
     return [
         replace(task, seconds=task.seconds * factor, busy_s=None if task.busy_s is None else task.busy_s * factor)
         if task.resource in resources
@@ -102,7 +105,7 @@ def faster(tasks: Sequence[Task], resources: Collection[str], factor: float) -> 
 
 
 def bottlenecks(tasks: Sequence[Task], *, in_flight: int = 1) -> tuple[Bottleneck, ...]:
-    """Resources in the order in which they hold up a step: the first, then what is left to wait for without it, and so on."""
+    """Resources in the order in which they limit a step: the first, then what limits it once that one costs nothing, and so on."""
     whole = period_s(tasks, in_flight=in_flight)
     found: list[Bottleneck] = []
     rest = sorted({task.resource for task in tasks})

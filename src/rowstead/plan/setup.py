@@ -1,42 +1,39 @@
-"""A set-up: where the tables live, how many servers there are, and the batch; and what each process must hold of the model."""
+"""A set-up: placement of the tables, number of servers and batch size; and the memory that each process needs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from rowstead.plan.work import StepWork, TableWork
 from rowstead.spec.errors import require
 from rowstead.spec.machine import Machine
 from rowstead.spec.sizes import shown_bytes
 from rowstead.spec.software import Software
-
-Place = Literal["device", "host", "remote", "mixed"]
+from rowstead.spec.stores import PlannedStore
 
 USABLE_SHARE = 0.9
 """Share of a memory that a run may fill; the rest is for the system, the framework and its workspaces."""
 BUFFERED_BATCHES = 3
-"""Batches that a trainer holds at once: the one in work, the next, and one being read."""
+"""Batches that a trainer holds at once: the current one, the next, and one being read."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Behind:
-    """A table behind a cache: system memory behind an accelerator's, or files behind a CPU's."""
+class CachedTable:
+    """A table behind a cache: in system memory behind an accelerator's, or in a file behind a CPU's."""
 
     table: str
-    kept_share: float
-    """Share of its rows that have a place in the faster memory."""
+    cache_fraction: float
+    """Share of its rows that fit in the cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
     """How a run is spread over machines of one kind, with parameter servers beside them where tables are remote."""
 
-    place: Place
-    """`device`: memory of what trains; `host`: system memory of an accelerator's server; `remote`: sparse parameter servers;
-    `mixed`: as many tables as fit on the devices, the others in system memory."""
+    placement: PlannedStore
+    """Where the tables live, one of `spec.stores`."""
     batch_size: int
-    """Examples a step of one device, or of one CPU trainer."""
+    """Examples per step of one device, or of one CPU trainer."""
     num_devices: int = 1
     """Accelerators used in each server; 1 on a CPU server."""
     num_trainers: int = 1
@@ -44,35 +41,33 @@ class Setup:
     num_sparse_servers: int = 0
     """Servers that hold tables."""
     num_dense_servers: int = 0
-    """Servers against which trainers average their dense parameters; without any, trainers are synchronous."""
+    """Servers with which trainers average their dense parameters; with 0, training is synchronous."""
     in_flight: int = 1
-    """Steps that one trainer works on at once, by Hogwild threads or by prefetching."""
+    """Concurrent steps of one trainer, by Hogwild threads or prefetching."""
     sync_every: int = 30
     """Steps between two averagings with the dense servers."""
     server: Machine | None = None
-    """What the parameter servers are."""
+    """The machine that parameter servers run on."""
     has_input: bool = True
-    """Whether batches come from readers over the network; else they are there already."""
-    behind: tuple[Behind, ...] = ()
-    """With `device`: tables of which what trains has the hot rows alone."""
+    """Whether batches come from readers over the network; else they are local already."""
+    behind: tuple[CachedTable, ...] = ()
+    """With `device`: tables of which only the hot rows are in that memory."""
     on_one_machine: bool = False
-    """With `remote`: whether trainers, servers and readers are processes of one machine, each of one thread, which share its cores."""
+    """With `remote`: whether trainers, servers and readers are single-threaded processes that share the cores of one machine."""
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "num_devices", "num_trainers", "in_flight", "sync_every"):
             require(getattr(self, name) >= 1, name, f"must be at least 1, got {getattr(self, name)}")
         for name in ("num_sparse_servers", "num_dense_servers"):
             require(getattr(self, name) >= 0, name, f"must not be negative, got {getattr(self, name)}")
-        needs = (self.place == "remote") == (self.num_sparse_servers > 0)
-        require(needs, "num_sparse_servers", "give some with `remote`, and none otherwise")
-        shared = not self.on_one_machine or (self.place == "remote" and self.num_devices == 1)
-        require(shared, "on_one_machine", "is for `remote` tables and trainers without accelerators")
+        needs = (self.placement == "remote") == (self.num_sparse_servers > 0)
+        require(needs, "num_sparse_servers", "must be above 0 with `remote`, and 0 otherwise")
+        shared = not self.on_one_machine or (self.placement == "remote" and self.num_devices == 1)
+        require(shared, "on_one_machine", "needs `remote` tables and trainers without accelerators")
         served = self.on_one_machine or self.num_sparse_servers + self.num_dense_servers == 0 or self.server is not None
-        require(served, "server", "say what machine the parameter servers are")
-        alone = self.place == "remote" or self.num_trainers == 1 or self.num_dense_servers == 0
-        require(
-            alone, "num_dense_servers", "trainers that hold tables between them are synchronous: give none, or use `remote`"
-        )
+        require(served, "server", "name the machine that parameter servers run on")
+        is_valid = self.placement == "remote" or self.num_trainers == 1 or self.num_dense_servers == 0
+        require(is_valid, "num_dense_servers", "trainers that shard the tables are synchronous: use 0, or `remote` tables")
 
     @property
     def num_samples(self) -> int:
@@ -81,7 +76,7 @@ class Setup:
 
     @property
     def num_in_step(self) -> int:
-        """Servers that train on one step together, and hold the tables between them unless those are remote."""
+        """Servers that train synchronously, with the tables sharded over them unless those are remote."""
         return self.num_trainers if self.num_dense_servers == 0 else 1
 
 
@@ -100,24 +95,24 @@ class Held:
 
 
 def dense_held_bytes(work: StepWork, batch_size: int) -> float:
-    """What a trainer holds beside tables: parameters, gradients, state, activations with gradients, and batches."""
+    """What a trainer holds besides tables: parameters, gradients, state, activations with gradients, and batches."""
     parameters = work.dense_bytes * (2 + work.dense_state_per_parameter)
-    a_sample = 2 * (work.activation_bytes + work.pooled_bytes)
-    return parameters + batch_size * (a_sample + BUFFERED_BATCHES * work.input_bytes)
+    sample_bytes = 2 * (work.activation_bytes + work.pooled_bytes)
+    return parameters + batch_size * (sample_bytes + BUFFERED_BATCHES * work.input_bytes)
 
 
 def process_bytes(work: StepWork, software: Software, batch_size: int) -> float:
-    """The most memory that one process has which trains on a host's cores with all tables: what the trainer allocates.
+    """Peak memory of a process that trains on a host's cores and holds all tables.
 
-    Outputs of layers stay for the backward pass, which adds the gradients of two neighbours; pooled vectors have theirs at once. A
-    checkpoint holds parameters and their state once more while they are written.
+    Layer outputs are kept for the backward pass, which adds the gradients of two adjacent layers; pooled vectors and their gradients are
+    held together. Writing a checkpoint holds a second copy of parameters and state.
     """
     outputs = [layer.outputs for layer in work.layers]
     interacted = work.top[0].inputs if work.interaction_flops else 0
     numbers = sum(outputs) + interacted + 2 * max([*outputs, interacted])
     parameters = work.dense_bytes * (3 + 2 * work.dense_state_per_parameter)
-    a_sample = 4 * numbers + 2 * work.pooled_bytes + software.buffered_batches * work.input_bytes
-    return software.base_bytes + work.table_bytes + parameters + batch_size * a_sample
+    sample_bytes = 4 * numbers + 2 * work.pooled_bytes + software.buffered_batches * work.input_bytes
+    return software.base_bytes + work.table_bytes + parameters + batch_size * sample_bytes
 
 
 def held(work: StepWork, machine: Machine, setup: Setup) -> Held:
@@ -125,11 +120,11 @@ def held(work: StepWork, machine: Machine, setup: Setup) -> Held:
     tables, dense = float(work.table_bytes), dense_held_bytes(work, setup.batch_size)
     server = tables / setup.num_sparse_servers if setup.num_sparse_servers else 0.0
     if machine.accelerators is None:
-        own = tables / setup.num_trainers if setup.place == "device" else 0.0
+        own = tables / setup.num_trainers if setup.placement == "device" else 0.0
         return Held(device_bytes=0.0, host_bytes=own + dense, server_bytes=server, device_table_share=0.0)
     batches = setup.num_devices * setup.batch_size * BUFFERED_BATCHES * work.input_bytes
     on_devices = float(sum(table.bytes for table in tables_on_devices(work, machine, setup)))
-    in_host = (tables - on_devices) / setup.num_trainers if setup.place in ("host", "mixed") else 0.0
+    in_host = (tables - on_devices) / setup.num_trainers if setup.placement in ("host", "mixed") else 0.0
     return Held(
         device_bytes=on_devices / (setup.num_devices * setup.num_trainers) + dense,
         host_bytes=in_host + batches,
@@ -139,43 +134,43 @@ def held(work: StepWork, machine: Machine, setup: Setup) -> Held:
 
 
 def tables_on_devices(work: StepWork, machine: Machine, setup: Setup) -> tuple[TableWork, ...]:
-    """Tables in the memory of what trains; of a mixed set-up as many whole ones as fit, those that are read most for their size first."""
-    if setup.place == "device":
+    """Tables in the memory of the devices that train; with `mixed`, as many whole ones as fit, most reads per byte first."""
+    if setup.placement == "device":
         return work.tables
-    if setup.place != "mixed" or machine.accelerators is None:
+    if setup.placement != "mixed" or machine.accelerators is None:
         return ()
     free = machine.accelerators.memory.capacity_bytes * USABLE_SHARE - dense_held_bytes(work, setup.batch_size)
-    room = free * setup.num_devices * setup.num_trainers
+    left = free * setup.num_devices * setup.num_trainers
     chosen = []
     for table in sorted(work.tables, key=lambda one: one.ids_per_sample * one.row_bytes / one.bytes, reverse=True):
-        if table.bytes <= room:
+        if table.bytes <= left:
             chosen.append(table)
-            room -= table.bytes
+            left -= table.bytes
     return tuple(chosen)
 
 
 def shortfalls(work: StepWork, machine: Machine, setup: Setup) -> list[str]:
-    """What does not fit, as phrases with sizes; none when all does."""
+    """What does not fit, with sizes; empty when everything does."""
     needs = held(work, machine, setup)
     found = []
-    places = [("system memory", needs.host_bytes, machine.host.memory.capacity_bytes)]
+    memories = [("system memory", needs.host_bytes, machine.host.memory.capacity_bytes)]
     if machine.accelerators is not None:
-        places.append(("each accelerator", needs.device_bytes, machine.accelerators.memory.capacity_bytes))
+        memories.append(("each accelerator", needs.device_bytes, machine.accelerators.memory.capacity_bytes))
     if setup.server is not None and setup.num_sparse_servers:
-        places.append(("each sparse server", needs.server_bytes, setup.server.host.memory.capacity_bytes))
-    for place, needed, capacity in places:
+        memories.append(("each sparse server", needs.server_bytes, setup.server.host.memory.capacity_bytes))
+    for name, needed, capacity in memories:
         if needed > capacity * USABLE_SHARE:
             found.append(
-                f"{place} would hold {shown_bytes(needed)}, and {shown_bytes(capacity * USABLE_SHARE)} of its {shown_bytes(capacity)} are usable"
+                f"{name} would need {shown_bytes(needed)}, but {shown_bytes(capacity * USABLE_SHARE)} of its {shown_bytes(capacity)} are usable"
             )
     return found
 
 
 def fewest_devices(work: StepWork, machine: Machine, batch_size: int) -> int | None:
-    """As few accelerators of a server as hold the tables, a power of two of them or all; None where all do not."""
+    """The fewest accelerators of a server that hold the tables, a power of two or all; None if all are too few."""
     powers = [1 << power for power in range(machine.num_devices.bit_length())]
     for num_devices in dict.fromkeys((*powers, machine.num_devices)):
-        setup = Setup(place="device", batch_size=max(1, batch_size // num_devices), num_devices=num_devices)
+        setup = Setup(placement="device", batch_size=max(1, batch_size // num_devices), num_devices=num_devices)
         if not shortfalls(work, machine, setup):
             return num_devices
     return None

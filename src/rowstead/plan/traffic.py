@@ -1,4 +1,4 @@
-"""How ids fall on rows: ids an example, distinct rows of a batch, and the share of accesses that a cache of hot rows serves."""
+"""How ids map to rows: ids per example, distinct rows of a batch, and the hit rate of a cache of hot rows."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from rowstead.spec.run import RunSpec
 Array = NDArray[np.float64]
 
 NUM_HEAD = 256
-"""Ranks that are counted one by one; the others are counted in bins."""
+"""Ranks with a bin of their own; the others share bins."""
 NUM_BINS = 256
 
 
 @dataclass(frozen=True)
 class Popularity:
-    """The law of one feature's ids: how many there are, and the exponent of their Zipf law."""
+    """The id distribution of one feature: the number of ids, and the exponent of their Zipf law."""
 
     num_ids: int
     skew: float
 
 
 def mean_ids(spec: RunSpec) -> tuple[float, ...]:
-    """Mean ids an example of each sparse feature, after truncation; 1 where the log's own lengths are not known."""
+    """Mean ids per example of each sparse feature, after truncation; 1 where the log's lengths are unknown."""
     features = spec.features.expanded_sparse()
     synth = spec.data.synth
     if synth is None:
         return tuple(1.0 for _ in features)
-    of_column = {f"sparse_{place}": mean for place, mean in enumerate(_mean_lengths(synth))}
+    of_column = {f"sparse_{index}": mean for index, mean in enumerate(_mean_lengths(synth))}
     means = []
     for feature in features:
         mean = of_column.get(feature.column or feature.name, 1.0)
@@ -43,19 +43,19 @@ def mean_ids(spec: RunSpec) -> tuple[float, ...]:
 
 
 def popularities(spec: RunSpec) -> tuple[Popularity, ...]:
-    """The law of the ids of each sparse feature; even over the rows of its table where the log's own law is not known."""
+    """The id distribution of each sparse feature; uniform over the rows of its table where the log's is unknown."""
     features = spec.features.expanded_sparse()
     synth = spec.data.synth
     if synth is None:
-        rows = {place: table.num_rows for table in spec.tables for place in table.features}
-        return tuple(Popularity(rows[place], 0.0) for place in range(len(features)))
+        rows = {index: table.num_rows for table in spec.tables for index in table.features}
+        return tuple(Popularity(rows[index], 0.0) for index in range(len(features)))
     counts = synth.num_ids if isinstance(synth.num_ids, tuple) else (synth.num_ids,) * synth.num_sparse
-    of_column = {f"sparse_{place}": count for place, count in enumerate(counts)}
+    of_column = {f"sparse_{index}": count for index, count in enumerate(counts)}
     return tuple(Popularity(of_column.get(f.column or f.name, max(counts)), synth.skew) for f in features)
 
 
 def _mean_lengths(synth: SynthSpec) -> Array:
-    """Mean ids an example of each column before truncation, as the log that we draw has them; only, `fixed` lengths are not rounded."""
+    """Mean ids per example of each column before truncation, as in the synthetic log, but `fixed` lengths are not rounded."""
     count, cap = synth.num_sparse, float(synth.max_ids)
     if isinstance(synth.mean_ids, tuple):
         means = np.minimum(np.array(synth.mean_ids, np.float64), cap)
@@ -63,16 +63,16 @@ def _mean_lengths(synth: SynthSpec) -> Array:
         means = _power_law(synth.mean_ids, synth.length_power, count, cap)
         if synth.lengths == "fixed" and synth.length_power > 0:
             means = np.diff(np.rint(np.cumsum(means)), prepend=0.0)  # whole numbers with the same sum
-        means = means[_shuffled(synth.seed, count)]
+        means = means[_shuffle(synth.seed, count)]
     return means
 
 
 def _power_law(mean: float, power: float, count: int, cap: float) -> Array:
-    """Falling numbers proportional to place^-power, of this mean, none above `cap`."""
+    """Decreasing numbers proportional to rank^-power, with this mean, none above `cap`."""
     shape = np.arange(1, count + 1, dtype=np.float64) ** -power
     means = np.zeros(count)
     capped = 0
-    while capped < count:  # what the cap takes from the first goes to the others
+    while capped < count:  # what the cap cuts off is distributed over the others
         means[:capped] = cap
         means[capped:] = max(mean * count - capped * cap, 0.0) * shape[capped:] / shape[capped:].sum()
         if means[capped] <= cap:
@@ -84,14 +84,14 @@ def _power_law(mean: float, power: float, count: int, cap: float) -> Array:
 _GOLDEN, _WORD, _SHUFFLE = 0x9E3779B97F4A7C15, (1 << 64) - 1, 4
 
 
-def _shuffled(seed: int, count: int) -> NDArray[np.int64]:
-    """The order in which the log gives lengths to columns: `data/draws.py` without its compiled parts, which planning does not load."""
-    key = _mixed(_mixed(seed) + (_SHUFFLE + 1) * _GOLDEN)
-    drawn = [(_mixed(key + (place + 1) * _GOLDEN) >> 11) / (1 << 53) for place in range(count)]
+def _shuffle(seed: int, count: int) -> NDArray[np.int64]:
+    """The order in which the synthetic log assigns lengths to columns: `data/draws.py` without its compiled parts."""
+    key = _mix(_mix(seed) + (_SHUFFLE + 1) * _GOLDEN)
+    drawn = [(_mix(key + (index + 1) * _GOLDEN) >> 11) / (1 << 53) for index in range(count)]
     return np.argsort(np.array(drawn), kind="stable")
 
 
-def _mixed(word: int) -> int:
+def _mix(word: int) -> int:
     """SplitMix64's finaliser."""
     word &= _WORD
     word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
@@ -100,20 +100,20 @@ def _mixed(word: int) -> int:
 
 
 def truncated_poisson(mean: float, cap: int) -> float:
-    """Mean of a Poisson number of which no more than `cap` count."""
+    """Mean of min(X, cap) for a Poisson variable X."""
     if mean + 10 * math.sqrt(mean) + 10 < cap:
         return mean
     chance, left, total = math.exp(-mean), 1.0, 0.0
     for length in range(cap):
         left -= chance
-        total += max(left, 0.0)  # the chance of more than `length`
+        total += max(left, 0.0)  # the probability of more than `length`
         chance *= mean / (length + 1)
     return total
 
 
 @functools.lru_cache(maxsize=512)
 def id_bins(popularity: Popularity) -> tuple[Array, Array]:
-    """Ids in bins of like popularity, the most popular first: how many there are in each, and the chance of one of them."""
+    """Ids in bins of similar popularity, the most popular first: the number in each, and the probability of one of them."""
     num_ids, skew = popularity.num_ids, popularity.skew
     head = min(num_ids, NUM_HEAD)
     edges = np.arange(1, head + 2, dtype=np.float64)
@@ -127,19 +127,19 @@ def id_bins(popularity: Popularity) -> tuple[Array, Array]:
 
 @functools.lru_cache(maxsize=4096)  # many tables are alike
 def distinct_ids(popularity: Popularity, num_draws: float) -> float:
-    """How many different ids turn up in so many draws, on average."""
+    """Expected number of distinct ids in so many draws."""
     counts, chances = id_bins(popularity)
     return float((counts * -np.expm1(num_draws * np.log1p(-np.minimum(chances, 1 - 1e-12)))).sum())
 
 
 def rows_of_ids(num_ids: float, num_rows: int) -> float:
-    """On how many different rows of a table so many different ids fall by chance."""
+    """Expected number of distinct rows that so many distinct ids are hashed to."""
     return min(num_ids, num_rows * -math.expm1(num_ids * math.log1p(-1 / num_rows))) if num_rows > 1 else min(num_ids, 1.0)
 
 
 @functools.lru_cache(maxsize=4096)
 def hit_share(popularity: Popularity, num_kept: float) -> float:
-    """Share of the accesses that go to the `num_kept` most popular ids: what a cache that keeps them serves."""
+    """Share of the accesses that go to the `num_kept` most popular ids: the hit rate of a cache that holds them."""
     counts, chances = id_bins(popularity)
     ends = np.cumsum(counts)
     served = np.clip(num_kept - (ends - counts), 0.0, counts)

@@ -1,4 +1,4 @@
-"""One server that trains: its processors, the tables that it holds and the others, and what its links and cores do with bytes."""
+"""One training server: its processors, the tables that it holds and the others, and the time its links and cores take for bytes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from rowstead.plan.setup import USABLE_SHARE, Setup, dense_held_bytes, tables_on
 from rowstead.plan.work import StepWork, TableWork
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.machine import Accelerators, Link, Machine, Precision
+from rowstead.spec.phases import Phase
 from rowstead.spec.software import Software
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerNode:
-    """One server that trains; times are of all its devices, which work alike and at once."""
+    """One training server; its devices do equal work at the same time."""
 
     work: StepWork
     machine: Machine
@@ -38,7 +39,7 @@ class TrainerNode:
 
     @property
     def network(self) -> Link:
-        assert self.machine.network is not None, "predict refuses set-ups of several servers without a network"
+        assert self.machine.network is not None, "predict rejects set-ups of several servers without a network"
         return self.machine.network
 
     @property
@@ -61,19 +62,19 @@ class TrainerNode:
 
     @functools.cached_property
     def fabric(self) -> Fabric:
-        """How the devices that are used reach each other."""
+        """The links between the devices that are used."""
         return fabric_of(self.accelerators, self.setup.num_devices)
 
     @property
     def through_host(self) -> bool:
-        """Whether devices have no path of their own to each other."""
+        """Whether devices have no direct links to each other."""
         return self.fabric.topology == "through_host"
 
     # tables
 
     @functools.cached_property
     def on_devices(self) -> tuple[TableWork, ...]:
-        """Tables in the memory of what trains."""
+        """Tables in the memory of the devices that train."""
         return tables_on_devices(self.work, self.machine, self.setup)
 
     @functools.cached_property
@@ -83,7 +84,7 @@ class TrainerNode:
 
     @property
     def num_sharing(self) -> int:
-        """Devices of all servers that hold the tables of `on_devices` between them."""
+        """Devices of all servers over which the tables of `on_devices` are sharded."""
         return self.setup.num_devices * self.setup.num_in_step
 
     @functools.cached_property
@@ -93,13 +94,13 @@ class TrainerNode:
 
     @functools.cached_property
     def assignment(self) -> Assignment | None:
-        """Which device holds which table; None where there is one device, or the tables do not fit."""
+        """Which device holds which table; None for one device, or if the tables do not fit."""
         num_devices = self.num_sharing
         if num_devices == 1 or not self.on_devices:
             return None
         memory = self.accelerators.memory if self.has_devices else self.machine.host.memory
-        room = memory.capacity_bytes * USABLE_SHARE - dense_held_bytes(self.work, self.setup.batch_size)
-        if sum(table.bytes for table in self.on_devices) > num_devices * room:
+        free_bytes = memory.capacity_bytes * USABLE_SHARE - dense_held_bytes(self.work, self.setup.batch_size)
+        if sum(table.bytes for table in self.on_devices) > num_devices * free_bytes:
             return None
         accesses = cost.accesses_of(self.on_devices) / num_devices
         items = [
@@ -112,12 +113,12 @@ class TrainerNode:
             for table in self.on_devices
         ]
         try:
-            return balance(items, num_devices, room)
+            return balance(items, num_devices, free_bytes)
         except RowsteadError:
             return None
 
     def _table_s(self, accesses: float, table: TableWork) -> float:
-        """Seconds of one device for a whole table, as the search weighs it."""
+        """Seconds of one device for a whole table: the cost that the search balances."""
         batch_size = self.setup.batch_size
         read_s = cost.table_lookup_s(self.processor, accesses, table, batch_size)
         return read_s + cost.table_update_s(
@@ -125,7 +126,7 @@ class TrainerNode:
         )
 
     def on_devices_s(self, *, update: bool) -> float:
-        """Seconds of the busiest device for its tables, with the least times of its operators."""
+        """Seconds of the busiest device for its tables, its operators' call overhead included."""
         batch_size, num_sharing = self.setup.batch_size, self.num_sharing
         each = self.software.operators_per_table / 2
         calls_s = len(self.on_devices) / num_sharing * each * self.processor.call_s
@@ -136,7 +137,7 @@ class TrainerNode:
         return self.imbalance * (calls_s + rows_s)
 
     def in_host_s(self, *, update: bool) -> float:
-        """Seconds of an accelerator's host for the tables in its memory, which are read for each device; cores share the operators."""
+        """Seconds of an accelerator's host for the tables in its memory, which it reads for each device; operators run on all cores."""
         num_sharing, num_operators = self.setup.num_in_step, self.software.operators_per_table / 2 * len(self.off_devices)
         calls_s = self.setup.num_devices * num_operators * self.host.call_s / self.machine.host.num_cores
         if update:
@@ -147,23 +148,23 @@ class TrainerNode:
 
     # bytes
 
-    def on_link(self, name: str, num_bytes: float, *, after: tuple[str, ...], num_copies: float = 1.0) -> Task:
-        """Bytes cross the link between a device and its host."""
+    def on_link(self, name: str, phase: Phase, num_bytes: float, *, after: tuple[str, ...], num_copies: float = 1.0) -> Task:
+        """A copy over the link between a device and its host."""
         bytes_per_s = self.accelerators.host_bytes_per_s(self.setup.num_devices)
         seconds = num_copies * self.accelerators.host_link.latency_s + num_bytes / bytes_per_s
-        return Task(name=name, resource="host link", seconds=seconds, after=after)
+        return Task(name=name, phase=phase, resource="host link", seconds=seconds, after=after)
 
-    def host_copy(self, name: str, *, after: tuple[str, ...]) -> Task:
-        """Pooled vectors of tables that are not on devices cross the link between a device and its host."""
+    def host_copy(self, name: str, phase: Phase, *, after: tuple[str, ...]) -> Task:
+        """A copy of the pooled vectors of tables that are not on devices, between a device and its host."""
         num_bytes = self.setup.batch_size * sum(table.pooled_bytes for table in self.off_devices)
         num_copies = max(1.0, dispatch.copies_per_table(self.software) / 2 * len(self.off_devices))
-        return self.on_link(name, num_bytes, after=after, num_copies=num_copies)
+        return self.on_link(name, phase, num_bytes, after=after, num_copies=num_copies)
 
     def message_s(self, machine: Machine, num_bytes: float) -> float:
         """Seconds of all cores of a host to pack or unpack messages."""
         return num_bytes / (self.software.message_bytes_per_s_per_core * machine.host.num_cores)
 
-    def on_cores(self, name: str, num_bytes: float, *, after: tuple[str, ...], hidden: bool = False) -> Task:
+    def on_cores(self, name: str, phase: Phase, num_bytes: float, *, after: tuple[str, ...], hidden: bool = False) -> Task:
         """The cores of this server pack or unpack bytes."""
         seconds = self.message_s(self.machine, num_bytes)
-        return Task(name=name, resource="host cores", seconds=seconds, after=after, hidden=hidden)
+        return Task(name=name, phase=phase, resource="host cores", seconds=seconds, after=after, hidden=hidden)

@@ -1,4 +1,4 @@
-"""What one step of a run asks for: operations, bytes, ids and rows of its dense part and of each table."""
+"""The work of one step: operations, bytes, ids and rows of the dense part and of each table."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ ID_BYTES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class TableWork:
-    """One table: its size, and what an example reads of it."""
+    """One table: its size, and what an example reads from it."""
 
     name: str
     num_rows: int
     width: int
     row_bytes: int
-    """One row as it is kept."""
+    """Bytes of one row as stored."""
     state_bytes: int
-    """What the optimizer keeps of one row."""
+    """Optimizer state of one row."""
     reads: tuple[tuple[float, Popularity], ...]
-    """For each feature that reads it: ids of an example, and their law. Each gives one pooled vector an example."""
+    """For each feature that reads it: ids per example and their distribution. Each gives one pooled vector per example."""
     is_hashed: bool = True
-    """Whether ids fall on rows by chance, several on one; else each has a row of its own."""
+    """Whether ids are hashed to rows, so that several may share one; else each id has its own row."""
 
     @property
     def num_features(self) -> int:
@@ -43,7 +43,7 @@ class TableWork:
 
     @property
     def bytes(self) -> int:
-        """Memory for its rows and their optimizer's state."""
+        """Memory for its rows and their optimizer state."""
         return self.num_rows * (self.row_bytes + self.state_bytes)
 
     @property
@@ -52,19 +52,19 @@ class TableWork:
         return self.num_features * self.width * 4
 
     def distinct_rows(self, batch_size: float) -> float:
-        """Different rows that a batch reads; what is popular in one feature need not be so in another."""
-        num_ids = sum(distinct_ids(law, batch_size * ids) for ids, law in self.reads)
+        """Distinct rows that a batch reads; features draw their ids independently."""
+        num_ids = sum(distinct_ids(popularity, batch_size * ids) for ids, popularity in self.reads)
         return rows_of_ids(num_ids, self.num_rows) if self.is_hashed else min(num_ids, float(self.num_rows))
 
     def hit_share(self, num_kept: float) -> float:
-        """Share of the accesses that so many rows serve, those of the most popular ids; by chance, other ids fall on them too."""
+        """Share of the accesses that hit the rows of the most popular ids; other ids may be hashed to them too."""
         if num_kept >= self.num_rows:
             return 1.0
-        served = sum(self._share(ids) * hit_share(law, num_kept * self._share(ids)) for ids, law in self.reads)
+        served = sum(self._share(ids) * hit_share(popularity, num_kept * self._share(ids)) for ids, popularity in self.reads)
         return served + (1 - served) * num_kept / self.num_rows if self.is_hashed else served
 
     def _share(self, ids: float) -> float:
-        """Of one feature in all accesses."""
+        """Share of one feature in all accesses."""
         return ids / self.ids_per_sample if self.ids_per_sample else 1 / self.num_features
 
 
@@ -87,7 +87,7 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class StepWork:
-    """What a step asks for, by example."""
+    """The work of a step, per example."""
 
     num_dense: int
     bottom: tuple[Layer, ...]
@@ -96,11 +96,11 @@ class StepWork:
     num_vectors: int
     """Vectors that interact."""
     vector_width: int
-    """Numbers in each of them."""
+    """Elements of each of them."""
     interaction_flops: float
     """Pairwise products of one example, forward."""
     interaction_bytes: float
-    """What the interaction reads and writes of one example, forward."""
+    """What the interaction reads and writes for one example, forward."""
     tables: tuple[TableWork, ...]
     dense_state_per_parameter: int
 
@@ -120,7 +120,7 @@ class StepWork:
 
     @property
     def table_bytes(self) -> int:
-        """All tables with the state of their optimizer."""
+        """All tables with their optimizer state."""
         return sum(table.bytes for table in self.tables)
 
     @property
@@ -138,23 +138,23 @@ class StepWork:
         return self.input_bytes_with(self.tables)
 
     def input_bytes_with(self, tables: Sequence[TableWork]) -> float:
-        """The same with ids and lengths of some tables alone."""
+        """The same with ids and lengths of these tables only."""
         ids, num_features = sum(table.ids_per_sample for table in tables), sum(table.num_features for table in tables)
         return 4 * self.num_dense + ID_BYTES * ids + 4 * num_features + 4
 
     @property
     def activation_bytes(self) -> float:
-        """What the dense part writes of one example in the forward pass: outputs of layers, and the interaction."""
+        """What the forward pass of the dense part writes for one example: outputs of layers, and the interaction."""
         return 4 * sum(layer.outputs for layer in self.layers) + self.interaction_bytes
 
     @property
     def flops(self) -> float:
-        """Arithmetic of one example's whole step: the backward pass costs two forward ones."""
+        """Floating-point operations of one example in a step: the backward pass costs twice the forward pass."""
         return 3 * (sum(layer.forward_flops for layer in self.layers) + self.interaction_flops)
 
 
 def step_work(spec: RunSpec) -> StepWork:
-    """What one step of a run asks for."""
+    """The work of one step of a run."""
     model, tables = spec.model, tuple(_tables_of(spec))
     num_dense = len(spec.features.expanded_dense())
     bottom = _layers(num_dense, (*model.bottom, model.width)) if num_dense else ()
@@ -184,8 +184,8 @@ def _layers(inputs: int, widths: tuple[int, ...]) -> tuple[Layer, ...]:
 
 def _tables_of(spec: RunSpec) -> list[TableWork]:
     optimizer, element_bytes = ROW_OPTIMIZERS[spec.train.sparse_optimizer.kind], ELEMENT_BYTES[spec.model.row_format]
-    ids, laws, features = mean_ids(spec), popularities(spec), spec.features.expanded_sparse()
-    is_known = spec.data.synth is not None  # a law that is not known is one of rows
+    ids, popular, features = mean_ids(spec), popularities(spec), spec.features.expanded_sparse()
+    is_known = spec.data.synth is not None  # an unknown distribution is one of rows
     return [
         TableWork(
             name=table.name,
@@ -193,7 +193,7 @@ def _tables_of(spec: RunSpec) -> list[TableWork]:
             width=table.width,
             row_bytes=table.width * element_bytes,
             state_bytes=optimizer.state_bytes(table.width),
-            reads=tuple((ids[place], laws[place]) for place in table.features),
+            reads=tuple((ids[index], popular[index]) for index in table.features),
             is_hashed=is_known and any(features[one].hash == "mix" for one in table.features),
         )
         for table in spec.tables

@@ -1,4 +1,4 @@
-"""A plan as people and programs read it: a table, remedies, a timeline in characters, or plain values for JSON."""
+"""Prints a plan: a table, remedies and a text timeline, or plain values for JSON."""
 
 from __future__ import annotations
 
@@ -6,58 +6,55 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich import box
-from rich.measure import Measurement
 from rich.table import Table
 
 from rowstead.plan.choose import Choice, Requirements
 from rowstead.plan.predict import Prediction
-from rowstead.report.terminal import terminal
-from rowstead.report.timeline import slot_words
+from rowstead.report.terminal import print_wide, terminal
+from rowstead.report.timeline import slot_text
 from rowstead.spec.parse import to_plain
 from rowstead.spec.sizes import shown_bytes
+from rowstead.spec.stores import store_title
 
-PLACES = {"device": "GPU memory", "host": "system memory", "remote": "sparse servers", "mixed": "GPU + system memory"}
 WIDTH = 48
 """Characters of the timeline."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanReport:
-    """What is shown, as a table or as JSON."""
+    """A plan to print, as a table or as JSON."""
 
     name: str
     """Of the recipe."""
     choices: list[Choice]
     num_readers: dict[str, int]
-    """By machine; none for one without a network, which reads from its own disk."""
+    """By machine; a machine without a network reads from its own disk and has no entry."""
     asked: dict[str, Any]
-    """What the options said that matters to the answer; none where one was not given."""
+    """The options that affect the answer; None where one was not given."""
     needs: Requirements | None
     notes: list[str]
-    """What is to be said about the machines, a line each."""
+    """Remarks about the machines, one line each."""
 
     @property
     def best(self) -> list[Prediction]:
-        """Of the machines on which the model fits."""
+        """The best set-up of each machine on which the model fits."""
         return [one.best for one in self.choices if one.best is not None]
 
     def is_enough(self, best: Prediction) -> bool:
-        """Whether it reaches the speed that was asked for, if one was."""
+        """Whether a set-up reaches the target speed, if there is one."""
         wanted: float | None = self.asked["samples_per_s"]
         return wanted is None or best.samples_per_s >= wanted
 
 
 def print_plan(plan: PlanReport, *, tables: bool, timeline: bool) -> None:
-    """The table, what would help where a model does not fit, and what was asked for besides."""
-    shown = _table(plan)
-    wanted = Measurement.get(terminal(width=400), terminal(width=400).options, shown).maximum
-    terminal(width=max(terminal().width, wanted)).print(shown)  # the terminal wraps lines that are too long; none is shortened
+    """Print the table, remedies where the model does not fit, and the optional parts."""
+    print_wide(terminal(), _table(plan))
     for note in plan.notes:
         say(note)
     for one in plan.choices:
         if one.best is None:
-            why = one.others[0].shortfalls[0] if one.others else "it has no place for tables"
-            say(f"{one.machine.name} does not fit: {why}. What would help:")
+            why = one.others[0].shortfalls[0] if one.others else "it has no memory for tables"
+            say(f"The model does not fit {one.machine.name}: {why}. Remedies:")
             for number, remedy in enumerate(one.remedies, 1):
                 say(f"  {number}. {remedy}")
     for best in plan.best:
@@ -81,14 +78,14 @@ def _table(plan: PlanReport) -> Table:
         "$/billion": [best.usd_per_billion_samples for best in plan.best],
     }
     figures = {name: iter(values) for name, values in optional.items() if any(value is not None for value in values)}
-    for column in ("machine", "tables in", "servers", "batch", "samples/s", *figures, "held up by", "then by"):
+    for column in ("machine", "tables in", "servers", "batch", "samples/s", *figures, "bottleneck", "next"):
         table.add_column(column, justify="right" if column in ("batch", "samples/s", *figures) else "left", no_wrap=True)
     rows = [(best, [_figure(next(values)) for values in figures.values()]) for best in plan.best]
     for best, shown in sorted(rows, key=lambda row: -row[0].samples_per_s):
         setup = best.setup
         table.add_row(
             best.machine.name,
-            PLACES[setup.place] if best.machine.accelerators is not None or setup.place == "remote" else "system memory",
+            store_title(setup.placement, has_accelerators=best.machine.accelerators is not None),
             _servers(best, plan.num_readers.get(best.machine.name, 0)),
             f"{setup.batch_size:,}" + (f" x {setup.num_devices}" if setup.num_devices > 1 else ""),
             f"{best.samples_per_s:,.0f}" + ("" if plan.is_enough(best) else " (at most)"),
@@ -102,7 +99,7 @@ def _table(plan: PlanReport) -> Table:
 
 
 def _figure(number: float | None) -> str:
-    """Three digits at least; nothing where it is not known."""
+    """At least three digits; empty if unknown."""
     if number is None:
         return ""
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
@@ -121,29 +118,33 @@ def _servers(best: Prediction, num_readers: int) -> str:
 
 
 def _print_timeline(best: Prediction) -> None:
+    """One line per task, by time; the phase where it changes."""
     slots = best.slots
-    step_s, whole = (max(slot.end_s for slot in some) for some in (slots, [*slots, *best.beside]))
+    step_s, whole = (max(slot.end_s for slot in some) for some in (slots, [*slots, *best.overlapped]))
     say(f"{best.machine.name}, one step of {step_s * 1e3:.3g} ms, the next {best.step_s * 1e3:.3g} ms later:")
-    for slot in (*slots, *best.beside):
+    before = None
+    for slot in (*slots, *best.overlapped):
         start, end = round(slot.start_s / whole * WIDTH), round(slot.end_s / whole * WIDTH)
         bar = " " * start + ("░" if slot.task.hidden else "█") * max(1, end - start)
-        say(f"  {slot.task.resource:<21} {bar:<{WIDTH + 1}} {slot_words(slot)}")
+        phase = "" if slot.task.phase is before else slot.task.phase.value
+        say(f"  {phase:<16} {slot.task.resource:<21} {bar:<{WIDTH + 1}} {slot_text(slot)}")
+        before = slot.task.phase
 
 
 def _print_requirements(needs: Requirements) -> None:
-    say(f"a machine needs for {needs.samples_per_s:,.0f} samples/s, were it used perfectly:")
+    say(f"For {needs.samples_per_s:,.0f} samples/s a machine needs at least (at full utilisation):")
     for what, figure in (
         ("memory", shown_bytes(needs.memory_bytes)),
         ("memory bandwidth", f"{shown_bytes(needs.memory_bytes_per_s)}/s"),
         ("arithmetic", f"{needs.flops_per_s / 1e12:.3g} TFLOP/s"),
-        ("network or links between rows and examples, each direction", f"{shown_bytes(needs.exchange_bytes_per_s)}/s"),
+        ("network or links between tables and examples, each direction", f"{shown_bytes(needs.exchange_bytes_per_s)}/s"),
         ("network for input", f"{shown_bytes(needs.input_bytes_per_s)}/s"),
     ):
         say(f"  {what}: {figure}")
 
 
 def plain_of(plan: PlanReport) -> dict[str, Any]:
-    """The plan as JSON has it; what was not asked for or is not known is absent."""
+    """The plan as plain values for JSON; what was not asked for or is unknown is absent."""
     machines = []
     for one in plan.choices:
         plain: dict[str, Any] = {"machine": one.machine.name, "fits": one.best is not None}
@@ -157,7 +158,7 @@ def plain_of(plan: PlanReport) -> dict[str, Any]:
             if plan.asked["samples_per_s"] is not None:
                 plain["is_enough"] = plan.is_enough(one.best)
         plain["others"] = [
-            {"place": other.setup.place, "fits": other.fits}
+            {"placement": other.setup.placement, "fits": other.fits}
             | ({"samples_per_s": other.samples_per_s} if other.fits else {"shortfalls": list(other.shortfalls)})
             for other in one.others
         ]
@@ -172,5 +173,5 @@ def plain_of(plan: PlanReport) -> dict[str, Any]:
 
 
 def say(text: str) -> None:
-    """A line that the terminal wraps, with nothing coloured."""
+    """Print a line that the terminal wraps, without color."""
     terminal().print(text, soft_wrap=True)

@@ -1,12 +1,20 @@
-"""What people read on a terminal is printed here: text as it is, whatever names it has in it."""
+"""Terminal output: text is printed as it is, and tables are never cut."""
 
 from __future__ import annotations
 
 from typing import IO
 
 from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
 
 
 def terminal(*, stderr: bool = False, quiet: bool = False, width: int | None = None, file: IO[str] | None = None) -> Console:
-    """A console that takes nothing in a text for markup or an emoji and colours no numbers: names are their owners'."""
+    """A console without markup, emoji codes and highlighting, so that names are printed as they are."""
     return Console(stderr=stderr, quiet=quiet, width=width, file=file, markup=False, emoji=False, highlight=False)
+
+
+def print_wide(console: Console, table: Table) -> None:
+    """Print each row on one line however narrow the console is; the terminal wraps it."""
+    needed = Measurement.get(console, console.options.update(max_width=10_000), table).maximum
+    terminal(file=console.file, width=max(console.width, needed)).print(table)

@@ -1,4 +1,4 @@
-"""A predicted step as a picture: its tasks over time, a line for each resource."""
+"""A predicted step as a picture: its tasks over time, one line per resource, colored by phase."""
 
 from __future__ import annotations
 
@@ -9,19 +9,33 @@ from pathlib import Path
 from rowstead.plan.predict import Prediction
 from rowstead.plan.schedule import Slot
 from rowstead.spec.errors import RowsteadError
+from rowstead.spec.phases import STEP, Phase
 
-COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2", "#ff9da6", "#9d755d", "#bab0ac", "#eeca3b")
-LINE, LEFT, WIDTH, HEAD = 28, 130, 760, 34
-"""Of an SVG, in pixels: a resource's line, the names left of it, its length, and the title above."""
+COLORS = (
+    "#4c78a8",
+    "#f58518",
+    "#54a24b",
+    "#e45756",
+    "#72b7b2",
+    "#b279a2",
+    "#ff9da6",
+    "#9d755d",
+    "#bab0ac",
+    "#eeca3b",
+    "#79706e",
+)
+"""One per phase of a step."""
+LINE, LEFT, WIDTH, TOP = 28, 130, 760, 34
+"""Pixels of an SVG: height of a resource's line, width of the names left of it, its length, and height of the title."""
 
 
 def write_timeline(path: Path, predictions: Sequence[Prediction], *, title: str) -> None:
-    """Draw the steps of some machines, one below the other, into an `.html` or `.svg` file."""
+    """Draw the steps of several machines, one below the other, into an `.html` or `.svg` file."""
     drawn = {".html": timeline_html, ".svg": timeline_svg}.get(path.suffix.lower())
     if drawn is None:
-        raise RowsteadError(f"--picture {path}: name an .html or .svg file")
+        raise RowsteadError(f"--picture {path}: use a name that ends in .html or .svg")
     if not predictions:
-        raise RowsteadError("--picture: there is no step to draw, since the model fits none of these machines")
+        raise RowsteadError("--picture: nothing to draw, the model fits none of these machines")
     text = drawn(predictions, title)
     try:
         path.write_text(text, encoding="utf-8")
@@ -30,22 +44,37 @@ def write_timeline(path: Path, predictions: Sequence[Prediction], *, title: str)
 
 
 def lines_of(prediction: Prediction) -> dict[str, list[Slot]]:
-    """The tasks that take any time, by resource in the order of first use; what runs beside the step comes last."""
+    """The tasks with a duration above 0, by resource in the order of first use; overlapped tasks come last."""
     found: dict[str, list[Slot]] = {}
-    for slot in (*prediction.slots, *prediction.beside):
+    for slot in (*prediction.slots, *prediction.overlapped):
         if slot.end_s > slot.start_s:
             found.setdefault(slot.task.resource, []).append(slot)
     return found
 
 
-def slot_words(slot: Slot) -> str:
-    """The name of a task, and that it is no part of the step's path where it is not."""
-    return f"{slot.task.name}, beside the step" if slot.task.hidden else slot.task.name
+def slot_text(slot: Slot) -> str:
+    """The name of a task, marked if it overlaps with other steps."""
+    return f"{slot.task.name} (overlapped)" if slot.task.hidden else slot.task.name
+
+
+def hover_text(slot: Slot) -> str:
+    """Phase, name and duration of a task."""
+    return f"{slot.task.phase.value}: {slot_text(slot)}, {(slot.end_s - slot.start_s) * 1e3:.3g} ms"
+
+
+def phase_color(phase: Phase) -> str:
+    return COLORS[STEP.index(phase)]
+
+
+def phases_of(predictions: Sequence[Prediction]) -> list[Phase]:
+    """The phases that occur in these timelines, in order."""
+    found = {slot.task.phase for one in predictions for slots in lines_of(one).values() for slot in slots}
+    return [phase for phase in STEP if phase in found]
 
 
 def heading(prediction: Prediction) -> str:
     """One line about a step."""
-    return f"{prediction.machine.name}: {prediction.step_s * 1e3:.3g} ms a step, {prediction.samples_per_s:,.0f} samples/s"
+    return f"{prediction.machine.name}: {prediction.step_s * 1e3:.3g} ms per step, {prediction.samples_per_s:,.0f} samples/s"
 
 
 def timeline_html(predictions: Sequence[Prediction], title: str) -> str:
@@ -59,17 +88,17 @@ def timeline_html(predictions: Sequence[Prediction], title: str) -> str:
         lines = lines_of(prediction)
         height += 110 + LINE * len(lines)
         for line, slots in lines.items():
-            for place, slot in enumerate(slots):
+            for slot in slots:
                 figure.add_trace(
                     go.Bar(
                         x=[(slot.end_s - slot.start_s) * 1e3],
                         base=[slot.start_s * 1e3],
                         y=[line],
                         orientation="h",
-                        marker_color=COLOURS[place % len(COLOURS)],
+                        marker_color=phase_color(slot.task.phase),
                         marker_pattern_shape="/" if slot.task.hidden else "",
-                        text=slot_words(slot),
-                        hovertext=f"{slot_words(slot)}: {(slot.end_s - slot.start_s) * 1e3:.3g} ms",
+                        text=slot_text(slot),
+                        hovertext=hover_text(slot),
                         hoverinfo="text",
                         showlegend=False,
                     ),
@@ -78,14 +107,22 @@ def timeline_html(predictions: Sequence[Prediction], title: str) -> str:
                 )
         figure.update_yaxes(autorange="reversed", row=row, col=1)
         figure.update_xaxes(title_text="ms", row=row, col=1)
+    for phase in phases_of(predictions):  # the legend
+        figure.add_trace(go.Bar(x=[None], y=[None], name=phase.value, marker_color=phase_color(phase)))
     figure.update_layout(title=f"{title}: one predicted step", barmode="overlay", height=height + 60, template="plotly_white")
     return str(figure.to_html(include_plotlyjs=True, full_html=True))
 
 
 def timeline_svg(predictions: Sequence[Prediction], title: str) -> str:
-    """A still picture, drawn by hand so that it needs no browser."""
-    parts, top = [], HEAD
+    """A static picture."""
+    parts, top = [], TOP
     parts.append(f'<text x="8" y="22" font-size="16">{html.escape(title)}: one predicted step</text>')
+    left = 8
+    for phase in phases_of(predictions):
+        parts.append(f'<rect x="{left}" y="{top + 2}" width="12" height="12" fill="{phase_color(phase)}"/>')
+        parts.append(f'<text x="{left + 16}" y="{top + 12}">{phase.value}</text>')
+        left += 30 + 7 * len(phase.value)
+    top += 24
     for prediction in predictions:
         lines = lines_of(prediction)
         whole = max((slot.end_s for slots in lines.values() for slot in slots), default=1.0)
@@ -93,18 +130,17 @@ def timeline_svg(predictions: Sequence[Prediction], title: str) -> str:
         top += 24
         for line, slots in lines.items():
             parts.append(f'<text x="{LEFT - 6}" y="{top + 17}" text-anchor="end">{html.escape(line)}</text>')
-            for place, slot in enumerate(slots):
-                left, width = LEFT + WIDTH * slot.start_s / whole, max(1.0, WIDTH * (slot.end_s - slot.start_s) / whole)
-                told = html.escape(f"{slot_words(slot)}: {(slot.end_s - slot.start_s) * 1e3:.3g} ms")
-                colour = COLOURS[place % len(COLOURS)]
-                filled = f'fill="none" stroke="{colour}" stroke-dasharray="4"' if slot.task.hidden else f'fill="{colour}"'
+            for slot in slots:
+                start, width = LEFT + WIDTH * slot.start_s / whole, max(1.0, WIDTH * (slot.end_s - slot.start_s) / whole)
+                hint, color = html.escape(hover_text(slot)), phase_color(slot.task.phase)
+                filled = f'fill="none" stroke="{color}" stroke-dasharray="4"' if slot.task.hidden else f'fill="{color}"'
                 parts.append(
-                    f'<rect x="{left:.1f}" y="{top + 3}" width="{width:.1f}" height="{LINE - 6}" {filled}><title>{told}</title></rect>'
+                    f'<rect x="{start:.1f}" y="{top + 3}" width="{width:.1f}" height="{LINE - 6}" {filled}><title>{hint}</title></rect>'
                 )
-                if width > 7 * len(slot_words(slot)):
-                    ink = colour if slot.task.hidden else "white"
-                    name = html.escape(slot_words(slot))
-                    parts.append(f'<text x="{left + 4:.1f}" y="{top + 18}" fill="{ink}">{name}</text>')
+                if width > 7 * len(slot_text(slot)):
+                    ink = color if slot.task.hidden else "white"
+                    name = html.escape(slot_text(slot))
+                    parts.append(f'<text x="{start + 4:.1f}" y="{top + 18}" fill="{ink}">{name}</text>')
             top += LINE
         top += 14
     size = f'width="{LEFT + WIDTH + 16}" height="{top}"'

@@ -17,7 +17,7 @@ import torch
 
 from rowstead.data.population import Population
 from rowstead.kernels.layout import Layout
-from rowstead.plan.auto import fastest
+from rowstead.plan.auto import find_fastest_placement
 from rowstead.plan.greedy import Memories, decide
 from rowstead.records.usage import free_host_bytes
 from rowstead.spec.catalogue import calibrated_machine, calibrated_path
@@ -60,7 +60,7 @@ def choose_placement(
     placement = decide(spec, memories, mean_ids=mean_ids, trains=trains, world_size=world_size, shards=shards)
     is_open = trains and world_size == 1 and spec.placement == "auto" and any(one.where != "device" for one in placement.tables)
     machine = measured_machine(device) if is_open else None
-    return (fastest(spec, memories, machine, mean_ids=mean_ids) if machine is not None else None) or placement
+    return (find_fastest_placement(spec, memories, machine, mean_ids=mean_ids) if machine is not None else None) or placement
 
 
 def measured_machine(device: torch.device) -> Machine | None:

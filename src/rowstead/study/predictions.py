@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rowstead.plan.choose import choose, fewest_servers
-from rowstead.plan.predict import Prediction, predict, record_of
+from rowstead.plan.predict import Prediction, build_predicted_record, predict
 from rowstead.plan.setup import Setup, fewest_devices
 from rowstead.plan.work import step_work
 from rowstead.records.usage import usable_cores
@@ -85,7 +85,7 @@ def _forecast(point: Point, on: OnSpec, date: str, samples_per_s: float | None) 
         return Forecast(record=empty, failure=made)
     if not made.fits:
         return Forecast(record=empty, failure=f"does not fit: {made.shortfalls[0]}")
-    record = record_of(made, spec, date=date)
+    record = build_predicted_record(made, spec, date=date)
     facts = {**record.machine, "name": on.title, "described_by": machine_of(on, spec)[1]}
     return Forecast(record=dataclasses.replace(record, machine=facts))
 
@@ -133,7 +133,7 @@ def _prediction(spec: RunSpec, on: OnSpec, wanted: float | None) -> Prediction |
         num_devices, batch_size = fewest, max(1, batch_size // fewest)
     is_remote = on.place == "remote"
     setup = Setup(
-        place=on.place,
+        placement=on.place,
         batch_size=batch_size,
         num_devices=num_devices,
         num_trainers=on.num_trainers,

@@ -1,4 +1,4 @@
-"""The runs that the page lists, and their reports; a run is found by its name among those that are there."""
+"""The runs that the page lists, and their reports; runs are looked up by name only."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from rowstead.spec.errors import RowsteadError
 SHOWN = ("samples_per_s", "ne", "auc", "num_samples", "train_s")
 """Figures in the list of runs."""
 MAX_LISTED = 500
-"""Runs and studies in the lists: the newest. The page says how many there are."""
+"""Most runs and studies in the lists: the newest. The page says how many there are."""
 
 
 class Browser:
-    """Reads the runs under one folder. Any thread may ask; one report is drawn at a time."""
+    """Reads the runs under one folder. Thread-safe; one report is built at a time."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -52,11 +52,11 @@ class Browser:
         return listed[::-1]
 
     def run(self, name: str) -> RunFolder:
-        """The run of a name; what is no name of a run is refused, whatever it looks like."""
+        """The run with this name, compared with the names of existing runs and never used as a path."""
         for run in runs_in(self.root):
             if run.name == name:
                 return run
-        raise RowsteadError("there is no such run any more")
+        raise RowsteadError("this run no longer exists")
 
     def report(self, name: str | None) -> str:
         """The page of one run, or of all."""

@@ -1,4 +1,4 @@
-"""A scenario: what the sliders of the page say about a model and a fleet, and the recipe that this comes to."""
+"""A scenario: the sliders of the page as a model and a fleet, and the recipe that follows from them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rowstead.plan.setup import Place
 from rowstead.plan.traffic import mean_ids, popularities
 from rowstead.spec.data import DataSpec, SynthSpec
 from rowstead.spec.errors import SpecError, require
@@ -18,22 +17,23 @@ from rowstead.spec.model import ModelSpec
 from rowstead.spec.parse import parse
 from rowstead.spec.row_optimizers import RowOptimizerName, SparseOptimizerSpec
 from rowstead.spec.run import RunSpec
+from rowstead.spec.stores import PlannedStore
 from rowstead.spec.train import TrainSpec
 
 MAX_DENSE, MAX_SPARSE = 20_000, 2_000
-"""Features beyond which the page refuses a model: it answers while a slider moves."""
+"""Limits on features: the page has to answer while a slider moves."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """Where the sliders stand."""
+    """The positions of the sliders."""
 
     num_dense: int = 256
     """Dense features."""
     num_sparse: int = 32
     """Sparse features."""
     ids: float = 16.0
-    """Mean ids of a feature in an example."""
+    """Mean ids per feature and example."""
     num_rows: int = 1_000_000
     """Mean hash size of the tables."""
     width: int = 64
@@ -43,23 +43,23 @@ class Scenario:
     top: tuple[int, ...] = (512, 512, 512)
     """Hidden layers of the top MLP."""
     batch_size: int = 1024
-    """Examples a step of each GPU, or of each CPU trainer."""
+    """Examples per step of each GPU, or of each CPU trainer."""
     interaction: InteractionKind = "dot"
     """How features interact."""
     row_format: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Number format of rows."""
     optimizer: RowOptimizerName = SparseOptimizerSpec().kind
-    """Optimizer of rows, which decides what is kept beside them."""
+    """Row optimizer, which determines the state stored with each row."""
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"
     """Number format of the dense arithmetic."""
     machine: str = "dgx-h100"
     """The servers that train."""
-    place: Literal["auto"] | Place = "auto"
-    """Where the tables are."""
+    placement: Literal["auto"] | PlannedStore = "auto"
+    """Where the tables live."""
     num_trainers: int = 1
     """Servers that train."""
     num_servers: int = 0
-    """Sparse parameter servers, where tables are on some; 0 takes as many as are worth it."""
+    """Sparse parameter servers, with `remote` tables; 0 chooses as many as pay off."""
 
     def __post_init__(self) -> None:
         for name, least, most in (

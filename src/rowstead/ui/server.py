@@ -1,7 +1,7 @@
-"""Serves the what-if page: loopback only unless a token guards it; nothing is ever written, and no path comes from a request.
+"""Serves the what-if page on loopback, or elsewhere with a token; it writes no files and takes no paths from requests.
 
-A page of another site cannot use it: requests must name this server as their host (so that a name that was bound anew leads
-nowhere), those that ask for work must carry a header that other sites may not send, and answers may be framed by nobody.
+Pages of other sites cannot use it: requests must have this server's address as their Host (against DNS rebinding), POST requests must
+carry a header that other sites may not send, and responses must not be framed.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ from rowstead.spec.address import is_loopback
 from rowstead.spec.errors import RowsteadError, did_you_mean
 from rowstead.spec.interactions import INTERACTIONS
 from rowstead.spec.parse import parse, read_text, to_plain, to_plain_without_defaults
+from rowstead.spec.phases import STEP
 from rowstead.spec.row_optimizers import ROW_OPTIMIZERS
 from rowstead.spec.run import RECIPES, load_recipe, recipe_names
+from rowstead.spec.stores import IN_PLANS, STORES
 from rowstead.ui.browse import Browser
 from rowstead.ui.scenario import Scenario, checked_base, scenario_of, spec_of
-from rowstead.ui.whatif import PLACES, answers, known, known_machines, trouble_here
+from rowstead.ui.whatif import answers, known, known_machines, trouble_here
 
 PAGE = Path(__file__).parent / "page"
 FILES = {
@@ -42,60 +44,60 @@ FILES = {
     "/icon.svg": ("icon.svg", "image/svg+xml"),
 }
 MAX_BODY_BYTES = 1 << 20
-"""Of a request: a recipe is far smaller."""
+"""Limit on a request; a recipe is far smaller."""
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 )
 REPORT_POLICY = (
-    # a report brings its own scripts: they run, and with an origin of their own they can ask this server for nothing
+    # a report has inline scripts; in a sandbox with an opaque origin they cannot send requests to this server
     "sandbox allow-scripts allow-downloads allow-modals; default-src 'none'; script-src 'unsafe-inline'; "
     "style-src 'unsafe-inline'; img-src data: blob:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 )
 COOKIE = "rowstead-token"
-"""Begin of its name; the port follows, as a browser sends cookies to all ports of a host, and two pages may be open."""
+"""Prefix of the cookie's name; the port follows, since browsers send cookies to all ports of a host."""
 ASKED = "X-Rowstead"
-"""Header of every request for work; a page of another site cannot send it without leave, which nobody gives."""
+"""Header of every POST request; pages of other sites cannot send it without CORS permission, which is never given."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Guard:
-    """Who may ask."""
+    """Decides which requests are allowed."""
 
     hosts: frozenset[str]
-    """Names, with the port, under which this server may be asked; empty where a token decides instead."""
+    """Allowed Host headers, with the port; empty where the token decides instead."""
     token: str | None = None
     cookie: str = COOKIE
     """Name of the cookie that holds the token."""
 
     def refusal(self, headers: Any, query: str) -> str | None:
-        """Why a request is refused; None where it is not."""
+        """Why a request is refused; None if it is allowed."""
         host = (headers.get("Host") or "").lower()
         if self.hosts and host not in self.hosts:
-            return "this server answers under its own address alone"
+            return "use the address that the command printed"
         if self.token is not None and not any(_same(one, self.token) for one in _tokens(headers, query, self.cookie)):
-            return "open the address that the command printed: its token is missing or wrong"
+            return "token missing or wrong: open the address that the command printed"
         return None
 
     def refusal_of_reading(self, headers: Any) -> str | None:
-        """Why a request for what is here is refused: a page of another site, or of another port, cannot read it, nor keep us busy."""
+        """Why a GET request for data is refused: it must not come from a page of another origin."""
         if headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
-            return "only this server's own page may ask for that"
+            return "only this server's own page may request this"
         return None
 
     def refusal_of_work(self, headers: Any) -> str | None:
-        """Why a request that asks for work is refused: it must come from our own page."""
+        """Why a POST request is refused: it must come from our own page."""
         if headers.get(ASKED) is None or headers.get_content_type() != "application/json":
-            return "only this server's own page may ask for that"
+            return "only this server's own page may request this"
         origin, host = headers.get("Origin"), (headers.get("Host") or "").lower()
         if origin is not None and origin.lower() not in (f"http://{host}", f"https://{host}"):
-            return "only this server's own page may ask for that"
+            return "only this server's own page may request this"
         return None
 
 
 def _tokens(headers: Any, query: str, cookie: str) -> Iterator[str]:
-    """What a request offers as its token: in the address, as a cookie, or as a bearer."""
-    with contextlib.suppress(ValueError):  # more fields than anybody has a use for
+    """The tokens of a request: query parameter, cookie and bearer."""
+    with contextlib.suppress(ValueError):  # too many fields
         yield from parse_qs(query, max_num_fields=16).get("token", [])
     with contextlib.suppress(CookieError):
         found = SimpleCookie(headers.get("Cookie", "")).get(cookie)
@@ -111,7 +113,7 @@ def _same(one: str, other: str) -> bool:
 
 
 class _Server(http.server.ThreadingHTTPServer):
-    """Says nothing of browsers that leave before they have their answer."""
+    """Ignores clients that disconnect before they have their response."""
 
     daemon_threads = True
 
@@ -122,23 +124,23 @@ class _Server(http.server.ThreadingHTTPServer):
 
 @dataclass(kw_only=True)
 class Ui:
-    """One running page."""
+    """One running server of the page."""
 
     host: str = "127.0.0.1"
     port: int = 0
     runs: Path = Path("runs")
     token: str | None = None
-    """What every request must bring; made up when left out, unless only this machine can reach the address."""
+    """Required with every request; generated when left out, unless the address is loopback."""
     _server: http.server.ThreadingHTTPServer | None = field(default=None, init=False)
 
     def start(self) -> str:
-        """Listen in the background; gives the address to open."""
+        """Listen in the background and return the address to open."""
         self.listen()
         threading.Thread(target=self.serve, name="rowstead-ui", daemon=True).start()
         return self.address
 
     def listen(self) -> None:
-        """Take the port."""
+        """Bind the port."""
         local = is_loopback(self.host)
         if not local and self.token is None:
             self.token = new_token()
@@ -157,8 +159,8 @@ class Ui:
         self.guard = Guard(hosts=hosts, token=self.token, cookie=f"{COOKIE}-{self.port}")
 
     def serve(self) -> None:
-        """Answer until `close`."""
-        assert self._server is not None, "`listen` comes first"
+        """Serve until `close`."""
+        assert self._server is not None, "call `listen` first"
         self._server.serve_forever(poll_interval=0.1)
 
     def close(self) -> None:
@@ -173,13 +175,13 @@ class Ui:
 
     @property
     def address(self) -> str:
-        """What to open."""
+        """The URL to open."""
         host = socket.gethostname() if self.host in ("0.0.0.0", "::") else self._shown_host
         return f"http://{host}:{self.port}/" + (f"?token={self.token}" if self.token else "")
 
 
 def new_token() -> str:
-    """What nobody can guess."""
+    """A random token."""
     return secrets.token_urlsafe(24)
 
 
@@ -197,9 +199,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server_version = "rowstead"
     sys_version = ""
-    timeout = 60  # of a connection that says nothing
+    timeout = 60  # of an idle connection
     _begun = False
-    """Whether an answer that comes line by line has begun."""
+    """Whether a streamed response has begun."""
 
     def do_GET(self) -> None:
         self._answer(self._get)
@@ -211,7 +213,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self._answer(self._post)
 
     def log_message(self, *_: object) -> None:
-        """Say nothing: the terminal shows the address, and that stays in sight."""
+        """Log nothing, so that the address stays visible in the terminal."""
 
     def _answer(self, work: Callable[[str, str], None]) -> None:
         self._begun = False
@@ -219,7 +221,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             try:
                 address = urlsplit(self.path)
             except ValueError:
-                raise RowsteadError("that is no address") from None
+                raise RowsteadError("malformed address") from None
             refusal = self.ui.guard.refusal(self.headers, address.query)
             if refusal is not None:
                 self._refuse(403, refusal)
@@ -230,10 +232,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         except RecursionError:
             self._refuse(400, "the request is nested too deeply")
         except (BrokenPipeError, ConnectionResetError, TimeoutError):
-            self.close_connection = True  # the page went on to something newer
-        except Exception:  # our own mistake: the page says so, and the terminal what it was
+            self.close_connection = True  # the page cancelled the request
+        except Exception:  # a bug: the traceback goes to the terminal
             traceback.print_exc()
-            self._refuse(500, "something went wrong in the server: its terminal says what")
+            self._refuse(500, "internal error: see the server's terminal")
 
     def _get(self, path: str, query: str) -> None:
         if self.ui.token is not None and path == "/" and "token=" in query:
@@ -254,7 +256,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             name = path.removeprefix("/report").removeprefix("/")
             self._send(200, self.browser.report(name or None).encode(), "text/html; charset=utf-8", policy=REPORT_POLICY)
         else:
-            self._refuse(404, "there is nothing here")
+            self._refuse(404, "not found")
 
     def _post(self, path: str, query: str) -> None:
         refusal = self.ui.guard.refusal_of_work(self.headers)
@@ -269,25 +271,25 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         elif path == "/api/save":
             self._json({"text": recipe_text(parse(Scenario, asked.get("scenario")), asked.get("base"))})
         else:
-            self._refuse(404, "there is nothing here")
+            self._refuse(404, "not found")
 
     def _body(self) -> dict[str, Any]:
         length = self.headers.get("Content-Length", "")
         plain = length.isascii() and length.isdigit() and len(length) < 16
         if not plain or int(length) > MAX_BODY_BYTES:
             self.close_connection = True
-            raise RowsteadError(f"a request must say how long it is, up to {MAX_BODY_BYTES:,} bytes")
+            raise RowsteadError(f"a request needs a Content-Length of at most {MAX_BODY_BYTES:,} bytes")
         try:
             asked = json.loads(self.rfile.read(int(length)))
         except ValueError:
-            raise RowsteadError("the request is no JSON") from None
+            raise RowsteadError("the request is not JSON") from None
         if not isinstance(asked, dict):
-            raise RowsteadError("the request is no JSON object")
+            raise RowsteadError("the request is not a JSON object")
         return asked
 
     def _stream(self, lines: Iterator[dict[str, Any]]) -> None:
-        """One JSON line after another, each as soon as it is known; what goes wrong on the way is a line, and the last."""
-        first = next(lines)  # what is wrong with a scenario shows here, before the answer begins
+        """Stream JSON lines as they are computed; an error becomes the last line."""
+        first = next(lines)  # an invalid scenario raises here, before the response begins
         self.send_response(200)
         self.send_header("Content-Type", "application/x-ndjson")
         self.send_header("Transfer-Encoding", "chunked")
@@ -309,7 +311,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _refuse(self, status: int, why: str) -> None:
         self.close_connection = True
-        if self._begun:  # the status is out: what is wrong can only be the last line
+        if self._begun:  # the status has been sent, so the error becomes the last line
             self._chunk({"error": why})
             self.wfile.write(b"0\r\n\r\n")
         else:
@@ -341,15 +343,16 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 
 def start_facts(browser: Browser) -> dict[str, Any]:
-    """What the page needs to begin with."""
+    """What the page needs to start."""
     recipes = [{"name": name, "about": _about(name)} for name in recipe_names()]
     machines = [{"name": name, "title": known(name).title} for name in known_machines()]
-    places = [{"name": name, "title": title} for name, title in PLACES.items()]
+    placements = [{"name": name, "title": STORES[name].title} for name in IN_PLANS]
     interactions = [{"name": name, "title": entry.title} for name, entry in INTERACTIONS.items()]
     return {
         "recipes": recipes,
         "machines": machines,
-        "places": places,
+        "placements": placements,
+        "phases": [phase.value for phase in STEP],
         "row_optimizers": [{"name": name, "title": entry.title} for name, entry in ROW_OPTIMIZERS.items()],
         "interactions": interactions,
         "scenario": to_plain(Scenario()),
@@ -363,10 +366,10 @@ def _about(name: str) -> str:
 
 
 def recipe_facts(asked: dict[str, Any], browser: Browser) -> dict[str, Any]:
-    """A shipped recipe, a run's, or one that the user's browser read: as the base of a scenario."""
+    """A shipped recipe, that of a run, or the text of a file: as the base of a scenario."""
     if isinstance(name := asked.get("name"), str):
         if name not in recipe_names():
-            raise RowsteadError(f"no recipe `{name}`: {did_you_mean(name, recipe_names())}")
+            raise RowsteadError(f"unknown recipe `{name}`: {did_you_mean(name, recipe_names())}")
         spec = load_recipe(name)
     elif isinstance(run := asked.get("run"), str):
         spec = browser.run(run).read_spec()
@@ -376,12 +379,12 @@ def recipe_facts(asked: dict[str, Any], browser: Browser) -> dict[str, Any]:
             raise RowsteadError("the file is empty")
         spec = found
     else:
-        raise RowsteadError("name a recipe or a run, or give a recipe's text")
+        raise RowsteadError("give a recipe's name, a run's name, or a recipe's text")
     return {"name": spec.name, "base": to_plain(spec), "scenario": to_plain(scenario_of(spec))}
 
 
 def recipe_text(scenario: Scenario, base: Any) -> str:
-    """The recipe of a scenario as a file that `rowstead train` takes."""
+    """The recipe of a scenario as YAML for `rowstead train`."""
     spec = spec_of(scenario, checked_base(base))
     plain = to_plain_without_defaults(spec)
     return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=120)

@@ -1,4 +1,4 @@
-"""What a scenario comes to: the chosen fleet in detail, and the best set-up on every platform; plain numbers for the page."""
+"""Predictions for a scenario: the chosen fleet in detail, and the best set-up on every platform, as plain numbers for the page."""
 
 from __future__ import annotations
 
@@ -8,32 +8,30 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rowstead.plan.choose import Choice, choose, fewest_servers, num_readers, places_of, remedies
+from rowstead.plan.choose import Choice, choose, fewest_servers, num_readers, possible_placements, remedies
 from rowstead.plan.predict import Prediction, predict
-from rowstead.plan.setup import USABLE_SHARE, Place, Setup
+from rowstead.plan.setup import USABLE_SHARE, Setup
 from rowstead.plan.work import StepWork, step_work
 from rowstead.spec.catalogue import HERE, calibrated_path, load_machine, load_software, machine_names
 from rowstead.spec.errors import RowsteadError, did_you_mean
 from rowstead.spec.machine import Machine
 from rowstead.spec.run import RunSpec
 from rowstead.spec.software import Software
+from rowstead.spec.stores import STORES, PlannedStore, store_title
 from rowstead.ui.scenario import Scenario, spec_of
 
-PLACES: dict[Place, str] = {
-    "device": "GPU memory",
-    "mixed": "GPU + system memory",
-    "host": "system memory",
-    "remote": "parameter servers",
-}
+SERVER = "cpu-2s"
+"""The machine that parameter servers and readers run on."""
+MAX_SPARSE_SERVERS = 4096
 
 
 def known_machines() -> list[str]:
-    """Names of the machines that the page offers: those that are shipped, and this one where it was measured."""
+    """Names of the machines on the page: the shipped ones, and this one if it was calibrated."""
     return [HERE, *machine_names()] if _measured_file() is not None and trouble_here() is None else machine_names()
 
 
 def trouble_here() -> str | None:
-    """Why this machine is not offered though it was measured; none where all is well, or it was not."""
+    """Why this machine is left out though it was calibrated; None if it is not left out."""
     file = _measured_file()
     return None if file is None else _trouble(str(file), file.stat().st_mtime_ns)
 
@@ -44,7 +42,7 @@ def _measured_file() -> Path | None:
 
 @functools.lru_cache(maxsize=8)
 def _trouble(path: str, changed_ns: int) -> str | None:
-    """What is wrong with a file as it was written at a time."""
+    """The error in a machine file of this modification time, if any."""
     try:
         load_machine(path)
     except RowsteadError as error:
@@ -54,9 +52,9 @@ def _trouble(path: str, changed_ns: int) -> str | None:
 
 @functools.cache
 def known(name: str) -> Machine:
-    """A machine by name; a path is no name here."""
+    """A machine by name; paths are not accepted here."""
     if name not in known_machines():
-        raise RowsteadError(f"no machine `{name}`: {did_you_mean(name, known_machines())}")
+        raise RowsteadError(f"unknown machine `{name}`: {did_you_mean(name, known_machines())}")
     return dataclasses.replace(load_machine(name), name=name)
 
 
@@ -66,18 +64,18 @@ def software() -> Software:
 
 
 def answers(scenario: Scenario, base: RunSpec | None) -> Iterator[dict[str, Any]]:
-    """First the model and the chosen fleet, then each platform: what a page can show as it comes."""
+    """First the model and the chosen fleet, then each platform, so that the page can show them as they arrive."""
     spec = spec_of(scenario, base)
     work = step_work(spec)
     yield {"model": model_facts(work), "fleet": fleet_facts(scenario, spec, work)}
     others = [name for name in known_machines() if name != scenario.machine]
     for name in (scenario.machine, *others):
-        choice = choose(spec, known(name), software(), server=known("cpu-2s"))
+        choice = choose(spec, known(name), software(), server=known(SERVER))
         yield {"platform": platform_facts(choice, work)}
 
 
 def model_facts(work: StepWork) -> dict[str, float]:
-    """What the model itself asks for."""
+    """Sizes and work of the model."""
     return {
         "table_bytes": work.table_bytes,
         "num_parameters": work.num_parameters + sum(table.num_rows * table.width for table in work.tables),
@@ -89,16 +87,21 @@ def model_facts(work: StepWork) -> dict[str, float]:
 
 
 def fleet_facts(scenario: Scenario, spec: RunSpec, work: StepWork) -> dict[str, Any]:
-    """The chosen servers, with the tables where they were asked for, or where they are best."""
-    machine, server = known(scenario.machine), known("cpu-2s")
-    possible = places_of(machine) if work.tables else ("device",)
-    if scenario.place != "auto" and scenario.place not in possible:
-        return {"machine": machine.name, "fits": False, "why": [_no_place(machine, scenario.place)], "remedies": []}
-    places: tuple[Place, ...] = possible if scenario.place == "auto" else (scenario.place,)
+    """The chosen servers, with the chosen placement or the best one."""
+    machine, server = known(scenario.machine), known(SERVER)
+    possible = possible_placements(machine) if work.tables else ("device",)
+    if scenario.placement != "auto" and scenario.placement not in possible:
+        return {
+            "machine": machine.name,
+            "fits": False,
+            "why": [f"{machine.name} cannot have tables in {STORES[scenario.placement].title}"],
+            "remedies": [],
+        }
+    placements: tuple[PlannedStore, ...] = possible if scenario.placement == "auto" else (scenario.placement,)
     if scenario.num_trainers > 1 and machine.network is None:
         why = f"{machine.name} has no network, so several of them cannot train together"
         return {"machine": machine.name, "fits": False, "why": [why], "remedies": []}
-    tried = [_with_servers(scenario, work, machine, server, place) for place in places]
+    tried = [_with_servers(scenario, work, machine, server, placement) for placement in placements]
     fitting = [one for one in tried if one.fits]
     if not fitting:
         return {
@@ -110,24 +113,26 @@ def fleet_facts(scenario: Scenario, spec: RunSpec, work: StepWork) -> dict[str, 
         }
     best = max(fitting, key=lambda one: (one.samples_per_j or one.samples_per_s, one.samples_per_s))
     shown = facts(best)
-    shown["others"] = [{"place": place_words(one), "samples_per_s": one.samples_per_s} for one in fitting if one is not best]
+    shown["others"] = [
+        {"placement": placement_title(one), "samples_per_s": one.samples_per_s} for one in fitting if one is not best
+    ]
     shown |= _readers(best, work)
     shown["timeline"] = [slot for slot in best.timeline if slot["end_s"] > slot["start_s"]]
     return shown
 
 
 def _readers(best: Prediction, work: StepWork) -> dict[str, int]:
-    """How many readers keep a set-up busy; absent where it has no network, over which they would send."""
+    """The number of readers that a set-up needs; absent without a network."""
     if best.machine.network is None:
         return {}
-    return {"num_readers": num_readers(work, software(), known("cpu-2s"), best.samples_per_s)}
+    return {"num_readers": num_readers(work, software(), known(SERVER), best.samples_per_s)}
 
 
-def _with_servers(scenario: Scenario, work: StepWork, machine: Machine, server: Machine, place: Place) -> Prediction:
-    """One place on the chosen fleet, with as many sparse servers as were asked for, or as twice as many would not help."""
-    remote = place == "remote"
+def _with_servers(scenario: Scenario, work: StepWork, machine: Machine, server: Machine, placement: PlannedStore) -> Prediction:
+    """One placement on the chosen fleet, with the chosen number of sparse servers, or so many that doubling does not help."""
+    remote = placement == "remote"
     setup = Setup(
-        place=place,
+        placement=placement,
         batch_size=scenario.batch_size,
         num_devices=machine.num_devices,
         num_trainers=scenario.num_trainers,
@@ -136,21 +141,17 @@ def _with_servers(scenario: Scenario, work: StepWork, machine: Machine, server: 
         num_dense_servers=1 if remote and machine.accelerators is None else 0,
     )
 
-    def predicted(one: Setup) -> Prediction:
+    def predict_setup(one: Setup) -> Prediction:
         return predict(work, machine, software(), one, precision=scenario.precision)
 
-    now = predicted(setup)
-    while remote and not scenario.num_servers and now.setup.num_sparse_servers < 2048:
-        more = predicted(dataclasses.replace(now.setup, num_sparse_servers=2 * now.setup.num_sparse_servers))
+    now = predict_setup(setup)
+    while remote and not scenario.num_servers and 2 * now.setup.num_sparse_servers <= MAX_SPARSE_SERVERS:
+        more = predict_setup(dataclasses.replace(now.setup, num_sparse_servers=2 * now.setup.num_sparse_servers))
         better = (more.samples_per_j or more.samples_per_s) / (now.samples_per_j or now.samples_per_s)
         if better <= 1.0:
             break
         now = more
     return now
-
-
-def _no_place(machine: Machine, place: Place) -> str:
-    return f"{machine.name} has no place for tables in {PLACES[place]}"
 
 
 def platform_facts(choice: Choice, work: StepWork) -> dict[str, Any]:
@@ -163,12 +164,12 @@ def platform_facts(choice: Choice, work: StepWork) -> dict[str, Any]:
 
 
 def facts(one: Prediction) -> dict[str, Any]:
-    """A prediction as the page shows it; what is not known is absent."""
+    """A prediction as the page shows it; unknown figures are absent."""
     setup = one.setup
     found: dict[str, Any] = {
         "machine": one.machine.name,
         "fits": one.fits,
-        "place": place_words(one),
+        "placement": placement_title(one),
         "samples_per_s": one.samples_per_s,
         "step_s": one.step_s,
         "servers": _servers(setup),
@@ -182,15 +183,13 @@ def facts(one: Prediction) -> dict[str, Any]:
     return found
 
 
-def place_words(one: Prediction) -> str:
-    """Where the tables are, in words."""
-    if one.machine.accelerators is None and one.setup.place == "device":
-        return "system memory"
-    return PLACES[one.setup.place]
+def placement_title(one: Prediction) -> str:
+    """Where the tables live."""
+    return store_title(one.setup.placement, has_accelerators=one.machine.accelerators is not None)
 
 
 def memories(one: Prediction) -> list[dict[str, Any]]:
-    """How full each memory of a set-up would be, against what a run may use of it."""
+    """Needed and usable bytes of each memory of a set-up."""
     machine, needs, server = one.machine, one.held, one.setup.server
     rows = []
     if machine.accelerators is not None:

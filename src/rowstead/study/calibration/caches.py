@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rowstead.plan.caching import CacheModel, groups_of
-from rowstead.plan.setup import Behind, Setup
+from rowstead.plan.caching import CacheModel, build_cache_models
+from rowstead.plan.setup import CachedTable, Setup
 from rowstead.plan.work import step_work
 from rowstead.spec.curve import Curve, CurveAxis
 from rowstead.spec.machine import Machine
@@ -103,7 +103,7 @@ def behaved(shape: Shape, share: float, folder: Path, pace: MachineSpeed | None,
         for _ in range(num_turns):
             for name, steps in (("alone", alone), ("behind", behind)):
                 turns[name].append(_turn_s(steps, pace))
-    (group,) = groups_of(work.tables, _setup(shape, [table.name for table in work.tables], share))
+    (group,) = build_cache_models(work.tables, _setup(shape, [table.name for table in work.tables], share))
     return Behaved(
         alone_s=statistics.median(turns["alone"]),
         step_s=statistics.median(turns["behind"]),
@@ -124,8 +124,8 @@ def _turn_s(steps: Steps, pace: MachineSpeed | None) -> float:
 
 
 def _setup(shape: Shape, tables: Sequence[str], share: float) -> Setup:
-    behind = tuple(Behind(table=name, kept_share=share) for name in tables)
-    return Setup(place="device", batch_size=shape.batch_size, has_input=False, behind=behind)
+    behind = tuple(CachedTable(table=name, cache_fraction=share) for name in tables)
+    return Setup(placement="device", batch_size=shape.batch_size, has_input=False, behind=behind)
 
 
 def explained(timings: Timings, models: Sequence[Behaved]) -> Timings:
@@ -326,5 +326,5 @@ def planned(alone_s: float, in_sets_s: float, one_by_one_s: float, set_size: int
 def _group(shape: Shape, share: float) -> CacheModel:
     """The tables of a shape behind a GPU's cache."""
     work = step_work(shape.spec("cpu"))
-    (group,) = groups_of(work.tables, _setup(shape, [table.name for table in work.tables], share), in_sets=True)
+    (group,) = build_cache_models(work.tables, _setup(shape, [table.name for table in work.tables], share), in_sets=True)
     return group

@@ -80,7 +80,7 @@ const SLIDERS = {
   Training: [{ key: 'batch_size', label: 'Batch (each GPU or CPU trainer)', values: doubled(8, 131072), show: count }],
   Fleet: [
     { key: 'num_trainers', label: 'Servers that train', values: [...range(1, 16), 20, 24, 32, 48, 64, 96, 128, 256], show: count },
-    { key: 'num_servers', label: 'Parameter servers', values: [0, ...range(1, 16), 20, 24, 32, 48, 64, 96, 128, 256], show: (n) => (n ? count(n) : 'as many as pay') },
+    { key: 'num_servers', label: 'Parameter servers', values: [0, ...range(1, 16), 20, 24, 32, 48, 64, 96, 128, 256], show: (n) => (n ? count(n) : 'as many as pay off') },
   ],
 };
 const CHOICES = {
@@ -92,7 +92,7 @@ const CHOICES = {
   ],
   Fleet: [
     { key: 'machine', label: 'Machine', options: [] },
-    { key: 'place', label: 'Tables in', options: [] },
+    { key: 'placement', label: 'Tables in', options: [] },
   ],
 };
 
@@ -105,7 +105,7 @@ const state = {
 const now = () => state[state.which];
 const shown = () => (state.has_b ? ['A', 'B'] : ['A']);
 
-// asking
+// requests
 
 async function ask(path, body, signal) {
   const answer = await fetch(path, body === undefined ? {} : {
@@ -118,7 +118,7 @@ async function ask(path, body, signal) {
 const asking = { A: null, B: null };
 
 async function plan(which) {
-  // The newest question wins: one that has shown its first figures is given up for a newer one; before that, the newer one waits.
+  // The newest request wins: one that has shown its first figures is aborted for a newer one; before that, the newer one waits.
   const open = asking[which];
   if (open) {
     open.again = true;
@@ -175,7 +175,7 @@ function speak(which) {
     const fleet = state[which].answer?.fleet;
     if (!fleet) return;
     by('spoken').textContent = fleet.fits
-      ? `Scenario ${which} on ${fleet.machine}: ${count(fleet.samples_per_s)} samples a second, tables in ${fleet.place}, held up by ${fleet.bottlenecks[0]?.resource ?? 'nothing'}.`
+      ? `Scenario ${which} on ${fleet.machine}: ${count(fleet.samples_per_s)} samples per second, tables in ${fleet.placement}, bottleneck ${fleet.bottlenecks[0]?.resource ?? 'none'}.`
       : `Scenario ${which} does not fit ${fleet.machine}.`;
   }, 600);
 }
@@ -255,7 +255,7 @@ function refresh_controls() {
   by('sliders').parentElement.style.setProperty('--now', state.which === 'A' ? 'var(--a)' : 'var(--b)');
   for (const control of controls) control.refresh();
   by('recipe').value = [...by('recipe').options].some((option) => option.value === now().source) ? now().source : '';
-  by('recipe-note').textContent = now().base ? `Scenario ${state.which} began as ${now().name}; what you do not move stays as it is there.` : `Scenario ${state.which} has features that are all alike.`;
+  by('recipe-note').textContent = now().base ? `Scenario ${state.which} is based on ${now().name}; settings that you do not change stay as they are there.` : `Scenario ${state.which}: all features are alike.`;
 }
 
 function switch_to(which) {
@@ -277,8 +277,8 @@ function copy_to_b() {
 async function load(body, source) {
   try {
     const found = await (await ask('/api/recipe', body)).json();
-    const { machine, place, num_trainers, num_servers } = now().scenario;
-    Object.assign(now(), { base: found.base, name: found.name, source, scenario: { ...found.scenario, machine, place, num_trainers, num_servers } });
+    const { machine, placement, num_trainers, num_servers } = now().scenario;
+    Object.assign(now(), { base: found.base, name: found.name, source, scenario: { ...found.scenario, machine, placement, num_trainers, num_servers } });
     refresh_controls();
     moved();
   } catch (error) {
@@ -324,9 +324,9 @@ function draw_cards() {
       figure('throughput', count(fleet.samples_per_s), 'samples/s'),
       fleet.watts === undefined ? null : figure('power', watts(fleet.watts), `${trim(fleet.samples_per_j)} samples/J`),
       figure('one step', seconds(fleet.step_s), fleet.servers + (fleet.num_readers === undefined ? '' : `, ${fleet.num_readers} reader${fleet.num_readers > 1 ? 's' : ''}`)),
-      figure('memory', percent(Math.max(...full)) + ' full', `tables ${bytes(model.table_bytes)}, in ${fleet.place}`),
-      figure('held up by', held?.resource ?? '', held ? `twice as fast: ${Math.round(100 * held.saved_share)} % shorter steps` : '', 'text'),
-      figure('an example', count(model.ids_per_sample) + ' ids', `${count(model.flops_per_sample)} operations`, 'text'),
+      figure('memory', percent(Math.max(...full)) + ' full', `tables ${bytes(model.table_bytes)}, in ${fleet.placement}`),
+      figure('bottleneck', held?.resource ?? '', held ? `if twice as fast: ${Math.round(100 * held.saved_share)} % shorter steps` : '', 'text'),
+      figure('per example', count(model.ids_per_sample) + ' ids', `${count(model.flops_per_sample)} operations`, 'text'),
     );
     return box;
   });
@@ -347,14 +347,14 @@ function draw_platforms() {
   const value = (which, name) => state[which].platforms.get(name)?.[state.measure];
   const most = Math.max(...shown().flatMap((which) => names.map((name) => value(which, name) ?? 0)), 1e-9);
   names.sort((x, y) => (value('A', y) ?? -1) - (value('A', x) ?? -1) || x.localeCompare(y));
-  const head = make('thead', {}, make('tr', {}, ...[['Machine', ''], [MEASURES[state.measure], ''], ['Tables in', ''], ['Servers', ''], ['Held up by', ''], ['Memory', 'number']].map(([text, kind]) => make('th', { scope: 'col', class: kind }, text))));
+  const head = make('thead', {}, make('tr', {}, ...[['Machine', ''], [MEASURES[state.measure], ''], ['Tables in', ''], ['Servers', ''], ['Bottleneck', ''], ['Memory', 'number']].map(([text, kind]) => make('th', { scope: 'col', class: kind }, text))));
   const body = make('tbody', {}, ...names.map((name) => {
     const of = (which) => state[which].platforms.get(name);
     const bars = shown().map((which) => {
       const one = of(which), figure_ = value(which, name);
       const track = make('span', { class: 'track', 'aria-hidden': 'true' }, make('i'));
       track.firstChild.style.width = (100 * (figure_ ?? 0)) / most + '%';
-      const text = one === undefined ? '…' : !one.fits ? 'does not fit' : figure_ === undefined ? 'not known' : count(figure_);
+      const text = one === undefined ? '…' : !one.fits ? 'does not fit' : figure_ === undefined ? 'unknown' : count(figure_);
       return make('div', { class: 'bar of-' + which.toLowerCase() }, track, make('b', { class: one && !one.fits ? 'bad' : '' }, text));
     });
     const both = (pick) => {
@@ -365,9 +365,9 @@ function draw_platforms() {
     return make('tr', { class: state[state.which].scenario.machine === name ? 'chosen' : '', 'data-machine': name },
       make('th', { scope: 'row', title: of('A')?.title }, name),
       make('td', { class: 'bars' }, ...bars),
-      make('td', { 'data-what': 'tables in' }, ...both((one) => one.place)),
+      make('td', { 'data-what': 'tables in' }, ...both((one) => one.placement)),
       make('td', { 'data-what': 'servers' }, ...both((one) => one.servers)),
-      make('td', { 'data-what': 'held up by' }, ...both((one) => one.bottlenecks[0]?.resource ?? '')),
+      make('td', { 'data-what': 'bottleneck' }, ...both((one) => one.bottlenecks[0]?.resource ?? '')),
       make('td', { class: 'number', 'data-what': 'memory' }, ...both(full)));
   }));
   table.replaceChildren(make('caption', { class: 'spoken' }, 'Best set-up on every platform, by ' + MEASURES[state.measure]), head, body);
@@ -380,31 +380,42 @@ function draw_timelines() {
   by('timelines').replaceChildren(...shown().flatMap((which) => {
     const slots = state[which].answer?.fleet.timeline;
     if (!slots?.length) return [];
-    return [make('div', { class: 'quietly' }, title(which)), timeline(which, slots, longest)];
+    return [make('div', { class: 'quietly' }, title(which)), timeline(which, slots, longest), phase_legend(slots)];
+  }));
+}
+
+const phase_color = (phase) => `var(--p${state.start.phases.indexOf(phase)})`;
+
+function phase_legend(slots) {
+  const phases = state.start.phases.filter((phase) => slots.some((slot) => slot.phase === phase));
+  return make('ul', { class: 'legend' }, ...phases.map((phase) => {
+    const mark = make('i');
+    mark.style.background = phase_color(phase);
+    return make('li', {}, mark, phase);
   }));
 }
 
 function timeline(which, slots, longest) {
   const lanes = [...new Set(slots.map((slot) => slot.resource))].sort((x, y) => LANES.indexOf(x) - LANES.indexOf(y));
-  const width = Math.max(320, by('timelines').clientWidth || 900), left = 104, height = 26, room = width - left - 8;
-  const at = (time) => left + (time / longest) * room;
-  const end = Math.max(...slots.filter((slot) => !slot.is_beside).map((slot) => slot.end_s));
+  const width = Math.max(320, by('timelines').clientWidth || 900), left = 104, height = 26, drawn_width = width - left - 8;
+  const at = (time) => left + (time / longest) * drawn_width;
+  const end = Math.max(...slots.filter((slot) => !slot.is_overlapped).map((slot) => slot.end_s));
   const svg = drawn('svg', { class: 'timeline', viewBox: `0 0 ${width} ${lanes.length * height + 22}`, role: 'img', 'aria-label': `Timeline of one step of ${seconds(end)}: ` + lanes.map((lane) => `${lane} busy ${seconds(slots.filter((s) => s.resource === lane).reduce((sum, s) => sum + s.end_s - s.start_s, 0))}`).join(', ') });
   lanes.forEach((lane, row) => {
     const label = drawn('text', { x: 0, y: row * height + 17, class: 'quiet-text' });
     label.textContent = lane;
-    svg.append(label, drawn('rect', { x: left, y: row * height + 3, width: room, height: height - 6, rx: 4, class: 'lane' }));
+    svg.append(label, drawn('rect', { x: left, y: row * height + 3, width: drawn_width, height: height - 6, rx: 4, class: 'lane' }));
     for (const slot of slots.filter((one) => one.resource === lane)) {
       const wide = Math.max(1.2, at(slot.end_s) - at(slot.start_s));
-      const box = drawn('rect', { x: at(slot.start_s), y: row * height + 4.5, width: wide, height: height - 9, rx: Math.min(3, wide / 2), fill: `var(--r${row % 8})`, 'fill-opacity': slot.is_beside ? 0.4 : 1, 'data-task': slot.task });
+      const box = drawn('rect', { x: at(slot.start_s), y: row * height + 4.5, width: wide, height: height - 9, rx: Math.min(3, wide / 2), fill: phase_color(slot.phase), 'fill-opacity': slot.is_overlapped ? 0.4 : 1, 'data-task': slot.task, 'data-phase': slot.phase });
       const hint = drawn('title');
-      hint.textContent = `${slot.task}${slot.is_beside ? ', beside the step' : ''}: ${seconds(slot.end_s - slot.start_s)}`;
+      hint.textContent = `${slot.phase}: ${slot.task}${slot.is_overlapped ? ' (overlapped)' : ''}, ${seconds(slot.end_s - slot.start_s)}`;
       box.append(hint);
       svg.append(box);
     }
   });
   for (const share of [0, 0.5, 1]) {
-    const tick = drawn('text', { x: left + share * room, y: lanes.length * height + 16, 'text-anchor': share === 0 ? 'start' : share === 1 ? 'end' : 'middle', class: 'quiet-text' });
+    const tick = drawn('text', { x: left + share * drawn_width, y: lanes.length * height + 16, 'text-anchor': share === 0 ? 'start' : share === 1 ? 'end' : 'middle', class: 'quiet-text' });
     tick.textContent = share ? seconds(longest * share) : '0';
     svg.append(tick);
   }
@@ -435,7 +446,7 @@ function draw() {
 async function show_runs() {
   const found = await (await ask('/api/runs')).json();
   const some = found.num_runs > found.runs.length ? ` ${found.runs.length} of them are listed.` : '';
-  by('runs-note').textContent = found.num_runs ? `${found.num_runs.toLocaleString('en')} under ${found.root}, the newest first.${some}` : `There are no runs under ${found.root} yet: rowstead train makes one.`;
+  by('runs-note').textContent = found.num_runs ? `${found.num_runs.toLocaleString('en')} under ${found.root}, the newest first.${some}` : `No runs under ${found.root} yet. Run rowstead train to create one.`;
   by('all-runs').hidden = !found.num_runs && !found.studies.length;
   by('studies').hidden = !found.studies.length;
   const heads = ['Study', 'Kind', 'measured', 'predicted', 'failed'].map((text, i) => make('th', { scope: 'col', class: i > 1 ? 'number' : '' }, text));
@@ -474,10 +485,10 @@ async function begin() {
   CHOICES.Training[0].options = state.start.row_optimizers.map((one) => [one.name, one.title]);
   CHOICES.Fleet[0].options = state.start.machines.map((one) => [one.name, `${one.name}: ${one.title}`]);
   CHOICES.Training.find((one) => one.key === 'interaction').options = state.start.interactions.map((one) => [one.name, one.title]);
-  CHOICES.Fleet[1].options = [['auto', 'wherever is best'], ...state.start.places.map((one) => [one.name, one.title])];
+  CHOICES.Fleet[1].options = [['auto', 'best placement'], ...state.start.placements.map((one) => [one.name, one.title])];
   by('recipe').append(make('option', { value: '' }, 'from scratch, or a file'), ...state.start.recipes.map((one) => make('option', { value: one.name }, `${one.name}: ${one.about}`)));
   if (state.start.runs.length) by('recipe').append(make('optgroup', { label: 'Recipes of runs' }, ...state.start.runs.slice(0, 50).map((name) => make('option', { value: 'run:' + name }, name))));
-  if (state.start.left_out) by('left-out').textContent = ` This machine was measured and is left out: ${state.start.left_out}`;
+  if (state.start.left_out) by('left-out').textContent = ` This machine was calibrated but is left out: ${state.start.left_out}`;
   state.A.scenario = { ...state.start.scenario };
   build_controls();
   refresh_controls();

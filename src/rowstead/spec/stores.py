@@ -1,0 +1,84 @@
+"""The kinds of memory that a table can live in: recipes, the planner, reports and the what-if page read this list."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Memory = Literal["device", "host", "disk", "servers"]
+RecipeStore = Literal["device", "host", "cached", "ssd"]
+"""What a recipe may name and a run may decide for one table."""
+PlannedStore = Literal["device", "mixed", "host", "remote"]
+"""What a plan may choose for all tables of a run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreKind:
+    """One kind of memory for tables."""
+
+    name: RecipeStore | PlannedStore
+    title: str
+    """For tables and pages, on a machine with accelerators."""
+    about: str
+    """One line for the docs."""
+    rows_in: tuple[Memory, ...]
+    """What holds all rows; several where some tables are in one and the others in another."""
+    cache_in: Memory | None = None
+    """What holds a cache of the hot rows."""
+
+    @property
+    def has_cache(self) -> bool:
+        return self.cache_in is not None
+
+
+STORES: dict[str, StoreKind] = {
+    one.name: one
+    for one in (
+        StoreKind(
+            name="device",
+            title="GPU memory",
+            about="memory of the device that trains: a GPU's, or system memory without one",
+            rows_in=("device",),
+        ),
+        StoreKind(
+            name="mixed",
+            title="GPU + system memory",
+            about="as many whole tables as fit in device memory, the others in system memory",
+            rows_in=("device", "host"),
+        ),
+        StoreKind(
+            name="host",
+            title="system memory",
+            about="system memory, accessed by a GPU over its bus",
+            rows_in=("host",),
+        ),
+        StoreKind(
+            name="cached",
+            title="system memory, cached",
+            about="system memory, with hot rows cached in device memory",
+            rows_in=("host",),
+            cache_in="device",
+        ),
+        StoreKind(
+            name="ssd",
+            title="files on SSD",
+            about="a file, with hot rows cached in system memory",
+            rows_in=("disk",),
+            cache_in="host",
+        ),
+        StoreKind(
+            name="remote",
+            title="parameter servers",
+            about="memory of sparse parameter servers",
+            rows_in=("servers",),
+        ),
+    )
+}
+
+IN_RECIPES: tuple[RecipeStore, ...] = get_args(RecipeStore)
+IN_PLANS: tuple[PlannedStore, ...] = get_args(PlannedStore)
+
+
+def store_title(name: str, *, has_accelerators: bool) -> str:
+    """What a kind is called on a machine: without accelerators, the memory of what trains is system memory."""
+    return STORES["host" if name == "device" and not has_accelerators else name].title
