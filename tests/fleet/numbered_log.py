@@ -1,4 +1,4 @@
-"""A log in Parquet files whose rows are numbered, so that every example can be recognised; and trainers without a socket."""
+"""A Parquet log with numbered rows, so that every sample is recognisable; and trainers without RPC."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TABLES = tables_of(FEATURES, width=4)
 
 
 def write_log(folder, num_rows, *, group_rows=50, bad=()):
-    """Write a file of numbered rows; those in `bad` have a label that none may have."""
+    """Write a file of numbered rows; those in `bad` have an invalid label."""
     folder.mkdir(parents=True, exist_ok=True)
     numbers = range(num_rows)
     table = pa.table(
@@ -41,14 +41,14 @@ def write_log(folder, num_rows, *, group_rows=50, bad=()):
 
 
 def source_of(path, *, seed=1, **spec):
-    """All rows of a file, shuffled in small windows."""
+    """Return a source over all rows of a file, shuffled in small windows."""
     spec = {"shuffle_rows": 120, "decode_threads": 1, **spec}
     log = ParquetLog(ParquetSpec(train=(str(path),), **spec), FEATURES, split="all")
     return ParquetSource(log, Encoder(FEATURES, TABLES, DenseTransforms.of(FEATURES)), seed=seed)
 
 
 def write_log_with_a_late_bad_row(folder, num_rows=600):
-    """A log whose bad row comes late in the order of reading: the file, the row, and the rows of each batch of 32 before it."""
+    """Write a log with a bad row late in reading order; returns the file, the row, and the rows of each batch of 32 before it."""
     path = write_log(folder, num_rows)
     *_, last = (numbers_in(batch) for batch, _ in source_of(path).batches(32))
     path, before = write_log(folder, num_rows, bad={last[0]}), []
@@ -58,16 +58,16 @@ def write_log_with_a_late_bad_row(folder, num_rows=600):
     except DataError:
         assert before
         return path, last[0], before
-    raise AssertionError("a bad row was read as if it were good")
+    raise AssertionError("a bad row was not detected")
 
 
 def numbers_in(batch):
-    """The numbers of the rows of a batch."""
+    """Return the row numbers of a batch."""
     return [int(number) for number in batch.dense[:, 0].tolist()]
 
 
 class DirectTrainer:
-    """Asks a reader by calling it, and knows what it has."""
+    """A trainer that calls a reader directly."""
 
     def __init__(self, reader: Reader, name="trainer-0", incarnation=1):
         self.reader, self.holder = reader, Holder(name, incarnation)
@@ -79,13 +79,13 @@ class DirectTrainer:
         self._done: list[int] = []
 
     def ask(self, want=1, *, deadline_s=20.0, **changes):
-        """Ask, and wait for the answer; the numbers of the batches that came."""
+        """Request batches and wait for the reply; returns the numbers of the batches received."""
         self.sequence += 1
         facts = {"num_wanted": want, "held": tuple(self.has), "done": tuple(self._done), "last_state": self.state, **changes}
         answers = []
         answer = self.reader.request_batches(BatchRequest(holder=self.holder, sequence=self.sequence, **facts), answers.append)
         if answer is None:
-            wait_until(lambda: bool(answers), what="an answer of the reader", deadline_s=deadline_s)
+            wait_until(lambda: bool(answers), what="a reply of the reader", deadline_s=deadline_s)
             answer = answers[0]
         self._done = []
         self.state, self.error = answer.facts["state"], answer.facts.get("error")
@@ -100,18 +100,18 @@ class DirectTrainer:
         return came
 
     def fill(self, count):
-        """Ask until it has so many batches."""
+        """Request batches until it has `count`."""
         while len(self.has) < count:
             self.ask(count - len(self.has))
 
     def train(self, number=None):
-        """Train on one batch, the oldest when none is named."""
+        """Train on one batch, by default the oldest."""
         number = next(iter(self.has)) if number is None else number
         self.trained.append(self.has.pop(number))
         self._done.append(number)
 
     def train_on(self, want=2):
-        """Ask for batches and train on them until the reader has no more; what others hold is not waited for."""
+        """Request batches and train on them until the reader has no more, without waiting for other trainers."""
         while True:
             while self.has:
                 self.train()

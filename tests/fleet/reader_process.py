@@ -1,4 +1,4 @@
-"""Readers and trainers as processes of their own, to be killed."""
+"""Readers and trainers in their own processes, to be killed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PROCESSES.set_forkserver_preload([__name__])
 
 @contextlib.contextmanager
 def process(target, *arguments, **named):
-    """A process that runs a function, killed at the end if it still does."""
+    """Run a function in a process; kill it at the end if it still runs."""
     started = _PROCESSES.Process(target=target, args=arguments, kwargs=named, daemon=True)
     started.start()
     try:
@@ -32,14 +32,14 @@ def process(target, *arguments, **named):
 
 
 def kill(started):
-    """End a process at once, and wait for that."""
+    """Kill a process and wait for it."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(started.pid, signal.SIGKILL)
     started.join()
 
 
 def connect(folder: Path, number: int, name: str):
-    """How a trainer reaches a reader: where it is now, asked each time."""
+    """Return a function that connects to the current address of a reader."""
     return lambda: Client(lambda: roster.read_address(folder, "reader", number).address, name=name)
 
 
@@ -57,7 +57,7 @@ def run_reader(log: Path, folder: Path, number: int, num_readers: int, incarnati
 
 
 def wait_for_reader(folder: Path, number: int, incarnation: int = 0):
-    """Return once a reader has said where it is."""
+    """Wait until a reader has written its address."""
 
     def is_there():
         found = roster.read_address(folder, "reader", number)
@@ -76,9 +76,9 @@ def trained_file(folder: Path, name: str) -> Path:
 
 
 def run_trainer(folder: Path, name: str, num_readers: int, hang_after: int | None = None):
-    """Write down the rows of each batch, then say that it is done; hang after so many batches."""
+    """Record the rows of each batch, then acknowledge it; hang after `hang_after` batches."""
     path = trained_file(folder, name)
-    if path.exists():  # a line that whoever was killed has begun is of a batch that was not done
+    if path.exists():  # an incomplete line is of a batch that was not acknowledged
         path.write_bytes(b"".join(whole_lines(path)))
     with open(path, "ab", buffering=0) as file:
         feed = RemoteBatches([connect(folder, number, name) for number in range(num_readers)], name=name, batches_ahead=4)
@@ -94,11 +94,11 @@ def run_trainer(folder: Path, name: str, num_readers: int, hang_after: int | Non
 
 
 def whole_lines(path: Path) -> list[bytes]:
-    """Of a file that may be being written: whoever reads meanwhile may see the first half of a line that crosses a page."""
+    """Read a file that may be written meanwhile: the last line may be incomplete."""
     return [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
 
 
 def trained_by(folder: Path, name: str) -> list[tuple[int, list[int]]]:
-    """What a trainer has written down."""
+    """Return what a trainer has recorded."""
     path = trained_file(folder, name)
     return [tuple(json.loads(line)) for line in whole_lines(path)] if path.exists() else []

@@ -1,4 +1,4 @@
-"""The book of a reader: no batch is lost, and repeated ones are counted, whatever dies and whenever."""
+"""Batch assignments of a reader: no batch is lost, and repeated ones are counted, whatever is killed and whenever."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Trainer:
 
 
 class Fleet(RuleBasedStateMachine):
-    """A reader with `total` batches, `per_epoch` an epoch, three trainers, and a head that may be wrong."""
+    """A reader with `total` batches, `per_epoch` per epoch, three trainers, and a coordinator that may be wrong."""
 
     @initialize(total=st.integers(0, 25), per_epoch=st.integers(1, 10))
     def begin(self, total, per_epoch):
@@ -35,32 +35,32 @@ class Fleet(RuleBasedStateMachine):
         self.trained = Counter()
         self.num_released = 0
         self.events = []
-        self.assignments = BatchAssignments(self.hear)
+        self.assignments = BatchAssignments(self.record)
         self.saved = json.dumps(self.assignments.to_json())
 
-    def hear(self, event):
+    def record(self, event):
         self.events.append(json.dumps(event))
         self.num_released += len(event[1]) if event[0] == "release" else 0
 
     @rule(name=names, want=st.integers(0, 5), arrives=st.booleans())
     def ask(self, name, want, arrives):
-        """A request whose answer may be lost on its way."""
+        """A request whose reply may be lost."""
         trainer, holder = self.trainers[name], Holder(name, self.trainers[name].incarnation)
         trainer.sequence += 1
         assert self.assignments.acknowledge(holder, trainer.sequence, sorted(trainer.has), list(trainer.done))
-        handed = []
+        assigned = []
         for _ in range(want):
             if again := list(self.assignments.to_reassign):
                 self.assignments.reassign(holder, again[0])
-                handed.append(again[0])
+                assigned.append(again[0])
             elif self.assignments.next_number < self.total:
                 number = self.assignments.assign_next(holder, 10, {"row": self.assignments.next_number + 1})
-                handed.append(number)
+                assigned.append(number)
                 if (number + 1) % self.per_epoch == 0:
                     self.assignments.end_epoch(10 * self.per_epoch + 1)
         if arrives:
-            assert not trainer.has.intersection(handed), "a trainer was given what it has"
-            trainer.has.update(handed)
+            assert not trainer.has.intersection(assigned), "a trainer was assigned a batch that it has"
+            trainer.has.update(assigned)
             trainer.done = []
 
     @rule(name=names, pick=st.integers(0, 100))
@@ -77,7 +77,7 @@ class Fleet(RuleBasedStateMachine):
         self.trainers[name] = Trainer(self.trainers[name].incarnation + 1)
 
     @rule(alive=st.sets(names))
-    def head_says_who_lives(self, alive):
+    def coordinator_reports_live_trainers(self, alive):
         self.assignments.set_alive(alive)
 
     @rule(name=names)
@@ -90,7 +90,7 @@ class Fleet(RuleBasedStateMachine):
         self.trainers[name] = Trainer(trainer.incarnation + 1)
 
     @rule(name=names)
-    def an_old_request_comes_late(self, name):
+    def an_old_request_arrives_late(self, name):
         trainer, before = self.trainers[name], self.assignments.to_json()
         if trainer.sequence > 1 and not self.is_restarted:
             assert not self.assignments.acknowledge(
@@ -106,15 +106,15 @@ class Fleet(RuleBasedStateMachine):
         for event in self.events:
             restored.replay(json.loads(event))
         assert restored.to_json() == self.assignments.to_json()
-        restored.on_event = self.hear
-        self.assignments, self.is_restarted = restored, True  # it no longer knows which requests are old
+        restored.on_event = self.record
+        self.assignments, self.is_restarted = restored, True  # it no longer knows the sequence numbers
 
     @rule()
     def save(self):
         self.saved, self.events = json.dumps(self.assignments.to_json()), []
 
     @invariant()
-    def every_batch_is_held_or_waits_or_is_done(self):
+    def every_batch_is_held_or_to_reassign_or_done(self):
         if hasattr(self, "book"):
             assignments = self.assignments
             assert (
@@ -128,7 +128,7 @@ class Fleet(RuleBasedStateMachine):
             assert assignments.is_complete == (assignments.num_done == assignments.next_number)
 
     @invariant()
-    def what_was_trained_on_twice_is_counted(self):
+    def batches_trained_on_twice_are_counted(self):
         if hasattr(self, "book"):
             twice = sum(self.trained.values()) - len(self.trained)
             assert twice <= self.assignments.num_repeated <= self.num_released
@@ -137,7 +137,7 @@ class Fleet(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "book"):
             return
-        for _ in range(2):  # the first round tells the book of new lives, the second does the work
+        for _ in range(2):  # the first round reports new incarnations, the second trains
             for name in NAMES:
                 self.ask(name, self.total, True)
                 while self.trainers[name].has:
@@ -147,15 +147,15 @@ class Fleet(RuleBasedStateMachine):
         assert self.assignments.next_number == self.total
         assert set(self.trained) == set(range(self.total)), "a batch was lost"
         assert self.assignments.num_epochs_done == self.assignments.next_epoch == self.total // self.per_epoch
-        self.every_batch_is_held_or_waits_or_is_done()
-        self.what_was_trained_on_twice_is_counted()
+        self.every_batch_is_held_or_to_reassign_or_done()
+        self.batches_trained_on_twice_are_counted()
 
 
 TestFleet = Fleet.TestCase
 TestFleet.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
-def test_each_batch_goes_out_once_when_nothing_fails():
+def test_each_batch_is_assigned_once_when_nothing_fails():
     assignments, a, b = BatchAssignments(), Holder("a", 1), Holder("b", 1)
     taken = {a: [], b: []}
     for sequence in range(1, 11):
@@ -166,7 +166,7 @@ def test_each_batch_goes_out_once_when_nothing_fails():
     assert assignments.num_repeated == assignments.num_resent == 0
 
 
-def test_a_trainer_that_was_started_again_is_noticed_without_the_head():
+def test_a_restarted_trainer_is_detected_without_the_coordinator():
     assignments = BatchAssignments()
     for _ in range(3):
         assignments.assign_next(Holder("a", 1), 5, {"row": 1})
@@ -177,7 +177,7 @@ def test_a_trainer_that_was_started_again_is_noticed_without_the_head():
     assert (assignments.num_repeated, assignments.num_samples_repeated, assignments.num_resent) == (1, 5, 0)
 
 
-def test_a_batch_lost_on_its_way_is_not_counted_as_repeated():
+def test_a_batch_lost_in_transit_is_not_counted_as_repeated():
     assignments, a = BatchAssignments(), Holder("a", 1)
     assignments.assign_next(a, 5, {"row": 1})
     assignments.acknowledge(a, 1, [], [])
@@ -186,7 +186,7 @@ def test_a_batch_lost_on_its_way_is_not_counted_as_repeated():
     assert (assignments.num_repeated, assignments.num_resent, assignments.first_lost) == (0, 1, None)
 
 
-def test_a_trainer_wrongly_taken_for_gone_keeps_what_it_has():
+def test_a_trainer_wrongly_considered_lost_keeps_its_batches():
     assignments, a = BatchAssignments(), Holder("a", 1)
     assignments.assign_next(a, 5, {"row": 1})
     assignments.assign_next(a, 5, {"row": 2})
@@ -201,7 +201,7 @@ def test_a_trainer_wrongly_taken_for_gone_keeps_what_it_has():
     )
 
 
-def test_a_file_restores_the_book_without_the_line_that_was_being_written(tmp_path):
+def test_a_log_restores_the_assignments_without_an_incomplete_line(tmp_path):
     path, a = tmp_path / "reader-0.progress", Holder("a", 1)
     progress = AssignmentLog(path, {"reader": 0})
     progress.assignments.assign_next(a, 5, {"row": 5})
@@ -221,7 +221,7 @@ def test_a_file_restores_the_book_without_the_line_that_was_being_written(tmp_pa
     assert AssignmentLog(path, {"reader": 0}).assignments.to_json() == after
 
 
-def test_a_file_stays_short(tmp_path):
+def test_a_log_stays_short(tmp_path):
     path, a = tmp_path / "reader-0.progress", Holder("a", 1)
     progress = AssignmentLog(path, {"reader": 0})
     for sequence in range(20_000):
@@ -233,12 +233,12 @@ def test_a_file_stays_short(tmp_path):
     assert restored.assignments.to_json() == progress.assignments.to_json()
 
 
-def test_the_file_of_another_reading_is_refused(tmp_path):
+def test_a_log_of_another_share_or_format_is_refused(tmp_path):
     path = tmp_path / "reader-0.progress"
     AssignmentLog(path, {"batch_size": 64}).close()
-    with pytest.raises(RowsteadError, match=r"another reading.*remove the file"):
+    with pytest.raises(RowsteadError, match=r"another reader or recipe.*remove the file"):
         AssignmentLog(path, {"batch_size": 32})
     for content in (b"{}\n", b"\xff\n", b"", b'{"share": {}, "assignments": {}}\n["what"]\n'):
         path.write_bytes(content)
-        with pytest.raises(RowsteadError, match=r"cannot be read.*remove it"):
+        with pytest.raises(RowsteadError, match=r"not a reader's assignment log.*remove it"):
             AssignmentLog(path, {"batch_size": 32})

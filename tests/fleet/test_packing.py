@@ -44,7 +44,7 @@ def over_the_wire(packed):
 
 @settings(max_examples=60, deadline=None)
 @given(batches())
-def test_a_batch_is_the_same_after_the_wire(batch):
+def test_a_packed_batch_unpacks_to_the_same(batch):
     message = over_the_wire(pack(batch))
     got = unpack(message.facts, message.tensors, ids=torch.int64)
     assert got.num_samples == batch.num_samples
@@ -68,7 +68,7 @@ def test_ids_and_lengths_take_as_few_bytes_as_they_need():
     assert len(pack(Batch(dense=torch.zeros(3, 2), sparse=even)).tensors) == 2
 
 
-def test_what_is_received_is_not_copied():
+def test_received_tensors_are_not_copied():
     sparse = Sparse(ids=torch.arange(1000), offsets=torch.arange(1001), num_features=1)
     packed = pack(Batch(dense=torch.rand(1000, 2), sparse=sparse))
     batch = unpack(packed.facts, packed.tensors)
@@ -96,14 +96,14 @@ def test_only_a_batch_that_the_reader_has_checked_is_marked_as_checked():
         ({"features": None}, None),
     ],
 )
-def test_a_batch_whose_parts_do_not_fit_is_refused(change, tensors):
+def test_a_batch_with_inconsistent_parts_is_refused(change, tensors):
     sparse = Sparse(ids=torch.arange(6), offsets=torch.tensor([0, 1, 3, 6]), num_features=1)
     packed = pack(Batch(dense=torch.zeros(3, 1), sparse=sparse))
     with pytest.raises(WireError):
         unpack({**packed.facts, **change}, packed.tensors[:tensors])
 
 
-def test_lengths_below_nothing_are_refused():
+def test_negative_lengths_are_refused():
     sparse = Sparse(ids=torch.arange(6), offsets=torch.tensor([0, 1, 3, 6]), num_features=1)
     packed = pack(Batch(dense=torch.zeros(3, 1), sparse=sparse))
     packed.tensors[-1] = torch.tensor([8, -3, 1], dtype=torch.int16)

@@ -1,4 +1,4 @@
-"""A reader without its socket: every example once, in order, in bounded memory, through restarts and losses."""
+"""A reader without RPC: every sample once, in order, in bounded memory, despite restarts and losses."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def log(tmp_path_factory):
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_long_waits():
-    """Here one thread plays all trainers: while one waits for news, nobody else makes any."""
+    """One thread plays all trainers, so waiting for another trainer is useless."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reader_module, "WAIT_S", 0.01)
         yield
 
 
 @contextlib.contextmanager
-def opened(path, folder, *, number=0, source=None, read_ahead_bytes=READ_AHEAD_BYTES, **named):
+def open_reader(path, folder, *, number=0, source=None, read_ahead_bytes=READ_AHEAD_BYTES, **named):
     share = LogShare(source or source_of(path), number=number, **{"batch_size": 32, **named})
     reader = Reader(share, folder / f"reader-{number}.progress", read_ahead_bytes=read_ahead_bytes)
     with contextlib.closing(reader):
@@ -48,10 +48,12 @@ def rows_by_epoch(trained, epochs):
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(num_readers=st.integers(1, 4), num_trainers=st.integers(1, 3), batch_size=st.integers(20, 400), want=st.integers(1, 5))
-def test_readers_together_give_every_example_once_an_epoch(log, tmp_path_factory, num_readers, num_trainers, batch_size, want):
+def test_readers_together_assign_every_sample_once_per_epoch(
+    log, tmp_path_factory, num_readers, num_trainers, batch_size, want
+):
     folder, trained = tmp_path_factory.mktemp("run"), []
     for number in range(num_readers):
-        with opened(log, folder, number=number, num_readers=num_readers, batch_size=batch_size, epochs=2) as reader:
+        with open_reader(log, folder, number=number, num_readers=num_readers, batch_size=batch_size, epochs=2) as reader:
             trainers = [DirectTrainer(reader, f"trainer-{i}") for i in range(num_trainers)]
             while not all(trainer.state == "ended" for trainer in trainers):
                 for trainer in trainers:
@@ -69,7 +71,7 @@ def test_readers_together_give_every_example_once_an_epoch(log, tmp_path_factory
 
 def test_one_trainer_of_one_reader_sees_what_a_run_in_one_process_sees(log, tmp_path):
     expected = [batch for epoch in range(2) for batch, _ in source_of(log).batches(32, epoch=epoch)]
-    with opened(log, tmp_path, epochs=2) as reader:
+    with open_reader(log, tmp_path, epochs=2) as reader:
         trainer = DirectTrainer(reader)
         trainer.train_on(want=3)
     assert list(trainer.batches) == list(range(len(expected)))
@@ -78,16 +80,16 @@ def test_one_trainer_of_one_reader_sees_what_a_run_in_one_process_sees(log, tmp_
         assert torch.equal(got.labels, wanted.labels)
         assert torch.equal(got.sparse.ids.long(), wanted.sparse.ids)
         assert torch.equal(got.sparse.offsets, wanted.sparse.offsets)
-    assert numbers_in(expected[0]) != sorted(numbers_in(expected[0])), "the log was to be shuffled"
+    assert numbers_in(expected[0]) != sorted(numbers_in(expected[0])), "the log should be shuffled"
 
 
-def test_what_a_lost_trainer_held_goes_to_another_and_is_counted(log, tmp_path):
-    with opened(log, tmp_path) as reader:
+def test_batches_of_a_lost_trainer_are_reassigned_and_counted(log, tmp_path):
+    with open_reader(log, tmp_path) as reader:
         lost, other = DirectTrainer(reader, "trainer-0"), DirectTrainer(reader, "trainer-1")
         lost.fill(5)
         lost.train()
-        lost.ask(0)  # tells that one is done
-        lost.train()  # of this one nobody hears
+        lost.ask(0)  # acknowledges one
+        lost.train()  # never acknowledged
         other.fill(3)
         reader.set_alive(["trainer-1"])
         other.train_on()
@@ -99,13 +101,13 @@ def test_what_a_lost_trainer_held_goes_to_another_and_is_counted(log, tmp_path):
     assert rows == Counter(range(1000))
 
 
-def test_the_end_is_told_only_when_everything_is_done(log, tmp_path):
-    with opened(log, tmp_path, batch_size=300) as reader:
+def test_the_end_is_reported_only_when_everything_is_done(log, tmp_path):
+    with open_reader(log, tmp_path, batch_size=300) as reader:
         slow, quick = DirectTrainer(reader, "slow"), DirectTrainer(reader, "quick")
         slow.fill(1)
         quick.train_on()
         assert quick.state == "drained"
-        assert not quick.ask(1), "nothing is left to hand out"
+        assert not quick.ask(1), "no batch is left to assign"
         assert quick.state == "drained"
         slow.train()
         slow.ask(1)
@@ -115,8 +117,8 @@ def test_the_end_is_told_only_when_everything_is_done(log, tmp_path):
         assert reader.status()["num_batches_repeated"] == 0
 
 
-def test_a_trainer_lost_at_the_very_end_is_made_up_for(log, tmp_path):
-    with opened(log, tmp_path, batch_size=300) as reader:
+def test_batches_of_a_trainer_lost_at_the_very_end_are_reassigned(log, tmp_path):
+    with open_reader(log, tmp_path, batch_size=300) as reader:
         lost, other = DirectTrainer(reader, "lost"), DirectTrainer(reader, "other")
         lost.fill(1)
         other.train_on()
@@ -129,13 +131,13 @@ def test_a_trainer_lost_at_the_very_end_is_made_up_for(log, tmp_path):
 
 
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(stops=st.lists(st.integers(1, 12), min_size=1, max_size=4), answers_lost=st.booleans())
-def test_a_reader_started_again_goes_on_and_keeps_the_order(log, tmp_path_factory, stops, answers_lost):
+@given(stops=st.lists(st.integers(1, 12), min_size=1, max_size=4), replies_lost=st.booleans())
+def test_a_restarted_reader_resumes_in_order(log, tmp_path_factory, stops, replies_lost):
     folder = tmp_path_factory.mktemp("run")
     expected = [numbers_in(batch) for epoch in range(2) for batch, _ in source_of(log).batches(32, epoch=epoch)]
     trainer = None
     for stop in [*stops, None]:
-        with opened(log, folder, epochs=2) as reader:
+        with open_reader(log, folder, epochs=2) as reader:
             trainer = trainer or DirectTrainer(reader)
             trainer.reader = reader
             for _ in range(stop or 0):
@@ -145,7 +147,7 @@ def test_a_reader_started_again_goes_on_and_keeps_the_order(log, tmp_path_factor
             if stop is None:
                 trainer.train_on()
                 status = reader.status()
-            elif answers_lost:  # killed between handing out and answering
+            elif replies_lost:  # killed between assigning and replying
                 facts = {"num_wanted": 3, "held": tuple(trainer.has), "done": (), "last_state": trainer.state}
                 reader.request_batches(
                     BatchRequest(holder=trainer.holder, sequence=trainer.sequence + 1, **facts), lambda message: None
@@ -155,12 +157,12 @@ def test_a_reader_started_again_goes_on_and_keeps_the_order(log, tmp_path_factor
     assert (status["num_batches"], status["num_done"]) == (len(expected), len(expected))
     assert status["num_samples"] == 2000
     assert status["num_batches_repeated"] == 0
-    assert answers_lost or status["num_batches_resent"] == 0
+    assert replies_lost or status["num_batches_resent"] == 0
 
 
-def test_a_bad_row_comes_after_the_batches_before_it_with_its_text(tmp_path):
+def test_the_error_of_a_bad_row_comes_after_the_batches_before_it(tmp_path):
     log, bad, before = write_log_with_a_late_bad_row(tmp_path / "log")
-    with opened(log, tmp_path) as reader:
+    with open_reader(log, tmp_path) as reader:
         trainer = DirectTrainer(reader)
         trainer.train_on()
         assert trainer.state == "failed"
@@ -171,27 +173,27 @@ def test_a_bad_row_comes_after_the_batches_before_it_with_its_text(tmp_path):
         assert reader.status()["state"] == "failed"
 
 
-def test_a_file_that_vanishes_is_told_with_its_name(tmp_path):
+def test_the_error_of_a_missing_file_names_it(tmp_path):
     log = write_log(tmp_path / "log", 400)
     source = source_of(log)
     log.unlink()
-    with opened(log, tmp_path, source=source) as reader:
+    with open_reader(log, tmp_path, source=source) as reader:
         trainer = DirectTrainer(reader)
         trainer.train_on()
         assert trainer.state == "failed"
         assert str(log) in trainer.error
 
 
-def test_skipped_rows_are_counted_once_also_when_they_are_read_again(tmp_path):
+def test_skipped_rows_are_counted_once_even_when_reread(tmp_path):
     bad = set(range(0, 600, 7))
     log = write_log(tmp_path / "log", 600, bad=bad)
     good = Counter(row for row in range(600) if row not in bad)
     trained = []
     for at in (5, 3, None):
-        with opened(log, tmp_path, epochs=2, source=source_of(log, on_bad_row="skip")) as reader:
+        with open_reader(log, tmp_path, epochs=2, source=source_of(log, on_bad_row="skip")) as reader:
             trainer = DirectTrainer(
                 reader, incarnation=1 + len(trained)
-            )  # each time another life, so that batches are repeated
+            )  # a new incarnation each time, so that batches are repeated
             trainer.fill(at or 1)
             if at is None:
                 trainer.train_on()
@@ -204,7 +206,7 @@ def test_skipped_rows_are_counted_once_also_when_they_are_read_again(tmp_path):
 
 def test_reading_ahead_is_bounded_by_bytes(log, tmp_path):
     batch_bytes = 32 * 4 * 8  # no batch of this log is larger
-    with opened(log, tmp_path, read_ahead_bytes=3 * batch_bytes) as reader:
+    with open_reader(log, tmp_path, read_ahead_bytes=3 * batch_bytes) as reader:
         wait_until(lambda: reader.status()["queue_bytes"] >= 3 * batch_bytes, what="a full queue")
         trainer = DirectTrainer(reader)
         while trainer.state != "ended":
@@ -216,12 +218,12 @@ def test_reading_ahead_is_bounded_by_bytes(log, tmp_path):
         assert reader.status()["waited_for_space_s"] > 0
 
 
-def test_a_reader_hands_out_no_more_than_its_share_of_steps(log, tmp_path):
+def test_a_reader_assigns_no_more_than_its_share_of_steps(log, tmp_path):
     shares = [steps_of_reader(10, number, 3) for number in range(3)]
     assert shares == [4, 3, 3]
     trained = []
     for number, share in enumerate(shares):
-        with opened(log, tmp_path, number=number, num_readers=3, max_batches=share) as reader:
+        with open_reader(log, tmp_path, number=number, num_readers=3, max_batches=share) as reader:
             trainer = DirectTrainer(reader)
             trainer.train_on()
             assert trainer.state == "ended"
@@ -230,7 +232,7 @@ def test_a_reader_hands_out_no_more_than_its_share_of_steps(log, tmp_path):
 
 
 @pytest.mark.parametrize(("num_readers", "max_steps"), [(1, None), (3, None), (3, 20), (7, 11), (7, 1000)])
-def test_it_is_known_beforehand_how_many_batches_readers_hand_out(log, num_readers, max_steps):
+def test_the_number_of_batches_per_reader_is_known_beforehand(log, num_readers, max_steps):
     plan = {"batch_size": 64, "epochs": 2}
     expected = batches_per_reader(1000, num_readers, **plan, max_steps=max_steps)
     for number, count in enumerate(expected):
@@ -239,11 +241,11 @@ def test_it_is_known_beforehand_how_many_batches_readers_hand_out(log, num_reade
         assert count == sum(isinstance(item, NewBatch) for item in share.read_from(LogPosition()))
 
 
-def test_more_readers_than_rows_is_no_trouble(tmp_path):
+def test_more_readers_than_rows_work(tmp_path):
     log = write_log(tmp_path / "log", 3)
     trained = []
     for number in range(5):
-        with opened(log, tmp_path, number=number, num_readers=5, epochs=2) as reader:
+        with open_reader(log, tmp_path, number=number, num_readers=5, epochs=2) as reader:
             trainer = DirectTrainer(reader)
             trainer.train_on()
             assert trainer.state == "ended"
@@ -251,8 +253,8 @@ def test_more_readers_than_rows_is_no_trouble(tmp_path):
     assert rows_by_epoch(trained, 2) == [Counter(range(3))] * 2
 
 
-def test_all_are_told_when_a_reader_is_stopped(log, tmp_path):
-    with opened(log, tmp_path) as reader:
+def test_trainers_learn_that_a_reader_was_stopped(log, tmp_path):
+    with open_reader(log, tmp_path) as reader:
         trainer = DirectTrainer(reader)
         trainer.fill(2)
         reader.stop()
@@ -260,8 +262,8 @@ def test_all_are_told_when_a_reader_is_stopped(log, tmp_path):
         assert trainer.state == "stopped"
 
 
-def test_an_earlier_life_of_a_trainer_gets_nothing_more(log, tmp_path):
-    with opened(log, tmp_path) as reader:
+def test_an_earlier_incarnation_of_a_trainer_gets_no_more_batches(log, tmp_path):
+    with open_reader(log, tmp_path) as reader:
         old, new = DirectTrainer(reader, incarnation=1), DirectTrainer(reader, incarnation=2)
         old.fill(2)
         new.fill(1)
@@ -269,9 +271,9 @@ def test_an_earlier_life_of_a_trainer_gets_nothing_more(log, tmp_path):
         assert old.state == "replaced"
 
 
-def test_a_request_that_its_sender_gave_up_takes_no_batches(log, tmp_path, monkeypatch):
+def test_an_abandoned_request_gets_no_batches(log, tmp_path, monkeypatch):
     monkeypatch.setattr(reader_module, "WAIT_S", 60.0)
-    with opened(log, tmp_path, max_batches=1) as reader:
+    with open_reader(log, tmp_path, max_batches=1) as reader:
         first = DirectTrainer(reader, "first")
         first.fill(1)
         answers = []
@@ -283,28 +285,28 @@ def test_a_request_that_its_sender_gave_up_takes_no_batches(log, tmp_path, monke
         assert not answers[0].facts["batches"]
 
 
-def test_a_request_that_is_none_is_refused():
+def test_an_invalid_request_is_refused():
     for facts in (
         {},
         {"name": "a", "incarnation": "x", "sequence": 1, "num_wanted": 1},
         {"name": "a", "incarnation": 1, "sequence": 1, "num_wanted": 1, "held": 3},
     ):
         with pytest.raises(WireError):
-            BatchRequest.of(facts)
+            BatchRequest.from_facts(facts)
 
 
-def test_nothing_is_handed_out_that_cannot_be_kept(log, tmp_path, monkeypatch):
-    with opened(log, tmp_path) as reader:
+def test_no_batch_is_assigned_that_cannot_be_logged(log, tmp_path, monkeypatch):
+    with open_reader(log, tmp_path) as reader:
         trainer = DirectTrainer(reader)
         trainer.fill(1)
         real = reader_module.AssignmentLog.flush
 
         def full(progress):
-            raise RowsteadError("no room on the disk")
+            raise RowsteadError("disk full")
 
         monkeypatch.setattr(reader_module.AssignmentLog, "flush", full)
-        with pytest.raises(RowsteadError, match="no room"):
+        with pytest.raises(RowsteadError, match="disk full"):
             trainer.ask(1)
         monkeypatch.setattr(reader_module.AssignmentLog, "flush", real)
         assert not trainer.ask(1)
-        assert (trainer.state, trainer.error) == ("failed", "no room on the disk")
+        assert (trainer.state, trainer.error) == ("failed", "disk full")

@@ -1,4 +1,4 @@
-"""Feeds and readers over real sockets, with processes that are killed."""
+"""Remote batches and readers over real sockets, with processes that are killed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def log(tmp_path_factory):
 
 @contextlib.contextmanager
 def served(log, folder, *, num_readers=1, source=None, **named):
-    """Readers behind sockets of this process; how to connect to each, and the readers themselves."""
+    """Readers served by this process: yields functions that connect to each, and the readers."""
     with contextlib.ExitStack() as stack:
         connects, readers = [], []
         for number in range(num_readers):
@@ -59,7 +59,7 @@ def rows_by_epoch(trained, epochs=1):
 
 
 @pytest.mark.parametrize(("num_readers", "num_trainers", "num_threads"), [(1, 1, 1), (2, 3, 1), (3, 2, 2)])
-def test_feeds_together_get_every_example_once_an_epoch(log, tmp_path, num_readers, num_trainers, num_threads):
+def test_trainers_together_get_every_sample_once_per_epoch(log, tmp_path, num_readers, num_trainers, num_threads):
     trained = []
     with served(log, tmp_path, num_readers=num_readers, epochs=2) as (connects, readers), contextlib.ExitStack() as stack:
         feeds = [
@@ -81,7 +81,7 @@ def test_feeds_together_get_every_example_once_an_epoch(log, tmp_path, num_reade
     assert rows_by_epoch(trained, 2) == [once, once]
 
 
-def test_one_feed_of_one_reader_gives_the_batches_of_a_single_process_in_order(log, tmp_path):
+def test_one_trainer_of_one_reader_gets_the_batches_of_a_single_process_in_order(log, tmp_path):
     expected = [batch for epoch in range(2) for batch, _ in source_of(log).batches(32, epoch=epoch)]
     with served(log, tmp_path, epochs=2) as (connects, _), RemoteBatches(connects, name="trainer-0", ids=torch.int64) as feed:
         count = 0
@@ -101,7 +101,7 @@ def test_one_feed_of_one_reader_gives_the_batches_of_a_single_process_in_order(l
         assert feed.figures()["num_bytes_received"] > 2000 * 4
 
 
-def test_steps_of_several_readers_take_turns(log, tmp_path):
+def test_steps_count_the_readers_round_robin(log, tmp_path):
     with served(log, tmp_path, num_readers=2) as (connects, _), RemoteBatches(connects, name="trainer-0") as feed:
         steps = []
         while feed.more():
@@ -111,17 +111,17 @@ def test_steps_of_several_readers_take_turns(log, tmp_path):
     assert sorted(steps) == list(range(32))
 
 
-def test_a_consumer_that_takes_everything_before_it_is_done_with_anything_comes_to_the_end(log, tmp_path):
+def test_a_trainer_may_take_all_batches_before_it_acknowledges_any(log, tmp_path):
     with served(log, tmp_path) as (connects, _), RemoteBatches(connects, name="trainer-0", batches_ahead=2) as feed:
         tickets = [ticket for _, ticket in feed]
         assert sum(ticket.num_samples for ticket in tickets) == 1000
         for ticket in tickets:
             feed.acknowledge(ticket)
-            feed.acknowledge(ticket)  # twice is once
+            feed.acknowledge(ticket)  # has no effect
         assert not feed.more()
 
 
-def test_a_slow_trainer_has_no_more_than_it_asked_for(log, tmp_path):
+def test_a_slow_trainer_holds_no_more_than_it_requested(log, tmp_path):
     with (
         served(log, tmp_path, batch_size=8) as (connects, readers),
         RemoteBatches(connects, name="trainer-0", batches_ahead=6) as feed,
@@ -135,7 +135,7 @@ def test_a_slow_trainer_has_no_more_than_it_asked_for(log, tmp_path):
             feed.acknowledge(ticket)
 
 
-def test_what_a_feed_has_not_looked_at_is_given_back(log, tmp_path):
+def test_closing_releases_batches_that_were_not_taken(log, tmp_path):
     with served(log, tmp_path) as (connects, readers):
         first = []
         with RemoteBatches(connects, name="trainer-0", batches_ahead=8) as feed:
@@ -143,20 +143,20 @@ def test_what_a_feed_has_not_looked_at_is_given_back(log, tmp_path):
             batch, ticket = next(feed)
             first.append((ticket.epoch, numbers_in(batch)))
             feed.acknowledge(ticket)
-            next(feed)  # and never done
+            next(feed)  # never acknowledged
         second = []
         with RemoteBatches(connects, name="trainer-1") as feed:
             train(feed, second)
         status = readers[0].status()
     assert rows_by_epoch(first + second)[0] == Counter(range(1000))
-    assert status["num_batches_repeated"] == 1, "only the one that was looked at may have been trained on"
+    assert status["num_batches_repeated"] == 1, "only the batch that was taken may have been trained on"
 
 
-def test_what_was_taken_and_not_begun_counts_as_trained_on_once(log, tmp_path):
+def test_batches_released_by_an_idle_trainer_are_not_counted_as_repeated(log, tmp_path):
     with served(log, tmp_path) as (connects, readers):
         feed = RemoteBatches(connects, name="trainer-0")
         assert feed.more()
-        next(feed)  # ahead of its turn, and then the trainer was asked to stop
+        next(feed)  # prefetched, and then the trainer is told to stop
         feed.close(is_idle=True)
         trained = []
         with RemoteBatches(connects, name="trainer-1") as other:
@@ -167,10 +167,10 @@ def test_what_was_taken_and_not_begun_counts_as_trained_on_once(log, tmp_path):
     assert status["num_batches_resent"] > 0
 
 
-def test_nobody_waits_for_a_batch_once_he_should_stop(log, tmp_path):
+def test_no_thread_waits_for_a_batch_once_told_to_stop(log, tmp_path):
     stops, ended = threading.Event(), []
     with served(log, tmp_path, max_batches=1) as (connects, _), RemoteBatches(connects, name="trainer-0") as holder:
-        next(holder)  # never done: everybody else waits to the end of time
+        next(holder)  # never acknowledged: all others would wait forever
         with RemoteBatches(connects, name="trainer-1", until=stops.is_set) as feed:
             threads = [threading.Thread(target=lambda: ended.append(feed.more()), daemon=True) for _ in range(2)]
             for thread in threads:
@@ -195,7 +195,7 @@ def test_an_error_of_the_reader_comes_after_its_good_batches(tmp_path):
             assert f"row {bad}" in client.call("status").facts["error"]
 
 
-def test_all_feeds_end_when_a_reader_is_told_to_stop(log, tmp_path):
+def test_all_trainers_end_when_a_reader_is_told_to_stop(log, tmp_path):
     with served(log, tmp_path, epochs=1000) as (connects, _), contextlib.ExitStack() as stack:
         feeds = [stack.enter_context(RemoteBatches(connects, name=f"trainer-{i}")) for i in range(2)]
         threads = [threading.Thread(target=train, args=(feed, [])) for feed in feeds]
@@ -209,13 +209,13 @@ def test_all_feeds_end_when_a_reader_is_told_to_stop(log, tmp_path):
         assert not any(thread.is_alive() for thread in threads)
 
 
-def test_a_trainer_that_was_replaced_is_told(log, tmp_path):
+def test_a_replaced_trainer_gets_an_error(log, tmp_path):
     with served(log, tmp_path, batch_size=4) as (connects, _), contextlib.ExitStack() as stack:
         old = stack.enter_context(RemoteBatches(connects, name="trainer-0", incarnation=1, batches_ahead=2))
         assert old.more()
         new = stack.enter_context(RemoteBatches(connects, name="trainer-0", incarnation=2))
         assert new.more()
-        with pytest.raises(RowsteadError, match="started again"):
+        with pytest.raises(RowsteadError, match="was restarted"):
             train(old, [])
 
 
@@ -244,7 +244,7 @@ def test_a_malformed_request_leaves_a_reader_as_it_was(log, tmp_path):
     assert rows_by_epoch(trained)[0] == Counter(range(1000))
 
 
-def test_serving_ends_when_told_and_says_where_it_is(log, tmp_path):
+def test_a_reader_serves_until_told_to_stop_and_reports_its_address(log, tmp_path):
     ended, addresses, samples = threading.Event(), [], []
     arguments = {"num_readers": 1, "batch_size": 32, "until": ended.is_set, "ready": addresses.append, "max_steps": 3}
     thread = threading.Thread(
@@ -293,7 +293,7 @@ def test_a_reader_killed_in_mid_epoch_loses_nothing(log, tmp_path):
     assert sum(one["num_samples"] for one in status) == 2000
 
 
-def test_what_a_killed_trainer_held_is_trained_on_by_another(log, tmp_path):
+def test_batches_of_a_killed_trainer_are_trained_on_by_another(log, tmp_path):
     with contextlib.ExitStack() as stack:
         stack.enter_context(process(run_reader, log, tmp_path, 0, 1))
         wait_for_reader(tmp_path, 0)
@@ -306,7 +306,7 @@ def test_what_a_killed_trainer_held_is_trained_on_by_another(log, tmp_path):
         wait_until(lambda: status_of(tmp_path, 0)["state"] == "drained", what="the end of the log")
         held = status_of(tmp_path, 0)["held_by"]["trainer-1"]
         kill(victim)
-        with reader_process.connect(tmp_path, 0, "head")() as client:
+        with reader_process.connect(tmp_path, 0, "coordinator")() as client:
             client.call("members", {"names": ["trainer-0"]})
         thread.join()
         status = status_of(tmp_path, 0)
@@ -316,10 +316,10 @@ def test_what_a_killed_trainer_held_is_trained_on_by_another(log, tmp_path):
     twice = sum(seen.values()) - len(seen)
     assert 0 < twice <= status["num_samples_repeated"]
     assert (status["num_batches_repeated"], status["num_samples_repeated"]) == (held, 8 * held)
-    assert held <= 7 + 4, "no more than it had room for, and was not done with as far as it has said"
+    assert held <= 7 + 4, "no more than it had capacity for, and had not acknowledged"
 
 
-def test_a_trainer_started_again_goes_on_with_what_it_held(log, tmp_path):
+def test_a_restarted_trainer_gets_the_batches_that_it_held(log, tmp_path):
     with contextlib.ExitStack() as stack:
         stack.enter_context(process(run_reader, log, tmp_path, 0, 1))
         wait_for_reader(tmp_path, 0)
@@ -376,19 +376,19 @@ def test_readers_and_trainers_killed_at_any_moment_lose_nothing(tmp_path, seed):
     twice = sum(len(rows) for _, rows in trained) - 2 * 6000
     assert twice <= sum(one["num_samples_repeated"] for one in status)
     kills_of_trainers = sum(lives["trainer", number] - 1 for number in range(3))
-    # Of each reader a trainer holds what it asked for ahead (2), as much that it has not yet said is done, and one to train on.
+    # Of each reader a trainer holds what it prefetched (2), as much that it has not yet acknowledged, and one to train on.
     assert sum(one["num_batches_repeated"] for one in status) <= kills_of_trainers * 2 * (2 + 4 + 1)
     for one in status:
         assert (one["state"], one["num_done"], one["num_samples"]) == ("ended", one["num_batches"], 6000)
 
 
 @pytest.mark.slow
-def test_a_reader_does_not_grow_however_many_batches_it_hands_out(log, tmp_path):
+def test_the_memory_of_a_reader_does_not_grow_with_assigned_batches(log, tmp_path):
     with contextlib.ExitStack() as stack:
         stack.enter_context(process(run_reader, log, tmp_path, 0, 1, epochs=1000, read_ahead_bytes=1 << 16))
         wait_for_reader(tmp_path, 0)
         feed = stack.enter_context(RemoteBatches([reader_process.connect(tmp_path, 0, "trainer-0")], name="trainer-0"))
-        never_done = [next(feed) for _ in range(3)]  # as long as these are held, the book cannot forget them
+        never_done = [next(feed) for _ in range(3)]  # as long as these are held, their assignments are stored
         rss_bytes = []
         for count, (_, ticket) in enumerate(feed):
             feed.acknowledge(ticket)

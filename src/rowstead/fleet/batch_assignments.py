@@ -1,11 +1,10 @@
-"""`BatchAssignments`: which batches of a reader were handed out, to whom, and which of them are done. Pure: no sockets, no files.
+"""Which batches of a reader are assigned to which trainer, and which are done; and the log file of that.
 
-A reader numbers the batches of its share from 0, through all epochs. Every number below `next_number` is in one of three
-states: held by a trainer, to be handed out again, or done. Only the first two are kept, each with the place in the log where
-reading gives the batch once more, so that the book stays as small as what is under way.
+A reader numbers the batches of its share from 0, across epochs. Every number below `next_number` is held by a trainer, to be
+reassigned, or done. Only the first two are stored, each with its position in the log, so that the state stays small.
 
-Each change is also an event, a short list that JSON can hold. The same events, applied to an empty book or to one that was
-restored from `to_json`, lead to the same state: that is how a reader that was killed knows what it had handed out.
+Each change is an event, a short JSON list. Applying the same events to an empty state, or to one restored by `from_json`, gives
+the same state: this is how a killed reader recovers its assignments.
 """
 
 from __future__ import annotations
@@ -23,11 +22,13 @@ from rowstead.records.files import write_atomic
 from rowstead.spec.errors import RowsteadError
 
 Event = list[Any]
+_COMPACT_BYTES = 1 << 20
+"""Size above which the file is rewritten."""
 
 
 @dataclass(frozen=True)
 class AssignedBatch:
-    """A batch that was handed out: where reading it begins, and how many examples it has."""
+    """An assigned batch: where it begins in the log, and its number of samples."""
 
     epoch: int
     cursor: Cursor | None
@@ -36,37 +37,37 @@ class AssignedBatch:
 
 @dataclass(frozen=True)
 class Holder:
-    """A trainer in one of its lives."""
+    """One incarnation of a trainer."""
 
     name: str
     incarnation: int
-    """Larger in each life than in the one before."""
+    """Increases with each restart."""
 
 
 class BatchAssignments:
-    """The book of one reader. `on_event` hears of every event."""
+    """The assignments of one reader. `on_event` receives every event. No sockets, no files."""
 
     def __init__(self, on_event: Callable[[Event], None] = lambda event: None) -> None:
         self.on_event = on_event
         self.next_number = 0
-        """The batch that was never handed out and comes next."""
+        """Number of the next batch that was never assigned."""
         self.next_epoch = 0
         self.next_cursor: Cursor | None = None
-        """Where that batch begins; none at the start of the epoch."""
+        """Where that batch begins; None at the start of the epoch."""
         self.num_samples = 0
-        """Examples of all batches handed out, each counted once."""
+        """Samples of all assigned batches, each counted once."""
         self.num_done = 0
         self.num_repeated = 0
-        """Times that a batch went out again because whoever held it was gone, and may have trained on it."""
+        """Batches reassigned because their holder was lost; they may have been trained on twice."""
         self.num_samples_repeated = 0
         self.num_resent = 0
-        """Times that a batch went out again because it was lost on its way: nobody had trained on it."""
+        """Batches reassigned because they were lost in transit; they are trained on once."""
         self.num_skipped = 0
-        """Bad rows left out, of the epochs that were handed out to their end."""
+        """Bad rows skipped, in epochs that are completely assigned."""
         self._epoch_samples = 0
         self._held: dict[int, tuple[Holder, AssignedBatch]] = {}
         self._to_reassign: dict[int, tuple[bool, AssignedBatch]] = {}
-        """Whether somebody may have trained on the batch before, and where it begins."""
+        """Whether the batch may have been trained on before, and the batch."""
         self._incarnations: dict[str, int] = {}
         self._sequences: dict[Holder, int] = {}
         self._apply: dict[str, Callable[..., None]] = {
@@ -85,39 +86,39 @@ class BatchAssignments:
 
     @property
     def held_by(self) -> dict[str, int]:
-        """How many batches each trainer holds, of those that hold any."""
+        """Number of batches that each trainer holds, if any."""
         return dict(Counter(holder.name for holder, _ in self._held.values()))
 
     @property
     def to_reassign(self) -> dict[int, AssignedBatch]:
-        """Batches to be handed out again, in the order of the log."""
+        """Batches to reassign, in the order of the log."""
         return {number: self._to_reassign[number][1] for number in sorted(self._to_reassign)}
 
     @property
     def first_lost(self) -> int | None:
-        """The first batch that was lost on its way: later ones wait for it, so that a trainer alone sees the log in order."""
+        """The first batch lost in transit: later ones wait for it, so that a single trainer sees the log in order."""
         return min((number for number, (may_repeat, _) in self._to_reassign.items() if not may_repeat), default=None)
 
     @property
     def is_complete(self) -> bool:
-        """Whether everything that was handed out is done."""
+        """Whether every assigned batch is done."""
         return not self._held and not self._to_reassign
 
     @property
     def num_epochs_done(self) -> int:
         """Epochs of which every batch is done."""
-        under_way = [entry.epoch for _, entry in (*self._held.values(), *self._to_reassign.values())]
-        return min(under_way, default=self.next_epoch)
+        in_progress = [entry.epoch for _, entry in (*self._held.values(), *self._to_reassign.values())]
+        return min(in_progress, default=self.next_epoch)
 
     def is_replaced(self, holder: Holder) -> bool:
-        """Whether a later life of this trainer has been heard of."""
+        """Whether a later incarnation of this trainer is known."""
         return holder.incarnation < self._incarnations.get(holder.name, holder.incarnation)
 
     def acknowledge(self, holder: Holder, sequence: int, held: Sequence[int], done: Sequence[int]) -> bool:
-        """Take in what a trainer says with its request number `sequence`: all that it has and is not done with, and what is done.
+        """Record what a trainer reports with its request `sequence`: the batches that it holds, and those that are done.
 
-        What the book has with this trainer, and it neither has nor did, was lost on its way. What an earlier life of the
-        trainer held is to be handed out again. False where the request is older than one already taken in: then it means nothing.
+        Batches assigned to this trainer that it neither holds nor has done were lost in transit. Those of its earlier incarnations
+        are reassigned. Returns False, and changes nothing, if the request is older than one already recorded.
         """
         assert not self.is_replaced(holder)
         if sequence < self._sequences.get(holder, sequence):
@@ -125,48 +126,48 @@ class BatchAssignments:
         self._sequences[holder] = sequence
         self._release(lambda other: other.name == holder.name and other != holder)
         self._incarnations[holder.name] = holder.incarnation
-        # Done is done, also where the trainer was taken for gone meanwhile, whoever has the batch now.
+        # A batch that is done stays done, even if its trainer was considered lost or another one holds it now.
         finished = [number for number in dict.fromkeys(done) if number in self._held or number in self._to_reassign]
         if finished:
             self._do(["done", finished])
-        kept = set(held)
-        back = [number for number in sorted(kept) if number in self._to_reassign]
-        if back:  # it was taken for gone, wrongly
-            self._do(["keep", holder.name, holder.incarnation, back])
-        lost = [number for number, (other, _) in self._held.items() if other == holder and number not in kept]
+        has = set(held)
+        kept = [number for number in sorted(has) if number in self._to_reassign]
+        if kept:  # the trainer was wrongly considered lost
+            self._do(["keep", holder.name, holder.incarnation, kept])
+        lost = [number for number, (other, _) in self._held.items() if other == holder and number not in has]
         if lost:
             self._do(["lost", sorted(lost)])
         return True
 
     def assign_next(self, holder: Holder, num_samples: int, cursor: Cursor) -> int:
-        """Give the next batch to a trainer; `cursor` is where the one after it begins. Returns its number."""
+        """Assign the next batch to a trainer; `cursor` is where the one after it begins. Returns its number."""
         self._do(["assign", holder.name, holder.incarnation, num_samples, cursor])
         return self.next_number - 1
 
     def reassign(self, holder: Holder, number: int) -> None:
-        """Give a batch to a trainer that was handed out before."""
+        """Assign a batch again, to this trainer."""
         assert number in self._to_reassign
         self._do(["reassign", holder.name, holder.incarnation, number])
 
     def leave(self, holder: Holder) -> None:
-        """A trainer goes: what it still holds is to be handed out again."""
+        """Release the batches of a trainer that leaves."""
         self._release(lambda other: other == holder)
 
     def set_alive(self, names: Iterable[str]) -> None:
-        """The trainers that live: what all others hold is to be handed out again."""
+        """Set the live trainers; the batches of all others are released."""
         alive = set(names)
         self._release(lambda holder: holder.name not in alive)
 
     def end_epoch(self, num_rows: int) -> None:
-        """The epoch is handed out; this reader's share of it has `num_rows` rows, bad ones included."""
+        """End the epoch; this reader's share of it has `num_rows` rows, bad ones included."""
         self._do(["epoch", num_rows])
 
     def replay(self, event: Event) -> None:
-        """Apply an event of an earlier life of this book."""
+        """Apply a logged event."""
         self._apply[event[0]](*event[1:])
 
-    def _release(self, is_gone: Callable[[Holder], bool]) -> None:
-        numbers = sorted(number for number, (holder, _) in self._held.items() if is_gone(holder))
+    def _release(self, is_lost: Callable[[Holder], bool]) -> None:
+        numbers = sorted(number for number, (holder, _) in self._held.items() if is_lost(holder))
         if numbers:
             self._do(["release", numbers])
 
@@ -218,7 +219,7 @@ class BatchAssignments:
         self.next_cursor, self._epoch_samples = None, 0
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, for JSON; requests under way are no part of it."""
+        """Return the state as JSON, without the sequence numbers of requests."""
         return {
             **{name: getattr(self, attribute) for name, attribute in _COUNTERS.items()},
             "held": [[n, h.name, h.incarnation, e.epoch, e.cursor, e.num_samples] for n, (h, e) in self._held.items()],
@@ -229,7 +230,7 @@ class BatchAssignments:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> BatchAssignments:
-        """The book that `to_json` gave."""
+        """Restore the result of `to_json`."""
         assignments = cls()
         for name, attribute in _COUNTERS.items():
             setattr(assignments, attribute, content[name])
@@ -257,11 +258,12 @@ _COUNTERS = {
 }
 
 
-_COMPACT_BYTES = 1 << 20
-
-
 class AssignmentLog:
-    """A book and its file. `identity` says of which reading it is; a file of another one is refused."""
+    """`BatchAssignments` in a file: the state, then one line per event. A file of another `identity` is refused.
+
+    Events are written before they are acted on, so a reader that is killed at any moment loses nothing that others know. An
+    incomplete last line was not acted on, and is dropped. There is no fsync: the file survives its process, not a power failure.
+    """
 
     def __init__(self, path: Path, identity: dict[str, Any]) -> None:
         self._path, self._identity = path, identity
@@ -272,7 +274,7 @@ class AssignmentLog:
         self._write_whole()
 
     def flush(self) -> None:
-        """Put what has changed into the file; only then may it be told to anybody."""
+        """Append new events to the file; only after that may they be acted on."""
         if not self._new:
             return
         assert self._file is not None
@@ -286,10 +288,10 @@ class AssignmentLog:
             if self._num_bytes > _COMPACT_BYTES:
                 self._write_whole()
         except OSError as error:
-            raise RowsteadError(f"{self._path} cannot be written, so nothing more is handed out: {error}") from None
+            raise RowsteadError(f"cannot write {self._path}, so no more batches are assigned: {error}") from None
 
     def close(self) -> None:
-        """Let go of the file; harmless when closed."""
+        """Close the file; idempotent."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -311,12 +313,12 @@ class AssignmentLog:
                     assignments.replay(event)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise RowsteadError(
-                f"{self._path} cannot be read as the progress of a reader ({error}): remove it to begin anew"
+                f"{self._path} is not a reader's assignment log of this version ({error}): remove it to start over"
             ) from None
         if identity != self._identity:
             raise RowsteadError(
-                f"{self._path} is the progress of another reading: {identity} instead of {self._identity}. Start the reader "
-                "as it was started first, or remove the file to begin anew"
+                f"{self._path} is of another reader or recipe: {identity}, expected {self._identity}. Start the reader as "
+                "before, or remove the file to start over"
             )
         return assignments
 

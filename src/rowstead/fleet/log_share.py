@@ -1,4 +1,4 @@
-"""One reader's share of a log as batches ready to be sent: from any place on, or some of them once more. No threads here."""
+"""One reader's share of a log as packed batches: from a position on, or given ones again. No threads here."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from rowstead.fleet.packing import PackedBatch, pack
 from rowstead.spec.errors import DataError
 
 _MAX_SKIPPED_BATCHES = 64
-"""Batches that are read over, rather than begin again at the next one that is wanted."""
+"""Up to this many unwanted batches are read over; beyond that, reading starts again at the next wanted one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NewBatch:
-    """A batch in its turn, and where the one after it begins."""
+    """A batch, and where the next one begins."""
 
     packed: PackedBatch
     cursor: Cursor
     num_skipped: int
-    """Bad rows met in its epoch so far, by this process."""
+    """Bad rows in its epoch so far, seen by this process."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EpochEnd:
-    """No more batches of this epoch."""
+    """The end of an epoch."""
 
     num_rows: int
-    """In this reader's share of the log, bad ones included."""
+    """Rows of this reader's share, bad ones included."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogPosition:
-    """A batch by its number, and where it begins."""
+    """Number of a batch, and where it begins."""
 
     number: int = 0
     epoch: int = 0
@@ -45,7 +45,7 @@ class LogPosition:
 
 
 class LogShare:
-    """What reader `number` of `num_readers` reads; all of them together read each epoch of the log once. Used by one thread."""
+    """The share of reader `number` of `num_readers`; together they read each epoch of the log once. Not thread-safe."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class LogShare:
         max_batches: int | None = None,
         narrow_ids: bool | None = None,
     ) -> None:
-        """At most `max_batches` over all epochs; `narrow_ids` go as int32, and where nothing is said, those that fit."""
+        """At most `max_batches` over all epochs; `narrow_ids` sends ids as int32, None does so where they fit."""
         assert 0 <= number < num_readers
         self._source, self._number, self._num_readers = source, number, num_readers
         self._batch_size, self._epochs, self._max_batches = batch_size, epochs, max_batches
@@ -67,7 +67,7 @@ class LogShare:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What must be the same for numbers of batches to mean the same."""
+        """What must be equal for batch numbers to mean the same."""
         return {
             "reader": self._number,
             "of": self._num_readers,
@@ -79,11 +79,11 @@ class LogShare:
 
     @property
     def may_skip(self) -> bool:
-        """Whether the log can have rows that are left out."""
+        """Whether the log may have rows that are skipped."""
         return self._source.num_skipped is not None
 
     def read_from(self, position: LogPosition) -> Generator[NewBatch | EpochEnd, None, None]:
-        """The batches from a place to the end of the last epoch, in the order of the log."""
+        """Yield the batches from a position to the end of the last epoch, in the order of the log."""
         number, cursor = position.number, position.cursor
         first, last = share_bounds(self._source.num_samples, self._number, self._num_readers)
         for epoch in range(position.epoch, self._epochs):
@@ -104,7 +104,7 @@ class LogShare:
             cursor = None
 
     def reread(self, wanted: Mapping[int, AssignedBatch]) -> Generator[tuple[int, PackedBatch], None, None]:
-        """Batches by their numbers, which ascend, and where they begin."""
+        """Yield batches by number, in ascending order."""
         next_number = epoch = -1
         batches = self._batches(0, None)  # not started yet
         skipped_before = self._num_skipped()
@@ -119,7 +119,7 @@ class LogShare:
                     batch, _ = next(batches, (None, None))
                     next_number += 1
                 if batch is None or batch.num_samples != entry.num_samples:
-                    raise DataError(f"the log has changed: batch {number} of reader {self._number} is no longer what it was")
+                    raise DataError(f"the log has changed: batch {number} of reader {self._number} has another size")
                 yield number, pack(batch, narrow=self._narrow_ids)
         finally:
             batches.close()

@@ -1,7 +1,7 @@
-"""Batches on their way from a reader to a trainer: fewer bytes, the same content.
+"""Compact batches for the wire: fewer bytes, the same content.
 
-Ids go as int32 where they fit, and instead of offsets the lengths of bags go, in as many bytes as the longest needs, or none
-where all are equal. The rest goes as it lies in memory.
+Ids are int32 where they fit. Offsets are replaced by the lengths of the bags, in as few bytes as the longest needs, or by one
+number if all are equal. The rest is sent as it is.
 
 Letters: B examples, F sparse features, nnz ids in the whole batch.
 """
@@ -26,7 +26,7 @@ _OPTIONAL = ("labels", "weights", "true_p")
 
 @dataclass(frozen=True, kw_only=True)
 class PackedBatch:
-    """One batch, ready to be sent."""
+    """One batch, ready to send."""
 
     facts: dict[str, Any]
     tensors: list[Tensor]
@@ -38,8 +38,8 @@ class PackedBatch:
 
 
 def pack(batch: Batch, *, narrow: bool | None = None) -> PackedBatch:
-    """The batch as few tensors; `narrow` ids go as int32, and where nothing is said, those that fit."""
-    assert batch.global_totals is None, "a reader hands out whole batches"
+    """Pack a batch; `narrow` sends ids as int32, None does so where they fit."""
+    assert batch.global_totals is None, "a reader assigns whole batches"
     sparse = batch.sparse
     facts: dict[str, Any] = {"features": sparse.num_features, "has": [n for n in _OPTIONAL if getattr(batch, n) is not None]}
     tensors = [batch.dense, *(getattr(batch, name) for name in facts["has"])]
@@ -64,9 +64,9 @@ def pack(batch: Batch, *, narrow: bool | None = None) -> PackedBatch:
 def unpack(
     facts: dict[str, Any], tensors: Sequence[Tensor], *, layout: Layout | None = None, ids: torch.dtype | None = None
 ) -> Batch:
-    """The batch that was packed, over the memory of its tensors but for the offsets.
+    """Restore a packed batch; all its tensors but the offsets share memory with `tensors`.
 
-    With a `layout`, a batch that the reader has checked is marked as one that fits it. `ids` is the type that ids are wanted in.
+    With a `layout`, a batch that the reader has checked is marked as checked for it. `ids` is the dtype to convert ids to.
     """
     given = iter(tensors)
     try:
@@ -80,18 +80,18 @@ def unpack(
             offsets = _equal_offsets(num_bags, facts["length"]) if "length" in facts else _offsets_from_lengths(next(given))
             weights = next(given) if facts.get("id_weights") else None
             if offsets.numel() != num_bags + 1 or int(offsets[-1]) != rows.numel():
-                raise WireError(f"a batch of {num_bags} bags came with {offsets.numel() - 1} lengths for {rows.numel()} ids")
+                raise WireError(f"got {offsets.numel() - 1} lengths for {num_bags} bags of {rows.numel()} ids")
             rows = rows if ids is None else rows.to(ids)
             sparse = Sparse(ids=rows, offsets=offsets, num_features=num_features, weights=weights)
     except (KeyError, TypeError, ValueError, IndexError, StopIteration):
-        raise WireError(f"a batch came without some of its parts: {str(facts)[:200]}") from None
+        raise WireError(f"a batch is incomplete: {str(facts)[:200]}") from None
     if layout is not None and facts.get("checked") and num_features == layout.num_features:
         sparse = dataclasses.replace(sparse, checked_for=layout)
     return Batch(dense=dense, sparse=sparse, **optional)
 
 
 def fits_int32(layout: Layout) -> bool:
-    """Whether the rows of all tables can be named in 32 bits."""
+    """Return whether the row numbers of all tables fit in 32 bits."""
     return all(table.num_rows <= 2**31 for table in layout.tables)
 
 
@@ -107,14 +107,14 @@ def _empty_sparse() -> Sparse:
 
 
 def _equal_offsets(num_bags: int, length: int) -> Tensor:
-    """int64 [num_bags + 1] of bags that are all of one length."""
+    """Return int64 [num_bags + 1] for bags of equal length."""
     return torch.arange(num_bags + 1, dtype=torch.int64) * int(length)
 
 
 def _offsets_from_lengths(lengths: Tensor) -> Tensor:
-    """int64 [num_bags + 1] from the lengths [num_bags]."""
+    """Return int64 [num_bags + 1] from the lengths [num_bags]."""
     if lengths.dtype not in _LENGTHS or (lengths.dtype != torch.uint8 and int(lengths.amin()) < 0):
-        raise WireError("the lengths of a batch's bags are no lengths")
+        raise WireError("invalid lengths of bags")
     offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64)
     torch.cumsum(lengths, 0, out=offsets[1:])
     return offsets

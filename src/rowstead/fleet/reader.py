@@ -1,7 +1,7 @@
-"""`Reader`: reads one share of a log ahead of the trainers, and hands out its batches so that each is trained on.
+"""`Reader`: reads one share of a log ahead of the trainers, and assigns its batches so that each is trained on.
 
-Batches that were handed out are not kept: the book (`handouts.py`) knows where each begins, and one that is needed again is read
-again. No sockets here: `reader_server.py` puts a reader behind one.
+Assigned batches are not kept: `BatchAssignments` knows where each begins, and a batch that is needed again is reread. No sockets
+here: `reader_server.py` serves a reader over RPC.
 """
 
 from __future__ import annotations
@@ -23,96 +23,90 @@ from rowstead.fleet.wire import Message, WireError
 from rowstead.spec.errors import RowsteadError
 
 State = Literal["reading", "drained", "ended", "failed", "stopped", "replaced"]
-"""How a reader stands: more is to come; all is handed out, but not all of it done; all is done; an error came where the next
-batch would have come; it was told to stop; and, to a trainer that was started again since, that it is no longer served."""
+"""State of a reader: batches remain; all are assigned but not all done; all are done; an error occurred in place of the next
+batch; it was told to stop; and, in replies to a trainer that was restarted since, that only its successor is served."""
 
 READ_AHEAD_BYTES = 64 << 20
 WAIT_S = 0.25
-"""How long a request waits for news before it is answered with nothing, so that its sender can tell what is done meanwhile."""
+"""How long a request without batches waits before an empty reply, so that its sender can acknowledge what is done."""
 _REPLY_BYTES = 8 << 20
-"""Past it no further batch goes into an answer."""
+"""Above it no further batch is added to a reply."""
 _REPLY_BATCHES = 16
 _log = logging.getLogger("rowstead.fleet")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRequest:
-    """What a trainer asks and tells at once."""
+    """A trainer's request for batches, with what it holds and has done."""
 
     holder: Holder
     sequence: int
-    """Counts the requests of one life of a trainer."""
+    """Counts the requests of one incarnation of a trainer."""
     num_wanted: int
-    """Batches that it has room for."""
+    """Batches that it has capacity for."""
     held: tuple[int, ...]
-    """Numbers of batches that it has and is not done with."""
+    """Numbers of the batches that it has and is not done with."""
     done: tuple[int, ...]
     last_state: str
-    """The state that it was told last: it waits for another, or for a batch."""
+    """The last state it received: it waits for another state, or for a batch."""
     is_leaving: bool = False
-    """It asks for no more."""
+    """Whether it wants no more batches."""
 
     @classmethod
-    def of(cls, facts: Mapping[str, Any]) -> BatchRequest:
-        """From the facts of a message."""
+    def from_facts(cls, facts: Mapping[str, Any]) -> BatchRequest:
+        """Parse the facts of a message."""
         try:
-            numbers = {key: tuple(map(int, facts.get(key, ()))) for key in ("held", "done")}
-            holder = Holder(str(facts["name"]), int(facts["incarnation"]))
-            sequence, num_wanted, last_state = (
-                int(facts["sequence"]),
-                int(facts["num_wanted"]),
-                str(facts.get("last_state", "reading")),
-            )
             return cls(
-                holder=holder,
-                sequence=sequence,
-                num_wanted=num_wanted,
-                last_state=last_state,
+                holder=Holder(str(facts["name"]), int(facts["incarnation"])),
+                sequence=int(facts["sequence"]),
+                num_wanted=int(facts["num_wanted"]),
+                held=tuple(map(int, facts.get("held", ()))),
+                done=tuple(map(int, facts.get("done", ()))),
+                last_state=str(facts.get("last_state", "reading")),
                 is_leaving=bool(facts.get("is_leaving")),
-                **numbers,
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise WireError(f"this is no request for batches: {error!r}") from None
+            raise WireError(f"not a request for batches: {error!r}") from None
 
 
 Reply = Callable[[Message], None]
 
 
 class Reader:
-    """Reads a share of a log in its order, and answers requests for batches.
+    """Reads a share of a log in order, and answers requests for batches.
 
-    One thread reads, another answers requests that had to wait; any thread may call the methods. Batches of at most about
-    `read_ahead_bytes` are ready, as many again to be repeated, beside what the source itself holds.
+    One thread reads, another answers requests that had to wait; methods are thread-safe. At most about `read_ahead_bytes` of
+    batches are ready, and as many again to be reassigned, besides what the source itself holds.
     """
 
     def __init__(self, share: LogShare, progress: Path, *, read_ahead_bytes: int = READ_AHEAD_BYTES) -> None:
-        """`progress` is the file of its book: where there is one, reading goes on from it."""
+        """`progress` is the file of its assignment log; reading resumes from an existing one."""
         self._share, self._read_ahead_bytes = share, read_ahead_bytes
         self._log_file = AssignmentLog(progress, share.identity)
         self._assignments = self._log_file.assignments
         self._lock = threading.RLock()
         self._space = threading.Condition(self._lock)
-        """Told when something was handed out, or is to be read again."""
+        """Notified when batches were assigned, or have to be reread."""
         self._wake_waiting = threading.Condition(self._lock)
-        """Told when requests that wait may be answered."""
+        """Notified when waiting requests may be answered."""
         self._ready: deque[NewBatch | EpochEnd] = deque()
         self._ready_bytes = 0
         self._reread: dict[int, PackedBatch] = {}
-        """Batches that are to be handed out again, read again."""
+        """Batches to reassign that have been reread."""
         self._waiting: deque[tuple[BatchRequest, Reply, float]] = deque()
         self._read_all = False
         self._skipped_here = 0
         self._error: str | None = None
         self._stopped = self._closed = self._is_broken = False
         self.waited_for_space_s = 0.0
-        """Seconds that reading has waited for room."""
+        """Seconds that reading was blocked because enough batches were ready."""
         work = (("read", self._read), ("answer", self._answer_waiting))
         self._threads = [threading.Thread(target=target, name=f"reader-{name}", daemon=True) for name, target in work]
         for thread in self._threads:
             thread.start()
 
     def request_batches(self, request: BatchRequest, reply: Reply) -> Message | None:
-        """The answer to a trainer; none where it comes later, through `reply`."""
+        """Return the reply to a trainer; None if it comes later, through `reply`."""
         with self._lock:
             if self._assignments.is_replaced(request.holder):
                 return _build_reply("replaced")
@@ -120,7 +114,7 @@ class Reader:
                 return self._reply_with([], [])
             if request.is_leaving:
                 self._assignments.leave(request.holder)
-            # Its sender has given up an earlier request that still waits: no batch must go there.
+            # The sender has given up an earlier request that still waits: assign no batch to that one.
             given_up = [item for item in self._waiting if item[0].holder.name == request.holder.name]
             for item in given_up:
                 self._waiting.remove(item)
@@ -133,20 +127,20 @@ class Reader:
             return answer
 
     def set_alive(self, names: list[str]) -> None:
-        """The trainers that live; what others hold goes to whoever asks next."""
+        """Set the live trainers; batches of others are reassigned."""
         with self._lock:
             self._assignments.set_alive(names)
             self._flush()
             self._notify()
 
     def stop(self) -> None:
-        """Hand out no more, and say so to all."""
+        """Assign no more batches, and tell all trainers."""
         with self._lock:
             self._stopped = True
             self._notify()
 
     def close(self) -> None:
-        """End the threads; harmless when closed."""
+        """Stop the threads; idempotent."""
         with self._lock:
             self._closed = True
             self._space.notify_all()
@@ -161,7 +155,7 @@ class Reader:
             return self._state()
 
     def status(self) -> dict[str, Any]:
-        """Where it stands; all counts go on through restarts."""
+        """Return figures of the reader; counts continue across restarts."""
         with self._lock:
             assignments = self._assignments
             facts: dict[str, Any] = {
@@ -185,16 +179,16 @@ class Reader:
                 facts["num_skipped"] = assignments.num_skipped + self._skipped_here
             return facts if self._error is None else {**facts, "error": self._error}
 
-    # Under the lock
+    # With the lock held
 
     def _notify(self) -> None:
-        """Wake whoever may have something to do now."""
+        """Wake the threads that may have something to do."""
         self._space.notify_all()
         if self._waiting:
             self._wake_waiting.notify_all()
 
     def _flush(self) -> None:
-        """Keep what was handed out, before anybody gets it."""
+        """Log assignments before they are sent."""
         try:
             self._log_file.flush()
         except RowsteadError as error:
@@ -218,7 +212,7 @@ class Reader:
         return "ended" if self._assignments.is_complete else "drained"
 
     def _try_reply(self, request: BatchRequest, *, now: bool = False) -> Message | None:
-        """Batches, or a state that the trainer does not know yet; none where there is neither, unless it has to be `now`."""
+        """Return batches, or a state that is new to the trainer; None if there is neither, unless `now`."""
         numbers: list[tuple[int, int]] = []
         packed: list[PackedBatch] = []
         num_bytes = 0
@@ -235,9 +229,9 @@ class Reader:
         return None
 
     def _assign_one(self, holder: Holder) -> tuple[int, int, PackedBatch] | None:
-        """Hand out one batch: what is wanted again comes first."""
+        """Assign one batch, first one to reassign."""
         to_reassign = self._assignments.to_reassign
-        for number in [number for number in self._reread if number not in to_reassign]:  # done after all
+        for number in [number for number in self._reread if number not in to_reassign]:  # done meanwhile
             del self._reread[number]
         if self._reread:
             number = min(self._reread)
@@ -259,7 +253,7 @@ class Reader:
         return number, epoch, fresh.packed
 
     def _end_epochs(self) -> None:
-        """Put the ends of epochs that are due into the book."""
+        """Record the ends of epochs that are due."""
         while self._ready and isinstance(self._ready[0], EpochEnd):
             end = self._ready.popleft()
             assert isinstance(end, EpochEnd)
@@ -268,7 +262,7 @@ class Reader:
 
     def _reply_with(self, numbers: list[tuple[int, int]], packed: list[PackedBatch]) -> Message:
         batches = [{"number": n, "epoch": e, **p.facts} for (n, e), p in zip(numbers, packed, strict=True)]
-        # An error comes where the next batch would have come.
+        # An error takes the place of the next batch.
         state = "reading" if packed and self._state() == "failed" else self._state()
         return _build_reply(
             state,
@@ -281,7 +275,7 @@ class Reader:
     # The two threads
 
     def _answer_waiting(self) -> None:
-        """Answer requests that wait, as soon as there is something to answer."""
+        """Answer waiting requests as soon as there is something to send."""
         with self._lock:
             while not self._closed:
                 now_s = time.monotonic()
@@ -319,7 +313,7 @@ class Reader:
                 self._notify()
             while self._wait_for_space(at_end=True):
                 pass
-        except Exception as error:  # noqa: BLE001, RUF100 - whatever it is, the trainers and the head have to hear of it
+        except Exception as error:  # noqa: BLE001, RUF100 - reported to the trainers and the coordinator
             if not isinstance(error, RowsteadError):
                 _log.exception("reading failed")
             with self._lock:
@@ -327,7 +321,7 @@ class Reader:
                 self._notify()
 
     def _wait_for_space(self, *, at_end: bool = False) -> bool:
-        """Wait until one more batch may be ready; reads meanwhile what is to be handed out again. False when closed."""
+        """Wait until one more batch may be ready, rereading batches to reassign meanwhile. False when closed."""
         while True:
             with self._lock:
                 before_s = time.monotonic()
@@ -344,13 +338,13 @@ class Reader:
         return not self._ready or self._ready_bytes < self._read_ahead_bytes
 
     def _to_reread(self) -> dict[int, AssignedBatch]:
-        """What is to be read again, where there is room for it."""
+        """Return the batches to reread, if there is space for them."""
         if self._reread_bytes >= self._read_ahead_bytes:
             return {}
         return {number: entry for number, entry in self._assignments.to_reassign.items() if number not in self._reread}
 
     def _reread_batches(self, wanted: dict[int, AssignedBatch]) -> None:
-        """Read batches again, as many as there is room for."""
+        """Reread batches, as many as there is space for."""
         with contextlib.closing(self._share.reread(wanted)) as batches:
             for number, packed in batches:
                 with self._lock:
@@ -361,7 +355,7 @@ class Reader:
                         return
 
     def _position(self) -> LogPosition:
-        """Where the batch begins that was never handed out and comes next."""
+        """Return the position of the next batch that was never assigned."""
         with self._lock:
             return LogPosition(
                 number=self._assignments.next_number, epoch=self._assignments.next_epoch, cursor=self._assignments.next_cursor

@@ -1,4 +1,4 @@
-"""A reader behind a socket: the role that reads, decodes, hashes and batches one share of a log for the trainers."""
+"""A reader over RPC: the role that reads, decodes, hashes and batches one share of a log for the trainers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rowstead.kernels.layout import Layout
 from rowstead.stores.checked import check_source
 
 _LIMITS = Limits(facts_bytes=1 << 20, frame_bytes=1 << 20, message_bytes=1 << 20, num_tensors=1, remembered_bytes=128 << 20)
-"""Requests to a reader are short; only its answers are long."""
+"""Requests to a reader are short; only its replies are long."""
 
 
 def serve_reader(
@@ -41,12 +41,11 @@ def serve_reader(
     read_ahead_bytes: int = READ_AHEAD_BYTES,
     sampled: Callable[[Callable[[], dict[str, Any]]], None] | None = None,
 ) -> None:
-    """Hand out this reader's share of a log, `epochs` times, until told to end.
+    """Run a reader: assign its share of a log to trainers, `epochs` times, until `until()`.
 
-    `folder` is the run's; the reader keeps its book in `roles/reader-<number>.progress` there, and goes on from it when it is
-    started again. Of `max_steps` batches in all it hands out its share. With a `layout` every batch is checked against the tables
-    here, so that no trainer has to. `ready` hears the address once it answers; `sampled` is given a function that says how the
-    reader stands.
+    `folder` is the run's; the assignment log is `roles/reader-<number>.progress` there, and a restarted reader resumes from it.
+    The reader assigns its share of `max_steps` batches. With a `layout` it checks every batch against the tables, so that
+    trainers need not. `ready` receives the address, `sampled` a function that returns the status.
     """
     progress = assignment_log_path(folder, number)
     progress.parent.mkdir(parents=True, exist_ok=True)
@@ -71,19 +70,19 @@ def serve_reader(
 
 
 def assignment_log_path(folder: Path, number: int) -> Path:
-    """Where reader `number` of a run keeps its book."""
+    """Return the path of the assignment log of reader `number`."""
     return folder / "roles" / f"reader-{number}.progress"
 
 
 def steps_of_reader(max_steps: int, number: int, num_readers: int) -> int:
-    """How many of `max_steps` batches one reader hands out."""
+    """Return one reader's share of `max_steps` batches."""
     return max_steps // num_readers + (number < max_steps % num_readers)
 
 
 def batches_per_reader(
     num_samples: int, num_readers: int, *, batch_size: int, epochs: int = 1, max_steps: int | None = None
 ) -> list[int]:
-    """How many batches each reader hands out of a log of so many rows, none of them bad: each share ends with a batch of its own."""
+    """Return the number of batches of each reader of a log without bad rows; the last batch of each share may be smaller."""
     counts = []
     for number in range(num_readers):
         first, last = share_bounds(num_samples, number, num_readers)
@@ -93,17 +92,17 @@ def batches_per_reader(
 
 
 def build_handlers(reader: Reader) -> dict[str, Handler]:
-    """What a reader answers: `request_batches` of trainers; `members` and `stop` of the head."""
+    """Return the request handlers: `request_batches` for trainers; `members` and `stop` for the coordinator."""
 
     def request_batches(message: Message, caller: Caller) -> Message | DeferredReply:
         reply = DeferredReply()
-        answer = reader.request_batches(BatchRequest.of(message.facts), reply.send)
+        answer = reader.request_batches(BatchRequest.from_facts(message.facts), reply.send)
         return reply if answer is None else answer
 
     def members(message: Message, caller: Caller) -> Message:
         names = message.facts.get("names")
         if not isinstance(names, list):
-            raise WireError("`members` needs the names of the trainers that live")
+            raise WireError("`members` needs the names of the live trainers")
         reader.set_alive([str(name) for name in names])
         return Message("members")
 
@@ -115,6 +114,6 @@ def build_handlers(reader: Reader) -> dict[str, Handler]:
 
 
 def _sample(reader: Reader, server: Server) -> dict[str, Any]:
-    """What the usage file of a role has a column for."""
+    """Return the figures that a role's usage file has columns for."""
     facts = server.status_facts()
     return {**reader.status(), **{name: facts[name] for name in ("num_bytes_received", "num_bytes_sent", "waiting_s")}}

@@ -1,4 +1,4 @@
-"""`RemoteBatches`: the batches of one trainer, from all readers, asked for ahead of time."""
+"""`RemoteBatches`: the batches of one trainer, requested ahead of time from all readers."""
 
 from __future__ import annotations
 
@@ -21,41 +21,41 @@ from rowstead.kernels.layout import Layout
 from rowstead.spec.errors import DataError, RowsteadError
 
 _REQUEST_TIMEOUT_S = 5.0
-"""After so long without an answer a request is given up and asked anew: the reader may be another by then."""
+"""After this long without a reply a request is given up and sent anew: the reader may have been restarted."""
 _LEAVE_TIMEOUT_S = 2.0
 _MAX_REFUSALS = 3
-"""In a row, after which there is no use in asking."""
+"""Consecutive refusals after which the trainer gives up."""
 _FINAL_STATES = ("ended", "stopped")
 _CHECK_EVERY_S = 0.1
-"""How often who waits for a batch looks whether it should still wait."""
+"""How often a waiting thread checks `until`."""
 
 
 @dataclass(frozen=True)
 class Ticket:
-    """Which batch it is: to be given back as done once it was trained on."""
+    """Identifies a batch; acknowledge it after training on it."""
 
     reader: int
     number: int
-    """Among the batches of its reader, through all epochs."""
+    """Number among the batches of its reader, across epochs."""
     epoch: int
     num_samples: int
     step: int
-    """The place of the batch in the run, from 0, where the readers take turns."""
+    """Index of the batch in the run, from 0, taking batches from the readers round-robin."""
 
 
 class RemoteBatches:
-    """Batches for all threads of one trainer, about `batches_ahead` of them asked for ahead. Any thread may call any method.
+    """Batches for all threads of one trainer, about `batches_ahead` of them prefetched. Thread-safe.
 
-    A thread for each reader asks for batches, with a client of its own, and tells what is done. The batches of one reader come in
-    its order; those of several as they come in. With one reader and one trainer that is the order of a run in one process.
+    A thread per reader requests batches, with its own client, and acknowledges those that are done. The batches of one reader
+    arrive in its order; those of several as they come. With one reader and one trainer this is the order of a single process.
 
         while feed.more():
             for batch, ticket in feed:
                 ...
                 feed.acknowledge(ticket)
 
-    The inner loop ends when the readers have nothing to hand out. The outer one goes on, should a trainer be lost before it was
-    done with what it held, and ends once everything is done everywhere.
+    The inner loop ends when no reader has a batch to assign. The outer loop continues if another trainer is lost and its batches
+    are reassigned, and ends once all batches are done everywhere.
     """
 
     def __init__(
@@ -69,21 +69,21 @@ class RemoteBatches:
         ids: torch.dtype | None = None,
         until: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`connect` gives a client for each reader, in the thread that will use it. `name` is the trainer's, its own among all.
+        """`connect` returns a client per reader, in the thread that will use it. `name` is the trainer's and unique.
 
-        `incarnation` is larger each time that the trainer is started; the time of day when left out. Batches that the reader
-        has checked are marked as fitting `layout`. `ids` is the type to widen ids to; as they come when left out. Once `until`
-        holds nobody waits for a batch any more.
+        `incarnation` increases with each restart of the trainer; by default it is the current time. Batches that the reader has
+        checked are marked as checked for `layout`. `ids` is the dtype to convert ids to; None keeps theirs. Once `until()` is
+        true, no thread waits for a batch.
         """
-        assert connect, "a trainer needs a reader"
+        assert connect, "a trainer needs at least one reader"
         self.name = name
         self._until = until
         self._incarnation = time.time_ns() if incarnation is None else incarnation
         self._layout, self._ids = layout, ids
         self.waited_s = 0.0
-        """Seconds that threads have waited for batches, all together."""
+        """Seconds that threads have waited for batches, in total."""
         self.num_batches = 0
-        """Given to the trainer so far."""
+        """Returned to the trainer so far."""
         self.num_samples = 0
         self._num_asks = self._num_found = 0
         self._lock = threading.Lock()
@@ -94,14 +94,14 @@ class RemoteBatches:
         quota = math.ceil(max(1, batches_ahead) / len(connect))
         self._readers = [_ReaderQueue(number, self._lock, quota) for number in range(len(connect))]
         self._threads = [
-            threading.Thread(target=self._run, args=(reader, make), name=f"feed-{reader.number}", daemon=True)
+            threading.Thread(target=self._run, args=(reader, make), name=f"batches-{reader.number}", daemon=True)
             for reader, make in zip(self._readers, connect, strict=True)
         ]
         for thread in self._threads:
             thread.start()
 
     def more(self) -> bool:
-        """Wait for a batch; false once all batches of all readers are done, whoever trained on them, or nobody should wait."""
+        """Wait for a batch; False once all batches of all readers are done, by any trainer, or `until()` is true."""
         with self._lock:
             self._wait_for(lambda: all(reader.is_over for reader in self._readers))
             return bool(self._queue)
@@ -110,7 +110,7 @@ class RemoteBatches:
         return self
 
     def __next__(self) -> tuple[Batch, Ticket]:
-        """The next batch; ends when no reader has anything to hand out at present."""
+        """Return the next batch; stops when no reader has a batch to assign at present."""
         with self._lock:
             found = bool(self._queue)
             if not found:
@@ -126,14 +126,14 @@ class RemoteBatches:
             return batch, ticket
 
     def acknowledge(self, ticket: Ticket) -> None:
-        """Say that a batch was trained on, so that nobody need do it again."""
+        """Report that a batch was trained on."""
         with self._lock:
             self._readers[ticket.reader].acknowledge(ticket.number)
 
     def close(self, *, is_idle: bool = False) -> None:
-        """Tell the readers what is done, and give back what is not; harmless when closed.
+        """Acknowledge what is done, and release the rest; idempotent.
 
-        `is_idle`: no batch is being trained on, so that those taken and not done were not trained on either.
+        `is_idle`: no batch is being trained on, so that batches taken but not acknowledged were not trained on either.
         """
         with self._lock:
             self._closed, self._is_idle = True, is_idle
@@ -151,21 +151,21 @@ class RemoteBatches:
 
     @property
     def is_over(self) -> bool:
-        """Whether all batches of all readers are done, whoever trained on them; else somebody was asked to stop."""
+        """Whether all batches of all readers are done, by any trainer, or a reader was told to stop."""
         return all(reader.is_over for reader in self._readers)
 
     @property
     def nonempty_share(self) -> float | None:
-        """Share of the batches that were there when they were asked for; absent before the first."""
+        """Share of the batches that were already there when requested; None before the first."""
         return self._num_found / self._num_asks if self._num_asks else None
 
     @property
     def num_epochs_done(self) -> int:
-        """Epochs of which every batch is done, of all readers and by all trainers, as far as is known here."""
+        """Epochs whose batches are all done, over all readers and trainers, as far as known here."""
         return min(reader.num_epochs_done for reader in self._readers)
 
     def figures(self) -> dict[str, float]:
-        """What it has come to so far, for the records of a role."""
+        """Return totals so far, for the records of a role."""
         figures: dict[str, float] = {
             "num_batches": self.num_batches,
             "num_samples": self.num_samples,
@@ -178,20 +178,20 @@ class RemoteBatches:
         return figures if self.nonempty_share is None else {**figures, "nonempty_share": self.nonempty_share}
 
     def _wait_for(self, nothing_comes: Callable[[], bool]) -> None:
-        """Wait until there is a batch, or nothing comes; raises the error that came instead."""
+        """Wait until there is a batch, or none will come; raises the error of a reader."""
         start_s = time.perf_counter()
         while not (self._queue or self._error is not None or self._closed or nothing_comes() or self._until()):
-            self._arrived.wait(_CHECK_EVERY_S)  # not for ever: what `until` looks at wakes nobody here
+            self._arrived.wait(_CHECK_EVERY_S)  # with a timeout, as `until` does not notify
         self.waited_s += time.perf_counter() - start_s
         if self._error is not None and not self._queue:
             raise self._error
 
     def _run(self, reader: _ReaderQueue, connect: Callable[[], Client]) -> None:
-        """Ask one reader for batches until it has no more."""
+        """Request batches from one reader until it has no more."""
         try:
             with connect() as client:
                 self._request_batches(reader, client)
-        except Exception as error:  # noqa: BLE001, RUF100 - whatever it is, the trainer has to see it
+        except Exception as error:  # noqa: BLE001, RUF100 - raised in the trainer's thread
             with self._lock:
                 self._error = self._error or error
                 self._arrived.notify_all()
@@ -203,7 +203,7 @@ class RemoteBatches:
         while True:
             with self._lock:
                 reader.wake.wait_for(lambda: self._closed or self._error is not None or reader.should_request)
-                if self._error is not None:  # after what is here comes the error
+                if self._error is not None:  # raised after the batches that have arrived
                     return
                 facts, acknowledged = reader.request(is_leaving=self._closed, is_idle=self._is_idle)
             facts |= {"name": self.name, "incarnation": self._incarnation}
@@ -230,17 +230,17 @@ class RemoteBatches:
                     return
 
     def _batches(self, reader: _ReaderQueue, answer: Message) -> list[tuple[Batch, Ticket]]:
-        """What an answer brings; raises what the reader has to say where it brings nothing more."""
+        """Unpack the batches of a reply; raises the reader's error if it has failed."""
         facts = answer.facts
         if facts["state"] == "failed":
             raise DataError(f"reader {reader.number}: {facts.get('error', 'it has failed')}")
         if facts["state"] == "replaced":
-            raise RowsteadError(f"`{self.name}` was started again since: the one before it gets no more batches")
+            raise RowsteadError(f"`{self.name}` was restarted; this older process gets no more batches")
         tensors = deque(answer.tensors)
         batches: list[tuple[Batch, Ticket]] = []
         for packed in facts.get("batches", ()):
             if len(tensors) < packed["tensors"]:
-                raise WireError(f"reader {reader.number} has sent {len(facts['batches'])} batches with too few tensors")
+                raise WireError(f"reader {reader.number} sent {len(facts['batches'])} batches with too few tensors")
             own = [tensors.popleft() for _ in range(packed["tensors"])]
             batch = unpack(packed, own, layout=self._layout, ids=self._ids)
             step = packed["number"] * len(self._readers) + reader.number
@@ -250,38 +250,38 @@ class RemoteBatches:
 
 
 class _ReaderQueue:
-    """What the feed knows of one reader; under its lock."""
+    """The state of one reader as known here; protected by the lock of `RemoteBatches`."""
 
     def __init__(self, number: int, lock: threading.Lock, quota: int) -> None:
         self.number = number
         self.wake = threading.Condition(lock)
         self.state = "reading"
-        """As the reader said last."""
+        """State in the reader's last reply."""
         self.num_epochs_done = 0
         self.num_lost = 0
-        """Times that it did not answer."""
+        """Times that the reader did not answer."""
         self.num_bytes_received = self.num_resent = 0
         self._quota = quota
         self._queued: set[int] = set()
-        """Numbers of batches that came and were not given out yet."""
+        """Numbers of batches that have arrived and wait for a thread."""
         self._in_training: set[int] = set()
         self._acknowledged: list[int] = []
-        """That the reader may not have heard of."""
+        """Done, but not yet reported to the reader."""
         self._sequence = 0
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing will come any more."""
+        """Whether no batch will come any more."""
         return self.state in _FINAL_STATES
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing will come for now."""
+        """Whether no batch will come for now."""
         return self.is_over or self.state == "drained"
 
     @property
     def should_request(self) -> bool:
-        """Half of the places are free; at the end of the log, something is done that can be told, or nothing is left to do."""
+        """Whether half of the quota is free; at the end of the log, whether there is something to report or nothing left to do."""
         if self.state == "stopped":
             return False
         if self.state == "drained":
@@ -294,7 +294,7 @@ class _ReaderQueue:
         self._wake()
 
     def acknowledge(self, number: int) -> None:
-        if number in self._in_training:  # once is enough
+        if number in self._in_training:  # only once
             self._in_training.remove(number)
             self._acknowledged.append(number)
             self._wake()
@@ -304,10 +304,10 @@ class _ReaderQueue:
             self.wake.notify()
 
     def request(self, *, is_leaving: bool, is_idle: bool = False) -> tuple[dict[str, Any], list[int]]:
-        """The facts of the next request, and what it says is done."""
+        """Return the facts of the next request, and the batches that it reports as done."""
         self._sequence += 1
         acknowledged = list(self._acknowledged)
-        # Who leaves gives back what nobody has trained on: what it says that it has goes out again as perhaps repeated.
+        # A leaving trainer releases untrained batches; those it still reports as held may be counted as repeated.
         held = (set() if is_idle else self._in_training) if is_leaving else self._in_training | self._queued
         num_wanted = 0 if is_leaving else max(0, self._quota - len(self._queued))
         facts = {
@@ -321,7 +321,7 @@ class _ReaderQueue:
         return facts, acknowledged
 
     def receive(self, answer: Message, acknowledged: list[int], batches: Sequence[tuple[Batch, Ticket]]) -> None:
-        """The reader has heard what was told, and sent these batches."""
+        """Process the reply to a request that reported `acknowledged`, with these batches."""
         del self._acknowledged[: len(acknowledged)]
         self.state = str(answer.facts["state"])
         self.num_epochs_done = int(answer.facts.get("num_epochs_done", self.num_epochs_done))
