@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import textwrap
 from pathlib import Path
@@ -67,6 +68,40 @@ LINEAR = """
     class Branching(Linear):
         def forward(self, dense, pooled):
             return super().forward(dense if dense.sum() > 0 else -dense, pooled)
+"""
+
+
+UNUSUAL = """
+    class Dropping(Linear):
+        def __init__(self, inputs, options):
+            super().__init__(inputs, options)
+            self.hidden = nn.Sequential(nn.Linear(inputs.num_dense, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.5))
+            self.out = nn.Linear(16, 1)
+            self.unused = nn.Linear(3, 3)
+
+        def project(self, dense):
+            return self.hidden(dense)
+
+        def join(self, projected, pooled):
+            dense = pooled.new_zeros(len(pooled), self.inputs.num_dense)
+            return self.out(projected).squeeze(1) + super().forward(dense, pooled)
+
+        forward = rowstead.Network.forward
+
+
+    class Item(Dropping):
+        def join(self, projected, pooled):
+            return super().join(projected, pooled) * (1.0 if pooled.sum().item() > 0 else 0.9)
+
+
+    class DenseOnly(Linear):
+        def forward(self, dense, pooled):
+            return super().forward(dense, torch.zeros_like(pooled))
+
+
+    class SparseOnly(Dropping):
+        def join(self, projected, pooled):
+            return Linear.forward(self, pooled.new_zeros(len(pooled), self.inputs.num_dense), pooled)
 """
 
 
@@ -203,6 +238,33 @@ def test_building_leaves_the_random_state_of_the_caller_alone(linear: Path) -> N
     torch.manual_seed(3)
     build_model(small_spec(f"model.network={linear}:Linear"), torch.device("cpu"), trains=True)
     assert torch.equal(torch.rand(1), expected)
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+@pytest.mark.parametrize("name", ["Dropping", "DenseOnly", "SparseOnly"])
+def test_batch_norm_dropout_and_inputs_that_are_not_used_resume_bit_for_bit(tmp_path: Path, name: str) -> None:
+    file = written(tmp_path / "my_networks.py", LINEAR + UNUSUAL)
+    spec = small_spec("train.max_steps=20", f"model.network={file}:{name}")
+    straight = train(spec, out=tmp_path / "straight")
+    train(spec, out=tmp_path / "stopped", callback=Listening(stop_after=10))
+    assert_same_weights(straight.folder, resume(str(tmp_path / "stopped")).folder)
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", ["Linear", "Split", "Dropping", "Item", "DenseOnly", "SparseOnly"])
+def test_on_a_gpu_it_trains_as_cuda_graphs_or_says_why_not_and_resumes_bit_for_bit(tmp_path: Path, name: str) -> None:
+    file = written(tmp_path / "my_networks.py", LINEAR + UNUSUAL)
+    spec = small_spec("train.max_steps=60", f"model.network={file}:{name}", "device=cuda")
+    listening = Listening()
+    graphs = train(spec, out=tmp_path / "graphs", callback=listening)
+    failed = [text for text in listening.messages if "CUDA graph" in text]
+    assert len(failed) == (name == "Item"), listening.messages
+    train(spec, out=tmp_path / "stopped", callback=Listening(stop_after=30))
+    assert_same_weights(graphs.folder, resume(str(tmp_path / "stopped")).folder)
+    eager = train(dataclasses.replace(spec, train=dataclasses.replace(spec.train, cuda_graphs=False)), out=tmp_path / "eager")
+    assert figures_of(graphs)["log_loss"] == pytest.approx(figures_of(eager)["log_loss"], rel=1e-3)
 
 
 WRONG = {
