@@ -288,7 +288,7 @@ def test_ctrl_c_saves_says_how_to_go_on_and_loses_nothing(tmp_path: Path) -> Non
     assert process.returncode == 130, output
     assert "Traceback" not in output
     assert "the checkpoint is saved" in output
-    assert f"go on with: rowstead train --resume {stopped}" in output
+    assert f"Resume with: rowstead train --resume {stopped}" in output
     assert len(checkpoint.checkpoints_in(stopped / "checkpoints")) == 1
     done = subprocess.run(_command("train", "--resume", str(stopped)), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

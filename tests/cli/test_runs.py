@@ -49,7 +49,7 @@ def test_a_folder_that_is_no_run_is_refused(rowstead: Command, tmp_path: Path) -
 
 @pytest.mark.parametrize("extra", [("--set", "seed=2"), ("--init-from", "x"), ("--out", "y"), ("quickstart",)])
 def test_resume_takes_nothing_else(rowstead: Command, extra: tuple[str, ...]) -> None:
-    assert_refused(rowstead("train", "--resume", "last", *extra), "--resume goes on with a run as it was started: leave out")
+    assert_refused(rowstead("train", "--resume", "last", *extra), "`--resume` uses the run's own recipe and settings; remove")
 
 
 def test_a_checkpoint_of_another_model_is_refused(rowstead: Command, runs: Path, log: Path) -> None:

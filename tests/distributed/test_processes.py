@@ -162,7 +162,7 @@ def test_ctrl_c_saves_once_and_leaves_no_process_behind(tmp_path: Path) -> None:
     assert f"train --resume {out} --processes 2" in said
     assert "Traceback" not in said
     step = steps_saved(out)
-    assert f"stopped after step {step:,}" in said
+    assert f"Stopped after step {step:,}" in said
 
 
 @pytest.mark.slow

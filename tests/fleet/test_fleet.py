@@ -138,7 +138,7 @@ def test_a_recipe_that_a_fleet_cannot_train_is_refused(fleet: str, settings: lis
 def test_options_that_a_fleet_cannot_have_are_refused_before_anything_starts(tmp_path: Path) -> None:
     done = run("train", recipe(tmp_path), "--fleet", "trainers=2", "--processes", "2", "--out", tmp_path / "run")
     assert done.returncode == USER_ERROR, done.stdout + done.stderr
-    assert "a fleet has processes of its own: leave out --processes" in done.stderr
+    assert "`--processes` does not apply to a fleet; remove it" in done.stderr
     assert not (tmp_path / "run").exists()
 
 

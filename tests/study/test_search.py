@@ -26,9 +26,9 @@ from rowstead.spec.errors import RowsteadError
 from rowstead.spec.record import Record
 from rowstead.spec.run import load_recipe
 from rowstead.spec.tune import TuneSpec, load_tune, space_axis_from, space_of, starts_of
-from rowstead.study.run_points import study_held
-from rowstead.study.search import Search, _suggested, mend_journal, write_spec
-from rowstead.study.tune import Found, tune
+from rowstead.study.run_points import lock_study
+from rowstead.study.search import Search, _suggest, repair_journal, write_spec
+from rowstead.study.tune import SearchResult, tune
 from tests.small_runs import wait_until
 from tests.study.learnable import LARGER, learnable_recipe
 
@@ -92,7 +92,7 @@ def test_the_unchanged_settings_are_known_by_what_they_are(tmp_path: Path) -> No
         return StoreEntry(record=dataclasses.replace(record, figures=figures), source="trial", axes=axes)
 
     trials = trial_history([of(1, grown[0], 0.7), of(2, grown[1], 0.8), of(5, same, 0.9)])  # number 0 was interrupted
-    found = Found(spec=spec, trials=tuple(trials), best=trials[0], before=None, importance={}, recipe=None)
+    found = SearchResult(spec=spec, trials=tuple(trials), best=trials[0], before=None, importance={}, recipe=None)
     assert found.unchanged is not None
     assert found.unchanged.number == 5
 
@@ -106,8 +106,8 @@ def test_each_trial_is_told_of_once_whatever_the_order_in_which_they_end(tmp_pat
     told = io.StringIO()
     teller = TrialLines(Console(file=told, width=200), 3)
     for place in range(len(entries)):
-        teller.tell(trial_history(entries[: place + 1]))
-        teller.tell(trial_history(entries[: place + 1]))
+        teller.update(trial_history(entries[: place + 1]))
+        teller.update(trial_history(entries[: place + 1]))
     assert told.getvalue().splitlines() == [
         "trial 1 of 3 complete: NE 0.80000 · best 0.80000",
         "trial 2 of 3 complete: NE 0.70000 · best 0.70000",
@@ -168,9 +168,9 @@ def test_a_torn_line_is_cut_off_the_journal(tmp_path: Path) -> None:
     journal = tmp_path / "runs/studies/t/trials.journal"
     whole = journal.read_bytes()
     journal.write_bytes(whole + b'{"op_code": 4, "wor')
-    mend_journal(journal)
+    repair_journal(journal)
     assert journal.read_bytes() == whole
-    mend_journal(tmp_path / "none")
+    repair_journal(tmp_path / "none")
     journal.write_bytes(whole + b'{"op_code": 4, "wor')
     assert len(tune(dataclasses.replace(spec, trials=2), root=tmp_path / "runs").trials) == 2
 
@@ -215,12 +215,12 @@ def test_a_search_that_is_killed_is_not_free_before_its_workers_have_gone(tmp_pa
     process.kill()
     process.wait()
     try:
-        with pytest.raises(RowsteadError, match="under way"), study_held(store.study_folder("t"), deadline_s=0.2):
+        with pytest.raises(RowsteadError, match="is running in process"), lock_study(store.study_folder("t"), deadline_s=0.2):
             pass
     finally:
         for worker in workers:
             worker.resume()
-    with study_held(store.study_folder("t")):
+    with lock_study(store.study_folder("t")):
         num_trials = len(store.read().of(source="trial"))
         psutil.wait_procs(workers, timeout=60)
         assert len(store.read().of(source="trial")) == num_trials
@@ -238,7 +238,7 @@ def test_a_worker_that_is_killed_is_replaced_and_its_trial_recorded(tmp_path: Pa
             os.kill(workers[0], signal.SIGKILL)
             killed.append(workers[0])
 
-    found = tune(spec, root=tmp_path / "runs", tell=kill_one)
+    found = tune(spec, root=tmp_path / "runs", callback=kill_one)
     assert killed
     assert len(found.trials) == 10
     failed = [trial for trial in found.trials if trial.state == "failed"]
@@ -263,8 +263,8 @@ def test_all_points_of_a_grid_are_tried_although_a_worker_was_killed_right_after
     if said_whose_it_is:
         asked.set_user_attr("worker", 1)
     for axis in search_.space[:num_drawn]:
-        _suggested(asked, axis)
-    search_.settle_worker(1, "killed")
+        _suggest(asked, axis)
+    search_.recover_worker(1, "killed")
     search_.run()
     tried = [tuple(trial.parameters.values()) for trial in search_.trials()]
     assert sorted(tried) == [(0.001, 1), (0.001, 2), (0.01, 1), (0.01, 2)]
@@ -299,7 +299,7 @@ def test_a_point_that_is_put_back_in_line_twice_takes_nobodys_place(tmp_path: Pa
     for _ in range(2):  # settings that were being tried when the search was killed
         asked = search_.study.ask()
         for axis in search_.space:
-            _suggested(asked, axis)
+            _suggest(asked, axis)
 
     def tell(*args: Any, **named: Any) -> None:
         raise KeyboardInterrupt
@@ -315,8 +315,8 @@ def test_settings_that_a_worker_was_trying_when_it_died_are_recorded_as_failed_a
     search_ = grid(tmp_path)
     asked = search_.study.ask()
     asked.set_user_attr("worker", 1)
-    labels = {axis.title: _suggested(asked, axis) for axis in search_.space}
-    search_.settle_worker(1, "killed")
+    labels = {axis.title: _suggest(asked, axis) for axis in search_.space}
+    search_.recover_worker(1, "killed")
     assert [(trial.parameters, trial.state, trial.entry.failure) for trial in search_.trials()] == [
         (labels, "failed", "killed")
     ]
@@ -331,9 +331,9 @@ def test_a_search_has_as_many_trials_as_wanted_although_workers_were_killed_righ
     search_.study.ask()
     other = search_.study.ask()
     other.set_user_attr("worker", 2)
-    search_.settle_worker(1, "killed")
+    search_.recover_worker(1, "killed")
     assert [t.number for t in search_.study.get_trials(states=(TrialState.RUNNING,))] == [other.number]  # its worker lives
-    search_.settle_worker(2, "killed")
+    search_.recover_worker(2, "killed")
     search_.run()
     assert [trial.state for trial in search_.trials()] == ["complete"] * 3
 
@@ -349,7 +349,7 @@ def test_nobody_is_given_a_trial_while_another_is_put_back_in_line(tmp_path: Pat
         put_back.append(chosen)
 
     monkeypatch.setattr(search_.study, "enqueue_trial", enqueue)
-    search_.settle_worker(1, "killed")
+    search_.recover_worker(1, "killed")
     assert len(put_back) == 1
 
 

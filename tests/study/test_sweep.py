@@ -216,13 +216,13 @@ def test_a_study_under_way_is_refused_to_a_second_process(tmp_path: Path) -> Non
     spec = parse(SweepSpec, sweep_plain(tmp_path, grid=[{"keys": "seed", "values": [1]}]))
     folder = RunStore(tmp_path / "runs").study_folder("s")
     code = (
-        "import sys, pathlib; from rowstead.study.run_points import study_held\n"
-        f"with study_held(pathlib.Path({str(folder)!r})): print('held', flush=True); sys.stdin.read()"
+        "import sys, pathlib; from rowstead.study.run_points import lock_study\n"
+        f"with lock_study(pathlib.Path({str(folder)!r})): print('held', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"held\n"
-        with pytest.raises(RowsteadError, match="under way in process"):
+        with pytest.raises(RowsteadError, match="is running in process"):
             sweep(spec, root=tmp_path / "runs", predict_only=True)
         holder.kill()
     assert sweep(spec, root=tmp_path / "runs", predict_only=True).predicted

@@ -1,4 +1,4 @@
-"""How long work looks on a terminal: a progress bar, or plain lines where output is no terminal."""
+"""Console output of long commands: a progress bar, or plain lines if output is not a terminal."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BAR_EVERY_S = 0.1
 
 @contextmanager
 def progress_callback(console: Console) -> Iterator[ProgressCallback]:
-    """A ProgressCallback that suits the console."""
+    """The ProgressCallback for a console."""
     if not console.is_terminal:
         yield PlainProgress(console)
         return
@@ -148,20 +148,25 @@ def quality_rows(quality: Quality) -> list[tuple[str, str]]:
     return rows
 
 
+def count(number: int, noun: str) -> str:
+    """`1 step`, `2 steps`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def command_name() -> str:
-    """What to type to run us again: `rowstead`, or its path where the shell would not find it."""
+    """How to call this program again: `rowstead`, or its path if it is not on PATH."""
     called = Path(sys.argv[0])
     found = called.name != "rowstead" or shutil.which("rowstead") is not None or not called.is_file()
     return "rowstead" if found else os.path.relpath(called)
 
 
 def as_typed(path: Path) -> str:
-    """A path as a shell takes it for one argument, which is no option."""
+    """A path quoted for a shell, so that it is one argument and not an option."""
     return shlex.quote(f"./{path}" if str(path).startswith("-") else str(path))
 
 
 def summary(result: Result) -> Table:
-    """The end of a run: how good, how fast, where the time went, where the model is and what to type next."""
+    """The summary of a run: quality, speed, where the time went, the folder and the next commands."""
     outcome = result.outcome
     rows = quality_rows(outcome.quality) if outcome.quality is not None else []
     if outcome.samples_per_s is not None:
@@ -174,13 +179,13 @@ def summary(result: Result) -> Table:
     me = command_name()
     run = as_typed(result.folder)
     rows.append(("next", f"{me} evaluate {run}\n{me} export {run} --to exported"))
-    title = f"{result.folder.name}: {outcome.ending} after {outcome.position.step:,} steps of training"
+    title = f"{result.folder.name}: {outcome.ending} after {count(outcome.position.step, 'step')}"
     return two_columns(title, rows)
 
 
 @contextmanager
 def doing(console: Console, unit: str) -> Iterator[Callable[[int, int], None]]:
-    """Shows work of known or unknown size; the yielded function is told how much is done, and of how much (0: unknown)."""
+    """Show the progress of work; the yielded function takes how much is done, and of how much (0: unknown)."""
     if not console.is_terminal:
         yield _plain_counter(console, unit)
         return
@@ -194,7 +199,7 @@ def _plain_counter(console: Console, unit: str) -> Callable[[int, int], None]:
     """Prints a line every few seconds."""
     shown = time.monotonic()
 
-    def told(done: int, total: int) -> None:
+    def advance(done: int, total: int) -> None:
         nonlocal shown
         now = time.monotonic()
         if now - shown >= PLAIN_EVERY_S:
@@ -202,14 +207,14 @@ def _plain_counter(console: Console, unit: str) -> Callable[[int, int], None]:
             of_all = f" of {total:,}" if total else ""
             console.print(f"{done:,}{of_all} {unit}", soft_wrap=True)
 
-    return told
+    return advance
 
 
 def print_wide(console: Console, table: TextTable) -> None:
-    """A report's table, each row on one line however narrow the console."""
+    """Print a report's table, each row on one line however narrow the console."""
     shown = Table(title=Text(table.title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for place, heading in enumerate(table.headings):
-        shown.add_column(Text(heading), justify="left" if place == 0 else "right", no_wrap=True)
+    for index, heading in enumerate(table.headings):
+        shown.add_column(Text(heading), justify="left" if index == 0 else "right", no_wrap=True)
     for row in table.rows:
         shown.add_row(*map(Text, row))
     needed = Measurement.get(console, console.options.update(max_width=10_000), shown).maximum

@@ -1,4 +1,4 @@
-"""The command line. Thin: each command imports what it needs, so that `rowstead --help` starts fast."""
+"""The command line. Each command imports what it needs, so that `rowstead --help` starts fast."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def train(
         typer.Option(
             "--resume",
             metavar="RUN",
-            help="Go on with a run from its last checkpoint; of its recipe only `placement` and `memory` may be changed by --set.",
+            help="Continue a run from its last checkpoint. --set may change only `placement` and `memory`.",
         ),
     ] = None,
     init_from: Annotated[
@@ -91,22 +91,21 @@ def train(
     ] = False,
     runs: Root = RUNS,
 ) -> None:
-    """Train a model from a recipe, or go on with a run."""
+    """Train a model from a recipe, or resume a run."""
     from rowstead.spec.run import check_moves, load_recipe
 
     if resume is not None:
         check_moves(set_ or [])
-        refused = ((recipe, "a recipe"), (init_from, "--init-from"), (out, "--out"), (fleet, "--fleet"))
-        for value, option in refused:
+        for value, what in ((recipe, recipe), (init_from, "--init-from"), (out, "--out"), (fleet, "--fleet")):
             if value:
-                raise RowsteadError(f"--resume goes on with a run as it was started: leave out {option}")
+                raise RowsteadError(f"`--resume` uses the run's own recipe and settings; remove `{what}`")
     spec = load_recipe(recipe or "quickstart", set_ or []) if resume is None else None
     if fleet_commands.has_fleet(spec, fleet, resume, runs):
         for is_given, option in ((processes > 1, "--processes"), (profile, "--profile")):
             if is_given:
-                raise RowsteadError(f"a fleet has processes of its own: leave out {option}")
+                raise RowsteadError(f"`{option}` does not apply to a fleet; remove it")
         if resume is not None and set_:
-            raise RowsteadError("a fleet goes on as it was started: leave out --set")
+            raise RowsteadError("`--resume` of a fleet uses the run's own settings; remove `--set`")
         fleet_commands.train(spec, fleet, resume=resume, init_from=init_from, out=out, runs=runs)
         return
     if processes > 1:
@@ -116,7 +115,7 @@ def train(
         named = [recipe] if recipe is not None else []
         _launch(["train", *named, *changes, *given, *(["--profile"] if profile else [])], processes)
 
-    from rowstead import run  # after the recipe, in which a mistake should show at once
+    from rowstead import run  # after the recipe was parsed, so that mistakes in it show at once
     from rowstead.cli.console import as_typed, command_name, progress_callback, summary
 
     if launch.is_launched():
@@ -130,9 +129,9 @@ def train(
             assert spec is not None
             result = run.train(spec, root=runs, out=out, init_from=init_from, callback=callback, profile=profile)
     if result.outcome.ending == "interrupted":
-        console.print(f"stopped after step {result.outcome.position.step:,}; the checkpoint is saved.")
+        console.print(f"Stopped after step {result.outcome.position.step:,}; the checkpoint is saved.")
         again = f" --processes {os.environ['WORLD_SIZE']}" if launch.is_launched() else ""
-        console.print(f"go on with: {command_name()} train --resume {as_typed(result.folder)}{again}", soft_wrap=True)
+        console.print(f"Resume with: {command_name()} train --resume {as_typed(result.folder)}{again}", soft_wrap=True)
         raise typer.Exit(130)
     if is_first:
         console.print(summary(result))
@@ -187,7 +186,7 @@ def export(
     run: Run,
     to: Annotated[Path, typer.Option("--to", help="New folder to write.")],
     int8: Annotated[
-        bool, typer.Option("--int8", help="Store embedding rows as int8 with a scale and an offset a row.")
+        bool, typer.Option("--int8", help="Store embedding rows as int8 with one scale and offset per row.")
     ] = False,
     runs: Root = RUNS,
 ) -> None:
@@ -217,7 +216,7 @@ def recipes(
 
 
 def command() -> None:
-    """What the shell calls: `main`, and then no traceback for a late Ctrl-C, as nothing is left to stop."""
+    """The console script: `main`, without a traceback for a Ctrl-C during exit."""
     try:
         main()
     finally:
@@ -225,7 +224,7 @@ def command() -> None:
 
 
 def main() -> None:
-    """Run the command line; a user's mistake prints what is wrong and no traceback."""
+    """Run the command line; a user's mistake prints an error without a traceback."""
     try:
         with _interrupts():
             app(standalone_mode=True)
@@ -234,7 +233,7 @@ def main() -> None:
     except RowsteadError as error:
         _fail(str(error))
     except _Interrupted:
-        _fail("interrupted: what no checkpoint holds is lost", code=130)
+        _fail("interrupted: progress since the last checkpoint is lost", code=130)
     except MemoryError as error:
         _fail(f"out of memory: {error or 'lower train.batch_size, or the sizes in the recipe'}")
     except BrokenPipeError:
@@ -245,12 +244,12 @@ def main() -> None:
 
 
 class _Interrupted(BaseException):
-    """Ctrl-C where nothing handles it; Typer would end such a command without a word."""
+    """Ctrl-C that no command handles; Typer would exit silently."""
 
 
 @contextlib.contextmanager
 def _interrupts() -> Iterator[None]:
-    """Turns a Ctrl-C that reaches Python into `_Interrupted`; the training loop has a handler of its own."""
+    """Turn Ctrl-C into `_Interrupted`; the training loop has its own handler."""
 
     def interrupt(number: int, frame: object) -> NoReturn:
         raise _Interrupted
@@ -263,9 +262,9 @@ def _interrupts() -> Iterator[None]:
 
 
 def _launch(arguments: list[str], processes: int) -> NoReturn:
-    """Run a command in several processes, and end as they end."""
+    """Run a command in several processes, and exit with their code."""
     if is_multi_process():
-        raise RowsteadError("torchrun has started this process as one of several already: leave out --processes")
+        raise RowsteadError("torchrun started this process as one of several; remove `--processes`")
     console = terminal(stderr=True)
 
     def on_message(text: str) -> None:
@@ -287,7 +286,7 @@ def _fail(text: str, code: int = 2) -> NoReturn:
 
 
 def _end(code: int) -> NoReturn:
-    """End at once: a failed process of a job has exchanges under way that nobody will ever answer."""
+    """Exit at once: a failed process of a job has collectives pending that will never complete."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

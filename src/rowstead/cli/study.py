@@ -1,4 +1,4 @@
-"""`rowstead sweep`, `tune` and `quality`: many runs of a recipe, and what they say together."""
+"""`rowstead sweep`, `tune` and `quality`: many runs of a recipe."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from rowstead.spec.errors import RowsteadError
 
 if TYPE_CHECKING:
     from rowstead.records.studies import Trial
-    from rowstead.study.sweep import Finished, SweepCallback, SweepProgress
-    from rowstead.study.tune import Found
+    from rowstead.study.sweep import StudyResult, SweepCallback, SweepProgress
+    from rowstead.study.tune import SearchResult
 
 Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Change one key of the recipe for all its runs. Repeatable."),
 ]
 Root = Annotated[Path, typer.Option("--runs", help="Folder that holds the runs.")]
-Name = Annotated[str | None, typer.Option("--name", help="Name of the study: one of the same name goes on where it was.")]
+Name = Annotated[str | None, typer.Option("--name", help="Name of the study. A study of the same name is continued.")]
 RUNS = Path("runs")
 
 
@@ -49,11 +49,11 @@ def sweep(
         str | None,
         typer.Option("--on", metavar="NAME,NAME", help="Machines to predict on. [default: this one and the sweep's own]"),
     ] = None,
-    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run points again that failed before.")] = False,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run points that failed before again.")] = False,
     name: Name = None,
     runs: Root = RUNS,
 ) -> None:
-    """Measure a grid of runs, each beside its prediction; goes on where it was when started again."""
+    """Measure a grid of runs, with predictions. Run it again to continue an interrupted sweep."""
     import dataclasses
 
     from rowstead.spec.axis import axis_from, settings_from
@@ -102,14 +102,14 @@ def tune(
     sampler: Annotated[
         str | None, typer.Option("--sampler", metavar="gp|tpe|random|grid", help="What proposes settings. [default: gp]")
     ] = None,
-    trials: Annotated[int | None, typer.Option("--trials", min=1, metavar="N", help="End after so many. [default: 40]")] = None,
-    minutes: Annotated[float | None, typer.Option("--minutes", metavar="M", help="End after so many minutes.")] = None,
+    trials: Annotated[int | None, typer.Option("--trials", min=1, metavar="N", help="Number of trials. [default: 40]")] = None,
+    minutes: Annotated[float | None, typer.Option("--minutes", metavar="M", help="Time limit in minutes.")] = None,
     samples_per_s: Annotated[
         float | None, typer.Option("--samples-per-s", metavar="N", help="Only settings at least this fast count.")
     ] = None,
-    workers: Annotated[int | None, typer.Option("--workers", min=1, metavar="N", help="Processes that try settings.")] = None,
-    prune: Annotated[bool, typer.Option("--prune/--no-prune", help="End bad trials early.")] = True,
-    seed: Annotated[int | None, typer.Option("--seed", help="Of the search.")] = None,
+    workers: Annotated[int | None, typer.Option("--workers", min=1, metavar="N", help="Number of worker processes.")] = None,
+    prune: Annotated[bool, typer.Option("--prune/--no-prune", help="Prune bad trials.")] = True,
+    seed: Annotated[int | None, typer.Option("--seed", help="Seed of the search.")] = None,
     set_: Set = None,
     out: Annotated[
         Path | None, typer.Option("--out", help="File for the best recipe. [default: in the study's folder]")
@@ -117,7 +117,7 @@ def tune(
     name: Name = None,
     runs: Root = RUNS,
 ) -> None:
-    """Search for the settings of the lowest NE; ends with a recipe that `train` takes. Goes on where it was."""
+    """Search for the settings with the lowest NE, and write them as a recipe. Run it again to continue."""
     import dataclasses
 
     from rowstead.spec.axis import settings_from
@@ -149,38 +149,38 @@ def tune(
 
     console = terminal()
     with _stoppable(console):
-        found = run_search(spec, root=runs, out=out, tell=TrialLines(console, spec.trials).tell)
+        found = run_search(spec, root=runs, out=out, callback=TrialLines(console, spec.trials).update)
     _print_search(console, found)
 
 
 class TrialLines:
-    """Tells of each trial once, as it ends: with several workers that is not the order of their numbers."""
+    """Prints each trial once, when it ends: with several workers not in the order of their numbers."""
 
     def __init__(self, console: Console, num_trials: int | None) -> None:
         self._console = console
         self._of_all = "" if num_trials is None else f" of {num_trials:,}"
-        self._told: set[int] = set()
+        self._printed: set[int] = set()
 
-    def tell(self, trials: list[Trial]) -> None:
+    def update(self, trials: list[Trial]) -> None:
         lowest = min((trial.objective for trial in trials if trial.counts and trial.objective is not None), default=None)
         best = "" if lowest is None else f" · best {lowest:.5f}"
         for trial in trials:
-            if trial.number in self._told:
+            if trial.number in self._printed:
                 continue
-            self._told.add(trial.number)
+            self._printed.add(trial.number)
             ne = "" if trial.objective is None else f": NE {trial.objective:.5f}"
             why = f" · {trial.entry.failure}" if trial.state == "failed" else ""
-            line = f"trial {len(self._told):,}{self._of_all} {trial.state}{ne}{best}{why}"
+            line = f"trial {len(self._printed):,}{self._of_all} {trial.state}{ne}{best}{why}"
             self._console.print(printable(line), soft_wrap=True)
 
 
-def _print_search(console: Console, found: Found) -> None:
+def _print_search(console: Console, found: SearchResult) -> None:
     best = found.best
     if best is None:
         floor = found.spec.samples_per_s
         why = f" at {floor:,.0f} samples/s or more" if floor is not None else ""
         raise RowsteadError(
-            f"no trial of `{found.spec.name}` ended with an NE{why}: see `rowstead runs --where study={found.spec.name}`"
+            f"no trial of `{found.spec.name}` finished with an NE{why}: see `rowstead runs --where study={found.spec.name}`"
         )
     rows = [("best NE", f"{best.objective:.5f}, trial {best.number + 1:,} of {len(found.trials):,}")]
     if found.before is not None and best.objective is not None:
@@ -195,7 +195,7 @@ def _print_search(console: Console, found: Found) -> None:
         rows.append(("what mattered", " · ".join(f"{name} {share:.0%}" for name, share in found.importance.items())))
     if found.spec.samples_per_s is not None:
         front = [f"{t.objective:.5f} at {shown_speed(t.samples_per_s)}/s" for t in found.pareto]
-        rows.append(("NE and speed, none better in both", "\n".join(front)))
+        rows.append(("Pareto front of NE and speed", "\n".join(front)))
     rows.append(("recipe", str(found.recipe)))
     table = Table(title=Text(found.spec.name), title_justify="left", show_header=False, box=box.SIMPLE)
     for name, value in rows:
@@ -211,15 +211,18 @@ def quality(
     ] = None,
     seeds: Annotated[int | None, typer.Option("--seeds", min=1, metavar="N", help="Runs of each setting. [default: 5]")] = None,
     tolerance: Annotated[
-        float | None, typer.Option("--tolerance", metavar="SHARE", help="Rise of NE that is a regression. [default: 0.001]")
+        float | None,
+        typer.Option(
+            "--tolerance", metavar="SHARE", help="Relative increase of NE that counts as a regression. [default: 0.001]"
+        ),
     ] = None,
     set_: Set = None,
     quick: Annotated[bool, typer.Option("--quick", help="The study's small size, for two cores.")] = False,
-    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run again what failed before.")] = False,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run points that failed before again.")] = False,
     name: Name = None,
     runs: Root = RUNS,
 ) -> None:
-    """Say what batch, trainers, precision and the like do to NE, with intervals over seeds. Goes on where it was."""
+    """Measure the effect of settings on NE, with confidence intervals over seeds. Run it again to continue."""
     import dataclasses
 
     from rowstead.spec.axis import axis_from, settings_from
@@ -259,8 +262,8 @@ def _percent(share: float | None) -> str:
     return "" if share is None else f"{share:+.3%}"
 
 
-def sweep_table(finished: Finished) -> Table:
-    """Each point: where it is, what was measured and what was predicted."""
+def sweep_table(finished: StudyResult) -> Table:
+    """One row per point: axes, measured and predicted figures."""
     titles = list(dict.fromkeys(title for point in finished.points for title in point.axes))
     machines = list(dict.fromkeys(str(entry.record.machine.get("name")) for entry in finished.predicted))
     measured = {entry.point: entry for entry in finished.measured}
@@ -288,7 +291,7 @@ def sweep_table(finished: Finished) -> Table:
 
 @contextlib.contextmanager
 def _stoppable(console: Console) -> Iterator[None]:
-    """After a Ctrl-C, says how to go on; what has ended is kept."""
+    """On Ctrl-C, say how to continue."""
     try:
         yield
     except Exception:
@@ -296,13 +299,13 @@ def _stoppable(console: Console) -> Iterator[None]:
     except BaseException as stop:
         if isinstance(stop, (SystemExit, GeneratorExit)):
             raise
-        console.print("stopped: what has ended is kept, and the same command goes on from there")
+        console.print("Stopped. Finished points are saved; run the same command again to continue.")
         raise typer.Exit(130) from None
 
 
 @contextlib.contextmanager
 def sweep_callback(console: Console) -> Iterator[SweepCallback]:
-    """A bar with how long it still takes on a terminal, a line a point elsewhere."""
+    """A progress bar with the remaining time on a terminal, one line per point elsewhere."""
     if not console.is_terminal:
         yield _Lines(console)
         return
@@ -338,16 +341,16 @@ class _Lines:
 
 
 def state_of(progress: SweepProgress) -> str:
-    """How a study stands, in words."""
-    parts = [f"{progress.num_found:,} were there"] if progress.num_found else []
+    """The progress of a study, in words."""
+    parts = [f"{progress.num_found:,} found"] if progress.num_found else []
     parts += [f"{progress.num_failed:,} failed"] if progress.num_failed else []
     if progress.num_done < progress.num_points:
-        parts.append("time left not known yet" if progress.left_s is None else f"about {shown_s(progress.left_s)} left")
+        parts.append("remaining time not known yet" if progress.left_s is None else f"about {shown_s(progress.left_s)} left")
     return " · ".join(parts)
 
 
 def shown_s(seconds: float) -> str:
-    """A duration, as exact as an estimate deserves."""
+    """A duration, rounded as an estimate."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
@@ -367,11 +370,11 @@ def shown(value: Any) -> str:
 
 
 def printable(text: str) -> str:
-    """Text with control characters shown, never sent to the terminal."""
+    """Text with control characters escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def print_wide(console: Console, table: Table) -> None:
-    """Each row on one line however narrow the console; the terminal wraps it."""
+    """Print each row on one line however narrow the console; the terminal wraps it."""
     needed = Measurement.get(console, console.options.update(max_width=10_000), table).maximum
     terminal(file=console.file, width=max(console.width, needed)).print(table)

@@ -1,4 +1,4 @@
-"""The points of a study: what each sets, how it becomes the spec of a run, and the name by which it is known again."""
+"""The points of a study: their settings, their run specs, and the keys that identify them."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ class Point:
     """One run of a study."""
 
     axes: Mapping[str, Any]
-    """Its place: name of an axis to value."""
+    """Its coordinates: axis name to value."""
     settings: Mapping[str, Any]
-    """Every key that the study sets for it."""
+    """All keys that the study sets for it."""
     spec: RunSpec | None
-    """None where the settings make no recipe."""
+    """None where the settings are not a valid recipe."""
     problem: str | None = None
     """Why there is no spec."""
     seed: int | None = None
     own: Mapping[str, Any] = field(default_factory=dict)
-    """Of the settings those that are not the same for all points."""
+    """The settings that differ between points."""
 
     @property
     def key(self) -> str:
-        """Names what is run: equal for equal runs, whatever the study's order, and as fields with defaults are added to specs."""
+        """Identifies the run: equal for equal runs, in any order, also after fields with defaults were added to specs."""
         started = {name: value for name, value in self.settings.items() if name.startswith(("run.", "plan."))}
         what = to_plain_without_defaults(self.spec) if self.spec is not None else dict(self.settings)
         return digest({"spec": to_plain(what), "started": to_plain(started)})
@@ -49,13 +49,13 @@ class Point:
         return None if fleet is None else str(fleet)
 
     @property
-    def is_alone(self) -> bool:
-        """Whether one process runs it."""
+    def is_single_process(self) -> bool:
+        """Whether it runs in one process."""
         return self.num_processes == 1 and self.fleet is None
 
 
 def point_of(recipe: Any, axes: Mapping[str, Any], own: Mapping[str, Any], common: Mapping[str, Any] | None = None) -> Point:
-    """A point from the plain recipe that it changes."""
+    """A point: a plain recipe with settings."""
     settings = {**(common or {}), **own}
     try:
         spec, problem = parse(RunSpec, with_settings(recipe, settings)), None
@@ -66,10 +66,10 @@ def point_of(recipe: Any, axes: Mapping[str, Any], own: Mapping[str, Any], commo
 
 
 def points_of(sweep: SweepSpec) -> list[Point]:
-    """Every point of a sweep, in order, none twice; a sweep of which no point makes a recipe is refused."""
+    """All distinct points of a sweep, in order; a SpecError if none is a valid recipe."""
     recipe = read_recipe(sweep.recipe)
     points: dict[str, Point] = {}
-    for labels in _places(sweep):
+    for labels in _grid_points(sweep):
         own = {
             key: value for axis, label in zip(sweep.grid, labels, strict=True) for key, value in axis.settings(label).items()
         }
@@ -78,20 +78,20 @@ def points_of(sweep: SweepSpec) -> list[Point]:
         points.setdefault(point.key, point)
     found = list(points.values())
     if all(point.spec is None for point in found):
-        raise SpecError("", f"no point of `{sweep.name}` makes a recipe: {found[0].problem}")
+        raise SpecError("", f"no point of `{sweep.name}` is a valid recipe: {found[0].problem}")
     return found
 
 
-def _places(sweep: SweepSpec) -> Iterator[tuple[Any, ...]]:
+def _grid_points(sweep: SweepSpec) -> Iterator[tuple[Any, ...]]:
     if sweep.population is None:
         yield from itertools.product(*(axis.labels for axis in sweep.grid))
         return
     rng = random.Random(sweep.population.seed)
     for _ in range(sweep.population.num_points):
-        yield tuple(_drawn(axis, rng) for axis in sweep.grid)
+        yield tuple(_draw_value(axis, rng) for axis in sweep.grid)
 
 
-def _drawn(axis: AxisSpec, rng: random.Random) -> Any:
+def _draw_value(axis: AxisSpec, rng: random.Random) -> Any:
     if axis.labels:
         return axis.labels[rng.randrange(len(axis.labels))]
     assert axis.low is not None

@@ -1,4 +1,4 @@
-"""The prediction beside a measured point: the same run on this machine as it is described, and on others."""
+"""Predictions of the points of a study, on this machine and on others."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from rowstead.study.points import Point
 
 
 @dataclass(frozen=True, kw_only=True)
-class Forecast:
-    """What a machine would make of a point."""
+class PointPrediction:
+    """The prediction of a point on one machine, or why there is none."""
 
     record: Record
     failure: str | None = None
 
 
-def here() -> OnSpec:
+def this_machine() -> OnSpec:
     """This machine."""
     return OnSpec(machine=HERE)
 
 
-def machine_of(on: OnSpec, spec: RunSpec) -> tuple[Machine, str]:
-    """The machine that is meant, and what describes it.
+def load_machine_of(on: OnSpec, spec: RunSpec) -> tuple[Machine, str]:
+    """The machine, and the source of its description.
 
-    This one is as `rowstead calibrate` has measured it for the device that a run asks for; until then it is taken for a laptop with
-    as many cores as we may use.
+    This machine is described by `rowstead calibrate` for the run's device; before calibration, as a laptop with as many cores
+    as this process may use.
     """
     if on.machine != HERE:
         return load_machine(on.machine, on.change), "catalogue"
@@ -52,13 +52,15 @@ def machine_of(on: OnSpec, spec: RunSpec) -> tuple[Machine, str]:
     return load_machine("laptop", (f"host.num_cores={usable_cores()}", *on.change)), "laptop, not calibrated"
 
 
-def forecasts(point: Point, machines: Sequence[OnSpec], *, date: str, samples_per_s: float | None = None) -> list[Forecast]:
-    """One forecast a machine; one that cannot be made says why."""
-    return [_forecast(point, on, date, samples_per_s) for on in machines]
+def predict_point(
+    point: Point, machines: Sequence[OnSpec], *, date: str, samples_per_s: float | None = None
+) -> list[PointPrediction]:
+    """The predictions of a point, one per machine."""
+    return [_predict_on(point, on, date, samples_per_s) for on in machines]
 
 
 def expected_s(point: Point, records: Sequence[Record]) -> float | None:
-    """How long a point's training takes by the first forecast that knows."""
+    """The training time of a point by its first usable prediction."""
     speeds = [record.figures["samples_per_s"] for record in records if record.figures.get("samples_per_s")]
     spec = point.spec
     if spec is None or not speeds:
@@ -68,48 +70,48 @@ def expected_s(point: Point, records: Sequence[Record]) -> float | None:
     return num_samples / speeds[0] if math.isfinite(num_samples) else None
 
 
-def _forecast(point: Point, on: OnSpec, date: str, samples_per_s: float | None) -> Forecast:
+def _predict_on(point: Point, on: OnSpec, date: str, samples_per_s: float | None) -> PointPrediction:
     spec = point.spec
     if spec is None:
         record = Record(kind="predicted", name="", spec_digest=point.key, date=date, machine={"name": on.title})
-        return Forecast(record=record, failure=point.problem)
+        return PointPrediction(record=record, failure=point.problem)
     empty = Record(kind="predicted", name=spec.name, spec_digest=digest(spec), date=date, machine={"name": on.title})
-    if (gap := _not_modelled(point, on)) is not None:
-        return Forecast(record=empty, failure=f"not predicted: {gap}")
+    if (gap := _unsupported(point, on)) is not None:
+        return PointPrediction(record=empty, failure=f"not predicted: {gap}")
     try:
         there = parse(RunSpec, with_settings(to_plain(spec), on.set))
-        made = _prediction(there, _with_plan(on, point.settings), _wanted(point, samples_per_s))
+        made = _prediction(there, _with_plan(on, point.settings), _target_speed(point, samples_per_s))
     except RowsteadError as error:
-        return Forecast(record=empty, failure=str(error))
+        return PointPrediction(record=empty, failure=str(error))
     if isinstance(made, str):
-        return Forecast(record=empty, failure=made)
+        return PointPrediction(record=empty, failure=made)
     if not made.fits:
-        return Forecast(record=empty, failure=f"does not fit: {made.shortfalls[0]}")
+        return PointPrediction(record=empty, failure=f"does not fit: {made.shortfalls[0]}")
     record = build_predicted_record(made, spec, date=date)
-    facts = {**record.machine, "name": on.title, "described_by": machine_of(on, spec)[1]}
-    return Forecast(record=dataclasses.replace(record, machine=facts))
+    facts = {**record.machine, "name": on.title, "described_by": load_machine_of(on, spec)[1]}
+    return PointPrediction(record=dataclasses.replace(record, machine=facts))
 
 
-def _not_modelled(point: Point, on: OnSpec) -> str | None:
-    """What of a point the cost model knows nothing about; none where it knows it all."""
+def _unsupported(point: Point, on: OnSpec) -> str | None:
+    """What the cost model does not support in a point; None where it supports all of it."""
     assert point.spec is not None
     rules = rules_for(point.spec.placement, [table.name for table in point.spec.tables])
     if any(rule.where == "ssd" for rule in rules.values()):
-        return "the cost model has no tables on SSD"
+        return "the cost model does not cover tables on SSD"
     if on.title == HERE and (point.num_processes > 1 or point.fleet is not None):
-        return "the cost model has no several processes that share one machine"
+        return "the cost model does not cover several processes on one machine"
     return None
 
 
-def _wanted(point: Point, samples_per_s: float | None) -> float | None:
+def _target_speed(point: Point, samples_per_s: float | None) -> float | None:
     given = point.settings.get("plan.samples_per_s", samples_per_s)
     return None if given is None else float(given)
 
 
 def _with_plan(on: OnSpec, settings: Any) -> OnSpec:
-    """A machine with what the point says of predictions, but for batch and speed, which are no parts of it."""
+    """A machine with the point's `plan.` settings, except batch size and speed, which are not part of it."""
     named = {key.removeprefix("plan."): value for key, value in settings.items() if key.startswith("plan.")}
-    if on.title == HERE:  # what other machines are set up with is not for this one
+    if on.title == HERE:  # the set-up of other machines does not apply to this one
         return on
     if "batch_size" in named:
         on = dataclasses.replace(on, set={**on.set, "train.batch_size": named["batch_size"]})
@@ -118,8 +120,8 @@ def _with_plan(on: OnSpec, settings: Any) -> OnSpec:
 
 
 def _prediction(spec: RunSpec, on: OnSpec, wanted: float | None) -> Prediction | str:
-    """How fast, or why it cannot be."""
-    machine, server = machine_of(on, spec)[0], load_machine(on.server)
+    """The prediction, or why there is none."""
+    machine, server = load_machine_of(on, spec)[0], load_machine(on.server)
     measured = machine.software if on.software == "rowstead" else None
     software = measured or load_software(on.software)
     if on.place is None:

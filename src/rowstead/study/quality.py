@@ -1,4 +1,4 @@
-"""What settings do to a model's quality: paired seeds, intervals, and a verdict against a tolerance."""
+"""Measures the effect of settings on a model's quality: paired seeds, confidence intervals, a verdict against a tolerance."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from rowstead.spec.parse import to_plain
 from rowstead.spec.quality import QualitySpec
 from rowstead.spec.run import read_recipe
 from rowstead.study.points import Point, point_of
-from rowstead.study.sweep import Finished, SweepCallback, run_sweep
+from rowstead.study.sweep import StudyResult, SweepCallback, run_sweep
 
 
 @dataclass(frozen=True, kw_only=True)
 class QualityStudy:
-    """What a study came to."""
+    """The results of a quality study."""
 
-    finished: Finished
+    finished: StudyResult
     effects: tuple[Effect, ...]
 
     @property
@@ -36,7 +36,7 @@ class QualityStudy:
 def quality(
     spec: QualitySpec, *, root: Path | str = DEFAULT_ROOT, retry_failed: bool = False, callback: SweepCallback | None = None
 ) -> QualityStudy:
-    """Run what is not in the store yet, and say what each setting does to NE."""
+    """Run the points that are not stored yet, and estimate the effect of each setting on NE."""
     points = points_of(spec)
     folder = RunStore(root).study_folder(spec.name)
     folder.mkdir(parents=True, exist_ok=True)
@@ -49,7 +49,7 @@ def quality(
 
 
 def points_of(spec: QualitySpec) -> list[Point]:
-    """The baseline and every value of every axis, each with every seed; seed by seed, so that a study cut short is still paired."""
+    """The baseline and every value of every axis, with every seed; seed by seed, so that an interrupted study is still paired."""
     recipe = read_recipe(spec.recipe)
     settings: list[tuple[dict[str, Any], dict[str, Any]]] = [({"axis": BASELINE}, {})]
     for axis in spec.vary:
@@ -62,5 +62,5 @@ def points_of(spec: QualitySpec) -> list[Point]:
             point = point_of(recipe, axes, {**own, **seeds}, spec.set)
             points.append(dataclasses.replace(point, seed=seed))
     if points[0].spec is None:
-        raise SpecError("", f"the baseline of `{spec.name}` makes no recipe: {points[0].problem}")
+        raise SpecError("", f"the baseline of `{spec.name}` is not a valid recipe: {points[0].problem}")
     return points

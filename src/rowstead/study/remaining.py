@@ -1,19 +1,19 @@
-"""How long the rest of a study takes, from how long its points took so far."""
+"""Estimates how long the rest of a study takes from the points that have ended."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 LINE_POINTS = 3
-"""Points that it takes to tell a fixed part from one that grows."""
+"""Points needed to fit a fixed part and a factor."""
 
 
 def remaining_s(done: Sequence[tuple[float | None, float]], left: Sequence[float | None]) -> float | None:
-    """Seconds that the points that are left will take; none before the first has ended.
+    """Seconds that the remaining points will take; None before the first has ended.
 
-    `done` has, of each point that ended, what was expected of its training and what it took with all around it; `left` what is
-    expected of the others. What a point takes is a fixed part, the start of its process, and a multiple of what was expected; both
-    are fitted to the points that ended. Where nothing is expected of some, or all are expected to take the same, the mean counts.
+    `done` has the predicted training time and the wall time of each point that ended, `left` the predicted times of the others.
+    A point takes a fixed time, the start of its process, plus a multiple of the prediction; both are fitted to the points that
+    ended. Without predictions, or if all are the same, the mean is used.
     """
     if not done:
         return None
@@ -25,7 +25,7 @@ def remaining_s(done: Sequence[tuple[float | None, float]], left: Sequence[float
 
 
 def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Least squares with neither part below zero."""
+    """Least squares with both coefficients at least zero."""
     count = len(points)
     mean_x, mean_y = sum(x for x, _ in points) / count, sum(y for _, y in points) / count
     spread = sum((x - mean_x) ** 2 for x, _ in points)

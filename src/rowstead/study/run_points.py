@@ -1,4 +1,4 @@
-"""Runs points one after the other in a process beside this one, and says of each what it came to."""
+"""Runs points one after the other in a worker process."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from rowstead.study.points import Point
 
 @dataclass(frozen=True, kw_only=True)
 class PointResult:
-    """What a point came to: a record, or the reason why there is none."""
+    """The result of a point: a record, or the reason for its failure."""
 
     record: Record | None
     failure: str | None
     spent_s: float | None = None
-    """Wall time, its process's start included; absent for one that was found finished."""
+    """Wall time with the start of its process; None for a point that had finished before."""
 
 
 class PointRunner:
-    """Runs points in a worker process; use it in a `with`.
+    """Runs points in a worker process; a context manager.
 
-    `fresh` takes a new process for each point, so that none sees another's memory, threads or compiled kernels. Without it a
-    process is used until it dies, which saves some seconds a point. `held` are descriptors that the worker keeps open as long as
-    it lives, such as the lock of its study.
+    `fresh` starts a new process for each point, so that none sees another's memory, threads or compiled kernels. Otherwise a
+    process is reused, which saves some seconds per point. `held` are file descriptors that the worker keeps open, such as the
+    lock of its study.
     """
 
     def __init__(self, folder: Path, *, fresh: bool, limit_s: float | None = None, held: tuple[int, ...] = ()) -> None:
@@ -58,14 +58,14 @@ class PointRunner:
         self._end()
 
     def finished(self, point: Point) -> PointResult | None:
-        """What a point came to that had finished before, though nobody wrote it down."""
+        """The result of a point that had finished before but was not stored."""
         try:
             return PointResult(record=RunFolder(self._out(point)).read_record(), failure=None)
         except RowsteadError:
             return None
 
     def run(self, point: Point) -> PointResult:
-        """Run one point to its end, or to its failure."""
+        """Run one point until it ends or fails."""
         if point.spec is None:
             return PointResult(record=None, failure=point.problem)
         out, started = self._out(point), time.monotonic()
@@ -84,7 +84,7 @@ class PointRunner:
         return PointResult(record=record, failure=failure, spent_s=time.monotonic() - started)
 
     def forget(self, point: Point) -> None:
-        """Remove what a point left behind, once its record is kept elsewhere."""
+        """Remove the files of a point, once its record is stored."""
         shutil.rmtree(self._out(point), ignore_errors=True)
         for end in (".yaml", ".log"):
             (self.folder / f"{point.key}{end}").unlink(missing_ok=True)
@@ -93,8 +93,8 @@ class PointRunner:
         return self.folder / point.key
 
     def _answer(self, job: dict[str, Any]) -> str | None:
-        """Have the worker do a job; the reason when that went wrong."""
-        worker = self._started()
+        """Send a job to the worker; returns the reason if it failed."""
+        worker = self._start_worker()
         assert worker.stdin is not None
         assert worker.stdout is not None
         try:
@@ -106,7 +106,7 @@ class PointRunner:
             selector.register(worker.stdout, selectors.EVENT_READ)
             if not selector.select(self._limit_s):
                 self._end()
-                return f"took longer than the limit of {self._limit_s:g} s"
+                return f"exceeded the time limit of {self._limit_s:g} s"
         line = worker.stdout.readline()
         if not line.endswith(b"\n"):
             return self._why_it_ended(worker)
@@ -119,7 +119,7 @@ class PointRunner:
         said = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
         last = f": {said[-1]}" if said and code > 0 else ""
         if code < 0:
-            memory = ", as happens where memory runs out" if -code == signal.SIGKILL else ""
+            memory = ", probably out of memory" if -code == signal.SIGKILL else ""
             return f"its process was killed by {signal.Signals(-code).name}{memory}"
         return f"its process ended with status {code}{last}"
 
@@ -127,7 +127,7 @@ class PointRunner:
     def _log(self) -> Path:
         return self.folder / "worker.log"
 
-    def _started(self) -> subprocess.Popen[bytes]:
+    def _start_worker(self) -> subprocess.Popen[bytes]:
         if self._worker is None:
             with open(self._log, "wb") as log:
                 self._worker = subprocess.Popen(
@@ -135,7 +135,7 @@ class PointRunner:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,
-                    start_new_session=True,  # a Ctrl-C is for us: we end the worker
+                    start_new_session=True,  # Ctrl-C is handled here, which ends the worker
                     pass_fds=self._held,
                 )
         return self._worker
@@ -147,7 +147,7 @@ class PointRunner:
         assert worker.stdin is not None
         assert worker.stdout is not None
         with contextlib.suppress(OSError):
-            worker.stdin.close()  # it ends by itself, and those that it has started
+            worker.stdin.close()  # then it exits, with the processes that it started
         try:
             worker.wait(timeout=10)
         except subprocess.TimeoutExpired:
@@ -157,10 +157,10 @@ class PointRunner:
 
 
 @contextlib.contextmanager
-def study_held(folder: Path, *, deadline_s: float = 60.0) -> Iterator[int]:
-    """Hold a study for oneself; refused while another process does. Gives the descriptor of the lock, which workers keep open.
+def lock_study(folder: Path, *, deadline_s: float = 60.0) -> Iterator[int]:
+    """Lock a study; a RowsteadError if another process holds it. Yields the descriptor of the lock, which workers keep open.
 
-    A study whose process was killed is waited for until its worker, which sees that, has gone too.
+    Where the holder was killed, waits until its worker has exited too.
     """
     import fcntl
     import os
@@ -177,7 +177,7 @@ def study_held(folder: Path, *, deadline_s: float = 60.0) -> Iterator[int]:
                 holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
                 if _is_alive(holder) or time.monotonic() > until:
                     raise RowsteadError(
-                        f"the study in {folder} is under way in process {holder}: wait for it, or give this one another --name"
+                        f"the study in {folder} is running in process {holder}: wait for it, or use another --name"
                     ) from None
                 time.sleep(0.05)
         os.ftruncate(descriptor, 0)

@@ -1,9 +1,9 @@
-"""The search itself: Optuna proposes settings, a trial says what they are worth, the run store keeps both.
+"""The search: Optuna proposes settings, a trial evaluates them, the run store keeps both.
 
-A study's folder has `tune.yaml` (what is searched), `trials.journal` (Optuna's own memory, JSON lines), and at the end
-`best.yaml` and `importance.json`. Several workers share the journal; a worker asks for a trial under a lock, so a budget of
-trials is kept to the number. A trial's record is added to the run store before Optuna is told: after a crash in between, the
-record is what counts, and a trial without one is tried again.
+A study's folder has `tune.yaml` (the spec), `trials.journal` (Optuna's storage, JSON lines), and at the end `best.yaml` and
+`importance.json`. Several workers share the journal; a worker asks for a trial under a lock, so that a budget of trials is exact.
+A trial's record is added to the run store before Optuna gets its value: after a crash in between the record counts, and a trial
+without a record is repeated.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rowstead.spec.record import Record, date_now
 from rowstead.spec.tune import TuneSpec, changed, changes_of, known_good, plain_recipe, space_of, starts_of
 from rowstead.study.points import point_of
 from rowstead.study.run_points import PointRunner
-from rowstead.study.trial import CONSTANT_NE, TrialOutcome, run_trial, run_trial_in_processes, watch_trial
+from rowstead.study.trial import CONSTANT_NE, TrialOutcome, run_trial, run_trial_in_processes, with_evaluations
 
 try:
     import optuna
@@ -47,16 +47,16 @@ except ImportError as error:
 optuna.logging.set_verbosity(logging.ERROR)
 WORST_OVER_BEST = 1.2
 KEPT_PERCENT = 66.0
-"""Of trials so far: one that is worse half-way than so many of them is ended."""
+"""A trial that is worse than this share of the others half-way is pruned."""
 STARTUP_TRIALS = 8
-"""Settings drawn at random before a sampler's model begins to choose, those that we start from included."""
+"""Random trials before the sampler's model proposes settings, including the initial ones."""
 
 
 class Search:
     """One worker's view of a search."""
 
     def __init__(self, spec: TuneSpec, root: Path | str = DEFAULT_ROOT, *, worker: int = 0, held: tuple[int, ...] = ()) -> None:
-        """`held` are descriptors that processes of ours keep open as long as they live, such as the lock of the study."""
+        """`held` are file descriptors that child processes keep open, such as the lock of the study."""
         self.spec = spec
         self.held = held
         self.store = RunStore(root)
@@ -70,7 +70,7 @@ class Search:
         lock: Any = _Lock(self.folder / ".journal-lock")
         self._storage = optuna.storages.JournalStorage(JournalFileBackend(str(self.journal), lock_obj=lock))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that samplers are new to Optuna is not the user's concern
+            warnings.simplefilter("ignore")  # experimental samplers
             self.study = optuna.create_study(
                 storage=self._storage,
                 study_name=spec.name,
@@ -85,30 +85,30 @@ class Search:
         return self.folder / "trials.journal"
 
     def begin(self) -> None:
-        """Once, before any worker, by whoever holds the study: settle what a killed search left, and line up what to try first."""
-        self._settle(self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)))
+        """Call once before any worker, while holding the study: recover what a killed search left, and enqueue the initial settings."""
+        self._recover(self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)))
         if self.spec.sampler != "grid" and self.study.get_trials(deepcopy=False):
             return
-        if self.spec.sampler == "grid":  # all points, also where a search was killed before all were in line
+        if self.spec.sampler == "grid":  # all points, also if a search was killed before all were enqueued
             titles = [axis.title for axis in self.space]
             starts = [dict(zip(titles, labels, strict=True)) for labels in itertools.product(*(a.labels for a in self.space))]
         else:
             starts = starts_of(self.spec, self.space)
         for start in starts:
-            encoded = {axis.title: _encoded(axis, start[axis.title]) for axis in self.space if axis.title in start}
+            encoded = {axis.title: _encode(axis, start[axis.title]) for axis in self.space if axis.title in start}
             self.study.enqueue_trial(encoded, skip_if_exists=True)
 
     def trials(self) -> list[Trial]:
-        """What was tried so far, by number."""
+        """The trials so far, by number."""
         entries = self.store.read().of(study=self.spec.name, source="trial")
         return trial_history(entries, samples_per_s=self.spec.samples_per_s)
 
-    def run(self, tell: Callable[[], None] = lambda: None) -> None:
-        """Try settings until the budget is spent; `tell` is called after each trial."""
-        with PointRunner(self.folder / f"worker-{self.worker}", fresh=False, held=self.held) as performer:
+    def run(self, callback: Callable[[], None] = lambda: None) -> None:
+        """Run trials until the budget is spent; `callback` is called after each."""
+        with PointRunner(self.folder / f"worker-{self.worker}", fresh=False, held=self.held) as runner:
             while (trial := self._next()) is not None:
-                self._try(trial, performer)
-                tell()
+                self._try(trial, runner)
+                callback()
 
     def _next(self) -> optuna.Trial | None:
         with _Lock(self.folder / ".ask-lock"):
@@ -128,36 +128,36 @@ class Search:
         seconds = [t.entry.record.figures.get("trial_s", 0.0) for t in self.trials()]
         return sum(seconds) / self.spec.workers
 
-    def _try(self, trial: optuna.Trial, performer: PointRunner) -> None:
+    def _try(self, trial: optuna.Trial, runner: PointRunner) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            labels = {axis.title: _suggested(trial, axis) for axis in self.space}
+            labels = {axis.title: _suggest(trial, axis) for axis in self.space}
         own = {key: value for axis in self.space for key, value in axis.settings(labels[axis.title]).items()}
         point = point_of(self._recipe, labels, own, {**self.spec.set, **self._changes})
         if point.spec is None:
             outcome = TrialOutcome(record=None, objective=None, failure=point.problem, spent_s=0.0)
-        elif not point.is_alone:
-            outcome = run_trial_in_processes(watch_trial(point.spec, 1), point, performer)
+        elif not point.is_single_process:
+            outcome = run_trial_in_processes(with_evaluations(point.spec, 1), point, runner)
         else:
 
             def is_bad(number: int, ne: float) -> bool:
                 trial.report(ne, number)
                 return self.spec.prune and bool(trial.should_prune())
 
-            spec = watch_trial(point.spec, self.spec.evaluations if self.spec.prune else 1)
-            outcome = run_trial(spec, performer.folder / f"trial-{trial.number}", is_bad=is_bad)
+            spec = with_evaluations(point.spec, self.spec.evaluations if self.spec.prune else 1)
+            outcome = run_trial(spec, runner.folder / f"trial-{trial.number}", is_bad=is_bad)
         entry = self._entry(outcome, trial.number, labels, own)
         self.store.add(entry)
         self._tell(trial.number, entry)
 
     def _tell(self, number: int, entry: StoreEntry) -> None:
-        """Let Optuna know what the store knows of a trial."""
+        """Report the stored result of a trial to Optuna."""
         objective, speed = entry.record.figures.get("objective"), entry.record.figures.get("samples_per_s")
         if self.spec.samples_per_s is not None and speed is not None:
             self._note(number, "missing_speed", self.spec.samples_per_s / speed - 1)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            if entry.is_pruned and self.spec.sampler != "gp":  # which would pass over it, and go there again
+            if entry.is_pruned and self.spec.sampler != "gp":  # GP ignores pruned trials, and would propose the same again
                 self.study.tell(number, state=TrialState.PRUNED)
             elif objective is None:
                 self.study.tell(number, state=TrialState.FAIL)
@@ -165,7 +165,7 @@ class Search:
                 self.study.tell(number, min(objective, self._worst()))
 
     def _worst(self) -> float:
-        """As bad as a trial can be to the sampler: how far one went astray says nothing of where to look next."""
+        """The worst objective that the sampler sees: how far a run diverged says nothing about where to search next."""
         known = [t.value for t in self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)) if t.value is not None]
         return max(CONSTANT_NE, WORST_OVER_BEST * min(known, default=CONSTANT_NE))
 
@@ -194,25 +194,25 @@ class Search:
             failure=outcome.failure,
         )
 
-    def settle_worker(self, pid: int, reason: str) -> None:
-        """See to what a worker was doing when it died, so that nobody waits for it."""
-        # While the lock is ours, all trials of workers that live say whose they are: one that does not was the dead one's.
-        # And nobody draws other settings in place of those that are put back in line.
+    def recover_worker(self, pid: int, reason: str) -> None:
+        """Recover the trial that a worker was running when it died."""
+        # Under the lock, the trials of live workers have their pid: one without a pid was the dead worker's. And no worker asks
+        # for other settings before these are enqueued again.
         with _Lock(self.folder / ".ask-lock"):
             running = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-            self._settle([trial for trial in running if trial.user_attrs.get("worker", pid) == pid], reason)
+            self._recover([trial for trial in running if trial.user_attrs.get("worker", pid) == pid], reason)
 
-    def _settle(self, left: list[optuna.trial.FrozenTrial], reason: str | None = None) -> None:
-        """Trials whose process has gone: told what the store has of them, or else put back in line.
+    def _recover(self, left: list[optuna.trial.FrozenTrial], reason: str | None = None) -> None:
+        """Trials whose process has exited: report their stored result, or else enqueue them again.
 
-        With a `reason`, settings that were all drawn may have caused it: these are not tried again, but recorded as failed.
+        With a `reason`, the settings of a fully drawn trial may be the cause: it is recorded as failed and not repeated.
         """
         known = {trial.number: trial.entry for trial in self.trials()}
         for trial in left:
             entry = known.get(trial.number)
             is_drawn = len(trial.params) == len(self.space)
             if entry is None and is_drawn and reason is not None:
-                labels = {axis.title: _decoded(axis, trial.params[axis.title]) for axis in self.space}
+                labels = {axis.title: _decode(axis, trial.params[axis.title]) for axis in self.space}
                 own = {key: value for axis in self.space for key, value in axis.settings(labels[axis.title]).items()}
                 outcome = TrialOutcome(record=None, objective=None, failure=reason, spent_s=0.0)
                 entry = self._entry(outcome, trial.number, labels, own)
@@ -221,20 +221,22 @@ class Search:
                 self._tell(trial.number, entry)
                 continue
             self._note(trial.number, "interrupted", True)
-            # One that was killed before all its settings were drawn may still have been lined up with some.
+            # A trial that was killed before all its settings were drawn may have been enqueued with some of them.
             chosen = trial.params if is_drawn else trial.system_attrs.get("fixed_params", {})
             waiting = self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
             if chosen and all(other.system_attrs.get("fixed_params") != chosen for other in waiting):
                 self.study.enqueue_trial(chosen)
-            self.study.tell(trial.number, state=TrialState.FAIL)  # last: killed before it, we see to this trial once more
+            self.study.tell(
+                trial.number, state=TrialState.FAIL
+            )  # last: if killed before this line, the trial is recovered again
 
     def _note(self, number: int, name: str, value: Any) -> None:
-        """Keep a fact of a running trial in Optuna's memory."""
+        """Store a user attribute of a running trial."""
         study = self._storage.get_study_id_from_name(self.spec.name)
         self._storage.set_trial_user_attr(self._storage.get_trial_id_from_study_id_trial_number(study, number), name, value)
 
     def importance(self) -> dict[str, float]:
-        """How much of the spread between good and other trials each parameter explains; empty where trials are too few."""
+        """The importance of each parameter by PED-ANOVA; empty if there are too few trials."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -245,7 +247,7 @@ class Search:
         return {name: float(share) for name, share in found.items() if math.isfinite(share)}
 
     def _pruner(self) -> optuna.pruners.BasePruner:
-        """From the middle of a trial on; what starts slowly, as with a long warm-up, is not judged by its start."""
+        """Prunes from the middle of a trial on, so that a slow start, such as a long warm-up, does not count."""
         if not self.spec.prune:
             return optuna.pruners.NopPruner()
         half = max(1, self.spec.evaluations // 2)
@@ -253,9 +255,9 @@ class Search:
 
     def _sampler(self) -> optuna.samplers.BaseSampler:
         spec = self.spec
-        seed = spec.seed + 7919 * self.worker + 104_729 * len(self.study.get_trials(deepcopy=False))  # no draw comes again
+        seed = spec.seed + 7919 * self.worker + 104_729 * len(self.study.get_trials(deepcopy=False))  # no sequence is repeated
         floor = _missing_speed if spec.samples_per_s is not None else None
-        if spec.sampler in ("grid", "random"):  # the points of a grid are all in line before the first trial
+        if spec.sampler in ("grid", "random"):  # the points of a grid are all enqueued
             return optuna.samplers.RandomSampler(seed=seed)
         if spec.sampler == "gp":
             return optuna.samplers.GPSampler(seed=seed, n_startup_trials=STARTUP_TRIALS, constraints_func=floor)
@@ -265,13 +267,13 @@ class Search:
 
 
 def _missing_speed(trial: optuna.trial.FrozenTrial) -> tuple[float]:
-    """At most 0 for a trial that was as fast as asked for, or whose speed is not known."""
+    """At most 0 for a trial that reached the required speed, or whose speed is unknown."""
     return (float(trial.user_attrs.get("missing_speed", 0.0)),)
 
 
-def _suggested(trial: optuna.Trial, axis: AxisSpec) -> Any:
+def _suggest(trial: optuna.Trial, axis: AxisSpec) -> Any:
     if axis.labels:
-        return _decoded(axis, trial.suggest_categorical(axis.title, [_encoded(axis, label) for label in axis.labels]))
+        return _decode(axis, trial.suggest_categorical(axis.title, [_encode(axis, label) for label in axis.labels]))
     assert axis.low is not None
     assert axis.high is not None
     if axis.whole:
@@ -279,17 +281,17 @@ def _suggested(trial: optuna.Trial, axis: AxisSpec) -> Any:
     return trial.suggest_float(axis.title, axis.low, axis.high, log=axis.log)
 
 
-def _encoded(axis: AxisSpec, label: Any) -> Any:
-    """A value as Optuna keeps it: choices as JSON, as they may be lists."""
+def _encode(axis: AxisSpec, label: Any) -> Any:
+    """A value as Optuna stores it: choices as JSON, since they may be lists."""
     return json.dumps(label) if axis.labels else label
 
 
-def _decoded(axis: AxisSpec, value: Any) -> Any:
+def _decode(axis: AxisSpec, value: Any) -> Any:
     return json.loads(value) if axis.labels and value is not None else value
 
 
 class _Lock:
-    """A lock of the operating system, which goes when its process goes."""
+    """A file lock, released when its process exits."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -310,8 +312,8 @@ class _Lock:
         self.release()
 
 
-def mend_journal(path: Path) -> None:
-    """Cut off a line that was torn when a process was killed: Optuna would stumble over it for ever."""
+def repair_journal(path: Path) -> None:
+    """Remove a partial last line that a killed process left: Optuna could not read the journal."""
     with contextlib.suppress(FileNotFoundError), open(path, "rb+") as file:
         data = file.read()
         whole = data.rfind(b"\n") + 1
@@ -320,7 +322,7 @@ def mend_journal(path: Path) -> None:
 
 
 def write_spec(folder: Path, spec: TuneSpec) -> Path:
-    """Keep what is searched, for workers and for readers."""
+    """Write the spec of a search to its folder."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / SEARCH_FILE
     write_atomic(path, yaml.safe_dump(to_plain(spec), sort_keys=False, allow_unicode=True))
@@ -328,7 +330,7 @@ def write_spec(folder: Path, spec: TuneSpec) -> Path:
 
 
 def read_spec(folder: Path) -> TuneSpec:
-    """What is searched in a study's folder."""
+    """Read the spec of a search from its folder."""
     return parse(TuneSpec, read_yaml(folder / SEARCH_FILE))
 
 
@@ -345,5 +347,5 @@ def best_recipe(spec: TuneSpec, trial: Trial) -> str:
 
 
 def _one_line(text: str) -> str:
-    """Text for a comment: names in it cannot end the line, nor make the file unreadable."""
+    """Text for a one-line comment, with control characters escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

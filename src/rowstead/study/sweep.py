@@ -1,8 +1,8 @@
-"""A sweep: every point measured once, whatever happens in between, with what was predicted beside it.
+"""A sweep: every point is measured once, even if the sweep is killed in between, with its predictions beside it.
 
-What a point came to is one line of the run store, added in one piece together with its predictions. A sweep that was killed is
-started again and passes over the points that are there; one that had finished without being written down is taken from its folder.
-So no point is lost, and none is measured twice.
+The result of a point is one line of the run store, added atomically together with its predictions. A sweep that was killed and is
+started again skips the points that are stored; a point that had finished without being stored is read from its folder. So no point
+is lost, and none is measured twice.
 """
 
 from __future__ import annotations
@@ -21,49 +21,49 @@ from rowstead.spec.parse import digest
 from rowstead.spec.record import Record
 from rowstead.spec.sweep import OnSpec, SweepSpec
 from rowstead.study.points import Point, points_of
-from rowstead.study.predictions import Forecast, expected_s, forecasts, here
+from rowstead.study.predictions import PointPrediction, expected_s, predict_point, this_machine
 from rowstead.study.remaining import remaining_s
-from rowstead.study.run_points import PointResult, PointRunner, study_held
+from rowstead.study.run_points import PointResult, PointRunner, lock_study
 
 SAME_MACHINE = ("cpu", "num_usable_cores")
-"""Facts by which a record was measured here; a store that was copied here is not taken for our own figures."""
+"""Facts that identify this machine in a record: results of another machine, in a copied store, do not count."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepProgress:
-    """Where a study stands."""
+    """The progress of a study."""
 
     num_done: int
     num_failed: int
     num_points: int
     num_found: int
-    """Of those done, how many were there before."""
+    """Number of those done that were stored before."""
     left_s: float | None
-    """How long the others will take; none before the first of this time has ended."""
+    """Estimated time for the others; None before the first point of this process has ended."""
     last: StoreEntry | None = None
-    """The point that has just ended."""
+    """The point that ended last."""
 
 
 class SweepCallback(Protocol):
-    """Is told how a study goes."""
+    """Called with the progress of a study."""
 
     def on_progress(self, progress: SweepProgress) -> None: ...
 
 
 class NoSweepProgress:
-    """A SweepCallback that looks away."""
+    """A no-op SweepCallback."""
 
     def on_progress(self, progress: SweepProgress) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finished:
-    """What a study came to."""
+class StudyResult:
+    """The results of a study."""
 
     name: str
     points: tuple[Point, ...]
     measured: tuple[StoreEntry, ...]
-    """In the order of the points; none when only predictions were asked for."""
+    """In the order of the points; empty with `predict_only`."""
     predicted: tuple[StoreEntry, ...]
 
     @property
@@ -79,10 +79,10 @@ def sweep(
     predict_only: bool = False,
     retry_failed: bool = False,
     callback: SweepCallback | None = None,
-) -> Finished:
-    """Measure every point of a sweep that is not measured yet, or with `predict_only` none; predict all of them.
+) -> StudyResult:
+    """Measure every point of a sweep that is not stored yet (none with `predict_only`), and predict all of them.
 
-    `on` names machines to predict on, instead of this one and those of the recipe.
+    `on` names the machines to predict on, instead of this one and those of the recipe.
     """
     machines = machines_of(spec, on, with_here=not predict_only)
     return run_sweep(
@@ -101,9 +101,9 @@ def sweep(
 
 
 def machines_of(spec: SweepSpec, on: Sequence[str] | None, *, with_here: bool) -> list[OnSpec]:
-    """Where to predict: the machines named, set up as the recipe says where it says so; else this one and all of the recipe's."""
+    """The machines to predict on: those named, set up as in the recipe if it has them; by default this one and all of the recipe's."""
     if on is None:
-        return [*([here()] if with_here or not spec.machines else []), *spec.machines]
+        return [*([this_machine()] if with_here or not spec.machines else []), *spec.machines]
     known: dict[str, list[OnSpec]] = {}
     for one in spec.machines:
         for name in dict.fromkeys((one.title, one.machine)):
@@ -124,15 +124,15 @@ def run_sweep(
     samples_per_s: float | None = None,
     fresh: bool = True,
     callback: SweepCallback | None = None,
-) -> Finished:
-    """Run the points of a study that are not in the store yet, and predict all of them."""
+) -> StudyResult:
+    """Run the points of a study that are not stored yet, and predict all of them."""
     store, callback = RunStore(root), callback or NoSweepProgress()
     folder = store.study_folder(study)
-    with study_held(folder) as lock:
+    with lock_study(folder) as lock:
         contents = store.read()
-        foreseen = {p.key: forecasts(p, machines, date=_now(), samples_per_s=samples_per_s) for p in points}
+        predicted_points = {p.key: predict_point(p, machines, date=_now(), samples_per_s=samples_per_s) for p in points}
         known = _predictions_in(contents, study)
-        predicted = {p.key: [_predicted(p, one, study, source) for one in foreseen[p.key]] for p in points}
+        predicted = {p.key: [_predicted(p, one, study, source) for one in predicted_points[p.key]] for p in points}
         fresh_of = {key: [e for e in entries if not _is_known(e, known)] for key, entries in predicted.items()}
         measured = _measured_in(contents, study, retry_failed=retry_failed)
         measured = {point.key: measured[point.key] for point in points if point.key in measured}
@@ -142,31 +142,31 @@ def run_sweep(
         else:
             store.add(*(entry for key in measured for entry in fresh_of[key]))
             num_found, done = len(measured), []
-            with PointRunner(folder / "points", fresh=fresh, limit_s=limit_s, held=(lock,)) as performer:
+            with PointRunner(folder / "points", fresh=fresh, limit_s=limit_s, held=(lock,)) as runner:
                 left = [point for point in points if point.key not in measured]
                 callback.on_progress(_progress(measured, points, num_found, None))
-                for place, point in enumerate(left):
+                for index, point in enumerate(left):
                     if point.key in measured:
-                        continue  # two places of a study may ask for the same run
-                    outcome = performer.finished(point) or performer.run(point)
+                        continue  # two points of a study may be the same run
+                    outcome = runner.finished(point) or runner.run(point)
                     entry = _measured(point, outcome, study, source)
                     store.add(entry, *fresh_of[point.key])
-                    performer.forget(point)
+                    runner.forget(point)
                     measured[point.key] = entry
                     if outcome.spent_s is not None and point.spec is not None:
-                        done.append((expected_s(point, _records(foreseen[point.key])), outcome.spent_s))
-                    ahead = [expected_s(p, _records(foreseen[p.key])) for p in left[place + 1 :] if p.spec is not None]
+                        done.append((expected_s(point, _records(predicted_points[point.key])), outcome.spent_s))
+                    ahead = [expected_s(p, _records(predicted_points[p.key])) for p in left[index + 1 :] if p.spec is not None]
                     callback.on_progress(_progress(measured, points, num_found, remaining_s(done, ahead), entry))
-    return Finished(
+    return StudyResult(
         name=study,
         points=tuple(points),
-        measured=tuple(_at(measured[point.key], point) for point in points if point.key in measured),
+        measured=tuple(_with_axes(measured[point.key], point) for point in points if point.key in measured),
         predicted=tuple(entry for point in points for entry in predicted[point.key]),
     )
 
 
-def _at(entry: StoreEntry, point: Point) -> StoreEntry:
-    """An entry under the names that the study has now, which may not be those under which it was added."""
+def _with_axes(entry: StoreEntry, point: Point) -> StoreEntry:
+    """An entry under the study's present axes, which may differ from those under which it was stored."""
     return dataclasses.replace(entry, axes=dict(point.axes), settings=dict(point.settings))
 
 
@@ -188,7 +188,7 @@ def _progress(
 
 
 def _measured_in(contents: Contents, study: str, *, retry_failed: bool) -> dict[str, StoreEntry]:
-    """What this machine has measured of a study, the newest of each point."""
+    """The newest result of each point that this machine has measured."""
     facts = machine_facts()
     return {
         entry.point: entry
@@ -205,17 +205,17 @@ def _predictions_in(contents: Contents, study: str) -> dict[tuple[str | None, ob
 
 
 def _is_known(entry: StoreEntry, known: dict[tuple[str | None, object], StoreEntry]) -> bool:
-    """Whether the store has the same prediction already; another one, of a changed model, is added after it."""
+    """Whether the same prediction is stored already; one by a changed cost model is added."""
     before = known.get((entry.point, entry.record.machine.get("name")))
     return before is not None and before.record.figures == entry.record.figures and before.failure == entry.failure
 
 
-def _records(foreseen: Iterable[Forecast]) -> list[Record]:
-    return [one.record for one in foreseen]
+def _records(predicted_points: Iterable[PointPrediction]) -> list[Record]:
+    return [one.record for one in predicted_points]
 
 
-def _predicted(point: Point, forecast: Forecast, study: str, source: Source) -> StoreEntry:
-    return dataclasses.replace(_placed(point, study, source), record=forecast.record, failure=forecast.failure)
+def _predicted(point: Point, forecast: PointPrediction, study: str, source: Source) -> StoreEntry:
+    return dataclasses.replace(_entry_of(point, study, source), record=forecast.record, failure=forecast.failure)
 
 
 def _measured(point: Point, outcome: PointResult, study: str, source: Source) -> StoreEntry:
@@ -230,11 +230,11 @@ def _measured(point: Point, outcome: PointResult, study: str, source: Source) ->
             machine=machine_facts(),
             versions=versions(),
         )
-    return dataclasses.replace(_placed(point, study, source), record=record, failure=outcome.failure)
+    return dataclasses.replace(_entry_of(point, study, source), record=record, failure=outcome.failure)
 
 
-def _placed(point: Point, study: str, source: Source) -> StoreEntry:
-    """An entry at the place of a point, its record still to come."""
+def _entry_of(point: Point, study: str, source: Source) -> StoreEntry:
+    """The entry of a point, without its record."""
     empty = Record(kind="measured", name="", spec_digest="", date="")
     return StoreEntry(
         record=empty,

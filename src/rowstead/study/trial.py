@@ -1,4 +1,4 @@
-"""One trial: a run with some settings, watched so that a bad one can end early, and what it came to."""
+"""One trial of a search: a run with some settings, which can be pruned."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from rowstead.training.metrics import Quality
 from rowstead.training.progress import Progress
 
 CONSTANT_NE = 1.0
-"""What a model reaches that always says the mean label. A run that went astray counts as one."""
+"""NE of always predicting the mean label: the objective of a run that diverged."""
 
 
 class PrunedError(Exception):
-    """Ends a run that is not worth its time."""
+    """Raised to prune a run."""
 
     def __init__(self, step: int, ne: float) -> None:
         super().__init__(f"pruned after step {step:,}: NE {ne:.4f}")
@@ -33,19 +33,18 @@ class PrunedError(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrialOutcome:
-    """What a trial came to."""
+    """The result of a trial."""
 
     record: Record | None
     objective: float | None
-    """What the search is told; of a run that was ended early what it had reached, of one that went astray a model's that knows
-    nothing."""
+    """What the sampler gets: NE; of a pruned run the NE at that step, of a run that diverged `CONSTANT_NE`."""
     failure: str | None
-    """Begins with `pruned` for a trial that was ended early."""
+    """Starts with `pruned` for a trial that was pruned."""
     spent_s: float
 
 
-def watch_trial(spec: RunSpec, evaluations: int) -> RunSpec:
-    """The same run, evaluated now and then and without checkpoints in between; its model is the same."""
+def with_evaluations(spec: RunSpec, evaluations: int) -> RunSpec:
+    """The same run with that many evaluations and without checkpoints in between; it trains the same model."""
     num_steps = num_steps_of(spec)
     every = spec.train.eval_every
     if num_steps is not None and evaluations > 1:
@@ -56,12 +55,12 @@ def watch_trial(spec: RunSpec, evaluations: int) -> RunSpec:
 
 
 def objective_in(figures: dict[str, float]) -> float | None:
-    """NE without label noise where the log has a teacher, else the plain one."""
+    """NE without label noise where the log is synthetic, else plain NE."""
     return figures.get("ne_expected", figures.get("ne"))
 
 
-class _Looking:
-    """A Watcher that tells of each evaluation but the last, and ends the run when it is told to."""
+class _PruningCallback:
+    """A ProgressCallback that reports each evaluation but the last, and prunes the run."""
 
     def __init__(self, is_bad: Callable[[int, float], bool], last_step: int | None) -> None:
         self._is_bad = is_bad
@@ -80,19 +79,19 @@ class _Looking:
 
 
 def run_trial(spec: RunSpec, folder: Path, *, is_bad: Callable[[int, float], bool]) -> TrialOutcome:
-    """Train in this process. `is_bad` is told the number of each evaluation and its NE, and says whether to end there."""
+    """Train in this process. `is_bad` gets the number of each evaluation and its NE, and decides whether to prune."""
     started, record, objective, failure = time.monotonic(), None, None, None
     shutil.rmtree(folder, ignore_errors=True)
     try:
         check_precision(spec)
-        record = run.train(spec, out=folder, callback=_Looking(is_bad, num_steps_of(spec))).record
+        record = run.train(spec, out=folder, callback=_PruningCallback(is_bad, num_steps_of(spec))).record
         if record is None:
-            raise KeyboardInterrupt  # the loop has taken the Ctrl-C, and saved what nobody needs
+            raise KeyboardInterrupt  # the loop has handled Ctrl-C
         objective = objective_in(record.figures)
         failure = None if objective is not None else "NE is undefined: all labels of the evaluation split are equal"
     except PrunedError as error:
         objective, failure = error.ne, str(error)
-    except TrainingError as error:  # such as a loss that is no number any more: as bad as a model can be
+    except TrainingError as error:  # such as a loss that is not finite
         objective, failure = CONSTANT_NE, str(error)
     except RowsteadError as error:
         failure = str(error)
@@ -101,9 +100,9 @@ def run_trial(spec: RunSpec, folder: Path, *, is_bad: Callable[[int, float], boo
     return TrialOutcome(record=record, objective=objective, failure=failure, spent_s=time.monotonic() - started)
 
 
-def run_trial_in_processes(spec: RunSpec, point: Point, performer: PointRunner) -> TrialOutcome:
-    """Train in processes of their own, which all read the one file that holds the settings."""
-    outcome = performer.run(dataclasses.replace(point, spec=spec))
-    performer.forget(point)
+def run_trial_in_processes(spec: RunSpec, point: Point, runner: PointRunner) -> TrialOutcome:
+    """Train in separate processes, with the command line."""
+    outcome = runner.run(dataclasses.replace(point, spec=spec))
+    runner.forget(point)
     objective = objective_in(outcome.record.figures) if outcome.record is not None else None
     return TrialOutcome(record=outcome.record, objective=objective, failure=outcome.failure, spent_s=outcome.spent_s or 0.0)

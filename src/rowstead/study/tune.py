@@ -1,4 +1,4 @@
-"""A whole search: workers started and watched, the run before a change beside it, and the best recipe at the end."""
+"""A search from start to end: starts workers, runs the unchanged recipe for comparison, writes the best recipe."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from rowstead.spec.errors import RowsteadError
 from rowstead.spec.parse import difference, to_plain
 from rowstead.spec.tune import TuneSpec, known_good, plain_recipe, space_of, unchanged_of
 from rowstead.study.points import point_of
-from rowstead.study.run_points import PointRunner, study_held
-from rowstead.study.search import Search, best_recipe, mend_journal, read_spec, write_spec
-from rowstead.study.trial import run_trial, run_trial_in_processes, watch_trial
+from rowstead.study.run_points import PointRunner, lock_study
+from rowstead.study.search import Search, best_recipe, read_spec, repair_journal, write_spec
+from rowstead.study.trial import run_trial, run_trial_in_processes, with_evaluations
 
 MAX_RESTARTS = 3
 LOOK_EVERY_S = 0.2
 BEFORE = "before the change"
-"""What the run of the unchanged recipe is called."""
+"""Name of the run of the unchanged recipe."""
 FREE = ("trials", "minutes", "workers", "prune", "evaluations", "sampler", "seed")
-"""What may differ when a search goes on; the rest decides what its trials mean."""
+"""Settings that may change when a search continues; with others its trials would not be comparable."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
-    """What a search came to."""
+class SearchResult:
+    """The result of a search."""
 
     spec: TuneSpec
     trials: tuple[Trial, ...]
     best: Trial | None
-    """None where no trial counts."""
+    """None if no trial finished."""
     before: StoreEntry | None
     """With `retune_for`: the run of the unchanged recipe."""
     importance: Mapping[str, float]
@@ -55,7 +55,7 @@ class Found:
 
     @property
     def unchanged(self) -> Trial | None:
-        """With `retune_for`: the trial of the settings that were good before, which need not be the first that has ended."""
+        """With `retune_for`: the trial of the recipe's own settings."""
         if not self.spec.retune_for:
             return None
         good = unchanged_of(self.spec, space_of(self.spec))
@@ -68,26 +68,26 @@ def tune(
     *,
     root: Path | str = DEFAULT_ROOT,
     out: Path | None = None,
-    tell: Callable[[list[Trial]], None] | None = None,
-) -> Found:
-    """Search until the budget is spent; a search of the same name goes on where it was.
+    callback: Callable[[list[Trial]], None] | None = None,
+) -> SearchResult:
+    """Search until the budget is spent; a search of the same name is continued.
 
-    `tell` is given the trials so far after each one. The best recipe is written to `out`, and beside the study.
+    `callback` gets the trials so far after each one. The best recipe is written to `out`, and to the study's folder.
     """
-    known_good(spec)  # a mistake in the recipe shows before anything is started
+    known_good(spec)  # a mistake in the recipe shows before anything starts
     store = RunStore(root)
     folder = store.study_folder(spec.name)
-    with study_held(folder) as lock:
+    with lock_study(folder) as lock:
         _check_same(folder, spec)
         write_spec(folder, spec)
-        mend_journal(folder / "trials.journal")
+        repair_journal(folder / "trials.journal")
         search = Search(spec, root, held=(lock,))
         search.begin()
-        before = _before(search) if spec.retune_for else None
+        before = _run_before(search) if spec.retune_for else None
         if spec.workers == 1:
-            search.run(lambda: tell(search.trials()) if tell is not None else None)
+            search.run(lambda: callback(search.trials()) if callback is not None else None)
         else:
-            _run_workers(search, Path(root), tell)
+            _run_workers(search, Path(root), callback)
         trials, importance = search.trials(), search.importance()
         best = best_trial(trials)
         write_atomic(folder / "importance.json", json.dumps(importance, indent=2) + "\n")
@@ -97,40 +97,40 @@ def tune(
             recipe = out or folder / "best.yaml"
             for path in dict.fromkeys((folder / "best.yaml", recipe)):
                 write_atomic(path, text)
-    return Found(spec=spec, trials=tuple(trials), best=best, before=before, importance=importance, recipe=recipe)
+    return SearchResult(spec=spec, trials=tuple(trials), best=best, before=before, importance=importance, recipe=recipe)
 
 
 def _check_same(folder: Path, spec: TuneSpec) -> None:
-    """Refuse to go on with a search of other settings under the same name: its trials would not be comparable."""
+    """Refuse to continue a search with other settings under the same name: its trials would not be comparable."""
     if not (folder / "trials.journal").exists():
         return
     old, new = (to_plain(dataclasses.replace(one, **_free(one))) for one in (read_spec(folder), spec))
     if (found := difference(old, new)) is not None:
         key, before, now = found
-        raise RowsteadError(f"search `{spec.name}` had {key} {before}, and now {now}: give this one another --name")
+        raise RowsteadError(f"search `{spec.name}` was started with {key} {before}, not {now}: use another --name")
 
 
 def _free(spec: TuneSpec) -> dict[str, Any]:
-    """Values for what may differ, the same for all; of samplers a grid alone does not go on from another, nor another from it."""
+    """Defaults for the settings that may change; a grid cannot continue another sampler's search, nor the reverse."""
     free = {f.name: f.default for f in dataclasses.fields(TuneSpec) if f.name in FREE}
     return free | ({"sampler": "grid"} if spec.sampler == "grid" else {})
 
 
-def _before(search: Search) -> StoreEntry:
-    """The run of the recipe as it was good, from the store if it is there."""
+def _run_before(search: Search) -> StoreEntry:
+    """The run of the unchanged recipe, from the store if it is there."""
     spec = search.spec
     for entry in search.store.read().of(study=spec.name, source="trial"):
         if entry.axes.get("run") == BEFORE and entry.failure is None:
             return entry
     point = point_of(plain_recipe(spec), {"run": BEFORE}, {}, spec.set)
-    run = watch_trial(known_good(spec), 1)
-    if point.is_alone:
+    run = with_evaluations(known_good(spec), 1)
+    if point.is_single_process:
         outcome = run_trial(run, search.folder / "before", is_bad=lambda number, ne: False)
-    else:  # with as many processes, or the fleet, that trials have unless that is what changes
-        with PointRunner(search.folder / "before", fresh=False, held=search.held) as performer:
-            outcome = run_trial_in_processes(run, point, performer)
+    else:  # with the processes or the fleet that trials have
+        with PointRunner(search.folder / "before", fresh=False, held=search.held) as runner:
+            outcome = run_trial_in_processes(run, point, runner)
     if outcome.record is None or outcome.objective is None:
-        raise RowsteadError(f"the recipe fails before anything is changed: {outcome.failure}")
+        raise RowsteadError(f"the unchanged recipe fails: {outcome.failure}")
     figures = {**outcome.record.figures, "objective": outcome.objective, "trial_s": outcome.spent_s}
     entry = StoreEntry(
         record=dataclasses.replace(outcome.record, figures=figures),
@@ -143,11 +143,11 @@ def _before(search: Search) -> StoreEntry:
     return entry
 
 
-def _run_workers(search: Search, root: Path, tell: Callable[[list[Trial]], None] | None) -> None:
-    """Workers in processes of their own; one that dies is started again, and the settings that it was trying are recorded as failed."""
+def _run_workers(search: Search, root: Path, callback: Callable[[list[Trial]], None] | None) -> None:
+    """Run worker processes; one that dies is restarted, and its trial is recorded as failed."""
     num = search.spec.workers
     environment = {"OMP_NUM_THREADS": str(max(1, usable_cores() // num)), **os.environ}
-    restarts, told = 0, -1
+    restarts, size_seen = 0, -1
 
     def start(number: int) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "rowstead.study.tune_worker", str(root), search.spec.name, str(number)]
@@ -159,7 +159,7 @@ def _run_workers(search: Search, root: Path, tell: Callable[[list[Trial]], None]
                 stderr=log,
                 env=environment,
                 start_new_session=True,
-                pass_fds=search.held,  # should we be killed, the study is not free before they have gone as well
+                pass_fds=search.held,  # the study stays locked until they have exited, even if this process is killed
             )
 
     workers = {number: start(number) for number in range(num)}
@@ -170,14 +170,14 @@ def _run_workers(search: Search, root: Path, tell: Callable[[list[Trial]], None]
                     code = worker.wait(timeout=LOOK_EVERY_S / len(workers))
                     del workers[number]
                     if code != 0:
-                        search.settle_worker(worker.pid, _reason(code, search.folder / f"worker-{number}.log"))
+                        search.recover_worker(worker.pid, _reason(code, search.folder / f"worker-{number}.log"))
                         restarts += 1
                         if restarts > MAX_RESTARTS * num:
-                            raise RowsteadError(f"workers died {restarts} times, see {search.folder}/worker-*.log: giving up")
+                            raise RowsteadError(f"workers died {restarts} times, see {search.folder}/worker-*.log; stopping")
                         workers[number] = start(number)
-            if tell is not None and (size := _size_bytes(search.store.file)) != told:
-                told = size
-                tell(search.trials())
+            if callback is not None and (size := _size_bytes(search.store.file)) != size_seen:
+                size_seen = size
+                callback(search.trials())
     finally:
         for worker in workers.values():
             worker.kill()

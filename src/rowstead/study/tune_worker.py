@@ -1,6 +1,6 @@
-"""A worker of a search, in a process of its own: `python -m rowstead.study.tune_worker ROOT STUDY NUMBER`.
+"""A worker process of a search: `python -m rowstead.study.tune_worker ROOT STUDY NUMBER`.
 
-It ends at once when its standard input does, which is when whoever started it has gone.
+It exits as soon as its standard input ends, that is when its parent has exited.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The process in which points are run, so that one that crashes ends itself alone: `python -m rowstead.study.worker`.
+"""The worker process that runs points, so that a crash ends only that point: `python -m rowstead.study.worker`.
 
-It reads one JSON object a line from its standard input (`spec`, `out`, `processes`, `fleet`), trains, and answers with one line,
-`{}` or `{"failure": …}`. When its input ends, which it does however its parent went, it ends at once.
+It reads one JSON object per line from standard input (`spec`, `out`, `processes`, `fleet`), trains, and answers with one line,
+`{}` or `{"failure": …}`. It exits as soon as its input ends, also when its parent was killed.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from pathlib import Path
 from typing import Any
 
 MAX_REASON = 2_000
-"""Characters of a reason that are kept."""
+"""Longest reason that is kept, in characters."""
 
 
 def main() -> None:
     """Run jobs until the input ends."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what libraries print goes to the log, not between the answers
+    os.dup2(2, 1)  # output of libraries goes to the log, not between the answers
     jobs: queue.Queue[dict[str, Any]] = queue.Queue()
-    under_way: list[subprocess.Popen[bytes]] = []
-    threading.Thread(target=_listen, args=(jobs, under_way), name="listen", daemon=True).start()
+    running: list[subprocess.Popen[bytes]] = []
+    threading.Thread(target=_listen, args=(jobs, running), name="listen", daemon=True).start()
     while True:
         job = jobs.get()
-        failure = _failure_of(job, under_way)
+        failure = _failure_of(job, running)
         print(json.dumps({} if failure is None else {"failure": failure[:MAX_REASON]}), file=answers, flush=True)
 
 
-def _listen(jobs: queue.Queue[dict[str, Any]], under_way: list[subprocess.Popen[bytes]]) -> None:
+def _listen(jobs: queue.Queue[dict[str, Any]], running: list[subprocess.Popen[bytes]]) -> None:
     for line in sys.stdin:
         jobs.put(json.loads(line))
-    for process in under_way:
+    for process in running:
         process.send_signal(signal.SIGKILL)
     os._exit(0)
 
 
-def _failure_of(job: dict[str, Any], under_way: list[subprocess.Popen[bytes]]) -> str | None:
-    """Train as a job says; the reason when that went wrong."""
+def _failure_of(job: dict[str, Any], running: list[subprocess.Popen[bytes]]) -> str | None:
+    """Run a job; returns the reason if it failed."""
     from rowstead.spec.errors import RowsteadError
 
     try:
@@ -52,7 +52,7 @@ def _failure_of(job: dict[str, Any], under_way: list[subprocess.Popen[bytes]]) -
         spec = load_recipe(job["spec"])
         check_precision(spec)
         if job["processes"] > 1 or job["fleet"] is not None:
-            return _by_command(job, under_way)
+            return _by_command(job, running)
         from rowstead import run
 
         run.train(spec, out=job["out"])
@@ -65,16 +65,16 @@ def _failure_of(job: dict[str, Any], under_way: list[subprocess.Popen[bytes]]) -
     return None
 
 
-def _by_command(job: dict[str, Any], under_way: list[subprocess.Popen[bytes]]) -> str | None:
-    """A run of several processes: all of them read the one file that the recipe is in."""
+def _by_command(job: dict[str, Any], running: list[subprocess.Popen[bytes]]) -> str | None:
+    """Run a job of several processes with the command line."""
     how = ["--fleet", job["fleet"]] if job["fleet"] is not None else ["--processes", str(job["processes"])]
     command = [sys.executable, "-m", "rowstead", "train", job["spec"], "--out", job["out"], *how]
     log = Path(f"{job['out']}.log")
     with open(log, "wb") as file:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
-        under_way.append(process)
+        running.append(process)
         code = process.wait()
-        under_way.remove(process)
+        running.remove(process)
     if code == 0:
         return None
     said = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
