@@ -81,7 +81,7 @@ def test_a_run_goes_on_in_another_placement_and_ends_at_the_same_weights_bit_for
     assert kept.memory.folder == str(tmp_path / "rows")
     ended = resume(str(tmp_path / "stopped"), changes=("placement=auto",))
     assert_same_weights(straight.folder, ended.folder)
-    with pytest.raises(RowsteadError, match="leave out --set seed=2 "):
+    with pytest.raises(RowsteadError, match="remove `--set seed=2` "):
         resume(str(tmp_path / "stopped"), changes=("seed=2",))
 
 

@@ -151,7 +151,7 @@ def check_moves(overrides: Iterable[str]) -> None:
     for change in overrides:
         if change.partition("=")[0].split(".")[0].strip() not in ("placement", "memory"):
             raise RowsteadError(
-                f"--resume goes on with a run as it was started: leave out --set {change} (`placement` and `memory` may change)"
+                f"`--resume` uses the run's own recipe and settings; remove `--set {change}` (only `placement` and `memory` may change)"
             )
 
 
