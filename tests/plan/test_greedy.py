@@ -70,7 +70,13 @@ def test_planning_needs_no_torch() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "row_format", "num_bytes"),
-    [("sgd", "fp32", 100), ("rowwise_adagrad", "fp32", 104), ("adagrad", "bf16", 150), ("adam", "fp32", 300)],
+    [
+        ("sgd", "fp32", 100),
+        ("rowwise_adagrad", "fp32", 104),
+        ("adagrad", "bf16", 150),
+        ("adam", "fp32", 300),
+        ("momentum", "bf16", 150),
+    ],
 )
 def test_a_row_counts_with_its_optimizers_state(kind: str, row_format: str, num_bytes: int) -> None:
     spec = spec_of(10, kind=kind)

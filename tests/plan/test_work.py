@@ -25,7 +25,9 @@ def test_m3_needs_the_481_gb_that_its_recipe_says() -> None:
     assert step_work(load_recipe("m3")).table_bytes == pytest.approx(481e9, rel=0.01)
 
 
-@pytest.mark.parametrize(("kind", "state"), [("sgd", 0), ("rowwise_adagrad", 4), ("adagrad", 256), ("adam", 512)])
+@pytest.mark.parametrize(
+    ("kind", "state"), [("sgd", 0), ("rowwise_adagrad", 4), ("adagrad", 256), ("adam", 512), ("momentum", 256)]
+)
 def test_state_of_a_row_follows_the_optimizer(kind: str, state: int) -> None:
     plain = override(read_yaml(RECIPES / "m1.yaml"), [f"train.sparse_optimizer.kind={kind}"])
     assert {table.state_bytes for table in step_work(parse(RunSpec, plain)).tables} == {state}

@@ -126,6 +126,9 @@ class PlainStore:
         o, first, second = self.optimizer, self.first[table], self.second[table]
         if o.kind == "sgd":
             return lr * g
+        if o.kind == "momentum":
+            first[row] = o.momentum * first[row] + g
+            return lr * first[row]
         if o.kind == "adam":
             first[row] = o.beta1 * first[row] + (1 - o.beta1) * g
             second[row] = o.beta2 * second[row] + (1 - o.beta2) * g * g

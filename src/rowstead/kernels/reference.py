@@ -124,7 +124,14 @@ def _adam(state: RowState, distinct: Tensor, grad: Tensor, optimizer: SparseOpti
     return lr * adam_correction(optimizer, step) * moment1 / (moment2.sqrt() + optimizer.eps)
 
 
-_RULES = {"sgd": _sgd, "adagrad": _adagrad, "rowwise_adagrad": _adagrad, "adam": _adam}
+def _momentum(state: RowState, distinct: Tensor, grad: Tensor, optimizer: SparseOptimizerSpec, lr: float, step: int) -> Tensor:
+    """SGD with momentum as in torch.optim.SGD, but lazy: a row that a batch does not read keeps its value and its velocity."""
+    velocity = optimizer.momentum * state["velocity"][distinct] + grad
+    state["velocity"][distinct] = velocity
+    return lr * velocity
+
+
+_RULES = {"sgd": _sgd, "adagrad": _adagrad, "rowwise_adagrad": _adagrad, "adam": _adam, "momentum": _momentum}
 
 
 def clip_pooled(grad: Tensor, layout: Layout, largest: float) -> Tensor:

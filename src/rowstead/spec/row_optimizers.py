@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 from rowstead.spec.errors import require
 
-RowOptimizerName = Literal["sgd", "adagrad", "rowwise_adagrad", "adam"]
+RowOptimizerName = Literal["sgd", "adagrad", "rowwise_adagrad", "adam", "momentum"]
 """In the order of their codes, which compiled kernels are cached with: append new names."""
 
 STATE_ELEMENT_BYTES = 4
@@ -34,6 +34,8 @@ class SparseOptimizerSpec:
     """Adam's decay of the first moment."""
     beta2: float = 0.999
     """Adam's decay of the second moment."""
+    momentum: float = 0.9
+    """Decay of the velocity under `momentum`."""
     clip: float | None = None
     """Largest norm of the gradient of one pooled vector; larger ones are scaled down to it."""
 
@@ -46,6 +48,7 @@ HYPER_PARAMETERS: dict[str, Literal["positive", "fraction"]] = {
     "eps": "positive",
     "beta1": "fraction",
     "beta2": "fraction",
+    "momentum": "fraction",
 }
 """Bounds of hyper-parameters: above 0 and finite, or at least 0 and below 1. Their defaults are those of the spec's fields."""
 
@@ -142,6 +145,15 @@ ROW_OPTIMIZERS: dict[RowOptimizerName, RowOptimizer] = {
             state=(StateTensor("moment1"), StateTensor("moment2")),
             hyper_parameters=("eps", "beta1", "beta2"),
             scalars=lambda spec, step: (spec.eps, 1 - spec.beta1, 1 - spec.beta2, adam_correction(spec, step)),
+            moves_without_gradient=True,
+        ),
+        RowOptimizer(
+            name="momentum",
+            title="SGD with momentum",
+            rule="velocity = momentum * velocity + g; row -= lr * velocity",
+            state=(StateTensor("velocity"),),
+            hyper_parameters=("momentum",),
+            scalars=lambda spec, step: (spec.momentum,),
             moves_without_gradient=True,
         ),
     )

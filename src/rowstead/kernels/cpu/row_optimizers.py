@@ -19,6 +19,7 @@ _inlined = numba.njit(nogil=True, cache=True, boundscheck=False, error_model="nu
 _ADAGRAD = ROW_OPTIMIZERS["adagrad"].code
 _ROWWISE_ADAGRAD = ROW_OPTIMIZERS["rowwise_adagrad"].code
 _ADAM = ROW_OPTIMIZERS["adam"].code
+_MOMENTUM = ROW_OPTIMIZERS["momentum"].code
 
 
 @_inlined
@@ -93,6 +94,10 @@ def _apply_block(  # type: ignore[no-untyped-def]
         store(moment1, one + here, real, count)
         store(moment2, two + here, real, count)
         change = spread(lr * correction, shape) * moment1 / (root(moment2) + spread(eps, shape))
+    elif kind == _MOMENTUM:
+        velocity = spread(scalars[1], shape) * load(one + here, real, shape, count) + g
+        store(velocity, one + here, real, count)
+        change = spread(scalars[0], shape) * velocity
     else:  # SGD, and row-wise Adagrad, whose factor is known
         change = spread(factor, shape) * g
     values = load(target, rows, shape, count) - change

@@ -482,7 +482,7 @@ function view(name) {
 
 async function begin() {
   state.start = await (await ask('/api/start')).json();
-  CHOICES.Training[0].options = state.start.row_optimizers.map((one) => [one.name, one.title]);
+  CHOICES.Training.find((one) => one.key === 'optimizer').options = state.start.row_optimizers.map((one) => [one.name, one.title]);
   CHOICES.Fleet[0].options = state.start.machines.map((one) => [one.name, `${one.name}: ${one.title}`]);
   CHOICES.Training.find((one) => one.key === 'interaction').options = state.start.interactions.map((one) => [one.name, one.title]);
   CHOICES.Fleet[1].options = [['auto', 'best placement'], ...state.start.placements.map((one) => [one.name, one.title])];
