@@ -25,7 +25,7 @@ def layers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The shapes of all products that oneDNN has made since."""
+    """The shapes of all oneDNN products since."""
     shapes: list[tuple[int, ...]] = []
     real = linear._product
 
@@ -38,7 +38,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 
 def outcome(mlp: MLP, x: Tensor, *, plain: bool) -> list[Tensor]:
-    """What layers give, and the gradients of their parameters and of x if it wants one."""
+    """Outputs of layers, and the gradients of their parameters and, if required, of x."""
     mlp.zero_grad(set_to_none=True)
     given = x.detach().requires_grad_(x.requires_grad)
     out = nn.Sequential.forward(mlp, given[:, : mlp[0].in_features]) if plain else mlp(given)
@@ -56,7 +56,7 @@ def outcome(mlp: MLP, x: Tensor, *, plain: bool) -> list[Tensor]:
     too_many=st.integers(0, 3),
     wants_grad=st.booleans(),
 )
-def test_layers_are_what_plain_torch_makes_of_them(
+def test_layers_agree_with_plain_torch(
     num_samples: int, in_width: int, widths: list[int], last_relu: bool, too_many: int, wants_grad: bool
 ) -> None:
     torch.manual_seed(num_samples)
@@ -78,14 +78,14 @@ def test_gradients_of_many_weights_are_the_same(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 @pytest.mark.parametrize("x", [torch.ones(3, 4, dtype=torch.float64), torch.ones(0, 4), torch.ones(3, 0)])
-def test_what_onednn_does_not_take_goes_the_plain_way(x: Tensor, products: list[tuple[int, ...]]) -> None:
+def test_other_inputs_use_torch(x: Tensor, products: list[tuple[int, ...]]) -> None:
     mlp = MLP(x.shape[1], (5,), last_relu=True).to(x.dtype)
     assert mlp(x).shape == (len(x), 5)
     assert not products
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
-def test_what_is_no_number_does_not_get_lost(wrong: float) -> None:
+def test_nan_and_infinity_pass_through(wrong: float) -> None:
     torch.manual_seed(1)
     mlp, x = MLP(8, (32, 32), last_relu=True), torch.randn(4, 8)
     x[1, 2] = wrong
@@ -175,12 +175,12 @@ HOOKS: dict[str, Callable[[nn.Module, Callable[..., None]], object]] = {
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing when gradients are computed")
 @pytest.mark.parametrize("kind", HOOKS)
-@pytest.mark.parametrize("place", [0, 1])
-def test_hooks_on_layers_run(kind: str, place: int) -> None:
+@pytest.mark.parametrize("index", [0, 1])
+def test_hooks_on_layers_run(kind: str, index: int) -> None:
     mlp, x = MLP(600, (600, 1), last_relu=False), torch.randn(3, 600)
     mlp[1].inplace = False  # torch wants that of backward hooks
     calls = []
-    HOOKS[kind](mlp[place], lambda *_: calls.append(kind))
+    HOOKS[kind](mlp[index], lambda *_: calls.append(kind))
     mlp(x).sum().backward()
     assert calls == [kind]
 
@@ -200,7 +200,7 @@ class Doubled(nn.Linear):
         return 2 * super().forward(x)
 
 
-def test_layers_that_others_put_in_are_called() -> None:
+def test_replaced_layers_are_called() -> None:
     mlp, x = MLP(600, (600, 500), last_relu=False), torch.randn(3, 600)
     plain = mlp(x)
     mlp.append(nn.Dropout(1.0))
@@ -219,7 +219,7 @@ def test_layers_can_be_quantized() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_who_turns_onednn_off_gets_none_of_it(products: list[tuple[int, ...]]) -> None:
+def test_onednn_is_not_used_when_it_is_turned_off(products: list[tuple[int, ...]]) -> None:
     mlp, x = MLP(600, (600,), last_relu=False), torch.randn(3, 600)
     with torch.backends.mkldnn.flags(enabled=False):
         mlp(x)

@@ -29,9 +29,11 @@ def test_gradients_pass_where_relu_did_and_are_summed(num_samples: int, width: i
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("relu", [True, False])
-@pytest.mark.parametrize("waits", [True, False])
-@pytest.mark.parametrize(("width", "too_many"), [(96, 0), (96, 5), (1, 0)])
-def test_a_layer_is_that_of_plain_torch(width: int, too_many: int, waits: bool, relu: bool, dtype: torch.dtype | None) -> None:
+@pytest.mark.parametrize("is_deferred", [True, False])
+@pytest.mark.parametrize(("width", "num_extra"), [(96, 0), (96, 5), (1, 0)])
+def test_a_layer_agrees_with_plain_torch(
+    width: int, num_extra: int, is_deferred: bool, relu: bool, dtype: torch.dtype | None
+) -> None:
     if dtype is not None and DEVICE == "cpu":
         pytest.skip("autocast is the GPU's")
     torch.manual_seed(1)
@@ -45,14 +47,14 @@ def test_a_layer_is_that_of_plain_torch(width: int, too_many: int, waits: bool, 
             if (
                 plain
             ):  # as wide: products of another shape are rounded in another way, and ReLU may differ where they are near 0
-                out = functional.linear(*(functional.pad(part, (0, too_many)) for part in (x, layer.weight)), layer.bias)
+                out = functional.linear(*(functional.pad(part, (0, num_extra)) for part in (x, layer.weight)), layer.bias)
                 out = out.relu() if relu else out
                 out.backward(grad.to(out.dtype))
             else:
-                with defer_weight_gradients() if waits else contextlib.nullcontext([]) as later:
-                    out = linear(functional.pad(x, (0, too_many)), layer, relu=relu)
+                with defer_weight_gradients() if is_deferred else contextlib.nullcontext([]) as later:
+                    out = linear(functional.pad(x, (0, num_extra)), layer, relu=relu)
                 out.backward(grad.to(out.dtype))
-                assert (layer.weight.grad is None) == (layer.bias.grad is None) == waits == bool(later)
+                assert (layer.weight.grad is None) == (layer.bias.grad is None) == is_deferred == bool(later)
                 for give_gradients in later:
                     give_gradients()
         results.append([out, x.grad, layer.weight.grad, layer.bias.grad])

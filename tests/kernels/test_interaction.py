@@ -48,7 +48,7 @@ def inputs(
 
 
 def gradients(out: Tensor, dense: Tensor | None, pooled: Tensor) -> list[Tensor]:
-    """Of a sum of the results by random weights of about the same size whatever the number of vectors."""
+    """Gradients of a weighted sum of the results, scaled so that it does not grow with the number of vectors."""
     g = torch.Generator().manual_seed(out.numel())
     weights = torch.randn(out.shape, generator=g, dtype=torch.float64).to(out) / (pooled.shape[1] + 1) ** 0.5
     return list(torch.autograd.grad(out, [pooled] if dense is None else [dense, pooled], weights))
@@ -113,7 +113,7 @@ def test_the_number_of_threads_changes_no_bit(three_threads: None) -> None:
         assert torch.equal(mine, other)
 
 
-def test_tensors_that_are_no_blocks_of_memory_are_taken() -> None:
+def test_non_contiguous_tensors_are_accepted() -> None:
     both = torch.randn(6, 2 * 5 * 8)
     dense, pooled = torch.randn(8, 6).T, both[:, ::2]
     assert not dense.is_contiguous()
@@ -136,7 +136,7 @@ def test_double_precision_passes_a_check_of_its_gradients(has_dense: bool) -> No
     assert torch.autograd.gradcheck(lambda *given: pairwise_dots(given[0] if has_dense else None, given[-1], 4), tensors)
 
 
-def test_a_dense_vector_alone_has_no_products() -> None:
+def test_a_single_dense_vector_has_no_products() -> None:
     dense = torch.randn(3, 4, requires_grad=True)
     out = pairwise_dots(dense, torch.zeros(3, 0), 4)
     assert torch.equal(out, dense)

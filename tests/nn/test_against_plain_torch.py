@@ -33,7 +33,7 @@ FEATURES = FeaturesSpec(
 
 
 class PlainDLRM(nn.Module):
-    """A DLRM written from the paper alone, over nn.EmbeddingBag."""
+    """A DLRM written independently, from the paper, over nn.EmbeddingBag."""
 
     def __init__(self, interaction: str, sparse: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""An exported folder serves raw fields as the model does, refuses what training refuses, and is whole or not there."""
+"""An exported folder serves raw columns as the model does, refuses what training refuses, and is whole or not there."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_failed_export_leaves_nothing_behind(run, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_no_export_is_said_so(tmp_path, exported):
+def test_a_folder_that_is_not_an_export_is_refused(tmp_path, exported):
     with pytest.raises(RowsteadError, match="there is no folder"):
         rowstead.load_exported(tmp_path / "nowhere")
     with pytest.raises(RowsteadError, match=r"is not an exported model: it has no inputs\.json"):

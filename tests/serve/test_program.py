@@ -1,4 +1,4 @@
-"""The program that is exported gives what the model gives, from raw fields, for any spec and any batch."""
+"""The program that is exported gives what the model gives, from raw features, for any spec and any batch."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ class Served:
     def block(self, num_rows: int, lengths: tuple[int, ...] = (0, 1, 2, 7)) -> RawBlock:
         """Random raw rows, values missing where they may, bags as long as one of `lengths`."""
         dense = self.rng.normal(scale=5, size=(num_rows, len(self.features.expanded_dense()))).astype(np.float32)
-        for place, feature in enumerate(self.features.expanded_dense()):
+        for index, feature in enumerate(self.features.expanded_dense()):
             if feature.missing is not None:
-                dense[self.rng.random(num_rows) < 0.2, place] = np.nan
+                dense[self.rng.random(num_rows) < 0.2, index] = np.nan
         ids, offsets = [], []
         for feature in self.features.expanded_sparse():
             bounds = np.concatenate([[0], np.cumsum(self.rng.choice(lengths, num_rows))]).astype(np.int64)
@@ -182,8 +182,8 @@ def test_program_equals_the_model_over_random_specs(spec, num_rows, seed):
     st.lists(st.one_of(FLOATS, st.just(math.nan)), min_size=1, max_size=20),
 )
 def test_dense_program_equals_the_transforms_of_training(features, values):
-    def column(place: int) -> np.ndarray:
-        return np.array([feature[place] for feature in features], np.float32)
+    def column(index: int) -> np.ndarray:
+        return np.array([feature[index] for feature in features], np.float32)
 
     bounded = column(3).astype(bool)
     transforms = DenseTransforms(
