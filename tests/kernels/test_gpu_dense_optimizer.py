@@ -10,7 +10,7 @@ from torch import nn
 
 from rowstead.kernels.gpu.dense_optimizer import GpuDenseOptimizer
 from rowstead.spec.train import DenseOptimizerSpec
-from rowstead.training.step import dense_optimizer
+from rowstead.training.step import build_dense_optimizer
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -37,7 +37,7 @@ def take_step(optimizer: GpuDenseOptimizer, lr: float, step: int, loss: float = 
 def test_steps_and_state_are_those_of_torch(kind: str, weight_decay: float) -> None:
     spec = DenseOptimizerSpec(kind=kind, lr=0.05, weight_decay=weight_decay)  # type: ignore[arg-type]
     ours, theirs = net(), net()
-    optimizer, plain = GpuDenseOptimizer(ours.parameters(), spec), dense_optimizer(spec, theirs)
+    optimizer, plain = GpuDenseOptimizer(ours.parameters(), spec), build_dense_optimizer(spec, theirs)
     for step in range(1, 4):
         set_gradients(ours, step)
         set_gradients(theirs, step)
@@ -57,7 +57,7 @@ def test_steps_and_state_are_those_of_torch(kind: str, weight_decay: float) -> N
 def test_the_state_of_torch_can_be_taken_over() -> None:
     spec = DenseOptimizerSpec(kind="adam", lr=0.05)
     theirs = net()
-    plain = dense_optimizer(spec, theirs)
+    plain = build_dense_optimizer(spec, theirs)
     set_gradients(theirs, 1)
     plain.step()
     ours = copy.deepcopy(theirs)

@@ -71,7 +71,7 @@ def train_sharded(folder: Path) -> None:
     [
         (train_eagerly, IN_EVERY_STEP),
         (train_with_hogwild, {Phase.HOGWILD}),
-        (train_sharded, IN_EVERY_STEP | {Phase.EXCHANGE}),
+        (train_sharded, IN_EVERY_STEP | {Phase.PREFETCH, Phase.EXCHANGE}),
     ],
 )
 def test_every_phase_of_a_record_is_drawn(train: Callable[[Path], None], phases: set[Phase], tmp_path: Path) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rowstead.data.batch import Batch, Sparse
 from rowstead.kernels.layout import layout_of
 from rowstead.nn.dlrm import DLRM
+from rowstead.nn.network import Network, NetworkInputs
 from rowstead.spec.errors import TrainingError
 from rowstead.spec.features import DenseFeatureSpec, FeaturesSpec, SparseFeatureSpec, tables_of
 from rowstead.spec.interactions import InteractionSpec
@@ -38,6 +40,14 @@ def stepper_of(train: TrainSpec, interaction: str = "dot") -> Stepper:
     store = DeviceStore(layout, train.sparse_optimizer, seed=1, device="cuda", check=False)
     torch.manual_seed(1)
     return Stepper(DLRM(model, FEATURES, store).cuda(), train, total_steps=100)
+
+
+def captured_by(stepper: Stepper) -> list[Any]:
+    """One per shape of batches that a stepper with CUDA graphs has seen."""
+    from rowstead.training.cuda_graph_step import CudaGraphExecution
+
+    assert isinstance(stepper.execution, CudaGraphExecution)
+    return list(stepper.execution._captured.values())
 
 
 def batch_of(seed: int, num_samples: int = 64, **more: Tensor) -> Batch:
@@ -74,8 +84,7 @@ def test_graphs_do_what_single_launches_do(place: int, interaction: str) -> None
         is_exact = spec.precision == "fp32" and "adam" not in (spec.dense_optimizer.kind, spec.sparse_optimizer.kind)
         tolerance = 1e-5 if is_exact else 1e-2
         assert graphs.step(batch, number) == pytest.approx(launches.step(batch, number), rel=tolerance), number
-    assert graphs._on_gpu is not None
-    assert any(captured.graph is not None for captured in graphs._on_gpu._captured.values())
+    assert any(captured.graph is not None for captured in captured_by(graphs))
     others = launches.state()
     for name, value in graphs.state().items() if is_exact else ():
         torch.testing.assert_close(value.float().cpu(), others[name].float().cpu(), rtol=tolerance, atol=10 * tolerance)
@@ -136,9 +145,49 @@ def test_batches_with_one_id_a_bag_train_as_by_single_launches() -> None:
         sparse = Sparse(ids=torch.randint(0, 50, (7 * 64,), generator=random), offsets=torch.arange(7 * 64 + 1), num_features=7)
         batch = dataclasses.replace(batch, sparse=sparse.to(torch.device("cuda")))
         assert graphs.step(batch, number) == pytest.approx(launches.step(batch, number), rel=1e-5)
-    assert graphs._on_gpu is not None
-    (captured,) = graphs._on_gpu._captured.values()
+    (captured,) = captured_by(graphs)
     assert captured.batch.sparse.ids.numel() == 7 * 64
+
+
+class Unsplit(Network):
+    """A network that is not split into `project` and `join`, with a parameter that never gets a gradient."""
+
+    def __init__(self) -> None:
+        features = tuple(f"s{i}" for i in range(7))
+        inputs = NetworkInputs(dense=tuple("abcde"), sparse=features, widths=(16,) * 7, model=ModelSpec(width=16))
+        super().__init__(inputs, {})
+        self.layer, self.unused = nn.Linear(5 + 7 * 16, 1), nn.Parameter(torch.ones(3))
+
+    def forward(self, dense: Tensor, pooled: Tensor) -> Tensor:
+        return self.layer(torch.cat([dense, pooled], dim=1)).squeeze(1)  # type: ignore[no-any-return]
+
+
+class NeedsHost(Unsplit):
+    """A network that reads a number from the GPU, which no graph can capture."""
+
+    def forward(self, dense: Tensor, pooled: Tensor) -> Tensor:
+        return super().forward(dense, pooled) * (2.0 if pooled.detach().sum().item() > 1e9 else 1.0)
+
+
+def with_network(stepper: Stepper, network: type[Unsplit]) -> Stepper:
+    torch.manual_seed(1)
+    stepper.model.net = network().cuda()
+    return Stepper(stepper.model, stepper.spec, total_steps=100)
+
+
+@needs_gpu
+@pytest.mark.parametrize("network", [Unsplit, NeedsHost])
+def test_a_network_of_the_user_s_own_trains_as_by_single_launches(network: type[Unsplit]) -> None:
+    graphs = with_network(stepper_of(TrainSpec()), network)
+    launches = with_network(stepper_of(TrainSpec(cuda_graphs=False)), network)
+    messages: list[str] = []
+    graphs.on_message = messages.append
+    for number in range(1, 9):
+        batch = batch_of(number)
+        assert graphs.step(batch, number) == pytest.approx(launches.step(batch, number), rel=1e-5), number
+    is_captured = any(captured.graph is not None for captured in captured_by(graphs))
+    assert is_captured == (network is Unsplit)
+    assert [text.startswith("CUDA graph capture failed") for text in messages] == ([] if is_captured else [True])
 
 
 @needs_gpu
@@ -155,14 +204,14 @@ def test_the_time_for_which_the_gpu_is_busy_is_known_from_replayed_steps() -> No
     assert 0 < 4 * 64 * stepper.gpu_s_per_sample < elapsed_s, "half of 8 steps took the median or more"
 
 
-def test_room_grows_in_steps() -> None:
+def test_capacity_grows_in_steps() -> None:
     from rowstead.training.cuda_graph_step import capacity_for
 
     assert all(num_ids <= capacity_for(num_ids, 64) <= 1.15 * num_ids + 32 for num_ids in range(0, 200_000, 7))
     assert len({capacity_for(num_ids, 1 << 21) for num_ids in range(1_340_000, 1_348_000)}) == 1
 
 
-def test_bags_that_all_hold_as_many_need_no_more_room() -> None:
+def test_bags_of_equal_length_need_no_spare_capacity() -> None:
     from rowstead.training.cuda_graph_step import capacity_for
 
     assert capacity_for(26 * 4096, 26 * 4096) == 26 * 4096

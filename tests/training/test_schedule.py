@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rowstead.spec.train import ScheduleSpec
-from rowstead.training.schedule import factor
+from rowstead.training.step import lr_factor
 
 
 def factors(total_steps: int, **spec: object) -> list[float]:
     schedule = ScheduleSpec(**spec)  # type: ignore[arg-type]
-    return [factor(schedule, step, total_steps) for step in range(1, total_steps + 1)]
+    return [lr_factor(schedule, step, total_steps) for step in range(1, total_steps + 1)]
 
 
 def test_without_a_schedule_the_factor_is_always_one() -> None:

@@ -1,16 +1,17 @@
-"""A training step that the GPU does on its own: captured in CUDA graphs, replayed without waiting for the host.
+"""A training step on a GPU: captured as a CUDA graph, and replayed without waiting for the host.
 
-Batches are copied into fixed memory with room for some more ids than the batch has, so that one graph serves many batches.
-The losses come back some steps later. A loss that is not finite keeps its own step from changing anything.
+Batches are copied into fixed memory with capacity for some more ids than they have, so that one graph serves many batches. Losses
+are read some steps later. A step whose loss is not finite changes nothing.
 
 Letters: B examples, F features, nnz ids.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,27 +19,27 @@ from torch import Tensor, nn
 
 from rowstead.data.batch import Batch, Sparse
 from rowstead.kernels.gpu.dense_optimizer import GpuDenseOptimizer
-from rowstead.kernels.gpu.embedding import host_scalars
+from rowstead.kernels.gpu.embedding import UpdatePlan, host_scalars
 from rowstead.kernels.gpu.linear import defer_weight_gradients
 from rowstead.kernels.row_optimizer import step_scalars
 from rowstead.nn.dlrm import DLRM
 from rowstead.records.cost import Cost
+from rowstead.records.timers import Timers
+from rowstead.spec.phases import Phase
 from rowstead.spec.train import TrainSpec
-from rowstead.training.device import dense_precision
+from rowstead.training.step import Execution, check_finite, run_step
 
 EAGER_STEPS = 2
-"""Steps of one shape that run launch by launch before it is captured, which compiles and loads all that the graph needs."""
+"""Steps of one shape that run launch by launch before it is captured, so that all kernels are compiled and loaded."""
 MAX_GRAPHS = 8
 SLOTS = 64
-"""Steps that may be under way before the host waits for the oldest."""
+"""Steps that may be in flight before the host waits for the oldest."""
 _DENSE_NUMBERS = slice(8, 15)
 _ROW_NUMBERS = slice(0, 6)
 
-LossOf = Callable[[Tensor, Batch], Tensor]
 
-
-def can_run(model: DLRM) -> bool:
-    """Whether a model's step can run here: on a GPU, with rows in its memory or without any, and no FP64."""
+def can_capture(model: DLRM) -> bool:
+    """Whether steps of this model can be captured: all on a GPU, without FP64, and with a store that does not need the host."""
     if any(parameter.device.type != "cuda" or parameter.dtype != torch.float32 for parameter in model.net.parameters()):
         return False
     return model.store.graph_rows() is not None
@@ -46,7 +47,7 @@ def can_run(model: DLRM) -> bool:
 
 @dataclass
 class _Captured:
-    """One shape of batches: the fixed memory that its steps read, and their graph once there is one."""
+    """Batches of one shape: the fixed memory that their steps read, and the graph once there is one."""
 
     batch: Batch
     gradients_at: Tensor
@@ -54,18 +55,25 @@ class _Captured:
     graph: torch.cuda.CUDAGraph | None = None
     loss: Tensor | None = None
     keeps: object = None
-    """What the graph reads besides."""
+    """Other memory that the graph reads."""
 
 
-class CudaGraphStep:
-    """The steps of one model on one GPU."""
+class CudaGraphExecution(Execution):
+    """Runs steps on one GPU, on three streams: rows, the network, and the plan of the row update.
 
-    def __init__(self, model: DLRM, spec: TrainSpec, loss_of: LossOf) -> None:
-        self._model, self._spec, self._loss_of = model, spec, loss_of
+    `start` runs a step on its batch's fixed memory: launch by launch at first, then as a graph. Both run `run_step`, whose parts are
+    launched on the stream that each belongs to.
+    """
+
+    optimizer: GpuDenseOptimizer
+
+    def __init__(self, model: DLRM, spec: TrainSpec, timers: Timers, report: Callable[[str], None]) -> None:
+        super().__init__(model, spec, timers, GpuDenseOptimizer(model.net.parameters(), spec.dense_optimizer))
+        self.phase = self._on_stream
+        self._report = report
         rows = model.store.graph_rows()
-        assert rows is not None, "see `can_run`"
+        assert rows is not None, "see `can_capture`"
         self._rows, self._generation, self._store = rows, rows.generation, rows.resident
-        self.optimizer = GpuDenseOptimizer(model.net.parameters(), spec.dense_optimizer)
         self._device = next(model.net.parameters()).device
         # The network's small launches go before the large ones of rows, and those before the planning of their update; a cache's go first.
         self._planning = torch.cuda.Stream(self._device)
@@ -73,69 +81,86 @@ class CudaGraphStep:
         self._network = torch.cuda.Stream(self._device, priority=-2)
         self._pool = torch.cuda.graph_pool_handle()
         self._captured: dict[tuple[Any, ...], _Captured] = {}
+        self._can_capture = True
         self._numbers = torch.zeros(16, device=self._device)
         self._host_numbers = torch.zeros(SLOTS, 16).pin_memory()
         self._losses = torch.zeros(SLOTS).pin_memory()
         self._began, self._done = ([torch.cuda.Event(enable_timing=True) for _ in range(SLOTS)] for _ in range(2))
         self._step_in = [0] * SLOTS
         self._num_replayed = [0] * SLOTS
-        self.busy = Cost()
-        """How long the GPU is busy for each sample, by the graphs whose loss was asked for."""
+        self._busy = Cost()
+        """GPU time per sample of replayed graphs whose loss was waited for."""
+        self._current: _Launches = _Launches(None)
 
-    def forget(self) -> None:
-        """Drop the graphs: what they read or write has moved."""
+    @property
+    def gpu_s_per_sample(self) -> float | None:
+        return self._busy.s_per_item
+
+    def state_loaded(self) -> None:
+        """Drop the graphs: the memory that they read or write has moved."""
         torch.cuda.synchronize(self._device)
         self._captured.clear()
         self._pool = torch.cuda.graph_pool_handle()
 
-    def start(self, batch: Batch, number: int, *, row_lr: float, dense_lr: float) -> Callable[[], float]:
-        """Begin step `number` on a batch in GPU memory; what is returned waits for its loss."""
+    # A step, from the host
+
+    def start(self, batch: Batch, number: int, rate: float) -> Callable[[], float]:
+        """Start a step on a batch in GPU memory without waiting for it."""
+        with self.timers.phase(Phase.GPU_STEP):
+            self._start(batch, number, rate)
+
+        def wait() -> float:
+            with self.timers.phase(Phase.GPU_STEP):
+                return check_finite(self._loss_of_step(number), number)
+
+        return wait
+
+    def _start(self, batch: Batch, number: int, rate: float) -> None:
         batch = dataclasses.replace(batch, sparse=self._rows.enter(self._rows.check_batch(batch.sparse)))
         if self._rows.generation != self._generation:
             self._generation = self._rows.generation
-            self.forget()
+            self.state_loaded()
         slot = number % SLOTS
         self._done[slot].synchronize()
         self._step_in[slot] = number
         numbers = self._host_numbers[slot]
-        rows = step_scalars(self._spec.sparse_optimizer, lr=row_lr, step=number)
+        rows = step_scalars(self.spec.sparse_optimizer, lr=self.spec.sparse_optimizer.lr * rate, step=number)
         numbers[_ROW_NUMBERS] = host_scalars(rows, number, torch.float32)
-        numbers[_DENSE_NUMBERS] = torch.tensor(self.optimizer.numbers(dense_lr, number))
+        numbers[_DENSE_NUMBERS] = torch.tensor(self.optimizer.numbers(self.spec.dense_optimizer.lr * rate, number))
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             self._numbers.copy_(numbers, non_blocking=True)
             captured = self._shape_of(batch)
             _fill(captured.batch, batch)
-            self._num_replayed[slot] = batch.num_samples if captured.num_steps > EAGER_STEPS else 0
-            loss = self._replay(captured, self._began[slot])
+            self._num_replayed[slot] = 0
+            loss = self._replay(captured, slot)
             self._losses[slot].copy_(loss, non_blocking=True)
             self._done[slot].record(self._stream)
         current.wait_stream(self._stream)
         self._rows.leave()
         self.optimizer.count_step(number)
-        return lambda: self._loss_of_step(number)
 
     def _loss_of_step(self, number: int) -> float:
         slot = number % SLOTS
-        assert self._step_in[slot] == number, f"the loss of step {number} was asked for too late"
+        assert self._step_in[slot] == number, f"the loss of step {number} was read too late"
         self._done[slot].synchronize()
         if self._num_replayed[slot]:
-            self.busy.add(self._began[slot].elapsed_time(self._done[slot]) * 1e-3, self._num_replayed[slot])
+            self._busy.add(self._began[slot].elapsed_time(self._done[slot]) * 1e-3, self._num_replayed[slot])
         return float(self._losses[slot])
 
     def _shape_of(self, batch: Batch) -> _Captured:
-        """Fixed memory into which the batch fits. Its size follows from the batch alone, and so does the order of sums."""
+        """Fixed memory that the batch fits. Its size depends on the batch only, and so does the order of sums."""
         sparse = batch.sparse
-        room = capacity_for(sparse.ids.numel(), sparse.offsets.numel() - 1)
+        capacity = capacity_for(sparse.ids.numel(), sparse.offsets.numel() - 1)
         shapes = tuple(None if tensor is None else tensor.shape for tensor in (batch.dense, batch.labels, batch.weights))
-        key = (shapes, sparse.offsets.shape, sparse.ids.dtype, sparse.weights is None, room)
+        key = (shapes, sparse.offsets.shape, sparse.ids.dtype, sparse.weights is None, capacity)
         captured = self._captured.get(key)
         if captured is None:
             ids_dtype = torch.int64 if any(table.num_rows >= 2**31 for table in self._store.tables) else torch.int32
-            gradients_at = torch.zeros(sum(1 for _ in self._model.net.parameters()), dtype=torch.int64, device=self._device)
-            captured = _Captured(_with_capacity(batch, room, ids_dtype), gradients_at)
-            if len(self._captured) == MAX_GRAPHS:  # one that came a few times at most makes way
+            gradients_at = torch.zeros(sum(1 for _ in self.model.net.parameters()), dtype=torch.int64, device=self._device)
+            captured = _Captured(_with_capacity(batch, capacity, ids_dtype), gradients_at)
+            if len(self._captured) == MAX_GRAPHS:  # evict one that has not been captured
                 rarest = min(self._captured, key=lambda known: self._captured[known].num_steps)
                 if self._captured[rarest].graph is None:
                     del self._captured[rarest]
@@ -143,75 +168,130 @@ class CudaGraphStep:
                 self._captured[key] = captured
         return captured
 
-    def _replay(self, captured: _Captured, began: torch.cuda.Event) -> Tensor:
+    def _replay(self, captured: _Captured, slot: int) -> Tensor:
+        """Run the step on its fixed memory, as a graph from the third time on; its loss."""
         captured.num_steps += 1
-        if captured.num_steps <= EAGER_STEPS:
+        if captured.num_steps <= EAGER_STEPS or not self._can_capture:
             return self._run(captured.batch, None)[0]
         if captured.graph is None:
-            graph = torch.cuda.CUDAGraph()
-            # Other threads may go on with CUDA meanwhile: the reader's copies batches into page-locked memory.
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                captured.loss, captured.keeps = self._run(captured.batch, captured.gradients_at)
-            captured.gradients_at.copy_(self.optimizer.gradient_addresses())
-            self._model.net.zero_grad(set_to_none=True)
-            captured.graph = graph
-        began.record(self._stream)  # the host has nothing left to do but this launch: from here on the GPU is busy
-        captured.graph.replay()
+            try:
+                self._capture(captured)
+            except RuntimeError as error:
+                self._can_capture = False
+                self._report(f"CUDA graph capture failed; steps run without graphs from now on: {str(error).splitlines()[0]}")
+                return self._run(captured.batch, None)[0]
+        assert captured.graph is not None
         assert captured.loss is not None
+        if captured.num_steps > EAGER_STEPS + 1:
+            self._num_replayed[slot] = captured.batch.num_samples
+        self._began[slot].record(self._stream)  # this launch is all that the host has left to do: from here on the GPU is busy
+        captured.graph.replay()
         return captured.loss
 
+    def _capture(self, captured: _Captured) -> None:
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may go on with CUDA meanwhile: the reader's copies batches into pinned memory.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            captured.loss, captured.keeps = self._run(captured.batch, captured.gradients_at)
+        captured.gradients_at.copy_(self.optimizer.gradient_addresses())
+        self.model.net.zero_grad(set_to_none=True)
+        captured.graph = graph
+
     def _run(self, batch: Batch, gradients_at: Tensor | None) -> tuple[Tensor, object]:
-        """One step, launch by launch: its loss, and what has to live as long as a graph of it.
+        """Launch one step: its loss, and what has to live as long as a graph of it.
 
         `gradients_at` is where a captured launch will find the gradients' addresses.
         """
-        net, spec, store = self._model.net, self._spec, self._store
-        rows, network = self._stream, self._network
-        net.zero_grad(set_to_none=True)
-        plan, numbers = None, self._numbers[_ROW_NUMBERS]
-        if store.tables:
-            # The update's plan needs no gradient.
-            self._planning.wait_stream(rows)
-            with torch.cuda.stream(self._planning):
-                plan = store.plan_update(batch.sparse, scalars=numbers)
-        network.wait_stream(rows)
-        with dense_precision(spec.precision, self._device):
-            with defer_weight_gradients() as later:
-                with torch.cuda.stream(network):
-                    projected = net.project(batch.dense)
-                if store.tables:
-                    pooled = store.lookup_unchecked(batch.sparse).requires_grad_()
-                else:
-                    pooled = batch.dense.new_zeros(batch.num_samples, 0)
-                network.wait_stream(rows)
-                with torch.cuda.stream(network):
-                    met = None if projected is None else projected.detach().requires_grad_()
-                    loss = self._loss_of(net.join(met, pooled), batch)
-                    loss.backward()
-                    loss = loss.detach().float()
-            rows.wait_stream(network)
-            # Rows have their gradients now. What is left of the backward pass goes on beside their update.
-            if plan is not None:
-                assert pooled.grad is not None
-                rows.wait_stream(self._planning)
-                store.apply_plan(plan, batch.sparse, pooled.grad, scalars=numbers, guard=loss)
-            with torch.cuda.stream(network):
-                if projected is not None and met is not None:
-                    projected.backward(met.grad)
-                for give_gradients in later:
-                    give_gradients()
-                if spec.dense_optimizer.clip is not None:
-                    nn.utils.clip_grad_norm_(net.parameters(), spec.dense_optimizer.clip)
-                if gradients_at is None:
-                    gradients_at = self.optimizer.gradient_addresses().to(self._device)
-                self.optimizer.step_by(self._numbers[_DENSE_NUMBERS], loss, gradients_at)
-        rows.wait_stream(network)  # before what one stream made and the other reads makes way
-        return loss, None if plan is None else plan.keeps
+        launches = self._current = _Launches(gradients_at)
+        self.model.net.zero_grad(set_to_none=True)
+        with defer_weight_gradients() as launches.deferred:
+            run_step(self, batch, 0, 0.0)  # the number and the rate are in `_numbers`
+        self._stream.wait_stream(self._network)  # before memory that one stream allocated and the other reads is reused
+        assert launches.loss is not None
+        return launches.loss, None if launches.plan is None else launches.plan.keeps
+
+    # The parts of a step, as launches on the stream of each
+
+    @contextlib.contextmanager
+    def _on_stream(self, phase: Phase) -> Iterator[None]:
+        """The forward pass and the dense update are launched on the network's stream, all else on that of the rows."""
+        if phase is Phase.FORWARD:
+            self._network.wait_stream(self._stream)
+        with torch.cuda.stream(self._network if phase in (Phase.FORWARD, Phase.DENSE_UPDATE) else self._stream):
+            yield
+
+    def start_lookup(self, batch: Batch) -> Callable[[], Tensor]:
+        """Plan the row update, which needs no gradient; the returned function launches the look-up."""
+        if not self._store.tables:
+            return super().start_lookup(batch)
+        self._planning.wait_stream(self._stream)
+        with torch.cuda.stream(self._planning):
+            self._current.plan = self._store.plan_update(batch.sparse, scalars=self._numbers[_ROW_NUMBERS])
+        return lambda: self._store.lookup_unchecked(batch.sparse).requires_grad_()
+
+    def cut(self, projected: Any) -> Any:
+        """Cut the backward pass, so that rows get their gradients before the first part of the network does."""
+        if not isinstance(projected, Tensor) or not projected.requires_grad:
+            return projected
+        self._current.projected, self._current.joined = projected, projected.detach().requires_grad_()
+        return self._current.joined
+
+    def report_loss(self, loss: Tensor, number: int) -> None:
+        """The loss stays on the GPU: if it is not finite, the updates change nothing, and `start`'s result raises."""
+
+    def backward(self, loss: Tensor, pooled: Tensor, batch: Batch) -> None:
+        """The rest of the backward pass, below the cut and for the weights, runs beside the row update."""
+        launches, rows, network = self._current, self._stream, self._network
+        with torch.cuda.stream(network):
+            loss.backward()
+            launches.loss = loss.detach().float()
+        rows.wait_stream(network)
+        if launches.plan is not None:
+            assert pooled.grad is not None
+            rows.wait_stream(self._planning)
+            self._store.apply_plan(
+                launches.plan, batch.sparse, pooled.grad, scalars=self._numbers[_ROW_NUMBERS], guard=launches.loss
+            )
+        with torch.cuda.stream(network):
+            if launches.projected is not None and launches.joined is not None:
+                launches.projected.backward(launches.joined.grad)
+            for give_gradients in launches.deferred:
+                give_gradients()
+
+    def update_dense(self, rate: float) -> None:
+        launches, net = self._current, self.model.net
+        assert launches.loss is not None
+        for parameter in net.parameters():  # a network of the user's own may leave some without
+            if parameter.grad is None or not parameter.grad.is_contiguous():
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
+        if self.spec.dense_optimizer.clip is not None:
+            nn.utils.clip_grad_norm_(net.parameters(), self.spec.dense_optimizer.clip)
+        gradients_at = launches.gradients_at
+        if gradients_at is None:
+            gradients_at = self.optimizer.gradient_addresses().to(self._device)
+        self.optimizer.step_by(self._numbers[_DENSE_NUMBERS], launches.loss, gradients_at)
+
+
+@dataclass
+class _Launches:
+    """What the parts of one step pass to each other."""
+
+    gradients_at: Tensor | None
+    """Where a captured launch will find the gradients' addresses; None outside of a capture."""
+    deferred: list[Callable[[], None]] = field(default_factory=list)
+    """Calls that compute the gradients of weights."""
+    plan: UpdatePlan | None = None
+    projected: Tensor | None = None
+    joined: Tensor | None = None
+    """`projected` on the other side of the cut."""
+    loss: Tensor | None = None
 
 
 def capacity_for(num_ids: int, num_bags: int) -> int:
-    """A little more than `num_ids`, to the same number for batches that differ little; no more where each bag may hold as many as all others,
-    as in a log with one id a feature: then the next batches have as many."""
+    """Capacity for a batch of `num_ids` ids: a little more, rounded so that batches of similar size share it.
+
+    Exactly `num_ids` where all bags may hold the same number, as in a log with one id per feature: then so will the next batches.
+    """
     if num_ids and num_ids % num_bags == 0:
         return num_ids
     wanted = max(16, num_ids + num_ids // 50)
@@ -219,16 +299,16 @@ def capacity_for(num_ids: int, num_bags: int) -> int:
     return -(-wanted // unit) * unit
 
 
-def _with_capacity(batch: Batch, room: int, ids_dtype: torch.dtype) -> Batch:
-    """Memory for batches like this one with up to `room` ids."""
+def _with_capacity(batch: Batch, capacity: int, ids_dtype: torch.dtype) -> Batch:
+    """Memory for batches like this one with up to `capacity` ids."""
     sparse = batch.sparse
     return Batch(
         dense=torch.empty_like(batch.dense),
         sparse=Sparse(
-            ids=sparse.ids.new_zeros(room, dtype=ids_dtype),
+            ids=sparse.ids.new_zeros(capacity, dtype=ids_dtype),
             offsets=torch.empty_like(sparse.offsets),
             num_features=sparse.num_features,
-            weights=None if sparse.weights is None else sparse.weights.new_zeros(room),
+            weights=None if sparse.weights is None else sparse.weights.new_zeros(capacity),
         ),
         labels=None if batch.labels is None else torch.empty_like(batch.labels),
         weights=None if batch.weights is None else torch.empty_like(batch.weights),
@@ -236,7 +316,7 @@ def _with_capacity(batch: Batch, room: int, ids_dtype: torch.dtype) -> Batch:
 
 
 def _fill(target: Batch, batch: Batch) -> None:
-    """Copy a batch into fixed memory, by one launch where types are the same: small copies take longer to begin than to do."""
+    """Copy a batch into fixed memory, by one launch for all tensors of the same type: small copies are dominated by launches."""
     own, given = target.sparse, batch.sparse
     count = given.ids.numel()
     pairs = [
@@ -244,13 +324,13 @@ def _fill(target: Batch, batch: Batch) -> None:
         (target.labels, batch.labels), (target.weights, batch.weights),
         (None if own.weights is None else own.weights[:count], given.weights),
     ]  # fmt: skip
-    alike = []
+    same_type = []
     for into, values in pairs:
         if into is None or values is None or not values.numel():
             continue
         if into.dtype == values.dtype and values.element_size() % 4 == 0 and into.is_contiguous() and values.is_contiguous():
-            alike.append((into.view(torch.int32), values.view(torch.int32)))
+            same_type.append((into.view(torch.int32), values.view(torch.int32)))
         else:
             into.copy_(values)
-    if alike:
-        torch._foreach_copy_([into for into, _ in alike], [values for _, values in alike])
+    if same_type:
+        torch._foreach_copy_([into for into, _ in same_type], [values for _, values in same_type])

@@ -90,8 +90,7 @@ class HogwildStepper(Stepper):
     ) -> None:
         super().__init__(model, spec, total_steps=total_steps, timers=timers)
         self.steps_ahead = num_threads
-        first = Stepper(model, spec, total_steps=total_steps)
-        first.optimizer = self.optimizer
+        first = Stepper(model, spec, total_steps=total_steps, optimizer=self.optimizer)
         self._hogwild = Hogwild(first, num_threads)
         self._free: queue.SimpleQueue[Stepper] = queue.SimpleQueue()
         for worker in self._hogwild.workers:

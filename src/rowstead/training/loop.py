@@ -29,7 +29,7 @@ from rowstead.training.checkpoint_increment import Increment
 from rowstead.training.early_stopping import EarlyStopping
 from rowstead.training.evaluate import evaluate
 from rowstead.training.metrics import Quality
-from rowstead.training.prefetch import copy_ahead, prefetch_rows
+from rowstead.training.prefetch import copy_ahead
 from rowstead.training.profile import Profiler
 from rowstead.training.progress import MovingLoss, Position, Progress
 from rowstead.training.reporting import RunReporter
@@ -98,9 +98,8 @@ class Loop:
         self.position = position or Position()
         self.timers: Timers = stepper.timers
         self.process_group: ProcessGroup = process_group or SingleProcess()
-        self._stop_requested = stop_requested
-        if stepper.together is not None:
-            stepper.together.wants_stop, self._stop_requested = stop_requested, lambda: _agreed(stepper)
+        self._stop_requested = stepper.execution.agree_on_stop(stop_requested)
+        stepper.on_message = reporter.on_message
         self._early_stopping = EarlyStopping(spec.train, self.position)
         self._profiler = None
         if profile and self.process_group.rank == 0:
@@ -158,7 +157,7 @@ class Loop:
         with Prefetch(self._batches(), depth=PREFETCH_BATCHES) as batches:
             started = time.perf_counter()
             on_device = self._on_device(self._time_waiting(iter(batches)))
-            for batch, device_batch, cursor in prefetch_rows(on_device, self.stepper.model.store):
+            for batch, device_batch, cursor in self.stepper.prefetch(on_device):
                 where = f"epoch {position.epoch}, after {position.num_samples} examples, reader at {cursor}"
                 with _name_location(where):
                     self._changes.mark(batch.sparse)
@@ -346,8 +345,3 @@ def _name_location(where: str) -> Iterator[None]:
         yield
     except TrainingError as error:
         raise TrainingError(f"{error} ({where})") from None
-
-
-def _agreed(stepper: Stepper) -> bool:
-    """Whether all processes stop here, as one of them was asked to."""
-    return stepper.together is not None and stepper.together.stops

@@ -1,38 +1,42 @@
-"""Batches copied to a GPU while it is busy with the one before, and announced to stores that bring their rows in."""
+"""Work ahead of a step: batches copied to a GPU during the step before, and rows prefetched by their store."""
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import TypeVar
 
 import torch
 
 from rowstead.data.batch import Batch
+from rowstead.records.timers import Timers
+from rowstead.spec.phases import Phase
 from rowstead.stores.base import EmbeddingStore
 
 Where = TypeVar("Where")
-"""What comes with a batch, such as the cursor of its reader."""
+"""What comes with a batch, such as its reader's cursor."""
 
 
 def pin_batches(batches: Iterable[tuple[Batch, Where]]) -> Iterator[tuple[Batch, Where]]:
-    """The batches in memory from which a GPU copies by itself."""
+    """The batches in pinned memory, from which copies to a GPU are asynchronous."""
     for batch, cursor in batches:
         yield batch.pin_memory(), cursor
 
 
 def copy_ahead(batches: Iterator[tuple[Batch, Where]], device: torch.device) -> Iterator[tuple[Batch, Batch, Where]]:
-    """Each batch with its copy on the GPU, which was begun while the batch before was trained on."""
+    """Each batch with its copy on the GPU, started during the step before."""
     stream = torch.cuda.Stream(device)
 
-    def begin() -> tuple[Batch, Batch, Where] | None:
+    def start() -> tuple[Batch, Batch, Where] | None:
         item = next(batches, None)
         if item is None:
             return None
         with torch.cuda.stream(stream):
             return item[0], item[0].to(device, non_blocking=True), item[1]
 
-    ahead = begin()
+    ahead = start()
     while ahead is not None:
         current = torch.cuda.current_stream(device)
         current.wait_stream(stream)
@@ -41,8 +45,8 @@ def copy_ahead(batches: Iterator[tuple[Batch, Where]], device: torch.device) -> 
             tensor.record_stream(current)
         error: Exception | None = None
         try:
-            ahead = begin()
-        except Exception as raised:  # noqa: BLE001, RUF100 - whatever it is, the batch before it comes first
+            ahead = start()
+        except Exception as raised:  # noqa: BLE001, RUF100 - the batch before it comes first
             error = raised
         yield ready
         if error is not None:
@@ -50,9 +54,12 @@ def copy_ahead(batches: Iterator[tuple[Batch, Where]], device: torch.device) -> 
 
 
 def prefetch_rows(
-    items: Iterator[tuple[Batch, Batch, Where]], store: EmbeddingStore
+    items: Iterator[tuple[Batch, Batch, Where]], store: EmbeddingStore, timers: Timers | None = None
 ) -> Generator[tuple[Batch, Batch, Where], None, None]:
-    """The same items, each a batch as it was read, and on the device that trains; the store hears of each as early as it wants to."""
+    """The same items, each a batch as it was read and on the device that trains; `store` prefetches as many ahead as it wants."""
+    phase: AbstractContextManager[None] = contextlib.nullcontext()
+    if timers is not None and store.batches_ahead:
+        phase = timers.phase(Phase.PREFETCH)
     ahead: deque[tuple[Batch, Batch, Where]] = deque()
     error: Exception | None = None
     try:
@@ -60,12 +67,13 @@ def prefetch_rows(
             while error is None and len(ahead) <= store.batches_ahead:
                 try:
                     item = next(items, None)
-                except Exception as raised:  # noqa: BLE001, RUF100 - whatever it is, the batches before it come first
+                except Exception as raised:  # noqa: BLE001, RUF100 - the batches before it come first
                     error = raised
                     break
                 if item is None:
                     break
-                store.prefetch(item[1].sparse)
+                with phase:
+                    store.prefetch(item[1].sparse)
                 ahead.append(item)
             if not ahead:
                 break

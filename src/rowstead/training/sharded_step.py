@@ -1,7 +1,7 @@
-"""A training step of all processes of a job at once, each with its share of the batch.
+"""A training step in one of several processes, each with its share of the batch.
 
-What goes over the channel goes while there is other work: ids ahead of their batch, pooled vectors while the bottom MLP runs, the
-gradients of pooled vectors and of the top MLP while the rest of the backward pass runs, the loss while all of it does.
+Exchanges overlap with other work: ids are sent ahead of their batch, pooled vectors while the bottom MLP runs, the gradients of pooled
+vectors and of the top MLP while the rest of the backward pass runs, and the loss during all of it.
 """
 
 from __future__ import annotations
@@ -16,109 +16,94 @@ from rowstead.data.batch import Batch
 from rowstead.distributed.process_group import ProcessGroup, Work
 from rowstead.nn.dlrm import DLRM
 from rowstead.records.timers import Timers
-from rowstead.spec.phases import Phase
 from rowstead.spec.train import TrainSpec
-from rowstead.training.device import dense_precision
+from rowstead.training.step import Execution, check_finite
 
 BUCKET_BYTES = 1 << 20
-"""Dense gradients that are added up at a time: enough to be worth a message, few enough to be under way early."""
+"""Dense gradients per all-reduce: enough to be worth a message, few enough to start early."""
 WIRE_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Types on the wire by the names that specs have for them; none is the type in which they are computed."""
-
-LossOf = Callable[[Tensor, Batch], Tensor]
+"""Wire types by their names in specs; None is the type that they are computed in."""
 
 
-class ShardedStep:
-    """The steps of one model in one of several processes.
+class ShardedExecution(Execution):
+    """Runs steps in one of several processes, over a store whose tables are shared by all of them."""
 
-    `wants_stop` says whether this process was asked to stop; `stops` is then true in all of them after the same step.
-    """
+    has_exchange = True
 
-    def __init__(
-        self,
-        model: DLRM,
-        spec: TrainSpec,
-        loss_of: LossOf,
-        optimizer: torch.optim.Optimizer,
-        timers: Timers,
-        process_group: ProcessGroup,
-    ) -> None:
-        self._model, self._spec, self._loss_of = model, spec, loss_of
-        self._optimizer, self._timers, self._channel = optimizer, timers, process_group
-        self._store = model.store if model.store.tables else None
-        self._gradients = DenseGradients(model.net, process_group, WIRE_DTYPES[spec.wire])
-        self.wants_stop: Callable[[], bool] = lambda: False
-        self.stops = False
+    def __init__(self, model: DLRM, spec: TrainSpec, timers: Timers, process_group: ProcessGroup) -> None:
+        super().__init__(model, spec, timers)
+        self._group = process_group
+        self._gradients = GradientBuckets(model.net, process_group, WIRE_DTYPES[spec.wire])
+        self._stop_requested: Callable[[], bool] = lambda: False
+        self._stops = False
+        self._row_updates: list[Callable[[float, int], None]] = []
+        self._loss_and_stop: tuple[Tensor, Work] | None = None
 
-    def step(self, batch: Batch, number: int, rate: float, finite: Callable[[float, int], float]) -> float:
-        """Train on this process's share of a batch as step `number`; returns the loss of the whole batch.
+    def start_lookup(self, batch: Batch) -> Callable[[], Tensor]:
+        finish, self._row_updates = super().start_lookup(batch), []
+        if not self.model.store.tables:
+            return finish
 
-        `finite` is given the loss before anything changes, and may raise.
-        """
-        model, spec, timers, store = self._model, self._spec, self._timers, self._store
-        with timers.phase(Phase.LOOKUP):
-            pooled_later = store.start_lookup(batch.sparse) if store is not None else None
-        with dense_precision(spec.precision, batch.dense.device):
-            with timers.phase(Phase.FORWARD):
-                projected = model.net.project(batch.dense)
-            with timers.phase(Phase.LOOKUP):
-                pooled = pooled_later() if pooled_later is not None else batch.dense.new_zeros(batch.num_samples, 0)
-            update: list[Callable[[float, int], None]] = []
-            if store is not None:
-                pooled.requires_grad_()
-                pooled.register_post_accumulate_grad_hook(lambda own: update.append(self._send(batch, own)))
-            with timers.phase(Phase.FORWARD):
-                loss = self._loss_of(model.net.join(projected, pooled), batch)
-                told = torch.stack([loss.detach().double(), loss.new_tensor(self.wants_stop(), dtype=torch.float64)])
-                telling = self._channel.start_all_reduce(told)
-            with timers.phase(Phase.BACKWARD):
-                self._optimizer.zero_grad(set_to_none=True)
-                self._gradients.begin()
-                loss.backward()
-                if store is not None and not update:  # rows that the loss does not depend on
-                    update.append(store.start_update(batch.sparse, torch.zeros_like(pooled)))
-        with timers.phase(Phase.EXCHANGE):
-            telling.wait()
-            value, stops = told.tolist()
-            self.stops = stops > 0
-            value = finite(value, number)
-            self._gradients.finish()
-        with timers.phase(Phase.DENSE_UPDATE):
-            if spec.dense_optimizer.clip is not None:
-                nn.utils.clip_grad_norm_(model.net.parameters(), spec.dense_optimizer.clip)
-            for group in self._optimizer.param_groups:
-                group["lr"] = spec.dense_optimizer.lr * rate
-            self._optimizer.step()
-        with timers.phase(Phase.ROW_UPDATE):
-            for apply in update:
-                apply(spec.sparse_optimizer.lr * rate, number)
-        return value
+        def send_gradient(pooled: Tensor) -> None:
+            assert pooled.grad is not None
+            self._row_updates.append(self.model.store.start_update(batch.sparse, pooled.grad))
 
-    def _send(self, batch: Batch, pooled: Tensor) -> Callable[[float, int], None]:
-        """Begin to send the gradient of the pooled rows, as soon as there is one."""
-        assert self._store is not None
-        assert pooled.grad is not None
-        return self._store.start_update(batch.sparse, pooled.grad)
+        def finish_lookup() -> Tensor:
+            pooled = finish()
+            pooled.register_post_accumulate_grad_hook(send_gradient)
+            return pooled
+
+        return finish_lookup
+
+    def report_loss(self, loss: Tensor, number: int) -> None:
+        """Start to sum the loss over all processes, together with requests to stop."""
+        reported = torch.stack([loss.detach().double(), loss.new_tensor(self._stop_requested(), dtype=torch.float64)])
+        self._loss_and_stop = reported, self._group.start_all_reduce(reported)
+
+    def backward(self, loss: Tensor, pooled: Tensor, batch: Batch) -> Callable[[float, int], None] | None:
+        """Gradients are sent as soon as they are there: those of rows by `start_lookup`'s hook, dense ones bucket by bucket."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self._gradients.begin()
+        loss.backward()
+        if not self.model.store.tables:
+            return None
+        if not self._row_updates:  # the loss does not depend on the rows, but other processes wait for this one
+            self._row_updates.append(self.model.store.start_update(batch.sparse, torch.zeros_like(pooled)))
+        return self._row_updates[0]
+
+    def exchange(self, number: int) -> None:
+        assert self._loss_and_stop is not None
+        reported, work = self._loss_and_stop
+        work.wait()
+        loss, num_stops = reported.tolist()
+        self._stops = num_stops > 0
+        self._value = check_finite(loss, number)
+        self._gradients.finish()
+
+    def agree_on_stop(self, stop_requested: Callable[[], bool]) -> Callable[[], bool]:
+        """True in all processes after the same step, if one of them was asked to stop."""
+        self._stop_requested = stop_requested
+        return lambda: self._stops
 
 
 @dataclass
 class _Bucket:
-    """Parameters whose gradients are added up together."""
+    """Parameters whose gradients are summed together."""
 
     parameters: list[nn.Parameter]
-    num_missing: int = 0
+    num_pending: int = 0
     flat: Tensor | None = None
-    waiting: Work | None = field(default=None, repr=False)
+    work: Work | None = field(default=None, repr=False)
 
 
-class DenseGradients:
-    """Adds up the gradients of a module's parameters over processes, bucket by bucket, as the backward pass makes them.
+class GradientBuckets:
+    """Sums the gradients of a module's parameters over processes, bucket by bucket, as the backward pass computes them.
 
-    Buckets begin in one order everywhere, that in which a backward pass comes to them: the last parameters first.
+    All processes start their buckets in the same order, that of a backward pass: the last parameters first.
     """
 
     def __init__(self, module: nn.Module, process_group: ProcessGroup, wire: torch.dtype | None = None) -> None:
-        self._channel, self._wire = process_group, wire
+        self._group, self._wire = process_group, wire
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[nn.Parameter, int] = {}
         size = BUCKET_BYTES
@@ -130,36 +115,36 @@ class DenseGradients:
             self._bucket_of[parameter] = len(self._buckets) - 1
             size += parameter.numel() * (wire or parameter.dtype).itemsize
             parameter.register_post_accumulate_grad_hook(self._ready)
-        self._num_begun = 0
+        self._num_started = 0
         self._is_open = False
 
     def begin(self) -> None:
-        """A backward pass is about to make gradients; those of other passes are left alone."""
+        """Start to watch a backward pass; gradients of other passes are not summed."""
         for bucket in self._buckets:
-            bucket.num_missing = len(bucket.parameters)
-        self._num_begun, self._is_open = 0, True
+            bucket.num_pending = len(bucket.parameters)
+        self._num_started, self._is_open = 0, True
 
     def finish(self) -> None:
-        """Wait for the sums and leave them where the gradients were."""
+        """Wait for the sums and replace the gradients by them."""
         self._is_open = False
-        while self._num_begun < len(self._buckets):
-            self._start(self._buckets[self._num_begun])
+        while self._num_started < len(self._buckets):
+            self._start(self._buckets[self._num_started])
         for bucket in self._buckets:
-            assert bucket.waiting is not None
+            assert bucket.work is not None
             assert bucket.flat is not None
-            bucket.waiting.wait()
+            bucket.work.wait()
             parts = bucket.flat.split([parameter.numel() for parameter in bucket.parameters])
             for parameter, part in zip(bucket.parameters, parts, strict=True):
                 parameter.grad = part.to(parameter.dtype).view_as(parameter)
-            bucket.waiting = bucket.flat = None
+            bucket.work = bucket.flat = None
 
     def _ready(self, parameter: Tensor) -> None:
         if not self._is_open:
             return
         assert isinstance(parameter, nn.Parameter)
-        self._buckets[self._bucket_of[parameter]].num_missing -= 1
-        while self._num_begun < len(self._buckets) and self._buckets[self._num_begun].num_missing == 0:
-            self._start(self._buckets[self._num_begun])
+        self._buckets[self._bucket_of[parameter]].num_pending -= 1
+        while self._num_started < len(self._buckets) and self._buckets[self._num_started].num_pending == 0:
+            self._start(self._buckets[self._num_started])
 
     def _start(self, bucket: _Bucket) -> None:
         gradients = [
@@ -167,5 +152,5 @@ class DenseGradients:
         ]
         flat = torch.cat([gradient.detach().flatten() for gradient in gradients])
         bucket.flat = flat if self._wire is None else flat.to(self._wire)
-        bucket.waiting = self._channel.start_all_reduce(bucket.flat)
-        self._num_begun += 1
+        bucket.work = self._group.start_all_reduce(bucket.flat)
+        self._num_started += 1

@@ -1,36 +1,253 @@
-"""One training step: look-up, forward, loss, backward, dense optimizer, fused row update."""
+"""One training step: `run_step` is the order of its parts, and an `Execution` says how each part runs.
+
+An `Execution` runs the parts one after the other in this thread. `sharded_step.py` runs them over the processes of a job,
+`cuda_graph_step.py` on the streams of a GPU and as CUDA graphs. Hogwild (`hogwild.py`) runs whole steps in several threads.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rowstead.data.batch import Batch
-from rowstead.distributed.process_group import ProcessGroup, SingleProcess
+from rowstead.distributed.process_group import ProcessGroup
 from rowstead.kernels.choose import has_triton
 from rowstead.nn.dlrm import DLRM
 from rowstead.nn.heads import head_of
 from rowstead.records.timers import Timers
 from rowstead.spec.errors import CheckpointError, TrainingError
 from rowstead.spec.phases import Phase
-from rowstead.spec.train import DenseOptimizerSpec, TrainSpec
+from rowstead.spec.train import DenseOptimizerSpec, ScheduleSpec, TrainSpec
 from rowstead.training.device import dense_precision
 from rowstead.training.flat_parameters import FlatReplica
+from rowstead.training.prefetch import Where, prefetch_rows
 from rowstead.training.saved_tensors import STORE, StoreTensors
-from rowstead.training.schedule import factor
-from rowstead.training.sharded_step import ShardedStep
 from rowstead.training.sync_base import SyncPolicy
 
-if TYPE_CHECKING:
-    from rowstead.training.cuda_graph_step import CudaGraphStep
+
+def run_step(run: Execution, batch: Batch, number: int, rate: float) -> None:
+    """Train on `batch` as step `number` (from 1), with the learning rates multiplied by `rate`.
+
+    The rows of the batch may have been prefetched (`Stepper.prefetch`). Their update may start during the backward pass, as soon as
+    they have a gradient.
+    """
+    net, sync = run.model.net, run.sync
+    with run.phase(Phase.LOOKUP):
+        finish_lookup = run.start_lookup(batch)
+    with dense_precision(run.spec.precision, batch.dense.device):
+        with run.phase(Phase.FORWARD):
+            projected = net.project(batch.dense)
+        with run.phase(Phase.LOOKUP):
+            pooled = finish_lookup()
+        with run.phase(Phase.FORWARD):
+            loss = run.loss(net.join(run.cut(projected), pooled), batch)
+            run.report_loss(loss, number)
+        with run.phase(Phase.BACKWARD):
+            finish_row_update = run.backward(loss, pooled, batch)
+    if run.has_exchange:
+        with run.phase(Phase.EXCHANGE):
+            run.exchange(number)
+    if sync is not None:
+        with run.phase(Phase.SYNC):
+            sync.gradients_ready(number)
+    with run.phase(Phase.DENSE_UPDATE):
+        run.update_dense(rate)
+    if finish_row_update is not None:
+        with run.phase(Phase.ROW_UPDATE):
+            finish_row_update(run.spec.sparse_optimizer.lr * rate, number)
+    if sync is not None:
+        with run.phase(Phase.SYNC):
+            sync.after_step(number)
 
 
-def dense_optimizer(spec: DenseOptimizerSpec, module: nn.Module) -> torch.optim.Optimizer:
-    """torch.optim's optimizer of that name over the module's parameters; on the CPU the one that reads them once a step."""
+class Execution:
+    """How the parts of a step run: here one after the other, in this thread. Subclasses override the parts that run differently."""
+
+    has_exchange = False
+    """Whether a step has an exchange with other processes."""
+
+    def __init__(self, model: DLRM, spec: TrainSpec, timers: Timers, optimizer: torch.optim.Optimizer | None = None) -> None:
+        self.model, self.spec, self.timers = model, spec, timers
+        self.optimizer = optimizer or build_dense_optimizer(spec.dense_optimizer, model.net)
+        self.sync: SyncPolicy | None = None
+        """How the dense parameters are kept in sync with other trainers of a fleet."""
+        self.phase: Callable[[Phase], AbstractContextManager[Any]] = timers.phase
+        self._head = head_of(spec.loss)
+        self._value = math.nan
+        """The loss of the last step."""
+
+    def start(self, batch: Batch, number: int, rate: float) -> Callable[[], float]:
+        """Start a step; the returned function waits for its loss, and raises if that is not finite."""
+        run_step(self, batch, number, rate)
+        value = self._value
+        return lambda: value
+
+    def start_lookup(self, batch: Batch) -> Callable[[], Tensor]:
+        """Start the look-up; the returned function waits for the pooled rows [B, sum of widths], which require a gradient."""
+        if not self.model.store.tables:
+            return lambda: batch.dense.new_zeros(batch.num_samples, 0)
+        finish = self.model.store.start_lookup(batch.sparse)
+        return lambda: finish().requires_grad_()
+
+    def cut(self, projected: Any) -> Any:
+        """What `join` gets of `project`'s result; an execution may cut the backward pass in two here."""
+        return projected
+
+    def loss(self, logits: Tensor, batch: Batch) -> Tensor:
+        """The mean loss over the batch, or over this process's share of it; computed in the type of the labels."""
+        assert batch.labels is not None
+        with torch.autocast(logits.device.type, enabled=False):
+            total = None if batch.global_totals is None else batch.global_totals.weight
+            return self._head.loss(logits.to(batch.labels.dtype), batch.labels, batch.weights, total)
+
+    def report_loss(self, loss: Tensor, number: int) -> None:
+        """Check the loss before anything changes, where its value is known already."""
+        self._value = check_finite(loss.item(), number)
+
+    def backward(self, loss: Tensor, pooled: Tensor, batch: Batch) -> Callable[[float, int], None] | None:
+        """Compute all gradients and start the row update; the returned function takes `lr` and `step`, and finishes it."""
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        return None if pooled.grad is None else self.model.store.start_update(batch.sparse, pooled.grad)
+
+    def exchange(self, number: int) -> None:
+        """Wait for the dense gradients and the loss of all processes."""
+
+    def update_dense(self, rate: float) -> None:
+        """Apply the dense optimizer."""
+        spec = self.spec.dense_optimizer
+        if spec.clip is not None:
+            nn.utils.clip_grad_norm_(self.model.net.parameters(), spec.clip)
+        for group in self.optimizer.param_groups:
+            group["lr"] = spec.lr * rate
+        self.optimizer.step()
+
+    def agree_on_stop(self, stop_requested: Callable[[], bool]) -> Callable[[], bool]:
+        """A function that is true once this process, or any other of its job, was asked to stop; polled after each step."""
+        return stop_requested
+
+    @property
+    def gpu_s_per_sample(self) -> float | None:
+        """How long a GPU is busy for each sample, where that is measured."""
+        return None
+
+    def state_loaded(self) -> None:
+        """Called after parameters or optimizer state were replaced."""
+
+
+class Stepper:
+    """A model with its optimizers; `step` trains it on one batch.
+
+    On a GPU steps are captured and replayed as CUDA graphs, unless the spec or the store does not allow it. With a `process_group`
+    of several processes each trains on its share of the batch. With `follow` it is one of the trainers of a fleet.
+    """
+
+    steps_ahead = 0
+    """Steps that are worth starting before the loss of one is waited for."""
+
+    def __init__(
+        self,
+        model: DLRM,
+        spec: TrainSpec,
+        *,
+        total_steps: int,
+        timers: Timers | None = None,
+        process_group: ProcessGroup | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        self.model, self.spec, self.total_steps = model, spec, total_steps
+        self.timers = timers or Timers()
+        self.on_message: Callable[[str], None] = lambda text: None
+        """Called with messages for the user."""
+        self._rank = 0 if process_group is None else process_group.rank
+        self.execution = self._choose_execution(process_group, optimizer)
+
+    def _choose_execution(self, process_group: ProcessGroup | None, optimizer: torch.optim.Optimizer | None) -> Execution:
+        model, spec, timers = self.model, self.spec, self.timers
+        if process_group is not None and process_group.world_size > 1:
+            from rowstead.training.sharded_step import ShardedExecution
+
+            return ShardedExecution(model, spec, timers, process_group)
+        if spec.cuda_graphs and next(model.net.parameters()).device.type == "cuda" and has_triton():
+            from rowstead.training.cuda_graph_step import CudaGraphExecution, can_capture
+
+            if can_capture(model):
+                return CudaGraphExecution(model, spec, timers, lambda text: self.on_message(text))
+        return Execution(model, spec, timers, optimizer)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The dense optimizer."""
+        return self.execution.optimizer
+
+    def follow(self, policy: SyncPolicy) -> None:
+        """Keep in sync with other trainers by this policy from the next step on; it may replace the dense parameters now.
+
+        The caller calls `policy.close()` after the last step.
+        """
+        assert type(self.execution) is Execution, "a sync policy needs eager steps in one process: set `cuda_graphs` to false"
+        policy.begin(FlatReplica(self.model.net, self.optimizer))
+        self.execution.sync = policy
+
+    def prefetch(self, items: Iterator[tuple[Batch, Batch, Where]]) -> Iterator[tuple[Batch, Batch, Where]]:
+        """The same items; the rows of each batch are prefetched as many batches ahead as the store wants."""
+        return prefetch_rows(items, self.model.store, self.timers)
+
+    def step(self, batch: Batch, number: int) -> float:
+        """Train on `batch` as step `number` (from 1) and return its loss, as of before the update.
+
+        A loss that is not finite raises TrainingError before anything changes.
+        """
+        return self.start(batch, number)()
+
+    def start(self, batch: Batch, number: int) -> Callable[[], float]:
+        """Start a step; the returned function waits for its loss, and raises if that is not finite."""
+        self.model.net.seed_step(number, self._rank)
+        return self.execution.start(batch, number, lr_factor(self.spec.schedule, number, self.total_steps))
+
+    @property
+    def gpu_s_per_sample(self) -> float | None:
+        """How long a GPU is busy for each sample; None where steps are not replayed, and before some were."""
+        return self.execution.gpu_s_per_sample
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything that training changes: `net.*`, `optimizer.*` and `store.*`."""
+        return self.dense_state() | {f"{STORE}{name}": value for name, value in self.model.store.state().items()}
+
+    def dense_state(self) -> dict[str, Tensor]:
+        """Everything that training changes except the tables: `net.*` and `optimizer.*`."""
+        tensors = {f"net.{name}": value.detach() for name, value in self.model.net.state_dict().items()}
+        for index, entry in self.optimizer.state_dict()["state"].items():
+            tensors |= {f"optimizer.{index}.{name}": value for name, value in entry.items() if isinstance(value, Tensor)}
+        return tensors
+
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Load what `state` returned, so that the next step is the same bit for bit."""
+        self.load_dense_state(tensors)
+        self.model.store.load_state(StoreTensors(tensors))
+
+    def load_dense_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Load what `dense_state` returned; the optimizer keeps its state if there is none in `tensors`."""
+        load_net(self.model, tensors)
+        plain = self.optimizer.state_dict()
+        state: dict[int, dict[str, Tensor]] = {}
+        for name in tensors:
+            part, _, rest = name.partition(".")
+            if part == "optimizer":
+                index, _, key = rest.partition(".")
+                state.setdefault(int(index), {})[key] = tensors[name].clone()
+        if state:
+            self.optimizer.load_state_dict({"state": state, "param_groups": plain["param_groups"]})
+        self.execution.state_loaded()
+
+
+def build_dense_optimizer(spec: DenseOptimizerSpec, module: nn.Module) -> torch.optim.Optimizer:
+    """torch.optim's optimizer of that name over the module's parameters; on the CPU the fused one."""
     parameters = list(module.parameters())
     fused = True if all(parameter.device.type == "cpu" for parameter in parameters) else None
     if spec.kind == "sgd":
@@ -41,181 +258,36 @@ def dense_optimizer(spec: DenseOptimizerSpec, module: nn.Module) -> torch.optim.
     return torch.optim.Adam(parameters, lr=spec.lr, eps=spec.eps, betas=betas, weight_decay=spec.weight_decay, fused=fused)
 
 
-class Stepper:
-    """A model with its optimizers; `step` trains it on one batch.
-
-    On a GPU steps are replayed as CUDA graphs, unless the spec says no or the store is one that needs the host. With a `process_group`
-    all processes of a job step together, each with its share of the batch. With `follow` it is one of the trainers of a fleet.
-    """
-
-    steps_ahead = 0
-    """How many more steps it is of use to start before the loss of one is waited for."""
-
-    def __init__(
-        self,
-        model: DLRM,
-        spec: TrainSpec,
-        *,
-        total_steps: int,
-        timers: Timers | None = None,
-        process_group: ProcessGroup | None = None,
-    ) -> None:
-        self.model = model
-        self.spec = spec
-        self._head = head_of(spec.loss)
-        self._rank = 0 if process_group is None else process_group.rank
-        self.total_steps = total_steps
-        self.timers = timers or Timers()
-        is_alone = process_group is None or isinstance(process_group, SingleProcess)
-        self._on_gpu = _gpu_step(model, spec, self._loss) if spec.cuda_graphs and is_alone else None
-        self.optimizer: torch.optim.Optimizer = (
-            dense_optimizer(spec.dense_optimizer, model.net) if self._on_gpu is None else self._on_gpu.optimizer
-        )
-        self.together: ShardedStep | None = None
-        """The other processes, where there are any."""
-        if process_group is not None and not is_alone:
-            self.together = ShardedStep(model, spec, self._loss, self.optimizer, self.timers, process_group)
-        self._sync: SyncPolicy | None = None
-
-    def follow(self, policy: SyncPolicy) -> None:
-        """Keep together with other trainers as the policy says, from the next step on; it may replace the dense parameters now.
-
-        Whoever calls this calls `policy.close()` after the last step.
-        """
-        assert self.together is None, "processes that step together need no other policy"
-        assert self._on_gpu is None, "a policy has a say between gradients and update: set `cuda_graphs` to false"
-        policy.begin(FlatReplica(self.model.net, self.optimizer))
-        self._sync = policy
-
-    def step(self, batch: Batch, number: int) -> float:
-        """Train on `batch` as step `number` (from 1) and return its loss, taken before the update.
-
-        A loss that is not finite raises TrainingError before anything changes.
-        """
-        return self.start(batch, number)()
-
-    def start(self, batch: Batch, number: int) -> Callable[[], float]:
-        """`step`, but on a GPU without waiting for it: what is returned waits for the loss, and raises if it is not finite."""
-        self.model.net.seed_step(number, self._rank)
-        rate = factor(self.spec.schedule, number, self.total_steps)
-        if self.together is not None:
-            value = self.together.step(batch, number, rate, _finite)
-            return lambda: value
-        if self._on_gpu is None:
-            value = self._step(batch, number, rate)
-            return lambda: value
-        row_lr, dense_lr = self.spec.sparse_optimizer.lr * rate, self.spec.dense_optimizer.lr * rate
-        with self.timers.phase(Phase.GPU_STEP):
-            loss = self._on_gpu.start(batch, number, row_lr=row_lr, dense_lr=dense_lr)
-
-        def wait() -> float:
-            with self.timers.phase(Phase.GPU_STEP):
-                return _finite(loss(), number)
-
-        return wait
-
-    def _step(self, batch: Batch, number: int, rate: float) -> float:
-        """One step, each of its parts timed."""
-        model, spec, timers = self.model, self.spec, self.timers
-        with timers.phase(Phase.LOOKUP):
-            if model.store.tables:
-                pooled = model.store.lookup(batch.sparse).requires_grad_()
-            else:
-                pooled = batch.dense.new_zeros(batch.num_samples, 0)
-        with dense_precision(spec.precision, batch.dense.device):
-            with timers.phase(Phase.FORWARD):
-                loss = self._loss(model.net(batch.dense, pooled), batch)
-                value = _finite(loss.item(), number)
-            with timers.phase(Phase.BACKWARD):
-                self.optimizer.zero_grad(set_to_none=True)
-                loss.backward()
-        if self._sync is not None:
-            with timers.phase(Phase.SYNC):
-                self._sync.gradients_ready(number)
-        with timers.phase(Phase.DENSE_UPDATE):
-            if spec.dense_optimizer.clip is not None:
-                nn.utils.clip_grad_norm_(model.net.parameters(), spec.dense_optimizer.clip)
-            for group in self.optimizer.param_groups:
-                group["lr"] = spec.dense_optimizer.lr * rate
-            self.optimizer.step()
-        if pooled.grad is not None:
-            with timers.phase(Phase.ROW_UPDATE):
-                model.store.update(batch.sparse, pooled.grad, lr=spec.sparse_optimizer.lr * rate, step=number)
-        if self._sync is not None:
-            with timers.phase(Phase.SYNC):
-                self._sync.after_step(number)
-        return value
-
-    def _loss(self, log_odds: Tensor, batch: Batch) -> Tensor:
-        assert batch.labels is not None
-        with torch.autocast(log_odds.device.type, enabled=False):
-            total = None if batch.global_totals is None else batch.global_totals.weight
-            log_odds = log_odds.to(batch.labels.dtype)
-            return self._head.loss(log_odds, batch.labels, batch.weights, total)
-
-    @property
-    def gpu_s_per_sample(self) -> float | None:
-        """How long a GPU is busy for each sample; absent where steps are not replayed, and before some were."""
-        return None if self._on_gpu is None else self._on_gpu.busy.s_per_item
-
-    def state(self) -> dict[str, Tensor]:
-        """Everything that training changes: `net.*`, `optimizer.*` and `store.*`."""
-        return self.dense_state() | {f"{STORE}{name}": value for name, value in self.model.store.state().items()}
-
-    def dense_state(self) -> dict[str, Tensor]:
-        """Everything that training changes but the tables: `net.*` and `optimizer.*`."""
-        tensors = {f"net.{name}": value.detach() for name, value in self.model.net.state_dict().items()}
-        for place, entry in self.optimizer.state_dict()["state"].items():
-            tensors |= {f"optimizer.{place}.{name}": value for name, value in entry.items() if isinstance(value, Tensor)}
-        return tensors
-
-    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over what `state` gave, so that the next step is the same bit for bit."""
-        self.load_dense_state(tensors)
-        self.model.store.load_state(StoreTensors(tensors))
-
-    def load_dense_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over what `dense_state` gave; the tables stay as they are, and the optimizer where none of it is given."""
-        load_net(self.model, tensors)
-        plain = self.optimizer.state_dict()
-        state: dict[int, dict[str, Tensor]] = {}
-        for name in tensors:
-            part, _, rest = name.partition(".")
-            if part == "optimizer":
-                place, _, key = rest.partition(".")
-                state.setdefault(int(place), {})[key] = tensors[name].clone()
-        if state:
-            self.optimizer.load_state_dict({"state": state, "param_groups": plain["param_groups"]})
-        if self._on_gpu is not None:
-            self._on_gpu.forget()
+def lr_factor(spec: ScheduleSpec, step: int, total_steps: int) -> float:
+    """What the learning rates are multiplied by at `step`, from 1 to `total_steps`."""
+    if step <= spec.warmup_steps:
+        return step / spec.warmup_steps
+    if spec.decay == "none":
+        return 1.0
+    span = max(1, total_steps - spec.warmup_steps)
+    done = min(1.0, (step - spec.warmup_steps) / span)
+    remaining = 1 - done if spec.decay == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    return spec.final + (1 - spec.final) * remaining
 
 
-def _gpu_step(model: DLRM, spec: TrainSpec, loss: Callable[[Tensor, Batch], Tensor]) -> CudaGraphStep | None:
-    """What runs the steps of a model whose rows and parameters are all on a GPU; none for other models."""
-    if next(model.net.parameters()).device.type != "cuda" or not has_triton():
-        return None
-    from rowstead.training.cuda_graph_step import CudaGraphStep, can_run
-
-    return CudaGraphStep(model, spec, loss) if can_run(model) else None
-
-
-def _finite(value: float, number: int) -> float:
-    if math.isfinite(value):
-        return value
+def check_finite(loss: float, number: int) -> float:
+    """The loss of step `number`; raises if it is not finite."""
+    if math.isfinite(loss):
+        return loss
     raise TrainingError(
-        f"the loss is {value} at step {number}, which changed nothing. Lower train.sparse_optimizer.lr and "
+        f"the loss is {loss} at step {number}, which changed nothing. Lower train.sparse_optimizer.lr and "
         "train.dense_optimizer.lr, set their `clip`, or look for extreme values in that batch"
     )
 
 
 def load_model(model: DLRM, tensors: Mapping[str, Tensor], *, with_optimizer: bool = True) -> None:
-    """Take over rows and dense parameters from a checkpoint's tensors, and what the store's optimizer remembers."""
+    """Load rows and dense parameters from a checkpoint's tensors, and the row optimizer's state."""
     load_net(model, tensors)
     model.store.load_state(StoreTensors(tensors), rows_only=not with_optimizer)
 
 
 def load_net(model: DLRM, tensors: Mapping[str, Tensor]) -> None:
-    """Take over dense parameters from a checkpoint's tensors."""
+    """Load dense parameters from a checkpoint's tensors."""
     own = model.net.state_dict()
     for name, value in own.items():
         saved = f"net.{name}"

@@ -21,7 +21,7 @@ from rowstead.spec.timings import LayerTimes
 from rowstead.spec.train import DenseOptimizerSpec
 from rowstead.study.calibration.clock import Clock
 from rowstead.training.device import dense_precision
-from rowstead.training.step import dense_optimizer
+from rowstead.training.step import build_dense_optimizer
 
 EXAMPLES = {"cpu": (64, 256, 1024, 4096), "cuda": (256, 1024, 4096, 16384)}
 INPUTS, OUTPUTS = (16, 64, 256, 1024, 4096), (1, 16, 64, 256, 1024)
@@ -142,7 +142,7 @@ def dense_update_times(clock: Clock) -> Curve:
 def _step_of(net: nn.Module, clock: Clock) -> Callable[[], Any]:
     spec = DenseOptimizerSpec()
     if not clock.is_cuda or not has_triton():
-        return dense_optimizer(spec, net).step
+        return build_dense_optimizer(spec, net).step
     from rowstead.kernels.gpu.dense_optimizer import GpuDenseOptimizer
 
     optimizer = GpuDenseOptimizer(net.parameters(), spec)
