@@ -11,7 +11,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -42,7 +41,7 @@ from rowstead.training.metrics import Quality
 from rowstead.training.progress import NoProgress, Position, ProgressCallback
 from rowstead.training.reporting import RunReporter
 from rowstead.training.step import Stepper, load_model
-from rowstead.training.trained import architecture, check_same_model, transforms_in
+from rowstead.training.trained import check_same_model, checkpoint_facts, transforms_in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +174,7 @@ def _run(
                 sources,
                 device=device,
                 folder=folder.path,
-                facts=_checkpoint_facts(spec, sources),
+                facts=checkpoint_facts(spec, sources.encoder.transforms.to_plain(), sources.id_kinds),
                 reporter=reporter,
                 position=position,
                 stop_requested=stop.is_set,
@@ -220,17 +219,6 @@ def _check_sources(sources: Sources, model: DLRM) -> Sources:
     """The same splits; the reading thread checks each batch against the tables."""
     checked = (check_source(source, model.store.layout) for source in (sources.train, sources.eval))
     return dataclasses.replace(sources, train=next(checked), eval=next(checked))
-
-
-def _checkpoint_facts(spec: RunSpec, sources: Sources) -> dict[str, Any]:
-    """What every checkpoint of a run holds besides tensors and position."""
-    return {
-        "architecture": architecture(spec),
-        "spec_digest": digest(spec),
-        "transforms": sources.encoder.transforms.to_plain(),
-        "id_kinds": sources.id_kinds,
-        "versions": versions(),
-    }
 
 
 def _report_start(

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from rowstead.data.open_log import open_sources
+from rowstead.data.source import Source
 from rowstead.fleet.evaluate_and_save import EvaluateAndSave
 from rowstead.fleet.fleet_figures import NoFleetProgress
 from rowstead.fleet.gathered_model import LocalTablesModel
 from rowstead.fleet.rpc_client import ServerUnavailable
+from rowstead.records.events import read_events
 from rowstead.records.run_folder import RunFolder
 from rowstead.spec.fleet import FleetSpec
 from rowstead.spec.parse import override, parse
 from rowstead.spec.run import RunSpec
+from rowstead.training.metrics import Quality
 from rowstead.training.progress import Position
+from rowstead.training.reporting import RunReporter
 from rowstead.training.sync_base import DenseServerUnavailable
 from tests.small_runs import small_plain, wait_until
 
@@ -28,6 +31,8 @@ class Model(LocalTablesModel):
         super().__init__(folder)
         self.problems: list[Exception] = []
         self.saved: list[int] = []
+        self.saved_to: list[str] = []
+        self.nes: list[float] = []
 
     def gather(self) -> None:
         if self.problems:
@@ -35,7 +40,11 @@ class Model(LocalTablesModel):
 
     def save(self, folder: Path, position: Position, *, keep: int, progress: list[str]) -> Path:
         self.saved.append(position.step)
+        self.saved_to.append(folder.name)
         return folder
+
+    def evaluate(self, source: Source, max_samples: int | None) -> Quality:
+        return Quality(num_samples=1, log_loss=0.5, mse=0.1, mean_label=0.3, mean_prediction=0.3, ne=self.nes.pop(0))
 
 
 class Messages(NoFleetProgress):
@@ -54,11 +63,6 @@ def messages() -> Messages:
 
 
 @pytest.fixture
-def events() -> list[tuple[str, int]]:
-    return []
-
-
-@pytest.fixture
 def position() -> Position:
     return Position()
 
@@ -68,27 +72,24 @@ def model(tmp_path: Path) -> Model:
     return Model(tmp_path)
 
 
-@pytest.fixture
-def evaluate_and_save(
-    tmp_path: Path, messages: Messages, events: list[tuple[str, int]], position: Position, model: Model
-) -> EvaluateAndSave:
-    spec = parse(RunSpec, override(small_plain() | {"fleet": {"num_trainers": 1}}, ["train.checkpoint_every=10"]))
+def build(folder: Path, model: Model, position: Position, messages: Messages, *settings: str) -> EvaluateAndSave:
+    spec = parse(RunSpec, override(small_plain() | {"fleet": {"num_trainers": 1}}, list(settings)))
     assert isinstance(spec.fleet, FleetSpec)
-
-    def record(kind: str, step: int, figures: dict[str, Any]) -> None:
-        events.append((kind, step))
-
     return EvaluateAndSave(
         spec,
-        RunFolder(tmp_path),
+        RunFolder(folder),
         open_sources(spec),
         model,
         position,
         total_steps=100,
-        record=record,
-        callback=messages,
+        reporter=RunReporter(folder, messages, log_every=10),
         is_saved=False,
     )
+
+
+@pytest.fixture
+def evaluate_and_save(tmp_path: Path, messages: Messages, position: Position, model: Model) -> EvaluateAndSave:
+    return build(tmp_path, model, position, messages, "train.checkpoint_every=10")
 
 
 def reach(evaluate_and_save: EvaluateAndSave, position: Position, step: int) -> None:
@@ -107,7 +108,7 @@ def test_a_checkpoint_that_a_server_was_unavailable_for_is_reported_and_the_next
     model: Model,
     position: Position,
     messages: Messages,
-    events: list[tuple[str, int]],
+    tmp_path: Path,
 ) -> None:
     model.problems.append(problem)
     reach(evaluate_and_save, position, 12)
@@ -116,7 +117,8 @@ def test_a_checkpoint_that_a_server_was_unavailable_for_is_reported_and_the_next
     assert model.saved == [], "the next one is due at 20"
     reach(evaluate_and_save, position, 20)
     assert model.saved == [20]
-    assert events == [("missed", 12), ("checkpoint", 20)]
+    events = read_events(tmp_path / "events.jsonl")
+    assert [(event["kind"], event["step"]) for event in events] == [("missed", 12), ("checkpoint", 20)]
 
 
 def test_other_errors_are_raised(evaluate_and_save: EvaluateAndSave, model: Model, position: Position) -> None:
@@ -136,3 +138,19 @@ def test_a_step_is_saved_twice_only_if_the_model_has_changed(
     position.step = 11
     evaluate_and_save.save()
     assert model.saved == [10, 10, 11]
+
+
+def test_an_evaluation_without_improvement_ends_the_patience_and_the_best_model_is_kept(
+    model: Model, position: Position, messages: Messages, tmp_path: Path
+) -> None:
+    settings = ("train.eval_every=10", "train.early_stop.patience=1")
+    evaluate_and_save = build(tmp_path, model, position, messages, *settings)
+    model.nes = [0.9, 0.8, 0.85]
+    reach(evaluate_and_save, position, 10)
+    reach(evaluate_and_save, position, 20)
+    assert (position.best, position.evaluations_since_best) == (0.8, 0)
+    assert (model.saved, model.saved_to) == ([10, 20], ["best", "best"])
+    position.step = 30
+    evaluate_and_save.poll()
+    wait_until(evaluate_and_save.poll, what="the decision to stop")
+    assert model.saved == [10, 20]

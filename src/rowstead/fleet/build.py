@@ -22,10 +22,8 @@ from rowstead.fleet.rpc_client import Client
 from rowstead.kernels.layout import layout_of
 from rowstead.nn.dlrm import DLRM
 from rowstead.records.files import write_atomic
-from rowstead.records.usage import versions
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.fleet import FleetSpec, RoleKind
-from rowstead.spec.parse import digest
 from rowstead.spec.run import RunSpec
 from rowstead.stores.base import EmbeddingStore
 from rowstead.stores.host import HostStore
@@ -33,7 +31,7 @@ from rowstead.stores.state import StatePart
 from rowstead.training import checkpoint
 from rowstead.training.build import ROW_DTYPES, build_model, expected_lookups
 from rowstead.training.progress import Position
-from rowstead.training.trained import architecture
+from rowstead.training.trained import checkpoint_facts
 
 KEYS_FILE = "keys.json"
 INITIAL_FILE = "initial.safetensors"
@@ -195,15 +193,8 @@ def save_checkpoint(
 ) -> Path:
     """Write an ordinary checkpoint of a fleet's model to `folder`."""
     shared = roster.facts
-    facts: dict[str, Any] = {
-        "architecture": architecture(spec),
-        "spec_digest": digest(spec),
-        "transforms": shared["transforms"],
-        "id_kinds": shared["id_kinds"],
-        "versions": versions(),
-        "position": position.to_plain(),
-        "readers": progress,
-    }
+    facts = checkpoint_facts(spec, shared["transforms"], shared["id_kinds"])
+    facts |= {"position": position.to_plain(), "readers": progress}
     return checkpoint.save(folder, position.step, dense, facts, keep=keep, parts=parts)
 
 

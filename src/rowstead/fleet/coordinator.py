@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shutil
 import time
@@ -26,9 +27,7 @@ from rowstead.fleet.reader_server import batches_per_reader
 from rowstead.fleet.roster import ROLES_FOLDER, ROSTER_FILE, hold_role
 from rowstead.fleet.sparse_server import SNAPSHOTS_FOLDER
 from rowstead.fleet.supervisor import RoleError, RoleHandle, Supervisor
-from rowstead.records.events import EventLog
 from rowstead.records.run_folder import DEFAULT_ROOT, RunFolder
-from rowstead.records.tensorboard import ScalarWriter
 from rowstead.records.usage import UsageSampler, usable_cores
 from rowstead.run import Result, build_record, stop_on_signal
 from rowstead.spec.errors import RowsteadError
@@ -40,6 +39,7 @@ from rowstead.training.build import ignored_settings
 from rowstead.training.device import bf16_fallback, choose_device
 from rowstead.training.loop import Ending, TrainOutcome
 from rowstead.training.progress import Position
+from rowstead.training.reporting import RunReporter
 from rowstead.training.trained import check_same_model, transforms_in
 
 REPORT_INTERVAL_S = 0.5
@@ -145,7 +145,7 @@ class Coordinator:
         self._schedule_steps = self._fleet.num_readers * max(batches)
         """Steps that the learning rate is scheduled over: readers number their batches round-robin."""
         self._position = Position()
-        self._reported_s, self._logged_step = 0.0, 0
+        self._reported_s = 0.0
         self._background: Future[Any] | None = None
         """The work that was started last."""
         self._gathered: GatheredModel | LocalTablesModel | None = None
@@ -156,23 +156,21 @@ class Coordinator:
         spec, folder, callback = self._spec, self._folder, self._callback
         self._prepare_folder(saved)
         facts = build_shared_facts(spec, self._sources, dtype=self._dtype, total_steps=self._schedule_steps)
-        if (begin_with := saved or initial) is not None:
-            facts["begin_with"] = {"path": str(begin_with.path.resolve()), "with_optimizer": saved is not None}
+        if (start := saved or initial) is not None:
+            facts["initial_checkpoint"] = {"path": str(start.path.resolve()), "with_optimizer": saved is not None}
         cores = max(1, usable_cores() // len(self._fleet.roles()))
-        step = self._position.step if saved is not None else None
+        resumed_step = self._position.step if saved is not None else None
         with (
             stop_on_signal() as stop_requested,
             UsageSampler() as usage,
-            EventLog(folder.events_file) as self._events,
+            contextlib.closing(self._open_reporter(resumed_step)) as self._reporter,
             self._build_launcher(cores) as launcher,
         ):
-            self._scalars = ScalarWriter(folder.tensorboard, resumed_step=step)
             for warning in (bf16_fallback(spec, self._device()[0]), ignored_settings(spec)):
                 if warning is not None:
                     callback.on_message(warning)
-            if step is not None:
-                self._events.resumed(step)
-                callback.on_message(f"resuming {folder.path} after step {step:,}")
+            if resumed_step is not None:
+                callback.on_message(f"resuming {folder.path} after step {resumed_step:,}")
             supervisor = self._supervisor = Supervisor(
                 folder.path,
                 self._fleet,
@@ -186,12 +184,11 @@ class Coordinator:
             self._figures = FleetFigures(spec, folder.path, supervisor, total_steps=self._total_steps, before=before)
             counts = self._counts = WorkCounts(supervisor, self._position, callback.on_message)
             try:
-                outcome = self._train(supervisor, stop_requested.is_set, begin_with, with_optimizer=saved is not None)
+                outcome = self._train(supervisor, stop_requested.is_set, start, with_optimizer=saved is not None)
                 statuses = {} if outcome.ending == "interrupted" else counts.read_final_statuses()
                 supervisor.stop(*KINDS)  # stopped, not killed, so that each writes its last usage sample
             finally:
                 self._close_model()
-                self._scalars.close()
                 supervisor.close()
         record = None
         if outcome.ending != "interrupted":
@@ -201,6 +198,9 @@ class Coordinator:
             record = dataclasses.replace(record, figures={**record.figures, **role_figures})
             folder.write_record(record)
         return Result(folder=folder.path, outcome=outcome, record=record)
+
+    def _open_reporter(self, resumed_step: int | None) -> RunReporter:
+        return RunReporter(self._folder.path, self._callback, log_every=self._spec.train.log_every, resumed_step=resumed_step)
 
     def _build_launcher(self, cores: int) -> ForkServer | ManualLauncher | RayRoles:
         """Build the launcher of the roles. Roles that may be on other machines authenticate with keys."""
@@ -228,7 +228,7 @@ class Coordinator:
         self,
         supervisor: Supervisor,
         stop_requested: Callable[[], bool],
-        begin_with: checkpoint.Checkpoint | None,
+        start: checkpoint.Checkpoint | None,
         *,
         with_optimizer: bool,
     ) -> TrainOutcome:
@@ -238,8 +238,8 @@ class Coordinator:
         if stop_requested():
             return TrainOutcome("interrupted", self._position, None, None)
         model = self._gathered = self._run_supervised(self._build_model)
-        if begin_with is not None:
-            self._run_supervised(lambda: model.load(begin_with, with_optimizer=with_optimizer))
+        if start is not None:
+            self._run_supervised(lambda: model.load(start, with_optimizer=with_optimizer))
         if stop_requested():
             return TrainOutcome("interrupted", self._position, None, None)
         evaluate_and_save = self._evaluate_and_save = EvaluateAndSave(
@@ -249,9 +249,8 @@ class Coordinator:
             model,
             self._position,
             total_steps=self._total_steps,
-            record=self._record,
-            callback=self._callback,
-            is_saved=begin_with is not None and with_optimizer,
+            reporter=self._reporter,
+            is_saved=start is not None and with_optimizer,
         )
         supervisor.start("trainer")
         self._figures.follow()
@@ -352,13 +351,12 @@ class Coordinator:
         shutil.rmtree(path / SNAPSHOTS_FOLDER, ignore_errors=True)
         if saved is not None:
             self._position = Position(**saved.facts["position"])
-            self._logged_step = self._position.step
             restore_reader_progress(path, saved.facts["readers"])
 
     # Reporting
 
     def _report(self, *, at_once: bool = False) -> None:
-        """Read the roles' usage samples, and report progress to the callback and the event log."""
+        """Read the roles' usage samples and report them, at most every `REPORT_INTERVAL_S`."""
         now = time.monotonic()
         if now - self._reported_s < REPORT_INTERVAL_S and not at_once:
             return
@@ -370,17 +368,7 @@ class Coordinator:
         if progress is None:
             return
         self._position.step, self._position.num_samples = progress.step, progress.num_samples
-        self._callback.on_step(progress)
-        if progress.step >= self._logged_step + self._spec.train.log_every:
-            self._logged_step = progress.step
-            figures = {name: value for name, value in vars(progress).items() if value is not None}
-            self._record("train", progress.step, {k: v for k, v in figures.items() if k not in ("step", "total_steps")})
-
-    def _record(self, kind: str, step: int, figures: dict[str, Any]) -> None:
-        self._events.write(kind, step=step, **figures)
-        scalars = {f"{kind}/{name}": value for name, value in figures.items() if isinstance(value, (int, float))}
-        if scalars:
-            self._scalars.write(step, scalars)
+        self._reporter.on_step(progress)
 
     def _record_role_event(self, event: str, handle: RoleHandle, reason: str) -> None:
-        self._events.write(event, step=self._position.step, role=handle.name, why=reason)
+        self._reporter.write(event, self._position.step, {"role": handle.name, "why": reason})

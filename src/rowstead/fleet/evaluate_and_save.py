@@ -1,4 +1,4 @@
-"""Evaluations and checkpoints of a fleet's model during and after training, and the decision to stop early."""
+"""Evaluations and checkpoints of a fleet's model, during and after training."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ import dataclasses
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from rowstead.data.open_log import Sources
 from rowstead.fleet.build import read_reader_progress
-from rowstead.fleet.fleet_figures import FleetCallback
 from rowstead.fleet.gathered_model import GatheredModel, LocalTablesModel
 from rowstead.records.run_folder import RunFolder
 from rowstead.spec.errors import LostProcessError
 from rowstead.spec.run import RunSpec
 from rowstead.training import checkpoint
+from rowstead.training.early_stopping import EarlyStopping
 from rowstead.training.metrics import Quality
 from rowstead.training.progress import Position
+from rowstead.training.reporting import RunReporter
 from rowstead.training.sync_base import DenseServerUnavailable
 
 T = TypeVar("T")
@@ -44,12 +45,6 @@ def wait_for(future: Future[Any], timeout_s: float) -> bool:
     return bool(concurrent.futures.wait([future], timeout_s).done)
 
 
-class RecordEvent(Protocol):
-    """Writes an event of a step to the run's records."""
-
-    def __call__(self, kind: str, step: int, figures: dict[str, Any]) -> None: ...
-
-
 class EvaluateAndSave:
     """Evaluates and saves the model of one run; the caller keeps `position` up to date.
 
@@ -66,13 +61,13 @@ class EvaluateAndSave:
         position: Position,
         *,
         total_steps: int,
-        record: RecordEvent,
-        callback: FleetCallback,
+        reporter: RunReporter,
         is_saved: bool,
     ) -> None:
         """`is_saved`: there is a checkpoint of the current position."""
         self._spec, self._folder, self._sources, self._model, self._position = spec, folder, sources, model, position
-        self._total_steps, self._record, self._callback = total_steps, record, callback
+        self._total_steps, self._reporter = total_steps, reporter
+        self._early_stopping = EarlyStopping(spec.train, position)
         self._every = {"evaluation": spec.train.eval_every, "checkpoint": spec.train.checkpoint_every}
         self._due = {task: self._next(task) for task in self._every}
         self._saved_step = position.step if is_saved else None
@@ -109,14 +104,14 @@ class EvaluateAndSave:
     def evaluate(self) -> Quality:
         """Evaluate the gathered model on the whole evaluation split."""
         quality = self._model.evaluate(self._sources.eval, None)
-        self._report(self._position.step, quality)
+        self._reporter.on_evaluation(self._position.step, quality)
         return quality
 
     def restore_best(self) -> None:
         """Load the model of the best evaluation into the fleet."""
-        best = checkpoint.load_latest(self._folder.path / "best", self._callback.on_message)
+        best = checkpoint.load_latest(self._folder.path / "best", self._reporter.on_message)
         self._model.load(best, with_optimizer=True)
-        self._callback.on_message(f"no better evaluation for a while: restored the weights of step {best.step}")
+        self._reporter.on_message(f"stopped early: restored the weights of the best evaluation, at step {best.step:,}")
 
     def _next(self, task: str) -> int | None:
         every = self._every[task]
@@ -129,8 +124,8 @@ class EvaluateAndSave:
             return future.result()
         except (LostProcessError, DenseServerUnavailable) as error:  # trainers wait for it, or continue without; so do we
             step = self._position.step
-            self._callback.on_message(f"step {step:,}: not {PARTICIPLES[self._task]}: {error}")
-            self._record("missed", step, {"what": self._task, "why": str(error)})
+            self._reporter.on_message(f"step {step:,}: not {PARTICIPLES[self._task]}: {error}")
+            self._reporter.write("missed", step, {"what": self._task, "why": str(error)})
             return False
 
     # In the background
@@ -143,26 +138,12 @@ class EvaluateAndSave:
             self._write(position, progress)
             return False
         quality = self._model.evaluate(self._sources.eval, self._spec.train.eval_samples)
-        self._report(position.step, quality)
-        return self._should_stop_early(quality, position, progress)
-
-    def _should_stop_early(self, quality: Quality, position: Position, progress: list[str]) -> bool:
-        spec = self._spec.train.early_stop
-        if spec is None:
-            return False
-        measure = quality.early_stop_measure(self._spec.train.loss)
-        if self._position.best is None or measure < self._position.best - spec.min_delta:
-            self._position.best, self._position.evaluations_since_best = measure, 0
+        self._reporter.on_evaluation(position.step, quality)
+        if self._early_stopping.observe(quality):
             self._model.save(self._folder.path / "best", position, keep=1, progress=progress)
-        else:
-            self._position.evaluations_since_best += 1
-        return self._position.evaluations_since_best >= spec.patience
+        return self._early_stopping.should_stop
 
     def _write(self, position: Position, progress: list[str]) -> None:
         self._model.save(self._folder.checkpoints, position, keep=self._spec.train.keep_checkpoints, progress=progress)
         self._saved_step = position.step
-        self._record("checkpoint", position.step, {})
-
-    def _report(self, step: int, quality: Quality) -> None:
-        self._record("evaluation", step, quality.figures())
-        self._callback.on_evaluation(step, quality)
+        self._reporter.write("checkpoint", position.step)

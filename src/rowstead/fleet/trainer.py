@@ -217,7 +217,7 @@ class FleetTrainer:
     def _load_initial(self, stepper: Stepper) -> None:
         """Load what this trainer saved before it was killed, or the initial parameters if they are not the seed's."""
         if self._fleet.tables == "local":
-            if (given := self._roster.facts.get("begin_with")) is not None:
+            if (given := self._roster.facts.get("initial_checkpoint")) is not None:
                 saved = checkpoint.load(Path(given["path"]))
                 if given["with_optimizer"]:
                     stepper.load_state(saved.tensors)

@@ -20,9 +20,10 @@ from rowstead.data.source import Source
 from rowstead.data.transforms import DenseTransforms, RowRule
 from rowstead.nn.dlrm import DLRM
 from rowstead.records.run_folder import DEFAULT_ROOT, RunFolder
+from rowstead.records.usage import versions
 from rowstead.spec.errors import CheckpointError
 from rowstead.spec.networks import parse_network
-from rowstead.spec.parse import difference, to_plain_without_defaults
+from rowstead.spec.parse import difference, digest, to_plain_without_defaults
 from rowstead.spec.placement import MemorySpec
 from rowstead.spec.run import RunSpec
 from rowstead.training import checkpoint
@@ -112,6 +113,17 @@ def evaluate(
 def transforms_in(saved: checkpoint.Checkpoint) -> DenseTransforms:
     """The dense transforms that were learned on the training split."""
     return DenseTransforms.from_plain(saved.facts["transforms"])
+
+
+def checkpoint_facts(spec: RunSpec, transforms: Any, id_kinds: IdKinds) -> dict[str, Any]:
+    """What every checkpoint of a run holds besides tensors and position."""
+    return {
+        "architecture": architecture(spec),
+        "spec_digest": digest(spec),
+        "transforms": transforms,
+        "id_kinds": id_kinds,
+        "versions": versions(),
+    }
 
 
 def architecture(spec: RunSpec) -> dict[str, Any]:
