@@ -247,13 +247,13 @@ class CudaGraphExecution(Execution):
             launches.loss = loss.detach().float()
         rows.wait_stream(network)
         if launches.plan is not None:
-            assert pooled.grad is not None
+            gradient = torch.zeros_like(pooled) if pooled.grad is None else pooled.grad  # a network may ignore its rows
             rows.wait_stream(self._planning)
             self._store.apply_plan(
-                launches.plan, batch.sparse, pooled.grad, scalars=self._numbers[_ROW_NUMBERS], guard=launches.loss
+                launches.plan, batch.sparse, gradient, scalars=self._numbers[_ROW_NUMBERS], guard=launches.loss
             )
         with torch.cuda.stream(network):
-            if launches.projected is not None and launches.joined is not None:
+            if launches.projected is not None and launches.joined is not None and launches.joined.grad is not None:
                 launches.projected.backward(launches.joined.grad)
             for give_gradients in launches.deferred:
                 give_gradients()
