@@ -16,71 +16,71 @@ def header(number: int, *, sender: int = 1, answered_below: int = 0) -> Header:
 
 
 def test_a_repeated_request_waits_or_gets_the_same_reply() -> None:
-    ledger = RequestDeduplicator(Limits())
-    assert ledger.admit(header(0), b"first") == (RequestVerdict.RUN, None)
-    assert ledger.admit(header(0), b"second") == (RequestVerdict.WAIT, None)
-    assert ledger.finish(1, 0, [b"reply"]) == b"second"
-    assert ledger.admit(header(0), b"third") == (RequestVerdict.REPEAT, [b"reply"])
+    deduplicator = RequestDeduplicator(Limits())
+    assert deduplicator.admit(header(0), b"first") == (RequestVerdict.RUN, None)
+    assert deduplicator.admit(header(0), b"second") == (RequestVerdict.WAIT, None)
+    assert deduplicator.finish(1, 0, [b"reply"]) == b"second"
+    assert deduplicator.admit(header(0), b"third") == (RequestVerdict.REPEAT, [b"reply"])
 
 
 def test_replies_that_a_client_has_received_are_dropped() -> None:
-    ledger = RequestDeduplicator(Limits())
+    deduplicator = RequestDeduplicator(Limits())
     for number in range(3):
-        ledger.admit(header(number), b"r")
-        ledger.finish(1, number, [b"0123456789"])
-    assert ledger.remembered_bytes == 30
-    ledger.admit(header(3, answered_below=2), b"r")
-    assert ledger.remembered_bytes == 10
-    assert ledger.admit(header(1), b"r") == (RequestVerdict.STALE, None)
-    assert ledger.admit(header(2), b"r") == (RequestVerdict.REPEAT, [b"0123456789"])
+        deduplicator.admit(header(number), b"r")
+        deduplicator.finish(1, number, [b"0123456789"])
+    assert deduplicator.kept_replies_bytes == 30
+    deduplicator.admit(header(3, answered_below=2), b"r")
+    assert deduplicator.kept_replies_bytes == 10
+    assert deduplicator.admit(header(1), b"r") == (RequestVerdict.STALE, None)
+    assert deduplicator.admit(header(2), b"r") == (RequestVerdict.REPEAT, [b"0123456789"])
 
 
 def test_over_the_limit_the_oldest_replies_are_evicted_but_their_requests_do_not_run_again() -> None:
-    ledger = RequestDeduplicator(Limits(remembered_bytes=25))
+    deduplicator = RequestDeduplicator(Limits(kept_replies_bytes=25))
     for number in range(3):
-        ledger.admit(header(number), b"r")
-        ledger.finish(1, number, [b"0123456789"])
-    assert ledger.remembered_bytes == 20
-    assert ledger.admit(header(0), b"r") == (RequestVerdict.EVICTED, None)
-    assert ledger.admit(header(1), b"r")[0] is RequestVerdict.REPEAT
+        deduplicator.admit(header(number), b"r")
+        deduplicator.finish(1, number, [b"0123456789"])
+    assert deduplicator.kept_replies_bytes == 20
+    assert deduplicator.admit(header(0), b"r") == (RequestVerdict.EVICTED, None)
+    assert deduplicator.admit(header(1), b"r")[0] is RequestVerdict.REPEAT
 
 
 def test_the_last_reply_is_kept_however_large() -> None:
-    ledger = RequestDeduplicator(Limits(remembered_bytes=5))
-    ledger.admit(header(0), b"r")
-    ledger.finish(1, 0, [b"0123456789"])
-    assert ledger.admit(header(0), b"r")[0] is RequestVerdict.REPEAT
+    deduplicator = RequestDeduplicator(Limits(kept_replies_bytes=5))
+    deduplicator.admit(header(0), b"r")
+    deduplicator.finish(1, 0, [b"0123456789"])
+    assert deduplicator.admit(header(0), b"r")[0] is RequestVerdict.REPEAT
 
 
 def test_requests_in_flight_per_client_are_limited() -> None:
-    ledger = RequestDeduplicator(Limits(in_flight_per_client=2))
-    assert [ledger.admit(header(number), b"r")[0] for number in range(3)] == [
+    deduplicator = RequestDeduplicator(Limits(in_flight_per_client=2))
+    assert [deduplicator.admit(header(number), b"r")[0] for number in range(3)] == [
         RequestVerdict.RUN,
         RequestVerdict.RUN,
         RequestVerdict.TOO_MANY,
     ]
-    assert ledger.admit(header(0, sender=2), b"r")[0] is RequestVerdict.RUN
-    ledger.finish(1, 0, [])
-    assert ledger.admit(header(2), b"r")[0] is RequestVerdict.RUN
+    assert deduplicator.admit(header(0, sender=2), b"r")[0] is RequestVerdict.RUN
+    deduplicator.finish(1, 0, [])
+    assert deduplicator.admit(header(2), b"r")[0] is RequestVerdict.RUN
 
 
 def test_over_the_limit_the_least_recently_seen_client_is_dropped_unless_its_request_runs() -> None:
-    ledger = RequestDeduplicator(Limits(num_clients=2))
-    ledger.admit(header(0, sender=1), b"r")
-    ledger.admit(header(0, sender=2), b"r")
-    assert ledger.admit(header(0, sender=3), b"r")[0] is RequestVerdict.TOO_MANY
-    ledger.finish(2, 0, [b"reply"])
-    assert ledger.admit(header(0, sender=3), b"r")[0] is RequestVerdict.RUN
-    assert (ledger.num_clients, ledger.remembered_bytes) == (2, 0)
+    deduplicator = RequestDeduplicator(Limits(num_clients=2))
+    deduplicator.admit(header(0, sender=1), b"r")
+    deduplicator.admit(header(0, sender=2), b"r")
+    assert deduplicator.admit(header(0, sender=3), b"r")[0] is RequestVerdict.TOO_MANY
+    deduplicator.finish(2, 0, [b"reply"])
+    assert deduplicator.admit(header(0, sender=3), b"r")[0] is RequestVerdict.RUN
+    assert (deduplicator.num_clients, deduplicator.kept_replies_bytes) == (2, 0)
 
 
 def test_a_client_that_never_acknowledges_replies_does_not_fill_the_memory() -> None:
-    ledger = RequestDeduplicator(Limits(remembered_bytes=1000))
+    deduplicator = RequestDeduplicator(Limits(kept_replies_bytes=1000))
     for number in range(3 * WINDOW):
-        assert ledger.admit(header(number), b"r")[0] is RequestVerdict.RUN
-        ledger.finish(1, number, [b"0123456789"])
-    assert ledger.remembered_bytes <= 1000
-    assert len(ledger._clients[1].requests) <= WINDOW + 1
+        assert deduplicator.admit(header(number), b"r")[0] is RequestVerdict.RUN
+        deduplicator.finish(1, number, [b"0123456789"])
+    assert deduplicator.kept_replies_bytes <= 1000
+    assert len(deduplicator._clients[1].requests) <= WINDOW + 1
 
 
 STEPS = ["serve", "reply", "lose request", "lose reply", "resend"]
@@ -91,7 +91,7 @@ STEPS = ["serve", "reply", "lose request", "lose reply", "resend"]
 def test_each_request_runs_once_and_is_answered_on_a_network_that_loses_and_repeats(
     steps: list[str], num_requests: int, max_in_flight: int
 ) -> None:
-    ledger = RequestDeduplicator(Limits())
+    deduplicator = RequestDeduplicator(Limits())
     runs: list[int] = []
     to_server: deque[Header] = deque()
     to_client: deque[tuple[int, bytes]] = deque()
@@ -114,10 +114,10 @@ def test_each_request_runs_once_and_is_answered_on_a_network_that_loses_and_repe
             to_client.popleft()
         while to_server and step == "serve":
             request = to_server.popleft()
-            verdict, answer = ledger.admit(request, b"r")
+            verdict, answer = deduplicator.admit(request, b"r")
             if verdict is RequestVerdict.RUN:
                 runs.append(request.number)
-                ledger.finish(1, request.number, [b"%d" % request.number])
+                deduplicator.finish(1, request.number, [b"%d" % request.number])
                 to_client.append((request.number, b"%d" % request.number))
             elif verdict is RequestVerdict.REPEAT:
                 assert answer is not None

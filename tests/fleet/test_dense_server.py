@@ -203,7 +203,7 @@ def test_the_role_serves_until_told_to_stop(tmp_path: Path) -> None:
     ends, addresses, samples = threading.Event(), list[str](), list[object]()
     thread = threading.Thread(
         target=lambda: serve_dense(
-            tmp_path, 0, until=ends.is_set, ready=addresses.append, sampled=samples.append, incarnation=2
+            tmp_path, 0, until=ends.is_set, ready=addresses.append, start_sampling=samples.append, incarnation=2
         )
     )
     thread.start()

@@ -209,7 +209,7 @@ def test_a_client_that_sends_and_never_reads_does_not_block_others(server: Serve
             stranger.socket.send_multipart(good(number))
         before = client.call("add", {}, [torch.zeros(10)]).facts["sum"]
         assert client.call("add", {}, [torch.ones(10)]).facts["sum"] >= before + 10
-        assert server.status_facts()["remembered_bytes"] <= LIMITS.remembered_bytes
+        assert server.status()["kept_replies_bytes"] <= LIMITS.kept_replies_bytes
 
 
 def protected(keys: Keys, table: Table) -> Server:

@@ -248,7 +248,7 @@ def test_a_reader_serves_until_told_to_stop_and_reports_its_address(log, tmp_pat
     ended, addresses, samples = threading.Event(), [], []
     arguments = {"num_readers": 1, "batch_size": 32, "until": ended.is_set, "ready": addresses.append, "max_steps": 3}
     thread = threading.Thread(
-        target=serve_reader, args=(source_of(log), tmp_path, 0), kwargs={**arguments, "sampled": samples.append}
+        target=serve_reader, args=(source_of(log), tmp_path, 0), kwargs={**arguments, "start_sampling": samples.append}
     )
     thread.start()
     wait_until(lambda: bool(addresses), what="an address")

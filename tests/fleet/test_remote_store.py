@@ -238,7 +238,7 @@ def test_evaluation_between_lookup_and_update_changes_nothing() -> None:
         local.update(batches[0], grad_of(layout, batches[0], 0), lr=0.1, step=1)
         assert_same_rows(store, local)
         store.drop_prefetched()
-        assert fleet.servers[0].status()["num_batches_remembered"] == 1  # the second was looked up and never updated
+        assert fleet.servers[0].status()["num_kept_batches"] == 1  # the second was looked up and never updated
 
 
 def test_a_batch_that_does_not_fit_is_refused_before_anything_is_sent() -> None:

@@ -59,15 +59,15 @@ def test_updates_lost_at_the_very_end_are_counted_too(tmp_path: Path) -> None:
 
 def test_the_memory_of_a_server_does_not_grow_with_lookups_that_are_never_updated() -> None:
     layout = plain_layout(1000, width=4)
-    with running(layout, SGD, whole_tables(layout, 1), remembered_bytes=20_000) as fleet:
+    with running(layout, SGD, whole_tables(layout, 1), kept_batches_bytes=20_000) as fleet:
         store = fleet.store()
         batches = [batch_of(layout, 100, seed, length=5) for seed in range(30)]
         local = DeviceStore(layout, SGD, dtype=torch.float64)
         for batch in batches:
             store.lookup(batch)
         facts = fleet.servers[0].status()
-        assert facts["batches_remembered_bytes"] <= 20_000
-        assert facts["num_batches_remembered"] < 30
+        assert facts["kept_batches_bytes"] <= 20_000
+        assert facts["num_kept_batches"] < 30
         store._current = None
         first = store._claim_batch(batches[0])  # as if its update came late: the server has evicted the batch
         first.number, store._current = 1, first

@@ -190,7 +190,7 @@ def test_the_server_drops_replies_that_the_client_has_received(server: Server, s
     with Client(server.address, name="me", keys=setting["keys"]) as client:
         for _ in range(20):
             client.call("echo", {}, [torch.zeros(250_000)])
-        assert client.call("status").facts["remembered_bytes"] < 3 << 20
+        assert client.call("status").facts["kept_replies_bytes"] < 3 << 20
 
 
 def test_closing_leaves_no_thread_and_no_descriptor(setting: dict[str, Any]) -> None:

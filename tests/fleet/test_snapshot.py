@@ -36,7 +36,7 @@ class Trained:
         self.layout = layout
         self.shard = TableShard(layout, ADAM, dtype=dtype)
         self.num_updates = 0
-        self.snapshots = Snapshots(self.shard, folder, counted=lambda: {"updates": self.num_updates})
+        self.snapshots = Snapshots(self.shard, folder, get_counts=lambda: {"updates": self.num_updates})
         self._router = ServerRouter(layout, whole_tables(layout, 1), dtype)
 
     def asked(self, seed: int) -> tuple[LookupRequest, list[torch.Tensor]]:
@@ -278,14 +278,14 @@ def test_applied_and_missing_updates_are_counted(numbers: list[int], heard: int)
 def test_any_error_of_a_snapshot_is_reported_and_the_next_one_is_taken(tmp_path: Path) -> None:
     counts = iter([RuntimeError("dictionary changed size during iteration"), {"sent": {}}])
 
-    def counted() -> dict[str, object]:
+    def get_counts() -> dict[str, object]:
         found = next(counts)
         if isinstance(found, Exception):
             raise found
         return found
 
     shard = TableShard(plain_layout(10), ADAM)
-    snapshots, outcomes = Snapshots(shard, tmp_path, counted=counted).start(), list[object]()
+    snapshots, outcomes = Snapshots(shard, tmp_path, get_counts=get_counts).start(), list[object]()
     try:
         for number in (1, 2):
             snapshots.request(outcomes.append)

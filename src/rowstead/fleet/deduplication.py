@@ -1,7 +1,7 @@
 """Request deduplication: a request that arrives twice runs once. No sockets here.
 
 A client numbers its requests and sends with each the number below which it has all replies. The server keeps only the replies
-that may still be requested; above `Limits.remembered_bytes` it evicts the oldest, and a client that resends such a request gets
+that may still be requested; above `Limits.kept_replies_bytes` it evicts the oldest, and a client that resends such a request gets
 an error. Not thread-safe.
 """
 
@@ -44,7 +44,7 @@ class RequestVerdict(Enum):
 @dataclass(slots=True)
 class _Request:
     route: bytes
-    answer: list[Buffer] | None = None
+    reply: list[Buffer] | None = None
     is_done: bool = False
 
 
@@ -64,7 +64,7 @@ class RequestDeduplicator:
         """By incarnation, least recently seen first."""
         self._reply_bytes: OrderedDict[tuple[int, int], int] = OrderedDict()
         """Size of each kept reply by client and number, oldest first."""
-        self.remembered_bytes = 0
+        self.kept_replies_bytes = 0
         self.num_running = 0
 
     @property
@@ -87,7 +87,7 @@ class RequestDeduplicator:
             known.route = route
             if not known.is_done:
                 return RequestVerdict.WAIT, None
-            return (RequestVerdict.EVICTED, None) if known.answer is None else (RequestVerdict.REPEAT, known.answer)
+            return (RequestVerdict.EVICTED, None) if known.reply is None else (RequestVerdict.REPEAT, known.reply)
         if client.num_running >= self._limits.in_flight_per_client:
             return RequestVerdict.TOO_MANY, None
         client.requests[header.number] = _Request(route)
@@ -95,7 +95,7 @@ class RequestDeduplicator:
         self.num_running += 1
         return RequestVerdict.RUN, None
 
-    def finish(self, sender: int, number: int, answer: list[Buffer]) -> bytes:
+    def finish(self, sender: int, number: int, reply: list[Buffer]) -> bytes:
         """Record the reply to a running request; returns the route of its latest copy."""
         client = self._clients[sender]
         request = client.requests[number]
@@ -106,13 +106,13 @@ class RequestDeduplicator:
         if number < client.answered_below:  # its client has given up
             del client.requests[number]
             return request.route
-        request.answer = answer
-        self._reply_bytes[sender, number] = size_of(answer)
-        self.remembered_bytes += self._reply_bytes[sender, number]
-        while self.remembered_bytes > self._limits.remembered_bytes and len(self._reply_bytes) > 1:
+        request.reply = reply
+        self._reply_bytes[sender, number] = size_of(reply)
+        self.kept_replies_bytes += self._reply_bytes[sender, number]
+        while self.kept_replies_bytes > self._limits.kept_replies_bytes and len(self._reply_bytes) > 1:
             (old_sender, old_number), num_bytes = self._reply_bytes.popitem(last=False)
-            self.remembered_bytes -= num_bytes
-            self._clients[old_sender].requests[old_number].answer = None
+            self.kept_replies_bytes -= num_bytes
+            self._clients[old_sender].requests[old_number].reply = None
         return request.route
 
     def _drop_acknowledged(self, sender: int, client: _Client, answered_below: int) -> None:
@@ -122,7 +122,7 @@ class RequestDeduplicator:
         client.answered_below = answered_below
         for number in [number for number, request in client.requests.items() if request.is_done and number < answered_below]:
             del client.requests[number]
-            self.remembered_bytes -= self._reply_bytes.pop((sender, number), 0)
+            self.kept_replies_bytes -= self._reply_bytes.pop((sender, number), 0)
 
     def _evict_client(self) -> bool:
         """At the limit, drop the least recently seen client that has no running request; False if there is none."""
@@ -132,5 +132,5 @@ class RequestDeduplicator:
         if idle is None:
             return False
         for number in self._clients.pop(idle).requests:
-            self.remembered_bytes -= self._reply_bytes.pop((idle, number), 0)
+            self.kept_replies_bytes -= self._reply_bytes.pop((idle, number), 0)
         return True

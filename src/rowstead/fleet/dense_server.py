@@ -292,8 +292,8 @@ class DenseServerClient:
         return self._call("elastic_average", {"alpha": alpha}, [local]).tensors[0]
 
     def average(self, tensor: Tensor, group: str) -> tuple[Tensor, int]:
-        answer = self._call("average", {"group": group}, [tensor], deadline_s=self._exchange_timeout_s + 2 * ROUND_DEADLINE_S)
-        return answer.tensors[0], int(answer.facts["round"])
+        reply = self._call("average", {"group": group}, [tensor], deadline_s=self._exchange_timeout_s + 2 * ROUND_DEADLINE_S)
+        return reply.tensors[0], int(reply.facts["round"])
 
     def average_parameters(self, local: Tensor, *, momentum: float = 0.0, lr: float = 1.0) -> Tensor:
         facts, deadline_s = {"momentum": momentum, "lr": lr}, self._exchange_timeout_s + 2 * ROUND_DEADLINE_S
@@ -355,20 +355,20 @@ def serve_dense(
     keys: Keys | None = None,
     incarnation: int = 0,
     snapshot_every_s: float = SNAPSHOT_EVERY_S,
-    sampled: Callable[[Callable[[], dict[str, Any]]], None] | None = None,
+    start_sampling: Callable[[Callable[[], dict[str, Any]]], None] | None = None,
 ) -> None:
     """Run the dense server of a run until `until()`.
 
     It learns the size of the model from the first trainer. Its snapshot is `snapshots/dense-<number>.safetensors` of the run's
-    folder; it resumes from an existing one. `ready` receives the address, `sampled` a function that returns the status.
+    folder; it resumes from an existing one. `ready` receives the address, `start_sampling` a function that returns the status.
     """
     snapshot = folder / "snapshots" / f"dense-{number}.safetensors"
     server = DenseServerProcess(
         address=address, keys=keys, name=f"dense-{number}", snapshot=snapshot, snapshot_every_s=snapshot_every_s
     )
     try:
-        if sampled is not None:
-            sampled(lambda: {**server.server.status_facts(), **server.status(), "incarnation": incarnation})
+        if start_sampling is not None:
+            start_sampling(lambda: {**server.server.status(), **server.status(), "incarnation": incarnation})
         ready(server.address)
         server.serve(until)
     finally:

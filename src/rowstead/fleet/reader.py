@@ -69,7 +69,7 @@ class BatchRequest:
             raise WireError(f"not a request for batches: {error!r}") from None
 
 
-Reply = Callable[[Message], None]
+SendReply = Callable[[Message], None]
 
 
 class Reader:
@@ -87,13 +87,13 @@ class Reader:
         self._lock = threading.RLock()
         self._space = threading.Condition(self._lock)
         """Notified when batches were assigned, or have to be reread."""
-        self._wake_waiting = threading.Condition(self._lock)
+        self._may_reply = threading.Condition(self._lock)
         """Notified when waiting requests may be answered."""
         self._ready: deque[NewBatch | EpochEnd] = deque()
         self._ready_bytes = 0
         self._reread: dict[int, PackedBatch] = {}
         """Batches to reassign that have been reread."""
-        self._waiting: deque[tuple[BatchRequest, Reply, float]] = deque()
+        self._waiting: deque[tuple[BatchRequest, SendReply, float]] = deque()
         self._read_all = False
         self._skipped_here = 0
         self._error: str | None = None
@@ -105,8 +105,8 @@ class Reader:
         for thread in self._threads:
             thread.start()
 
-    def request_batches(self, request: BatchRequest, reply: Reply) -> Message | None:
-        """Return the reply to a trainer; None if it comes later, through `reply`."""
+    def request_batches(self, request: BatchRequest, send: SendReply) -> Message | None:
+        """Return the reply to a trainer; None if it comes later, through `send`."""
         with self._lock:
             if self._assignments.is_replaced(request.holder):
                 return _build_reply("replaced")
@@ -115,16 +115,16 @@ class Reader:
             if request.is_leaving:
                 self._assignments.leave(request.holder)
             # The sender has given up an earlier request that still waits: assign no batch to that one.
-            given_up = [item for item in self._waiting if item[0].holder.name == request.holder.name]
-            for item in given_up:
+            abandoned = [item for item in self._waiting if item[0].holder.name == request.holder.name]
+            for item in abandoned:
                 self._waiting.remove(item)
                 item[1](self._reply_with([], []))
-            answer = self._try_reply(request)
-            if answer is None:
-                self._waiting.append((request, reply, time.monotonic() + WAIT_S))
+            reply = self._try_reply(request)
+            if reply is None:
+                self._waiting.append((request, send, time.monotonic() + WAIT_S))
             self._flush()
             self._notify()
-            return answer
+            return reply
 
     def set_alive(self, names: list[str]) -> None:
         """Set the live trainers; batches of others are reassigned."""
@@ -144,7 +144,7 @@ class Reader:
         with self._lock:
             self._closed = True
             self._space.notify_all()
-            self._wake_waiting.notify_all()
+            self._may_reply.notify_all()
         for thread in self._threads:
             thread.join()
         self._log_file.close()
@@ -185,7 +185,7 @@ class Reader:
         """Wake the threads that may have something to do."""
         self._space.notify_all()
         if self._waiting:
-            self._wake_waiting.notify_all()
+            self._may_reply.notify_all()
 
     def _flush(self) -> None:
         """Log assignments before they are sent."""
@@ -279,24 +279,24 @@ class Reader:
         with self._lock:
             while not self._closed:
                 now_s = time.monotonic()
-                answers: list[tuple[Reply, Message]] = []
-                still: deque[tuple[BatchRequest, Reply, float]] = deque()
-                for request, reply, until_s in self._waiting:
-                    answer = self._try_reply(request, now=now_s >= until_s)
-                    if answer is None:
-                        still.append((request, reply, until_s))
+                replies: list[tuple[SendReply, Message]] = []
+                still: deque[tuple[BatchRequest, SendReply, float]] = deque()
+                for request, send, until_s in self._waiting:
+                    reply = self._try_reply(request, now=now_s >= until_s)
+                    if reply is None:
+                        still.append((request, send, until_s))
                     else:
-                        answers.append((reply, answer))
+                        replies.append((send, reply))
                 self._waiting = still
                 try:
                     self._flush()
                 except RowsteadError as error:
-                    answers = [(reply, _build_reply("failed", error=str(error))) for reply, _ in answers]
-                for reply, answer in answers:
-                    reply(answer)
-                if answers:
+                    replies = [(send, _build_reply("failed", error=str(error))) for send, _ in replies]
+                for send, reply in replies:
+                    send(reply)
+                if replies:
                     self._space.notify_all()
-                self._wake_waiting.wait(min(until_s for _, _, until_s in still) - now_s if still else None)
+                self._may_reply.wait(min(until_s for _, _, until_s in still) - now_s if still else None)
 
     def _read(self) -> None:
         try:
@@ -363,5 +363,5 @@ class Reader:
 
 
 def _build_reply(state: State, *, error: str | None = None, tensors: list[Any] | None = None, **facts: Any) -> Message:
-    told = {"state": state, **facts}
-    return Message("batches", told if error is None else {**told, "error": error}, tensors or [])
+    content = {"state": state, **facts}
+    return Message("batches", content if error is None else {**content, "error": error}, tensors or [])

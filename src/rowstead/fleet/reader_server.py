@@ -20,7 +20,7 @@ from rowstead.fleet.wire import Limits, Message, WireError
 from rowstead.kernels.layout import Layout
 from rowstead.stores.checked import check_source
 
-_LIMITS = Limits(facts_bytes=1 << 20, frame_bytes=1 << 20, message_bytes=1 << 20, num_tensors=1, remembered_bytes=128 << 20)
+_LIMITS = Limits(facts_bytes=1 << 20, frame_bytes=1 << 20, message_bytes=1 << 20, num_tensors=1, kept_replies_bytes=128 << 20)
 """Requests to a reader are short; only its replies are long."""
 
 
@@ -39,13 +39,13 @@ def serve_reader(
     ready: Callable[[str], None],
     layout: Layout | None = None,
     read_ahead_bytes: int = READ_AHEAD_BYTES,
-    sampled: Callable[[Callable[[], dict[str, Any]]], None] | None = None,
+    start_sampling: Callable[[Callable[[], dict[str, Any]]], None] | None = None,
 ) -> None:
     """Run a reader: assign its share of a log to trainers, `epochs` times, until `until()`.
 
     `folder` is the run's; the assignment log is `roles/reader-<number>.progress` there, and a restarted reader resumes from it.
     The reader assigns its share of `max_steps` batches. With a `layout` it checks every batch against the tables, so that
-    trainers need not. `ready` receives the address, `sampled` a function that returns the status.
+    trainers need not. `ready` receives the address, `start_sampling` a function that returns the status.
     """
     progress = assignment_log_path(folder, number)
     progress.parent.mkdir(parents=True, exist_ok=True)
@@ -63,8 +63,8 @@ def serve_reader(
         handlers = build_handlers(reader)
         name = f"reader-{number}"
         with Server(handlers, address=address, keys=keys, limits=_LIMITS, name=name, status=reader.status) as server:
-            if sampled is not None:
-                sampled(lambda: _sample(reader, server))
+            if start_sampling is not None:
+                start_sampling(lambda: _sample(reader, server))
             ready(server.address)
             server.serve(until)
 
@@ -95,9 +95,9 @@ def build_handlers(reader: Reader) -> dict[str, Handler]:
     """Return the request handlers: `request_batches` for trainers; `members` and `stop` for the coordinator."""
 
     def request_batches(message: Message, caller: Caller) -> Message | DeferredReply:
-        reply = DeferredReply()
-        answer = reader.request_batches(BatchRequest.from_facts(message.facts), reply.send)
-        return reply if answer is None else answer
+        deferred = DeferredReply()
+        reply = reader.request_batches(BatchRequest.from_facts(message.facts), deferred.send)
+        return deferred if reply is None else reply
 
     def members(message: Message, caller: Caller) -> Message:
         names = message.facts.get("names")
@@ -115,5 +115,5 @@ def build_handlers(reader: Reader) -> dict[str, Handler]:
 
 def _sample(reader: Reader, server: Server) -> dict[str, Any]:
     """Return the figures that a role's usage file has columns for."""
-    facts = server.status_facts()
+    facts = server.status()
     return {**reader.status(), **{name: facts[name] for name in ("num_bytes_received", "num_bytes_sent", "waiting_s")}}

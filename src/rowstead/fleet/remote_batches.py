@@ -21,7 +21,7 @@ from rowstead.kernels.layout import Layout
 from rowstead.spec.errors import DataError, RowsteadError
 
 _REQUEST_TIMEOUT_S = 5.0
-"""After this long without a reply a request is given up and sent anew: the reader may have been restarted."""
+"""After this long without a reply a request is abandoned and sent again: the reader may have been restarted."""
 _LEAVE_TIMEOUT_S = 2.0
 _MAX_REFUSALS = 3
 """Consecutive refusals after which the trainer gives up."""
@@ -85,7 +85,7 @@ class RemoteBatches:
         self.num_batches = 0
         """Returned to the trainer so far."""
         self.num_samples = 0
-        self._num_asks = self._num_found = 0
+        self._num_requested = self._num_found = 0
         self._lock = threading.Lock()
         self._arrived = threading.Condition(self._lock)
         self._queue: deque[tuple[Batch, Ticket]] = deque()
@@ -118,7 +118,7 @@ class RemoteBatches:
                 if not self._queue:
                     raise StopIteration
             batch, ticket = self._queue.popleft()
-            self._num_asks += 1
+            self._num_requested += 1
             self._num_found += found
             self.num_batches += 1
             self.num_samples += ticket.num_samples
@@ -157,7 +157,7 @@ class RemoteBatches:
     @property
     def nonempty_share(self) -> float | None:
         """Share of the batches that were already there when requested; None before the first."""
-        return self._num_found / self._num_asks if self._num_asks else None
+        return self._num_found / self._num_requested if self._num_requested else None
 
     @property
     def num_epochs_done(self) -> int:
@@ -208,7 +208,7 @@ class RemoteBatches:
                 facts, acknowledged = reader.request(is_leaving=self._closed, is_idle=self._is_idle)
             facts |= {"name": self.name, "incarnation": self._incarnation}
             try:
-                answer = client.call(
+                reply = client.call(
                     "request_batches", facts, deadline_s=_LEAVE_TIMEOUT_S if facts["is_leaving"] else _REQUEST_TIMEOUT_S
                 )
             except (ServerUnavailable, RefusedError) as error:
@@ -221,22 +221,22 @@ class RemoteBatches:
                 continue
             num_refusals = 0
             reader.num_bytes_received, reader.num_resent = client.num_bytes_received, client.num_resent
-            batches = self._batches(reader, answer)
+            batches = self._batches(reader, reply)
             with self._lock:
-                reader.receive(answer, acknowledged, batches)
+                reader.receive(reply, acknowledged, batches)
                 self._queue.extend(batches)
                 self._arrived.notify_all()
                 if facts["is_leaving"] or reader.state == "ended":
                     return
 
-    def _batches(self, reader: _ReaderQueue, answer: Message) -> list[tuple[Batch, Ticket]]:
+    def _batches(self, reader: _ReaderQueue, reply: Message) -> list[tuple[Batch, Ticket]]:
         """Unpack the batches of a reply; raises the reader's error if it has failed."""
-        facts = answer.facts
+        facts = reply.facts
         if facts["state"] == "failed":
             raise DataError(f"reader {reader.number}: {facts.get('error', 'it has failed')}")
         if facts["state"] == "replaced":
             raise RowsteadError(f"`{self.name}` was restarted; this older process gets no more batches")
-        tensors = deque(answer.tensors)
+        tensors = deque(reply.tensors)
         batches: list[tuple[Batch, Ticket]] = []
         for packed in facts.get("batches", ()):
             if len(tensors) < packed["tensors"]:
@@ -320,9 +320,9 @@ class _ReaderQueue:
         }
         return facts, acknowledged
 
-    def receive(self, answer: Message, acknowledged: list[int], batches: Sequence[tuple[Batch, Ticket]]) -> None:
+    def receive(self, reply: Message, acknowledged: list[int], batches: Sequence[tuple[Batch, Ticket]]) -> None:
         """Process the reply to a request that reported `acknowledged`, with these batches."""
         del self._acknowledged[: len(acknowledged)]
-        self.state = str(answer.facts["state"])
-        self.num_epochs_done = int(answer.facts.get("num_epochs_done", self.num_epochs_done))
+        self.state = str(reply.facts["state"])
+        self.num_epochs_done = int(reply.facts.get("num_epochs_done", self.num_epochs_done))
         self._queued.update(ticket.number for _, ticket in batches)

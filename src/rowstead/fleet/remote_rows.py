@@ -40,10 +40,10 @@ class RemoteRows:
             requested = f"{int(ids.min())} to {int(ids.max())}"
             raise DataError(f"table `{name}` has rows 0 to {table.num_rows - 1}; rows {requested} were requested")
         found = torch.empty(ids.numel(), table.width, dtype=self.dtype)
-        for server, piece in self._pieces(name):
-            is_here = (ids >= piece.first_row) & (ids < piece.first_row + piece.num_rows)
+        for server, shard in self._shards(name):
+            is_here = (ids >= shard.first_row) & (ids < shard.first_row + shard.num_rows)
             if is_here.any():
-                found[is_here] = self._gather(server, piece, "rows", table.width, ids[is_here] - piece.first_row)
+                found[is_here] = self._gather(server, shard, "rows", table.width, ids[is_here] - shard.first_row)
         return found
 
     def parts(self) -> list[StatePart]:
@@ -52,22 +52,22 @@ class RemoteRows:
         for table in self.tables:
             for part, width in {"rows": table.width, **ROW_OPTIMIZERS[self.optimizer].state_columns(table.width)}.items():
                 shape = table.num_rows, width
-                parts += [self._part(server, piece, part, shape) for server, piece in self._pieces(table.name)]
+                parts += [self._part(server, shard, part, shape) for server, shard in self._shards(table.name)]
         return parts
 
-    def _pieces(self, table: str) -> list[tuple[int, ServerPiece]]:
-        found = [(server, piece) for server, own in enumerate(self.partition.servers) for piece in own if piece.table == table]
+    def _shards(self, table: str) -> list[tuple[int, ServerPiece]]:
+        found = [(server, shard) for server, own in enumerate(self.partition.servers) for shard in own if shard.table == table]
         return sorted(found, key=lambda item: item[1].first_row)
 
-    def _gather(self, server: int, piece: ServerPiece, part: str, width: int, rows: Tensor) -> Tensor:
+    def _gather(self, server: int, shard: ServerPiece, part: str, width: int, rows: Tensor) -> Tensor:
         """Read rows [n] of a shard by number."""
-        facts, chunks = {"table": piece.table, "part": part}, rows.cpu().contiguous().split(self._rows_per_call(part, width))
+        facts, chunks = {"table": shard.table, "part": part}, rows.cpu().contiguous().split(self._rows_per_call(part, width))
         with self.quiesce():
             parts = [self.client(server).call("read_rows", facts, [numbers]).tensors[0] for numbers in chunks]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _part(self, server: int, piece: ServerPiece, part: str, shape: tuple[int, int]) -> StatePart:
-        facts = {"table": piece.table, "part": part}
+    def _part(self, server: int, shard: ServerPiece, part: str, shape: tuple[int, int]) -> StatePart:
+        facts = {"table": shard.table, "part": part}
         dtype, rows_per_call = self._dtype_of(part), self._rows_per_call(part, shape[1])
 
         def read(start: int, stop: int) -> Tensor:
@@ -75,8 +75,8 @@ class RemoteRows:
             with self.quiesce():
                 for first in range(start, stop, rows_per_call):
                     last = min(first + rows_per_call, stop)
-                    answer = self.client(server).call("read_rows", {**facts, "start": first, "stop": last})
-                    whole[first - start : last - start] = answer.tensors[0]
+                    reply = self.client(server).call("read_rows", {**facts, "start": first, "stop": last})
+                    whole[first - start : last - start] = reply.tensors[0]
             return whole
 
         def write(start: int, values: Tensor) -> None:
@@ -86,15 +86,15 @@ class RemoteRows:
                     self.client(server).call("write_rows", {**facts, "start": start + first}, [chunks])
 
         return StatePart(
-            name=f"{piece.table}.{part}",
+            name=f"{shard.table}.{part}",
             shape=shape,
             dtype=dtype,
-            num_rows=piece.num_rows,
+            num_rows=shard.num_rows,
             num_columns=shape[1],
             read=read,
             write=write,
-            first_row=piece.first_row,
-            take=lambda rows: self._gather(server, piece, part, shape[1], rows),
+            first_row=shard.first_row,
+            take=lambda rows: self._gather(server, shard, part, shape[1], rows),
         )
 
     def _dtype_of(self, part: str) -> torch.dtype:

@@ -138,7 +138,7 @@ class RemoteStore(EmbeddingStore):
     def lookup(self, sparse: Sparse) -> Tensor:
         with self._lock:
             if not self.training:  # evaluation between training batches
-                return self._join_replies(self._start_lookup(_RemoteBatch(sparse, 0, self._cut(sparse))))
+                return self._join_replies(self._start_lookup(_RemoteBatch(sparse, 0, self._split(sparse))))
             batch = self._claim_batch(sparse)
             if batch.replies is None:
                 self._start_lookup(batch)
@@ -161,7 +161,7 @@ class RemoteStore(EmbeddingStore):
             batch, self._current = self._current, None
             is_known = batch is not None and _is_same(batch.sparse, sparse)
             if batch is None or not is_known:
-                batch = _RemoteBatch(sparse, self._next_number(), self._cut(sparse))
+                batch = _RemoteBatch(sparse, self._next_number(), self._split(sparse))
             while self._unanswered and len(self._unanswered) >= max(1, self.staleness):
                 self._wait_for_oldest()
             self._start_update(batch, batch.split.gradients(grad, self.optimizer.clip), lr, step, is_known)
@@ -177,7 +177,7 @@ class RemoteStore(EmbeddingStore):
     def prefetch(self, sparse: Sparse) -> None:
         """Split a batch over the servers and send its lookup as early as the staleness allows."""
         with self._lock:
-            split = self._cut(sparse)
+            split = self._split(sparse)
             self._prefetched.append(_RemoteBatch(sparse, self._next_number(), split))
             self._send_prefetched()
 
@@ -185,10 +185,10 @@ class RemoteStore(EmbeddingStore):
         """Discard prefetched batches, after waiting for their replies."""
         with self._lock:
             for batch in self._prefetched:
-                for answer in batch.replies or []:
-                    if answer is not None:
+                for reply in batch.replies or []:
+                    if reply is not None:
                         with contextlib.suppress(RowsteadError):
-                            answer.wait()
+                            reply.wait()
             self._prefetched.clear()
             self._num_updated = self._num_batches
 
@@ -215,8 +215,8 @@ class RemoteStore(EmbeddingStore):
             self._wait_for_updates()
             for server, sent in enumerate(self._sent):
                 if sent:
-                    answer = self._client(server).call("flush", {"client": self._client_id, "sent": sent})
-                    self._lost[server] = int(answer.facts["lost"])
+                    reply = self._client(server).call("flush", {"client": self._client_id, "sent": sent})
+                    self._lost[server] = int(reply.facts["lost"])
 
     @property
     def num_lost_updates(self) -> int:
@@ -259,7 +259,7 @@ class RemoteStore(EmbeddingStore):
 
     # Lookups
 
-    def _cut(self, sparse: Sparse) -> Split:
+    def _split(self, sparse: Sparse) -> Split:
         return self._router.split(self.check_batch(sparse))
 
     def _next_number(self) -> int:
@@ -272,7 +272,7 @@ class RemoteStore(EmbeddingStore):
             while not _is_same((batch := self._prefetched.popleft()).sparse, sparse):
                 pass
         else:
-            batch = _RemoteBatch(sparse, self._next_number(), self._cut(sparse))
+            batch = _RemoteBatch(sparse, self._next_number(), self._split(sparse))
         self._num_updated = max(self._num_updated, batch.number - 1)
         return batch
 
@@ -290,25 +290,25 @@ class RemoteStore(EmbeddingStore):
     def _start_lookup(self, batch: _RemoteBatch) -> _RemoteBatch:
         keeps = batch.number > 0 and self.optimizer is not None
         batch.replies = []
-        for server, ask in enumerate(batch.split.requests):
-            if ask.is_empty:
+        for server, request in enumerate(batch.split.requests):
+            if request.is_empty:
                 batch.replies.append(None)
                 continue
-            facts, tensors = ask.message()
+            facts, tensors = request.message()
             facts |= {"client": self._client_id, "batch": batch.number, "keep": True} if keeps else {"client": self._client_id}
             batch.replies.append(self._client(server).start("lookup", facts, tensors))
         return batch
 
     def _join_replies(self, batch: _RemoteBatch) -> Tensor:
         assert batch.replies is not None
-        return batch.split.join([[] if answer is None else answer.wait().tensors for answer in batch.replies])
+        return batch.split.join([[] if reply is None else reply.wait().tensors for reply in batch.replies])
 
     # Updates
 
     def _start_update(self, batch: _RemoteBatch, gradients: list[list[Tensor]], lr: float, step: int, is_known: bool) -> None:
         update = _Update(batch, gradients, lr, step, [0] * len(gradients))
-        for server, ask in enumerate(batch.split.requests):
-            if ask.is_empty or not len(ask.sent_ids):
+        for server, request in enumerate(batch.split.requests):
+            if request.is_empty or not len(request.sent_ids):
                 continue
             self._sent[server] += 1
             update.numbers[server] = self._sent[server]
@@ -325,8 +325,8 @@ class RemoteStore(EmbeddingStore):
         }
         if is_known:
             return self._client(server).start("update", {**facts, "batch": update.batch.number}, update.gradients[server])
-        known_by, tensors = update.batch.split.requests[server].message()
-        return self._client(server).start("update", {**facts, **known_by}, [*tensors, *update.gradients[server]])
+        batch_facts, tensors = update.batch.split.requests[server].message()
+        return self._client(server).start("update", {**facts, **batch_facts}, [*tensors, *update.gradients[server]])
 
     def _wait_for_updates(self) -> bool:
         """Wait until every update is answered; returns whether one was resent."""
@@ -347,7 +347,7 @@ class RemoteStore(EmbeddingStore):
     def _receive_replies(self) -> None:
         """Process the replies that have arrived."""
         for update in self._unanswered:
-            for server in [server for server, answer in update.replies.items() if answer.is_done]:
+            for server in [server for server, reply in update.replies.items() if reply.is_done]:
                 self._receive_reply(update, server, update.replies.pop(server).wait().facts)
         while self._unanswered and not self._unanswered[0].replies:
             self._unanswered.popleft()

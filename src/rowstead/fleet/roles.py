@@ -126,7 +126,7 @@ class _Role:
         """Report to the coordinator that the role is ready."""
         report_ready(self.folder, self.kind, self.number, address, self.incarnation)
 
-    def sampled(self, facts: Facts) -> None:
+    def start_sampling(self, facts: Facts) -> None:
         """Sample these facts from now on, until the role exits."""
         usage = RoleFiles(self.folder, self.kind, self.number).usage
         self._sampling.enter_context(RoleSampler(usage, facts, incarnation=self.incarnation, interval_s=SAMPLE_EVERY_S))
@@ -143,7 +143,7 @@ class _Role:
             "keys": self.keys,
             "until": self.until,
             "ready": self.ready,
-            "sampled": self.sampled,
+            "start_sampling": self.start_sampling,
         }
 
 
@@ -200,7 +200,7 @@ def _train(role: _Role) -> bool:
         time.sleep(0.1)
     trainer = FleetTrainer(role.spec, role.folder, role.number, incarnation=role.incarnation, keys=role.keys)
     with role.sampling():
-        role.sampled(trainer.figures)
+        role.start_sampling(trainer.figures)
         return trainer.run(until=role.until, ready=role.ready)
 
 

@@ -285,14 +285,14 @@ class Server:
             if (number := number_of(first)) is not None:
                 self._send(route, self._encode(number, error))
             return
-        verdict, answer = self._deduplicator.admit(header, route)
+        verdict, reply = self._deduplicator.admit(header, route)
         if verdict is RequestVerdict.RUN:
             self._dispatch(_Job(header, message, num_bytes))
             return
         self.num_repeated += verdict is not RequestVerdict.TOO_MANY
         if verdict is RequestVerdict.REPEAT:
-            assert answer is not None
-            self._send(route, answer)
+            assert reply is not None
+            self._send(route, reply)
         elif verdict is RequestVerdict.EVICTED:
             problem = f"`{header.kind}` of {header.name} has run, but its reply is no longer kept"
             self._send(route, self._encode(header.number, RowsteadError(problem)))
@@ -332,7 +332,7 @@ class Server:
             _log.exception("%s failed at `%s` of %s", self.name, header.kind, header.name)
             outcome = RowsteadError(f"{self.name} failed at `{header.kind}`: {type(error).__name__}: {error}")
         if isinstance(outcome, DeferredReply):
-            outcome.set_sender(lambda answer: self._queue_reply(header, answer))
+            outcome.set_sender(lambda reply: self._queue_reply(header, reply))
         else:
             self._queue_reply(header, outcome)
 
@@ -379,9 +379,9 @@ class Server:
         self.num_bytes_sent += size_of(frames)
 
     def _answer_status(self, message: Message, caller: Caller) -> Message:
-        return Message("status", {**self.status_facts(), **({} if self._status is None else self._status())})
+        return Message("status", {**self.status(), **({} if self._status is None else self._status())})
 
-    def status_facts(self) -> dict[str, Any]:
+    def status(self) -> dict[str, Any]:
         """Return figures of the server since it started."""
         with self._process.oneshot():
             times, rss_bytes = self._process.cpu_times(), self._process.memory_info().rss
@@ -399,5 +399,5 @@ class Server:
             "rss_bytes": rss_bytes,
             "num_bytes_received": self.num_bytes_received,
             "num_bytes_sent": self.num_bytes_sent,
-            "remembered_bytes": self._deduplicator.remembered_bytes,
+            "kept_replies_bytes": self._deduplicator.kept_replies_bytes,
         }

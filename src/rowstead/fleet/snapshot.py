@@ -54,13 +54,13 @@ class SnapshotResult:
 class Snapshots:
     """Takes snapshots of `shard` into a folder, every `every_s` seconds once started, and on request.
 
-    `counted` returns the JSON to save with a snapshot; it is called while nothing changes.
+    `get_counts` returns the JSON to save with a snapshot; it is called while nothing changes.
     """
 
     def __init__(
-        self, shard: TableShard, folder: Path, *, every_s: float | None = None, counted: Callable[[], dict[str, Any]] = dict
+        self, shard: TableShard, folder: Path, *, every_s: float | None = None, get_counts: Callable[[], dict[str, Any]] = dict
     ) -> None:
-        self._shard, self._folder, self._every_s, self._counted = shard, folder, every_s, counted
+        self._shard, self._folder, self._every_s, self._get_counts = shard, folder, every_s, get_counts
         self._full: str | None = None
         self._number = 0
         self.num_taken = 0
@@ -122,7 +122,7 @@ class Snapshots:
         self._number += 1
         name = f"{'full' if is_full else 'touched'}-{self._number:06d}.rows"
         counts: dict[str, Any] = {}
-        num_rows = self._shard.begin_snapshot(is_full=is_full, on_begin=lambda: counts.update(self._counted()))
+        num_rows = self._shard.begin_snapshot(is_full=is_full, on_begin=lambda: counts.update(self._get_counts()))
         is_written = False
         try:
             num_bytes = _write_rows(self._folder / name, self._shard, num_rows)

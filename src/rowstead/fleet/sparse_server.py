@@ -42,7 +42,7 @@ from rowstead.kernels.layout import layout_of
 from rowstead.spec.errors import DataError, RowsteadError
 from rowstead.spec.run import RunSpec
 
-REMEMBERED_BYTES = 256 << 20
+KEPT_BATCHES_BYTES = 256 << 20
 """Bytes of batches that were looked up and not yet updated."""
 SNAPSHOTS_FOLDER = "snapshots"
 
@@ -113,10 +113,10 @@ class AppliedUpdates:
         return {client: [sent.highest, [list(run) for run in sent.missing]] for client, sent in list(self._sent.items())}
 
     @classmethod
-    def from_json(cls, plain: Mapping[str, Any]) -> AppliedUpdates:
+    def from_json(cls, content: Mapping[str, Any]) -> AppliedUpdates:
         """Build from the result of `to_json`."""
         applied = cls()
-        for client, (highest, missing) in plain.items():
+        for client, (highest, missing) in content.items():
             applied._sent[client] = ClientUpdates(int(highest), [(int(first), int(last)) for first, last in missing])
         return applied
 
@@ -135,7 +135,7 @@ class SparseServer:
         limits: Limits | None = None,
         snapshots: Path | None = None,
         snapshot_every_s: float | None = None,
-        remembered_bytes: int = REMEMBERED_BYTES,
+        kept_batches_bytes: int = KEPT_BATCHES_BYTES,
     ) -> None:
         """`snapshots` is the server's own snapshot folder; it resumes from a snapshot found there."""
         self.shard = shard
@@ -143,13 +143,13 @@ class SparseServer:
         self.snapshots: Snapshots | None = None
         if snapshots is not None:
             self.snapshots = Snapshots(
-                shard, snapshots, every_s=snapshot_every_s, counted=lambda: {"sent": self.applied.to_json()}
+                shard, snapshots, every_s=snapshot_every_s, get_counts=lambda: {"sent": self.applied.to_json()}
             )
             if (counts := self.snapshots.restore()) is not None:
                 self.applied = AppliedUpdates.from_json(counts["sent"])
         self.num_lookups = self.num_samples = 0
         self._batches: OrderedDict[tuple[str, int], LookupRequest] = OrderedDict()
-        self._batches_bytes, self._max_batches_bytes = 0, remembered_bytes
+        self._batches_bytes, self._max_batches_bytes = 0, kept_batches_bytes
         self._lock = threading.Lock()
         self.server = Server(
             {
@@ -200,8 +200,8 @@ class SparseServer:
             "num_updates": self.applied.num_updates,
             "num_lost_updates": self.applied.num_lost,
             "table_bytes": self.shard.num_bytes,
-            "num_batches_remembered": len(self._batches),
-            "batches_remembered_bytes": self._batches_bytes,
+            "num_kept_batches": len(self._batches),
+            "kept_batches_bytes": self._batches_bytes,
             **({} if self.snapshots is None else self.snapshots.status()),
         }
 
@@ -211,12 +211,12 @@ class SparseServer:
         request, left = self.shard.parser.parse(message)
         if left:
             raise DataError(f"a lookup has {len(left)} extra tensors")
-        answer = self.shard.lookup(request)
+        reply = self.shard.lookup(request)
         if message.facts.get("keep"):
             self._store_batch((_client_of(message), _number(message, "batch")), request)
         self.num_lookups += 1
         self.num_samples += request.num_samples
-        return Message("lookup", {}, answer)
+        return Message("lookup", {}, reply)
 
     def _update(self, message: Message, caller: Caller) -> Message:
         facts, client, number = message.facts, _client_of(message), _number(message, "number")
@@ -316,12 +316,12 @@ def serve_sparse(
     dtype: torch.dtype = torch.float32,
     threads: int = 1,
     snapshot_every_s: float | None = None,
-    sampled: Callable[[Callable[[], dict[str, Any]]], None] | None = None,
+    start_sampling: Callable[[Callable[[], dict[str, Any]]], None] | None = None,
 ) -> None:
     """Run a sparse server with the shards that a partition, by default that of `fleet.json`, gives to server `number`.
 
     Snapshots are in `snapshots/sparse-<number>` of the run's folder; the server resumes from one found there. Without
-    `snapshot_every_s` they are only taken on request. Serves until `until()`. `ready` receives the address, `sampled` a function
+    `snapshot_every_s` they are only taken on request. Serves until `until()`. `ready` receives the address, `start_sampling` a function
     that returns the status.
     """
     layout = layout_of(spec.features, spec.tables)
@@ -342,8 +342,8 @@ def serve_sparse(
         snapshot_every_s=snapshot_every_s,
     )
     try:
-        if sampled is not None:
-            sampled(lambda: {**server.server.status_facts(), **server.status(), "incarnation": incarnation})
+        if start_sampling is not None:
+            start_sampling(lambda: {**server.server.status(), **server.status(), "incarnation": incarnation})
         ready(server.address)
         server.serve(until)
     finally:

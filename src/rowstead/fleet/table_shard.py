@@ -89,16 +89,16 @@ class TableShard:
 
     def lookup(self, request: LookupRequest) -> list[Tensor]:
         """Return pooled vectors [B, width] and flat distinct rows, each only if requested."""
-        answers = []
+        results = []
         pooled = request.pooled
         if pooled.table_indices and request.num_samples:
             tables = [self._rows[index] for index in pooled.table_indices]
-            answers.append(
+            results.append(
                 cpu.lookup(tables, pooled.layout, request.sparse.ids, request.sparse.offsets, request.sparse.weights)
             )
         if request.row_bounds[-1]:
-            answers.append(gather_rows(self._rows, request.distinct, request.row_bounds))
-        return answers
+            results.append(gather_rows(self._rows, request.distinct, request.row_bounds))
+        return results
 
     def check_gradients(self, request: LookupRequest, gradients: list[Tensor]) -> None:
         """Raise a DataError unless the gradients have the shapes of what `lookup` returns."""

@@ -85,7 +85,7 @@ class Limits:
     """Requests of one client that are queued or running in the server."""
     queued_bytes: int = 1 << 30
     """Bytes of requests waiting for a thread; above it the server stops reading until some have run."""
-    remembered_bytes: int = 256 << 20
+    kept_replies_bytes: int = 256 << 20
     """Bytes of replies kept in case their request is resent."""
     num_clients: int = 4096
     """Clients whose replies the server tracks; above it the least recently seen client is dropped."""
