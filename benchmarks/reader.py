@@ -87,7 +87,7 @@ def read_with_pandas(path: Path, *, by_row: bool) -> int:
     import torch
     from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
-    from rowstead.data.hashing import rows_of
+    from rowstead.data.hashing import hash_to_rows
 
     frame = pd.read_parquet(path)
     dense = frame[[f"dense_{i}" for i in range(NUM_DENSE)]].to_numpy(np.float32)
@@ -100,7 +100,7 @@ def read_with_pandas(path: Path, *, by_row: bool) -> int:
         lengths = np.fromiter(map(len, bags), np.int64, len(bags))
         offsets = np.zeros(len(bags) + 1, np.int64)
         np.cumsum(lengths, out=offsets[1:])
-        ids = rows_of(np.concatenate(bags), NUM_ROWS, "mix")
+        ids = hash_to_rows(np.concatenate(bags), NUM_ROWS, "mix")
         return tuple(map(torch.from_numpy, (rows_dense, ids, offsets, rows_labels)))
 
     class ByRow(Dataset):

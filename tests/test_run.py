@@ -260,7 +260,7 @@ def test_a_bad_row_in_the_middle_loses_no_step_and_training_goes_on_once_it_is_r
     labels[-1] = 7
     pq.write_table(right.set_column(right.schema.get_field_index("label"), "label", pa.array(labels)), last, row_group_size=400)
     spec = dataclasses.replace(good, data=parquet_spec(broken, "data.parquet.shuffle_rows=400").data)
-    with pytest.raises(DataError, match=r"is no label") as caught:
+    with pytest.raises(DataError, match=r"labels must be between 0 and 1") as caught:
         train(spec, out=tmp_path / "run")
     assert last.name in str(caught.value)
     assert f"rowstead train --resume {tmp_path / 'run'}" in str(caught.value)

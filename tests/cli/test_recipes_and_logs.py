@@ -73,7 +73,7 @@ def test_files_without_rows_are_named(rowstead: Command, log: Path) -> None:
 def test_a_file_that_is_no_parquet_is_named(rowstead: Command, log: Path, content: bytes) -> None:
     broken = changed(log, lambda table: table)
     (broken / "train-00000.parquet").write_bytes(content)
-    assert_refused(rowstead("train", parquet_recipe(broken)), "train-00000.parquet` is no Parquet file")
+    assert_refused(rowstead("train", parquet_recipe(broken)), "train-00000.parquet` is not a Parquet file")
 
 
 @pytest.mark.parametrize(
@@ -93,12 +93,12 @@ def test_a_column_that_is_not_there_is_named_with_the_nearest(rowstead: Command,
 @pytest.mark.parametrize(
     ("column", "value", "says"),
     [
-        ("dense_2", np.nan, "give the feature a `missing` value"),
-        ("dense_2", None, "give the feature a `missing` value"),
-        ("dense_2", np.inf, "is not finite; give the feature a `clip: [low, high]`"),
-        ("label", 2.0, "is no label: labels are numbers from 0 to 1"),
-        ("label", -1.0, "is no label"),
-        ("label", np.nan, "is no label"),
+        ("dense_2", np.nan, "has a missing value; set the feature's `missing`"),
+        ("dense_2", None, "has a missing value; set the feature's `missing`"),
+        ("dense_2", np.inf, "contains inf; set the feature's `clip: [low, high]`"),
+        ("label", 2.0, "contains 2.0; labels must be between 0 and 1"),
+        ("label", -1.0, "label column `label` contains -1.0"),
+        ("label", np.nan, "label column `label` contains nan"),
     ],
 )
 def test_a_bad_value_is_named_by_file_row_and_column(
@@ -133,10 +133,13 @@ def as_text(table: pa.Table) -> pa.Table:
 
 def test_text_ids_where_integers_were_before_are_refused(rowstead: Command, runs: Path, log: Path) -> None:
     folder = changed(log, as_text, only="eval-*")
-    assert_refused(rowstead("train", parquet_recipe(folder)), "column `sparse_0` holds text, but integers before")
+    assert_refused(
+        rowstead("train", parquet_recipe(folder)),
+        "`sparse_0` was an integer in training but is text here; convert it to integers",
+    )
     for command in (("evaluate",), ("predict", "--out", "p.parquet")):
         done = rowstead(command[0], "last", *command[1:], "--runs", str(runs), "--data", f"{folder}/eval-*.parquet")
-        assert_refused(done, "column `sparse_0` holds text, but integers before")
+        assert_refused(done, "`sparse_0` was an integer in training but is text here; convert it to integers")
 
 
 def test_text_ids_cannot_be_rows_or_share_a_table_with_integers(rowstead: Command, log: Path) -> None:
@@ -154,4 +157,4 @@ def test_columns_of_the_same_name_are_refused(rowstead: Command, log: Path) -> N
 
 def test_describe_names_a_file_that_is_no_parquet(rowstead: Command) -> None:
     Path("junk.parquet").write_bytes(b"junk" * 100)
-    assert_refused(rowstead("data", "describe", "junk.parquet"), "`junk.parquet` is no Parquet file")
+    assert_refused(rowstead("data", "describe", "junk.parquet"), "`junk.parquet` is not a Parquet file")

@@ -12,7 +12,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rowstead.data.columns import ColumnReader, bags_of, floats_of
+from rowstead.data.columns import ColumnReader, to_bags, to_floats
 from rowstead.spec.errors import DataError
 from rowstead.spec.features import DenseFeatureSpec, FeaturesSpec, SparseFeatureSpec
 
@@ -95,7 +95,7 @@ def _id64(value):
 @given(sparse_columns())
 def test_any_sparse_column_becomes_its_bags(column):
     array, bags = column
-    ids, offsets = bags_of(array, "x")
+    ids, offsets = to_bags(array, "x")
     assert ids.dtype == offsets.dtype == np.int64
     assert offsets[0] == 0
     assert len(offsets) == len(array) + 1
@@ -115,7 +115,7 @@ def test_any_numeric_column_becomes_floats_and_null_becomes_nan(values, kind, st
     array = (array if kind == pa.bool_() else array.cast(pa.float64()).cast(kind)).slice(start)
     expected = np.array([math.nan if v is None else float(v) for v in values[start:]], np.float32)
     for column in (array, pa.chunked_array([array.slice(0, 2), array.slice(2)], type=array.type)):
-        got = floats_of(column, "x")
+        got = to_floats(column, "x")
         assert got.dtype == np.float32
         np.testing.assert_array_equal(got, expected)
 
@@ -160,9 +160,9 @@ def test_columns_that_are_all_null_are_missing_values_and_empty_bags():
 
 def test_int64_ids_share_memory_with_arrow():
     ids = pa.array([5, 6, 7])
-    got, _ = bags_of(pa.array([0, *range(100)]).slice(1), "x")
+    got, _ = to_bags(pa.array([0, *range(100)]).slice(1), "x")
     assert not got.flags.owndata
-    assert bags_of(ids.slice(1), "x")[0].tolist() == [6, 7]
+    assert to_bags(ids.slice(1), "x")[0].tolist() == [6, 7]
 
 
 ROWS = {"age": [1], "price": [1], "city": [1], "likes": [[1]]}

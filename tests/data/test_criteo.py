@@ -244,7 +244,7 @@ def test_a_line_longer_than_memory_should_hold_is_skipped_whole() -> None:
 
 def test_kaggle_test_file_without_labels_is_recognised(tmp_path: Path) -> None:
     (tmp_path / "test.txt").write_bytes(b"".join(line(i)[2:] for i in range(5)))
-    with pytest.raises(DataError, match=r"no label column: Kaggle's test\.txt"):
+    with pytest.raises(DataError, match=r"no label, like Kaggle's test\.txt"):
         convert([tmp_path / "test.txt"], tmp_path / "out", on_bad_row="skip")
 
 
@@ -255,7 +255,7 @@ def test_kaggle_test_file_without_labels_is_recognised(tmp_path: Path) -> None:
         (gzip.compress(text_of(50), mtime=0)[:-20], "cannot read .*"),
         (gzip.compress(text_of(50), mtime=0)[:40] + b"\x00" * 60, "cannot read .*"),
         (gzip.compress(b"\0" * 257 + b"ustar" + b"\0" * 300, mtime=0), "is a tar archive"),
-        (b"junk\n" * 10, "none of the lines"),
+        (b"junk\n" * 10, "could be parsed"),
     ],
 )
 def test_files_that_are_no_log_get_a_clear_error(tmp_path: Path, content: bytes, words: str) -> None:
@@ -271,11 +271,11 @@ def test_inputs_are_checked(tmp_path: Path) -> None:
         ([], {}, "at least one file"),
         ([tmp_path / "none"], {}, "does not exist"),
         ([tmp_path], {}, "is a folder"),
-        ([path, path], {}, "named twice"),
-        ([path], {"eval_files": [path]}, "named twice"),
+        ([path, path], {}, "listed twice"),
+        ([path], {"eval_files": [path]}, "listed twice"),
         ([path], {"eval_files": [path], "eval_fraction": 0.1}, "not both"),
         ([path], {"eval_fraction": 1.0}, "below 1"),
-        ([path], {"eval_fraction": 0.01}, "no row fell into the evaluation split"),
+        ([path], {"eval_fraction": 0.01}, "the evaluation split has no rows"),
     ):
         with pytest.raises(DataError, match=words):
             convert(inputs, tmp_path / "out", **options)  # type: ignore[arg-type]

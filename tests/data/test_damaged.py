@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rowstead.data.columns import bags_of
+from rowstead.data.columns import to_bags
 from rowstead.data.open_log import open_sources
 from rowstead.spec.errors import RowsteadError
 from tests.small_runs import parquet_spec, written_log
@@ -57,4 +57,4 @@ def test_wrong_bytes_in_pages_are_refused_or_read(
 def test_lists_that_overlap_are_refused() -> None:
     lists = pa.ListArray.from_arrays(pa.array([0, 3, 1], pa.int32()), pa.array([1, 2, 3]))
     with pytest.raises(pa.ArrowInvalid):
-        bags_of(lists, "ids")
+        to_bags(lists, "ids")

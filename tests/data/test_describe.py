@@ -18,7 +18,7 @@ from rowstead.data.block import RawBlock
 from rowstead.data.columns import ColumnReader
 from rowstead.data.count_ids import Budget, IdCounter, top_shares
 from rowstead.data.describe import describe, expected_collisions, infer_features, length_bins
-from rowstead.data.hashing import rows_of
+from rowstead.data.hashing import hash_to_rows
 from rowstead.spec.errors import DataError
 from rowstead.spec.features import DenseFeatureSpec, FeaturesSpec, SparseFeatureSpec, TableSpec
 from rowstead.spec.parse import parse, to_plain
@@ -71,7 +71,7 @@ def test_sparse_figures_equal_brute_force(bags: list[list[int]], cut: int, num_r
         assert share == pytest.approx(sum(falling[:num_top]) / sum(falling))
     assert found.skew_top[-1] == 1.0
     assert found.skew_accesses[-1] == pytest.approx(1.0)
-    on_row = Counter(rows_of(np.array(list(counts), np.int64), num_rows, hash).tolist())  # type: ignore[arg-type]
+    on_row = Counter(hash_to_rows(np.array(list(counts), np.int64), num_rows, hash).tolist())  # type: ignore[arg-type]
     assert found.actual_collisions == pytest.approx(sum(n for n in on_row.values() if n > 1) / len(counts))
 
 
@@ -121,7 +121,7 @@ def test_counts_that_do_not_fit_are_estimated_within_their_stated_error() -> Non
     counter = IdCounter(Budget(1 << 19, 1))
     for part in np.array_split(ids, 7):
         counter.add(part)
-    kept_ids, kept = counter.kept()
+    kept_ids, kept = counter.items()
     assert counter.level > 0
     assert kept_ids.size <= (1 << 19) // 16
     assert 0 < counter.distinct_error < 0.02
@@ -222,5 +222,5 @@ def test_features_are_inferred_from_the_types_of_columns() -> None:
     assert [s.length_max for s in found.sparse] == [1, 1, 1, 2]
     assert found.label_mean == 1.0
     assert [f.name for f in infer_features(table.schema, label="price").dense] == []
-    with pytest.raises(DataError, match=r"no column looks like a feature.*blob"):
+    with pytest.raises(DataError, match=r"no column can be a feature.*blob"):
         infer_features(table.select(["label", "blob"]).schema)

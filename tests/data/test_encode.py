@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rowstead.data.block import RawBlock
 from rowstead.data.encode import Encoder, RawRows
-from rowstead.data.hashing import rows_of
+from rowstead.data.hashing import hash_to_rows
 from rowstead.data.transforms import DenseTransforms
 from rowstead.spec.errors import DataError
 from rowstead.spec.features import DenseFeatureSpec, FeaturesSpec, SparseFeatureSpec, TableSpec, tables_of
@@ -76,7 +76,7 @@ def test_encode_equals_the_obvious_loop(problem):
         for i in order:
             block, r = where[i]
             bag = block.ids[f][block.offsets[f][r] : block.offsets[f][r + 1]][: spec.max_ids]
-            ids += rows_of(bag, num_rows[f], spec.hash).tolist()
+            ids += hash_to_rows(bag, num_rows[f], spec.hash).tolist()
             offsets.append(len(ids))
     assert batch.sparse.ids.tolist() == ids
     assert batch.sparse.offsets.tolist() == offsets
@@ -103,7 +103,8 @@ def test_blocks_end_to_end_are_one_long_block(problem):
     features, blocks, order = problem
     encoder = Encoder(features, tables_of(features, width=4), DenseTransforms.of(features))
     assert_same(
-        encoder.encode(RawRows(blocks), order), encoder.encode(RawRows.joined([RawRows([block]) for block in blocks]), order)
+        encoder.encode(RawRows(blocks), order),
+        encoder.encode(RawRows.concatenate([RawRows([block]) for block in blocks]), order),
     )
 
 
@@ -115,7 +116,7 @@ def test_a_batch_made_in_parts_is_the_same_in_any_order(problem, num_parts):
     def backwards(count, work):
         return [work(number) for number in reversed(range(count))][::-1]
 
-    made = encoder.encode(RawRows(blocks), order, each=backwards, num_parts=num_parts)
+    made = encoder.encode(RawRows(blocks), order, run_parts=backwards, num_parts=num_parts)
     assert_same(made, encoder.encode(RawRows(blocks), order))
 
 
@@ -130,15 +131,15 @@ def _block_of_ids(a, b):
 def test_an_id_that_is_no_row_is_named_with_its_feature():
     encoder = Encoder(ONE, tables_of(ONE, width=4), DenseTransforms.of(ONE))
     assert encoder.encode(_block_of_ids([1, 2], [4, 0])).sparse.ids.tolist()[2:] == [4, 0]
-    with pytest.raises(DataError, match="feature `b`: id 5 is no row"):
+    with pytest.raises(DataError, match="feature `b`: id 5 is outside its table"):
         encoder.encode(_block_of_ids([100, 200], [4, 5]))
     for num_parts in (1, 2, 4):
-        with pytest.raises(DataError, match="feature `b`: id -3 is no row"):
+        with pytest.raises(DataError, match="feature `b`: id -3 is outside its table"):
             encoder.encode(_block_of_ids([100, 200], [-3, 5]), num_parts=num_parts)
 
 
 def test_rows_of_another_shape_are_refused():
     encoder = Encoder(ONE, tables_of(ONE, width=4), DenseTransforms.of(ONE))
     block = RawBlock(dense=np.zeros((1, 3), np.float32), ids=(), offsets=())
-    with pytest.raises(DataError, match="3 dense and 0 sparse features, the model reads 0 and 2"):
+    with pytest.raises(DataError, match="3 dense and 0 sparse features, but the model has 0 and 2"):
         encoder.encode(block)

@@ -10,7 +10,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rowstead.data.hashing import HASH_CODES, hash_in_place, hash_text, hash_texts, mixed_row, modulo_row, rows_of
+from rowstead.data.hashing import HASH_CODES, hash_in_place, hash_text, hash_texts, hash_to_rows, mixed_row, modulo_row
 from rowstead.spec.errors import DataError
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
@@ -56,12 +56,12 @@ def test_text_hash_is_pinned():
 @given(st.lists(INT64), NUM_ROWS)
 def test_mix_is_the_splitmix64_finaliser_modulo_rows(ids, num_rows):
     expected = [(mix_in_python(i % 2**64) & (2**63 - 1)) % num_rows for i in ids]
-    assert rows_of(np.array(ids, np.int64), num_rows, "mix").tolist() == expected
+    assert hash_to_rows(np.array(ids, np.int64), num_rows, "mix").tolist() == expected
 
 
 @given(st.lists(INT64), NUM_ROWS)
 def test_modulo_is_never_negative(ids, num_rows):
-    assert rows_of(np.array(ids, np.int64), num_rows, "modulo").tolist() == [i % num_rows for i in ids]
+    assert hash_to_rows(np.array(ids, np.int64), num_rows, "modulo").tolist() == [i % num_rows for i in ids]
 
 
 @numba.njit
@@ -76,21 +76,21 @@ def _scalar_rows(ids, num_rows):
 def test_scalar_functions_agree_with_the_definition(ids, num_rows):
     array = np.array(ids, np.int64)
     mixed, modulo = _scalar_rows(array, num_rows)
-    assert mixed.tolist() == rows_of(array, num_rows, "mix").tolist()
-    assert modulo.tolist() == rows_of(array, num_rows, "modulo").tolist()
+    assert mixed.tolist() == hash_to_rows(array, num_rows, "mix").tolist()
+    assert modulo.tolist() == hash_to_rows(array, num_rows, "modulo").tolist()
 
 
 @given(st.integers(0, 2**32), st.one_of(NUM_ROWS, st.integers(2**49, 2**62)), st.sampled_from(["mix", "modulo"]))
 def test_hashing_in_place_agrees_with_the_definition(seed, num_rows, rule):
     ids = np.random.default_rng(seed).integers(-(2**63), 2**63 - 1, 2000)
-    expected = rows_of(ids, num_rows, rule)
+    expected = hash_to_rows(ids, num_rows, rule)
     assert hash_in_place(ids, HASH_CODES[rule], num_rows) == -1
     np.testing.assert_array_equal(ids, expected)
 
 
 def test_without_hash_ids_are_rows_and_others_are_named():
-    assert rows_of(np.array([0, 9]), 10, "none").tolist() == [0, 9]
+    assert hash_to_rows(np.array([0, 9]), 10, "none").tolist() == [0, 9]
     with pytest.raises(DataError, match=r"feature `city`: id 10 .* rows 0 to 9"):
-        rows_of(np.array([0, 10]), 10, "none", feature="city")
+        hash_to_rows(np.array([0, 10]), 10, "none", feature="city")
     with pytest.raises(DataError, match="id -1"):
-        rows_of(np.array([-1]), 10, "none", feature="city")
+        hash_to_rows(np.array([-1]), 10, "none", feature="city")

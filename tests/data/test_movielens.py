@@ -160,8 +160,8 @@ def test_split_by_hash_keeps_a_pair_of_user_and_item_on_one_side(tmp_path: Path)
         (ML_1M, "ratings.dat", b"1::x::5::9\n", "ratings.dat:line 5: not four numbers"),
         (ML_1M, "ratings.dat", b"1:1::5::9::\n", "ratings.dat:line 5: not four numbers"),
         (ML_1M, "ratings.dat", b"1::1::7::9\n", "ratings.dat:line 5: rating outside 0.5 to 5"),
-        (ML_1M, "ratings.dat", b"1::77::5::9\n", "ratings.dat:line 5: unknown item .77 is not among"),
-        (ML_1M, "ratings.dat", b"9::1::5::9\n", "ratings.dat:line 5: unknown user .9 is not among"),
+        (ML_1M, "ratings.dat", b"1::77::5::9\n", "ratings.dat:line 5: unknown item .77 is not in the"),
+        (ML_1M, "ratings.dat", b"9::1::5::9\n", "ratings.dat:line 5: unknown user .9 is not in the"),
         (ML_1M, "ratings.dat", b"\n", "ratings.dat:line 5: wrong number"),
         (ML_1M, "users.dat", b"3::F::1\n", "users.dat:line 3: wrong number of fields, expected 5"),
         (ML_1M, "users.dat", b"3::F::young::1::1\n", "users.dat:line 3: age is not a number"),
@@ -190,8 +190,8 @@ def test_a_malformed_line_is_named_or_skipped(
 @pytest.mark.parametrize(
     ("files", "words"),
     [
-        ({"a.txt": b""}, "is no MovieLens archive that we know"),
-        ({name: data for name, data in ML_1M.items() if "users" not in name}, r"looks like ml-1m .* lacks users.dat"),
+        ({"a.txt": b""}, "is not a known MovieLens archive"),
+        ({name: data for name, data in ML_1M.items() if "users" not in name}, r"looks like ml-1m .* has no users.dat"),
         ({**ML_LATEST, "ml-latest-small/ratings.csv": b"user,item\n"}, "line 1: expected the header userId"),
         ({**ML_LATEST, "ml-latest-small/movies.csv": b"a,b\n"}, "line 1: expected the header movieId"),
         ({**ML_LATEST, "ml-latest-small/movies.csv": b'movieId,title,genres\n1,"a,b\n'}, "not valid CSV"),
@@ -199,7 +199,7 @@ def test_a_malformed_line_is_named_or_skipped(
             {**ML_LATEST, "ml-latest-small/movies.csv": b"movieId,title,genres\n1,\xff,b\n"},
             "movies.csv:line 2: not valid utf-8",
         ),
-        ({**ML_1M, "ml-1m/ratings.dat": b""}, "no usable rows"),
+        ({**ML_1M, "ml-1m/ratings.dat": b""}, "the training split has no rows"),
         ({**ML_100K, "ml-100k/u.genre": b"Drama|1\n"}, "not numbered from 0"),
     ],
 )
@@ -212,7 +212,7 @@ def test_damaged_and_missing_files_get_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not exist"):
         convert(tmp_path / "none.zip", tmp_path / "out")
     (tmp_path / "not.zip").write_bytes(b"no zip")
-    with pytest.raises(DataError, match="is no zip file"):
+    with pytest.raises(DataError, match="is not a zip file"):
         convert(tmp_path / "not.zip", tmp_path / "out")
     path = zipped(tmp_path / "ml.zip", many_ratings(500))
     data = bytearray(path.read_bytes())

@@ -73,7 +73,7 @@ options = st.fixed_dictionaries(
 def read_all(path, metadata, columns, leaves):
     """The first row group of a file."""
     plan = plan_group(columns, metadata, 0, leaves)
-    return read_row_group(path, plan, columns, lambda: metadata, max_bytes=1 << 30, room=BufferPool())
+    return read_row_group(path, plan, columns, lambda: metadata, max_bytes=1 << 30, buffers=BufferPool())
 
 
 def read_at_once(path, plan):
@@ -111,8 +111,8 @@ def test_our_decoder_agrees_with_pyarrow(tmp_path, table, options):
         data = np.fromfile(path, np.uint8)[start : start + chunk.total_compressed_size]
         codec = CODECS[chunk.compression]
         if name in ("one", "many"):
-            room = np.empty(chunk.num_values, np.int64)
-            assert decode_bags(data, codec, leaf.max_def, leaf.max_rep, table.num_rows, room) is not None
+            buffers = np.empty(chunk.num_values, np.int64)
+            assert decode_bags(data, codec, leaf.max_def, leaf.max_rep, table.num_rows, buffers) is not None
         else:
             assert decode_floats(data, codec, leaf.max_def, table.num_rows) is not None
     if options["compression"] in ("none", "snappy"):  # all in one call, without Python
@@ -162,7 +162,7 @@ def test_damaged_bytes_never_lead_outside(tmp_path, compression, version):
                 found = decode_floats(data, codec, 1, 400)
                 assert found is None or len(found) == 400
                 values = guarded(400, np.float32)
-                ok, _, _ = chunks.floats_of_chunk(data, 1, code, values[GUARD:-GUARD], scratch, np.empty(0, np.float32))
+                ok, _, _ = chunks.decode_float_chunk(data, 1, code, values[GUARD:-GUARD], scratch, np.empty(0, np.float32))
                 if ok:  # it may well refuse more
                     np.testing.assert_array_equal(values[GUARD:-GUARD], found)
                 assert untouched(values)
@@ -170,8 +170,8 @@ def test_damaged_bytes_never_lead_outside(tmp_path, compression, version):
                 bags = decode_bags(data, codec, 3, 1, 400, np.empty(chunk.num_values, np.int64))
                 assert bags is None or (np.diff(bags[1]) >= 0).all()
                 ids, offsets = guarded(chunk.num_values, np.int64), guarded(401, np.int64)
-                room = (ids[GUARD:-GUARD], offsets[GUARD:-GUARD])
-                count, _, _ = chunks.bags_of_chunk(data, 3, 1, code, *room, scratch, np.empty(0, np.int64))
+                buffers = (ids[GUARD:-GUARD], offsets[GUARD:-GUARD])
+                count, _, _ = chunks.decode_bag_chunk(data, 3, 1, code, *buffers, scratch, np.empty(0, np.int64))
                 if count >= 0:
                     np.testing.assert_array_equal(ids[GUARD : GUARD + count], bags[0])
                     np.testing.assert_array_equal(offsets[GUARD:-GUARD], bags[1])
@@ -247,14 +247,14 @@ def calls_to_read(path, num_dense, compression):
     columns = ColumnReader(FeaturesSpec(dense=(DenseFeatureSpec(name="x_{i}", repeat=num_dense),)), label="label")
     values = np.arange(500, dtype=np.float32)
     pq.write_table(pa.table(dict.fromkeys(columns.names, values)), path, compression=compression)
-    metadata, room = pq.read_metadata(path), BufferPool()
+    metadata, buffers = pq.read_metadata(path), BufferPool()
     plan = plan_group(columns, metadata, 0, plain_leaves(columns, metadata.schema))
     calls = []
     for _ in range(2):  # the first compiles
         calls.clear()
         sys.setprofile(lambda _, event, __: calls.append(event))
         try:
-            block = read_row_group(path, plan, columns, lambda: metadata, max_bytes=1 << 30, room=room)
+            block = read_row_group(path, plan, columns, lambda: metadata, max_bytes=1 << 30, buffers=buffers)
         finally:
             sys.setprofile(None)
     assert (block.dense == values[:, None]).all()

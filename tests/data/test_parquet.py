@@ -215,9 +215,9 @@ def with_bad_rows(folder, column, changes):
 @pytest.mark.parametrize(
     ("column", "value", "message"),
     [
-        ("number", None, r"bad\.parquet`, row 8 \(from 0\): nan in column `number` is missing; .*on_bad_row: skip"),
-        ("number", float("inf"), r"row 8 \(from 0\): inf in column `number` is not finite; .*clip"),
-        ("label", 2.0, r"row 8 \(from 0\): 2.0 in column `label` is no label"),
+        ("number", None, r"bad\.parquet`, row 8 \(from 0\): dense column `number` has a missing value; .*on_bad_row: skip"),
+        ("number", float("inf"), r"row 8 \(from 0\): dense column `number` contains inf; .*clip"),
+        ("label", 2.0, r"row 8 \(from 0\): label column `label` contains 2.0; labels must be between 0 and 1"),
     ],
 )
 def test_a_bad_row_is_named_with_file_row_column_and_remedy(tmp_path, column, value, message):
@@ -241,10 +241,10 @@ def test_missing_and_unreadable_files_are_named(tmp_path):
         source_of(str(tmp_path / "nothing.parquet"))
     with pytest.raises(DataError, match=r"no file matches `.*\*\.parquet`"):
         source_of(str(tmp_path / "*.parquet"))
-    with pytest.raises(DataError, match=r"is a folder: name its files, such as `.*/\*\.parquet`"):
+    with pytest.raises(DataError, match=r"is a folder; list its files, such as `.*/\*\.parquet`"):
         source_of(str(tmp_path))
     (tmp_path / "text.parquet").write_text("a,b\n1,2\n")
-    with pytest.raises(DataError, match=r"text\.parquet` is no Parquet file"):
+    with pytest.raises(DataError, match=r"text\.parquet` is not a Parquet file"):
         source_of(str(tmp_path / "text.parquet"))
 
 
@@ -264,7 +264,7 @@ def test_a_file_whose_columns_differ_is_named(tmp_path):
         source_of(pattern)
     place = table.schema.get_field_index("city")
     pq.write_table(table.set_column(place, "city", pa.array(range(5))), tmp_path / "more.parquet")
-    with pytest.raises(DataError, match=r"`city` holds text in .*000\.parquet` but integers in .*more\.parquet`"):
+    with pytest.raises(DataError, match=r"`city` is text in .*000\.parquet` but integers in .*more\.parquet`"):
         source_of(pattern)
 
 
@@ -281,7 +281,7 @@ def test_a_damaged_row_group_is_named(tmp_path):
 def test_resuming_in_another_log_is_refused(tmp_path):
     pattern = write_log(tmp_path, [20])
     _, cursor = next(source_of(pattern).batches(4))
-    with pytest.raises(DataError, match="share had 20 rows and now has 30"):
+    with pytest.raises(DataError, match="share of the log had 20 rows and now has 30"):
         next(source_of(write_log(tmp_path, [30])).batches(4, cursor=cursor))
 
 
@@ -322,4 +322,4 @@ def test_threads_that_make_batches_finish_them_and_an_error_comes_in_its_place(t
 
 
 def test_as_many_threads_work_as_there_are_cores_or_as_were_asked_for():
-    assert [parquet.num_at_work(threads, 16) for threads in (None, 1, 6, 10, 16, 64)] == [16, 2, 12, 16, 16, 64]
+    assert [parquet.choose_num_busy(threads, 16) for threads in (None, 1, 6, 10, 16, 64)] == [16, 2, 12, 16, 16, 64]

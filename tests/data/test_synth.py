@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from rowstead.data.batch import share_bounds
 from rowstead.data.block import RawBlock
 from rowstead.data.encode import Encoder
-from rowstead.data.synth import SynthLog, SynthSource, share_of, write_parquet
+from rowstead.data.synth import SynthLog, SynthSource, write_parquet
 from rowstead.data.transforms import DenseTransforms
 from rowstead.spec.data import SynthSpec
 from rowstead.spec.errors import DataError, SpecError
@@ -271,7 +272,7 @@ def test_drift_turns_the_teacher_to_something_unrelated() -> None:
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10_000), st.integers(1, 17))
 def test_ranks_share_every_row_once_and_evenly(num_samples: int, world_size: int) -> None:
-    shares = [share_of(num_samples, rank, world_size) for rank in range(world_size)]
+    shares = [range(*share_bounds(num_samples, rank, world_size)) for rank in range(world_size)]
     assert [row for share in shares for row in share] == list(range(num_samples))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 

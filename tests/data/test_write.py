@@ -67,7 +67,7 @@ def test_an_exception_leaves_no_file(tmp_path: Path) -> None:
 def test_files_of_an_earlier_conversion_are_refused_and_named(tmp_path: Path) -> None:
     with SplitWriter(tmp_path, SCHEMA) as writer:
         writer.write("train", rows(0, 5))
-    with pytest.raises(DataError, match=r"already has train-00000.parquet: .*--overwrite"):
+    with pytest.raises(DataError, match=r"already has train-00000.parquet; .*--overwrite"):
         SplitWriter(tmp_path, SCHEMA)
 
 
@@ -117,5 +117,5 @@ def test_sizes_must_be_positive(tmp_path: Path, name: str) -> None:
 
 def test_a_file_in_place_of_the_folder_is_a_data_error(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("")
-    with pytest.raises(DataError, match="is a file: name a folder"):
+    with pytest.raises(DataError, match="is a file; give a folder"):
         SplitWriter(tmp_path / "out", SCHEMA)

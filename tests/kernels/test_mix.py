@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rowstead.data.hashing import rows_of
+from rowstead.data.hashing import hash_to_rows
 from rowstead.kernels.mix import mix64, uniform
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
@@ -16,7 +16,7 @@ INT64 = st.integers(-(2**63), 2**63 - 1)
 @given(st.lists(INT64, max_size=50), st.one_of(st.integers(1, 100), st.integers(1, 2**62)))
 def test_mix_in_torch_gives_the_rows_of_training_bit_for_bit(ids, num_rows):
     mixed = torch.bitwise_and(mix64(torch.tensor(ids, dtype=torch.int64)), 2**63 - 1) % num_rows
-    assert mixed.tolist() == rows_of(np.array(ids, np.int64), num_rows, "mix").tolist()
+    assert mixed.tolist() == hash_to_rows(np.array(ids, np.int64), num_rows, "mix").tolist()
 
 
 @given(st.lists(INT64, min_size=1, max_size=50))

@@ -20,15 +20,17 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Make, convert and describe logs.", no_args_is_help=True, rich_markup_mode=None)
 
-Out = Annotated[Path, typer.Option("--out", help="Folder for train-*.parquet and eval-*.parquet.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace such files in the folder.")]
+Out = Annotated[Path, typer.Option("--out", help="Output folder for train-*.parquet and eval-*.parquet.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")]
 OnBadRow = Annotated[
-    str, typer.Option("--on-bad-row", metavar="error|skip", help="A malformed line: stop there, or skip and count it.")
+    str, typer.Option("--on-bad-row", metavar="error|skip", help="Stop at a malformed line, or skip and count it.")
 ]
 SplitBy = Annotated[
-    str, typer.Option("--split", metavar="time|hash", help="Evaluate on the last examples, or on some chosen by hash.")
+    str, typer.Option("--split", metavar="time|hash", help="Evaluation split: the latest examples, or chosen by hash.")
 ]
-EvalFraction = Annotated[float | None, typer.Option("--eval-fraction", help="Share of the evaluation split. [default: 0.1]")]
+EvalFraction = Annotated[
+    float | None, typer.Option("--eval-fraction", help="Share of examples in the evaluation split. [default: 0.1]")
+]
 
 
 @app.command()
@@ -43,13 +45,13 @@ def synth(
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Write a synthetic click log, whose true click probabilities are known, to Parquet."""
+    """Write a synthetic click log with known click probabilities to Parquet."""
     from rowstead.data.synth import write_parquet
     from rowstead.spec.run import load_recipe
 
     spec = load_recipe(recipe, set_ or [])
     if spec.data.synth is None:
-        raise RowsteadError(f"recipe `{recipe}` reads Parquet files and has no data.synth")
+        raise RowsteadError(f"recipe `{recipe}` has no data.synth; choose a recipe with a synthetic log")
     with _progress("rows") as advance:
         summary = write_parquet(spec.data.synth, out, overwrite=overwrite, progress=advance)
     _print_summary(summary)
@@ -57,12 +59,12 @@ def synth(
 
 @app.command()
 def criteo(
-    inputs: Annotated[list[Path], typer.Argument(help="train.txt of Kaggle, or day_0 … of Terabyte; plain or .gz.")],
+    inputs: Annotated[list[Path], typer.Argument(help="Kaggle's train.txt, or Terabyte's day_0 …; plain or .gz.")],
     out: Out,
     split: SplitBy = "time",
     eval_fraction: EvalFraction = None,
     eval_file: Annotated[
-        list[Path] | None, typer.Option("--eval-file", help="A whole file for evaluation, such as day_23. Repeatable.")
+        list[Path] | None, typer.Option("--eval-file", help="Use a whole file for evaluation, such as day_23. Repeatable.")
     ] = None,
     on_bad_row: OnBadRow = "error",
     overwrite: Overwrite = False,
@@ -87,7 +89,7 @@ def criteo(
 @app.command()
 def movielens(
     source: Annotated[
-        Path, typer.Argument(help="ml-1m.zip, ml-100k.zip, ml-latest.zip or ml-latest-small.zip, or the folder inside.")
+        Path, typer.Argument(help="ml-1m.zip, ml-100k.zip, ml-latest.zip or ml-latest-small.zip, or its unpacked folder.")
     ],
     out: Out,
     split: SplitBy = "hash",
@@ -117,15 +119,15 @@ def describe(
         list[str] | None, typer.Argument(help="Parquet files, globs or URLs. [default: the recipe's training split]")
     ] = None,
     recipe: Annotated[
-        str | None, typer.Option("--recipe", help="Take the features from this recipe instead of guessing them.")
+        str | None, typer.Option("--recipe", help="Use the features of this recipe instead of guessing them.")
     ] = None,
-    label: Annotated[str, typer.Option("--label", help="Column of the label, when no recipe is given.")] = "label",
+    label: Annotated[str, typer.Option("--label", help="Label column, without --recipe.")] = "label",
     hash_size: Annotated[int | None, typer.Option("--hash-size", min=1, help="Count collisions at this hash size.")] = None,
-    max_rows: Annotated[int | None, typer.Option("--max-rows", min=1, help="Look at about so many rows only.")] = None,
-    picture: Annotated[Path | None, typer.Option("--picture", help="Draw the figures into this HTML file.")] = None,
+    max_rows: Annotated[int | None, typer.Option("--max-rows", min=1, help="Read only about this many rows.")] = None,
+    picture: Annotated[Path | None, typer.Option("--picture", help="Write charts to this HTML file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Show what is in a log: distinct ids, ids per example, skew, collisions."""
+    """Show statistics of a log: distinct ids, ids per example, skew, collisions."""
     from rowstead.cli.console import print_wide
     from rowstead.data.describe import describe as count
     from rowstead.report.describe import headline, page, tables
@@ -143,7 +145,7 @@ def describe(
             print_wide(console, table)
     if picture is not None:
         picture.write_text(page(statistics, title=", ".join(files or [recipe or "log"])))
-        console.print(f"figures in {picture}", soft_wrap=True)
+        console.print(f"charts: {picture}", soft_wrap=True)
 
 
 def _log_to_describe(
@@ -152,7 +154,7 @@ def _log_to_describe(
     from rowstead.data.describe import infer_features
     from rowstead.data.files import find_files
     from rowstead.data.open_log import read_raw_blocks
-    from rowstead.data.parquet import ParquetLog, schema_of
+    from rowstead.data.parquet import ParquetLog, read_schema
     from rowstead.spec.data import ParquetSpec
     from rowstead.spec.run import load_recipe
 
@@ -160,31 +162,38 @@ def _log_to_describe(
         spec = load_recipe(recipe)
         return spec.features, read_raw_blocks(spec, files, max_rows)
     if not files:
-        raise RowsteadError("name the files to describe, or a recipe with --recipe")
+        raise RowsteadError("give the files to describe, or a recipe with --recipe")
     parquet = ParquetSpec(train=tuple(files), label=label)
-    features = infer_features(schema_of(find_files(files)[0]), label=label)
+    features = infer_features(read_schema(find_files(files)[0]), label=label)
     return features, ParquetLog(parquet, features, split="all").raw_blocks(max_rows)
 
 
 def _choice(option: str, given: str, *known: str) -> str:
     if given not in known:
-        raise RowsteadError(f"{option} is {' or '.join(known)}, not `{given}`")
+        raise RowsteadError(f"{option} must be {' or '.join(known)}, got `{given}`")
     return given
 
 
 @contextmanager
 def _progress(unit: str) -> Iterator[Callable[[int, int], None]]:
-    """Shows how much is done of how much; silent where output is no terminal."""
+    """Progress bar; silent if output is not a terminal."""
     from rowstead.cli.console import doing
 
     with doing(terminal(stderr=True), unit) as advance:
         yield advance
 
 
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def _print_summary(summary: Summary) -> None:
     from rowstead.cli.console import two_columns
 
-    rows = [(split, f"{count:,} rows in {len(summary.files[split])} files") for split, count in summary.num_rows.items()]
+    rows = [
+        (split, f"{_count(count, 'row')} in {_count(len(summary.files[split]), 'file')}")
+        for split, count in summary.num_rows.items()
+    ]
     rows.append(("folder", str(summary.folder)))
     rows.append(("size", f"{summary.num_bytes_written:,} bytes"))
     if summary.num_skipped:

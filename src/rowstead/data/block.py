@@ -1,4 +1,4 @@
-"""`RawBlock`: some rows of a log as they were written, before transforms and hashing."""
+"""`RawBlock`: rows of a log before transforms and hashing."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, kw_only=True)
 class RawBlock:
-    """R rows of a log, only the columns that are asked for, features in the order of the spec."""
+    """R rows of a log: the selected columns, features in the order of the spec."""
 
     dense: NDArray[np.float32]
     """[R, Fd], C-contiguous; NaN where a value is missing."""
     ids: tuple[NDArray[np.int64], ...]
-    """For each sparse feature its raw 64-bit ids, all rows one after the other: integers as they are, text hashed by XXH64."""
+    """Per sparse feature, the raw 64-bit ids of all rows, concatenated: integers as they are, text hashed by XXH64."""
     offsets: tuple[NDArray[np.int64], ...]
-    """For each sparse feature [R + 1], first 0: row r owns ids[offsets[r] : offsets[r+1]]."""
+    """Per sparse feature, [R + 1], the first 0: row r owns ids[offsets[r] : offsets[r+1]]."""
     labels: NDArray[np.float32] | None = None
     """[R]."""
     weights: NDArray[np.float32] | None = None
@@ -29,3 +29,20 @@ class RawBlock:
     def num_rows(self) -> int:
         """R."""
         return int(self.dense.shape[0])
+
+    def slice(self, start: int, stop: int) -> RawBlock:
+        """Rows `start` to `stop`, without copying ids or dense values."""
+        if start == 0 and stop == self.num_rows:
+            return self
+
+        def part(values: NDArray[np.float32] | None) -> NDArray[np.float32] | None:
+            return None if values is None else values[start:stop]
+
+        return RawBlock(
+            dense=self.dense[start:stop],
+            ids=tuple(ids[o[start] : o[stop]] for ids, o in zip(self.ids, self.offsets, strict=True)),
+            offsets=tuple(o[start : stop + 1] - o[start] for o in self.offsets),
+            labels=part(self.labels),
+            weights=part(self.weights),
+            true_p=part(self.true_p),
+        )

@@ -1,7 +1,7 @@
-"""Arrow columns, or plain Python ones, to a `RawBlock`: what types a log may have, and what null means in each.
+"""Arrow or plain Python columns to a `RawBlock`: the types that a log may have, and how nulls are read.
 
-Dense columns are numbers or booleans; null is NaN. Sparse columns are integers, text, or lists of either; a null value or a
-null list is an empty bag, and a null inside a list is dropped.
+Dense columns are numbers or booleans; null is read as NaN. Sparse columns are integers, text, or lists of either; a null value or
+list is an empty bag, and a null inside a list is dropped.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Bags = tuple[NDArray[np.int64], NDArray[np.int64]]
 
 
 class ColumnReader:
-    """The columns that a model reads from a log: their names, and how they become a `RawBlock`."""
+    """Reads a model's columns from a log into a `RawBlock`."""
 
     def __init__(
         self,
@@ -42,18 +42,18 @@ class ColumnReader:
         true_p: str | None = None,
         id_kinds: IdKinds | None = None,
     ) -> None:
-        """`id_kinds` is what a model was trained on: columns of another kind are refused."""
+        """`id_kinds` are those of the model's training; columns of another kind are refused."""
         self._expected = id_kinds or {}
         self.dense = tuple(str(f.column) for f in features.expanded_dense())
         self.sparse = tuple(str(f.column) for f in features.expanded_sparse())
         self.label, self.weight, self.true_p = label, weight, true_p
         self.scalars = tuple(name for name in (label, weight, true_p) if name is not None)
-        """ColumnReader of which a block has each as a vector of its own."""
+        """Columns with one number per row: label, weight and true probability."""
         self.names = tuple(dict.fromkeys([*self.dense, *self.sparse, *self.scalars]))
-        """Every column once: what has to be read."""
+        """Every column to read, once."""
 
     def check(self, schema: pa.Schema) -> None:
-        """Raise a DataError about the first column that `schema` lacks or has in a type that we cannot use."""
+        """Raise a DataError for the first column that is missing from `schema` or has an unsupported type."""
         types = dict(zip(schema.names, schema.types, strict=True))
         for name in self.names:
             if name not in types:
@@ -65,11 +65,11 @@ class ColumnReader:
         counts = Counter(schema.names)
         twice = next((name for name in self.names if counts[name] > 1), None)
         if twice is not None:
-            raise DataError(f"two columns are named `{twice}`: rename one of them")
+            raise DataError(f"two columns are named `{twice}`; rename one of them")
         self._check_kinds(schema)
 
     def id_kinds(self, schema: pa.Schema) -> dict[str, str]:
-        """Whether each sparse column of `schema` holds text or integers; a column of nulls alone is left out."""
+        """Whether each sparse column of `schema` holds text or integers; columns of only nulls are omitted."""
         types = dict(zip(schema.names, schema.types, strict=True))
         kinds = {}
         for name in self.sparse:
@@ -79,33 +79,32 @@ class ColumnReader:
         return kinds
 
     def _check_kinds(self, schema: pa.Schema) -> None:
-        """Text is hashed and integers are not, so the same id in the other kind would be another row."""
+        """Text is hashed to 64 bits and integers are not, so the same id in the other kind would get another row."""
         for name, kind in self.id_kinds(schema).items() if self._expected else ():
             expected = self._expected.get(name, kind)
             if kind != expected:
-                raise DataError(
-                    f"column `{name}` holds {kind}, but {expected} before: its ids would get other rows. Convert it"
-                )
+                was, now, fix = ("an integer", "text", "integers") if kind == "text" else ("text", "an integer", "text")
+                raise DataError(f"`{name}` was {was} in training but is {now} here; convert it to {fix}")
 
     def block(self, rows: pa.Table | pa.RecordBatch | Mapping[str, Any]) -> RawBlock:
-        """The rows as a RawBlock. Shares the memory of integer ids where it can; dense values are copied side by side."""
+        """The rows as a RawBlock. Integer ids share memory where possible; dense values are copied into one array."""
         if not isinstance(rows, (pa.Table, pa.RecordBatch)):
             rows = self._table(rows)
-        place = {name: i for i, name in enumerate(rows.schema.names)}
+        index = {name: i for i, name in enumerate(rows.schema.names)}
         for name in self.names:
-            if name not in place:
-                raise _missing(name, list(place))
+            if name not in index:
+                raise _missing(name, list(index))
         self._check_kinds(rows.schema)
         return self.assemble(
             rows.num_rows,
-            floats=lambda name: floats_of(rows.column(place[name]), name),
-            bags=lambda name: bags_of(rows.column(place[name]), name),
+            floats=lambda name: to_floats(rows.column(index[name]), name),
+            bags=lambda name: to_bags(rows.column(index[name]), name),
         )
 
     def assemble(self, num_rows: int, *, floats: Callable[[str], NDArray[np.float32]], bags: Callable[[str], Bags]) -> RawBlock:
-        """A block of R rows, given how to get a column as numbers [R] and how to get one as bags."""
+        """Build a block of R rows from functions that read a column as numbers [R] or as bags."""
         dense = np.empty((num_rows, len(self.dense)), np.float32)
-        # A few columns at a time, so that they are still in the cache when they are laid side by side.
+        # A few columns at a time, so that they are still in the cache when they are interleaved.
         for first in range(0, len(self.dense) if num_rows else 0, TILE):
             columns = [floats(name) for name in self.dense[first : first + TILE]]
             interleave(columns, dense, np.arange(first, first + len(columns)))
@@ -120,7 +119,7 @@ class ColumnReader:
         )
 
     def _table(self, rows: Mapping[str, Any]) -> pa.Table:
-        """Plain columns (lists, NumPy arrays, Arrow arrays) as an Arrow table of those that are needed."""
+        """The needed columns (lists, NumPy arrays, Arrow arrays) as an Arrow table."""
         arrays = {}
         for name in self.names:
             if name not in rows:
@@ -134,26 +133,26 @@ class ColumnReader:
 
 
 def check_id_kinds(features: FeaturesSpec, kinds: IdKinds) -> None:
-    """Refuse what cannot mean anything: text ids as rows, and text and integers in one table."""
+    """Raise a DataError for text ids without a text hash, and for text and integers in one table."""
     readers: dict[str, str] = {}
     for feature in features.expanded_sparse():
         column = str(feature.column)
         kind = kinds.get(column)
         if kind == "text" and feature.hash != "mix":
-            raise DataError(f"column `{column}` holds text, and `hash: {feature.hash}` needs integers: use `hash: mix`")
+            raise DataError(f"column `{column}` is text, but `hash: {feature.hash}` needs integers; use `hash: mix`")
         if feature.table is not None and kind is not None and readers.setdefault(feature.table, kind) != kind:
             raise DataError(
-                f"features that share table `{feature.table}` must all hold text or all integers, but `{column}` holds {kind}: "
-                "the same id would get different rows. Convert one of them"
+                f"features that share table `{feature.table}` must all be text or all integers, but `{column}` has {kind}; "
+                "convert one of them, since the same id would get different rows"
             )
 
 
-def floats_of(column: pa.Array | pa.ChunkedArray, name: str) -> NDArray[np.float32]:
+def to_floats(column: pa.Array | pa.ChunkedArray, name: str) -> NDArray[np.float32]:
     """A numeric or boolean column as float32 [R], null as NaN."""
     _check_dense(name, column.type)
     if isinstance(column, pa.ChunkedArray):
         if column.num_chunks != 1:
-            return np.concatenate([np.empty(0, np.float32), *(floats_of(chunk, name) for chunk in column.chunks)])
+            return np.concatenate([np.empty(0, np.float32), *(to_floats(chunk, name) for chunk in column.chunks)])
         column = column.chunk(0)
     column.validate()
     if column.type != pa.float32():
@@ -167,26 +166,26 @@ def floats_of(column: pa.Array | pa.ChunkedArray, name: str) -> NDArray[np.float
     return _view(column.buffers()[1], np.dtype(np.float32), column.offset, len(column))
 
 
-def bags_of(column: pa.Array | pa.ChunkedArray, name: str) -> Bags:
+def to_bags(column: pa.Array | pa.ChunkedArray, name: str) -> Bags:
     """A column of ids as raw 64-bit ids [nnz] and offsets [R + 1], the first 0."""
     _check_sparse(name, column.type)
     if isinstance(column, pa.ChunkedArray):
         if column.num_chunks != 1:
-            return _joined([_bags(chunk) for chunk in column.chunks])
+            return _concatenate([_bags(chunk) for chunk in column.chunks])
         column = column.chunk(0)
     return _bags(column)
 
 
 def _bags(array: pa.Array) -> Bags:
-    """What pyarrow makes of a damaged file may refer to memory that is not there: that is an ArrowInvalid."""
+    """As `_bags_unchecked`; an array read from a damaged file, which may refer to memory out of range, is an ArrowInvalid."""
     array.validate()
-    ids, offsets = _bags_of_sound(array)
+    ids, offsets = _bags_unchecked(array)
     if offsets[0] != 0 or offsets[-1] > len(ids) or (offsets[1:] < offsets[:-1]).any():
-        raise pa.ArrowInvalid("lists that overlap")
+        raise pa.ArrowInvalid("overlapping lists")
     return ids, offsets
 
 
-def _bags_of_sound(array: pa.Array) -> Bags:
+def _bags_unchecked(array: pa.Array) -> Bags:
     kind = array.type
     if not _is_list(kind):
         ids, valid = _ids(array)
@@ -194,7 +193,7 @@ def _bags_of_sound(array: pa.Array) -> Bags:
             return ids, np.arange(len(array) + 1)
         return ids[valid], _offsets(valid)
     if array.null_count or pa.types.is_fixed_size_list(kind):
-        # A null list may still cover values, which flatten() leaves out.
+        # A null list may still cover values, which flatten() drops.
         offsets = _offsets(pc.fill_null(pc.list_value_length(array), 0).to_numpy())
         values = array.flatten()
     else:
@@ -209,7 +208,7 @@ def _bags_of_sound(array: pa.Array) -> Bags:
 
 
 def _ids(array: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.bool_] | None]:
-    """The 64-bit id of each value [n] and which values are not null, None when all are there."""
+    """The 64-bit id of each value [n], and which values are not null (None if none is null)."""
     valid = np.asarray(array.is_valid().to_numpy(zero_copy_only=False)) if array.null_count else None
     kind = array.type
     if pa.types.is_null(kind):
@@ -233,15 +232,15 @@ def _dictionary_ids(
     array: pa.DictionaryArray, valid: NDArray[np.bool_] | None
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_] | None]:
     words, words_valid = _ids(array.dictionary)
-    places = pc.fill_null(array.indices, 0).to_numpy() if array.null_count else array.indices.to_numpy()
+    indices = pc.fill_null(array.indices, 0).to_numpy() if array.null_count else array.indices.to_numpy()
     if not len(words):
-        return np.zeros(len(places), np.int64), np.zeros(len(places), np.bool_)
+        return np.zeros(len(indices), np.int64), np.zeros(len(indices), np.bool_)
     if words_valid is not None:
-        valid = words_valid[places] if valid is None else valid & words_valid[places]
-    return words[places], valid
+        valid = words_valid[indices] if valid is None else valid & words_valid[indices]
+    return words[indices], valid
 
 
-def _joined(parts: list[Bags]) -> Bags:
+def _concatenate(parts: list[Bags]) -> Bags:
     ids = np.concatenate([np.empty(0, np.int64), *(ids for ids, _ in parts)])
     lengths = np.concatenate([np.empty(0, np.int64), *(np.diff(offsets) for _, offsets in parts)])
     return ids, _offsets(lengths)
@@ -254,7 +253,7 @@ def _offsets(lengths: NDArray[Any]) -> NDArray[np.int64]:
 
 
 def _view(buffer: pa.Buffer, dtype: np.dtype[Any], start: int, count: int) -> NDArray[Any]:
-    """`count` values of an Arrow buffer from place `start` on, without a copy."""
+    """`count` values of an Arrow buffer from index `start` on, without a copy."""
     if not count:
         return np.empty(0, dtype)
     return np.frombuffer(buffer, dtype, count, start * dtype.itemsize)
@@ -274,11 +273,11 @@ def _arrow(values: Any, name: str) -> pa.Array | pa.ChunkedArray:
 
 
 def _unsigned(values: Any, name: str) -> pa.Array:
-    """Whole numbers beyond 2**63, or lists of them."""
+    """Integers above 2**63 - 1, or lists of them."""
     for kind in (pa.uint64(), pa.list_(pa.uint64())):
         with contextlib.suppress(pa.ArrowException, OverflowError, TypeError, ValueError):
             return pa.array(values, kind)
-    raise DataError(f"column `{name}` cannot be read: it has numbers of more than 64 bits")
+    raise DataError(f"column `{name}` cannot be read: it contains integers of more than 64 bits")
 
 
 def _is_list(kind: pa.DataType) -> bool:
@@ -290,7 +289,7 @@ def _is_text(kind: pa.DataType) -> bool:
 
 
 def _value_type(kind: pa.DataType) -> pa.DataType:
-    """The type of the ids themselves, out of lists and dictionaries."""
+    """The type of the ids inside lists and dictionaries."""
     value = kind.value_type if _is_list(kind) else kind
     return value.value_type if pa.types.is_dictionary(value) else value
 
@@ -300,7 +299,7 @@ def _check_dense(name: str, kind: pa.DataType) -> None:
     if not (is_number or pa.types.is_boolean(kind) or pa.types.is_null(kind)):
         raise DataError(
             f"column `{name}` has type {kind}, but a dense feature, label or weight must be a number or a boolean. "
-            "Convert the column, or name it under features.sparse if it holds ids"
+            "Convert the column, or list it under features.sparse if it contains ids"
         )
 
 
@@ -309,7 +308,7 @@ def _check_sparse(name: str, kind: pa.DataType) -> None:
     if not (pa.types.is_integer(value) or _is_text(value) or pa.types.is_null(value)):
         raise DataError(
             f"column `{name}` has type {kind}, but a sparse feature must be integers, text, or lists of either. "
-            "Convert the column, or name it under features.dense if it holds a quantity"
+            "Convert the column, or list it under features.dense if it is a quantity"
         )
 
 
@@ -317,18 +316,18 @@ def _missing(name: str, known: list[str]) -> DataError:
     return DataError(f"the log has no column `{name}`: {did_you_mean(name, known)}")
 
 
-def interleave(columns: Sequence[NDArray[np.float32]], dense: NDArray[np.float32], places: NDArray[np.int64]) -> None:
-    """Write columns, each float32 [R], into those columns of dense [R, Fd] that `places` names."""
-    _interleave(np.array([address_of(column) for column in columns], np.int64), dense, places)
+def interleave(columns: Sequence[NDArray[np.float32]], dense: NDArray[np.float32], targets: NDArray[np.int64]) -> None:
+    """Write n columns, each float32 [R], into the columns `targets` [n] of dense [R, Fd]."""
+    _interleave(np.array([address_of(column) for column in columns], np.int64), dense, targets)
 
 
 @numba.njit(nogil=True, cache=True, boundscheck=False)
-def _interleave(addresses, dense, places):  # type: ignore[no-untyped-def]
-    """Write columns at `addresses` [n], each float32 [R], into the columns `places` [n] of dense [R, Fd]."""
+def _interleave(addresses, dense, targets):  # type: ignore[no-untyped-def]
+    """As `interleave`, for columns at `addresses` [n]."""
     num_rows = dense.shape[0]
     for row in range(0, num_rows, TILE):
         stop = min(row + TILE, num_rows)
         for c in range(len(addresses)):
             column = floats_at(addresses[c], num_rows)
             for r in range(row, stop):
-                dense[r, places[c]] = column[r]
+                dense[r, targets[c]] = column[r]

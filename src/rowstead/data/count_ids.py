@@ -1,8 +1,8 @@
-"""Counting how often each id occurs, in bounded memory: exactly while that fits, then for a known share of the ids.
+"""Counts of ids in bounded memory: exact while they fit, then for a known share of the ids.
 
-The counter is an open-addressing table from id to count. When it is full and may not grow, it keeps only the ids whose hash
-falls in the lower half of what it kept before (adaptive sampling, Wegman 1984). The ids that stay are an even sample of
-the distinct ids, each with its exact count, so both the number of ids and the shape of their counts can be scaled up.
+The counter is an open-addressing hash table from id to count. When it is full and may not grow, it keeps only the ids whose hash
+is in the lower half of its range (adaptive sampling, Wegman 1984). The remaining ids are a uniform sample of the distinct ids, each
+with its exact count, so the number of ids and the distribution of counts can be extrapolated.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ BYTES_PER_SLOT = 16
 FIRST_SLOTS = 1024
 MAX_LOAD = 0.6
 _SALT = 0x5851F42D4C957F2D
-"""So that a table's slots do not follow from the rows that ids are hashed to."""
+"""Makes the slots independent of the rows that ids are hashed to."""
 
 
 class Budget:
-    """Memory that several counters share: each is sure of its part of one half, the other half goes to whoever needs it."""
+    """Memory shared by several counters: one half is divided evenly, the other half goes to the counters that need it first."""
 
     def __init__(self, num_bytes: int, num_counters: int) -> None:
-        self._sure_slots = num_bytes // 2 // BYTES_PER_SLOT // max(num_counters, 1)
+        self._guaranteed_slots = num_bytes // 2 // BYTES_PER_SLOT // max(num_counters, 1)
         self._free_slots = num_bytes // 2 // BYTES_PER_SLOT
 
-    def allows(self, slots: int, more_slots: int) -> bool:
-        """Whether a counter of `slots` may grow to `more_slots`; if so, they are taken."""
-        extra = max(more_slots - self._sure_slots, 0) - max(slots - self._sure_slots, 0)
+    def reserve(self, slots: int, more_slots: int) -> bool:
+        """Reserve growth of a counter from `slots` to `more_slots`; false if the budget is exhausted."""
+        extra = max(more_slots - self._guaranteed_slots, 0) - max(slots - self._guaranteed_slots, 0)
         if extra > self._free_slots:
             return False
         self._free_slots -= extra
@@ -56,13 +56,13 @@ class IdCounter:
         ids = np.ascontiguousarray(ids)
         done = 0
         while True:
-            done, self._num_used = _count(ids, done, self._keys, self._counts, self._num_used, self._room(), self.level)
+            done, self._num_used = _count(ids, done, self._keys, self._counts, self._num_used, self._capacity(), self.level)
             if done == ids.size:
                 return
-            self._make_room()
+            self._grow_or_sample()
 
-    def kept(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The ids that are kept, all of them at level 0, and how often each occurred."""
+    def items(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The ids that are kept (all of them at level 0) and their counts."""
         used = self._counts > 0
         return self._keys[used], self._counts[used]
 
@@ -73,15 +73,15 @@ class IdCounter:
 
     @property
     def distinct_error(self) -> float:
-        """Standard error of the number of distinct ids as a share of it."""
+        """Relative standard error of the number of distinct ids."""
         return 0.0 if self.level == 0 else float(1 / np.sqrt(max(self._num_used, 1)))
 
-    def _room(self) -> int:
+    def _capacity(self) -> int:
         return int(self._keys.size * MAX_LOAD)
 
-    def _make_room(self) -> None:
+    def _grow_or_sample(self) -> None:
         size = self._keys.size
-        if self._budget.allows(size, 2 * size):
+        if self._budget.reserve(size, 2 * size):
             size *= 2
         else:
             self.level += 1
@@ -91,8 +91,8 @@ class IdCounter:
 
 
 @numba.njit(nogil=True, cache=True, boundscheck=False)
-def _count(ids, start, keys, counts, used, room, level):  # type: ignore[no-untyped-def]
-    """Count ids[start:] until all are counted or `room` ids are kept; returns where it stopped and how many are kept."""
+def _count(ids, start, keys, counts, used, capacity, level):  # type: ignore[no-untyped-def]
+    """Count ids[start:] until all are counted or `capacity` ids are kept; returns the next index and the number of kept ids."""
     mask = np.uint64(keys.size - 1)
     limit = np.uint64(0xFFFFFFFFFFFFFFFF) >> np.uint64(level)
     for i in range(start, ids.size):
@@ -104,7 +104,7 @@ def _count(ids, start, keys, counts, used, room, level):  # type: ignore[no-unty
         while counts[slot] and keys[slot] != key:
             slot = (slot + np.uint64(1)) & mask
         if counts[slot] == 0:
-            if used >= room:
+            if used >= capacity:
                 return i, used
             keys[slot] = key
             used += 1
@@ -114,7 +114,7 @@ def _count(ids, start, keys, counts, used, room, level):  # type: ignore[no-unty
 
 @numba.njit(nogil=True, cache=True, boundscheck=False)
 def _move(old_keys, old_counts, keys, counts, level):  # type: ignore[no-untyped-def]
-    """Copy the entries that stay at `level` to an empty table; returns how many."""
+    """Copy the entries that remain at `level` to an empty table; returns how many."""
     mask = np.uint64(keys.size - 1)
     limit = np.uint64(0xFFFFFFFFFFFFFFFF) >> np.uint64(level)
     used = 0
@@ -132,13 +132,13 @@ def _move(old_keys, old_counts, keys, counts, level):  # type: ignore[no-untyped
 
 
 def top_shares(counts: NDArray[np.int64], tops: NDArray[np.float64], scale: int, num_accesses: int) -> Iterator[float]:
-    """Share of all accesses that goes to each of the `tops` shares of the ids, the most accessed first, at least one id.
+    """Share of all accesses that goes to the `tops` shares of most accessed ids (at least one id each).
 
-    counts [kept] are those of one id in `scale`. The share is one less that of the other ids: none of these is frequent, so
-    that their part is known well from a sample, while a single frequent id may be in the sample or not.
+    counts [kept] are those of one id in `scale`. Computed as one minus the share of the other ids: none of them is frequent, so a
+    sample estimates their share well, while a single frequent id may or may not be in the sample.
     """
     falling = np.sort(counts)[::-1]
-    beyond = np.concatenate([np.cumsum(falling[::-1])[::-1], [0]]) * scale
+    remaining = np.concatenate([np.cumsum(falling[::-1])[::-1], [0]]) * scale
     for top in tops.tolist():
         num_top = max(int(np.ceil(top * falling.size - 1e-9)), 1)
-        yield float(np.clip(1 - beyond[num_top] / num_accesses, 0.0, 1.0))
+        yield float(np.clip(1 - remaining[num_top] / num_accesses, 0.0, 1.0))

@@ -1,7 +1,7 @@
-"""Criteo's Kaggle and Terabyte click logs (tab-separated text, plain or gzipped) to Parquet, in bounded memory.
+"""Converts Criteo's Kaggle and Terabyte click logs (tab-separated text, plain or gzipped) to Parquet, in bounded memory.
 
 Columns: `label` (int8), `I1` to `I13` (float32, null where empty) and `C1` to `C26` (int64, the hexadecimal id as a number,
-null where empty). The order of the lines, which is the order of time, is kept.
+null where empty). Lines stay in their order, which is that of time.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from rowstead.data.lines import (
     NUM_SHOWN,
     BadLines,
     Chunk,
-    check_share,
+    check_eval_fraction,
     chunks,
-    hashed_share,
-    shown,
+    format_bytes,
+    select_by_hash,
 )
 from rowstead.data.write import (
     DEFAULT_ROWS_PER_FILE,
@@ -46,7 +46,7 @@ from rowstead.data.write import (
     Progress,
     SplitWriter,
     Summary,
-    refuse_empty_splits,
+    check_splits_not_empty,
 )
 from rowstead.spec.errors import DataError
 
@@ -74,16 +74,16 @@ def convert(
     progress: Progress | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Summary:
-    """Convert `inputs`, in their order, to Parquet files in `out_folder`.
+    """Convert `inputs`, in this order, to Parquet files in `out_folder`.
 
-    The evaluation split is `eval_files` where they are given (the Terabyte log's last day, say), and else a share
-    `eval_fraction` of the lines of `inputs` (0.1 when left out, 0 for none): the last ones (`time`), or those that a hash of
-    file and line number picks (`hash`). The files for `time` are read twice: their lines must be counted first.
+    The evaluation split is `eval_files` if given (such as the Terabyte log's last day), else a share `eval_fraction` of the lines of
+    `inputs` (default 0.1, 0 for none): the last ones (`time`), or lines chosen by a hash of file and line number (`hash`). With `time`
+    the files are read twice, to count their lines first.
     """
     if eval_files and eval_fraction is not None:
-        raise DataError("give evaluation files or an evaluation fraction, not both")
+        raise DataError("give either --eval-file or --eval-fraction, not both")
     fraction = 0.0 if eval_files else DEFAULT_EVAL_FRACTION if eval_fraction is None else eval_fraction
-    check_share(fraction)
+    check_eval_fraction(fraction)
     train, held_out = [Path(path) for path in inputs], [Path(path) for path in eval_files]
     _check_inputs(train, held_out)
     by_time = split == "time" and fraction > 0
@@ -101,21 +101,23 @@ def convert(
         cut = num_lines - round(num_lines * fraction) if by_time else None
         line = 0
         for number, path in enumerate(train):
-            for chunk, parsed in _parsed(path, report, bad, chunk_bytes):
+            for chunk, parsed in _parse_file(path, report, bad, chunk_bytes):
                 if cut is not None:
                     held = line + parsed.lines >= cut
                 elif fraction:
-                    held = hashed_share(np.full(parsed.lines.size, number, np.int64), chunk.first_line + parsed.lines, fraction)
+                    held = select_by_hash(
+                        np.full(parsed.lines.size, number, np.int64), chunk.first_line + parsed.lines, fraction
+                    )
                 else:
                     held = np.zeros(parsed.lines.size, np.bool_)
                 line += chunk.num_lines
                 _write(writer, _table(parsed), held)
         for path in held_out:
-            for _, parsed in _parsed(path, report, bad, chunk_bytes):
+            for _, parsed in _parse_file(path, report, bad, chunk_bytes):
                 writer.write("eval", _table(parsed))
         if not any(writer.num_rows().values()):
-            raise DataError(f"none of the lines of {', '.join(map(str, train))} could be read; the first: {bad.first[0]}")
-        refuse_empty_splits(writer.num_rows(), eval_wanted=bool(fraction or held_out))
+            raise DataError(f"no line of {', '.join(map(str, train))} could be parsed; the first: {bad.first[0]}")
+        check_splits_not_empty(writer.num_rows(), eval_wanted=bool(fraction or held_out))
     return writer.summary(
         num_bytes_read=sum(path.stat().st_size for path in (*train, *held_out)), skipped=bad.counts, first_skipped=bad.first
     )
@@ -125,24 +127,24 @@ _WITH_DICTIONARY = [name for name in SCHEMA.names if name[0] in "IC"]
 
 
 def _check_inputs(train: Sequence[Path], held_out: Sequence[Path]) -> None:
-    """A DataError for inputs that are missing, empty, folders or named twice."""
+    """Raise a DataError for inputs that are missing, empty, folders or duplicates."""
     if not train:
-        raise DataError("name at least one file to convert")
+        raise DataError("give at least one file to convert")
     seen: set[Path] = set()
     for path in (*train, *held_out):
         if path.is_dir():
-            raise DataError(f"{path} is a folder: name the files in it")
+            raise DataError(f"{path} is a folder; list the files in it")
         if not path.is_file():
             raise DataError(f"{path} does not exist")
         if path.stat().st_size == 0:
             raise DataError(f"{path} is empty")
         if (real := path.resolve()) in seen:
-            raise DataError(f"{path} is named twice")
+            raise DataError(f"{path} is listed twice")
         seen.add(real)
 
 
 class _Reading:
-    """Opens inputs one after the other and reports how far the reading has come."""
+    """Opens inputs and reports progress."""
 
     def __init__(self, paths: Sequence[Path], progress: Progress | None) -> None:
         self._progress = progress
@@ -152,20 +154,20 @@ class _Reading:
 
     @contextmanager
     def open(self, path: Path) -> Iterator[BinaryIO]:
-        """The bytes of a file, unzipped if need be; errors of the disk and of the compression become DataErrors."""
+        """The decompressed bytes of a file; errors of the disk and of the compression become DataErrors."""
         try:
             with open(path, "rb") as raw:
                 self._raw = raw
                 zipped = raw.peek(2)[:2] == b"\x1f\x8b"
                 yield cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if zipped else raw
         except (OSError, EOFError, zlib.error) as error:
-            raise DataError(f"cannot read {path}: {error or 'it ends too early'}") from error
+            raise DataError(f"cannot read {path}: {error or 'unexpected end of file'}") from error
         finally:
             self._raw = None
         self._before += path.stat().st_size
 
     def advance(self) -> None:
-        """Tell the caller how many bytes have been read."""
+        """Report the bytes read so far."""
         if self._progress and self._raw is not None:
             self._progress(self._before + self._raw.tell(), self._total)
 
@@ -180,15 +182,18 @@ def _count_lines(path: Path, report: _Reading) -> int:
     return num_lines + (last != b"\n")
 
 
-def _parsed(path: Path, report: _Reading, bad: BadLines, chunk_bytes: int) -> Iterator[tuple[Chunk, Parsed]]:
-    """The chunks of one file, as they are and parsed; malformed lines go to `bad`."""
+def _parse_file(path: Path, report: _Reading, bad: BadLines, chunk_bytes: int) -> Iterator[tuple[Chunk, Parsed]]:
+    """The chunks of one file, raw and parsed; malformed lines go to `bad`."""
     with report.open(path) as stream:
         for chunk in chunks(stream, chunk_bytes):
             if chunk.first_line == 1 and chunk.data[257:262] == b"ustar":
-                raise DataError(f"{path} is a tar archive: unpack it (`tar xf`) and name the .txt files in it")
+                raise DataError(f"{path} is a tar archive; unpack it (`tar xf`) and give the .txt files in it")
             if chunk.too_long:
                 bad.add(
-                    str(path), chunk.first_line, "line too long", f"over {MAX_LINE_BYTES} bytes, begins {shown(chunk.data)}"
+                    str(path),
+                    chunk.first_line,
+                    "line too long",
+                    f"over {MAX_LINE_BYTES} bytes, begins {format_bytes(chunk.data)}",
                 )
                 yield chunk, parse_lines(b"", 0)
                 continue
@@ -203,8 +208,8 @@ def _report_bad(path: Path, chunk: Chunk, found: NDArray[np.int64], bad: BadLine
     line, reason, number = (int(value) for value in found[0, :3])
     if chunk.first_line + line == 1 and reason == WRONG_FIELDS and number == NUM_FIELDS - 1:
         raise DataError(
-            f"{path} has {NUM_FIELDS - 1} fields a line, so it has no label column: Kaggle's test.txt is like that. "
-            "Convert train.txt, which holds out its own evaluation split"
+            f"{path} has {NUM_FIELDS - 1} fields per line and no label, like Kaggle's test.txt. "
+            "Convert train.txt; part of it becomes the evaluation split"
         )
     for line, reason, number, start, stop in found[:NUM_SHOWN].tolist():
         bad.add(str(path), chunk.first_line + line, REASONS[reason], _detail(reason, number, chunk.data[start:stop]))
@@ -214,12 +219,12 @@ def _report_bad(path: Path, chunk: Chunk, found: NDArray[np.int64], bad: BadLine
 
 
 def _detail(reason: int, number: int, field: bytes) -> str:
-    """What was found on a bad line."""
+    """The bad field or line, for a message."""
     if reason == WRONG_FIELDS:
-        return f"{number} in the line {shown(field)}" if field else "the line is empty"
+        return f"{number} in the line {format_bytes(field)}" if field else "the line is empty"
     name = "label" if number == 0 else f"I{number}" if number <= NUM_INTEGERS else f"C{number - NUM_INTEGERS}"
     hint = f", over {MAX_HEX_DIGITS} digits" if name[0] == "C" and len(field) > MAX_HEX_DIGITS else ""
-    return f"{name} is {shown(field)}{hint}"
+    return f"{name} is {format_bytes(field)}{hint}"
 
 
 def _table(parsed: Parsed) -> pa.Table:
@@ -228,15 +233,15 @@ def _table(parsed: Parsed) -> pa.Table:
     bits = np.packbits(parsed.present, axis=1, bitorder="little")
     missing = num_rows - parsed.present.sum(axis=1)
     columns = [pa.array(parsed.labels)]
-    for place, values in enumerate((*parsed.integers, *parsed.ids)):
-        kind = pa.float32() if place < NUM_INTEGERS else pa.int64()
-        valid = pa.py_buffer(bits[place]) if missing[place] else None
-        columns.append(pa.Array.from_buffers(kind, num_rows, [valid, pa.py_buffer(values)], int(missing[place])))
+    for i, values in enumerate((*parsed.integers, *parsed.ids)):
+        kind = pa.float32() if i < NUM_INTEGERS else pa.int64()
+        valid = pa.py_buffer(bits[i]) if missing[i] else None
+        columns.append(pa.Array.from_buffers(kind, num_rows, [valid, pa.py_buffer(values)], int(missing[i])))
     return pa.Table.from_arrays(columns, schema=SCHEMA)
 
 
 def _write(writer: SplitWriter, table: pa.Table, held: NDArray[np.bool_]) -> None:
-    """Write the rows that are held out to the evaluation split and the others to the training split."""
+    """Write held-out rows to the evaluation split and the others to the training split."""
     for split, mask in (("train", ~held), ("eval", held)):
         if mask.all():
             writer.write(split, table)

@@ -1,7 +1,7 @@
 """The Criteo line format as a compiled state machine over bytes.
 
 A line is a label (0 or 1), 13 integers and 26 hexadecimal ids, separated by tabs; any of the 39 may be empty. A carriage
-return before the newline is no part of the line. Letters: R rows; V the 39 values of a row.
+return before the newline is ignored. Letters: R rows; V the 39 values of a row.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ class Parsed:
 def parse_lines(data: bytes, num_lines: int) -> Parsed:
     """Parse `num_lines` whole lines, each ending in a newline."""
     text = np.frombuffer(data, np.uint8)
-    room = min(len(data) // MIN_LINE_BYTES + 1, num_lines)  # at a line's start there is always room for one more row
-    labels = np.empty(room, np.int8)
-    integers = np.empty((NUM_INTEGERS, room), np.float32)
-    ids = np.empty((NUM_IDS, room), np.int64)
-    present = np.empty((NUM_INTEGERS + NUM_IDS, room), np.bool_)
-    lines = np.empty(room, np.int64)
+    capacity = min(len(data) // MIN_LINE_BYTES + 1, num_lines)  # one more row always fits at a line's start
+    labels = np.empty(capacity, np.int8)
+    integers = np.empty((NUM_INTEGERS, capacity), np.float32)
+    ids = np.empty((NUM_IDS, capacity), np.int64)
+    present = np.empty((NUM_INTEGERS + NUM_IDS, capacity), np.bool_)
+    lines = np.empty(capacity, np.int64)
     bad = np.empty((64, 5), np.int64)
     num_rows, num_bad = _parse(text, labels, integers, ids, present, lines, bad)
-    if num_bad > len(bad):  # rare: make room for all of them and go again
+    if num_bad > len(bad):  # rare: parse again with space for all of them
         bad = np.empty((num_bad, 5), np.int64)
         num_rows, num_bad = _parse(text, labels, integers, ids, present, lines, bad)
     return Parsed(
@@ -92,7 +92,7 @@ def _parse(text, labels, integers, ids, present, lines, bad):  # type: ignore[no
             at += 1
         else:
             reason = BAD_LABEL
-        # The integers, while nothing is wrong: `at` stands on the tab before the field.
+        # The integers: `at` is the tab before the field.
         while reason == 0 and field < NUM_INTEGERS and text[at] == _TAB:
             at += 1
             where = at

@@ -1,7 +1,6 @@
-"""Statistics of a log, counted in one pass and bounded memory from blocks of raw rows.
+"""Statistics of a log, in one pass over blocks of raw rows and in bounded memory.
 
-The log's own ids are counted, before truncation and hashing. What is exact and what is an estimate is said with each
-figure of `rowstead.spec.statistics`.
+Ids are counted before truncation and hashing. `rowstead.spec.statistics` says which figures are exact and which are estimates.
 """
 
 from __future__ import annotations
@@ -15,21 +14,21 @@ from numpy.typing import NDArray
 
 from rowstead.data.block import RawBlock
 from rowstead.data.count_ids import Budget, IdCounter, top_shares
-from rowstead.data.hashing import rows_of
+from rowstead.data.hashing import hash_to_rows
 from rowstead.kernels.cpu.mix import mix64
 from rowstead.spec.errors import DataError
 from rowstead.spec.features import DenseFeatureSpec, FeaturesSpec, Hash, SparseFeatureSpec
 from rowstead.spec.statistics import QUANTILES, DenseStatistics, LogStatistics, SparseStatistics
 
 DEFAULT_MEMORY_BYTES = 1 << 30
-"""For the counts of ids: enough to count 20 million ids of one feature exactly."""
+"""For counting ids: enough for 20 million ids of one feature exactly."""
 NOT_FEATURES = ("label", "timestamp", "rating", "true_p")
-"""Columns that `infer_features` leaves out: they are outcomes or clocks."""
+"""Columns that `infer_features` omits: outcomes and timestamps."""
 SAMPLE_ROWS = 20_000
 MAX_TRACKED_LENGTH = 65_535
 NUM_SKEW_POINTS = 40
 _LEAST_SAMPLED = 100
-"""A point of the skew curve needs at least so many sampled ids."""
+"""Minimum number of sampled ids for a point of the skew curve."""
 
 
 def describe(
@@ -40,20 +39,20 @@ def describe(
     memory_bytes: int = DEFAULT_MEMORY_BYTES,
     progress: Callable[[int], None] | None = None,
 ) -> LogStatistics:
-    """Statistics of the rows in `blocks`, whose features are those of `features` in their order.
+    """Compute statistics of the rows in `blocks`, whose columns are those of `features` in order.
 
-    Collisions are given at the hash size of each feature, or at `num_rows` for all. `progress` is called with the number
-    of rows read so far.
+    Collisions are counted at the hash size of each feature, or at `num_rows` for all. `progress` is called with the number of rows
+    read so far.
     """
     dense_specs, sparse_specs = features.expanded_dense(), features.expanded_sparse()
     shared = {table.name: table.num_rows for table in features.tables}
     budget = Budget(memory_bytes, len(sparse_specs))
-    sparse = [_SparseTally(budget) for _ in sparse_specs]
-    dense = _DenseTally(len(dense_specs))
+    sparse = [_SparseCounts(budget) for _ in sparse_specs]
+    dense = _DenseCounts(len(dense_specs))
     num_read, label_sum, num_labels, num_missing = 0, 0.0, 0, 0
     for block in blocks:
-        for tally, ids, offsets in zip(sparse, block.ids, block.offsets, strict=True):
-            tally.add(ids, offsets)
+        for one, ids, offsets in zip(sparse, block.ids, block.offsets, strict=True):
+            one.add(ids, offsets)
         dense.add(block.dense, num_read)
         if block.labels is not None:
             present = ~np.isnan(block.labels)
@@ -72,17 +71,17 @@ def describe(
         num_rows_sampled=dense.num_sampled,
         dense=dense.result([spec.name for spec in dense_specs], num_read),
         sparse=tuple(
-            tally.result(spec.name, num_read, num_rows or spec.num_rows or shared[str(spec.table)], spec.hash)
-            for tally, spec in zip(sparse, sparse_specs, strict=True)
+            one.result(spec.name, num_read, num_rows or spec.num_rows or shared[str(spec.table)], spec.hash)
+            for one, spec in zip(sparse, sparse_specs, strict=True)
         ),
     )
 
 
 def infer_features(schema: pa.Schema, *, label: str = "label", num_rows: int = 1_000_000) -> FeaturesSpec:
-    """The features that a log without a recipe seems to have.
+    """Guess the features of a log without a recipe.
 
-    Floating-point columns are dense; integers, text, and lists of either are sparse, with a hash size of `num_rows`. The
-    label, `timestamp`, `rating`, `true_p` and columns of other types are left out.
+    Floating-point columns are dense; integers, text, and lists of either are sparse, with a hash size of `num_rows`. The label,
+    `timestamp`, `rating`, `true_p` and columns of other types are omitted.
     """
     dense, sparse = [], []
     for field in schema:
@@ -100,11 +99,11 @@ def infer_features(schema: pa.Schema, *, label: str = "label", num_rows: int = 1
             sparse.append(SparseFeatureSpec(name=field.name, column=field.name, num_rows=num_rows))
     if not dense and not sparse:
         found = ", ".join(f"{field.name} ({field.type})" for field in schema) or "none"
-        raise DataError(f"no column looks like a feature (number, text, or list of ids); the columns are: {found}")
+        raise DataError(f"no column can be a feature (a number, text, or list of ids); the columns are {found}")
     return FeaturesSpec(dense=tuple(dense), sparse=tuple(sparse))
 
 
-class _SparseTally:
+class _SparseCounts:
     """Counts for one sparse feature."""
 
     def __init__(self, budget: Budget) -> None:
@@ -125,7 +124,7 @@ class _SparseTally:
         counter = self._counter
         p50, p90, p99 = (self._length_at(share) for share in (0.5, 0.9, 0.99))
         bins = length_bins(self._longest)
-        ids, counts = counter.kept()
+        ids, counts = counter.items()
         tops = _skew_tops(counts.size, exact=counter.level == 0)
         top_1 = top_10 = None
         skew: tuple[float, ...] = ()
@@ -155,13 +154,13 @@ class _SparseTally:
         )
 
     def _length_at(self, share: float) -> int:
-        """The smallest length that at least this share of the examples do not exceed."""
+        """The quantile of the lengths at `share`."""
         below = np.cumsum(self._lengths)
         return int(np.searchsorted(below, np.ceil(share * below[-1] - 1e-9)))
 
 
 def length_bins(longest: int) -> tuple[int, ...]:
-    """Lower ends of bins of lengths up to `longest`: single ones below 16, then four to each doubling."""
+    """Lower bounds of bins of lengths up to `longest`: width 1 below 16, then four bins per octave."""
     ends = list(range(min(longest, 15) + 1))
     octave = 16
     while octave <= longest:
@@ -171,23 +170,23 @@ def length_bins(longest: int) -> tuple[int, ...]:
 
 
 def _binned(lengths: NDArray[np.int64], bins: tuple[int, ...]) -> tuple[float, ...]:
-    places = np.minimum(np.array(bins, np.int64), lengths.size - 1)
+    starts = np.minimum(np.array(bins, np.int64), lengths.size - 1)
     before = np.concatenate([[0], np.cumsum(lengths)])
-    ends = np.append(before[places[1:]], before[-1])
-    return tuple(((ends - before[places]) / max(int(before[-1]), 1)).tolist())
+    ends = np.append(before[starts[1:]], before[-1])
+    return tuple(((ends - before[starts]) / max(int(before[-1]), 1)).tolist())
 
 
 def _skew_tops(num_kept: int, *, exact: bool) -> tuple[float, ...]:
-    """Where the skew curve is drawn: evenly on a log scale, from one id (or enough sampled ones) to all."""
+    """Points of the skew curve: evenly spaced on a log scale, from one id (or enough sampled ones) to all."""
     if num_kept == 0:
         return ()
     least = min(1 if exact else _LEAST_SAMPLED, num_kept)
-    places = np.unique(np.rint(np.geomspace(least, num_kept, NUM_SKEW_POINTS)).astype(np.int64))
-    return tuple((places / num_kept).tolist())
+    counts = np.unique(np.rint(np.geomspace(least, num_kept, NUM_SKEW_POINTS)).astype(np.int64))
+    return tuple((counts / num_kept).tolist())
 
 
 def expected_collisions(num_distinct: int, num_rows: int) -> float | None:
-    """Share of distinct ids that share a row with another one when each falls on any of the rows alike."""
+    """Expected share of distinct ids that share a row with another id, if ids are uniform over rows."""
     if num_distinct == 0:
         return None
     if num_rows == 1:
@@ -199,16 +198,16 @@ def _actual_collisions(ids: NDArray[np.int64], num_rows: int, hash: Hash) -> flo
     if ids.size == 0:
         return None
     try:
-        rows = np.sort(rows_of(ids, num_rows, hash))
-    except DataError:  # `hash: none` and ids that are no rows: reading the log as the recipe says will report it
+        rows = np.sort(hash_to_rows(ids, num_rows, hash))
+    except DataError:  # `hash: none` with ids outside the table: training on the log reports it
         return None
     same = rows[1:] == rows[:-1]
-    alone = ~(np.append(same, False) | np.append(False, same))
-    return float(1 - alone.mean())
+    unique = ~(np.append(same, False) | np.append(False, same))
+    return float(1 - unique.mean())
 
 
-class _DenseTally:
-    """Moments, extremes and a sample of rows of the dense features, [Fd] each."""
+class _DenseCounts:
+    """Moments, extremes and a row sample of the dense features, [Fd] each."""
 
     def __init__(self, num_features: int) -> None:
         self._count, self._missing, self._infinite = (np.zeros(num_features, np.int64) for _ in range(3))
@@ -224,7 +223,7 @@ class _DenseTally:
         return int(self._codes.size)
 
     def add(self, dense: NDArray[np.float32], first_row: int) -> None:
-        """Take in rows [R, Fd], the first of which is row `first_row` of the log."""
+        """Add rows [R, Fd], starting at row `first_row` of the log."""
         _add_moments(dense, self._count, self._missing, self._infinite, self._mean, self._squares, self._min, self._max)
         codes = np.empty(dense.shape[0], np.uint64)
         _hash_range(first_row, codes)
@@ -237,20 +236,20 @@ class _DenseTally:
             self._sample, self._codes = self._sample[stay], self._codes[stay]
 
     def result(self, names: list[str], num_examples: int) -> tuple[DenseStatistics, ...]:
-        return tuple(self._one(place, name, num_examples) for place, name in enumerate(names))
+        return tuple(self._result(f, name, num_examples) for f, name in enumerate(names))
 
-    def _one(self, place: int, name: str, num_examples: int) -> DenseStatistics:
-        count = int(self._count[place])
-        sample = self._sample[:, place]
+    def _result(self, f: int, name: str, num_examples: int) -> DenseStatistics:
+        count = int(self._count[f])
+        sample = self._sample[:, f]
         sample = sample[np.isfinite(sample)]
         return DenseStatistics(
             name=name,
-            missing_share=int(self._missing[place]) / num_examples,
-            infinite_share=int(self._infinite[place]) / num_examples,
-            mean=float(self._mean[place]) if count else None,
-            std=float(np.sqrt(self._squares[place] / count)) if count else None,
-            min=float(self._min[place]) if count else None,
-            max=float(self._max[place]) if count else None,
+            missing_share=int(self._missing[f]) / num_examples,
+            infinite_share=int(self._infinite[f]) / num_examples,
+            mean=float(self._mean[f]) if count else None,
+            std=float(np.sqrt(self._squares[f] / count)) if count else None,
+            min=float(self._min[f]) if count else None,
+            max=float(self._max[f]) if count else None,
             quantiles=tuple(np.quantile(sample, QUANTILES, method="inverted_cdf").astype(float).tolist())
             if sample.size
             else (),
@@ -265,7 +264,7 @@ def _hash_range(first, codes):  # type: ignore[no-untyped-def]
 
 @numba.njit(nogil=True, cache=True, boundscheck=False)
 def _add_moments(dense, count, missing, infinite, mean, squares, low, high):  # type: ignore[no-untyped-def]
-    """Fold rows [R, Fd] into counts, means and sums of squared deviations [Fd]: the rows' own, then joined (Chan)."""
+    """Add rows [R, Fd] to counts, means and sums of squared deviations [Fd] (Chan's parallel update)."""
     rows, features = dense.shape
     number = np.zeros(features, np.int64)
     total = np.zeros(features, np.float64)

@@ -1,8 +1,8 @@
-"""Random numbers by counter: every draw of the synthetic log is a pure function of (seed, stream, row, place).
+"""Counter-based random numbers: every draw of the synthetic log is a pure function of (seed, stream, row, index).
 
-So any row can be drawn alone, in any order and on any machine, with no generator state to carry. The kernels use only
-integer arithmetic and +, -, *, /, which IEEE 754 fixes to the last bit; functions of the maths library, which differ between
-machines, are used only to fill tables that are then rounded to FP32.
+So any row can be drawn on its own, in any order and on any machine, without generator state. The kernels use only integer
+arithmetic and +, -, *, /, which IEEE 754 defines to the last bit; math library functions, which differ between machines, only fill
+tables that are then rounded to FP32.
 
 Letters: R rows, Fd dense columns, nnz ids of one feature in those rows.
 """
@@ -16,7 +16,7 @@ from numba import njit, uint64
 from numpy.typing import NDArray
 
 KNOTS = 4096
-"""Intervals of equal probability by which the law of the ids is tabled."""
+"""Intervals of equal probability in the table of the id distribution."""
 
 _U64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -25,25 +25,25 @@ _TO_UNIT = 1.0 / (1 << 53)
 
 def key_of(seed: int, *path: int) -> np.uint64:
     """A 64-bit key for one stream of draws, such as (seed, purpose, feature)."""
-    key = _mixed(seed)
+    key = _mix(seed)
     for part in path:
-        key = _mixed(key + (part + 1) * _GOLDEN)
+        key = _mix(key + (part + 1) * _GOLDEN)
     return np.uint64(key)
 
 
 def uniforms(key: np.uint64, count: int) -> NDArray[np.float64]:
     """The first `count` numbers in [0, 1) of a stream, for constants such as weights."""
-    words = [_mixed(int(key) + (i + 1) * _GOLDEN) for i in range(count)]
+    words = [_mix(int(key) + (i + 1) * _GOLDEN) for i in range(count)]
     return np.array([(word >> 11) * _TO_UNIT for word in words])
 
 
 def permutation(key: np.uint64, count: int) -> NDArray[np.int64]:
-    """0 … count - 1 in an order fixed by the key."""
+    """A permutation of 0 … count - 1, determined by the key."""
     return np.argsort(uniforms(key, count), kind="stable").astype(np.int64)
 
 
 def zipf_knots(num_ids: int, skew: float) -> NDArray[np.float64]:
-    """Quantiles [KNOTS + 1] of the density x^-skew on [1, num_ids + 1): between two of them it is taken as even."""
+    """Quantiles [KNOTS + 1] of the density x^-skew on [1, num_ids + 1), which is taken as uniform between two of them."""
     u = np.arange(KNOTS + 1) / KNOTS
     top = math.log(num_ids + 1.0)
     power = 1.0 - skew
@@ -61,12 +61,12 @@ def poisson_thresholds(mean: float, cap: int) -> NDArray[np.float64]:
 
 
 def scrambling(key: np.uint64, num_ids: int) -> tuple[int, int]:
-    """Factor and shift of the bijection rank -> (rank * factor + shift) mod num_ids, which no product overflows."""
+    """Factor and shift of the bijection rank -> (rank * factor + shift) mod num_ids, without overflow."""
     word = int(key)
     factor = 1 + word % max(1, min(num_ids, (1 << 62) // num_ids) - 1)
     while math.gcd(factor, num_ids) != 1:
         factor += 1
-    return factor, _mixed(word) % num_ids
+    return factor, _mix(word) % num_ids
 
 
 @njit(inline="always")
@@ -120,23 +120,23 @@ def draw_lengths(key, start, thresholds, offsets):  # type: ignore[no-untyped-de
 
 @njit(nogil=True, cache=True)
 def draw_ranks(key, start, knots, offsets, ranks):  # type: ignore[no-untyped-def]
-    """Fill ranks int64 [nnz] with places in the order of popularity, 0 the most popular, for rows from `start` on."""
+    """Fill ranks int64 [nnz] with popularity ranks, 0 the most popular, for rows from `start` on."""
     last = np.int64(knots[KNOTS]) - 2
     for r in range(offsets.size - 1):
         row_key = at(key, start + r)
-        for place in range(offsets[r], offsets[r + 1]):
-            word = mix(row_key + uint64(place - offsets[r]) * uint64(_GOLDEN))
+        for i in range(offsets[r], offsets[r + 1]):
+            word = mix(row_key + uint64(i - offsets[r]) * uint64(_GOLDEN))
             knot = np.int64(word >> uint64(52))
             share = np.float64(word & uint64((1 << 52) - 1)) * (1.0 / (1 << 52))
             x = knots[knot] + share * (knots[knot + 1] - knots[knot])
-            ranks[place] = min(np.int64(x) - 1, last)
+            ranks[i] = min(np.int64(x) - 1, last)
 
 
 @njit(nogil=True, cache=True)
 def scramble(ranks, factor, shift, num_ids, ids):  # type: ignore[no-untyped-def]
     """Fill ids int64 [nnz] with the ids in [0, num_ids) that have these ranks."""
-    for place in range(ranks.size):
-        ids[place] = (ranks[place] * factor + shift) % num_ids
+    for i in range(ranks.size):
+        ids[i] = (ranks[i] * factor + shift) % num_ids
 
 
 @njit(nogil=True, cache=True)
@@ -154,14 +154,14 @@ def draw_dense(key, start, values):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
-def skewed(values, count, out):  # type: ignore[no-untyped-def]
+def skew_dense(values, count, out):  # type: ignore[no-untyped-def]
     """Fill the first `count` columns of out [R, Fd] with exp((x + 4) / 2) - 1 of `values`: positive, with a long tail."""
     for r in range(values.shape[0]):
         for j in range(count):
             out[r, j] = exponential((np.float64(values[r, j]) + 4.0) * 0.5) - 1.0
 
 
-def _mixed(x: int) -> int:
+def _mix(x: int) -> int:
     """`mix` in Python's own integers."""
     x &= _U64
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _U64

@@ -1,4 +1,4 @@
-"""Raw rows to a `Batch`: gather, truncate, hash to rows of tables, transform.
+"""`Encoder`: raw rows to a `Batch`. Gathers, truncates, hashes ids to table rows, transforms dense values.
 
 Letters: B examples of the batch, F sparse features, Fd dense features, K blocks.
 """
@@ -20,12 +20,12 @@ from rowstead.kernels.cpu.memory import address_of, floats_at, integers_at, pref
 from rowstead.spec.errors import DataError
 from rowstead.spec.features import FeaturesSpec, Table
 
-New = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
-"""Makes a tensor of a shape, its numbers whatever they may be."""
+Allocate = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+"""Returns an uninitialized tensor."""
 
 
-def in_memory(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor by NumPy, which has the system keep large ones in large pages."""
+def empty_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialized tensor, allocated by NumPy, which asks for huge pages."""
     return torch.from_numpy(np.empty(shape, np.float32 if dtype == torch.float32 else np.int64))
 
 
@@ -34,21 +34,21 @@ def empty_pinned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, pin_memory=True)
 
 
-Each = Callable[[int, Callable[[int], int]], list[int]]
-"""Calls a function with every number below the one given, in any order and at once if it likes; what it returned, in order."""
+RunParts = Callable[[int, Callable[[int], int]], list[int]]
+"""Calls a function with 0 … count - 1, possibly in parallel; returns the results in order."""
 
 
-def in_turn(count: int, work: Callable[[int], int]) -> list[int]:
-    """One after the other."""
+def run_sequentially(count: int, work: Callable[[int], int]) -> list[int]:
+    """A `RunParts` without parallelism."""
     return [work(number) for number in range(count)]
 
 
 SCALARS = ("labels", "weights", "true_p")
-"""Columns of a block of one number an example, which a batch has by the same names."""
+"""Columns with one number per example; a batch has them by the same names."""
 
 
 class RawRows:
-    """Blocks laid end to end without copying: row i of the whole is found by block and place. At least one block."""
+    """Blocks concatenated without copying: a row is found by block and index in it. At least one block."""
 
     def __init__(self, blocks: Sequence[RawBlock]) -> None:
         self.blocks = tuple(blocks)
@@ -56,7 +56,7 @@ class RawRows:
         """[K + 1]: block k holds the rows from starts[k] to starts[k+1]."""
         np.cumsum([block.num_rows for block in self.blocks], out=self.starts[1:])
         self._addresses = np.array([_addresses(block) for block in self.blocks], np.int64)
-        """[K, 1 + 2F]: where each block's dense values, ids and offsets are."""
+        """[K, 1 + 2F]: addresses of each block's dense values, ids and offsets."""
 
     def __len__(self) -> int:
         return int(self.starts[-1])
@@ -66,8 +66,7 @@ class RawRows:
         return self._addresses
 
     @classmethod
-    def joined(cls, parts: Sequence[RawRows]) -> RawRows:
-        """Several as one."""
+    def concatenate(cls, parts: Sequence[RawRows]) -> RawRows:
         whole = cls.__new__(cls)
         whole.blocks = tuple(block for part in parts for block in part.blocks)
         whole.starts = np.zeros(len(whole.blocks) + 1, np.int64)
@@ -83,7 +82,7 @@ def _addresses(block: RawBlock) -> list[int]:
 
 
 class Encoder:
-    """Turns raw rows into batches for one model. Holds nothing that changes, so threads may share it."""
+    """Turns raw rows into batches for one model. Immutable, so threads may share it."""
 
     def __init__(self, features: FeaturesSpec, tables: Sequence[Table], transforms: DenseTransforms) -> None:
         self.features = features
@@ -91,7 +90,7 @@ class Encoder:
         specs = features.expanded_sparse()
         self._names = tuple(s.name for s in specs)
         self._num_dense = len(features.expanded_dense())
-        rows = {place: table.num_rows for table in tables for place in table.features}
+        rows = {feature: table.num_rows for table in tables for feature in table.features}
         assert sorted(rows) == list(range(len(specs))), "every sparse feature reads exactly one table"
         self._num_rows = np.array([rows[i] for i in range(len(specs))], np.int64)
         self._hash = np.array([HASH_CODES[s.hash] for s in specs], np.int64)
@@ -102,13 +101,13 @@ class Encoder:
         rows: RawBlock | RawRows,
         order: NDArray[np.int64] | None = None,
         *,
-        new: New = in_memory,
-        each: Each = in_turn,
+        allocate: Allocate = empty_tensor,
+        run_parts: RunParts = run_sequentially,
         num_parts: int = 1,
     ) -> Batch:
-        """A batch of the rows that `order` [B] names, in that order; of all rows when left out.
+        """Encode the rows with indices `order` [B], in that order; all rows by default.
 
-        `new` makes its tensors. Most of the work is in `num_parts` parts, which `each` may do at once; the batch is the same.
+        Most of the work is split into `num_parts` parts, which `run_parts` may run in parallel; the batch is the same.
         """
         if isinstance(rows, RawBlock):
             rows = RawRows([rows])
@@ -116,33 +115,33 @@ class Encoder:
             if block.dense.shape[1] != self._num_dense or len(block.ids) != len(self._names):
                 raise DataError(
                     f"rows have {block.dense.shape[1]} dense and {len(block.ids)} sparse features, "
-                    f"the model reads {self._num_dense} and {len(self._names)}"
+                    f"but the model has {self._num_dense} and {len(self._names)}"
                 )
         order = np.arange(len(rows), dtype=np.int64) if order is None else np.ascontiguousarray(order, np.int64)
         num_samples, num_features, addresses = len(order), len(self._names), rows.addresses
-        block_of, place_of = np.empty_like(order), np.empty_like(order)
-        all_offsets = new((num_features * num_samples + 1,), torch.int64)
+        block_of, row_of = np.empty_like(order), np.empty_like(order)
+        all_offsets = allocate((num_features * num_samples + 1,), torch.int64)
         offsets = all_offsets.numpy()
-        (num_ids,) = each(1, lambda _: _measure(rows.starts, order, addresses, self._max_ids, block_of, place_of, offsets))
-        assert num_ids >= 0, "order names a row that is not there"
-        dense, all_ids = new((num_samples, self._num_dense), torch.float32), new((num_ids,), torch.int64)
+        (num_ids,) = run_parts(1, lambda _: _measure(rows.starts, order, addresses, self._max_ids, block_of, row_of, offsets))
+        assert num_ids >= 0, "order has a row index out of range"
+        dense, all_ids = allocate((num_samples, self._num_dense), torch.float32), allocate((num_ids,), torch.int64)
         ids, values = all_ids.numpy(), dense.numpy()
         raw = values if self.transforms.is_identity else np.empty_like(values)
         names = [name for name in SCALARS if all(getattr(block, name) is not None for block in rows.blocks)]
-        scalars = {name: new((num_samples,), torch.float32) for name in names}
+        scalars = {name: allocate((num_samples,), torch.float32) for name in names}
         columns = np.array([_column_addresses(rows, name) for name in names], np.int64).reshape(len(names), len(rows.blocks))
         targets = np.array([scalar.data_ptr() for scalar in scalars.values()], np.int64)
         num_parts = max(1, min(num_parts, num_samples))
 
         def gather(part: int) -> int:
-            where = (part, num_parts, addresses, block_of, place_of)
+            where = (part, num_parts, addresses, block_of, row_of)
             outside = _gather_part(*where, self._hash, self._num_rows, offsets, ids, raw, columns, targets)
             if raw is not values:
                 start, stop = num_samples * part // num_parts, num_samples * (part + 1) // num_parts
                 self.transforms.apply(raw[start:stop], out=values[start:stop])
             return int(outside)
 
-        outside = min((place for place in each(num_parts, gather) if place >= 0), default=None)
+        outside = min((index for index in run_parts(num_parts, gather) if index >= 0), default=None)
         if outside is not None:
             feature = int(np.searchsorted(offsets, outside, side="right") - 1) // num_samples
             raise id_outside_table(self._names[feature], int(ids[outside]), int(self._num_rows[feature]))
@@ -157,40 +156,40 @@ class Encoder:
 
 def compute_totals(rows: RawRows, order: NDArray[np.int64]) -> BatchTotals | None:
     """Totals of a batch of the rows at `order` [B], without encoding it; None if there are no labels."""
-    block_of, place_of = np.empty_like(order), np.empty_like(order)
-    assert _find_places(rows.starts, order, block_of, place_of), "order names a row that is not there"
+    block_of, row_of = np.empty_like(order), np.empty_like(order)
+    assert _locate_rows(rows.starts, order, block_of, row_of), "order has a row index out of range"
 
-    def gathered(name: str) -> torch.Tensor | None:
+    def gather(name: str) -> torch.Tensor | None:
         if any(getattr(block, name) is None for block in rows.blocks):
             return None
         values = np.empty(len(order), np.float32)
-        _gather_scalar(np.array(_column_addresses(rows, name), np.int64), block_of, place_of, values)
+        _gather_scalar(np.array(_column_addresses(rows, name), np.int64), block_of, row_of, values)
         return torch.from_numpy(values)
 
-    labels, weights = gathered("labels"), gathered("weights")
+    labels, weights = gather("labels"), gather("weights")
     return None if labels is None else BatchTotals.of(labels, weights)
 
 
 def _column_addresses(rows: RawRows, name: str) -> list[int]:
-    """Where each block has one of its columns of scalars."""
+    """Addresses of one scalar column in each block."""
     return [address_of(getattr(block, name)) for block in rows.blocks]
 
 
 _kernel = numba.njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
-_AHEAD = 8  # Bags: about what one core can have under way to main memory.
-_AHEAD_BYTES = 512  # Of a long bag the hardware's own prefetcher brings the rest.
-# In the kernels below: addresses [K, 1 + 2F], block_of [B] and place_of [B] say where each example's row is.
+_AHEAD = 8  # bags to prefetch: about as many as one core can have in flight to main memory
+_AHEAD_BYTES = 512  # the hardware prefetcher loads the rest of a long bag
+# In the kernels below: addresses [K, 1 + 2F]; block_of [B] and row_of [B] are each example's block and row in it.
 
 
 @_kernel
-def _find_places(starts, order, block_of, place_of):  # type: ignore[no-untyped-def]
-    """Fill block_of [B] and place_of [B] for the rows that order [B] names, blocks beginning at starts [K + 1]; false if one is outside."""
+def _locate_rows(starts, order, block_of, row_of):  # type: ignore[no-untyped-def]
+    """Fill block_of [B] and row_of [B] for the row indices order [B], given block starts [K + 1]; false if one is out of range."""
     num_blocks = len(starts) - 1
     for b in range(len(order)):
         row = order[b]
         if row < 0 or row >= starts[num_blocks]:
             return False
-        low, high = 0, num_blocks  # the block is one of those from `low` on, before `high`
+        low, high = 0, num_blocks  # the block is in [low, high)
         while high - low > 1:
             middle = (low + high) >> 1
             if starts[middle] <= row:
@@ -198,61 +197,60 @@ def _find_places(starts, order, block_of, place_of):  # type: ignore[no-untyped-
             else:
                 high = middle
         block_of[b] = low
-        place_of[b] = row - starts[low]
+        row_of[b] = row - starts[low]
     return True
 
 
 @_kernel
-def _gather_dense(addresses, block_of, place_of, dense):  # type: ignore[no-untyped-def]
+def _gather_dense(addresses, block_of, row_of, dense):  # type: ignore[no-untyped-def]
     """Copy the dense values of each example into dense [B, Fd]."""
     num_samples, num_columns = dense.shape
     for b in range(num_samples):
-        start = place_of[b] * num_columns
+        start = row_of[b] * num_columns
         row = floats_at(addresses[block_of[b], 0] + 4 * start, num_columns)
         for c in range(num_columns):
             dense[b, c] = row[c]
 
 
 @_kernel
-def _gather_scalar(addresses, block_of, place_of, out):  # type: ignore[no-untyped-def]
-    """One float32 an example into out [B], from the blocks' columns at addresses [K]."""
+def _gather_scalar(addresses, block_of, row_of, out):  # type: ignore[no-untyped-def]
+    """Gather one float32 per example into out [B], from the blocks' columns at addresses [K]."""
     for b in range(len(block_of)):
-        out[b] = floats_at(addresses[block_of[b]], place_of[b] + 1)[place_of[b]]
+        out[b] = floats_at(addresses[block_of[b]], row_of[b] + 1)[row_of[b]]
 
 
 @_kernel
-def _count_ids(addresses, block_of, place_of, max_ids, offsets):  # type: ignore[no-untyped-def]
+def _count_ids(addresses, block_of, row_of, max_ids, offsets):  # type: ignore[no-untyped-def]
     """Fill offsets [F*B + 1] from the truncated lengths; max_ids [F]."""
     num_samples, num_features = len(block_of), len(max_ids)
     total = offsets[0] = 0
     for f in range(num_features):
         for b in range(num_samples):
-            place = place_of[b]
-            bounds = integers_at(addresses[block_of[b], 1 + num_features + f] + 8 * place, 2)
+            bounds = integers_at(addresses[block_of[b], 1 + num_features + f] + 8 * row_of[b], 2)
             total += min(bounds[1] - bounds[0], max_ids[f])
             offsets[f * num_samples + b + 1] = total
 
 
 @_kernel
-def _gather_ids(addresses, block_of, place_of, hash_of, num_rows, offsets, ids, first, last):  # type: ignore[no-untyped-def]
+def _gather_ids(addresses, block_of, row_of, hash_of, num_rows, offsets, ids, first, last):  # type: ignore[no-untyped-def]
     """Copy the ids of bags `first` to `last` of F * B into ids [nnz] and hash them there; hash_of and num_rows [F].
 
-    Returns -1, or the place in `ids` of an id that is no row of its table, which is left there unhashed.
+    Returns -1, or the index in `ids` of an id outside its table, which is left there unhashed.
     """
     num_samples, num_features = len(block_of), len(hash_of)
     while first < last:
         f = first // num_samples
         stop_bag = min(last, (f + 1) * num_samples)
         for b in range(first - f * num_samples, stop_bag - f * num_samples):
-            # RawRows of a shuffled window are far apart: without asking ahead, each bag waits for main memory.
+            # Rows of a shuffled window are far apart: without prefetching, each bag waits for main memory.
             ahead = b + _AHEAD
             if ahead < num_samples:
                 later = f * num_samples + ahead
-                address = _bag_address(addresses, block_of[ahead], place_of[ahead], f, num_features)
+                address = _bag_address(addresses, block_of[ahead], row_of[ahead], f, num_features)
                 for byte in range(0, min(8 * (offsets[later + 1] - offsets[later]), _AHEAD_BYTES), 64):
                     prefetch(address + byte)
             start, stop = offsets[f * num_samples + b], offsets[f * num_samples + b + 1]
-            raw = integers_at(_bag_address(addresses, block_of[b], place_of[b], f, num_features), stop - start)
+            raw = integers_at(_bag_address(addresses, block_of[b], row_of[b], f, num_features), stop - start)
             bag = ids[start:stop]
             for i in range(stop - start):
                 bag[i] = raw[i]
@@ -265,34 +263,34 @@ def _gather_ids(addresses, block_of, place_of, hash_of, num_rows, offsets, ids, 
 
 
 @_kernel
-def _measure(starts, order, addresses, max_ids, block_of, place_of, offsets):  # type: ignore[no-untyped-def]
-    """Fill block_of [B], place_of [B] and offsets [F*B + 1]; the number of ids, -1 when order [B] names a row that is not there."""
-    if not _find_places(starts, order, block_of, place_of):
+def _measure(starts, order, addresses, max_ids, block_of, row_of, offsets):  # type: ignore[no-untyped-def]
+    """Fill block_of [B], row_of [B] and offsets [F*B + 1]; returns the number of ids, or -1 if order [B] is out of range."""
+    if not _locate_rows(starts, order, block_of, row_of):
         return -1
-    _count_ids(addresses, block_of, place_of, max_ids, offsets)
+    _count_ids(addresses, block_of, row_of, max_ids, offsets)
     return offsets[-1]
 
 
 @_kernel
 def _gather_part(  # type: ignore[no-untyped-def]
-    part, num_parts, addresses, block_of, place_of, hash_of, num_rows, offsets, ids, dense, columns, targets
+    part, num_parts, addresses, block_of, row_of, hash_of, num_rows, offsets, ids, dense, columns, targets
 ):
-    """One part of a batch: some of its examples' dense values and scalars, and some of its bags.
+    """Gather one part of a batch: dense values and scalars of some examples, and some of the bags.
 
-    columns [S, K] says where each block has each scalar, targets [S] where they go. Returns what `_gather_ids` does.
+    columns [S, K] are the addresses of each scalar in each block, targets [S] where to write them. Returns as `_gather_ids`.
     """
     num_samples, num_bags = len(block_of), len(block_of) * len(hash_of)
     start, stop = num_samples * part // num_parts, num_samples * (part + 1) // num_parts
-    blocks, places = block_of[start:stop], place_of[start:stop]
-    _gather_dense(addresses, blocks, places, dense[start:stop])
+    blocks, rows = block_of[start:stop], row_of[start:stop]
+    _gather_dense(addresses, blocks, rows, dense[start:stop])
     for scalar in range(len(targets)):
-        _gather_scalar(columns[scalar], blocks, places, floats_at(targets[scalar], num_samples)[start:stop])
+        _gather_scalar(columns[scalar], blocks, rows, floats_at(targets[scalar], num_samples)[start:stop])
     first, last = num_bags * part // num_parts, num_bags * (part + 1) // num_parts
-    return _gather_ids(addresses, block_of, place_of, hash_of, num_rows, offsets, ids, first, last)
+    return _gather_ids(addresses, block_of, row_of, hash_of, num_rows, offsets, ids, first, last)
 
 
 @numba.njit(nogil=True, cache=True, inline="always")
-def _bag_address(addresses, k, place, f, num_features):  # type: ignore[no-untyped-def]
-    """Address of the first id of feature f in row `place` of block k."""
-    first = integers_at(addresses[k, 1 + num_features + f] + 8 * place, 1)[0]
+def _bag_address(addresses, k, row, f, num_features):  # type: ignore[no-untyped-def]
+    """Address of the first id of feature f in row `row` of block k."""
+    first = integers_at(addresses[k, 1 + num_features + f] + 8 * row, 1)[0]
     return addresses[k, 1 + f] + 8 * first

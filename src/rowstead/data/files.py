@@ -1,4 +1,4 @@
-"""Files of a log by path, glob or URL, and bytes of them from any thread."""
+"""Finds the files of a log by path, glob or URL, and reads remote ones by ranges."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rowstead.spec.errors import DataError
 
 @dataclass(frozen=True)
 class LogFile:
-    """One file, on this machine or wherever fsspec reaches."""
+    """One file, local or on a filesystem of fsspec's."""
 
     path: str
-    """As a person would name it."""
+    """Path or URL, as messages show it."""
     filesystem: Any = None
-    """fsspec's, None for a local file."""
+    """The fsspec filesystem; None for a local file."""
     remote_path: str = ""
 
     @property
@@ -29,7 +29,7 @@ class LogFile:
         return self.filesystem is None
 
     def ranges(self) -> RangeFile:
-        """A remote file as pyarrow can open it, independent of any other that is open."""
+        """The remote file as an object that pyarrow can read, with a position of its own."""
         return RangeFile(self.filesystem, self.remote_path)
 
 
@@ -41,7 +41,7 @@ def find_files(patterns: Iterable[str]) -> list[LogFile]:
 def _local(pattern: str) -> list[LogFile]:
     path = os.path.expanduser(pattern)
     if os.path.isdir(path):
-        raise DataError(f"`{pattern}` is a folder: name its files, such as `{pattern.rstrip('/')}/*.parquet`")
+        raise DataError(f"`{pattern}` is a folder; list its files, such as `{pattern.rstrip('/')}/*.parquet`")
     if os.path.exists(path):
         return [LogFile(path)]
     if not glob.has_magic(path):
@@ -66,12 +66,12 @@ def _remote(url: str) -> list[LogFile]:
 
 
 class RangeFile(io.RawIOBase):
-    """A remote file read by ranges, with a position of its own, so that threads do not meet."""
+    """A remote file read by ranges, with a position of its own, so that threads do not interfere."""
 
     def __init__(self, filesystem: Any, path: str) -> None:
         self._filesystem, self._path = filesystem, path
         self._size = int(filesystem.size(path))
-        self._at = 0
+        self._position = 0
 
     def readable(self) -> bool:
         return True
@@ -80,16 +80,16 @@ class RangeFile(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        return self._at
+        return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
-        return self._at
+        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        return self._position
 
     def read(self, size: int | None = -1) -> bytes:
-        stop = self._size if size is None or size < 0 else min(self._at + size, self._size)
-        if stop <= self._at:
+        stop = self._size if size is None or size < 0 else min(self._position + size, self._size)
+        if stop <= self._position:
             return b""
-        data: bytes = self._filesystem.cat_file(self._path, start=self._at, end=stop)
-        self._at += len(data)
+        data: bytes = self._filesystem.cat_file(self._path, start=self._position, end=stop)
+        self._position += len(data)
         return data

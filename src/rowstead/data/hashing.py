@@ -1,6 +1,6 @@
-"""How an id becomes a row: text to 64 bits by XXH64, 64 bits to a row of a table by the feature's rule.
+"""Hashing of ids to table rows: text to 64 bits by XXH64, 64 bits to a row by the feature's rule.
 
-Everything here is stable: the same id gives the same row on every machine and in every version.
+The same id gives the same row on every machine and in every version.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rowstead.spec.errors import DataError
 from rowstead.spec.features import Hash
 
 HASH_CODES: dict[Hash, int] = {"mix": 0, "modulo": 1, "none": 2}
-"""The rules as kernels know them."""
+"""The numbers by which kernels know the rules."""
 
 _PRIME_1 = np.uint64(0x9E3779B185EBCA87)
 _PRIME_2 = np.uint64(0xC2B2AE3D27D4EB4F)
@@ -47,11 +47,11 @@ def modulo_row(id64, num_rows):  # type: ignore[no-untyped-def]
 def hash_in_place(ids, code, num_rows):  # type: ignore[no-untyped-def]
     """Replace ids int64 [n] of one feature by their rows, by the rule with this code in HASH_CODES.
 
-    Returns -1, or under `none` the place of the first id that is no row of the table.
+    Returns -1, or under `none` the index of the first id that is not a row of the table.
     """
     if code == 0 and num_rows <= _RECIPROCAL_ROWS:
-        # Dividing by a reciprocal is done for several ids at once. With x < 2**63 the first quotient is off by at most
-        # 1 + 3072 / num_rows, which leaves little enough for the second to be off by at most 1.
+        # Multiplying by a reciprocal vectorizes. With x < 2**63 the first quotient is off by at most 1 + 3072 / num_rows, which
+        # leaves little enough for the second to be off by at most 1.
         reciprocal = 1.0 / np.float64(num_rows)
         for i in range(len(ids)):
             x = np.int64(mix64(ids[i]) & _LOW_63_BITS)
@@ -72,8 +72,8 @@ def hash_in_place(ids, code, num_rows):  # type: ignore[no-untyped-def]
     return -1
 
 
-def rows_of(ids: NDArray[np.int64], num_rows: int, hash: Hash = "mix", *, feature: str = "") -> NDArray[np.int64]:
-    """Rows [n] of the raw 64-bit `ids` [n] in a table of `num_rows` rows; the definition, in plain NumPy."""
+def hash_to_rows(ids: NDArray[np.int64], num_rows: int, hash: Hash = "mix", *, feature: str = "") -> NDArray[np.int64]:
+    """Rows [n] of the raw 64-bit `ids` [n] in a table of `num_rows` rows; the reference, in plain NumPy."""
     ids = np.asarray(ids, np.int64)
     if hash == "mix":
         mixed = mix64.py_func(ids.view(np.uint64))  # the same lines, over an array
@@ -87,15 +87,15 @@ def rows_of(ids: NDArray[np.int64], num_rows: int, hash: Hash = "mix", *, featur
 
 
 def id_outside_table(feature: str, id64: int, num_rows: int) -> DataError:
-    """The error for an id that a feature with `hash: none` cannot use as a row."""
+    """The error for an id that is outside the table of a feature with `hash: none`."""
     return DataError(
-        f"feature `{feature}`: id {id64} is no row of its table, which has rows 0 to {num_rows - 1} (`hash: none`). "
-        "Raise num_rows, or use `hash: mix` so that any id has a row"
+        f"feature `{feature}`: id {id64} is outside its table, which has rows 0 to {num_rows - 1} (`hash: none`). "
+        "Increase num_rows, or use `hash: mix`, which accepts any id"
     )
 
 
 def hash_texts(offsets: NDArray[Any], data: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """XXH64 (seed 0) of n texts, int64 [n]: text i is data[offsets[i] : offsets[i+1]], UTF-8; offsets int32 or int64 [n + 1]."""
+    """XXH64 (seed 0) of n texts, int64 [n]; text i is data[offsets[i] : offsets[i+1]], UTF-8; offsets int32 or int64 [n + 1]."""
     hashes = np.empty(max(len(offsets) - 1, 0), np.int64)
     _hash_texts(offsets, data, hashes)
     return hashes
@@ -114,7 +114,7 @@ def _hash_texts(offsets, data, hashes):  # type: ignore[no-untyped-def]
 
 
 @_inline
-def _rotated(x, bits):  # type: ignore[no-untyped-def]
+def _rotate(x, bits):  # type: ignore[no-untyped-def]
     return (x << np.uint64(bits)) | (x >> np.uint64(64 - bits))
 
 
@@ -133,7 +133,7 @@ def _word64(data, at):  # type: ignore[no-untyped-def]
 
 @_inline
 def _round(lane, word):  # type: ignore[no-untyped-def]
-    return _rotated(lane + word * _PRIME_2, 31) * _PRIME_1
+    return _rotate(lane + word * _PRIME_2, 31) * _PRIME_1
 
 
 @numba.njit(nogil=True, cache=True, boundscheck=False)
@@ -147,20 +147,20 @@ def _xxh64(data, start, stop):  # type: ignore[no-untyped-def]
             three = _round(three, _word64(data, at + 16))
             four = _round(four, _word64(data, at + 24))
             at += 32
-        h = _rotated(one, 1) + _rotated(two, 7) + _rotated(three, 12) + _rotated(four, 18)
+        h = _rotate(one, 1) + _rotate(two, 7) + _rotate(three, 12) + _rotate(four, 18)
         for lane in (one, two, three, four):
             h = (h ^ _round(np.uint64(0), lane)) * _PRIME_1 + _PRIME_4
     else:
         h = _PRIME_5
     h += np.uint64(stop - start)
     while at + 8 <= stop:
-        h = _rotated(h ^ _round(np.uint64(0), _word64(data, at)), 27) * _PRIME_1 + _PRIME_4
+        h = _rotate(h ^ _round(np.uint64(0), _word64(data, at)), 27) * _PRIME_1 + _PRIME_4
         at += 8
     if at + 4 <= stop:
-        h = _rotated(h ^ (_word32(data, at) * _PRIME_1), 23) * _PRIME_2 + _PRIME_3
+        h = _rotate(h ^ (_word32(data, at) * _PRIME_1), 23) * _PRIME_2 + _PRIME_3
         at += 4
     while at < stop:
-        h = _rotated(h ^ (np.uint64(data[at]) * _PRIME_5), 11) * _PRIME_1
+        h = _rotate(h ^ (np.uint64(data[at]) * _PRIME_5), 11) * _PRIME_1
         at += 1
     h = (h ^ (h >> np.uint64(33))) * _PRIME_2
     h = (h ^ (h >> np.uint64(29))) * _PRIME_3

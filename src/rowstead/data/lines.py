@@ -1,8 +1,4 @@
-"""Text in chunks of whole lines, and the record of lines that could not be read.
-
-The converters parse bytes with compiled code; what is here feeds it: a chunk ends with a newline, a line is never cut,
-and memory is bounded whatever the file holds.
-"""
+"""Reads text in chunks of whole lines in bounded memory, and records malformed lines. Used by the converters."""
 
 from __future__ import annotations
 
@@ -21,25 +17,25 @@ from rowstead.spec.errors import DataError
 
 CHUNK_BYTES = 4 << 20
 MAX_LINE_BYTES = 1 << 20
-"""No line of a known format comes near; one that is longer is malformed and never held in memory."""
+"""A longer line is malformed and never held in memory."""
 NUM_SHOWN = 5
-"""Skipped lines that are kept to be shown."""
+"""Skipped lines that a summary shows."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some whole lines of a file, each with a newline at its end."""
+    """Whole lines of a file, each ending in a newline."""
 
     data: bytes
     first_line: int
     """Number of the first line, from 1."""
     num_lines: int
     too_long: bool = False
-    """The chunk stands for one line that is longer than MAX_LINE_BYTES, of which `data` is only the beginning."""
+    """The chunk is one line longer than MAX_LINE_BYTES, and `data` only its beginning."""
 
 
 def chunks(stream: BinaryIO, chunk_bytes: int = CHUNK_BYTES, max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[Chunk]:
-    """Whole lines of `stream`, about `chunk_bytes` at a time; a last line without newline gets one."""
+    """Whole lines of `stream`, about `chunk_bytes` at a time; a newline is added to a last line without one."""
     line, rest, skipping = 1, b"", False
     while data := stream.read(chunk_bytes):
         if skipping:
@@ -64,14 +60,14 @@ def chunks(stream: BinaryIO, chunk_bytes: int = CHUNK_BYTES, max_line_bytes: int
 
 @dataclass
 class BadLines:
-    """What to do about malformed lines: raises at the first one, or counts them by reason and keeps the first few."""
+    """Raises at the first malformed line, or counts malformed lines by reason and keeps the first few."""
 
     on_bad_row: OnBadRow
     counts: Counter[str] = field(default_factory=Counter)
     first: list[str] = field(default_factory=list)
 
     def add(self, name: str, line: int, reason: str, detail: str) -> None:
-        """One malformed line of the file `name`; `reason` is what is counted, `detail` says what was found."""
+        """Report a malformed line of file `name`; lines are counted by `reason`, `detail` is shown."""
         text = f"{name}:line {line}: {reason} ({detail})"
         if self.on_bad_row == "error":
             raise DataError(f"{text}; fix it or pass --on-bad-row skip")
@@ -80,13 +76,13 @@ class BadLines:
             self.first.append(text)
 
     def count(self, reason: str, number: int) -> None:
-        """More lines of a reason of which enough have been shown."""
+        """Count `number` more lines of a reason without showing them."""
         if number:
             self.counts[reason] += number
 
 
-def shown(field_bytes: bytes) -> str:
-    """Bytes of a field as they can be printed in a message: escaped where needed, cut where long."""
+def format_bytes(field_bytes: bytes) -> str:
+    """Bytes of a field for a message: escaped, and truncated if long."""
     text = repr(field_bytes[:40])[1:]
     return text + ("…" if len(field_bytes) > 40 else "")
 
@@ -97,14 +93,14 @@ def _hash_pairs(first, second, out):  # type: ignore[no-untyped-def]
         out[i] = mix64(np.int64(mix64(first[i])) ^ second[i])
 
 
-def hashed_share(first: NDArray[np.int64], second: NDArray[np.int64], share: float) -> NDArray[np.bool_]:
-    """True for the pairs whose hash lies in the first `share` of all hashes: the same ones on every machine."""
+def select_by_hash(first: NDArray[np.int64], second: NDArray[np.int64], share: float) -> NDArray[np.bool_]:
+    """True for a share of the pairs, chosen by hash: the same ones on every machine."""
     hashes = np.empty(first.size, np.uint64)
     _hash_pairs(first, second, hashes)
     return (hashes >> np.uint64(11)) < np.uint64(share * 2.0**53)
 
 
-def check_share(eval_fraction: float) -> None:
-    """A DataError unless `eval_fraction` is a share of rows that can be held out."""
+def check_eval_fraction(eval_fraction: float) -> None:
+    """Raise a DataError unless `eval_fraction` is in [0, 1)."""
     if not 0 <= eval_fraction < 1:
         raise DataError(f"eval_fraction must be at least 0 and below 1, got {eval_fraction}")

@@ -1,4 +1,4 @@
-"""The official MovieLens archives (ml-100k, ml-1m, ml-latest and those laid out like it) to Parquet, in bounded memory.
+"""Converts the official MovieLens archives (ml-100k, ml-1m, ml-latest and similar) to Parquet, in bounded memory.
 
 Columns, the same for every archive, null where an archive does not have them:
 
@@ -27,7 +27,16 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from rowstead.data.lines import CHUNK_BYTES, MAX_LINE_BYTES, BadLines, Chunk, check_share, chunks, hashed_share, shown
+from rowstead.data.lines import (
+    CHUNK_BYTES,
+    MAX_LINE_BYTES,
+    BadLines,
+    Chunk,
+    check_eval_fraction,
+    chunks,
+    format_bytes,
+    select_by_hash,
+)
 from rowstead.data.movielens_archive import (
     Archive,
     ArchiveLayout,
@@ -45,7 +54,7 @@ from rowstead.data.write import (
     Progress,
     SplitWriter,
     Summary,
-    refuse_empty_splits,
+    check_splits_not_empty,
 )
 from rowstead.spec.errors import DataError
 
@@ -67,7 +76,7 @@ SCHEMA = pa.schema(
     ]
 )
 POSITIVE_FROM = 4.0
-"""Ratings from here on are clicks."""
+"""Ratings of at least this are positive."""
 
 
 def convert(
@@ -83,12 +92,12 @@ def convert(
     progress: Progress | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Summary:
-    """Convert a MovieLens zip, or a folder it was unpacked to, to Parquet files in `out_folder`.
+    """Convert a MovieLens zip or its unpacked folder to Parquet files in `out_folder`.
 
-    A share `eval_fraction` of the ratings (0 for none) makes the evaluation split: those that a hash of user and item picks
-    (`hash`), or the latest ones (`time`; ratings of the same second stay together, so the share can be slightly larger).
+    The evaluation split is a share `eval_fraction` of the ratings (0 for none): chosen by a hash of user and item (`hash`), or the
+    latest ones (`time`; ratings of the same second stay together, so the share can be slightly larger).
     """
-    check_share(eval_fraction)
+    check_eval_fraction(eval_fraction)
     with open_archive(source) as archive:
         layout = find_layout(archive)
         bad = BadLines(on_bad_row)
@@ -98,19 +107,19 @@ def convert(
         with SplitWriter(
             out_folder, SCHEMA, rows_per_file=rows_per_file, rows_per_group=rows_per_group, overwrite=overwrite
         ) as writer:
-            cut = _time_of_cut(archive, layout, eval_fraction, chunk_bytes, report) if by_time else None
+            cut = _find_cut_time(archive, layout, eval_fraction, chunk_bytes, report) if by_time else None
             for ratings in _ratings(archive, layout, bad, chunk_bytes, report):
-                ratings, user_rows, item_rows = _known(ratings, users, items, archive.label(layout.ratings), bad)
+                ratings, user_rows, item_rows = _match(ratings, users, items, archive.label(layout.ratings), bad)
                 table = _table(ratings, users, items, user_rows, item_rows)
-                held = ratings.times >= cut if cut is not None else hashed_share(ratings.users, ratings.items, eval_fraction)
+                held = ratings.times >= cut if cut is not None else select_by_hash(ratings.users, ratings.items, eval_fraction)
                 writer.write("train", table.filter(pa.array(~held)))
                 writer.write("eval", table.filter(pa.array(held)))
-            refuse_empty_splits(writer.num_rows(), eval_wanted=eval_fraction > 0)
+            check_splits_not_empty(writer.num_rows(), eval_wanted=eval_fraction > 0)
         return writer.summary(num_bytes_read=archive.num_bytes, skipped=bad.counts, first_skipped=bad.first)
 
 
 class _Report:
-    """Counts the bytes of the ratings that were read."""
+    """Reports progress in bytes of ratings read."""
 
     def __init__(self, total: int, progress: Progress | None) -> None:
         self._total, self._done, self._progress = total, 0, progress
@@ -123,7 +132,7 @@ class _Report:
 
 @dataclass(frozen=True)
 class _Ratings:
-    """Some ratings, [R] each."""
+    """Ratings, [R] each."""
 
     users: NDArray[np.int64]
     items: NDArray[np.int64]
@@ -151,30 +160,32 @@ def _ratings(archive: Archive, layout: ArchiveLayout, bad: BadLines, chunk_bytes
         for chunk in chunks(stream, chunk_bytes):
             report.advance(len(chunk.data))
             if chunk.too_long:
-                bad.add(name, chunk.first_line, "line too long", f"over {MAX_LINE_BYTES} bytes, begins {shown(chunk.data)}")
+                bad.add(
+                    name, chunk.first_line, "line too long", f"over {MAX_LINE_BYTES} bytes, begins {format_bytes(chunk.data)}"
+                )
                 continue
             data, first = chunk.data, chunk.first_line
             if layout.ratings_header and first == 1:
-                data, first = _without_header(name, chunk, layout.ratings_header), 2
+                data, first = _strip_header(name, chunk, layout.ratings_header), 2
             num_lines = chunk.num_lines - (first - chunk.first_line)
-            yield _parsed(data, first, num_lines, layout.separator, name, bad)
+            yield _parse_ratings(data, first, num_lines, layout.separator, name, bad)
 
 
-def _without_header(name: str, chunk: Chunk, header: bytes) -> bytes:
-    head, _, rest = chunk.data.partition(b"\n")
-    if head.rstrip(b"\r").removeprefix(b"\xef\xbb\xbf") != header:
-        raise DataError(f"{name}:line 1: expected the header {header.decode()}, found {shown(head)}")
+def _strip_header(name: str, chunk: Chunk, header: bytes) -> bytes:
+    line, _, rest = chunk.data.partition(b"\n")
+    if line.rstrip(b"\r").removeprefix(b"\xef\xbb\xbf") != header:
+        raise DataError(f"{name}:line 1: expected the header {header.decode()}, found {format_bytes(line)}")
     return rest
 
 
-def _parsed(data: bytes, first_line: int, num_lines: int, separator: bytes, name: str, bad: BadLines) -> _Ratings:
+def _parse_ratings(data: bytes, first_line: int, num_lines: int, separator: bytes, name: str, bad: BadLines) -> _Ratings:
     users, items, times, lines = (np.empty(num_lines, np.int64) for _ in range(4))
     values = np.empty(num_lines, np.float32)
     found = np.empty((num_lines, 4), np.int64)
     text = np.frombuffer(data, np.uint8)
     num_rows, num_bad = _parse(text, separator[0], len(separator), users, items, values, times, lines, found)
     for line, reason, start, stop in found[:num_bad].tolist():
-        bad.add(name, first_line + line, _REASONS[reason], shown(data[start:stop]))
+        bad.add(name, first_line + line, _REASONS[reason], format_bytes(data[start:stop]))
     return _Ratings(users[:num_rows], items[:num_rows], values[:num_rows], times[:num_rows], first_line + lines[:num_rows])
 
 
@@ -254,24 +265,24 @@ def _parse(text, separator, width, users, items, values, times, lines, bad):  # 
     return row, num_bad
 
 
-def _known(
+def _match(
     ratings: _Ratings, users: Users | None, items: Items, name: str, bad: BadLines
 ) -> tuple[_Ratings, NDArray[np.int64], NDArray[np.int64]]:
-    """The ratings whose user and item the archive describes, and the rows of both."""
-    item_rows, keep = _found(items.ids, ratings.items)
-    for place in np.flatnonzero(~keep).tolist():
-        bad.add(name, int(ratings.lines[place]), "unknown item", f"{ratings.items[place]} is not among the movies")
+    """The ratings whose user and item are in the archive, and the rows of both."""
+    item_rows, keep = _find(items.ids, ratings.items)
+    for i in np.flatnonzero(~keep).tolist():
+        bad.add(name, int(ratings.lines[i]), "unknown item", f"{ratings.items[i]} is not in the movies file")
     user_rows = np.zeros(ratings.users.size, np.int64)
     if users is not None:
-        user_rows, known = _found(users.ids, ratings.users)
-        for place in np.flatnonzero(keep & ~known).tolist():
-            bad.add(name, int(ratings.lines[place]), "unknown user", f"{ratings.users[place]} is not among the users")
+        user_rows, known = _find(users.ids, ratings.users)
+        for i in np.flatnonzero(keep & ~known).tolist():
+            bad.add(name, int(ratings.lines[i]), "unknown user", f"{ratings.users[i]} is not in the users file")
         keep &= known
     return ratings.where(keep), user_rows[keep], item_rows[keep]
 
 
-def _found(ids: NDArray[np.int64], wanted: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Where `wanted` are in the sorted `ids`, and whether they are there at all."""
+def _find(ids: NDArray[np.int64], wanted: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Indices of `wanted` in the sorted `ids`, and whether each is present."""
     rows = np.minimum(np.searchsorted(ids, wanted), max(len(ids) - 1, 0))
     if not len(ids):
         return rows, np.zeros(wanted.size, np.bool_)
@@ -299,14 +310,14 @@ def _table(
     return pa.table(columns).cast(SCHEMA)
 
 
-def _time_of_cut(archive: Archive, layout: ArchiveLayout, fraction: float, chunk_bytes: int, report: _Report) -> int:
-    """The time from which ratings are held out: a share `fraction` of them, or a little more, are that late."""
-    quiet = BadLines("skip")  # the second reading reports them
+def _find_cut_time(archive: Archive, layout: ArchiveLayout, fraction: float, chunk_bytes: int, report: _Report) -> int:
+    """The time from which ratings are held out: the latest `fraction` of them, or slightly more."""
+    quiet = BadLines("skip")  # the second pass reports them
     times = [part.times.astype(np.uint32) for part in _ratings(archive, layout, quiet, chunk_bytes, report)]
     everything = np.concatenate(times) if times else np.empty(0, np.uint32)
     del times
-    place = everything.size - round(everything.size * fraction)
-    if place >= everything.size:
+    cut = everything.size - round(everything.size * fraction)
+    if cut >= everything.size:
         return 1 << 32
-    everything.partition(place)
-    return int(everything[place])
+    everything.partition(cut)
+    return int(everything[cut])

@@ -1,6 +1,6 @@
-"""A MovieLens archive, zipped or unpacked: which layout it has, its users and its movies.
+"""Reads a MovieLens archive, zipped or unpacked: its layout, users and movies.
 
-Names of members come from outside and are only compared and read, never used as paths to write to.
+Member names are untrusted: they are only compared and read, never used as paths to write to.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from rowstead.data.lines import BadLines
 from rowstead.spec.errors import DataError
 
 MAX_SIDE_FILE_BYTES = 256 << 20
-"""Files of users and movies are read whole; no official one comes near this size."""
+"""Limit for files of users and movies, which are read whole; official ones are far smaller."""
 NO_GENRE = ("(no genres listed)", "unknown", "")
 ZIP_PREFIX = 3
 _MAX_ID = 2**63 - 1
 
 
 class Archive:
-    """The files of a zip, or of a folder and the folders right in it, by their last name."""
+    """The files of a zip, or of a folder and its direct subfolders, by base name."""
 
     def __init__(self, source: Path, files: Mapping[str, tuple[str, int]], archive: zipfile.ZipFile | None) -> None:
         self.source = source
@@ -45,33 +45,35 @@ class Archive:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the zip, or of all files of the folder."""
+        """Size of the zip, or of all files in the folder."""
         return self.source.stat().st_size if self._zip else sum(size for _, size in self._files.values())
 
     def size(self, name: str) -> int:
         return self._files[name][1]
 
     def label(self, name: str) -> str:
-        """How messages call a file."""
+        """A file's name in messages."""
         return f"{self.source}/{self._files[name][0]}"
 
     @contextmanager
     def open(self, name: str) -> Iterator[BinaryIO]:
-        """The bytes of a file; a damaged archive is a DataError."""
+        """The bytes of a file; a damaged archive raises a DataError."""
         inner = self._files[name][0]
         try:
             with self._zip.open(inner) if self._zip else (self.source / inner).open("rb") as stream:
                 yield cast(BinaryIO, stream)
         except (OSError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
-            # RuntimeError: encrypted, or a compression that Python does not know
+            # RuntimeError: encrypted, or an unsupported compression
             raise DataError(f"cannot read {self.label(name)}: {error}") from error
 
     def text(self, name: str, encoding: str) -> str:
-        """A whole small file as text."""
+        """A small file as text."""
         with self.open(name) as stream:
             data = stream.read(MAX_SIDE_FILE_BYTES + 1)
         if len(data) > MAX_SIDE_FILE_BYTES:
-            raise DataError(f"{self.label(name)} is larger than {MAX_SIDE_FILE_BYTES >> 20} MiB: this is no MovieLens archive")
+            raise DataError(
+                f"{self.label(name)} is larger than {MAX_SIDE_FILE_BYTES >> 20} MiB; this is not a MovieLens archive"
+            )
         try:
             return data.decode(encoding)
         except UnicodeDecodeError as error:
@@ -85,23 +87,21 @@ def open_archive(source: str | os.PathLike[str]) -> Iterator[Archive]:
     path = Path(source)
     if path.is_dir():
         found = sorted(p for p in (*path.glob("*"), *path.glob("*/*")) if p.is_file())
-        yield Archive(path, _by_last_name((str(p.relative_to(path)), p.stat().st_size) for p in found), None)
+        yield Archive(path, _by_base_name((str(p.relative_to(path)), p.stat().st_size) for p in found), None)
         return
     if not path.is_file():
-        raise DataError(f"{path} does not exist: give a MovieLens zip, such as ml-1m.zip, or the folder it was unpacked to")
+        raise DataError(f"{path} does not exist; give a MovieLens zip, such as ml-1m.zip, or its unpacked folder")
     try:
         archive = zipfile.ZipFile(path)
     except (zipfile.BadZipFile, OSError) as error:
-        raise DataError(
-            f"{path} is no zip file ({error}): give a MovieLens zip, such as ml-1m.zip, as it was downloaded"
-        ) from error
+        raise DataError(f"{path} is not a zip file ({error}); give a MovieLens zip as downloaded, such as ml-1m.zip") from error
     with archive:
         inside = [(member.filename, member.file_size) for member in archive.infolist() if not member.is_dir()]
-        yield Archive(path, _by_last_name(inside), archive)
+        yield Archive(path, _by_base_name(inside), archive)
 
 
-def _by_last_name(files: Iterable[tuple[str, int]]) -> dict[str, tuple[str, int]]:
-    """Files by the last part of their names; of several the one that lies least deep."""
+def _by_base_name(files: Iterable[tuple[str, int]]) -> dict[str, tuple[str, int]]:
+    """Files by base name; of several, the least deeply nested one."""
     found: dict[str, tuple[str, int]] = {}
     for name, size in sorted(files, key=lambda file: file[0].count("/")):
         found.setdefault(name.rsplit("/", 1)[-1], (name, size))
@@ -110,7 +110,7 @@ def _by_last_name(files: Iterable[tuple[str, int]]) -> dict[str, tuple[str, int]
 
 @dataclass(frozen=True, kw_only=True)
 class ArchiveLayout:
-    """One of the ways in which GroupLens lays out its archives."""
+    """One of the layouts of GroupLens's archives."""
 
     name: str
     ratings: str
@@ -146,16 +146,16 @@ LAYOUTS = (
 
 
 def find_layout(archive: Archive) -> ArchiveLayout:
-    """The layout that an archive has, or a DataError that says what is missing."""
+    """The layout of an archive; raises a DataError that says what is missing."""
     layout = next((layout for layout in LAYOUTS if layout.ratings in archive.names), None)
     if layout is None:
         known = "; ".join(f"{layout.name}: {', '.join(layout.members)}" for layout in LAYOUTS)
-        raise DataError(f"{archive.source} is no MovieLens archive that we know. Expected one of: {known}")
+        raise DataError(f"{archive.source} is not a known MovieLens archive. Expected one of: {known}")
     missing = [name for name in layout.members if name not in archive.names]
     if missing:
         raise DataError(
-            f"{archive.source} looks like {layout.name} (it has {layout.ratings}) but lacks {', '.join(missing)}: "
-            "download it again; ml-10m is not supported"
+            f"{archive.source} looks like {layout.name} (it has {layout.ratings}) but has no {', '.join(missing)}; "
+            "download it again. ml-10m is not supported"
         )
     return layout
 
@@ -166,7 +166,7 @@ class Users:
 
     ids: NDArray[np.int64]
     fields: pa.Table
-    """`gender`, `age`, `occupation` and `zip_prefix`, one row a user."""
+    """`gender`, `age`, `occupation` and `zip_prefix`, one row per user."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class Items:
 
     ids: NDArray[np.int64]
     fields: pa.Table
-    """`genres` and `year`, one row a movie."""
+    """`genres` and `year`, one row per movie."""
 
 
 Fields = TypeVar("Fields")
@@ -186,10 +186,10 @@ class _FieldError(Exception):
 
 
 def read_users(archive: Archive, layout: ArchiveLayout, bad: BadLines) -> Users | None:
-    """The users, for layouts that have a file of them."""
+    """The users; None for layouts without a users file."""
     if layout.users is None:
         return None
-    order = (0, 2, 1, 3, 4) if layout.name == "ml-100k" else (0, 1, 2, 3, 4)  # there it is id, age, gender, occupation, zip
+    order = (0, 2, 1, 3, 4) if layout.name == "ml-100k" else (0, 1, 2, 3, 4)  # id, age, gender, occupation, zip
     separator = "|" if layout.name == "ml-100k" else "::"
     kept: dict[int, tuple[str | None, ...]] = {}
     for line, text in enumerate(_lines(archive.text(layout.users, layout.encoding)), 1):
@@ -197,7 +197,7 @@ def read_users(archive: Archive, layout: ArchiveLayout, bad: BadLines) -> Users 
             parts = text.split(separator)
             if len(parts) != 5:
                 raise _FieldError("wrong number of fields, expected 5", f"{len(parts)} in the line {text[:60]!r}")
-            identity, gender, age, occupation, code = (parts[place] for place in order)
+            identity, gender, age, occupation, code = (parts[i] for i in order)
             _number("age", age, 2**15 - 1)
             _keep(kept, "user", identity, (gender, age, occupation, code[:ZIP_PREFIX]))
         except _FieldError as error:
@@ -213,7 +213,7 @@ def read_users(archive: Archive, layout: ArchiveLayout, bad: BadLines) -> Users 
 
 
 def read_items(archive: Archive, layout: ArchiveLayout, bad: BadLines) -> Items:
-    """The movies, with the genres and the year of each."""
+    """The movies, with genres and year."""
     kept: dict[int, tuple[list[str], float | None]] = {}
     names = _genre_names(archive, layout)
     for line, parts in _item_lines(archive, layout):
@@ -243,18 +243,18 @@ def read_items(archive: Archive, layout: ArchiveLayout, bad: BadLines) -> Items:
 
 
 def year_of(title: str) -> float | None:
-    """The year in brackets at the end of a title, such as `Toy Story (1995)`; the first one of a range."""
+    """The year in brackets at the end of a title, such as `Toy Story (1995)`; the first year of a range."""
     found = re.search(r"\((\d{4})(?:[-–]\s*(?:\d{4})?)?\)\W*$", title)
     return float(found.group(1)) if found else None
 
 
 def _lines(text: str) -> list[str]:
-    """Lines of a text that ends them with LF or CRLF; other separators, which titles may hold, are left alone."""
+    """Lines ending in LF or CRLF; other line separators, which titles may contain, are kept."""
     return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")] if text else []
 
 
 def _item_lines(archive: Archive, layout: ArchiveLayout) -> Iterator[tuple[int, list[str]]]:
-    """The fields of each line of the movies' file, with the line's number."""
+    """Line number and fields of each line of the movies file."""
     text = archive.text(layout.items, layout.encoding)
     if not layout.ratings_header:
         separator = "|" if layout.genres else "::"
@@ -274,20 +274,20 @@ def _item_lines(archive: Archive, layout: ArchiveLayout) -> Iterator[tuple[int, 
 
 
 def _genre_names(archive: Archive, layout: ArchiveLayout) -> list[str]:
-    """The names that the flags of ml-100k stand for, in order."""
+    """Genre names of ml-100k's flags, in order."""
     if layout.genres is None:
         return []
     names: dict[int, str] = {}
     for line, text in enumerate(_lines(archive.text(layout.genres, layout.encoding)), 1):
-        name, _, place = text.rpartition("|")
+        name, _, number = text.rpartition("|")
         if not text.strip():
             continue
-        if not name or not place.isdecimal() or int(place) in names:
+        if not name or not number.isdecimal() or int(number) in names:
             raise DataError(f"{archive.label(layout.genres)}:line {line}: expected `genre|number`, found {text[:60]!r}")
-        names[int(place)] = name
+        names[int(number)] = name
     if sorted(names) != list(range(len(names))):
         raise DataError(f"{archive.label(layout.genres)}: the genres are not numbered from 0 without gaps")
-    return [names[place] for place in range(len(names))]
+    return [names[i] for i in range(len(names))]
 
 
 def _number(what: str, text: str, most: int) -> int:

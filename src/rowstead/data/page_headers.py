@@ -1,4 +1,4 @@
-"""Headers of Parquet pages, which are structs in Thrift's compact protocol, as rows of one array."""
+"""Parses Parquet page headers (Thrift compact protocol) into an array."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import numpy as np
 TYPE, UNPACKED, PACKED, START, VALUES, ENCODING, DEF_BYTES, REP_BYTES, IS_PACKED = range(9)
 """Fields of a page header in a row of the array that `page_headers` returns."""
 DATA_PAGE, DICTIONARY_PAGE, DATA_PAGE_V2 = 0, 2, 3
-"""Types of pages."""
+"""Page types."""
 
 _kernel = numba.njit(nogil=True, cache=True, boundscheck=False)
 
 
 @_kernel
 def varint(data, at, stop):  # type: ignore[no-untyped-def]
-    """An unsigned LEB128 number and the place after it; the place is -1 when the bytes end first."""
+    """An unsigned LEB128 number and the offset after it, which is -1 if the bytes end early."""
     value = np.int64(0)
     for shift in range(0, 63, 7):
         if at >= stop:
@@ -30,7 +30,7 @@ def varint(data, at, stop):  # type: ignore[no-untyped-def]
 
 @_kernel
 def page_headers(chunk):  # type: ignore[no-untyped-def]
-    """One row a page: its header, in Thrift's compact protocol, as the fields above; a last row of type -1 when it is unreadable."""
+    """One row per page, with the fields above; ends with a row of type -1 if a header is unreadable."""
     headers = np.zeros((8, 9), np.int64)
     count, at, stop = 0, 0, len(chunk)
     while at < stop:
@@ -52,10 +52,10 @@ def page_headers(chunk):  # type: ignore[no-untyped-def]
 
 @_kernel
 def _page_header(data, at, stop, header):  # type: ignore[no-untyped-def]
-    """Read one page header into `header` [9]; the place after it, or -1."""
+    """Read one page header into `header` [9]; returns the offset after it, or -1."""
     header[TYPE] = -1
     header[IS_PACKED] = 1
-    last = np.zeros(4, np.int64)  # The last field's number at each depth of structs.
+    last = np.zeros(4, np.int64)  # the last field id at each nesting depth
     depth = 0
     while True:
         if at >= stop:

@@ -1,9 +1,9 @@
-"""Parquet pages of the plainest columns, float32 and lists of int64, decoded straight into what a `RawBlock` needs.
+"""Decodes Parquet pages of the simplest columns, float32 and list<int64>, directly into the arrays of a `RawBlock`.
 
-A general reader spends most of its time on levels of nesting and on each column's own set-up. Logs are hundreds of columns of
-just two kinds, so those two are decoded here: PLAIN or dictionary values, data pages of both versions. Whatever else a
-column chunk may be, `decode_floats` and `decode_bags` return None for it, and the caller reads it with pyarrow. Bytes are
-checked as they are read: a damaged page also ends in None, never outside of an array.
+A general reader spends most of its time on nesting levels and per-column set-up. Logs have hundreds of columns of just two kinds,
+so those are decoded here: PLAIN or dictionary values, data pages of both versions. For any other column chunk `decode_floats` and
+`decode_bags` return None, and the caller uses pyarrow. Bytes are checked as they are read: a damaged page also results in None, never
+in an access out of bounds.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ Bytes = NDArray[np.uint8]
 
 _PLAIN, _PLAIN_DICTIONARY, _RLE_DICTIONARY = 0, 2, 8
 _LONGEST = 1 << 40
-"""A run of more values than this is a damaged one; arithmetic on it could overflow."""
+"""A longer run is damaged; arithmetic on it could overflow."""
 
 CODECS = {"UNCOMPRESSED": None, "SNAPPY": "snappy", "ZSTD": "zstd", "GZIP": "gzip", "BROTLI": "brotli", "LZ4": "lz4_raw"}
-"""pyarrow's name of each compression that may be met here."""
+"""pyarrow's name for each supported codec."""
 
 
 def decode_floats(chunk: Bytes, codec: str | None, max_def: int, num_rows: int) -> NDArray[np.float32] | None:
@@ -49,7 +49,7 @@ def decode_floats(chunk: Bytes, codec: str | None, max_def: int, num_rows: int) 
     at = 0
     dictionary = np.empty(0, np.float32)
     for header in page_headers(chunk):
-        page = _unpacked(chunk, header, codec)
+        page = _decompress(chunk, header, codec)
         if page is None:
             return None
         if header[TYPE] == DICTIONARY_PAGE:
@@ -57,7 +57,7 @@ def decode_floats(chunk: Bytes, codec: str | None, max_def: int, num_rows: int) 
                 return None
             dictionary = page[: 4 * header[VALUES]].view(np.float32)
             continue
-        at = floats_of_page(page, header, max_def, dictionary, values, at)
+        at = decode_float_page(page, header, max_def, dictionary, values, at)
         if at < 0:
             return None
     return values if at == num_rows else None
@@ -66,31 +66,31 @@ def decode_floats(chunk: Bytes, codec: str | None, max_def: int, num_rows: int) 
 def decode_bags(
     chunk: Bytes, codec: str | None, max_def: int, max_rep: int, num_rows: int, ids: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
-    """Ids [nnz] and offsets [R + 1] of an INT64 column chunk, flat or a list; what is null is left out.
+    """Ids [nnz] and offsets [R + 1] of an INT64 column chunk, flat or a list; nulls are dropped.
 
-    `ids` is where to put them; it has room for as many values as the chunk has.
+    The ids are written to `ids`, which must be as long as the chunk's number of values.
     """
     offsets = np.zeros(num_rows + 1, np.int64)
-    place = np.zeros(2, np.int64)  # Ids and rows so far.
+    done = np.zeros(2, np.int64)  # ids and rows so far
     dictionary = np.empty(0, np.int64)
     for header in page_headers(chunk):
-        page = _unpacked(chunk, header, codec)
+        page = _decompress(chunk, header, codec)
         if page is None:
             return None
         if header[TYPE] == DICTIONARY_PAGE:
             if not 0 <= header[VALUES] <= len(page) // 8:
                 return None
             dictionary = page[: 8 * header[VALUES]].view(np.int64)
-        elif not bags_of_page(page, header, max_def, max_rep, dictionary, ids, offsets, place):
+        elif not decode_bag_page(page, header, max_def, max_rep, dictionary, ids, offsets, done):
             return None
-    if place[1] != num_rows:
+    if done[1] != num_rows:
         return None
-    offsets[num_rows] = place[0]
-    return ids[: place[0]], offsets
+    offsets[num_rows] = done[0]
+    return ids[: done[0]], offsets
 
 
-def _unpacked(chunk: Bytes, header: NDArray[np.int64], codec: str | None) -> Bytes | None:
-    """The bytes of one page, levels first, decompressed; None when the header is not one that we know."""
+def _decompress(chunk: Bytes, header: NDArray[np.int64], codec: str | None) -> Bytes | None:
+    """The decompressed bytes of one page, levels first; None for an unknown header."""
     if header[TYPE] not in (DATA_PAGE, DICTIONARY_PAGE, DATA_PAGE_V2):
         return None
     start, stop = int(header[START]), int(header[START] + header[PACKED])
@@ -114,7 +114,7 @@ _kernel = numba.njit(nogil=True, cache=True, boundscheck=False)
 
 @_kernel
 def _word(data, at, stop):  # type: ignore[no-untyped-def]
-    """Up to 8 bytes from `at`, little-endian, zeros after `stop`."""
+    """8 bytes from `at`, little-endian, zeros after `stop`."""
     word = np.uint64(0)
     for byte in range(min(stop - at, 8)):
         word |= np.uint64(data[at + byte]) << np.uint64(8 * byte)
@@ -123,9 +123,9 @@ def _word(data, at, stop):  # type: ignore[no-untyped-def]
 
 @_kernel
 def _unpack(data, at, stop, width, meaning, out):  # type: ignore[no-untyped-def]
-    """Fill out [n] with meaning[number] for runs of equal and of bit-packed numbers of `width` bits.
+    """Decode RLE and bit-packed runs of `width`-bit numbers into out [n], as meaning[number].
 
-    False when the bytes end first, are odd, or hold a number without a meaning.
+    False if the bytes end early, are malformed, or contain a number out of range.
     """
     if width < 0 or width > 32 or len(meaning) == 0:
         return False
@@ -144,7 +144,7 @@ def _unpack(data, at, stop, width, meaning, out):  # type: ignore[no-untyped-def
                 return False
             target = out[done : done + size]
             base = np.int64(data.ctypes.data) + at
-            # The first numbers lie in 8 bytes that are surely there; a width of 0 has no bytes.
+            # the first numbers can be read 8 bytes at a time; a width of 0 has no bytes
             num_safe = min(size, max(8 * (stop - at) - 64, 0) // max(width, 1))
             for i in range(num_safe):
                 bit = i * width
@@ -171,7 +171,7 @@ def _unpack(data, at, stop, width, meaning, out):  # type: ignore[no-untyped-def
 
 @_kernel
 def _level_bounds(page, at, num_bytes):  # type: ignore[no-untyped-def]
-    """Where levels start and stop: after a length of 4 bytes in pages of version 1, `num_bytes` long in version 2; -1 if too long."""
+    """Start and stop of the levels: after a 4-byte length in version 1 pages, `num_bytes` long in version 2; -1 if too long."""
     if num_bytes < 0:
         if at + 4 > len(page):
             return -1, -1
@@ -182,7 +182,7 @@ def _level_bounds(page, at, num_bytes):  # type: ignore[no-untyped-def]
 
 @_kernel
 def _levels(page, at, num_bytes, max_level, count):  # type: ignore[no-untyped-def]
-    """`count` levels, none at all where every one is `max_level`; the place after them, -1 when they cannot be read."""
+    """`count` levels (empty if all are `max_level`) and the offset after them, -1 if they cannot be read."""
     nothing = np.empty(0, np.uint8)
     if max_level == 0:
         return nothing, at
@@ -203,7 +203,7 @@ def _levels(page, at, num_bytes, max_level, count):  # type: ignore[no-untyped-d
 
 @_kernel
 def _dictionary_values(page, at, dictionary, values):  # type: ignore[no-untyped-def]
-    """Fill values [n] from dictionary indices at `at`; false when one is outside."""
+    """Fill values [n] from dictionary indices at `at`; false if one is out of range."""
     if len(values) == 0:
         return True
     if at >= len(page):
@@ -212,8 +212,8 @@ def _dictionary_values(page, at, dictionary, values):  # type: ignore[no-untyped
 
 
 @_kernel
-def plain_values(page, at, values):  # type: ignore[no-untyped-def]
-    """Fill values [n] from bytes at `at`; false when they end first."""
+def decode_plain(page, at, values):  # type: ignore[no-untyped-def]
+    """Fill values [n] from bytes at `at`; false if they end early."""
     size = values.nbytes
     if size > len(page) - at:
         return False
@@ -229,15 +229,15 @@ def plain_values(page, at, values):  # type: ignore[no-untyped-def]
 @_kernel
 def _page_values(page, at, encoding, dictionary, values):  # type: ignore[no-untyped-def]
     if encoding == _PLAIN:
-        return plain_values(page, at, values)
+        return decode_plain(page, at, values)
     if encoding in (_RLE_DICTIONARY, _PLAIN_DICTIONARY):
         return _dictionary_values(page, at, dictionary, values)
     return False
 
 
 @_kernel
-def floats_of_page(page, header, max_def, dictionary, values, at):  # type: ignore[no-untyped-def]
-    """Write one data page's values into values [R] from `at` on; the place after them, -1 when it cannot be read."""
+def decode_float_page(page, header, max_def, dictionary, values, at):  # type: ignore[no-untyped-def]
+    """Write one data page's values into values [R] from `at` on; returns the index after them, -1 on failure."""
     count = header[VALUES]
     if count < 0 or count > len(values) - at:
         return -1
@@ -262,8 +262,8 @@ def floats_of_page(page, header, max_def, dictionary, values, at):  # type: igno
 
 
 @_kernel
-def bags_of_page(page, header, max_def, max_rep, dictionary, ids, offsets, place):  # type: ignore[no-untyped-def]
-    """Append one data page's ids to ids [nnz] and the starts of its rows to offsets [R + 1]; place [2]: ids and rows so far."""
+def decode_bag_page(page, header, max_def, max_rep, dictionary, ids, offsets, done):  # type: ignore[no-untyped-def]
+    """Append one data page's ids to ids [nnz] and its row starts to offsets [R + 1]; done [2]: ids and rows so far."""
     count, is_v2 = header[VALUES], header[TYPE] == DATA_PAGE_V2
     if count < 0 or count > len(ids):
         return False
@@ -273,7 +273,7 @@ def bags_of_page(page, header, max_def, max_rep, dictionary, ids, offsets, place
             return False
         defs, at = _levels(page, at, header[DEF_BYTES] if is_v2 else -1, max_def, count)
         if at >= 0 and len(defs) == 0:
-            return _full_bags_of_page(page, header, start, at, dictionary, ids, offsets, place)
+            return _decode_full_bag_page(page, header, start, at, dictionary, ids, offsets, done)
     reps, at = _levels(page, 0, header[REP_BYTES] if is_v2 else -1, max_rep, count)
     if at < 0:
         return False
@@ -284,38 +284,38 @@ def bags_of_page(page, header, max_def, max_rep, dictionary, ids, offsets, place
         reps = np.ones(count, np.uint8)
     num_new_rows = count if max_rep == 0 else count - np.int64(np.sum(reps))
     num_new_ids = count if len(defs) == 0 else np.int64(np.sum(defs == max_def))
-    if place[1] + num_new_rows > len(offsets) - 1 or place[1] + num_new_rows == 0 or place[0] + num_new_ids > len(ids):
+    if done[1] + num_new_rows > len(offsets) - 1 or done[1] + num_new_rows == 0 or done[0] + num_new_ids > len(ids):
         return False
-    num_ids, row = place[0], place[1]
-    # Each start is written until the next row begins, which costs less than a branch that nobody can foretell.
+    num_ids, row = done[0], done[1]
+    # Writing the start again for every value is cheaper than an unpredictable branch.
     for i in range(count):
         offsets[row] = num_ids
         row += 1 - np.int64(reps[i]) if len(reps) else 1
         num_ids += 1 if len(defs) == 0 else defs[i] == max_def
-    ok = _page_values(page, at, header[ENCODING], dictionary, ids[place[0] : place[0] + num_new_ids])
-    place[0] += num_new_ids
-    place[1] += num_new_rows
+    ok = _page_values(page, at, header[ENCODING], dictionary, ids[done[0] : done[0] + num_new_ids])
+    done[0] += num_new_ids
+    done[1] += num_new_rows
     return ok
 
 
 @_kernel
-def _full_bags_of_page(page, header, start, at, dictionary, ids, offsets, place):  # type: ignore[no-untyped-def]
-    """`bags_of_page` for lists without a null or an empty one, straight from the bits of the repetition levels at `start`."""
+def _decode_full_bag_page(page, header, start, at, dictionary, ids, offsets, done):  # type: ignore[no-untyped-def]
+    """`decode_bag_page` for lists without nulls and empty lists, directly from the bits of the repetition levels at `start`."""
     count = header[VALUES]
-    if place[0] + count > len(ids):
+    if done[0] + count > len(ids):
         return False
-    num_rows = _row_starts(page, start, count, place[0], offsets[: len(offsets) - 1], place[1])
+    num_rows = _row_starts(page, start, count, done[0], offsets[: len(offsets) - 1], done[1])
     if num_rows <= 0:
         return False
-    ok = _page_values(page, at, header[ENCODING], dictionary, ids[place[0] : place[0] + count])
-    place[0] += count
-    place[1] = num_rows
+    ok = _page_values(page, at, header[ENCODING], dictionary, ids[done[0] : done[0] + count])
+    done[0] += count
+    done[1] = num_rows
     return ok
 
 
 @_kernel
 def _row_starts(page, at, count, first_id, starts, num_rows):  # type: ignore[no-untyped-def]
-    """Write to starts [R], from `num_rows` on, the place of each level 0 among `count`; the rows after that, -1 on bad bytes."""
+    """Write to starts [R], from `num_rows` on, the index of each level 0 among `count`; returns the new number of rows, -1 on bad bytes."""
     stop = len(page)
     done = 0
     while done < count:

@@ -1,4 +1,4 @@
-"""Parquet files to raw rows: a split of a log, its row groups, and what threads decode of them ahead, in bounded memory."""
+"""`ParquetLog`: one split of a log in Parquet files, decoded to raw rows by threads, in bounded memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from rowstead.data.columns import ColumnReader, IdKinds, check_id_kinds
 from rowstead.data.files import LogFile, find_files
 from rowstead.data.prefetch import chain_ahead
 from rowstead.data.rowgroup import GroupPlan, Leaf, plain_leaves, plan_group, read_row_group
-from rowstead.data.spans import Span, cut, part_of
 from rowstead.data.transforms import RowRule
 from rowstead.records.cost import Cost
 from rowstead.records.usage import usable_cores
@@ -32,28 +31,56 @@ from rowstead.spec.features import FeaturesSpec
 Split = Literal["train", "eval", "all"]
 
 PIECE_BYTES = 32 << 20
-"""Decoded at a time by one thread, about: large enough that the cost of a call is small, small enough to be bounded."""
+"""About this much is decoded at a time by one thread: large enough that the cost of a call is small."""
 BUFFER_BYTES = 64 << 10
-"""Read of a local column at a time, so that a row group need not fit in memory."""
+"""Read of a local column at a time, so that a row group does not have to fit in memory."""
 SCHEMAS = 16
-"""Different schemas of files of which is remembered what we decode ourselves."""
+"""File schemas for which the columns of our own decoder are remembered."""
 PLANS = 1024
-"""Row groups of which is remembered where their columns are: some 40 kB each with 800 columns."""
+"""Row groups whose decoding plans are cached: some 40 kB each with 800 columns."""
 SAMPLED_GROUPS = 64
-"""Row groups among which a sample of a long log is spread."""
+"""A sample of a long log is spread over this many row groups."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Consecutive rows of one row group."""
+
+    file: int
+    group: int
+    start: int
+    stop: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.stop - self.start
+
+    def slice(self, start: int, stop: int) -> Span:
+        """Rows `start` to `stop` of this span, clipped to its bounds."""
+        return Span(self.file, self.group, self.start + max(start, 0), self.start + min(stop, self.num_rows))
+
+
+def cut(spans: Sequence[Span], start: int, stop: int) -> list[Span]:
+    """The spans of rows `start` to `stop`, counted over all `spans`."""
+    parts, at = [], 0
+    for span in spans:
+        if at < stop and at + span.num_rows > start:
+            parts.append(span.slice(start - at, stop - at))
+        at += span.num_rows
+    return parts
 
 
 @dataclass(frozen=True)
 class RowGroupPiece:
-    """Some decoded rows, in file order, and which of them are fit for training."""
+    """Decoded rows, in file order, and which of them are good."""
 
     block: RawBlock
     good: NDArray[np.bool_] | None
-    """[R], None when all are."""
+    """[R]; None if all are."""
 
 
 class ParquetLog:
-    """One split of a log in Parquet files: its row groups, and raw rows from them."""
+    """One split of a log in Parquet files, as raw rows."""
 
     def __init__(
         self,
@@ -66,13 +93,13 @@ class ParquetLog:
     ) -> None:
         """`all` is every row of `spec.train`. Without labels (for prediction) only feature columns are read.
 
-        `id_kinds` is what the model was trained on; files of another kind are refused.
+        `id_kinds` are those of the model's training; files of other kinds are refused.
         """
         self.spec = spec
         self.threads = spec.decode_threads or usable_cores()
-        self.at_work = threading.Semaphore(num_at_work(spec.decode_threads, usable_cores()))
-        """Held by a thread while it decodes or makes a batch. Were more of them at work than there are cores, one would now and then be
-        taken off its core while it has Python's lock, and everybody would wait for it."""
+        self.cpu_slots = threading.Semaphore(choose_num_busy(spec.decode_threads, usable_cores()))
+        """Held by a thread while it decodes or makes a batch. With more busy threads than cores, one would now and then be preempted while
+        it holds the GIL, and all others would wait for it."""
         named = {"label": spec.label, "weight": spec.weight, "true_p": spec.true_p} if with_labels else {}
         self.columns = ColumnReader(features, **named, id_kinds=id_kinds)
         self.id_kinds: dict[str, str] = {}
@@ -82,8 +109,8 @@ class ParquetLog:
         self.files: list[LogFile] = find_files(patterns)
         self._metadata = lru_cache(maxsize=16)(self._read_metadata)
         self._leaves: list[tuple[pq.ParquetSchema, dict[str, Leaf]]] = []
-        """ColumnReader that we decode ourselves, by the schema of the files: most logs have one."""
-        self._plan = lru_cache(maxsize=PLANS)(self._make_plan)
+        """Columns of our own decoder, by the schema of the files; most logs have one schema."""
+        self._plan = lru_cache(maxsize=PLANS)(self._plan_group)
         self._group_rows = self._inspect()
         check_id_kinds(features, self.id_kinds)
         self.spans = self._split(split)
@@ -94,25 +121,25 @@ class ParquetLog:
             raise DataError(f"{what} in {', '.join(f'`{p}`' for p in patterns)}")
         self._piece_rows = self._rows_per_piece()
         self.decoding = Cost()
-        """What a row costs the threads that decode; where pyarrow uses threads of its own, they are not counted."""
+        """CPU cost per row of the decoding threads; threads of pyarrow's own are not counted."""
 
     def raw_blocks(self, max_rows: int | None = None) -> Iterator[RawBlock]:
-        """Rows as they were written, bad ones included: all, or about `max_rows` spread evenly over the split."""
+        """Raw rows, bad ones included: all, or about `max_rows` spread evenly over the split."""
         spans: Sequence[Span] = self.spans
         if max_rows is not None and max_rows < self.num_samples:
             count = min(len(spans), SAMPLED_GROUPS, max_rows)
             chosen = np.linspace(0, len(spans) - 1, count).round().astype(int)
-            spans = [spans[i].part(0, -(-max_rows // count)) for i in chosen]
+            spans = [spans[i].slice(0, -(-max_rows // count)) for i in chosen]
         for piece in self.pieces(spans, rows_ahead=0, check=False):
             yield piece.block
 
     def pieces(self, spans: Sequence[Span], *, rows_ahead: int, check: bool = True) -> Generator[RowGroupPiece, None, None]:
         """The rows of `spans` in order, decoded by threads about `rows_ahead` rows ahead."""
-        # Where row groups are fewer than threads, the columns of one are decoded side by side instead.
+        # With fewer row groups than threads, the columns of a group are decoded in parallel instead.
         split_columns = self.threads > 1 and len(spans) < self.threads
-        room = BufferPool()
+        buffers = BufferPool()
         streams: list[Callable[[], Iterator[RowGroupPiece]]] = [
-            partial(self._decode, span, split_columns, check, room) for span in spans
+            partial(self._decode, span, split_columns, check, buffers) for span in spans
         ]
         return chain_ahead(
             streams,
@@ -122,19 +149,19 @@ class ParquetLog:
             cost=self.decoding,
         )
 
-    def _decode(self, span: Span, split_columns: bool, check: bool, room: BufferPool) -> Iterator[RowGroupPiece]:
+    def _decode(self, span: Span, split_columns: bool, check: bool, buffers: BufferPool) -> Iterator[RowGroupPiece]:
         file = self.files[span.file]
         try:
-            whole = self._whole_group(span, room)
+            whole = self._whole_group(span, buffers)
         except (pa.ArrowException, OSError) as error:
             raise _unreadable(file, span, error) from None
         if whole is not None:
             first_row = sum(self._group_rows[span.file][: span.group]) + span.start
-            yield self._piece(part_of(whole, span.start, span.stop), file, first_row, check)
+            yield self._piece(whole.slice(span.start, span.stop), file, first_row, check)
             return
         at = 0
         try:
-            with _opened(file, self._metadata(span.file)) as parquet:
+            with _open(file, self._metadata(span.file)) as parquet:
                 batches = parquet.iter_batches(
                     self._piece_rows, row_groups=[span.group], columns=list(self.columns.names), use_threads=split_columns
                 )
@@ -150,10 +177,10 @@ class ParquetLog:
         except (pa.ArrowException, OSError) as error:
             raise _unreadable(file, span, error) from None
         if at < span.stop:
-            raise DataError(f"`{file.path}`: row group {span.group} ends after {at} rows, its footer says {span.stop} or more")
+            raise DataError(f"`{file.path}`: row group {span.group} has {at} rows, but its footer says {span.stop} or more")
 
-    def _whole_group(self, span: Span, room: BufferPool) -> RawBlock | None:
-        """A row group decoded at once, None where it has to be streamed by pyarrow."""
+    def _whole_group(self, span: Span, buffers: BufferPool) -> RawBlock | None:
+        """A row group decoded in one call; None if it has to be streamed by pyarrow."""
         file = self.files[span.file]
         if not file.is_local or 2 * span.num_rows < self._group_rows[span.file][span.group]:
             return None
@@ -162,11 +189,11 @@ class ParquetLog:
             return None
         share = rowgroup.DECODED_BYTES // min(self.threads, rowgroup.SHARING_THREADS)
         footer = partial(self._metadata, span.file)
-        with self.at_work:
-            return read_row_group(file.path, plan, self.columns, footer, max_bytes=share, room=room)
+        with self.cpu_slots:
+            return read_row_group(file.path, plan, self.columns, footer, max_bytes=share, buffers=buffers)
 
-    def _make_plan(self, file: int, group: int) -> GroupPlan | None:
-        """How to decode a row group at once; None where no column is of a kind that we decode ourselves."""
+    def _plan_group(self, file: int, group: int) -> GroupPlan | None:
+        """Plan for decoding a row group in one call; None if it has no column for our own decoder."""
         metadata = self._metadata(file)
         leaves = next((leaves for schema, leaves in list(self._leaves) if metadata.schema.equals(schema)), None)
         if leaves is None:
@@ -180,13 +207,13 @@ class ParquetLog:
             return RowGroupPiece(block, None)
         if self.spec.on_bad_row == "error":
             raise DataError(
-                f"`{file.path}`, row {first_row + bad.row} (from 0): {bad.value} in column `{bad.column}` {bad.problem}. "
-                "To leave such rows out and count them, set on_bad_row: skip"
+                f"`{file.path}`, row {first_row + bad.row} (from 0): {bad.problem}. "
+                "To skip and count bad rows, set data.parquet.on_bad_row: skip"
             )
         return RowGroupPiece(block, ~bad.mask)
 
     def _inspect(self) -> list[list[int]]:
-        """Rows of each row group of each file; every file must have the columns that we need, in fitting types."""
+        """Rows of each row group of each file; checks that every file has the needed columns in supported types."""
 
         def inspect(index: int) -> tuple[list[int], pa.Schema]:
             metadata = self._metadata(index)
@@ -202,13 +229,13 @@ class ParquetLog:
             for name, kind in self.columns.id_kinds(schema).items():
                 if self.id_kinds.setdefault(name, kind) != kind:
                     raise DataError(
-                        f"column `{name}` holds {self.id_kinds[name]} in `{self.files[0].path}` but {kind} in `{file.path}`: "
-                        "the same id would get different rows. Convert one of them"
+                        f"column `{name}` is {self.id_kinds[name]} in `{self.files[0].path}` but {kind} in `{file.path}`; "
+                        "convert one of them, since the same id would get different rows"
                     )
         return [rows for rows, _ in found]
 
     def _read_metadata(self, index: int) -> pq.FileMetaData:
-        return _metadata_of(self.files[index])
+        return _read_metadata(self.files[index])
 
     def _split(self, split: Split) -> list[Span]:
         spans = [
@@ -221,8 +248,8 @@ class ParquetLog:
             return spans
         total = sum(span.num_rows for span in spans)
         held_out = min(max(round(total * self.spec.eval_fraction), 1), total)
-        border = total - held_out
-        return cut(spans, 0, border) if split == "train" else cut(spans, border, total)
+        num_train = total - held_out
+        return cut(spans, 0, num_train) if split == "train" else cut(spans, num_train, total)
 
     def _rows_per_piece(self) -> int:
         group = self._metadata(self.spans[0].file).row_group(self.spans[0].group)
@@ -232,33 +259,33 @@ class ParquetLog:
         return int(np.clip(PIECE_BYTES * group.num_rows // max(size, 1), 256, 16_384))
 
 
-def num_at_work(decode_threads: int | None, num_cores: int) -> int:
-    """How many threads decode and make batches at a time: as many as there are cores, unless other numbers were asked for.
+def choose_num_busy(decode_threads: int | None, num_cores: int) -> int:
+    """How many threads may decode or make batches at a time: one per core, unless `decode_threads` is set.
 
-    Those who ask for more than there are cores have slow files, and most of their threads wait for these.
+    More threads than cores are set for slow files, and most of them wait for I/O.
     """
     return num_cores if decode_threads is None else max(decode_threads, min(2 * decode_threads, num_cores))
 
 
-def schema_of(file: LogFile) -> pa.Schema:
+def read_schema(file: LogFile) -> pa.Schema:
     """The columns of a Parquet file and their types."""
-    return _metadata_of(file).schema.to_arrow_schema()
+    return _read_metadata(file).schema.to_arrow_schema()
 
 
-def _metadata_of(file: LogFile) -> pq.FileMetaData:
+def _read_metadata(file: LogFile) -> pq.FileMetaData:
     try:
-        with _opened(file, None) as parquet:
+        with _open(file, None) as parquet:
             return parquet.metadata
     except (pa.ArrowInvalid, UnicodeDecodeError) as error:
-        raise DataError(f"`{file.path}` is no Parquet file: {_first_line(error)}") from None
+        raise DataError(f"`{file.path}` is not a Parquet file: {_first_line(error)}") from None
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"`{file.path}` cannot be opened: {_first_line(error)}") from None
 
 
-def _opened(file: LogFile, metadata: pq.FileMetaData | None) -> pq.ParquetFile:
+def _open(file: LogFile, metadata: pq.FileMetaData | None) -> pq.ParquetFile:
     if file.is_local:
         return pq.ParquetFile(file.path, metadata=metadata, buffer_size=BUFFER_BYTES, pre_buffer=False)
-    # Over a network few large requests are better than many small ones: a row group's columns come together.
+    # Over a network few large requests are better than many small ones: read a row group's columns together.
     return pq.ParquetFile(file.ranges(), metadata=metadata, pre_buffer=True)
 
 

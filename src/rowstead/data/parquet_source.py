@@ -1,8 +1,8 @@
-"""RawRows of Parquet files to batches: shuffled by seed, split among ranks, resumed in the middle.
+"""`ParquetSource`: batches from Parquet files, shuffled by seed, split among ranks, resumable at any batch.
 
 The rows of an epoch are the row groups of the split, in file order or permuted by (seed, epoch). Each rank owns one contiguous
-share of them. A share is cut into windows of `shuffle_rows` rows, each shuffled in itself, and batches are cut from the
-windows one after the other. Threads decode ahead, up to one window, and make batches; what comes out is the same for any number of them.
+share of them. A share is cut into windows of `shuffle_rows` rows, each shuffled on its own, and batches are cut from consecutive
+windows. Threads decode up to one window ahead and make batches; the result is the same for any number of threads.
 """
 
 from __future__ import annotations
@@ -22,41 +22,39 @@ from numpy.typing import NDArray
 
 from rowstead.data.batch import Batch, share_bounds
 from rowstead.data.block import RawBlock
-from rowstead.data.encode import Encoder, RawRows, compute_totals, empty_pinned, in_memory
-from rowstead.data.parquet import ParquetLog, RowGroupPiece, num_at_work
+from rowstead.data.encode import Encoder, RawRows, compute_totals, empty_pinned, empty_tensor
+from rowstead.data.parquet import ParquetLog, RowGroupPiece, Span, choose_num_busy, cut
 from rowstead.data.prefetch import map_ahead
 from rowstead.data.source import Batches, Cursor, Source
-from rowstead.data.spans import Span, cut
 from rowstead.records.cost import Cost
 from rowstead.records.usage import usable_cores
 from rowstead.spec.errors import DataError
 
 UNSHUFFLED_WINDOW = 8_192
-"""RawRows of a window where nothing is shuffled; only resuming sees it."""
+"""Rows of a window without shuffling; visible only when resuming."""
 TRAINING_CORES = 2
-"""Beside a GPU one thread starts steps and one hands over batches: waiting for a core, they would hold up everybody."""
+"""With a GPU, one thread launches steps and one hands over batches; if they waited for a core, everything would."""
 PART_ROWS = 512
-"""Of a batch a thread makes at least so many examples, or as much work with ids: less is not worth handing over."""
+"""Threads split the work of one batch in parts of at least this many examples; less is not worth the overhead."""
 
 Part = tuple[RawRows, NDArray[np.int64]]
-"""Some rows of a batch: where they are, and which [R]."""
+"""Rows of a batch: where they are, and their indices [R]."""
 
 
 class ParquetSource(Source):
-    """Batches of one split, in the order that `Source` promises.
+    """Batches of one split of a `ParquetLog`.
 
-    Up to three windows are in memory: the one being read, the one being gathered and the one decoded ahead; beside them what the
-    threads are decoding (`rowgroup.DECODED_BYTES`), and a row group stays whole while a window holds a part of it; and batches made
-    ahead, one a thread and a window's rows at most. What rows that are done with took is used again. One thread at a time iterates;
-    several iterators may be open.
+    Memory: up to three windows (being read, being gathered, decoded ahead), the row groups that threads are decoding
+    (`rowgroup.DECODED_BYTES`) or that a window still refers to, and batches made ahead, one per thread and at most one window of
+    rows. Buffers are reused. One thread at a time may iterate; several iterators may be open.
     """
 
     def __init__(self, log: ParquetLog, encoder: Encoder, *, seed: int = 0, shuffle: bool = True) -> None:
-        """Without `shuffle`, as with `shuffle_rows: 0`, rows come in file order."""
+        """Without `shuffle`, or with `shuffle_rows: 0`, rows are in file order."""
         self.log, self.encoder = log, encoder
         self.num_samples = log.num_samples
         self._num_skipped = 0
-        self._making, self._sharing = Cost(), Cost()
+        self._making, self._helping = Cost(), Cost()
         """Cost per sample of the threads that make batches, and of those that help them."""
         self._rank, self._world = 0, 1
         self._pins = False
@@ -86,7 +84,7 @@ class ParquetSource(Source):
         """
         if not self._pins:
             free = max(1, usable_cores() - TRAINING_CORES)
-            self.log.at_work = threading.Semaphore(num_at_work(self.log.spec.decode_threads, free))
+            self.log.cpu_slots = threading.Semaphore(choose_num_busy(self.log.spec.decode_threads, free))
         source = self._copy()
         source._pins = True
         return source
@@ -94,7 +92,7 @@ class ParquetSource(Source):
     def _copy(self) -> ParquetSource:
         """The same source with counters of its own."""
         source = copy.copy(self)
-        source._num_skipped, source._making, source._sharing = 0, Cost(), Cost()
+        source._num_skipped, source._making, source._helping = 0, Cost(), Cost()
         return source
 
     def batches(
@@ -108,13 +106,13 @@ class ParquetSource(Source):
         number, at = (cursor["window"], cursor["row"]) if cursor else (0, 0)
         if cursor and cursor["of"] != share_rows:
             raise DataError(
-                f"cannot resume in this log: this reader's share had {cursor['of']} rows and now has {share_rows}. "
-                "Give back the files of the first start, or begin a new run"
+                f"cannot resume: this reader's share of the log had {cursor['of']} rows and now has {share_rows}. "
+                "Restore the original files, or start a new run"
             )
-        # Of batches as large as windows few are under way, and threads share the work of each.
+        # If batches are as large as windows, few are in progress, and threads share the work of each.
         num_ahead = min(self.log.threads, max(1, self._window_rows // batch_size))
         num_parts = max(1, min(-(-self.log.threads // num_ahead), batch_size // PART_ROWS))
-        with ThreadPoolExecutor(self.log.threads, thread_name_prefix="part") as pool:  # threads start when they are needed
+        with ThreadPoolExecutor(self.log.threads, thread_name_prefix="part") as pool:  # threads start on demand
             made = map_ahead(
                 lambda item: (self._encode(item[0], pool, num_parts), item[1]),
                 self._cuts(batch_size, share, (epoch, rank), number, at),
@@ -128,7 +126,7 @@ class ParquetSource(Source):
     def _cuts(
         self, batch_size: int, share: Sequence[Span], seeds: tuple[int, int], number: int, at: int
     ) -> Generator[tuple[list[Part], Cursor], None, None]:
-        """The rows of each batch, from row `at` of window `number` on, with the cursor that continues after it."""
+        """The rows of each batch, from row `at` of window `number` on, with the cursor after it."""
         share_rows = sum(span.num_rows for span in share)
         num_windows = -(-share_rows // self._window_rows)
         rest = cut(share, number * self._window_rows, share_rows)
@@ -150,7 +148,7 @@ class ParquetSource(Source):
                         yield parts, {"window": here[0], "row": here[1], "of": share_rows}
                         parts, num_taken = [], 0
                 at = 0
-                del rows, order  # Else this window would stay in memory while the next is gathered.
+                del rows, order  # or this window would stay in memory while the next is gathered
         if parts:
             yield parts, {"window": num_windows, "row": 0, "of": share_rows}
 
@@ -160,19 +158,19 @@ class ParquetSource(Source):
 
     @property
     def background_cpu_s_per_sample(self) -> float:
-        return sum(cost.s_per_item or 0.0 for cost in (self.log.decoding, self._making, self._sharing))
+        return sum(cost.s_per_item or 0.0 for cost in (self.log.decoding, self._making, self._helping))
 
     def _share(self, epoch: int, rank: int, world_size: int) -> list[Span]:
-        """The spans of one rank in one epoch, in the order in which they are read."""
+        """The spans of one rank in one epoch, in reading order."""
         spans = self.log.spans
         if self._shuffle:
             spans = [spans[i] for i in np.random.default_rng((self._seed, epoch)).permutation(len(spans))]
-        return cut(spans, self.num_samples * rank // world_size, self.num_samples * (rank + 1) // world_size)
+        return cut(spans, *share_bounds(self.num_samples, rank, world_size))
 
     def _windows(self, pieces: Iterator[RowGroupPiece]) -> Iterator[tuple[RawRows, NDArray[np.int64]]]:
-        """Windows of `shuffle_rows` rows, the last may be shorter: their blocks, and the places of their good rows."""
+        """Windows of `shuffle_rows` rows, the last may be shorter: their blocks, and the indices of their good rows."""
         blocks: list[RawBlock] = []
-        places: list[NDArray[np.int64]] = []
+        indices: list[NDArray[np.int64]] = []
         base = missing = 0
         for piece in pieces:
             start, num_rows = 0, piece.block.num_rows
@@ -183,50 +181,50 @@ class ParquetSource(Source):
                 good = np.arange(start, stop) if piece.good is None else start + np.flatnonzero(piece.good[start:stop])
                 self._num_skipped += stop - start - len(good)
                 blocks.append(piece.block)
-                places.append(base + good)
+                indices.append(base + good)
                 base, missing, start = base + num_rows, missing - (stop - start), stop
                 if not missing:
-                    window = RawRows(blocks), np.concatenate(places)
-                    blocks, places = [], []
+                    window = RawRows(blocks), np.concatenate(indices)
+                    blocks, indices = [], []
                     yield window
                     del window
         if blocks:
-            yield RawRows(blocks), np.concatenate(places)
+            yield RawRows(blocks), np.concatenate(indices)
 
     def _encode(self, parts: Sequence[Part], pool: ThreadPoolExecutor, num_parts: int) -> Batch:
         rows, order = parts[0]
         if len(parts) > 1:
             starts = accumulate((len(rows) for rows, _ in parts), initial=0)
             order = np.concatenate([start + order for start, (_, order) in zip(starts, parts, strict=False)])
-            rows = RawRows.joined([rows for rows, _ in parts])
+            rows = RawRows.concatenate([rows for rows, _ in parts])
         start, stop = share_bounds(len(order), self._rank, self._world)
-        beside_s: list[float] = []
+        helpers_s: list[float] = []
 
-        def each(count: int, work: Callable[[int], int]) -> list[int]:
-            others = [pool.submit(_timed, partial(at_work, work), part, beside_s) for part in range(1, count)]
+        def run_parts(count: int, work: Callable[[int], int]) -> list[int]:
+            others = [pool.submit(_timed, partial(run_part, work), part, helpers_s) for part in range(1, count)]
             try:
-                return [at_work(work, 0), *(other.result() for other in others)]
+                return [run_part(work, 0), *(other.result() for other in others)]
             finally:
                 wait(others)
 
-        def at_work(work: Callable[[int], int], part: int) -> int:
-            with self.log.at_work:
+        def run_part(work: Callable[[int], int], part: int) -> int:
+            with self.log.cpu_slots:
                 return work(part)
 
-        new = empty_pinned if self._pins else in_memory
-        batch = self.encoder.encode(rows, order[start:stop], new=new, each=each, num_parts=num_parts)
-        if beside_s:
-            self._sharing.add(sum(beside_s), batch.num_samples)
+        allocate = empty_pinned if self._pins else empty_tensor
+        batch = self.encoder.encode(rows, order[start:stop], allocate=allocate, run_parts=run_parts, num_parts=num_parts)
+        if helpers_s:
+            self._helping.add(sum(helpers_s), batch.num_samples)
         if self._world > 1:
             batch = dataclasses.replace(batch, global_totals=compute_totals(rows, order))
-        with self.log.at_work:
+        with self.log.cpu_slots:
             for function in self._functions:
                 batch = function(batch)
         return batch
 
 
 def _timed(work: Callable[[int], int], part: int, spent_s: list[float]) -> int:
-    """What `work` returns for a part; the processor time of this thread is added to the list."""
+    """Call `work(part)` and append this thread's CPU time to the list."""
     start_s = time.thread_time()
     try:
         return work(part)

@@ -1,4 +1,4 @@
-"""`Population`: how often each id, each bag length and each dense value turns up in a synthetic log."""
+"""`Population`: the distributions of ids, bag lengths and dense values of a synthetic log."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _LENGTHS, _RANKS, _IDS, _DENSE, _SHUFFLE = range(5)
 
 
 class Population:
-    """The laws of a log's columns; every method is a pure function of the spec and the rows asked for.
+    """Draws the columns of a log; every method is a pure function of the spec and the rows.
 
-    Letters: R rows from `start` on, F sparse columns, Fd dense columns, nnz ids of one feature in those rows. A rank is the place
-    of an id in the order of popularity.
+    Letters: R rows from `start` on, F sparse columns, Fd dense columns, nnz ids of one feature in those rows. A rank is an id's
+    position in the order of popularity.
     """
 
     def __init__(self, spec: SynthSpec) -> None:
@@ -23,8 +23,8 @@ class Population:
         self.num_ids = _each(spec.num_ids, spec.num_sparse)
         self.mean_ids = _mean_lengths(spec)
         """Mean ids per example [F], float64."""
-        laws = {n: draws.zipf_knots(n, spec.skew) for n in sorted(set(self.num_ids))}
-        self.knots = [laws[n] for n in self.num_ids]
+        knots = {n: draws.zipf_knots(n, spec.skew) for n in sorted(set(self.num_ids))}
+        self.knots = [knots[n] for n in self.num_ids]
         features = range(spec.num_sparse)
         self._length_keys = [draws.key_of(spec.seed, _LENGTHS, f) for f in features]
         self._rank_keys = [draws.key_of(spec.seed, _RANKS, f) for f in features]
@@ -35,7 +35,7 @@ class Population:
         )
 
     def offsets(self, feature: int, start: int, num_rows: int) -> NDArray[np.int64]:
-        """Where the bags of one feature begin and end, [R + 1]."""
+        """Bag offsets of one feature, [R + 1]."""
         if not self._thresholds:
             return np.arange(num_rows + 1) * np.int64(self.mean_ids[feature])
         offsets = np.empty(num_rows + 1, np.int64)
@@ -49,23 +49,23 @@ class Population:
         return ranks
 
     def ids(self, feature: int, ranks: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The ids in [0, num_ids) that have these ranks, [nnz]; near ranks are far apart."""
+        """The ids in [0, num_ids) with these ranks, [nnz]; similar ranks have distant ids."""
         ids = np.empty_like(ranks)
         draws.scramble(ranks, *self._scrambling[feature], self.num_ids[feature], ids)
         return ids
 
     def hidden_dense(self, start: int, num_rows: int) -> NDArray[np.float32]:
-        """Dense values as the teacher sees them: mean 0, deviation 1, float32 [R, Fd]."""
+        """Dense values for the teacher: mean 0, deviation 1, float32 [R, Fd]."""
         values = np.empty((num_rows, self.spec.num_dense), np.float32)
         draws.draw_dense(self._dense_key, start, values)
         return values
 
     def shown_dense(self, hidden: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Dense values as the log shows them: the skewed columns put through exp, float32 [R, Fd]."""
+        """Dense values of the log: as `hidden_dense`, with exp applied to the skewed columns, float32 [R, Fd]."""
         if self.spec.num_skewed_dense == 0:
             return hidden
         shown = hidden.copy()
-        draws.skewed(hidden, self.spec.num_skewed_dense, shown)
+        draws.skew_dense(hidden, self.spec.num_skewed_dense, shown)
         return shown
 
 
@@ -74,7 +74,7 @@ def _each(value: int | tuple[int, ...], count: int) -> tuple[int, ...]:
 
 
 def _mean_lengths(spec: SynthSpec) -> NDArray[np.float64]:
-    """Mean ids per example [F]: the average over features stays `mean_ids` unless `max_ids` makes that impossible."""
+    """Mean ids per example [F]; their average over features is `mean_ids` unless `max_ids` makes that impossible."""
     count, cap = spec.num_sparse, float(spec.max_ids)
     if isinstance(spec.mean_ids, tuple):
         means = np.minimum(np.array(spec.mean_ids, np.float64), cap)
@@ -87,11 +87,11 @@ def _mean_lengths(spec: SynthSpec) -> NDArray[np.float64]:
 
 
 def _power_law(mean: float, power: float, count: int, cap: float) -> NDArray[np.float64]:
-    """Falling numbers [count] proportional to place^-power, of this mean, none above `cap`."""
+    """Decreasing numbers [count] proportional to rank^-power, with this mean, none above `cap`."""
     shape = np.arange(1, count + 1, dtype=np.float64) ** -power
     means = np.zeros(count)
     capped = 0
-    while capped < count:  # what the cap takes from the first goes to the others
+    while capped < count:  # what the cap takes from the first is distributed over the others
         rest = mean * count - capped * cap
         means[:capped] = cap
         means[capped:] = max(rest, 0.0) * shape[capped:] / shape[capped:].sum()

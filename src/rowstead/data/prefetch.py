@@ -1,4 +1,4 @@
-"""Work done ahead in threads: one iterator in the background, several one after the other, or a function of many items."""
+"""Background threads: prefetch one iterator, chain several, or map a function over items."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ U = TypeVar("U")
 class Prefetch(Generic[T]):
     """Runs an iterator in one background thread, at most `depth` items ahead.
 
-    An error in the thread is raised again where the consumer would have had the next item. `close` stops the thread and
-    closes the iterator, if that can be closed; it waits for the item that is being made.
+    An error in the thread is raised where the consumer would have received the next item. `close` waits for the current item,
+    stops the thread and closes the iterator if it is a generator.
     """
 
     def __init__(self, items: Iterable[T], depth: int = 2) -> None:
@@ -29,7 +29,7 @@ class Prefetch(Generic[T]):
         self.waited_s = 0.0
         """Seconds that the consumer has waited for items so far."""
         self._queue: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue()
-        self._room = threading.Semaphore(depth)
+        self._free_slots = threading.Semaphore(depth)
         self._closed = threading.Event()
         self._ended = False
         self._thread = threading.Thread(target=self._run, args=(iter(items),), name="prefetch", daemon=True)
@@ -39,11 +39,11 @@ class Prefetch(Generic[T]):
         error: BaseException = StopIteration()
         try:
             while True:
-                self._room.acquire()
+                self._free_slots.acquire()
                 if self._closed.is_set():
                     break
                 self._queue.put((next(items), None))
-        except BaseException as raised:  # noqa: BLE001, RUF100 - whatever it is, the consumer has to see it
+        except BaseException as raised:  # noqa: BLE001, RUF100 - raise it in the consumer
             error = raised
         try:
             if isinstance(items, Generator):
@@ -64,14 +64,14 @@ class Prefetch(Generic[T]):
         if error is not None:
             self._ended = True
             raise error
-        self._room.release()
+        self._free_slots.release()
         return item  # type: ignore[return-value]
 
     def close(self) -> None:
-        """Stop the thread; further items are lost. Safe to call twice."""
+        """Stop the thread and drop further items. Safe to call twice."""
         self._ended = True
         self._closed.set()
-        self._room.release()
+        self._free_slots.release()
         self._thread.join()
 
     def __enter__(self) -> Prefetch[T]:
@@ -89,27 +89,27 @@ def chain_ahead(
     max_size: int,
     cost: Cost | None = None,
 ) -> Generator[T, None, None]:
-    """The items of `streams`, one stream after the other, made ahead by `threads` threads, each busy with one stream.
+    """The items of `streams`, one stream after the other, produced ahead by `threads` threads, each working on one stream.
 
-    About `max_size` in all is held ahead, measured by `size`; beyond it only the stream whose turn it is goes on, one item at
-    a time. Order and items do not depend on threads. Closing the generator ends the threads. What the items cost the processor is
-    added to `cost`, each counted by its size.
+    About `max_size` in total is held ahead, measured by `size`; beyond it only the current stream continues, one item at a time. Order
+    and items do not depend on threads. Closing the generator stops the threads. The CPU time of items is added to `cost`, weighted by
+    their size.
     """
     cost = cost or Cost()
-    state: _Ahead[T] = _Ahead(len(streams), max_size)
+    state: _StreamQueues[T] = _StreamQueues(len(streams), max_size)
 
     def work() -> None:
-        while (turn := state.next_stream()) is not None:
+        while (stream := state.next_stream()) is not None:
             items = None
             try:
-                items = counted(streams[turn](), cost, size)
-                while state.wait_for_room(turn):
+                items = counted(streams[stream](), cost, size)
+                while state.wait_for_capacity(stream):
                     item = next(items)
-                    state.put(turn, item, size(item))
+                    state.put(stream, item, size(item))
             except StopIteration:
-                state.finish(turn, None)
-            except BaseException as error:  # noqa: BLE001, RUF100 - whatever it is, the consumer has to see it
-                state.finish(turn, error)
+                state.finish(stream, None)
+            except BaseException as error:  # noqa: BLE001, RUF100 - raise it in the consumer
+                state.finish(stream, error)
             finally:
                 if isinstance(items, Generator):
                     items.close()
@@ -118,8 +118,8 @@ def chain_ahead(
     for worker in workers:
         worker.start()
     try:
-        for turn in range(len(streams)):
-            while (got := state.take(turn)) is not None:
+        for stream in range(len(streams)):
+            while (got := state.take(stream)) is not None:
                 yield got[0]
     finally:
         state.close()
@@ -130,10 +130,10 @@ def chain_ahead(
 def map_ahead(
     function: Callable[[T], U], items: Iterator[T], *, threads: int, size: Callable[[U], int], cost: Cost | None = None
 ) -> Generator[U, None, None]:
-    """`function` of each item, in order, by `threads` threads with an item each; by the caller's own thread where that is one.
+    """`function` of each item, in order, computed ahead by `threads` threads; with one thread, by the caller's.
 
-    An error comes where its item would have come. What other threads' work costs the processor is added to `cost`, each result
-    counted by its size. Closing the generator ends the threads.
+    An error is raised where its result would have come. The other threads' CPU time is added to `cost`, weighted by the results'
+    size. Closing the generator stops the threads.
     """
     if threads == 1:
         yield from map(function, items)
@@ -146,22 +146,22 @@ def map_ahead(
         cost.add(time.thread_time() - start_s, size(result))
         return result
 
-    under_way: deque[Future[U]] = deque()
+    pending: deque[Future[U]] = deque()
     error: Exception | None = None
     pool = ThreadPoolExecutor(threads, thread_name_prefix="make")
     try:
         while error is None:
             try:
-                # No name for the item: it would keep alive what it refers to while the next is made.
-                under_way.append(pool.submit(work, next(items)))
+                # no variable for the item: it would keep the item alive while the next is made
+                pending.append(pool.submit(work, next(items)))
             except StopIteration:
                 break
-            except Exception as raised:  # noqa: BLE001, RUF100 - whatever it is, the items before it come first
+            except Exception as raised:  # noqa: BLE001, RUF100 - yield the items before it first
                 error = raised
-            if len(under_way) == threads:
-                yield under_way.popleft().result()
-        while under_way:
-            yield under_way.popleft().result()
+            if len(pending) == threads:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
         if error is not None:
             raise error
     finally:
@@ -170,38 +170,38 @@ def map_ahead(
             items.close()
 
 
-class _Ahead(Generic[T]):
-    """What the threads of `chain_ahead` share; every method locks.
+class _StreamQueues(Generic[T]):
+    """Shared state of the threads of `chain_ahead`; every method locks.
 
-    Streams are begun in order, so that the one whose turn it is always has a thread, and that thread may always go on when
-    nothing of its stream is held: hence no deadlock, however small `max_size`. Threads are woken only when one of them may go on, since
-    each that wakes in vain takes Python's lock from those that work.
+    Streams are started in order, so the current stream always has a thread, which may always continue when no item of its stream is
+    held: no deadlock, however small `max_size`. Threads are woken only when one of them may continue, since a spurious wake-up takes
+    the GIL from threads that work.
     """
 
     def __init__(self, num_streams: int, max_size: int) -> None:
         self._lock = threading.Lock()
-        self._has_room = threading.Condition(self._lock)
-        """What threads wait for."""
-        self._has_come = threading.Condition(self._lock)
-        """What the consumer waits for."""
+        self._has_capacity = threading.Condition(self._lock)
+        """Worker threads wait for this."""
+        self._has_item = threading.Condition(self._lock)
+        """The consumer waits for this."""
         self._held: list[deque[tuple[T, int]]] = [deque() for _ in range(num_streams)]
         self._end: dict[int, BaseException | None] = {}
-        self._begun, self._turn = 0, 0
+        self._num_started, self._current = 0, 0
         self._size, self._max_size = 0, max_size
         self._closed = False
 
     def next_stream(self) -> int | None:
         with self._lock:
-            if self._closed or self._begun == len(self._held):
+            if self._closed or self._num_started == len(self._held):
                 return None
-            self._begun += 1
-            return self._begun - 1
+            self._num_started += 1
+            return self._num_started - 1
 
-    def wait_for_room(self, stream: int) -> bool:
-        """Wait until this stream may make one more item; false when nobody wants it any more."""
+    def wait_for_capacity(self, stream: int) -> bool:
+        """Wait until this stream may produce one more item; false once closed."""
         with self._lock:
-            self._has_room.wait_for(
-                lambda: self._closed or self._size < self._max_size or (stream == self._turn and not self._held[stream])
+            self._has_capacity.wait_for(
+                lambda: self._closed or self._size < self._max_size or (stream == self._current and not self._held[stream])
             )
             return not self._closed
 
@@ -209,28 +209,28 @@ class _Ahead(Generic[T]):
         with self._lock:
             self._held[stream].append((item, size))
             self._size += size
-            if stream == self._turn:
-                self._has_come.notify()
+            if stream == self._current:
+                self._has_item.notify()
 
     def finish(self, stream: int, error: BaseException | None) -> None:
         with self._lock:
             self._end[stream] = error
-            if stream == self._turn:
-                self._has_come.notify()
+            if stream == self._current:
+                self._has_item.notify()
 
     def take(self, stream: int) -> tuple[T] | None:
         """The next item of a stream, None at its end."""
         with self._lock:
-            if self._turn != stream:
-                self._turn = stream
+            if self._current != stream:
+                self._current = stream
                 if not self._held[stream]:
-                    self._has_room.notify_all()
-            self._has_come.wait_for(lambda: self._held[stream] or stream in self._end)
+                    self._has_capacity.notify_all()
+            self._has_item.wait_for(lambda: self._held[stream] or stream in self._end)
             if self._held[stream]:
                 item, size = self._held[stream].popleft()
                 self._size -= size
                 if self._size < self._max_size or not (self._held[stream] or stream in self._end):
-                    self._has_room.notify_all()
+                    self._has_capacity.notify_all()
                 return (item,)
             error = self._end[stream]
             if error is not None:
@@ -241,4 +241,4 @@ class _Ahead(Generic[T]):
         with self._lock:
             self._closed = True
             self._held = [deque() for _ in self._held]
-            self._has_room.notify_all()
+            self._has_capacity.notify_all()

@@ -1,4 +1,4 @@
-"""A whole row group of a local Parquet file as a `RawBlock`: plain columns by our own decoder, the others by pyarrow."""
+"""Decodes a whole row group of a local Parquet file: plain columns by our own decoder, the others by pyarrow."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from rowstead.data import chunks
 from rowstead.data.block import RawBlock
 from rowstead.data.buffer_pool import BufferPool
 from rowstead.data.chunks import TILE
-from rowstead.data.columns import Bags, ColumnReader, bags_of, floats_of, interleave
+from rowstead.data.columns import Bags, ColumnReader, interleave, to_bags, to_floats
 from rowstead.data.pages import CODECS, decode_bags, decode_floats
 
 DECODED_BYTES = 512 << 20
-"""What up to SHARING_THREADS threads together may hold of row groups being decoded at once; larger ones are streamed."""
+"""Memory for row groups being decoded, shared by up to SHARING_THREADS threads; larger row groups are streamed."""
 SHARING_THREADS = 8
-"""More threads hold as much each as these do: machines with many cores have more memory, and streaming takes twice the time."""
+"""More threads do not reduce each thread's share: machines with many cores have more memory, and streaming takes twice the time."""
 
 _CODES = {name: code for code, name in enumerate(CODECS)}
-"""Numbers of codecs in a plan, in the order of CODECS: the first two are those that `chunks` unpacks."""
+"""Codec numbers in a plan, in the order of CODECS; `chunks` decompresses the first two."""
 assert _CODES["UNCOMPRESSED"] == chunks.PLAIN and _CODES["SNAPPY"] == chunks.SNAPPY  # noqa: PT018
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """The one Parquet column behind a column of the log, of a kind that we decode ourselves."""
+    """The Parquet leaf of a column that our decoder supports."""
 
     index: int
     max_def: int
@@ -38,7 +38,7 @@ class Leaf:
 
 
 def plain_leaves(columns: ColumnReader, schema: pq.ParquetSchema) -> dict[str, Leaf]:
-    """Those of `columns` that are float32, int64 or lists of int64 in files of this schema."""
+    """The columns that are float32, int64 or list<int64> in files of this schema."""
     arrow = schema.to_arrow_schema()
     types = dict(zip(arrow.names, arrow.types, strict=True))
     floats = {*columns.dense, *filter(None, (columns.label, columns.weight, columns.true_p))}
@@ -59,22 +59,22 @@ def plain_leaves(columns: ColumnReader, schema: pq.ParquetSchema) -> dict[str, L
 
 @dataclass(frozen=True, kw_only=True)
 class GroupPlan:
-    """Where the columns of a row group are in its file: all that is needed to read it again and again, without its footer."""
+    """Where the columns of a row group are in its file, so that it can be read repeatedly without its footer."""
 
     group: int
     num_rows: int
     total_bytes: int
-    """Of all its columns, unpacked."""
+    """Uncompressed size of all its columns."""
     floats: NDArray[np.int64]
-    """As `chunks.read_floats` wants them: dense columns, then label, weight and probability where they are asked for."""
+    """Chunks for `chunks.read_floats`: dense columns, then label, weight and true probability where selected."""
     bags: NDArray[np.int64]
-    """As `chunks.read_bags` wants them."""
+    """Chunks for `chunks.read_bags`."""
     others: tuple[str, ...]
-    """ColumnReader that are not ours to decode."""
+    """Columns for pyarrow."""
 
 
 def plan_group(columns: ColumnReader, metadata: pq.FileMetaData, group: int, leaves: dict[str, Leaf]) -> GroupPlan | None:
-    """The plan of one row group of a file with this footer; None where it has no column that is ours to decode."""
+    """Plan one row group of a file with this footer; None if it has no column for our decoder."""
     found = metadata.row_group(group)
     rows = {name: row for name, leaf in leaves.items() if (row := _chunk_row(found.column(leaf.index), leaf)) is not None}
     if not rows:
@@ -95,7 +95,7 @@ def plan_group(columns: ColumnReader, metadata: pq.FileMetaData, group: int, lea
 
 
 def _chunk_row(chunk: pq.ColumnChunkMetaData, leaf: Leaf) -> tuple[int, ...] | None:
-    """The fields of a column chunk in the order of `chunks`; None where its codec or its place is none that we know."""
+    """The fields of a column chunk in the order of `chunks`; None if its codec or offset is not supported."""
     start, dictionary = chunk.data_page_offset, chunk.dictionary_page_offset
     if dictionary is not None and chunk.has_dictionary_page:
         start = min(start, dictionary)
@@ -112,11 +112,11 @@ def read_row_group(
     metadata: Callable[[], pq.FileMetaData],
     *,
     max_bytes: int,
-    room: BufferPool,
+    buffers: BufferPool,
 ) -> RawBlock | None:
-    """The rows of one row group; None when it would take more than `max_bytes`, and so has to be streamed.
+    """Decode one row group; None if it needs more than `max_bytes` and has to be streamed.
 
-    `metadata` gives the footer, which only columns that are not ours to decode need. The rows' memory is from `room`.
+    `metadata` reads the footer, which only pyarrow's columns need. The rows' memory comes from `buffers`.
     """
     num_rows, num_dense, num_sparse = plan.num_rows, len(columns.dense), len(columns.sparse)
     num_values = plan.bags[:, chunks.NUM_VALUES]
@@ -125,11 +125,11 @@ def read_row_group(
     largest = max(int(table[:, chunks.SIZE].max(initial=0)) for table in (plan.floats, plan.bags))
     if largest > max_bytes or (plan.others and plan.total_bytes > max_bytes):
         return None
-    dense = room.empty((num_rows, num_dense), np.float32)
-    scalars = room.empty((len(columns.scalars), num_rows), np.float32)
-    # One array for all: the system hands out large ones in large pages, which are quicker to come by.
+    dense = buffers.empty((num_rows, num_dense), np.float32)
+    scalars = buffers.empty((len(columns.scalars), num_rows), np.float32)
+    # One array for all columns: large allocations get huge pages.
     firsts = np.concatenate([[0], np.cumsum(num_values)])
-    ids, offsets = room.empty((int(firsts[-1]),), np.int64), room.empty((num_sparse, num_rows + 1), np.int64)
+    ids, offsets = buffers.empty((int(firsts[-1]),), np.int64), buffers.empty((num_sparse, num_rows + 1), np.int64)
     done, counts = np.empty(len(plan.floats), np.bool_), np.empty(num_sparse, np.int64)
     with open(path, "rb", buffering=0) as file:
         chunks.read_floats(file.fileno(), plan.floats, dense, scalars, done)
@@ -137,16 +137,16 @@ def read_row_group(
         own = [ids[first : first + max(count, 0)] for first, count in zip(firsts.tolist(), counts.tolist(), strict=False)]
         bags = list(zip(own, offsets, strict=True))
         if not done.all() or (counts < 0).any():
-            rest = _Rest(file.fileno(), path, plan, metadata)
+            rest = _OtherColumns(file.fileno(), path, plan, metadata)
             names = [*columns.dense, *columns.scalars]
             late = np.flatnonzero(~done[:num_dense])
             for first in range(0, len(late), TILE):
-                places = late[first : first + TILE]
-                interleave([rest.floats(names[place], place) for place in places.tolist()], dense, places)
-            for place in np.flatnonzero(~done[num_dense:]).tolist():
-                scalars[place] = rest.floats(columns.scalars[place], num_dense + place)
-            for place in np.flatnonzero(counts < 0).tolist():
-                bags[place] = rest.bags(columns.sparse[place], place, ids[firsts[place] : firsts[place + 1]])
+                tile = late[first : first + TILE]
+                interleave([rest.floats(names[i], i) for i in tile.tolist()], dense, tile)
+            for i in np.flatnonzero(~done[num_dense:]).tolist():
+                scalars[i] = rest.floats(columns.scalars[i], num_dense + i)
+            for i in np.flatnonzero(counts < 0).tolist():
+                bags[i] = rest.bags(columns.sparse[i], i, ids[firsts[i] : firsts[i + 1]])
     named = dict(zip(columns.scalars, scalars, strict=True))
     return RawBlock(
         dense=dense,
@@ -158,32 +158,32 @@ def read_row_group(
     )
 
 
-class _Rest:
-    """ColumnReader that could not be decoded with the others: page by page with pyarrow's codecs, or by pyarrow as a whole."""
+class _OtherColumns:
+    """Columns that `chunks` did not decode: page by page with pyarrow's codecs, or as a whole by pyarrow."""
 
     def __init__(self, file: int, path: str, plan: GroupPlan, metadata: Callable[[], pq.FileMetaData]) -> None:
         self._file, self._path, self._plan, self._metadata = file, path, plan, metadata
         self._scratch = np.empty(1 << 20, np.uint8)
         self._table = self._by_pyarrow(list(plan.others)) if plan.others else None
 
-    def floats(self, name: str, place: int) -> NDArray[np.float32]:
-        """Values [R] of the column in row `place` of the plan's floats."""
-        row = self._plan.floats[place]
+    def floats(self, name: str, index: int) -> NDArray[np.float32]:
+        """Values [R] of the column at `index` of the plan's floats."""
+        row = self._plan.floats[index]
         data = self._chunk(row)
         values = None
         if data is not None:
             values = decode_floats(data, _codec_of(row), int(row[chunks.MAX_DEF]), self._plan.num_rows)
-        return floats_of(self._column(name), name) if values is None else values
+        return to_floats(self._column(name), name) if values is None else values
 
-    def bags(self, name: str, place: int, room: NDArray[np.int64]) -> Bags:
-        """Ids, in `room` where we decode them, and offsets of the column in row `place` of the plan's bags."""
-        row = self._plan.bags[place]
+    def bags(self, name: str, index: int, out: NDArray[np.int64]) -> Bags:
+        """Ids (in `out` if our decoder reads them) and offsets of the column at `index` of the plan's bags."""
+        row = self._plan.bags[index]
         data = self._chunk(row)
         found = None
         if data is not None:
             levels = (int(row[chunks.MAX_DEF]), int(row[chunks.MAX_REP]))
-            found = decode_bags(data, _codec_of(row), *levels, self._plan.num_rows, room)
-        return bags_of(self._column(name), name) if found is None else found
+            found = decode_bags(data, _codec_of(row), *levels, self._plan.num_rows, out)
+        return to_bags(self._column(name), name) if found is None else found
 
     def _chunk(self, row: NDArray[np.int64]) -> NDArray[np.uint8] | None:
         size = int(row[chunks.SIZE])
@@ -201,10 +201,10 @@ class _Rest:
         with pq.ParquetFile(self._path, metadata=self._metadata()) as parquet:
             table = parquet.read_row_group(self._plan.group, columns=names, use_threads=False)
         if table.num_rows != self._plan.num_rows:
-            raise pa.ArrowInvalid(f"{table.num_rows} rows of {', '.join(names)} where the footer says {self._plan.num_rows}")
+            raise pa.ArrowInvalid(f"{', '.join(names)}: {table.num_rows} rows, but the footer says {self._plan.num_rows}")
         return table
 
 
 def _codec_of(row: NDArray[np.int64]) -> str | None:
-    """pyarrow's name of a chunk's codec."""
+    """pyarrow's name for a chunk's codec."""
     return list(CODECS.values())[row[chunks.CODEC]]

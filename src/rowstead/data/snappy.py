@@ -1,4 +1,4 @@
-"""Snappy's format unpacked without Python: pages of Parquet files are packed so by default."""
+"""Snappy decompression without the GIL; Snappy is the default codec of Parquet files."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def copy_bytes(typingctx, target, source, size):  # type: ignore[no-untyped-def]
 
 @_kernel
 def unpack_snappy(packed, out):  # type: ignore[no-untyped-def]
-    """Fill out [n] with what `packed` holds, both bytes; false when that is damaged or has another length."""
+    """Decompress `packed` into out [n], both bytes; false if it is damaged or has another length."""
     stop, count = len(packed), len(out)
     length, at = varint(packed, 0, stop)
     if at < 0 or length != count:
@@ -51,8 +51,7 @@ def unpack_snappy(packed, out):  # type: ignore[no-untyped-def]
         tag = np.int64(packed[at])
         at += 1
         kind = tag & 3
-        # Away from the ends 16 bytes are copied at once, of which the last may be for nothing: most pieces are shorter, and how much
-        # shorter nobody can foretell.
+        # Away from the ends, always copy 16 bytes: most pieces are shorter, and a branch on their length is unpredictable.
         is_inside = stop - at >= 32 and count - done >= 96
         if kind == 0:
             size = (tag >> 2) + 1
@@ -90,7 +89,7 @@ def unpack_snappy(packed, out):  # type: ignore[no-untyped-def]
             _copy_16(target + done - back, target + done)
             for i in range(16, size, 8):
                 store_word(target + done + i, word_at(target + done - back + i))
-        else:  # what is copied may be part of itself: it repeats
+        else:  # source and target may overlap: the pattern repeats
             for i in range(size):
                 out[done + i] = out[done - back + i]
         done += size
@@ -99,7 +98,7 @@ def unpack_snappy(packed, out):  # type: ignore[no-untyped-def]
 
 @_kernel
 def _number(data, at, num_bytes):  # type: ignore[no-untyped-def]
-    """A number of some bytes, the lowest first."""
+    """A little-endian number."""
     value = np.int64(0)
     for byte in range(num_bytes):
         value |= np.int64(data[at + byte]) << (8 * byte)
@@ -108,6 +107,6 @@ def _number(data, at, num_bytes):  # type: ignore[no-untyped-def]
 
 @_kernel
 def _copy_16(source, target):  # type: ignore[no-untyped-def]
-    """Copy 16 bytes between addresses that are 8 apart or more, the first 8 before the others are read."""
+    """Copy 16 bytes between addresses at least 8 apart, in two steps."""
     store_word(target, word_at(source))
     store_word(target + 8, word_at(source + 8))

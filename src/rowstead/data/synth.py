@@ -1,4 +1,4 @@
-"""The synthetic click log: any rows of it, on demand, from nothing but the spec."""
+"""The synthetic click log: any rows, generated on demand from the spec."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from rowstead.data import draws
+from rowstead.data.batch import share_bounds
 from rowstead.data.block import RawBlock
 from rowstead.data.population import Population
 from rowstead.data.source import Batches, Cursor, Source
@@ -27,13 +28,13 @@ Split = Literal["train", "eval"]
 
 _LABELS = 200
 _GENERATE_BYTES = 16 << 20
-"""Rows are drawn in pieces of about this size, which bounds memory whatever the number of ids."""
+"""Rows are drawn in pieces of about this size, which bounds memory for any number of ids."""
 _DENSE_ROWS = 8192
-"""Rows in a block that holds dense values only."""
+"""Rows per block of only dense values."""
 
 
 class SynthLog:
-    """A log of `num_rows` examples, the training split first; the rows of a range never depend on what was read before.
+    """A log of `num_rows` examples, the training split first. Rows do not depend on which rows were read before.
 
     Letters: R rows, F sparse and Fd dense columns of the log, K latent numbers.
     """
@@ -49,7 +50,7 @@ class SynthLog:
 
     @property
     def rows_per_piece(self) -> int:
-        """Rows worth drawing at once: enough to be quick, few enough to be small."""
+        """Rows to draw at once: large enough to be fast, small enough to bound memory."""
         row_bytes = 8 * self.population.mean_ids.sum() + 8 * self.spec.latent * self.spec.num_sparse + 8 * self.spec.num_dense
         return int(np.clip(_GENERATE_BYTES // max(row_bytes, 1), 64, 16_384))
 
@@ -61,12 +62,12 @@ class SynthLog:
     def rows(
         self, start: int, stop: int, *, dense: Sequence[str] | None = None, sparse: Sequence[str] | None = None
     ) -> RawBlock:
-        """Rows `start` to `stop` - 1 with the columns named, in that order, or with all; the teacher always sees all."""
+        """Rows `start` to `stop` with these columns in this order, by default all; the teacher always uses all."""
         if not 0 <= start <= stop <= self.num_rows:
-            raise DataError(f"rows {start} to {stop} are not in a log of {self.num_rows}")
+            raise DataError(f"rows {start} to {stop} are out of range for a log of {self.num_rows} rows")
         num_rows, spec = stop - start, self.spec
-        shown = self._places(self.dense_columns if dense is None else dense, self.dense_columns)
-        picked = self._places(self.sparse_columns if sparse is None else sparse, self.sparse_columns)
+        shown = self._column_indices(self.dense_columns if dense is None else dense, self.dense_columns)
+        picked = self._column_indices(self.sparse_columns if sparse is None else sparse, self.sparse_columns)
         turn = self.teacher.turn(start, num_rows)
         pooled = np.empty((spec.num_sparse, num_rows, spec.latent))
         ids: dict[int, NDArray[np.int64]] = {}
@@ -93,21 +94,21 @@ class SynthLog:
         )
 
     def dense_blocks(self, columns: Sequence[str], split: Split = "train", max_rows: int | None = None) -> Iterator[RawBlock]:
-        """The first rows of a split with these dense columns and nothing else, much faster: what transforms learn from."""
-        places = self._places(columns, self.dense_columns)
+        """The first rows of a split with only these dense columns, which is much faster; transforms are learned from them."""
+        indices = self._column_indices(columns, self.dense_columns)
         rows = self.split(split)[:max_rows]
         for start in range(rows.start, rows.stop, _DENSE_ROWS):
             num_rows = min(_DENSE_ROWS, rows.stop - start)
             values = self.population.shown_dense(self.population.hidden_dense(start, num_rows))
-            yield RawBlock(dense=np.ascontiguousarray(values[:, places]), ids=(), offsets=())
+            yield RawBlock(dense=np.ascontiguousarray(values[:, indices]), ids=(), offsets=())
 
     @staticmethod
-    def _places(names: Sequence[str], known: tuple[str, ...]) -> list[int]:
-        places = {name: place for place, name in enumerate(known)}
+    def _column_indices(names: Sequence[str], known: tuple[str, ...]) -> list[int]:
+        indices = {name: i for i, name in enumerate(known)}
         for name in names:
-            if name not in places:
+            if name not in indices:
                 raise DataError(f"the synthetic log has no column `{name}`: {did_you_mean(name, known)}")
-        return [places[name] for name in names]
+        return [indices[name] for name in names]
 
 
 class SynthSource(Source):
@@ -123,19 +124,19 @@ class SynthSource(Source):
         self.num_samples = len(self._rows)
         self._dense, self._sparse = columns_of(encoder)
         for names, known in ((self._dense, self.log.dense_columns), (self._sparse, self.log.sparse_columns)):
-            self.log._places(names, known)
+            self.log._column_indices(names, known)
 
     def batches(
         self, batch_size: int, *, epoch: int = 0, rank: int = 0, world_size: int = 1, cursor: Cursor | None = None
     ) -> Batches:
-        share = share_of(self.num_samples, rank, world_size)
+        share = range(*share_bounds(self.num_samples, rank, world_size))
         first = share.start + (cursor["row"] if cursor else 0)
         for start in range(first, share.stop, batch_size):
             stop = min(start + batch_size, share.stop)
             yield self.encoder.encode(self._raw(start, stop)), {"row": stop - share.start}
 
     def raw_blocks(self, max_rows: int | None = None) -> Iterator[RawBlock]:
-        """The first `max_rows` rows of the split, or all, untransformed and in pieces."""
+        """The first `max_rows` rows of the split, or all, as raw blocks."""
         total = self.num_samples if max_rows is None else min(max_rows, self.num_samples)
         step = self.log.rows_per_piece
         for start in range(0, total, step):
@@ -144,11 +145,6 @@ class SynthSource(Source):
     def _raw(self, start: int, stop: int) -> RawBlock:
         origin = self._rows.start
         return self.log.rows(origin + start, origin + stop, dense=self._dense, sparse=self._sparse)
-
-
-def share_of(num_samples: int, rank: int, world_size: int) -> range:
-    """The contiguous share of one rank; shares differ by at most one and cover everything."""
-    return range(num_samples * rank // world_size, num_samples * (rank + 1) // world_size)
 
 
 def write_parquet(
@@ -163,7 +159,7 @@ def write_parquet(
     """Write both splits of a log to `folder` as `train-00000.parquet` …, `eval-00000.parquet` …, in bounded memory.
 
     Columns: `dense_i` float32, `sparse_i` list<int64> (int64 where every bag has one id), `label` and `true_p` float32.
-    `progress` is called with the rows written so far and the rows in all.
+    `progress` is called with the rows written so far and the total.
     """
     log = SynthLog(spec)
     step = log.rows_per_piece
@@ -176,7 +172,7 @@ def write_parquet(
         rows_per_file=rows_per_file,
         rows_per_group=rows_per_group,
         overwrite=overwrite,
-        # Quick to read back: drawn reals do not shrink, and skewed ids shrink by a dictionary alone.
+        # Fast to read: random floats do not compress, and a dictionary alone compresses skewed ids.
         compression="none",
         dictionary_columns=_id_columns(log),
     ) as writer:
@@ -184,46 +180,50 @@ def write_parquet(
             rows = log.split(split)
             for start in range(rows.start, rows.stop, step):
                 stop = min(start + step, rows.stop)
-                writer.write(split, _arrow(log, log.rows(start, stop)))
+                writer.write(split, _to_arrow(log, log.rows(start, stop)))
                 if progress is not None:
                     progress(stop, log.num_rows)
     return writer.summary(num_bytes_read=0)
 
 
 def columns_of(encoder: Encoder) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The dense and the sparse columns of a log that an encoder reads, in its order."""
+    """The dense and sparse columns that an encoder reads, in order."""
     features = encoder.features
     dense = tuple(f.column or f.name for f in features.expanded_dense())
     return dense, tuple(f.column or f.name for f in features.expanded_sparse())
 
 
-def _single(log: SynthLog, feature: int) -> bool:
+def _is_single_id(log: SynthLog, feature: int) -> bool:
     return log.spec.lengths == "fixed" and log.population.mean_ids[feature] == 1.0
 
 
 def _id_columns(log: SynthLog) -> list[str]:
-    """The columns of ids as Parquet names them."""
-    return [name if _single(log, f) else f"{name}.list.element" for f, name in enumerate(log.sparse_columns)]
+    """Parquet paths of the id columns."""
+    return [name if _is_single_id(log, f) else f"{name}.list.element" for f, name in enumerate(log.sparse_columns)]
 
 
 def _schema(log: SynthLog) -> pa.Schema:
     dense = [(name, pa.float32()) for name in log.dense_columns]
-    sparse = [(name, pa.int64() if _single(log, f) else pa.list_(pa.int64())) for f, name in enumerate(log.sparse_columns)]
+    sparse = [
+        (name, pa.int64() if _is_single_id(log, f) else pa.list_(pa.int64())) for f, name in enumerate(log.sparse_columns)
+    ]
     return pa.schema([*dense, *sparse, ("label", pa.float32()), ("true_p", pa.float32())])
 
 
-def _arrow(log: SynthLog, block: RawBlock) -> pa.Table:
-    """A block of all columns as an Arrow table."""
+def _to_arrow(log: SynthLog, block: RawBlock) -> pa.Table:
+    """A block with all columns as an Arrow table."""
     columns = [pa.array(column) for column in np.ascontiguousarray(block.dense.T)]
     for f, (ids, offsets) in enumerate(zip(block.ids, block.offsets, strict=True)):
         values = pa.array(ids)
-        columns.append(values if _single(log, f) else pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), values))
+        columns.append(
+            values if _is_single_id(log, f) else pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), values)
+        )
     columns += [pa.array(block.labels), pa.array(block.true_p)]
     return pa.Table.from_arrays(columns, schema=_schema(log))
 
 
 @njit(nogil=True, cache=True)
 def _draw_labels(key, start, true_p, labels):  # type: ignore[no-untyped-def]
-    """Fill labels float32 [R] with 1 where a uniform number is below true_p [R], else 0."""
+    """Fill labels float32 [R] with 1 where a uniform draw is below true_p [R], else 0."""
     for r in range(true_p.size):
         labels[r] = 1.0 if draws.unit(draws.at(key, start + r)) < true_p[r] else 0.0

@@ -1,14 +1,14 @@
-"""`Teacher`: the hidden model that decides who clicks in a synthetic log.
+"""`Teacher`: the hidden model that generates the labels of a synthetic log.
 
-Every id of a feature has a vector of K numbers that is computed from a hash, so the teacher needs no table. A feature's vector
-p_f is the sum over the ids of the bag, scaled and centred to mean 0 and deviation 1; the dense columns x are projected to
+Every id of a feature has a vector of K numbers computed from a hash, so the teacher needs no table. A feature's vector p_f is the
+sum over the ids of the bag, standardised to mean 0 and deviation 1; the dense columns x are projected to
 one number y and K numbers z. Then
 
     log-odds = bias + [ y + sum_f <a_f, p_f> ] + [ sum_(f,g) <p_f, p_g> + sum_f <p_f, z> + y z_0 ]
 
-with a weight at every term. The first bracket is all that a linear model can learn; the second needs products. A DLRM with dot
-interaction and sum pooling can represent both. Rare ids say little: the vector of rank r is scaled by 1 / (1 + r / TAIL), since
-what is seen a handful of times cannot be learned by anybody, and a log whose best NE cannot be approached judges nothing.
+with a weight on every term. A linear model can learn only the first bracket; the second needs products. A DLRM with dot
+interaction and sum pooling can represent both. Rare ids have little influence: the vector of rank r is scaled by 1 / (1 + r / TAIL),
+since ids seen a few times cannot be learned, and a log whose best NE no model can approach cannot rank models.
 
 Letters: R rows, F sparse columns, Fd dense columns, K latent numbers, P pairs.
 """
@@ -26,15 +26,15 @@ from rowstead.data.draws import at, exponential
 from rowstead.data.population import Population
 
 TAIL = 20.0
-"""Rank at which an id has half the say of the most popular one."""
+"""Rank at which an id has half the influence of the most popular one."""
 LIMIT = 12.0
-"""Log-odds stay within this, so that no FP32 probability is 0 or 1."""
+"""Log-odds are clipped to this, so that no FP32 probability is 0 or 1."""
 STEPS = 4096
-"""Steps in which a drifting teacher turns."""
+"""Steps of a drifting teacher's rotation."""
 _SAMPLE_START = 1 << 62
 """First row of the calibration sample: far beyond any log."""
 _SAMPLE_IDS = 6_000_000
-"""About so many ids are drawn to calibrate."""
+"""About this many ids are drawn for calibration."""
 _DENSE_SHARE = 0.25
 """Of the linear part's variance, when there are also sparse columns."""
 _PRODUCT_SHARES = (0.65, 0.25, 0.10)
@@ -47,28 +47,28 @@ Array = NDArray[np.float64]
 
 
 class Teacher:
-    """Weights found once from the spec; afterwards `pool` and `click_probability` are pure functions of the rows."""
+    """Computes its weights once from the spec; `pool` and `click_probability` are then pure functions of the rows."""
 
     def __init__(self, population: Population) -> None:
         self.population = population
         spec = self.spec = population.spec
         features = range(spec.num_sparse)
         angle = spec.drift * np.pi / 2 * np.arange(STEPS) / (STEPS - 1)
-        self._turn = _rounded(np.stack([np.cos(angle), np.sin(angle)], axis=1))
+        self._turn = _round_to_fp32(np.stack([np.cos(angle), np.sin(angle)], axis=1))
         self._latent_keys = [draws.key_of(spec.seed, _LATENT, f) for f in features]
         self._turned_keys = [draws.key_of(spec.seed, _TURNED, f) for f in features]
-        self._gains = [1.0 / math.sqrt(population.mean_ids[f] * _mean_square_say(population.knots[f])) for f in features]
+        self._gains = [1.0 / math.sqrt(population.mean_ids[f] * _mean_square_influence(population.knots[f])) for f in features]
         self._dense_maps = np.stack([self._dense_map(_DENSE), self._dense_map(_DENSE_TURNED)])
         self._set_shapes()
         self._calibrate()
 
     def pool(self, feature: int, ranks: NDArray[np.int64], offsets: NDArray[np.int64], turn: Array, out: Array) -> None:
-        """Add up the vectors of the bags' ids: fills out [R, K] for one feature; turn [R, 2] comes from `turn`."""
+        """Sum the vectors of the bags' ids into out [R, K], for one feature; turn [R, 2] comes from `turn`."""
         keys = (self._latent_keys[feature], self._turned_keys[feature])
         _pool(*keys, self._gains[feature], TAIL, self.spec.drift > 0, ranks, offsets, turn, out)
 
     def turn(self, start: int, num_rows: int) -> Array:
-        """Cosine and sine [R, 2] of how far the teacher has turned at each row."""
+        """Cosine and sine [R, 2] of the teacher's rotation at each row."""
         total = self.spec.num_train_samples + self.spec.num_eval_samples
         if self.spec.drift == 0:
             return np.broadcast_to(self._turn[0], (num_rows, 2))
@@ -94,7 +94,7 @@ class Teacher:
             dense,
             turn,
             self.spec.drift > 0,
-            self._centres,
+            self._means,
             self._dense_maps,
             self._linear,
             self._pairs,
@@ -115,17 +115,17 @@ class Teacher:
         return _unit_rows(signs / np.sqrt(1.0 + order))
 
     def _set_shapes(self) -> None:
-        """Choose the pairs and the relative weights of all terms; variances of the terms add up as the shares say."""
+        """Choose the pairs and the relative weights of all terms, so that their variances have the wanted shares."""
         spec, count, width = self.spec, self.spec.num_sparse, self.spec.latent
         order = draws.permutation(draws.key_of(spec.seed, _IMPORTANCE, 0), count)
         importance = 1.0 / np.sqrt(1.0 + order)
-        self._centres = np.zeros((2, count, width))
+        self._means = np.zeros((2, count, width))
         directions = 2.0 * draws.uniforms(draws.key_of(spec.seed, _LINEAR), count * width).reshape(count, width) - 1.0
         has_dense = spec.num_dense > 0
         dense_share = (_DENSE_SHARE if count else 1.0) if has_dense else 0.0
         self._linear = _unit_rows(directions) * _unit(importance)[:, None] * math.sqrt(1.0 - dense_share)
 
-        # Few pairs and falling weights: a signal spread thinly over many products is below what any model can find.
+        # Few pairs with decreasing weights: a model cannot learn a signal that is spread thinly over many products.
         by_importance = np.argsort(order)
         num_pairs = (count + 2) // 3 if count > 1 else 0
         self._pairs = np.stack([by_importance, np.roll(by_importance, -1)], axis=1)[:num_pairs]
@@ -138,7 +138,7 @@ class Teacher:
         self._dense_weights = np.array([math.sqrt(dense_share), math.sqrt(shares[2])])
 
     def _calibrate(self) -> None:
-        """Find centres, scales and bias on a fixed sample, so that signal, share and click rate are what the spec says."""
+        """Fit means, scales and bias on a fixed sample, so that signal, share and click rate match the spec."""
         spec = self.spec
         rows = int(np.clip(_SAMPLE_IDS // max(1.0, self.population.mean_ids.sum() + spec.num_dense), 512, 32_768))
         pooled = np.zeros((2, spec.num_sparse, rows, spec.latent))
@@ -148,18 +148,18 @@ class Teacher:
             ranks = self.population.ranks(f, _SAMPLE_START, offsets)
             for side in range(2 if spec.drift > 0 else 1):
                 self.pool(f, ranks, offsets, turns[side], pooled[side, f])
-        self._centres = _rounded(pooled.mean(axis=2))
+        self._means = _round_to_fp32(pooled.mean(axis=2))
         linear, products = self._parts(pooled[0], self.population.hidden_dense(_SAMPLE_START, rows), turns[0])
         share = spec.interaction_share if products.std() > 1e-9 else 0.0
         scales = np.array([math.sqrt(1.0 - share), math.sqrt(share)]) / np.maximum([linear.std(), products.std()], 1e-9)
         spread = (scales[0] * linear + scales[1] * products).std()
-        self._scales = _rounded(scales * spec.signal / max(spread, 1e-9))
+        self._scales = _round_to_fp32(scales * spec.signal / max(spread, 1e-9))
         log_odds = self._scales[0] * linear + self._scales[1] * products
         self._bias = float(np.float32(_bias_for(log_odds, spec.click_rate)))
 
 
-def _rounded(values: Array) -> Array:
-    """FP64 values rounded to FP32, which hides differences in the last bits between machines' sums."""
+def _round_to_fp32(values: Array) -> Array:
+    """FP64 values rounded to FP32, which hides differences between machines in the last bits of sums."""
     return np.asarray(values.astype(np.float32).astype(np.float64))
 
 
@@ -173,14 +173,14 @@ def _unit_rows(matrix: Array) -> Array:
     return np.asarray(matrix / np.sqrt(np.maximum((matrix * matrix).sum(axis=1, keepdims=True), 1e-30)))
 
 
-def _mean_square_say(knots: Array) -> float:
-    """Mean over the ids, as often as they turn up, of the square of their scale."""
+def _mean_square_influence(knots: Array) -> float:
+    """Mean of the squared scale of ids, weighted by their frequency."""
     ranks = (knots[1:] + knots[:-1]) / 2 - 1.0
     return float(np.mean((TAIL / (TAIL + ranks)) ** 2))
 
 
 def _bias_for(log_odds: Array, click_rate: float) -> float:
-    """The bias [scalar] that gives log-odds [R] this mean probability, by bisection."""
+    """Find the bias that gives log-odds [R] this mean probability, by bisection."""
     low, high = -30.0, 30.0
     out = np.empty(log_odds.size, np.float32)
     for _ in range(40):
@@ -201,9 +201,9 @@ def _pool(key, turned_key, gain, tail, turning, ranks, offsets, turn, out):  # t
         for k in range(width):
             out[r, k] = 0.0
         cosine, sine = turn[r, 0], turn[r, 1]
-        for place in range(offsets[r], offsets[r + 1]):
-            rank = ranks[place]
-            say = gain * step * tail / (tail + rank)
+        for i in range(offsets[r], offsets[r + 1]):
+            rank = ranks[i]
+            influence = gain * step * tail / (tail + rank)
             for w in range(words):
                 word = at(key, rank * words + w)
                 other = at(turned_key, rank * words + w) if turning else uint64(0)
@@ -213,14 +213,14 @@ def _pool(key, turned_key, gain, tail, turning, ranks, offsets, turn, out):  # t
                     if turning:
                         value = cosine * value + sine * (np.float64(other & mask) - 32767.5)
                         other >>= uint64(16)
-                    out[r, k] += say * value
+                    out[r, k] += influence * value
 
 
 @njit(nogil=True, cache=True)
 def _log_odds_parts(  # type: ignore[no-untyped-def]
-    pooled, dense, turn, turning, centres, dense_maps, linear, pairs, pair_weights, components, cross, dense_weights, out
+    pooled, dense, turn, turning, means, dense_maps, linear, pairs, pair_weights, components, cross, dense_weights, out
 ):
-    """Fill out [2, R] with the linear and the interaction part; linear [F, K], centres [2, F, K], dense_maps [2, 1 + K, Fd]."""
+    """Fill out [2, R] with the linear and the interaction part; linear [F, K], means [2, F, K], dense_maps [2, 1 + K, Fd]."""
     num_features, num_rows, width = pooled.shape
     p = np.empty((num_features, width))
     z = np.empty(1 + width)
@@ -239,7 +239,7 @@ def _log_odds_parts(  # type: ignore[no-untyped-def]
         for f in range(num_features):
             dot = 0.0
             for k in range(width):
-                p[f, k] = pooled[f, r, k] - turn[r, 0] * centres[0, f, k] - turn[r, 1] * centres[1, f, k]
+                p[f, k] = pooled[f, r, k] - turn[r, 0] * means[0, f, k] - turn[r, 1] * means[1, f, k]
                 plain += linear[f, k] * p[f, k]
                 dot += components[k] * p[f, k] * z[1 + k]
             product += cross[f] * dot

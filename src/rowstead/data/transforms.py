@@ -1,4 +1,4 @@
-"""Dense values as the model wants them: clip, log, missing, standardise; and the one rule for which rows are bad."""
+"""Dense transforms (clip, log, missing, standardise), and the rule for which rows are bad."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Vector = NDArray[np.float32]
 
 @dataclass(frozen=True, kw_only=True)
 class DenseTransforms:
-    """What is done to each of Fd dense features, in this order; every vector has one number a feature.
+    """The transforms of Fd dense features, applied in this order; every vector has one number per feature.
 
     y = clip(x, low, high); y = sign(y) * log(1 + |y|) where `log`; y = fill where x was NaN; y = (y - shift) * scale.
     Infinite bounds, a NaN fill, shift 0 and scale 1 change nothing.
@@ -32,7 +32,7 @@ class DenseTransforms:
     high: Vector
     log: NDArray[np.bool_]
     fill: Vector
-    """Stands for a missing value, already clipped and logged; NaN where missing values are errors."""
+    """Replaces a missing value, already clipped and logged; NaN where missing values are errors."""
     shift: Vector
     scale: Vector
 
@@ -45,9 +45,9 @@ class DenseTransforms:
         )
 
     def apply(self, dense: NDArray[np.float32], out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
-        """Transformed values [R, Fd] in `out`, or a new array; `dense` [R, Fd] itself when there is nothing to do and no `out`."""
+        """Transform dense [R, Fd] into `out` or a new array; returns `dense` itself when there is nothing to do and no `out`."""
         if dense.shape[1] != len(self.names):
-            raise DataError(f"dense values have {dense.shape[1]} columns, the model has {len(self.names)} dense features")
+            raise DataError(f"got {dense.shape[1]} dense columns, but the model has {len(self.names)}")
         if self.is_identity and out is None:
             return dense
         out = np.empty_like(dense) if out is None else out
@@ -55,7 +55,7 @@ class DenseTransforms:
         return out
 
     def to_plain(self) -> dict[str, Any]:
-        """As JSON can hold it: lists, null for an infinite bound and for no fill."""
+        """JSON-able form: lists, null for an infinite bound and for no fill."""
         plain: dict[str, Any] = {"names": list(self.names), "log": self.log.tolist()}
         for name in ("low", "high", "fill", "shift", "scale"):
             plain[name] = [float(x) if np.isfinite(x) else None for x in getattr(self, name)]
@@ -63,7 +63,7 @@ class DenseTransforms:
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> DenseTransforms:
-        """What `to_plain` gave, back again."""
+        """The inverse of `to_plain`."""
         nothing = {"low": -np.inf, "high": np.inf, "fill": np.nan}
         vectors = {
             name: np.array([nothing[name] if x is None else x for x in plain[name]], np.float32)
@@ -75,7 +75,7 @@ class DenseTransforms:
     def of(
         cls, features: FeaturesSpec, *, mean: NDArray[np.float64] | None = None, std: NDArray[np.float64] | None = None
     ) -> DenseTransforms:
-        """The transforms that `features` ask for; `mean` and `std` [Fd] of clipped and logged values where they are needed."""
+        """Build the transforms of `features`, with `mean` and `std` [Fd] of clipped and logged values where needed."""
         specs = features.expanded_dense()
         count = len(specs)
         low = np.array([-np.inf if s.clip is None else s.clip[0] for s in specs], np.float32)
@@ -96,7 +96,7 @@ class DenseTransforms:
 
     @classmethod
     def learn(cls, features: FeaturesSpec, blocks: Iterable[RawBlock]) -> DenseTransforms:
-        """The transforms with mean and standard deviation of the present, finite values of `blocks`.
+        """Build the transforms with mean and standard deviation of the finite values of `blocks`.
 
         Reads no block when no feature needs statistics. A constant or absent column gets standard deviation 1.
         """
@@ -110,28 +110,26 @@ class DenseTransforms:
             for block in blocks:
                 _accumulate(_clip_and_log(block.dense, low, high, log), count, mean, spread)
         std = np.sqrt(spread / np.maximum(count, 1))
-        # Rounding leaves a constant column with a spread of about 1e-16 of its mean, not of exactly 0. What is smaller than any
-        # normal float32 is no spread either: its inverse would not be finite.
+        # Rounding leaves a constant column with a spread of about 1e-16 of its mean, not exactly 0. A spread below the smallest
+        # normal float32 counts as constant too, since its inverse would not be finite.
         std[(std <= 1e-12 * np.abs(mean)) | (std < np.finfo(np.float32).tiny)] = 1.0
         return cls.of(features, mean=mean, std=std)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BadRows:
-    """Rows that cannot be trained on, and what is wrong with the first."""
+    """Rows that cannot be trained on, and the first of them."""
 
     mask: NDArray[np.bool_]
     """[R], true where the row is bad."""
     row: int
     """The first bad row."""
-    column: str
-    value: float
     problem: str
-    """What is wrong with `value`, and what to do about it."""
+    """What is wrong with that row, and how to fix it."""
 
 
 class RowRule:
-    """Which rows are bad: a missing or infinite dense value, a label outside [0, 1], a weight that is negative or no number."""
+    """Finds bad rows: a missing or infinite dense value, a label outside [0, 1], a negative or non-finite weight."""
 
     def __init__(self, features: FeaturesSpec, *, label: str | None = None, weight: str | None = None) -> None:
         specs = features.expanded_dense()
@@ -143,7 +141,7 @@ class RowRule:
         self._label, self._weight = label or "label", weight or "weight"
 
     def check(self, block: RawBlock) -> BadRows | None:
-        """The bad rows of `block`, None when there are none."""
+        """The bad rows of `block`; None if there are none."""
         mask = np.zeros(block.num_rows, np.bool_)
         _mark_bad(block.dense, self._may_miss, self._low, self._high, mask)
         if block.labels is not None:
@@ -155,32 +153,32 @@ class RowRule:
         if not mask.any():
             return None
         row = int(mask.argmax())
-        column, value, problem = self._first_problem(block, row)
-        return BadRows(mask=mask, row=row, column=column, value=value, problem=problem)
+        return BadRows(mask=mask, row=row, problem=self._explain(block, row))
 
     def refuse(self, block: RawBlock) -> None:
-        """Raise DataError when a row of `block` is bad."""
+        """Raise a DataError if a row of `block` is bad."""
         bad = self.check(block)
         if bad is not None:
-            raise DataError(f"row {bad.row} (from 0): {bad.value} in column `{bad.column}` {bad.problem}")
+            raise DataError(f"row {bad.row} (from 0): {bad.problem}")
 
-    def _first_problem(self, block: RawBlock, row: int) -> tuple[str, float, str]:
-        for place, column in enumerate(self._columns):
-            value = block.dense[row, place]
-            if np.isnan(value) and not self._may_miss[place]:
-                return column, float(value), "is missing; give the feature a `missing` value, or `missing: mean`"
-            if np.isinf(np.clip(value, self._low[place], self._high[place])):
-                return column, float(value), "is not finite; give the feature a `clip: [low, high]`"
+    def _explain(self, block: RawBlock, row: int) -> str:
+        """The first problem of a bad row."""
+        for i, column in enumerate(self._columns):
+            value = block.dense[row, i]
+            if np.isnan(value) and not self._may_miss[i]:
+                return f"dense column `{column}` has a missing value; set the feature's `missing` to a number or to `mean`"
+            if np.isinf(np.clip(value, self._low[i], self._high[i])):
+                return f"dense column `{column}` contains {value}; set the feature's `clip: [low, high]`"
         if block.labels is not None and not 0 <= block.labels[row] <= 1:
-            return self._label, float(block.labels[row]), "is no label: labels are numbers from 0 to 1"
+            return f"label column `{self._label}` contains {block.labels[row]}; labels must be between 0 and 1"
         if block.true_p is not None and not 0 <= block.true_p[row] <= 1:
-            return "true_p", float(block.true_p[row]), "is no probability"
+            return f"column `true_p` contains {block.true_p[row]}; probabilities must be between 0 and 1"
         assert block.weights is not None
-        return self._weight, float(block.weights[row]), "is no example weight: weights are finite and not negative"
+        return f"weight column `{self._weight}` contains {block.weights[row]}; weights must be finite and not negative"
 
 
 def _clip_and_log(dense: NDArray[np.float32], low: Vector, high: Vector, log: NDArray[np.bool_]) -> NDArray[np.float32]:
-    """The first two transforms alone, NaN left as it is: [R, Fd]."""
+    """Only the first two transforms, NaN unchanged: [R, Fd]."""
     out = np.empty_like(dense)
     count = dense.shape[1]
     _apply(
@@ -191,13 +189,13 @@ def _clip_and_log(dense: NDArray[np.float32], low: Vector, high: Vector, log: ND
 
 @numba.njit(nogil=True, cache=True, boundscheck=False)
 def _apply(dense, low, high, log, fill, shift, scale, out):  # type: ignore[no-untyped-def]
-    """All transforms of dense [R, Fd] into out [R, Fd]; the other arguments are [Fd]."""
+    """Apply all transforms to dense [R, Fd], into out [R, Fd]; the other arguments are [Fd]."""
     num_rows, num_columns = dense.shape
     any_log = log.any()
     for r in range(num_rows):
         for c in range(num_columns):
             x = dense[r, c]
-            # Comparisons with NaN are false, so that NaN passes through.
+            # Comparisons with NaN are false, so NaN passes through.
             x = low[c] if x < low[c] else x
             out[r, c] = high[c] if x > high[c] else x
         if any_log:

@@ -1,7 +1,7 @@
-"""Writing a log as Parquet: files of a bounded size for each split, all of them or none.
+"""`SplitWriter`: writes a log as Parquet files of bounded size, all of them or none.
 
-A conversion writes under names that end in `.tmp` and renames them when everything is written. So a run that is killed or
-runs out of disk never leaves a file that looks whole and is not; nor, but for the instant of renaming, a part of the files.
+Files are written under names that end in `.tmp` and renamed when everything is written, so a run that is killed or runs out of disk
+never leaves a truncated file, nor (except during renaming) an incomplete set of files.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from rowstead.spec.errors import DataError
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes read so far and the bytes to read in all."""
+"""Called with the bytes read so far and the total."""
 OnBadRow = Literal["error", "skip"]
 """A malformed line: stop there, or skip it and count it."""
 
@@ -32,34 +32,34 @@ DEFAULT_ROWS_PER_GROUP = 65_536
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """What a conversion wrote, and what it had to leave out."""
+    """What a conversion wrote and skipped."""
 
     folder: Path
-    """Where the files are."""
+    """Folder of the files."""
     num_rows: Mapping[str, int]
     """Rows written to each split."""
     files: Mapping[str, tuple[Path, ...]]
     """Files of each split."""
     num_bytes_read: int
-    """Size of the inputs as they lie on disk."""
+    """Size of the inputs on disk."""
     num_bytes_written: int
     """Size of the files."""
     skipped: Mapping[str, int] = field(default_factory=dict)
-    """Lines left out, counted by reason."""
+    """Skipped lines by reason."""
     first_skipped: tuple[str, ...] = ()
-    """The first few of them, each with its file and line."""
+    """The first few skipped lines, with file and line number."""
 
     @property
     def num_skipped(self) -> int:
-        """Lines left out in all."""
+        """Total number of skipped lines."""
         return sum(self.skipped.values())
 
 
 class SplitWriter:
     """Appends Arrow tables to `train-00000.parquet`, `eval-00000.parquet` and so on in one folder.
 
-    Use it in a `with` block: leaving the block gives the files their final names; an exception removes them all. Only
-    one writer may be at work in a folder. Leftovers of a killed one are removed.
+    Use it in a `with` block: leaving the block gives the files their final names; an exception removes them all. Only one writer may
+    use a folder at a time. Leftovers of a killed writer are removed.
     """
 
     def __init__(
@@ -89,13 +89,13 @@ class SplitWriter:
         self._splits = {split: _SplitFile(self, split, rows_per_file, rows_per_group) for split in splits}
 
     def write(self, split: str, rows: pa.Table | pa.RecordBatch) -> None:
-        """Append rows to a split; they may stay in memory until a row group is full."""
+        """Append rows to a split; they may be buffered until a row group is full."""
         table = pa.Table.from_batches([rows]) if isinstance(rows, pa.RecordBatch) else rows
         with disk_errors(self.folder):
             self._splits[split].append(table)
 
     def close(self) -> None:
-        """Write what is left and give all files their final names, over any earlier ones."""
+        """Write the buffered rows and give all files their final names, replacing earlier files."""
         with disk_errors(self.folder):
             for split in self._splits.values():
                 split.finish()
@@ -107,7 +107,7 @@ class SplitWriter:
                 os.replace(f"{path}.tmp", path)
 
     def abort(self) -> None:
-        """Forget everything that was written; earlier files of the folder stay as they were."""
+        """Remove everything that was written; earlier files in the folder are unchanged."""
         for split in self._splits.values():
             split.discard()
 
@@ -125,7 +125,7 @@ class SplitWriter:
             raise
 
     def num_rows(self) -> dict[str, int]:
-        """Rows given to each split so far."""
+        """Rows of each split so far."""
         return {name: split.num_rows for name, split in self._splits.items()}
 
     def summary(
@@ -145,30 +145,30 @@ class SplitWriter:
 
 
 class _SplitFile:
-    """The files of one split: rows wait here until a row group is full."""
+    """The files of one split; buffers rows until a row group is full."""
 
     def __init__(self, owner: SplitWriter, name: str, rows_per_file: int, rows_per_group: int) -> None:
         self._owner = owner
         self._name = name
         self._rows_per_file = rows_per_file
         self._rows_per_group = min(rows_per_group, rows_per_file)
-        self._waiting: list[pa.Table] = []
-        self._num_waiting = 0
+        self._buffered: list[pa.Table] = []
+        self._num_buffered = 0
         self._num_in_file = 0
         self._file: pq.ParquetWriter | None = None
         self.paths: list[Path] = []
         self.num_rows = 0
 
     def append(self, table: pa.Table) -> None:
-        self._waiting.append(table)
-        self._num_waiting += table.num_rows
+        self._buffered.append(table)
+        self._num_buffered += table.num_rows
         self.num_rows += table.num_rows
-        while self._num_waiting >= (full := min(self._rows_per_group, self._rows_per_file - self._num_in_file)):
+        while self._num_buffered >= (full := min(self._rows_per_group, self._rows_per_file - self._num_in_file)):
             self._flush(full)
 
     def finish(self) -> None:
-        if self._num_waiting:
-            self._flush(self._num_waiting)
+        if self._num_buffered:
+            self._flush(self._num_buffered)
         self._close_file()
 
     def discard(self) -> None:
@@ -176,22 +176,22 @@ class _SplitFile:
             with suppress(OSError, ValueError):
                 self._file.close()
             self._file = None
-        self._waiting.clear()
+        self._buffered.clear()
         for path in self.paths:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
 
     def _flush(self, num_rows: int) -> None:
-        """Write the first `num_rows` waiting rows as one row group."""
-        waiting = pa.concat_tables(self._waiting)
+        """Write the first `num_rows` buffered rows as one row group."""
+        buffered = pa.concat_tables(self._buffered)
         if self._file is None:
             path = self._owner.folder / f"{self._name}-{len(self.paths):05d}.parquet.tmp"
             self.paths.append(path)
             self._file = pq.ParquetWriter(path, self._owner.schema, **self._owner._options)
-        self._file.write_table(waiting.slice(0, num_rows), row_group_size=num_rows)
-        rest = waiting.slice(num_rows)
-        self._waiting = [rest] if rest.num_rows else []
-        self._num_waiting = rest.num_rows
+        self._file.write_table(buffered.slice(0, num_rows), row_group_size=num_rows)
+        rest = buffered.slice(num_rows)
+        self._buffered = [rest] if rest.num_rows else []
+        self._num_buffered = rest.num_rows
         self._num_in_file += num_rows
         if self._num_in_file >= self._rows_per_file:
             self._close_file()
@@ -207,36 +207,36 @@ class _SplitFile:
 
 
 def check_folder(folder: Path, *, splits: Sequence[str] = SPLITS, overwrite: bool = False) -> tuple[Path, ...]:
-    """The files of an earlier conversion in `folder`; a DataError when there are some and they may not be replaced."""
+    """The files of an earlier conversion in `folder`; raises a DataError if there are some and `overwrite` is false."""
     if folder.exists() and not folder.is_dir():
-        raise DataError(f"{folder} is a file: name a folder to write to")
+        raise DataError(f"{folder} is a file; give a folder to write to")
     old = tuple(sorted(path for split in splits for path in folder.glob(f"{split}-*.parquet")))
     if old and not overwrite:
         named = ", ".join(path.name for path in old[:3]) + (f" and {len(old) - 3} more" if len(old) > 3 else "")
-        raise DataError(f"{folder} already has {named}: name another folder, or pass --overwrite to replace them")
+        raise DataError(f"{folder} already has {named}; choose another folder, or pass --overwrite to replace them")
     return old
 
 
-def refuse_empty_splits(num_rows: Mapping[str, int], eval_wanted: bool) -> None:
-    """A DataError when a split that was asked for came out with no rows."""
+def check_splits_not_empty(num_rows: Mapping[str, int], eval_wanted: bool) -> None:
+    """Raise a DataError if a wanted split has no rows."""
     if not num_rows["train"]:
-        raise DataError("no usable rows for the training split: nothing was written")
+        raise DataError("the training split has no rows; nothing was written")
     if eval_wanted and not num_rows["eval"]:
-        raise DataError("no row fell into the evaluation split: nothing was written; ask for a larger share of the rows")
+        raise DataError("the evaluation split has no rows; nothing was written. Increase --eval-fraction")
 
 
 @contextmanager
 def disk_errors(folder: Path) -> Iterator[None]:
-    """Turn what the operating system says while writing into a DataError that names the folder and the way out."""
+    """Turn OSErrors while writing into a DataError that names the folder and a remedy."""
     try:
         yield
     except OSError as error:
         if error.errno == errno.ENOSPC or "No space left" in str(error):
             raise DataError(
-                f"the disk is full while writing to {folder}: free some space, or name a folder on another disk"
+                f"the disk is full while writing to {folder}; free some space, or choose a folder on another disk"
             ) from error
         if error.errno == errno.EDQUOT:
             raise DataError(
-                f"the disk quota is used up while writing to {folder}: free some space, or name another folder"
+                f"the disk quota is exceeded while writing to {folder}; free some space, or choose another folder"
             ) from error
         raise DataError(f"cannot write to {folder}: {error}") from error

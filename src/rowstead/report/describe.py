@@ -1,7 +1,7 @@
-"""A log's statistics as tables and as one self-contained HTML page. No torch here.
+"""A log's statistics as tables and as one self-contained HTML page. Does not import torch.
 
-The page carries plotly.js in itself and a policy that forbids it to fetch anything, so it works offline and tells
-nobody that it was opened. Names of columns come from the log and are escaped.
+The page includes plotly.js and a content security policy that forbids all requests, so it works offline. Column names come from the
+log and are escaped.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 from rowstead.spec.statistics import QUANTILES, LogStatistics, SparseStatistics
 
 MAX_CURVES = 40
-"""Skew curves drawn; a log with more sparse features shows those with the most accesses."""
+"""Maximum number of curves; of more sparse features, those with the most accesses are drawn."""
 
 
 @dataclass(frozen=True)
 class TextTable:
-    """A table as text, for a terminal or a page; the first column is a name, the others are numbers."""
+    """A table of text for a terminal or a page; the first column is a name, the others are numbers."""
 
     title: str
     headings: tuple[str, ...]
@@ -36,7 +36,7 @@ _DENSE_HEADINGS = ("feature", "mean", "std", "min", "p1", "p50", "p99", "max", "
 
 
 def tables(statistics: LogStatistics) -> tuple[TextTable, ...]:
-    """The statistics as tables: sparse features, then dense ones, each only where there are some."""
+    """The statistics as tables: sparse features, then dense features, if there are any."""
     made = []
     if statistics.sparse:
         made.append(TextTable("Sparse features", _SPARSE_HEADINGS, tuple(_sparse_row(one) for one in statistics.sparse)))
@@ -44,7 +44,7 @@ def tables(statistics: LogStatistics) -> tuple[TextTable, ...]:
         shown = [QUANTILES.index(q) for q in (0.01, 0.5, 0.99)]
         rows = []
         for one in statistics.dense:
-            quantiles = [one.quantiles[place] if one.quantiles else None for place in shown]
+            quantiles = [one.quantiles[i] if one.quantiles else None for i in shown]
             numbers = (one.mean, one.std, one.min, *quantiles, one.max)
             shares = (share(one.missing_share), share(one.infinite_share))
             rows.append((one.name, *(number(value) for value in numbers), *shares))
@@ -66,10 +66,10 @@ def _sparse_row(one: SparseStatistics) -> tuple[str, ...]:
 
 
 def headline(statistics: LogStatistics) -> str:
-    """One line about the whole log."""
+    """One line about the log."""
     parts = [f"{statistics.num_rows:,} rows", f"{len(statistics.dense)} dense and {len(statistics.sparse)} sparse features"]
     if statistics.sparse:
-        parts.append(f"{number(sum(one.length_mean for one in statistics.sparse))} ids an example")
+        parts.append(f"{number(sum(one.length_mean for one in statistics.sparse))} ids per example")
     if statistics.label_mean is not None:
         parts.append(f"mean label {number(statistics.label_mean)}")
     if statistics.num_labels_missing:
@@ -78,7 +78,7 @@ def headline(statistics: LogStatistics) -> str:
 
 
 def share(value: float | None) -> str:
-    """A share as a percentage, empty where it is not known."""
+    """A share as a percentage; empty if unknown."""
     if value is None:
         return ""
     percent = 100 * value
@@ -86,7 +86,7 @@ def share(value: float | None) -> str:
 
 
 def number(value: float | None) -> str:
-    """A number in four significant digits, empty where it is not known."""
+    """A number with four significant digits; empty if unknown."""
     if value is None:
         return ""
     if value and not 1e-3 <= abs(value) < 1e9:
@@ -99,7 +99,7 @@ def number(value: float | None) -> str:
 
 @dataclass(frozen=True)
 class Drawing:
-    """One figure of the page: what it shows in words, and the figure as plotly's plain JSON."""
+    """One chart of the page: a description and the figure as plotly's JSON."""
 
     title: str
     words: str
@@ -107,7 +107,7 @@ class Drawing:
 
 
 def drawings(statistics: LogStatistics) -> tuple[Drawing, ...]:
-    """The figures for a log's sparse features; none where it has none."""
+    """The charts for a log's sparse features; empty if it has none."""
     if not statistics.sparse:
         return ()
     made = (_sizes(statistics), _mean_lengths(statistics), _lengths(statistics), _skew(statistics))
@@ -123,7 +123,7 @@ def _sizes(statistics: LogStatistics) -> Drawing:
     sparse = statistics.sparse
     lengths = [max(one.length_mean, 1e-3) for one in sparse]
     names = [_name(one) for one in sparse]
-    hover = "%{text}<br>%{x:.3~g} ids an example<br>%{y:,} "
+    hover = "%{text}<br>%{x:.3~g} ids per example<br>%{y:,} "
     traces = [
         {
             "type": "scatter",
@@ -161,12 +161,12 @@ def _sizes(statistics: LogStatistics) -> Drawing:
         )  # fmt: skip
     heights = [*(max(one.num_distinct, 1) for one in sparse), *(size for size in sizes if size is not None)]
     layout = _layout(_log_axis("mean ids per example", lengths), _log_axis("ids, rows", heights))
-    words = "Each point is a sparse feature: how many different ids it has, and how many an example carries on average."
+    words = "Each point is a sparse feature: its number of distinct ids and its mean ids per example."
     return Drawing("Size against mean length", words, {"data": traces, "layout": {**layout, "shapes": shapes}})
 
 
 def _mean_lengths(statistics: LogStatistics) -> Drawing:
-    """How mean lengths differ between features (the paper's Fig. 7): a power law is a straight line here."""
+    """Mean lengths over features (the paper's Fig. 7): a power law is a straight line."""
     falling = sorted(statistics.sparse, key=lambda one: -one.length_mean)
     means = [max(one.length_mean, 1e-3) for one in falling]
     trace = {
@@ -175,25 +175,25 @@ def _mean_lengths(statistics: LogStatistics) -> Drawing:
         "x": list(range(1, len(falling) + 1)),
         "y": means,
         "text": [_name(one) for one in falling],
-        "hovertemplate": "%{text}<br>%{y:.3~g} ids an example<extra></extra>",
+        "hovertemplate": "%{text}<br>%{y:.3~g} ids per example<extra></extra>",
         "marker": {"size": 7},
         "line": {"width": 1.5},
     }
     layout = _layout(_log_axis("rank of the feature", [1, len(falling)]), _log_axis("mean ids per example", means))
-    words = "Features in order of their mean ids per example, both on log scales. Look-ups follow a power law where this is a straight line."
+    words = "Features in order of their mean ids per example, on log scales. A straight line is a power law."
     return Drawing("Mean length over features", words, {"data": [trace], "layout": layout})
 
 
 def _lengths(statistics: LogStatistics) -> Drawing | None:
-    """The distribution of ids per example within each feature; None where no feature ever has two."""
+    """The distribution of ids per example of each feature; None if no feature has more than one id."""
     many = [one for one in statistics.sparse if one.length_max > 1]
     chosen = _most_accessed(many)
     if not chosen:
         return None
     traces: list[dict[str, Any]] = []
     for one in chosen:
-        beyond = [max(sum(one.length_shares[place:]), 0.0) for place in range(len(one.length_bins))]
-        points = [(low, left) for low, left in zip(one.length_bins, beyond, strict=True) if low > 0 and left > 0]
+        remaining = [max(sum(one.length_shares[i:]), 0.0) for i in range(len(one.length_bins))]
+        points = [(low, left) for low, left in zip(one.length_bins, remaining, strict=True) if low > 0 and left > 0]
         traces.append(
             {
                 "type": "scatter",
@@ -209,14 +209,14 @@ def _lengths(statistics: LogStatistics) -> Drawing | None:
     across = _log_axis("ids per example, at least", [1, *(one.length_max for one in chosen)])
     up = {**_log_axis("share of examples", [1, *(y for trace in traces for y in trace["y"])]), "tickformat": "~p"}
     layout = _layout(across, up)
-    words = "For each feature, the share of the examples that have at least so many ids." + _left_out(len(many))
+    words = "For each feature, the share of examples with at least this many ids." + _note_omitted(len(many))
     if len(many) < len(statistics.sparse):
         words += f" Features with at most one id an example ({len(statistics.sparse) - len(many)}) are not drawn."
     return Drawing("Length distribution", words, {"data": traces, "layout": layout})
 
 
 def _skew(statistics: LogStatistics) -> Drawing:
-    """How much of the traffic goes to the most accessed ids."""
+    """Share of accesses to the most accessed ids."""
     traces = [
         {
             "type": "scatter",
@@ -235,8 +235,8 @@ def _skew(statistics: LogStatistics) -> Drawing:
     across = {**_log_axis("share of the ids, most accessed first", tops), "tickformat": "~p"}
     layout = _layout(across, {"title": {"text": "share of the accesses"}, "tickformat": ".0%", "range": [0, 1.02]})
     words = (
-        "The share of all accesses that the most accessed ids receive: the higher on the left, the more a small cache holds."
-        + _left_out(len(statistics.sparse))
+        "Share of all accesses to the most accessed ids: the higher on the left, the better a small cache works."
+        + _note_omitted(len(statistics.sparse))
     )
     return Drawing("Access skew", words, {"data": traces, "layout": layout})
 
@@ -246,12 +246,12 @@ def _most_accessed(sparse: Sequence[SparseStatistics]) -> list[SparseStatistics]
     return [one for one in sparse if one.name in chosen]
 
 
-def _left_out(num_features: int) -> str:
+def _note_omitted(num_features: int) -> str:
     return f" Only the {MAX_CURVES} features with the most accesses are drawn." if num_features > MAX_CURVES else ""
 
 
 def _log_axis(title: str, values: Iterable[float]) -> dict[str, Any]:
-    """An axis from the power of ten below the least value to the one above the largest, with at least two ticks."""
+    """A log axis between the powers of ten around the values, with at least two ticks."""
     positive = [value for value in values if value > 0] or [1.0]
     low = math.floor(math.log10(min(positive)) + 1e-9)
     high = max(math.ceil(math.log10(max(positive)) - 1e-9), low + 1)
@@ -281,30 +281,30 @@ def _layout(xaxis: dict[str, Any], yaxis: dict[str, Any]) -> dict[str, Any]:
 
 
 def page(statistics: LogStatistics, *, title: str = "The log") -> str:
-    """The statistics as one HTML page that needs no network."""
-    from plotly.offline import get_plotlyjs  # takes a moment, and only pages need it
+    """The statistics as one HTML page that works offline."""
+    from plotly.offline import get_plotlyjs  # slow to import, and only pages need it
 
     figures = drawings(statistics)
     body = [f"<h1>{html.escape(title)}</h1>", f"<p>{html.escape(headline(statistics))}.</p>"]
-    for place, drawing in enumerate(figures):
+    for i, drawing in enumerate(figures):
         body.append(f"<section><h2>{drawing.title}</h2><p>{drawing.words}</p>")
-        body.append(f'<div class="figure" id="figure-{place}" role="img" aria-label="{drawing.title}"></div></section>')
+        body.append(f'<div class="figure" id="figure-{i}" role="img" aria-label="{drawing.title}"></div></section>')
     body += [_html_table(table) for table in tables(statistics)]
     if statistics.dense and statistics.num_rows_sampled < statistics.num_rows:
-        body.append(f"<p>Quantiles of dense features are those of a sample of {statistics.num_rows_sampled:,} rows.</p>")
-    # A `<` inside a script could end it: as an escape it means the same to JSON and nothing to HTML.
+        body.append(f"<p>Quantiles of dense features are from a sample of {statistics.num_rows_sampled:,} rows.</p>")
+    # A `<` could end the script; its JSON escape cannot.
     plain = json.dumps([drawing.figure for drawing in figures]).replace("<", "\\u003c")
     scripts = f"<script>{get_plotlyjs()}</script><script>const figures = {plain};{_SCRIPT}</script>" if figures else ""
     return _PAGE.format(title=html.escape(title), style=_STYLE, body="\n".join(body), scripts=scripts)
 
 
 def _html_table(table: TextTable) -> str:
-    head = "".join(f'<th scope="col">{html.escape(text)}</th>' for text in table.headings)
+    headings = "".join(f'<th scope="col">{html.escape(text)}</th>' for text in table.headings)
     rows = "".join(
         f'<tr><th scope="row">{html.escape(name)}</th>' + "".join(f"<td>{html.escape(text)}</td>" for text in cells) + "</tr>"
         for name, *cells in table.rows
     )
-    return f'<section><h2>{table.title}</h2><div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div></section>'
+    return f'<section><h2>{table.title}</h2><div class="wide"><table><thead><tr>{headings}</tr></thead><tbody>{rows}</tbody></table></div></section>'
 
 
 HEAD = """<!doctype html>
@@ -314,7 +314,7 @@ HEAD = """<!doctype html>
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:">
 <title>{title}</title><style>{style}</style></head>
 """
-"""How a page begins that fetches nothing and that nothing in it can make fetch."""
+"""Start of a page whose content security policy forbids all requests."""
 
 _PAGE = (
     HEAD
@@ -349,14 +349,14 @@ const dark_colors = ['#7aa5ff', '#ff9b63', '#5fd0a8', '#c79bff', '#e6c04d', '#ff
 function draw() {
   const style = getComputedStyle(document.documentElement);
   const text = style.getPropertyValue('--text'), line = style.getPropertyValue('--line');
-  figures.forEach((figure, place) => {
+  figures.forEach((figure, index) => {
     const layout = structuredClone(figure.layout);
     layout.font.color = text;
     layout.colorway = dark.matches ? dark_colors : light_colors;
     for (const axis of [layout.xaxis, layout.yaxis]) { axis.gridcolor = line; axis.linecolor = line; }
     layout.showlegend = figure.data.length > 1 && !(narrow.matches && figure.data.length > 4);
     if (narrow.matches) layout.legend = { orientation: 'h', y: 1.02, yanchor: 'bottom' };
-    Plotly.react('figure-' + place, structuredClone(figure.data), layout, { responsive: true, displaylogo: false, displayModeBar: false });
+    Plotly.react('figure-' + index, structuredClone(figure.data), layout, { responsive: true, displaylogo: false, displayModeBar: false });
   });
 }
 draw();

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
 
-from rowstead.data.columns import floats_of
+from rowstead.data.columns import to_floats
 from rowstead.data.parquet import ParquetLog
 from rowstead.data.parquet_source import ParquetSource
 from rowstead.records.files import fsync_folder
@@ -192,6 +192,6 @@ def _build_table(
     if copied is not None:
         rows = copied.take(len(p))
         if scoring.copies_label:
-            columns["label"] = pa.array(floats_of(rows.column(scoring.label), scoring.label), from_pandas=True)
+            columns["label"] = pa.array(to_floats(rows.column(scoring.label), scoring.label), from_pandas=True)
         columns |= {name: rows.column(name) for name in keep}
     return pa.table(columns)

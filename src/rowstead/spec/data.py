@@ -22,36 +22,36 @@ class SynthSpec:
     num_dense: int = 13
     """Dense columns in the log."""
     num_skewed_dense: int = 0
-    """The first so many dense columns are positive with a long tail, like counts; `log: true` brings them back to a bell shape."""
+    """The first `num_skewed_dense` dense columns are positive with a long tail, like counts; `log: true` makes them bell-shaped again."""
     num_sparse: int = 26
     """Sparse columns in the log."""
     num_ids: int | tuple[int, ...] = 100_000
-    """Distinct ids of a feature (one number for all, or one each)."""
+    """Distinct ids per feature (one number for all, or a list)."""
     mean_ids: float | tuple[float, ...] = 1.0
-    """Mean ids per example of a feature (one number for all, or one each)."""
+    """Mean ids per example and feature (one number for all, or a list)."""
     length_power: float = 0.0
-    """With one `mean_ids` for all: exponent of the power law by which mean lengths differ between features; 0 makes them equal."""
+    """With one `mean_ids` for all: exponent of the power law of mean lengths over features; 0 makes them equal."""
     lengths: Literal["fixed", "poisson"] = "fixed"
     """Ids per example: always the mean (rounded), or Poisson around it, empty bags included."""
     max_ids: int = 200
-    """No example has more ids of one feature than this."""
+    """Maximum ids per example and feature."""
     skew: float = 1.05
-    """Exponent of the Zipf law of the ids: 0 draws them evenly, larger is more skewed."""
+    """Exponent of the Zipf distribution of ids: 0 is uniform, larger is more skewed."""
     click_rate: float = 0.25
     """Mean label."""
     signal: float = 2.0
     """Standard deviation of the teacher's log-odds: the larger, the lower the best possible NE."""
     interaction_share: float = 0.5
-    """Share of the log-odds' variance that comes from products of features, which a linear model cannot learn."""
+    """Share of the log-odds' variance due to products of features, which a linear model cannot learn."""
     latent: int = 4
-    """Numbers that the teacher knows about each id."""
+    """Dimension of the teacher's vector for each id."""
     drift: float = 0.0
-    """How far the teacher's taste turns from the first example to the last: 0 never, 1 to something unrelated."""
+    """How far the teacher changes from the first example to the last: 0 not at all, 1 to an unrelated teacher."""
 
     def __post_init__(self) -> None:
         for name in ("num_train_samples", "num_eval_samples", "latent", "max_ids"):
             require(getattr(self, name) >= 1, name, f"must be at least 1, got {getattr(self, name)}")
-        require(self.num_dense >= 0 and self.num_sparse >= 0, "num_sparse", "counts of features cannot be negative")
+        require(self.num_dense >= 0 and self.num_sparse >= 0, "num_sparse", "must not be negative, nor must num_dense")
         require(self.num_dense + self.num_sparse >= 1, "num_sparse", "the log needs at least one feature")
         bound = f"must be from 0 to num_dense, {self.num_dense}"
         require(0 <= self.num_skewed_dense <= self.num_dense, "num_skewed_dense", bound)
@@ -59,7 +59,7 @@ class SynthSpec:
             value = getattr(self, name)
             values = value if isinstance(value, tuple) else (value,)
             if isinstance(value, tuple):
-                require(len(value) == self.num_sparse, name, f"has {len(value)} numbers for {self.num_sparse} sparse features")
+                require(len(value) == self.num_sparse, name, f"has {len(value)} values for {self.num_sparse} sparse features")
             require(all(0 < v < math.inf for v in values), name, "must be above 0 and finite")
             fits = name == "num_ids" or max(values) <= self.max_ids
             require(fits, name, f"must not be above max_ids, which is {self.max_ids}")
@@ -74,29 +74,29 @@ class SynthSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ParquetSpec:
-    """Examples from Parquet files: local paths, globs, or URLs that fsspec knows."""
+    """Examples from Parquet files: local paths, globs, or URLs supported by fsspec."""
 
     train: tuple[str, ...]
     """Files of the training split."""
     eval: tuple[str, ...] = ()
-    """Files of the evaluation split; when left out, the last `eval_fraction` of the training files' rows."""
+    """Files of the evaluation split. Default: the last `eval_fraction` of the training files' rows."""
     eval_fraction: float = 0.1
-    """Share of the rows, the last ones in file order, held out when `eval` is left out."""
+    """Share of the rows (the last ones in file order) held out without `eval`."""
     label: str = "label"
-    """Column of the label, a number from 0 to 1."""
+    """Label column, a number from 0 to 1."""
     weight: str | None = None
     """Column of example weights."""
     true_p: str | None = None
-    """Column of the true click probability, which only a synthetic log has."""
+    """Column of the true click probability, for synthetic logs."""
     shuffle_rows: int = 65_536
-    """Rows shuffled together (row groups are shuffled as well); 0 keeps the order of the files."""
+    """Size of the shuffle window in rows (row groups are shuffled too); 0 keeps file order."""
     decode_threads: int | None = None
-    """Threads that decode, and at most so many that make batches; as many as there are cores when left out."""
+    """Threads that decode; at most as many make batches. Default: one per core."""
     on_bad_row: Literal["error", "skip"] = "error"
-    """A missing or non-finite dense value, or a label outside [0, 1]: stop there, or skip the row and count it."""
+    """For a missing or non-finite dense value or a label outside [0, 1]: stop with an error, or skip the row and count it."""
 
     def __post_init__(self) -> None:
-        require(bool(self.train), "train", "name at least one file")
+        require(bool(self.train), "train", "give at least one file")
         require(0 < self.eval_fraction < 1, "eval_fraction", f"must be between 0 and 1, got {self.eval_fraction}")
         require(self.shuffle_rows >= 0, "shuffle_rows", "must not be negative")
         require(self.decode_threads is None or self.decode_threads >= 1, "decode_threads", "must be at least 1")
@@ -107,18 +107,18 @@ class DataSpec:
     """The log: exactly one of `synth` and `parquet`."""
 
     synth: SynthSpec | None = None
-    """Draw the log from a hidden teacher as training goes."""
+    """Generate the log from a hidden teacher during training."""
     parquet: ParquetSpec | None = None
     """Read the log from Parquet files."""
     negative_keep_rate: float = 1.0
-    """Share of the negatives that the log kept. Predictions are corrected for it; evaluation weighs negatives by its inverse."""
+    """Share of the negatives that the log kept. Predictions are corrected for it; evaluation weights negatives by its inverse."""
     statistics_rows: int = 1_000_000
-    """Rows of the training split from which means and standard deviations of dense features are learned."""
+    """Training rows from which means and standard deviations of dense features are computed."""
 
     def __post_init__(self) -> None:
         given = [name for name in ("synth", "parquet") if getattr(self, name) is not None]
         require(len(given) == 1, "", f"give exactly one of `synth` and `parquet`, got {' and '.join(given) or 'neither'}")
         require(0 < self.negative_keep_rate <= 1, "negative_keep_rate", "must be above 0 and at most 1")
         kept_all = self.synth is None or self.negative_keep_rate == 1
-        require(kept_all, "negative_keep_rate", "must be 1 with `synth`, which leaves out no negatives")
+        require(kept_all, "negative_keep_rate", "must be 1 with `synth`, which keeps all negatives")
         require(self.statistics_rows >= 1, "statistics_rows", "must be at least 1")

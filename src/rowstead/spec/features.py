@@ -1,4 +1,4 @@
-"""Which columns of a log a model reads, how each becomes numbers or rows, and the tables the rows are in."""
+"""The columns that a model reads from a log, how they are transformed or hashed, and the embedding tables."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class DenseFeatureSpec:
     name: str
     """Name of the feature; with `repeat`, `{i}` in it becomes 0, 1, 2 …"""
     column: str | None = None
-    """Column of the log; the feature's name when left out."""
+    """Column of the log. Default: the feature's name."""
     repeat: int = 1
-    """Stands for this many features that differ only in `{i}`."""
+    """Expands to this many features that differ only in `{i}`."""
     start: int = 0
     """First value of `{i}`."""
     clip: tuple[float, ...] | None = None
@@ -32,7 +32,7 @@ class DenseFeatureSpec:
     log: bool = False
     """Take sign(x) * log(1 + |x|)."""
     missing: float | Literal["mean"] | None = None
-    """What stands for a missing value (null or NaN), in the log's own units, or `mean` for the training split's mean. Without it a missing value is an error."""
+    """Replaces a missing value (null or NaN): a number in the log's units, or `mean` for the training split's mean. Without it a missing value is an error."""
     standardise: bool = False
     """Subtract the training split's mean and divide by its standard deviation."""
 
@@ -50,36 +50,36 @@ class DenseFeatureSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class SparseFeatureSpec:
-    """One column of ids (integer, text, or a list of either); each id is hashed to a row, the rows are pooled."""
+    """One column of ids (integer, text, or a list of either); each id is hashed to a table row, and the rows are pooled."""
 
     name: str
     """Name of the feature; with `repeat`, `{i}` in it becomes 0, 1, 2 …"""
     column: str | None = None
-    """Column of the log; the feature's name when left out."""
+    """Column of the log. Default: the feature's name."""
     repeat: int = 1
-    """Stands for this many features that differ only in `{i}`."""
+    """Expands to this many features that differ only in `{i}`."""
     start: int = 0
     """First value of `{i}`."""
     num_rows: int | None = None
-    """Hash size: rows of the feature's own table. Leave out when `table` names a shared one."""
+    """Hash size: rows of the feature's own table. Omit it if `table` names a shared table."""
     width: int | None = None
-    """Width of the feature's own table; `model.width` when left out."""
+    """Embedding width of the feature's own table. Default: `model.width`."""
     table: str | None = None
     """Name of a table under `features.tables`, for features that share one."""
     pooling: Pooling = "sum"
-    """How the rows of one example are joined."""
+    """How the rows of one example are pooled."""
     max_ids: int | None = None
-    """Truncation size: only the first so many ids of an example are used."""
+    """Truncation size: only the first `max_ids` ids of an example are used."""
     hash: Hash = "mix"
-    """How an id becomes a row: `mix` (a stable 64-bit hash, then modulo), `modulo`, or `none` (ids are rows already)."""
+    """How an id becomes a row: `mix` (a stable 64-bit hash, then modulo), `modulo`, or `none` (ids are row numbers)."""
 
     def __post_init__(self) -> None:
         _check_repeat(self.name, self.repeat)
         if self.table is None:
-            require(self.num_rows is not None, "num_rows", "give a hash size here, or name a shared `table`")
+            require(self.num_rows is not None, "num_rows", "set a hash size, or name a shared `table`")
         else:
-            require(self.num_rows is None, "num_rows", "the shared table has its own num_rows: give only one of the two")
-            require(self.width is None, "width", "the shared table has its own width: give only one of the two")
+            require(self.num_rows is None, "num_rows", "the shared table has its own num_rows; set only one of the two")
+            require(self.width is None, "width", "the shared table has its own width; set only one of the two")
         require(self.num_rows is None or self.num_rows >= 1, "num_rows", f"must be at least 1, got {self.num_rows}")
         require(self.width is None or self.width >= 1, "width", f"must be at least 1, got {self.width}")
         require(self.max_ids is None or self.max_ids >= 1, "max_ids", f"must be at least 1, got {self.max_ids}")
@@ -90,11 +90,11 @@ class TableSpec:
     """An embedding table that several features may share."""
 
     name: str
-    """Name by which features refer to it."""
+    """Name that features refer to."""
     num_rows: int
     """Hash size."""
     width: int | None = None
-    """Numbers in a row; `model.width` when left out."""
+    """Embedding width. Default: `model.width`."""
 
     def __post_init__(self) -> None:
         require(bool(self.name), "name", "must not be empty")
@@ -104,63 +104,63 @@ class TableSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class FeaturesSpec:
-    """The model's selection from the log: columns that are not named here are never read."""
+    """The features of the model; columns of the log that are not listed are never read."""
 
     dense: tuple[DenseFeatureSpec, ...] = ()
     """Scalar features."""
     sparse: tuple[SparseFeatureSpec, ...] = ()
-    """Features of ids."""
+    """Id features."""
     tables: tuple[TableSpec, ...] = ()
-    """Tables that features share; a feature without `table` has one of its own, of the same name."""
+    """Tables shared by features; a feature without `table` has its own table of the same name."""
 
     def __post_init__(self) -> None:
-        require(bool(self.dense or self.sparse), "", "name at least one dense or sparse feature")
+        require(bool(self.dense or self.sparse), "", "list at least one dense or sparse feature")
         names = [f.name for f in self.expanded_dense()] + [f.name for f in self.expanded_sparse()]
         shared = [t.name for t in self.tables]
         for what, given in (("feature", names), ("table", shared)):
             twice = next((name for name, count in Counter(given).items() if count > 1), None)
-            require(twice is None, "", f"{what} `{twice}` is named twice")
-        for place, feature in enumerate(self.sparse):
+            require(twice is None, "", f"{what} `{twice}` is listed twice")
+        for i, feature in enumerate(self.sparse):
             if feature.table is not None and feature.table not in shared:
-                raise SpecError(f"sparse[{place}].table", f"no table `{feature.table}`: {did_you_mean(feature.table, shared)}")
+                raise SpecError(f"sparse[{i}].table", f"no table `{feature.table}`: {did_you_mean(feature.table, shared)}")
         used = {f.table for f in self.sparse}
         for table in self.tables:
-            require(table.name in used, "tables", f"table `{table.name}` is used by no feature")
+            require(table.name in used, "tables", f"table `{table.name}` is not used by any feature")
         own = {f.name for f in self.expanded_sparse() if f.table is None}
         clash = own & set(shared)
         require(not clash, "tables", f"`{next(iter(clash), '')}` is a shared table and also a feature with its own table")
 
     def expanded_dense(self) -> tuple[DenseFeatureSpec, ...]:
-        """One spec a dense feature, `repeat` written out and `column` filled in."""
+        """One spec per dense feature, with `repeat` expanded and `column` set."""
         return self._expanded_dense
 
     def expanded_sparse(self) -> tuple[SparseFeatureSpec, ...]:
-        """One spec a sparse feature, `repeat` written out and `column` filled in."""
+        """One spec per sparse feature, with `repeat` expanded and `column` set."""
         return self._expanded_sparse
 
     @cached_property
     def _expanded_dense(self) -> tuple[DenseFeatureSpec, ...]:
-        return tuple(one for feature in self.dense for one in _expanded(feature))
+        return tuple(one for feature in self.dense for one in _expand(feature))
 
     @cached_property
     def _expanded_sparse(self) -> tuple[SparseFeatureSpec, ...]:
-        return tuple(one for feature in self.sparse for one in _expanded(feature))
+        return tuple(one for feature in self.sparse for one in _expand(feature))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """An embedding table as it will be allocated, and the features that read it."""
+    """An embedding table, or a shard of one, and the features that read it."""
 
     name: str
     num_rows: int
     width: int
     features: tuple[int, ...]
-    """Places of its features in the batch."""
+    """Indices of its features in the batch."""
     first_row: int = 0
-    """Where this table begins in the whole that it is a piece of; a table that is no piece is its own whole."""
+    """First row of this shard in the whole table; 0 for a whole table."""
     first_column: int = 0
     whole: tuple[int, int] | None = None
-    """Rows and columns of the whole, for a piece of one."""
+    """Rows and columns of the whole table, for a shard."""
 
     @property
     def num_elements(self) -> int:
@@ -168,39 +168,39 @@ class Table:
 
     @property
     def whole_shape(self) -> tuple[int, int]:
-        """Rows and columns of the table that this is, or is a piece of."""
+        """Rows and columns of the whole table."""
         return self.whole or (self.num_rows, self.width)
 
 
 def tables_of(features: FeaturesSpec, *, width: int, scale: float = 1.0) -> tuple[Table, ...]:
-    """The tables that `features` need, in order of first use, hash sizes multiplied by `scale`."""
+    """The tables of `features`, in order of first use, with hash sizes multiplied by `scale`."""
     shared = {t.name: t for t in features.tables}
     rows: dict[str, int] = {}
     widths: dict[str, int] = {}
     readers: dict[str, list[int]] = {}
-    for place, feature in enumerate(features.expanded_sparse()):
+    for i, feature in enumerate(features.expanded_sparse()):
         source = shared[feature.table] if feature.table is not None else feature
         assert source.num_rows is not None
         rows[source.name] = max(1, round(source.num_rows * scale))
         widths[source.name] = source.width or width
-        readers.setdefault(source.name, []).append(place)
+        readers.setdefault(source.name, []).append(i)
     return tuple(
-        Table(name=name, num_rows=rows[name], width=widths[name], features=tuple(places)) for name, places in readers.items()
+        Table(name=name, num_rows=rows[name], width=widths[name], features=tuple(indices)) for name, indices in readers.items()
     )
 
 
 Feature = TypeVar("Feature", DenseFeatureSpec, SparseFeatureSpec)
 
 
-def _expanded(feature: Feature) -> list[Feature]:
+def _expand(feature: Feature) -> list[Feature]:
     column = feature.column or feature.name
     return [
-        dataclasses.replace(feature, name=_numbered(feature.name, i), column=_numbered(column, i), repeat=1, start=0)
+        dataclasses.replace(feature, name=_fill_in(feature.name, i), column=_fill_in(column, i), repeat=1, start=0)
         for i in range(feature.start, feature.start + feature.repeat)
     ]
 
 
-def _numbered(template: str, i: int) -> str:
+def _fill_in(template: str, i: int) -> str:
     return template.replace("{i}", str(i))
 
 

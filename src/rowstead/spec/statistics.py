@@ -1,4 +1,4 @@
-"""What is known about a log after reading it through: the numbers, apart from how they are counted and drawn."""
+"""Statistics of a log. `data/describe.py` counts them, `report/describe.py` shows them."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class DenseStatistics:
-    """One dense feature; a figure that no value gives is None."""
+    """One dense feature; a figure is None if no value is finite."""
 
     name: str
     missing_share: float
-    """Share of the rows in which it is null or NaN."""
+    """Share of the rows where it is null or NaN."""
     infinite_share: float
-    """Share of the rows in which it is infinite; these count in no other figure."""
+    """Share of the rows where it is infinite; other figures exclude these."""
     mean: float | None
     std: float | None
     min: float | None
     max: float | None
     quantiles: tuple[float, ...] = ()
-    """At `QUANTILES`, from a sample of rows; exact where the log is no larger than the sample."""
+    """At `QUANTILES`, from a sample of rows; exact if the log is not larger than the sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +31,9 @@ class SparseStatistics:
     num_distinct: int
     """Distinct ids."""
     distinct_error: float
-    """Standard error of `num_distinct` as a share of it; 0 where the ids were all counted."""
+    """Relative standard error of `num_distinct`; 0 if all ids were counted."""
     empty_share: float
-    """Share of the examples that have no id."""
+    """Share of the examples without ids."""
     length_mean: float
     """Ids per example, empty ones included."""
     length_p50: int
@@ -41,22 +41,22 @@ class SparseStatistics:
     length_p99: int
     length_max: int
     length_bins: tuple[int, ...] = ()
-    """Lower ends of bins of ids per example: 0, 1, 2, 3 … and wider ones from 16 on; the last bin has no upper end."""
+    """Lower bounds of bins of ids per example: 0, 1, 2, 3 …, wider from 16 on; the last bin is unbounded."""
     length_shares: tuple[float, ...] = ()
     """Share of the examples in each of the bins."""
     top_1_percent_share: float | None = None
-    """Share of the accesses that go to the most accessed 1 % of the ids (at least one id); None without any id."""
+    """Share of the accesses to the most accessed 1 % of the ids (at least one id); None without ids."""
     top_10_percent_share: float | None = None
     skew_top: tuple[float, ...] = ()
-    """Shares of the ids, the most accessed first, rising to 1."""
+    """Shares of the ids, most accessed first, increasing to 1."""
     skew_accesses: tuple[float, ...] = ()
-    """Share of the accesses that go to each of `skew_top`."""
+    """Share of the accesses to each of `skew_top`."""
     num_rows: int | None = None
-    """Hash size at which collisions are given."""
+    """Hash size at which collisions are counted."""
     expected_collisions: float | None = None
-    """Share of the distinct ids that share a row with another one when ids fall on rows evenly."""
+    """Expected share of the distinct ids that share a row with another id, if ids are uniform over rows."""
     actual_collisions: float | None = None
-    """The same share as the feature's hash makes it; None where the ids were too many to keep, or are no rows under `hash: none`."""
+    """The actual share under the feature's hash; None if there were too many ids to keep, or ids outside the table with `hash: none`."""
 
     @property
     def exact(self) -> bool:
@@ -72,12 +72,12 @@ class LogStatistics:
     label_mean: float | None
     """None for a log without labels."""
     num_labels_missing: int = 0
-    """Rows whose label is null or NaN; the mean leaves them out."""
+    """Rows whose label is null or NaN; the mean excludes them."""
     num_rows_sampled: int
-    """Rows from which the quantiles of dense features come."""
+    """Size of the sample for quantiles of dense features."""
     dense: tuple[DenseStatistics, ...] = ()
     sparse: tuple[SparseStatistics, ...] = ()
 
 
 QUANTILES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
-"""Where the quantiles of dense features are taken."""
+"""Quantiles of dense features."""
