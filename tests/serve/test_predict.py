@@ -74,7 +74,7 @@ def test_skipped_rows_are_counted_and_kept_columns_stay_in_step(run, log, tmp_pa
     bad["price"][[3, 100, 299]] = np.nan
     pq.write_table(pa.table(bad), tmp_path / "bad.parquet", row_group_size=100)
     data = [str(tmp_path / "bad.parquet")]
-    with pytest.raises(RowsteadError, match=r"row 3 .*`price` is missing"):
+    with pytest.raises(RowsteadError, match=r"row 3 .*`price` has a missing value"):
         rowstead.predict(run, tmp_path / "p.parquet", data=data)
     assert [file.name for file in tmp_path.iterdir()] == ["bad.parquet"]
     skipping = RunFolder(tmp_path / "skipping")

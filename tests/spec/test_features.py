@@ -63,7 +63,7 @@ def test_a_repeated_feature_needs_a_number_in_its_name() -> None:
         ("dense", {"missing": float("inf")}, "dense[0].missing: must be finite, got inf"),
         ("sparse", {"num_rows": 0}, "sparse[0].num_rows: must be at least 1, got 0"),
         ("sparse", {"num_rows": -5}, "sparse[0].num_rows: must be at least 1, got -5"),
-        ("sparse", {"num_rows": None}, "sparse[0].num_rows: give a hash size here, or name a shared `table`"),
+        ("sparse", {"num_rows": None}, "sparse[0].num_rows: set a hash size, or name a shared `table`"),
         ("sparse", {"width": 0}, "sparse[0].width: must be at least 1, got 0"),
         ("sparse", {"max_ids": 0}, "sparse[0].max_ids: must be at least 1, got 0"),
         ("sparse", {"table": "t"}, "sparse[0].num_rows: the shared table has its own num_rows"),
@@ -94,13 +94,13 @@ def test_a_feature_that_names_no_table_is_refused_and_the_nearest_is_named() -> 
 @pytest.mark.parametrize(
     ("plain", "says"),
     [
-        ({}, "name at least one dense or sparse feature"),
-        ({"dense": [{"name": "x"}], "sparse": [ONE]}, "feature `x` is named twice"),
-        ({"dense": [{"name": "d_{i}", "repeat": 3}, {"name": "d_1"}]}, "feature `d_1` is named twice"),
-        ({"sparse": [ONE], "tables": [{"name": "t", "num_rows": 1}]}, "table `t` is used by no feature"),
+        ({}, "list at least one dense or sparse feature"),
+        ({"dense": [{"name": "x"}], "sparse": [ONE]}, "feature `x` is listed twice"),
+        ({"dense": [{"name": "d_{i}", "repeat": 3}, {"name": "d_1"}]}, "feature `d_1` is listed twice"),
+        ({"sparse": [ONE], "tables": [{"name": "t", "num_rows": 1}]}, "table `t` is not used by any feature"),
         (
             {"sparse": [{"name": "a", "table": "t"}], "tables": [{"name": "t", "num_rows": 1}, {"name": "t", "num_rows": 2}]},
-            "table `t` is named twice",
+            "table `t` is listed twice",
         ),
         (
             {"sparse": [{"name": "a", "table": "x"}, ONE], "tables": [{"name": "x", "num_rows": 1}]},
