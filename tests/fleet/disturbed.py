@@ -102,7 +102,7 @@ def train_undisturbed(folder: Path) -> float:
 
 def samples_of(out: Path, kind: RoleKind, number: int) -> dict[int, list[dict[str, Any]]]:
     """The usage samples of a role, by incarnation."""
-    lives: dict[int, list[dict[str, Any]]] = {}
+    samples: dict[int, list[dict[str, Any]]] = {}
     try:
         lines = (out / "roles" / f"{kind}-{number}.jsonl").read_text().splitlines()
     except FileNotFoundError:
@@ -110,22 +110,22 @@ def samples_of(out: Path, kind: RoleKind, number: int) -> dict[int, list[dict[st
     for line in lines:
         with contextlib.suppress(ValueError):  # cut off when its process was killed, or not yet complete
             sample = json.loads(line)
-            lives.setdefault(sample["incarnation"], []).append(sample)
-    return lives
+            samples.setdefault(sample["incarnation"], []).append(sample)
+    return samples
 
 
 def last_of(out: Path, kind: RoleKind, number: int) -> dict[str, Any]:
     """The last usage sample of a role."""
-    lives = samples_of(out, kind, number)
-    return lives[max(lives)][-1] if lives else {}
+    samples = samples_of(out, kind, number)
+    return samples[max(samples)][-1] if samples else {}
 
 
 def steps_of(out: Path) -> dict[tuple[str, int], int]:
     """Steps by trainer and incarnation, as each has counted them; exact for an incarnation that was not killed."""
     return {
-        (f"trainer-{number}", life): int(samples[-1].get("num_steps", 0))
+        (f"trainer-{number}", incarnation): int(samples[-1].get("num_steps", 0))
         for number in range(NUM_TRAINERS)
-        for life, samples in samples_of(out, "trainer", number).items()
+        for incarnation, samples in samples_of(out, "trainer", number).items()
     }
 
 
@@ -135,39 +135,39 @@ class AssignmentCounts:
 
     done_by: Mapping[tuple[str, int], int]
     """Batches by trainer and incarnation."""
-    num_again: int
+    num_reassigned: int
     """Batches that were assigned again."""
-    num_again_after_death: int
-    """Of those, after the first trainer was gone."""
+    num_repeated: int
+    """Of those, after the first trainer was lost."""
 
 
 def read_assignments(out: Path) -> AssignmentCounts:
     """Read the log from the beginning, or since the last start of the reader."""
     first, *events = [json.loads(line) for line in (out / "roles" / "reader-0.progress").read_text().splitlines()]
-    holder = {number: (name, life) for number, name, life, *_ in first["book"]["held"]}
-    next_number = first["book"]["next_number"]
-    gone: set[int] = set()
+    holder = {number: (name, client) for number, name, client, *_ in first["assignments"]["held"]}
+    next_number = first["assignments"]["next_number"]
+    released: set[int] = set()
     done_by: Counter[tuple[str, int]] = Counter()
-    num_again = num_again_after_death = 0
+    num_reassigned = num_repeated = 0
     for event, *facts in events:
-        if event == "new":
+        if event == "assign":
             holder[next_number] = facts[0], facts[1]
             next_number += 1
-        elif event == "again":
+        elif event == "reassign":
             holder[facts[2]] = facts[0], facts[1]
-            num_again += 1
-            num_again_after_death += facts[2] in gone
-            gone.discard(facts[2])
-        elif event == "back":
+            num_reassigned += 1
+            num_repeated += facts[2] in released
+            released.discard(facts[2])
+        elif event == "keep":
             holder.update(dict.fromkeys(facts[2], (facts[0], facts[1])))
-            gone.difference_update(facts[2])
-        elif event == "gone":
-            gone.update(facts[0])
+            released.difference_update(facts[2])
+        elif event == "release":
+            released.update(facts[0])
         elif event == "done":
             done_by.update(holder[number] for number in facts[0])
-    lives = {name: sorted({life for other, life in done_by if other == name}) for name, _ in done_by}
-    numbered = {(name, lives[name].index(life)): count for (name, life), count in done_by.items()}
-    return AssignmentCounts(done_by=numbered, num_again=num_again, num_again_after_death=num_again_after_death)
+    clients = {name: sorted({client for other, client in done_by if other == name}) for name, _ in done_by}
+    numbered = {(name, clients[name].index(client)): count for (name, client), count in done_by.items()}
+    return AssignmentCounts(done_by=numbered, num_reassigned=num_reassigned, num_repeated=num_repeated)
 
 
 def check_counts(out: Path, figures: Mapping[str, float]) -> None:
@@ -177,8 +177,8 @@ def check_counts(out: Path, figures: Mapping[str, float]) -> None:
     assert (figures["num_steps"], figures["num_samples"]) == (NUM_STEPS, NUM_STEPS * BATCH_SIZE), said
     reader, log = last_of(out, "reader", 0), read_assignments(out)
     assert reader["num_done"] == reader["num_batches"] == NUM_STEPS, said
-    assert figures["num_batches_repeated"] == log.num_again_after_death, said
-    assert figures["num_batches_resent"] == log.num_again - log.num_again_after_death, said
+    assert figures["num_batches_repeated"] == log.num_repeated, said
+    assert figures["num_batches_resent"] == log.num_reassigned - log.num_repeated, said
     assert figures["num_samples_repeated"] == BATCH_SIZE * figures["num_batches_repeated"], said
     servers = [last_of(out, "sparse", number) for number in range(NUM_SPARSE)]
     assert figures["num_lost_updates"] == sum(server["num_lost_updates"] for server in servers), said
