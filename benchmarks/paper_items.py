@@ -19,7 +19,7 @@ from rowstead.report.describe import TextTable
 from rowstead.report.theme import Figure, axis, bars, layout, thinned, violin
 from rowstead.spec.catalogue import HERE, load_machine
 from rowstead.spec.run import load_recipe
-from rowstead.spec.sizes import shown_bytes
+from rowstead.spec.sizes import format_bytes
 from rowstead.spec.software import Software
 from rowstead.spec.sweep import load_sweep
 from rowstead.study.points import points_of
@@ -69,10 +69,10 @@ def platforms() -> Item:
         of_gpus = ("", "", "")
         if gpus is not None:
             direct = "" if gpus.peer_link is not None and gpus.peer_link.bandwidth_bytes_per_s else ", no direct path"
-            memory = f"{shown_bytes(gpus.memory.capacity_bytes)}, {shown_bytes(gpus.memory.bandwidth_bytes_per_s)}/s"
+            memory = f"{format_bytes(gpus.memory.capacity_bytes)}, {format_bytes(gpus.memory.bandwidth_bytes_per_s)}/s"
             of_gpus = (f"{gpus.num}{direct}", memory, f"{gpus.compute.fp32_flops_per_s / 1e12:.1f} TFLOP/s")
         ours = (
-            str(machine.host.num_sockets), f"{shown_bytes(host.capacity_bytes)}, {shown_bytes(host.bandwidth_bytes_per_s)}/s", *of_gpus,
+            str(machine.host.num_sockets), f"{format_bytes(host.capacity_bytes)}, {format_bytes(host.bandwidth_bytes_per_s)}/s", *of_gpus,
             f"{8 * machine.network.bandwidth_bytes_per_s / 1e9:.0f} Gb/s",
             "not given" if machine.power is None else f"{machine.power.nameplate_watts / unit.nameplate_watts:.1f}",
         )  # fmt: skip
@@ -104,7 +104,7 @@ def models() -> Item:
         ours = (
             str(len(work.tables)), f"{work.num_dense:,}", f"{work.ids_per_sample / len(work.tables):.0f}",
             f"{statistics.fmean(table.num_rows for table in work.tables) / 1e6:.1f} million", "-".join(map(str, model.bottom)),
-            "-".join(map(str, model.top)), shown_bytes(work.table_bytes),
+            "-".join(map(str, model.top)), format_bytes(work.table_bytes),
         )  # fmt: skip
         rows += [(f"{name.upper()}, the study", *facts), (f"{name.upper()}, recipe {name}", *ours)]
     headings = (

@@ -27,8 +27,10 @@ from rowstead.spec.interactions import INTERACTIONS, InteractionSpec
 from rowstead.spec.model import ModelSpec
 from rowstead.spec.networks import NETWORKS
 from rowstead.spec.parse import describe_type
+from rowstead.spec.placement import TablePlacementSpec
 from rowstead.spec.row_optimizers import ROW_OPTIMIZERS, SparseOptimizerSpec
 from rowstead.spec.run import RunSpec
+from rowstead.spec.stores import IN_RECIPES, STORES
 from rowstead.spec.train import TrainSpec
 
 DOCS = Path(__file__).parent
@@ -39,6 +41,7 @@ NOTE = "<!-- Written by `python -m docs.generate` (`make docs`). Change {source}
 
 REGISTRIES: dict[tuple[type, str], Mapping[str, Any]] = {
     (InteractionSpec, "kind"): INTERACTIONS,
+    (TablePlacementSpec, "where"): {name: STORES[name] for name in IN_RECIPES},
     (ModelSpec, "network"): NETWORKS,
     (TrainSpec, "loss"): HEADS,
 }

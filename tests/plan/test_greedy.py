@@ -215,6 +215,6 @@ def test_a_recipe_that_places_more_than_there_is_says_so() -> None:
 def test_tables_with_the_same_decision_share_a_line() -> None:
     placement = decide(spec_of(*[100_000] * 5, placement={"t3": "host"}, folder=None), on_gpu(27 * MB, 100 * MB))
     lines = placement_text(placement, has_gpu=True).splitlines()
-    assert [line.split("  ")[0] for line in lines] == ["tables", "t0, t1", "t2, t4", "t3", "in all"]
+    assert [line.split("  ")[0] for line in lines] == ["tables", "t0, t1", "t2, t4", "t3", "total"]
     placement = decide(spec_of(*[100_000] * 5, folder=None), on_gpu(19 * MB, 100 * MB))
     assert "t1 … t4 (4 tables)" in placement_text(placement, has_gpu=True)

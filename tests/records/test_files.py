@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rowstead.records.files import json_line, shown_bytes, write_atomic
+from rowstead.records.files import json_line, write_atomic
+from rowstead.spec.sizes import format_bytes
 
 
 def test_text_and_bytes_replace_what_was_there(tmp_path: Path) -> None:
@@ -46,4 +47,4 @@ def test_figures_that_were_not_measured_are_left_out_of_json() -> None:
 
 @pytest.mark.parametrize(("num_bytes", "shown"), [(0, "0 bytes"), (999, "999 bytes"), (1500, "1.5 KB"), (2.5e12, "2.5 TB")])
 def test_sizes_read_as_a_person_says_them(num_bytes: int, shown: str) -> None:
-    assert shown_bytes(num_bytes) == shown
+    assert format_bytes(num_bytes) == shown

@@ -9,7 +9,8 @@ from rowstead.spec.errors import SpecError
 from rowstead.spec.parse import parse, to_plain
 from rowstead.spec.placement import TablePlacementSpec, rules_for
 from rowstead.spec.run import RunSpec
-from rowstead.spec.sizes import bytes_of, shown_bytes
+from rowstead.spec.sizes import format_bytes, parse_bytes
+from rowstead.spec.stores import IN_PLANS, IN_RECIPES, STORES, store_title
 from tests.small_runs import small_spec
 
 
@@ -24,14 +25,14 @@ def problem_of(*assignments: str) -> str:
     [("20GB", 20 * 10**9), ("1.5 MB", 1_500_000), ("512MiB", 512 << 20), ("64kb", 64_000), (4096, 4096), ("1e9", 10**9)],
 )
 def test_sizes_are_numbers_or_text(size: int | str, num_bytes: int) -> None:
-    assert bytes_of(size) == num_bytes
-    assert bytes_of(shown_bytes(num_bytes)) == pytest.approx(num_bytes, rel=0.05)
+    assert parse_bytes(size) == num_bytes
+    assert parse_bytes(format_bytes(num_bytes)) == pytest.approx(num_bytes, rel=0.05)
 
 
 @pytest.mark.parametrize("size", ["", "GB", "20XB", "-3GB", "1,5GB", "nan", "inf GB"])
 def test_other_text_is_no_size(size: str) -> None:
     with pytest.raises(SpecError, match="is no size"):
-        bytes_of(size)
+        parse_bytes(size)
 
 
 def test_the_most_specific_rule_counts_alone() -> None:
@@ -81,7 +82,7 @@ def test_a_placement_can_be_set_on_the_command_line_and_comes_back_from_yaml() -
         ),
         (
             ["placement.sparse_?=device", "placement.?parse_0=host"],
-            "placement.?parse_0: table `sparse_0` fits `sparse_?` as well",
+            "placement.?parse_0: table `sparse_0` also matches `sparse_?`",
         ),
     ],
 )
@@ -91,3 +92,9 @@ def test_what_cannot_be_right_is_refused_by_its_key(assignments: list[str], prob
 
 def test_patterns_that_say_the_same_may_overlap() -> None:
     assert small_spec("placement.sparse_?=device", "placement.?parse_0=device").placement != "auto"
+
+
+def test_every_kind_of_store_is_in_the_registry_once() -> None:
+    assert set(STORES) == {*IN_RECIPES, *IN_PLANS}
+    assert all(name == kind.name for name, kind in STORES.items())
+    assert store_title("device", has_accelerators=False) == STORES["host"].title

@@ -13,13 +13,12 @@ from pathlib import Path
 
 from rich import box
 from rich.console import Console
-from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from rowstead.report.describe import TextTable
-from rowstead.report.terminal import terminal
+from rowstead.report.terminal import print_wide
 from rowstead.run import Result
 from rowstead.training.metrics import Quality
 from rowstead.training.progress import Progress as TrainProgress
@@ -210,12 +209,11 @@ def _plain_counter(console: Console, unit: str) -> Callable[[int, int], None]:
     return advance
 
 
-def print_wide(console: Console, table: TextTable) -> None:
-    """Print a report's table, each row on one line however narrow the console."""
+def print_text_table(console: Console, table: TextTable) -> None:
+    """Print a table of a report, each row on one line."""
     shown = Table(title=Text(table.title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for index, heading in enumerate(table.headings):
         shown.add_column(Text(heading), justify="left" if index == 0 else "right", no_wrap=True)
     for row in table.rows:
         shown.add_row(*map(Text, row))
-    needed = Measurement.get(console, console.options.update(max_width=10_000), shown).maximum
-    terminal(file=console.file, width=max(console.width, needed)).print(shown)
+    print_wide(console, shown)

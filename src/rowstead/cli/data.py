@@ -128,7 +128,7 @@ def describe(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Show statistics of a log: distinct ids, ids per example, skew, collisions."""
-    from rowstead.cli.console import print_wide
+    from rowstead.cli.console import print_text_table
     from rowstead.data.describe import describe as count
     from rowstead.report.describe import headline, page, tables
     from rowstead.spec.parse import to_plain
@@ -142,7 +142,7 @@ def describe(
     else:
         console.print(headline(statistics))
         for table in tables(statistics):
-            print_wide(console, table)
+            print_text_table(console, table)
     if picture is not None:
         picture.write_text(page(statistics, title=", ".join(files or [recipe or "log"])))
         console.print(f"charts: {picture}", soft_wrap=True)

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from rowstead.cli.console import PLAIN_EVERY_S, figures_of, quality_line
 from rowstead.fleet.fleet_figures import FleetCallback, RoleRow
-from rowstead.records.files import shown_bytes
+from rowstead.spec.sizes import format_bytes
 from rowstead.training.metrics import Quality
 from rowstead.training.progress import Progress
 
@@ -40,9 +40,9 @@ def cells(row: RoleRow) -> list[str]:
         _shown(row.queue_depth, ".0f"),
         _shown(row.waiting_share, ".0%"),
         _shown(row.cpu_cores, ".2f"),
-        "" if row.rss_bytes is None else shown_bytes(int(row.rss_bytes)),
-        "" if row.received_bytes_per_s is None else shown_bytes(int(row.received_bytes_per_s)),
-        "" if row.sent_bytes_per_s is None else shown_bytes(int(row.sent_bytes_per_s)),
+        "" if row.rss_bytes is None else format_bytes(int(row.rss_bytes)),
+        "" if row.received_bytes_per_s is None else format_bytes(int(row.received_bytes_per_s)),
+        "" if row.sent_bytes_per_s is None else format_bytes(int(row.sent_bytes_per_s)),
         str(row.num_restarts) if row.num_restarts else "",
     ]
 

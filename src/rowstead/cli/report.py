@@ -33,9 +33,10 @@ def report(
     runs: Root = RUNS,
 ) -> None:
     """Write runs, sweeps, searches and predictions as one page of figures that needs no network."""
-    from rowstead.records.files import shown_bytes, write_atomic
+    from rowstead.records.files import write_atomic
     from rowstead.report.inputs import gather
     from rowstead.report.page import figures_of, page_from
+    from rowstead.spec.sizes import format_bytes
 
     if as_ not in ("svg", "png"):
         raise RowsteadError(f"--as is `svg` or `png`, got `{as_}`")
@@ -50,7 +51,7 @@ def report(
     bad = material.contents.num_bad_lines
     note = f" ({bad:,} line{'s' if bad > 1 else ''} could not be read)" if bad else ""
     console.print(
-        f"report of {len(material.entries):,} records in {out}, {shown_bytes(len(text.encode()))}{note}",
+        f"report of {len(material.entries):,} records in {out}, {format_bytes(len(text.encode()))}{note}",
         soft_wrap=True,
     )
     if pictures is not None:

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich import box
 from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from rowstead.report.terminal import terminal
+from rowstead.report.terminal import print_wide, printable, terminal
 from rowstead.spec.errors import RowsteadError
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ def runs(
             cells = [entry.id, entry.record.date[:16], _kind(entry), what, axes]
             cells += [_shown(value_of(entry, key)) for key in keys]
             table.add_row(*(Text(_cut(cell)) for cell in [*cells, entry.failure or ""]))
-        _print_wide(console, table)
+        print_wide(console, table)
         console.print(f"{len(chosen):,} of {len(contents.entries):,} records")
     _say_what_is_wrong(notes, contents)
 
@@ -103,7 +102,7 @@ def compare(
             ratio = [] if title != "figures" else ["" if row.ratio is None else f"{row.ratio:.4g}"]
             table.add_row(*(Text(_cut(cell)) for cell in [row.name, _shown(row.one), _shown(row.other), *ratio]))
         if rows:
-            _print_wide(console, table)
+            print_wide(console, table)
     if not found.facts:
         console.print("same recipe, machine and versions")
     _say_what_is_wrong(terminal(stderr=True), contents)
@@ -160,12 +159,6 @@ def _table(headings: list[str]) -> Table:
     return table
 
 
-def _print_wide(console: Console, table: Table) -> None:
-    """Each row on one line however narrow the console; the terminal wraps it."""
-    needed = Measurement.get(console, console.options.update(max_width=10_000), table).maximum
-    terminal(file=console.file, width=max(console.width, needed)).print(table)
-
-
 def _shown(value: Any) -> str:
     if value is None:
         return ""
@@ -177,6 +170,6 @@ def _shown(value: Any) -> str:
 
 
 def _cut(text: str) -> str:
-    """One line of at most so many characters; control characters are shown, never sent to the terminal."""
-    plain = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    """One line of at most `MAX_WIDTH` characters."""
+    plain = printable(text)
     return plain if len(plain) <= MAX_WIDTH else plain[: MAX_WIDTH - 1] + "…"

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich import box
 from rich.console import Console
-from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
-from rowstead.report.terminal import terminal
+from rowstead.report.terminal import print_wide, printable, terminal
 from rowstead.spec.errors import RowsteadError
 
 if TYPE_CHECKING:
@@ -367,14 +366,3 @@ def shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else json.dumps(value)
-
-
-def printable(text: str) -> str:
-    """Text with control characters escaped."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def print_wide(console: Console, table: Table) -> None:
-    """Print each row on one line however narrow the console; the terminal wraps it."""
-    needed = Measurement.get(console, console.options.update(max_width=10_000), table).maximum
-    terminal(file=console.file, width=max(console.width, needed)).print(table)

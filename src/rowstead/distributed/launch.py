@@ -23,7 +23,7 @@ from types import FrameType
 from rowstead.records.usage import free_host_bytes, usable_cores
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.job import LAUNCHER, RENDEZVOUS_FILE, RESTARTS
-from rowstead.spec.sizes import shown_bytes
+from rowstead.spec.sizes import format_bytes
 
 MAX_RESTARTS = 3
 USER_ERROR, LOST, INTERRUPTED = 2, 75, 130
@@ -66,7 +66,7 @@ def launch(arguments: Sequence[str], num_processes: int, *, on_message: Callable
     needed, free = num_processes * PROCESS_BYTES, free_host_bytes()
     if needed > free:
         raise RowsteadError(
-            f"{num_processes:,} processes need {shown_bytes(needed)} of memory before they have any table, and {shown_bytes(free)} "
+            f"{num_processes:,} processes need {format_bytes(needed)} of memory before they have any table, and {format_bytes(free)} "
             f"are free: start at most {max(1, free // PROCESS_BYTES):,}; one per core is best"
         )
     for attempt in range(MAX_RESTARTS + 1):

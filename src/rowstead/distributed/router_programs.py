@@ -11,9 +11,7 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-ROWS_SHARE = 0.75
-"""Distinct rows are sent where they are at most so much of the bytes of pooled vectors: bags are then pooled, and gradients summed, by the
-trainer, which takes longer than a few bytes less would save."""
+from rowstead.spec.stores import ROWS_SHARE
 
 _jit = numba.njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
 

@@ -14,7 +14,7 @@ from rowstead.plan.work import StepWork, step_work
 from rowstead.spec.machine import Machine, Precision
 from rowstead.spec.row_optimizers import LEAN_OPTIMIZER
 from rowstead.spec.run import RunSpec
-from rowstead.spec.sizes import shown_bytes
+from rowstead.spec.sizes import format_bytes
 from rowstead.spec.software import Software
 from rowstead.spec.stores import PlannedStore
 
@@ -247,7 +247,7 @@ def remedies(spec: RunSpec, machine: Machine, server: Machine, *, batch_size: in
     if machine.network is not None and work.table_bytes > free_bytes:
         many = math.ceil(work.table_bytes / free_bytes)
         found.append(
-            f"use {many} such servers: their {where} has {shown_bytes(many * free_bytes)} for tables of {shown_bytes(work.table_bytes)}"
+            f"use {many} such servers: their {where} has {format_bytes(many * free_bytes)} for tables of {format_bytes(work.table_bytes)}"
         )
     if machine.network is not None and server.network is not None:
         count = fewest_servers(work, server)
@@ -256,7 +256,7 @@ def remedies(spec: RunSpec, machine: Machine, server: Machine, *, batch_size: in
     scale = max(free_bytes, host_bytes) / work.table_bytes if work.table_bytes else 1.0
     if scale < 1:
         found.append(
-            f"set scale={spec.scale * scale * 0.95:.2g}, which shrinks tables to {shown_bytes(max(free_bytes, host_bytes) * 0.95)}"
+            f"set scale={spec.scale * scale * 0.95:.2g}, which shrinks tables to {format_bytes(max(free_bytes, host_bytes) * 0.95)}"
         )
     return tuple(found)
 
@@ -266,9 +266,9 @@ def _smaller_dense_part(work: StepWork, usable_bytes: float, batch_size: int, wh
     fixed = dense_held_bytes(work, 0)
     largest = int((usable_bytes - fixed) / (dense_held_bytes(work, 1) - fixed))
     if largest < 1:
-        return f"make the MLPs smaller: parameters, gradients and state take {shown_bytes(fixed)} of {where} without tables"
+        return f"make the MLPs smaller: parameters, gradients and state take {format_bytes(fixed)} of {where} without tables"
     held = dense_held_bytes(work, batch_size)
-    return f"use a batch of {largest:,} or less (train.batch_size, --batch): with {batch_size:,} the dense part takes {shown_bytes(held)} of {where} without tables"
+    return f"use a batch of {largest:,} or less (train.batch_size, --batch): with {batch_size:,} the dense part takes {format_bytes(held)} of {where} without tables"
 
 
 def _smaller_rows(spec: RunSpec, table_bytes: int, free_bytes: float) -> list[str]:
@@ -286,7 +286,7 @@ def _smaller_rows(spec: RunSpec, table_bytes: int, free_bytes: float) -> list[st
         if smaller < table_bytes and (text != "both" or (len(found) == 2 and not is_enough)):
             is_enough = is_enough or smaller <= free_bytes
             short = "" if smaller <= free_bytes else ", not enough by itself"
-            found.append(f"set {text}: shrinks tables from {shown_bytes(table_bytes)} to {shown_bytes(smaller)}{short}")
+            found.append(f"set {text}: shrinks tables from {format_bytes(table_bytes)} to {format_bytes(smaller)}{short}")
     return found
 
 

@@ -19,12 +19,11 @@ from rowstead.plan.trainer import TrainerStep
 from rowstead.plan.work import TableWork
 from rowstead.spec.phases import STEP, Phase
 from rowstead.spec.sharing import Sharing
+from rowstead.spec.stores import ROWS_SHARE
 
 SERVERS, DENSE, READERS = "sparse servers", "dense servers", "readers"
 SENT_ID_BYTES = 4
 """Bytes of an id in a message."""
-ROWS_SHARE = 0.75
-"""Distinct rows are sent instead of pooled vectors where they take this share of the bytes or less, both ways; then the trainer pools."""
 NUM_SERVED = 2
 """Requests per step to each server; no core works during the waiting time of one."""
 SHARPNESS = 4.0

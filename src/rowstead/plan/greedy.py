@@ -14,15 +14,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from rowstead.plan.work import ELEMENT_BYTES
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.features import Table
 from rowstead.spec.placement import CACHE_FRACTION, PlacedShard, Placement, TablePlacement, TablePlacementSpec, rules_for
 from rowstead.spec.row_optimizers import LEAN_OPTIMIZER, ROW_OPTIMIZERS
 from rowstead.spec.run import RunSpec
-from rowstead.spec.sizes import shown_bytes
+from rowstead.spec.sizes import format_bytes
+from rowstead.spec.stores import STORES, RecipeStore
 
 Memory = Literal["device", "host", "disk"]
-Place = Literal["device", "host", "cached", "ssd"]
 
 SMALLER_FRACTIONS = (0.05, 0.02, 0.01)
 """What `auto` tries in turn where caches of the usual size do not fit."""
@@ -42,7 +43,6 @@ PLACE_BYTES, GPU_PLACE_BYTES = 20, 22
 """A place, besides its row: which row it holds, and when that was used; on a GPU also how often."""
 BATCHES_UNDER_WAY, ROOM = 3, 1.25
 """Batches whose rows are in fast memory at once: one is trained on, at most two are brought in. And the room for them over what they need."""
-ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +81,8 @@ class Memories:
         """Its size, and where that comes from."""
         given = ("device", "host") if memory != "disk" and not self.has_gpu else (memory,)
         limits = [f"memory.{name}" for name in given if name in self.are_limits]
-        what = f"a limit of {shown_bytes(self.free_bytes(memory))} ({' and '.join(limits)})" if limits else ""
-        return what or f"{shown_bytes(self.free_bytes(memory))} for tables"
+        what = f"a limit of {format_bytes(self.free_bytes(memory))} ({' and '.join(limits)})" if limits else ""
+        return what or f"{format_bytes(self.free_bytes(memory))} for tables"
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class _Draft:
     batch_size: int
     num_tables: int
     """Of the model, which share a file if they are equally wide."""
-    where: Place = "device"
+    where: RecipeStore = "device"
     fraction: float = CACHE_FRACTION
     why: str = "as the recipe says"
     is_auto: bool = field(init=False)
@@ -167,7 +167,7 @@ class _Draft:
         records = self.num_rows * (-(-(self.record_bytes + 8) // 8) * 8)
         return int(SPARE_DISK * records + min(SEGMENTS_BYTES / self.num_tables, SEGMENTS_SHARE * records))
 
-    def sizes(self, where: Place) -> Sizes:
+    def sizes(self, where: RecipeStore) -> Sizes:
         """What it takes there; a cache at least what a batch may need of it."""
         if where == "device":
             return Sizes(device=self.whole_bytes)
@@ -188,7 +188,7 @@ class _Draft:
             where=self.where,
             shard=self.shard,
             why=self.why,
-            cache_fraction=self.fraction if self.where in ("cached", "ssd") else None,
+            cache_fraction=self.fraction if STORES[self.where].has_cache else None,
             device_bytes=sizes.device,
             host_bytes=sizes.host,
             disk_bytes=sizes.disk,
@@ -270,13 +270,13 @@ def _drafts(
     return drafts
 
 
-def _tiers(memories: Memories) -> list[Place]:
+def _tiers(memories: Memories) -> list[RecipeStore]:
     """Where `auto` may put tables, the fastest first."""
-    tiers: list[Place] = ["device", "cached"] if memories.has_gpu else ["device"]
+    tiers: list[RecipeStore] = ["device", "cached"] if memories.has_gpu else ["device"]
     return [*tiers, "ssd"] if memories.folder is not None else tiers
 
 
-def _begin(autos: list[_Draft], fixed: Sizes, tiers: list[Place], memories: Memories) -> Sizes | None:
+def _begin(autos: list[_Draft], fixed: Sizes, tiers: list[RecipeStore], memories: Memories) -> Sizes | None:
     """All tables in the slowest place, with smaller caches if need be; what that takes, or none if it does not fit.
 
     Where one memory has too little room for that, tables are raised to others that have some.
@@ -303,7 +303,7 @@ def _explain(autos: list[_Draft], memories: Memories) -> None:
         if draft.where == "device":
             draft.why = "all fit" if all_fit else "read most per byte"
             continue
-        cache = memories.called("device" if draft.where == "cached" else "host")
+        cache = memories.called("device" if STORES[draft.where].cache_in == "device" else "host")
         as_fit = ", as many as fit" if draft.fraction < CACHE_FRACTION and draft.rule.cache_fraction is None else ""
         less = "read less per byte" if fewer else f"no room for all of it in {cache}"
         draft.why = f"{less}; {draft.fraction:.0%} of the rows are cached {'in ' + cache if fewer else 'there'}{as_fit}"
@@ -325,13 +325,13 @@ def _no_room(spec: RunSpec, memories: Memories, drafts: list[_Draft], world_size
     largest = max(drafts, key=lambda draft: draft.whole_bytes)
     each = " in each process" if world_size > 1 else ""
     lines = [
-        f"{what}: {len(drafts)} table{'s' if len(drafts) > 1 else ''} with optimizer state need {shown_bytes(needs)}{each}, the "
-        f"largest, `{largest.table.name}`, {shown_bytes(largest.whole_bytes)}; {_there_is(memories)}"
+        f"{what}: {len(drafts)} table{'s' if len(drafts) > 1 else ''} with optimizer state need {format_bytes(needs)}{each}, the "
+        f"largest, `{largest.table.name}`, {format_bytes(largest.whole_bytes)}; {_there_is(memories)}"
     ]
     fixed = _sum([draft.sizes(draft.where) for draft in drafts if not draft.is_auto])
     for memory in fixed.too_much_for(memories):
         taken = fixed.of(memory, memories)
-        lines[0] += f". Those with a place of their own take {shown_bytes(taken)} of {memories.called(memory)}"
+        lines[0] += f". Those with a place of their own take {format_bytes(taken)} of {memories.called(memory)}"
     for number, remedy in enumerate(_remedies(spec, memories, drafts, needs, each), start=1):
         lines.append(f"  {number}. {remedy}")
     return "\n".join(lines)
@@ -353,7 +353,7 @@ def _remedies(spec: RunSpec, memories: Memories, drafts: list[_Draft], needs: in
     if limits:
         remedies.append(f"raise {' or '.join(limits)}")
     on_disk = sum(draft.file_bytes for draft in drafts)
-    roomy = shown_bytes(DISK_MARGIN * on_disk)
+    roomy = format_bytes(DISK_MARGIN * on_disk)
     if memories.folder is None:
         remedies.append(f"let tables go to disk: `--set memory.folder=…`, a folder with {roomy} free{each}")
     elif on_disk > memories.disk_bytes:
@@ -373,12 +373,12 @@ def _remedies(spec: RunSpec, memories: Memories, drafts: list[_Draft], needs: in
         lean = dataclasses.replace(spec, train=dataclasses.replace(spec.train, sparse_optimizer=optimizer))
         lean_bytes = of_whole * _whole(lean)
         remedies.append(
-            f"keep less state: train.sparse_optimizer.kind={LEAN_OPTIMIZER} makes it {shown_bytes(lean_bytes)}{each}"
+            f"keep less state: train.sparse_optimizer.kind={LEAN_OPTIMIZER} makes it {format_bytes(lean_bytes)}{each}"
         )
     if spec.model.row_format == "fp32":
         halved = dataclasses.replace(spec, model=dataclasses.replace(spec.model, row_format="bf16"))
         halved_bytes = of_whole * _whole(halved)
-        remedies.append(f"keep rows in 16 bits: model.row_format=bf16 makes it {shown_bytes(halved_bytes)}{each}")
+        remedies.append(f"keep rows in 16 bits: model.row_format=bf16 makes it {format_bytes(halved_bytes)}{each}")
     remedies.append("train with more processes, each of which keeps a share of the tables")
     return remedies
 

@@ -10,7 +10,7 @@ from rowstead.spec.networks import NETWORKS
 from rowstead.spec.placement import Placement
 from rowstead.spec.record import Record
 from rowstead.spec.run import RunSpec
-from rowstead.spec.sizes import shown_bytes
+from rowstead.spec.sizes import format_bytes
 
 
 def predict_run(spec: RunSpec, placement: Placement, machine: Machine) -> Prediction | None:
@@ -24,8 +24,8 @@ def predict_run(spec: RunSpec, placement: Placement, machine: Machine) -> Predic
         for table in placement.tables
         if table.where != "device"
     )
-    known = ("device", "ssd") if machine.accelerators is None else ("device", "cached", "host")
-    unknown = any(table.where not in known for table in placement.tables)
+    measured = ("device", "ssd") if machine.accelerators is None else ("device", "cached", "host")
+    unknown = any(table.where not in measured for table in placement.tables)
     if timings is None or unknown or (behind and timings.move_row is None):
         return None
     setup = Setup(placement="device", batch_size=spec.train.batch_size, behind=behind, has_input=False)
@@ -39,11 +39,13 @@ def comparison_text(prediction: Prediction, measured: Record) -> str | None:
         return None
     ratio = prediction.samples_per_s / samples_per_s
     text = f"predicted {prediction.samples_per_s:,.0f} samples/s, measured {samples_per_s:,.0f}: {ratio - 1:+.0%}"
-    held_up = measured.figures.get("reading_held_up_share", 0.0)
-    alone = measured.figures.get("alone_samples_per_s")
-    if held_up > 0.02 and alone is not None:
-        text += f" (reading held it up for {held_up:.0%} of the time; without that {prediction.samples_per_s / alone - 1:+.0%})"
+    waited = measured.figures.get("reading_held_up_share", 0.0)
+    without = measured.figures.get("alone_samples_per_s")
+    if waited > 0.02 and without is not None:
+        text += (
+            f" (training waited for data {waited:.0%} of the time; without that {prediction.samples_per_s / without - 1:+.0%})"
+        )
     peak = measured.figures.get("peak_memory_bytes")
     if prediction.process_bytes is not None and peak is not None:
-        text += f"; memory {shown_bytes(prediction.process_bytes)}, measured {shown_bytes(peak)}"
-    return f"{text}; predicted to be held up by {prediction.bottlenecks[0].resource}"
+        text += f"; memory {format_bytes(prediction.process_bytes)}, measured {format_bytes(peak)}"
+    return f"{text}; predicted bottleneck: {prediction.bottlenecks[0].resource}"

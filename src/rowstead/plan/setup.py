@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rowstead.plan.work import StepWork, TableWork
 from rowstead.spec.errors import require
 from rowstead.spec.machine import Machine
-from rowstead.spec.sizes import shown_bytes
+from rowstead.spec.sizes import format_bytes
 from rowstead.spec.software import Software
 from rowstead.spec.stores import PlannedStore
 
@@ -161,7 +161,7 @@ def shortfalls(work: StepWork, machine: Machine, setup: Setup) -> list[str]:
     for name, needed, capacity in memories:
         if needed > capacity * USABLE_SHARE:
             found.append(
-                f"{name} would need {shown_bytes(needed)}, but {shown_bytes(capacity * USABLE_SHARE)} of its {shown_bytes(capacity)} are usable"
+                f"{name} would need {format_bytes(needed)}, but {format_bytes(capacity * USABLE_SHARE)} of its {format_bytes(capacity)} are usable"
             )
     return found
 

@@ -10,8 +10,6 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from rowstead.spec.sizes import shown_bytes as shown_bytes
-
 
 def write_atomic(path: Path, content: bytes | str) -> None:
     """Write a file so that a crash at any moment leaves the old content or the new, never a mixture."""
@@ -37,6 +35,13 @@ def fsync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def is_figure(value: object) -> bool:
+    """Whether a JSON value is a finite number of at most 64 bits, and not a bool."""
+    if isinstance(value, int):
+        return not isinstance(value, bool) and abs(value) < 2**63
+    return isinstance(value, float) and math.isfinite(value)  # 1e999 is read as infinity
 
 
 def json_line(plain: Mapping[str, Any], *, whole: Collection[str] = ()) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rowstead.records.files import is_figure
 from rowstead.records.run_folder import RunFolder
 from rowstead.records.store import StoreEntry
 from rowstead.spec.errors import RowsteadError, did_you_mean
@@ -36,9 +37,9 @@ class Condition:
             return self.wanted.lower() in _text(value).lower()
         number = _number(self.wanted)
         if self.order in ("=", "!="):
-            same = value == number if number is not None and _is_number(value) else _text(value) == self.wanted
+            same = value == number if number is not None and is_figure(value) else _text(value) == self.wanted
             return same == (self.order == "=")
-        return number is not None and _is_number(value) and _ORDERS[self.order](value, number)
+        return number is not None and is_figure(value) and _ORDERS[self.order](value, number)
 
 
 def condition(text: str) -> Condition:
@@ -91,7 +92,7 @@ def ordered(entries: Iterable[StoreEntry], key: str) -> list[StoreEntry]:
         value = value_of(entry, key)
         if value is None:
             return 2, 0.0, ""
-        return (0, float(value), "") if _is_number(value) else (1, 0.0, _text(value))
+        return (0, float(value), "") if is_figure(value) else (1, 0.0, _text(value))
 
     return sorted(entries, key=place)
 
@@ -125,7 +126,7 @@ class Row:
     @property
     def ratio(self) -> float | None:
         """The other over the one, where both are numbers and it means something."""
-        if not (_is_number(self.one) and _is_number(self.other)) or self.one == 0:
+        if not (is_figure(self.one) and is_figure(self.other)) or self.one == 0:
             return None
         return float(self.other) / float(self.one)
 
@@ -215,10 +216,6 @@ def export_parquet(entries: Sequence[StoreEntry], path: Path) -> int:
 def _clean(text: str | None) -> str | None:
     """Text without lone surrogates, which UTF-8 cannot hold."""
     return None if text is None else text.encode("utf-8", "replace").decode()
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _number(text: str) -> float | None:

@@ -16,14 +16,13 @@ import fcntl
 import functools
 import hashlib
 import json
-import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
 
-from rowstead.records.files import json_line
+from rowstead.records.files import is_figure, json_line
 from rowstead.records.run_folder import DEFAULT_ROOT, RunFolder, runs_in
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.parse import to_plain
@@ -219,7 +218,7 @@ def entry_in(line: bytes) -> StoreEntry | None:
         and all(word is None or isinstance(word, str) for word in words)
         and isinstance(known["axes"], dict)
         and isinstance(known["settings"], dict)
-        and (seed is None or (isinstance(seed, int) and _is_number(seed)))
+        and (seed is None or (isinstance(seed, int) and is_figure(seed)))
     )
     if not whole:
         return None
@@ -245,14 +244,8 @@ def _is_record(plain: dict[str, Any]) -> bool:
         all(isinstance(part, dict) for part in (machine, versions, figures))
         and all(isinstance(value, (str, int, float)) for value in machine.values())
         and all(isinstance(value, str) for value in versions.values())
-        and all(_is_number(value) for value in figures.values())
+        and all(is_figure(value) for value in figures.values())
     )
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, int):
-        return not isinstance(value, bool) and abs(value) < 2**63
-    return isinstance(value, float) and math.isfinite(value)  # 1e999 is read as infinity
 
 
 def _refuse(word: str) -> NoReturn:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rowstead.records.files import is_figure
 from rowstead.report.describe import TextTable
 from rowstead.report.inputs import RunView
 from rowstead.report.theme import Figure, axis, diagonal, figure_text, labels, layout, lines, log_axis, lying_bars, thinned
@@ -141,7 +142,7 @@ class QualityCurves:
 
 def curve(run: RunView, kind: str, figure: str, *, most: int = MAX_POINTS) -> MetricCurve:
     """One figure of a run's events of a kind, thinned evenly to at most so many."""
-    points = [(event["step"], event[figure]) for event in run.of_kind(kind) if _is_number(event.get(figure))]
+    points = [(event["step"], event[figure]) for event in run.of_kind(kind) if is_figure(event.get(figure))]
     points = thinned(points, most)
     return MetricCurve(
         name=run.name, steps=tuple(step for step, _ in points), values=tuple(float(value) for _, value in points)
@@ -249,11 +250,7 @@ def calibrations(runs: Sequence[RunView]) -> list[Calibration]:
 def _numbers(part: object) -> tuple[float, ...]:
     """A list of finite numbers; nothing where it is none."""
     given = part if isinstance(part, list) else []
-    return tuple(map(float, given)) if all(_is_number(one) for one in given) else ()
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
+    return tuple(map(float, given)) if all(is_figure(one) for one in given) else ()
 
 
 def draw_calibration(found: Sequence[Calibration]) -> Figure | None:

@@ -12,14 +12,9 @@ from rowstead.report.describe import TextTable
 from rowstead.report.inputs import RunView
 from rowstead.report.theme import Figure, bare, color, figure_text, label, labels, layout, lines, log_axis, thinned
 from rowstead.spec.run import RunSpec
-from rowstead.spec.sizes import shown_bytes
+from rowstead.spec.sizes import format_bytes
+from rowstead.spec.stores import STORES
 
-PLACES = {
-    "device": "memory of the device",
-    "cached": "cached: system memory, hot rows on the device",
-    "host": "system memory",
-    "ssd": "SSD, hot rows in memory",
-}
 MAX_TABLES = 400
 """Boxes of a treemap; smaller tables are drawn as one."""
 
@@ -148,13 +143,13 @@ def draw_placement(run_name: str, tables: Sequence[PlacedTable], *, by: str = "m
     # The area of what has others in it is their sum: 0 of its own, so that nothing rounds over it.
     data: dict[str, list[Any]] = {
         "ids": [*ids, *(f"table-{place}" for place in range(len(shown)))],
-        "labels": [*(label(PLACES.get(where, where)) for where in places), *labels(table.name for table in shown)],
+        "labels": [*(label(STORES[where].title) for where in places), *labels(table.name for table in shown)],
         "parents": [*("" for _ in places), *(ids[places.index(table.where)] for table in shown)],
         "values": [*(0.0 for _ in places), *(area(table) for table in shown)],
         "colors": [*(0.0 for _ in places), *((table.read_bytes if memory else table.num_bytes) for table in shown)],
         "text": [
             *(f"{sum(table.where == where for table in shown)} tables" for where in places),
-            *(f"{shown_bytes(table.num_bytes)}<br>{shown_bytes(table.read_bytes)} read an example" for table in shown),
+            *(f"{format_bytes(table.num_bytes)}<br>{format_bytes(table.read_bytes)} read an example" for table in shown),
         ],
     }
     heat = [value for value in data["colors"][len(places) :] if isinstance(value, float)]
@@ -174,12 +169,12 @@ def draw_placement(run_name: str, tables: Sequence[PlacedTable], *, by: str = "m
     )
     total = sum(table.num_bytes for table in tables)
     rows = tuple(
-        (table.name, table.where, shown_bytes(table.num_bytes), shown_bytes(table.read_bytes)) for table in falling[:100]
+        (table.name, table.where, format_bytes(table.num_bytes), format_bytes(table.read_bytes)) for table in falling[:100]
     )
     return Figure(
         key=f"placement-by-{by}",
         title=f"Placement by {by}",
-        words=f"The {len(tables):,} tables of {run_name} ({shown_bytes(total)}) by where they are. A box is as large as a table's {what}.",
+        words=f"The {len(tables):,} tables of {run_name} ({format_bytes(total)}) by where they are. A box is as large as a table's {what}.",
         traces=[trace],
         layout=bare(margin={"l": 2, "r": 2, "t": 2, "b": 2}),
         table=TextTable("Tables", ("table", "where", "memory", "read an example"), rows) if memory else None,

@@ -13,7 +13,7 @@ from rowstead.plan.predict import Prediction
 from rowstead.report.terminal import print_wide, terminal
 from rowstead.report.timeline import slot_text
 from rowstead.spec.parse import to_plain
-from rowstead.spec.sizes import shown_bytes
+from rowstead.spec.sizes import format_bytes
 from rowstead.spec.stores import store_title
 
 WIDTH = 48
@@ -134,11 +134,11 @@ def _print_timeline(best: Prediction) -> None:
 def _print_requirements(needs: Requirements) -> None:
     say(f"For {needs.samples_per_s:,.0f} samples/s a machine needs at least (at full utilisation):")
     for what, figure in (
-        ("memory", shown_bytes(needs.memory_bytes)),
-        ("memory bandwidth", f"{shown_bytes(needs.memory_bytes_per_s)}/s"),
+        ("memory", format_bytes(needs.memory_bytes)),
+        ("memory bandwidth", f"{format_bytes(needs.memory_bytes_per_s)}/s"),
         ("arithmetic", f"{needs.flops_per_s / 1e12:.3g} TFLOP/s"),
-        ("network or links between tables and examples, each direction", f"{shown_bytes(needs.exchange_bytes_per_s)}/s"),
-        ("network for input", f"{shown_bytes(needs.input_bytes_per_s)}/s"),
+        ("network or links between tables and examples, each direction", f"{format_bytes(needs.exchange_bytes_per_s)}/s"),
+        ("network for input", f"{format_bytes(needs.input_bytes_per_s)}/s"),
     ):
         say(f"  {what}: {figure}")
 

@@ -18,3 +18,8 @@ def print_wide(console: Console, table: Table) -> None:
     """Print each row on one line however narrow the console is; the terminal wraps it."""
     needed = Measurement.get(console, console.options.update(max_width=10_000), table).maximum
     terminal(file=console.file, width=max(console.width, needed)).print(table)
+
+
+def printable(text: str) -> str:
+    """The text with control characters escaped, so that they never reach the terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from rowstead.kernels.layout import layout_of
-from rowstead.records.files import shown_bytes
 from rowstead.records.run_folder import DEFAULT_ROOT
 from rowstead.records.usage import versions
 from rowstead.serve.exported import FORMAT, INPUTS, PROGRAM, sha256_of
@@ -19,6 +18,7 @@ from rowstead.serve.program import ServingProgram, trace_program
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.networks import NETWORKS
 from rowstead.spec.parse import to_plain
+from rowstead.spec.sizes import format_bytes
 from rowstead.training.progress import ProgressCallback
 from rowstead.training.trained import open_run
 
@@ -41,7 +41,7 @@ class ExportSummary:
         """Names and values for a table."""
         return [
             ("folder", str(self.folder)),
-            ("size", f"{shown_bytes(self.num_bytes)}, rows {'as int8' if self.int8 else 'in FP32'}"),
+            ("size", f"{format_bytes(self.num_bytes)}, rows {'as int8' if self.int8 else 'in FP32'}"),
             ("serve it", f'rowstead.load_exported("{self.folder}").predict({{"column": [values], …}})'),
         ]
 

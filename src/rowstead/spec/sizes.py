@@ -12,7 +12,7 @@ _UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", star
 _UNITS |= {f"{letter}IB": 1024**power for power, letter in enumerate("KMGT", start=1)}
 
 
-def bytes_of(size: int | str) -> int:
+def parse_bytes(size: int | str) -> int:
     """The bytes in a size such as `20GB`, `1.5 TB`, `512MiB` or a plain number; raises a SpecError for anything else."""
     found = re.fullmatch(r"\s*([0-9][0-9_]*\.?[0-9]*(?:[eE][0-9]+)?)\s*([A-Za-z]*)\s*", str(size))
     unit = _UNITS.get(found[2].upper()) if found else None
@@ -21,7 +21,7 @@ def bytes_of(size: int | str) -> int:
     return round(float(found[1]) * unit)
 
 
-def shown_bytes(num_bytes: float) -> str:
+def format_bytes(num_bytes: float) -> str:
     """A size as a person would say it: `1.5 GB`."""
     size = float(num_bytes)
     for unit in ("bytes", "KB", "MB", "GB"):

@@ -19,8 +19,8 @@ class StoreKind:
     name: RecipeStore | PlannedStore
     title: str
     """For tables and pages, on a machine with accelerators."""
-    about: str
-    """One line for the docs."""
+    description: str
+    """For the docs."""
     rows_in: tuple[Memory, ...]
     """What holds all rows; several where some tables are in one and the others in another."""
     cache_in: Memory | None = None
@@ -37,39 +37,39 @@ STORES: dict[str, StoreKind] = {
         StoreKind(
             name="device",
             title="GPU memory",
-            about="memory of the device that trains: a GPU's, or system memory without one",
+            description="memory of the device that trains: a GPU's, or system memory without one",
             rows_in=("device",),
         ),
         StoreKind(
             name="mixed",
             title="GPU + system memory",
-            about="as many whole tables as fit in device memory, the others in system memory",
+            description="as many whole tables as fit in device memory, the others in system memory",
             rows_in=("device", "host"),
         ),
         StoreKind(
             name="host",
             title="system memory",
-            about="system memory, accessed by a GPU over its bus",
+            description="system memory, accessed by a GPU over its bus",
             rows_in=("host",),
         ),
         StoreKind(
             name="cached",
             title="system memory, cached",
-            about="system memory, with hot rows cached in device memory",
+            description="system memory, with hot rows cached in device memory",
             rows_in=("host",),
             cache_in="device",
         ),
         StoreKind(
             name="ssd",
             title="files on SSD",
-            about="a file, with hot rows cached in system memory",
+            description="a file, with hot rows cached in system memory",
             rows_in=("disk",),
             cache_in="host",
         ),
         StoreKind(
             name="remote",
             title="parameter servers",
-            about="memory of sparse parameter servers",
+            description="memory of sparse parameter servers",
             rows_in=("servers",),
         ),
     )
@@ -77,6 +77,11 @@ STORES: dict[str, StoreKind] = {
 
 IN_RECIPES: tuple[RecipeStore, ...] = get_args(RecipeStore)
 IN_PLANS: tuple[PlannedStore, ...] = get_args(PlannedStore)
+ROWS_SHARE = 0.75
+"""`remote`: distinct rows are sent instead of pooled vectors where they take this share of the bytes or less, both ways.
+
+The trainer then pools bags and sums gradients, which costs more than a few bytes less would save.
+"""
 
 
 def store_title(name: str, *, has_accelerators: bool) -> str:

@@ -26,6 +26,7 @@ from rowstead.spec.machine import Machine
 from rowstead.spec.placement import MemorySpec, PlacedShard, Placement
 from rowstead.spec.row_optimizers import SparseOptimizerSpec
 from rowstead.spec.run import Kernel, RunSpec
+from rowstead.spec.stores import IN_RECIPES
 from rowstead.stores.backing import RamRows
 from rowstead.stores.base import EmbeddingStore
 from rowstead.stores.cached import CachedStore
@@ -151,7 +152,7 @@ class StoreBuilder:
 
     def __call__(self, layout: Layout, optimizer: SparseOptimizerSpec | None) -> EmbeddingStore:
         """One store for all tables of `layout`, each where the placement has it; the optimizer may be none."""
-        of = {place: [t.name for t in layout.tables if self.placement.of(t.name).where == place] for place in _PLACES}
+        of = {kind: [t.name for t in layout.tables if self.placement.of(t.name).where == kind] for kind in IN_RECIPES}
         if self.device.type == "cpu" and of["ssd"] and not of["cached"]:
             of["ssd"], of["device"] = of["device"] + of["ssd"], []  # whole tables and caches of others can be one store
         shares: list[tuple[list[str], Callable[[Layout, SparseOptimizerSpec | None], EmbeddingStore]]] = [
@@ -205,9 +206,6 @@ class StoreBuilder:
             with contextlib.suppress(InUseError):  # by another run of this name: the next file is ours
                 return FileRows(path, group.num_rows, group.columns, initial=initial)
         raise AssertionError("names do not end")
-
-
-_PLACES = ("device", "host", "cached", "ssd")
 
 
 def scratch_files(folder: Path, name: str) -> Iterator[Path]:

@@ -28,6 +28,7 @@ from rowstead.records.run_folder import DEFAULT_ROOT
 from rowstead.records.store import RunStore, StoreEntry
 from rowstead.records.studies import SEARCH_FILE, Trial, trial_history
 from rowstead.records.usage import machine_facts, versions
+from rowstead.report.terminal import printable
 from rowstead.spec.axis import AxisSpec
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.parse import digest, parse, read_yaml, to_plain
@@ -340,12 +341,7 @@ def best_recipe(spec: TuneSpec, trial: Trial) -> str:
     found = ", ".join(
         f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in trial.parameters.items()
     )
-    about = _one_line(f"# The best of search `{spec.name}`, trial {trial.number + 1}: NE {trial.objective:.5f} with {found}.")
+    about = printable(f"# The best of search `{spec.name}`, trial {trial.number + 1}: NE {trial.objective:.5f} with {found}.")
     started = {key: value for key, value in spec.set.items() if key.startswith("run.")}
-    note = "".join("\n" + _one_line(f"# Trials ran with {key} = {value}.") for key, value in started.items())
+    note = "".join("\n" + printable(f"# Trials ran with {key} = {value}.") for key, value in started.items())
     return f"{about}{note}\n" + yaml.safe_dump(to_plain(changed(spec, own)), sort_keys=False, allow_unicode=True)
-
-
-def _one_line(text: str) -> str:
-    """Text for a one-line comment, with control characters escaped."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

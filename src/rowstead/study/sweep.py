@@ -8,7 +8,6 @@ is lost, and none is measured twice.
 from __future__ import annotations
 
 import dataclasses
-import datetime
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from rowstead.records.run_folder import DEFAULT_ROOT
 from rowstead.records.store import Contents, RunStore, Source, StoreEntry
 from rowstead.records.usage import machine_facts, versions
 from rowstead.spec.parse import digest
-from rowstead.spec.record import Record
+from rowstead.spec.record import Record, date_now
 from rowstead.spec.sweep import OnSpec, SweepSpec
 from rowstead.study.points import Point, points_of
 from rowstead.study.predictions import PointPrediction, expected_s, predict_point, this_machine
@@ -130,7 +129,7 @@ def run_sweep(
     folder = store.study_folder(study)
     with lock_study(folder) as lock:
         contents = store.read()
-        predicted_points = {p.key: predict_point(p, machines, date=_now(), samples_per_s=samples_per_s) for p in points}
+        predicted_points = {p.key: predict_point(p, machines, date=date_now(), samples_per_s=samples_per_s) for p in points}
         known = _predictions_in(contents, study)
         predicted = {p.key: [_predicted(p, one, study, source) for one in predicted_points[p.key]] for p in points}
         fresh_of = {key: [e for e in entries if not _is_known(e, known)] for key, entries in predicted.items()}
@@ -226,7 +225,7 @@ def _measured(point: Point, outcome: PointResult, study: str, source: Source) ->
             kind="measured",
             name=spec.name if spec is not None else study,
             spec_digest=digest(spec) if spec is not None else point.key,
-            date=_now(),
+            date=date_now(),
             machine=machine_facts(),
             versions=versions(),
         )
@@ -245,7 +244,3 @@ def _entry_of(point: Point, study: str, source: Source) -> StoreEntry:
         settings=dict(point.settings),
         seed=point.seed,
     )
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")

@@ -32,8 +32,9 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from rowstead.distributed.process_group import ProcessGroup, SingleProcess
-from rowstead.records.files import fsync_folder, shown_bytes
+from rowstead.records.files import fsync_folder
 from rowstead.spec.errors import CheckpointError
+from rowstead.spec.sizes import format_bytes
 from rowstead.stores.state import StatePart, rows_at_once
 from rowstead.training.checkpoint_files import Outgoing, check_shard, of_part, of_tensor, shards, write_shard
 from rowstead.training.checkpoint_increment import Increment, of_touched, of_touched_rows
@@ -382,8 +383,8 @@ def _remove_leftovers(folder: Path) -> None:
 def _why_not_saved(folder: Path, step: int, needs_bytes: int, error: OSError) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-        free = shown_bytes(shutil.disk_usage(there).free)
-        problem = f"disk full while saving step {step} in {folder}: needs {shown_bytes(needs_bytes)}, free {free}"
+        free = format_bytes(shutil.disk_usage(there).free)
+        problem = f"disk full while saving step {step} in {folder}: needs {format_bytes(needs_bytes)}, free {free}"
     else:
         problem = f"cannot save step {step} in {folder}: {error.strerror or error}"
     try:
