@@ -34,8 +34,8 @@ from rowstead.spec.run import RunSpec, load_recipe
 from rowstead.spec.sync import SyncSpec
 from rowstead.training.build import build_model
 from rowstead.training.evaluate import evaluate
-from rowstead.training.flat_parameters import flat_of
-from rowstead.training.hogwild import Hogwild, replica_of
+from rowstead.training.flat_parameters import flatten_parameters
+from rowstead.training.hogwild import Hogwild, replicate_model
 from rowstead.training.step import Stepper
 from rowstead.training.sync import build_policies
 
@@ -122,7 +122,7 @@ class Problem:
         """Trainers that share rows and meet at a centre."""
         batches = self.batches(BATCH)
         first, state, feed = self.model(), DenseServerState(), Feed(batches)
-        models = [first, *(replica_of(first, first.store) for _ in range(num_trainers - 1))]
+        models = [first, *(replicate_model(first, first.store) for _ in range(num_trainers - 1))]
         steppers = [self.stepper(model, len(batches)) for model in models]
         errors: list[BaseException] = []
 
@@ -144,7 +144,7 @@ class Problem:
             thread.join()
         if errors:
             raise errors[0]
-        flat_of(first.net).copy_(state.pull())
+        flatten_parameters(first.net).copy_(state.pull())
         return self.score(first)
 
 

@@ -55,7 +55,7 @@ def test_a_damaged_increment_is_named_and_the_run_goes_on_from_the_one_before(tm
     truncate(newest / "shard-00000.safetensors")
     listening = Listening()
     ended = resume(str(stopped.folder), callback=listening)
-    assert any(str(newest) in text and "trying the one before" in text for text in listening.messages)
+    assert any(str(newest) in text and "trying the previous one" in text for text in listening.messages)
     assert f"resuming {stopped.folder} after step 30" in listening.messages
     assert_same_weights(straight.folder, ended.folder)
 

@@ -57,7 +57,7 @@ def test_a_run_of_two_processes_is_resumed_by_one_and_ends_where_one_would(tmp_p
         next(path.glob("*.safetensors")).unlink()  # its last steps are lost
     again = run("--resume", tmp_path / "run")
     assert again.returncode == 0, again.stderr
-    assert "is missing; trying the one before" in again.stdout + again.stderr
+    assert "is missing; trying the previous one" in again.stdout + again.stderr
     one = run(given, "--out", tmp_path / "one", *STEPS)
     assert one.returncode == 0, one.stderr
     found, expected = (checkpoint.load_latest(tmp_path / name / "checkpoints", pytest.fail) for name in ("run", "one"))

@@ -114,7 +114,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     listening = Listening()
     quality = evaluate(str(stopped.folder), callback=listening)
     assert quality.num_samples == 2000
-    assert any(str(newest) in text and "trying the one before" in text for text in listening.messages)
+    assert any(str(newest) in text and "trying the previous one" in text for text in listening.messages)
     listening = Listening()
     ended = resume(str(stopped.folder), callback=listening)
     assert any(str(newest) in text and "damaged" in text for text in listening.messages)

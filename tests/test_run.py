@@ -317,7 +317,7 @@ def test_a_full_disk_is_named_with_sizes_and_the_last_good_checkpoint(tmp_path: 
         patch.setattr(shutil, "disk_usage", lambda path: full)
         with pytest.raises(CheckpointError, match=r"disk full while saving step 20 .*needs .* KB, free 100 bytes") as caught:
             resume(str(first.folder))
-    assert f"the last good checkpoint is {first.folder / 'checkpoints' / 'step-000000010'}" in str(caught.value)
+    assert f"the last valid checkpoint is {first.folder / 'checkpoints' / 'step-000000010'}" in str(caught.value)
     again = resume(str(first.folder))
     assert again.outcome.position.step == 20
 

@@ -88,7 +88,7 @@ def resume(
     callback: ProgressCallback | None = None,
     profile: bool = False,
 ) -> Result:
-    """Continue a run from its newest good checkpoint, as if it had never stopped.
+    """Continue a run from its newest valid checkpoint, as if it had never stopped.
 
     `changes` are `key=value` settings that move its tables: only those of `placement` and `memory`.
     """
@@ -198,7 +198,7 @@ def _run(
 
 
 def _load_checkpoint(spec: RunSpec, folder: RunFolder, group: ProcessGroup, callback: ProgressCallback) -> Checkpoint:
-    """The newest good checkpoint of a run, which must fit the model of `spec`."""
+    """The newest valid checkpoint of a run, which must fit the model of `spec`."""
     saved = load_latest(folder.checkpoints, callback.on_message, process_group=group)
     check_same_model(spec, saved, callback.on_message)
     return saved

@@ -275,7 +275,7 @@ def test_too_little_space_is_noticed_before_anything_is_written(folder: Path, mo
     first = save(folder, 1, small(1), {}, keep=1)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 98, 2))
     with pytest.raises(
-        CheckpointError, match=rf"disk full while saving step 2 .*needs .* KB, free 2 bytes; .*good checkpoint is {first}"
+        CheckpointError, match=rf"disk full while saving step 2 .*needs .* KB, free 2 bytes; .*valid checkpoint is {first}"
     ):
         save(folder, 2, small(2), {}, keep=1)
     assert folder_names(folder) == ["step-000000001"]
@@ -305,7 +305,7 @@ def test_a_full_disk_leaves_the_older_checkpoint_and_says_what_is_needed(
     if not foreseen:
         monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1 << 40, 0, 1 << 40))
     with pytest.raises(
-        CheckpointError, match=rf"disk full while saving step 2 .*needs 4\.1 MB, free .*good checkpoint is {first}"
+        CheckpointError, match=rf"disk full while saving step 2 .*needs 4\.1 MB, free .*valid checkpoint is {first}"
     ):
         save(folder, 2, {"t": torch.zeros(1000, 1000)}, {}, keep=1)
     assert folder_names(folder) == [first.name]
@@ -333,13 +333,13 @@ except ValueError as error:
     done = run_python(code, folder)
     assert "CheckpointError cannot save step 2" in done.stdout, done.stderr
     assert "File too large" in done.stdout
-    assert f"the last good checkpoint is {first}" in done.stdout
+    assert f"the last valid checkpoint is {first}" in done.stdout
     assert folder_names(folder) == [first.name]
 
 
 def test_a_folder_that_cannot_be_made_is_an_error_without_traceback(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match=r"cannot save step 1 .*no good checkpoint"):
+    with pytest.raises(CheckpointError, match=r"cannot save step 1 .*no earlier valid checkpoint"):
         save(tmp_path / "file" / "checkpoints", 1, {}, {}, keep=1)
 
 

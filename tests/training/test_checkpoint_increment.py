@@ -22,9 +22,9 @@ from rowstead.spec.train import CheckpointFormat, TrainSpec
 from rowstead.stores.state import load_parts
 from rowstead.training.checkpoint import checkpoints_in, load, load_latest, save
 from rowstead.training.checkpoint_changes import CheckpointChanges
-from rowstead.training.checkpoint_encoding import decode, encode
+from rowstead.training.checkpoint_files import decode, encode
 from rowstead.training.saved_tensors import StoreTensors
-from rowstead.training.touched import RowBits, Touched, num_bytes
+from rowstead.training.touched import RowBitmap, TouchedRows, num_bytes
 from tests.training.test_checkpoint_pieces import SHAPES, Parts, column_wise, in_processes, parts_of, row_wise, table_wise
 
 USER = Table(name="user", num_rows=101, width=6, features=(0, 2))
@@ -48,7 +48,7 @@ def bits_of(num_rows: int, rows: set[int]) -> NDArray[np.uint8]:
 @given(data=st.data(), num_rows=st.sampled_from([1, 7, 8, 9, 1000, 32_768, 32_769, 100_000]))
 def test_the_bits_of_a_table_are_a_set_of_rows_in_order(data: st.DataObject, num_rows: int) -> None:
     rows = data.draw(st.sets(st.integers(0, num_rows - 1), max_size=40))
-    bits, order = RowBits(num_rows, bits_of(num_rows, rows)), sorted(rows)
+    bits, order = RowBitmap(num_rows, bits_of(num_rows, rows)), sorted(rows)
     start, stop = sorted(data.draw(st.integers(0, num_rows)) for _ in range(2))
     first, last = sorted(data.draw(st.integers(0, len(rows))) for _ in range(2))
     assert bits.count == len(rows)
@@ -66,12 +66,12 @@ def test_every_row_that_any_process_saw_is_touched_and_no_other(
     batches = [[(data.draw(user), data.draw(item)) for _ in range(2)] for _ in range(world_size)]
 
     def work(process_group: ProcessGroup) -> list[list[int]]:
-        touched = Touched([USER, ITEM])
+        touched = TouchedRows([USER, ITEM])
         touched.mark(sparse_of([100], [39], dtype))
         touched.clear()
         for batch in batches[process_group.rank]:
             touched.mark(sparse_of(*batch, dtype))
-        touched.agree(process_group)
+        touched.merge(process_group)
         return [touched.rows_of(table).between(0, table.num_rows).tolist() for table in (USER, ITEM)]
 
     every = [sorted({row for own in batches for batch in own for row in batch[place]}) for place in (0, 1)]
@@ -79,7 +79,7 @@ def test_every_row_that_any_process_saw_is_touched_and_no_other(
 
 
 def test_ids_that_are_no_rows_touch_nothing() -> None:
-    touched = Touched([USER, ITEM])
+    touched = TouchedRows([USER, ITEM])
     touched.mark(sparse_of([101, -1, 2**40], [40, -(2**60)]))
     assert [touched.rows_of(table).count for table in (USER, ITEM)] == [0, 0]
 
@@ -272,7 +272,7 @@ def test_a_damaged_base_or_increment_falls_back_to_the_newest_that_can_be_restor
     assert found.step == left
     assert all(torch.equal(found.tensors[f"store.{name}"], value) for name, value in states[left].items())
     assert len(messages) == len(told)
-    assert all(part in message and "trying the one before" in message for part, message in zip(told, messages, strict=True))
+    assert all(part in message and "trying the previous one" in message for part, message in zip(told, messages, strict=True))
     again = run.goes_on_from(found.path)
     again.train([50], [20])
     again.assert_same(again.save(keep=10))
@@ -285,7 +285,7 @@ def test_a_base_that_was_replaced_by_another_is_refused(tmp_path: Path) -> None:
     path = run.save()
     shutil.rmtree(base)
     shutil.copytree(other.save(), base)
-    with pytest.raises(CheckpointError, match=r"needs the full checkpoint .*is not the one that was meant"):
+    with pytest.raises(CheckpointError, match=r"needs the full checkpoint .*is not the expected one"):
         load(path)
     shutil.rmtree(base)
     with pytest.raises(CheckpointError, match=r"needs the full checkpoint .* there is no checkpoint at"):

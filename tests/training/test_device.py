@@ -98,12 +98,12 @@ FLEET = "fleet={num_trainers: 2, num_sparse: 1, num_dense: 1, num_readers: 1}"
     ("changes", "world_size", "said"),
     [
         ((), 1, None),
-        (("train.sync.mode=easgd",), 1, "train.sync.mode=easgd, for the trainers of a fleet"),
+        (("train.sync.mode=easgd",), 1, "train.sync.mode=easgd applies only to fleet runs"),
         (("train.sync.mode=allreduce",), 2, None),
-        (("train.sync.staleness=2",), 2, "train.sync.staleness=2, for the trainers of a fleet"),
+        (("train.sync.staleness=2",), 2, "train.sync.staleness=2 applies only to fleet runs"),
         ((FLEET, "train.sync.mode=easgd"), 1, None),
-        ((FLEET, "memory.host=1GB"), 1, "memory, for tables that a trainer keeps itself"),
-        ((FLEET, "placement={'*': device}"), 1, "placement, for tables that a trainer keeps itself"),
+        ((FLEET, "memory.host=1GB"), 1, "memory applies only to tables in trainers"),
+        ((FLEET, "placement={'*': device}"), 1, "placement applies only to tables in trainers"),
     ],
 )
 def test_settings_that_a_run_ignores_are_reported(changes: tuple[str, ...], world_size: int, said: str | None) -> None:

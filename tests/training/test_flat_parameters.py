@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from rowstead.training.flat_parameters import FlatReplica, flat_of, named_parts
+from rowstead.training.flat_parameters import FlatReplica, flatten_parameters, named_parts
 from rowstead.training.sync_base import Replica
 
 
 def test_flat_parameters_are_the_memory_of_the_module() -> None:
     module = nn.Sequential(nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 1))
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    flat = flat_of(module)
-    assert flat_of(module).data_ptr() == flat.data_ptr(), "they are moved once"
+    flat = flatten_parameters(module)
+    assert flatten_parameters(module).data_ptr() == flat.data_ptr(), "they are moved once"
     assert all(torch.equal(named_parts(module, flat)[name], value) for name, value in before.items())
     loss = module(torch.ones(1, 3)).sum()
     flat.add_(1.0)  # while autograd remembers them

@@ -22,7 +22,7 @@ from rowstead.spec.row_optimizers import SparseOptimizerSpec
 from rowstead.spec.sync import SyncSpec
 from rowstead.spec.train import DenseOptimizerSpec, TrainSpec
 from rowstead.stores.device import DeviceStore
-from rowstead.training.flat_parameters import flat_of
+from rowstead.training.flat_parameters import flatten_parameters
 from rowstead.training.hogwild import Hogwild, HogwildStepper
 from rowstead.training.step import Stepper
 from rowstead.training.sync import Unsynchronised, build_policies
@@ -153,7 +153,7 @@ def test_threads_that_keep_together_with_other_trainers_still_share_their_memory
     assert state.num_exchanges == 6, "every thread exchanges by its own count"
     for policy in policies:
         policy.close()
-    assert torch.equal(state.pull(), flat_of(one))
+    assert torch.equal(state.pull(), flatten_parameters(one))
 
 
 def test_threads_learn_together() -> None:

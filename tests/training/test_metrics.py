@@ -19,7 +19,7 @@ Floats = NDArray[np.float32]
 
 
 def quality_of(
-    log_odds: Floats,
+    logits: Floats,
     labels: Floats,
     weights: Floats | None = None,
     true_p: Floats | None = None,
@@ -33,7 +33,7 @@ def quality_of(
     for start, stop in itertools.pairwise(borders):
         part = slice(start, stop)
         evaluation.add(
-            log_odds[part],
+            logits[part],
             labels[part],
             None if weights is None else weights[part],
             None if true_p is None else true_p[part],
@@ -41,10 +41,10 @@ def quality_of(
     return evaluation.quality()
 
 
-def slow_quality(log_odds: Floats, labels: Floats, weights: Floats) -> dict[str, float]:
+def slow_quality(logits: Floats, labels: Floats, weights: Floats) -> dict[str, float]:
     """The definitions, one example and one pair at a time."""
     total = loss = square = predicted = clicked = 0.0
-    for z, y, w in zip(log_odds.tolist(), labels.tolist(), weights.tolist(), strict=True):
+    for z, y, w in zip(logits.tolist(), labels.tolist(), weights.tolist(), strict=True):
         p = 1 / (1 + math.exp(-z))
         total += w
         loss += w * -(y * math.log(p) + (1 - y) * math.log(1 - p))
@@ -53,8 +53,8 @@ def slow_quality(log_odds: Floats, labels: Floats, weights: Floats) -> dict[str,
         clicked += w * y
     mean = clicked / total
     won = pairs = 0.0
-    for z1, y1, w1 in zip(log_odds, labels.tolist(), weights.tolist(), strict=True):
-        for z0, y0, w0 in zip(log_odds, labels.tolist(), weights.tolist(), strict=True):
+    for z1, y1, w1 in zip(logits, labels.tolist(), weights.tolist(), strict=True):
+        for z0, y0, w0 in zip(logits, labels.tolist(), weights.tolist(), strict=True):
             weight = w1 * y1 * w0 * (1 - y0)
             pairs += weight
             won += weight * (1.0 if z1 > z0 else 0.5 if z1 == z0 else 0.0)
@@ -73,20 +73,20 @@ def slow_quality(log_odds: Floats, labels: Floats, weights: Floats) -> dict[str,
 def _examples(draw: st.DrawFn) -> tuple[Floats, Floats, Floats]:
     """Log-odds with many ties, labels hard or soft, weights; both classes are present."""
     count = draw(st.integers(2, 25))
-    log_odds = draw(st.lists(st.sampled_from([-3.0, -0.5, 0.0, 0.25, 2.0, 7.5]), min_size=count, max_size=count))
+    logits = draw(st.lists(st.sampled_from([-3.0, -0.5, 0.0, 0.25, 2.0, 7.5]), min_size=count, max_size=count))
     labels = draw(st.lists(st.sampled_from([0.0, 1.0, 0.25, 0.9]), min_size=count, max_size=count))
     weights = draw(st.lists(st.sampled_from([0.0, 0.5, 1.0, 3.0]), min_size=count, max_size=count))
     labels[0], labels[1], weights[0], weights[1] = 0.0, 1.0, 1.0, 0.5
-    arrays = (np.array(values, np.float32) for values in (log_odds, labels, weights))
+    arrays = (np.array(values, np.float32) for values in (logits, labels, weights))
     return tuple(arrays)  # type: ignore[return-value]
 
 
 @given(_examples())
 @settings(deadline=None)
 def test_every_measure_is_what_its_definition_says(examples: tuple[Floats, Floats, Floats]) -> None:
-    log_odds, labels, weights = examples
-    quality = quality_of(log_odds, labels, weights)
-    for name, value in slow_quality(log_odds, labels, weights).items():
+    logits, labels, weights = examples
+    quality = quality_of(logits, labels, weights)
+    for name, value in slow_quality(logits, labels, weights).items():
         assert getattr(quality, name) == pytest.approx(value, rel=1e-9), name
     assert quality.num_samples == len(labels)
     assert quality.auc_error == 0
@@ -111,10 +111,10 @@ def test_batches_give_the_same_as_all_at_once(
 @given(_examples())
 @settings(deadline=None)
 def test_a_weight_of_two_is_the_example_twice(examples: tuple[Floats, Floats, Floats]) -> None:
-    log_odds, labels, weights = examples
+    logits, labels, weights = examples
     doubled = weights.copy()
     doubled[0] *= 2
-    weighted = quality_of(log_odds, labels, doubled)
+    weighted = quality_of(logits, labels, doubled)
     repeated = quality_of(*(np.append(values, values[0]).astype(np.float32) for values in examples))
     for name, value in repeated.figures().items():
         if name != "num_samples":
@@ -125,10 +125,10 @@ def test_a_weight_of_two_is_the_example_twice(examples: tuple[Floats, Floats, Fl
 @settings(deadline=None, max_examples=12)
 def test_the_binned_auc_is_within_its_stated_error_of_the_exact_one(seed: int, spread: float) -> None:
     rng = np.random.default_rng(seed)
-    log_odds = (rng.standard_normal(3000) * spread - 1).astype(np.float32)
-    labels = (rng.random(3000) < 1 / (1 + np.exp(-log_odds.astype(np.float64)))).astype(np.float32)
-    exact = quality_of(log_odds, labels)
-    binned = quality_of(log_odds, labels, exact_auc_samples=1000, cuts=(700, 1400))
+    logits = (rng.standard_normal(3000) * spread - 1).astype(np.float32)
+    labels = (rng.random(3000) < 1 / (1 + np.exp(-logits.astype(np.float64)))).astype(np.float32)
+    exact = quality_of(logits, labels)
+    binned = quality_of(logits, labels, exact_auc_samples=1000, cuts=(700, 1400))
     assert exact.auc is not None
     assert binned.auc is not None
     assert binned.auc_error is not None
@@ -141,15 +141,15 @@ def test_the_binned_auc_is_within_its_stated_error_of_the_exact_one(seed: int, s
 def _teacher_log(num_samples: int = 200_000) -> tuple[Floats, Floats, Floats]:
     """True log-odds, labels drawn from them, true probabilities."""
     rng = np.random.default_rng(3)
-    log_odds = rng.normal(-2, 1.5, num_samples)
-    true_p = 1 / (1 + np.exp(-log_odds))
+    logits = rng.normal(-2, 1.5, num_samples)
+    true_p = 1 / (1 + np.exp(-logits))
     labels = rng.random(num_samples) < true_p
-    return log_odds.astype(np.float32), labels.astype(np.float32), true_p.astype(np.float32)
+    return logits.astype(np.float32), labels.astype(np.float32), true_p.astype(np.float32)
 
 
 def test_the_teacher_itself_has_the_best_ne_and_is_calibrated() -> None:
-    log_odds, labels, true_p = _teacher_log()
-    best = quality_of(log_odds, labels, None, true_p)
+    logits, labels, true_p = _teacher_log()
+    best = quality_of(logits, labels, None, true_p)
     assert best.ne_expected == pytest.approx(best.ne_best, rel=1e-6)
     assert best.ne == pytest.approx(best.ne_best, rel=0.01)
     assert best.calibration == pytest.approx(1, abs=0.02)
@@ -157,18 +157,18 @@ def test_the_teacher_itself_has_the_best_ne_and_is_calibrated() -> None:
     mean = float(true_p.astype(np.float64).mean())
     base = -(mean * math.log(mean) + (1 - mean) * math.log(1 - mean))
     assert best.ne_best == pytest.approx(float(entropy.mean()) / base, rel=1e-5)
-    worse = quality_of(log_odds + np.float32(0.5), labels, None, true_p)
+    worse = quality_of(logits + np.float32(0.5), labels, None, true_p)
     assert worse.ne_expected > best.ne_best * 1.01  # type: ignore[operator]
     assert worse.ne_best == best.ne_best
 
 
 def test_a_log_with_down_sampled_negatives_scores_like_the_whole_one() -> None:
-    log_odds, labels, true_p = _teacher_log()
-    whole = quality_of(log_odds, labels, None, true_p)
+    logits, labels, true_p = _teacher_log()
+    whole = quality_of(logits, labels, None, true_p)
     keep_rate = 0.1
     kept = (labels == 1) | (np.random.default_rng(5).random(len(labels)) < keep_rate)
     # A model trained on what was kept learns log-odds that are too high by log(1 / keep_rate).
-    seen = (log_odds - math.log(keep_rate)).astype(np.float32)
+    seen = (logits - math.log(keep_rate)).astype(np.float32)
     corrected = quality_of(seen[kept], labels[kept], None, true_p[kept], negative_keep_rate=keep_rate)
     uncorrected = quality_of(seen[kept], labels[kept], None, true_p[kept])
     assert corrected.calibration == pytest.approx(1, abs=0.02)
@@ -178,10 +178,10 @@ def test_a_log_with_down_sampled_negatives_scores_like_the_whole_one() -> None:
 
 
 def test_weights_count_in_the_teacher_s_measures_too() -> None:
-    log_odds, labels, true_p = (values[:500] for values in _teacher_log())
+    logits, labels, true_p = (values[:500] for values in _teacher_log())
     weights = (np.arange(500) < 200).astype(np.float32)
-    weighted = quality_of(log_odds, labels, weights, true_p)
-    first = quality_of(log_odds[:200], labels[:200], None, true_p[:200])
+    weighted = quality_of(logits, labels, weights, true_p)
+    first = quality_of(logits[:200], labels[:200], None, true_p[:200])
     assert weighted.ne_best == pytest.approx(first.ne_best)
     assert weighted.ne_expected == pytest.approx(first.ne_expected)
 
@@ -221,7 +221,7 @@ def test_predictions_that_are_no_numbers_are_an_error_that_says_what_to_do(bad: 
         quality_of(np.array([0, bad], np.float32), np.array([0, 1], np.float32))
 
 
-def test_extreme_log_odds_give_finite_measures_without_a_warning() -> None:
+def test_extreme_logits_give_finite_measures_without_a_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         quality = quality_of(np.array([-1e5, 1e5, -1e5], np.float32), np.array([0, 1, 1], np.float32))

@@ -100,7 +100,7 @@ def test_the_table_adds_up_to_the_step_and_to_the_trace(traced: tuple[Path, str]
         traced_ms = sum(event["dur"] for event in ranges(folder, name)) / 20 / 1e3
         # A range begins just after its phase and ends just before: some microseconds apart, more if we are interrupted there.
         assert 0 < traced_ms <= rows[name] + 0.01
-    assert re.search(r"reader's thread: [\d.]+ ms a step", text)
+    assert re.search(r"reader's thread: [\d.]+ ms per step", text)
     assert f"{folder / 'trace.json'}" in text
 
 
@@ -113,7 +113,7 @@ def test_a_run_that_ends_inside_the_window_traces_what_there_was(tmp_path: Path)
 
 def test_a_run_that_ends_before_the_window_says_so(tmp_path: Path) -> None:
     _, text = profiled(tmp_path / "run", 8)
-    assert "nothing was profiled: the first 10 steps are left out" in text
+    assert "nothing was profiled: the first 10 steps are skipped" in text
     assert not (tmp_path / "run" / "trace.json").exists()
 
 

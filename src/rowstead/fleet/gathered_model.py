@@ -34,7 +34,7 @@ from rowstead.spec.errors import RowsteadError
 from rowstead.spec.run import RunSpec
 from rowstead.training import checkpoint
 from rowstead.training.evaluate import evaluate
-from rowstead.training.flat_parameters import flat_of, named_parts
+from rowstead.training.flat_parameters import flatten_parameters, named_parts
 from rowstead.training.metrics import Quality
 from rowstead.training.progress import Position
 from rowstead.training.saved_tensors import StoreTensors
@@ -57,7 +57,7 @@ class GatheredModel:
         self._dtype = fleet_dtype(self._roster)
         store = build_remote_store(spec, self._roster, connections, staleness=0)
         self.model = build_fleet_model(spec, torch.device("cpu"), store, self._dtype)
-        flat_of(self.model.net)
+        flatten_parameters(self.model.net)
         self._dense_server: DenseServerClient | None = None
         if fleet_of(spec).num_dense:
             self._dense_server = DenseServerClient(

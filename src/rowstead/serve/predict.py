@@ -24,7 +24,7 @@ from rowstead.serve.exported import Exported, is_exported
 from rowstead.spec.data import ParquetSpec
 from rowstead.spec.errors import DataError
 from rowstead.training.device import choose_device
-from rowstead.training.evaluate import EVAL_BATCH, log_odds_of
+from rowstead.training.evaluate import EVAL_BATCH, predict_logits
 from rowstead.training.progress import ProgressCallback
 from rowstead.training.trained import open_run
 
@@ -125,7 +125,7 @@ def _open_run(run: str, data: Sequence[str] | None, root: Path | str, callback: 
     model.to(device)
 
     def scores() -> Scores:
-        for batch, log_odds in log_odds_of(model, source, device=device):
+        for batch, log_odds in predict_logits(model, source, device=device):
             labels = None if batch.labels is None else batch.labels.numpy()
             # As evaluation computes it: the correction and the prediction are in float64.
             yield model.head.predict(torch.from_numpy(log_odds).double() + model.log_keep_rate).numpy(), labels

@@ -1,4 +1,4 @@
-"""The parts of a run, made from its spec: splits of the log, the model, the device and its threads."""
+"""Builds the model of a run from its spec: placement of tables, store, network."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rowstead.data.batch import Batch
-from rowstead.distributed.process_group import ProcessGroup, SingleProcess
+from rowstead.distributed.process_group import ProcessGroup
 from rowstead.distributed.sharded_store import ShardedStore
 from rowstead.distributed.sharding import auto_shards, plan_shards
 from rowstead.kernels.layout import Layout, layout_of
@@ -20,7 +20,7 @@ from rowstead.stores.build import StoreBuilder, choose_placement, mean_ids_of
 from rowstead.training.sharded_step import WIRE_DTYPES
 
 ROW_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Formats of rows by the names that specs have for them."""
+"""Row dtypes by their names in specs."""
 
 
 def build_model(
@@ -33,10 +33,10 @@ def build_model(
     placement: Placement | None = None,
     store: EmbeddingStore | None = None,
 ) -> DLRM:
-    """A model with the initial weights of the spec's seed, without touching anybody's random state.
+    """Build a model with the initial weights of the spec's seed; global random state is left unchanged.
 
-    With a `process_group` the tables are shared by all processes of its job. `placement` is what `plan_placement` gave. With a `store` the
-    tables are there already.
+    With a `process_group` the tables are sharded over the processes of its job. `placement` is what `plan_placement` returned. A
+    given `store` is used as it is.
     """
     if store is None:
         store = build_store(spec, device, trains=trains, process_group=process_group, placement=placement)
@@ -55,10 +55,10 @@ def build_store(
     process_group: ProcessGroup | None = None,
     placement: Placement | None = None,
 ) -> EmbeddingStore:
-    """The tables of a model, each where its placement has it."""
+    """Build the tables of a model, each where its placement says."""
     optimizer = spec.train.sparse_optimizer if trains else None
     kernel = spec.kernel if trains else "auto"  # a trained model may be used on another device
-    check = spec.check_ids and (device.type == "cpu" or not trains)  # a step on a GPU waits for nothing: `check_sources`
+    check = spec.check_ids and (device.type == "cpu" or not trains)  # for a GPU the reader checks: no step waits for it
     dtype = ROW_DTYPES[spec.model.row_format]
 
     placement = placement or plan_placement(spec, device, trains=trains, process_group=process_group)
@@ -66,12 +66,12 @@ def build_store(
     make = StoreBuilder(spec=spec, placement=placement, device=device, kernel=kernel, dtype=dtype, check=check, rank=rank)
 
     layout = layout_of(spec.features, spec.tables)
-    if process_group is None or isinstance(process_group, SingleProcess) or not layout.tables:
+    if process_group is None or process_group.world_size == 1 or not layout.tables:
         return make(layout, optimizer)
     return ShardedStore(
         layout,
         optimizer,
-        shards_of(spec, layout, process_group.world_size),
+        choose_shards(spec, layout, process_group.world_size),
         process_group,
         make,
         dtype=dtype,
@@ -85,19 +85,19 @@ def build_store(
 def plan_placement(
     spec: RunSpec, device: torch.device, *, trains: bool = True, process_group: ProcessGroup | None = None
 ) -> Placement:
-    """Where the tables go, on this machine and in this process of a job."""
+    """Choose where each table lives, on this machine and in this process of a job."""
     world_size = 1 if process_group is None else process_group.world_size
     layout, kinds = layout_of(spec.features, spec.tables), None
     if world_size > 1:
         shards = plan_shards(
-            layout, shards_of(spec, layout, world_size), world_size, lookups=expected_lookups(spec, layout)
+            layout, choose_shards(spec, layout, world_size), world_size, lookups=expected_lookups(spec, layout)
         ).shards
         kinds = {table.name: shard for table, shard in zip(layout.tables, shards, strict=True)}
     return choose_placement(spec, device, trains=trains, world_size=world_size, shards=kinds)
 
 
-def shards_of(spec: RunSpec, layout: Layout, world_size: int) -> dict[str, Shard]:
-    """How `world_size` processes share each table: what the recipe says, and where it says nothing, what sends least."""
+def choose_shards(spec: RunSpec, layout: Layout, world_size: int) -> dict[str, Shard]:
+    """How each table is sharded over `world_size` processes: as the recipe says, else the way that sends least."""
     rules = rules_for(spec.placement, [table.name for table in layout.tables])
     row_bytes = ROW_DTYPES[spec.model.row_format].itemsize
     chosen = auto_shards(layout, world_size, batch_size=spec.train.batch_size, row_bytes=row_bytes)
@@ -105,23 +105,23 @@ def shards_of(spec: RunSpec, layout: Layout, world_size: int) -> dict[str, Shard
 
 
 def expected_lookups(spec: RunSpec, layout: Layout) -> dict[str, float] | None:
-    """Ids per example that each table is read with, where the log is one that we draw ourselves."""
+    """Expected ids per example and table; None unless the log is synthetic."""
     means = mean_ids_of(spec)
     return None if means is None else {table.name: float(sum(means[f] for f in table.features)) for table in layout.tables}
 
 
 def ignored_settings(spec: RunSpec, *, world_size: int = 1) -> str | None:
-    """What to tell a user of settings that do nothing in this run; none if all do something."""
+    """The warning about settings that this run ignores, if there are any."""
     sync = spec.train.sync
     if spec.fleet is None:
-        idle = {
+        is_ignored = {
             f"train.sync.mode={sync.mode}": sync.mode in ("easgd", "shadow") or (sync.mode == "allreduce" and world_size == 1),
             f"train.sync.staleness={sync.staleness}": sync.staleness > 0,
         }
-        why = "for the trainers of a fleet (`--fleet trainers=2,…`)"
+        scope = "fleet runs (`--fleet trainers=2,…`)"
     else:
         is_remote = spec.fleet.tables == "remote"
-        idle = {"placement": is_remote and spec.placement != "auto", "memory": is_remote and spec.memory != MemorySpec()}
-        why = "for tables that a trainer keeps itself (`--fleet tables=local,…`): these are kept by sparse servers"
-    names = [name for name, is_idle in idle.items() if is_idle]
-    return f"not heeded here: {', '.join(names)}, {why}" if names else None
+        is_ignored = {"placement": is_remote and spec.placement != "auto", "memory": is_remote and spec.memory != MemorySpec()}
+        scope = "tables in trainers (`--fleet tables=local,…`); these are in sparse servers"
+    names = [name for name, is_set in is_ignored.items() if is_set]
+    return f"ignored: {', '.join(names)} applies only to {scope}" if names else None

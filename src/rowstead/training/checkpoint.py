@@ -1,17 +1,17 @@
-"""Checkpoints: safetensors shards and a JSON manifest with digests, complete or not there at all.
+"""Checkpoints: safetensors shards and a JSON manifest with digests, written atomically.
 
-A folder of checkpoints holds one folder each, `step-000000100`, with
+A folder of checkpoints holds one folder per checkpoint, `step-000000100`, with
 
     manifest.json     step, facts, the files with their sizes and digests, and where each tensor is
     manifest.sha256   the manifest's own digest, as `sha256sum -c` reads it
     shard-00000.safetensors …
 
 All of it is written and synced under a `.tmp-` name and then renamed, so a crash at any moment leaves every older
-checkpoint whole. One job writes to a folder at a time (it holds the run's lock); any number may read meanwhile.
+checkpoint intact. One job writes to a folder at a time (it holds the run's lock); any number may read meanwhile.
 
-The processes of a job write together: each the pieces of tables that it keeps, into files of its own, and the first of them
-the rest and the manifest. What was cut one way is read any other way. An incremental checkpoint has of the tables only the rows
-that were touched since a full one, which it names and which stays as long as it does.
+All processes of a job write: each its pieces of the tables, into its own files, and the first one also the rest and the
+manifest. A checkpoint can be loaded by any number of processes. An incremental checkpoint holds only the rows that were touched since
+a full one, which it names and which is kept as long as it is.
 """
 
 from __future__ import annotations
@@ -36,9 +36,16 @@ from rowstead.records.files import fsync_folder
 from rowstead.spec.errors import CheckpointError
 from rowstead.spec.sizes import format_bytes
 from rowstead.stores.state import StatePart, rows_at_once
-from rowstead.training.checkpoint_files import Outgoing, check_shard, of_part, of_tensor, shards, write_shard
-from rowstead.training.checkpoint_increment import Increment, of_touched, of_touched_rows
-from rowstead.training.saved_tensors import STORE, InOneFolder, Restored, SavedTensors
+from rowstead.training.checkpoint_files import (
+    TensorPiece,
+    check_shard,
+    piece_of_part,
+    piece_of_tensor,
+    split_into_shards,
+    write_shard,
+)
+from rowstead.training.checkpoint_increment import Increment, piece_of_touched_rows, touched_bitmaps
+from rowstead.training.saved_tensors import STORE, FolderTensors, IncrementalTensors, SavedTensors
 
 FORMAT = 2
 READABLE = (1, 2)
@@ -52,17 +59,17 @@ _NAME = re.compile(r"step-(\d{9,})(?:-(\d+))?")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose every byte was checked; tensors are read when they are asked for."""
+    """A checkpoint whose digests were verified; tensors are read on access."""
 
     path: Path
     step: int
     facts: dict[str, Any]
-    """What was given to `save`, as JSON keeps it: tuples have become lists."""
+    """The facts given to `save`, through JSON: tuples have become lists."""
     tensors: SavedTensors
     base: str | None = None
-    """Of an incremental one, the name of the full one that it needs, in the same folder."""
+    """The name of the full checkpoint that an incremental one needs, in the same folder."""
     number: int = 0
-    """How many incremental ones, this included, there were since the full one."""
+    """Incremental checkpoints since the full one, including this."""
 
 
 def save(
@@ -77,31 +84,31 @@ def save(
     increment: Increment | None = None,
     process_group: ProcessGroup | None = None,
 ) -> Path:
-    """Write a checkpoint into `folder`, then drop all but the newest `keep` and what these need; returns where it is.
+    """Write a checkpoint into `folder`, then delete all but the newest `keep` and those that they need; returns its path.
 
-    `facts` is whatever JSON can hold. `parts` are what this process keeps of the tables, saved as `store.<name>`, with
-    `increment` only the rows that it names. DeferredReply steps that lie in the folder are of a history that this run has left (it was
-    resumed before them), and go as well. A table above `shard_bytes` is split by rows. With a `process_group` all processes of a job
-    save together, into a folder that all of them see; `tensors` and `facts` are those of the first.
+    `facts` is anything that JSON can hold. `parts` are this process's pieces of the tables, saved as `store.<name>`; with an
+    `increment` only the rows that it names. Later steps in the folder are deleted too: the run was resumed before them. A table above
+    `shard_bytes` is split by rows. With a `process_group` all processes of a job call this, with a folder that all of them
+    see; `tensors` and `facts` are those of the first.
     """
     if keep < 1 or shard_bytes < 1 or step < 0:
         raise ValueError(f"keep {keep} and shard_bytes {shard_bytes} must be at least 1, step {step} at least 0")
     process_group = process_group or SingleProcess()
     is_first = process_group.rank == 0
-    outgoing = _outgoing(tensors if is_first else {}, parts, increment, is_first)
-    needs_bytes = sum(process_group.gather(sum(one.num_bytes for one in outgoing))) + (1 << 16)
+    pieces = _pieces_to_save(tensors if is_first else {}, parts, increment, is_first)
+    needs_bytes = sum(process_group.gather(sum(piece.num_bytes for piece in pieces))) + (1 << 16)
     temporary = folder / process_group.gather(f".tmp-save-{step:09d}-{os.getpid()}")[0]
     final = folder
     try:
-        with _together(process_group):
+        with _fail_together(process_group):
             if is_first:
-                _make_room(folder, temporary, needs_bytes)
-        with _together(process_group):
+                _prepare_folder(folder, temporary, needs_bytes)
+        with _fail_together(process_group):
             written = _write_shards(
-                temporary, outgoing, shard_bytes, "" if process_group.world_size == 1 else f"{process_group.rank:04d}-"
+                temporary, pieces, shard_bytes, "" if process_group.world_size == 1 else f"{process_group.rank:04d}-"
             )
         all_written = process_group.gather(written)
-        with _together(process_group):
+        with _fail_together(process_group):
             if is_first:
                 _write_manifest(temporary, step, facts, all_written, increment, folder)
                 final = _unused_name(folder, step)
@@ -123,22 +130,22 @@ def save(
 
 
 def load(path: Path, *, process_group: ProcessGroup | None = None) -> Checkpoint:
-    """Open the checkpoint at `path` after checking the digest of every file in it, and of the full one that it needs.
+    """Open the checkpoint at `path` after verifying the digests of its files, and of those of the full one that it needs.
 
-    With a `process_group` all processes of a job load together: each file is checked by one of them, and all succeed or none.
+    With a `process_group` all processes of a job call this: each file is verified by one of them, and all succeed or none.
     """
     process_group = process_group or SingleProcess()
-    manifest, own = _opened(path, process_group)
+    manifest, own = _open(path, process_group)
     base = manifest.get("base")
     tensors: SavedTensors = own
     if base is not None:
-        below = path.parent / base["name"]
+        full_path = path.parent / base["name"]
         try:
-            found, full = _opened(below, process_group, sha256=base["sha256"])
-            assert found.get("base") is None, f"{path} needs {below}, which is itself incremental"
-            tensors = Restored(path, full, own)
+            below, full = _open(full_path, process_group, sha256=base["sha256"])
+            assert below.get("base") is None, f"{path} needs {full_path}, which is itself incremental"
+            tensors = IncrementalTensors(path, full, own)
         except CheckpointError as error:
-            raise CheckpointError(f"checkpoint {path} needs the full checkpoint {below.name}, and {error}") from error
+            raise CheckpointError(f"checkpoint {path} needs the full checkpoint {full_path.name}, and {error}") from error
     return Checkpoint(
         path=path,
         step=manifest["step"],
@@ -149,26 +156,26 @@ def load(path: Path, *, process_group: ProcessGroup | None = None) -> Checkpoint
     )
 
 
-def _opened(path: Path, process_group: ProcessGroup, *, sha256: str | None = None) -> tuple[dict[str, Any], InOneFolder]:
-    """A checkpoint's manifest and tensors, once every process of the job has found its share of the files whole.
+def _open(path: Path, process_group: ProcessGroup, *, sha256: str | None = None) -> tuple[dict[str, Any], FolderTensors]:
+    """A checkpoint's manifest and tensors, once every process of the job has verified its share of the files.
 
-    `sha256` is what the manifest's digest must be, if somebody knows.
+    `sha256` is the expected digest of the manifest, where that is known.
     """
 
     def read_manifest() -> dict[str, Any]:
         if not path.is_dir():
             raise CheckpointError(f"there is no checkpoint at {path}")
-        manifest = _checked_manifest(path, sha256)
+        manifest = _read_manifest(path, sha256)
         for name in sorted(manifest["files"])[process_group.rank :: process_group.world_size]:
             check_shard(path / name, manifest["files"][name]["bytes"], manifest["files"][name]["sha256"])
         return manifest
 
     manifest = _read_by_all(path, process_group, read_manifest)
-    return manifest, _read_by_all(path, process_group, lambda: InOneFolder(path, manifest))
+    return manifest, _read_by_all(path, process_group, lambda: FolderTensors(path, manifest))
 
 
 def _read_by_all(path: Path, process_group: ProcessGroup, read: Callable[[], Read]) -> Read:
-    """What `read` gives, if it fails in no process of the job; if it does, all raise the same."""
+    """Return `read()` if it fails in no process of the job; otherwise all raise the same error."""
     problem, result = None, None
     try:
         result = read()
@@ -186,10 +193,10 @@ def _read_by_all(path: Path, process_group: ProcessGroup, read: Callable[[], Rea
 
 
 def load_latest(folder: Path, report: Callable[[str], None], *, process_group: ProcessGroup | None = None) -> Checkpoint:
-    """Open the newest good checkpoint in `folder`; each damaged one that is passed over is named through `report`."""
+    """Open the newest valid checkpoint in `folder`; damaged ones are skipped and reported."""
     process_group = process_group or SingleProcess()
     failures: dict[Path, str] = {}
-    # The folder is listed anew each time: a run that is still training may replace checkpoints while we check them.
+    # List the folder again each time: a run that is still training may replace checkpoints meanwhile.
     while untried := [name for name in _names_in(folder, process_group) if folder / name not in failures]:
         path = folder / untried[-1]
         try:
@@ -197,7 +204,7 @@ def load_latest(folder: Path, report: Callable[[str], None], *, process_group: P
         except CheckpointError as error:
             failures[path] = str(error)
             if path.is_dir():
-                report(f"{error}; trying the one before")
+                report(f"{error}; trying the previous one")
         else:
             return checkpoint
     if not failures:
@@ -206,7 +213,7 @@ def load_latest(folder: Path, report: Callable[[str], None], *, process_group: P
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, oldest step first; whether they are good is for `load` to find out."""
+    """The checkpoints in a folder by rising step; `load` finds out whether they are valid."""
     if not folder.is_dir():
         return []
     found = [(_step_and_attempt(path), path) for path in folder.iterdir() if _NAME.fullmatch(path.name)]
@@ -214,27 +221,27 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def _names_in(folder: Path, process_group: ProcessGroup) -> list[str]:
-    """The names of the checkpoints in a folder as the first process of a job sees them."""
+    """The names of the checkpoints in a folder, as seen by the first process of a job."""
     names: list[str] = process_group.gather([path.name for path in checkpoints_in(folder)])[0]
     return names
 
 
-def _outgoing(
+def _pieces_to_save(
     tensors: Mapping[str, Tensor], parts: Sequence[StatePart], increment: Increment | None, is_first: bool
-) -> list[Outgoing]:
-    """All that this process writes, in the order of the manifest."""
-    outgoing = [of_tensor(name, tensor) for name, tensor in tensors.items()]
+) -> list[TensorPiece]:
+    """Everything that this process writes, in the order of the manifest."""
+    pieces = [piece_of_tensor(name, tensor) for name, tensor in tensors.items()]
     own = [part for part in parts if not part.is_copy]
-    most = rows_at_once(parts)
+    max_rows = rows_at_once(parts)
     if increment is None:
-        return outgoing + [of_part(f"{STORE}{part.name}", part, most[part.name]) for part in own]
+        return pieces + [piece_of_part(f"{STORE}{part.name}", part, max_rows[part.name]) for part in own]
     if is_first:
-        outgoing += of_touched(increment)
-    return outgoing + [of_touched_rows(f"{STORE}{part.name}", part, most[part.name], increment) for part in own]
+        pieces += touched_bitmaps(increment)
+    return pieces + [piece_of_touched_rows(f"{STORE}{part.name}", part, max_rows[part.name], increment) for part in own]
 
 
-def _make_room(folder: Path, temporary: Path, needs_bytes: int) -> None:
-    """An empty folder to write to, on a disk that has room for it all."""
+def _prepare_folder(folder: Path, temporary: Path, needs_bytes: int) -> None:
+    """Create the empty folder to write to; raises if the disk is too full."""
     folder.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(folder)
     if needs_bytes > shutil.disk_usage(folder).free:
@@ -242,15 +249,15 @@ def _make_room(folder: Path, temporary: Path, needs_bytes: int) -> None:
     temporary.mkdir()
 
 
-def _write_shards(folder: Path, outgoing: Sequence[Outgoing], shard_bytes: int, mark: str) -> dict[str, Any]:
-    """This process's files, synced: what the manifest is to say of them and of the tensors in them."""
+def _write_shards(folder: Path, pieces: Sequence[TensorPiece], shard_bytes: int, prefix: str) -> dict[str, Any]:
+    """Write and sync this process's files; returns the manifest's entries for them and for their tensors."""
     files: dict[str, dict[str, Any]] = {}
-    index: dict[str, dict[str, Any]] = {one.name: one.entry() for one in outgoing}
-    for number, pieces in enumerate(shards(outgoing, shard_bytes)):
-        file = f"shard-{mark}{number:05d}.safetensors"
-        files[file] = write_shard(folder / file, pieces)
-        for piece in pieces:
-            index[piece.outgoing.name]["pieces"].append(piece.outgoing.place(file, piece.start, piece.stop))
+    index: dict[str, dict[str, Any]] = {piece.name: piece.entry() for piece in pieces}
+    for number, slices in enumerate(split_into_shards(pieces, shard_bytes)):
+        file = f"shard-{prefix}{number:05d}.safetensors"
+        files[file] = write_shard(folder / file, slices)
+        for one in slices:
+            index[one.piece.name]["pieces"].append(one.piece.location(file, one.start, one.stop))
     return {"files": files, "tensors": index}
 
 
@@ -260,9 +267,9 @@ def _write_manifest(
     facts: dict[str, Any],
     written: Sequence[dict[str, Any]],
     increment: Increment | None,
-    others: Path,
+    checkpoints: Path,
 ) -> None:
-    """The manifest of what all processes have written, synced, and then the folder that holds it."""
+    """Write and sync the manifest of all processes' files, and sync the folder."""
     files: dict[str, Any] = {}
     index: dict[str, dict[str, Any]] = {}
     for one in written:
@@ -272,10 +279,10 @@ def _write_manifest(
             assert {**known, "pieces": []} == {**entry, "pieces": []}, f"processes disagree about `{name}`"
             known["pieces"] += entry["pieces"]
     for name, entry in index.items():
-        _check_whole(name, entry)
+        _check_complete(name, entry)
     manifest = {"format": FORMAT, "step": step, "facts": facts, "files": files, "tensors": index}
     if increment is not None:
-        sha256 = hashlib.sha256((others / increment.base / MANIFEST).read_bytes()).hexdigest()
+        sha256 = hashlib.sha256((checkpoints / increment.base / MANIFEST).read_bytes()).hexdigest()
         manifest["base"] = {"name": increment.base, "sha256": sha256, "number": increment.number}
     text = (json.dumps(manifest, indent=1) + "\n").encode()
     for name, content in ((MANIFEST, text), (MANIFEST_DIGEST, _digest_line(text))):
@@ -286,42 +293,42 @@ def _write_manifest(
     fsync_folder(folder)
 
 
-def _check_whole(name: str, entry: dict[str, Any]) -> None:
-    """A tensor of which no process had a piece, or two had the same, must not look like one that was saved."""
+def _check_complete(name: str, entry: dict[str, Any]) -> None:
+    """Assert that the processes' pieces cover the tensor exactly once."""
     shape = entry["shape"] or [1]
     width = shape[1] if len(shape) > 1 else 1
     counts = [(last - first) * (columns[1] - columns[0] if columns else width) for _, first, last, *columns in entry["pieces"]]
     expected = math.prod(shape[:2])
-    assert sum(counts) == expected, f"the processes' pieces of `{name}` have {sum(counts)} of its {expected} places"
+    assert sum(counts) == expected, f"the processes' pieces of `{name}` have {sum(counts)} of its {expected} elements"
 
 
 @contextlib.contextmanager
-def _together(process_group: ProcessGroup) -> Iterator[None]:
-    """What all processes of a job do at once: if it fails in one, it fails in all, with the same reason."""
+def _fail_together(process_group: ProcessGroup) -> Iterator[None]:
+    """Run a block in all processes of a job: if it fails in one, it fails in all with the same error."""
     failure: Exception | None = None
     try:
         yield
-    except Exception as error:  # noqa: BLE001, RUF100 - whatever it is, the others wait to hear of it
+    except Exception as error:  # noqa: BLE001, RUF100 - the other processes wait for the outcome
         if process_group.world_size == 1:
             raise
         failure = error
-    told = None
+    reported = None
     if failure is not None:
         code = failure.errno if isinstance(failure, OSError) else None
         text = (failure.strerror or str(failure)) if isinstance(failure, OSError) else f"{type(failure).__name__}: {failure}"
-        told = [code or errno.EIO, f"{text} (process {process_group.rank})"]
-    for other in process_group.gather(told):
+        reported = [code or errno.EIO, f"{text} (process {process_group.rank})"]
+    for other in process_group.gather(reported):
         if other is not None:
             raise OSError(*other) from failure
 
 
-def _checked_manifest(folder: Path, sha256: str | None) -> dict[str, Any]:
+def _read_manifest(folder: Path, sha256: str | None) -> dict[str, Any]:
     text = (folder / MANIFEST).read_bytes()
     line = _digest_line(text)
     if (folder / MANIFEST_DIGEST).read_bytes() != line:
         raise CheckpointError(f"checkpoint {folder} is damaged: {MANIFEST} does not match its digest in {MANIFEST_DIGEST}")
     if sha256 is not None and line.split()[0].decode() != sha256:
-        raise CheckpointError(f"checkpoint {folder} is not the one that was meant: its {MANIFEST} has another digest")
+        raise CheckpointError(f"checkpoint {folder} is not the expected one: its {MANIFEST} has another digest")
     manifest: dict[str, Any] = json.loads(text)
     if manifest.get("format") not in READABLE:
         raise CheckpointError(
@@ -342,31 +349,31 @@ def _step_and_attempt(path: Path) -> tuple[int, int]:
 
 
 def _unused_name(folder: Path, step: int) -> Path:
-    """`step-N`, or `step-N-2` where an old N must stay until the new one is there: two renames would not be atomic."""
+    """`step-N`, or `step-N-2` if there is an N already: replacing it takes two renames, which are not atomic."""
     attempts = [_step_and_attempt(path)[1] for path in checkpoints_in(folder) if _step_and_attempt(path)[0] == step]
     name = f"step-{step:09d}"
     return folder / (f"{name}-{max(attempts) + 1}" if attempts else name)
 
 
 def _prune(folder: Path, newest: Path, keep: int) -> None:
-    """Drop what the new checkpoint supersedes and none that stays needs; what cannot be dropped stays as well."""
+    """Delete the checkpoints that the new one supersedes, unless a kept one needs them; errors are ignored."""
     step = _step_and_attempt(newest)[0]
     others = [path for path in checkpoints_in(folder) if path != newest]
     before = [path for path in others if _step_and_attempt(path)[0] < step]
     kept = before[len(before) - min(keep - 1, len(before)) :]
     needed = {_base_of(path) for path in (*kept, newest)}
-    for path in reversed(others):  # a full one goes after those that need it
+    for path in reversed(others):  # incremental ones before the full one that they need
         if path in kept or path.name in needed:
             continue
-        # Renamed first, so that one that is half deleted when we are killed does not look like a damaged one.
-        doomed = folder / f".tmp-drop-{path.name}"
+        # Rename first, so that a half deleted one does not look damaged if this process is killed.
+        deleted = folder / f".tmp-drop-{path.name}"
         with contextlib.suppress(OSError):
-            os.rename(path, doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
+            os.rename(path, deleted)
+            shutil.rmtree(deleted, ignore_errors=True)
 
 
 def _base_of(path: Path) -> str | None:
-    """The name of the full checkpoint that an incremental one needs; none if it needs none, or nobody can tell."""
+    """The name of the full checkpoint that an incremental one needs; None for a full or unreadable one."""
     try:
         base = json.loads((path / MANIFEST).read_bytes()).get("base")
         return str(base["name"]) if base else None
@@ -375,7 +382,7 @@ def _base_of(path: Path) -> str | None:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Remove what earlier processes were killed over."""
+    """Delete temporary folders of processes that were killed."""
     for path in folder.glob(".tmp-*"):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -390,5 +397,5 @@ def _why_not_saved(folder: Path, step: int, needs_bytes: int, error: OSError) ->
     try:
         last = load_latest(folder, lambda _: None)
     except CheckpointError:
-        return f"{problem}; there is no good checkpoint before it"
-    return f"{problem}; the last good checkpoint is {last.path}"
+        return f"{problem}; there is no earlier valid checkpoint"
+    return f"{problem}; the last valid checkpoint is {last.path}"

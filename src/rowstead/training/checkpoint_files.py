@@ -1,8 +1,8 @@
-"""The files of a checkpoint: safetensors shards, written and read some rows at a time.
+"""The files of a checkpoint: safetensors shards, written and read a few rows at a time.
 
-A shard is a length, a JSON header and raw bytes. We write it ourselves, so that rows go from the tables to the file a few
-megabytes at a time, the digest is taken on the way, and a full disk is an `OSError`. We read it ourselves, so that of a table
-no more is in memory than the rows that were asked for.
+A shard is a length, a JSON header and raw bytes. Writing it here keeps memory low (rows go from tables to the file a few
+megabytes at a time), computes the digest on the way, and makes a full disk an `OSError`. Reading it here loads no more rows than
+were requested.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from rowstead.spec.errors import CheckpointError
+from rowstead.spec.train import CheckpointFormat
 from rowstead.stores.state import PIECE_BYTES, StatePart
 
 DTYPES = {
@@ -36,15 +37,17 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
+SCALE_BYTES = 8
+"""FP32 scale and offset, after the bytes of an `int8` row."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outgoing:
-    """A tensor on its way into a checkpoint, or the rows and columns of it that this process has."""
+class TensorPiece:
+    """A tensor to save, or this process's rows and columns of it."""
 
     name: str
     dtype: torch.dtype
-    """Of the tensor; what is stored may have another, if `stored_dtype` says so."""
+    """The tensor's; the file may hold another, `stored_dtype`."""
     shape: tuple[int, ...]
     """Of the whole tensor."""
     num_rows: int
@@ -55,12 +58,12 @@ class Outgoing:
     """Stored rows `start` to `stop` of this piece."""
     first_row: int = 0
     columns: tuple[int, int] | None = None
-    """First and last column of this piece; none if it has all."""
+    """First and last column of this piece; None if it has all."""
     stored_dtype: torch.dtype | None = None
     notes: dict[str, Any] = field(default_factory=dict)
-    """What the manifest says of the tensor besides."""
-    most_rows: int | None = None
-    """That may be read at once; none if its own bytes are all that counts."""
+    """Further entries of the tensor in the manifest."""
+    max_rows: int | None = None
+    """Rows to read at once; None to choose by their size."""
 
     @property
     def kept_dtype(self) -> torch.dtype:
@@ -75,21 +78,21 @@ class Outgoing:
         return self.num_rows * self.row_bytes
 
     def entry(self) -> dict[str, Any]:
-        """What the manifest says of the tensor before it has pieces."""
+        """The tensor's entry in the manifest, without pieces."""
         return {"dtype": CODES[self.dtype], "shape": list(self.shape), **self.notes, "pieces": []}
 
-    def place(self, file: str, start: int, stop: int) -> list[Any]:
-        """Where the manifest says that rows `start` to `stop` of this piece are."""
+    def location(self, file: str, start: int, stop: int) -> list[Any]:
+        """The manifest's entry for rows `start` to `stop` of this piece in a file."""
         rows = [file, self.first_row + start, self.first_row + stop]
         return rows if self.columns is None else [*rows, *self.columns]
 
 
-def of_tensor(name: str, tensor: Tensor) -> Outgoing:
+def piece_of_tensor(name: str, tensor: Tensor) -> TensorPiece:
     """A whole tensor, of any shape."""
     if tensor.dtype not in CODES or name == "__metadata__":
         raise ValueError(f"cannot save `{name}` of {tensor.dtype}: known types are {', '.join(map(str, CODES))}")
     rows = tensor.detach() if tensor.dim() else tensor.detach().reshape(1)
-    return Outgoing(
+    return TensorPiece(
         name=name,
         dtype=tensor.dtype,
         shape=tuple(tensor.shape),
@@ -99,10 +102,10 @@ def of_tensor(name: str, tensor: Tensor) -> Outgoing:
     )
 
 
-def of_part(name: str, part: StatePart, most_rows: int) -> Outgoing:
-    """What a store keeps of one of its tensors, under another name; so many rows are read at once."""
+def piece_of_part(name: str, part: StatePart, max_rows: int) -> TensorPiece:
+    """A part of a store's state under another name; `max_rows` are read at once."""
     columns = part.first_column, part.first_column + part.num_columns
-    return Outgoing(
+    return TensorPiece(
         name=name,
         dtype=part.dtype,
         shape=part.shape,
@@ -111,53 +114,53 @@ def of_part(name: str, part: StatePart, most_rows: int) -> Outgoing:
         read=part.read,
         first_row=part.first_row,
         columns=None if columns == (0, part.shape[1]) else columns,
-        most_rows=most_rows,
+        max_rows=max_rows,
     )
 
 
 @dataclass(frozen=True)
 class ShardSlice:
-    """Rows `start` to `stop` of what goes out, as they go into one shard."""
+    """Rows `start` to `stop` of a piece, in one shard."""
 
-    outgoing: Outgoing
+    piece: TensorPiece
     start: int
     stop: int
 
     @property
     def num_bytes(self) -> int:
-        return (self.stop - self.start) * self.outgoing.row_bytes
+        return (self.stop - self.start) * self.piece.row_bytes
 
 
-def shards(outgoing: Iterable[Outgoing], shard_bytes: int) -> Iterator[list[ShardSlice]]:
-    """Pieces file by file, in the order given; a file holds at most one piece of a tensor, under its name."""
+def split_into_shards(pieces: Iterable[TensorPiece], shard_bytes: int) -> Iterator[list[ShardSlice]]:
+    """Slices for each file, in the order of the pieces; a file holds at most one slice of a tensor, under its name."""
     shard: list[ShardSlice] = []
     names: set[str] = set()
     used = 0
-    for one in outgoing:
-        rows_each = max(1, shard_bytes // max(1, one.row_bytes))
-        for start in range(0, max(1, one.num_rows), rows_each):
-            piece = ShardSlice(one, start, min(start + rows_each, one.num_rows))
-            if shard and (used + piece.num_bytes > shard_bytes or one.name in names):
+    for piece in pieces:
+        rows_each = max(1, shard_bytes // max(1, piece.row_bytes))
+        for start in range(0, max(1, piece.num_rows), rows_each):
+            one = ShardSlice(piece, start, min(start + rows_each, piece.num_rows))
+            if shard and (used + one.num_bytes > shard_bytes or piece.name in names):
                 yield shard
                 shard, names, used = [], set(), 0
-            shard.append(piece)
-            names.add(one.name)
-            used += piece.num_bytes
+            shard.append(one)
+            names.add(piece.name)
+            used += one.num_bytes
     if shard:
         yield shard
 
 
-def write_shard(path: Path, pieces: list[ShardSlice]) -> dict[str, Any]:
-    """One safetensors file; returns its size and digest."""
-    pieces = sorted(pieces, key=lambda piece: -piece.outgoing.kept_dtype.itemsize)  # so that every element is aligned
+def write_shard(path: Path, slices: list[ShardSlice]) -> dict[str, Any]:
+    """Write one safetensors file; returns its size and digest."""
+    slices = sorted(slices, key=lambda one: -one.piece.kept_dtype.itemsize)  # so that every element is aligned
     header: dict[str, Any] = {}
-    place = 0
-    for piece in pieces:
-        one = piece.outgoing
-        shape = [piece.stop - piece.start, *one.row_shape] if one.shape else []
-        offsets = [place, place + piece.num_bytes]
-        header[one.name] = {"dtype": CODES[one.kept_dtype], "shape": shape, "data_offsets": offsets}
-        place = offsets[1]
+    end = 0
+    for one in slices:
+        piece = one.piece
+        shape = [one.stop - one.start, *piece.row_shape] if piece.shape else []
+        offsets = [end, end + one.num_bytes]
+        header[piece.name] = {"dtype": CODES[piece.kept_dtype], "shape": shape, "data_offsets": offsets}
+        end = offsets[1]
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     digest = hashlib.sha256()
@@ -165,31 +168,31 @@ def write_shard(path: Path, pieces: list[ShardSlice]) -> dict[str, Any]:
         for chunk in (len(text).to_bytes(8, "little"), text):
             digest.update(chunk)
             file.write(chunk)
-        for piece in pieces:
-            for view in _chunks(piece):
+        for one in slices:
+            for view in _chunks(one):
                 digest.update(view)
                 file.write(view)
         file.flush()
         os.fsync(file.fileno())
-    return {"bytes": 8 + len(text) + place, "sha256": digest.hexdigest()}
+    return {"bytes": 8 + len(text) + end, "sha256": digest.hexdigest()}
 
 
-def _chunks(piece: ShardSlice) -> Iterator[memoryview]:
-    """The bytes of a piece, a few megabytes at a time; nothing is copied that is contiguous and on the CPU."""
-    one = piece.outgoing
-    rows_each = one.most_rows or max(1, PIECE_BYTES // max(1, one.row_bytes))
-    for start in range(piece.start, piece.stop, rows_each):
-        stop = min(start + rows_each, piece.stop)
-        part = one.read(start, stop).detach().cpu().contiguous()
-        given, wanted = (tuple(part.shape), part.dtype), ((stop - start, *one.row_shape), one.kept_dtype)
-        assert given == wanted, f"`{one.name}` gave {given} for {wanted}"
+def _chunks(one: ShardSlice) -> Iterator[memoryview]:
+    """The bytes of a slice, a few megabytes at a time; contiguous rows on the CPU are not copied."""
+    piece = one.piece
+    rows_each = piece.max_rows or max(1, PIECE_BYTES // max(1, piece.row_bytes))
+    for start in range(one.start, one.stop, rows_each):
+        stop = min(start + rows_each, one.stop)
+        part = piece.read(start, stop).detach().cpu().contiguous()
+        given, wanted = (tuple(part.shape), part.dtype), ((stop - start, *piece.row_shape), piece.kept_dtype)
+        assert given == wanted, f"`{piece.name}` read {given} instead of {wanted}"
         if part.numel():
             # One element is contiguous whatever its stride, and torch does not view it as bytes then.
             yield part.as_strided((part.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def check_shard(path: Path, num_bytes: int, sha256: str) -> None:
-    """Refuse a file that is not the one whose size and digest these are."""
+    """Refuse a file that does not have this size and digest."""
     with open(path, "rb") as file:
         found = os.fstat(file.fileno()).st_size
         if found != num_bytes:
@@ -205,7 +208,7 @@ def check_shard(path: Path, num_bytes: int, sha256: str) -> None:
 
 
 class ShardFile:
-    """A shard that is open for reading, until nobody holds it any longer."""
+    """A shard open for reading; closed when it is garbage collected."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -221,7 +224,7 @@ class ShardFile:
         return DTYPES[entry["dtype"]].itemsize * math.prod(entry["shape"][1:])
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows `start` to `stop` of a tensor as they are in this file, in memory of their own."""
+        """A copy of rows `start` to `stop` of a tensor as they are in this file."""
         entry = self._header[name]
         rows = torch.empty(stop - start, *entry["shape"][1:], dtype=DTYPES[entry["dtype"]])
         self.fill(rows, name, start)
@@ -230,8 +233,8 @@ class ShardFile:
     def fill(self, rows: Tensor, name: str, start: int) -> None:
         """Read the rows of a tensor from `start` on into `rows`, which is contiguous and of the type in this file."""
         if rows.numel():
-            place = self._data + self._header[name]["data_offsets"][0] + start * self.row_bytes(name)
-            self._read(place, rows.as_strided((rows.numel(),), (1,)).view(torch.uint8).numpy().data)
+            offset = self._data + self._header[name]["data_offsets"][0] + start * self.row_bytes(name)
+            self._read(offset, rows.as_strided((rows.numel(),), (1,)).view(torch.uint8).numpy().data)
 
     def _bytes(self, start: int, count: int) -> bytes:
         content = bytearray(count)
@@ -245,3 +248,39 @@ class ShardFile:
             if got == 0:
                 raise CheckpointError(f"checkpoint {self._path.parent} is damaged: {self._path.name} ends too soon")
             done += got
+
+
+def stored_as(encoding: CheckpointFormat, dtype: torch.dtype, num_columns: int) -> tuple[torch.dtype, int]:
+    """Dtype and width of stored rows of `num_columns` elements."""
+    if encoding == "int8":
+        return torch.uint8, num_columns + SCALE_BYTES
+    return (torch.float16 if encoding == "fp16" else dtype), num_columns
+
+
+def saves_bytes(encoding: CheckpointFormat, dtype: torch.dtype, num_columns: int) -> bool:
+    """Whether the encoding makes rows smaller: `int8` does not for narrow rows, nor `fp16` for 16-bit ones."""
+    stored, width = stored_as(encoding, dtype, num_columns)
+    return stored.itemsize * width < dtype.itemsize * num_columns
+
+
+def encode(encoding: CheckpointFormat, rows: Tensor) -> Tensor:
+    """Rows [n, D] as they are stored: exact, in FP16, or as bytes with a scale and an offset per row."""
+    if encoding == "exact":
+        return rows
+    if encoding == "fp16":
+        limit = torch.finfo(torch.float16).max
+        return rows.clamp(-limit, limit).to(torch.float16)
+    rows = rows.float()
+    low, high = rows.amin(1, keepdim=True), rows.amax(1, keepdim=True)
+    scale = (high / 255 - low / 255).clamp_(min=torch.finfo(torch.float32).tiny)
+    codes = ((rows - low) / scale).round_().clamp_(0, 255).to(torch.uint8)
+    return torch.cat([codes, torch.cat([scale, low], 1).view(torch.uint8)], 1)
+
+
+def decode(encoding: CheckpointFormat, stored: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows [n, D] from what `encode` returned, as exact as the encoding allows."""
+    if encoding != "int8":
+        return stored.to(dtype)
+    tails = stored[:, -SCALE_BYTES:].clone(memory_format=torch.contiguous_format)
+    scale, low = tails.view(torch.float32).split(1, dim=1)
+    return (stored[:, :-SCALE_BYTES].float() * scale + low).to(dtype)

@@ -1,7 +1,7 @@
-"""Incremental checkpoints: which rows they hold, how these are written, and when a full one is due.
+"""Incremental checkpoints: which rows they hold, and how these are written.
 
-After Check-N-Run (Eisenman et al., 2022): of the tables, only the rows that were touched since the last full checkpoint are
-saved. Everything else that training changes is small, and saved whole each time.
+After Check-N-Run (Eisenman et al., 2022): only the rows that were touched since the last full checkpoint are saved. Everything else
+that training changes is small, and saved each time.
 """
 
 from __future__ import annotations
@@ -13,34 +13,33 @@ from torch import Tensor
 
 from rowstead.spec.train import CheckpointFormat
 from rowstead.stores.state import StatePart, taken
-from rowstead.training.checkpoint_encoding import encode, saves_bytes, stored_as
-from rowstead.training.checkpoint_files import Outgoing, of_tensor
+from rowstead.training.checkpoint_files import TensorPiece, encode, piece_of_tensor, saves_bytes, stored_as
 from rowstead.training.saved_tensors import TOUCHED
-from rowstead.training.touched import RowBits
+from rowstead.training.touched import RowBitmap
 
 
 @dataclass(frozen=True, kw_only=True)
 class Increment:
-    """What an incremental checkpoint is: the rows that differ from a full one in the same folder."""
+    """What an incremental checkpoint holds: the rows that differ from a full one in the same folder."""
 
     base: str
     """Name of the full checkpoint."""
     number: int
-    """How many incremental ones, this included, there were since."""
-    touched: dict[str, RowBits]
-    """By table, the same in all processes of a job."""
+    """Incremental checkpoints since the full one, including this."""
+    touched: dict[str, RowBitmap]
+    """Touched rows by table, the same in all processes of a job."""
     encoding: CheckpointFormat = "exact"
 
 
-def of_touched(increment: Increment) -> list[Outgoing]:
-    """The bitmaps that say which rows of each table an incremental checkpoint holds."""
-    return [of_tensor(f"{TOUCHED}{table}", torch.from_numpy(rows.bits)) for table, rows in increment.touched.items()]
+def touched_bitmaps(increment: Increment) -> list[TensorPiece]:
+    """Bitmaps of the rows of each table that an incremental checkpoint holds."""
+    return [piece_of_tensor(f"{TOUCHED}{table}", torch.from_numpy(rows.bits)) for table, rows in increment.touched.items()]
 
 
-def of_touched_rows(name: str, part: StatePart, most_rows: int, increment: Increment) -> Outgoing:
-    """The touched rows of a part, side by side: a tensor of as many rows as were touched in the whole table.
+def piece_of_touched_rows(name: str, part: StatePart, max_rows: int, increment: Increment) -> TensorPiece:
+    """The touched rows of a part, as a piece of a tensor of all touched rows of the table.
 
-    The optimizer's state is always exact: a sum of squares that was rounded to zero would make the next step a leap.
+    Optimizer state is always exact: a sum of squares rounded to zero would make the next step far too large.
     """
     table, _, what = part.name.rpartition(".")
     bits = increment.touched[table]
@@ -54,7 +53,7 @@ def of_touched_rows(name: str, part: StatePart, most_rows: int, increment: Incre
     def read(start: int, stop: int) -> Tensor:
         return encode(encoding, taken(part, bits.at(before + start, before + stop) - part.first_row))
 
-    return Outgoing(
+    return TensorPiece(
         name=name,
         dtype=part.dtype,
         shape=(bits.count, part.shape[1]),
@@ -64,6 +63,6 @@ def of_touched_rows(name: str, part: StatePart, most_rows: int, increment: Incre
         first_row=before,
         columns=None if columns == (0, part.shape[1]) else columns,
         stored_dtype=stored_dtype,
-        most_rows=most_rows,
+        max_rows=max_rows,
         notes={"touched": f"{TOUCHED}{table}", "encoding": encoding},
     )

@@ -1,4 +1,4 @@
-"""Scores a model on one split of a log."""
+"""Evaluates a model on one split of a log."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rowstead.training.metrics import Evaluation, Quality
 EVAL_BATCH = 8192
 
 
-def log_odds_of(
+def predict_logits(
     model: DLRM,
     source: Source,
     *,
@@ -29,10 +29,10 @@ def log_odds_of(
     batch_size: int = EVAL_BATCH,
     process_group: ProcessGroup | None = None,
 ) -> Iterator[tuple[Batch, NDArray[np.float32]]]:
-    """Each batch of the split, on the CPU, with the model's log-odds [B], in the order of the log.
+    """Each batch of the split, on the CPU, with the model's logits [B], in the order of the log.
 
-    With `max_samples` it ends with the batch that holds the last of them. With a `process_group` all processes of a job work on each
-    batch together, and each gets all of its log-odds.
+    With `max_samples` it ends with the batch that contains the last of them. With a `process_group` each process computes its share of
+    a batch, and gets the logits of all of it.
     """
     process_group = process_group or SingleProcess()
     seen = 0
@@ -43,7 +43,7 @@ def log_odds_of(
         with Prefetch(source.batches(batch_size), depth=2) as batches, torch.no_grad():
             for batch, _ in batches:
                 own = model(batch.local_share(process_group.rank, process_group.world_size).to(device)).float().cpu()
-                yield batch, _everybody(own, batch.num_samples, process_group).numpy()
+                yield batch, _gather_shares(own, batch.num_samples, process_group).numpy()
                 seen += batch.num_samples
                 if max_samples is not None and seen >= max_samples:
                     return
@@ -51,15 +51,15 @@ def log_odds_of(
         model.train(was_training)
 
 
-def _everybody(own: Tensor, num_samples: int, process_group: ProcessGroup) -> Tensor:
-    """The shares of all processes [B], of which this one's is `own`."""
+def _gather_shares(own: Tensor, num_samples: int, process_group: ProcessGroup) -> Tensor:
+    """The logits [B] of all processes; `own` are those of this one."""
     if process_group.world_size == 1:
         return own
-    everybody = own.new_zeros(num_samples)
+    logits = own.new_zeros(num_samples)
     start = num_samples * process_group.rank // process_group.world_size
-    everybody[start : start + len(own)] = own
-    process_group.all_reduce(everybody)
-    return everybody
+    logits[start : start + len(own)] = own
+    process_group.all_reduce(logits)
+    return logits
 
 
 def evaluate(
@@ -72,15 +72,15 @@ def evaluate(
     progress: Callable[[int, int], None] | None = None,
     process_group: ProcessGroup | None = None,
 ) -> Quality:
-    """The model's Quality on a split, or on its first `max_samples` examples; `progress` hears how many are done of all."""
+    """Measure the model's Quality on a split, or on its first `max_samples` examples; `progress` is called with the number done and the total."""
     evaluation = Evaluation(negative_keep_rate=negative_keep_rate)
-    for batch, log_odds in log_odds_of(model, source, device=device, max_samples=max_samples, process_group=process_group):
+    for batch, logits in predict_logits(model, source, device=device, max_samples=max_samples, process_group=process_group):
         if batch.labels is None:
             raise DataError("the log to evaluate on has no label column")
         wanted = slice(None if max_samples is None else max_samples - evaluation.num_samples)
         weights = None if batch.weights is None else batch.weights.numpy()[wanted]
         true_p = None if batch.true_p is None else batch.true_p.numpy()[wanted]
-        evaluation.add(log_odds[wanted], batch.labels.numpy()[wanted], weights, true_p)
+        evaluation.add(logits[wanted], batch.labels.numpy()[wanted], weights, true_p)
         if progress is not None:
             progress(evaluation.num_samples, source.num_samples)
     return evaluation.quality()

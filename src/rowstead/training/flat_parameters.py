@@ -1,4 +1,4 @@
-"""The dense parameters of a model as one tensor, which is their memory."""
+"""The dense parameters of a model as one flat tensor that shares their memory."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ import torch
 from torch import Tensor, nn
 
 
-def flat_of(module: nn.Module) -> Tensor:
-    """All parameters of a module as one tensor: their own memory, moved side by side where they are not yet.
+def flatten_parameters(module: nn.Module) -> Tensor:
+    """All parameters of a module as one flat tensor over their own memory, which is made contiguous if it is not yet.
 
-    It counts its changes apart from the parameters: autograd does not notice when they change through it.
+    Autograd does not notice changes made through it: it has its own version counter.
     """
     parameters = list(module.parameters())
     first = parameters[0]
-    assert all(p.dtype == first.dtype and p.device == first.device for p in parameters), "parameters of one type, in one place"
+    assert all(p.dtype == first.dtype and p.device == first.device for p in parameters), (
+        "parameters must have one dtype and one device"
+    )
     sizes = [p.numel() for p in parameters]
-    place = first.data_ptr()
+    address = first.data_ptr()
     for parameter, size in zip(parameters, sizes, strict=True):
-        if parameter.data_ptr() != place or not parameter.is_contiguous():
+        if parameter.data_ptr() != address or not parameter.is_contiguous():
             break
-        place += size * first.element_size()
+        address += size * first.element_size()
     else:
         flat = first.detach().new_empty(0)
         return flat.set_(first.untyped_storage(), first.storage_offset(), (sum(sizes),), (1,))
@@ -32,18 +34,18 @@ def flat_of(module: nn.Module) -> Tensor:
 
 
 def named_parts(module: nn.Module, flat: Tensor) -> dict[str, Tensor]:
-    """A flat tensor cut into the parameters of a module, by name."""
+    """A flat tensor split into the parameters of a module, by name."""
     named = dict(module.named_parameters())
     parts = flat.split([parameter.numel() for parameter in named.values()])
     return {name: part.view_as(parameter) for (name, parameter), part in zip(named.items(), parts, strict=True)}
 
 
 class FlatReplica:
-    """The Replica of a module and its optimizer."""
+    """The `Replica` of a module and its optimizer."""
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._own, self._optimizer = list(module.parameters()), optimizer
-        self.parameters = flat_of(module)
+        self.parameters = flatten_parameters(module)
 
     def gradients(self) -> Tensor:
         return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad.detach()).flatten() for p in self._own])
@@ -63,7 +65,7 @@ class FlatReplica:
         values = self._state()
         sizes = [value.numel() for value in values]
         if state.numel() != sum(sizes):
-            return  # that of another optimizer, or of one that had not begun
+            return  # of another optimizer, or of one that has made no step
         for value, part in zip(values, state.split(sizes), strict=True):
             value.copy_(part.view_as(value))
 
@@ -74,7 +76,7 @@ class FlatReplica:
 
 @torch.no_grad()
 def start_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Give Adam the state that it would make at its first step; the others have theirs, or none, from the start."""
+    """Create the state that Adam would create at its first step; the other optimizers have theirs from the start."""
     if not isinstance(optimizer, torch.optim.Adam):
         return
     for group in optimizer.param_groups:

@@ -1,8 +1,8 @@
-"""Hogwild: threads that train one model at once, each on batches of its own, without locks.
+"""Hogwild: several threads train one model without locks, each on its own batches.
 
-Each thread has modules and optimizers of its own over the same memory: parameters and the optimizer's state are shared, while
-gradients, and what autograd remembers of parameters, are not. All it runs is serial and leaves Python's lock alone: torch with one
-thread, and kernels that do not wake others. Where two threads change a number at once, one change may be lost.
+Each thread has its own modules and optimizers over shared memory: parameters and optimizer state are shared, gradients and autograd's
+bookkeeping are not. Each step is serial and mostly releases the GIL: torch runs with one thread, and kernels start no others. Where two
+threads change a number at once, one change may be lost.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from rowstead.spec.errors import RowsteadError
 from rowstead.spec.phases import Phase
 from rowstead.spec.train import TrainSpec
 from rowstead.stores.base import EmbeddingStore
-from rowstead.training.flat_parameters import flat_of, start_optimizer
+from rowstead.training.flat_parameters import flatten_parameters, start_optimizer
 from rowstead.training.step import Stepper
 
 
 class Hogwild:
-    """Steppers over the memory of one: the first is the given one, the others are made here.
+    """One stepper per thread over shared memory: the given one, and copies of it.
 
-    `store_of(thread)` gives threads from 1 on a store; left out, all use that of the first, which must be one that threads can share.
+    `store_of(thread)` returns the store of threads from 1 on. Without it all use that of the first, which threads must be able to share.
     """
 
     def __init__(self, stepper: Stepper, num_threads: int, *, store_of: Callable[[int], EmbeddingStore] | None = None) -> None:
         store = stepper.model.store
         if num_threads > 1:
             if store_of is None:
-                check_store(store)
-            flat_of(stepper.model.net)  # before there are others who know where its parameters are
-        models = [replica_of(stepper.model, store if store_of is None else store_of(i)) for i in range(1, num_threads)]
+                check_can_share(store)
+            flatten_parameters(stepper.model.net)  # before other threads share them
+        models = [replicate_model(stepper.model, store if store_of is None else store_of(i)) for i in range(1, num_threads)]
         self.workers = [stepper, *(Stepper(m, stepper.spec, total_steps=stepper.total_steps) for m in models)]
         self.stops = threading.Event()
         """Set when a thread of `run` has failed: the others should end."""
         self.share()
 
     def share(self) -> None:
-        """Let all use the first one's parameters and optimizer state; again after it has loaded others."""
+        """Share the first stepper's parameters and optimizer state; call it again after loading others."""
         first = self.workers[0]
         start_optimizer(first.optimizer)
         for worker in self.workers[1:]:
@@ -56,24 +56,24 @@ class Hogwild:
                 worker.optimizer.state[own] = first.optimizer.state.get(common, {})
 
     def run(self, work: Callable[[int, Stepper], None]) -> None:
-        """`work(thread, stepper)` in as many threads as there are steppers; returns when all have ended.
+        """Run `work(thread, stepper)` in one thread per stepper; returns when all have ended.
 
-        The first error that one raises is raised here, and `stops` is set as soon as it happens.
+        The first error of a thread is raised here; `stops` is set as soon as it happens.
         """
         errors: list[BaseException] = []
 
-        def one(place: int) -> None:
+        def run_thread(index: int) -> None:
             try:
                 torch.set_num_threads(1)
-                work(place, self.workers[place])
-            except BaseException as error:  # noqa: BLE001, RUF100 - raised again by who waits
+                work(index, self.workers[index])
+            except BaseException as error:  # noqa: BLE001, RUF100 - raised again below
                 errors.append(error)
                 self.stops.set()
 
         self.share()
         self.stops.clear()
-        threads = [threading.Thread(target=one, args=(i,), name=f"hogwild-{i}") for i in range(len(self.workers))]
-        with _torch_threads_kept():
+        threads = [threading.Thread(target=run_thread, args=(i,), name=f"hogwild-{i}") for i in range(len(self.workers))]
+        with _keep_torch_threads():
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -83,7 +83,7 @@ class Hogwild:
 
 
 class HogwildStepper(Stepper):
-    """A Stepper whose `start` hands a batch to the next thread that is free."""
+    """A Stepper that runs each step in the next free thread."""
 
     def __init__(
         self, model: DLRM, spec: TrainSpec, *, total_steps: int, num_threads: int, timers: Timers | None = None
@@ -98,8 +98,8 @@ class HogwildStepper(Stepper):
         self._pool = ThreadPoolExecutor(num_threads, "hogwild", initializer=torch.set_num_threads, initargs=(1,))
 
     def start(self, batch: Batch, number: int) -> Callable[[], float]:
-        """Train on `batch` in one of the threads; what is returned waits for the loss, and raises if it is not finite."""
-        future = self._pool.submit(self._one, batch, number)
+        """Start a step in a thread; the returned function waits for its loss, and raises if that is not finite."""
+        future = self._pool.submit(self._run_in_thread, batch, number)
 
         def wait() -> float:
             with self.timers.phase(Phase.HOGWILD):
@@ -107,7 +107,7 @@ class HogwildStepper(Stepper):
 
         return wait
 
-    def _one(self, batch: Batch, number: int) -> float:
+    def _run_in_thread(self, batch: Batch, number: int) -> float:
         worker = self._free.get()
         try:
             return worker.step(batch, number)
@@ -119,17 +119,17 @@ class HogwildStepper(Stepper):
         self._hogwild.share()
 
 
-def check_store(store: EmbeddingStore) -> None:
-    """Refuse a store that threads cannot look up and update at once."""
+def check_can_share(store: EmbeddingStore) -> None:
+    """Refuse a store that several threads cannot use at once."""
     if store.tables and not store.can_share_between_threads:
         raise RowsteadError(
-            "train.sync.hogwild_threads: threads can share tables in the memory of a CPU alone, under the CPU kernels: use "
+            "train.sync.hogwild_threads: threads can share only tables in CPU memory, with the CPU kernels: use "
             "`--set device=cpu` and `placement: auto`, or one thread"
         )
 
 
-def replica_of(model: DLRM, store: EmbeddingStore) -> DLRM:
-    """The same model with modules of its own, over another store or the same."""
+def replicate_model(model: DLRM, store: EmbeddingStore) -> DLRM:
+    """A copy of the model with its own network, over `store`."""
     other = copy.copy(model)
     other._modules = dict(model._modules)
     other.__dict__.pop("store", None)
@@ -140,8 +140,8 @@ def replica_of(model: DLRM, store: EmbeddingStore) -> DLRM:
 
 
 @contextlib.contextmanager
-def _torch_threads_kept() -> Iterator[None]:
-    """Leaves the number of torch's threads as it was."""
+def _keep_torch_threads() -> Iterator[None]:
+    """Restore the number of torch's threads."""
     before = torch.get_num_threads()
     try:
         yield

@@ -1,4 +1,4 @@
-"""How good predictions are: NE, AUC, log loss, calibration, MSE; in float64, over any number of examples."""
+"""Quality of predictions: NE, AUC, log loss, calibration, MSE; in float64, over any number of examples."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from rowstead.spec.heads import HEADS, HeadKind
 Floats = NDArray[np.float64]
 
 EXACT_AUC_SAMPLES = 20_000_000
-"""Up to so many examples the AUC is exact; beyond, scores are binned and the error is stated."""
+"""The AUC is exact up to this many examples; beyond, scores are binned and `auc_error` bounds the error."""
 _BIN_BITS = 20
 NUM_GROUPS = 15
-"""Groups of examples, about as many in each, whose predictions a calibration plot sets against their labels."""
+"""Groups of about equal size in a calibration plot."""
 _LOGIT_BINS, _MAX_LOGIT = 800, 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reliability:
-    """What a calibration plot shows: examples in groups by rising prediction."""
+    """The data of a calibration plot: examples grouped by rising prediction."""
 
     predicted: tuple[float, ...]
-    """Mean prediction of each group."""
+    """Mean prediction per group."""
     observed: tuple[float, ...]
-    """Its mean label."""
+    """Mean label per group."""
     weight: tuple[float, ...]
-    """Its weight: the number of its examples unless they have weights of their own."""
+    """Total weight per group: the number of examples unless they are weighted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quality:
-    """The measures of one evaluation; those that need a teacher or both classes are absent where there is none."""
+    """The measures of one evaluation; None where a measure needs both classes or a teacher and the log has none."""
 
     num_samples: int
     log_loss: float
@@ -43,16 +43,16 @@ class Quality:
     mean_label: float
     mean_prediction: float
     ne: float | None = None
-    """Log loss over the log loss of the set's mean label; absent when all labels are equal."""
+    """Log loss over the log loss of the set's mean label; None if all labels are equal."""
     auc: float | None = None
     auc_error: float | None = None
-    """Largest possible error of `auc`; 0 when it is exact."""
+    """Upper bound of the error of `auc`; 0 if it is exact."""
     calibration: float | None = None
     """Mean prediction over mean label."""
     ne_expected: float | None = None
     """NE in expectation under the teacher: without label noise."""
     ne_best: float | None = None
-    """The lowest NE that any model can reach on this log: the teacher's own, in expectation."""
+    """The lowest NE that any model can reach on this log in expectation: the teacher's own."""
     reliability: Reliability | None = None
     """Predictions against labels, group by group."""
 
@@ -61,7 +61,7 @@ class Quality:
         return self.mse if HEADS[head].measure == "mse" or self.ne is None else self.ne
 
     def figures(self) -> dict[str, float]:
-        """The measures that exist and are one number, by name."""
+        """The measures that are a number, by name."""
         return {name: value for name, value in vars(self).items() if value is not None and name != "reliability"}
 
 
@@ -82,18 +82,18 @@ class Evaluation:
 
     def add(
         self,
-        log_odds: NDArray[np.float32],
+        logits: NDArray[np.float32],
         labels: NDArray[np.float32],
         weights: NDArray[np.float32] | None = None,
         true_p: NDArray[np.float32] | None = None,
     ) -> None:
-        """Take one batch: the model's log-odds [B] (before any correction), labels [B], example weights, true_p [B]."""
-        if not np.isfinite(log_odds).all():
+        """Add one batch: logits [B] before any correction, labels [B], example weights [B], true_p [B]."""
+        if not np.isfinite(logits).all():
             raise TrainingError(
-                "the model's predictions are no numbers: its training went astray. Train again with lower learning rates, "
+                "the model's predictions are not finite: training diverged. Train again with lower learning rates, "
                 "or set `clip` of the optimizers"
             )
-        z = log_odds.astype(np.float64) + self._shift
+        z = logits.astype(np.float64) + self._shift
         y = labels.astype(np.float64)
         w = np.ones_like(y) if weights is None else weights.astype(np.float64)
         positive, negative = w * y, w * (1 - y) / self._keep_rate
@@ -107,20 +107,20 @@ class Evaluation:
         sums["square"] += float((positive * (1 - prediction) ** 2 + negative * prediction**2).sum())
         if true_p is not None:
             p = np.clip(true_p.astype(np.float64), 1e-12, 1 - 1e-12)
-            w = w / (p + (1 - p) * self._keep_rate)  # over the chance that the log kept such an example
+            w = w / (p + (1 - p) * self._keep_rate)  # divided by the probability that the log kept such an example
             sums["true_weight"] += float(w.sum())
             sums["truth"] += float((w * p).sum())
             sums["expected"] += float((w * (p * loss_if_1 + (1 - p) * loss_if_0)).sum())
             sums["best"] += float((w * _entropy(p)).sum())
             self._num_truths += len(y)
         self.num_samples += len(y)
-        place = ((np.clip(z, -_MAX_LOGIT, _MAX_LOGIT) + _MAX_LOGIT) * ((_LOGIT_BINS - 1) / (2 * _MAX_LOGIT))).astype(np.int64)
+        index = ((np.clip(z, -_MAX_LOGIT, _MAX_LOGIT) + _MAX_LOGIT) * ((_LOGIT_BINS - 1) / (2 * _MAX_LOGIT))).astype(np.int64)
         for row, values in enumerate((positive + negative, prediction * (positive + negative), positive)):
-            self._by_logit[row] += np.bincount(place, weights=values, minlength=_LOGIT_BINS)
-        self._keep_for_auc(log_odds.astype(np.float32), positive, negative)
+            self._by_logit[row] += np.bincount(index, weights=values, minlength=_LOGIT_BINS)
+        self._keep_for_auc(logits.astype(np.float32), positive, negative)
 
     def quality(self) -> Quality:
-        """The measures over everything taken so far."""
+        """The measures over all batches so far."""
         sums, total = self._sums, self._sums["weight"]
         if self.num_samples == 0 or total <= 0:
             raise DataError("there is nothing to evaluate: the evaluation split has no examples of positive weight")
@@ -148,7 +148,7 @@ class Evaluation:
         )
 
     def _reliability(self) -> Reliability:
-        """Bins of near predictions, joined to groups of about equal weight."""
+        """Merge bins of similar predictions into groups of about equal weight."""
         weight, prediction, label = self._by_logit
         reached = np.cumsum(weight) - weight / 2
         group = np.minimum((reached / weight.sum() * NUM_GROUPS).astype(np.int64), NUM_GROUPS - 1)
@@ -167,21 +167,21 @@ class Evaluation:
             self._bins = (np.zeros(1 << _BIN_BITS), np.zeros(1 << _BIN_BITS))
         if self._bins is not None:
             for kept_scores, kept_positive, kept_negative in self._kept:
-                place = _bin_of(kept_scores)
-                self._bins[0][:] += np.bincount(place, weights=kept_positive, minlength=1 << _BIN_BITS)
-                self._bins[1][:] += np.bincount(place, weights=kept_negative, minlength=1 << _BIN_BITS)
+                index = _bin_of(kept_scores)
+                self._bins[0][:] += np.bincount(index, weights=kept_positive, minlength=1 << _BIN_BITS)
+                self._bins[1][:] += np.bincount(index, weights=kept_negative, minlength=1 << _BIN_BITS)
             self._kept.clear()
 
     def _auc(self) -> tuple[float, float]:
-        """The AUC and its largest possible error."""
+        """The AUC and a bound of its error."""
         if self._bins is not None:
             positive, negative = self._bins
             ties = 0.5 * float((positive * negative).sum()) / float(positive.sum() * negative.sum())
             return area_under_curve(positive, negative), ties
         scores = np.concatenate([kept[0] for kept in self._kept])
-        distinct, place = np.unique(scores, return_inverse=True)
+        distinct, index = np.unique(scores, return_inverse=True)
         at_score = [
-            np.bincount(place, weights=np.concatenate([kept[which] for kept in self._kept]), minlength=len(distinct))
+            np.bincount(index, weights=np.concatenate([kept[which] for kept in self._kept]), minlength=len(distinct))
             for which in (1, 2)
         ]
         return area_under_curve(at_score[0], at_score[1]), 0.0
@@ -198,7 +198,7 @@ def _entropy(p: Floats | np.float64) -> Floats | np.float64:
 
 
 def _bin_of(scores: NDArray[np.float32]) -> NDArray[np.int64]:
-    """The place of each float among 2**20 bins, in the order of the floats themselves."""
+    """The bin of each float among 2**20, in the order of the floats."""
     bits = scores.view(np.int32).astype(np.int64)
     ordered = np.where(bits < 0, -(bits & 0x7FFFFFFF), bits) + (1 << 31)
     return ordered >> (32 - _BIN_BITS)

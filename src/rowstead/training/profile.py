@@ -20,22 +20,22 @@ from rowstead.records.timers import Timers
 from rowstead.spec.phases import Phase
 
 SKIPPED_STEPS = 10
-"""Steps before the first that is traced: kernels are compiled and memory is allocated in them."""
+"""Steps before the trace, in which kernels are compiled and memory is allocated."""
 TRACED_STEPS = 20
 WARM_STEPS = 2
-"""Of the skipped steps those in which the profiler runs already, as its own first steps are slow."""
+"""Skipped steps in which the profiler already runs: its first steps are slow."""
 READING = "reading a batch"
 OTHER = "other"
 MOST = 8
-"""Operators in the table."""
+"""Operators in a table."""
 
 T = TypeVar("T")
 
 
 class Profiler:
-    """Traces a window of steps: operators of all threads, GPU kernels, and the phases of `timers` as ranges.
+    """Traces some steps: operators of all threads, GPU kernels, and the phases of `timers` as ranges.
 
-    The thread that trains calls `after_step` after each step and `close` at the end. Outside the window nothing is recorded.
+    The training thread calls `after_step` after each step and `close` at the end. Other steps are not recorded.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class Profiler:
             schedule=schedule(wait=SKIPPED_STEPS - WARM_STEPS, warmup=WARM_STEPS, active=TRACED_STEPS, repeat=1),
             experimental_config=_ExperimentalConfig(profile_all_threads=True),
         )
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler's own log comes between our lines
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler logs between our lines
         self._profile.start()
 
     def reading(self, batches: Iterator[T]) -> Iterator[T]:
-        """The same batches; making each is a range of the thread that asks for it."""
+        """The same batches; reading each is a range in the thread that iterates."""
         self._threads[threading.get_native_id()] = "reader"
         try:
             while True:
@@ -71,7 +71,7 @@ class Profiler:
                 batches.close()
 
     def after_step(self) -> None:
-        """Count a step; begins and ends the window where it is time."""
+        """Count a step; starts and ends the trace when it is time."""
         if self._profile is None:
             return
         self._num_steps += 1
@@ -85,7 +85,7 @@ class Profiler:
             self._before, self._started_s = self._timers.totals_s(), time.perf_counter()
 
     def close(self) -> None:
-        """End the window, write the trace and report; harmless when it has ended."""
+        """End the trace, write it and report; does nothing if it has ended."""
         if self._profile is None:
             return
         ended, self._profile = self._profile, None
@@ -96,7 +96,7 @@ class Profiler:
         num_traced = self._num_steps - SKIPPED_STEPS
         ended.stop()
         if num_traced < 1:
-            self._report(f"nothing was profiled: the first {SKIPPED_STEPS} steps are left out, and there were no more")
+            self._report(f"nothing was profiled: the first {SKIPPED_STEPS} steps are skipped, and there were no more")
             return
         try:
             self._write(ended)
@@ -107,22 +107,22 @@ class Profiler:
         first, last = self._steps_before + SKIPPED_STEPS + 1, self._steps_before + self._num_steps
         self._report(
             f"where the time of steps {first} to {last} went, while they were traced:\n"
-            + table(("phase", "ms a step", "share"), phase_rows(phase_s, elapsed_s, num_traced))
+            + table(("phase", "ms per step", "share"), phase_rows(phase_s, elapsed_s, num_traced))
             + "\n"
             + self._operators(ended, elapsed_s, num_traced)
             + f"\n{written}"
         )
 
     def _wait_for_gpu(self) -> None:
-        """A GPU works behind our back: the window is from one moment of rest to another."""
+        """The GPU runs behind the host: the trace starts and ends with an idle GPU."""
         if self._on_gpu:
             torch.cuda.synchronize()
 
     def _operators(self, ended: profile, elapsed_s: float, num_steps: int) -> str:
-        """The reader's time, and the operators or GPU kernels that took most."""
+        """The reader's time, and the operators and GPU kernels that took most."""
         averages = list(ended.key_averages())
         reading_s = sum(one.cpu_time_total for one in averages if one.key == READING) * 1e-6
-        lines = [f"reader's thread: {reading_s / num_steps * 1e3:.2f} ms a step, beside the above"]
+        lines = [f"reader's thread: {reading_s / num_steps * 1e3:.2f} ms per step, in parallel"]
         for on_gpu, what in ((False, "operators"), (True, "GPU kernels")):
             spent = [
                 (one.key, (one.self_device_time_total if on_gpu else one.self_cpu_time_total) * 1e-6)
@@ -132,7 +132,7 @@ class Profiler:
             most = [entry for entry in sorted(spent, key=lambda entry: -entry[1])[:MOST] if entry[1] > 0]
             if most:
                 rows = [(name[:60], f"{s / num_steps * 1e3:.2f}", f"{s / elapsed_s:.0%}") for name, s in most]
-                lines.append(table((f"{what} that took most", "ms a step", "share"), rows))
+                lines.append(table((f"{what} that took most", "ms per step", "share"), rows))
         return "\n".join(lines)
 
     def _write(self, ended: profile) -> None:
@@ -150,7 +150,7 @@ class Profiler:
 
 
 class _Ranges:
-    """Phases of a Timers as ranges of torch's profiler."""
+    """Records the phases of a Timers as ranges of torch's profiler."""
 
     def __init__(self) -> None:
         self._open: list[record_function] = []
@@ -164,7 +164,7 @@ class _Ranges:
 
 
 def phase_rows(phase_s: dict[Phase, float], elapsed_s: float, num_steps: int) -> list[tuple[str, str, str]]:
-    """Phases that took any time, the longest first, what is in none of them, and the whole."""
+    """Phases that took any time, the longest first, then the rest, then the whole step."""
     spent = sorted(((phase.value, s) for phase, s in phase_s.items() if s > 0), key=lambda entry: -entry[1])
     spent.append((OTHER, max(0.0, elapsed_s - sum(phase_s.values()))))
     spent.append(("step", elapsed_s))
@@ -172,13 +172,13 @@ def phase_rows(phase_s: dict[Phase, float], elapsed_s: float, num_steps: int) ->
 
 
 def table(headings: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    """Plain text in columns, names to the left and numbers to the right."""
-    widths = [max(len(row[place]) for row in (headings, *rows)) for place in range(len(headings))]
+    """Plain text in columns: names left-aligned, numbers right-aligned."""
+    widths = [max(len(row[column]) for row in (headings, *rows)) for column in range(len(headings))]
     return "\n".join(
         "  "
         + "  ".join(
-            cell.rjust(width) if place else cell.ljust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+            cell.rjust(width) if column else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
         for row in (headings, *rows)
     )

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint as its readers see them: any rows and columns, however they were cut when they were saved."""
+"""Read the tensors of a checkpoint: any rows and columns, however they were split when they were saved."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from torch import Tensor
 from rowstead.spec.errors import CheckpointError
 from rowstead.spec.train import CheckpointFormat
 from rowstead.stores.state import PIECE_BYTES, SavedState
-from rowstead.training.checkpoint_encoding import decode
-from rowstead.training.checkpoint_files import DTYPES, ShardFile
-from rowstead.training.touched import RowBits
+from rowstead.training.checkpoint_files import DTYPES, ShardFile, decode
+from rowstead.training.touched import RowBitmap
 
 STORE = "store."
-"""What the names of a store's tensors begin with."""
+"""Prefix of the names of a store's tensors."""
 TOUCHED = "touched."
-"""What the names of the bitmaps of an incremental checkpoint begin with."""
+"""Prefix of the names of an incremental checkpoint's bitmaps."""
 
 
 class SavedTensors(Mapping[str, Tensor]):
-    """Tensors by name, read from disk at each look-up; a `SavedState` besides.
+    """Tensors by name, read from disk on each access; also a `SavedState`.
 
-    The files stay open, so reading goes on to work after the run that writes them has pruned the checkpoint.
+    The files stay open, so that reading still works after the run that wrote them has deleted the checkpoint.
     """
 
     @abstractmethod
@@ -39,7 +38,7 @@ class SavedTensors(Mapping[str, Tensor]):
 
     @abstractmethod
     def rows(self, name: str, start: int, stop: int, first_column: int = 0, last_column: int | None = None) -> Tensor:
-        """Rows `start` to `stop` of a tensor, [stop - start, …], of a table also some columns alone; reads only those rows."""
+        """Rows `start` to `stop` of a tensor, [stop - start, …], and of a table only some columns; reads only those rows."""
 
     def __getitem__(self, name: str) -> Tensor:
         shape = self.shape(name)
@@ -49,7 +48,7 @@ class SavedTensors(Mapping[str, Tensor]):
         return any(name == own for own in self)
 
 
-class InOneFolder(SavedTensors):
+class FolderTensors(SavedTensors):
     """The tensors in one checkpoint's own files."""
 
     def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
@@ -67,7 +66,7 @@ class InOneFolder(SavedTensors):
         return name in self._index
 
     def note(self, name: str, key: str) -> Any:
-        """What the manifest says of a tensor besides; none if it says nothing."""
+        """A further entry of a tensor in the manifest, or None."""
         return self._index[name].get(key)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -81,10 +80,10 @@ class InOneFolder(SavedTensors):
         width = shape[1] if len(shape) > 1 else 1
         last_column = width if last_column is None else last_column
         if not 0 <= start <= stop <= shape[0] or not 0 <= first_column <= last_column <= width:
-            asked = f"rows {start} to {stop}, columns {first_column} to {last_column}"
-            raise IndexError(f"{asked} of `{name}`, which has shape {list(shape)}")
-        of_row = shape[1:] if (first_column, last_column) == (0, width) else (last_column - first_column,)
-        result = torch.empty((stop - start, *of_row), dtype=self.dtype(name))
+            requested = f"rows {start} to {stop}, columns {first_column} to {last_column}"
+            raise IndexError(f"{requested} of `{name}`, which has shape {list(shape)}")
+        row_shape = shape[1:] if (first_column, last_column) == (0, width) else (last_column - first_column,)
+        result = torch.empty((stop - start, *row_shape), dtype=self.dtype(name))
         missing = (stop - start) * (last_column - first_column)
         for file, first, last, *columns in self._index[name]["pieces"]:
             left, right = columns or (0, width)
@@ -99,7 +98,7 @@ class InOneFolder(SavedTensors):
             self._fill(into, name, file, low - first, chosen)
         if missing:
             raise CheckpointError(
-                f"checkpoint {self._folder} is damaged: it lacks {missing} of the numbers in rows {start} to {stop} of `{name}`"
+                f"checkpoint {self._folder} is damaged: {missing} elements are missing in rows {start} to {stop} of `{name}`"
             )
         return result
 
@@ -117,23 +116,21 @@ class InOneFolder(SavedTensors):
             some.copy_((found if columns is None else found[:, columns]).reshape(some.shape))
 
 
-class Restored(SavedTensors):
-    """An incremental checkpoint on top of the full one that it needs: rows that were touched from it, all others from there."""
+class IncrementalTensors(SavedTensors):
+    """An incremental checkpoint over the full one that it needs: touched rows are its own, all others those of the full one."""
 
-    def __init__(self, folder: Path, base: InOneFolder, increment: InOneFolder) -> None:
+    def __init__(self, folder: Path, base: FolderTensors, increment: FolderTensors) -> None:
         self._base, self._increment = base, increment
-        self._bits: dict[str, RowBits] = {}
+        self._bits: dict[str, RowBitmap] = {}
         for name in self:
             key = increment.note(name, "touched")
             if key is None:
                 continue
             if name not in base or base.shape(name)[1:] != increment.shape(name)[1:]:
-                raise CheckpointError(
-                    f"checkpoint {folder} is damaged: its full checkpoint has no `{name}` that it could be for"
-                )
-            self._bits[name] = RowBits(base.shape(name)[0], increment[key].numpy())
+                raise CheckpointError(f"checkpoint {folder} is damaged: its full checkpoint has no matching `{name}`")
+            self._bits[name] = RowBitmap(base.shape(name)[0], increment[key].numpy())
             if self._bits[name].count != increment.shape(name)[0]:
-                raise CheckpointError(f"checkpoint {folder} is damaged: `{key}` names other rows than `{name}` has")
+                raise CheckpointError(f"checkpoint {folder} is damaged: `{key}` does not match the rows of `{name}`")
 
     def __iter__(self) -> Iterator[str]:
         return (name for name in self._increment if not name.startswith(TOUCHED))
@@ -161,12 +158,12 @@ class Restored(SavedTensors):
         return result
 
     def touched(self, table: str) -> Tensor:
-        """The bitmap of the rows of a table that this checkpoint holds itself, uint8."""
+        """The bitmap of a table's touched rows, uint8."""
         return self._increment[f"{TOUCHED}{table}"]
 
 
 class StoreTensors(Mapping[str, Tensor]):
-    """The entries of a checkpoint that are the store's, by the names that it knows; read only when asked for."""
+    """The store's tensors of a checkpoint, by the store's own names; read on access."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors

@@ -1,4 +1,4 @@
-"""Which rows of the tables training has touched: one bit a row, set from the ids of each batch."""
+"""Bitmaps of the rows that training has touched, set from the ids of each batch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from rowstead.distributed.process_group import ProcessGroup
 from rowstead.spec.features import Table
 
 BLOCK_BYTES = 4096
-"""Of a bitmap, between two places where the number of rows before is known."""
-AGREE_BYTES = 1 << 20
-"""Of a bitmap, that processes put together at a time."""
+"""Bytes of a bitmap per precomputed count of the rows before."""
+MERGE_BYTES = 1 << 20
+"""Bytes of a bitmap that processes merge at a time."""
 _COUNTS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(1).astype(np.uint8)
 
 
-class RowBits:
-    """A set of rows of one table, as it is now: bit `row % 8` of byte `row // 8` says whether a row is in it."""
+class RowBitmap:
+    """A set of rows of one table: bit `row % 8` of byte `row // 8` is set if the row is in it."""
 
     def __init__(self, num_rows: int, bits: NDArray[np.uint8]) -> None:
         assert bits.size == num_bytes(num_rows)
@@ -33,25 +33,25 @@ class RowBits:
 
     @property
     def count(self) -> int:
-        """How many rows are in it."""
+        """Number of rows in the set."""
         return int(self._before[-1])
 
     def position(self, row: int) -> int:
-        """How many rows before `row` are in it."""
+        """Number of rows before `row` in the set."""
         block = row // (8 * BLOCK_BYTES)
         return int(self._before[block]) + len(self.between(block * 8 * BLOCK_BYTES, row))
 
     def between(self, start: int, stop: int) -> Tensor:
-        """The rows from `start` to `stop` that are in it, int64 and rising."""
+        """The rows from `start` to `stop` in the set, int64 in rising order."""
         first = start // 8
         some = self.bits[first : -(-stop // 8)]
-        filled = np.flatnonzero(some)  # so that a large set with few rows in it costs little
+        filled = np.flatnonzero(some)  # fast for a large table with few rows in the set
         which, bit = np.nonzero(np.unpackbits(some[filled, None], axis=1, bitorder="little"))
         rows = 8 * (filled[which] + first) + bit
         return torch.from_numpy(rows[np.searchsorted(rows, start) : np.searchsorted(rows, stop)])
 
     def at(self, first: int, last: int) -> Tensor:
-        """The rows at positions `first` to `last`, if those in it are counted from 0."""
+        """The rows at positions `first` to `last` of the set."""
         if first >= last:
             return torch.empty(0, dtype=torch.int64)
         low = int(np.searchsorted(self._before, first, side="right")) - 1
@@ -60,8 +60,8 @@ class RowBits:
         return rows[first - int(self._before[low]) : last - int(self._before[low])]
 
 
-class Touched:
-    """The rows of all tables that batches have named since `clear`. One thread at a time marks them."""
+class TouchedRows:
+    """The rows of all tables that batches contained since `clear`. One thread at a time marks them."""
 
     def __init__(self, tables: Sequence[Table]) -> None:
         self.tables = tuple(tables)
@@ -76,36 +76,36 @@ class Touched:
             self._feature_rows[list(table.features)] = table.num_rows
 
     def mark(self, sparse: Sparse) -> None:
-        """Add every row that a batch in the CPU's memory names."""
+        """Add every row of a batch in CPU memory."""
         if not self.tables:
             return
         ids, offsets = sparse.ids.numpy(), sparse.offsets.numpy()
         _mark(ids, offsets, sparse.num_samples, self._feature_starts, self._feature_rows, self._bits)
 
     def clear(self) -> None:
-        """Forget all."""
+        """Remove all rows."""
         self._bits[:] = 0
 
     def bits(self, table: Table) -> NDArray[np.uint8]:
-        """The bitmap of one table, to be read or written."""
+        """The bitmap of one table, to read or write."""
         start = self._starts[table.name]
         return self._bits[start : start + num_bytes(table.num_rows)]
 
-    def rows_of(self, table: Table) -> RowBits:
-        """The rows of one table, until the next `mark`."""
-        return RowBits(table.num_rows, self.bits(table))
+    def rows_of(self, table: Table) -> RowBitmap:
+        """The rows of one table; valid until the next `mark`."""
+        return RowBitmap(table.num_rows, self.bits(table))
 
-    def agree(self, process_group: ProcessGroup) -> None:
-        """Add the rows that the other processes have marked."""
-        for start in range(0, self._bits.size if process_group.world_size > 1 else 0, AGREE_BYTES):
-            some = self._bits[start : start + AGREE_BYTES]
+    def merge(self, process_group: ProcessGroup) -> None:
+        """Add the rows that other processes have marked."""
+        for start in range(0, self._bits.size if process_group.world_size > 1 else 0, MERGE_BYTES):
+            some = self._bits[start : start + MERGE_BYTES]
             unpacked = torch.from_numpy(np.unpackbits(some))
             process_group.all_reduce(unpacked, op="max")
             some[:] = np.packbits(unpacked.numpy())
 
 
 def num_bytes(num_rows: int) -> int:
-    """Of the bitmap of a table."""
+    """Bytes of the bitmap of a table."""
     return -(-num_rows // 8)
 
 
@@ -113,13 +113,13 @@ def num_bytes(num_rows: int) -> int:
 def _mark(ids, offsets, num_samples, starts, num_rows, bits):  # type: ignore[no-untyped-def]
     """Set the bits of ids [nnz], feature-major; starts [F] and num_rows [F] are those of the features' tables.
 
-    An id out of range is passed over: refusing it is for others.
+    Ids out of range are skipped; they are refused elsewhere.
     """
     for feature in range(len(starts)):
         start, limit = np.uint64(starts[feature]), np.uint64(num_rows[feature])
-        for place in range(offsets[feature * num_samples], offsets[(feature + 1) * num_samples]):
-            row = np.uint64(ids[place])
+        for index in range(offsets[feature * num_samples], offsets[(feature + 1) * num_samples]):
+            row = np.uint64(ids[index])
             if row < limit:
                 byte, bit = start + (row >> np.uint64(3)), np.uint8(1) << np.uint8(row & np.uint64(7))
-                if not bits[byte] & bit:  # most are set already, and reading alone is faster
+                if not bits[byte] & bit:  # most are set already, and reading is faster than writing
                     bits[byte] |= bit
