@@ -174,7 +174,7 @@ def test_pooled_rows_by_feature_and_a_forward_in_two_parts_train(tmp_path: Path,
 
 
 def test_hogwild_threads_train_it(tmp_path: Path, linear: Path) -> None:
-    spec = small_spec("train.max_steps=20", f"model.network={linear}:Linear", "train.sync.hogwild_threads=2")
+    spec = small_spec("train.max_steps=20", f"model.network={linear}:Linear", "train.sync.hogwild_threads=2", "device=cpu")
     assert figures_of(train(spec, out=tmp_path / "run"))["auc"] > 0.5
 
 

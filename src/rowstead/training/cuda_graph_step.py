@@ -179,6 +179,7 @@ class CudaGraphExecution(Execution):
             except RuntimeError as error:
                 self._can_capture = False
                 self._report(f"CUDA graph capture failed; steps run without graphs from now on: {str(error).splitlines()[0]}")
+                self._reset_random_numbers(self._step_in[slot])
                 return self._run(captured.batch, None)[0]
         assert captured.graph is not None
         assert captured.loss is not None
@@ -196,6 +197,12 @@ class CudaGraphExecution(Execution):
         captured.gradients_at.copy_(self.optimizer.gradient_addresses())
         self.model.net.zero_grad(set_to_none=True)
         captured.graph = graph
+
+    def _reset_random_numbers(self, number: int) -> None:
+        """A failed capture leaves the device's generator in capture mode: give it a new state, seeded for this step."""
+        fresh = torch.Generator(self._device)
+        torch.cuda.default_generators[self._device.index or 0].graphsafe_set_state(fresh.graphsafe_get_state())
+        self.model.net.seed_step(number)
 
     def _run(self, batch: Batch, gradients_at: Tensor | None) -> tuple[Tensor, object]:
         """Launch one step: its loss, and what has to live as long as a graph of it.
