@@ -178,7 +178,10 @@ class CudaGraphExecution(Execution):
                 self._capture(captured)
             except RuntimeError as error:
                 self._can_capture = False
-                self._report(f"CUDA graph capture failed; steps run without graphs from now on: {str(error).splitlines()[0]}")
+                with contextlib.suppress(RuntimeError):  # a failed capture leaves the allocator in capture mode
+                    torch._C._cuda_endAllocateToPool(self._stream.device_index, self._pool)
+                first = error.__context__ or error  # the end of a failed capture raises, too
+                self._report(f"CUDA graph capture failed; steps run without graphs from now on: {str(first).splitlines()[0]}")
                 self._reset_random_numbers(self._step_in[slot])
                 return self._run(captured.batch, None)[0]
         assert captured.graph is not None
