@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +70,12 @@ class FleetTrainer:
         )
         self._device = _device_of(spec, number)
         self._lock = threading.Lock()
-        self._window = MovingLoss()
+        self._moving_loss = MovingLoss()
         self._num_steps = self._num_samples = self._saved_steps = 0
         self._position = Position()
         """Position of the checkpoint that was resumed, with `tables: local`."""
-        self._save_timer = _Every(self._fleet.snapshot_every_s)
-        self._feed: RemoteBatches | None = None
+        self._saved_s = time.monotonic()
+        self._remote_batches: RemoteBatches | None = None
         self._workers: list[Stepper] = []
         self._stores: list[EmbeddingStore] = []
         """One per thread."""
@@ -82,7 +83,8 @@ class FleetTrainer:
         """Time per phase, by thread; a copy, because timers belong to their thread."""
         is_remote = self._fleet.tables == "remote"
         self._max_unacknowledged = max(1, self._sync.staleness) + (self._device.type == "cuda") if is_remote else 0
-        """Maximum number of updates of one thread that the servers may not have acknowledged after a step; on a GPU a background thread sends them, so one more."""
+        """Maximum number of updates of one thread that servers have not acknowledged after a step; one more on a GPU, where a background
+        thread sends them."""
         self._policies: list[Unsynchronised] = []
 
     def run(self, *, until: Callable[[], bool], ready: Callable[[], None]) -> bool:
@@ -91,7 +93,7 @@ class FleetTrainer:
         Returns whether the log is finished, by this trainer or others.
         """
         spec, num_threads = self._spec, self._sync.hogwild_threads
-        stores = [self._store()]
+        stores = [self._build_store()]
         stores += [stores[0].copy_for_thread() for _ in range(1, num_threads)]
         self._stores = stores
         model = build_fleet_model(spec, self._device, stores[0], self._dtype)
@@ -99,18 +101,20 @@ class FleetTrainer:
         self._load_initial(stepper)
         hogwild = Hogwild(stepper, num_threads, store_of=None if self._fleet.tables == "local" else stores.__getitem__)
         self._workers = hogwild.workers
-        policies = self._policies = self._sync_policies(num_threads)
-        readers = [_connect(self._connections, number) for number in range(self._fleet.num_readers)]
+        policies = self._policies = self._build_policies(num_threads)
+        readers = [partial(self._connections.to, "reader", number) for number in range(self._fleet.num_readers)]
         layout = stores[0].layout  # the same object that the store checks batches against
         ids = torch.int64 if self._device.type == "cuda" else None
 
-        def stops() -> bool:
+        def should_stop() -> bool:
             return until() or hogwild.stops.is_set()
 
         def work(thread: int, worker: Stepper) -> None:
-            self._work(thread, worker, stops)
+            self._work(thread, worker, should_stop)
 
-        feed = self._feed = RemoteBatches(readers, name=self.name, layout=layout, ids=ids, until=stops)
+        remote_batches = self._remote_batches = RemoteBatches(
+            readers, name=self.name, layout=layout, ids=ids, until=should_stop
+        )
         is_idle = False
         try:
             for worker, policy in zip(hogwild.workers, policies, strict=False):
@@ -125,59 +129,59 @@ class FleetTrainer:
             for policy in policies:
                 policy.close()
         finally:
-            feed.close(is_idle=is_idle)
+            remote_batches.close(is_idle=is_idle)
         for store in stores:
             store.flush()
             store.close()
         self._save()
         self._connections.close()
-        return feed.is_over
+        return remote_batches.is_over
 
     def figures(self) -> dict[str, Any]:
         """Return totals so far, and the loss over the last steps."""
-        figures: dict[str, Any] = {} if self._feed is None else {**self._feed.figures()}
+        figures: dict[str, Any] = {} if self._remote_batches is None else {**self._remote_batches.figures()}
         with self._lock:
             figures |= {"num_steps": self._num_steps, "num_samples": self._num_samples}
-            if self._window.has_steps:
-                figures |= {"loss": self._window.loss, "ne": self._window.ne}
+            if self._moving_loss.has_steps:
+                figures |= {"loss": self._moving_loss.loss, "ne": self._moving_loss.ne}
             for phase_s in self._phase_s.values():
                 for phase, seconds in phase_s.items():
                     figures[phase.key] = figures.get(phase.key, 0.0) + seconds
         figures |= self._connections.figures()
-        for name in ("num_exchanges", "num_missed"):
-            if counts := [getattr(part, name) for part in self._policies if hasattr(part, name)]:
-                figures[name] = sum(counts)
+        if self._policies:
+            figures["num_exchanges"] = sum(policy.num_exchanges for policy in self._policies)
+            figures["num_missed"] = sum(policy.num_missed for policy in self._policies)
         early = "num_lookups_early"
         if counts := [counted[early] for store in self._stores if early in (counted := store.figures())]:
             figures[early] = sum(counts)
         return figures
 
-    def _work(self, thread: int, worker: Stepper, stops: Callable[[], bool]) -> None:
-        feed, store = self._feed, worker.model.store
-        assert feed is not None
+    def _work(self, thread: int, worker: Stepper, should_stop: Callable[[], bool]) -> None:
+        remote_batches, store = self._remote_batches, worker.model.store
+        assert remote_batches is not None
         trained: deque[Ticket] = deque()
         """Batches whose updates may not be acknowledged yet: if this process were killed now, others would train on them again."""
-        while not stops() and feed.more():
-            with contextlib.closing(prefetch_rows(self._batches(feed), store)) as items:
-                for batch, here, ticket in items:
-                    self._step(thread, worker, batch, here, ticket)
+        while not should_stop() and remote_batches.more():
+            with contextlib.closing(prefetch_rows(self._batches(remote_batches), store)) as items:
+                for batch, device_batch, ticket in items:
+                    self._step(thread, worker, batch, device_batch, ticket)
                     trained.append(ticket)
                     while len(trained) > self._max_unacknowledged:
-                        feed.acknowledge(trained.popleft())
+                        remote_batches.acknowledge(trained.popleft())
                     if thread == 0:
                         self._save_if_due()
-                    if stops():
+                    if should_stop():
                         break
             if trained:
                 store.flush()
             while trained:
-                feed.acknowledge(trained.popleft())
+                remote_batches.acknowledge(trained.popleft())
             if self._policies:
                 self._policies[thread].pause()
 
-    def _step(self, thread: int, worker: Stepper, batch: Batch, here: Batch, ticket: Ticket) -> None:
+    def _step(self, thread: int, worker: Stepper, batch: Batch, device_batch: Batch, ticket: Ticket) -> None:
         try:
-            loss = worker.step(here, ticket.step + 1)
+            loss = worker.step(device_batch, ticket.step + 1)
         except TrainingError as error:
             raise TrainingError(f"{error} (epoch {ticket.epoch}, batch {ticket.step} of the run, {self.name})") from None
         totals, phase_s = batch.totals, worker.timers.totals_s()
@@ -185,22 +189,22 @@ class FleetTrainer:
             self._phase_s[thread] = phase_s
             self._num_steps += 1
             self._num_samples += totals.num_samples
-            self._window.add(totals.weight, loss, totals.mean_label)
+            self._moving_loss.add(totals.weight, loss, totals.mean_label)
 
-    def _batches(self, feed: RemoteBatches) -> Iterator[tuple[Batch, Batch, Ticket]]:
+    def _batches(self, remote_batches: RemoteBatches) -> Iterator[tuple[Batch, Batch, Ticket]]:
         """Yield each batch on the host, the same on the device, and its ticket."""
-        batches = ((cast_batch(batch, self._dtype), ticket) for batch, ticket in feed)
+        batches = ((cast_batch(batch, self._dtype), ticket) for batch, ticket in remote_batches)
         if self._device.type == "cuda":
             return copy_ahead(pin_batches(batches), self._device)
         return ((batch, batch, ticket) for batch, ticket in batches)
 
-    def _store(self) -> EmbeddingStore:
+    def _build_store(self) -> EmbeddingStore:
         if self._fleet.tables == "local":
             return build_store(self._spec, self._device, trains=True)
         remote = build_remote_store(self._spec, self._roster, self._connections, staleness=self._sync.staleness)
         return wrap_for_device(remote, self._device)
 
-    def _sync_policies(self, num_threads: int) -> list[Unsynchronised]:
+    def _build_policies(self, num_threads: int) -> list[Unsynchronised]:
         """Build one policy per thread; none without a dense server."""
         if not self._fleet.num_dense:
             return []
@@ -232,16 +236,16 @@ class FleetTrainer:
 
     def _save_if_due(self) -> None:
         """Save, from the first thread: by time if the rows are in servers, else by steps."""
-        every = self._spec.train.checkpoint_every
         if self._fleet.tables == "remote":
-            is_due = self._save_timer.is_due()
+            is_due = time.monotonic() >= self._saved_s + self._fleet.snapshot_every_s
         else:
+            every = self._spec.train.checkpoint_every
             is_due = every is not None and self._num_steps // every > self._saved_steps // every
         if is_due:
             self._save()
 
     def _save(self) -> None:
-        self._saved_steps, stepper = self._num_steps, self._workers[0]
+        self._saved_steps, self._saved_s, stepper = self._num_steps, time.monotonic(), self._workers[0]
         if self._fleet.tables == "remote":
             write_dense(dense_file(self._folder, self._number), stepper.dense_state())
             return
@@ -251,23 +255,6 @@ class FleetTrainer:
         parts, keep = stepper.model.store.parts(), self._spec.train.keep_checkpoints
         folder = RunFolder(self._folder).checkpoints
         save_checkpoint(self._spec, self._roster, folder, position, stepper.dense_state(), parts, keep, progress)
-
-
-class _Every:
-    """Says when `interval_s` has passed since the last time."""
-
-    def __init__(self, interval_s: float) -> None:
-        self._interval_s, self._last = interval_s, time.monotonic()
-
-    def is_due(self) -> bool:
-        if time.monotonic() - self._last < self._interval_s:
-            return False
-        self._last = time.monotonic()
-        return True
-
-
-def _connect(connections: Connections, number: int) -> Callable[[], Any]:
-    return lambda: connections.to("reader", number)
 
 
 def _device_of(spec: RunSpec, number: int) -> torch.device:

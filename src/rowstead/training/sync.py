@@ -49,6 +49,10 @@ def build_policies(
 class Unsynchronised:
     """No-op policy for a single trainer."""
 
+    num_exchanges = 0
+    num_missed = 0
+    """Exchanges that failed because the dense server was unavailable."""
+
     def begin(self, replica: Replica) -> None:
         """Does nothing."""
 
@@ -73,9 +77,6 @@ class _SyncWithServer(Unsynchronised):
         self._replica: Replica | None = None
         self._has_joined = False
         self._exchanges_to_save = 1
-        self.num_exchanges = 0
-        self.num_missed = 0
-        """Exchanges that failed because the dense server was unavailable."""
 
     @property
     def replica(self) -> Replica:
