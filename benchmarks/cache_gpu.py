@@ -150,11 +150,11 @@ def store_of(case: Case, place: str) -> Any:
     if place == "device":
         return DeviceStore(layout, optimizer, device="cuda", check=False)
     share = CACHE_SHARE if place == "cached" else 0.0
-    places = {table.name: int(share * table.num_rows) for table in spec.tables}
+    num_slots = {table.name: int(share * table.num_rows) for table in spec.tables}
     return CachedStore(
         layout,
         optimizer,
-        places=places,
+        num_slots=num_slots,
         backing=lambda group: RamRows(group, seed=1, device="cuda"),
         device="cuda",
         check=False,

@@ -27,8 +27,8 @@ from rowstead.nn.dlrm import DLRM
 from rowstead.stores.base import EmbeddingStore
 from rowstead.stores.cached import CachedStore
 from rowstead.stores.device import DeviceStore
-from rowstead.stores.scratch import aligned
-from rowstead.stores.ssd import FileRows, initial_in
+from rowstead.stores.scratch import allocate_aligned
+from rowstead.stores.ssd import FileRows, initial_rows_of
 from rowstead.training.step import Stepper
 
 SHAPES = (CriteoLike("M1", 30, 500_000, 64, 28, 200),)
@@ -63,7 +63,7 @@ class Round:
     device_read_bytes: float = 0.0
 
 
-def announced(store: EmbeddingStore, batches: Sequence[Batch], ahead: int) -> Iterator[Batch]:
+def prefetched(store: EmbeddingStore, batches: Sequence[Batch], ahead: int) -> Iterator[Batch]:
     """Each batch after the store has heard of the next ones."""
     coming: deque[Batch] = deque()
     for batch in batches:
@@ -87,7 +87,7 @@ def timed(work: Work, store: EmbeddingStore, rows: FileRows | None, batches: Seq
         return np.array([time.perf_counter(), *told, psutil.Process().io_counters().read_bytes], np.float64)
 
     before = after = facts()
-    for place, batch in enumerate(announced(store, batches, store.batches_ahead)):
+    for place, batch in enumerate(prefetched(store, batches, store.batches_ahead)):
         if place == EDGE:
             before = facts()
         if place == len(batches) - EDGE:
@@ -127,7 +127,7 @@ def random_reads_per_s(rows: FileRows, depth: int) -> float:
     )  # what was never written is not read from the device
     first, last = starts // sector * sector, -(-(starts + size) // sector) * sector
     reads, slot_bytes = np.stack([first, last - first], axis=1), int((last - first).max())
-    memory, none = aligned(depth * slot_bytes), np.zeros(0, np.int64)
+    memory, none = allocate_aligned(depth * slot_bytes), np.zeros(0, np.int64)
     begin = time.perf_counter()
     firsts = np.zeros(len(reads) + 1, np.int64)
     outcome = disk.read_queued(queue, rows.file.fd, address_of(memory), slot_bytes, reads, firsts, *[none] * 6)
@@ -144,11 +144,11 @@ def ssd_store(model: Model, folder: str, ram: DeviceStore) -> tuple[CachedStore,
     path, opened = Path(folder) / "benchmark-cache.rows", []
 
     def backing(group: Any) -> FileRows:
-        opened.append(FileRows(path, group.num_rows, group.columns, initial=initial_in(group, seed=spec.seed)))
+        opened.append(FileRows(path, group.num_rows, group.columns, initial=initial_rows_of(group, seed=spec.seed)))
         return opened[0]
 
-    places = {table.name: int(table.num_rows * CACHED) for table in layout.tables}
-    store = CachedStore(layout, spec.train.sparse_optimizer, places=places, backing=backing, seed=spec.seed)
+    num_slots = {table.name: int(table.num_rows * CACHED) for table in layout.tables}
+    store = CachedStore(layout, spec.train.sparse_optimizer, num_slots=num_slots, backing=backing, seed=spec.seed)
     (rows,) = opened
     if not rows.direct:
         rows.close()
@@ -168,7 +168,7 @@ def warm(store: CachedStore, shape: CriteoLike, work: Work, model: Model, num_st
         store.lookup(shape.of_ranks(first, last, "cpu"))
     for start in range(0, num_steps, STEPS):
         batches = [model.draw("cpu") for _ in range(STEPS)]
-        for place, batch in enumerate(announced(store, batches, store.batches_ahead)):
+        for place, batch in enumerate(prefetched(store, batches, store.batches_ahead)):
             work(store, batch, start + place + 1)
 
 

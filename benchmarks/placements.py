@@ -24,7 +24,7 @@ from benchmarks.timing import give_back_gpu_memory
 from rowstead.plan.auto import choose_fastest, predict_steps
 from rowstead.spec.machine import Machine
 from rowstead.spec.placement import Placement
-from rowstead.stores.build import mean_ids_of, memories_of
+from rowstead.stores.build import mean_ids_of, measure_memories
 from rowstead.study.calibration.caches import steady_s
 from rowstead.study.calibration.steady_state import Drawn, run_to_steady_state, turn_s
 from rowstead.study.calibration.steps import Shape, Steps
@@ -127,7 +127,7 @@ class Case:
     def foretold(self, machine: Machine) -> dict[str, tuple[Placement, float]]:
         """Every placement that fits, with the predicted time of a step."""
         spec = self.shape.spec(self.device.type, memory=self.memory)
-        return predict_steps(spec, memories_of(spec, self.device), machine, mean_ids=mean_ids_of(spec))
+        return predict_steps(spec, measure_memories(spec, self.device), machine, mean_ids=mean_ids_of(spec))
 
     @contextlib.contextmanager
     def placed(self, tried: Mapping[str, tuple[Placement, float]]) -> Iterator[list[Placed]]:

@@ -1,4 +1,4 @@
-"""What several processes trained, each with its share of the tables, goes on in other places and other numbers of processes."""
+"""What several processes trained, each with its share of the tables, continues with other placements and other numbers of processes."""
 
 from __future__ import annotations
 

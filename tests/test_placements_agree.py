@@ -21,8 +21,8 @@ from rowstead.stores.base import EmbeddingStore
 from rowstead.stores.cached import CachedStore
 from rowstead.stores.device import DeviceStore
 from rowstead.stores.host import HostStore
-from rowstead.stores.mixed import MixedStore, layout_for
-from rowstead.stores.ssd import FileRows, initial_in
+from rowstead.stores.mixed import MixedStore, select_tables
+from rowstead.stores.ssd import FileRows, initial_rows_of
 from rowstead.training.prefetch import prefetch_rows
 from rowstead.training.step import Stepper
 
@@ -43,35 +43,35 @@ Make = Callable[[Layout, SparseOptimizerSpec, torch.dtype, Path], EmbeddingStore
 
 
 def behind(
-    layout: Layout, optimizer: SparseOptimizerSpec, dtype: torch.dtype, folder: Path, *, is_file: bool, places: int
+    layout: Layout, optimizer: SparseOptimizerSpec, dtype: torch.dtype, folder: Path, *, is_file: bool, num_slots: int
 ) -> CachedStore:
     def backing(group):  # type: ignore[no-untyped-def]
         if not is_file:
             return RamRows(group, seed=1)
         return FileRows(
-            folder / f"{layout.tables[0].name}.rows", group.num_rows, group.columns, initial=initial_in(group, seed=1)
+            folder / f"{layout.tables[0].name}.rows", group.num_rows, group.columns, initial=initial_rows_of(group, seed=1)
         )
 
-    counts = {table.name: places for table in layout.tables}
-    return CachedStore(layout, optimizer, places=counts, backing=backing, dtype=dtype)
+    counts = {table.name: num_slots for table in layout.tables}
+    return CachedStore(layout, optimizer, num_slots=counts, backing=backing, dtype=dtype)
 
 
 def mixed(layout: Layout, optimizer: SparseOptimizerSpec, dtype: torch.dtype, folder: Path) -> MixedStore:
-    user, items, shop = (layout_for(layout, [name]) for name in ("user", "items", "shop"))
+    user, items, shop = (select_tables(layout, [name]) for name in ("user", "items", "shop"))
     return MixedStore(
         layout,
         [
-            behind(user, optimizer, dtype, folder, is_file=True, places=40),
-            behind(items, optimizer, dtype, folder, is_file=False, places=20),
+            behind(user, optimizer, dtype, folder, is_file=True, num_slots=40),
+            behind(items, optimizer, dtype, folder, is_file=False, num_slots=20),
             DeviceStore(shop, optimizer, dtype=dtype),
         ],
     )
 
 
 STORES: dict[str, Make] = {
-    "cached": lambda layout, optimizer, dtype, folder: behind(layout, optimizer, dtype, folder, is_file=False, places=20),
-    "host": lambda layout, optimizer, dtype, folder: behind(layout, optimizer, dtype, folder, is_file=False, places=1),
-    "ssd": lambda layout, optimizer, dtype, folder: behind(layout, optimizer, dtype, folder, is_file=True, places=30),
+    "cached": lambda layout, optimizer, dtype, folder: behind(layout, optimizer, dtype, folder, is_file=False, num_slots=20),
+    "host": lambda layout, optimizer, dtype, folder: behind(layout, optimizer, dtype, folder, is_file=False, num_slots=1),
+    "ssd": lambda layout, optimizer, dtype, folder: behind(layout, optimizer, dtype, folder, is_file=True, num_slots=30),
     "pooled by the CPU": lambda layout, optimizer, dtype, _: HostStore(DeviceStore(layout, optimizer, dtype=dtype), "cpu"),
     "mixed": mixed,
 }

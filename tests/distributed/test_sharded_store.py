@@ -33,15 +33,15 @@ def sharded(
     shards: dict[str, Shard],
     process_group: ProcessGroup,
     dtype: torch.dtype = torch.float64,
-    num_places: int | None = None,
+    num_slots: int | None = None,
 ) -> ShardedStore:
     """Pieces in memory, or behind a cache with so many places a table."""
 
     def make(local: Layout, rule: SparseOptimizerSpec | None) -> DeviceStore | CachedStore:
-        if num_places is None:
+        if num_slots is None:
             return DeviceStore(local, rule, dtype=dtype)
-        places = {table.name: num_places for table in local.tables}
-        return CachedStore(local, rule, places=places, backing=lambda group: RamRows(group, seed=1), dtype=dtype)
+        counts = {table.name: num_slots for table in local.tables}
+        return CachedStore(local, rule, num_slots=counts, backing=lambda group: RamRows(group, seed=1), dtype=dtype)
 
     return ShardedStore(layout, optimizer, shards, process_group, make, dtype=dtype)
 
@@ -71,13 +71,13 @@ def test_any_mix_of_shards_over_any_number_of_processes_is_exact(kind: str, data
     shards = {table.name: data.draw(st.sampled_from(SHARDS)) for table in layout.tables}
     optimizer = SparseOptimizerSpec(kind=kind, eps=1e-3, clip=data.draw(st.sampled_from([None, 0.5])))  # type: ignore[arg-type]
     weighted, ahead = data.draw(st.booleans()), data.draw(st.integers(0, 2))
-    num_places = data.draw(st.sampled_from([None, None, 2]))
+    num_slots = data.draw(st.sampled_from([None, None, 2]))
     batches = [data.draw(sparse_batches(layout, weighted)) for _ in range(3)]
     rng = np.random.default_rng(1)
     grads = [rng.normal(size=(batch.num_samples, layout.total_width)) for batch in batches]
 
     def work(process_group: ThreadProcessGroup) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        store = sharded(layout, optimizer, shards, process_group, num_places=num_places)
+        store = sharded(layout, optimizer, shards, process_group, num_slots=num_slots)
         shares = [cut(batch.num_samples, process_group.rank, world_size) for batch in batches]
         own = [batch.examples(*share) for batch, share in zip(batches, shares, strict=True)]
         for sparse in own[:ahead]:
@@ -141,7 +141,7 @@ def test_all_processes_announce_equally_many_batches_whatever_their_own_stores_w
     def make(local: Layout, rule: SparseOptimizerSpec | None) -> DeviceStore | CachedStore:
         if local.tables[0].name == "t0":
             return DeviceStore(local, rule)
-        return CachedStore(local, rule, places={"t1": 2}, backing=lambda group: RamRows(group, seed=1))
+        return CachedStore(local, rule, num_slots={"t1": 2}, backing=lambda group: RamRows(group, seed=1))
 
     def work(process_group: ThreadProcessGroup) -> int:
         return ShardedStore(plain_layout(20, 10), SparseOptimizerSpec(), {}, process_group, make).batches_ahead

@@ -1,4 +1,4 @@
-"""Launches that take so little at a time that small tests need several programs, each of which goes round several times."""
+"""Kernels with blocks so small that small tests need several programs, each with several iterations."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def few_at_a_time() -> Iterator[None]:
         patched.setattr(cache_slots, "IDS", 4)
         patched.setattr(cache_slots, "SAMPLES", (1, 2))
         patched.setattr(cache_slots, "MANY_IDS", 1)
-        patched.setattr(cache_slots, "PLACES", fewest)
+        patched.setattr(cache_slots, "SLOTS", fewest)
         patched.setattr(bitmaps, "WORDS", fewest)
-        patched.setattr(cache_slots, "MOST_PLACE_BLOCKS", 4)
-        patched.setattr(bitmaps, "MOST_WORD_BLOCKS", 4)
+        patched.setattr(cache_slots, "MAX_SLOT_BLOCKS", 4)
+        patched.setattr(bitmaps, "MAX_WORD_BLOCKS", 4)
         yield

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from rowstead.plan import caching
 from rowstead.plan.auto import AS_FAST, choose_fastest, find_fastest_placement, list_fitting
 from rowstead.plan.caching import build_cache_models
 from rowstead.plan.greedy import Memories, decide
@@ -15,6 +14,7 @@ from rowstead.plan.predict import Prediction, predict
 from rowstead.plan.predict_run import comparison_text, predict_run
 from rowstead.plan.setup import CachedTable, Setup
 from rowstead.plan.work import step_work
+from rowstead.spec.caching import MAX_SET
 from rowstead.spec.catalogue import load_machine, machine_text
 from rowstead.spec.parse import parse
 from rowstead.spec.placement import MemorySpec, Placement, TablePlacement, TablePlacementSpec
@@ -182,7 +182,7 @@ def test_the_host_of_a_gpu_plans_sets_of_batches_at_once_where_there_is_room_for
         assert found.bottlenecks[0].resource == "dispatch"
         assert found.step_s == pytest.approx(1e-5 + 1e-3 + 8e-3 / group.set_size)
         sizes.append(group.set_size)
-    assert sizes[0] == caching.MAX_SET > sizes[1]
+    assert sizes[0] == MAX_SET > sizes[1]
 
 
 def test_rows_that_a_cache_lacks_hold_a_step_up_when_they_are_many() -> None:

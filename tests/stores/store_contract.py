@@ -99,11 +99,11 @@ class PlainStore:
         for feature, table in enumerate(self.layout.table_of):
             for example in range(count):
                 start, stop = sparse.offsets[feature * count + example : feature * count + example + 2].tolist()
-                for place in range(start, stop):
-                    share = 1.0 if sparse.weights is None else float(sparse.weights[place])
+                for index in range(start, stop):
+                    share = 1.0 if sparse.weights is None else float(sparse.weights[index])
                     if self.layout.is_mean[feature]:
                         share /= stop - start
-                    yield feature, example, table, int(sparse.ids[place]), share
+                    yield feature, example, table, int(sparse.ids[index]), share
 
     def lookup(self, sparse: Sparse) -> np.ndarray:
         pooled = np.zeros((sparse.num_samples, self.layout.total_width))
@@ -158,8 +158,8 @@ class StoreContract:
     @pytest.mark.parametrize("kind", KINDS)
     @settings(max_examples=10, deadline=None)
     @given(data=st.data())
-    def test_a_store_that_takes_over_the_state_goes_on_the_same(self, kind: str, data: st.DataObject) -> None:
-        self.check_takes_over(kind, data)
+    def test_a_store_that_loads_the_state_continues_the_same(self, kind: str, data: st.DataObject) -> None:
+        self.check_loads_state(kind, data)
 
     def test_started_lookups_and_updates_equal_immediate_ones(self) -> None:
         layout = fixed_layout()
@@ -215,7 +215,7 @@ class StoreContract:
             ours = store.rows(table.name, torch.arange(table.num_rows, device=self.device)).cpu().numpy()
             np.testing.assert_allclose(ours, rows, rtol=1e-9, atol=1e-12)
 
-    def check_takes_over(self, kind: str, data: st.DataObject) -> None:
+    def check_loads_state(self, kind: str, data: st.DataObject) -> None:
         layout = data.draw(layouts())
         optimizer = SparseOptimizerSpec(kind=kind)
         first = self.make(layout, optimizer, torch.float32)
@@ -249,5 +249,5 @@ class BriefStoreContract(StoreContract):
     @pytest.mark.parametrize("kind", ["rowwise_adagrad"])
     @settings(max_examples=2, deadline=None)
     @given(data=st.data())
-    def test_a_store_that_takes_over_the_state_goes_on_the_same(self, kind: str, data: st.DataObject) -> None:
-        self.check_takes_over(kind, data)
+    def test_a_store_that_loads_the_state_continues_the_same(self, kind: str, data: st.DataObject) -> None:
+        self.check_loads_state(kind, data)

@@ -17,7 +17,7 @@ from rowstead.records.usage import free_host_bytes
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.parse import to_plain
 from rowstead.spec.run import RunSpec
-from rowstead.stores.build import memories_of
+from rowstead.stores.build import measure_memories
 from rowstead.stores.cached import CachedStore
 from rowstead.stores.device import DeviceStore
 from rowstead.stores.mixed import MixedStore
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 class Listening:
-    """Keeps what a run has to say."""
+    """Keeps the messages of a run."""
 
     def __init__(self) -> None:
         self.messages: list[str] = []
@@ -109,7 +109,7 @@ def test_a_model_that_only_predicts_is_in_memory_wherever_it_was_trained(tmp_pat
     assert type(build_model(spec, CPU, trains=False).store) is DeviceStore
 
 
-def test_what_a_container_has_left_is_all_there_is(tmp_path: Path) -> None:
+def test_the_memory_limit_of_a_container_counts(tmp_path: Path) -> None:
     assert free_host_bytes(tmp_path) > 0
     (tmp_path / "memory.current").write_text("300\n")
     (tmp_path / "memory.max").write_text("max\n")
@@ -118,16 +118,16 @@ def test_what_a_container_has_left_is_all_there_is(tmp_path: Path) -> None:
     assert free_host_bytes(tmp_path) == 700
 
 
-def test_limits_of_the_recipe_count_before_what_is_free() -> None:
-    memories = memories_of(small_spec("memory.host=20MB"), CPU)
+def test_limits_of_the_recipe_override_what_is_free() -> None:
+    memories = measure_memories(small_spec("memory.host=20MB"), CPU)
     assert memories.free_bytes("device") == 20_000_000
     assert memories.are_limits == {"host"}
 
 
 @pytest.mark.parametrize(
-    ("folder", "problem"), [("missing", "there is no folder"), ("locked", "we may not write to")], ids=["missing", "locked"]
+    ("folder", "problem"), [("missing", "does not exist"), ("locked", "is not writable")], ids=["missing", "locked"]
 )
-def test_a_folder_of_no_use_is_refused_before_anything_is_made(tmp_path: Path, folder: str, problem: str) -> None:
+def test_an_unusable_folder_is_refused_before_anything_is_created(tmp_path: Path, folder: str, problem: str) -> None:
     (tmp_path / "locked").mkdir(mode=0o500)
     if folder == "locked" and os.access(tmp_path / "locked", os.W_OK):
         pytest.skip("this user may write anywhere")
@@ -164,7 +164,7 @@ status = Path("/proc/self/status").read_text()
 print(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")))
 """
 OVERHEAD_BYTES = 80_000_000
-"""What files of rows and their cache take besides: buffers to read, write and move rows through."""
+"""Memory of row files and their cache besides the rows: buffers to read, write and move rows."""
 
 
 @pytest.mark.slow

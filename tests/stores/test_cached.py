@@ -1,4 +1,4 @@
-"""Rows behind a cache: exact, whatever comes ahead, however few places there are."""
+"""Rows behind a cache: exact, whatever comes ahead, however few slots there are."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from rowstead.spec.errors import RowsteadError
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of
 from rowstead.spec.row_optimizers import SparseOptimizerSpec
 from rowstead.stores.backing import RamRows
-from rowstead.stores.cache_plans import plan_by_launches
 from rowstead.stores.cached import CachedStore
 from rowstead.stores.device import DeviceStore
 from rowstead.stores.prefetch_scheduler import PrefetchScheduler
@@ -34,13 +33,13 @@ needs_interpreter = pytest.mark.skipif(
 
 
 def cached(
-    layout: Layout, optimizer: SparseOptimizerSpec, dtype: torch.dtype, *, places: int = 2, device: str = "cpu"
+    layout: Layout, optimizer: SparseOptimizerSpec, dtype: torch.dtype, *, num_slots: int = 2, device: str = "cpu"
 ) -> CachedStore:
-    counts = {table.name: places for table in layout.tables}
+    counts = {table.name: num_slots for table in layout.tables}
     return CachedStore(
         layout,
         optimizer,
-        places=counts,
+        num_slots=counts,
         backing=lambda group: RamRows(group, seed=1, device=device),
         dtype=dtype,
         device=device,
@@ -48,7 +47,7 @@ def cached(
 
 
 class TestCachedStore(StoreContract):
-    """All tables behind two places each."""
+    """All tables behind two slots each."""
 
     def make(self, layout: Layout, optimizer: SparseOptimizerSpec, dtype: torch.dtype) -> CachedStore:
         return cached(layout, optimizer, dtype)
@@ -59,19 +58,21 @@ class TestPartlyCachedStore(StoreContract):
 
     def make(self, layout: Layout, optimizer: SparseOptimizerSpec, dtype: torch.dtype) -> CachedStore:
         counts = {table.name: 3 for table in layout.tables[::2]}
-        return CachedStore(layout, optimizer, places=counts, backing=lambda group: RamRows(group, seed=1), dtype=dtype)
+        return CachedStore(layout, optimizer, num_slots=counts, backing=lambda group: RamRows(group, seed=1), dtype=dtype)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 class TestCachedStoreOnGpu(StoreContract):
     device = "cuda"
-    same_bits = False  # the order in which the gradients of a row are summed follows the places, and they the batches before
+    same_bits = (
+        False  # the order in which the gradients of a row are summed follows the slots, and they follow the batches before
+    )
 
     def make(self, layout: Layout, optimizer: SparseOptimizerSpec, dtype: torch.dtype) -> CachedStore:
         return cached(layout, optimizer, dtype, device="cuda")
 
 
-def test_how_many_batches_come_at_once_follows_from_what_one_needs_of_tables_behind_caches() -> None:
+def test_the_set_size_follows_from_the_rows_that_a_batch_needs_of_cached_tables() -> None:
     features = FeaturesSpec(
         sparse=(
             SparseFeatureSpec(name="long", num_rows=4000),  # in fast memory whole
@@ -81,22 +82,22 @@ def test_how_many_batches_come_at_once_follows_from_what_one_needs_of_tables_beh
     )
     layout = layout_of(features, tables_of(features, width=4))
     backing = partial(RamRows, seed=1)
-    store = CachedStore(layout, None, places={"short": 1, "empty": 1}, backing=backing)
-    roomy = CachedStore(layout, None, places={"short": 64, "empty": 1}, backing=backing)
+    store = CachedStore(layout, None, num_slots={"short": 1, "empty": 1}, backing=backing)
+    large = CachedStore(layout, None, num_slots={"short": 64, "empty": 1}, backing=backing)
 
     def sets_for(short: torch.Tensor, store: CachedStore) -> tuple[int, int]:
         lengths = torch.tensor([100] * 16 + [1] * 16 + [0] * 16)
         ids = torch.cat([torch.arange(1600), short])
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-        return store._sets_like(Sparse(ids=ids, offsets=offsets, num_features=3))
+        return store._choose_set_size(Sparse(ids=ids, offsets=offsets, num_features=3))
 
-    assert sets_for(torch.arange(16), store) == (1, 2)  # three sets of two would need 96 places, and there is room for 60
+    assert sets_for(torch.arange(16), store) == (1, 2)  # three sets of two would need 96 slots, and there is capacity for 60
     assert sets_for(torch.arange(16) // 4, store) == (5, 2)
     assert sets_for(torch.zeros(16, dtype=torch.int64), store) == (8, 2)
-    assert sets_for(torch.arange(16), roomy) == (1, 1)  # two sets of one need 32 places of 64
-    assert sets_for(torch.arange(16) // 4, roomy) == (5, 1)
+    assert sets_for(torch.arange(16), large) == (1, 1)  # two sets of one need 32 of 64 slots
+    assert sets_for(torch.arange(16) // 4, large) == (5, 1)
     store.eval()
-    store.lookup(Sparse(ids=torch.arange(3000), offsets=torch.arange(0, 3001, 1000), num_features=3))  # takes memory for places
+    store.lookup(Sparse(ids=torch.arange(3000), offsets=torch.arange(0, 3001, 1000), num_features=3))  # takes memory for slots
     store.train()
     assert sets_for(torch.arange(16) // 4, store) == (5, 2)
 
@@ -117,17 +118,17 @@ def sparse_of(layout: Layout, seed: int, *, num_samples: int = 3, num_ids: int =
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_batches_announced_ahead_train_the_same_rows(kind: str, data: st.DataObject) -> None:
+def test_prefetched_batches_train_the_same_rows(kind: str, data: st.DataObject) -> None:
     layout = data.draw(layouts())
-    store = cached(layout, SparseOptimizerSpec(kind=kind), torch.float64, places=data.draw(st.integers(1, 4)))
-    store._turns.ahead = data.draw(st.integers(1, 2))
-    check_announced(store, data)
+    store = cached(layout, SparseOptimizerSpec(kind=kind), torch.float64, num_slots=data.draw(st.integers(1, 4)))
+    store._scheduler.ahead = data.draw(st.integers(1, 2))
+    check_prefetched(store, data)
 
 
 @pytest.mark.timeout(60)
-def test_training_goes_on_after_a_wait_was_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_continues_after_an_interrupted_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = small_layout()
-    store = cached(layout, SparseOptimizerSpec(kind="sgd"), torch.float64, places=2)
+    store = cached(layout, SparseOptimizerSpec(kind="sgd"), torch.float64, num_slots=2)
     batches = [sparse_of(layout, seed) for seed in range(8)]
 
     def cut_off(self: PrefetchScheduler, happened: object) -> None:
@@ -145,9 +146,9 @@ def test_training_goes_on_after_a_wait_was_cut_off(monkeypatch: pytest.MonkeyPat
             store.state()
     for batch in batches[:2]:
         train(batch)
-    for batch in batches[2:5]:  # more often than batches are brought in ahead
+    for batch in batches[2:5]:  # more often than batches are fetched ahead
         with monkeypatch.context() as patched:
-            patched.setattr(store._turns, "_is_held", True)  # its rows are not there yet
+            patched.setattr(store._scheduler, "_is_paused", True)  # its rows are not fetched yet
             patched.setattr(PrefetchScheduler, "_wait_until", cut_off)
             store.prefetch(batch)
             with pytest.raises(KeyboardInterrupt):
@@ -160,64 +161,64 @@ def test_training_goes_on_after_a_wait_was_cut_off(monkeypatch: pytest.MonkeyPat
     store.close()
 
 
-def planned_by_launches(
-    layout: Layout, optimizer: SparseOptimizerSpec, dtype: torch.dtype, *, places: int, every: int = 1
+def planned_by_kernels(
+    layout: Layout, optimizer: SparseOptimizerSpec, dtype: torch.dtype, *, num_slots: int, every: int = 1
 ) -> CachedStore:
-    """A store in system memory that plans as on a GPU, in Triton's interpreter; each `every`-th table is behind places."""
-    from rowstead.stores.cache_slots_gpu import GpuCacheSlots
+    """A store in system memory that plans as on a GPU, in Triton's interpreter; each `every`-th table is cached."""
+    from rowstead.stores.cache_slots_gpu import GpuCacheSlots, plan_set_on_gpu
 
-    counts = {table.name: places for table in layout.tables[::every]}
-    store = CachedStore(layout, optimizer, places=counts, backing=lambda group: RamRows(group, seed=1), dtype=dtype)
-    store._places = [GpuCacheSlots(part.place_of.numel(), part.num_places, part.place_of.device) for part in store._places]
-    store._plan = plan_by_launches
-    store._turns = PrefetchScheduler(store, moves_wait=False)
+    counts = {table.name: num_slots for table in layout.tables[::every]}
+    store = CachedStore(layout, optimizer, num_slots=counts, backing=lambda group: RamRows(group, seed=1), dtype=dtype)
+    store._slots = [GpuCacheSlots(part.slot_of.numel(), part.num_slots, part.slot_of.device) for part in store._slots]
+    store._plan_set = plan_set_on_gpu
+    store._scheduler = PrefetchScheduler(store, moves_block=False)
     return store
 
 
 @needs_interpreter
 @settings(max_examples=2, deadline=None)
 @given(data=st.data())
-def test_batches_planned_by_launches_train_the_same_rows(data: st.DataObject) -> None:
+def test_batches_planned_by_gpu_kernels_train_the_same_rows(data: st.DataObject) -> None:
     layout = data.draw(layouts())
     every = data.draw(st.integers(1, 2))
-    store = planned_by_launches(layout, SparseOptimizerSpec(kind="sgd"), torch.float64, places=2, every=every)
-    check_announced(store, data, most_batches=3)
+    store = planned_by_kernels(layout, SparseOptimizerSpec(kind="sgd"), torch.float64, num_slots=2, every=every)
+    check_prefetched(store, data, most_batches=3)
 
 
 @needs_interpreter
 @pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_many_batches_planned_by_launches_train_the_same_rows(data: st.DataObject) -> None:
+def test_many_batches_planned_by_gpu_kernels_train_the_same_rows(data: st.DataObject) -> None:
     layout, optimizer = data.draw(layouts()), SparseOptimizerSpec(kind="rowwise_adagrad")
-    every, places = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 4))
-    store = planned_by_launches(layout, optimizer, torch.float64, places=places, every=every)
-    store._turns.set_size, store._turns.ahead = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 2))
-    check_announced(store, data)
+    every, num_slots = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 4))
+    store = planned_by_kernels(layout, optimizer, torch.float64, num_slots=num_slots, every=every)
+    store._scheduler.set_size, store._scheduler.ahead = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 2))
+    check_prefetched(store, data)
 
 
-@pytest.mark.parametrize("make", [cached, pytest.param(planned_by_launches, marks=[pytest.mark.slow, needs_interpreter])])
+@pytest.mark.parametrize("make", [cached, pytest.param(planned_by_kernels, marks=[pytest.mark.slow, needs_interpreter])])
 @settings(max_examples=8, deadline=None)
 @given(data=st.data())
-def test_rows_are_exact_whatever_is_done_between_announced_batches(
+def test_rows_are_exact_whatever_is_done_between_prefetched_batches(
     make: Callable[..., CachedStore], data: st.DataObject
 ) -> None:
     layout, optimizer = data.draw(layouts()), SparseOptimizerSpec(kind="rowwise_adagrad")
-    store = make(layout, optimizer, torch.float64, places=data.draw(st.integers(1, 4)))
-    store._turns.set_size, store._turns.ahead = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 2))
+    store = make(layout, optimizer, torch.float64, num_slots=data.draw(st.integers(1, 4)))
+    store._scheduler.set_size, store._scheduler.ahead = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 2))
     device = DeviceStore(layout, optimizer, dtype=torch.float64)
     batches = data.draw(st.lists(sparse_batches(layout, weighted=False), min_size=4, max_size=8))
-    saved, announced = device.state(), 0
+    saved, prefetched = device.state(), 0
     for step, sparse in enumerate(batches, start=1):
         done = data.draw(st.sampled_from(["nothing", "look", "drop", "save", "load"]))
         if done in ("drop", "load"):
             store.drop_prefetched()
-            announced = step - 1
-        announced = max(announced, step - 1)
+            prefetched = step - 1
+        prefetched = max(prefetched, step - 1)
         ahead = data.draw(st.integers(0, 5))
-        while done != "load" and announced < min(len(batches), step - 1 + ahead):
-            store.prefetch(batches[announced])
-            announced += 1
+        while done != "load" and prefetched < min(len(batches), step - 1 + ahead):
+            store.prefetch(batches[prefetched])
+            prefetched += 1
         if done == "load":
             for each in (device, store):
                 each.load_state(saved)
@@ -235,18 +236,18 @@ def test_rows_are_exact_whatever_is_done_between_announced_batches(
     store.close()
 
 
-def check_announced(store: CachedStore, data: st.DataObject, *, most_batches: int = 8) -> None:
-    """Train on batches that are announced, and beside it without a cache."""
+def check_prefetched(store: CachedStore, data: st.DataObject, *, most_batches: int = 8) -> None:
+    """Train on batches that are prefetched, and beside it without a cache."""
     layout, optimizer = store.layout, store.optimizer
     device = DeviceStore(layout, optimizer, dtype=torch.float64)
     batches = data.draw(st.lists(sparse_batches(layout, weighted=False), min_size=1, max_size=most_batches))
     ahead = data.draw(st.integers(1, 5))
     looks_aside = data.draw(st.booleans())
-    announced = 0
+    prefetched = 0
     for step, sparse in enumerate(batches, start=1):
-        while announced < min(len(batches), step - 1 + ahead):
-            store.prefetch(batches[announced])
-            announced += 1
+        while prefetched < min(len(batches), step - 1 + ahead):
+            store.prefetch(batches[prefetched])
+            prefetched += 1
         for each in (device, store):
             pooled = each.lookup(sparse)
             each.update(sparse, pooled + 1, lr=0.1, step=step)
@@ -260,7 +261,7 @@ def check_announced(store: CachedStore, data: st.DataObject, *, most_batches: in
         torch.testing.assert_close(ours[name], value, rtol=1e-12, atol=1e-12)
 
 
-def test_announced_batches_can_be_dropped() -> None:
+def test_prefetched_batches_can_be_dropped() -> None:
     layout, optimizer = small_layout(), SparseOptimizerSpec(kind="sgd")
     store, device = cached(layout, optimizer, torch.float64), DeviceStore(layout, optimizer, dtype=torch.float64)
     batches = [sparse_of(layout, seed) for seed in range(6)]
@@ -276,18 +277,18 @@ def test_announced_batches_can_be_dropped() -> None:
 
 
 class FullDisk(RamRows):
-    """A backing that cannot take any row."""
+    """A backing that fails to write."""
 
-    def write(self, rows: torch.Tensor, values: Sequence[torch.Tensor], places: torch.Tensor | None = None) -> None:
+    def write(self, rows: torch.Tensor, values: Sequence[torch.Tensor], slots: torch.Tensor | None = None) -> None:
         if rows.numel():
             raise RowsteadError("the disk is full")
 
 
 @pytest.mark.parametrize("ahead", [0, 3])
-def test_what_fails_while_rows_move_is_raised_where_they_are_needed_and_ever_after(ahead: int) -> None:
+def test_an_error_while_rows_move_is_raised_by_every_later_call(ahead: int) -> None:
     layout, optimizer = small_layout(), SparseOptimizerSpec(kind="sgd")
     counts = {table.name: 4 for table in layout.tables}
-    store = CachedStore(layout, optimizer, places=counts, backing=lambda group: FullDisk(group, seed=1))
+    store = CachedStore(layout, optimizer, num_slots=counts, backing=lambda group: FullDisk(group, seed=1))
     batches = [sparse_of(layout, seed) for seed in range(6)]
     for batch in batches[:ahead]:
         store.prefetch(batch)
@@ -310,7 +311,7 @@ def test_the_threads_of_a_store_end_with_it() -> None:
     batch = sparse_of(layout, 1)
     store.prefetch(batch)
     store.update(batch, store.lookup(batch) + 1, lr=0.1, step=1)
-    (thread,) = [thread for thread in threading.enumerate() if thread is store._turns._thread]
+    (thread,) = [thread for thread in threading.enumerate() if thread is store._scheduler._thread]
     del store
     gc.collect()
     thread.join(timeout=30)
@@ -318,10 +319,10 @@ def test_the_threads_of_a_store_end_with_it() -> None:
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-def test_what_stays_was_decided_when_a_batch_was_announced_whenever_it_is_planned(is_late: bool) -> None:
+def test_what_stays_was_decided_when_a_batch_was_prefetched_whenever_it_is_planned(is_late: bool) -> None:
     layout, seen = small_layout(), []
-    store = cached(layout, SparseOptimizerSpec(kind="sgd"), torch.float64, places=2)
-    turns, plan = store._turns, store.plan_rows
+    store = cached(layout, SparseOptimizerSpec(kind="sgd"), torch.float64, num_slots=2)
+    turns, plan = store._scheduler, store.plan_rows
 
     def plan_rows(some: Any, oldest: int, left: Any) -> Any:
         seen.append((some[0].number, oldest))
@@ -331,7 +332,7 @@ def test_what_stays_was_decided_when_a_batch_was_announced_whenever_it_is_planne
     batches = [sparse_of(layout, seed) for seed in range(6)]
     for step, batch in enumerate(batches, 1):
         if step == 5:
-            with turns.hold() if is_late else contextlib.nullcontext():  # nothing is planned meanwhile
+            with turns.pause() if is_late else contextlib.nullcontext():  # nothing is planned meanwhile
                 turns.ahead = 1
                 store.prefetch(batch)
                 turns.ahead = 2
@@ -340,23 +341,23 @@ def test_what_stays_was_decided_when_a_batch_was_announced_whenever_it_is_planne
     assert seen[4:] == [(4, 3), (5, 3)]
 
 
-def test_rows_that_announced_batches_need_stay_when_sets_become_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_prefetched_batches_need_stay_when_sets_become_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     layout, optimizer = small_layout(), SparseOptimizerSpec(kind="sgd")
-    store, plain = cached(layout, optimizer, torch.float64, places=2), DeviceStore(layout, optimizer, dtype=torch.float64)
-    turns = store._turns
+    store, plain = cached(layout, optimizer, torch.float64, num_slots=2), DeviceStore(layout, optimizer, dtype=torch.float64)
+    turns = store._scheduler
     begin = turns.next_set
 
     def next_set() -> Any:
         some = begin()
-        turns.set_size = 1  # as the announcement of a larger batch does, in another thread, before this set is planned
+        turns.set_size = 1  # as the prefetch of a larger batch does, in another thread, before this set is planned
         return some
 
     monkeypatch.setattr(turns, "next_set", next_set)
     batches = [sparse_of(layout, seed) for seed in range(24)]
-    announced = iter(batches)
+    prefetched = iter(batches)
     for step, batch in enumerate(batches, 1):
         turns.set_size = 4
-        for coming in itertools.islice(announced, 11 if step == 1 else 1):
+        for coming in itertools.islice(prefetched, 11 if step == 1 else 1):
             store.prefetch(coming)
         for each in (plain, store):
             each.update(batch, each.lookup(batch) + 1, lr=0.1, step=step)

@@ -41,9 +41,9 @@ class SlowRows(RamRows):
         super().__init__(group, seed=1)
         self._pause_s = pause_s
 
-    def read(self, rows: Tensor, into: Sequence[Tensor], places: Tensor | None = None) -> None:
+    def read(self, rows: Tensor, into: Sequence[Tensor], slots: Tensor | None = None) -> None:
         time.sleep(self._pause_s)
-        super().read(rows, into, places)
+        super().read(rows, into, slots)
 
 
 class FailingRows(RamRows):
@@ -51,15 +51,15 @@ class FailingRows(RamRows):
 
     num_failures = 0
 
-    def read(self, rows: Tensor, into: Sequence[Tensor], places: Tensor | None = None) -> None:
+    def read(self, rows: Tensor, into: Sequence[Tensor], slots: Tensor | None = None) -> None:
         if self.num_failures and rows.numel():
             self.num_failures -= 1
             raise OSError("the disk failed")
-        super().read(rows, into, places)
+        super().read(rows, into, slots)
 
 
 def failing_store(layout: Layout) -> tuple[CachedStore, FailingRows]:
-    store = CachedStore(layout, OPTIMIZER, places={"a": 30}, backing=lambda group: FailingRows(group, seed=1))
+    store = CachedStore(layout, OPTIMIZER, num_slots={"a": 30}, backing=lambda group: FailingRows(group, seed=1))
     rows = store.backings[0]
     assert isinstance(rows, FailingRows)
     return store, rows
@@ -73,20 +73,20 @@ def test_rows_of_16_bits_behind_a_cache_become_the_same_each_time() -> None:
         store = CachedStore(
             layout,
             OPTIMIZER,
-            places={"a": 30, "b": 30},
+            num_slots={"a": 30, "b": 30},
             backing=lambda group, pause=pause: SlowRows(group, pause),
             dtype=torch.bfloat16,
         )
-        for place, sparse in enumerate(batches):
-            for coming in batches[place and place + 2 : place + 3]:
+        for index, sparse in enumerate(batches):
+            for coming in batches[index and index + 2 : index + 3]:
                 store.prefetch(coming)
-            store.update(sparse, torch.full_like(store.lookup(sparse), 0.1), lr=0.05, step=place + 1)
+            store.update(sparse, torch.full_like(store.lookup(sparse), 0.1), lr=0.05, step=index + 1)
         states.append(store.state())
     assert [name for name in states[0] if not torch.equal(states[0][name], states[1][name])] == []
 
 
 @pytest.mark.parametrize("trains", [True, False])
-def test_a_row_whose_reading_failed_is_not_taken_for_one_that_is_there(trains: bool) -> None:
+def test_a_row_that_failed_to_read_does_not_count_as_cached(trains: bool) -> None:
     layout = layout_with("a")
     store, rows = failing_store(layout)
     store.train(trains)
@@ -119,7 +119,7 @@ def test_no_look_up_waits_forever_after_batches_that_failed() -> None:
     assert not thread.is_alive()
 
 
-def test_an_id_outside_its_table_is_refused_when_it_is_announced() -> None:
+def test_an_id_outside_its_table_is_refused_when_it_is_prefetched() -> None:
     program = """
 import torch
 from rowstead.spec.errors import DataError

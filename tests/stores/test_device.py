@@ -125,5 +125,5 @@ def test_hogwild_does_not_sum_the_gradients_of_repeated_ids() -> None:
 
 
 def test_hogwild_is_refused_where_other_kernels_run() -> None:
-    with pytest.raises(RowsteadError, match="hogwild updates run in the CPU kernels alone"):
+    with pytest.raises(RowsteadError, match="Hogwild updates need the CPU kernels"):
         DeviceStore(LAYOUT, SparseOptimizerSpec(), kernel="reference", hogwild=True)

@@ -39,14 +39,14 @@ class TestHostStoreOfAGpu(TestHostStore):
 
 def made(kind: str, optimizer: SparseOptimizerSpec | None, device: str) -> Any:
     if kind == "cached":
-        places, backing = {"a": 1, "b": 1}, partial(RamRows, seed=1, device=device)
-        return CachedStore(LAYOUT, optimizer, places=places, backing=backing, device=device)
+        num_slots, backing = {"a": 1, "b": 1}, partial(RamRows, seed=1, device=device)
+        return CachedStore(LAYOUT, optimizer, num_slots=num_slots, backing=backing, device=device)
     return HostStore(DeviceStore(LAYOUT, optimizer), device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", ["host", "cached"])
-def test_announced_batches_end_at_the_weights_of_a_device_store(kind: str, device: str) -> None:
+def test_prefetched_batches_end_at_the_weights_of_a_device_store(kind: str, device: str) -> None:
     optimizer = SparseOptimizerSpec(kind="adam")
     store, plain = made(kind, optimizer, device), DeviceStore(LAYOUT, optimizer)
     batches = [Sparse(ids=(SPARSE.ids + k) % 4, offsets=SPARSE.offsets, num_features=2) for k in range(5)]

@@ -23,8 +23,8 @@ from rowstead.stores.cached import CachedStore
 from rowstead.stores.device import DeviceStore
 from rowstead.stores.groups import CacheGroup
 from rowstead.stores.host import HostStore
-from rowstead.stores.mixed import MixedStore, layout_for
-from rowstead.stores.ssd import FileRows, initial_in
+from rowstead.stores.mixed import MixedStore, select_tables
+from rowstead.stores.ssd import FileRows, initial_rows_of
 from tests.stores.store_contract import StoreContract
 
 FEATURES = FeaturesSpec(
@@ -43,10 +43,10 @@ SPARSE = Sparse(ids=torch.tensor([1, 1, 2, 3, 0, 5, 4, 4]), offsets=torch.tensor
 def mixed(
     layout: Layout, optimizer: SparseOptimizerSpec | None, dtype: torch.dtype = torch.float32, every: int = 2
 ) -> MixedStore:
-    """Tables dealt in turn to `every` device stores."""
+    """Tables dealt round-robin to `every` device stores."""
     shares = [[table.name for table in layout.tables[first::every]] for first in range(every)]
     stores: list[EmbeddingStore] = [
-        DeviceStore(layout_for(layout, share), optimizer, dtype=dtype, check=False) for share in shares if share
+        DeviceStore(select_tables(layout, share), optimizer, dtype=dtype, check=False) for share in shares if share
     ]
     return MixedStore(layout, stores)
 
@@ -62,10 +62,10 @@ class TestAStoreForEachTable(StoreContract):
 
 
 class TestEveryKindOfStoreSideBySide(StoreContract):
-    """Tables dealt in turn to memory of the device, a cache over RAM, a cache over a file, and what the CPU pools."""
+    """Tables dealt round-robin to memory of the device, a cache over RAM, a cache over a file, and what the CPU pools."""
 
     def make(self, layout: Layout, optimizer: SparseOptimizerSpec, dtype: torch.dtype) -> MixedStore:
-        shares = [layout_for(layout, [table.name for table in layout.tables[first::4]]) for first in range(4)]
+        shares = [select_tables(layout, [table.name for table in layout.tables[first::4]]) for first in range(4)]
         makers: list[Callable[[Layout], EmbeddingStore]] = [
             lambda own: DeviceStore(own, optimizer, dtype=dtype, check=False),
             lambda own: cached(own, optimizer, dtype, lambda group: RamRows(group, seed=1)),
@@ -78,19 +78,19 @@ class TestEveryKindOfStoreSideBySide(StoreContract):
 def cached(
     layout: Layout, optimizer: SparseOptimizerSpec, dtype: torch.dtype, backing: Callable[[CacheGroup], Any]
 ) -> CachedStore:
-    places = {table.name: 2 for table in layout.tables}
-    return CachedStore(layout, optimizer, places=places, backing=backing, dtype=dtype, check=False)
+    num_slots = {table.name: 2 for table in layout.tables}
+    return CachedStore(layout, optimizer, num_slots=num_slots, backing=backing, dtype=dtype, check=False)
 
 
 def in_file(group: CacheGroup) -> FileRows:
     """Records in a file that goes when the process ends."""
     folder = Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return FileRows(folder / "rows", group.num_rows, group.columns, initial=initial_in(group, seed=1))
+    return FileRows(folder / "rows", group.num_rows, group.columns, initial=initial_rows_of(group, seed=1))
 
 
 def test_a_layout_of_some_tables_numbers_their_features_anew() -> None:
-    own = layout_for(LAYOUT, ["d", "shared"])
+    own = select_tables(LAYOUT, ["d", "shared"])
     assert [table.name for table in own.tables] == ["shared", "d"]
     assert own.table_of == (0, 0, 1)
     assert own.columns == (0, 3, 6, 9)
@@ -111,9 +111,9 @@ def test_a_mix_ends_at_the_same_bits_as_one_store() -> None:
     assert all(torch.equal(value, state[name]) for name, value in whole.state().items())
 
 
-def test_features_that_follow_each_other_are_not_copied() -> None:
+def test_consecutive_features_are_not_copied() -> None:
     halves = [["shared"], ["b"], ["d"]]
-    store = MixedStore(LAYOUT, [DeviceStore(layout_for(LAYOUT, half), None) for half in halves])
+    store = MixedStore(LAYOUT, [DeviceStore(select_tables(LAYOUT, half), None) for half in halves])
     shared, b, d = store._split(SPARSE).parts
     ends = SPARSE.ids.data_ptr(), SPARSE.ids.data_ptr() + SPARSE.ids.nbytes
     assert ends[0] <= b.ids.data_ptr() < ends[1]
@@ -123,7 +123,7 @@ def test_features_that_follow_each_other_are_not_copied() -> None:
     assert d.offsets.tolist() == [0, 2, 2]
 
 
-def test_a_store_sees_the_same_ids_when_a_batch_is_announced_looked_up_and_updated() -> None:
+def test_a_store_sees_the_same_ids_when_a_batch_is_prefetched_looked_up_and_updated() -> None:
     store = mixed(LAYOUT, SparseOptimizerSpec())
     seen: list[tuple[str, int]] = []
     inner = store.stores[1]
@@ -167,7 +167,7 @@ def test_an_evaluation_between_look_up_and_update_changes_nothing() -> None:
     names = ["a", "b", "c"]
     features = FeaturesSpec(sparse=tuple(SparseFeatureSpec(name=name, num_rows=50) for name in names))
     layout, optimizer = layout_of(features, tables_of(features, width=4)), SparseOptimizerSpec(kind="sgd")
-    own = [layout_for(layout, [name]) for name in names]
+    own = [select_tables(layout, [name]) for name in names]
     store = MixedStore(
         layout,
         [

@@ -24,14 +24,14 @@ from rowstead.data.batch import Sparse
 from rowstead.kernels.cpu import disk
 from rowstead.kernels.initial import initial_rows
 from rowstead.kernels.layout import Layout, layout_of
+from rowstead.spec.caching import GAP_BYTES
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of
 from rowstead.spec.row_optimizers import SparseOptimizerSpec
-from rowstead.stores import ssd
 from rowstead.stores.cached import CachedStore
 from rowstead.stores.device import DeviceStore
-from rowstead.stores.groups import CacheGroup, grouped
-from rowstead.stores.ssd import FileRows, initial_in
+from rowstead.stores.groups import CacheGroup, group_tables
+from rowstead.stores.ssd import FileRows, initial_rows_of
 from tests.stores.store_contract import StoreContract
 
 COLUMNS = [(torch.float32, 6), (torch.float32, 1)]
@@ -56,7 +56,7 @@ def read(store: FileRows, rows: Tensor) -> list[Tensor]:
 def open_rows(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., FileRows]]:
-    """Makes files of rows in each of the ways to read them, and closes them."""
+    """Makes row files for each way to read them, and closes them."""
     opened = []
     if request.param == "direct, no queue":
 
@@ -138,7 +138,7 @@ def test_rows_stay_right_while_segments_are_cleaned(open_rows: Callable[..., Fil
     assert all(torch.equal(found, whole) for found, whole in zip(store.read_range(0, num_rows), expected, strict=True))
 
 
-def test_rows_that_were_never_written_are_made_and_take_no_room(open_rows: Callable[..., FileRows]) -> None:
+def test_rows_that_were_never_written_are_made_and_take_no_disk_space(open_rows: Callable[..., FileRows]) -> None:
     store = open_rows(5_000_000, initial=counted)
     rows = torch.tensor([4_999_999, 3, 3_000_000])
     store.write(rows[1:2], [torch.ones(1, 6), torch.ones(1, 1)])
@@ -155,25 +155,25 @@ def test_the_initial_rows_of_a_group_are_those_of_its_tables(tmp_path: Path) -> 
     )
     tables = tables_of(features, width=6)
     assert layout_of(features, tables).tables == tables
-    (group,) = grouped(tables, dict.fromkeys("abc", 5), dtype=torch.float32, optimizer=SparseOptimizerSpec(kind="adagrad"))
+    (group,) = group_tables(tables, dict.fromkeys("abc", 5), dtype=torch.float32, optimizer=SparseOptimizerSpec(kind="adagrad"))
     expected = torch.cat([initial_rows(t, seed=3, dtype=torch.float32, device=torch.device("cpu")) for t in tables])
-    store = FileRows(tmp_path / "rows", group.num_rows, group.columns, initial=initial_in(group, seed=3))
+    store = FileRows(tmp_path / "rows", group.num_rows, group.columns, initial=initial_rows_of(group, seed=3))
     rows = torch.randperm(group.num_rows)[:100]
     assert torch.equal(read(store, rows)[0], expected[rows])
     assert torch.equal(read(store, torch.tensor([51]))[0], expected[51:52])
     store.close()
 
 
-def test_records_go_to_and_come_from_places(open_rows: Callable[..., FileRows]) -> None:
+def test_records_go_to_and_come_from_slots(open_rows: Callable[..., FileRows]) -> None:
     store = open_rows(3000, initial=counted)
     cache = [torch.full((50, 6), 77.0), torch.full((50, 1), 77.0)]
-    rows, places = torch.randperm(3000)[:20], torch.randperm(50)[:20]
-    store.read(rows, cache, places)
-    assert torch.equal(cache[0][places], counted(rows).float())
-    assert int((cache[1] == 77).sum()) == 30, "other places stay as they are"
-    cache[1][places] = places.unsqueeze(1).float()
-    store.write(rows, cache, places)
-    assert torch.equal(read(store, rows)[1].flatten(), places.float())
+    rows, slots = torch.randperm(3000)[:20], torch.randperm(50)[:20]
+    store.read(rows, cache, slots)
+    assert torch.equal(cache[0][slots], counted(rows).float())
+    assert int((cache[1] == 77).sum()) == 30, "other slots stay as they are"
+    cache[1][slots] = slots.unsqueeze(1).float()
+    store.write(rows, cache, slots)
+    assert torch.equal(read(store, rows)[1].flatten(), slots.float())
 
 
 def test_reads_of_neighbours_are_one(open_rows: Callable[..., FileRows]) -> None:
@@ -220,47 +220,50 @@ def test_a_file_that_was_kept_can_be_opened_again(open_rows: Callable[..., FileR
 
 def test_a_file_of_another_shape_is_refused(tmp_path: Path) -> None:
     FileRows(tmp_path / "rows", 30, COLUMNS, keep=True).close()
-    with pytest.raises(RowsteadError, match=r"made with rows 30, and not 40: it is of another model"):
+    with pytest.raises(RowsteadError, match=r"created with rows 30, not 40: it belongs to another model"):
         FileRows(tmp_path / "rows", 40, COLUMNS, create=False)
-    with pytest.raises(RowsteadError, match=r"made with columns \[\['float32', 6\], \['float32', 1\]\], and not"):
+    with pytest.raises(RowsteadError, match=r"created with columns \[\['float32', 6\], \['float32', 1\]\], not"):
         FileRows(tmp_path / "rows", 30, [(torch.float32, 6)], create=False)
     size = (tmp_path / "rows").stat().st_size
     os.truncate(tmp_path / "rows", size - 100)
-    with pytest.raises(RowsteadError, match=f"has {size - 100} bytes, and should have {size}"):
+    with pytest.raises(RowsteadError, match=f"is truncated: it has {size - 100} of {size} bytes"):
         FileRows(tmp_path / "rows", 30, COLUMNS, create=False)
 
 
 def test_a_missing_file_or_folder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RowsteadError, match=r"there is no file of rows `.*/rows`. It is the scratch space of one run"):
+    with pytest.raises(RowsteadError, match=r"the row file `.*/rows` does not exist. It is the scratch file of one run"):
         FileRows(tmp_path / "rows", 30, COLUMNS, create=False)
-    with pytest.raises(RowsteadError, match=r"there is no folder `.*/nowhere`"):
+    with pytest.raises(RowsteadError, match=r"folder `.*/nowhere` for the row file .* does not exist"):
         FileRows(tmp_path / "nowhere" / "rows", 30, COLUMNS)
 
 
-def test_what_is_no_file_of_rows_is_left_alone(tmp_path: Path) -> None:
+def test_other_files_are_not_touched(tmp_path: Path) -> None:
     (tmp_path / "rows").write_text("a letter")
-    with pytest.raises(RowsteadError, match="holds something else than rows"):
+    with pytest.raises(RowsteadError, match="exists and is not a row file"):
         FileRows(tmp_path / "rows", 30, COLUMNS)
-    with pytest.raises(RowsteadError, match="is not a file of rows"):
+    with pytest.raises(RowsteadError, match="is not a row file"):
         FileRows(tmp_path / "rows", 30, COLUMNS, create=False)
     assert (tmp_path / "rows").read_text() == "a letter"
 
 
 def test_a_file_in_use_is_refused(tmp_path: Path) -> None:
     store = FileRows(tmp_path / "rows", 30, COLUMNS, initial=counted)
-    with pytest.raises(RowsteadError, match="another process, or another store, is using"):
+    with pytest.raises(RowsteadError, match="is in use by another process or store"):
         FileRows(tmp_path / "rows", 30, COLUMNS)
     assert read(store, torch.tensor([4]))[0][0, 0] == 4
     store.close()
 
 
-def test_a_disk_with_too_little_room_is_named_beforehand(tmp_path: Path) -> None:
-    with pytest.raises(RowsteadError, match=r"no room on disk for .*/rows`: it needs .* GB more, and .* are free there\. 1\. "):
+def test_a_disk_with_too_little_space_is_named_beforehand(tmp_path: Path) -> None:
+    with pytest.raises(
+        RowsteadError,
+        match=r"not enough disk space for the row file .*/rows`: it needs .* TB more, and .* are free there\. 1\. ",
+    ):
         FileRows(tmp_path / "rows", 10**12, COLUMNS)
     assert not (tmp_path / "rows").exists()
 
 
-def test_a_file_that_somebody_cuts_off_or_changes_is_noticed(open_rows: Callable[..., FileRows]) -> None:
+def test_a_file_that_is_truncated_or_changed_is_noticed(open_rows: Callable[..., FileRows]) -> None:
     for name, harm in (
         ("shorter", lambda path: os.truncate(path, 8192)),
         ("changed", lambda path: path.write_bytes(bytes(1 << 22))),
@@ -270,8 +273,8 @@ def test_a_file_that_somebody_cuts_off_or_changes_is_noticed(open_rows: Callable
         read(store, torch.arange(0, 20_000, 3))
         harm(store.file.path)
         # Of many reads at once the first that fails is told, and one across the new end may find zeros instead of the end.
-        told = "another row where one was written"
-        with pytest.raises(RowsteadError, match=f"ended too early|{told}" if name == "shorter" else told):
+        told = "was changed while in use"
+        with pytest.raises(RowsteadError, match=f"was truncated while in use|{told}" if name == "shorter" else told):
             read(store, torch.arange(0, 20_000, 3))
 
 
@@ -300,7 +303,7 @@ def test_a_disk_that_gets_full_ends_with_sizes_and_remedies(tmp_path: Path, dire
     failures = child.stdout.split("\0")[:-1]
     assert (child.returncode, len(failures)) == (0, 2), child.stderr
     for failure in failures:
-        for part in ("no room on disk", "rows` (File too large)", "MB more", "are free there", "1. ", "2. ", "3. "):
+        for part in ("not enough disk space", "rows` (File too large)", "MB more", "are free there", "1. ", "2. ", "3. "):
             assert part in failure
     assert not list(tmp_path.iterdir())
 
@@ -323,7 +326,7 @@ def test_a_run_that_ends_leaves_no_file_and_one_that_is_killed_does_not_block_th
     assert not list(tmp_path.iterdir())
 
 
-def test_room_can_be_reserved(tmp_path: Path) -> None:
+def test_disk_space_can_be_reserved(tmp_path: Path) -> None:
     store = FileRows(tmp_path / "rows", 10_000, COLUMNS, reserve=True)
     status = os.stat(store.file.path)
     assert status.st_blocks * 512 >= status.st_size
@@ -334,41 +337,43 @@ def test_room_can_be_reserved(tmp_path: Path) -> None:
     ("starts", "reads"), [([0, 30, 60], [(0, 512)]), ([500], [(0, 1024)]), ([0, 5000, 20_000], [(0, 5120), (19968, 512)])]
 )
 def test_reads_cover_whole_sectors_and_small_gaps(starts: list[int], reads: list[tuple[int, int]]) -> None:
-    cut, firsts = disk.cut_reads(np.array(starts), 30, 512, ssd.GAP_BYTES, 16384)
+    cut, firsts = disk.cut_reads(np.array(starts), 30, 512, GAP_BYTES, 16384)
     assert [tuple(read) for read in cut.tolist()] == reads
     assert firsts[-1] == len(starts)
 
 
-def ssd_store(layout: Layout, optimizer: SparseOptimizerSpec, dtype: torch.dtype, folder: str, places: int = 2) -> CachedStore:
+def ssd_store(
+    layout: Layout, optimizer: SparseOptimizerSpec, dtype: torch.dtype, folder: str, num_slots: int = 2
+) -> CachedStore:
     def backing(group: CacheGroup) -> FileRows:
         path = Path(folder) / f"rows-{group.width}"
-        return FileRows(path, group.num_rows, group.columns, initial=initial_in(group, seed=1))
+        return FileRows(path, group.num_rows, group.columns, initial=initial_rows_of(group, seed=1))
 
-    counts = {table.name: places for table in layout.tables}
-    return CachedStore(layout, optimizer, places=counts, backing=backing, dtype=dtype)
+    counts = {table.name: num_slots for table in layout.tables}
+    return CachedStore(layout, optimizer, num_slots=counts, backing=backing, dtype=dtype)
 
 
 class TestSsdStore(StoreContract):
-    """All tables in files behind two places each."""
+    """All tables in files behind two slots each."""
 
     def make(self, layout: Layout, optimizer: SparseOptimizerSpec, dtype: torch.dtype) -> CachedStore:
         self.folder = tempfile.TemporaryDirectory()
         return ssd_store(layout, optimizer, dtype, self.folder.name)
 
 
-def test_batches_announced_ahead_train_the_rows_of_a_file_as_those_in_memory(tmp_path: Path) -> None:
+def test_prefetched_batches_train_the_rows_of_a_file_as_those_in_memory(tmp_path: Path) -> None:
     features = FeaturesSpec(sparse=tuple(SparseFeatureSpec(name=name, num_rows=2000) for name in "ab"))
     layout, optimizer = layout_of(features, tables_of(features, width=8)), SparseOptimizerSpec(kind="rowwise_adagrad")
     memory = DeviceStore(layout, optimizer, dtype=torch.float64)
-    store = ssd_store(layout, optimizer, torch.float64, str(tmp_path), places=300)
+    store = ssd_store(layout, optimizer, torch.float64, str(tmp_path), num_slots=300)
     torch.manual_seed(1)
     offsets = torch.arange(2 * 50 + 1) * 4
     batches = [Sparse(ids=torch.randint(0, 2000, (400,)), offsets=offsets, num_features=2) for _ in range(60)]
-    announced = 0
+    prefetched = 0
     for step, sparse in enumerate(batches, start=1):
-        while announced < min(len(batches), step + store.batches_ahead):
-            store.prefetch(batches[announced])
-            announced += 1
+        while prefetched < min(len(batches), step + store.batches_ahead):
+            store.prefetch(batches[prefetched])
+            prefetched += 1
         pooled = store.lookup(sparse)
         assert torch.equal(pooled, memory.lookup(sparse))
         store.update(sparse, pooled.cos(), lr=0.1, step=step)

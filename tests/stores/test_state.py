@@ -14,7 +14,7 @@ from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of
 from rowstead.spec.row_optimizers import SparseOptimizerSpec
 from rowstead.stores import state as state_module
 from rowstead.stores.device import DeviceStore
-from rowstead.stores.state import SavedState, StatePart, load_parts, part_of, taken, whole_state
+from rowstead.stores.state import SavedState, StatePart, load_parts, part_of, take_rows, whole_state
 from tests.distributed.cuts import Cut, cuts
 
 
@@ -26,7 +26,7 @@ def parts_of(name: str, table: Tensor, pieces: list[Cut]) -> list[StatePart]:
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), num_rows=st.integers(1, 30), width=st.integers(1, 8), piece_bytes=st.integers(1, 200))
-def test_any_parts_make_up_the_whole_and_take_it_over(data: st.DataObject, num_rows: int, width: int, piece_bytes: int) -> None:
+def test_any_parts_make_up_the_whole_and_load_it(data: st.DataObject, num_rows: int, width: int, piece_bytes: int) -> None:
     table = torch.arange(float(num_rows * width)).reshape(num_rows, width)
     before = state_module.PIECE_BYTES
     state_module.PIECE_BYTES = piece_bytes
@@ -68,7 +68,7 @@ def test_of_a_saved_table_only_the_rows_and_columns_of_a_part_are_read_some_at_a
 def test_nothing_is_written_where_something_does_not_fit() -> None:
     one, other = torch.zeros(3, 2), torch.zeros(3, 2)
     parts = [part_of("a.rows", one), part_of("b.rows", other)]
-    with pytest.raises(CheckpointError, match=r"`b\.rows` is \(4, 2\) in the saved model and \(3, 2\) in this one"):
+    with pytest.raises(CheckpointError, match=r"`b\.rows` is \(4, 2\) in the checkpoint and \(3, 2\) in this model"):
         load_parts(parts, {"a.rows": torch.ones(3, 2), "b.rows": torch.ones(4, 2)})
     with pytest.raises(CheckpointError, match=r"has no `b\.rows`: it was saved with another model"):
         load_parts(parts, {"a.rows": torch.ones(3, 2)})
@@ -106,5 +106,5 @@ def test_rows_of_a_part_that_can_only_be_read_in_order_are_taken_from_pieces(mon
         return table[start:stop]
 
     part = StatePart(name="t.rows", shape=(100, 1), dtype=table.dtype, num_rows=100, num_columns=1, read=rows, write=print)
-    assert taken(part, torch.tensor([3, 12, 13, 50, 99])).flatten().tolist() == [3, 12, 13, 50, 99]
+    assert take_rows(part, torch.tensor([3, 12, 13, 50, 99])).flatten().tolist() == [3, 12, 13, 50, 99]
     assert read == [(3, 13), (13, 23), (50, 60), (99, 100)]

@@ -230,8 +230,11 @@ def test_a_machine_measured_with_other_threads_is_left_alone(tmp_path: Path, mon
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        (machine_text(measured_machine(num_cores=64)), "it is for 64 CPU threads, and this run has 1: set threads=64"),
-        (machine_text(measured_machine("cuda")), "it is of a machine with a GPU, and this run is on cpu"),
+        (
+            machine_text(measured_machine(num_cores=64)),
+            "it was measured with 64 CPU threads, and this run has 1: set threads=64",
+        ),
+        (machine_text(measured_machine("cuda")), "it describes a machine with a GPU, and this run is on cpu"),
         ("name: [", "is not valid YAML"),
         ("name: here", "is required"),
         (None, "where there is no file: run `rowstead calibrate`, or unset it"),

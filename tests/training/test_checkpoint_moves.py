@@ -24,7 +24,7 @@ from rowstead.stores.base import EmbeddingStore
 from rowstead.stores.cached import CachedStore
 from rowstead.stores.device import DeviceStore
 from rowstead.stores.groups import CacheGroup
-from rowstead.stores.ssd import FileRows, initial_in
+from rowstead.stores.ssd import FileRows, initial_rows_of
 from rowstead.training.checkpoint import load, save
 from rowstead.training.checkpoint_changes import CheckpointChanges
 from rowstead.training.saved_tensors import StoreTensors
@@ -50,9 +50,9 @@ def store_in(
             if place == "cached":
                 return RamRows(group, seed=1)
             path = Path(tempfile.mkdtemp(dir=folder)) / "rows"
-            return FileRows(path, group.num_rows, group.columns, initial=initial_in(group, seed=1), direct=False)
+            return FileRows(path, group.num_rows, group.columns, initial=initial_rows_of(group, seed=1), direct=False)
 
-        return CachedStore(local, rule, places=counts, backing=backing)
+        return CachedStore(local, rule, num_slots=counts, backing=backing)
 
     if world_size == 1:
         return make(layout, optimizer)

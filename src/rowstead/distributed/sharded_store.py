@@ -31,7 +31,7 @@ from rowstead.spec.placement import Shard
 from rowstead.spec.row_optimizers import ROW_OPTIMIZERS, SparseOptimizerSpec
 from rowstead.stores.base import EmbeddingStore
 from rowstead.stores.checked import check_batch
-from rowstead.stores.device import numbered
+from rowstead.stores.device import resolve_device
 from rowstead.stores.state import StatePart
 
 Make = Callable[[Layout, SparseOptimizerSpec | None], EmbeddingStore]
@@ -74,7 +74,7 @@ class ShardedStore(EmbeddingStore):
         super().__init__(layout, check=check)
         self.optimizer, self.process_group = optimizer, process_group
         self.plan: ShardPlan = plan_shards(layout, shards, process_group.world_size, lookups=lookups)
-        self._device = numbered(device)
+        self._device = resolve_device(device)
         self._dtype = compute_dtype(dtype)
         local = None if optimizer is None else dataclasses.replace(optimizer, clip=None)  # clipped before gradients are cut
         # Row-wise Adagrad needs the squares of whole rows; a slice of columns has only some.

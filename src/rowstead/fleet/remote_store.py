@@ -121,10 +121,6 @@ class RemoteStore(EmbeddingStore):
             check=self._check,
         )
 
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> RemoteStore:
-        """Rows stay on the servers when the model is moved."""
-        return self
-
     # An EmbeddingStore
 
     @property

@@ -20,25 +20,17 @@ from numpy.typing import NDArray
 from rowstead.plan.setup import Setup
 from rowstead.plan.traffic import Popularity, distinct_ids, id_bins
 from rowstead.plan.work import TableWork
+from rowstead.spec.caching import GAP_BYTES, GROWTH, HALVING_BATCHES, MAX_SET, MAX_USES, READ_BYTES, SET_IDS, SETS_IN_FLIGHT
 
 Array = NDArray[np.float64]
 
-BATCHES_COUNTED = 96
+BATCHES_COUNTED = 3 * HALVING_BATCHES // 2
 """Batches whose uses count, on average: counts are halved every 64 batches, so they cover 64 to 128."""
-SETS_KEPT = 3
+SETS_KEPT = SETS_IN_FLIGHT
 """Preceding sets of batches whose rows are all still cached when a set looks for its own; on a CPU a set is one batch."""
-MOST_USES = 255
-"""The largest use count."""
 MOST_BATCHES = 1e9
 NUM_HALVINGS = 40
 
-SET_IDS, MAX_SET = 1 << 24, 8
-"""On a GPU a set has as many batches as hold about `SET_IDS` ids, at most `MAX_SET`."""
-GROWTH = 1.25
-"""Factor by which a cache grows beyond what is needed when its slots run out."""
-
-READ_BYTES, GAP_BYTES = 16 << 10, 4096
-"""Largest size of one read, and the largest gap between two records that one read fetches."""
 SECTOR_BYTES = 512
 """Read sizes are multiples of this."""
 
@@ -199,7 +191,7 @@ def _above(uses: Array, is_enough: Callable[[Array], bool]) -> tuple[Array, Arra
     """Poisson probabilities of more uses than a threshold, and of exactly as many, at the smallest sufficient threshold."""
     equal = np.exp(-uses)
     more = 1 - equal
-    for threshold in range(1, MOST_USES + 1):
+    for threshold in range(1, MAX_USES + 1):
         equal = equal * uses / threshold
         more = np.clip(more - equal, 0.0, 1.0)
         if is_enough(more):

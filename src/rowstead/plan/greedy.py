@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from rowstead.plan.work import ELEMENT_BYTES
+from rowstead.spec.caching import FILE_SPARE, GROWTH, SETS_IN_FLIGHT
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.features import Table
 from rowstead.spec.placement import CACHE_FRACTION, PlacedShard, Placement, TablePlacement, TablePlacementSpec, rules_for
@@ -33,16 +34,12 @@ STATE_BYTES = 4
 """The same row in the memory of a GPU besides, where its optimizer keeps one number a row."""
 RECORD_BYTES = 4
 """A row on disk besides, for where its record is."""
-SPARE_DISK = 1.5
-"""Length of a file over that of the records in it, segments in use aside."""
 DISK_MARGIN = 1.2
 """What a disk should have free over what its files need: some of it is left free."""
 SEGMENTS_BYTES, SEGMENTS_SHARE = 27 << 20, 0.42
 """What those take: this much, and of a small file at most this share of its records."""
 PLACE_BYTES, GPU_PLACE_BYTES = 20, 22
 """A place, besides its row: which row it holds, and when that was used; on a GPU also how often."""
-BATCHES_UNDER_WAY, ROOM = 3, 1.25
-"""Batches whose rows are in fast memory at once: one is trained on, at most two are brought in. And the room for them over what they need."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,13 +156,13 @@ class _Draft:
     @property
     def rows_under_way(self) -> int:
         """That the batches under way may need, if all their ids differ, and some more: room is made in steps."""
-        return min(self.num_rows, math.ceil(ROOM * BATCHES_UNDER_WAY * self.batch_size * self.reads))
+        return min(self.num_rows, math.ceil(GROWTH * SETS_IN_FLIGHT * self.batch_size * self.reads))
 
     @property
     def file_bytes(self) -> int:
         """Of its records on disk, each with its row's number, room to write new ones, and segments that are written or cleaned."""
         records = self.num_rows * (-(-(self.record_bytes + 8) // 8) * 8)
-        return int(SPARE_DISK * records + min(SEGMENTS_BYTES / self.num_tables, SEGMENTS_SHARE * records))
+        return int(FILE_SPARE * records + min(SEGMENTS_BYTES / self.num_tables, SEGMENTS_SHARE * records))
 
     def sizes(self, where: RecipeStore) -> Sizes:
         """What it takes there; a cache at least what a batch may need of it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
@@ -78,6 +78,10 @@ class EmbeddingStore(nn.Module, ABC):
     def check_batch(self, sparse: Sparse) -> Sparse:
         """The same batch, marked as one that fits the tables if this store checks batches."""
         return check_batch(sparse, self.layout, self.device) if self._check and self.tables else sparse
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> EmbeddingStore:
+        """Rows stay where they are when the module around them is moved, unless `moves_with_module`."""
+        return super()._apply(fn, recurse) if self.moves_with_module else self
 
     # Training
 

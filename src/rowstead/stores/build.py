@@ -1,4 +1,4 @@
-"""From a placement to stores: what memory the machine has for tables, where they go, and the stores that keep them there."""
+"""Placement of a run's tables: the memory that is free, the placement that is chosen, and the stores that are built for it."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from rowstead.stores.cached import CachedStore
 from rowstead.stores.device import DeviceStore
 from rowstead.stores.groups import CacheGroup
 from rowstead.stores.host import HostStore
-from rowstead.stores.mixed import MixedStore, layout_for
+from rowstead.stores.mixed import MixedStore, select_tables
 from rowstead.stores.scratch import InUseError
-from rowstead.stores.ssd import FileRows, initial_in
+from rowstead.stores.ssd import FileRows, initial_rows_of
 
 KEPT_FREE = 0.1
-"""Share of what is free that tables leave to everything else, unless a recipe sets a limit."""
+"""Share of free memory that tables leave to everything else, unless a recipe sets a limit."""
 
 
 def choose_placement(
@@ -49,15 +49,15 @@ def choose_placement(
     world_size: int = 1,
     shards: dict[str, PlacedShard] | None = None,
 ) -> Placement:
-    """Where the tables of a run go on this machine; a RowsteadError with remedies if they fit nowhere.
+    """Choose where the tables of a run live on this machine; raises a RowsteadError with remedies if they do not fit.
 
-    A model that only predicts is placed anew by what this machine has, whatever the recipe says of where it is trained.
+    A model that only predicts is placed by the memory of this machine; the recipe's placement is for training.
     """
     if not trains:
         folder = spec.memory.folder
         is_usable = folder is not None and Path(folder).is_dir() and os.access(folder, os.W_OK | os.X_OK)
         spec = dataclasses.replace(spec, placement="auto", memory=MemorySpec(folder=folder if is_usable else None))
-    mean_ids, memories = mean_ids_of(spec), memories_of(spec, device)
+    mean_ids, memories = mean_ids_of(spec), measure_memories(spec, device)
     placement = decide(spec, memories, mean_ids=mean_ids, trains=trains, world_size=world_size, shards=shards)
     is_open = trains and world_size == 1 and spec.placement == "auto" and any(one.where != "device" for one in placement.tables)
     machine = measured_machine(device) if is_open else None
@@ -65,7 +65,7 @@ def choose_placement(
 
 
 def measured_machine(device: torch.device) -> Machine | None:
-    """This machine as `rowstead calibrate` has measured it, with as many threads; none where it has not."""
+    """This machine as `rowstead calibrate` measured it with this number of threads; None if it did not."""
     with contextlib.suppress(RowsteadError):
         machine = calibrated_machine(device.type)
         return machine if machine is not None and _has_these_threads(machine, device) else None
@@ -73,7 +73,7 @@ def measured_machine(device: torch.device) -> Machine | None:
 
 
 def unused_machine_warning(device: torch.device) -> str | None:
-    """What to tell a user of a machine file that does not count in a run; none where it does, or where there is none."""
+    """A warning that the machine file does not apply to this run; None if it does, or if there is none."""
     path, num_threads = calibrated_path(device.type), torch.get_num_threads()
     try:
         machine = calibrated_machine(device.type)
@@ -81,26 +81,23 @@ def unused_machine_warning(device: torch.device) -> str | None:
         return f"the machine file is not used: {' '.join(str(error).split())}"
     if machine is None:
         what = "a machine without a GPU" if device.type == "cuda" else "a machine with a GPU"
-        return (
-            f"the machine file {path} is not used: it is of {what}, and this run is on {device.type}"
-            if path.is_file()
-            else None
-        )
+        unused = f"the machine file {path} is not used: it describes {what}, and this run is on {device.type}"
+        return unused if path.is_file() else None
     if _has_these_threads(machine, device):
         return None
     return (
-        f"the machine file {path} is not used: it is for {machine.host.num_cores} CPU threads, and this run has {num_threads}: "
-        f"set threads={machine.host.num_cores}, or measure with `rowstead calibrate --threads {num_threads}`"
+        f"the machine file {path} is not used: it was measured with {machine.host.num_cores} CPU threads, and this run has "
+        f"{num_threads}: set threads={machine.host.num_cores}, or run `rowstead calibrate --threads {num_threads}`"
     )
 
 
 def _has_these_threads(machine: Machine, device: torch.device) -> bool:
-    """Whether it was measured with as many CPU threads as we have; on a GPU they matter little."""
+    """Whether a machine was measured with our number of CPU threads; on a GPU they matter little."""
     return device.type == "cuda" or machine.host.num_cores == torch.get_num_threads()
 
 
-def memories_of(spec: RunSpec, device: torch.device) -> Memories:
-    """What this process may take of each memory: the recipe's limits, or most of what is free."""
+def measure_memories(spec: RunSpec, device: torch.device) -> Memories:
+    """What this process may use of each memory: the recipe's limits, or most of what is free."""
     sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     has_gpu = device.type == "cuda"
     host = _less_margin(free_host_bytes() // sharing)
@@ -122,25 +119,25 @@ def _less_margin(num_bytes: int) -> int:
 
 
 def _free_disk_bytes(folder: str) -> int:
-    """Of the disk that a folder is on, which must be there and ours to write to."""
+    """Free bytes on the disk of a folder, which must exist and be writable."""
     if not Path(folder).is_dir():
-        raise RowsteadError(f"memory.folder: there is no folder `{folder}`: make it (`mkdir -p {folder}`), or name another")
+        raise RowsteadError(f"memory.folder: `{folder}` does not exist: create it (`mkdir -p {folder}`), or choose another")
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise RowsteadError(f"memory.folder: we may not write to `{folder}`: change its permissions, or name another folder")
+        raise RowsteadError(f"memory.folder: `{folder}` is not writable: change its permissions, or choose another folder")
     return shutil.disk_usage(folder).free
 
 
 def mean_ids_of(spec: RunSpec) -> Sequence[float] | None:
-    """Ids of each sparse feature in an example, where the log is one that we draw ourselves."""
+    """Mean ids per example of each sparse feature of a synthetic log; None for other logs."""
     if spec.data.synth is None:
         return None
-    means = {f"sparse_{place}": float(mean) for place, mean in enumerate(Population(spec.data.synth).mean_ids)}
+    means = {f"sparse_{index}": float(mean) for index, mean in enumerate(Population(spec.data.synth).mean_ids)}
     return [min(means.get(str(f.column), 1.0), f.max_ids or math.inf) for f in spec.features.expanded_sparse()]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoreBuilder:
-    """Makes stores for the tables of a run, or for the pieces of them that a process keeps."""
+    """Builds stores for the tables of a run, or for a process's pieces of them."""
 
     spec: RunSpec
     placement: Placement
@@ -151,16 +148,16 @@ class StoreBuilder:
     rank: int = 0
 
     def __call__(self, layout: Layout, optimizer: SparseOptimizerSpec | None) -> EmbeddingStore:
-        """One store for all tables of `layout`, each where the placement has it; the optimizer may be none."""
+        """Build one store for all tables of `layout`, as placed; without an optimizer it only answers look-ups."""
         of = {kind: [t.name for t in layout.tables if self.placement.of(t.name).where == kind] for kind in IN_RECIPES}
         if self.device.type == "cpu" and of["ssd"] and not of["cached"]:
-            of["ssd"], of["device"] = of["device"] + of["ssd"], []  # whole tables and caches of others can be one store
+            of["ssd"], of["device"] = of["device"] + of["ssd"], []  # one CachedStore can hold whole tables, too
         shares: list[tuple[list[str], Callable[[Layout, SparseOptimizerSpec | None], EmbeddingStore]]] = [
             (of["device"] + of["cached"] + of["host"], self._fast),
             (of["ssd"], self._on_disk),
         ]
         stores = [
-            make(layout if len(names) == len(layout.tables) else layout_for(layout, names), optimizer)
+            make(layout if len(names) == len(layout.tables) else select_tables(layout, names), optimizer)
             for names, make in shares
             if names
         ]
@@ -169,27 +166,27 @@ class StoreBuilder:
         return stores[0] if len(stores) == 1 else MixedStore(layout, stores, check=self.check)
 
     def _fast(self, layout: Layout, optimizer: SparseOptimizerSpec | None) -> EmbeddingStore:
-        """Tables that the device trains: in its memory whole, with a cache, or with room for the batches under way alone."""
+        """Tables that the device trains: whole in its memory, cached there, or there only for the batches in flight."""
         options = self._options(self.device)
-        places = self._places(layout, "cached")
+        num_slots = self._num_slots(layout, "cached")
         if self.device.type == "cuda":
-            places |= dict.fromkeys(self._places(layout, "host"), 1)
-        if places:
-            return CachedStore(layout, optimizer, places=places, backing=self._ram_rows, **options)
+            num_slots |= dict.fromkeys(self._num_slots(layout, "host"), 1)
+        if num_slots:
+            return CachedStore(layout, optimizer, num_slots=num_slots, backing=self._ram_rows, **options)
         return DeviceStore(layout, optimizer, **options)
 
     def _on_disk(self, layout: Layout, optimizer: SparseOptimizerSpec | None) -> EmbeddingStore:
-        """Tables in files; on a GPU machine the CPU pools their rows."""
-        places, cpu = self._places(layout, "ssd"), torch.device("cpu")
-        rows = CachedStore(layout, optimizer, places=places, backing=self._file_rows, **self._options(cpu))
+        """Tables in files; with a GPU, the CPU pools their rows."""
+        num_slots, cpu = self._num_slots(layout, "ssd"), torch.device("cpu")
+        rows = CachedStore(layout, optimizer, num_slots=num_slots, backing=self._file_rows, **self._options(cpu))
         return rows if self.device.type == "cpu" else HostStore(rows, self.device, check=self.check)
 
     def _options(self, device: torch.device) -> dict[str, Any]:
         kernel = self.kernel if device == self.device else "auto"
         return {"seed": self.spec.seed, "kernel": kernel, "device": device, "dtype": self.dtype, "check": self.check}
 
-    def _places(self, layout: Layout, where: str) -> dict[str, int]:
-        """For each table there how many of its rows stay in fast memory."""
+    def _num_slots(self, layout: Layout, where: str) -> dict[str, int]:
+        """For each table placed there, how many of its rows stay in fast memory."""
         return {
             table.name: max(1, math.ceil((self.placement.of(table.name).cache_fraction or 0) * table.num_rows))
             for table in layout.tables
@@ -201,14 +198,14 @@ class StoreBuilder:
 
     def _file_rows(self, group: CacheGroup) -> FileRows:
         assert self.placement.folder is not None
-        initial = initial_in(group, seed=self.spec.seed)
+        initial = initial_rows_of(group, seed=self.spec.seed)
         for path in scratch_files(Path(self.placement.folder), f"{self.spec.name[:100]}-{self.rank}-width-{group.width}"):
-            with contextlib.suppress(InUseError):  # by another run of this name: the next file is ours
+            with contextlib.suppress(InUseError):  # by another run of this name: try the next file
                 return FileRows(path, group.num_rows, group.columns, initial=initial)
         raise AssertionError("names do not end")
 
 
 def scratch_files(folder: Path, name: str) -> Iterator[Path]:
-    """`name.rows`, `name-2.rows` … in a folder; what a killed run left may be used again."""
+    """`name.rows`, `name-2.rows`, ... in a folder; a file that a killed run left is reused."""
     yield folder / f"{name}.rows"
     yield from (folder / f"{name}-{number}.rows" for number in itertools.count(2))

@@ -1,148 +1,247 @@
-"""Which rows are in fast memory, and where: the bookkeeping of a cache whose coming batches are known.
+"""Which rows are in the slots of a cache: bookkeeping for a cache that knows the next batches.
 
-All of it is plain tensor arithmetic, which says what is promised. Stores use `places_cpu.py`, which does the same in compiled
-loops, and on a GPU `places_gpu.py`, which does it in launches of its own; tests hold both against this.
+`CacheSlots` is the reference, in plain tensor operations. Stores use `CpuCacheSlots`, which does the same in compiled loops, and on
+a GPU `GpuCacheSlots` of `cache_slots_gpu.py`; tests compare both with the reference.
 
-Letters: N rows, n rows that a batch misses.
+Letters: N rows, P slots, n rows that a batch misses, nnz ids.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from rowstead.kernels.cpu.cache import MOST_USES
-
-HALF_LIFE = 64
-"""Batches after which the uses of a row count half."""
-GROWTH = 1.25
-"""Room beyond what is needed when places run out, so that they seldom do."""
+from rowstead.data.batch import Sparse
+from rowstead.kernels.cpu.cache import evict_rows, mark_rows
+from rowstead.spec.caching import GROWTH, HALVING_BATCHES, MAX_USES
+from rowstead.stores.groups import IdMapper
 
 
 @dataclass(frozen=True)
 class Moves:
-    """What has to cross the bus for one batch."""
+    """Rows to move for one set of batches: `out` are written back, `in` are fetched."""
 
     in_rows: Tensor
-    """int64 [n], rising."""
-    in_places: Tensor
+    """int64 [n], ascending."""
+    in_slots: Tensor
     """int64 [n]."""
     out_rows: Tensor
-    """int64, rising; none of them is in `in_rows`."""
-    out_places: Tensor
-    """int64; as far as both lists go, the same as `in_places`."""
+    """int64, ascending; disjoint from `in_rows`."""
+    out_slots: Tensor
+    """int64; equals `in_slots` as far as both lists go."""
 
 
 class CacheSlots:
-    """The places of one group of tables.
+    """The slots of one group of tables.
 
-    As many rows stay as there are places; where batches under way needed more at once, there are more since, and as many stay.
-    `capacity` is how many places have been handed out memory for: whoever keeps the rows makes room when it has risen.
+    The cache keeps at most as many rows as it has slots. When the batches in flight need more at once, it grows, and stays larger.
+    `capacity` counts the slots that need memory: the owner of the rows allocates more when it has risen.
+
+    Rows are evicted by use count, least frequently used first. Counts are per batch and halve every `HALVING_BATCHES`; of equal counts
+    the least recently used row goes first.
     """
 
-    def __init__(self, num_rows: int, num_places: int, device: torch.device) -> None:
-        self.num_places = num_places
-        self.num_kept = num_places
-        """Rows that stay at most, unless those of batches under way are more."""
-        self.capacity = num_places
-        self.place_of = torch.full((num_rows,), -1, dtype=torch.int32, device=device)
-        """For each row its place, or -1."""
-        self._row_in = torch.full((num_places,), -1, dtype=torch.int64, device=device)
-        self._used = torch.full((num_places,), -1, dtype=torch.int32, device=device)
-        """For each place the last batch that needed its row."""
+    def __init__(self, num_rows: int, num_slots: int, device: torch.device) -> None:
+        self.num_slots = num_slots
+        self.num_kept = num_slots
+        """Rows that stay at most, unless the batches in flight need more."""
+        self.capacity = num_slots
+        self.slot_of = torch.full((num_rows,), -1, dtype=torch.int32, device=device)
+        """The slot of each row, or -1."""
+        self._row_in = torch.full((num_slots,), -1, dtype=torch.int64, device=device)
+        self._used = torch.full((num_slots,), -1, dtype=torch.int32, device=device)
+        """The last batch that needed each slot's row."""
         self._uses = torch.zeros(num_rows, dtype=torch.uint8, device=device)
-        """For each row, also one that has no place, by how many batches it was used, those of long ago counted less."""
+        """Use count of each row, in a slot or not."""
         self._halved = 0
-        """The batch at which they were halved last."""
+        """The batch at which the counts were last halved."""
         self._num_taken = 0
-        self._free = torch.arange(num_places, dtype=torch.int64, device=device)
+        self._free = torch.arange(num_slots, dtype=torch.int64, device=device)
 
     def plan(self, rows: Tensor, number: int, *, oldest: int) -> Moves:
-        """Give every row that batch `number` names, int64 [any], a place; rows that batches from `oldest` on use stay."""
+        """Assign a slot to every row of batch `number`, int64 [any]; rows that batches from `oldest` on use stay."""
         missing = self.missing(rows, number)
-        out_places = self._may_go(self._num_taken + missing.numel() - self.num_kept, oldest)
-        out_rows, order = torch.sort(self._row_in[out_places])
-        out_places = out_places[order]
-        self.place_of[out_rows] = -1
-        self._row_in[out_places] = -1
-        self._used[out_places] = -1
-        self._free = torch.cat([out_places, self._free])
-        in_places = self.lend(missing.numel())
-        self._row_in[in_places] = missing
-        self._used[in_places] = number
-        self.place_of[missing] = in_places.int()
-        self._take(missing.numel() - out_rows.numel())
-        return Moves(missing, in_places, out_rows, out_places)
+        out_slots = self._choose_evicted(self._num_taken + missing.numel() - self.num_kept, oldest)
+        out_rows, order = torch.sort(self._row_in[out_slots])
+        out_slots = out_slots[order]
+        self.slot_of[out_rows] = -1
+        self._row_in[out_slots] = -1
+        self._used[out_slots] = -1
+        self._free = torch.cat([out_slots, self._free])
+        in_slots = self.borrow(missing.numel())
+        self._row_in[in_slots] = missing
+        self._used[in_slots] = number
+        self.slot_of[missing] = in_slots.int()
+        self._count_taken(missing.numel() - out_rows.numel())
+        return Moves(missing, in_slots, out_rows, out_slots)
 
-    def _take(self, more: int) -> None:
-        """So many more rows have places than before."""
+    def _count_taken(self, more: int) -> None:
+        """Record that so many more rows have slots."""
         self._num_taken += more
         if self._num_taken > self.num_kept:
             self.num_kept = min(self.capacity, int(GROWTH * self._num_taken))
 
     def missing(self, rows: Tensor, number: int | None = None) -> Tensor:
-        """Which of `rows` have no place, each once, rising; batch `number`, if given, uses the others."""
-        if number is not None and number - self._halved >= HALF_LIFE:
-            self._uses >>= 1
-            self._halved = number
-        place = self.place_of[rows]
+        """Distinct `rows` without a slot, ascending; with `number`, counts the rows as used by that batch."""
         if number is not None:
-            self._used[place[place >= 0].long()] = number
-            self._count(rows)
-        return torch.unique(rows[place < 0])
+            self._halve_if_due(number)
+        slots = self.slot_of[rows]
+        if number is not None:
+            self._used[slots[slots >= 0].long()] = number
+            uses = self._uses[rows]
+            self._uses[rows] = uses + (uses < MAX_USES)  # a row that occurs several times counts once
+        return torch.unique(rows[slots < 0])
 
-    def _count(self, rows: Tensor) -> None:
-        """One more batch uses these rows, some of them perhaps several times, which counts once."""
-        uses = self._uses[rows]
-        self._uses[rows] = uses + (uses < MOST_USES)
+    def _halve_if_due(self, number: int) -> None:
+        if number - self._halved >= HALVING_BATCHES:
+            self._halve_uses()
+            self._halved = number
 
-    def lend(self, count: int, *, is_aside: bool = False) -> Tensor:
-        """So many free places, int64 [count]; those of rows that were sent away last come first.
+    def _halve_uses(self) -> None:
+        self._uses >>= 1
 
-        `is_aside` if they are given back soon: then there is less room to spare.
+    def borrow(self, count: int, *, temporarily: bool = False) -> Tensor:
+        """Take free slots, int64 [count], the most recently freed first; grows if there are too few.
+
+        `temporarily` if they are given back soon: then less spare capacity is added.
         """
         short = count - self._free.numel()
         if short > 0:
-            self._grow(self._room(short, is_aside=is_aside))
+            self._grow(self._capacity_for(short, temporarily=temporarily))
         taken, self._free = self._free[:count], self._free[count:]
         return taken
 
-    def _room(self, short: int, *, is_aside: bool) -> int:
-        """CacheSlots that there are once so many more were needed."""
-        return self.capacity + int(GROWTH * short) if is_aside else int((self.capacity + short) * GROWTH)
+    def _capacity_for(self, short: int, *, temporarily: bool) -> int:
+        return self.capacity + int(GROWTH * short) if temporarily else int((self.capacity + short) * GROWTH)
 
-    def give_back(self, places: Tensor) -> None:
-        """CacheSlots that were lent, and never belonged to a row, are free again."""
-        self._free = torch.cat([places, self._free])
+    def give_back(self, slots: Tensor) -> None:
+        """Return borrowed slots that were not assigned to a row."""
+        self._free = torch.cat([slots, self._free])
 
     def taken(self) -> tuple[Tensor, Tensor]:
-        """The rows that have places, and these."""
-        places = (self._row_in >= 0).nonzero().flatten()
-        return self._row_in[places], places
+        """The rows that have slots, and their slots."""
+        slots = (self._row_in >= 0).nonzero().flatten()
+        return self._row_in[slots], slots
 
     def clear(self) -> None:
-        """No row has a place any more."""
-        self.place_of.fill_(-1)
+        """Empty all slots and reset the counts."""
+        self.slot_of.fill_(-1)
         self._row_in.fill_(-1)
         self._used.fill_(-1)
         self._uses.fill_(0)
         self._num_taken = 0
-        self._free = torch.arange(self.capacity, dtype=torch.int64, device=self.place_of.device)
+        self._free = torch.arange(self.capacity, dtype=torch.int64, device=self.slot_of.device)
 
-    def _may_go(self, count: int, oldest: int) -> Tensor:
-        """Up to `count` places, of the coldest rows that batches from `oldest` on do not use."""
+    def _choose_evicted(self, count: int, oldest: int) -> Tensor:
+        """Up to `count` slots of the coldest rows that batches from `oldest` on do not use."""
         if count <= 0:
             return self._free[:0]
         candidates = ((self._used < oldest) & (self._row_in >= 0)).nonzero().flatten()
-        recent = 1 / (oldest - self._used[candidates])
-        heat = self._uses[self._row_in[candidates]] + recent
+        recency = 1 / (oldest - self._used[candidates])
+        heat = self._uses[self._row_in[candidates]] + recency
         return candidates[heat.sort(stable=True).indices[:count]]
 
     def _grow(self, capacity: int) -> None:
-        device, more = self.place_of.device, capacity - self.capacity
+        device, more = self.slot_of.device, capacity - self.capacity
         self._row_in = torch.cat([self._row_in, torch.full((more,), -1, dtype=torch.int64, device=device)])
         self._used = torch.cat([self._used, torch.full((more,), -1, dtype=torch.int32, device=device)])
         self._free = torch.cat([self._free, torch.arange(self.capacity, capacity, device=device)])
         self.capacity = capacity
+
+
+class CpuCacheSlots(CacheSlots):
+    """The same in compiled loops and NumPy: torch's indexing wakes threads for a few thousand numbers.
+
+    It may evict other rows than the reference: a clock hand goes round the slots instead of a sort.
+    """
+
+    def __init__(self, num_rows: int, num_slots: int) -> None:
+        super().__init__(num_rows, num_slots, torch.device("cpu"))
+        self._hand = 0
+        """The slot at which the search for rows to evict continues."""
+        self._free_slots = np.arange(num_slots, dtype=np.int64)
+
+    def plan(self, rows: Tensor, number: int, *, oldest: int) -> Moves:
+        missing = self.missing(rows, number).numpy()
+        slot_of, row_in, used = self.slot_of.numpy(), self._row_in.numpy(), self._used.numpy()
+        slots = np.empty(max(0, self._num_taken + len(missing) - self.num_kept), np.int64)
+        num_out, self._hand = evict_rows(self._hand, oldest, row_in, used, self._uses.numpy(), slots)
+        out_slots = slots[:num_out]
+        out_slots = out_slots[np.argsort(row_in[out_slots])]
+        out_rows = row_in[out_slots]
+        slot_of[out_rows] = -1
+        row_in[out_slots] = -1
+        self._free_slots = np.concatenate([out_slots, self._free_slots])
+        in_slots = self.borrow(len(missing)).numpy()
+        row_in, used = self._row_in.numpy(), self._used.numpy()  # `borrow` may have grown them
+        row_in[in_slots] = missing
+        used[in_slots] = number
+        slot_of[missing] = in_slots
+        self._count_taken(len(missing) - num_out)
+        return Moves(*(torch.from_numpy(part) for part in (missing, in_slots, out_rows, out_slots)))
+
+    def missing(self, rows: Tensor, number: int | None = None) -> Tensor:
+        if number is not None:
+            self._halve_if_due(number)
+        found = np.empty(rows.numel(), np.int64)
+        arrays = rows.numpy(), self.slot_of.numpy(), self._used.numpy(), self._uses.numpy()
+        count = mark_rows(*arrays, -1 if number is None else number, found)
+        return torch.from_numpy(np.sort(found[:count]))
+
+    def borrow(self, count: int, *, temporarily: bool = False) -> Tensor:
+        short = count - len(self._free_slots)
+        if short > 0:
+            before = self.capacity
+            self._grow(self._capacity_for(short, temporarily=temporarily))
+            self._free_slots = np.concatenate([self._free_slots, np.arange(before, self.capacity)])
+        taken, self._free_slots = self._free_slots[:count], self._free_slots[count:]
+        return torch.from_numpy(taken)
+
+    def give_back(self, slots: Tensor) -> None:
+        self._free_slots = np.concatenate([slots.numpy(), self._free_slots])
+
+    def clear(self) -> None:
+        super().clear()
+        self._free_slots = np.arange(self.capacity, dtype=np.int64)
+
+
+class PlanSet(Protocol):
+    """Assigns slots to the rows of a set of batches up to `number`; rows that batches from `oldest` on use stay.
+
+    Returns the moves of each group, and the ids of each batch as slots. Calls `grow` after each group.
+    """
+
+    def __call__(
+        self,
+        batches: Sequence[Sparse],
+        mapper: IdMapper,
+        groups: Sequence[CacheSlots],
+        *,
+        number: int,
+        oldest: int,
+        grow: Callable[[], None],
+    ) -> tuple[list[Moves], list[Tensor]]: ...
+
+
+def plan_set(
+    batches: Sequence[Sparse],
+    mapper: IdMapper,
+    groups: Sequence[CacheSlots],
+    *,
+    number: int,
+    oldest: int,
+    grow: Callable[[], None],
+) -> tuple[list[Moves], list[Tensor]]:
+    """`PlanSet` for any slots: maps ids to rows first."""
+    rows = [mapper.rows(sparse) for sparse in batches]
+    moves = []
+    for slots, some in zip(groups, mapper.split_by_group(rows[0] if len(rows) == 1 else torch.cat(rows)), strict=True):
+        moves.append(slots.plan(some, number, oldest=oldest))
+        grow()
+    slot_of = [slots.slot_of for slots in groups]
+    return moves, [mapper.slots(sparse, some, slot_of) for sparse, some in zip(batches, rows, strict=True)]

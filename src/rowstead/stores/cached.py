@@ -1,11 +1,11 @@
-"""Tables larger than the memory in which they are trained: hot rows in places there, all rows in a backing behind them.
+"""Tables larger than the memory in which they are trained: hot rows in slots of fast memory, all rows in a backing behind them.
 
-Whoever trains says early which batches are coming (`prefetch`). A thread then plans each of them in order: which of its rows
-are missing, and which others make room, those first that no coming batch needs and that were used longest ago. It writes
-those back, brings the missing ones in, and names each id of the batch by the place of its row. Training itself is a
-DeviceStore's over the places. A row is trained in its place alone until it is written back, so nothing is ever stale.
+The training loop prefetches the next batches (`prefetch`). A thread plans them in order: which rows are missing, and which rows are
+evicted for them, least frequently used first among those that no coming batch needs. It writes these back, fetches the missing ones,
+and maps each id of the batch to the slot of its row. A DeviceStore over the slots then trains. A row is trained only in its slot until
+it is written back, so no copy is ever stale.
 
-A batch may need more rows than there are places: then there are more from then on, as that memory is taken.
+A batch may need more rows than there are slots: then the cache grows, and stays larger.
 
 Letters: B examples, F features, T tables, N rows, D width, nnz ids.
 """
@@ -23,40 +23,35 @@ from torch import Tensor
 from rowstead.data.batch import Sparse
 from rowstead.kernels.check import check_gradient
 from rowstead.kernels.layout import Layout
+from rowstead.spec.caching import GROWTH, MAX_SET, SET_IDS, SETS_AHEAD, SETS_IN_FLIGHT
 from rowstead.spec.row_optimizers import SparseOptimizerSpec
 from rowstead.spec.run import Kernel
-from rowstead.stores.backing import Backing, parts_behind
+from rowstead.stores.backing import Backing, move_rows, move_rows_over_bus, parts_behind
 from rowstead.stores.base import EmbeddingStore, GraphRows
-from rowstead.stores.cache_plans import CachePlan, cache_slots_for, plan_for
-from rowstead.stores.cache_slots import GROWTH, Moves
-from rowstead.stores.checked import check_batch
-from rowstead.stores.device import DeviceStore, numbered
-from rowstead.stores.exchange import Exchange, exchange_for
-from rowstead.stores.groups import CacheGroup, RowNames, grouped, slots_layout
-from rowstead.stores.prefetch_scheduler import AHEAD, PendingBatch, PrefetchScheduler
+from rowstead.stores.cache_slots import CacheSlots, CpuCacheSlots, Moves, PlanSet, plan_set
+from rowstead.stores.device import DeviceStore, resolve_device
+from rowstead.stores.groups import CacheGroup, IdMapper, group_tables, slots_layout
+from rowstead.stores.prefetch_scheduler import PendingBatch, PrefetchScheduler
 from rowstead.stores.state import StatePart
 
-SET_IDS, MAX_SET = 1 << 24, 8
-"""On a GPU batches are brought in by sets of about so many ids, so that small ones wait for the host less often."""
-SETS_UNDER_WAY = AHEAD + 1
-LIKE = 1.25
-"""How many times as many ids as another a batch may have and still be like it."""
-IDS_ASIDE = {"cpu": 1 << 14, "cuda": 1 << 20}
-"""About how many ids a look-up that trains nothing takes at a time, by the device, where no more places are free."""
+SIMILAR = 1.25
+"""A batch with up to this many times the ids of another is fetched in sets of the same size."""
+EVALUATION_IDS = {"cpu": 1 << 14, "cuda": 1 << 20}
+"""About how many ids an evaluation look-up handles at a time, by device, where no more slots are free."""
 
 BackingFor = Callable[[CacheGroup], Backing]
 
 
-def set_room(num_places: int, num_ids: float) -> float:
-    """Places that a cache may come to: those that it was given, or what three batches may need if all their ids differ."""
-    return max(num_places, GROWTH * SETS_UNDER_WAY * num_ids)
+def max_capacity(num_slots: int, num_ids: float) -> float:
+    """Slots that a cache may grow to: its own, or what three batches need if all their ids differ."""
+    return max(num_slots, GROWTH * SETS_IN_FLIGHT * num_ids)
 
 
 class CachedStore(EmbeddingStore):
-    """An EmbeddingStore over places in fast memory and a backing.
+    """An EmbeddingStore over slots in fast memory and a backing.
 
-    `places` gives for each table that is cached how many of its rows stay in fast memory; other tables are there whole. The
-    places of tables of one width are shared. `backing` makes what is behind a group of them, filled with initial rows.
+    `num_slots` gives for each cached table how many of its rows stay in fast memory; other tables are there whole. Tables of one
+    width share their slots. `backing` makes what is behind one such group, filled with initial rows.
     """
 
     def __init__(
@@ -64,7 +59,7 @@ class CachedStore(EmbeddingStore):
         layout: Layout,
         optimizer: SparseOptimizerSpec | None,
         *,
-        places: Mapping[str, int],
+        num_slots: Mapping[str, int],
         backing: BackingFor,
         seed: int = 1,
         kernel: Kernel = "auto",
@@ -73,36 +68,43 @@ class CachedStore(EmbeddingStore):
         check: bool = True,
     ) -> None:
         super().__init__(layout, check=check)
-        self.optimizer, self._device = optimizer, numbered(device)
-        self._groups = grouped(layout.tables, places, dtype=dtype, optimizer=optimizer)
-        self._names = RowNames(layout, self._groups, self._device)
+        self.optimizer, self._device = optimizer, resolve_device(device)
+        self._groups = group_tables(layout.tables, num_slots, dtype=dtype, optimizer=optimizer)
+        self._mapper = IdMapper(layout, self._groups, self._device)
         is_cuda = self._device.type == "cuda"
-        # Steps wait for rows, so these go before all streams of a step.
+        # Steps wait for rows, so these streams have a higher priority than all streams of a step.
         self._planning = torch.cuda.Stream(self._device, priority=-3) if is_cuda else None
         self._moving = torch.cuda.Stream(self._device, priority=-3) if is_cuda else None
-        with self._on(self._planning):  # else memory that a plan still reads might go to others as soon as it is replaced
-            self._places = [cache_slots_for(group.num_rows, group.num_places, self._device) for group in self._groups]
+        with self._on(self._planning):  # allocated there, so that torch reuses this memory only after the plans that read it
+            self._slots = [self._new_slots(group) for group in self._groups]
         self._backings = [backing(group) for group in self._groups]
-        fast, self._first_place = slots_layout(layout, self._groups, [group.num_places for group in self._groups])
+        fast, self._first_group = slots_layout(layout, self._groups, [group.num_slots for group in self._groups])
         self.resident = DeviceStore(
-            fast, optimizer, seed=seed, kernel=kernel, device=device, dtype=dtype, check=False, in_line=False
+            fast, optimizer, seed=seed, kernel=kernel, device=device, dtype=dtype, check=False, contiguous=False
         )
-        """Trains the rows that are in fast memory: whole tables, then the places of each group as one table."""
+        """Trains the rows in fast memory: whole tables, then the slots of each group as one table."""
         self.generation = 0
         """Rises whenever the memory of `resident` has moved."""
         self._max_set = MAX_SET
-        """Batches that a GPU brings in at once at most."""
-        self._num_ids_known = 0
-        """Of the batch for which it was last decided how many are brought in at once."""
+        """Batches that a GPU fetches together at most."""
+        self._max_ids_seen = 0
+        """Ids of the batch by which the size of sets was last chosen."""
         self.num_rows_in = self.num_rows_out = 0
-        """Rows that were brought in and written back so far."""
-        self._plan: CachePlan = plan_for(self._device)
-        self._exchange: Exchange = exchange_for(self._device)
-        self._turns = PrefetchScheduler(self, moves_wait=not is_cuda)
+        """Rows fetched and written back so far."""
+        self._plan_set: PlanSet = plan_set
+        self._move_rows = move_rows
+        if is_cuda:
+            from rowstead.stores.cache_slots_gpu import plan_set_on_gpu
 
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> CachedStore:
-        """Rows stay where they are when the model around them is moved."""
-        return self
+            self._plan_set, self._move_rows = plan_set_on_gpu, move_rows_over_bus
+        self._scheduler = PrefetchScheduler(self, moves_block=not is_cuda)
+
+    def _new_slots(self, group: CacheGroup) -> CacheSlots:
+        if self._device.type == "cpu":
+            return CpuCacheSlots(group.num_rows, group.num_slots)
+        from rowstead.stores.cache_slots_gpu import GpuCacheSlots
+
+        return GpuCacheSlots(group.num_rows, group.num_slots, self._device)
 
     @property
     def kernel(self) -> str:
@@ -125,53 +127,52 @@ class CachedStore(EmbeddingStore):
     def figures(self) -> dict[str, float]:
         return {"num_rows_in": self.num_rows_in, "num_rows_out": self.num_rows_out}
 
-    # Batches come and go
+    # Batches
 
     @property
     def batches_ahead(self) -> int:
-        """One set more on a GPU: planning waits there for what was queued when a batch was announced, and should not for the step beside it."""
         if not self._groups:
             return 0
-        return self._turns.batches_ahead + (self._turns.set_size if self._planning is not None else 0)
+        # One set more on a GPU: planning waits for what was queued before the prefetch, which must not be the step beside it.
+        return self._scheduler.batches_ahead + (self._scheduler.set_size if self._planning is not None else 0)
 
     @property
     def num_kept(self) -> int:
-        """Rows that stay in fast memory at most: as many as have places, or more where batches under way needed more at once."""
-        return sum(places.num_kept for places in self._places)
+        """Rows that stay in fast memory at most: the slots, or more where batches in flight needed more at once."""
+        return sum(slots.num_kept for slots in self._slots)
 
     def prefetch(self, sparse: Sparse) -> None:
-        """Bring in the rows of a batch that comes after all those announced before."""
         if self._groups:
             sparse = self.check_batch(sparse)
-            if self._planning is not None and sparse.ids.numel() > LIKE * self._num_ids_known:
-                self._num_ids_known = sparse.ids.numel()
-                self._turns.set_size, self._turns.ahead = self._sets_like(sparse)
-            self._turns.announce(sparse, self._recorded())
+            if self._planning is not None and sparse.ids.numel() > SIMILAR * self._max_ids_seen:
+                self._max_ids_seen = sparse.ids.numel()
+                self._scheduler.set_size, self._scheduler.ahead = self._choose_set_size(sparse)
+            self._scheduler.prefetch(sparse, self._record_event())
 
     def drop_prefetched(self) -> None:
         self.leave()
-        self._turns.drop(self._recorded())
+        self._scheduler.drop(self._record_event())
 
     def enter(self, sparse: Sparse) -> Sparse:
-        """The same batch with ids that are places of `resident`, all its rows there until `leave`."""
+        """The same batch with ids that are slots of `resident`; its rows stay there until `leave`."""
         self.leave()
         if not self._groups:
             return dataclasses.replace(sparse, checked_for=self.resident.layout)
-        coming = self._turns.enter(sparse, self._recorded)
-        assert coming.here is not None
-        if coming.arrived is not None:
+        batch = self._scheduler.enter(sparse, self._record_event)
+        assert batch.in_slots is not None
+        if batch.fetched is not None:
             current = torch.cuda.current_stream(self._device)
-            current.wait_event(coming.arrived)
-            coming.here.ids.record_stream(current)
-        return coming.here
+            current.wait_event(batch.fetched)
+            batch.in_slots.ids.record_stream(current)
+        return batch.in_slots
 
     def leave(self) -> None:
-        """Training on the batch that was entered last has ended, or is queued on the current stream."""
-        if self._turns.current is not None:
-            self._turns.leave(self._recorded())
+        """End training on the batch that was entered last; its work is done, or queued on the current stream."""
+        if self._scheduler.current is not None:
+            self._scheduler.leave(self._record_event())
 
-    def _recorded(self, stream: Any = None) -> Any:
-        """CUDA's event after what is queued now on a stream, or by whoever trains."""
+    def _record_event(self, stream: Any = None) -> Any:
+        """CUDA event after what is queued now on a stream, by default the current one; None on a CPU."""
         if self._planning is None:
             return None
         event = torch.cuda.Event()
@@ -179,82 +180,76 @@ class CachedStore(EmbeddingStore):
         return event
 
     @torch.no_grad()
-    def _sets_like(self, sparse: Sparse) -> tuple[int, int]:
-        """How many batches like this one are brought in at once, and how many such sets ahead of the one that is trained on.
+    def _choose_set_size(self, sparse: Sparse) -> tuple[int, int]:
+        """How many batches like this one to fetch together, and how many such sets ahead of the one that is trained on.
 
-        A set has no more batches than have room where placement has counted it. Rows of all sets under way stay, so where places
-        are enough for two sets, a third would only take places from rows that come back.
+        All sets in flight must fit the capacity that the planner counted. Their rows stay in slots, so where two sets fit the slots, a
+        third would only evict rows that are needed again.
 
-        That is decided by a batch alone, and not by what threads have done meanwhile, so that equal runs have equal sets.
+        Depends on the batch only, not on the timing of threads, so that equal runs have equal sets.
         """
         size, needs = min(self._max_set, SET_IDS // max(1, sparse.ids.numel())), []
-        for places, rows in zip(self._places, self._names.by_group(self._names.rows(sparse)), strict=True):
+        for slots, rows in zip(self._slots, self._mapper.split_by_group(self._mapper.rows(sparse)), strict=True):
             if num_rows := rows.unique().numel():
-                size = min(size, int(set_room(places.num_places, rows.numel()) / (SETS_UNDER_WAY * num_rows)))
-                needs.append((num_rows, places.num_places))
+                size = min(size, int(max_capacity(slots.num_slots, rows.numel()) / (SETS_IN_FLIGHT * num_rows)))
+                needs.append((num_rows, slots.num_slots))
         size = max(1, size)
-        return size, 1 if all(2 * size * num_rows <= num_places for num_rows, num_places in needs) else AHEAD
+        return size, 1 if all(2 * size * num_rows <= num_slots for num_rows, num_slots in needs) else SETS_AHEAD
 
-    # Rows come and go
+    # Rows
 
     @torch.no_grad()
-    def plan_rows(self, some: Sequence[PendingBatch], oldest: int, left: Any) -> Callable[[], None]:
-        """Give the rows of some batches places, and the batches ids that are places; what is returned moves the rows.
+    def plan_rows(self, batches: Sequence[PendingBatch], oldest: int, left: Any) -> Callable[[], None]:
+        """Assign slots to the rows of some batches, and map their ids to slots; the returned function moves the rows.
 
-        Rows that batches from `oldest` on use stay; of those before, a GPU is done with the event `left`.
+        Rows that batches from `oldest` on use stay; with earlier ones a GPU is done after the event `left`.
         """
-        with self._on(self._planning, *(coming.copied for coming in some)):
-            all_moves, named = self._plan(
-                [coming.sparse for coming in some], self._names, self._places,
-                number=some[-1].number, oldest=oldest, make_room=self._make_room,
+        with self._on(self._planning, *(batch.copied for batch in batches)):
+            all_moves, mapped = self._plan_set(
+                [batch.sparse for batch in batches], self._mapper, self._slots,
+                number=batches[-1].number, oldest=oldest, grow=self._grow,
             )  # fmt: skip
-            for coming, ids in zip(some, named, strict=True):
-                coming.here = dataclasses.replace(coming.sparse, ids=ids, checked_for=self.resident.layout)
-            planned = self._recorded(self._planning)
+            for batch, ids in zip(batches, mapped, strict=True):
+                batch.in_slots = dataclasses.replace(batch.sparse, ids=ids, checked_for=self.resident.layout)
+            planned = self._record_event(self._planning)
 
         def move() -> None:
             with self._on(self._moving, planned, left):
-                for place, moves in enumerate(all_moves):
+                for group, moves in enumerate(all_moves):
                     if self._moving is not None:
                         for tensor in vars(moves).values():
                             tensor.record_stream(self._moving)
-                    self._move(place, moves)
-                arrived = self._recorded(self._moving)
-                for coming in some:
-                    coming.arrived = arrived
+                    self._move(group, moves)
+                    self.num_rows_in += moves.in_rows.numel()
+                    self.num_rows_out += moves.out_rows.numel()
+                fetched = self._record_event(self._moving)
+                for batch in batches:
+                    batch.fetched = fetched
 
         return torch.no_grad()(move)
 
-    def _move(self, place: int, moves: Moves) -> None:
-        self._exchange(self._fast_parts(place), moves, self._backings[place])
-        self.num_rows_in += moves.in_rows.numel()
-        self.num_rows_out += moves.out_rows.numel()
+    def _move(self, group: int, moves: Moves) -> None:
+        """Move rows and optimizer states between a group's slots and its backing."""
+        table = self._first_group + group
+        parts = [self.resident.weights[table].detach(), *self.resident.row_states[table].values()]
+        self._move_rows(parts, moves, self._backings[group])
 
-    def _fast_parts(self, place: int) -> list[Tensor]:
-        """Rows and optimizer state of a group's places."""
-        table = self._first_place + place
-        return [self.resident.weights[table].detach(), *self.resident.row_states[table].values()]
-
-    def _named(self, sparse: Sparse, rows: Tensor) -> Sparse:
-        ids = self._names.places(sparse, rows, [places.place_of for places in self._places])
-        return dataclasses.replace(sparse, ids=ids, checked_for=self.resident.layout)
-
-    def _make_room(self) -> None:
-        """See that there is memory for all places."""
-        tables = self.resident.tables[self._first_place :]
-        if any(places.capacity > table.num_rows for places, table in zip(self._places, tables, strict=True)):
-            self._turns.make_room()
+    def _grow(self) -> None:
+        """Resize `resident` if there are more slots than it has memory for."""
+        tables = self.resident.tables[self._first_group :]
+        if any(slots.capacity > table.num_rows for slots, table in zip(self._slots, tables, strict=True)):
+            self._scheduler.grow()
 
     def resize(self) -> None:
-        """Move `resident` to memory for all places there are; nothing may be trained on or moved meanwhile."""
-        self._settle()
-        layout, _ = slots_layout(self.layout, self._groups, [places.capacity for places in self._places])
+        """Move `resident` to memory for all slots; nothing may be trained on or moved meanwhile."""
+        self._synchronize()
+        layout, _ = slots_layout(self.layout, self._groups, [slots.capacity for slots in self._slots])
         self.resident.resize(layout)
         self.generation += 1
-        self._settle()
+        self._synchronize()
 
     def _on(self, stream: Any, *events: Any) -> Any:
-        """On a stream, after `events`; on a CPU, just now."""
+        """Context in which work is queued on a stream, after `events`; no-op on a CPU."""
         if stream is None:
             return contextlib.nullcontext()
         for event in events:
@@ -265,40 +260,38 @@ class CachedStore(EmbeddingStore):
     # An EmbeddingStore
 
     def lookup(self, sparse: Sparse) -> Tensor:
-        if self._check:
-            sparse = check_batch(sparse, self.layout, self._device)
+        sparse = self.check_batch(sparse)
         if not self.training:
-            return self._lookup_aside(sparse)
+            return self._evaluate(sparse)
         return self.resident.lookup(self.enter(sparse))
 
     def update(self, sparse: Sparse, grad: Tensor, *, lr: float, step: int) -> None:
-        here = self._turns.current
-        if here is None or here.sparse.ids is not sparse.ids:
-            if self._check:
-                sparse = check_batch(sparse, self.layout, self._device)
+        current = self._scheduler.current
+        if current is None or current.sparse.ids is not sparse.ids:
+            sparse = self.check_batch(sparse)
             self.enter(sparse)
-            here = self._turns.current
+            current = self._scheduler.current
         if self._check:
             check_gradient(self.layout, sparse.offsets, grad)
-        batch = sparse if here is None else here.here
+        batch = sparse if current is None else current.in_slots
         assert batch is not None
         self.resident.update(batch, grad, lr=lr, step=step)
         self.leave()
 
     @torch.no_grad()
-    def _lookup_aside(self, sparse: Sparse) -> Tensor:
-        """A look-up that leaves the places as they are: rows that have none are lent one for its duration."""
-        at_a_time = max(IDS_ASIDE[self._device.type], sum(places.capacity - places.num_kept for places in self._places))
+    def _evaluate(self, sparse: Sparse) -> Tensor:
+        """A look-up that leaves the cache as it is: missing rows borrow a slot for its duration."""
+        at_a_time = max(EVALUATION_IDS[self._device.type], sum(slots.capacity - slots.num_kept for slots in self._slots))
         num_parts = max(1, min(sparse.num_samples, -(-sparse.ids.numel() // at_a_time)))
         if num_parts > 1:
             borders = [sparse.num_samples * part // num_parts for part in range(num_parts + 1)]
             parts = [sparse.examples(*borders[part : part + 2]) for part in range(num_parts)]
-            return torch.cat([self._lookup_aside(part) for part in parts])
-        with self._turns.hold(), self._on(self._planning, self._recorded(), self._recorded(self._moving)):
+            return torch.cat([self._evaluate(part) for part in parts])
+        with self._scheduler.pause(), self._on(self._planning, self._record_event(), self._record_event(self._moving)):
             try:
-                pooled = self._pooled_aside(sparse)
+                pooled = self._lookup_with_borrowed_slots(sparse)
             except BaseException as error:
-                self._turns.fail(error)
+                self._scheduler.fail(error)
                 raise
         if self._planning is not None:
             current = torch.cuda.current_stream(self._device)
@@ -306,22 +299,23 @@ class CachedStore(EmbeddingStore):
             pooled.record_stream(current)
         return pooled
 
-    def _pooled_aside(self, sparse: Sparse) -> Tensor:
-        rows = self._names.rows(sparse)
+    def _lookup_with_borrowed_slots(self, sparse: Sparse) -> Tensor:
+        rows = self._mapper.rows(sparse)
         lent = []
-        for place, names in enumerate(self._names.by_group(rows)):
-            places = self._places[place]
-            missing = places.missing(names)
-            borrowed = places.lend(missing.numel(), is_aside=True)
-            places.place_of[missing] = borrowed.int()
-            self._make_room()
+        for group, of_group in enumerate(self._mapper.split_by_group(rows)):
+            slots = self._slots[group]
+            missing = slots.missing(of_group)
+            borrowed = slots.borrow(missing.numel(), temporarily=True)
+            slots.slot_of[missing] = borrowed.int()
+            self._grow()
             none = missing[:0]
-            self._exchange(self._fast_parts(place), Moves(missing, borrowed, none, none), self._backings[place])
-            lent.append((places, missing, borrowed))
-        pooled = self.resident.lookup(self._named(sparse, rows))
-        for places, missing, borrowed in lent:
-            places.place_of[missing] = -1
-            places.give_back(borrowed)
+            self._move(group, Moves(missing, borrowed, none, none))
+            lent.append((slots, missing, borrowed))
+        ids = self._mapper.slots(sparse, rows, [slots.slot_of for slots in self._slots])
+        pooled = self.resident.lookup(dataclasses.replace(sparse, ids=ids, checked_for=self.resident.layout))
+        for slots, missing, borrowed in lent:
+            slots.slot_of[missing] = -1
+            slots.give_back(borrowed)
         return pooled
 
     def rows(self, table: str, ids: Tensor) -> Tensor:
@@ -330,48 +324,45 @@ class CachedStore(EmbeddingStore):
         return part.take(ids.cpu()).to(ids.device)
 
     def parts(self) -> list[StatePart]:
-        self._flush()
-        behind = {table.name: (place, first) for place, group in enumerate(self._groups) for table, first in group.tables}
+        self._write_back()
+        behind = {table.name: (index, first) for index, group in enumerate(self._groups) for table, first in group.tables}
         whole = {part.name: part for part in self.resident.parts()}
         parts: list[StatePart] = []
         for table in self.tables:
             if table.name in behind:
-                place, first = behind[table.name]
-                parts += parts_behind(
-                    table, first, self._groups[place], self._backings[place], before_write=self._forget_places
-                )
+                index, first = behind[table.name]
+                group, backing = self._groups[index], self._backings[index]
+                parts += parts_behind(table, first, group, backing, before_write=self._empty_slots)
             else:
                 parts += [part for name, part in whole.items() if name.rpartition(".")[0] == table.name]
         return parts
 
     @torch.no_grad()
-    def _flush(self) -> None:
-        """Write all rows that have places back, and leave them there."""
+    def _write_back(self) -> None:
+        """Write all rows in slots to the backing; they stay in their slots."""
         self.leave()
-        with self._turns.hold() as left, self._on(self._planning, left, self._recorded(self._moving)):
-            for place, places in enumerate(self._places):
-                rows, taken = places.taken()
+        with self._scheduler.pause() as left, self._on(self._planning, left, self._record_event(self._moving)):
+            for group, slots in enumerate(self._slots):
+                rows, taken = slots.taken()
                 none = rows[:0]
-                self._exchange(self._fast_parts(place), Moves(none, none, rows, taken), self._backings[place])
-            self._settle()
+                self._move(group, Moves(none, none, rows, taken))
+            self._synchronize()
 
-    def _settle(self) -> None:
-        """Until a GPU has written all that it was told to."""
+    def _synchronize(self) -> None:
         if self._planning is not None:
             torch.cuda.synchronize(self._device)
 
-    def _forget_places(self) -> None:
-        """Rows behind are about to change: none is in a place any more."""
+    def _empty_slots(self) -> None:
+        """Empty the cache: rows in the backing are about to change."""
         self.drop_prefetched()
-        with self._turns.hold(), self._on(self._planning):
-            self._settle()
-            for places in self._places:
-                places.clear()
+        with self._scheduler.pause(), self._on(self._planning):
+            self._synchronize()
+            for slots in self._slots:
+                slots.clear()
 
     def close(self) -> None:
-        """Give back what is behind the places; the store is of no use afterwards."""
         self.drop_prefetched()
-        with self._turns.hold(even_broken=True):
-            self._settle()
+        with self._scheduler.pause(even_failed=True):
+            self._synchronize()
             for backing in self._backings:
                 backing.close()

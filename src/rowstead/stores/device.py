@@ -1,4 +1,4 @@
-"""Rows in the memory of the device that trains: RAM on a CPU machine, GPU memory on a GPU."""
+"""Rows in the memory of the device that trains: GPU memory, or system memory on a CPU."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from rowstead.kernels.gpu.embedding import UpdatePlan
 
 
-def numbered(device: torch.device | str) -> torch.device:
-    """The device with its number, as tensors name it: `cuda` is the current one of several."""
+def resolve_device(device: torch.device | str) -> torch.device:
+    """The device with its index, as tensors have it: `cuda` becomes the current one of several."""
     return torch.empty(0, device=device).device
 
 
@@ -38,11 +38,10 @@ class DeviceStore(EmbeddingStore):
 
     Tables do not require gradients, since `update` trains them. After `requires_grad_(True)` they take part in autograd
     like any other parameter. Without an optimizer the store only answers look-ups and holds no optimizer state.
-    Rows are kept in `dtype`; in BF16 and FP16 their updates are rounded by chance, while look-ups, gradients and optimizer
-    state are FP32. With `hogwild`, on a CPU, several threads may look up and update at once: gradients of equal ids are not
-    summed, and where two threads meet in a row one change may be lost.
-    With `check` a batch that does not fit the tables is refused before any row is read; without, it may crash the process.
-    With `in_line`, on a GPU, tables of one width are parts of one piece of memory, which lives as long as any of them.
+    Rows have type `dtype`; in BF16 and FP16 updates use stochastic rounding, while look-ups, gradients and optimizer state are
+    FP32. With `hogwild`, on a CPU, several threads may look up and update at once: gradients of equal ids are not summed, and of
+    two concurrent updates of a row one may be lost.
+    With `contiguous`, on a GPU, tables of one width share one allocation, which lives as long as any of them.
     """
 
     def __init__(
@@ -56,19 +55,19 @@ class DeviceStore(EmbeddingStore):
         dtype: torch.dtype = torch.float32,
         check: bool = True,
         hogwild: bool = False,
-        in_line: bool = True,
+        contiguous: bool = True,
     ) -> None:
         super().__init__(layout, check=check)
         device = torch.device(device)
         self.optimizer = optimizer
         self._kernel_choice: Kernel = kernel
-        self._checked_places: list[int] = []
+        self._checked_addresses: list[int] = []
         self._hogwild = hogwild
         if hogwild and kernels_for(kernel, device)[0] != "cpu":
-            raise RowsteadError("hogwild updates run in the CPU kernels alone: use `device: cpu` and `kernel: cpu` or `auto`")
+            raise RowsteadError("Hogwild updates need the CPU kernels: use `device: cpu` and `kernel: cpu` or `auto`")
         kind: RowOptimizerName = optimizer.kind if optimizer else "sgd"
-        if in_line and device.type == "cuda" and len(layout.tables) > 1 and len({table.width for table in layout.tables}) == 1:
-            rows, self.row_states = _in_line(layout.tables, kind, seed=seed, dtype=dtype, device=device)
+        if contiguous and device.type == "cuda" and len(layout.tables) > 1 and len({t.width for t in layout.tables}) == 1:
+            rows, self.row_states = _allocate_contiguous(layout.tables, kind, seed=seed, dtype=dtype, device=device)
         else:
             rows = [initial_rows(table, seed=seed, dtype=dtype, device=device) for table in layout.tables]
             self.row_states = [new_row_state(kind, table_rows) for table_rows in rows]
@@ -110,9 +109,9 @@ class DeviceStore(EmbeddingStore):
         )
 
     def _check_tables(self, weights: list[Tensor]) -> None:
-        """Refuse tables that somebody has replaced by others that kernels would misread; again whenever one has moved."""
-        places = [rows.data_ptr() for rows in weights]
-        if places == self._checked_places:
+        """Refuse replaced tables that the kernels would misread; checks again whenever a table has moved."""
+        addresses = [rows.data_ptr() for rows in weights]
+        if addresses == self._checked_addresses:
             return
         kind = weights[0].dtype, weights[0].device
         for table, rows, state in zip(self.tables, weights, self.row_states, strict=True):
@@ -125,31 +124,31 @@ class DeviceStore(EmbeddingStore):
                 if value.dtype != compute_dtype(kind[0]) or value.device != kind[1]:
                     raise RowsteadError(
                         f"`{name}` of table `{table.name}` is {value.dtype} on {value.device}, and its rows are {kind[0]} on "
-                        f"{kind[1]}: convert the store before training it, or make it anew"
+                        f"{kind[1]}: convert the store before training, or create a new one"
                     )
-        self._checked_places = places
+        self._checked_addresses = addresses
 
     @torch.no_grad()
     def resize(self, layout: Layout) -> None:
-        """Tables with more rows, whose last ones hold anything, and otherwise the same."""
-        for place, (before, table) in enumerate(zip(self.tables, layout.tables, strict=True)):
+        """Extend tables to the rows of `layout`; the new rows are uninitialised."""
+        for index, (before, table) in enumerate(zip(self.tables, layout.tables, strict=True)):
             more = table.num_rows - before.num_rows
             if not more:
                 continue
-            rows = self.weights[place]
-            state = self.row_states[place]
-            self.weights[place] = nn.Parameter(torch.cat([rows, rows.new_empty(more, table.width)]), requires_grad=False)
-            self.row_states[place] = {
+            rows = self.weights[index]
+            state = self.row_states[index]
+            self.weights[index] = nn.Parameter(torch.cat([rows, rows.new_empty(more, table.width)]), requires_grad=False)
+            self.row_states[index] = {
                 name: torch.cat([value, value.new_empty(more, value.shape[1])]) for name, value in state.items()
             }
         self.layout = layout
 
     def lookup_unchecked(self, sparse: Sparse) -> Tensor:
-        """`lookup` of a batch that is known to fit; `sparse.ids` may have room for more ids than `sparse.offsets` name."""
+        """`lookup` of a batch that is known to fit; `sparse.ids` may be longer than `sparse.offsets` need."""
         return self._kernels().lookup(self._rows(), self.layout, sparse.ids, sparse.offsets, sparse.weights)
 
     def plan_update(self, sparse: Sparse, *, scalars: Tensor) -> UpdatePlan:
-        """What `apply_plan` needs of a batch on a GPU, and can have before there is a gradient; see `kernels.gpu`."""
+        """The part of an update on a GPU that needs no gradient; see `kernels.gpu`."""
         from rowstead.kernels.gpu import embedding as gpu
 
         assert self.optimizer is not None, "this store was made for look-ups only"
@@ -158,7 +157,7 @@ class DeviceStore(EmbeddingStore):
 
     @torch.no_grad()
     def apply_plan(self, plan: UpdatePlan, sparse: Sparse, grad: Tensor, *, scalars: Tensor, guard: Tensor) -> None:
-        """`update` on a GPU with all that changes from step to step in its memory; see `kernels.gpu`."""
+        """`update` on a GPU by a plan, with learning rate and step in GPU memory; see `kernels.gpu`."""
         from rowstead.kernels.gpu import embedding as gpu
 
         assert self.optimizer is not None, "this store was made for look-ups only"
@@ -179,7 +178,7 @@ class DeviceStore(EmbeddingStore):
         return kernels_for(self._kernel_choice, self.weights[0].device)[0] if self.tables else "none"
 
     def _rows(self) -> list[Tensor]:
-        return list(self.weights._parameters.values())  # type: ignore[arg-type]  # a ParameterList is slow to walk
+        return list(self.weights._parameters.values())  # type: ignore[arg-type]  # iterating over a ParameterList is slow
 
     def _kernels(self) -> EmbeddingKernels:
         return kernels_for(self._kernel_choice, self.weights[0].device)[1]
@@ -202,19 +201,19 @@ class DeviceStore(EmbeddingStore):
 
     @property
     def resident(self) -> DeviceStore:
-        """Where rows are while they are trained: here."""
+        """The store itself: see `GraphRows`."""
         return self
 
     def enter(self, sparse: Sparse) -> Sparse:
-        """The batch as it is."""
+        """The batch unchanged: all rows are resident."""
         return sparse
 
     def leave(self) -> None:
-        """Nothing to do."""
+        """No-op: all rows are resident."""
 
     def rows(self, table: str, ids: Tensor) -> Tensor:
-        place = [t.name for t in self.tables].index(table)
-        return self.weights[place].detach()[ids]
+        index = [t.name for t in self.tables].index(table)
+        return self.weights[index].detach()[ids]
 
     def parts(self) -> list[StatePart]:
         named = []
@@ -223,17 +222,17 @@ class DeviceStore(EmbeddingStore):
         return [part_of(name, value) for name, value in named]
 
 
-def _in_line(
+def _allocate_contiguous(
     tables: Sequence[Table], kind: RowOptimizerName, *, seed: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[list[Tensor], list[RowState]]:
-    """Rows and states of tables of one width, each following the table before in memory: the GPU's kernels then find them faster."""
+    """Rows and states of tables of one width in one allocation, which the GPU kernels address faster."""
     sizes = [table.num_rows for table in tables]
     slab = torch.empty(sum(sizes), tables[0].width, dtype=dtype, device=device)
     states = {name: value.split(sizes) for name, value in new_row_state(kind, slab).items()}
-    rows = [part.data for part in slab.split(sizes)]  # else autograd would take a change in one for one in all
-    at_a_time = max(1, PIECE // tables[0].width)  # a table has no room a second time
+    rows = [part.data for part in slab.split(sizes)]  # views would share autograd's version counter
+    at_a_time = max(1, PIECE // tables[0].width)  # there may be no memory for a second copy of a table
     for table, into in zip(tables, rows, strict=True):
         for start in range(0, table.num_rows, at_a_time):
             stop = min(start + at_a_time, table.num_rows)
             into[start:stop] = initial_rows(table, seed=seed, dtype=dtype, device=device, start=start, stop=stop)
-    return rows, [{name: parts[place] for name, parts in states.items()} for place in range(len(sizes))]
+    return rows, [{name: parts[index] for name, parts in states.items()} for index in range(len(sizes))]

@@ -1,6 +1,6 @@
-"""Tables of one width as one group that shares places, and how a batch's ids are named in it.
+"""Cached tables of one width form a group that shares slots; `IdMapper` maps the ids of batches to its rows and slots.
 
-A row of a group is numbered through the group's tables, one after the other.
+The rows of a group are numbered through its tables, one table after the other.
 
 Letters: B examples, F features, nnz ids.
 """
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rowstead.data.batch import Sparse
-from rowstead.kernels.cpu.cache import name_rows, rows_between, slots_of_rows
+from rowstead.kernels.cpu.cache import map_ids_to_rows, map_rows_to_slots, select_rows
 from rowstead.kernels.layout import Layout
 from rowstead.kernels.row_optimizer import compute_dtype
 from rowstead.spec.features import Table
@@ -30,33 +30,32 @@ class CacheGroup:
     tables: tuple[tuple[Table, int], ...]
     """Each with the number of its first row in the group."""
     num_rows: int
-    num_places: int
+    num_slots: int
     width: int
     columns: tuple[tuple[torch.dtype, int], ...]
-    """What a record holds: type and number of columns of the row, and of each state of its optimizer."""
+    """Type and number of columns of a row, then of each of its optimizer states."""
     state_names: tuple[str, ...]
-    """Of those states."""
 
 
-def grouped(
-    tables: Sequence[Table], places: Mapping[str, int], *, dtype: torch.dtype, optimizer: SparseOptimizerSpec | None
+def group_tables(
+    tables: Sequence[Table], num_slots: Mapping[str, int], *, dtype: torch.dtype, optimizer: SparseOptimizerSpec | None
 ) -> list[CacheGroup]:
-    """The tables that `places` names, by width; each gets at least one place."""
-    widths = sorted({table.width for table in tables if table.name in places})
+    """The tables in `num_slots`, grouped by width; each gets at least one slot."""
+    widths = sorted({table.width for table in tables if table.name in num_slots})
     groups = []
     for width in widths:
-        members, num_rows, num_places = [], 0, 0
+        members, group_rows, group_slots = [], 0, 0
         for table in tables:
-            if table.width == width and table.name in places:
-                members.append((table, num_rows))
-                num_rows += table.num_rows
-                num_places += min(table.num_rows, max(1, places[table.name]))
+            if table.width == width and table.name in num_slots:
+                members.append((table, group_rows))
+                group_rows += table.num_rows
+                group_slots += min(table.num_rows, max(1, num_slots[table.name]))
         states = ROW_OPTIMIZERS[optimizer.kind].state_columns(width) if optimizer else {}
         groups.append(
             CacheGroup(
                 tables=tuple(members),
-                num_rows=num_rows,
-                num_places=num_places,
+                num_rows=group_rows,
+                num_slots=group_slots,
                 width=width,
                 columns=((dtype, width), *((compute_dtype(dtype), columns) for columns in states.values())),
                 state_names=tuple(states),
@@ -65,35 +64,35 @@ def grouped(
     return groups
 
 
-def slots_layout(layout: Layout, groups: Sequence[CacheGroup], num_places: Sequence[int]) -> tuple[Layout, int]:
-    """The layout of what is in fast memory: tables that are there whole, then one table for each group's places.
+def slots_layout(layout: Layout, groups: Sequence[CacheGroup], num_slots: Sequence[int]) -> tuple[Layout, int]:
+    """The layout of fast memory: the tables that are not cached, then one table per group for its slots.
 
-    Also the number of whole tables.
+    Also the number of tables that are not cached.
     """
-    group_of = {table.name: place for place, group in enumerate(groups) for table, _ in group.tables}
+    group_of = {table.name: index for index, group in enumerate(groups) for table, _ in group.tables}
     whole = [table for table in layout.tables if table.name not in group_of]
-    new_place = {table.name: place for place, table in enumerate(whole)}
+    index_of = {table.name: index for index, table in enumerate(whole)}
     table_of = [
-        len(whole) + group_of[name] if (name := layout.tables[table].name) in group_of else new_place[name]
+        len(whole) + group_of[name] if (name := layout.tables[table].name) in group_of else index_of[name]
         for table in layout.table_of
     ]
     shared = [
         Table(
-            name=f"places of width {group.width}",
+            name=f"slots of width {group.width}",
             num_rows=count,
             width=group.width,
-            features=tuple(f for f, table in enumerate(table_of) if table == len(whole) + place),
+            features=tuple(f for f, table in enumerate(table_of) if table == len(whole) + index),
         )
-        for place, (group, count) in enumerate(zip(groups, num_places, strict=True))
+        for index, (group, count) in enumerate(zip(groups, num_slots, strict=True))
     ]
     fast = Layout(tables=(*whole, *shared), table_of=tuple(table_of), columns=layout.columns, is_mean=layout.is_mean)
     return fast, len(whole)
 
 
-class RowNames:
-    """Names the ids of batches by rows of groups, all groups numbered through, and by places.
+class IdMapper:
+    """Maps ids of batches to rows, numbered through all groups, and rows to slots.
 
-    Ids of tables that belong to no group stay what they are.
+    Ids of tables that are not cached stay as they are.
     """
 
     def __init__(self, layout: Layout, groups: Sequence[CacheGroup], device: torch.device) -> None:
@@ -104,59 +103,59 @@ class RowNames:
             self._starts.append(self._starts[-1] + group.num_rows)
         names = [layout.tables[table].name for table in layout.table_of]
         self._firsts = np.array([firsts.get(name, -1) for name in names], np.int64)
-        self._firsts_there = torch.from_numpy(self._firsts).to(device)
-        self._all_behind = all(name in firsts for name in names)
+        self._firsts_on_device = torch.from_numpy(self._firsts).to(device)
+        self._all_cached = all(name in firsts for name in names)
         self.first_rows = [
             torch.from_numpy(np.where((self._firsts >= start) & (self._firsts < stop), self._firsts - start, -1)).to(device)
             for start, stop in pairwise(self._starts)
         ]
-        """For each group the first row of every feature by the group's own numbers, int64 [F]; -1 where it is of another."""
+        """For each group the first row of every feature within the group, int64 [F]; -1 for features of other groups."""
 
     @property
     def starts(self) -> list[int]:
-        """For each group how many rows those before it have."""
+        """For each group the number of rows in the groups before it."""
         return self._starts[:-1]
 
-    def blank(self, ids: Tensor) -> Tensor:
-        """Where the places of `ids` [nnz] go, or what -1 - row of one is: the ids themselves if some belong to no group."""
-        if not self._all_behind or len(self._starts) > 2:
+    def empty_slots(self, ids: Tensor) -> Tensor:
+        """A tensor for the slots of `ids` [nnz], or -1 - row until there is one; holds the ids of tables that are not cached."""
+        if not self._all_cached or len(self._starts) > 2:
             return ids.to(torch.int64, copy=True)
         return torch.empty_like(ids, dtype=torch.int32 if self._starts[-1] < 2**31 else torch.int64)
 
     def rows(self, sparse: Sparse) -> Tensor:
-        """For each id its row, int64 [nnz]; -1 where its table belongs to no group."""
+        """The row of each id, int64 [nnz]; -1 if its table is not cached."""
         if not sparse.ids.is_cuda:
-            named = np.empty(sparse.ids.numel(), np.int64)
-            if named.size:
+            rows = np.empty(sparse.ids.numel(), np.int64)
+            if rows.size:
                 offsets = sparse.offsets.contiguous().numpy()
-                name_rows(sparse.ids.contiguous().numpy(), offsets, sparse.num_samples, self._firsts, named)
-            return torch.from_numpy(named)
-        from rowstead.kernels.gpu.cache import name_rows as name_rows_there
+                map_ids_to_rows(sparse.ids.contiguous().numpy(), offsets, sparse.num_samples, self._firsts, rows)
+            return torch.from_numpy(rows)
+        from rowstead.kernels.gpu.cache import map_ids_to_rows as map_ids_on_gpu
 
-        return name_rows_there(sparse.ids, sparse.offsets, self._firsts_there)
+        return map_ids_on_gpu(sparse.ids, sparse.offsets, self._firsts_on_device)
 
-    def by_group(self, rows: Tensor) -> Iterator[Tensor]:
-        """The rows of each group, by its own numbers."""
-        for first, last in zip(self._starts[:-1], self._starts[1:], strict=True):
-            if self._all_behind and len(self._starts) == 2:
+    def split_by_group(self, rows: Tensor) -> Iterator[Tensor]:
+        """The rows of each group, numbered within the group."""
+        for first, last in pairwise(self._starts):
+            if self._all_cached and len(self._starts) == 2:
                 yield rows
             elif not rows.is_cuda:
                 found = np.empty(rows.numel(), np.int64)
-                yield torch.from_numpy(found[: rows_between(rows.numpy(), first, last, found)])
+                yield torch.from_numpy(found[: select_rows(rows.numpy(), first, last, found)])
             else:
                 yield rows[(rows >= first) & (rows < last)] - first
 
-    def places(self, sparse: Sparse, rows: Tensor, place_of: Sequence[Tensor]) -> Tensor:
-        """For each id the place of its row, or the id itself where its table belongs to no group; int32 if places allow."""
+    def slots(self, sparse: Sparse, rows: Tensor, slot_of: Sequence[Tensor]) -> Tensor:
+        """The slot of each id, given its row, or the id itself if its table is not cached; int32 if slots fit."""
         if not rows.is_cuda:
             ids = sparse.ids.numpy().astype(np.int64)
-            for first, last, places in zip(self._starts[:-1], self._starts[1:], place_of, strict=True):
-                slots_of_rows(rows.numpy(), first, last, places.numpy(), ids)
+            for (first, last), slots in zip(pairwise(self._starts), slot_of, strict=True):
+                map_rows_to_slots(rows.numpy(), first, last, slots.numpy(), ids)
             return torch.from_numpy(ids)
-        if self._all_behind and len(place_of) == 1:
-            return place_of[0][rows]
-        named = sparse.ids.long()
-        for first, last, places in zip(self._starts[:-1], self._starts[1:], place_of, strict=True):
-            here = (rows >= first) & (rows < last)
-            named = torch.where(here, places[(rows - first).clamp(0, last - first - 1)], named)
-        return named
+        if self._all_cached and len(slot_of) == 1:
+            return slot_of[0][rows]
+        mapped = sparse.ids.long()
+        for (first, last), slots in zip(pairwise(self._starts), slot_of, strict=True):
+            is_here = (rows >= first) & (rows < last)
+            mapped = torch.where(is_here, slots[(rows - first).clamp(0, last - first - 1)], mapped)
+        return mapped

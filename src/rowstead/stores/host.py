@@ -1,8 +1,7 @@
-"""Rows in system memory for a model on a GPU: the CPU pools them with its own kernels and ships pooled vectors.
+"""Rows on the CPU for a model on a GPU: the CPU pools rows with its own kernels and sends pooled vectors.
 
-Over the bus go the batch's ids to the host, pooled vectors to the GPU and their gradients back: 8 bytes an id and 8 bytes a
-pooled number for each step, however many rows a bag has. Whatever store keeps the rows behind it, in RAM or on SSD, stays on
-the CPU and never sees the GPU.
+Per step the batch's ids go to the host, pooled vectors to the GPU and their gradients back: 8 bytes per id and 8 bytes per pooled
+number, however many rows a bag has. The inner store, in RAM or on SSD, runs on the CPU and never sees the GPU.
 
 Letters: B examples, F features, nnz ids.
 """
@@ -22,21 +21,21 @@ from rowstead.data.batch import Sparse
 from rowstead.kernels.check import check_gradient
 from rowstead.stores.base import EmbeddingStore
 from rowstead.stores.checked import check_batch
-from rowstead.stores.device import numbered
+from rowstead.stores.device import resolve_device
 from rowstead.stores.state import StatePart
 
 
 @dataclass
 class _HostBatch:
-    """A batch that was announced or looked up, with its copy in system memory."""
+    """A batch that was prefetched or looked up, with its copy in system memory."""
 
     ids: Tensor
-    """As they were given; by them a batch is known again."""
+    """The original tensor, which identifies the batch."""
     here: Sparse
     copied: Any = None
-    """CUDA's event after which `here` holds the batch."""
+    """CUDA event after which `here` holds the batch."""
 
-    def arrived(self) -> Sparse:
+    def wait(self) -> Sparse:
         if self.copied is not None:
             self.copied.synchronize()
             self.copied = None
@@ -44,26 +43,22 @@ class _HostBatch:
 
 
 class HostStore(EmbeddingStore):
-    """An EmbeddingStore for batches on `device` over one whose rows are the CPU's business.
+    """An EmbeddingStore for batches on `device` over an inner store on the CPU.
 
-    One thread does all that `inner` is asked for, in the order in which it was asked. So `update` returns before the rows have
-    changed, and whoever looks them up next waits for that. What goes wrong in an update is raised by the next call.
+    One thread makes all calls to `inner`, in order. So `update` returns before the rows have changed, and the next look-up waits for
+    it. An error in an update is raised by the next call.
     """
 
     def __init__(self, inner: EmbeddingStore, device: torch.device | str, *, check: bool = True) -> None:
         super().__init__(inner.layout, check=check)
         self.inner = inner
-        self._device = numbered(device)
+        self._device = resolve_device(device)
         self._bus = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-        """Where copies are queued, so that they wait for nothing but what they copy."""
+        """Stream of the copies, so that they wait only for what they copy."""
         self._work = ThreadPoolExecutor(1, thread_name_prefix="host-rows")
         self._updating: Future[None] | None = None
-        self._announced: deque[_HostBatch] = deque()
+        self._prefetched: deque[_HostBatch] = deque()
         self._current: _HostBatch | None = None
-
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> HostStore:
-        """Rows stay where they are when the model around them is moved."""
-        return self
 
     @property
     def kernel(self) -> str:
@@ -83,15 +78,15 @@ class HostStore(EmbeddingStore):
     def start_lookup(self, sparse: Sparse) -> Callable[[], Tensor]:
         if self._check:
             sparse = check_batch(sparse, self.layout, self._device)
-        self._raise_what_failed()
+        self._raise_failed_update()
         pooling = self._work.submit(self._pool, self._batch(sparse))
 
         def pooled() -> Tensor:
-            result, shipped = pooling.result()
-            self._raise_what_failed()
-            if shipped is not None:
+            result, sent = pooling.result()
+            self._raise_failed_update()
+            if sent is not None:
                 current = torch.cuda.current_stream(self._device)
-                current.wait_event(shipped)
+                current.wait_event(sent)
                 result.record_stream(current)
             return result
 
@@ -102,14 +97,14 @@ class HostStore(EmbeddingStore):
         if self._check:
             sparse = check_batch(sparse, self.layout, self._device)
             check_gradient(self.layout, sparse.offsets, grad)
-        self._raise_what_failed()
+        self._raise_failed_update()
         batch, self._current = self._batch(sparse), None
-        here, fetched = self._fetched(grad.detach())
+        here, fetched = self._copy_gradient(grad.detach())
 
         def work() -> None:
             if fetched is not None:
                 fetched.synchronize()
-            self.inner.update(batch.arrived(), here, lr=lr, step=step)
+            self.inner.update(batch.wait(), here, lr=lr, step=step)
 
         self._updating = self._work.submit(work)
         if self._bus is None:
@@ -120,17 +115,16 @@ class HostStore(EmbeddingStore):
         return max(1, self.inner.batches_ahead)
 
     def prefetch(self, sparse: Sparse) -> None:
-        """Begin to copy the batch's ids; the store behind is told as well."""
+        """Start to copy the batch's ids, and prefetch it in the inner store."""
         if self._check:
             sparse = check_batch(sparse, self.layout, self._device)
-        batch = self._copied(sparse)
-        self._announced.append(batch)
-        self._work.submit(lambda: self.inner.prefetch(batch.arrived()))
+        batch = self._copy_batch(sparse)
+        self._prefetched.append(batch)
+        self._work.submit(lambda: self.inner.prefetch(batch.wait()))
 
     def drop_prefetched(self) -> None:
-        """Batches that were announced and not looked up are not coming after all."""
         self._wait()
-        self._announced.clear()
+        self._prefetched.clear()
         self._current = None
         self._work.submit(self.inner.drop_prefetched).result()
 
@@ -162,18 +156,18 @@ class HostStore(EmbeddingStore):
     # Copies
 
     def _batch(self, sparse: Sparse) -> _HostBatch:
-        """The batch in system memory, or on its way there."""
-        if not self.training:  # the batch that is trained on may not have been updated yet
-            return self._copied(sparse)
+        """The batch in system memory, or its pending copy."""
+        if not self.training:  # the batch that is trained on may not be updated yet
+            return self._copy_batch(sparse)
         if self._current is None or self._current.ids is not sparse.ids:
-            is_next = self._announced and self._announced[0].ids is sparse.ids
-            self._current = self._announced.popleft() if is_next else self._copied(sparse)
+            is_next = self._prefetched and self._prefetched[0].ids is sparse.ids
+            self._current = self._prefetched.popleft() if is_next else self._copy_batch(sparse)
         return self._current
 
-    def _copied(self, sparse: Sparse) -> _HostBatch:
+    def _copy_batch(self, sparse: Sparse) -> _HostBatch:
         if self._bus is None:
             return _HostBatch(sparse.ids, sparse)
-        with self._aside():
+        with self._on_bus():
             here = Sparse(
                 ids=_to_host(sparse.ids, self._bus),
                 offsets=_to_host(sparse.offsets, self._bus),
@@ -181,50 +175,50 @@ class HostStore(EmbeddingStore):
                 weights=None if sparse.weights is None else _to_host(sparse.weights, self._bus),
                 checked_for=sparse.checked_for,
             )
-            return _HostBatch(sparse.ids, here, _recorded(self._bus))
+            return _HostBatch(sparse.ids, here, _record_event(self._bus))
 
-    def _fetched(self, grad: Tensor) -> tuple[Tensor, Any]:
-        """A gradient in system memory, and the event after which it is there."""
+    def _copy_gradient(self, grad: Tensor) -> tuple[Tensor, Any]:
+        """A copy of the gradient in system memory, and the event after which it is complete."""
         if self._bus is None:
             return grad, None
-        with self._aside():
-            return _to_host(grad, self._bus), _recorded(self._bus)
+        with self._on_bus():
+            return _to_host(grad, self._bus), _record_event(self._bus)
 
     @torch.no_grad()
     def _pool(self, batch: _HostBatch) -> tuple[Tensor, Any]:
-        """Pooled vectors on the device, and the event after which they are there."""
-        pooled = self.inner.lookup(batch.arrived())
+        """Look up on the CPU; returns pooled vectors on the device, and the event after which they are complete."""
+        pooled = self.inner.lookup(batch.wait())
         if self._bus is None:
             return pooled, None
         pinned = torch.empty(pooled.shape, dtype=pooled.dtype, pin_memory=True).copy_(pooled)
         with torch.cuda.stream(self._bus):
-            return pinned.to(self._device, non_blocking=True), _recorded(self._bus)
+            return pinned.to(self._device, non_blocking=True), _record_event(self._bus)
 
-    def _aside(self) -> Any:
+    def _on_bus(self) -> Any:
         """On the stream of copies, after what was queued on the current one."""
         assert self._bus is not None
         self._bus.wait_stream(torch.cuda.current_stream(self._device))
         return torch.cuda.stream(self._bus)
 
     def _wait(self) -> None:
-        """Until no update is under way."""
+        """Wait for the pending update."""
         if self._updating is not None:
             updating, self._updating = self._updating, None
             updating.result()
 
-    def _raise_what_failed(self) -> None:
+    def _raise_failed_update(self) -> None:
         if self._updating is not None and self._updating.done():
             self._wait()
 
 
 def _to_host(tensor: Tensor, stream: Any) -> Tensor:
-    """A copy in page-locked memory, queued on `stream`, which is the current one."""
+    """A copy in pinned memory, queued on `stream`, which is the current one."""
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
     tensor.record_stream(stream)
     return copy
 
 
-def _recorded(stream: Any) -> Any:
+def _record_event(stream: Any) -> Any:
     event = torch.cuda.Event()
     event.record(stream)
     return event

@@ -1,7 +1,7 @@
-"""Several stores as one: each holds some of the tables, wherever it keeps them.
+"""Several stores as one: each holds some of the tables.
 
-A batch is feature-major, so features that follow each other are a slice of its ids: where a store's features do, nothing of
-them is copied but the offsets, which have to start at 0.
+A batch is feature-major, so consecutive features are a slice of its ids: if a store's features are consecutive, only their offsets
+are copied, since these must start at 0.
 
 Letters: B examples, F features, T tables, nnz ids.
 """
@@ -26,18 +26,18 @@ from rowstead.stores.checked import check_batch
 from rowstead.stores.state import StatePart
 
 
-def layout_for(layout: Layout, tables: Sequence[str]) -> Layout:
-    """The layout of some tables alone: their features, in the order of the batch, numbered from 0."""
+def select_tables(layout: Layout, tables: Sequence[str]) -> Layout:
+    """The layout of some of the tables: their features, in the order of the batch, numbered from 0."""
     features = [f for f, table in enumerate(layout.table_of) if layout.tables[table].name in tables]
-    place = {feature: new for new, feature in enumerate(features)}
+    index_of = {feature: new for new, feature in enumerate(features)}
     kept = [table for table in layout.tables if table.name in tables]
-    places = {table.name: new for new, table in enumerate(kept)}
+    table_index = {table.name: new for new, table in enumerate(kept)}
     columns = [0]
     for feature in features:
         columns.append(columns[-1] + layout.columns[feature + 1] - layout.columns[feature])
     return Layout(
-        tables=tuple(dataclasses.replace(t, features=tuple(place[f] for f in t.features)) for t in kept),
-        table_of=tuple(places[layout.tables[layout.table_of[feature]].name] for feature in features),
+        tables=tuple(dataclasses.replace(t, features=tuple(index_of[f] for f in t.features)) for t in kept),
+        table_of=tuple(table_index[layout.tables[layout.table_of[feature]].name] for feature in features),
         columns=tuple(columns),
         is_mean=tuple(layout.is_mean[feature] for feature in features),
     )
@@ -45,29 +45,30 @@ def layout_for(layout: Layout, tables: Sequence[str]) -> Layout:
 
 @dataclass(frozen=True)
 class _Share:
-    """What one store has of a batch."""
+    """One store's part of every batch."""
 
     layout: Layout
     runs: tuple[tuple[int, int], ...]
-    """Its features, as first and last + 1 of those that follow each other."""
+    """Its features, as ranges (first, last + 1) of consecutive ones."""
     columns: tuple[tuple[int, int], ...]
-    """Where the vectors of each run are in the pooled vectors of the whole batch."""
+    """Columns of each range in the pooled vectors of the whole batch."""
 
 
 @dataclass
 class _SplitBatch:
-    """A batch cut up for the stores."""
+    """A batch split between the stores."""
 
     ids: Tensor
-    """Of the whole batch; by them a batch is known again."""
+    """Ids of the whole batch, which identify it."""
     parts: list[Sparse]
 
 
 class MixedStore(EmbeddingStore):
-    """An EmbeddingStore over others that hold the tables of `layout` between them.
+    """An EmbeddingStore over others that each hold some tables of `layout`.
 
-    The stores' own layouts are those that `layout_for` gave. A HostStore works while the others do. A batch is cut up once, so a store sees the same ids when it is announced, looked up
-    and updated. With `check`, batches are checked as a whole, and the stores trust them.
+    The layout of each store is `select_tables(layout, its tables)`. Stores that run in the background work while the others do. A batch is
+    split once, so a store sees the same ids when it is prefetched, looked up and updated. With `check`, batches are checked as a whole,
+    and the stores trust them.
     """
 
     def __init__(self, layout: Layout, stores: Sequence[EmbeddingStore], *, check: bool = True) -> None:
@@ -78,8 +79,8 @@ class MixedStore(EmbeddingStore):
         assert sorted(held) == sorted(table.name for table in layout.tables), "each table is held by one store"
         self._shares = [_share(layout, store.layout) for store in stores]
         self._start_order = sorted(range(len(stores)), key=lambda index: not stores[index].runs_in_background)
-        self._join = _joined_columns(self._shares)
-        self._announced: deque[_SplitBatch] = deque()
+        self._join = _column_sources(self._shares)
+        self._prefetched: deque[_SplitBatch] = deque()
         self._current: _SplitBatch | None = None
 
     def _each(self) -> list[EmbeddingStore]:
@@ -88,7 +89,7 @@ class MixedStore(EmbeddingStore):
     @property
     def kernel(self) -> str:
         names = [store.kernel for store in self._each()]
-        return " and ".join(dict.fromkeys(name for name in names if name != "none")) or "none"
+        return " and ".join(dict.fromkeys(name for name in names if name != "zeros")) or "zeros"
 
     def lookup(self, sparse: Sparse) -> Tensor:
         stores, parts = self._each(), self._parts_of(sparse)
@@ -114,13 +115,12 @@ class MixedStore(EmbeddingStore):
 
     def prefetch(self, sparse: Sparse) -> None:
         split = self._split(sparse)
-        self._announced.append(split)
+        self._prefetched.append(split)
         for store, part in zip(self._each(), split.parts, strict=True):
             store.prefetch(part)
 
     def drop_prefetched(self) -> None:
-        """Batches that were announced and not looked up are not coming after all."""
-        self._announced.clear()
+        self._prefetched.clear()
         self._current = None
         for store in self._each():
             store.drop_prefetched()
@@ -156,20 +156,20 @@ class MixedStore(EmbeddingStore):
         return dict(counts)
 
     def _parts_of(self, sparse: Sparse) -> list[Sparse]:
-        """What each store has of a batch: as it was announced, or as it was looked up, or cut up now."""
-        if not self.training:  # the batch that is trained on may not have been updated yet
+        """Each store's part of a batch: as prefetched, as looked up, or split now."""
+        if not self.training:  # the batch that is trained on may not be updated yet
             return self._split(sparse).parts
         if self._current is None or self._current.ids is not sparse.ids:
-            is_next = self._announced and self._announced[0].ids is sparse.ids
-            self._current = self._announced.popleft() if is_next else self._split(sparse)
+            is_next = self._prefetched and self._prefetched[0].ids is sparse.ids
+            self._current = self._prefetched.popleft() if is_next else self._split(sparse)
         return self._current.parts
 
     def _split(self, sparse: Sparse) -> _SplitBatch:
         if self._check:
             sparse = check_batch(sparse, self.layout)
         num_samples = sparse.num_samples
-        none = [0] * (self.layout.num_features + 1)
-        bounds = sparse.offsets[::num_samples].tolist() if num_samples else none  # on a GPU this waits for the batch
+        zeros = [0] * (self.layout.num_features + 1)
+        bounds = sparse.offsets[::num_samples].tolist() if num_samples else zeros  # on a GPU the host waits for the batch here
         return _SplitBatch(sparse.ids, [_part(sparse, share, bounds) for share in self._shares])
 
 
@@ -177,13 +177,13 @@ def _share(layout: Layout, own: Layout) -> _Share:
     names = {table.name for table in own.tables}
     features = [f for f, table in enumerate(layout.table_of) if layout.tables[table].name in names]
     assert len(features) == own.num_features, "a store's layout is that of its tables"
-    borders = [0, *(place for place in range(1, len(features)) if features[place] != features[place - 1] + 1), len(features)]
+    borders = [0, *(i for i in range(1, len(features)) if features[i] != features[i - 1] + 1), len(features)]
     runs = tuple((features[first], features[last - 1] + 1) for first, last in pairwise(borders) if first < last)
     return _Share(own, runs, tuple((layout.columns[first], layout.columns[last]) for first, last in runs))
 
 
-def _joined_columns(shares: Sequence[_Share]) -> list[tuple[int, int, int]]:
-    """The pooled vectors of the whole batch, from left to right: store, first column there, and last + 1."""
+def _column_sources(shares: Sequence[_Share]) -> list[tuple[int, int, int]]:
+    """Sources of the pooled columns of the whole batch, from left to right: store, first column there, and last + 1."""
     pieces = []
     for store, share in enumerate(shares):
         own = 0
@@ -194,7 +194,7 @@ def _joined_columns(shares: Sequence[_Share]) -> list[tuple[int, int, int]]:
 
 
 def _part(sparse: Sparse, share: _Share, bounds: list[int]) -> Sparse:
-    """The features of a share as a batch; `bounds` [F + 1] says where each feature's ids begin."""
+    """The features of a share as a batch; `bounds` [F + 1] holds the offset of each feature's ids."""
     count, offsets = sparse.num_samples, sparse.offsets
     spans = [(bounds[first], bounds[last]) for first, last in share.runs]
     moved, end = [offsets[:1] * 0] if spans else [], 0
@@ -207,15 +207,15 @@ def _part(sparse: Sparse, share: _Share, bounds: list[int]) -> Sparse:
     else:
         own_offsets = torch.cat(moved) if moved else offsets[:1]
     return Sparse(
-        ids=_joined(sparse.ids, spans),
+        ids=_concatenate(sparse.ids, spans),
         offsets=own_offsets,
         num_features=share.layout.num_features,
-        weights=None if sparse.weights is None else _joined(sparse.weights, spans),
+        weights=None if sparse.weights is None else _concatenate(sparse.weights, spans),
         checked_for=share.layout,
     )
 
 
-def _joined(values: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
+def _concatenate(values: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
     if len(spans) == 1:
         return values[spans[0][0] : spans[0][1]]
     return torch.cat([values[start:stop] for start, stop in spans]) if spans else values[:0]

@@ -1,4 +1,4 @@
-"""System memory as a GPU sees it: pages that stay where they are, and a tensor of the GPU over the same bytes."""
+"""System memory that a GPU accesses over its bus: a CPU tensor and a GPU tensor over the same bytes."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from rowstead.kernels.cpu.memory import prefer_large_pages
 from rowstead.spec.errors import RowsteadError
 
 ATTACH_GLOBAL, PREFERRED_LOCATION, ACCESSED_BY, THE_CPU = 1, 3, 5, -1
-"""CUDA's numbers for what `_managed` asks of it."""
+"""Constants of the CUDA driver API."""
 
 
-def seen_by_both(device: torch.device, shape: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """New system memory, all zeros, as a tensor of the CPU and as one of a GPU, which reaches it over its bus.
+def allocate_mapped(device: torch.device, shape: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Allocate zeroed system memory, as a CPU tensor and as a GPU tensor.
 
-    Memory that CUDA manages, told to stay in the system, is reached through larger pages than memory that was locked later, and
-    rows here and there cross about a sixth faster. Where CUDA has none, pages are locked.
+    CUDA managed memory that prefers the CPU is mapped in larger pages than pinned memory: random rows cross the bus about a sixth
+    faster. Falls back to pinned memory.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes and (address := _managed(device, num_bytes)) is not None:
         raw = (ctypes.c_uint8 * num_bytes).from_address(address)
         weakref.finalize(raw, _driver().cuMemFree_v2, ctypes.c_uint64(address))
-        values = torch.frombuffer(raw, dtype=dtype).view(shape).zero_()  # pages are there from the first time the CPU writes
-        return values, _seen(device, values)
+        values = torch.frombuffer(raw, dtype=dtype).view(shape).zero_()  # the CPU's first write commits the pages
+        return values, _map_to_device(device, values)
     values = prefer_large_pages(torch.empty(shape, dtype=dtype)).zero_()
-    return values, seen_from(device, values)
+    return values, pin_in_place(device, values)
 
 
 def _driver() -> ctypes.CDLL:
@@ -38,10 +38,10 @@ def _driver() -> ctypes.CDLL:
 
 
 def _managed(device: torch.device, num_bytes: int) -> int | None:
-    """The address of memory of both, whose pages are in system memory; none where there is no such thing."""
+    """Address of managed memory whose pages stay in system memory, or None where CUDA has none."""
     try:
         driver, address, size = _driver(), ctypes.c_uint64(), ctypes.c_size_t(num_bytes)
-        torch.empty(0, device=device)  # CUDA is at work in this thread
+        torch.empty(0, device=device)  # initialises CUDA in this thread
         with torch.cuda.device(device):
             if driver.cuMemAllocManaged(ctypes.byref(address), size, ATTACH_GLOBAL):
                 return None
@@ -55,11 +55,10 @@ def _managed(device: torch.device, num_bytes: int) -> int | None:
     return address.value
 
 
-def seen_from(device: torch.device, values: Tensor) -> Tensor:
-    """The same contiguous memory as a tensor of `device`; on a CPU, the tensor itself.
+def pin_in_place(device: torch.device, values: Tensor) -> Tensor:
+    """Pin contiguous memory and return it as a tensor of `device`; on a CPU, the tensor itself.
 
-    Pages are locked where they are rather than asked of torch's pool of page-locked memory, which rounds sizes up to powers
-    of two. They are released with `values`.
+    Registers the pages in place: torch's pool of pinned memory rounds sizes up to powers of two. They are unpinned with `values`.
     """
     if device.type == "cpu":
         return values
@@ -70,22 +69,22 @@ def seen_from(device: torch.device, values: Tensor) -> Tensor:
         failed = int(runtime.cudaHostRegister(values.data_ptr(), values.nbytes, 0))
     if failed:
         raise RowsteadError(
-            f"the system would not lock {values.nbytes:,} bytes of memory for the GPU (CUDA error {failed}): 1. raise the limit "
+            f"cannot pin {values.nbytes:,} bytes of memory for the GPU (CUDA error {failed}): 1. raise the limit "
             "of `ulimit -l`; 2. place the tables on `cached`, `ssd` or `device`"
         )
     weakref.finalize(values, runtime.cudaHostUnregister, values.data_ptr())
-    return _seen(device, values)
+    return _map_to_device(device, values)
 
 
-def _seen(device: torch.device, values: Tensor) -> Tensor:
-    as_numbers = values.view(torch.int16) if values.element_size() == 2 else values
-    seen: Tensor = torch.as_tensor(_Memory(as_numbers), device=device).view(values.dtype)
-    assert seen.data_ptr() == values.data_ptr(), "the GPU was given a copy"
-    return seen
+def _map_to_device(device: torch.device, values: Tensor) -> Tensor:
+    typed = values.view(torch.int16) if values.element_size() == 2 else values
+    mapped: Tensor = torch.as_tensor(_Memory(typed), device=device).view(values.dtype)
+    assert mapped.data_ptr() == values.data_ptr(), "the GPU was given a copy"
+    return mapped
 
 
 class _Memory:
-    """Contiguous memory in the form in which CUDA libraries hand arrays to each other."""
+    """Contiguous memory with the CUDA array interface."""
 
     def __init__(self, values: Tensor) -> None:
         kind = {torch.float32: "<f4", torch.float64: "<f8", torch.int16: "<i2"}[values.dtype]

@@ -1,8 +1,8 @@
-"""Who may move rows of a cache, and when: whoever trains, or the threads that bring rows in ahead of it.
+"""When the rows of a cache may move: coordinates the training thread with the threads that fetch rows ahead of it.
 
-Whoever trains is one thread. It announces batches, enters one after the other, and leaves each when it is trained on. Two more
-threads work ahead of it: one plans sets of batches in order, the other moves the rows of the set before. Where moves are queued for a
-GPU, one thread does both: more would only wait for each other. They belong to a cache and end with it.
+The training thread prefetches batches, enters them one after the other, and leaves each when it is trained on. Two threads work
+ahead of it: one plans sets of batches in order, the other moves the rows of the previous set. On a GPU moves are only queued, so one
+thread does both. The threads end when their cache is garbage-collected.
 """
 
 from __future__ import annotations
@@ -17,138 +17,137 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rowstead.data.batch import Sparse
+from rowstead.spec.caching import SETS_AHEAD
 
-AHEAD = 2
-"""Batches, or sets of small ones, that are brought in while the one before them is trained on, at most."""
-IS_GONE_S = 1.0
-"""After so many seconds at most the threads see that nobody has their cache any more."""
+POLL_S = 1.0
+"""How often an idle thread checks whether its cache still exists."""
 
 
 @dataclass
 class PendingBatch:
-    """A batch that was announced."""
+    """A prefetched batch."""
 
     sparse: Sparse
     """With ids that are rows."""
     number: int
     set_size: int
-    """Batches that are brought in at once if it is the first of them, as was decided when it was announced."""
+    """Batches to fetch together if this is the first of a set; fixed when the batch was prefetched."""
     ahead: int
-    """Such sets that are brought in while the one before them is trained on; decided then, too."""
+    """Sets to fetch while the one before them is trained on; fixed when the batch was prefetched."""
     copied: Any = None
-    """CUDA's event after which the batch itself is there."""
-    here: Sparse | None = None
-    """With ids that are places; none until its rows are in them."""
-    is_in: bool = False
-    arrived: Any = None
-    """CUDA's event after which its rows are in."""
+    """CUDA event after which the batch itself is on the device."""
+    in_slots: Sparse | None = None
+    """With ids that are slots; None until they are planned."""
+    is_fetched: bool = False
+    fetched: Any = None
+    """CUDA event after which its rows are in their slots."""
     error: BaseException | None = None
 
 
 class Cache(Protocol):
-    """What is asked of a cache."""
+    """What the scheduler needs of a cache."""
 
-    def plan_rows(self, some: Sequence[PendingBatch], oldest: int, left: Any) -> Callable[[], None]:
-        """Give the rows of some batches places; what is returned moves them there.
+    def plan_rows(self, batches: Sequence[PendingBatch], oldest: int, left: Any) -> Callable[[], None]:
+        """Assign slots to the rows of some batches; the returned function moves the rows.
 
-        Rows that batches from `oldest` on use stay; those before have left, a GPU by the event `left`.
+        Rows that batches from `oldest` on use stay. Earlier batches have left, on a GPU by the event `left`.
         """
         ...
 
     def resize(self) -> None:
-        """Move to larger memory, while nothing is planned, moved or trained on."""
+        """Move to larger memory; nothing is planned, moved or trained on meanwhile."""
         ...
 
 
 class PrefetchScheduler:
-    """The turns of one cache."""
+    """Schedules the fetches of one cache."""
 
-    def __init__(self, cache: Cache, *, moves_wait: bool = True) -> None:
-        """`moves_wait`: moving rows takes the time of the thread that does it."""
+    def __init__(self, cache: Cache, *, moves_block: bool = True) -> None:
+        """`moves_block`: moving rows blocks the thread that does it."""
         self._cache = weakref.ref(cache)
-        self._moves_wait = moves_wait
+        self._moves_block = moves_block
         self._changed = threading.Condition()
-        """Guards all below."""
-        self.set_size, self.ahead = 1, AHEAD
-        """Of batches that are announced from now on."""
+        """Guards everything below."""
+        self.set_size, self.ahead = 1, SETS_AHEAD
+        """For batches that are prefetched from now on."""
         self.current: PendingBatch | None = None
-        """The batch that whoever trains is in."""
-        self._coming: deque[PendingBatch] = deque()
-        """Announced and not entered yet."""
-        self._waiting: deque[PendingBatch] = deque()
-        """Of these, those that nobody has begun to plan."""
-        self._num_announced = 0
+        """The batch that is trained on."""
+        self._pending: deque[PendingBatch] = deque()
+        """Prefetched and not entered yet."""
+        self._unplanned: deque[PendingBatch] = deque()
+        """Those of `_pending` that no thread has started to plan."""
+        self._num_prefetched = 0
         self._num_left = 0
         self._left: deque[tuple[int, Any]] = deque()
-        """The batches that were left last, each with CUDA's event after it."""
+        """The batches that were left last, each with the CUDA event after it."""
         self._num_moving = 0
-        """Sets of batches that are being planned or brought in."""
-        self._is_held = False
-        """Whoever trains keeps rows from moving."""
+        """Sets of batches that are being planned or fetched."""
+        self._is_paused = False
+        """The training thread keeps rows from moving."""
         self._wanted: PendingBatch | None = None
-        """The batch that whoever trains waits for."""
-        self._needs_room = False
-        """Places have run out: whoever trains moves the cache to larger memory when it comes by."""
+        """The batch that the training thread waits for."""
+        self._needs_growth = False
+        """Slots have run out: the training thread resizes the cache at its next call."""
         self._failed: BaseException | None = None
-        """What went wrong while rows moved; which are where is not known since."""
+        """The error that interrupted a move: since then the contents of slots are undefined."""
         self._thread: threading.Thread | None = None
 
     @property
     def batches_ahead(self) -> int:
-        """How many batches before they come they should be announced."""
+        """How many batches ahead of its look-up a batch should be prefetched."""
         return self.ahead * self.set_size + self.set_size - 1
 
-    # Whoever trains
+    # Called by the training thread
 
-    def announce(self, sparse: Sparse, copied: Any) -> None:
-        """A batch comes, after all those announced before."""
-        coming = self._numbered(sparse, copied)
+    def prefetch(self, sparse: Sparse, copied: Any) -> None:
+        """Add a batch that comes after those prefetched before."""
+        batch = self._number(sparse, copied)
         with self._changed:
             if self._thread is None:
                 arguments = weakref.ref(self), self._changed
                 self._thread = threading.Thread(target=_work_ahead, args=arguments, name="plan-rows", daemon=True)
                 self._thread.start()
-            self._coming.append(coming)
-            self._waiting.append(coming)
+            self._pending.append(batch)
+            self._unplanned.append(batch)
             self._wake_planner()
 
     def drop(self, left: Any) -> None:
-        """Batches that were announced and not entered are not coming after all."""
+        """Forget the batches that were prefetched and not entered."""
         with self._changed:
-            self._waiting.clear()
-        with self.hold(even_broken=True), self._changed:
-            was_cut_off = self.current is None and self._num_left < self._num_announced  # in its wait, or not entered
-            if self._coming or was_cut_off:
-                self._coming.clear()
+            self._unplanned.clear()
+        with self.pause(even_failed=True), self._changed:
+            was_interrupted = self.current is None and self._num_left < self._num_prefetched  # while it waited in `enter`
+            if self._pending or was_interrupted:
+                self._pending.clear()
                 self.current = None
-                self._num_left = self._num_announced
+                self._num_left = self._num_prefetched
                 self._left.append((self._num_left - 1, left))
 
     def enter(self, sparse: Sparse, copied: Callable[[], Any]) -> PendingBatch:
-        """The next batch, its rows in place; one that was not announced, and is there after the event `copied()`, is brought in now."""
-        if self._coming:
-            coming = self._coming.popleft()
-            assert coming.sparse.ids is sparse.ids, "batches are trained on in the order in which they were announced"
-            if self._needs_room or not coming.is_in:
-                self._wanted = coming
-                self._wait_until(lambda: coming.is_in)
+        """The next batch, with its rows in slots; one that was not prefetched is fetched now, after the event `copied()`."""
+        if self._pending:
+            batch = self._pending.popleft()
+            assert batch.sparse.ids is sparse.ids, "batches are trained on in the order in which they were prefetched"
+            if self._needs_growth or not batch.is_fetched:
+                self._wanted = batch
+                self._wait_until(lambda: batch.is_fetched)
                 self._wanted = None
-            if coming.error is not None:
-                self._num_left = coming.number + 1
-                raise coming.error
+            if batch.error is not None:
+                self._num_left = batch.number + 1
+                raise batch.error
         else:
-            coming = self._numbered(sparse, copied())
-            with self.hold():
+            batch = self._number(sparse, copied())
+            with self.pause():
                 try:
-                    self._plan([coming])()
+                    self._plan([batch])()
                 except BaseException as error:
                     self.fail(error)
                     raise
-        self.current = coming
-        return coming
+        self.current = batch
+        return batch
 
     def leave(self, left: Any) -> None:
-        """Training on the current batch has ended, or a GPU ends it with the event `left`."""
+        """End training on the current batch; on a GPU it ends with the event `left`."""
         self.current = None
         with self._changed:
             self._num_left += 1
@@ -158,26 +157,26 @@ class PrefetchScheduler:
             self._wake_planner()
 
     @contextlib.contextmanager
-    def hold(self, *, even_broken: bool = False) -> Iterator[Any]:
-        """No rows move meanwhile but those that whoever trains moves itself; gives the event of the last batch that was left."""
+    def pause(self, *, even_failed: bool = False) -> Iterator[Any]:
+        """Keep the other threads from moving rows; yields the event of the batch that was left last."""
         try:
             with self._changed:
-                self._is_held = True
+                self._is_paused = True
                 self._wait_until(lambda: not self._num_moving)
-            if self._failed is not None and not even_broken:
+            if self._failed is not None and not even_failed:
                 raise self._failed
             yield self._left[-1][1] if self._left else None
         finally:
             with self._changed:
-                self._is_held = False
+                self._is_paused = False
                 self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Rows may not be where they are thought to be: whatever is asked for from now on raises this."""
+        """Mark the cache as failed: the contents of slots are undefined, and every later call raises this error."""
         self._failed = self._failed or error
 
-    def make_room(self) -> None:
-        """See that the cache is moved to larger memory, by whoever trains: nothing is trained on meanwhile."""
+    def grow(self) -> None:
+        """Have the training thread resize the cache, since nothing may be trained on meanwhile; returns when it has."""
         cache = self._cache()
         assert cache is not None
         if threading.current_thread() is not self._thread:
@@ -185,104 +184,103 @@ class PrefetchScheduler:
             return
         with self._changed:
             self._changed.wait_for(lambda: self._num_moving == 1)  # this one
-            self._needs_room = True
+            self._needs_growth = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._needs_room)
+            self._changed.wait_for(lambda: not self._needs_growth)
 
     def _wake_planner(self) -> None:
-        """If it has something to do: a thread that wakes up for nothing holds up whoever trains, twice in each step."""
-        if self.may_go_on():
+        """Wake the thread only if it has work: waking it for nothing would delay training twice per step."""
+        if self.can_plan():
             self._changed.notify_all()
 
-    def _numbered(self, sparse: Sparse, copied: Any) -> PendingBatch:
-        self._num_announced += 1
-        return PendingBatch(sparse, self._num_announced - 1, self.set_size, self.ahead, copied)
+    def _number(self, sparse: Sparse, copied: Any) -> PendingBatch:
+        self._num_prefetched += 1
+        return PendingBatch(sparse, self._num_prefetched - 1, self.set_size, self.ahead, copied)
 
     def _wait_until(self, happened: Callable[[], bool]) -> None:
-        """Wait, and make room meanwhile if that is what the other threads wait for."""
+        """Wait, and resize the cache meanwhile if another thread needs that."""
         with self._changed:
             self._changed.notify_all()
             while True:
-                self._changed.wait_for(lambda: happened() or self._needs_room)
-                if not self._needs_room:
+                self._changed.wait_for(lambda: happened() or self._needs_growth)
+                if not self._needs_growth:
                     break
                 cache = self._cache()
                 assert cache is not None
                 cache.resize()
-                self._needs_room = False
+                self._needs_growth = False
                 self._changed.notify_all()
 
-    # The threads
+    # Called by the threads
 
-    def may_go_on(self) -> bool:
-        """Whether there is a set to plan, all conditions counted."""
-        if not self._waiting or self._is_held or self._num_moving == AHEAD:
+    def can_plan(self) -> bool:
+        """Whether a set is ready to be planned."""
+        if not self._unplanned or self._is_paused or self._num_moving == SETS_AHEAD:
             return False
-        first = self._waiting[0]
+        first = self._unplanned[0]
         if self._num_left < first.number - first.ahead * first.set_size:
             return False
-        # A set is whole unless no more batches are coming: what is where shall not depend on which thread is quicker.
+        # Wait for a whole set unless no more batches come: the contents of slots must not depend on the timing of threads.
         is_last = self._wanted is not None and self._wanted.number >= first.number
-        return len(self._waiting) >= first.set_size or is_last
+        return len(self._unplanned) >= first.set_size or is_last
 
     def next_set(self) -> list[PendingBatch]:
-        """Batches to plan now."""
+        """Take the batches to plan now."""
         self._num_moving += 1
-        return [self._waiting.popleft() for _ in range(min(self._waiting[0].set_size, len(self._waiting)))]
+        return [self._unplanned.popleft() for _ in range(min(self._unplanned[0].set_size, len(self._unplanned)))]
 
-    def plan_next(self, some: Sequence[PendingBatch], mover: ThreadPoolExecutor) -> None:
-        """Plan a set of batches, and leave the rest to the other thread, if it takes long."""
+    def plan_next(self, batches: Sequence[PendingBatch], mover: ThreadPoolExecutor) -> None:
+        """Plan a set of batches, and move its rows, in the other thread if that blocks."""
         try:
-            move = self._plan(some)
-        except BaseException as error:  # noqa: BLE001, RUF100 - whatever it is, whoever trains has to see it
-            self._note_in(some, error)
+            move = self._plan(batches)
+        except BaseException as error:  # noqa: BLE001, RUF100 - the training thread raises it
+            self._note_fetched(batches, error)
             return
-        if self._moves_wait:
-            mover.submit(self._move, move, some)
+        if self._moves_block:
+            mover.submit(self._move, move, batches)
         else:
-            self._move(move, some)
+            self._move(move, batches)
 
-    def _plan(self, some: Sequence[PendingBatch]) -> Callable[[], None]:
+    def _plan(self, batches: Sequence[PendingBatch]) -> Callable[[], None]:
         cache = self._cache()
         assert cache is not None
         with self._changed:
             if self._failed is not None:
                 raise self._failed
-            # All before it have left. Others may have meanwhile, but what is where shall not depend on which thread is quicker,
-            # and rows move while a GPU is busy with those others.
-            # What has not left stays in any case.
-            oldest = max(0, min(some[0].number - some[0].ahead * some[0].set_size, self._num_left))
+            # Batches up to `oldest` have left. Later ones may have left meanwhile, but the contents of slots must not depend on the
+            # timing of threads, and rows should move while a GPU works on those later batches. Batches that have not left stay.
+            oldest = max(0, min(batches[0].number - batches[0].ahead * batches[0].set_size, self._num_left))
             left = next((event for number, event in self._left if number >= oldest - 1), None)
-        return cache.plan_rows(some, oldest, left)
+        return cache.plan_rows(batches, oldest, left)
 
-    def _move(self, move: Callable[[], None], some: Sequence[PendingBatch]) -> None:
+    def _move(self, move: Callable[[], None], batches: Sequence[PendingBatch]) -> None:
         error = self._failed
         try:
             if error is None:
                 move()
-        except BaseException as raised:  # noqa: BLE001, RUF100
+        except BaseException as raised:  # noqa: BLE001, RUF100 - the training thread raises it
             error = raised
-        self._note_in(some, error)
+        self._note_fetched(batches, error)
 
-    def _note_in(self, some: Sequence[PendingBatch], error: BaseException | None) -> None:
+    def _note_fetched(self, batches: Sequence[PendingBatch], error: BaseException | None) -> None:
         with self._changed:
             self._failed = self._failed or error
-            for coming in some:
-                coming.error, coming.is_in = error, True
+            for batch in batches:
+                batch.error, batch.is_fetched = error, True
             self._num_moving -= 1
             self._changed.notify_all()
 
 
-def _work_ahead(of: weakref.ref[PrefetchScheduler], changed: threading.Condition) -> None:
-    """What the first thread does until the turns are gone."""
+def _work_ahead(reference: weakref.ref[PrefetchScheduler], changed: threading.Condition) -> None:
+    """Plan sets of batches until the scheduler is gone."""
     with ThreadPoolExecutor(1, thread_name_prefix="move-rows") as mover:
         while True:
             with changed:
-                while (turns := of()) is not None and not turns.may_go_on():
-                    del turns
-                    changed.wait(IS_GONE_S)
-                if turns is None:
+                while (scheduler := reference()) is not None and not scheduler.can_plan():
+                    del scheduler
+                    changed.wait(POLL_S)
+                if scheduler is None:
                     return
-                some = turns.next_set()
-            turns.plan_next(some, mover)
-            del turns, some
+                batches = scheduler.next_set()
+            scheduler.plan_next(batches, mover)
+            del scheduler, batches

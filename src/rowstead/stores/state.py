@@ -89,7 +89,7 @@ def part_of(
 
 
 def whole_state(parts: Sequence[StatePart]) -> dict[str, Tensor]:
-    """The tensors that `parts` make up, by name. What is one part is not copied if its store can help it."""
+    """The whole tensors that `parts` make up, by name. A tensor of one part is not copied if its store can avoid it."""
     tensors: dict[str, Tensor] = {}
     filled: dict[str, int] = {}
     at_once = rows_at_once(parts)
@@ -104,22 +104,22 @@ def whole_state(parts: Sequence[StatePart]) -> dict[str, Tensor]:
         for start, stop in row_ranges(part, at_once[part.name]):
             whole[part.first_row + start : part.first_row + stop, columns] = part.read(start, stop)
     for name, count in filled.items():
-        assert count == tensors[name].numel(), f"this process keeps {count} of the {tensors[name].numel()} elements of `{name}`"
+        assert count == tensors[name].numel(), f"this process holds {count} of the {tensors[name].numel()} elements of `{name}`"
     return tensors
 
 
 def load_parts(parts: Sequence[StatePart], state: Mapping[str, Tensor] | SavedState, *, rows_only: bool = False) -> None:
-    """Write saved tensors into `parts`, of each only the piece that it is; with `rows_only`, tables without optimizer state.
+    """Write saved tensors into `parts`, only the piece that each part is; with `rows_only` without optimizer state.
 
     Everything is checked before anything is written.
     """
-    saved = state if isinstance(state, SavedState) else _Whole(state)
+    saved = state if isinstance(state, SavedState) else _InMemory(state)
     wanted = [part for part in parts if not rows_only or part.name.endswith(".rows")]
     for part in wanted:
         if part.name not in saved:
-            raise CheckpointError(f"the saved model has no `{part.name}`: it was saved with another model or optimizer")
+            raise CheckpointError(f"the checkpoint has no `{part.name}`: it was saved with another model or optimizer")
         if (shape := saved.shape(part.name)) != part.shape:
-            raise CheckpointError(f"`{part.name}` is {shape} in the saved model and {part.shape} in this one")
+            raise CheckpointError(f"`{part.name}` is {shape} in the checkpoint and {part.shape} in this model")
     at_once = rows_at_once(parts)
     for part in wanted:
         columns = part.first_column, part.first_column + part.num_columns
@@ -127,8 +127,8 @@ def load_parts(parts: Sequence[StatePart], state: Mapping[str, Tensor] | SavedSt
             part.write(start, saved.rows(part.name, part.first_row + start, part.first_row + stop, *columns).to(part.dtype))
 
 
-def taken(part: StatePart, rows: Tensor) -> Tensor:
-    """Rows of a part by their numbers [n], rising; in the CPU's memory."""
+def take_rows(part: StatePart, rows: Tensor) -> Tensor:
+    """Rows of a part by index [n], ascending; in CPU memory."""
     if part.take is not None:
         return part.take(rows).cpu()
     rows_each = max(1, PIECE_BYTES // max(1, part.num_columns * part.dtype.itemsize))
@@ -146,9 +146,9 @@ def taken(part: StatePart, rows: Tensor) -> Tensor:
 
 
 def rows_at_once(parts: Sequence[StatePart]) -> dict[str, int]:
-    """By part, how many rows may be in the hand at a time.
+    """For each part, how many rows to process at a time.
 
-    Rows and optimizer state of a table are counted together: a store may keep them side by side, and then reads all of them.
+    Counts rows and optimizer state of a table together: a store that keeps them side by side reads both.
     """
     row_bytes: dict[str, int] = {}
     for part in parts:
@@ -158,12 +158,12 @@ def rows_at_once(parts: Sequence[StatePart]) -> dict[str, int]:
 
 
 def row_ranges(part: StatePart, rows_each: int) -> Iterator[tuple[int, int]]:
-    """First and last row of pieces of a part with so many rows at most."""
+    """Row ranges of a part with at most `rows_each` rows."""
     for start in range(0, part.num_rows, rows_each):
         yield start, min(start + rows_each, part.num_rows)
 
 
-class _Whole:
+class _InMemory:
     """Tensors in memory as a SavedState."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:

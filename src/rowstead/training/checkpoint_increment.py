@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rowstead.spec.train import CheckpointFormat
-from rowstead.stores.state import StatePart, taken
+from rowstead.stores.state import StatePart, take_rows
 from rowstead.training.checkpoint_files import TensorPiece, encode, piece_of_tensor, saves_bytes, stored_as
 from rowstead.training.saved_tensors import TOUCHED
 from rowstead.training.touched import RowBitmap
@@ -51,7 +51,7 @@ def piece_of_touched_rows(name: str, part: StatePart, max_rows: int, increment: 
     columns = part.first_column, part.first_column + part.num_columns
 
     def read(start: int, stop: int) -> Tensor:
-        return encode(encoding, taken(part, bits.at(before + start, before + stop) - part.first_row))
+        return encode(encoding, take_rows(part, bits.at(before + start, before + stop) - part.first_row))
 
     return TensorPiece(
         name=name,

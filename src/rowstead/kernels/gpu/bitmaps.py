@@ -1,7 +1,7 @@
-"""Maps of rows on a GPU, of one bit a row.
+"""Bitmaps of rows on a GPU.
 
-Whatever the order in which bits were set, listing them gives each row once and rising, so nothing is sorted. A launch that lists a
-map also empties it.
+Whatever the order in which bits were set, a bitmap lists each row once and in ascending order, without a sort. A kernel that lists a
+bitmap also clears it.
 
 Letters: n rows.
 """
@@ -13,33 +13,33 @@ import triton.language as tl
 from torch import Tensor
 
 WORDS = 512
-"""Words of a map that a program takes at a time."""
-MOST_WORD_BLOCKS = 4096
-"""Programs among which words are divided at most: each adds up what those before it found."""
+"""Words that a program processes at a time."""
+MAX_WORD_BLOCKS = 4096
+"""Programs that share the words at most: each adds up the counts of those before it."""
 
 
 def num_words(num_rows: int) -> int:
-    """int32 words of a map."""
+    """int32 words of a bitmap."""
     return triton.cdiv(num_rows, 32)
 
 
 def word_blocks(count: int) -> int:
-    """Programs that share `count` words of a map."""
+    """Programs that share `count` words."""
     return max(1, triton.cdiv(count, WORDS * word_chunks(count)))
 
 
 def word_chunks(count: int) -> int:
-    """How many times each of them takes some."""
-    return max(1, triton.cdiv(count, WORDS * MOST_WORD_BLOCKS))
+    """How many blocks of words each program processes."""
+    return max(1, triton.cdiv(count, WORDS * MAX_WORD_BLOCKS))
 
 
 def warps() -> int:
-    """Of a program that empties a map: none beside others with the same words, which it might read after they have emptied them."""
+    """Warps of a program that clears words: few enough that no two threads hold the same word, which one might read after the other cleared it."""
     return max(1, min(16, WORDS // 128))
 
 
 def count_bits(bits: Tensor, counts: Tensor, total: Tensor) -> None:
-    """Fill `counts` int32 [blocks of words] with how many bits of a map each has; `total` int32 [1] rises by their sum."""
+    """Fill `counts` int32 [blocks of words] with the number of bits set in each; `total` int32 [1] rises by their sum."""
     chunks, blocks = word_chunks(bits.numel()), word_blocks(bits.numel())
     _count_bits[(blocks,)](bits, counts, total, bits.numel(), chunks, BLOCK=WORDS, num_warps=4)
 
@@ -57,7 +57,7 @@ def _count_bits(bits, counts, total, num_words, chunks, BLOCK: tl.constexpr):  #
 
 
 def list_rows(bits: Tensor, counts: Tensor, rows: Tensor) -> None:
-    """Fill `rows` int64 [n] with the rows of a map."""
+    """Fill `rows` int64 [n] with the rows of a bitmap, and clear it."""
     blocks = word_blocks(bits.numel())
     chunks = word_chunks(bits.numel())
     _list_rows[(blocks,)](
@@ -80,7 +80,7 @@ def _list_rows(bits, counts, rows, num_words, chunks, BLOCK: tl.constexpr, BLOCK
             turns -= 1
 
 
-# For launches over maps
+# For kernels over bitmaps
 
 
 @triton.jit
@@ -92,7 +92,7 @@ def bit_of(row):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def ones_of(word):  # type: ignore[no-untyped-def]
-    """How many bits of each word are set; int32."""
+    """Number of bits set in each word (population count); int32."""
     word = word - ((word >> 1) & 0x55555555)
     word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
     word = (word + (word >> 4)) & 0x0F0F0F0F
@@ -102,20 +102,20 @@ def ones_of(word):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def lowest(word):  # type: ignore[no-untyped-def]
-    """Which bit of each word is its lowest; 32 where there is none."""
+    """Index of the lowest bit set in each word; 32 if none is."""
     return ones_of((word ^ (word & (word - 1))) - 1)
 
 
 @triton.jit
 def bits_before(counts, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Bits in the words of all programs before this one."""
+    """Bits set in the words of all programs before this one."""
     block = tl.arange(0, BLOCKS)
     return tl.sum(tl.load(counts + block, mask=block < tl.program_id(0), other=0), 0)
 
 
 @triton.jit
 def bits_of(bits, at, num_words, begin):  # type: ignore[no-untyped-def]
-    """Words of a map, which are emptied, how many bits each has, and where in a list its first goes."""
+    """Read and clear words: returns them, the number of bits in each, and the list index of its first."""
     signed = tl.load(bits + at, mask=at < num_words, other=0)
     tl.store(bits + at, tl.zeros_like(signed), mask=signed != 0)
     word = signed.to(tl.uint32, bitcast=True)

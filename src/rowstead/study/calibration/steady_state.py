@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from rowstead.data.batch import Batch, Sparse
 from rowstead.plan.caching import BATCHES_COUNTED
-from rowstead.stores.cached import MAX_SET
-from rowstead.stores.prefetch_scheduler import AHEAD
+from rowstead.spec.caching import MAX_SET, SETS_IN_FLIGHT
 from rowstead.stores.ssd import FileRows
 from rowstead.study.calibration.steps import DRAWN_IDS, MAX_BATCHES, Shape, Steps, drawn_batches
 from rowstead.training.build import build_model
@@ -95,7 +94,7 @@ def run_to_steady_state(
         for sparse in drawn.fillings(batches[0].sparse, math.ceil(kept_share * shape.num_rows)):
             store.lookup(sparse)
         if device.type == "cuda":  # else all that was just read would count as under way, and a GPU's cache take memory for it
-            for batch in batches[-(AHEAD + 1) * MAX_SET :]:
+            for batch in batches[-SETS_IN_FLIGHT * MAX_SET :]:
                 store.lookup(batch.sparse)
         store.drop_prefetched()
         for _ in steps.take(SETTLING_STEPS):
