@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rowstead.spec.errors import RowsteadError
-from rowstead.spec.sizes import shown_bytes
+from rowstead.spec.sizes import format_bytes
 
 BLOCK = 4096
 """Alignment of memory, offsets and sizes in bytes; every file system we know accepts it for direct I/O."""
@@ -188,8 +188,8 @@ class ScratchFile:
         """The error to raise when the disk is full, with sizes and remedies."""
         why = f" ({error.strerror})" if error is not None and error.errno != errno.ENOSPC else ""
         return RowsteadError(
-            f"not enough disk space for the row file `{self.path}`{why}: it needs {shown_bytes(needed)} more, and "
-            f"{shown_bytes(free_bytes(self.path.parent))} are free there. 1. free some, or raise the system's file size limit; 2. "
+            f"not enough disk space for the row file `{self.path}`{why}: it needs {format_bytes(needed)} more, and "
+            f"{format_bytes(free_bytes(self.path.parent))} are free there. 1. free some, or raise the system's file size limit; 2. "
             "choose a folder on a larger disk; 3. make the model smaller: fewer rows, narrower rows, or an optimizer with less state"
         )
 
