@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.cache_ssd import Round, announced, row_of
+from benchmarks.cache_ssd import Round, prefetched, row_of
 from benchmarks.skews import CriteoLike, criteo_like_exponent, share_of_hottest
 from rowstead.data.batch import Batch, Sparse
 
@@ -51,7 +51,7 @@ def test_a_store_hears_of_batches_before_they_come() -> None:
         for number in range(6)
     ]
     store = Listener()
-    seen = [(int(batch.sparse.ids[0]), len(store.heard)) for batch in announced(store, batches, 2)]  # type: ignore[arg-type]
+    seen = [(int(batch.sparse.ids[0]), len(store.heard)) for batch in prefetched(store, batches, 2)]  # type: ignore[arg-type]
     assert seen == [(0, 3), (1, 4), (2, 5), (3, 6), (4, 6), (5, 6)]
 
 
