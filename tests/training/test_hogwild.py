@@ -215,5 +215,5 @@ def test_a_run_with_threads_learns_and_resumes(tmp_path: Path) -> None:
 def test_threads_are_refused_where_they_cannot_share_tables() -> None:
     stepper = stepper_of()
     stepper.model.store._kernel_choice = "reference"  # type: ignore[union-attr]
-    with pytest.raises(RowsteadError, match="threads can share tables in the memory of a CPU alone"):
+    with pytest.raises(RowsteadError, match="threads can share only tables in CPU memory"):
         Hogwild(stepper, 2)
