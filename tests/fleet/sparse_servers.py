@@ -47,8 +47,8 @@ def cut_by_rows(layout: Layout, num_servers: int) -> Partition:
 def whole_tables(layout: Layout, num_servers: int) -> Partition:
     """Assign whole tables to servers round-robin."""
     servers: list[list[ServerPiece]] = [[] for _ in range(num_servers)]
-    for place, table in enumerate(layout.tables):
-        servers[place % num_servers].append(ServerPiece(table=table.name, first_row=0, num_rows=table.num_rows))
+    for index, table in enumerate(layout.tables):
+        servers[index % num_servers].append(ServerPiece(table=table.name, first_row=0, num_rows=table.num_rows))
     return Partition(servers=tuple(map(tuple, servers)))
 
 

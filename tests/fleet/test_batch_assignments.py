@@ -115,7 +115,7 @@ class Fleet(RuleBasedStateMachine):
 
     @invariant()
     def every_batch_is_held_or_to_reassign_or_done(self):
-        if hasattr(self, "book"):
+        if hasattr(self, "assignments"):
             assignments = self.assignments
             assert (
                 assignments.num_done + assignments.num_held + len(assignments.to_reassign)
@@ -129,13 +129,13 @@ class Fleet(RuleBasedStateMachine):
 
     @invariant()
     def batches_trained_on_twice_are_counted(self):
-        if hasattr(self, "book"):
+        if hasattr(self, "assignments"):
             twice = sum(self.trained.values()) - len(self.trained)
             assert twice <= self.assignments.num_repeated <= self.num_released
             assert self.assignments.num_samples_repeated == 10 * self.assignments.num_repeated
 
     def teardown(self):
-        if not hasattr(self, "book"):
+        if not hasattr(self, "assignments"):
             return
         for _ in range(2):  # the first round reports new incarnations, the second trains
             for name in NAMES:

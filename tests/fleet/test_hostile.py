@@ -86,39 +86,39 @@ def good(number: int) -> list[bytes]:
 def damaged(chance: random.Random) -> list[bytes]:
     """Return a damaged request."""
     frames = good(chance.randrange(1 << 20))
-    head = bytearray(frames[0])
+    header = bytearray(frames[0])
     match chance.randrange(13):
         case 0:  # noise
             return [chance.randbytes(chance.randrange(300)) for _ in range(chance.randrange(1, 5))]
         case 1:  # truncated, in the header or after it
-            return [bytes(head[: chance.randrange(len(head))]), *frames[1:]]
+            return [bytes(header[: chance.randrange(len(header))]), *frames[1:]]
         case 2:  # another version
-            struct.pack_into("<H", head, 4, chance.choice([0, VERSION - 1, VERSION + 1, 65535]))
+            struct.pack_into("<H", header, 4, chance.choice([0, VERSION - 1, VERSION + 1, 65535]))
         case 3:  # facts longer than sent, or than allowed
-            struct.pack_into("<I", head, 32, chance.choice([0, 1, 1000, LIMITS.facts_bytes + 1, 2**32 - 1]))
+            struct.pack_into("<I", header, 32, chance.choice([0, 1, 1000, LIMITS.facts_bytes + 1, 2**32 - 1]))
         case 4:  # another number of tensors
-            struct.pack_into("<I", head, 36, chance.choice([0, 1, 3, 100, 2**32 - 1]))
+            struct.pack_into("<I", header, 36, chance.choice([0, 1, 3, 100, 2**32 - 1]))
         case 5:  # other bytes of tensors
-            struct.pack_into("<Q", head, 40, chance.choice([0, 81, LIMITS.message_bytes + 1, 2**64 - 1]))
+            struct.pack_into("<Q", header, 40, chance.choice([0, 81, LIMITS.message_bytes + 1, 2**64 - 1]))
         case 6:  # a tensor too many, too few, too long or too short
             return chance.choice(
                 [[*frames, b"more"], frames[:-1], [*frames[:-1], frames[-1] + b"x"], [*frames[:-1], frames[-1][:-1]]]
             )
         case 7:  # an invalid dtype or number of dimensions
-            head[HEADER_BYTES + chance.randrange(2)] = chance.randrange(11, 256)
+            header[HEADER_BYTES + chance.randrange(2)] = chance.randrange(11, 256)
         case 8:  # an enormous shape
-            struct.pack_into("<Q", head, HEADER_BYTES + 2, chance.choice([0, 11, 2**32, 2**63, 2**64 - 1]))
+            struct.pack_into("<Q", header, HEADER_BYTES + 2, chance.choice([0, 11, 2**32, 2**63, 2**64 - 1]))
         case 9:  # facts that are not an object
             facts = chance.choice([b"[1,2]", b"{", b'{"a":', b"[" * 5000, b"null", b"\xff" * 9, b'{"a":1}garbage', b"9" * 5000])
-            struct.pack_into("<I", head, 32, len(facts))
-            return [bytes(head[: HEADER_BYTES + 20]) + facts, *frames[1:]]
+            struct.pack_into("<I", header, 32, len(facts))
+            return [bytes(header[: HEADER_BYTES + 20]) + facts, *frames[1:]]
         case 10:  # a role other than request
-            head[6] = chance.choice([0, 2, 3, 200])
+            header[6] = chance.choice([0, 2, 3, 200])
         case 11:  # an unknown kind, or one that is not a word
-            head[48:52] = chance.choice([b"drop", b"\xff\xfe\xfd\xfc", b"\0\0\0\0", b"a\nb\0"])
+            header[48:52] = chance.choice([b"drop", b"\xff\xfe\xfd\xfc", b"\0\0\0\0", b"a\nb\0"])
         case _:  # far more frames than any message has
             return [*frames, *[b""] * chance.randrange(1, 200)]
-    return [bytes(head), *frames[1:]]
+    return [bytes(header), *frames[1:]]
 
 
 def test_ten_thousand_bad_messages_change_nothing_and_each_good_one_between_them_is_right(server: Server, table: Table) -> None:

@@ -340,19 +340,19 @@ def test_a_restarted_trainer_gets_the_batches_that_it_held(log, tmp_path):
 def test_readers_and_trainers_killed_at_any_moment_lose_nothing(tmp_path, seed):
     log = write_log(tmp_path / "log", 6000)
     chance = random.Random(seed)
-    lives = Counter()
+    incarnations = Counter()
     posts = [*(("reader", number) for number in range(2)), *(("trainer", number) for number in range(3))]
     running = {}
     with contextlib.ExitStack() as stack:
 
         def start(kind, number):
             if kind == "reader":
-                named = {"incarnation": lives[kind, number], "epochs": 2}
+                named = {"incarnation": incarnations[kind, number], "epochs": 2}
                 running[kind, number] = stack.enter_context(process(run_reader, log, tmp_path, number, 2, **named))
-                wait_for_reader(tmp_path, number, lives[kind, number])
+                wait_for_reader(tmp_path, number, incarnations[kind, number])
             else:
                 running[kind, number] = stack.enter_context(process(run_trainer, tmp_path, f"trainer-{number}", 2))
-            lives[kind, number] += 1
+            incarnations[kind, number] += 1
 
         def num_trained():
             return sum(len(trained_by(tmp_path, f"trainer-{number}")) for number in range(3))
@@ -375,7 +375,7 @@ def test_readers_and_trainers_killed_at_any_moment_lose_nothing(tmp_path, seed):
         assert set(seen) == set(range(6000)), "an example was lost"
     twice = sum(len(rows) for _, rows in trained) - 2 * 6000
     assert twice <= sum(one["num_samples_repeated"] for one in status)
-    kills_of_trainers = sum(lives["trainer", number] - 1 for number in range(3))
+    kills_of_trainers = sum(incarnations["trainer", number] - 1 for number in range(3))
     # Of each reader a trainer holds what it prefetched (2), as much that it has not yet acknowledged, and one to train on.
     assert sum(one["num_batches_repeated"] for one in status) <= kills_of_trainers * 2 * (2 + 4 + 1)
     for one in status:

@@ -199,19 +199,19 @@ def test_a_trainer_continues_when_a_server_process_is_killed_and_restarts_from_i
     saved: dict[tuple[str, int], torch.Tensor] = {}
     with processes(tmp_path, 2) as servers:
         store = RemoteStore(layout, optimizer, partition, connect, dtype=torch.float64)
-        for place, batch in enumerate(batches):
+        for index, batch in enumerate(batches):
             pooled = store.lookup(batch)
             torch.testing.assert_close(pooled, local.lookup(batch), rtol=1e-9, atol=1e-12)
-            if place == 25:
+            if index == 25:
                 servers[0].send_signal(signal.SIGKILL)
                 servers[0].wait(30)
                 servers[0] = start(tmp_path, 0, 2)
                 state = local.state()
                 for (name, first), value in saved.items():
                     state[name][first : first + len(value)] = value
-            store.update(batch, grads[place], lr=0.1, step=place + 1)
-            local.update(batch, grads[place], lr=0.1, step=place + 1)
-            if place == 10:
+            store.update(batch, grads[index], lr=0.1, step=index + 1)
+            local.update(batch, grads[index], lr=0.1, step=index + 1)
+            if index == 10:
                 store.flush()
                 with connect(0) as client:
                     client.call("snapshot")

@@ -156,20 +156,20 @@ def test_messages_over_a_limit_are_refused(limits: Limits, message: Message) -> 
 
 @pytest.mark.parametrize("facts", [b"[1]", b"{} ", b"{}x", b"nul", b"\xff\xfe", b"[" * 100_000, b"1" * 5000])
 def test_facts_that_are_not_a_json_object_are_refused(facts: bytes) -> None:
-    head = bytearray(sent(Message("x", {"a": 1}))[0][:HEADER_BYTES])
-    struct.pack_into("<I", head, 32, len(facts))
+    header = bytearray(sent(Message("x", {"a": 1}))[0][:HEADER_BYTES])
+    struct.pack_into("<I", header, 32, len(facts))
     assert json.loads(sent(Message("x", {"a": 1}))[0][HEADER_BYTES:]) == {"a": 1}
     with pytest.raises(WireError, match="JSON"):
-        received([bytes(head) + facts])
+        received([bytes(header) + facts])
 
 
 def test_a_shape_whose_product_overflows_is_refused() -> None:
     frames = sent(Message("x", {}, [torch.zeros(1, 1)]))
-    head = bytearray(frames[0])
-    struct.pack_into("<QQ", head, HEADER_BYTES + 2, 2**32, 2**32)
+    header = bytearray(frames[0])
+    struct.pack_into("<QQ", header, HEADER_BYTES + 2, 2**32, 2**32)
     with pytest.raises(WireError, match="has 4 bytes"):
-        received([bytes(head), frames[1]])
-    struct.pack_into("<QQ", head, HEADER_BYTES + 2, 2**63, 0)
-    struct.pack_into("<Q", head, 40, 0)
+        received([bytes(header), frames[1]])
+    struct.pack_into("<QQ", header, HEADER_BYTES + 2, 2**63, 0)
+    struct.pack_into("<Q", header, 40, 0)
     with pytest.raises(WireError, match="invalid tensor shape"):
-        received([bytes(head), b""])
+        received([bytes(header), b""])
