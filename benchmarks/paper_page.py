@@ -96,7 +96,7 @@ def sweep(software: Software) -> list[str]:
 
 
 def models(software: Software) -> list[str]:
-    lines = ["| model | ours | paper | off | efficiency, ours | paper | held up by: CPU fleet | Big Basin |", "|---" * 8 + "|"]
+    lines = ["| model | ours | paper | off | efficiency, ours | paper | bottleneck: CPU fleet | Big Basin |", "|---" * 8 + "|"]
     for name, paper in TABLE3.items():
         cpu, gpu = production(name, software)
         ratio = gpu.samples_per_s / cpu.samples_per_s
@@ -109,7 +109,7 @@ def models(software: Software) -> list[str]:
     return [
         "## The production models",
         "Throughput of one Big Basin, all eight GPUs with a batch each, over that of the CPU fleet with the study's batch of "
-        "200. The fit did not see these; the two constants that are set by hand (below) were chosen with them in view.",
+        "200. The fit did not see these; the two constants that are set manually (below) were chosen with them in view.",
         "\n".join(lines),
         "The study's efficiency of M2 does not follow from its 36 servers, which give 4.2.",
     ]
@@ -123,7 +123,7 @@ def places(software: Software) -> list[str]:
         lines.append(f"| {words} | {found['bigbasin-32'][place]:,.0f} | {found['zion-prototype'][place]:,.0f} |")
     below = found["bigbasin-32"]["device"] / found["bigbasin-32"]["host"]
     return [
-        "## Places for the tables",
+        "## Placement of the tables",
         "\n".join(lines),
         "The orders are the study's: GPU memory is best on Big Basin and much lower on Zion, whose GPUs had no path to each other; "
         "system memory is best on Zion; remote memory beats neither on either, with Zion ahead. "
@@ -161,16 +161,16 @@ def others(software: Software) -> list[str]:
         f"| MLPs up to 256³ cost little, beyond CPU drops more | 64², 256³, 2048³: CPU {thousands(_k(x) for x in cpu_mlp)}, "
         f"GPU {thousands(_k(x) for x in gpu_mlp)} | yes |",
         f"| throughput grows linearly with trainers, up to a point | 1 / 4 / 32 trainers on 4 sparse servers: {thousands(_k(x) for x in trainers)} | yes |",
-        "| best place on Big Basin: GPU memory for M1 and M2, remote for M3 | the same | yes |",
-        f"| best place on Zion: system memory | M2: the same. M1: GPU memory {_k(m1['device'])}, system memory {_k(m1['host'])} | "
+        "| best placement on Big Basin: GPU memory for M1 and M2, remote for M3 | the same | yes |",
+        f"| best placement on Zion: system memory | M2: the same. M1: GPU memory {_k(m1['device'])}, system memory {_k(m1['host'])} | "
         f"yes, M1 by {m1['host'] / m1['device'] - 1:.1%} alone |",
         f"| … for M3 | system memory {_k(m3_host.samples_per_s)}, 3 remote servers {_k(m3_few.samples_per_s)}, 18 of them "
         f"{_k(m3_many.samples_per_s)} | yes at equal or few servers |",
         "| M3 on Zion against several Big Basins with it in GPU memory: orders of magnitude more efficient | "
         f"one Zion {_k(m3_host.samples_per_s)}, three Big Basins {_k(several.samples_per_s)} together | **no**: "
-        f"{3 * m3_host.samples_per_s / several.samples_per_s:.2g} times a server; the published bandwidths do not support more |",
+        f"{3 * m3_host.samples_per_s / several.samples_per_s:.2g} times per server; the published bandwidths do not support more |",
     ]
-    return ["## What else the study found", "Samples a second:", "\n".join(lines)]
+    return ["## What else the study found", "Samples per second:", "\n".join(lines)]
 
 
 def basis(software: Software) -> list[str]:
@@ -181,18 +181,18 @@ def basis(software: Software) -> list[str]:
     return [
         "## What is fitted, and what is assumed",
         "Three constants of the software are made to fit the study. `python -m benchmarks.fit_paper` fits one to the sweep's twelve "
-        "cells: the time of a step on an accelerator that nothing hides. Two are set by hand: "
-        "a core handles 0.13 GB of messages in a second, and the host takes 6 µs to dispatch an operator, about the time of a "
-        "kernel's launch. They were chosen for the places of tables and for throughput over the number of GPUs, which hang on them: "
+        "cells: the time of a step on an accelerator that nothing hides. Two are set manually: "
+        "a core handles 0.13 GB of messages per second, and the host takes 6 µs to dispatch an operator, about the time of a "
+        "kernel's launch. They were chosen for the placement of tables and for throughput over the number of GPUs, which hang on them: "
         f"with 6 µs and 0.13 GB {_narrow(software)}; with 5 µs {_narrow(refitted(software, {'operator_s': 5e-6}))}; with 0.15 GB "
         f"{_narrow(refitted(software, {'message_bytes_per_s_per_core': 0.15e9}))}. "
         "A fit of the time of an operator to the cells would make rows that are left out far worse ([log](log.md)). "
-        f"With 4 µs the production models would be at {without('operator_s', 4e-6)}; with 0.2 GB a second at "
+        f"With 4 µs the production models would be at {without('operator_s', 4e-6)}; with 0.2 GB per second at "
         f"{without('message_bytes_per_s_per_core', 0.2e9)}.",
-        "What the study does not say, and we assume: rows of width 64 (M3: 128), 32 ids a feature in the sweep, Zipf-distributed ids, "
-        "Adagrad; one step in flight a trainer (M3: 4); the sweep's batch shared by as few GPUs as hold the tables; its ids and lengths "
+        "What the study does not say, and we assume: rows of width 64 (M3: 128), 32 ids per feature in the sweep, Zipf-distributed ids, "
+        "Adagrad; one step in flight per trainer (M3: 4); the sweep's batch shared by as few GPUs as hold the tables; its ids and lengths "
         "copied to the GPUs within the step, table by table; a dense feature as an operator of its own, for each GPU; batches of 200 on the CPU "
-        "fleets of production models; two GPUs of Big Basin that are used alone share an uplink (with one each, 2 GPUs would have "
+        "fleets of production models; two GPUs of Big Basin used without the others share an uplink (with one each, 2 GPUs would have "
         f"{_k(_two_gpus(software))}). The shares of peak rates (products 0.6, random rows "
         "0.65 on a CPU) and the counts of operators are round numbers, in "
         "`rowstead/machines/software/operators-2020.yaml`. The form of the equations (63 variants were scored, about 4,200 settings in all), the batch of the CPU fleets and these numbers were settled with the study's "

@@ -131,7 +131,7 @@ def test_what_if_of_the_number_of_accelerators_leaves_out_energy_and_says_so() -
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output + str(done.exception)
     assert "samples/J" not in done.output
-    assert "power and prices with so many accelerators and sockets are not known of dgx-h200" in done.output
+    assert "dgx-h200: power and price are unknown with another number of accelerators" in done.output
     plain = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)
     assert "nameplate_watts" not in plain["machines"][0]
     assert len(plain["notes"]) == 1
@@ -166,7 +166,7 @@ def test_what_if_of_a_part_that_only_some_machines_have_changes_those() -> None:
     ("words", "problem"),
     [
         (["m1", "--on", "bigbassin-32"], "did you mean `bigbasin-32`"),
-        (["m1", "--on", ","], "names no machine"),
+        (["m1", "--on", ","], "name at least one machine"),
         (["m1", "--samples-per-s", "-1"], "must be above 0"),
         (["m1", "--samples-per-s", "inf"], "must be above 0 and finite"),
         (["m1", "--samples-per-s", "nan"], "must be above 0 and finite"),
@@ -174,7 +174,7 @@ def test_what_if_of_a_part_that_only_some_machines_have_changes_those() -> None:
         (["m1", "--what-if", "price.usd=2x"], "none of the machines has such a part"),
         (["m1", "--what-if", "host.num_cores=infx"], "whole number"),
         (["m1", "--what-if", "accelerators.host_link.bandwidth=0x"], "must be above 0"),
-        (["m1", "--batch", "12,x"], "give whole numbers"),
+        (["m1", "--batch", "12,x"], "give integers"),
         (["m1", "--prefer", "fast"], "`efficiency` or `speed`"),
         (["m1", "--on", "zion", "--what-if", "network.bandwidth=0x"], "must be above 0"),
         (["m4"], "no recipe"),
@@ -304,7 +304,7 @@ def test_two_machines_of_one_name_are_refused(tmp_path: Path) -> None:
     file.write_text((MACHINES / "laptop.yaml").read_text())
     done = CliRunner().invoke(app, ["plan", "quickstart", "--on", f"laptop,{file}"])
     assert isinstance(done.exception, RowsteadError)
-    assert "two machines are called `laptop`" in str(done.exception)
+    assert "two machines are named `laptop`" in str(done.exception)
 
 
 def test_json_says_what_was_asked_and_whether_it_is_reached() -> None:

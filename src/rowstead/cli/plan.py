@@ -1,4 +1,4 @@
-"""`rowstead plan`: where a model would train fastest, before it runs. Needs no torch."""
+"""`rowstead plan` and `rowstead calibrate`. Planning needs no torch."""
 
 from __future__ import annotations
 
@@ -35,31 +35,35 @@ def plan(
         typer.Option(
             "--software",
             metavar="NAME",
-            help="Whose overheads to use: a shipped name, or a file. [default: as measured with the machine, else rowstead]",
+            help="Software overheads: a shipped name, or a file. [default: as calibrated with the machine, else rowstead]",
         ),
     ] = None,
-    server: Annotated[str, typer.Option("--server", metavar="NAME", help="What parameter servers and readers are.")] = "cpu-2s",
+    server: Annotated[
+        str, typer.Option("--server", metavar="NAME", help="Machine for parameter servers and readers.")
+    ] = "cpu-2s",
     batch: Annotated[
-        str | None, typer.Option("--batch", metavar="N,N", help="Batches a device to try. [default: the recipe's]")
+        str | None, typer.Option("--batch", metavar="N,N", help="Batch sizes per device to try. [default: the recipe's]")
     ] = None,
     prefer: Annotated[
-        str, typer.Option("--prefer", metavar="efficiency|speed", help="Best by samples a joule, or by samples a second.")
+        str, typer.Option("--prefer", metavar="efficiency|speed", help="Maximise samples per joule, or samples per second.")
     ] = "efficiency",
     samples_per_s: Annotated[
-        float | None, typer.Option("--samples-per-s", metavar="N", help="Find the servers that reach this speed.")
+        float | None, typer.Option("--samples-per-s", metavar="N", help="Find the fewest servers that reach this speed.")
     ] = None,
     what_if: Annotated[
         list[str] | None,
-        typer.Option("--what-if", metavar="KEY=CHANGE", help="Change machines: machine.network.bandwidth=4x. Repeatable."),
+        typer.Option(
+            "--what-if", metavar="KEY=CHANGE", help="Change the machines, such as machine.network.bandwidth=4x. Repeatable."
+        ),
     ] = None,
     requirements: Annotated[
-        bool, typer.Option("--requirements", help="What a machine needs at least for this model at this speed.")
+        bool, typer.Option("--requirements", help="Also print the minimum capacities of a machine for this speed.")
     ] = False,
-    tables: Annotated[bool, typer.Option("--tables", help="Also say where each table goes.")] = False,
-    timeline: Annotated[bool, typer.Option("--timeline", help="Also draw one step's tasks over time.")] = False,
+    tables: Annotated[bool, typer.Option("--tables", help="Also print where each table goes.")] = False,
+    timeline: Annotated[bool, typer.Option("--timeline", help="Also print a timeline of one step, by phase.")] = False,
     picture: Annotated[
         Path | None,
-        typer.Option("--picture", metavar="FILE", help="Draw one step's tasks over time into an .html or .svg file."),
+        typer.Option("--picture", metavar="FILE", help="Write the timeline of one step to an .html or .svg file."),
     ] = None,
     keep: Annotated[
         Path | None, typer.Option("--keep", metavar="RUNS", help="Also add the predictions to the run store in this folder.")
@@ -82,7 +86,7 @@ def plan(
     spec, batches = load_recipe(recipe, set_ or []), _batches(batch)
     program, helper = load_software(software or "rowstead"), load_machine(server)
     if helper.network is None:
-        raise RowsteadError(f"--server {server}: it has no network, so it can be no parameter server and no reader")
+        raise RowsteadError(f"--server {server} has no network, which parameter servers and readers need")
     machines, notes = _machines(on, what_if or [], is_measured=software is None)
     if spec.model.network not in NETWORKS:
         notes.append(
@@ -124,19 +128,19 @@ def plan(
         return
     print_plan(plan_, tables=tables, timeline=timeline)
     if spec.data.parquet is not None:
-        say("the log's own lengths and law of ids are not known here: one id a feature, drawn evenly")
+        say("Assuming one uniformly drawn id per feature: a plan does not read the log.")
 
 
 def _machines(on: str | None, changes: list[str], *, is_measured: bool) -> tuple[list[Machine], list[str]]:
-    """The machines that are meant, all shipped ones where none is, with the changes to them; and what is to be said of those.
+    """The machines of `--on`, or all shipped ones, with the changes applied; and remarks about them.
 
-    A shipped machine that none has named is left out where a change contradicts it, unless it contradicts them all.
+    Without `--on`, a machine that a change contradicts is left out, unless it contradicts them all.
     """
     from rowstead.spec.catalogue import load_machine, machine_names
 
     names = list(dict.fromkeys(name.strip() for name in on.split(",") if name.strip())) if on is not None else machine_names()
     if not names:
-        raise RowsteadError("--on names no machine")
+        raise RowsteadError("--on: name at least one machine")
     found: dict[str, Machine] = {}
     notes, dimmed, unused, refused = list[str](), list[str](), set(changes), list[RowsteadError]()
     for name in names:
@@ -151,19 +155,17 @@ def _machines(on: str | None, changes: list[str], *, is_measured: bool) -> tuple
             continue
         unused -= set(made)
         if machine.name in found:
-            raise RowsteadError(
-                f"--on: two machines are called `{machine.name}`: give the one of `{name}` another `name` in its file"
-            )
+            raise RowsteadError(f"--on: two machines are named `{machine.name}`: change `name` in the file `{name}`")
         described = load_machine(name) if made else machine
         if is_measured and made:
-            _refuse_measured(described, machine, made)
+            _check_changes_matter(described, machine, made)
         if any(getattr(described, what) and not getattr(machine, what) for what in ("power", "meter", "price")):
             dimmed.append(machine.name)
         found[machine.name] = machine
     if dimmed:
         notes.append(
-            f"power and prices with so many accelerators and sockets are not known of {', '.join(dimmed)}, so figures of energy and cost "
-            "are left out: give them too, such as --what-if power.nameplate=2x"
+            f"{', '.join(dimmed)}: power and price are unknown with another number of accelerators or sockets, so energy and cost "
+            "are left out; set them too, such as --what-if power.nameplate=2x"
         )
     if refused and (unused or not found):
         raise refused[0]
@@ -173,7 +175,7 @@ def _machines(on: str | None, changes: list[str], *, is_measured: bool) -> tuple
 
 
 def _applicable(name: str, changes: list[str]) -> list[str]:
-    """Changes of parts that one machine has."""
+    """The changes to parts that the machine has."""
     from rowstead.spec.catalogue import load_machine
 
     kept = []
@@ -182,13 +184,13 @@ def _applicable(name: str, changes: list[str]) -> list[str]:
             load_machine(name, [change])
         except RowsteadError as error:
             if "has no such part" in str(error):
-                continue  # what else is wrong may be mended by another change
+                continue  # other errors may be resolved by another change
         kept.append(change)
     return kept
 
 
-def _refuse_measured(before: Machine, after: Machine, changes: list[str]) -> None:
-    """Raise an error about changes of rates that do not count, since times of a step's parts were measured."""
+def _check_changes_matter(before: Machine, after: Machine, changes: list[str]) -> None:
+    """Raise an error about changed rates of a calibrated machine, whose predictions use measured times."""
     if before.software is None or (before.software.cpu_timings is None and before.software.device_timings is None):
         return
 
@@ -198,28 +200,29 @@ def _refuse_measured(before: Machine, after: Machine, changes: list[str]) -> Non
 
     if rates(before) != rates(after):
         raise RowsteadError(
-            f"--what-if {' '.join(changes)}: the parts of a step were measured on `{before.name}`, and their times do not follow "
-            "its rates: add `--software rowstead` to predict from rates instead"
+            f"--what-if {' '.join(changes)}: the measured times of `{before.name}` do not depend on its rates: "
+            "add `--software rowstead` to predict from rates instead"
         )
 
 
 def calibrate(
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="Where to write the machine. [default: where `train` finds it]")
+        Path | None, typer.Option("--out", metavar="FILE", help="Machine file to write. [default: where `train` finds it]")
     ] = None,
-    name: Annotated[str, typer.Option("--name", metavar="NAME", help="What to call it.")] = "here",
+    name: Annotated[str, typer.Option("--name", metavar="NAME", help="Name of the machine.")] = "here",
     device: Annotated[
-        str, typer.Option("--device", metavar="auto|cpu|cuda", help="What trains: a GPU where there is one, or the processors.")
+        str,
+        typer.Option("--device", metavar="auto|cpu|cuda", help="Device to calibrate for: a GPU if there is one, or the CPU."),
     ] = "auto",
     threads: Annotated[
-        int | None, typer.Option("--threads", metavar="N", help="CPU threads. [default: as `train` takes]")
+        int | None, typer.Option("--threads", metavar="N", help="CPU threads. [default: as `train` uses]")
     ] = None,
     folder: Annotated[
-        Path, typer.Option("--folder", metavar="FOLDER", help="A folder on the disk that tables may go to.")
+        Path, typer.Option("--folder", metavar="FOLDER", help="A folder on the disk for tables on `ssd`.")
     ] = Path(),
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes, for a first look: predictions are worse.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes; predictions are less accurate.")] = False,
 ) -> None:
-    """Measure this machine, in two minutes or less, so that speeds can be predicted on it."""
+    """Measure this machine in two minutes or less, for predictions on it."""
     import tempfile
     import time
 
@@ -236,7 +239,7 @@ def calibrate(
         raise RowsteadError(f"--device is `auto`, `cpu` or `cuda`, got `{device}`")
     has_gpu = torch.cuda.is_available()
     if device == "cuda" and not has_gpu:
-        raise RowsteadError("--device cuda, but torch sees no CUDA GPU here: use `--device cpu`")
+        raise RowsteadError("--device cuda, but torch finds no CUDA GPU: use `--device cpu`")
     if threads is not None and threads < 1:
         raise RowsteadError(f"--threads must be at least 1, got {threads}")
     if not folder.is_dir():
@@ -250,7 +253,7 @@ def calibrate(
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.tmp-"):
             pass
-    except OSError as error:  # better now than after the measuring
+    except OSError as error:  # fail before measuring
         raise RowsteadError(f"cannot write {path}: {error.strerror or error}: name another file with --out") from None
     before, start = torch.get_num_threads(), time.perf_counter()
 
@@ -266,19 +269,19 @@ def calibrate(
     tell(f"written to {path}")
     for line in _shown_machine(machine):
         say(f"  {line}")
-    say(f"`rowstead plan RECIPE --on {'here' if out is None else path}` predicts with it")
+    say(f"Use it with `rowstead plan RECIPE --on {'here' if out is None else path}`.")
 
 
 def _shown_machine(machine: Machine) -> list[str]:
-    """The most telling figures of a machine, a line each."""
+    """Key figures of a machine, one line each."""
     host, accelerators, disk, meter = machine.host, machine.accelerators, machine.disk, machine.meter
     parts = [("processors", host.memory, host.compute)]
     if accelerators is not None:
         parts.append(("GPU", accelerators.memory, accelerators.compute))
     lines = [machine.title]
     for what, memory, compute in parts:
-        at_random = ", ".join(f"{rate.bytes_per_s / 1e9:.3g} GB/s in pieces of {rate.piece_bytes}" for rate in memory.random)
-        lines.append(f"{what}: memory {memory.bandwidth_bytes_per_s / 1e9:.3g} GB/s in order, at random {at_random}")
+        at_random = ", ".join(f"{rate.bytes_per_s / 1e9:.3g} GB/s in accesses of {rate.piece_bytes}" for rate in memory.random)
+        lines.append(f"{what}: memory {memory.bandwidth_bytes_per_s / 1e9:.3g} GB/s sequential, random {at_random}")
         rates = {"FP32": compute.fp32_flops_per_s, "TF32": compute.tf32_flops_per_s, "BF16": compute.bf16_flops_per_s}
         lines.append(f"{what}: " + ", ".join(f"{rate / 1e12:.3g} TFLOP/s {name}" for name, rate in rates.items() if rate))
     if accelerators is not None:
@@ -287,7 +290,7 @@ def _shown_machine(machine: Machine) -> list[str]:
     if disk is not None:
         lines.append(
             f"disk: reads {disk.read_bytes_per_s / 1e9:.3g} GB/s, writes {disk.write_bytes_per_s / 1e9:.3g} GB/s, "
-            f"{disk.random_reads_per_s:,.0f} reads at random a second"
+            f"{disk.random_reads_per_s:,.0f} random reads per second"
         )
     if meter is not None:
         lines.append(f"power of {meter.of}: {meter.idle_watts:.0f} W idle, {meter.loaded_watts:.0f} W loaded")
@@ -295,7 +298,7 @@ def _shown_machine(machine: Machine) -> list[str]:
 
 
 def _keep(root: Path, spec: RunSpec, choices: list[Choice]) -> None:
-    """Add what was predicted to a run store, a machine that is too small with the reason."""
+    """Add the predictions to a run store; where the model does not fit, with that as the failure."""
     from rowstead.plan.predict import build_predicted_record
     from rowstead.records.store import RunStore, StoreEntry
     from rowstead.spec.parse import digest
@@ -315,7 +318,7 @@ def _batches(text: str | None) -> list[int]:
     try:
         batches = [int(number) for number in text.split(",")] if text else []
     except ValueError:
-        raise RowsteadError(f"cannot read `--batch {text}`: give whole numbers with commas between them") from None
+        raise RowsteadError(f"cannot read `--batch {text}`: give integers separated by commas") from None
     if any(one < 1 for one in batches):
         raise RowsteadError("--batch must be at least 1")
     return batches

@@ -1,4 +1,4 @@
-"""`rowstead report` and `rowstead ui`: what was measured and predicted, in pictures; and what would be, as sliders move. No torch."""
+"""`rowstead report` and `rowstead ui`: figures of runs and predictions, and the what-if page. Needs no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rowstead.report.terminal import terminal
 from rowstead.spec.errors import RowsteadError
 
 RUNS = Path("runs")
-Root = Annotated[Path, typer.Option("--runs", help="Folder that holds the runs.")]
+Root = Annotated[Path, typer.Option("--runs", help="Folder of the runs.")]
 
 
 def report(
@@ -26,13 +26,13 @@ def report(
     title: Annotated[str | None, typer.Option("--title", help="Heading of the page.")] = None,
     pictures: Annotated[
         Path | None,
-        typer.Option("--pictures", metavar="FOLDER", help="Also write each figure as a file of its own into a folder."),
+        typer.Option("--pictures", metavar="FOLDER", help="Also write each figure as a file into this folder."),
     ] = None,
-    as_: Annotated[str, typer.Option("--as", metavar="svg|png", help="What those files are.")] = "svg",
+    as_: Annotated[str, typer.Option("--as", metavar="svg|png", help="Format of those files.")] = "svg",
     open_: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
     runs: Root = RUNS,
 ) -> None:
-    """Write runs, sweeps, searches and predictions as one page of figures that needs no network."""
+    """Write runs, sweeps, searches and predictions as one self-contained HTML page."""
     from rowstead.records.files import write_atomic
     from rowstead.report.inputs import gather
     from rowstead.report.page import figures_of, page_from
@@ -65,16 +65,14 @@ def report(
 
 def ui(
     host: Annotated[
-        str, typer.Option("--host", help="Address to listen on; one that others can reach needs the token that is printed.")
+        str, typer.Option("--host", help="Address to listen on; one that is not loopback requires the printed token.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0 takes a free one.")] = 8642,
-    token: Annotated[
-        bool, typer.Option("--token", help="Ask for a token on this machine as well, where others have accounts on it.")
-    ] = False,
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0 for any free port.")] = 8642,
+    token: Annotated[bool, typer.Option("--token", help="Require a token on loopback as well.")] = False,
     open_: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = True,
     runs: Root = RUNS,
 ) -> None:
-    """Serve a page for what-if planning: sliders for model and fleet, every platform predicted as they move."""
+    """Serve the what-if page: sliders for model and fleet, with predictions for every platform."""
     from rowstead.ui.server import Ui, new_token
 
     ended = threading.Event()
@@ -84,7 +82,7 @@ def ui(
     page.start()
     console = terminal()
     console.print(f"open {page.address}", soft_wrap=True)
-    console.print("end with Ctrl-C")
+    console.print("stop with Ctrl-C")
     if open_:
         webbrowser.open(page.address)
     ended.wait()

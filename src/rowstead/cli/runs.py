@@ -1,4 +1,4 @@
-"""`rowstead runs`: what runs, sweeps, searches and predictions came to. Needs no torch."""
+"""`rowstead runs`: records of runs, sweeps, searches and predictions. Needs no torch."""
 
 from __future__ import annotations
 
@@ -24,20 +24,22 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-Root = Annotated[Path, typer.Option("--runs", help="Folder that holds the runs.")]
+Root = Annotated[Path, typer.Option("--runs", help="Folder of the runs.")]
 Where = Annotated[
     list[str] | None,
     typer.Option(
         "--where",
         metavar="KEY=VALUE",
-        help="Only these: source=sweep, study=fig10, kind=measured, ne<0.8, train.batch_size>=512, machine.cpu~xeon. Repeatable.",
+        help="Filter: source=sweep, study=fig10, kind=measured, ne<0.8, train.batch_size>=512, machine.cpu~xeon. Repeatable.",
     ),
 ]
 RUNS = Path("runs")
 FIGURES = ("samples_per_s", "ne", "ne_expected")
-"""Shown in a list unless others are asked for."""
+"""Default columns of a list."""
 MAX_WIDTH = 48
-"""Characters of a cell in a list; longer texts are cut."""
+"""Characters of a cell in a list; longer text is cut."""
+MAX_NAMES = 8
+"""Unfinished runs that a note names."""
 
 
 @app.callback()
@@ -47,9 +49,11 @@ def runs(
     figures: Annotated[
         str | None, typer.Option("--figures", metavar="NAME,NAME", help="Keys to show. [default: samples_per_s,ne,ne_expected]")
     ] = None,
-    sort: Annotated[str, typer.Option("--sort", metavar="KEY", help="Order by this, rising; - before it: falling.")] = "date",
-    last: Annotated[int | None, typer.Option("--last", min=1, metavar="N", help="Only the last N of that order.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line instead of a table.")] = False,
+    sort: Annotated[
+        str, typer.Option("--sort", metavar="KEY", help="Sort key, ascending; with a leading -, descending.")
+    ] = "date",
+    last: Annotated[int | None, typer.Option("--last", min=1, metavar="N", help="Only the last N.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line instead of a table.")] = False,
     root: Root = RUNS,
 ) -> None:
     """List records; with a command, compare two or export them."""
@@ -69,7 +73,7 @@ def runs(
             print(json.dumps({"id": entry.id, **json.loads(line_of(entry))}))
     else:
         keys = [key.strip() for key in figures.split(",") if key.strip()] if figures is not None else list(FIGURES)
-        table = _table(["id", "date", "kind", "what", "where in the study", *keys, "failed"])
+        table = _table(["id", "date", "kind", "what", "point", *keys, "failed"])
         for entry in chosen:
             what = f"{entry.source} {entry.study or entry.record.name}"
             axes = ", ".join(f"{name}={_shown(value)}" for name, value in entry.axes.items())
@@ -78,7 +82,7 @@ def runs(
             table.add_row(*(Text(_cut(cell)) for cell in [*cells, entry.failure or ""]))
         print_wide(console, table)
         console.print(f"{len(chosen):,} of {len(contents.entries):,} records")
-    _say_what_is_wrong(notes, contents)
+    _print_problems(notes, contents)
 
 
 @app.command()
@@ -105,7 +109,7 @@ def compare(
             print_wide(console, table)
     if not found.facts:
         console.print("same recipe, machine and versions")
-    _say_what_is_wrong(terminal(stderr=True), contents)
+    _print_problems(terminal(stderr=True), contents)
 
 
 @app.command()
@@ -115,18 +119,18 @@ def export(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
     root: Root = RUNS,
 ) -> None:
-    """Write records to a Parquet file, one row each."""
+    """Write records to a Parquet file, one row per record."""
     from rowstead.records.select import export_parquet
 
     contents, chosen = _selected(root, where)
     if out.exists() and not overwrite:
-        raise RowsteadError(f"{out} exists: choose another name, or give --overwrite")
+        raise RowsteadError(f"{out} exists: choose another name, or use --overwrite")
     try:
         num_columns = export_parquet(chosen, out)
     except OSError as error:
         raise RowsteadError(f"cannot write {out}: {error.strerror or error}") from error
     terminal().print(f"{len(chosen):,} records with {num_columns:,} columns in {out}", soft_wrap=True)
-    _say_what_is_wrong(terminal(stderr=True), contents)
+    _print_problems(terminal(stderr=True), contents)
 
 
 def _selected(root: Path, where: list[str] | None) -> tuple[Contents, list[StoreEntry]]:
@@ -138,13 +142,14 @@ def _selected(root: Path, where: list[str] | None) -> tuple[Contents, list[Store
     return contents, selected(contents.entries, wishes)
 
 
-def _say_what_is_wrong(notes: Console, contents: Contents) -> None:
+def _print_problems(notes: Console, contents: Contents) -> None:
     if contents.num_bad_lines:
         lines = "line" if contents.num_bad_lines == 1 else "lines"
-        notes.print(f"passed over {contents.num_bad_lines:,} {lines} that cannot be read")
+        notes.print(f"skipped {contents.num_bad_lines:,} unreadable {lines}")
     if contents.unfinished:
-        some = "run has" if len(contents.unfinished) == 1 else "runs have"
-        notes.print(f"{len(contents.unfinished):,} {some} not finished and no record yet")
+        runs, shown = f"{len(contents.unfinished):,} run", ", ".join(Path(one).name for one in contents.unfinished[:MAX_NAMES])
+        plural, more = "s" if len(contents.unfinished) > 1 else "", ", …" if len(contents.unfinished) > MAX_NAMES else ""
+        notes.print(f"{runs}{plural} failed or unfinished: {printable(shown)}{more}", soft_wrap=True)
 
 
 def _kind(entry: StoreEntry) -> str:
