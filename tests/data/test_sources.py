@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
+from rowstead.data.encode import Encoder
 from rowstead.data.open_log import open_sources
 from rowstead.data.source import Source
-from rowstead.data.synth import write_parquet
-from rowstead.spec.data import SynthSpec
+from rowstead.data.synth import SynthSplit, write_parquet
+from rowstead.spec.data import DataSpec, SynthSpec
 from tests.data.source_contract import NUM_SAMPLES, SourceContract
 from tests.small_runs import parquet_spec, small_spec
 
@@ -46,3 +50,24 @@ class TestMappedSource(SourceContract):
     @pytest.fixture
     def source(self) -> Source:
         return synth_source().map(lambda batch: dataclasses.replace(batch, dense=2 * batch.dense))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShiftedSpec(SynthSpec):
+    """A kind of log of a test's own."""
+
+    split_class: ClassVar[str] = "tests.data.test_sources:ShiftedSplit"
+
+
+class ShiftedSplit(SynthSplit):
+    def source(self, encoder: Encoder, *, seed: int) -> Source:  # type: ignore[override]
+        return super().source(encoder, seed=seed).map(lambda batch: dataclasses.replace(batch, dense=batch.dense + 1))
+
+
+def test_a_kind_of_log_is_opened_by_the_class_that_its_spec_names() -> None:
+    spec = small_spec()
+    assert spec.data.synth is not None
+    shifted = dataclasses.replace(spec, data=DataSpec(synth=ShiftedSpec(**vars(spec.data.synth))))
+    batch, _ = next(open_sources(spec).train.batches(64))
+    found, _ = next(open_sources(shifted).train.batches(64))
+    assert torch.equal(found.dense, batch.dense + 1)

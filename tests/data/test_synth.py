@@ -17,7 +17,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from rowstead.data.batch import share_bounds
 from rowstead.data.block import RawBlock
 from rowstead.data.encode import Encoder
-from rowstead.data.synth import SynthLog, SynthSource, write_parquet
+from rowstead.data.synth import SynthLog, SynthSource, SynthSplit, write_parquet
 from rowstead.data.transforms import DenseTransforms
 from rowstead.spec.data import SynthSpec
 from rowstead.spec.errors import DataError, SpecError
@@ -58,7 +58,7 @@ log_of = functools.lru_cache(SynthLog)
 
 def source(spec: SynthSpec = SMALL, split: str = "train", features: FeaturesSpec = SELECTED) -> SynthSource:
     tables = tables_of(features, width=4)
-    return SynthSource(spec, Encoder(features, tables, DenseTransforms.of(features)), split)  # type: ignore[arg-type]
+    return SynthSource(log_of(spec), Encoder(features, tables, DenseTransforms.of(features)), split)  # type: ignore[arg-type]
 
 
 def arrays(block: RawBlock) -> list[np.ndarray]:
@@ -306,7 +306,7 @@ def test_a_cursor_continues_right_after_its_batch() -> None:
 
 
 def test_raw_blocks_are_the_first_rows_of_the_split() -> None:
-    blocks = list(source(split="eval").raw_blocks(200))
+    blocks = list(SynthSplit(SMALL, SELECTED, "eval").raw_blocks(200))
     assert sum(block.num_rows for block in blocks) == 200
     expected = SynthLog(SMALL).rows(1_000, 1_200, dense=["dense_0", "dense_2"], sparse=[])
     np.testing.assert_array_equal(np.concatenate([b.dense for b in blocks]), expected.dense)

@@ -16,19 +16,23 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
 from functools import partial
 from itertools import accumulate
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rowstead.data.batch import Batch, share_bounds
 from rowstead.data.block import RawBlock
+from rowstead.data.columns import IdKinds
 from rowstead.data.encode import Encoder, RawRows, compute_totals, empty_pinned, empty_tensor
 from rowstead.data.parquet import ParquetLog, RowGroupPiece, Span, choose_num_busy, cut
 from rowstead.data.prefetch import map_ahead
-from rowstead.data.source import Batches, Cursor, Source
+from rowstead.data.source import Batches, Cursor, LogSplit, Source
 from rowstead.records.cost import Cost
 from rowstead.records.usage import usable_cores
+from rowstead.spec.data import ParquetSpec
 from rowstead.spec.errors import DataError
+from rowstead.spec.features import FeaturesSpec
 
 UNSHUFFLED_WINDOW = 8_192
 """Rows of a window without shuffling; visible only when resuming."""
@@ -39,6 +43,27 @@ PART_ROWS = 512
 
 Part = tuple[RawRows, NDArray[np.int64]]
 """Rows of a batch: where they are, and their indices [R]."""
+
+
+class ParquetSplit(LogSplit):
+    """One split of a log in Parquet files with the columns that `features` select."""
+
+    def __init__(
+        self, spec: ParquetSpec, features: FeaturesSpec, split: Literal["train", "eval"], id_kinds: IdKinds | None = None
+    ) -> None:
+        self._features, self._split = features, split
+        self._log = ParquetLog(spec, features, split=split, id_kinds=id_kinds)
+        self.id_kinds = {**(id_kinds or {}), **self._log.id_kinds}
+
+    def raw_blocks(self, max_rows: int | None = None) -> Iterator[RawBlock]:
+        return self._log.raw_blocks(max_rows)
+
+    def dense_blocks(self, max_rows: int) -> Iterator[RawBlock]:
+        dense_only = dataclasses.replace(self._features, sparse=(), tables=())
+        return ParquetLog(self._log.spec, dense_only, split=self._split, with_labels=False).raw_blocks(max_rows)
+
+    def source(self, encoder: Encoder, *, seed: int) -> ParquetSource:
+        return ParquetSource(self._log, encoder, seed=seed, shuffle=self._split == "train")
 
 
 class ParquetSource(Source):
@@ -155,6 +180,10 @@ class ParquetSource(Source):
     @property
     def num_skipped(self) -> int:
         return self._num_skipped
+
+    @property
+    def parquet_log(self) -> ParquetLog:
+        return self.log
 
     @property
     def background_cpu_s_per_sample(self) -> float:

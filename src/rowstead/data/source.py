@@ -1,11 +1,17 @@
-"""`Source`: one split of a log as batches, in an order that its seed fixes."""
+"""The contracts of a log: `LogSplit`, raw rows of one split, and `Source`, batches in an order that its seed fixes."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from typing import TYPE_CHECKING
 
 from rowstead.data.batch import Batch
+from rowstead.data.block import RawBlock
+
+if TYPE_CHECKING:
+    from rowstead.data.encode import Encoder
+    from rowstead.data.parquet import ParquetLog
 
 Cursor = dict[str, int]
 """Position of a reader after a batch: small, JSON-able, opaque to all but the source that made it."""
@@ -13,8 +19,30 @@ Batches = Generator[tuple[Batch, Cursor], None, None]
 """Batches, each with the cursor that continues right after it. `close()` stops the threads that read ahead."""
 
 
+class LogSplit(ABC):
+    """One split of a log, before encoding. Every kind of log has one, which its spec names (`LogSpec.split_class`).
+
+    The constructor takes the kind's spec, the features, `train` or `eval`, and the id kinds of the model's training, if known.
+    """
+
+    id_kinds: dict[str, str]
+    """Whether each sparse column has `text` or `integers`."""
+
+    @abstractmethod
+    def raw_blocks(self, max_rows: int | None = None) -> Iterator[RawBlock]:
+        """Raw rows, bad ones included: all, or about `max_rows`."""
+
+    @abstractmethod
+    def dense_blocks(self, max_rows: int) -> Iterator[RawBlock]:
+        """As `raw_blocks`, with only dense columns: dense transforms are learned from them."""
+
+    @abstractmethod
+    def source(self, encoder: Encoder, *, seed: int) -> Source:
+        """Batches of this split; a training split may be shuffled by `seed`."""
+
+
 class Source(ABC):
-    """One split of a log.
+    """Batches of one split of a log.
 
     The sequence of batches depends only on the source, its seed, `batch_size`, `epoch`, `rank` and `world_size`, never on
     threads or timing. Over all ranks, each example of an epoch is read exactly once; the ranks' shares differ by at most one.
@@ -40,6 +68,11 @@ class Source(ABC):
     def background_cpu_s_per_sample(self) -> float:
         """CPU seconds per sample of threads other than the one that iterates."""
         return 0.0
+
+    @property
+    def parquet_log(self) -> ParquetLog | None:
+        """The Parquet files that the rows come from, to copy other columns of; None if there are none."""
+        return None
 
     def map(self, function: Callable[[Batch], Batch]) -> Source:
         """This source with `function` applied to each batch; several threads may call it at once."""
@@ -81,3 +114,7 @@ class MappedSource(Source):
     @property
     def background_cpu_s_per_sample(self) -> float:
         return self._source.background_cpu_s_per_sample
+
+    @property
+    def parquet_log(self) -> ParquetLog | None:
+        return self._source.parquet_log

@@ -15,13 +15,15 @@ from rowstead.data import draws
 from rowstead.data.batch import share_bounds
 from rowstead.data.block import RawBlock
 from rowstead.data.population import Population
-from rowstead.data.source import Batches, Cursor, Source
+from rowstead.data.source import Batches, Cursor, LogSplit, Source
 from rowstead.data.teacher import Teacher
 from rowstead.data.write import DEFAULT_ROWS_PER_FILE, DEFAULT_ROWS_PER_GROUP, Progress, SplitWriter, Summary
 from rowstead.spec.data import SynthSpec
 from rowstead.spec.errors import DataError, did_you_mean
+from rowstead.spec.features import FeaturesSpec
 
 if TYPE_CHECKING:
+    from rowstead.data.columns import IdKinds
     from rowstead.data.encode import Encoder
 
 Split = Literal["train", "eval"]
@@ -111,18 +113,40 @@ class SynthLog:
         return [indices[name] for name in names]
 
 
+class SynthSplit(LogSplit):
+    """One split of a synthetic log with the columns that `features` select."""
+
+    def __init__(self, spec: SynthSpec, features: FeaturesSpec, split: Split, id_kinds: IdKinds | None = None) -> None:
+        self._log, self._split = SynthLog(spec), split
+        self._dense, self._sparse = _select_columns(features)
+        self.id_kinds = dict.fromkeys(self._sparse, "integers")
+
+    def raw_blocks(self, max_rows: int | None = None) -> Iterator[RawBlock]:
+        """The first `max_rows` rows of the split, or all."""
+        rows = self._log.split(self._split)[:max_rows]
+        step = self._log.rows_per_piece
+        for start in range(rows.start, rows.stop, step):
+            yield self._log.rows(start, min(start + step, rows.stop), dense=self._dense, sparse=self._sparse)
+
+    def dense_blocks(self, max_rows: int) -> Iterator[RawBlock]:
+        return self._log.dense_blocks(self._dense, self._split, max_rows)
+
+    def source(self, encoder: Encoder, *, seed: int) -> SynthSource:
+        return SynthSource(self._log, encoder, self._split)
+
+
 class SynthSource(Source):
-    """One split of a synthetic log as a `Source`: batches in the order of the log, the same in every epoch.
+    """Batches of one split of a synthetic log, in its order, the same in every epoch.
 
     Ranks read contiguous ranges. Any number of threads may iterate at the same time; the kernels release the GIL.
     """
 
-    def __init__(self, log: SynthLog | SynthSpec, encoder: Encoder, split: Split) -> None:
-        self.log = log if isinstance(log, SynthLog) else SynthLog(log)
+    def __init__(self, log: SynthLog, encoder: Encoder, split: Split) -> None:
+        self.log = log
         self.encoder = encoder
         self._rows = self.log.split(split)
         self.num_samples = len(self._rows)
-        self._dense, self._sparse = columns_of(encoder)
+        self._dense, self._sparse = _select_columns(encoder.features)
         for names, known in ((self._dense, self.log.dense_columns), (self._sparse, self.log.sparse_columns)):
             self.log._column_indices(names, known)
 
@@ -133,18 +157,9 @@ class SynthSource(Source):
         first = share.start + (cursor["row"] if cursor else 0)
         for start in range(first, share.stop, batch_size):
             stop = min(start + batch_size, share.stop)
-            yield self.encoder.encode(self._raw(start, stop)), {"row": stop - share.start}
-
-    def raw_blocks(self, max_rows: int | None = None) -> Iterator[RawBlock]:
-        """The first `max_rows` rows of the split, or all, as raw blocks."""
-        total = self.num_samples if max_rows is None else min(max_rows, self.num_samples)
-        step = self.log.rows_per_piece
-        for start in range(0, total, step):
-            yield self._raw(start, min(start + step, total))
-
-    def _raw(self, start: int, stop: int) -> RawBlock:
-        origin = self._rows.start
-        return self.log.rows(origin + start, origin + stop, dense=self._dense, sparse=self._sparse)
+            first_row, last_row = self._rows.start + start, self._rows.start + stop
+            block = self.log.rows(first_row, last_row, dense=self._dense, sparse=self._sparse)
+            yield self.encoder.encode(block), {"row": stop - share.start}
 
 
 def write_parquet(
@@ -186,11 +201,10 @@ def write_parquet(
     return writer.summary(num_bytes_read=0)
 
 
-def columns_of(encoder: Encoder) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The dense and sparse columns that an encoder reads, in order."""
-    features = encoder.features
-    dense = tuple(f.column or f.name for f in features.expanded_dense())
-    return dense, tuple(f.column or f.name for f in features.expanded_sparse())
+def _select_columns(features: FeaturesSpec) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The dense and sparse columns of `features`, in order."""
+    dense = tuple(str(f.column) for f in features.expanded_dense())
+    return dense, tuple(str(f.column) for f in features.expanded_sparse())
 
 
 def _is_single_id(log: SynthLog, feature: int) -> bool:

@@ -74,7 +74,7 @@ def export(
         "num_rows": {table.name: table.num_rows for table in spec.tables},
         "transforms": transforms.to_plain(),
         "id_kinds": dict(trained.id_kinds),
-        "label": spec.data.parquet.label if spec.data.parquet is not None else "label",
+        "label": spec.data.log.label,
         "int8": int8,
         "versions": versions(),
     }

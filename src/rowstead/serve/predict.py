@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from rowstead.data.columns import to_floats
 from rowstead.data.parquet import ParquetLog
-from rowstead.data.parquet_source import ParquetSource
 from rowstead.records.files import fsync_folder
 from rowstead.records.run_folder import DEFAULT_ROOT
 from rowstead.serve.copied import CopiedColumns, schema_of
@@ -130,8 +129,7 @@ def _open_run(run: str, data: Sequence[str] | None, root: Path | str, callback: 
             # As evaluation computes it: the correction and the prediction are in float64.
             yield model.head.predict(torch.from_numpy(log_odds).double() + model.log_keep_rate).numpy(), labels
 
-    log = source.log if isinstance(source, ParquetSource) else None
-    label = spec.data.parquet.label if spec.data.parquet is not None else "label"
+    log, label = source.parquet_log, spec.data.log.label
     return _Scoring(
         scores=scores(),
         log=log,

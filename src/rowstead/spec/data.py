@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from rowstead.spec.errors import require
 
 
 @dataclass(frozen=True, kw_only=True)
-class SynthSpec:
+class LogSpec:
+    """Base of the kinds of logs. A new kind is a subclass, a field of `DataSpec`, and a module with its `LogSplit`."""
+
+    split_class: ClassVar[str]
+    """`module:class` of the `LogSplit` that opens this kind of log."""
+    label = "label"
+    """Label column."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SynthSpec(LogSpec):
     """A click log drawn from a hidden teacher; columns `dense_0 …`, `sparse_0 …`, `label` and `true_p`."""
+
+    split_class: ClassVar[str] = "rowstead.data.synth:SynthSplit"
 
     num_train_samples: int = 1_000_000
     """Examples in the training split."""
@@ -73,8 +85,10 @@ class SynthSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParquetSpec:
+class ParquetSpec(LogSpec):
     """Examples from Parquet files: local paths, globs, or URLs supported by fsspec."""
+
+    split_class: ClassVar[str] = "rowstead.data.parquet_source:ParquetSplit"
 
     train: tuple[str, ...]
     """Files of the training split."""
@@ -116,9 +130,14 @@ class DataSpec:
     """Training rows from which means and standard deviations of dense features are computed."""
 
     def __post_init__(self) -> None:
-        given = [name for name in ("synth", "parquet") if getattr(self, name) is not None]
+        given = [name for name, value in vars(self).items() if isinstance(value, LogSpec)]
         require(len(given) == 1, "", f"give exactly one of `synth` and `parquet`, got {' and '.join(given) or 'neither'}")
         require(0 < self.negative_keep_rate <= 1, "negative_keep_rate", "must be above 0 and at most 1")
         kept_all = self.synth is None or self.negative_keep_rate == 1
         require(kept_all, "negative_keep_rate", "must be 1 with `synth`, which keeps all negatives")
         require(self.statistics_rows >= 1, "statistics_rows", "must be at least 1")
+
+    @property
+    def log(self) -> LogSpec:
+        """The spec of the log, of whichever kind."""
+        return next(value for value in vars(self).values() if isinstance(value, LogSpec))

@@ -13,7 +13,7 @@ import torch
 from rowstead.data.batch import Batch
 from rowstead.data.columns import ColumnReader, IdKinds
 from rowstead.data.encode import Encoder
-from rowstead.data.open_log import LogSplit, parquet_files_like
+from rowstead.data.open_log import open_split, parquet_files_like
 from rowstead.data.parquet import ParquetLog
 from rowstead.data.parquet_source import ParquetSource
 from rowstead.data.source import Source
@@ -53,7 +53,7 @@ class TrainedRun:
         """The run's evaluation split, or the Parquet files of `data` read the same way, in the order of the log."""
         encoder = Encoder(self.spec.features, self.spec.tables, self.transforms)
         if data is None:
-            return LogSplit(self.spec, "eval", self.id_kinds).source(encoder)
+            return open_split(self.spec, "eval", self.id_kinds).source(encoder, seed=self.spec.seed)
         files = parquet_files_like(self.spec, data)
         log = ParquetLog(files, self.spec.features, split="all", with_labels=needs_label, id_kinds=self.id_kinds)
         return ParquetSource(log, encoder, shuffle=False)
