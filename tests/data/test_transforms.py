@@ -46,7 +46,8 @@ def expected(spec, values):
     present = [clip_and_log(x) for x in values if not math.isnan(x)]
     mean = float(np.mean(present)) if present else 0.0
     std = float(np.std(present)) if present else 0.0
-    std = std if std > 1e-12 * abs(mean) else 1.0
+    is_constant = std <= 1e-12 * abs(mean) or std < np.finfo(np.float32).tiny
+    std = 1.0 if is_constant else std
     fill = mean if spec.missing == "mean" else math.nan if spec.missing is None else clip_and_log(spec.missing)
     out = [fill if math.isnan(x) else clip_and_log(x) for x in values]
     return [(x - mean) / std if spec.standardise else x for x in out], mean, std
