@@ -99,7 +99,7 @@ def resume_fleet(run: str, *, root: Path | str = DEFAULT_ROOT, callback: FleetCa
                     f"(`--init-from {folder.path}`)"
                 )
         sources = open_sources(spec, *((transforms_in(saved), saved.facts["id_kinds"]) if saved is not None else ()))
-        return Coordinator(spec, folder, sources, callback).run(saved=saved)
+        return Coordinator(spec, folder, sources, callback).run(saved=saved, is_resumed=True)
 
 
 def _check_single_process() -> None:
@@ -151,15 +151,24 @@ class Coordinator:
         self._gathered: GatheredModel | LocalTablesModel | None = None
         self._evaluate_and_save: EvaluateAndSave | None = None
 
-    def run(self, *, initial: checkpoint.Checkpoint | None = None, saved: checkpoint.Checkpoint | None = None) -> Result:
-        """Train to the end; on a stop request, save and return early."""
+    def run(
+        self,
+        *,
+        initial: checkpoint.Checkpoint | None = None,
+        saved: checkpoint.Checkpoint | None = None,
+        is_resumed: bool = False,
+    ) -> Result:
+        """Train to the end; on a stop request, save and return early.
+
+        `initial` has the weights that a new run starts with, `saved` the state that a resumed one continues from, if it has any.
+        """
         spec, folder, callback = self._spec, self._folder, self._callback
         self._prepare_folder(saved)
         facts = build_shared_facts(spec, self._sources, dtype=self._dtype, total_steps=self._schedule_steps)
         if (start := saved or initial) is not None:
             facts["initial_checkpoint"] = {"path": str(start.path.resolve()), "with_optimizer": saved is not None}
         cores = max(1, usable_cores() // len(self._fleet.roles()))
-        resumed_step = self._position.step if saved is not None else None
+        resumed_step = self._position.step if is_resumed else None
         with (
             stop_on_signal() as stop_requested,
             UsageSampler() as usage,
@@ -169,8 +178,10 @@ class Coordinator:
             for warning in (bf16_fallback(spec, self._device()[0]), ignored_settings(spec)):
                 if warning is not None:
                     callback.on_message(warning)
-            if resumed_step is not None:
-                callback.on_message(f"resuming {folder.path} after step {resumed_step:,}")
+            if saved is not None:
+                callback.on_message(f"resuming {folder.path} after step {saved.step:,}")
+            elif is_resumed:
+                callback.on_message(f"{folder.path} has no checkpoint yet: starting at the first step")
             supervisor = self._supervisor = Supervisor(
                 folder.path,
                 self._fleet,
