@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rowstead.kernels import reference
 from rowstead.kernels.cpu import embedding as cpu
-from rowstead.kernels.cpu.embedding_programs import NEAR_BYTES
+from rowstead.kernels.cpu.embedding_kernels import NEAR_BYTES
 from rowstead.kernels.layout import Layout, layout_of
 from rowstead.kernels.row_optimizer import RowState, new_row_state
 from rowstead.spec.errors import DataError

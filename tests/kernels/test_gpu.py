@@ -26,7 +26,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def test_runs_of_equal_ids_are_summed_once_wherever_tiles_and_their_groups_end(lengths: list[int], seed: int) -> None:
     from rowstead.kernels.gpu import embedding as gpu
 
-    with mock.patch.multiple(gpu, TILES_OF_A_GROUP=4, HEADS_AT_A_TIME=2):  # else no run here would fill a group
+    with mock.patch.multiple(gpu, TILES_PER_GROUP=4, HEADS_AT_A_TIME=2):  # else no run here would fill a group
         _check_runs(lengths, seed)
 
 
@@ -72,7 +72,7 @@ def test_only_sums_that_were_made_are_joined(loss: float) -> None:
         return torch.full(shape, float("nan"), dtype=dtype, device=device)
 
     plan = gpu.plan_update(tables, [{}, {}], layout, ids, offsets, optimizer=optimizer, scalars=scalars)
-    with mock.patch.multiple(gpu, TILES_OF_A_GROUP=2, HEADS_AT_A_TIME=2), mock.patch.object(torch, "empty", unknown):
+    with mock.patch.multiple(gpu, TILES_PER_GROUP=2, HEADS_AT_A_TIME=2), mock.patch.object(torch, "empty", unknown):
         guard = torch.tensor(loss, device=DEVICE)
         gpu.apply_plan(plan, tables, layout, offsets, None, grad, optimizer=optimizer, scalars=scalars, guard=guard)
     for table, some, part in zip(tables, lengths, grad.split([3, 4], dim=1), strict=True):
@@ -151,7 +151,7 @@ def test_tables_that_follow_each_other_in_memory_end_at_the_same_bits(dtype: tor
         grad = torch.randn(4, 3 * width, generator=random).to(DEVICE)
         for tables, state, expected in ((in_line, states, True), (apart, others, False)):
             plan = gpu.plan_update(tables, state, layout, ids, offsets.to(DEVICE), optimizer=optimizer, scalars=scalars)
-            assert plan.rows_in_line == expected
+            assert plan.rows_contiguous == expected
             gpu.apply_plan(plan, tables, layout, offsets.to(DEVICE), None, grad, optimizer=optimizer, scalars=scalars)
     for mine, other in zip(
         [*in_line, *(v for s in states for v in s.values())], [*apart, *(v for s in others for v in s.values())], strict=True

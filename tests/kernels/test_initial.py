@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rowstead.kernels.cpu.initial import drawn_by_numba
-from rowstead.kernels.initial import drawn_by_torch, initial_rows, initial_rows_at, salt_of
+from rowstead.kernels.initial import draw_with_numba, draw_with_torch, initial_rows, initial_rows_at, salt_of
 from rowstead.spec.features import Table
 
 CPU = torch.device("cpu")
@@ -28,7 +27,7 @@ def test_numba_draws_the_bits_of_torch(first_row, first_column, width, numbers, 
     at = {"first_row": first_row, "first_column": first_column, "whole": whole}
     table = Table(name="t", num_rows=2**41, width=width, features=(0,), **at)
     given = torch.tensor(numbers)
-    assert torch.equal(drawn_by_numba(table, given, salt, dtype), drawn_by_torch(table, given, salt, dtype))
+    assert torch.equal(draw_with_numba(table, given, salt, dtype), draw_with_torch(table, given, salt, dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
@@ -36,7 +35,7 @@ def test_a_table_that_threads_share_has_the_bits_of_torch(dtype: torch.dtype) ->
     table = Table(name="t", num_rows=70_000, width=64, features=(0,))
     numbers = torch.arange(70_000)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    expected = drawn_by_torch(table, numbers, salt_of(table, 3), wide).to(dtype)
+    expected = draw_with_torch(table, numbers, salt_of(table, 3), wide).to(dtype)
     assert torch.equal(initial_rows(table, seed=3, dtype=dtype, device=CPU), expected)
     some = torch.tensor([69_999, 5, 5, 0])
     assert torch.equal(initial_rows_at(table, some, seed=3, dtype=dtype), expected[some])

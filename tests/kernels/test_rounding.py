@@ -13,7 +13,7 @@ from torch import Tensor
 from rowstead.kernels import reference
 from rowstead.kernels.cpu import embedding as cpu
 from rowstead.kernels.layout import Layout, layout_of
-from rowstead.kernels.rounding import noise, rounded_to
+from rowstead.kernels.rounding import noise, round_to
 from rowstead.kernels.row_optimizer import new_row_state
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of
 from rowstead.spec.row_optimizers import SparseOptimizerSpec
@@ -42,7 +42,7 @@ def in_range(dtype: torch.dtype) -> st.SearchStrategy[float]:
 @given(data=st.data())
 def test_rounding_goes_to_a_neighbour_and_is_right_on_average(dtype: torch.dtype, data: st.DataObject) -> None:
     value = data.draw(in_range(dtype))
-    got = rounded_to(torch.full((65536,), value), EVERY_CHANCE, dtype)
+    got = round_to(torch.full((65536,), value), EVERY_CHANCE, dtype)
     near = torch.tensor([value]).to(dtype)
     low, high = got.double().min().item(), got.double().max().item()
     finest = 2.0**-39  # a part of FP16's smallest number that 65536 chances cannot tell from nothing
@@ -57,13 +57,13 @@ def test_numbers_of_the_format_stay(dtype: torch.dtype) -> None:
     everything = torch.arange(-32768, 32768).to(torch.int16).view(dtype)
     everything = everything[everything.isfinite()]
     for chance in (0, 1, 40_000, 65_535):
-        got = rounded_to(everything.float(), torch.full((len(everything),), chance), dtype)
+        got = round_to(everything.float(), torch.full((len(everything),), chance), dtype)
         assert torch.equal(got, everything)
 
 
 def test_what_is_not_finite_stays_and_what_is_too_large_does_not_become_infinite_in_fp16() -> None:
     odd = torch.tensor([math.inf, -math.inf, math.nan, 65519.0, -1e6])
-    got = rounded_to(odd, torch.full((5,), 65535), torch.float16)
+    got = round_to(odd, torch.full((5,), 65535), torch.float16)
     assert got[:2].tolist() == [math.inf, -math.inf]
     assert got[2].isnan()
     assert got[3:].tolist() == [65504.0, -65504.0]

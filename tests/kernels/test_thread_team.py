@@ -47,7 +47,7 @@ def test_what_one_takes_no_other_takes(threads: int, run: Callable[[Callable[[],
         return count
 
     def check() -> None:
-        assert sum(thread_team.together(work, threads)) == 1000
+        assert sum(thread_team.run_on_threads(work, threads)) == 1000
 
     run(check)
     assert done == [1] * 1000
@@ -62,7 +62,7 @@ def test_on_the_main_thread_they_are_those_of_torch() -> None:
         names.append(threading.current_thread().name)
 
     torch.rand(1_000_000).add_(1)
-    thread_team.together(work, 2)
+    thread_team.run_on_threads(work, 2)
     assert len(names) == 2
     assert not any(name.startswith("kernel") for name in names)
 
@@ -79,7 +79,7 @@ def test_a_failure_on_any_thread_is_raised(run: Callable[[Callable[[], None]], N
 
     def check() -> None:
         with pytest.raises(ValueError, match="one of two"):
-            thread_team.together(work, 2)
+            thread_team.run_on_threads(work, 2)
 
     run(check)
 
@@ -92,7 +92,7 @@ def test_no_more_threads_enter_than_are_wanted_and_none_is_ended_for_that() -> N
         torch.rand(1_000_000).add_(1)
         tasks = set(os.listdir("/proc/self/task"))
         for _ in range(20):
-            assert 1 <= len(thread_team.together(lambda: 1, 2)) <= 2
+            assert 1 <= len(thread_team.run_on_threads(lambda: 1, 2)) <= 2
         assert set(os.listdir("/proc/self/task")) == tasks
     finally:
         torch.set_num_threads(before)
@@ -118,7 +118,7 @@ def test_an_interrupt_is_raised_whenever_it_comes(delay_s: float) -> None:
                 sender.start()
                 end = time.perf_counter() + 5
                 while time.perf_counter() < end:
-                    assert thread_team.together(work, 2)
+                    assert thread_team.run_on_threads(work, 2)
             except KeyboardInterrupt:
                 caught += 1
             sender.join()
@@ -136,17 +136,17 @@ def test_work_may_share_its_own_work() -> None:
     def inner() -> int:
         return 1
 
-    results = thread_team.together(lambda: sum(thread_team.together(inner, 2)), 2)
+    results = thread_team.run_on_threads(lambda: sum(thread_team.run_on_threads(inner, 2)), 2)
     assert results
     assert all(count >= 1 for count in results)
 
 
 def test_parts_are_all_done_once() -> None:
     seen: list[tuple[int, int]] = []
-    thread_team.by_parts(lambda a, b: seen.append((a, b)), [0, 3, 3, 7, 10])
+    thread_team.parallel_ranges(lambda a, b: seen.append((a, b)), [0, 3, 3, 7, 10])
     assert sorted(seen) == [(0, 3), (3, 7), (7, 10)]
     seen.clear()
-    thread_team.over_parts(lambda a, b: seen.append((a, b)), 10, num_bytes=100 << 20)
+    thread_team.parallel_for(lambda a, b: seen.append((a, b)), 10, num_bytes=100 << 20)
     assert sorted(place for a, b in seen for place in range(a, b)) == list(range(10))
 
 
@@ -156,11 +156,11 @@ def test_a_forked_process_does_not_wait_for_threads_that_it_has_not() -> None:
         from rowstead.kernels.cpu import thread_team
         torch.set_num_threads(2)
         torch.rand(1_000_000).add_(1)
-        assert sum(thread_team.together(lambda: 1, 2)) >= 1
+        assert sum(thread_team.run_on_threads(lambda: 1, 2)) >= 1
         child = os.fork()
         if not child:
             signal.alarm(60)
-            os._exit(0 if sum(thread_team.together(lambda: 1, 2)) >= 1 else 1)
+            os._exit(0 if sum(thread_team.run_on_threads(lambda: 1, 2)) >= 1 else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     """
     assert subprocess.run([sys.executable, "-c", textwrap.dedent(script)], timeout=120, check=False).returncode == 0

@@ -23,7 +23,7 @@ def test_what_does_not_fit_is_named() -> None:
     sparse = batch(torch.Generator().manual_seed(14))
     with pytest.raises(DataError, match="no feature `friend`, which a table reads: did you mean `freind`"):
         bags(Keyed(["user", "freind", "tag"], sparse))
-    with pytest.raises(DataError, match="the batch has 2 features, and the tables want user, friend, tag"):
+    with pytest.raises(DataError, match="the batch has 2 features, but the tables read 3: user, friend, tag"):
         bags(Sparse(ids=sparse.ids, offsets=sparse.offsets, num_features=2))
     with pytest.raises(TypeError, match=r"give a rowstead\.Sparse or a KeyedJaggedTensor, not dict"):
         bags({"user": sparse.ids})

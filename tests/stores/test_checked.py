@@ -107,5 +107,5 @@ def test_a_batch_with_the_mark_is_still_refused_where_the_rows_are_not() -> None
     layout = layout_of(spec.features, spec.tables)
     batch = check_batch(Sparse(ids=torch.tensor([1]), offsets=torch.tensor([0, 1, 1, 1]), num_features=3), layout)
     assert check_batch(batch, layout, torch.device("cpu")) is batch
-    with pytest.raises(DataError, match="ids are on cpu, and they are wanted on meta"):
+    with pytest.raises(DataError, match="ids are on cpu, but must be on meta"):
         check_batch(batch, layout, torch.device("meta"))

@@ -26,7 +26,7 @@ from rowstead.distributed import router_programs as programs
 from rowstead.distributed.router import Router
 from rowstead.distributed.sharding import features_of, is_cut_by_rows, piece_layout
 from rowstead.fleet.partition import Partition
-from rowstead.kernels.cpu.thread_team import over_parts
+from rowstead.kernels.cpu.thread_team import parallel_for
 from rowstead.kernels.layout import Layout
 from rowstead.kernels.row_optimizer import compute_dtype
 
@@ -278,7 +278,7 @@ def _join(request: ServerRequest, vectors: Tensor, filled: Array, pooled: Array)
         some = slice(start, stop)
         programs.join_vectors(block, columns[some], targets[some], widths[some], filled[some], pooled)
 
-    over_parts(work, len(widths), num_bytes=block.nbytes)
+    parallel_for(work, len(widths), num_bytes=block.nbytes)
 
 
 def _pool(request: ServerRequest, rows: Tensor, filled: Array, pooled: Array) -> None:
@@ -291,7 +291,7 @@ def _pool(request: ServerRequest, rows: Tensor, filled: Array, pooled: Array) ->
             request.num_samples, request.indices, request.shares, pooled,
         )  # fmt: skip
 
-    over_parts(work, len(widths), num_bytes=request.num_samples * int(widths.sum()) * flat.itemsize)
+    parallel_for(work, len(widths), num_bytes=request.num_samples * int(widths.sum()) * flat.itemsize)
 
 
 def _pack_gradients(request: ServerRequest, grad: Array, offsets: Array, factors: Array) -> Tensor:
@@ -306,7 +306,7 @@ def _pack_gradients(request: ServerRequest, grad: Array, offsets: Array, factors
             grad, offsets, factors, features[some], divides[some], columns[some], targets[some], widths[some], block
         )
 
-    over_parts(work, len(widths), num_bytes=block.nbytes)
+    parallel_for(work, len(widths), num_bytes=block.nbytes)
     return torch.from_numpy(block)
 
 
@@ -324,5 +324,5 @@ def _sum_gradients(request: ServerRequest, grad: Array, offsets: Array, factors:
         )  # fmt: skip
 
     has_shared = len(np.unique(tables)) < len(tables)  # then two threads could update the same row
-    over_parts(work, len(widths), num_bytes=0 if has_shared else len(grad) * int(widths.sum()) * grad.itemsize)
+    parallel_for(work, len(widths), num_bytes=0 if has_shared else len(grad) * int(widths.sum()) * grad.itemsize)
     return torch.from_numpy(sums)

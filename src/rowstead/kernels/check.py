@@ -1,6 +1,6 @@
 """Checks a batch before a kernel follows its ids and offsets into memory.
 
-The usual case is one pass over ids and offsets that only asks whether all is well; what is wrong is found out afterwards.
+A valid batch takes one pass over ids and offsets; which of them is wrong is found out only if one is.
 
 Letters: B examples, F features, nnz ids in the batch.
 """
@@ -31,8 +31,8 @@ def check_sparse(
 ) -> None:
     """Raise a DataError unless kernels can follow the batch: types, shapes, offsets that rise, ids inside their tables.
 
-    ids [nnz]; offsets [F*B + 1]; weights [nnz] or none; `num_features` is F as the batch has it; `device` is where the rows are.
-    Without `device` the tensors need only be together. On a GPU this waits for the device once.
+    ids [nnz]; offsets [F*B + 1]; weights [nnz] or None; `num_features` is the batch's F; `device` is that of the rows.
+    Without `device` the tensors need only be on the same one. On a GPU this synchronizes once.
     """
     _check_form(layout, ids, offsets, weights, layout.num_features if num_features is None else num_features, device)
     if not layout.num_features:
@@ -44,7 +44,7 @@ def check_sparse(
 
 
 def check_gradient(layout: Layout, offsets: Tensor, grad: Tensor) -> None:
-    """Raise a DataError unless `grad` has the shape and the place of what a look-up with `offsets` [F*B + 1] returns."""
+    """Raise a DataError unless `grad` has the shape and the device of what a look-up with `offsets` [F*B + 1] returns."""
     shape = ((offsets.numel() - 1) // max(1, layout.num_features), layout.total_width)
     if grad.shape != shape:
         raise DataError(f"the gradient is {_shape(grad)}, and the look-up of this batch returned {list(shape)}")
@@ -55,7 +55,7 @@ def check_gradient(layout: Layout, offsets: Tensor, grad: Tensor) -> None:
 def _check_form(
     layout: Layout, ids: Tensor, offsets: Tensor, weights: Tensor | None, num_features: int, device: torch.device | None
 ) -> None:
-    """All that can be said without reading ids and offsets."""
+    """Check dtypes, shapes and devices, which needs no values."""
     if num_features != layout.num_features:
         raise DataError(f"the batch has {num_features} features, and the tables are read by {layout.num_features}")
     if ids.dtype not in (torch.int32, torch.int64):
@@ -70,11 +70,9 @@ def _check_form(
         if tensor.dim() != 1:
             raise DataError(f"{name} must have one dimension, got {_shape(tensor)}")
         if not tensor.is_contiguous():
-            raise DataError(f"{name} must lie side by side in memory: call `.contiguous()` on them first")
+            raise DataError(f"{name} must be contiguous: call `.contiguous()` on them first")
         if tensor.device != (device or ids.device):
-            raise DataError(
-                f"{name} are on {tensor.device}, and they are wanted on {device or ids.device}: move the batch there"
-            )
+            raise DataError(f"{name} are on {tensor.device}, but must be on {device or ids.device}: move the batch there")
     if offsets.numel() < 1 or (offsets.numel() - 1) % max(1, num_features):
         raise DataError(
             f"there are {offsets.numel()} offsets, and {num_features} features of B examples need {num_features} * B + 1"
@@ -103,18 +101,18 @@ def _all_fit(ids, offsets, last_rows, num_samples):  # type: ignore[no-untyped-d
     for feature in range(len(last_rows)):
         last = last_rows[feature]
         own = ids[offsets[feature * num_samples] : offsets[(feature + 1) * num_samples]]
-        for place in range(len(own)):
-            row = np.int64(own[place])
+        for index in range(len(own)):
+            row = np.int64(own[index])
             signs |= row | (last - row)
     return signs >= 0
 
 
 def _fits_torch(layout: Layout, ids: Tensor, offsets: Tensor, num_samples: int) -> bool:
-    """The same on any device, in a few operations and one wait."""
+    """The same on any device, in a few operations and one synchronization."""
     inner = offsets[num_samples:-1:num_samples] if num_samples else offsets.new_zeros(layout.num_features - 1)
-    places = torch.arange(ids.numel(), device=ids.device)
-    # Where the offsets are wrong the features are too, but they stay from 0 to F - 1, so nothing is read astray.
-    feature = torch.bucketize(places, inner.contiguous(), out_int32=True, right=True)
+    indices = torch.arange(ids.numel(), device=ids.device)
+    # Where the offsets are wrong the features are too, but they stay between 0 and F - 1, so nothing is read out of bounds.
+    feature = torch.bucketize(indices, inner.contiguous(), out_int32=True, right=True)
     outside = (ids < 0) | (ids > _last_rows_on(layout, ids.device)[feature])
     wrong = (offsets[0] != 0) | (offsets[-1] != ids.numel()) | (offsets[1:] < offsets[:-1]).any() | outside.any()
     return not bool(wrong)
@@ -132,7 +130,7 @@ def _last_rows_on(layout: Layout, device: torch.device) -> Tensor:
 
 
 def _fault(layout: Layout, ids: NDArray[Any], offsets: NDArray[np.int64], num_samples: int) -> str:
-    """The first thing that is wrong with a batch of which something is."""
+    """The first thing that is wrong with an invalid batch."""
     if offsets[0] != 0:
         return f"offsets must start at 0, got {offsets[0]}"
     falls = np.flatnonzero(offsets[1:] < offsets[:-1])
@@ -142,11 +140,11 @@ def _fault(layout: Layout, ids: NDArray[Any], offsets: NDArray[np.int64], num_sa
     if offsets[-1] != len(ids):
         return f"offsets must end at the number of ids, {len(ids)}, got {offsets[-1]}"
     features = np.repeat(np.arange(layout.num_features), np.diff(offsets[:: max(1, num_samples)])) if len(ids) else ids
-    place = int(np.flatnonzero((ids < 0) | (ids > _last_rows(layout)[features]))[0])
-    bag = int(np.searchsorted(offsets, place, side="right") - 1)
+    index = int(np.flatnonzero((ids < 0) | (ids > _last_rows(layout)[features]))[0])
+    bag = int(np.searchsorted(offsets, index, side="right") - 1)
     table = layout.tables[layout.table_of[bag // num_samples]]
     return (
-        f"id {int(ids[place])} of {_bag(layout, bag, num_samples)} is outside its table, whose rows are 0 to "
+        f"id {int(ids[index])} of {_bag(layout, bag, num_samples)} is outside its table, whose rows are 0 to "
         f"{table.num_rows - 1}: hash ids to rows first"
     )
 

@@ -1,4 +1,4 @@
-"""Which kernels run: chosen by device, or forced by the recipe."""
+"""Chooses the kernels: by device, or as the recipe says."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rowstead.spec.run import Kernel
 
 
 class EmbeddingKernels(Protocol):
-    """The two functions that every set of kernels has; `reference` says what they do."""
+    """The two functions of every set of kernels; `reference` documents them."""
 
     def lookup(
         self, tables: Sequence[Tensor], layout: Layout, ids: Tensor, offsets: Tensor, weights: Tensor | None = None
@@ -49,9 +49,9 @@ def kernels_for(choice: Kernel, device: torch.device) -> tuple[str, EmbeddingKer
     if choice == "auto":
         choice = "cpu" if device.type == "cpu" else "gpu" if has_triton() else "reference"
     if choice == "cpu" and device.type != "cpu":
-        raise RowsteadError(f"kernel: cpu works on tables in system memory, and this run trains on {device}: use `auto`")
+        raise RowsteadError(f"kernel: cpu needs tables in system memory, but this run trains on {device}: use `auto`")
     if choice == "gpu" and device.type == "cpu" and not _interprets_triton():
-        raise RowsteadError("kernel: gpu works on tables in GPU memory, and this run trains on the CPU: use `auto`")
+        raise RowsteadError("kernel: gpu needs tables in GPU memory, but this run trains on the CPU: use `auto`")
     if choice == "gpu":
         from rowstead.kernels.gpu import embedding as gpu
 

@@ -1,4 +1,4 @@
-"""What kernels need to know about tables and features: who reads which table, and where its vector goes."""
+"""What kernels need to know about tables and features: which table each feature reads, and the columns of its pooled vector."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from rowstead.spec.features import FeaturesSpec, Table
 class Layout:
     """Features in the order of the batch, over tables in the order of first use.
 
-    Compared and hashed by identity, since kernels look up what they know of a layout at every call.
+    Compared and hashed by identity: kernels cache what they derive from a layout, and look it up in every call.
     """
 
     tables: tuple[Table, ...]
     table_of: tuple[int, ...]
-    """For each feature the place of its table."""
+    """For each feature the index of its table: [F]."""
     columns: tuple[int, ...]
     """For each feature the first column of its vector in the pooled output, and the total width last: [F + 1]."""
     is_mean: tuple[bool, ...]
@@ -33,7 +33,7 @@ class Layout:
 
 def layout_of(features: FeaturesSpec, tables: tuple[Table, ...]) -> Layout:
     """The layout of `features` over the `tables` that `tables_of` gave for them."""
-    table_of = {feature: place for place, table in enumerate(tables) for feature in table.features}
+    table_of = {feature: index for index, table in enumerate(tables) for feature in table.features}
     specs = features.expanded_sparse()
     columns = [0]
     for feature in range(len(specs)):

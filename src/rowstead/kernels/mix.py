@@ -23,9 +23,9 @@ def mix64(ids: Tensor) -> Tensor:
     return z ^ _shifted(z, 31)
 
 
-def _shifted(z: Tensor, places: int) -> Tensor:
+def _shifted(z: Tensor, bits: int) -> Tensor:
     """`z` shifted right as if it were unsigned."""
-    return torch.bitwise_and(z >> places, (1 << (64 - places)) - 1)
+    return torch.bitwise_and(z >> bits, (1 << (64 - bits)) - 1)
 
 
 def uniform(counters: Tensor, salt: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Pooled look-up and exact fused update in plain torch: slow, obvious, and what every fast kernel is compared with.
+"""Pooled look-up and exact fused update in plain torch: slow and obvious; every fast kernel is tested against it.
 
 Letters: B examples, F features, T tables, N rows, D width, nnz ids in the batch, U distinct ids of one table.
 """
@@ -13,15 +13,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from rowstead.kernels.layout import Layout
-from rowstead.kernels.rounding import ROUNDED, noise, rounded_to
+from rowstead.kernels.rounding import ROUNDED, noise, round_to
 from rowstead.kernels.row_optimizer import RowState
 from rowstead.spec.row_optimizers import SparseOptimizerSpec, adam_correction
 
 
 def lookup(tables: Sequence[Tensor], layout: Layout, ids: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Pooled rows of every feature, side by side: [B, sum of widths].
+    """Pooled rows of all features, concatenated: [B, sum of widths].
 
-    tables: T tensors [N, D]; ids [nnz]; offsets [F*B + 1]; weights [nnz] or none. Rows of 16 bits are summed in float32.
+    tables: T tensors [N, D]; ids [nnz]; offsets [F*B + 1]; weights [nnz] or None. 16-bit rows are summed in float32.
     """
     pooled = []
     for bags in _bags(layout, ids, offsets, weights):
@@ -58,23 +58,23 @@ def update(
     lr: float,
     step: int,
 ) -> None:
-    """One exact optimizer step on every row that `ids` name, in place.
+    """One exact optimizer step on every row in `ids`, in place.
 
     grad [B, sum of widths] is the gradient of what `lookup` returned. Gradients of one row are summed over repeated ids
-    and over features that share the table before the optimizer sees them.
+    and over features that share the table before the optimizer is applied.
     """
     if optimizer.clip is not None:
         grad = clip_pooled(grad, layout, optimizer.clip)
     bags = _bags(layout, ids, offsets, weights)
-    for place, table in enumerate(layout.tables):
+    for index, table in enumerate(layout.tables):
         named = torch.cat([bags[feature].ids for feature in table.features])
         if named.numel() == 0:
             continue
         gradients = torch.cat([bags[feature].row_gradients(layout, grad) for feature in table.features])
         distinct, inverse, counts = torch.unique(named, return_inverse=True, return_counts=True)
-        # A segment's sum has one order on every device; adding by index on a GPU has not.
+        # A segmented sum has one order on every device; index_add on a GPU has none.
         summed = torch.segment_reduce(gradients[inverse.argsort(stable=True)], "sum", lengths=counts)
-        apply_to_rows(tables[place], states[place], distinct, summed, optimizer=optimizer, lr=lr, step=step, table=place)
+        apply_to_rows(tables[index], states[index], distinct, summed, optimizer=optimizer, lr=lr, step=step, table=index)
 
 
 def apply_to_rows(
@@ -88,14 +88,14 @@ def apply_to_rows(
     step: int,
     table: int = 0,
 ) -> None:
-    """The optimizer's rule for rows `distinct` [U] with summed gradients `grad` [U, D], in place.
+    """Apply the optimizer's rule to rows `distinct` [U] with summed gradients `grad` [U, D], in place.
 
-    Rows of 16 bits are rounded by chance, which depends on the place of their table among all.
+    16-bit rows are rounded stochastically; `table`, the index of their table, is part of the hash.
     """
     change = _RULES[optimizer.kind](state, distinct, grad, optimizer, lr, step)
     if rows.dtype in ROUNDED:
         chance = noise(table, distinct, rows.shape[1], step)
-        rows[distinct] = rounded_to(rows[distinct].float() - change, chance, rows.dtype)
+        rows[distinct] = round_to(rows[distinct].float() - change, chance, rows.dtype)
     else:
         rows[distinct] -= change
 

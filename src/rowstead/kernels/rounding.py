@@ -1,7 +1,7 @@
 """Stochastic rounding of rows to BF16 and FP16: the same bits from plain torch and from compiled kernels.
 
-A number between two of the format becomes the upper one with the chance that makes its expected value the number itself, so
-that updates much smaller than a row still arrive on average. Chance is a hash of table, row, step and element.
+A value between two representable ones becomes the upper one with the probability that keeps its expected value, so that updates
+much smaller than a row still arrive on average. The random bits are a hash of table, row, step and element.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from numba.extending import overload
 from torch import Tensor
 
 from rowstead.kernels.cpu.vectors import (
+    absolute,
     as_bits,
-    as_reals,
-    choose,
-    down,
-    lane_numbers,
-    magnitude,
-    spread,
-    spread_bits,
-    to_reals,
+    as_floats,
+    broadcast,
+    broadcast_bits,
+    floor,
+    lane_indices,
+    select,
+    to_floats,
 )
 
 ROUNDED = (torch.bfloat16, torch.float16)
-"""Formats of rows that are rounded by chance."""
+"""Row formats that are rounded stochastically."""
 
 _WORD = 0xFFFFFFFF
 _FACTOR1, _FACTOR2 = 0x7FEB352D, 0x846CA68B
@@ -48,14 +48,14 @@ def mix32(x: Tensor) -> Tensor:
 
 
 def noise(table: int, rows: Tensor, width: int, step: int) -> Tensor:
-    """Even numbers from 0 to 65535 for each element of the rows [U] of the table at place `table`, int64 [U, D]."""
+    """Uniform integers from 0 to 65535 for each element of the rows [U] of the table with index `table`: int64 [U, D]."""
     base = mix32((rows.long() + _OF_STEP * (step & _WORD) + _OF_TABLE * table) & _WORD)
     elements = torch.arange(width, dtype=torch.int64, device=rows.device)
     return mix32((base.unsqueeze(1) + _OF_ELEMENT * elements) & _WORD) & 0xFFFF
 
 
-def rounded_to(values: Tensor, chance: Tensor, dtype: torch.dtype) -> Tensor:
-    """float32 `values` as BF16 or FP16, rounded up where `chance` (0 to 65535) is high enough; what is not finite stays."""
+def round_to(values: Tensor, chance: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32 `values` as BF16 or FP16, rounded up where `chance` (0 to 65535) is high enough; values that are not finite stay."""
     bits = values.contiguous().view(torch.int32).long()
     if dtype == torch.bfloat16:
         near = _real((bits + chance) & 0xFFFF0000)
@@ -70,7 +70,7 @@ def rounded_to(values: Tensor, chance: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _real(bits: Tensor) -> Tensor:
-    """Bits in int64, of which the low 32 count, as float32."""
+    """The low 32 bits of int64 numbers as float32."""
     low = bits & _WORD
     return torch.where(low > 0x7FFFFFFF, low - 2**32, low).to(torch.int32).view(torch.float32)
 
@@ -82,7 +82,7 @@ _inlined = numba.njit(nogil=True, cache=True, boundscheck=False, error_model="nu
 
 @_inlined
 def row_noise(table, row, step):  # type: ignore[no-untyped-def]
-    """What the noise of a row's elements is hashed from, uint32."""
+    """The seed of a row's noise, uint32."""
     x = np.uint32(np.uint32(row) + np.uint32(_OF_STEP) * np.uint32(step) + np.uint32(_OF_TABLE) * np.uint32(table))
     x = np.uint32(x ^ (x >> np.uint32(16)))
     x = np.uint32(x * np.uint32(_FACTOR1))
@@ -94,55 +94,55 @@ def row_noise(table, row, step):  # type: ignore[no-untyped-def]
 @_inlined
 def _mixed(x):  # type: ignore[no-untyped-def]
     """`mix32` of each lane."""
-    sixteen, fifteen = spread_bits(np.uint32(16), x), spread_bits(np.uint32(15), x)
+    sixteen, fifteen = broadcast_bits(np.uint32(16), x), broadcast_bits(np.uint32(15), x)
     x = x ^ (x >> sixteen)
-    x = x * spread_bits(np.uint32(_FACTOR1), x)
+    x = x * broadcast_bits(np.uint32(_FACTOR1), x)
     x = x ^ (x >> fifteen)
-    x = x * spread_bits(np.uint32(_FACTOR2), x)
+    x = x * broadcast_bits(np.uint32(_FACTOR2), x)
     return x ^ (x >> sixteen)
 
 
 @_inlined
 def _lane_noise(values, base, d):  # type: ignore[no-untyped-def]
-    """Noise of the elements from `d` on, a lane each."""
-    elements = lane_numbers(values) + spread_bits(np.uint32(d), values)
-    mixed = _mixed(spread_bits(base, values) + elements * spread_bits(np.uint32(_OF_ELEMENT), values))
-    return mixed & spread_bits(np.uint32(0xFFFF), values)
+    """Noise of the elements from `d` on, one per lane."""
+    elements = lane_indices(values) + broadcast_bits(np.uint32(d), values)
+    mixed = _mixed(broadcast_bits(base, values) + elements * broadcast_bits(np.uint32(_OF_ELEMENT), values))
+    return mixed & broadcast_bits(np.uint32(0xFFFF), values)
 
 
 @_inlined
 def _where_finite(values, near):  # type: ignore[no-untyped-def]
-    return choose(magnitude(values) < spread(np.float32(np.inf), values), near, values)
+    return select(absolute(values) < broadcast(np.float32(np.inf), values), near, values)
 
 
 @_inlined
 def _bf16(values, base, d):  # type: ignore[no-untyped-def]
     near = as_bits(values) + _lane_noise(values, base, d)
-    return _where_finite(values, as_reals(near & spread_bits(np.uint32(0xFFFF0000), values)))
+    return _where_finite(values, as_floats(near & broadcast_bits(np.uint32(0xFFFF0000), values)))
 
 
 @_inlined
 def _fp16(values, base, d):  # type: ignore[no-untyped-def]
     chance = _lane_noise(values, base, d)
-    bits = as_bits(values) + (chance >> spread_bits(np.uint32(3), values))
-    normal = as_reals(bits & spread_bits(np.uint32(0xFFFFE000), values))
-    largest, lowest = spread(np.float32(_LARGEST), values), spread(np.float32(-_LARGEST), values)
-    normal = choose(normal < lowest, lowest, choose(largest < normal, largest, normal))
-    scaled = values * spread(np.float32(2.0**24), values)
-    below = down(scaled)
-    one, zero = spread(np.float32(1), values), spread(np.float32(0), values)
-    share = to_reals(chance) * spread(np.float32(2.0**-16), values)
-    small = (below + choose(scaled - below + share >= one, one, zero)) * spread(np.float32(2.0**-24), values)
-    near = choose(magnitude(values) < spread(np.float32(_SMALLEST_NORMAL), values), small, normal)
+    bits = as_bits(values) + (chance >> broadcast_bits(np.uint32(3), values))
+    normal = as_floats(bits & broadcast_bits(np.uint32(0xFFFFE000), values))
+    largest, lowest = broadcast(np.float32(_LARGEST), values), broadcast(np.float32(-_LARGEST), values)
+    normal = select(normal < lowest, lowest, select(largest < normal, largest, normal))
+    scaled = values * broadcast(np.float32(2.0**24), values)
+    below = floor(scaled)
+    one, zero = broadcast(np.float32(1), values), broadcast(np.float32(0), values)
+    share = to_floats(chance) * broadcast(np.float32(2.0**-16), values)
+    small = (below + select(scaled - below + share >= one, one, zero)) * broadcast(np.float32(2.0**-24), values)
+    near = select(absolute(values) < broadcast(np.float32(_SMALLEST_NORMAL), values), small, normal)
     return _where_finite(values, near)
 
 
-def rounded(values, base, d, rows):  # type: ignore[no-untyped-def]
+def round_lanes(values, base, d, rows):  # type: ignore[no-untyped-def]
     """Elements of one row from `d` on, rounded to the format of `rows`; `base` is the row's `row_noise`."""
     raise NotImplementedError("compiled code only")
 
 
-@overload(rounded)
+@overload(round_lanes)
 def _rounded(values, base, d, rows):  # type: ignore[no-untyped-def]
     if rows == types.uint16:
         return lambda values, base, d, rows: _bf16(values, base, d)

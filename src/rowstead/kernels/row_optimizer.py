@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rowstead.kernels.cpu.memory import prefer_large_pages
+from rowstead.kernels.cpu.memory import advise_huge_pages
 from rowstead.spec.row_optimizers import ROW_OPTIMIZERS, RowOptimizerName, SparseOptimizerSpec
 
 RowState = dict[str, Tensor]
@@ -32,7 +32,7 @@ def new_row_state(kind: RowOptimizerName, rows: Tensor) -> RowState:
 
 def _zeros(rows: Tensor, width: int) -> Tensor:
     empty = torch.empty(rows.shape[0], width, dtype=compute_dtype(rows.dtype), device=rows.device)
-    return prefer_large_pages(empty).zero_()
+    return advise_huge_pages(empty).zero_()
 
 
 def step_scalars(optimizer: SparseOptimizerSpec, *, lr: float, step: int) -> list[float]:

@@ -1,7 +1,7 @@
-"""`EmbeddingBags`: our tables and kernels as a module for anybody's PyTorch model.
+"""`EmbeddingBags`: rowstead's tables and kernels as a module for any PyTorch model.
 
-It takes the place of TorchRec's EmbeddingBagCollection: same configuration, same input, same output, same names in
-`state_dict`. TorchRec is never imported here; its objects are known by their methods.
+It replaces TorchRec's EmbeddingBagCollection: same configuration, same input, same output, same names in
+`state_dict`. TorchRec is never imported here; its objects are recognized by their methods.
 
 Letters: B examples, nnz ids in the batch.
 """
@@ -41,11 +41,11 @@ class BagTable:
     num_embeddings: int
     """Rows."""
     embedding_dim: int
-    """Numbers in a row."""
+    """Elements per row."""
     feature_names: tuple[str, ...] = ()
     """Features whose ids are rows of this table; one with the table's name when left out."""
     pooling: Pooling = "sum"
-    """How the rows of one example are joined."""
+    """How the rows of one bag are pooled."""
 
     def __post_init__(self) -> None:
         require(bool(self.name) and "." not in self.name, "name", f"must not be empty or have a dot in it, got `{self.name}`")
@@ -77,7 +77,7 @@ class BagTable:
 
 
 class PooledFeatures:
-    """What a look-up gave, by feature; answers like TorchRec's KeyedTensor."""
+    """Pooled vectors by feature, with the interface of TorchRec's KeyedTensor."""
 
     def __init__(self, keys: Sequence[str], length_per_key: Sequence[int], values: Tensor) -> None:
         self._keys, self._lengths, self._values = list(keys), list(length_per_key), values
@@ -86,7 +86,7 @@ class PooledFeatures:
         return self._keys
 
     def values(self) -> Tensor:
-        """All vectors side by side, [B, sum of widths]."""
+        """All vectors concatenated, [B, sum of widths]."""
         return self._values
 
     def length_per_key(self) -> list[int]:
@@ -101,9 +101,9 @@ class PooledFeatures:
         """The vectors of one feature, [B, width]."""
         if key not in self._keys:
             raise KeyError(f"no feature `{key}`: {did_you_mean(key, self._keys)}")
-        place = self._keys.index(key)
-        start = sum(self._lengths[:place])
-        return self._values[:, start : start + self._lengths[place]]
+        index = self._keys.index(key)
+        start = sum(self._lengths[:index])
+        return self._values[:, start : start + self._lengths[index]]
 
     def to_dict(self) -> dict[str, Tensor]:
         """Each feature's vectors, [B, width]."""
@@ -111,15 +111,15 @@ class PooledFeatures:
 
 
 class EmbeddingBags(nn.Module):
-    """Many embedding tables with pooled look-up in one call, and an optimizer that is fused with the backward pass.
+    """Many embedding tables with one pooled look-up, and an optimizer that is fused with the backward pass.
 
     `tables` are `BagTable`s or TorchRec's EmbeddingBagConfigs. With an `optimizer` (a SparseOptimizerSpec, or its kind, and
-    `lr`) the tables require no gradients: `loss.backward()` updates the rows that were read, at once. Each look-up is an
-    update of its own, also where several look-ups precede one `backward()`. Without an optimizer the tables are ordinary
-    parameters with dense gradients, for any optimizer of torch, through the slower reference kernels.
+    `lr`) the tables require no gradients: `loss.backward()` updates the rows that were read. Each look-up is one
+    update, also where several look-ups precede one `backward()`. Without an optimizer the tables are ordinary
+    parameters with dense gradients, for any torch optimizer, through the slower reference kernels.
 
-    `dtype` is the rows' (float32, bfloat16, float16); pooled vectors are float32 unless rows are float64. With `check` a batch
-    that does not fit the tables is refused before any row is read; on a GPU that waits for the device.
+    `dtype` is that of the rows (float32, bfloat16, float16); pooled vectors are float32 unless rows are float64. With `check`, a
+    batch that does not fit the tables is refused before any row is read; on a GPU that synchronizes with the device.
     """
 
     _store: DeviceStore
@@ -145,7 +145,7 @@ class EmbeddingBags(nn.Module):
         self._check = check
         layout = _layout_of(self._configs)
         self._wanted = [feature for table in self._configs for feature in table.feature_names]
-        """The feature of each pooled vector; one that several tables read is here several times."""
+        """The feature of each pooled vector; a feature that several tables read occurs several times."""
         self.features = tuple(dict.fromkeys(self._wanted))
         """The features, in the order in which a Sparse must have them."""
         self._keys = _keys_of(self._configs)
@@ -163,24 +163,24 @@ class EmbeddingBags(nn.Module):
             dtype=dtype or _dtype_of(tables),
             check=check,
         )
-        # Not a submodule, else its tables would have two names in `state_dict`.
+        # Not a submodule, or its tables would have two names in `state_dict`.
         self.__dict__["_store"] = store
         self.embedding_bags = nn.ModuleDict(
             {table.name: _Rows(rows) for table, rows in zip(self._configs, store.weights, strict=True)}
         )
         self.requires_grad_(spec is None)
         for config, rows in zip(tables, store.weights, strict=True):
-            if callable(initialise := getattr(config, "init_fn", None)):  # TorchRec's configurations say how
+            if callable(initialise := getattr(config, "init_fn", None)):  # of TorchRec's configurations
                 with torch.no_grad():
                     initialise(rows)
         self.register_load_state_dict_post_hook(_tie_again)
 
-    @torch.compiler.disable  # our kernels are compiled already; the model around goes on to be compiled
+    @torch.compiler.disable  # the kernels are compiled already; the model around them still is
     def forward(self, features: Any) -> Any:
         """Pooled vectors of every feature: of a Sparse as PooledFeatures, of a KeyedJaggedTensor as TorchRec's KeyedTensor.
 
-        Ids that come in the order of `self.features`, each feature read by one table, are used where they are. Where features
-        are in another order, too many, or read by several tables, ids and offsets are copied into order first.
+        Ids in the order of `self.features`, each feature read by one table, are used without a copy. Where features are in
+        another order, too many, or read by several tables, ids and offsets are copied first.
         """
         pooled = self._pooled(self._ordered(features))
         if not isinstance(features, Sparse) and (torchrec := sys.modules.get("torchrec.sparse.jagged_tensor")) is not None:
@@ -189,7 +189,7 @@ class EmbeddingBags(nn.Module):
 
     @property
     def optimizer(self) -> SparseOptimizerSpec | None:
-        """What is fused with the backward pass."""
+        """The optimizer that is fused with the backward pass."""
         return self._store.optimizer
 
     @property
@@ -219,14 +219,14 @@ class EmbeddingBags(nn.Module):
         return self._is_weighted
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        """What the fused optimizer remembers, as `<table>.<name>`, and `num_updates`; `state_dict` has the rows alone."""
+        """State of the fused optimizer, as `<table>.<name>`, and `num_updates`; `state_dict` has only the rows."""
         state = {name: value for name, value in self._store.state().items() if not name.endswith(".rows")}
         return {**state, "num_updates": torch.tensor(self._num_updates)}
 
     def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `optimizer_state` gave, so that training goes on as if it had never stopped."""
+        """Load what `optimizer_state` returned, so that training continues bit for bit."""
         if "num_updates" not in state:
-            raise CheckpointError("no `num_updates`: this is not what `optimizer_state` gave")
+            raise CheckpointError("no `num_updates`: this is not the result of `optimizer_state`")
         rows = {name: value for name, value in self._store.state().items() if name.endswith(".rows")}
         self._store.load_state({**state, **rows})
         self._num_updates = int(state["num_updates"])
@@ -242,7 +242,7 @@ class EmbeddingBags(nn.Module):
         if store.optimizer is not None and weights is not None:
             sparse = dataclasses.replace(sparse, weights=weights.detach())
         if store.optimizer is not None and torch.is_grad_enabled():
-            # Autograd only comes back to an operation of which some input requires gradients.
+            # Autograd calls backward only if some input requires gradients.
             pooled: Tensor = _Fused.apply(torch.empty(0, requires_grad=True), weights, self, sparse)
             return pooled
         return store.lookup(sparse)
@@ -253,17 +253,19 @@ class EmbeddingBags(nn.Module):
             self._store.update(sparse, grad, lr=self._lr, step=self._num_updates)
 
     def _ordered(self, features: Any) -> Sparse:
-        """The batch as the tables want it."""
+        """The batch with features in the order of the tables."""
         if isinstance(features, Sparse):
             sparse, given = features, list(self.features)
             if sparse.num_features != len(given):
-                raise DataError(f"the batch has {sparse.num_features} features, and the tables want {', '.join(given)}")
+                raise DataError(
+                    f"the batch has {sparse.num_features} features, but the tables read {len(given)}: {', '.join(given)}"
+                )
         elif all(hasattr(features, name) for name in ("keys", "values", "offsets", "weights_or_none")):
             sparse, given = sparse_from_kjt(features), list(features.keys())
         else:
             raise TypeError(f"give a rowstead.Sparse or a KeyedJaggedTensor, not {type(features).__name__}")
         if self._is_weighted and sparse.weights is None:
-            raise DataError("is_weighted is set, and the batch has no weights")
+            raise DataError("is_weighted is set, but the batch has no weights")
         if not self._is_weighted and sparse.weights is not None:
             sparse = dataclasses.replace(sparse, weights=None)
         return sparse if given == self._wanted else _selected(sparse, given, self._wanted)
@@ -274,24 +276,24 @@ class EmbeddingBags(nn.Module):
         return self
 
     def _tie(self) -> None:
-        """Give the store the tables that this module has now, and bring the optimizer's memory to where they are."""
+        """Give the store the tables that this module has now, and move the optimizer's state to their device and dtype."""
         store = self._store
-        for place, table in enumerate(self._configs):
+        for index, table in enumerate(self._configs):
             rows = self.embedding_bags[table.name].weight
             assert isinstance(rows, nn.Parameter)
-            store.weights[place] = rows
+            store.weights[index] = rows
             if store.optimizer is not None:
                 like = new_row_state(store.optimizer.kind, rows.detach()[:1])
-                store.row_states[place] = {name: value.to(like[name]) for name, value in store.row_states[place].items()}
+                store.row_states[index] = {name: value.to(like[name]) for name, value in store.row_states[index].items()}
 
 
 def _tie_again(bags: EmbeddingBags, _: object) -> None:
-    """After `load_state_dict`, which replaces tables where it is told to `assign`. No lambda: modules are pickled."""
+    """After `load_state_dict`, which replaces tables under `assign=True`. No lambda: modules are pickled."""
     bags._tie()
 
 
 class _Rows(nn.Module):
-    """One table, under the name that it has in TorchRec."""
+    """One table, under its name in TorchRec."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
@@ -310,17 +312,17 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # Reading them fails where they were changed meanwhile, or where this backward pass has been run before.
+        # Reading them fails if they were changed since, or if this backward pass ran before.
         _, _, weights = ctx.saved_tensors
         of_weights = None
-        if ctx.needs_input_grad[1]:  # with the rows as they were read, so before the update
+        if ctx.needs_input_grad[1]:  # with the rows as they were read: before the update
             of_weights = _gradient_of_weights(ctx.bags._store, ctx.sparse, weights, grad)
         ctx.bags._update(ctx.sparse, grad)
         return None, of_weights, None, None
 
 
 def _gradient_of_weights(store: DeviceStore, sparse: Sparse, weights: Tensor, grad: Tensor) -> Tensor:
-    """[nnz]: how the loss changes with each id's weight."""
+    """The gradient of each id's weight [nnz]."""
     rows = [table.detach() for table in store.weights]
     with torch.enable_grad():
         leaf = weights.detach().requires_grad_()
@@ -337,17 +339,17 @@ def _selected(sparse: Sparse, given: list[str], wanted: list[str]) -> Sparse:
     bounds = sparse.offsets[:: max(1, num_samples)].tolist() if num_samples else [0] * (len(given) + 1)
     if bounds[0] != 0 or bounds[-1] != sparse.ids.numel() or any(a > b for a, b in pairwise(bounds)):
         raise DataError(f"offsets must rise from 0 to the number of ids, {sparse.ids.numel()}: the features start at {bounds}")
-    places = [given.index(name) for name in wanted]
+    chosen = [given.index(name) for name in wanted]
 
-    def gathered(values: Tensor) -> Tensor:
-        return torch.cat([values[bounds[place] : bounds[place + 1]] for place in places])
+    def gather(values: Tensor) -> Tensor:
+        return torch.cat([values[bounds[index] : bounds[index + 1]] for index in chosen])
 
-    lengths = sparse.offsets.diff().view(len(given), num_samples)[places].view(-1)
+    lengths = sparse.offsets.diff().view(len(given), num_samples)[chosen].view(-1)
     return Sparse(
-        ids=gathered(sparse.ids),
+        ids=gather(sparse.ids),
         offsets=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
         num_features=len(wanted),
-        weights=None if sparse.weights is None else gathered(sparse.weights),
+        weights=None if sparse.weights is None else gather(sparse.weights),
     )
 
 
@@ -356,7 +358,7 @@ def _layout_of(tables: tuple[BagTable, ...]) -> Layout:
     twice = next((name for name, count in Counter(table.name for table in tables).items() if count > 1), None)
     require(twice is None, "tables", f"`{twice}` is named twice")
     starts = [0, *accumulate(len(table.feature_names) for table in tables)]
-    readers = [(place, table) for place, table in enumerate(tables) for _ in table.feature_names]
+    readers = [(index, table) for index, table in enumerate(tables) for _ in table.feature_names]
     return Layout(
         tables=tuple(
             Table(
@@ -367,7 +369,7 @@ def _layout_of(tables: tuple[BagTable, ...]) -> Layout:
             )
             for table, start in zip(tables, starts, strict=False)
         ),
-        table_of=tuple(place for place, _ in readers),
+        table_of=tuple(index for index, _ in readers),
         columns=(0, *accumulate(table.embedding_dim for _, table in readers)),
         is_mean=tuple(table.pooling == "mean" for _, table in readers),
     )
@@ -398,7 +400,7 @@ def _require_one_of(name: str, value: object, known: Sequence[object]) -> None:
 
 
 def _dtype_of(tables: Sequence[Any]) -> torch.dtype:
-    """The type of rows that TorchRec's configurations ask for; float32 for those that say nothing."""
+    """The dtype of rows in TorchRec's configurations; float32 for those without one."""
     known = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
     asked = {_word(getattr(table, "data_type", "fp32")) for table in tables}
     if len(asked) != 1 or not asked <= set(known):
@@ -409,5 +411,5 @@ def _dtype_of(tables: Sequence[Any]) -> torch.dtype:
 
 
 def _word(value: Any) -> str:
-    """A setting as TorchRec's enumerations or plain text give it, in small letters."""
+    """A setting, given as one of TorchRec's enums or as text, in lower case."""
     return str(getattr(value, "value", value)).lower()

@@ -21,7 +21,7 @@ class DenseOptimizerSpec:
     """The optimizer of the MLPs and the interaction."""
 
     kind: DenseOptimizer = "adagrad"
-    """Which of torch.optim's."""
+    """Which optimizer of torch.optim."""
     lr: float = 0.02
     """Learning rate after warm-up."""
     eps: float = 1e-8
@@ -42,14 +42,14 @@ class DenseOptimizerSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleSpec:
-    """What the learning rates are multiplied by as steps go on."""
+    """Schedule of both learning rates: warm-up, then decay."""
 
     warmup_steps: int = 0
-    """Rise linearly from 0 over so many steps."""
+    """Steps over which learning rates rise linearly from 0."""
     decay: Literal["none", "linear", "cosine"] = "none"
-    """Shape of the fall after the warm-up, to `final` at the last step."""
+    """Shape of the decay after the warm-up, to `final` at the last step."""
     final: float = 0.0
-    """Share of the learning rate left at the last step."""
+    """Fraction of the learning rate at the last step."""
 
     def __post_init__(self) -> None:
         require(self.warmup_steps >= 0, "warmup_steps", "must not be negative")
@@ -58,7 +58,7 @@ class ScheduleSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class EarlyStopSpec:
-    """Stop when the evaluation no longer gets better."""
+    """Stop when the evaluation no longer improves."""
 
     patience: int = 3
     """Evaluations without a better NE (a better MSE under `loss: mse`) before the run stops."""
@@ -75,11 +75,11 @@ class TrainSpec:
     """The training loop."""
 
     batch_size: int = 1024
-    """Examples a step."""
+    """Examples per step."""
     epochs: int = 1
     """Passes over the training split."""
     max_steps: int | None = None
-    """Stop after so many steps, if that comes first."""
+    """Stop after so many steps, if that is before the last epoch ends."""
     loss: HeadKind = "bce"
     """The loss, which also decides what a prediction is."""
     sparse_optimizer: SparseOptimizerSpec = SparseOptimizerSpec()
@@ -87,32 +87,32 @@ class TrainSpec:
     dense_optimizer: DenseOptimizerSpec = DenseOptimizerSpec()
     """For everything else."""
     schedule: ScheduleSpec = ScheduleSpec()
-    """Warm-up and decay, for both."""
+    """Warm-up and decay, for both optimizers."""
     sync: SyncSpec = SyncSpec()
-    """How trainers of a fleet keep one model, and how many threads share it in each."""
+    """How the trainers of a fleet synchronize, and how many threads each has."""
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"
-    """Number format of the dense arithmetic; parameters stay FP32. `tf32` rounds what a GPU multiplies, and is FP32 on a CPU; `bf16` is FP32 on a
-    CPU without instructions for it."""
+    """Number format of the dense arithmetic; parameters stay FP32. `tf32` rounds the inputs of a GPU's matrix products, and is FP32
+    on a CPU; `bf16` is FP32 on a CPU without instructions for it."""
     wire: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Number format in which several processes send each other pooled vectors, their gradients and dense gradients."""
+    """Number format in which processes exchange pooled vectors, their gradients and dense gradients."""
     cuda_graphs: bool = True
-    """On a GPU, replay steps as CUDA graphs rather than launch by launch."""
+    """On a GPU, replay steps as CUDA graphs."""
     eval_every: int | None = None
-    """Evaluate every so many steps; only at the end when left out."""
+    """Evaluate every so many steps; by default only at the end."""
     eval_samples: int | None = None
-    """Examples used by the evaluations in between; the final one uses all."""
+    """Examples per evaluation during training; the final one uses all."""
     early_stop: EarlyStopSpec | None = None
     """Stop early; needs `eval_every`."""
     checkpoint_every: int | None = None
-    """Save every so many steps; besides, always at the end and on Ctrl-C."""
+    """Save every so many steps; a run always saves at the end and on Ctrl-C."""
     keep_checkpoints: int = 2
-    """How many of the last checkpoints stay on disk, besides full ones that these need."""
+    """How many of the last checkpoints stay on disk, besides the full ones that these depend on."""
     full_checkpoint_every: int = 1
-    """Every so many checkpoints one holds all rows; those between hold the rows touched since, and need it."""
+    """Every so many checkpoints one is full; those between hold only the rows changed since, and depend on it."""
     checkpoint_format: CheckpointFormat = "exact"
-    """Of the rows in checkpoints that are not full: `fp16` or `int8` are smaller and do not resume bit for bit."""
+    """Row format of checkpoints that are not full: `fp16` and `int8` are smaller and do not resume bit for bit."""
     log_every: int = 50
-    """Write a line to the event file every so many steps."""
+    """Write one line to the event file every so many steps."""
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "epochs", "keep_checkpoints", "full_checkpoint_every", "log_every"):
@@ -121,5 +121,7 @@ class TrainSpec:
             value = getattr(self, name)
             require(value is None or value >= 1, name, f"must be at least 1, got {value}")
         is_used = self.checkpoint_format == "exact" or self.full_checkpoint_every > 1
-        require(is_used, "checkpoint_format", "is for checkpoints that are not full: set `full_checkpoint_every` above 1")
+        require(
+            is_used, "checkpoint_format", "applies only to checkpoints that are not full: set `full_checkpoint_every` above 1"
+        )
         require(self.early_stop is None or self.eval_every is not None, "early_stop", "needs `eval_every` to be set")

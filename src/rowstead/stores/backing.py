@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rowstead.kernels.cpu.memory import prefer_large_pages
+from rowstead.kernels.cpu.memory import advise_huge_pages
 from rowstead.kernels.initial import initial_rows
 from rowstead.spec.features import Table
 from rowstead.stores.cache_slots import Moves
@@ -69,7 +69,7 @@ class RamRows:
         for index, (kind, width) in enumerate(group.columns):
             shape = group.num_rows, width
             if device.type == "cpu":
-                part = seen = prefer_large_pages(torch.empty(shape, dtype=kind))
+                part = seen = advise_huge_pages(torch.empty(shape, dtype=kind))
             elif index and width == 1:
                 part = seen = torch.empty(shape, dtype=kind, device=device)
             else:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rowstead.kernels.cpu.memory import prefer_large_pages
+from rowstead.kernels.cpu.memory import advise_huge_pages
 from rowstead.spec.errors import RowsteadError
 
 ATTACH_GLOBAL, PREFERRED_LOCATION, ACCESSED_BY, THE_CPU = 1, 3, 5, -1
@@ -29,7 +29,7 @@ def allocate_mapped(device: torch.device, shape: tuple[int, int], dtype: torch.d
         weakref.finalize(raw, _driver().cuMemFree_v2, ctypes.c_uint64(address))
         values = torch.frombuffer(raw, dtype=dtype).view(shape).zero_()  # the CPU's first write commits the pages
         return values, _map_to_device(device, values)
-    values = prefer_large_pages(torch.empty(shape, dtype=dtype)).zero_()
+    values = advise_huge_pages(torch.empty(shape, dtype=dtype)).zero_()
     return values, pin_in_place(device, values)
 
 

@@ -1,6 +1,6 @@
-"""Rows of several tables by their numbers, on the CPU: read them, or apply the optimizer to them, each row once.
+"""Read distinct rows of several tables on the CPU, or apply the optimizer to them.
 
-Letters: T tables, D width, U distinct rows in all; `bounds` [T + 1] says which of them are of which table.
+Letters: T tables, D width, U distinct rows in all; rows bounds[t] to bounds[t + 1] - 1 are of table t.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TORCH_WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def gather_rows(tables: Sequence[Tensor], ids: NDArray[Any], bounds: NDArray[np.int64]) -> Tensor:
-    """The rows `ids` [U] of tables [N, D], one after another in one flat tensor. Ids must be in range."""
+    """The rows `ids` [U] of tables [N, D], concatenated in one flat tensor. Ids must be in range."""
     widths = np.array([table.shape[1] for table in tables], np.int64)
     dtype = tables[0].dtype
     flat = torch.empty(int((np.diff(bounds) * widths).sum()), dtype=dtype)
@@ -47,7 +47,7 @@ def update_rows(
     lr: float,
     step: int,
 ) -> None:
-    """One optimizer step on the rows `ids` [U], in place, with summed gradients `grad`, flat like what `gather_rows` gives.
+    """One optimizer step on the rows `ids` [U], in place, with summed gradients `grad`, flat like the result of `gather_rows`.
 
     Ids must be in range, and those of one table distinct. Nothing is clipped.
     """
@@ -61,14 +61,14 @@ def update_rows(
 
 @numba.njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
 def _gather(addresses, widths, ids, bounds, out, word):  # type: ignore[no-untyped-def]
-    """Copy rows word by word; the type of `word` has as many bytes as a number."""
+    """Copy rows word by word; the type of `word` has as many bytes as an element."""
     target = 0
     for table in range(len(addresses)):
         width, row_bytes = widths[table], widths[table] * bytes_of(word)
-        for place in range(bounds[table], bounds[table + 1]):
-            if place + AHEAD < bounds[table + 1]:
-                prefetch_all(addresses[table] + np.int64(ids[place + AHEAD]) * row_bytes, row_bytes)
-            source = addresses[table] + np.int64(ids[place]) * row_bytes
+        for index in range(bounds[table], bounds[table + 1]):
+            if index + AHEAD < bounds[table + 1]:
+                prefetch_all(addresses[table] + np.int64(ids[index + AHEAD]) * row_bytes, row_bytes)
+            source = addresses[table] + np.int64(ids[index]) * row_bytes
             for d in range(width):
                 out[target + d] = item(source, d, word)
             target += width
@@ -78,15 +78,15 @@ def _gather(addresses, widths, ids, bounds, out, word):  # type: ignore[no-untyp
 def _update(  # type: ignore[no-untyped-def]
     addresses, first, second, first_bytes, second_bytes, widths, ids, bounds, grad, rows, real, kind, scalars, step
 ):
-    """Apply the optimizer to each row with its gradient, at the address `grad` and on."""
+    """Apply the optimizer to each row with its gradient; they follow each other from the address `grad` on."""
     plain = scalars_tuple(scalars)
     for table in range(len(addresses)):
         width, row_bytes = widths[table], widths[table] * bytes_of(rows)
-        for place in range(bounds[table], bounds[table + 1]):
-            if place + AHEAD < bounds[table + 1]:
-                prefetch_all(addresses[table] + np.int64(ids[place + AHEAD]) * row_bytes, row_bytes)
+        for index in range(bounds[table], bounds[table + 1]):
+            if index + AHEAD < bounds[table + 1]:
+                prefetch_all(addresses[table] + np.int64(ids[index + AHEAD]) * row_bytes, row_bytes)
             apply_row(
-                table, np.int64(ids[place]), addresses[table], first[table], second[table], first_bytes[table],
+                table, np.int64(ids[index]), addresses[table], first[table], second[table], first_bytes[table],
                 second_bytes[table], grad, width, rows, real, kind, plain, step,
             )  # fmt: skip
             grad += width * bytes_of(real)

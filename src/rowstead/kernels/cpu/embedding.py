@@ -1,8 +1,8 @@
-"""Pooled look-up and exact fused update on the CPU, in Numba: all tables in one call, no locks, no GIL.
+"""Pooled look-up and exact fused update on the CPU, in Numba: all tables in one call, without locks or the GIL.
 
-Threads share a look-up by bags. An update is cut into tasks, each some rows of one table: a thread sorts the ids of a task,
-which puts equal ids side by side, and sums and applies each run of them in the order of the batch. Threads take bags and
-tasks as they get free. No two tasks have a row in common, so the result does not depend on the number of threads, bit for bit.
+Threads share a look-up by bags. An update is split into tasks, each some rows of one table: a thread sorts the ids of a task,
+which groups equal ids, then sums each group in the order of the batch and applies the optimizer. Idle threads take the next
+bags or task. No two tasks share a row, so the result does not depend on the number of threads, bit for bit.
 
 Rows are FP32, FP64, or BF16 or FP16 with gradients and state in FP32 (`rounding.py`).
 
@@ -21,17 +21,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rowstead.kernels.cpu.embedding_programs import cut_tasks, pool_bags, update_at_once, update_tables
-from rowstead.kernels.cpu.thread_team import together
+from rowstead.kernels.cpu.embedding_kernels import pool_bags, split_into_tasks, update_each_id, update_tables
+from rowstead.kernels.cpu.thread_team import run_on_threads
 from rowstead.kernels.layout import Layout
 from rowstead.kernels.row_optimizer import RowState, compute_dtype, state_tensors, step_scalars
 from rowstead.spec.errors import DataError
 from rowstead.spec.row_optimizers import ROW_OPTIMIZERS, RowOptimizerName, SparseOptimizerSpec
 
 TURNS = 16
-"""Parts a thread into which a look-up is cut, so that no thread waits long for the last one."""
+"""Parts of a look-up per thread, so that no thread waits long for the last one."""
 TASKS = 6
-"""Tasks a thread into which an update is cut at least."""
+"""Tasks of an update per thread, at least."""
 
 _SCALARS: dict[torch.dtype, Any] = {
     torch.float32: np.float32(0),
@@ -41,15 +41,15 @@ _SCALARS: dict[torch.dtype, Any] = {
     torch.int64: np.int64(0),
     torch.int32: np.int32(0),
 }
-"""By which the compiled programs are told in which format numbers are stored."""
+"""A scalar for each dtype, whose type tells the compiled functions how elements are stored."""
 
 
 def lookup(tables: Sequence[Tensor], layout: Layout, ids: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Pooled rows of every feature, side by side: [B, sum of widths].
+    """Pooled rows of all features, concatenated: [B, sum of widths].
 
-    tables: T tensors [N, D] of one dtype; ids int32 or int64 [nnz]; offsets int64 [F*B + 1]; weights [nnz] or none.
+    tables: T tensors [N, D] of one dtype; ids int32 or int64 [nnz]; offsets int64 [F*B + 1]; weights [nnz] or None.
     """
-    facts, ids, offsets = _facts(layout), ids.contiguous(), offsets.contiguous()
+    arrays, ids, offsets = _layout_arrays(layout), ids.contiguous(), offsets.contiguous()
     num_bags = offsets.numel() - 1
     num_samples = num_bags // layout.num_features
     pooled = torch.empty(num_samples, layout.total_width, dtype=compute_dtype(tables[0].dtype))
@@ -59,19 +59,19 @@ def lookup(tables: Sequence[Tensor], layout: Layout, ids: Tensor, offsets: Tenso
     bounds = offsets.numpy()
     addresses = np.array([table.data_ptr() for table in tables], np.int64)
     threads = _num_parts(ids.numel() + num_bags // 4)
-    counter, bags_a_turn = np.zeros(1, np.int64), -(-num_bags // (threads * TURNS))
+    counter, bags_per_turn = np.zeros(1, np.int64), -(-num_bags // (threads * TURNS))
 
     def pool() -> int:
         return int(
             pool_bags(
-                counter, bags_a_turn, num_samples, addresses, facts.num_rows, facts.widths, facts.table_of, facts.columns,
-                facts.is_mean, *_batch(tables[0], ids, bounds, given), pooled.data_ptr(), _SCALARS[pooled.dtype],
+                counter, bags_per_turn, num_samples, addresses, arrays.num_rows, arrays.widths, arrays.table_of, arrays.columns,
+                arrays.is_mean, *_batch(tables[0], ids, bounds, given), pooled.data_ptr(), _SCALARS[pooled.dtype],
             )
         )  # fmt: skip
 
-    failed = [place for place in together(pool, threads) if place >= 0]
+    failed = [index for index in run_on_threads(pool, threads) if index >= 0]
     if failed:
-        raise _outside(min(failed), layout, ids.numpy(), bounds, num_samples)
+        raise _out_of_range(min(failed), layout, ids.numpy(), bounds, num_samples)
     return pooled
 
 
@@ -88,13 +88,13 @@ def update(
     lr: float,
     step: int,
 ) -> None:
-    """One exact optimizer step on every row that `ids` name, in place; grad [B, sum of widths]. Ids must be in range."""
+    """One exact optimizer step on every row in `ids`, in place; grad [B, sum of widths]. Ids must be in range."""
     if not ids.numel():
         return
-    facts, ids, grad = _facts(layout), ids.contiguous(), grad.contiguous()
+    arrays, ids, grad = _layout_arrays(layout), ids.contiguous(), grad.contiguous()
     bounds = offsets.contiguous().numpy()
     threads = _num_parts(ids.numel())
-    tasks = cut_tasks(bounds, len(grad), facts.table_of, len(layout.tables), threads * TASKS if threads > 1 else 1)
+    tasks = split_into_tasks(bounds, len(grad), arrays.table_of, len(layout.tables), threads * TASKS if threads > 1 else 1)
     memory = _memory(optimizer.kind, tables, states)
     given = weights if weights is None else weights.to(grad.dtype).contiguous()
     rule = _rule(optimizer, lr, step, grad.dtype)
@@ -102,12 +102,12 @@ def update(
 
     def work() -> None:
         update_tables(
-            counter, tasks, len(grad), *memory, facts.num_rows, facts.widths, facts.columns, facts.is_mean,
-            facts.features_from, facts.features, *_batch(tables[0], ids, bounds, given), grad.data_ptr(),
+            counter, tasks, len(grad), *memory, arrays.num_rows, arrays.widths, arrays.columns, arrays.is_mean,
+            arrays.features_from, arrays.features, *_batch(tables[0], ids, bounds, given), grad.data_ptr(),
             _SCALARS[grad.dtype], *rule,
         )  # fmt: skip
 
-    together(work, threads)
+    run_on_threads(work, threads)
 
 
 def update_hogwild(
@@ -123,22 +123,22 @@ def update_hogwild(
     lr: float,
     step: int,
 ) -> None:
-    """`update` for callers that run several batches at once, a thread each: no sum over equal ids, no locks.
+    """`update` for callers that train on several batches at once, one per thread: no sum over equal ids, no locks.
 
-    Each id's gradient is applied to its row at once, in the order of the batch. Where two threads meet in a row, one of
-    their changes may be lost.
+    The gradient of each id is applied to its row immediately, in the order of the batch. Where two threads update the same
+    row, one of the changes may be lost.
     """
-    facts, ids, grad = _facts(layout), ids.contiguous(), grad.contiguous()
+    arrays, ids, grad = _layout_arrays(layout), ids.contiguous(), grad.contiguous()
     given = weights if weights is None else weights.to(grad.dtype).contiguous()
-    update_at_once(
-        len(grad), *_memory(optimizer.kind, tables, states), facts.widths, facts.table_of, facts.columns, facts.is_mean,
+    update_each_id(
+        len(grad), *_memory(optimizer.kind, tables, states), arrays.widths, arrays.table_of, arrays.columns, arrays.is_mean,
         *_batch(tables[0], ids, offsets.contiguous().numpy(), given), grad.data_ptr(), _SCALARS[grad.dtype],
         *_rule(optimizer, lr, step, grad.dtype),
     )  # fmt: skip
 
 
 def _batch(rows: Tensor, ids: Tensor, offsets: NDArray[np.int64], weights: Tensor | None) -> tuple[Any, ...]:
-    """What the programs take of a batch: format of rows, address and type of ids, offsets, address of weights or none."""
+    """A batch as the compiled functions take it: format of rows, address and type of ids, offsets, address of weights or None."""
     return _SCALARS[rows.dtype], ids.data_ptr(), _SCALARS[ids.dtype], offsets, None if weights is None else weights.data_ptr()
 
 
@@ -161,7 +161,7 @@ def _memory(kind: RowOptimizerName, tables: Sequence[Tensor], states: Sequence[R
 
 
 @dataclass(frozen=True)
-class _CpuFacts:
+class _LayoutArrays:
     """A layout as arrays."""
 
     num_rows: NDArray[np.int64]
@@ -181,9 +181,9 @@ class _CpuFacts:
 
 
 @lru_cache(maxsize=64)
-def _facts(layout: Layout) -> _CpuFacts:
+def _layout_arrays(layout: Layout) -> _LayoutArrays:
     assert all(table.num_rows <= 2**32 for table in layout.tables), "a table has at most 2**32 rows"
-    return _CpuFacts(
+    return _LayoutArrays(
         num_rows=np.array([table.num_rows for table in layout.tables], np.int64),
         widths=np.array([table.width for table in layout.tables], np.int64),
         table_of=np.array(layout.table_of, np.int64),
@@ -194,15 +194,15 @@ def _facts(layout: Layout) -> _CpuFacts:
     )
 
 
-def _outside(place: int, layout: Layout, ids: NDArray[Any], offsets: NDArray[np.int64], num_samples: int) -> DataError:
-    bag = int(np.searchsorted(offsets, place, side="right") - 1)
+def _out_of_range(index: int, layout: Layout, ids: NDArray[Any], offsets: NDArray[np.int64], num_samples: int) -> DataError:
+    bag = int(np.searchsorted(offsets, index, side="right") - 1)
     table = layout.tables[layout.table_of[bag // num_samples]]
     return DataError(
-        f"id {int(ids[place])} of example {bag % num_samples} is outside table `{table.name}`, whose rows are 0 to "
+        f"id {int(ids[index])} of example {bag % num_samples} is outside table `{table.name}`, whose rows are 0 to "
         f"{table.num_rows - 1}: hash ids to rows first"
     )
 
 
 def _num_parts(num_ids: int) -> int:
-    """Threads worth waking for so many ids."""
+    """How many threads are worth waking for so many ids."""
     return max(1, min(torch.get_num_threads(), num_ids // 512))

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rowstead.kernels.cpu.thread_team import by_parts
+from rowstead.kernels.cpu.thread_team import parallel_ranges
 from rowstead.kernels.cpu.tiles import ALIGN, ROWS, aligned_zeros, copy, sum_of_products, transpose
 
 _PART = 4_000_000
@@ -58,7 +58,7 @@ def _array(values: Tensor) -> NDArray[np.float32]:
 def _share(num_samples: int, num_vectors: int, width: int, work: Callable[[int, int], Any]) -> None:
     parts = min(torch.get_num_threads(), num_samples * num_vectors * num_vectors * width // _PART)
     parts = max(1, parts)
-    by_parts(work, [num_samples * part // parts for part in range(parts + 1)])
+    parallel_ranges(work, [num_samples * part // parts for part in range(parts + 1)])
 
 
 @_jit

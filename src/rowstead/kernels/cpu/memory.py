@@ -1,6 +1,6 @@
 """Arrays by address, so that one kernel can read any number of them without compiling for that number.
 
-Whoever passes an address keeps the array alive until the kernel returns.
+The caller keeps the array alive until the kernel returns.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 from torch import Tensor
 
-LARGE_PAGE = 2 << 20
-"""Bytes of the pages that processors have besides those of 4 kB."""
+HUGE_PAGE = 2 << 20
+"""Bytes of a huge page."""
 LINE = 64
-"""Bytes that the processor fetches at once."""
+"""Bytes of a cache line."""
 AHEAD = 32
-"""Ids by which rows are asked for before they are used."""
+"""How many ids ahead rows are prefetched."""
 
 
-def prefer_large_pages(tensor: Tensor) -> Tensor:
-    """Ask the system to keep a new tensor, not yet written to, in large pages; returns it.
+def advise_huge_pages(tensor: Tensor) -> Tensor:
+    """Ask the system to back a new tensor, not yet written to, by huge pages (`MADV_HUGEPAGE`); returns it.
 
-    Rows read here and there then miss the processor's table of pages far less often. Where the system has no such thing,
-    or the tensor is small or not in system memory, nothing changes.
+    Random reads of rows then have far fewer TLB misses. Nothing changes where the system has no huge pages, or the tensor is
+    small or not in system memory.
     """
-    if tensor.device.type == "cpu" and tensor.nbytes >= 2 * LARGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+    if tensor.device.type == "cpu" and tensor.nbytes >= 2 * HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
         start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         stop = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
         ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_HUGEPAGE)
@@ -66,7 +66,7 @@ def word_at(typingctx, address):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def lowest_bit(typingctx, word):  # type: ignore[no-untyped-def]
-    """The place of the lowest bit that is set in a uint64 other than 0, as int64."""
+    """The index of the lowest set bit of a uint64 other than 0, as int64."""
 
     def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
         return builder.cttz(args[0], ir.IntType(1)(1))
@@ -76,9 +76,9 @@ def lowest_bit(typingctx, word):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def prefetch(typingctx, address):  # type: ignore[no-untyped-def]
-    """Ask for the cache line at an int64 address, which need not be valid, and go on.
+    """Prefetch the cache line at an int64 address, which need not be valid, into the L2 cache.
 
-    It comes to the second cache: the first can wait for few lines at a time, and is near enough to the second.
+    The L1 cache can wait for few lines at a time, and is close enough to L2.
     """
 
     def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
@@ -95,14 +95,14 @@ def prefetch(typingctx, address):  # type: ignore[no-untyped-def]
 
 @numba.njit(nogil=True, cache=True, boundscheck=False, error_model="numpy", forceinline=True)
 def prefetch_all(address, num_bytes):  # type: ignore[no-untyped-def]
-    """Ask for all cache lines of so many bytes."""
+    """Prefetch all cache lines of so many bytes."""
     for line in range(0, num_bytes, LINE):
         prefetch(address + line)
 
 
 @intrinsic
-def item(typingctx, address, place, like):  # type: ignore[no-untyped-def]
-    """Element `place` of an array of numbers of the type of `like`, which starts at an int64 address."""
+def item(typingctx, address, index, like):  # type: ignore[no-untyped-def]
+    """Element `index` of an array at an int64 address, whose elements have the type of `like`."""
 
     def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
         pointer = builder.inttoptr(args[0], context.get_value_type(like).as_pointer())
@@ -113,7 +113,7 @@ def item(typingctx, address, place, like):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def take(typingctx, counter):  # type: ignore[no-untyped-def]
-    """The number in an int64 array's first place, which is raised by one; each thread that asks gets another number."""
+    """Atomically increment the first element of an int64 array; returns its old value, a different one for each caller."""
 
     def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
         array = context.make_array(signature.args[0])(context, builder, args[0])

@@ -1,6 +1,6 @@
 """Rules of the row optimizers on the CPU, in Numba; `spec/row_optimizers.py` says which scalars and state tensors each has.
 
-A row is updated in blocks, as in `embedding_programs.py`, which also explains `rows`, `real` and the letters.
+A row is updated in blocks, as in `embedding_kernels.py`, which also explains `rows`, `real` and the letters.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from rowstead.kernels.cpu.vectors import bytes_of, cast, load, root, spread, store, total, zeros
-from rowstead.kernels.rounding import rounded, row_noise
+from rowstead.kernels.cpu.vectors import broadcast, bytes_of, cast, load, sqrt, store, sum_lanes, zeros
+from rowstead.kernels.rounding import round_lanes, row_noise
 from rowstead.spec.row_optimizers import ROW_OPTIMIZERS
 
 _jit = numba.njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
@@ -40,7 +40,7 @@ def squares(source, width, like):  # type: ignore[no-untyped-def]
     if d < width:
         values = load(source + d * bytes_of(like), like, summed, width - d)
         summed = summed + values * values
-    return total(summed)
+    return sum_lanes(summed)
 
 
 @_inlined
@@ -55,8 +55,8 @@ def apply_row(  # type: ignore[no-untyped-def]
     factor = scalars[0]
     if kind == _ROWWISE_ADAGRAD:
         single = zeros(real, 1)
-        mean = total(load(one, real, single, None)) + squares(gradient, width, real) / cast(width, real)
-        store(spread(mean, single), one, real, None)
+        mean = sum_lanes(load(one, real, single, None)) + squares(gradient, width, real) / cast(width, real)
+        store(broadcast(mean, single), one, real, None)
         factor = scalars[0] / (np.sqrt(mean) + scalars[1])
     noise = row_noise(table, row, step)
     rule = (address + row * width * bytes_of(rows), gradient, one, two, noise, rows, real, kind, factor, scalars)
@@ -85,20 +85,20 @@ def _apply_block(  # type: ignore[no-untyped-def]
         lr, eps = scalars[0], scalars[1]
         summed = load(one + here, real, shape, count) + g * g
         store(summed, one + here, real, count)
-        change = spread(lr, shape) * g / (root(summed) + spread(eps, shape))
+        change = broadcast(lr, shape) * g / (sqrt(summed) + broadcast(eps, shape))
     elif kind == _ADAM:
         lr, eps, new1, new2, correction = scalars
         moment1, moment2 = load(one + here, real, shape, count), load(two + here, real, shape, count)
-        moment1 = moment1 + spread(new1, shape) * (g - moment1)
-        moment2 = moment2 + spread(new2, shape) * (g * g - moment2)
+        moment1 = moment1 + broadcast(new1, shape) * (g - moment1)
+        moment2 = moment2 + broadcast(new2, shape) * (g * g - moment2)
         store(moment1, one + here, real, count)
         store(moment2, two + here, real, count)
-        change = spread(lr * correction, shape) * moment1 / (root(moment2) + spread(eps, shape))
+        change = broadcast(lr * correction, shape) * moment1 / (sqrt(moment2) + broadcast(eps, shape))
     elif kind == _MOMENTUM:
-        velocity = spread(scalars[1], shape) * load(one + here, real, shape, count) + g
+        velocity = broadcast(scalars[1], shape) * load(one + here, real, shape, count) + g
         store(velocity, one + here, real, count)
-        change = spread(scalars[0], shape) * velocity
+        change = broadcast(scalars[0], shape) * velocity
     else:  # SGD, and row-wise Adagrad, whose factor is known
-        change = spread(factor, shape) * g
+        change = broadcast(factor, shape) * g
     values = load(target, rows, shape, count) - change
-    store(rounded(values, noise, d, rows), target, rows, count)
+    store(round_lanes(values, noise, d, rows), target, rows, count)

@@ -1,9 +1,8 @@
-"""Work that several of the CPU's threads share.
+"""Parallel CPU work on several threads.
 
-On the main thread these are the threads of torch's own operations, which OpenMP keeps. Between two operations they spin for a
-while: threads of ours would have to take the cores away from them, and torch's next operation would have to wake them again,
-which together took a fifth of a training step on two cores. Other threads of a program, such as readers, and processes that were
-forked, in which OpenMP's threads are gone, share their work with threads from a pool of Python's.
+On the main thread these are torch's own OpenMP threads. Between two operations they spin for a while: separate threads would have
+to take the cores away from them, and torch's next operation would have to wake them again, which took a fifth of a training step
+on two cores. Other threads, such as readers, and forked processes, in which OpenMP's threads are gone, use a ThreadPoolExecutor.
 """
 
 from __future__ import annotations
@@ -31,18 +30,18 @@ from rowstead.kernels.cpu.memory import take
 
 Result = TypeVar("Result")
 
-BYTES_A_THREAD = 1 << 20
-"""To be moved, below which another thread is not worth waking."""
+BYTES_PER_THREAD = 1 << 20
+"""Memory traffic below which another thread is not worth waking."""
 
 _Entry = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _under_way: dict[int, Callable[[], None]] = {}
-"""What OpenMP's threads are to do, by the numbers that they are given."""
+"""Functions that OpenMP's threads are to call, by the numbers they are given."""
 _numbers = itertools.count(1)
 _is_forked = False
 
 
-def together(work: Callable[[], Result], threads: int) -> list[Result]:
-    """`work` on this thread and on up to `threads` - 1 others, all of which take from it what the rest has left."""
+def run_on_threads(work: Callable[[], Result], threads: int) -> list[Result]:
+    """Call `work` on this thread and on up to `threads` - 1 others; the calls share the work among themselves."""
     if threads == 1 or sys.is_finalizing():
         return [work()]
     if (parallel := _openmp()) is None or _is_forked or threading.current_thread() is not threading.main_thread():
@@ -56,18 +55,18 @@ def together(work: Callable[[], Result], threads: int) -> list[Result]:
         try:
             came.append(1)
             results.append(work())
-        except BaseException as error:  # which would get lost in OpenMP
+        except BaseException as error:  # it would get lost in OpenMP
             failures.append(error)
 
     number = next(_numbers)
     facts = np.array([0, threads, ctypes.cast(_entry, ctypes.c_void_p).value, number], np.int64)
     _under_way[number] = take_part
     try:
-        # OpenMP ends threads that a team does not need, and torch's next operation would have to begin them anew.
+        # OpenMP ends threads that a team does not need, and torch's next operation would have to start them again.
         parallel(_gate.address, facts.ctypes.data, max(threads, torch.get_num_threads()), 0)
     finally:
         del _under_way[number]
-    if len(came) < min(threads, facts[0]):  # a signal came right before `take_part`, where what its handler raised is lost
+    if len(came) < min(threads, facts[0]):  # a signal arrived right before `take_part`: what its handler raised is lost
         take_part()
         signal.raise_signal(signal.SIGINT)
     if failures:
@@ -78,8 +77,8 @@ def together(work: Callable[[], Result], threads: int) -> list[Result]:
     return results
 
 
-def by_parts(work: Callable[[int, int], object], borders: Sequence[int]) -> None:
-    """`work` on each part between two borders, each by the thread that is free first."""
+def parallel_ranges(work: Callable[[int, int], object], borders: Sequence[int]) -> None:
+    """Call `work(start, stop)` on each range between two borders; idle threads take the next range."""
     left = [(a, b) for a, b in pairwise(borders) if a < b][::-1]
 
     def take_some() -> None:
@@ -91,16 +90,16 @@ def by_parts(work: Callable[[int, int], object], borders: Sequence[int]) -> None
             work(*part)
 
     if left:
-        together(take_some, len(left))
+        run_on_threads(take_some, len(left))
 
 
-def over_parts(work: Callable[[int, int], object], count: int, *, num_bytes: int) -> None:
-    """`work(start, stop)` over all of 0 to `count`, in as many parts as there are threads for so many bytes.
+def parallel_for(work: Callable[[int, int], object], count: int, *, num_bytes: int) -> None:
+    """Call `work(start, stop)` over 0 to `count`, in as many ranges as threads are worth it for `num_bytes` of traffic.
 
-    The parts must not write to the same memory, and hold no GIL for long.
+    The calls must not write to the same memory, nor hold the GIL for long.
     """
-    parts = max(1, min(torch.get_num_threads(), num_bytes // BYTES_A_THREAD, count))
-    by_parts(work, [count * number // parts for number in range(parts + 1)])
+    parts = max(1, min(torch.get_num_threads(), num_bytes // BYTES_PER_THREAD, count))
+    parallel_ranges(work, [count * number // parts for number in range(parts + 1)])
 
 
 @_Entry
@@ -123,7 +122,7 @@ def _call(typingctx, function, argument):  # type: ignore[no-untyped-def]
 
 @numba.cfunc(types.void(types.voidptr), cache=True)
 def _gate(facts):  # type: ignore[no-untyped-def]
-    """What each thread of a team runs, without the GIL: `facts` are how many came, how many may enter, `_entry`, and its number."""
+    """What each thread of a team runs, without the GIL. facts: how many arrived, how many may enter, `_entry`, and its number."""
     given = carray(facts, 4, np.int64)
     if take(given) < given[1]:
         _call(given[2], given[3])
@@ -131,7 +130,7 @@ def _gate(facts):  # type: ignore[no-untyped-def]
 
 @lru_cache(maxsize=1)
 def _openmp() -> Any:
-    """GNU OpenMP's way to run a function on a team of threads, as torch itself finds it; none where torch has another."""
+    """GNU OpenMP's function that runs another on a team of threads, as torch loaded it; None where torch has another OpenMP."""
     if not torch.backends.openmp.is_available() or os.name != "posix":
         return None
     parallel = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
@@ -146,7 +145,7 @@ def _pool_of(threads: int) -> ThreadPoolExecutor:
 
 
 def _after_fork() -> None:
-    """A forked child has none of the threads that the pools it inherits think they have."""
+    """A forked child has none of the threads of the pools that it inherits."""
     global _is_forked
     _is_forked = True
     _pool_of.cache_clear()

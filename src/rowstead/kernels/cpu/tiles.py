@@ -1,6 +1,6 @@
-"""Small matrix products in the CPU's registers, as LLVM vectors, for Numba kernels whose matrices stay in its caches.
+"""Small matrix products in vector registers, as LLVM vectors, for Numba kernels whose matrices stay in the CPU's caches.
 
-Addresses are int64 and point to float32; steps and offsets count elements. Whoever passes an address keeps its array alive.
+Addresses are int64 and point to float32; steps and offsets count elements. The caller keeps the arrays alive.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numba.extending import intrinsic
 
 _features = binding.get_host_cpu_features()
 LANES = 16 if _features.get("avx512f") else 8 if _features.get("avx2") else 4
-"""float32 numbers in one vector."""
+"""float32 elements of one vector."""
 MANY_REGISTERS = LANES != 8
 """Whether there are 32 vector registers, as in AVX-512 and NEON, rather than AVX2's 16."""
 ROWS = 8 if MANY_REGISTERS else 4
@@ -25,7 +25,7 @@ ALIGN = max(LANES, ROWS)
 
 _REAL, _INT64 = ir.FloatType(), ir.IntType(64)
 _VECTOR = ir.VectorType(_REAL, LANES)
-_PLACES = ir.VectorType(ir.IntType(32), LANES)
+_INDICES = ir.VectorType(ir.IntType(32), LANES)
 
 
 def _pointer(builder: Any, address: Any, element: Any, kind: ir.Type) -> Any:
@@ -46,7 +46,7 @@ def _tile_product(rows: int, vectors: int) -> Any:
             zero = ir.Constant(_VECTOR, [0.0] * LANES)
             sums = [cgutils.alloca_once_value(builder, zero) for _ in range(rows * vectors)]  # LLVM makes these registers
             nothing = ir.Constant(_VECTOR, ir.Undefined)
-            first = ir.Constant(_PLACES, [0] * LANES)
+            first = ir.Constant(_INDICES, [0] * LANES)
 
             with cgutils.for_range(builder, num_parts, intp=_INT64) as part:
                 facts = builder.mul(part.index, _INT64(5))
@@ -55,8 +55,8 @@ def _tile_product(rows: int, vectors: int) -> Any:
                 )
                 starts = []
                 for row in range(rows):
-                    place = builder.add(first_row, _INT64(row))
-                    offset = builder.load(_pointer(builder, row_offsets, place, _INT64))
+                    index = builder.add(first_row, _INT64(row))
+                    offset = builder.load(_pointer(builder, row_offsets, index, _INT64))
                     starts.append(builder.add(a, builder.mul(offset, _INT64(4))))
                 with cgutils.for_range(builder, depth, intp=_INT64) as loop:
                     offset = builder.load(_pointer(builder, offsets, loop.index, _INT64))
@@ -75,8 +75,8 @@ def _tile_product(rows: int, vectors: int) -> Any:
             for row in range(rows):
                 begin = builder.add(builder.mul(c_step, builder.add(first_row, _INT64(row))), first_column)
                 for vector in range(vectors):
-                    place = _pointer(builder, c, builder.add(begin, _INT64(vector * LANES)), _VECTOR)
-                    builder.store(builder.load(sums[row * vectors + vector]), place, align=4)
+                    index = _pointer(builder, c, builder.add(begin, _INT64(vector * LANES)), _VECTOR)
+                    builder.store(builder.load(sums[row * vectors + vector]), index, align=4)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 7), codegen
@@ -120,13 +120,13 @@ def _transpose_block(typingctx, source, source_step, target, target_step):  # ty
     def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
         source, source_step, target, target_step = args
         half = LANES // 2
-        lower = ir.Constant(_PLACES, [place for i in range(half) for place in (i, LANES + i)])
-        upper = ir.Constant(_PLACES, [place for i in range(half, LANES) for place in (i, LANES + i)])
+        lower = ir.Constant(_INDICES, [lane for i in range(half) for lane in (i, LANES + i)])
+        upper = ir.Constant(_INDICES, [lane for i in range(half, LANES) for lane in (i, LANES + i)])
         rows = [
             builder.load(_pointer(builder, source, builder.mul(source_step, _INT64(row)), _VECTOR), align=4)
             for row in range(LANES)
         ]
-        # Each round interleaves the first half of the rows with the second: as many rounds as bits in a place.
+        # Each round interleaves the first half of the rows with the second: as many rounds as bits in a lane's index.
         for _ in range(LANES.bit_length() - 1):
             rows = [builder.shuffle_vector(rows[i], rows[i + half], part) for i in range(half) for part in (lower, upper)]
         for row, value in enumerate(rows):

@@ -1,11 +1,11 @@
 """Short vectors for Numba: values of a fixed number of lanes that LLVM keeps in registers.
 
-Numba itself has arrays only, which live in memory: a sum over many rows would be loaded and stored at each of them. LLVM
+Numba itself has only arrays, which live in memory: a sum over many rows would be loaded and stored for each of them. LLVM
 splits a vector of 64 lanes over as many registers as the processor needs.
 
-Numbers in memory are named by an int64 address and by a scalar `like` whose type says their format: float32, float64, uint16
-for BF16 and int16 for FP16. Those of 16 bits become float32 lanes. Whoever passes an address keeps its array alive. (Arrays
-themselves, handed from one compiled function to the next, would be counted up and down by each.)
+Elements in memory are given by an int64 address and a scalar `like` whose type is their format: float32, float64, uint16 for
+BF16 and int16 for FP16. 16-bit elements become float32 lanes. The caller keeps the arrays alive. (Passing arrays from one
+compiled function to the next would cost a reference count each time.)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BYTES = {types.float32: 4, types.float64: 8, types.uint16: 2, types.int16: 2}
 
 
 class Vector(types.Type):
-    """So many lanes of one element type."""
+    """A number of lanes of one element type."""
 
     def __init__(self, element: Any, lanes: int) -> None:
         self.element, self.lanes = element, lanes
@@ -42,7 +42,7 @@ class _VectorModel(models.PrimitiveModel):
 
 
 def _real(like: Any) -> Any:
-    """The element type in which rows of a format are reckoned with."""
+    """The accumulation dtype of rows of a format."""
     return types.float64 if like == types.float64 else types.float32
 
 
@@ -59,13 +59,13 @@ def _spread(builder: Any, value: Any, lanes: int) -> Any:
 
 def _mask(builder: Any, count: Any, lanes: int) -> Any:
     """Lanes below `count`."""
-    places = ir.Constant(ir.VectorType(ir.IntType(64), lanes), list(range(lanes)))
-    return builder.icmp_signed("<", places, _spread(builder, count, lanes))
+    indices = ir.Constant(ir.VectorType(ir.IntType(64), lanes), list(range(lanes)))
+    return builder.icmp_signed("<", indices, _spread(builder, count, lanes))
 
 
 @intrinsic(prefer_literal=True)
 def zeros(typingctx, like, lanes):  # type: ignore[no-untyped-def]
-    """A vector of zeros, of so many lanes (a constant), in which rows like `like` are summed."""
+    """A vector of zeros with `lanes` lanes (a constant), in the accumulation dtype of rows like `like`."""
     vector = Vector(_real(like), lanes.literal_value)
 
     def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
@@ -76,7 +76,7 @@ def zeros(typingctx, like, lanes):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def bytes_of(typingctx, like):  # type: ignore[no-untyped-def]
-    """Bytes of one number like `like`, as a constant."""
+    """Bytes of one element like `like`, as a constant."""
     count = _BYTES[like] if like in _BYTES else like.bitwidth // 8
 
     def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
@@ -107,7 +107,7 @@ def num_lanes(typingctx, vector):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def load(typingctx, address, like, shape, count):  # type: ignore[no-untyped-def]
-    """The numbers at an address, stored as in `like`, as many as `shape` has lanes; with a `count`, the first so many."""
+    """The elements at an address, stored like `like`, one for each lane of `shape`; with a `count`, only the first so many."""
     partly = count != types.none
 
     def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
@@ -131,9 +131,9 @@ def load(typingctx, address, like, shape, count):  # type: ignore[no-untyped-def
 
 @intrinsic
 def store(typingctx, vector, address, like, count):  # type: ignore[no-untyped-def]
-    """Write a vector to an address, in the format of `like`; with a `count`, the first so many lanes.
+    """Write a vector to an address, in the format of `like`; with a `count`, only the first so many lanes.
 
-    Lanes must be numbers of that format already: BF16 drops the low bits.
+    Lanes must be representable in that format: BF16 drops the low bits.
     """
     partly = count != types.none
 
@@ -169,8 +169,8 @@ def _declared(builder: Any, name: str, kind: ir.FunctionType) -> Any:
 
 
 @intrinsic
-def spread(typingctx, value, shape):  # type: ignore[no-untyped-def]
-    """A vector like `shape` with one number in all lanes."""
+def broadcast(typingctx, value, shape):  # type: ignore[no-untyped-def]
+    """A vector like `shape` with one value in all lanes."""
 
     def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
         return _spread(builder, args[0], shape.lanes)
@@ -179,7 +179,7 @@ def spread(typingctx, value, shape):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def spread_bits(typingctx, value, shape):  # type: ignore[no-untyped-def]
+def broadcast_bits(typingctx, value, shape):  # type: ignore[no-untyped-def]
     """A uint32 in all of as many lanes as `shape` has."""
     vector = Vector(types.uint32, shape.lanes)
 
@@ -190,7 +190,7 @@ def spread_bits(typingctx, value, shape):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def lane_numbers(typingctx, shape):  # type: ignore[no-untyped-def]
+def lane_indices(typingctx, shape):  # type: ignore[no-untyped-def]
     """0, 1, 2, … as uint32, in as many lanes as `shape` has."""
     vector = Vector(types.uint32, shape.lanes)
 
@@ -212,7 +212,7 @@ def as_bits(typingctx, vector):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def as_reals(typingctx, bits):  # type: ignore[no-untyped-def]
+def as_floats(typingctx, bits):  # type: ignore[no-untyped-def]
     """Lanes of uint32 bits as float32."""
     reals = Vector(types.float32, bits.lanes)
 
@@ -223,7 +223,7 @@ def as_reals(typingctx, bits):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def to_reals(typingctx, bits):  # type: ignore[no-untyped-def]
+def to_floats(typingctx, bits):  # type: ignore[no-untyped-def]
     """Lanes of uint32 numbers as float32 numbers of the same value."""
     reals = Vector(types.float32, bits.lanes)
 
@@ -234,7 +234,7 @@ def to_reals(typingctx, bits):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def choose(typingctx, condition, one, other):  # type: ignore[no-untyped-def]
+def select(typingctx, condition, one, other):  # type: ignore[no-untyped-def]
     """Lanes of `one` where `condition` holds, of `other` elsewhere."""
 
     def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
@@ -244,17 +244,17 @@ def choose(typingctx, condition, one, other):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def total(typingctx, vector):  # type: ignore[no-untyped-def]
+def sum_lanes(typingctx, vector):  # type: ignore[no-untyped-def]
     """The sum of all lanes (a power of two of them), added by halves."""
 
     def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
         value, lanes = args[0], vector.lanes
         while lanes > 1:
             lanes //= 2
-            places = ir.VectorType(_INT32, lanes)
+            indices = ir.VectorType(_INT32, lanes)
             undefined = ir.Constant(value.type, ir.Undefined)
-            low = builder.shuffle_vector(value, undefined, ir.Constant(places, list(range(lanes))))
-            high = builder.shuffle_vector(value, undefined, ir.Constant(places, list(range(lanes, 2 * lanes))))
+            low = builder.shuffle_vector(value, undefined, ir.Constant(indices, list(range(lanes))))
+            high = builder.shuffle_vector(value, undefined, ir.Constant(indices, list(range(lanes, 2 * lanes))))
             value = builder.fadd(low, high)
         return builder.extract_element(value, _INT32(0))
 
@@ -274,8 +274,8 @@ def _unary(name: str) -> Any:
     return function
 
 
-root, down, magnitude = _unary("sqrt"), _unary("floor"), _unary("fabs")
-"""Square roots, the next whole numbers below, and absolute values of all lanes."""
+sqrt, floor, absolute = _unary("sqrt"), _unary("floor"), _unary("fabs")
+"""Square root, floor and absolute value of each lane."""
 
 
 def _binary(symbol: Any, on_reals: str | None, on_bits: str | None) -> None:

@@ -1,6 +1,6 @@
-"""The optimizer of the dense parameters on a CUDA GPU: all of them in one launch, with nothing asked of the host.
+"""The optimizer of dense parameters on a CUDA GPU: all of them in one launch.
 
-The learning rate and what else changes from step to step is read from GPU memory, so a step can be captured in a CUDA graph.
+The learning rate and everything else that changes between steps is read from GPU memory, so a step can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from rowstead.kernels.gpu.dense_programs import step_dense
+from rowstead.kernels.gpu.dense_kernels import step_dense
 from rowstead.spec.train import DENSE_STATE, DenseOptimizerSpec
 
 _CODES = {kind: code for code, kind in enumerate(DENSE_STATE)}
@@ -51,7 +51,7 @@ class GpuDenseOptimizer(torch.optim.Optimizer):
         self._find_memory()
 
     def numbers(self, lr: float, step: int) -> list[float]:
-        """What `step_by` reads of a step."""
+        """The scalars of a step that `step_by` reads."""
         spec = self._spec
         corrections = [1 - spec.beta1**step, (1 - spec.beta2**step) ** 0.5]
         return [lr, spec.eps, 1 - spec.beta1, 1 - spec.beta2, *corrections, spec.weight_decay]
@@ -60,7 +60,7 @@ class GpuDenseOptimizer(torch.optim.Optimizer):
     def step_by(self, numbers: Tensor, guard: Tensor, gradients_at: Tensor) -> None:
         """One step with `numbers` in GPU memory; nothing changes if `guard`, one number, is not finite.
 
-        `gradients_at`, int64 in GPU memory, holds where the gradient of each parameter is by the time of the launch.
+        `gradients_at`, int64 in GPU memory, holds the address of each parameter's gradient at the time of the launch.
         """
         step_dense[(len(self._owners),)](
             self._memory[0], gradients_at, self._memory[1], self._memory[2], self._owners, self._starts, self._sizes,
@@ -68,7 +68,7 @@ class GpuDenseOptimizer(torch.optim.Optimizer):
         )  # fmt: skip
 
     def gradient_addresses(self) -> Tensor:
-        """Where the gradient of each parameter is now, int64 in the host's memory."""
+        """Addresses of the parameters' gradients, int64 in host memory."""
         addresses = []
         for parameter in self._parameters:
             assert parameter.grad is not None
@@ -77,5 +77,5 @@ class GpuDenseOptimizer(torch.optim.Optimizer):
         return torch.tensor(addresses, dtype=torch.int64)
 
     def count_step(self, number: int) -> None:
-        """Remember that step `number` was done."""
+        """Record that step `number` is done."""
         self._step.fill_(number)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from rowstead.kernels.gpu.dense_programs import relu_backward
+from rowstead.kernels.gpu.dense_kernels import relu_backward
 
 _ROWS, _COLUMNS = 16, 128
 """Size of the block that is read at a time."""

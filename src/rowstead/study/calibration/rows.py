@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rowstead.kernels.choose import kernels_for
-from rowstead.kernels.cpu.memory import prefer_large_pages
+from rowstead.kernels.cpu.memory import advise_huge_pages
 from rowstead.kernels.layout import Layout
 from rowstead.kernels.row_optimizer import RowState, new_row_state, step_scalars
 from rowstead.spec.curve import Curve, CurveAxis
@@ -147,7 +147,7 @@ def row_times(clock: Clock, free_bytes: int, *, is_short: bool = False) -> RowTi
     within = [one for one in WITHIN_BYTES[kind] if 3 * one <= free_bytes] or [WITHIN_BYTES[kind][0]]
     within = within[::2] if is_short else within
     widths = WIDTHS[kind][::2] if is_short else WIDTHS[kind]
-    memory = prefer_large_pages(torch.empty(within[-1] // 4, device=clock.device)).zero_()
+    memory = advise_huge_pages(torch.empty(within[-1] // 4, device=clock.device)).zero_()
     num_ids = NUM_IDS[kind]
     small = RowBenchmark(clock, memory, widths[0], within[0])
     lookup_call_s, update_call_s = small.lookup_s(64, LONG_BAG), small.update_s(64)

@@ -1,4 +1,4 @@
-"""The Triton programs behind `dense_gpu.py` and `mlp_gpu.py`, which launch them and say what their arguments are."""
+"""The Triton kernels behind `dense_optimizer.py` and `linear.py`, which launch them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _floats_at(address):
 def step_dense(
     weights, grads, firsts, seconds, owners, starts, sizes, numbers, guard, KIND: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """A block of one parameter a program.
+    """One block of one parameter per program.
 
     numbers: learning rate, eps, 1 - beta1, 1 - beta2, 1 - beta1 ** step, the root of 1 - beta2 ** step, weight decay.
     """
@@ -48,7 +48,7 @@ def step_dense(
 
 @triton.jit
 def relu_backward(grad, out, masked, sums, num_samples, width, rows_a_part, R: tl.constexpr, C: tl.constexpr):
-    """A part of the examples and C columns a program: the gradient where `out` is above 0, and its sum over that part."""
+    """A part of the examples and C columns per program: the gradient where `out` is above 0, and its sum over that part."""
     part = tl.program_id(0)
     column = tl.program_id(1) * C + tl.arange(0, C)[None, :]
     stop = tl.minimum((part + 1) * rows_a_part, num_samples)

@@ -1,11 +1,17 @@
-"""The Numba programs behind `kernels/cpu/embedding.py`, which calls them and says what their arguments are.
+"""The compiled Numba functions behind `kernels/cpu/embedding.py`, which calls them.
 
-A row is worked on in blocks of 64, 32 and 16 lanes and a last one of fewer, each of which stays in registers from the first
-to the last id of a bag or of a run. The type of the scalar `rows` says in which format rows are stored (`vectors.py`), that of
-`real` in which type numbers are reckoned with, that of `id_type` which type ids have. Tables and whatever is read once an id
-are given by address.
+A row is processed in blocks of 64, 32 and 16 lanes and a last one of fewer, each of which stays in registers from the first
+to the last id of a bag or of a run of equal ids. The types of three scalars say how elements are stored: `rows` those of tables
+(`vectors.py`), `real` the accumulation dtype, `id_type` the ids. Tables and arrays that are read once per id are int64 addresses.
 
-Letters: B examples, F features, T tables, D width, nnz ids in the batch.
+Letters: B examples, F features, T tables, D width, nnz ids in the batch. Common arguments:
+
+    addresses, first, second         [T] addresses of tables and of their optimizer's first and second state tensors
+    first_bytes, second_bytes        [T] bytes per row of those; 0 where there is none
+    num_rows, widths                 [T]
+    table_of, is_mean                [F]
+    columns                          [F + 1] first column of each feature's pooled vector, and the total width
+    ids [nnz], offsets [F*B + 1], weights [nnz] or None, grad [B, columns[-1]]
 """
 
 from __future__ import annotations
@@ -15,12 +21,12 @@ import numpy as np
 
 from rowstead.kernels.cpu.memory import AHEAD, LINE, item, prefetch, prefetch_all, take
 from rowstead.kernels.cpu.row_optimizers import apply_row, scalars_tuple, squares
-from rowstead.kernels.cpu.vectors import bytes_of, cast, load, num_lanes, spread, store, zeros
+from rowstead.kernels.cpu.vectors import broadcast, bytes_of, cast, load, num_lanes, store, zeros
 
 NEAR_BYTES = 1 << 17
-"""Of gradients, that the second cache holds besides the rows that are asked for."""
+"""Bytes of gradients that fit into the L2 cache besides prefetched rows."""
 _DIGIT_BITS = 11
-"""Most bits by which one pass sorts: their counts stay in the nearest cache."""
+"""Most bits per pass of the radix sort: the counts stay in the L1 cache."""
 
 _jit = numba.njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
 _inlined = numba.njit(nogil=True, cache=True, boundscheck=False, error_model="numpy", forceinline=True)
@@ -28,7 +34,7 @@ _inlined = numba.njit(nogil=True, cache=True, boundscheck=False, error_model="nu
 
 @_inlined
 def _prefetch_block(shape, address, like):  # type: ignore[no-untyped-def]
-    """Ask for the cache lines of a block."""
+    """Prefetch the cache lines of a block."""
     for line in range(0, num_lanes(shape) * bytes_of(like), LINE):
         prefetch(address + line)
 
@@ -38,26 +44,26 @@ def _prefetch_block(shape, address, like):  # type: ignore[no-untyped-def]
 
 @_jit
 def pool_bags(  # type: ignore[no-untyped-def]
-    counter, bags_a_turn, num_samples, addresses, num_rows, widths, table_of, columns, is_mean, rows, ids, id_type, offsets,
+    counter, bags_per_turn, num_samples, addresses, num_rows, widths, table_of, columns, is_mean, rows, ids, id_type, offsets,
     weights, out, real,
 ):  # fmt: skip
-    """Pool bags into [B, sum of widths] at `out`, so many at a turn, until none are left.
+    """Pool bags into [B, sum of widths] at `out`, `bags_per_turn` at a time, until none are left.
 
-    Returns the first place of an id out of range that was met, or -1.
+    Returns the lowest index of an id out of range that was found, or -1.
     """
     num_bags = len(offsets) - 1
     failed = -1
     while True:
-        first = take(counter) * bags_a_turn
+        first = take(counter) * bags_per_turn
         if first >= num_bags:
             return failed
-        last = min(first + bags_a_turn, num_bags)
-        place = _pool_some(
+        last = min(first + bags_per_turn, num_bags)
+        index = _pool_some(
             first, last, num_samples, addresses, num_rows, widths, table_of, columns, is_mean, rows, ids, id_type, offsets,
             weights, out, real,
         )  # fmt: skip
-        if place >= 0 and (failed < 0 or place < failed):
-            failed = place
+        if index >= 0 and (failed < 0 or index < failed):
+            failed = index
 
 
 @_jit
@@ -65,16 +71,16 @@ def _pool_some(  # type: ignore[no-untyped-def]
     bag, last, num_samples, addresses, num_rows, widths, table_of, columns, is_mean, rows, ids, id_type, offsets, weights, out,
     real,
 ):  # fmt: skip
-    """Pool bags `bag` to `last` - 1; returns the first place of an id out of range, or -1."""
+    """Pool bags `bag` to `last` - 1; returns the index of the first id out of range, or -1."""
     out_bytes = columns[-1] * bytes_of(real)
     while bag < last:
         feature = bag // num_samples
         table = table_of[feature]
         width, mean = widths[table], is_mean[feature]
         after = min(last, (feature + 1) * num_samples)
-        place = _outside(ids, id_type, offsets[bag], offsets[after], num_rows[table])
-        if place >= 0:
-            return place
+        index = _first_out_of_range(ids, id_type, offsets[bag], offsets[after], num_rows[table])
+        if index >= 0:
+            return index
         known = offsets[(feature + 1) * num_samples]
         target = out + (bag - feature * num_samples) * out_bytes + columns[feature] * bytes_of(real)
         while bag < after:
@@ -101,15 +107,15 @@ def _pool_some(  # type: ignore[no-untyped-def]
 
 
 @_inlined
-def _outside(ids, id_type, begin, end, num_rows):  # type: ignore[no-untyped-def]
-    """The first place from `begin` to `end` - 1 with an id that names no row, or -1."""
+def _first_out_of_range(ids, id_type, begin, end, num_rows):  # type: ignore[no-untyped-def]
+    """The first index from `begin` to `end` - 1 whose id is out of range, or -1."""
     largest = np.uint64(0)
-    for place in range(begin, end):
-        largest = max(largest, np.uint64(np.int64(item(ids, place, id_type))))  # a negative id becomes a huge one
+    for index in range(begin, end):
+        largest = max(largest, np.uint64(np.int64(item(ids, index, id_type))))  # a negative id becomes a huge one
     if largest >= np.uint64(num_rows):
-        for place in range(begin, end):
-            if np.uint64(np.int64(item(ids, place, id_type))) >= np.uint64(num_rows):
-                return place
+        for index in range(begin, end):
+            if np.uint64(np.int64(item(ids, index, id_type))) >= np.uint64(num_rows):
+                return index
     return -1
 
 
@@ -117,17 +123,17 @@ def _outside(ids, id_type, begin, end, num_rows):  # type: ignore[no-untyped-def
 def _pool_block(  # type: ignore[no-untyped-def]
     summed, count, d, begin, end, known, address, row_bytes, rows, ids, id_type, weights, share, target, real
 ):
-    """Sum one block of a bag's rows, from element `d`, and store it; ids of this table are known up to `known`."""
+    """Sum one block of a bag's rows, from element `d`, and store it; ids up to `known` are of the same table."""
     source = address + d * bytes_of(rows)
-    for place in range(begin, end):
-        if place + AHEAD < known:
-            _prefetch_block(summed, source + np.int64(item(ids, place + AHEAD, id_type)) * row_bytes, rows)
-        values = load(source + np.int64(item(ids, place, id_type)) * row_bytes, rows, summed, count)
+    for index in range(begin, end):
+        if index + AHEAD < known:
+            _prefetch_block(summed, source + np.int64(item(ids, index + AHEAD, id_type)) * row_bytes, rows)
+        values = load(source + np.int64(item(ids, index, id_type)) * row_bytes, rows, summed, count)
         if weights is not None:
-            values = spread(item(weights, place, real), summed) * values
+            values = broadcast(item(weights, index, real), summed) * values
         summed = summed + values
     if share != 1:
-        summed = summed * spread(share, summed)
+        summed = summed * broadcast(share, summed)
     store(summed, target + d * bytes_of(real), real, count)
 
 
@@ -135,10 +141,10 @@ def _pool_block(  # type: ignore[no-untyped-def]
 
 
 @_jit
-def cut_tasks(offsets, num_samples, table_of, num_tables, wanted):  # type: ignore[no-untyped-def]
-    """Tasks of an update [tasks, 4], those with the most ids first: table, remainder, log2 of parts, ids of the table.
+def split_into_tasks(offsets, num_samples, table_of, num_tables, wanted):  # type: ignore[no-untyped-def]
+    """Tasks of an update [tasks, 4], largest first: table, remainder, log2 of parts, ids of the table.
 
-    No task has more than about one part in `wanted` of all ids; a single one is wanted of whoever works alone.
+    No task has more than about one part in `wanted` of all ids; a single thread wants 1.
     """
     counts, part_bits = np.zeros(num_tables, np.int64), np.zeros(num_tables, np.int64)
     for feature in range(len(table_of)):
@@ -150,12 +156,12 @@ def cut_tasks(offsets, num_samples, table_of, num_tables, wanted):  # type: igno
             part_bits[table] += 1
         num_tasks += 1 << part_bits[table]
     tasks = np.empty((num_tasks, 4), np.int64)
-    place = 0
+    index = 0
     for table in np.argsort(-(counts >> part_bits), kind="mergesort"):
         for remainder in range(1 << part_bits[table]):
-            tasks[place, 0], tasks[place, 1] = table, remainder
-            tasks[place, 2], tasks[place, 3] = part_bits[table], counts[table]
-            place += 1
+            tasks[index, 0], tasks[index, 1] = table, remainder
+            tasks[index, 2], tasks[index, 3] = part_bits[table], counts[table]
+            index += 1
     return tasks
 
 
@@ -166,13 +172,13 @@ def update_tables(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Update the rows of one task (table, remainder, log2 of parts, ids) after another until none are left.
 
-    A task has those rows of its table whose number, divided by the parts, leaves the remainder. Tasks share no row, and each
-    sums the gradients of a row in the order of the batch. grad is the address of [B, sum of widths].
+    A task has the rows of its table with that remainder modulo the number of parts. Tasks share no row, and each sums the
+    gradients of a row in the order of the batch.
     """
-    room = tasks[:, 3].max() + 1
-    words, spare, sources = np.empty(room, np.uint64), np.empty(room, np.uint64), np.empty(room, np.int64)
-    scales, summed = np.empty(room, scalars.dtype), np.empty(widths.max(), scalars.dtype)
-    tally = np.empty(1 << _DIGIT_BITS, np.int64)
+    capacity = tasks[:, 3].max() + 1
+    words, spare, sources = np.empty(capacity, np.uint64), np.empty(capacity, np.uint64), np.empty(capacity, np.int64)
+    scales, summed = np.empty(capacity, scalars.dtype), np.empty(widths.max(), scalars.dtype)
+    counts = np.empty(1 << _DIGIT_BITS, np.int64)
     scaled = weights is not None or clip > 0 or is_mean.any()
     while True:
         turn = take(counter)
@@ -185,7 +191,7 @@ def update_tables(  # type: ignore[no-untyped-def]
             real, clip, scaled, words, sources, scales,
         )  # fmt: skip
         if count > 0:
-            in_order = _sort(words, spare, count, (num_rows[table] - 1) >> part_bits, tally)
+            in_order = _sort(words, spare, count, (num_rows[table] - 1) >> part_bits, counts)
             _apply_runs(
                 in_order.ctypes.data, count, table, remainder, part_bits, addresses[table], first[table], second[table],
                 first_bytes[table], second_bytes[table], widths[table], rows, sources.ctypes.data, scales.ctypes.data, scaled, real, summed.ctypes.data,
@@ -198,9 +204,9 @@ def _gather(  # type: ignore[no-untyped-def]
     own, num_samples, width, columns, is_mean, remainder, part_bits, ids, id_type, offsets, weights, grad, real, clip, scaled,
     words, sources, scales,
 ):  # fmt: skip
-    """A word for each id of one task, in the order of the batch: its row over 2**part_bits, then its number among them.
+    """Write a word for each id of one task, in the order of the batch: its row >> part_bits, then its number among them.
 
-    Besides, for that number, the address of the gradient and what it is multiplied by. Returns how many there are.
+    Also, under that number, the address of its gradient and its scale. Returns how many there are.
     """
     mask = (1 << part_bits) - 1
     count = np.int64(0)
@@ -211,15 +217,15 @@ def _gather(  # type: ignore[no-untyped-def]
             scale = cast(1, real)
             if scaled:
                 scale = _bag_scale(source, width, end - begin, is_mean[feature], clip, real)
-            for place in range(begin, end):
-                row = np.int64(item(ids, place, id_type))
-                # Written even where it is another task's, and then overwritten: faster than a branch that nothing foretells.
+            for index in range(begin, end):
+                row = np.int64(item(ids, index, id_type))
+                # Ids of other tasks are written too and then overwritten: faster than a branch that cannot be predicted.
                 words[count] = np.uint64(row >> part_bits) << np.uint64(32) | np.uint64(count)
                 sources[count] = source
                 if scaled:
                     share = scale
                     if weights is not None:
-                        share *= item(weights, place, real)
+                        share *= item(weights, index, real)
                     scales[count] = share
                 count += np.int64(row & mask == remainder)
             source += columns[-1] * bytes_of(real)
@@ -228,7 +234,7 @@ def _gather(  # type: ignore[no-untyped-def]
 
 @_inlined
 def _bag_scale(source, width, length, mean, clip, real):  # type: ignore[no-untyped-def]
-    """What the gradient of one bag is multiplied by: its clipping and its mean's share."""
+    """The scale of one bag's gradient: clipping, and 1 / length for a mean."""
     scale = cast(1, real)
     if clip > 0:
         norm = np.sqrt(squares(source, width, real))
@@ -240,8 +246,8 @@ def _bag_scale(source, width, length, mean, clip, real):  # type: ignore[no-unty
 
 
 @_jit
-def _sort(words, spare, count, highest, tally):  # type: ignore[no-untyped-def]
-    """The first `count` words by their high halves, of which `highest` is the largest, stable; in one array or the other."""
+def _sort(words, spare, count, highest, counts):  # type: ignore[no-untyped-def]
+    """Radix sort, stable: the first `count` words by their high halves, at most `highest`. Returns the array that holds the result."""
     bits = 0
     while highest >> bits > 0:
         bits += 1
@@ -252,18 +258,18 @@ def _sort(words, spare, count, highest, tally):  # type: ignore[no-untyped-def]
     for turn in range(passes):
         width = (bits + passes - 1) // passes
         shift, mask = np.uint64(32 + turn * width), np.uint64((1 << width) - 1)
-        tally[: 1 << width] = 0
+        counts[: 1 << width] = 0
         for i in range(count):
-            tally[words[i] >> shift & mask] += 1
+            counts[words[i] >> shift & mask] += 1
         before = 0
         for digit in range(1 << width):
-            here = tally[digit]
-            tally[digit] = before
+            here = counts[digit]
+            counts[digit] = before
             before += here
         for i in range(count):
             digit = words[i] >> shift & mask
-            spare[tally[digit]] = words[i]
-            tally[digit] += 1
+            spare[counts[digit]] = words[i]
+            counts[digit] += 1
         words, spare = spare, words
     return words
 
@@ -273,12 +279,12 @@ def _apply_runs(  # type: ignore[no-untyped-def]
     words, count, table, remainder, part_bits, address, first, second, first_bytes, second_bytes, width, rows, sources, scales,
     scaled, real, summed, is_far, kind, scalars, step,
 ):  # fmt: skip
-    """Sum the gradients of each run of words with equal rows, and apply the optimizer to the row; asked for where they are far."""
+    """Sum the gradients of each run of words with equal rows, and apply the optimizer to the row; `is_far` prefetches gradients."""
     row_bytes = width * bytes_of(rows)
-    place = 0
-    while place < count:
-        high = _high(words, place)
-        end = place
+    index = 0
+    while index < count:
+        high = _high(words, index)
+        end = index
         while end < count and _high(words, end) == high:
             if end + AHEAD < count:
                 row = _high(words, end + AHEAD) << part_bits | remainder
@@ -290,7 +296,7 @@ def _apply_runs(  # type: ignore[no-untyped-def]
                 if is_far:
                     prefetch_all(item(sources, _low(words, end + AHEAD), np.int64(0)), width * bytes_of(real))
             end += 1
-        run = (words, place, end, sources, scales, scaled, real, summed)
+        run = (words, index, end, sources, scales, scaled, real, summed)
         d = 0
         while d + 64 <= width:
             _sum_block(zeros(real, 64), None, d, *run)
@@ -305,37 +311,37 @@ def _apply_runs(  # type: ignore[no-untyped-def]
             _sum_block(zeros(real, 16), width - d, d, *run)
         row = high << part_bits | remainder
         apply_row(table, row, address, first, second, first_bytes, second_bytes, summed, width, rows, real, kind, scalars, step)
-        place = end
+        index = end
 
 
 @_inlined
-def _high(words, place):  # type: ignore[no-untyped-def]
-    return np.int64(item(words, place, np.uint64(0)) >> np.uint64(32))
+def _high(words, index):  # type: ignore[no-untyped-def]
+    return np.int64(item(words, index, np.uint64(0)) >> np.uint64(32))
 
 
 @_inlined
-def _low(words, place):  # type: ignore[no-untyped-def]
-    return np.int64(item(words, place, np.uint64(0)) & np.uint64(0xFFFFFFFF))
+def _low(words, index):  # type: ignore[no-untyped-def]
+    return np.int64(item(words, index, np.uint64(0)) & np.uint64(0xFFFFFFFF))
 
 
 @_inlined
 def _sum_block(block, count, d, words, begin, end, sources, scales, scaled, real, summed):  # type: ignore[no-untyped-def]
     """Sum one block of the gradients of a run, from element `d`, into `summed`."""
-    for place in range(begin, end):
-        number = _low(words, place)
+    for index in range(begin, end):
+        number = _low(words, index)
         values = load(item(sources, number, np.int64(0)) + d * bytes_of(real), real, block, count)
         if scaled:
-            values = spread(item(scales, number, real), block) * values
+            values = broadcast(item(scales, number, real), block) * values
         block = block + values
     store(block, summed + d * bytes_of(real), real, count)
 
 
 @_jit
-def update_at_once(  # type: ignore[no-untyped-def]
+def update_each_id(  # type: ignore[no-untyped-def]
     num_samples, addresses, first, second, first_bytes, second_bytes, widths, table_of, columns, is_mean, rows, ids, id_type,
     offsets, weights, grad, real, clip, kind, scalars, step,
 ):  # fmt: skip
-    """Apply the optimizer to the row of each id with the gradient of its bag, one after another in the order of the batch."""
+    """Apply the optimizer to the row of each id with the gradient of its bag, one after the other in the order of the batch."""
     scaled = np.empty(widths.max(), scalars.dtype)
     plain = scalars_tuple(scalars)
     for feature in range(len(table_of)):
@@ -347,15 +353,15 @@ def update_at_once(  # type: ignore[no-untyped-def]
         for bag in range(feature * num_samples, (feature + 1) * num_samples):
             begin, end = offsets[bag], offsets[bag + 1]
             scale = _bag_scale(source, width, end - begin, is_mean[feature], clip, real)
-            for place in range(begin, end):
-                if place + AHEAD < known:
-                    prefetch_all(addresses[table] + np.int64(item(ids, place + AHEAD, id_type)) * row_bytes, row_bytes)
+            for index in range(begin, end):
+                if index + AHEAD < known:
+                    prefetch_all(addresses[table] + np.int64(item(ids, index + AHEAD, id_type)) * row_bytes, row_bytes)
                 share = scale
                 if weights is not None:
-                    share *= item(weights, place, real)
+                    share *= item(weights, index, real)
                 for d in range(width):
                     scaled[d] = share * item(source, d, real)
-                row = np.int64(item(ids, place, id_type))
+                row = np.int64(item(ids, index, id_type))
                 apply_row(
                     table, row, addresses[table], first[table], second[table], first_bytes[table], second_bytes[table],
                     scaled.ctypes.data, width, rows, real, kind, plain, step,
