@@ -130,7 +130,7 @@ class Problem:
             try:
                 centre = LocalDenseServer(state, f"trainer-{place}")
                 (policy,) = build_policies(sync, lambda _: centre, num_trainers=num_trainers)
-                steppers[place].follow(policy)
+                steppers[place].set_sync_policy(policy)
                 _train(steppers[place], feed)
                 policy.close()
             except BaseException as error:  # noqa: BLE001, RUF100 - raised below

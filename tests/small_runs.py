@@ -1,4 +1,4 @@
-"""Runs small enough for tests: a log that is learned in a second, how to listen to a run, and what it leaves."""
+"""Runs small enough for tests: a log that is learned in a second, a recording callback, and checks of results."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def wait_until(condition: Callable[[], bool], *, what: str, deadline_s: float = 
     """Return as soon as `condition` holds; fail with `what` if it does not in time."""
     ends = time.monotonic() + deadline_s
     while not condition():
-        assert time.monotonic() < ends, f"waited {deadline_s} s in vain for {what}"
+        assert time.monotonic() < ends, f"timed out after {deadline_s} s waiting for {what}"
         time.sleep(0.002)
 
 
@@ -85,8 +85,8 @@ def written_log(folder: Path) -> Path:
     return folder
 
 
-class Listening(NoProgress):
-    """Keeps the messages, and asks the process to stop after a step, as Ctrl-C or `kill` would."""
+class RecordingCallback(NoProgress):
+    """Records messages and steps; stops the process after a step, as Ctrl-C or `kill` would."""
 
     def __init__(self, stop_after: int | None = None, by: signal.Signals = signal.SIGINT) -> None:
         self.messages: list[str] = []

@@ -17,7 +17,7 @@ from rowstead.serve.predict import predict
 from rowstead.spec.run import RunSpec
 from rowstead.training import checkpoint
 from rowstead.training.trained import evaluate, load
-from tests.small_runs import Listening, assert_same_weights, figures_of, overfitting, small_spec, tensors_in, truncate
+from tests.small_runs import RecordingCallback, assert_same_weights, figures_of, overfitting, small_spec, tensors_in, truncate
 
 INCREMENTAL = ("train.checkpoint_every=10", "train.full_checkpoint_every=4")
 
@@ -37,9 +37,9 @@ def test_a_run_that_was_stopped_at_increments_ends_at_the_same_weights_bit_for_b
     )
     straight = train(small_spec(*changes), out=tmp_path / "straight")
     spec = small_spec(*changes, *INCREMENTAL, "train.keep_checkpoints=9")
-    stopped = train(spec, out=tmp_path / "stopped", callback=Listening(stop_after=37))
+    stopped = train(spec, out=tmp_path / "stopped", callback=RecordingCallback(stop_after=37))
     assert kinds_in(stopped.folder) == {10: 0, 20: 1, 30: 2, 37: 3}
-    resume(str(stopped.folder), callback=Listening(stop_after=45, by=signal.SIGTERM))
+    resume(str(stopped.folder), callback=RecordingCallback(stop_after=45, by=signal.SIGTERM))
     assert kinds_in(stopped.folder) == {10: 0, 20: 1, 30: 2, 37: 3, 40: 0, 45: 1}
     ended = resume(str(stopped.folder))
     assert_same_weights(straight.folder, ended.folder)
@@ -47,16 +47,16 @@ def test_a_run_that_was_stopped_at_increments_ends_at_the_same_weights_bit_for_b
     assert kinds_in(ended.folder) == {10: 0, 37: 3, 40: 0, 45: 1, 50: 2, 60: 3, 70: 0, 80: 1, 90: 2, 100: 3}
 
 
-def test_a_damaged_increment_is_named_and_the_run_goes_on_from_the_one_before(tmp_path: Path) -> None:
+def test_a_damaged_increment_is_reported_and_the_run_continues_from_the_previous_one(tmp_path: Path) -> None:
     straight = train(small_spec("train.max_steps=60"), out=tmp_path / "straight")
     spec = small_spec("train.max_steps=60", *INCREMENTAL)
-    stopped = train(spec, out=tmp_path / "stopped", callback=Listening(stop_after=35))
+    stopped = train(spec, out=tmp_path / "stopped", callback=RecordingCallback(stop_after=35))
     newest = stopped.folder / "checkpoints" / "step-000000035"
     truncate(newest / "shard-00000.safetensors")
-    listening = Listening()
-    ended = resume(str(stopped.folder), callback=listening)
-    assert any(str(newest) in text and "trying the previous one" in text for text in listening.messages)
-    assert f"resuming {stopped.folder} after step 30" in listening.messages
+    callback = RecordingCallback()
+    ended = resume(str(stopped.folder), callback=callback)
+    assert any(str(newest) in text and "trying the previous one" in text for text in callback.messages)
+    assert f"resuming {stopped.folder} after step 30" in callback.messages
     assert_same_weights(straight.folder, ended.folder)
 
 
@@ -131,9 +131,9 @@ def test_on_a_criteo_like_log_increments_are_a_fifth_of_full_ones_at_most_and_re
     assert [path.name for path in full] == [path.name for path in incremental]
     ratios = [bytes_in(one) / bytes_in(other) for one, other in zip(full, incremental, strict=True)]
     assert min(ratios[1:]) > 5, ratios  # some 25 for the first, 6.5 for the ninth
-    for place in (0, 1, 9):
-        one, other = checkpoint.load(full[place]), checkpoint.load(incremental[place])
-        assert (other.number, list(other.tensors)) == (place, list(one.tensors))
+    for index in (0, 1, 9):
+        one, other = checkpoint.load(full[index]), checkpoint.load(incremental[index])
+        assert (other.number, list(other.tensors)) == (index, list(one.tensors))
         assert all(torch.equal(value, other.tensors[name]) for name, value in one.tensors.items())
 
 
@@ -141,7 +141,7 @@ def test_on_a_criteo_like_log_increments_are_a_fifth_of_full_ones_at_most_and_re
 def test_a_run_resumed_from_rounded_rows_is_as_good(tmp_path: Path, encoding: str) -> None:
     plain = train(small_spec("train.max_steps=100"), out=tmp_path / "plain")
     spec = small_spec("train.max_steps=100", *INCREMENTAL, f"train.checkpoint_format={encoding}")
-    stopped = train(spec, out=tmp_path / "run", callback=Listening(stop_after=35))
+    stopped = train(spec, out=tmp_path / "run", callback=RecordingCallback(stop_after=35))
     assert kinds_in(stopped.folder)[35] == 3
     ended = resume(str(stopped.folder))
     assert figures_of(ended)["ne"] == pytest.approx(figures_of(plain)["ne"], rel=2e-3)

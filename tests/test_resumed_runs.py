@@ -23,7 +23,7 @@ from rowstead.training import checkpoint
 from rowstead.training.progress import Progress
 from rowstead.training.trained import evaluate
 from tests.small_runs import (
-    Listening,
+    RecordingCallback,
     assert_same_weights,
     figures_of,
     overfitting,
@@ -54,29 +54,29 @@ def test_a_run_that_was_stopped_twice_ends_at_the_same_weights_bit_for_bit(
 ) -> None:
     spec = spec_of("train.epochs=2", "train.max_steps=150", "train.schedule={warmup_steps: 20, decay: cosine}")
     straight = train(spec, out=tmp_path / "straight")
-    stopped = train(spec, out=tmp_path / "stopped", callback=Listening(stop_after=37))
+    stopped = train(spec, out=tmp_path / "stopped", callback=RecordingCallback(stop_after=37))
     assert (stopped.outcome.ending, stopped.outcome.position.step) == ("interrupted", 37)
     assert stopped.record is None
     assert not (stopped.folder / "record.json").exists()
-    again = resume(str(stopped.folder), callback=Listening(stop_after=120, by=signal.SIGTERM))
+    again = resume(str(stopped.folder), callback=RecordingCallback(stop_after=120, by=signal.SIGTERM))
     assert (again.outcome.ending, again.outcome.position.step) == ("interrupted", 120)
-    listening = Listening()
-    ended = resume(str(stopped.folder), callback=listening)
+    callback = RecordingCallback()
+    ended = resume(str(stopped.folder), callback=callback)
     assert ended.outcome.ending == "finished"
-    assert f"resuming {stopped.folder} after step 120" in listening.messages
-    assert listening.steps[0].step == 121
+    assert f"resuming {stopped.folder} after step 120" in callback.messages
+    assert callback.steps[0].step == 121
     assert_same_weights(straight.folder, ended.folder)
     assert figures_of(ended) == figures_of(straight)
 
 
-def test_a_run_goes_on_in_another_placement_and_ends_at_the_same_weights_bit_for_bit(tmp_path: Path) -> None:
+def test_a_run_continues_in_another_placement_and_ends_at_the_same_weights_bit_for_bit(tmp_path: Path) -> None:
     spec = small_spec("train.max_steps=40")
     straight = train(spec, out=tmp_path / "straight")
-    train(spec, out=tmp_path / "stopped", callback=Listening(stop_after=17))
+    train(spec, out=tmp_path / "stopped", callback=RecordingCallback(stop_after=17))
     (tmp_path / "rows").mkdir()
     on_disk = ("placement={'*': {where: ssd, cache_fraction: 0.1}}", f"memory.folder={tmp_path / 'rows'}")
-    listening = Listening(stop_after=29)
-    resume(str(tmp_path / "stopped"), changes=on_disk, callback=listening)
+    callback = RecordingCallback(stop_after=29)
+    resume(str(tmp_path / "stopped"), changes=on_disk, callback=callback)
     kept = RunFolder.open(str(tmp_path / "stopped"), tmp_path).read_spec()
     assert kept.memory.folder == str(tmp_path / "rows")
     ended = resume(str(tmp_path / "stopped"), changes=("placement=auto",))
@@ -89,7 +89,7 @@ def test_a_run_goes_on_in_another_placement_and_ends_at_the_same_weights_bit_for
 def test_resuming_is_exact_with_every_sparse_optimizer(tmp_path: Path, sparse: str) -> None:
     spec = small_spec("train.max_steps=40", f"train.sparse_optimizer.kind={sparse}", "train.dense_optimizer.kind=adam")
     straight = train(spec, out=tmp_path / "straight")
-    train(spec, out=tmp_path / "stopped", callback=Listening(stop_after=17))
+    train(spec, out=tmp_path / "stopped", callback=RecordingCallback(stop_after=17))
     assert_same_weights(straight.folder, resume(str(tmp_path / "stopped")).folder)
 
 
@@ -103,22 +103,22 @@ def _flip_a_bit(file: Path) -> None:
     ("damage", "file"),
     [(truncate, "shard-00000.safetensors"), (_flip_a_bit, "shard-00000.safetensors"), (_flip_a_bit, "manifest.json")],
 )
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
+def test_a_damaged_checkpoint_is_reported_and_the_previous_one_is_used(
     tmp_path: Path, damage: Callable[[Path], None], file: str
 ) -> None:
     spec = small_spec("train.max_steps=60", "train.checkpoint_every=20")
     straight = train(spec, out=tmp_path / "straight")
-    stopped = train(spec, out=tmp_path / "stopped", callback=Listening(stop_after=45))
+    stopped = train(spec, out=tmp_path / "stopped", callback=RecordingCallback(stop_after=45))
     newest = stopped.folder / "checkpoints" / "step-000000045"
     damage(newest / file)
-    listening = Listening()
-    quality = evaluate(str(stopped.folder), callback=listening)
+    callback = RecordingCallback()
+    quality = evaluate(str(stopped.folder), callback=callback)
     assert quality.num_samples == 2000
-    assert any(str(newest) in text and "trying the previous one" in text for text in listening.messages)
-    listening = Listening()
-    ended = resume(str(stopped.folder), callback=listening)
-    assert any(str(newest) in text and "damaged" in text for text in listening.messages)
-    assert f"resuming {stopped.folder} after step 40" in listening.messages
+    assert any(str(newest) in text and "trying the previous one" in text for text in callback.messages)
+    callback = RecordingCallback()
+    ended = resume(str(stopped.folder), callback=callback)
+    assert any(str(newest) in text and "damaged" in text for text in callback.messages)
+    assert f"resuming {stopped.folder} after step 40" in callback.messages
     assert_same_weights(straight.folder, ended.folder)
 
 
@@ -136,9 +136,9 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path: Path) -
     spec = small_spec("train.max_steps=10")
     straight = train(spec, out=tmp_path / "straight")
     RunFolder.create_at(tmp_path / "killed").write_spec(spec)
-    listening = Listening()
-    again = resume(str(tmp_path / "killed"), callback=listening)
-    assert any("no checkpoint yet" in text for text in listening.messages)
+    callback = RecordingCallback()
+    again = resume(str(tmp_path / "killed"), callback=callback)
+    assert any("no checkpoint yet" in text for text in callback.messages)
     assert_same_weights(straight.folder, again.folder)
 
 
@@ -146,7 +146,7 @@ def test_a_warm_start_survives_a_death_before_the_first_checkpoint(tmp_path: Pat
     earlier = train(small_spec("train.max_steps=10"), out=tmp_path / "earlier")
     spec = small_spec("train.max_steps=5", "seed=7")
 
-    class Dying(Listening):
+    class Dying(RecordingCallback):
         def on_step(self, progress: Progress) -> None:
             raise MemoryError("as good as killed")
 
@@ -159,9 +159,9 @@ def test_a_warm_start_survives_a_death_before_the_first_checkpoint(tmp_path: Pat
 def test_resuming_a_run_that_stopped_early_trains_no_further(tmp_path: Path) -> None:
     result = train(overfitting(), out=tmp_path / "run")
     before = tensors_in(result.folder)
-    listening = Listening()
-    again = resume(str(result.folder), callback=listening)
-    assert not listening.steps
+    callback = RecordingCallback()
+    again = resume(str(result.folder), callback=callback)
+    assert not callback.steps
     assert again.outcome.ending == "stopped early"
     assert again.quality == result.quality
     assert all(torch.equal(value, before[name]) for name, value in tensors_in(again.folder).items())
@@ -169,7 +169,7 @@ def test_resuming_a_run_that_stopped_early_trains_no_further(tmp_path: Path) -> 
 
 def test_early_stopping_is_resumed_exactly(tmp_path: Path) -> None:
     straight = train(overfitting(), out=tmp_path / "straight")
-    train(overfitting(), out=tmp_path / "stopped", callback=Listening(stop_after=straight.outcome.position.step - 15))
+    train(overfitting(), out=tmp_path / "stopped", callback=RecordingCallback(stop_after=straight.outcome.position.step - 15))
     ended = resume(str(tmp_path / "stopped"))
     assert ended.outcome.ending == "stopped early"
     assert ended.outcome.position.step == straight.outcome.position.step
@@ -264,7 +264,7 @@ def test_a_run_killed_again_and_again_while_it_saves_ends_at_the_same_weights(tm
 
 
 @pytest.mark.slow
-def test_ctrl_c_saves_says_how_to_go_on_and_loses_nothing(tmp_path: Path) -> None:
+def test_ctrl_c_saves_says_how_to_continue_and_loses_nothing(tmp_path: Path) -> None:
     spec = _slower(small_spec("train.log_every=1"))
     spec = dataclasses.replace(spec, train=dataclasses.replace(spec.train, checkpoint_every=None))
     straight = train(spec, out=tmp_path / "straight")

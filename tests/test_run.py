@@ -28,7 +28,7 @@ from rowstead.training import checkpoint
 from rowstead.training.step import Stepper
 from rowstead.training.trained import evaluate, load
 from tests.small_runs import (
-    Listening,
+    RecordingCallback,
     assert_same_weights,
     figures_of,
     overfitting,
@@ -47,8 +47,8 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_early_stopping_takes_back_the_best_weights(tmp_path: Path) -> None:
-    listening = Listening()
-    result = train(overfitting(), out=tmp_path / "run", callback=listening)
+    callback = RecordingCallback()
+    result = train(overfitting(), out=tmp_path / "run", callback=callback)
     assert result.outcome.ending == "stopped early"
     assert result.outcome.position.step < 500
     evaluations = [event for event in read_events(result.folder / "events.jsonl") if event["kind"] == "evaluation"]
@@ -57,14 +57,14 @@ def test_early_stopping_takes_back_the_best_weights(tmp_path: Path) -> None:
     assert before[-1]["step"] - best["step"] == 30
     assert final["ne"] == pytest.approx(best["ne"], rel=1e-9)
     assert figures_of(result)["ne"] == final["ne"]
-    assert any(f"restored the weights of the best evaluation, at step {best['step']}" in text for text in listening.messages)
+    assert any(f"restored the weights of the best evaluation, at step {best['step']}" in text for text in callback.messages)
     taken_back = tensors_in(result.folder, "best")
     assert all(torch.equal(value, taken_back[name]) for name, value in tensors_in(result.folder).items())
 
 
 def test_a_warm_start_begins_with_the_weights_of_the_earlier_run(tmp_path: Path) -> None:
     first = train(small_spec("name=first"), root=tmp_path)
-    cold, warm = Listening(), Listening()
+    cold, warm = RecordingCallback(), RecordingCallback()
     other = small_spec("name=second", "data.synth.seed=1", "train.max_steps=1")
     train(other, root=tmp_path, callback=cold)
     train(other, root=tmp_path, callback=warm, init_from=first.folder.name)
@@ -113,7 +113,7 @@ def test_training_ends_after_max_steps_or_all_epochs_whichever_comes_first(tmp_p
 
 def test_the_event_file_tells_the_history_of_a_run(tmp_path: Path) -> None:
     spec = small_spec("train.max_steps=30", "train.log_every=10", "train.eval_every=15", "train.checkpoint_every=20")
-    result = train(spec, out=tmp_path / "run", callback=Listening(stop_after=25))
+    result = train(spec, out=tmp_path / "run", callback=RecordingCallback(stop_after=25))
     resume(str(result.folder))
     events = read_events(result.folder / "events.jsonl")
     history = [(event["kind"], event["step"]) for event in events]
@@ -245,12 +245,12 @@ def test_down_sampled_negatives_are_corrected_for(tmp_path: Path) -> None:
     assert model.predict(model.encode(whole)).mean().item() == pytest.approx(float(np.mean(whole["label"])), rel=0.06)
 
 
-def test_a_loss_that_is_no_number_names_the_step_and_the_batch(tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_names_the_step_and_the_batch(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=r"at step \d+.*epoch 0, after \d+ examples, reader at"):
         train(small_spec("train.dense_optimizer={kind: sgd, lr: 1e20}"), out=tmp_path / "run")
 
 
-def test_a_bad_row_in_the_middle_loses_no_step_and_training_goes_on_once_it_is_right(tmp_path: Path, log: Path) -> None:
+def test_a_bad_row_in_the_middle_loses_no_step_and_training_continues_once_it_is_fixed(tmp_path: Path, log: Path) -> None:
     good = parquet_spec(log, "data.parquet.shuffle_rows=400")
     straight = train(good, out=tmp_path / "straight")
     broken = _with_columns(log, tmp_path / "log", lambda table: table)
@@ -277,16 +277,16 @@ def test_skipped_rows_are_counted_and_reported(tmp_path: Path, log: Path) -> Non
 
     bad = _with_columns(log, tmp_path / "log", spoiled)
     num_files = len(list(bad.glob("train-*.parquet")))
-    listening = Listening()
-    result = train(parquet_spec(bad, "data.parquet.on_bad_row=skip"), out=tmp_path / "run", callback=listening)
+    callback = RecordingCallback()
+    result = train(parquet_spec(bad, "data.parquet.on_bad_row=skip"), out=tmp_path / "run", callback=callback)
     assert result.outcome.position.num_samples == 6400 - 3 * num_files
-    assert f"skipped {3 * num_files} bad rows of the training split (on_bad_row: skip)" in listening.messages
+    assert f"skipped {3 * num_files} bad rows of the training split (on_bad_row: skip)" in callback.messages
     assert result.record is not None
     assert result.record.figures["num_rows_skipped"] == 3 * num_files
-    assert any("evaluation split" in text for text in listening.messages)
-    listening = Listening()
-    evaluate(str(result.folder), callback=listening)
-    assert any(text.startswith("skipped") for text in listening.messages)
+    assert any("evaluation split" in text for text in callback.messages)
+    callback = RecordingCallback()
+    evaluate(str(result.folder), callback=callback)
+    assert any(text.startswith("skipped") for text in callback.messages)
 
 
 def test_a_log_of_nothing_but_bad_rows_is_an_error(tmp_path: Path, log: Path) -> None:
@@ -332,7 +332,7 @@ def test_a_run_leaves_the_random_state_threads_and_signals_of_its_process_alone(
     torch.manual_seed(3)
     state, threads = torch.random.get_rng_state(), torch.get_num_threads()
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    train(small_spec("train.max_steps=2"), out=tmp_path / "run", callback=Listening(stop_after=1))
+    train(small_spec("train.max_steps=2"), out=tmp_path / "run", callback=RecordingCallback(stop_after=1))
     assert torch.equal(torch.random.get_rng_state(), state)
     assert torch.get_num_threads() == threads
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers

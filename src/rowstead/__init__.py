@@ -12,15 +12,15 @@ import importlib
 import os
 from typing import Any
 
-# Read when torch is loaded, which is after this unless it was imported first. Threads that spin for long while they wait for the
-# next operation take the cores from the reader and from each other: with other work on the machine a step takes many times as
-# long. Those that sleep at once wake up late. So they spin for some tens of microseconds (GNU's OpenMP) or not at all (others).
+# OpenMP reads these when torch is imported. Threads that spin for long between operations take cores from the reader and from each
+# other: on a busy machine a step takes many times as long. Threads that sleep at once wake up late. So they spin for some tens of
+# microseconds (GNU's OpenMP) or not at all (others).
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 __version__ = "0.1.0"
 
-_HOMES = {
+_MODULES = {
     "train": "rowstead.run",
     "resume": "rowstead.run",
     "load": "rowstead.training.trained",
@@ -43,14 +43,14 @@ _HOMES = {
     "RowsteadError": "rowstead.spec.errors",
 }
 
-__all__ = sorted(_HOMES)
+__all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for only then: `import rowstead` and the command line start without torch."""
-    if name not in _HOMES:
+    """Import a public name on first access: `import rowstead` and the command line start without torch."""
+    if name not in _MODULES:
         raise AttributeError(f"module 'rowstead' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -19,7 +19,7 @@ from rowstead.run import resume, train
 from rowstead.spec.errors import CheckpointError, RowsteadError
 from rowstead.spec.run import load_recipe
 from tests.small_runs import (
-    Listening,
+    RecordingCallback,
     assert_same_weights,
     figures_of,
     parquet_spec,
@@ -132,7 +132,7 @@ def test_the_example_of_the_page_trains_resumes_evaluates_predicts_and_exports(t
         "data.negative_keep_rate=0.5",
     )
     straight = train(spec, out=tmp_path / "straight")
-    train(spec, out=tmp_path / "stopped", callback=Listening(stop_after=50))
+    train(spec, out=tmp_path / "stopped", callback=RecordingCallback(stop_after=50))
     ended = resume(str(tmp_path / "stopped"))
     assert ended.outcome.position.step == 100
     assert_same_weights(straight.folder, ended.folder)
@@ -204,8 +204,8 @@ def test_a_relative_path_is_looked_for_beside_the_recipe_and_kept_absolute(
 
 def test_a_file_that_has_changed_is_reported_when_the_run_goes_on(tmp_path: Path, linear: Path) -> None:
     spec = small_spec("train.max_steps=10", f"model.network={linear}:Linear")
-    train(spec, out=tmp_path / "run", callback=Listening(stop_after=5))
-    unchanged, changed = Listening(stop_after=7), Listening()
+    train(spec, out=tmp_path / "run", callback=RecordingCallback(stop_after=5))
+    unchanged, changed = RecordingCallback(stop_after=7), RecordingCallback()
     resume(str(tmp_path / "run"), callback=unchanged)
     linear.write_text(linear.read_text() + "\n# a remark\n")
     resume(str(tmp_path / "run"), callback=changed)
@@ -248,7 +248,7 @@ def test_batch_norm_dropout_and_inputs_that_are_not_used_resume_bit_for_bit(tmp_
     file = written(tmp_path / "my_networks.py", LINEAR + UNUSUAL)
     spec = small_spec("train.max_steps=20", f"model.network={file}:{name}")
     straight = train(spec, out=tmp_path / "straight")
-    train(spec, out=tmp_path / "stopped", callback=Listening(stop_after=10))
+    train(spec, out=tmp_path / "stopped", callback=RecordingCallback(stop_after=10))
     assert_same_weights(straight.folder, resume(str(tmp_path / "stopped")).folder)
 
 
@@ -257,11 +257,11 @@ def test_batch_norm_dropout_and_inputs_that_are_not_used_resume_bit_for_bit(tmp_
 def test_on_a_gpu_it_trains_as_cuda_graphs_or_says_why_not_and_resumes_bit_for_bit(tmp_path: Path, name: str) -> None:
     file = written(tmp_path / "my_networks.py", LINEAR + UNUSUAL)
     spec = small_spec("train.max_steps=60", f"model.network={file}:{name}", "device=cuda")
-    listening = Listening()
-    graphs = train(spec, out=tmp_path / "graphs", callback=listening)
-    failed = [text for text in listening.messages if "CUDA graph" in text]
-    assert len(failed) == (name == "Item"), listening.messages
-    train(spec, out=tmp_path / "stopped", callback=Listening(stop_after=30))
+    callback = RecordingCallback()
+    graphs = train(spec, out=tmp_path / "graphs", callback=callback)
+    failed = [text for text in callback.messages if "CUDA graph" in text]
+    assert len(failed) == (name == "Item"), callback.messages
+    train(spec, out=tmp_path / "stopped", callback=RecordingCallback(stop_after=30))
     assert_same_weights(graphs.folder, resume(str(tmp_path / "stopped")).folder)
     eager = train(dataclasses.replace(spec, train=dataclasses.replace(spec.train, cuda_graphs=False)), out=tmp_path / "eager")
     assert figures_of(graphs)["log_loss"] == pytest.approx(figures_of(eager)["log_loss"], rel=1e-3)

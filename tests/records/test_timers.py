@@ -45,7 +45,7 @@ def test_an_inner_phase_pauses_the_outer_one(clock: Clock) -> None:
     assert timers.elapsed_s() == pytest.approx(20)
 
 
-def test_an_open_phase_counts_up_to_now_and_a_reset_starts_anew(clock: Clock) -> None:
+def test_an_open_phase_counts_up_to_now_and_a_reset_sets_totals_to_zero(clock: Clock) -> None:
     timers = Timers()
     with timers.phase(Phase.FORWARD):
         clock.tick(3)

@@ -28,7 +28,7 @@ from tests.small_runs import small_spec
 CPU = torch.device("cpu")
 
 
-class Listening:
+class RecordingCallback:
     """Keeps the messages of a run."""
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ def test_a_run_ends_at_the_same_weights_wherever_its_tables_are(tmp_path: Path, 
 def test_a_run_says_where_its_tables_went_and_keeps_it(tmp_path: Path) -> None:
     (tmp_path / "rows").mkdir()
     spec = small_spec("train.max_steps=2", "placement.sparse_1=ssd", f"memory.folder={tmp_path / 'rows'}", "device=cpu")
-    heard = Listening()
+    heard = RecordingCallback()
     result = train(spec, out=tmp_path / "run", callback=heard)  # type: ignore[arg-type]
     table = next(text for text in heard.messages if text.startswith("tables")).splitlines()
     assert table[1].split() == ["sparse_0,", "sparse_2", "device", "3.6", "KB", "all", "fit"]

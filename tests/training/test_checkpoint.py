@@ -143,8 +143,8 @@ def test_facts_keep_every_bit_of_a_number(folder: Path) -> None:
 def test_any_flipped_bit_in_any_file_is_detected_and_the_file_named(good: Path, data: st.DataObject) -> None:
     file = data.draw(st.sampled_from(sorted(good.iterdir())))
     content = bytearray(file.read_bytes())
-    place, bit = data.draw(st.integers(0, len(content) - 1)), data.draw(st.integers(0, 7))
-    content[place] ^= 1 << bit
+    index, bit = data.draw(st.integers(0, len(content) - 1)), data.draw(st.integers(0, 7))
+    content[index] ^= 1 << bit
     with damaged(file, bytes(content)), pytest.raises(CheckpointError, match=file.name) as caught:
         load(good)
     assert "digest" in str(caught.value)
@@ -197,18 +197,18 @@ def damaged(file: Path, content: bytes | None) -> Iterator[None]:
         file.write_bytes(before)
 
 
-def test_the_newest_good_one_is_used_and_the_damaged_one_named(folder: Path) -> None:
+def test_the_newest_valid_checkpoint_is_loaded_and_damaged_ones_are_reported(folder: Path) -> None:
     for step in (100, 200, 300):
         save(folder, step, small(step), {"step": step}, keep=3)
     shard = folder / "step-000000300" / "shard-00000.safetensors"
     os.truncate(shard, 10)
-    told: list[str] = []
-    latest = load_latest(folder, told.append)
+    reported: list[str] = []
+    latest = load_latest(folder, reported.append)
     assert latest.step == latest.facts["step"] == 200
-    assert [(shard.parent.name in text, shard.name in text) for text in told] == [(True, True)]
+    assert [(shard.parent.name in text, shard.name in text) for text in reported] == [(True, True)]
 
 
-def test_when_none_is_good_each_is_listed_with_its_reason(folder: Path) -> None:
+def test_when_no_checkpoint_is_valid_each_is_listed_with_its_reason(folder: Path) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint in"):
         load_latest(folder, print)
     for step in (1, 2):
@@ -244,7 +244,7 @@ def test_a_step_saved_again_supersedes_the_old_one_and_the_future_it_left(folder
     assert [load(path).step for path in checkpoints_in(folder)] == [100, 200]
 
 
-def test_reading_goes_on_after_the_checkpoint_was_pruned(folder: Path) -> None:
+def test_reading_still_works_after_the_checkpoint_was_deleted(folder: Path) -> None:
     opened = load(save(folder, 1, small(1), {}, keep=1))
     save(folder, 2, small(2), {}, keep=1)
     assert folder_names(folder) == ["step-000000002"]
@@ -378,7 +378,7 @@ while True:
 
 
 @pytest.mark.slow
-def test_sigkill_at_any_moment_leaves_a_whole_checkpoint(folder: Path) -> None:
+def test_sigkill_at_any_moment_leaves_a_complete_checkpoint(folder: Path) -> None:
     moments = random.Random(3)
     reached = 0
     for _ in range(8):

@@ -74,11 +74,11 @@ def test_every_row_that_any_process_saw_is_touched_and_no_other(
         touched.merge(process_group)
         return [touched.rows_of(table).between(0, table.num_rows).tolist() for table in (USER, ITEM)]
 
-    every = [sorted({row for own in batches for batch in own for row in batch[place]}) for place in (0, 1)]
+    every = [sorted({row for own in batches for batch in own for row in batch[table]}) for table in (0, 1)]
     assert in_processes(world_size, work) == [every] * world_size
 
 
-def test_ids_that_are_no_rows_touch_nothing() -> None:
+def test_ids_out_of_range_touch_no_rows() -> None:
     touched = TouchedRows([USER, ITEM])
     touched.mark(sparse_of([101, -1, 2**40], [40, -(2**60)]))
     assert [touched.rows_of(table).count for table in (USER, ITEM)] == [0, 0]
@@ -174,7 +174,7 @@ def test_what_is_restored_is_what_was_saved_also_after_resuming(
     shutil.rmtree(run.folder)
 
 
-def test_an_increment_holds_the_touched_rows_alone(tmp_path: Path) -> None:
+def test_an_increment_holds_only_the_touched_rows(tmp_path: Path) -> None:
     run = Run(tmp_path, 3)
     run.save()
     run.train([5, 70], [0])
@@ -198,7 +198,7 @@ def test_increments_move_between_processes_too(
         run.train(*batch)
 
     def work(process_group: ProcessGroup) -> Path:
-        """Each process has seen its own share of the ids alone, and has its own pieces."""
+        """Each process has seen only its own share of the ids, and has its own pieces."""
         own = run.goes_on_from(tmp_path / "step-000000000")
         own.changes.mark(sparse_of(*batches[process_group.rank]))
         own.tensors, own.step = run.tensors, 1
@@ -228,7 +228,7 @@ def test_increments_move_between_processes_too(
             assert torch.equal(into[name][untouched], value[untouched])
 
 
-def test_a_full_checkpoint_stays_as_long_as_one_that_is_kept_needs_it(tmp_path: Path) -> None:
+def test_a_full_checkpoint_is_kept_as_long_as_a_kept_one_needs_it(tmp_path: Path) -> None:
     run = Run(tmp_path, 4)
     names = []
     for step in range(10):
@@ -244,7 +244,7 @@ def damage(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damaged", "left", "told"),
+    ("damaged", "left", "reported"),
     [
         ([6], 5, ["step-000000006 is damaged"]),
         ([4], 3, ["step-000000006 needs the full checkpoint step-000000004, and", "step-000000005 needs", "step-000000004 is damaged"]),
@@ -253,7 +253,7 @@ def damage(path: Path) -> None:
     ],
 )  # fmt: skip
 def test_a_damaged_base_or_increment_falls_back_to_the_newest_that_can_be_restored(
-    tmp_path: Path, damaged: list[int], left: int | None, told: list[str]
+    tmp_path: Path, damaged: list[int], left: int | None, reported: list[str]
 ) -> None:
     run = Run(tmp_path, 4)
     states = []
@@ -271,8 +271,10 @@ def test_a_damaged_base_or_increment_falls_back_to_the_newest_that_can_be_restor
     found = load_latest(tmp_path, messages.append)
     assert found.step == left
     assert all(torch.equal(found.tensors[f"store.{name}"], value) for name, value in states[left].items())
-    assert len(messages) == len(told)
-    assert all(part in message and "trying the previous one" in message for part, message in zip(told, messages, strict=True))
+    assert len(messages) == len(reported)
+    assert all(
+        part in message and "trying the previous one" in message for part, message in zip(reported, messages, strict=True)
+    )
     again = run.goes_on_from(found.path)
     again.train([50], [20])
     again.assert_same(again.save(keep=10))

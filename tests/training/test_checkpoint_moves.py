@@ -31,7 +31,7 @@ from rowstead.training.saved_tensors import StoreTensors
 from tests.distributed.thread_process_group import in_threads
 from tests.stores.store_contract import KINDS, layouts, sparse_batches
 
-PLACES = ("device", "cached", "ssd")
+LOCATIONS = ("device", "cached", "ssd")
 Where = tuple[str, int, tuple[str, ...]]
 """Where rows are, over how many processes, and how each table is cut."""
 
@@ -39,15 +39,15 @@ Where = tuple[str, int, tuple[str, ...]]
 def store_in(
     where: Where, layout: Layout, optimizer: SparseOptimizerSpec, process_group: ProcessGroup, folder: Path
 ) -> EmbeddingStore:
-    place, world_size, cuts = where
+    location, world_size, cuts = where
 
     def make(local: Layout, rule: SparseOptimizerSpec | None) -> EmbeddingStore:
-        if place == "device":
+        if location == "device":
             return DeviceStore(local, rule)
         counts = {table.name: 2 for table in local.tables}
 
         def backing(group: CacheGroup) -> FileRows | RamRows:
-            if place == "cached":
+            if location == "cached":
                 return RamRows(group, seed=1)
             path = Path(tempfile.mkdtemp(dir=folder)) / "rows"
             return FileRows(path, group.num_rows, group.columns, initial=initial_rows_of(group, seed=1), direct=False)
@@ -63,7 +63,7 @@ def store_in(
 @st.composite
 def wheres(draw: st.DrawFn, layout: Layout) -> Where:
     cuts = tuple(draw(st.sampled_from(SHARDS)) for _ in layout.tables)
-    return draw(st.sampled_from(PLACES)), draw(st.integers(1, 3)), cuts
+    return draw(st.sampled_from(LOCATIONS)), draw(st.integers(1, 3)), cuts
 
 
 def ran(where: Where, work: Callable[[ProcessGroup], list[dict[str, Tensor]]]) -> list[dict[str, Tensor]]:

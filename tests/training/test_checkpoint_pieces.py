@@ -167,7 +167,9 @@ def failing(error: Exception) -> Callable[[int, int], Tensor]:
         (RuntimeError("the bus is gone"), r"cannot save step 8 .*RuntimeError: the bus is gone \(process 2\)"),
     ],
 )
-def test_where_one_process_fails_all_fail_alike_and_nothing_is_left(tmp_path: Path, error: Exception, text: str) -> None:
+def test_if_one_process_fails_all_fail_with_the_same_error_and_nothing_is_left(
+    tmp_path: Path, error: Exception, text: str
+) -> None:
     first = save_in(tmp_path, 3, row_wise)[0]
 
     def work(process_group: ProcessGroup) -> Path:
@@ -176,22 +178,22 @@ def test_where_one_process_fails_all_fail_alike_and_nothing_is_left(tmp_path: Pa
             parts[1] = StatePart(**{**vars(parts[1]), "read": failing(error)})
         return save(tmp_path, 8, {}, {}, keep=2, parts=parts, process_group=process_group)
 
-    told = in_processes(3, work)
-    assert all(isinstance(one, CheckpointError) for one in told), told
-    assert len({str(one) for one in told}) == 1
+    results = in_processes(3, work)
+    assert all(isinstance(one, CheckpointError) for one in results), results
+    assert len({str(one) for one in results}) == 1
     with pytest.raises(CheckpointError, match=text + rf".*last valid checkpoint is {first}"):
-        raise told[0]  # type: ignore[misc]
+        raise results[0]  # type: ignore[misc]
     assert [path.name for path in tmp_path.iterdir()] == ["step-000000007"]
 
 
-def test_pieces_that_are_no_whole_are_not_saved(tmp_path: Path) -> None:
+def test_pieces_that_do_not_cover_a_tensor_are_not_saved(tmp_path: Path) -> None:
     def work(process_group: ProcessGroup) -> Path:
         return save(
             tmp_path, 8, {}, {}, keep=2, parts=parts_of(tables(), row_wise(process_group.rank, 3)), process_group=process_group
         )
 
-    told = in_processes(2, work)
-    assert all("pieces of `store.user.rows` have" in str(one) for one in told), told
+    results = in_processes(2, work)
+    assert all("pieces of `store.user.rows` have" in str(one) for one in results), results
     assert not list(tmp_path.iterdir())
 
 
@@ -201,8 +203,8 @@ def test_a_file_that_any_process_finds_damaged_is_refused_by_all(tmp_path: Path)
     for file in sorted(path.glob("*.safetensors")):
         content = file.read_bytes()
         file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-        told = in_processes(2, lambda process_group: load(path, process_group=process_group))
-        assert [f"{file.name} does not match its digest" in str(one) for one in told] == [True, True]
+        results = in_processes(2, lambda process_group: load(path, process_group=process_group))
+        assert [f"{file.name} does not match its digest" in str(one) for one in results] == [True, True]
         file.write_bytes(content)
 
 

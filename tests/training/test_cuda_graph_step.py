@@ -73,9 +73,9 @@ def specs() -> list[TrainSpec]:
 
 @needs_gpu
 @pytest.mark.parametrize("interaction", ["dot", "concat", "cross"])
-@pytest.mark.parametrize("place", range(5))
-def test_graphs_do_what_single_launches_do(place: int, interaction: str) -> None:
-    spec = specs()[place]
+@pytest.mark.parametrize("index", range(5))
+def test_graphs_do_what_single_launches_do(index: int, interaction: str) -> None:
+    spec = specs()[index]
     graphs = stepper_of(spec, interaction)
     launches = stepper_of(dataclasses.replace(spec, cuda_graphs=False), interaction)
     for number in range(1, 13):
@@ -115,7 +115,7 @@ def test_a_loss_that_is_not_finite_is_reported_and_changes_nothing() -> None:
 
 
 @needs_gpu
-def test_a_resumed_stepper_goes_on_the_same() -> None:
+def test_a_resumed_stepper_continues_the_same() -> None:
     first = stepper_of(TrainSpec())
     for number in range(1, 6):
         first.step(batch_of(number), number)
@@ -138,7 +138,7 @@ def test_weights_of_examples_and_of_ids() -> None:
 
 
 @needs_gpu
-def test_batches_with_one_id_a_bag_train_as_by_single_launches() -> None:
+def test_batches_with_one_id_per_bag_train_as_by_single_launches() -> None:
     graphs, launches = stepper_of(TrainSpec()), stepper_of(TrainSpec(cuda_graphs=False))
     for number in range(1, 7):
         batch, random = batch_of(number), torch.Generator().manual_seed(number)

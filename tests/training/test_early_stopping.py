@@ -1,4 +1,4 @@
-"""Early stopping is decided by evaluations alone, and its state survives a checkpoint."""
+"""Early stopping depends only on evaluations, and its state survives a checkpoint."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_training_stops_after_as_many_evaluations_without_improvement_as_the_pat
     assert (position.best, position.evaluations_since_best) == (0.8, 2)
 
 
-def test_an_improvement_starts_the_patience_anew() -> None:
+def test_an_improvement_resets_the_patience() -> None:
     rule = stopping(Position())
     for ne in (0.9, 0.95, 0.85, 0.9):
         rule.observe(quality(ne))

@@ -85,13 +85,13 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adagrad", "adam"])
-def test_steps_taken_in_turn_are_those_of_one_trainer(kind: str) -> None:
-    alone, hogwild = stepper_of(kind), Hogwild(stepper_of(kind), 3)
+def test_steps_taken_one_after_the_other_are_those_of_one_trainer(kind: str) -> None:
+    single, hogwild = stepper_of(kind), Hogwild(stepper_of(kind), 3)
     for number in range(1, 13):
-        alone.step(batch_of(number), number)
+        single.step(batch_of(number), number)
         hogwild.workers[number % 3].step(batch_of(number), number)
-    assert_same(state_of(alone), state_of(hogwild.workers[0]))
-    assert_same(state_of(alone), state_of(hogwild.workers[2]))
+    assert_same(state_of(single), state_of(hogwild.workers[0]))
+    assert_same(state_of(single), state_of(hogwild.workers[2]))
 
 
 class Meanwhile(Unsynchronised):
@@ -101,13 +101,13 @@ class Meanwhile(Unsynchronised):
         self._call = call
 
     def begin(self, replica: Replica) -> None:
-        """Nothing to take over."""
+        """Nothing to load."""
 
     def gradients_ready(self, step: int) -> None:
         self._call()  # type: ignore[operator]
 
 
-def test_a_gradient_is_applied_to_what_others_have_made_of_the_parameters() -> None:
+def test_a_gradient_is_applied_to_the_parameters_as_other_threads_have_changed_them() -> None:
     """x <- x - lr g1(x0) - lr g2(x0): both gradients were taken before either was applied."""
     one, two = batch_of(1), batch_of(2)
     plain = stepper_of()
@@ -119,7 +119,7 @@ def test_a_gradient_is_applied_to_what_others_have_made_of_the_parameters() -> N
         order.append("second")
         hogwild.workers[1].step(two, 1)
 
-    hogwild.workers[0].follow(Meanwhile(second))
+    hogwild.workers[0].set_sync_policy(Meanwhile(second))
     hogwild.workers[0].step(one, 1)
     assert order == ["second"]
     found = state_of(hogwild.workers[0])
@@ -140,12 +140,12 @@ def test_autograd_does_not_mind_that_others_change_what_it_remembers() -> None:
     assert all(not torch.equal(before[name], value) for name, value in state_of(first).items() if name.startswith("net."))
 
 
-def test_threads_that_keep_together_with_other_trainers_still_share_their_memory() -> None:
+def test_threads_with_a_sync_policy_still_share_their_memory() -> None:
     state, hogwild = DenseServerState(), Hogwild(stepper_of("adam"), 2)
     spec = SyncSpec(mode="easgd", period=1, alpha=0.5)
     policies = build_policies(spec, lambda i: LocalDenseServer(state, f"trainer-0.{i}"), num_trainers=2, num_threads=2)
     for worker, policy in zip(hogwild.workers, policies, strict=True):
-        worker.follow(policy)
+        worker.set_sync_policy(policy)
     for number in range(1, 7):
         hogwild.workers[number % 2].step(batch_of(number), number)
     one, two = (worker.model.net for worker in hogwild.workers)
@@ -173,7 +173,7 @@ def test_threads_learn_together() -> None:
         assert sum(losses[thread][-8:]) < 0.5 * sum(losses[thread][:8])
 
 
-def test_what_a_thread_raises_is_raised_and_the_others_are_told() -> None:
+def test_the_error_of_a_thread_is_raised_and_stops_the_others() -> None:
     hogwild = Hogwild(stepper_of(), 2)
 
     def work(thread: int, stepper: Stepper) -> None:

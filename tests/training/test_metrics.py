@@ -216,7 +216,7 @@ def test_nothing_to_evaluate_is_an_error_that_says_so() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_predictions_that_are_no_numbers_are_an_error_that_says_what_to_do(bad: float) -> None:
+def test_predictions_that_are_not_finite_are_an_error_with_a_remedy(bad: float) -> None:
     with pytest.raises(TrainingError, match="lower learning rates"):
         quality_of(np.array([0, bad], np.float32), np.array([0, 1], np.float32))
 

@@ -13,33 +13,17 @@ import torch
 from rowstead import run
 from rowstead.spec.errors import TrainingError
 from rowstead.training import checkpoint, profile
-from rowstead.training.metrics import Quality
-from rowstead.training.progress import Progress
-from tests.small_runs import small_spec
+from tests.small_runs import RecordingCallback, small_spec
 
 PHASES = {"waiting for data": 1, "look-up": 2, "forward": 2, "backward": 1, "dense update": 1, "row update": 1}
 """How often each phase is entered in a step: a look-up starts before the first part of the forward pass, and ends after it."""
 
 
-class Listener:
-    """Keeps the messages."""
-
-    def __init__(self) -> None:
-        self.messages: list[str] = []
-
-    def on_step(self, progress: Progress) -> None: ...
-
-    def on_evaluation(self, step: int, quality: Quality) -> None: ...
-
-    def on_message(self, text: str) -> None:
-        self.messages.append(text)
-
-
 def profiled(folder: Path, max_steps: int, *overrides: str) -> tuple[run.Result, str]:
-    listener = Listener()
+    recorder = RecordingCallback()
     spec = small_spec("device=cpu", f"train.max_steps={max_steps}", *overrides)
-    result = run.train(spec, out=folder, callback=listener, profile=True)
-    return result, next((text for text in listener.messages if "profiled" in text or "time of steps" in text), "")
+    result = run.train(spec, out=folder, callback=recorder, profile=True)
+    return result, next((text for text in recorder.messages if "profiled" in text or "time of steps" in text), "")
 
 
 def ranges(folder: Path, name: str) -> list[dict[str, Any]]:

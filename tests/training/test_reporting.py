@@ -7,7 +7,7 @@ from pathlib import Path
 from rowstead.records.events import read_events
 from rowstead.training.progress import Progress
 from rowstead.training.reporting import RunReporter
-from tests.small_runs import Listening
+from tests.small_runs import RecordingCallback
 
 
 def progress(step: int) -> Progress:
@@ -15,7 +15,7 @@ def progress(step: int) -> Progress:
 
 
 def test_steps_are_passed_on_and_logged_once_per_interval_even_if_some_are_not_seen(tmp_path: Path) -> None:
-    callback = Listening()
+    callback = RecordingCallback()
     reporter = RunReporter(tmp_path, callback, log_every=5)
     for step in (1, 4, 6, 9, 10, 10, 11, 20):
         reporter.on_step(progress(step))
@@ -26,7 +26,7 @@ def test_steps_are_passed_on_and_logged_once_per_interval_even_if_some_are_not_s
 
 def test_a_resumed_run_supersedes_later_events(tmp_path: Path) -> None:
     for resumed_step, steps in ((None, (5, 10)), (5, (10,))):
-        reporter = RunReporter(tmp_path, Listening(), log_every=5, resumed_step=resumed_step)
+        reporter = RunReporter(tmp_path, RecordingCallback(), log_every=5, resumed_step=resumed_step)
         for step in steps:
             reporter.on_step(progress(step))
         reporter.close()
@@ -35,7 +35,7 @@ def test_a_resumed_run_supersedes_later_events(tmp_path: Path) -> None:
 
 
 def test_without_a_folder_nothing_is_written(tmp_path: Path) -> None:
-    callback = Listening()
+    callback = RecordingCallback()
     reporter = RunReporter(None, callback, log_every=1)
     reporter.on_step(progress(1))
     reporter.on_message("hello")

@@ -1,4 +1,4 @@
-"""One training step: losses, weights, clipping, precision, and what happens when the loss is no number."""
+"""One training step: losses, weights, clipping, precision, and losses that are not finite."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def stepper_of(
 def batch_of(
     num_samples: int = 16, *, seed: int = 0, num_dense: int = NUM_DENSE, num_sparse: int = NUM_SPARSE, **more: Tensor
 ) -> Batch:
-    """Examples with one id a feature, whose label follows from the first dense value or id."""
+    """Examples with one id per feature, whose label follows from the first dense value or id."""
     g = torch.Generator().manual_seed(seed)
     dense = torch.randn(num_samples, num_dense, generator=g)
     ids = torch.randint(0, NUM_ROWS, (num_sparse * num_samples,), generator=g)
@@ -64,9 +64,9 @@ def batch_of(
     return Batch(dense=dense, sparse=sparse, labels=signal.float(), **more)
 
 
-def taken(batch: Batch, places: list[int]) -> Batch:
-    """Some examples of a batch with one id a feature."""
-    index = torch.tensor(places)
+def select(batch: Batch, indices: list[int]) -> Batch:
+    """Some examples of a batch with one id per feature."""
+    index = torch.tensor(indices)
     ids = batch.sparse.ids.view(batch.sparse.num_features, -1)[:, index].reshape(-1)
     sparse = dataclasses.replace(batch.sparse, ids=ids, offsets=torch.arange(len(ids) + 1))
     assert batch.labels is not None
@@ -78,14 +78,14 @@ def weights_of(stepper: Stepper) -> dict[str, Tensor]:
 
 
 def test_loss_is_the_mean_over_examples_by_weight() -> None:
-    log_odds, labels = torch.tensor([0.0, 2.0, -1.0]), torch.tensor([1.0, 0.0, 0.25])
-    p = torch.sigmoid(log_odds)
+    logits, labels = torch.tensor([0.0, 2.0, -1.0]), torch.tensor([1.0, 0.0, 0.25])
+    p = torch.sigmoid(logits)
     bce = -(labels * p.log() + (1 - labels) * (1 - p).log())
     weights = torch.tensor([1.0, 0.0, 3.0])
-    assert head_of("bce").loss(log_odds, labels, None).item() == pytest.approx(bce.mean().item())
-    assert head_of("bce").loss(log_odds, labels, weights).item() == pytest.approx(((bce[0] + 3 * bce[2]) / 4).item())
-    assert head_of("mse").loss(log_odds, labels, None).item() == pytest.approx(((p - labels) ** 2).mean().item())
-    assert head_of("bce").loss(log_odds, labels, torch.zeros(3)).item() == 0
+    assert head_of("bce").loss(logits, labels, None).item() == pytest.approx(bce.mean().item())
+    assert head_of("bce").loss(logits, labels, weights).item() == pytest.approx(((bce[0] + 3 * bce[2]) / 4).item())
+    assert head_of("mse").loss(logits, labels, None).item() == pytest.approx(((p - labels) ** 2).mean().item())
+    assert head_of("bce").loss(logits, labels, torch.zeros(3)).item() == 0
 
 
 @pytest.mark.parametrize("loss", ["bce", "mse"])
@@ -94,7 +94,7 @@ def test_an_example_of_weight_two_is_the_same_as_the_example_twice(loss: str) ->
     batch = batch_of(3)
     weighted, repeated = stepper_of(spec), stepper_of(spec)
     one = weighted.step(dataclasses.replace(batch, weights=torch.tensor([2.0, 1.0, 1.0])), 1)
-    two = repeated.step(taken(batch, [0, 0, 1, 2]), 1)
+    two = repeated.step(select(batch, [0, 0, 1, 2]), 1)
     assert one == pytest.approx(two, rel=1e-6)
     for name, value in weights_of(weighted).items():
         torch.testing.assert_close(value, weights_of(repeated)[name], rtol=1e-5, atol=1e-7)
@@ -104,7 +104,7 @@ def test_an_example_of_weight_zero_changes_nothing() -> None:
     batch = batch_of(4)
     weighted, without = stepper_of(), stepper_of()
     weighted.step(dataclasses.replace(batch, weights=torch.tensor([1.0, 1.0, 1.0, 0.0])), 1)
-    without.step(taken(batch, [0, 1, 2]), 1)
+    without.step(select(batch, [0, 1, 2]), 1)
     for name, value in weights_of(weighted).items():
         torch.testing.assert_close(value, weights_of(without)[name], rtol=1e-5, atol=1e-7)
 
@@ -135,7 +135,7 @@ def test_dense_gradients_are_scaled_down_to_the_largest_global_norm() -> None:
 
 def test_a_pooled_gradient_is_scaled_down_to_the_largest_norm() -> None:
     clip = 1e-3
-    batch = taken(batch_of(), [0])
+    batch = select(batch_of(), [0])
     before = weights_of(stepper_of())
     spec = dataclasses.replace(PLAIN, sparse_optimizer=dataclasses.replace(PLAIN.sparse_optimizer, clip=clip))
     stepper = stepper_of(spec)
@@ -185,7 +185,7 @@ def test_bf16_trains_to_about_the_loss_of_fp32_and_keeps_parameters_in_fp32(monk
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_loss_that_is_no_number_names_the_step_and_leaves_everything_untouched(bad: float) -> None:
+def test_a_loss_that_is_not_finite_names_the_step_and_changes_nothing(bad: float) -> None:
     spec = TrainSpec(sparse_optimizer=SparseOptimizerSpec(kind="adam"), dense_optimizer=DenseOptimizerSpec(kind="adam"))
     stepper = stepper_of(spec)
     stepper.step(batch_of(), 1)
@@ -213,7 +213,7 @@ def test_a_model_trains_without_dense_or_without_sparse_features(kind: str, num_
 
 @pytest.mark.parametrize("sparse", list(ROW_OPTIMIZERS))
 @pytest.mark.parametrize("dense", ["sgd", "adagrad", "adam"])
-def test_after_loading_its_state_a_stepper_goes_on_bit_for_bit(sparse: str, dense: str) -> None:
+def test_after_loading_its_state_a_stepper_continues_bit_for_bit(sparse: str, dense: str) -> None:
     spec = TrainSpec(sparse_optimizer=SparseOptimizerSpec(kind=sparse), dense_optimizer=DenseOptimizerSpec(kind=dense))  # type: ignore[arg-type]
     straight, resumed = stepper_of(spec), stepper_of(spec)
     for step in range(1, 4):

@@ -1,4 +1,4 @@
-"""How fast a run was, whether reading held it up, and what a user is told about it."""
+"""Throughput of a run, whether it waited for data, and the warning about it."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ class FleetTrainer:
         is_idle = False
         try:
             for worker, policy in zip(hogwild.workers, policies, strict=False):
-                worker.follow(policy)
+                worker.set_sync_policy(policy)
             ready()
             if num_threads > 1:
                 hogwild.run(work)

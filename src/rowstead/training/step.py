@@ -144,7 +144,7 @@ class Stepper:
     """A model with its optimizers; `step` trains it on one batch.
 
     On a GPU steps are captured and replayed as CUDA graphs, unless the spec or the store does not allow it. With a `process_group`
-    of several processes each trains on its share of the batch. With `follow` it is one of the trainers of a fleet.
+    of several processes each trains on its share of the batch. With a sync policy it is one of the trainers of a fleet.
     """
 
     steps_ahead = 0
@@ -185,7 +185,7 @@ class Stepper:
         """The dense optimizer."""
         return self.execution.optimizer
 
-    def follow(self, policy: SyncPolicy) -> None:
+    def set_sync_policy(self, policy: SyncPolicy) -> None:
         """Keep in sync with other trainers by this policy from the next step on; it may replace the dense parameters now.
 
         The caller calls `policy.close()` after the last step.
