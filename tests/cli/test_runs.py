@@ -40,7 +40,7 @@ def test_an_unknown_run_names_the_nearest(rowstead: Command, runs: Path, argumen
     assert "did you mean `small-001`?" in done.err
     nothing = rowstead(*arguments, "last", "--runs", "empty")
     assert nothing.code == 2
-    assert "`rowstead train` makes one" in nothing.err
+    assert "run `rowstead train` first" in nothing.err
 
 
 def test_a_folder_that_is_no_run_is_refused(rowstead: Command, tmp_path: Path) -> None:

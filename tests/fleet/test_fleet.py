@@ -126,7 +126,7 @@ def one_process_fp64(spec: RunSpec) -> dict[str, Tensor]:
     [
         ("trainers=2,dense=0", [], "fleet.num_dense: `easgd` needs a dense server"),
         ("trainers=2", ["train.sync.mode=none"], "train.sync.mode: `none` would give 2 trainers 2 different models"),
-        ("tables=local", ["train.eval_every=10"], "train.eval_every: cannot be with `fleet.tables: local`"),
+        ("tables=local", ["train.eval_every=10"], "train.eval_every: cannot be combined with `fleet.tables: local`"),
     ],
 )
 def test_a_recipe_that_a_fleet_cannot_train_is_refused(fleet: str, settings: list[str], message: str) -> None:

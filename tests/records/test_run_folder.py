@@ -89,7 +89,7 @@ def test_a_run_is_found_by_path_name_and_as_the_last(tmp_path: Path, monkeypatch
 def test_a_run_that_is_not_there_names_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(RowsteadError, match="no run under"):
         RunFolder.open("last", tmp_path / "runs")
-    with pytest.raises(RowsteadError, match="`rowstead train` makes one"):
+    with pytest.raises(RowsteadError, match="run `rowstead train` first"):
         RunFolder.open("quick-001", tmp_path / "runs")
     run_in(tmp_path / "runs")
     with pytest.raises(RowsteadError, match="did you mean `quick-001`"):

@@ -31,7 +31,7 @@ def test_sizes_are_numbers_or_text(size: int | str, num_bytes: int) -> None:
 
 @pytest.mark.parametrize("size", ["", "GB", "20XB", "-3GB", "1,5GB", "nan", "inf GB"])
 def test_other_text_is_no_size(size: str) -> None:
-    with pytest.raises(SpecError, match="is no size"):
+    with pytest.raises(SpecError, match="is not a size"):
         parse_bytes(size)
 
 
@@ -73,7 +73,7 @@ def test_a_placement_can_be_set_on_the_command_line_and_comes_back_from_yaml() -
         (["placement=[device]"], "placement: expected mapping of names to"),
         (["placement.sparse_0.cache_fraction=0"], "placement.sparse_0.cache_fraction: must be above 0"),
         (["placement.sparse_0=ssd"], "memory.folder: table `sparse_0` is placed on ssd: name a folder"),
-        (["memory.host=lots"], "memory.host: `lots` is no size"),
+        (["memory.host=lots"], "memory.host: `lots` is not a size"),
         (["memory.device=0"], "memory.device: must be above 0"),
         (["memory.hots=1GB"], "memory.hots: unknown key: did you mean `host`?"),
         (

@@ -159,7 +159,7 @@ def test_a_machine_that_was_not_measured_is_not_here(tmp_path: Path, monkeypatch
     monkeypatch.delenv(MACHINE_VARIABLE, raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     assert calibrated_machine("cpu") is None
-    with pytest.raises(RowsteadError, match="not measured yet"):
+    with pytest.raises(RowsteadError, match="is not calibrated"):
         load_machine(HERE)
 
 

@@ -1,4 +1,4 @@
-"""What a kind of work costs, whichever threads do it."""
+"""CPU cost per item of some work, over all threads that do it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterator
 from typing import TypeVar
 
 MAX_PIECES = 1_000
-"""Of the work done last, from which the cost follows."""
+"""Recent pieces of work that the cost is computed from."""
 
 T = TypeVar("T")
 
@@ -33,13 +33,13 @@ class Cost:
 
     @property
     def s_per_item(self) -> float | None:
-        """Absent before any piece."""
+        """None before the first piece."""
         with self._lock:
             return statistics.median_low(self._pieces) if self._pieces else None
 
 
 def counted(items: Iterator[T], cost: Cost, size: Callable[[T], int]) -> Generator[T, None, None]:
-    """The same items; what each costs the processor in the thread that asks for it is added to `cost`.
+    """Yield the same items and add the CPU time that each takes in the consuming thread to `cost`.
 
     Time spent waiting costs nothing, nor does what other threads do meanwhile.
     """

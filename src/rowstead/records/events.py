@@ -1,4 +1,4 @@
-"""The event file of a run: one JSON object a line, only ever added to."""
+"""The event file of a run: one JSON object per line, append-only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Event = dict[str, Any]
 
 
 class EventLog:
-    """Adds events to a file, each on disk as far as the operating system is concerned once `write` returns.
+    """Appends events to a file; each is passed to the operating system before `write` returns.
 
     Nothing is ever removed: after a resume the events beyond the resumed step stay in the file, and `read_events`
     passes over them.
@@ -30,7 +30,7 @@ class EventLog:
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
             size = os.fstat(self._descriptor).st_size
             if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
-                self._append(b"\n")  # what was torn when the last process was killed stays a line of its own
+                self._append(b"\n")  # a torn line of a killed process stays on its own
         except OSError as error:
             raise RowsteadError(f"cannot write events to {self.path}: {error.strerror or error}") from error
 
@@ -43,7 +43,7 @@ class EventLog:
             raise RowsteadError(f"cannot write events to {self.path}: {error.strerror or error}") from error
 
     def resumed(self, step: int) -> None:
-        """Mark that the run goes on from `step`: earlier events beyond it no longer count."""
+        """Mark that the run resumes after `step`: earlier events beyond it no longer count."""
         self.write(RESUMED, step)
 
     def close(self) -> None:
@@ -63,7 +63,7 @@ class EventLog:
 
 
 def read_events(path: Path | str) -> list[Event]:
-    """The history of a run as it counts: torn lines and what a resume has superseded left out."""
+    """The valid history of a run, without torn lines and events that a resume superseded."""
     history: list[Event] = []
     try:
         lines = Path(path).read_bytes().split(b"\n")

@@ -1,4 +1,4 @@
-"""Small files that are either whole or absent, and plain JSON lines."""
+"""Atomic writes of small files, and strict JSON lines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def write_atomic(path: Path, content: bytes | str) -> None:
-    """Write a file so that a crash at any moment leaves the old content or the new, never a mixture."""
+    """Write a file atomically: a crash leaves either the old content or the new."""
     data = content.encode() if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
@@ -45,7 +45,7 @@ def is_figure(value: object) -> bool:
 
 
 def json_line(plain: Mapping[str, Any], *, whole: Collection[str] = ()) -> str:
-    """One line of strict JSON; figures that are None, NaN or infinite are left out, as nothing was measured.
+    """One line of strict JSON; figures that are None, NaN or infinite are left out.
 
     Under the keys in `whole` nothing is left out: there they are null.
     """

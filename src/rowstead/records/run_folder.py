@@ -19,9 +19,9 @@ from rowstead.spec.record import Record
 from rowstead.spec.run import RunSpec
 
 DEFAULT_ROOT = "runs"
-"""Where runs are kept unless somebody says otherwise."""
+"""Default folder of runs."""
 LAST = "last"
-"""The word that stands for the run that was trained most recently."""
+"""Stands for the run that was trained most recently."""
 
 
 @dataclass(frozen=True)
@@ -57,17 +57,17 @@ class RunFolder:
 
     @property
     def record_file(self) -> Path:
-        """What the run came to; absent until it has finished."""
+        """The result of the run; absent until it has finished."""
         return self.path / "record.json"
 
     @property
     def predicted_file(self) -> Path:
-        """What was predicted for it, as a Record; absent where this machine was not measured before."""
+        """The prediction for the run, as a Record; absent if the machine was not calibrated."""
         return self.path / "predicted.json"
 
     @classmethod
     def create(cls, root: Path | str, name: str) -> RunFolder:
-        """A fresh folder `root/name-001`, or the next number that nobody has."""
+        """Create `root/name-001`, or the next free number."""
         root = Path(root)
         with _folder_errors(root):
             root.mkdir(parents=True, exist_ok=True)
@@ -75,13 +75,13 @@ class RunFolder:
             while True:
                 number += 1
                 path = root / f"{name}-{number:03d}"
-                with contextlib.suppress(FileExistsError):  # another process was quicker: try the next number
+                with contextlib.suppress(FileExistsError):  # created by another process: try the next number
                     path.mkdir()
                     return cls(path)
 
     @classmethod
     def create_at(cls, path: Path | str) -> RunFolder:
-        """The folder that the user asked for, which must be new or empty."""
+        """Create the folder that the user named, which must be new or empty."""
         path = Path(path)
         with _folder_errors(path):
             path.mkdir(parents=True, exist_ok=True)
@@ -90,7 +90,7 @@ class RunFolder:
 
     @classmethod
     def check_free(cls, path: Path | str) -> None:
-        """Refuse a path that a new run cannot have."""
+        """Raise an error if a new run cannot use this path."""
         path = Path(path)
         with _folder_errors(path):
             if not path.exists() or not any(path.iterdir()):
@@ -106,7 +106,7 @@ class RunFolder:
         runs = runs_in(root)
         if text == LAST:
             if not runs:
-                raise RowsteadError(f"there is no run under {root} yet: `rowstead train` makes one")
+                raise RowsteadError(f"there is no run under {root} yet: run `rowstead train` first")
             return runs[-1]
         for candidate in (cls(root / text), cls(Path(text))):
             if candidate.spec_file.is_file():
@@ -114,13 +114,13 @@ class RunFolder:
         if Path(text).is_dir():
             raise RowsteadError(f"{text} is not the folder of a run: it has no spec.yaml")
         if not runs:
-            raise RowsteadError(f"no run `{text}`, and no other under {root} either: `rowstead train` makes one")
+            raise RowsteadError(f"no run `{text}`, and no other under {root} either: run `rowstead train` first")
         known = [run.name for run in reversed(runs)]
         raise RowsteadError(f"no run `{text}` under {root}: {did_you_mean(text, [*known, LAST])}")
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold the folder for training; refused while another process does. The lock goes when its process goes."""
+        """Lock the folder for training, or raise an error if another process holds the lock. It ends with its process."""
         file = self.path / ".lock"
         with _folder_errors(file):
             descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -134,13 +134,13 @@ class RunFolder:
                     f"{self.path} is being trained by {whom}: wait for it or stop it, or choose another --out"
                 ) from None
             os.truncate(descriptor, 0)
-            os.write(descriptor, f"{os.getpid()}\n".encode())  # who, for the message above
+            os.write(descriptor, f"{os.getpid()}\n".encode())  # for the message above
             yield
         finally:
             os.close(descriptor)
 
     def write_spec(self, spec: RunSpec) -> None:
-        """Keep the resolved recipe."""
+        """Write the resolved recipe."""
         text = yaml.safe_dump(to_plain(spec), sort_keys=False, allow_unicode=True, width=120)
         with _folder_errors(self.spec_file):
             write_atomic(self.spec_file, text)
@@ -153,12 +153,12 @@ class RunFolder:
             raise SpecError("", f"{self.spec_file}: {error}") from None
 
     def write_record(self, record: Record) -> None:
-        """Keep what the run came to."""
+        """Write the result of the run."""
         with _folder_errors(self.record_file):
             write_atomic(self.record_file, json_line(to_plain(record)))
 
     def read_record(self) -> Record:
-        """What the run came to, once it has finished."""
+        """The result of the run, once it has finished."""
         if not self.record_file.is_file():
             raise RowsteadError(
                 f"{self.path} has no record.json: the run has not finished; continue it with --resume {self.path}"
@@ -196,7 +196,7 @@ def _number(folder: str, name: str) -> int:
 
 @contextlib.contextmanager
 def _folder_errors(path: Path) -> Iterator[None]:
-    """A full disk, a missing permission and the like, as an error without a traceback."""
+    """Turn an OSError, such as a full disk, into an error without a traceback."""
     try:
         yield
     except OSError as error:

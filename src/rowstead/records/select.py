@@ -1,4 +1,4 @@
-"""Which entries of a store are wanted, what two of them differ in, and all of them as a Parquet file."""
+"""Filtering, sorting, comparing and exporting the entries of a store."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _ORDERS: dict[str, Callable[[Any, Any], bool]] = {"<": operator.lt, "<=": operat
 
 @dataclass(frozen=True, kw_only=True)
 class Condition:
-    """One wish, such as `ne<0.8`, `source=sweep`, `train.batch_size>=512`, `machine.cpu~xeon`."""
+    """One condition, such as `ne<0.8`, `source=sweep`, `train.batch_size>=512`, `machine.cpu~xeon`."""
 
     key: str
     order: str
     wanted: str
 
     def holds(self, entry: StoreEntry) -> bool:
-        """Whether an entry is wanted; one that does not have the key is not, unless the wish is `!=`."""
+        """Whether an entry matches; one without the key does only for `!=`."""
         value = value_of(entry, self.key)
         if value is None:
             return self.order == "!="
@@ -43,7 +43,7 @@ class Condition:
 
 
 def condition(text: str) -> Condition:
-    """A wish as the command line has it."""
+    """Parse a condition of the command line."""
     found = _CONDITION.match(text)
     if found is None:
         raise RowsteadError(f"cannot read `--where {text}`: write key=value, with =, !=, <, <=, >, >= or ~ (contains)")
@@ -54,7 +54,7 @@ def condition(text: str) -> Condition:
 
 
 def value_of(entry: StoreEntry, key: str) -> Any:
-    """What an entry has under a key: of its own, of a figure, an axis, a setting, or `machine.` and `versions.` facts."""
+    """The value of a key: a field of the entry, a figure, an axis, a setting, or a `machine.` or `versions.` fact."""
     record = entry.record
     own = {
         "id": entry.id,
@@ -86,19 +86,19 @@ def selected(entries: Iterable[StoreEntry], conditions: Sequence[Condition]) -> 
 
 
 def ordered(entries: Iterable[StoreEntry], key: str) -> list[StoreEntry]:
-    """Entries by a key, rising; numbers before texts, and those without it last."""
+    """Entries sorted by a key, ascending; numbers before text, and those without it last."""
 
-    def place(entry: StoreEntry) -> tuple[int, float, str]:
+    def sort_key(entry: StoreEntry) -> tuple[int, float, str]:
         value = value_of(entry, key)
         if value is None:
             return 2, 0.0, ""
         return (0, float(value), "") if is_figure(value) else (1, 0.0, _text(value))
 
-    return sorted(entries, key=place)
+    return sorted(entries, key=sort_key)
 
 
 def find(entries: Sequence[StoreEntry], name: str) -> StoreEntry:
-    """The entry of an id or the beginning of one; `last` is the newest, and a run's folder names its run."""
+    """The entry with this id or prefix of one; `last` is the newest, and a run's folder stands for its run."""
     if not entries:
         raise RowsteadError("the store is empty: `rowstead train`, `sweep`, `tune` and `quality` fill it")
     if name == "last":
@@ -117,7 +117,7 @@ def find(entries: Sequence[StoreEntry], name: str) -> StoreEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One line of a comparison; a side that does not have it is None."""
+    """One line of a comparison; None for a side without the key."""
 
     name: str
     one: Any
@@ -125,7 +125,7 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """The other over the one, where both are numbers and it means something."""
+        """`other / one` where both are numbers and `one` is not 0."""
         if not (is_figure(self.one) and is_figure(self.other)) or self.one == 0:
             return None
         return float(self.other) / float(self.one)
@@ -136,13 +136,13 @@ class Comparison:
     """Two entries side by side."""
 
     facts: tuple[Row, ...]
-    """Of recipe, machine and versions, what differs."""
+    """Differences in recipe, machine and versions."""
     figures: tuple[Row, ...]
-    """All that either has."""
+    """The figures of either."""
 
 
 def compare(one: StoreEntry, other: StoreEntry) -> Comparison:
-    """What two entries came to, and what of recipe, machine and versions they differ in."""
+    """Compare two entries: differences in recipe, machine and versions, and all figures."""
     left, right = _facts(one), _facts(other)
     names = dict.fromkeys([*left, *right])
     facts = [Row(name=name, one=left.get(name), other=right.get(name)) for name in names if left.get(name) != right.get(name)]
@@ -165,17 +165,17 @@ def _facts(entry: StoreEntry) -> dict[str, Any]:
 
 
 def _recipe(entry: StoreEntry) -> dict[str, Any]:
-    """The whole recipe of a run that was kept, key by key; of other entries what their study set."""
+    """The whole recipe of a run whose folder exists, by key; for other entries what their study set."""
     if entry.folder is not None:
         try:
             return flat(to_plain(RunFolder(Path(entry.folder)).read_spec()))
-        except (RowsteadError, OSError):  # a folder that has gone since
+        except (RowsteadError, OSError):  # the folder has been removed
             return dict(entry.settings)
     return dict(entry.settings)
 
 
 def flat(plain: Any, path: str = "") -> dict[str, Any]:
-    """Nested mappings and lists as dotted keys, in the form that `--set` takes."""
+    """Nested mappings and lists as dotted keys, as `--set` takes them."""
     if isinstance(plain, dict):
         items: Iterable[tuple[Any, Any]] = plain.items()
     elif isinstance(plain, (list, tuple)) and any(isinstance(item, (dict, list, tuple)) for item in plain):
@@ -186,7 +186,7 @@ def flat(plain: Any, path: str = "") -> dict[str, Any]:
 
 
 def export_parquet(entries: Sequence[StoreEntry], path: Path) -> int:
-    """Write entries to a Parquet file, one row each; returns the number of columns.
+    """Write entries to a Parquet file, one row per entry, and return the number of columns.
 
     Figures are columns of numbers named `figures.…`; axes and settings are text in JSON, as their values may be of any kind.
     """
@@ -214,7 +214,7 @@ def export_parquet(entries: Sequence[StoreEntry], path: Path) -> int:
 
 
 def _clean(text: str | None) -> str | None:
-    """Text without lone surrogates, which UTF-8 cannot hold."""
+    """Text without unpaired surrogates, which UTF-8 cannot encode."""
     return None if text is None else text.encode("utf-8", "replace").decode()
 
 

@@ -1,4 +1,4 @@
-"""The run store: every run, sweep point, trial and prediction under one root, as Records with where they came from.
+"""The run store: every run, sweep point, trial and prediction under one root, as Records with their origin.
 
 Under a root such as `runs/` there are the folders of runs, each with its `record.json`, and one file `records.jsonl` to which
 sweeps, tuning, quality studies and predictions add a line each. Both are read as one list of entries.
@@ -30,7 +30,7 @@ from rowstead.spec.record import Record
 
 FILE = "records.jsonl"
 MAX_LINE_BYTES = 1 << 20
-"""A longer line is none of ours."""
+"""Longer lines are skipped as unreadable."""
 
 Source = Literal["run", "sweep", "trial", "quality", "plan"]
 """What made a record: a plain run, a point of a sweep, a trial of a search, a run of a quality study, a prediction by itself."""
@@ -38,25 +38,25 @@ Source = Literal["run", "sweep", "trial", "quality", "plan"]
 
 @dataclass(frozen=True, kw_only=True)
 class StoreEntry:
-    """A Record, and what it is a part of."""
+    """A Record and its origin."""
 
     record: Record
     source: Source = "run"
     study: str | None = None
-    """Name of the sweep, search or quality study; a plain run has none."""
+    """Name of the sweep, search or quality study; None for a plain run."""
     point: str | None = None
-    """Names what was run: a measured point and the predictions for it have it in common."""
+    """Identifies what was run; a measured point and its predictions share it."""
     axes: Mapping[str, Any] = field(default_factory=dict)
-    """Where in the study it is: name of an axis to value, as pictures show it."""
+    """Its point in the study: axis name to value, as figures show it."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Dotted keys of the recipe and their values, by which it differs from the study's recipe."""
     seed: int | None = None
     failure: str | None = None
-    """Why there are no figures; none where all went well."""
+    """Why there are no figures; None if the run succeeded."""
     folder: str | None = None
-    """Folder of the run, where it was kept."""
+    """Folder of the run, if it was kept."""
     id: str = ""
-    """Names the entry on the command line; given when it is read."""
+    """Identifies the entry on the command line; assigned when it is read."""
 
     @property
     def is_measured(self) -> bool:
@@ -64,7 +64,7 @@ class StoreEntry:
 
     @property
     def is_pruned(self) -> bool:
-        """Whether it is a trial that was ended early, as others were better: no failure."""
+        """Whether it is a pruned trial, which is not a failure."""
         return self.source == "trial" and self.failure is not None and self.failure.startswith("pruned")
 
     @property
@@ -92,7 +92,7 @@ class Contents:
 
     @functools.cached_property
     def _of_study(self) -> dict[str, list[StoreEntry]]:
-        """By study, so that a report of many need not go through all entries for each."""
+        """Entries by study, so that a report does not scan all entries for each."""
         found: dict[str, list[StoreEntry]] = {}
         for entry in self.entries:
             if entry.study is not None:
@@ -101,7 +101,7 @@ class Contents:
 
     @property
     def studies(self) -> dict[str, Source]:
-        """Names of the studies with what each is, in order of first use."""
+        """Names of the studies and the source of each, in order of first use."""
         found: dict[str, Source] = {}
         for entry in self.entries:
             if entry.study is not None:
@@ -120,18 +120,18 @@ class RunStore:
         return self.root / FILE
 
     def study_folder(self, study: str) -> Path:
-        """Where a study keeps what is its own: the lock, runs under way, its results."""
+        """Folder of a study: its lock, runs in progress, its results."""
         return self.root / "studies" / study
 
     def add(self, *entries: StoreEntry) -> None:
-        """Add entries; each is in the file, as far as the operating system is concerned, once this returns."""
+        """Append entries; they have been passed to the operating system once this returns."""
         lines = [line_of(entry).encode() for entry in entries]
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             with _locked(self.file) as descriptor:
                 size = os.fstat(descriptor).st_size
                 if size and os.pread(descriptor, 1, size - 1) != b"\n":
-                    lines.insert(0, b"\n")  # what was torn when a process was killed stays a line of its own
+                    lines.insert(0, b"\n")  # a torn line of a killed process stays on its own
                 data = b"".join(lines)
                 while data:
                     data = data[os.write(descriptor, data) :]
@@ -170,7 +170,7 @@ class RunStore:
 
 
 def entries_of(run: RunFolder) -> tuple[list[StoreEntry], int]:
-    """What a run came to, what was predicted for it, and how many of these files cannot be read; nothing before it has finished."""
+    """The result of a run, its prediction, and the number of these files that are unreadable; empty before it has finished."""
     entries, num_bad = [], 0
     for file, name in ((run.record_file, run.name), (run.predicted_file, f"predicted:{run.name}")):
         try:
@@ -187,12 +187,12 @@ def entries_of(run: RunFolder) -> tuple[list[StoreEntry], int]:
 
 
 def line_of(entry: StoreEntry) -> str:
-    """An entry as one line of JSON: the Record's own keys, and beside them what it is a part of."""
+    """An entry as one line of JSON: the Record's own keys, and those of its origin."""
     plain = to_plain(entry.record)
     rest = {f.name: getattr(entry, f.name) for f in dataclasses.fields(entry) if f.name not in ("record", "id")}
     plain |= {name: value for name, value in rest.items() if value not in (None, {})}
-    line = json_line(plain, whole=("axes", "settings"))  # where null is a value as good as others
-    line = line.encode(errors="replace").decode()  # a lone surrogate, as a broken file name has, is no UTF-8
+    line = json_line(plain, whole=("axes", "settings"))  # where null is a valid value
+    line = line.encode(errors="replace").decode()  # unpaired surrogates, as in broken file names, are not valid UTF-8
     if len(line.encode()) > MAX_LINE_BYTES:
         raise RowsteadError(
             f"a record of {len(line):,} characters is too large: shorten the names in `{entry.record.name[:40]}`"
@@ -201,7 +201,7 @@ def line_of(entry: StoreEntry) -> str:
 
 
 def entry_in(line: bytes) -> StoreEntry | None:
-    """The entry on a line, or None where there is none, or half of one."""
+    """The entry on a line, or None if it is not a complete entry."""
     if len(line) > MAX_LINE_BYTES:
         return None
     try:
@@ -235,7 +235,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def _is_record(plain: dict[str, Any]) -> bool:
-    """Whether a line has what a Record has, each of its type."""
+    """Whether a line has the fields of a Record with their types."""
     texts = all(isinstance(plain.get(name), str) for name in ("name", "spec_digest", "date"))
     if not texts or plain.get("kind") not in ("measured", "predicted"):
         return False
@@ -249,7 +249,7 @@ def _is_record(plain: dict[str, Any]) -> bool:
 
 
 def _refuse(word: str) -> NoReturn:
-    raise ValueError(f"{word} is no figure")
+    raise ValueError(f"{word} is not a valid figure")
 
 
 @contextlib.contextmanager

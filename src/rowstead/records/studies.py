@@ -1,4 +1,4 @@
-"""What the entries of a study say together, as plain numbers: for pictures, tables and tests. No torch, no Optuna."""
+"""Results of sweeps, searches and quality studies as plain numbers, for figures and tables. No torch, no Optuna."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rowstead.spec.errors import RowsteadError
 from rowstead.spec.parse import read_yaml
 
 SEARCH_FILE, QUALITY_FILE = "tune.yaml", "quality.yaml"
-"""What was asked for, in a study's folder."""
+"""The settings of a study, in its folder."""
 
 
 def machine_of(entry: StoreEntry) -> str:
-    """What measured an entry, or what it was predicted for: a name, or a processor with the cores that could be used."""
+    """The machine of an entry, measured or predicted: a name, or the processor and its usable cores."""
     facts = entry.record.machine
     if "name" in facts:
         return str(facts["name"])
@@ -29,7 +29,7 @@ def machine_of(entry: StoreEntry) -> str:
 
 
 def newest(entries: Iterable[StoreEntry]) -> list[StoreEntry]:
-    """Of entries at the same place of a study, of the same seed and machine, the one that was added last; others as they are.
+    """Of entries at the same point of a study with the same seed and machine, the newest; others unchanged.
 
     What was measured there with other settings, before the study's own were changed, is left out with all its seeds. Trials all
     count, as a search may try the same settings again.
@@ -41,14 +41,14 @@ def newest(entries: Iterable[StoreEntry]) -> list[StoreEntry]:
             found[(number,)] = ((), entry)
             continue
         where = json.dumps(entry.axes, sort_keys=True) if entry.axes else entry.point
-        place = (entry.study, entry.record.kind, machine_of(entry), where)
-        found[(*place, entry.seed)] = (place, entry)
-        common[place] = _common(entry)
-    return [entry for place, entry in found.values() if not place or _common(entry) == common[place]]
+        point = (entry.study, entry.record.kind, machine_of(entry), where)
+        found[(*point, entry.seed)] = (point, entry)
+        common[point] = _common(entry)
+    return [entry for point, entry in found.values() if not point or _common(entry) == common[point]]
 
 
 def _common(entry: StoreEntry) -> str:
-    """The settings of an entry but for its seeds, which may differ at one place of a study."""
+    """The settings of an entry without its seeds, which may differ at one point of a study."""
     return json.dumps({k: v for k, v in entry.settings.items() if k.rpartition(".")[2] != "seed"}, sort_keys=True)
 
 
@@ -65,11 +65,11 @@ class Surface:
     xs: tuple[Any, ...]
     ys: tuple[Any, ...]
     values: tuple[tuple[float | None, ...], ...]
-    """One row for each of `ys`. Where several points have the same place, such as several seeds, their mean."""
+    """One row for each of `ys`; the mean where several entries, such as seeds, share a point."""
 
 
 def surface(entries: Iterable[StoreEntry], x: str, y: str | None, figure: str) -> Surface:
-    """A figure of the entries over one or two of their axes; values in order of size, or of first use where they are no numbers."""
+    """A figure of the entries over one or two of their axes; values sorted if they are numbers, else in order of first use."""
     cells: dict[tuple[str, str], list[float]] = {}
     xs: dict[str, Any] = {}
     ys: dict[str, Any] = {}
@@ -77,11 +77,11 @@ def surface(entries: Iterable[StoreEntry], x: str, y: str | None, figure: str) -
         if x not in entry.axes or (y is not None and y not in entry.axes):
             continue
         at_x, at_y = entry.axes[x], None if y is None else entry.axes[y]
-        place = (json.dumps(at_x), json.dumps(at_y))
-        xs.setdefault(place[0], at_x)
-        ys.setdefault(place[1], at_y)
+        cell = (json.dumps(at_x), json.dumps(at_y))
+        xs.setdefault(cell[0], at_x)
+        ys.setdefault(cell[1], at_y)
         if entry.failure is None and figure in entry.record.figures:
-            cells.setdefault(place, []).append(float(entry.record.figures[figure]))
+            cells.setdefault(cell, []).append(float(entry.record.figures[figure]))
     x_keys, y_keys = _in_order(xs), _in_order(ys)
     rows = tuple(tuple(_mean(cells.get((at_x, at_y))) for at_x in x_keys) for at_y in y_keys)
     return Surface(
@@ -113,7 +113,7 @@ class Trial:
     best: float | None
     """The lowest objective so far, of trials that count."""
     counts: bool
-    """Whether it may be the best: complete, and as fast as was asked for."""
+    """Whether it may be the best: complete, and fast enough."""
     samples_per_s: float | None
     parameters: dict[str, Any]
     entry: StoreEntry
@@ -168,7 +168,7 @@ def pareto_front(trials: Iterable[Trial]) -> list[Trial]:
 
 
 def importance_in(folder: Path) -> dict[str, float]:
-    """How much each parameter of a search matters, as its end has left it; empty where it is not known."""
+    """Parameter importance, as stored at the end of a search; empty if unknown."""
     try:
         plain = json.loads((folder / "importance.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -177,7 +177,7 @@ def importance_in(folder: Path) -> dict[str, float]:
 
 
 def wishes_in(folder: Path) -> dict[str, float]:
-    """What was asked of a study: the speed that a search's trials must have, the tolerance and confidence of a quality study.
+    """The settings of a study: minimum speed of a search's trials, tolerance and confidence of a quality study.
 
     Empty where it is not known; what is no number is passed over.
     """
@@ -204,7 +204,7 @@ Verdict = Literal["baseline", "regression", "within", "better", "open"]
 
 @dataclass(frozen=True, kw_only=True)
 class Effect:
-    """What one setting does to NE, against the baseline with the same seeds."""
+    """The effect of one setting on NE, against the baseline with the same seeds."""
 
     axis: str
     value: Any
@@ -213,9 +213,9 @@ class Effect:
     ne: float | None
     """Mean over the seeds."""
     change: float | None
-    """Mean of NE over the baseline's, less 1: 0.001 is a tenth of a per cent worse."""
+    """Mean of NE over the baseline's, minus 1: 0.001 is 0.1 % worse."""
     low: float | None
-    """Lower end of the interval; with one seed there is none."""
+    """Lower end of the confidence interval; None with one seed."""
     high: float | None
     verdict: Verdict
     failures: tuple[str, ...] = ()
@@ -267,7 +267,7 @@ def ne_of(entry: StoreEntry) -> float | None:
 
 
 def judged(low: float | None, high: float | None, tolerance: float) -> Verdict:
-    """What an interval of relative change says."""
+    """The verdict of a confidence interval of relative change."""
     if low is None or high is None:
         return "open"
     if low > tolerance:
@@ -278,7 +278,7 @@ def judged(low: float | None, high: float | None, tolerance: float) -> Verdict:
 
 
 def interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float | None, float | None]:
-    """Student's interval of a mean; none of fewer than two values."""
+    """Student's confidence interval of a mean; None for fewer than two values."""
     if len(values) < 2:
         return None, None
     mean = statistics.fmean(values)
@@ -299,7 +299,7 @@ def student(confidence: float, freedom: int) -> float:
 
 
 def _t_inside(t: float, freedom: int) -> float:
-    """Chance that Student's t is between -t and t: closed forms for whole degrees of freedom."""
+    """Probability that Student's t is between -t and t: closed forms for whole degrees of freedom."""
     theta = math.atan(t / math.sqrt(freedom))
     sine, cosine = math.sin(theta), math.cos(theta)
     if freedom % 2:

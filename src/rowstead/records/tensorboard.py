@@ -1,4 +1,4 @@
-"""Scalars for TensorBoard, written without it: TFRecord frames around hand-encoded protobuf.
+"""Scalars for TensorBoard, written without it: TFRecord frames around directly encoded protobuf.
 
 The messages (field numbers from tensorflow/core/util/event.proto and framework/summary.proto):
 

@@ -1,4 +1,4 @@
-"""What a process uses, sampled in the background, and what it runs on."""
+"""CPU and memory use of a process, sampled in the background, and facts about its machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 PACKAGES = ("rowstead", "torch", "triton", "numpy", "numba", "pyarrow", "safetensors")
-"""Those whose version can change a figure."""
+"""Packages whose version can change a figure."""
 
 
 class UsageSampler:
@@ -31,7 +31,7 @@ class UsageSampler:
         self._thread: threading.Thread | None = None
 
     def start(self) -> UsageSampler:
-        """Begin to sample; figures of an earlier stretch are forgotten."""
+        """Start sampling; earlier samples are dropped."""
         if self._thread is not None:
             raise RuntimeError("the sampler is already running")
         self._ended = threading.Event()
@@ -44,7 +44,7 @@ class UsageSampler:
         return self
 
     def stop(self) -> None:
-        """Take a last sample and end; harmless when not running."""
+        """Take a last sample and stop; a no-op when not running."""
         if self._thread is not None:
             self._ended.set()
             self._thread.join()
@@ -92,7 +92,7 @@ class UsageSampler:
 
 
 def peak_memory_bytes() -> int | None:
-    """The most memory this process has had at once since it began, where the system says (Linux)."""
+    """Peak memory of this process, where the system reports it (Linux)."""
     # Not getrusage's ru_maxrss, which a process inherits from the one that started it.
     return _status_bytes("VmHWM")
 
@@ -111,7 +111,7 @@ def usable_cores() -> int:
 
 
 def machine_facts(gpu: str | None = None) -> dict[str, str | int | float]:
-    """What this process runs on; the GPU only as the caller names it."""
+    """Facts about the machine; the GPU as the caller names it."""
     facts: dict[str, str | int | float] = {
         "cpu": cpu_model(),
         "num_cores": os.cpu_count() or 1,
@@ -125,7 +125,7 @@ def machine_facts(gpu: str | None = None) -> dict[str, str | int | float]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of the packages that matter to a figure, those that are installed."""
+    """Versions of the installed packages that can change a figure."""
     return dict(_versions())
 
 
@@ -155,7 +155,7 @@ def cpu_model(info: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def free_host_bytes(group: Path = Path("/sys/fs/cgroup")) -> int:
-    """System memory that we may still take: what is free, and in a Linux container what it has left."""
+    """Available system memory, within the limit of a Linux container."""
     free = psutil.virtual_memory().available
     try:
         limit, taken = ((group / f"memory.{name}").read_text().strip() for name in ("max", "current"))

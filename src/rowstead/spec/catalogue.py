@@ -30,11 +30,11 @@ def machine_names() -> list[str]:
 HERE = "here"
 """The name of the machine that `rowstead calibrate` has measured here."""
 MACHINE_VARIABLE = "ROWSTEAD_MACHINE"
-"""Environment variable with the path of the file that describes this machine, if it is not in its usual place."""
+"""Environment variable with the path of the file that describes this machine, if it is not in the default location."""
 
 
 def calibrated_path(kind: str) -> Path:
-    """Where the description of this machine is kept, or was told to be: `cpu` for its processors alone, `cuda` with its GPU."""
+    """Path of this machine's file: `cpu` for training on its processors, `cuda` on its GPU."""
     if given := os.environ.get(MACHINE_VARIABLE):
         return Path(given)
     folder = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
@@ -42,7 +42,7 @@ def calibrated_path(kind: str) -> Path:
 
 
 def calibrated_machine(kind: str) -> Machine | None:
-    """This machine as it was measured, for training on `cpu` or `cuda`; none where it was not, or only for the other."""
+    """This machine as calibrated for training on `cpu` or `cuda`; None if it was not."""
     path = calibrated_path(kind)
     if not path.is_file():
         if os.environ.get(MACHINE_VARIABLE):
@@ -60,7 +60,7 @@ def load_machine(name_or_path: str, changes: Iterable[str] = ()) -> Machine:
         found = next((path for kind in ("cuda", "cpu") if (path := calibrated_path(kind)).is_file()), None)
         if found is None:
             raise RowsteadError(
-                f"this machine was not measured yet (there is no {calibrated_path('cpu')}): run `rowstead calibrate`"
+                f"this machine is not calibrated (there is no {calibrated_path('cpu')}): run `rowstead calibrate`"
             )
         name_or_path = str(found)
     plain, path = _plain_of(name_or_path, MACHINES, machine_names(), "machine")
@@ -77,7 +77,7 @@ def load_machine(name_or_path: str, changes: Iterable[str] = ()) -> Machine:
 
 
 def _without_what_is_not_known(before: Machine, after: Machine) -> Machine:
-    """A changed machine, without the power and price of one with other numbers of accelerators or sockets, unless they were changed too."""
+    """A changed machine; with another number of accelerators or sockets, without power and price unless those were changed too."""
     if (before.num_devices, before.host.num_sockets) == (after.num_devices, after.host.num_sockets):
         return after
     return replace(
@@ -89,7 +89,7 @@ def _without_what_is_not_known(before: Machine, after: Machine) -> Machine:
 
 
 def machine_text(machine: Machine) -> str:
-    """A machine as a file has it: YAML with numbers of four digits, and without what is not known."""
+    """A machine as YAML, with four significant digits and without unknown fields."""
     return yaml.safe_dump(_short(to_plain(machine)), sort_keys=False, width=120, default_flow_style=None)
 
 
@@ -149,7 +149,7 @@ def _with_change(node: Any, keys: list[str], factor: float, multiply: bool, chan
     if isinstance(node, list):
         return [_with_change(item, keys, factor, multiply, change) for item in node]
     if not isinstance(node, dict):
-        raise RowsteadError(f"`{change}` goes into a plain value: end the key there")
+        raise RowsteadError(f"`{change}` goes inside a number: shorten the key")
     head, rest = keys[0], keys[1:]
     matching = [name for name in node if name == head] or [name for name in node if name.startswith(head)]
     if len(matching) != 1:
@@ -165,7 +165,7 @@ def _with_change(node: Any, keys: list[str], factor: float, multiply: bool, chan
         raise RowsteadError(f"`{change}`: this machine has no such part: its `{name}` is not given")
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         inside = f": name one of its fields, {', '.join(value)}" if isinstance(value, dict) else ""
-        raise RowsteadError(f"`{change}`: `{name}` is no number here, so it cannot be changed{inside}")
+        raise RowsteadError(f"`{change}`: `{name}` is not a number and cannot be changed{inside}")
     new = value * factor if multiply else factor
     if isinstance(value, int):
         if not math.isfinite(new):
@@ -175,7 +175,7 @@ def _with_change(node: Any, keys: list[str], factor: float, multiply: bool, chan
 
 
 def _hanging_together(node: dict[str, Any], name: str, ratio: float) -> dict[str, Any]:
-    """A part with what follows from a change of one of its fields, by so much that the change itself is not to be refused."""
+    """A part with its dependent fields adjusted to a change of one field, so that the result is valid."""
     if not 0 < ratio < math.inf:
         return node
     if name == "bandwidth_bytes_per_s" and isinstance(node.get("random"), list):

@@ -1,4 +1,4 @@
-"""What a user can get wrong, as exceptions whose text says what, where and what to do."""
+"""Errors of users, with a text that says what is wrong, where, and what to do."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable
 
 
 class RowsteadError(ValueError):
-    """A mistake in what we were given; the command line prints its text and no traceback."""
+    """An error in the input; the command line prints its text without a traceback."""
 
 
 class SpecError(RowsteadError):
-    """A recipe that cannot be right. `path` is the dotted key, filled in as the error rises."""
+    """An invalid recipe. `path` is the dotted key, completed as the error propagates."""
 
     def __init__(self, path: str, problem: str) -> None:
         self.path = path
@@ -19,13 +19,13 @@ class SpecError(RowsteadError):
         super().__init__(f"{path}: {problem}" if path else problem)
 
     def within(self, outer: str) -> SpecError:
-        """The same error seen from one level further out."""
+        """The same error with its path extended by an outer key."""
         joined = f"{outer}.{self.path}" if self.path else outer
         return SpecError(joined.replace(".[", "["), self.problem)
 
 
 class DataError(RowsteadError):
-    """A log that cannot be read as the recipe says."""
+    """A log that does not match the recipe."""
 
 
 class CheckpointError(RowsteadError):
@@ -33,11 +33,11 @@ class CheckpointError(RowsteadError):
 
 
 class TrainingError(RowsteadError):
-    """A run that cannot go on, such as one whose loss is no longer finite."""
+    """A run that cannot continue, such as one whose loss is no longer finite."""
 
 
 class LostProcessError(RowsteadError):
-    """Another process of the job has gone; whoever started it knows why."""
+    """Another process of the job has ended; its launcher reports why."""
 
 
 def require(condition: bool, field: str, problem: str) -> None:

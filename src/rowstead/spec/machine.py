@@ -17,12 +17,12 @@ Topology = Literal["ring", "fully_connected", "hybrid_cube_mesh", "switched", "t
 
 @dataclass(frozen=True, kw_only=True)
 class RandomRate:
-    """How fast a memory serves pieces of one size from random places, many at a time."""
+    """Random-access bandwidth for accesses of one size, many in flight."""
 
     piece_bytes: int
-    """Size of a piece, such as an embedding row."""
+    """Size of an access, such as an embedding row."""
     bytes_per_s: float
-    """Bytes of such pieces a second, whole memory lines counted."""
+    """Bytes per second, counting whole memory lines."""
 
     def __post_init__(self) -> None:
         require(self.piece_bytes >= 1, "piece_bytes", f"must be at least 1, got {self.piece_bytes}")
@@ -38,11 +38,11 @@ class Memory:
     bandwidth_bytes_per_s: float
     """Sequential bandwidth, reading and writing together."""
     random: tuple[RandomRate, ...]
-    """Bandwidth at random by size of the pieces, smallest piece first; between two sizes it is interpolated."""
+    """Random-access bandwidth by access size, smallest first, interpolated in between."""
     line_bytes: int = 64
-    """What memory moves at least: a cache line of a CPU, a 32-byte sector of a GPU."""
+    """Smallest transfer: a cache line of a CPU, a 32-byte sector of a GPU."""
     cache_bytes: float = 0.0
-    """The last cache in front of it, all of its parts together; 0 where it is not known."""
+    """The last cache in front of it, all of its parts together; 0 if unknown."""
     cache_bandwidth_bytes_per_s: float | None = None
     """Bandwidth of that cache."""
     source: str
@@ -66,7 +66,7 @@ class Memory:
         require_source(self)
 
     def random_bytes_per_s(self, piece_bytes: float) -> float:
-        """Bandwidth of random pieces of a size: interpolated between the sizes that are given, flat outside."""
+        """Random-access bandwidth for a size: interpolated between the given sizes, constant outside."""
         sizes = [rate.piece_bytes for rate in self.random]
         right = bisect.bisect_left(sizes, piece_bytes)
         if right == 0:
@@ -78,7 +78,7 @@ class Memory:
         return math.exp((1 - share) * math.log(low.bytes_per_s) + share * math.log(high.bytes_per_s))
 
     def lines(self, piece_bytes: float) -> float:
-        """Bytes that move for a piece: whole lines."""
+        """Bytes that an access transfers: whole lines."""
         return math.ceil(piece_bytes / self.line_bytes) * self.line_bytes
 
 
@@ -89,9 +89,9 @@ class Compute:
     fp32_flops_per_s: float
     """FP32, a multiplication and an addition counted as two."""
     tf32_flops_per_s: float | None = None
-    """FP32 numbers rounded to TF32 by matrix units; absent where there are none, and FP32 runs instead."""
+    """FP32 numbers rounded to TF32 by matrix units; absent without them; FP32 is used instead."""
     bf16_flops_per_s: float | None = None
-    """BF16 by matrix units, not sparse; absent where there are none, and FP32 runs instead."""
+    """BF16 by matrix units, not sparse; absent without them; FP32 is used instead."""
     source: str
     """Where these numbers come from."""
 
@@ -110,7 +110,7 @@ class Compute:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A wire between two parts."""
+    """A link between two parts."""
 
     bandwidth_bytes_per_s: float
     """Bandwidth of one direction."""
@@ -129,13 +129,13 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class PeerLink:
-    """How the accelerators of one server reach each other."""
+    """The links between the accelerators of one server."""
 
     topology: Topology
     """`switched`: any to any at full speed; `fully_connected`: one direct link each; `hybrid_cube_mesh`: four of seven others
-    are direct; `ring`: two neighbours; `through_host`: no path of their own, everything goes through the host's memory."""
+    are direct; `ring`: two neighbours; `through_host`: no direct links, all traffic goes through host memory."""
     bandwidth_bytes_per_s: float | None = None
-    """What one accelerator sends over all its links together, in one direction; none of its own with `through_host`."""
+    """What one accelerator sends over all its links together, in one direction; absent with `through_host`."""
     latency_s: float = 5e-6
     """Time until the first byte arrives."""
     source: str
@@ -166,7 +166,7 @@ class Host:
     compute: Compute
     """Of all cores together."""
     core_share: float = 0.1
-    """Share of the bandwidth of memory, and of its cache, that one core reaches alone."""
+    """Share of the bandwidth of memory, and of its cache, that a single core reaches."""
 
     def __post_init__(self) -> None:
         require(0 < self.core_share <= 1, "core_share", f"must be above 0 and at most 1, got {self.core_share}")
@@ -186,14 +186,14 @@ class Accelerators:
     compute: Compute
     """Of one."""
     host_link: Link
-    """Between one accelerator and the host, whatever others do that have links of their own."""
+    """Between one accelerator and the host."""
     num_per_uplink: int = 1
-    """Accelerators that share one link to the host; those that are idle leave it to the others."""
+    """Accelerators that share one link to the host; the active ones share its bandwidth."""
     peer_link: PeerLink | None = None
     """Between accelerators; required where there are several."""
 
     def __post_init__(self) -> None:
-        require(self.num >= 1, "num", f"must be at least 1, got {self.num}: leave out `accelerators` where there are none")
+        require(self.num >= 1, "num", f"must be at least 1, got {self.num}: remove `accelerators` if there are none")
         require(self.num == 1 or self.peer_link is not None, "peer_link", f"is required with {self.num} accelerators")
         require(self.num_per_uplink >= 1, "num_per_uplink", f"must be at least 1, got {self.num_per_uplink}")
         meshed = self.peer_link is not None and self.peer_link.topology == "hybrid_cube_mesh"
@@ -209,11 +209,11 @@ class Disk:
     """A disk on which tables may have their files."""
 
     read_bytes_per_s: float
-    """Reading in order."""
+    """Sequential reads."""
     write_bytes_per_s: float
-    """Writing in order, until it is on the disk."""
+    """Sequential writes, until they are on the disk."""
     random_reads_per_s: float
-    """Pieces of 4 KB read at random, several at a time."""
+    """Random reads of 4 KB, several in flight."""
     source: str
     """Where these numbers come from."""
 
@@ -244,7 +244,7 @@ class Meter:
 
 @dataclass(frozen=True, kw_only=True)
 class Power:
-    """What a server is built to draw."""
+    """Nameplate power of a server."""
 
     nameplate_watts: float
     """All of the server at full load."""
@@ -275,7 +275,7 @@ class Machine:
     """One server: everything about it that decides how fast it trains."""
 
     name: str
-    """Name by which it is asked for."""
+    """Name on the command line."""
     title: str
     """One line about it."""
     host: Host
@@ -283,7 +283,7 @@ class Machine:
     accelerators: Accelerators | None = None
     """GPUs; absent on a CPU server."""
     network: Link | None = None
-    """To other servers, all ports together; absent where it has none worth using."""
+    """To other servers, all ports together; absent without one."""
     disk: Disk | None = None
     """For tables in files; absent where that is not known."""
     power: Power | None = None
@@ -293,7 +293,7 @@ class Machine:
     price: Price | None = None
     """Price; figures of cost are absent without it."""
     software: Software | None = None
-    """What the training program costs on this machine, where that was measured; it is used instead of what is shipped."""
+    """Measured overheads of the training program on this machine, used instead of the shipped ones."""
 
     def __post_init__(self) -> None:
         check_name(self.name)
@@ -309,6 +309,6 @@ class Machine:
 
 
 def check_name(name: str) -> None:
-    """Raise an error about a machine's name that cannot stand in a list on a command line."""
+    """Raise an error if a name cannot be used in a list on the command line."""
     plain = bool(name) and all(c.isalnum() or c in "-_." for c in name)
     require(plain, "name", f"use letters, digits, `-`, `_` and `.` only, got `{name}`")

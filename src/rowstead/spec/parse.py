@@ -1,4 +1,4 @@
-"""From YAML to frozen specs: unknown keys refused, wrong types named by their path, overrides by dotted key."""
+"""YAML to frozen specs: unknown keys and wrong types are errors that name the key; overrides by dotted key."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _convert_union(kinds: tuple[Any, ...], value: Any) -> Any:
     with_keys = [kind for kind in kinds if dataclasses.is_dataclass(kind) or typing.get_origin(kind) is Mapping]
     for kind in kinds:
         if typing.get_origin(kind) is tuple and not isinstance(value, (list, tuple)):
-            continue  # a lone value stays lone where that is allowed
+            continue  # a single value stays one where that is allowed
         if kind is not type(None) and kind not in with_keys:
             try:
                 return _convert(kind, value)
@@ -125,7 +125,7 @@ def _number(value: Any) -> int | float | None:
 
 
 def describe_type(kind: Any) -> str:
-    """A type as a user would say it."""
+    """A type in words."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if kind is type(None):
         return "nothing (null)"
@@ -176,7 +176,7 @@ def to_plain_without_defaults(spec: Any) -> Any:
 
 
 def difference(one: Any, other: Any, path: str = "") -> tuple[str, str, str] | None:
-    """The first place where two plain values differ: its dotted path and both values as text; None when they are equal."""
+    """The first difference of two plain values: its dotted path and both values as text; None when they are equal."""
     if one == other:
         return None
     if isinstance(one, Mapping) and isinstance(other, Mapping):
@@ -200,7 +200,7 @@ def digest(spec: Any) -> str:
 
 
 def read_yaml(path: Path) -> Any:
-    """The plain content of a YAML file, with the line named when it is no YAML."""
+    """The plain content of a YAML file, with the line number in the error if it is not YAML."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -209,7 +209,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def read_text(text: str, *, what: str) -> Any:
-    """The plain content of YAML text, with the line named when it is none."""
+    """The plain content of YAML text, with the line number in the error if it is not YAML."""
     try:
         return _from_yaml(text)
     except (yaml.YAMLError, ValueError) as error:
@@ -252,7 +252,7 @@ def _assigned(node: Any, keys: list[str], value: Any, whole: str) -> Any:
     if isinstance(node, list):
         if not (head.isascii() and head.isdigit()) or int(head) >= len(node):
             places = f"use 0 to {len(node) - 1}" if node else "give the whole list, as [...]"
-            raise SpecError(whole, f"`{head}` is no place in a list of {len(node)}: {places}")
+            raise SpecError(whole, f"`{head}` is not an index of a list of {len(node)}: {places}")
         place = int(head)
         return [*node[:place], _assigned(node[place], rest, value, whole), *node[place + 1 :]]
     if node is None:

@@ -1,4 +1,4 @@
-"""What a run came to, as one JSON line."""
+"""The result of a run, as one JSON line."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ class Record:
 
 
 def date_now() -> str:
-    """The date of a record that is made now."""
+    """The current time, as records store it."""
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")

@@ -26,7 +26,7 @@ RECIPES = Path(__file__).parent.parent / "recipes"
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
-    """Everything that decides what a run does."""
+    """The complete specification of a run."""
 
     name: str
     """Name of the run's folder."""
@@ -41,19 +41,19 @@ class RunSpec:
     scale: float = 1.0
     """Multiplies every table's hash size, to try a large recipe on a small machine."""
     seed: int = 1
-    """Of initial weights and of shuffling."""
+    """Seed of initial weights and shuffling."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train: `auto` takes a CUDA GPU where there is one."""
     kernel: Kernel = "auto"
     """Which embedding kernels run: `auto` takes the fastest for the device, `reference` is plain torch."""
     threads: int | None = None
-    """CPU threads of the dense arithmetic and of the CPU kernels; as many as there are cores for us when left out."""
+    """CPU threads of the dense arithmetic and of the CPU kernels; default: the number of usable cores."""
     check_ids: bool = True
     """Check ids and offsets of every batch before the kernels see them."""
     placement: PlacementSpec = "auto"
     """Where the tables live: `auto`, or by table name or pattern such as `user_*`. See [Placement](placement.md)."""
     memory: MemorySpec = MemorySpec()
-    """How much memory the tables may take, and where those on `ssd` have their files."""
+    """Memory limits for tables, and the folder for those on `ssd`."""
     fleet: FleetSpec | None = None
     """Train with processes of several roles. See [The fleet](fleet.md)."""
 
@@ -81,7 +81,7 @@ class RunSpec:
                     table.width == self.model.width,
                     "features",
                     f"table `{table.name}` has width {table.width}, but `interaction: {kind}` needs every table as wide as "
-                    f"model.width, {self.model.width}: leave its width out, or use `concat` or `cross`",
+                    f"model.width, {self.model.width}: remove its width, or use `concat` or `cross`",
                 )
 
     def _check_fleet(self, fleet: FleetSpec) -> None:
@@ -89,12 +89,14 @@ class RunSpec:
         require(
             mode == "none" or fleet.num_dense > 0,
             "fleet.num_dense",
-            f"`{mode}` needs a dense server, where trainers meet: dense=1",
+            f"`{mode}` needs a dense server: set dense=1",
         )
         if fleet.tables == "local":
-            require(self.train.eval_every is None, "train.eval_every", "cannot be with `fleet.tables: local`: leave it out")
+            require(
+                self.train.eval_every is None, "train.eval_every", "cannot be combined with `fleet.tables: local`: remove it"
+            )
         else:
-            require(bool(self.tables), "fleet.tables", "this model has no tables, so servers have none to keep: use `local`")
+            require(bool(self.tables), "fleet.tables", "this model has no tables for servers to hold: use `local`")
 
     def _check_placement(self) -> None:
         try:
@@ -147,7 +149,7 @@ def load_recipe(name_or_path: str, overrides: Iterable[str] = ()) -> RunSpec:
 
 
 def check_moves(overrides: Iterable[str]) -> None:
-    """Refuse overrides that would make a run another one than it was: only where its rows are may change on the way."""
+    """Reject overrides of a resumed run other than its placement and memory limits."""
     for change in overrides:
         if change.partition("=")[0].split(".")[0].strip() not in ("placement", "memory"):
             raise RowsteadError(

@@ -55,7 +55,7 @@ class Sharing:
     handing: MessageCost
     """A message that is not touched on its way, as a batch from a reader: all threads of both ends."""
     averaging: MessageCost
-    """An exchange of a trainer's dense parameters with the centre, by their bytes: all threads of both ends."""
+    """An exchange of a trainer's dense parameters with the dense server, by their bytes: all threads of both ends."""
 
     def __post_init__(self) -> None:
         require(1 <= self.crowding < math.inf, "crowding", f"must be at least 1 and finite, got {self.crowding}")

@@ -1,4 +1,4 @@
-"""Sizes in bytes, as people write and read them."""
+"""Parsing and formatting of sizes in bytes."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ _UNITS |= {f"{letter}IB": 1024**power for power, letter in enumerate("KMGT", sta
 
 
 def parse_bytes(size: int | str) -> int:
-    """The bytes in a size such as `20GB`, `1.5 TB`, `512MiB` or a plain number; raises a SpecError for anything else."""
+    """Parse a size such as `20GB`, `1.5 TB`, `512MiB` or a plain number; raise a SpecError for anything else."""
     found = re.fullmatch(r"\s*([0-9][0-9_]*\.?[0-9]*(?:[eE][0-9]+)?)\s*([A-Za-z]*)\s*", str(size))
     unit = _UNITS.get(found[2].upper()) if found else None
     if found is None or unit is None or not math.isfinite(float(found[1])):
-        raise SpecError("", f"`{size}` is no size: write a number of bytes, or one with KB, MB, GB, TB, KiB, MiB, GiB or TiB")
+        raise SpecError(
+            "", f"`{size}` is not a size: write a number of bytes, or one with KB, MB, GB, TB, KiB, MiB, GiB or TiB"
+        )
     return round(float(found[1]) * unit)
 
 
 def format_bytes(num_bytes: float) -> str:
-    """A size as a person would say it: `1.5 GB`."""
+    """A size as text: `1.5 GB`."""
     size = float(num_bytes)
     for unit in ("bytes", "KB", "MB", "GB"):
         if size < 1000:

@@ -1,4 +1,4 @@
-"""A training program as data: what it costs on a machine beside the arithmetic, as described or as measured there."""
+"""A training program as data: its overheads on a machine, described or measured."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from rowstead.spec.timings import Timings
 
 @dataclass(frozen=True, kw_only=True)
 class Software:
-    """What a training program costs beside the arithmetic: dispatching, and how much of the hardware it reaches."""
+    """Overheads of a training program: dispatch times, and the shares of peak rates that it reaches."""
 
     name: str
-    """Name by which it is asked for."""
+    """Name on the command line."""
     title: str
     """One line about it."""
     operator_s: float
@@ -30,19 +30,19 @@ class Software:
     operators_per_exchange: float = 0.0
     """Operators that take one table's pooled vectors to one other accelerator, or their gradients back."""
     operators_per_column: float = 0.0
-    """Operators that bring one dense feature of a batch, a column of the log, to its place in the input."""
+    """Operators that bring one dense feature of a batch, a column of the log, into the input tensor."""
     device_step_s: float
-    """Host time of a step on an accelerator that nothing hides: hand-over of the batch and waiting for the last kernel."""
+    """Host time of a step on an accelerator that is not overlapped: assembling the batch and waiting for the last kernel."""
     host_step_s: float = 0.0
     """The same on a CPU."""
     one_dispatcher: bool
-    """Whether one program dispatches for all accelerators of a server in turn; else each has a process of its own."""
+    """Whether one process dispatches for all accelerators of a server; else each has its own process."""
     cpu_gemm_share: float
     """Share of the peak arithmetic rate that matrix products on a CPU reach."""
     device_gemm_share: float
     """The same on an accelerator."""
     one_core_activations: bool = False
-    """Whether on a CPU one core alone does what is between matrix products: bias, ReLU, and their gradients."""
+    """Whether on a CPU a single core does the work between matrix products: bias, ReLU, and their gradients."""
     kernel_s: float = 5e-6
     """Shortest time of a kernel on an accelerator."""
     cpu_random_share: float = 1.0
@@ -60,19 +60,19 @@ class Software:
     overlap_input: bool = True
     """Whether the next batch is read and copied to the accelerator during a step."""
     runs_ahead: bool = False
-    """Whether the host hands over later steps while an accelerator is busy with earlier ones."""
+    """Whether the host launches later steps while an accelerator is busy with earlier ones."""
     base_bytes: float = 0.0
-    """Memory of a training process that holds next to nothing of a model; 0 where it was not measured."""
+    """Memory of a training process with a tiny model; 0 if not measured."""
     buffered_batches: int = 11
-    """Batches that a process holds at once on a host, as they are put together and read ahead."""
+    """Batches that a process holds at once on a host, being assembled or prefetched."""
     exchange: Curve | None = None
     """An all-to-all between two processes of one machine, by the bytes that each sends, as measured."""
     cpu_timings: Timings | None = None
-    """What the parts of a step take on this machine's cores, as measured; else it follows from peak rates and shares."""
+    """Measured times of the parts of a step on this machine's cores; without them, peak rates and shares are used."""
     device_timings: Timings | None = None
     """The same on one of its accelerators."""
     sharing: Sharing | None = None
-    """What processes take that share this machine's cores, as measured; absent where it was not."""
+    """Measured costs of processes that share this machine's cores; absent if not measured."""
     source: str
     """Where these numbers come from."""
 

@@ -1,4 +1,4 @@
-"""What the parts of a training step take on one machine, each measured alone, and what they take more in a step."""
+"""Measured times of the parts of a training step on one machine, in isolation and within a step."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class LayerTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class InStep:
-    """What a phase takes in a step, by what its parts take alone: `fixed_s + factor * parts + byte_s * bytes`."""
+    """Time of a phase within a step, from its parts measured in isolation: `fixed_s + factor * parts + byte_s * bytes`."""
 
     fixed_s: float = 0.0
-    """However small it is: threads that are woken, and Python."""
+    """Fixed time: waking threads, and Python."""
     factor: float = 1.0
-    """Each second of its parts."""
+    """Factor on the time of its parts."""
     byte_s: float = 0.0
-    """Each byte that it gets from other phases or leaves to them: in a step that is not in the caches, as it is when parts are measured."""
+    """Seconds per byte exchanged with other phases, which within a step is not in the caches."""
 
     def __post_init__(self) -> None:
         require_not_negative(self, "fixed_s", "byte_s")
@@ -63,24 +63,24 @@ class Timings:
     bag: Curve
     """One pooled vector besides its rows, by the bytes of a row."""
     lookup_call_s: float
-    """A look-up, however small."""
+    """Fixed time of a look-up."""
     update_row: Curve
     """One distinct row updated, by the bytes within which rows are, and by the bytes of a row."""
     update_id: Curve
     """One id of an update besides its row, by the bytes of a row: it is sorted, and its gradient added."""
     update_call_s: float
-    """An update, however small."""
+    """Fixed time of an update."""
     plan: Curve | None = None
     """What an accelerator does for an update beside look-up and network, by ids; absent where nothing is done beside them."""
     fills_batch: bool = False
     """Whether each batch is copied to fixed memory of the accelerator before its step."""
     place_batch_s: float = 0.0
-    """A step whose rows are behind a cache, whatever it reads: its plan is made and handed over. On an accelerator it is time of the host, for
+    """A step whose rows are behind a cache, whatever it reads: its plan is made and passed on. On an accelerator it is time of the host, for
     tables of one width."""
     place_set_s: float = 0.0
     """Time of an accelerator's host for each plan besides, which is of a set of small batches or of one batch; for tables of one width."""
     place_id_s: float = 0.0
-    """One id of a batch whose rows are behind a cache: its row's place is looked for."""
+    """One id of a batch whose rows are behind a cache: its cache slot is looked up."""
     move_row: Curve | None = None
     """One row that a cache lacks, brought in and another written back while other steps run, by the bytes of a row with its state: from SSD
     for a CPU, from system memory for a GPU; absent where it was not measured."""
@@ -94,7 +94,7 @@ class Timings:
     fresh_byte_s: float = 0.0
     """Seconds of each byte of it."""
     pace_s: float = 0.0
-    """What a beat of `study/calibration/machine_speed.py` takes between steps at the pace to which these were brought; 0 where none was kept."""
+    """What a beat of `study/calibration/machine_speed.py` takes between steps at the machine speed that these times are normalised to; 0 if not recorded."""
     dense: InStep = InStep()
     """Layers and interaction in a step, by the bytes of their inputs and outputs; its fixed time is all that no other phase has."""
     lookup: InStep = InStep()
