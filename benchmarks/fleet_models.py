@@ -345,7 +345,7 @@ def run_drawn_role(kind: RoleKind, folder: Path, number: int, incarnation: int) 
     files = RoleFiles(folder, kind, number)
     samplers: list[RoleSampler] = []
 
-    def sampled(facts: Any) -> None:
+    def start_sampling(facts: Any) -> None:
         samplers.append(RoleSampler(files.usage, facts, incarnation=incarnation, interval_s=SAMPLE_EVERY_S))
         samplers[0].__enter__()
 
@@ -358,7 +358,7 @@ def run_drawn_role(kind: RoleKind, folder: Path, number: int, incarnation: int) 
         batch_size=spec.train.batch_size,
         until=is_stop_requested,
         ready=lambda address: report_ready(folder, kind, number, address, incarnation),
-        sampled=sampled,
+        start_sampling=start_sampling,
     )
     samplers[0].__exit__()
     return 0
