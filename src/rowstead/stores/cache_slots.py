@@ -81,7 +81,7 @@ class CacheSlots:
         return Moves(missing, in_slots, out_rows, out_slots)
 
     def _count_taken(self, more: int) -> None:
-        """Record that so many more rows have slots."""
+        """Count `more` rows that got slots."""
         self._num_taken += more
         if self._num_taken > self.num_kept:
             self.num_kept = min(self.capacity, int(GROWTH * self._num_taken))

@@ -311,7 +311,7 @@ class FileRows:
         self._written.append((self._writers.submit(self.file.write, head.memory, offset), head))
 
     def _collect_written(self, leave: int | None = None) -> None:
-        """Reuse the memory of segments that are on disk by now; with `leave`, wait until at most so many are not."""
+        """Reuse the memory of segments that are on disk by now; with `leave`, wait until at most that many are not."""
         while self._written and (self._written[0][0].done() or (leave is not None and len(self._written) > leave)):
             written, head = self._written[0]
             written.result()  # an error stays first in the queue, so that every later call raises it
