@@ -124,10 +124,10 @@ def _open_run(run: str, data: Sequence[str] | None, root: Path | str, callback: 
     model.to(device)
 
     def scores() -> Scores:
-        for batch, log_odds in predict_logits(model, source, device=device):
+        for batch, logits in predict_logits(model, source, device=device):
             labels = None if batch.labels is None else batch.labels.numpy()
             # As evaluation computes it: the correction and the prediction are in float64.
-            yield model.head.predict(torch.from_numpy(log_odds).double() + model.log_keep_rate).numpy(), labels
+            yield model.head.predict(torch.from_numpy(logits).double() + model.log_keep_rate).numpy(), labels
 
     log, label = source.parquet_log, spec.data.log.label
     return _Scoring(
