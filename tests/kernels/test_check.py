@@ -38,8 +38,8 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.i
 
 def ids_of(*changes: tuple[int, int], dtype: torch.dtype = torch.int64) -> Tensor:
     ids = torch.tensor(IDS, dtype=dtype)
-    for place, value in changes:
-        ids[place] = value
+    for index, value in changes:
+        ids[index] = value
     return ids
 
 
@@ -48,7 +48,7 @@ def ids_of(*changes: tuple[int, int], dtype: torch.dtype = torch.int64) -> Tenso
 def test_ids_outside_their_table_are_named_with_feature_and_example(dtype: torch.dtype, device: str) -> None:
     offsets = torch.tensor(OFFSETS, device=device)
     check_sparse(LAYOUT, ids_of(dtype=dtype).to(device), offsets)
-    for place, value, says in (
+    for index, value, says in (
         (0, 6, r"id 6 of example 0, feature 0 \(table `a`\) is outside its table, whose rows are 0 to 5"),
         (2, 4, r"id 4 of example 0, feature 1 \(table `shared`\) is outside its table, whose rows are 0 to 3"),
         (4, -1, r"id -1 of example 1, feature 2 \(table `shared`\)"),
@@ -56,7 +56,7 @@ def test_ids_outside_their_table_are_named_with_feature_and_example(dtype: torch
         (1, torch.iinfo(dtype).max, r"id \d+ of example 0, feature 0"),
     ):
         with pytest.raises(DataError, match=says):
-            check_sparse(LAYOUT, ids_of((place, value), dtype=dtype).to(device), offsets)
+            check_sparse(LAYOUT, ids_of((index, value), dtype=dtype).to(device), offsets)
 
 
 @pytest.mark.parametrize("device", DEVICES)

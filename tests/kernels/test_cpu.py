@@ -88,8 +88,8 @@ def test_large_batches_agree_with_the_reference() -> None:
 @pytest.mark.parametrize("wrong", [-1, 50])
 def test_an_id_outside_its_table_is_named_before_it_is_read(wrong: int) -> None:
     ids, offsets = batch(LAYOUT, torch.Generator().manual_seed(1))
-    place = int(offsets[NUM_SAMPLES]) + 7
-    ids[place] = wrong
+    index = int(offsets[NUM_SAMPLES]) + 7
+    ids[index] = wrong
     rows = [torch.zeros(t.num_rows, t.width) for t in LAYOUT.tables]
     with pytest.raises(DataError, match=rf"id {wrong} of example \d+ is outside table `small`, whose rows are 0 to 49"):
         cpu.lookup(rows, LAYOUT, ids, offsets)
@@ -219,4 +219,4 @@ def test_hogwild_threads_on_the_same_rows_lose_few_updates() -> None:
     in_threads(partial(work, ids), partial(work, ids.flip(0)))
     assert bool(rows[0].isfinite().all())
     assert rows[0].max().item() <= 400
-    assert rows[0].mean().item() > 0.6 * 400  # a thread alone gives half
+    assert rows[0].mean().item() > 0.6 * 400  # a single thread gives half

@@ -43,11 +43,11 @@ def _check_runs(lengths: list[int], seed: int) -> None:
     offsets = torch.tensor([0, middle, len(ids)], device=DEVICE)
     grad = torch.randn(2, 4, generator=random, dtype=torch.float64).to(DEVICE)
     ours, theirs = (torch.zeros(num_rows, 4, dtype=torch.float64, device=DEVICE) for _ in range(2))
-    # Room for more ids than there are must not matter.
-    roomy = torch.cat([ids, torch.full((seed,), 7)]).to(DEVICE)
+    # Capacity for more ids than there are must not matter.
+    padded = torch.cat([ids, torch.full((seed,), 7)]).to(DEVICE)
     optimizer = SparseOptimizerSpec(kind="sgd")
     scalars = gpu.host_scalars([1.0, 0, 0, 0, 0], 1, torch.float64).to(DEVICE)
-    plan = gpu.plan_update([ours], [{}], layout, roomy, offsets, optimizer=optimizer, scalars=scalars)
+    plan = gpu.plan_update([ours], [{}], layout, padded, offsets, optimizer=optimizer, scalars=scalars)
     gpu.apply_plan(plan, [ours], layout, offsets, None, grad, optimizer=optimizer, scalars=scalars)
     reference.update([theirs], [{}], layout, ids.to(DEVICE), offsets, None, grad, optimizer=optimizer, lr=1.0, step=1)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
@@ -137,10 +137,10 @@ def test_tables_that_follow_each_other_in_memory_end_at_the_same_bits(dtype: tor
     layout = layout_of(features, tables_of(features, width=width))
     random = torch.Generator().manual_seed(5)
     slab = torch.randn(sum(sizes), width, generator=random).to(DEVICE, dtype)
-    in_line, apart = list(slab.split(sizes)), [rows.clone() for rows in slab.split(sizes)]
+    contiguous, separate = list(slab.split(sizes)), [rows.clone() for rows in slab.split(sizes)]
     whole = {name: value.split(sizes) for name, value in new_row_state(kind, slab).items()}
     states = [{name: parts[table] for name, parts in whole.items()} for table in range(3)]
-    others = [new_row_state(kind, rows) for rows in apart]
+    others = [new_row_state(kind, rows) for rows in separate]
     optimizer = SparseOptimizerSpec(kind=kind)  # type: ignore[arg-type]
     scalars = gpu.host_scalars([0.1, 1e-8, 0.1, 0.001, 1.0], 1, torch.float32).to(DEVICE)
     for _ in range(3):
@@ -149,12 +149,14 @@ def test_tables_that_follow_each_other_in_memory_end_at_the_same_bits(dtype: tor
             [torch.randint(0, sizes[b // 4], (int(offsets[b + 1] - offsets[b]),), generator=random) for b in range(12)]
         ).to(DEVICE)
         grad = torch.randn(4, 3 * width, generator=random).to(DEVICE)
-        for tables, state, expected in ((in_line, states, True), (apart, others, False)):
+        for tables, state, expected in ((contiguous, states, True), (separate, others, False)):
             plan = gpu.plan_update(tables, state, layout, ids, offsets.to(DEVICE), optimizer=optimizer, scalars=scalars)
             assert plan.rows_contiguous == expected
             gpu.apply_plan(plan, tables, layout, offsets.to(DEVICE), None, grad, optimizer=optimizer, scalars=scalars)
     for mine, other in zip(
-        [*in_line, *(v for s in states for v in s.values())], [*apart, *(v for s in others for v in s.values())], strict=True
+        [*contiguous, *(v for s in states for v in s.values())],
+        [*separate, *(v for s in others for v in s.values())],
+        strict=True,
     ):
         assert torch.equal(mine, other)
 
@@ -180,18 +182,20 @@ def test_a_run_of_equal_ids_over_many_tiles_is_summed_once() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("num_ids", [1, 3, 28])
 @pytest.mark.parametrize("width", [4, 8, 12, 16, 32, 48, 64, 128, 200, 512])
-@pytest.mark.parametrize("in_line", [True, False])
-def test_every_width_compiles_and_agrees_with_the_reference(in_line: bool, width: int, num_ids: int) -> None:
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_every_width_compiles_and_agrees_with_the_reference(contiguous: bool, width: int, num_ids: int) -> None:
     from rowstead.kernels.gpu import embedding as gpu
 
     features = FeaturesSpec(sparse=(SparseFeatureSpec(name="f{i}", repeat=4, num_rows=200),))
     layout = layout_of(features, tables_of(features, width=width))
     slab = torch.randn(4 * 200, width, device="cuda")
     ours, theirs = (
-        [*slab.split(200)] if in_line else [rows.clone() for rows in slab.split(200)] for in_line in (in_line, False)
+        [*slab.split(200)] if contiguous else [rows.clone() for rows in slab.split(200)] for contiguous in (contiguous, False)
     )
     whole = new_row_state("rowwise_adagrad", slab)["sum"]
-    states = [[{"sum": part if in_line else part.clone()} for part in whole.split(200)] for in_line in (in_line, False)]
+    states = [
+        [{"sum": part if contiguous else part.clone()} for part in whole.split(200)] for contiguous in (contiguous, False)
+    ]
     lengths = torch.randint(0, 2 * num_ids + 1, (4 * 256,))
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).cuda()
     ids = (200 * torch.rand(int(lengths.sum()), device="cuda") ** 3).long()
@@ -217,9 +221,9 @@ def test_tables_of_more_than_two_billion_elements() -> None:
     offsets = torch.tensor([0, 64, 128], device="cuda")
     grad = torch.randn(1, 2 * width, device="cuda")
     gpu.update(tables, [{}, {}], layout, ids, offsets, None, grad, optimizer=SparseOptimizerSpec(kind="sgd"), lr=1.0, step=1)
-    for place, row, count in ((0, num_rows - 1, 16), (0, 2**31 // width + 5, 16), (1, num_rows - 2, 32), (1, 3, 32)):
-        expected = -count * grad[0, place * width : (place + 1) * width]
-        torch.testing.assert_close(tables[place][row], expected)
+    for table, row, count in ((0, num_rows - 1, 16), (0, 2**31 // width + 5, 16), (1, num_rows - 2, 32), (1, 3, 32)):
+        expected = -count * grad[0, table * width : (table + 1) * width]
+        torch.testing.assert_close(tables[table][row], expected)
     pooled = gpu.lookup(tables, layout, ids, offsets)
     torch.testing.assert_close(
         pooled[0, :width], 16 * tables[0][[0, 1, num_rows - 1, 2**31 // width + 5]].sum(0), rtol=1e-4, atol=1e-4

@@ -48,10 +48,10 @@ def test_steps_and_state_are_those_of_torch(kind: str, weight_decay: float) -> N
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
     own, given = optimizer.state_dict()["state"], plain.state_dict()["state"]
-    for place, entry in given.items():
+    for index, entry in given.items():
         for name, value in entry.items():
             if value is not None:
-                torch.testing.assert_close(own[place][name].cpu(), value.cpu(), rtol=1e-5, atol=1e-6)
+                torch.testing.assert_close(own[index][name].cpu(), value.cpu(), rtol=1e-5, atol=1e-6)
 
 
 def test_the_state_of_torch_can_be_taken_over() -> None:

@@ -25,7 +25,7 @@ EVERY_CHANCE = torch.arange(65536)
 formats = pytest.mark.parametrize("dtype", FORMATS, ids=["bf16", "fp16"])
 
 
-def place(values: Tensor) -> Tensor:
+def rank_of(values: Tensor) -> Tensor:
     """The number of each 16-bit value when all are counted in rising order; both zeros have the same."""
     bits = values.view(torch.int16).long()
     return torch.where(bits < 0, -(bits & 0x7FFF), bits)
@@ -47,8 +47,8 @@ def test_rounding_goes_to_a_neighbour_and_is_right_on_average(dtype: torch.dtype
     low, high = got.double().min().item(), got.double().max().item()
     finest = 2.0**-39  # a part of FP16's smallest number that 65536 chances cannot tell from nothing
     assert low - finest <= value <= high + finest
-    assert int((place(got) - place(near)).abs().max()) <= 1
-    assert place(got.max().view(1)) - place(got.min().view(1)) <= 1
+    assert int((rank_of(got) - rank_of(near)).abs().max()) <= 1
+    assert rank_of(got.max().view(1)) - rank_of(got.min().view(1)) <= 1
     assert math.isclose(got.double().mean().item(), value, rel_tol=1e-12, abs_tol=finest + (high - low) / 2000)
 
 

@@ -147,7 +147,7 @@ def test_parts_are_all_done_once() -> None:
     assert sorted(seen) == [(0, 3), (3, 7), (7, 10)]
     seen.clear()
     thread_team.parallel_for(lambda a, b: seen.append((a, b)), 10, num_bytes=100 << 20)
-    assert sorted(place for a, b in seen for place in range(a, b)) == list(range(10))
+    assert sorted(index for a, b in seen for index in range(a, b)) == list(range(10))
 
 
 def test_a_forked_process_does_not_wait_for_threads_that_it_has_not() -> None:
