@@ -43,10 +43,10 @@ def plain_parse(text: bytes) -> tuple[list[list[Any]], list[tuple[int, int]]]:
             continue
         row: list[Any] = [int(fields[0])]
         reason = 0
-        for place, field in enumerate(fields[1:]):
+        for index, field in enumerate(fields[1:]):
             if field == b"":
                 row.append(None)
-            elif place < 13:
+            elif index < 13:
                 digits = field.removeprefix(b"-")
                 if not digits or not set(digits) <= DIGITS or len(digits) > 18:
                     reason = BAD_INTEGER
@@ -89,14 +89,14 @@ def any_lines(draw: st.DrawFn) -> bytes:
     """A line that is good, or has a field that may be wrong, or too few or too many fields."""
     fields = draw(good_lines)
     if draw(st.booleans()):
-        place = draw(st.integers(0, 39))
+        index = draw(st.integers(0, 39))
         odd = st.one_of(
             st.binary(max_size=20).map(lambda b: b.replace(b"\n", b"")),
             st.sampled_from(
                 [b"-", b"--1", b"1.5", b"+1", b" 1", b"2", b"g", b"12g", b"1" * 19, b"f" * 17, b"\r", b"\r5", b"\xff", b"\x00"]
             ),
         )
-        fields[place] = draw(odd)
+        fields[index] = draw(odd)
     elif draw(st.booleans()):
         fields = fields[: draw(st.integers(0, 39))] if draw(st.booleans()) else [*fields, b""]
     return b"\t".join(fields)
@@ -184,12 +184,12 @@ def test_what_is_written_can_be_read_and_described(tmp_path: Path) -> None:
     rows = plain_parse(text_of(270))[0]
     assert (found.num_rows, found.label_mean) == (270, pytest.approx(np.mean([row[0] for row in rows])))
     assert [one.name for one in found.dense] == [f"I{i}" for i in range(1, 14)]
-    for place, one in enumerate(found.sparse):
-        values = [row[14 + place] for row in rows]
+    for index, one in enumerate(found.sparse):
+        values = [row[14 + index] for row in rows]
         assert one.num_distinct == len(set(values) - {None})
         assert one.empty_share == pytest.approx(values.count(None) / 270)
-    for place, dense in enumerate(found.dense):
-        given = [row[1 + place] for row in rows if row[1 + place] is not None]
+    for index, dense in enumerate(found.dense):
+        given = [row[1 + index] for row in rows if row[1 + index] is not None]
         assert dense.mean == pytest.approx(np.mean(given))
         assert dense.missing_share == pytest.approx(1 - len(given) / 270)
 

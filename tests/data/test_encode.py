@@ -70,7 +70,7 @@ def test_encode_equals_the_obvious_loop(problem):
 
     where = [(block, r) for block in blocks for r in range(block.num_rows)]
     specs = features.expanded_sparse()
-    num_rows = {place: table.num_rows for table in tables for place in table.features}
+    num_rows = {index: table.num_rows for table in tables for index in table.features}
     ids, offsets = [], [0]
     for f, spec in enumerate(specs):
         for i in order:

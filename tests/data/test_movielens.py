@@ -32,7 +32,7 @@ ML_1M = {
     "ml-1m/ratings.dat": b"1::1::5::978300760\n1::2::3::978302109\n2::3952::4::978301968\n2::1::1::978298413\n",
 }
 ML_100K = {
-    "ml-100k/u.genre": "".join(f"{name}|{place}\n" for place, name in enumerate(GENRES)).encode() + b"\n",
+    "ml-100k/u.genre": "".join(f"{name}|{index}\n" for index, name in enumerate(GENRES)).encode() + b"\n",
     "ml-100k/u.item": (
         f"1|Toy Story (1995)|01-Jan-1995||http://us.imdb.com/M/title-exact?Toy|{flags('Animation', 'Comedy')}\n"
         f"267|unknown||||{flags('unknown')}\n"

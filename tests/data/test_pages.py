@@ -180,7 +180,7 @@ def test_damaged_bytes_never_lead_outside(tmp_path, compression, version):
 
 
 GUARD = 64
-"""Numbers before and after an array that nobody may write to."""
+"""Numbers before and after an array that must not change."""
 
 
 def guarded(size, dtype):

@@ -112,7 +112,7 @@ def test_the_sequence_does_not_depend_on_threads_or_on_pieces(tmp_path, file_row
 
 @on_files
 @given(logs, st.integers(1, 9), st.integers(1, 8))
-def test_threads_that_share_the_work_of_a_batch_make_the_same(tmp_path, file_rows, group_rows, batch_size):
+def test_splitting_a_batch_among_threads_does_not_change_it(tmp_path, file_rows, group_rows, batch_size):
     pattern = write_log(tmp_path, file_rows, group_rows)
     before, parquet_source.PART_ROWS = parquet_source.PART_ROWS, 1
     try:
@@ -262,8 +262,8 @@ def test_a_file_whose_columns_differ_is_named(tmp_path):
     pq.write_table(table.drop_columns(["city"]), tmp_path / "more.parquet")
     with pytest.raises(DataError, match=r"more\.parquet`: the log has no column `city`"):
         source_of(pattern)
-    place = table.schema.get_field_index("city")
-    pq.write_table(table.set_column(place, "city", pa.array(range(5))), tmp_path / "more.parquet")
+    index = table.schema.get_field_index("city")
+    pq.write_table(table.set_column(index, "city", pa.array(range(5))), tmp_path / "more.parquet")
     with pytest.raises(DataError, match=r"`city` is text in .*000\.parquet` but integers in .*more\.parquet`"):
         source_of(pattern)
 
@@ -296,7 +296,7 @@ def test_a_huge_row_group_is_decoded_in_bounded_pieces(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_beside_a_gpu_batches_are_made_where_it_copies_them_by_itself(tmp_path):
+def test_pinned_batches_are_encoded_into_pinned_memory(tmp_path):
     pattern = write_log(tmp_path, [40, 40])
     plainly, pinned = (source_of(pattern, shuffle_rows=16, decode_threads=3) for _ in range(2))
     found = list(pinned.pin_memory().batches(5))
@@ -304,7 +304,7 @@ def test_beside_a_gpu_batches_are_made_where_it_copies_them_by_itself(tmp_path):
     assert [(plain(b), c) for b, c in found] == [(plain(b), c) for b, c in plainly.batches(5)]
 
 
-def test_threads_that_make_batches_finish_them_and_an_error_comes_in_its_place(tmp_path):
+def test_mapped_functions_run_in_worker_threads_and_errors_keep_their_position(tmp_path):
     source = source_of(write_log(tmp_path, [40]), shuffle_rows=16, decode_threads=3)
     expected, threads = numbers_of(source), set()
 
@@ -321,5 +321,5 @@ def test_threads_that_make_batches_finish_them_and_an_error_comes_in_its_place(t
     assert all(name.startswith("make") for name in threads)
 
 
-def test_as_many_threads_work_as_there_are_cores_or_as_were_asked_for():
+def test_busy_threads_are_one_per_core_unless_decode_threads_is_set():
     assert [parquet.choose_num_busy(threads, 16) for threads in (None, 1, 6, 10, 16, 64)] == [16, 2, 12, 16, 16, 64]

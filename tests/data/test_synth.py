@@ -1,4 +1,4 @@
-"""The synthetic log: the same rows however they are asked for, and the laws that the spec promises."""
+"""The synthetic log: the same rows in any reading order, and the distributions of the spec."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def log_odds(block: RawBlock) -> np.ndarray:
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 1_301), st.integers(0, 1_301), st.sampled_from([0.0, 0.6]))
-def test_rows_drawn_alone_are_the_rows_drawn_in_sequence(one: int, other: int, drift: float) -> None:
+def test_rows_drawn_separately_are_the_rows_drawn_in_sequence(one: int, other: int, drift: float) -> None:
     start, stop = min(one, other), max(one, other)
     log = log_of(dataclasses.replace(SMALL, drift=drift))
     whole, part = log.rows(0, log.num_rows), log.rows(start, stop)
@@ -100,7 +100,7 @@ def test_rows_drawn_alone_are_the_rows_drawn_in_sequence(one: int, other: int, d
 
 
 def test_the_log_is_the_same_as_ever() -> None:
-    """A new digest here means that everybody's synthetic logs have changed: say so in the changelog."""
+    """A new digest means that all synthetic logs have changed: add it to the changelog."""
     digest = hashlib.sha256()
     for array in arrays(SynthLog(SMALL).rows(0, 500)):
         digest.update(np.ascontiguousarray(array).tobytes())
@@ -287,22 +287,22 @@ def flattened(batches: list) -> list[np.ndarray]:  # type: ignore[type-arg]
 @pytest.mark.parametrize("split", ["train", "eval"])
 def test_three_ranks_read_what_one_reads(split: str) -> None:
     log = source(split=split)
-    alone = [batch for batch, _ in log.batches(64)]
+    single = [batch for batch, _ in log.batches(64)]
     together = [batch for rank in range(3) for batch, _ in log.batches(97, rank=rank, world_size=3)]
-    assert sum(b.num_samples for b in alone) == log.num_samples == (1_000 if split == "train" else 301)
-    for one, other in zip(flattened(alone), flattened(together), strict=True):
+    assert sum(b.num_samples for b in single) == log.num_samples == (1_000 if split == "train" else 301)
+    for one, other in zip(flattened(single), flattened(together), strict=True):
         np.testing.assert_array_equal(one, other)
 
 
 def test_a_cursor_continues_right_after_its_batch() -> None:
     log = source()
     whole = list(log.batches(64, rank=1, world_size=2))
-    for place, (_, cursor) in enumerate(whole):
+    for index, (_, cursor) in enumerate(whole):
         rest = list(log.batches(64, epoch=3, rank=1, world_size=2, cursor=cursor))
-        assert [c for _, c in rest] == [c for _, c in whole[place + 1 :]]
+        assert [c for _, c in rest] == [c for _, c in whole[index + 1 :]]
         if rest:
-            assert torch.equal(rest[0][0].dense, whole[place + 1][0].dense)
-            assert torch.equal(rest[0][0].sparse.ids, whole[place + 1][0].sparse.ids)
+            assert torch.equal(rest[0][0].dense, whole[index + 1][0].dense)
+            assert torch.equal(rest[0][0].sparse.ids, whole[index + 1][0].sparse.ids)
 
 
 def test_raw_blocks_are_the_first_rows_of_the_split() -> None:

@@ -211,7 +211,7 @@ def _lengths(statistics: LogStatistics) -> Drawing | None:
     layout = _layout(across, up)
     words = "For each feature, the share of examples with at least this many ids." + _note_omitted(len(many))
     if len(many) < len(statistics.sparse):
-        words += f" Features with at most one id an example ({len(statistics.sparse) - len(many)}) are not drawn."
+        words += f" Features with at most one id per example ({len(statistics.sparse) - len(many)}) are not drawn."
     return Drawing("Length distribution", words, {"data": traces, "layout": layout})
 
 
