@@ -115,7 +115,8 @@ def ignored_settings(spec: RunSpec, *, world_size: int = 1) -> str | None:
     sync = spec.train.sync
     if spec.fleet is None:
         is_ignored = {
-            f"train.sync.mode={sync.mode}": sync.mode in ("easgd", "shadow") or (sync.mode == "allreduce" and world_size == 1),
+            f"train.sync.mode={sync.mode}": sync.mode not in ("auto", "none", "allreduce")
+            or (sync.mode == "allreduce" and world_size == 1),
             f"train.sync.staleness={sync.staleness}": sync.staleness > 0,
         }
         scope = "fleet runs (`--fleet trainers=2,…`)"
