@@ -49,17 +49,17 @@ def draw_counts(name: str, found: Sequence[ServerCounts]) -> Figure | None:
             one.kind,
             [str(number) for number in one.counts],
             list(one.counts.values()),
-            place,
+            index,
             hovertemplate="%{y} models with %{x} " + one.kind + "<extra></extra>",
         )
-        for place, one in enumerate(found)
+        for index, one in enumerate(found)
     ]
     numbers = sorted({number for one in found for number in one.counts})
     rows = tuple((one.kind, f"{one.largest_share:.0%}", str(len(one.counts))) for one in found)
     return Figure(
         key=f"{name}-servers",
         title=f"{name}: how many servers",
-        words="How many models of the population take so many servers of each kind to reach the study's speed, as predicted.",
+        words="Number of models of the population by the predicted number of servers of each kind that reach the study's speed.",
         traces=traces,
         layout=layout(
             axis("servers", type="category", categoryorder="array", categoryarray=[str(number) for number in numbers]),
@@ -117,8 +117,8 @@ def draw_uses(name: str, found: Sequence[Use]) -> Figure | None:
     if not found or max(len(one.shares) for one in found) < 3:
         return None
     traces = [
-        violin(one.what, one.shares, place, hovertemplate="%{y:.1%}<extra>" + one.what + "</extra>")
-        for place, one in enumerate(found)
+        violin(one.what, one.shares, index, hovertemplate="%{y:.1%}<extra>" + one.what + "</extra>")
+        for index, one in enumerate(found)
     ]
     rows = tuple(
         (one.what, f"{statistics.fmean(one.shares):.1%}", f"{min(one.shares):.1%}", f"{max(one.shares):.1%}") for one in found

@@ -83,7 +83,7 @@ def _run_of(entry: StoreEntry) -> tuple[str | None, ...]:
 
 
 def errors(found: Sequence[Pair]) -> Errors | None:
-    """The error over some pairs; none over none."""
+    """The error over some pairs; None without pairs."""
     if not found:
         return None
     logs = [math.log(pair.ratio) for pair in found]
@@ -115,7 +115,7 @@ def draw_pairs(found: Sequence[Pair]) -> Figure | None:
     every = [value for pair in shown for value in (pair.measured, pair.predicted)]
     traces = [diagonal("equal", min(every), max(every))]
     rows = []
-    for place, (group, name) in enumerate(zip(groups, labels(groups), strict=True)):
+    for index, (group, name) in enumerate(zip(groups, labels(groups), strict=True)):
         mine = [pair for pair in shown if pair.group == group]
         of_group = errors([pair for pair in found if pair.group == group])
         assert of_group is not None
@@ -126,7 +126,7 @@ def draw_pairs(found: Sequence[Pair]) -> Figure | None:
                 "y": [pair.predicted for pair in mine], "text": [label(pair.what) for pair in mine],
                 "customdata": [pair.ratio for pair in mine],
                 "hovertemplate": "%{text}<br>measured %{x:.3s}<br>predicted %{y:.3s}, %{customdata:.2f} of it<extra>" + name + "</extra>",
-                "marker": {"color": color(place), "size": 8, "opacity": 0.75},
+                "marker": {"color": color(index), "size": 8, "opacity": 0.75},
             }
         )  # fmt: skip
     less = (
@@ -137,7 +137,7 @@ def draw_pairs(found: Sequence[Pair]) -> Figure | None:
     return Figure(
         key="predicted-measured",
         title="Predicted against measured",
-        words=f"Samples a second of {total.num_pairs:,} points on the machine that measured them. On average the prediction is off by "
+        words=f"Samples per second of {total.num_pairs:,} points on the machine that measured them. On average the prediction is off by "
         f"{_off(total.geomean)}, at most by {_off(total.largest)}; the dotted line is where both are equal." + less,
         traces=traces,
         layout=layout(log_axis("measured, samples/s", every), log_axis("predicted, samples/s", every)),
@@ -213,13 +213,13 @@ _PREFIX = {"measured": "", "nameplate": "nameplate_"}
 
 
 def draw_efficiency(found: Sequence[Efficiency]) -> Figure | None:
-    """Samples a joule by machine: each point of a study, and their median."""
+    """Samples per joule by machine: each point of a study, and their median."""
     if not found:
         return None
     found = sorted(found, key=lambda one: (one.study, -statistics.median(one.samples_per_j)))
     studies = list(dict.fromkeys(one.study for one in found))
     traces, rows = [], []
-    for place, (study, name) in enumerate(zip(studies, labels(studies), strict=True)):
+    for index, (study, name) in enumerate(zip(studies, labels(studies), strict=True)):
         mine = [one for one in found if one.study == study]
         points = [
             (label(one.machine), value, label(what))
@@ -230,7 +230,7 @@ def draw_efficiency(found: Sequence[Efficiency]) -> Figure | None:
             {
                 "type": "box", "name": name, "x": [one[0] for one in points], "y": [one[1] for one in points],
                 "text": [one[2] for one in points], "boxpoints": "all", "jitter": 0.4, "pointpos": 0,
-                "marker": {"color": color(place), "size": 5, "opacity": 0.7}, "line": {"width": 1.5}, "fillcolor": "rgba(128,128,128,0.12)",
+                "marker": {"color": color(index), "size": 5, "opacity": 0.7}, "line": {"width": 1.5}, "fillcolor": "rgba(128,128,128,0.12)",
                 "hovertemplate": "%{text}<br>%{y:.3~g} samples/J<extra>%{x}</extra>",
             }
         )  # fmt: skip
@@ -248,7 +248,7 @@ def draw_efficiency(found: Sequence[Efficiency]) -> Figure | None:
     return Figure(
         key="efficiency",
         title="Efficiency per watt",
-        words="Samples a joule, by machine and study: each point is one set-up, the box spans the middle half. Nameplate power of trainers and parameter servers, readers not counted, unless power was measured.",
+        words="Samples per joule, by machine and study: each point is one set-up, the box spans the middle half. Nameplate power of trainers and parameter servers, without readers, unless power was measured.",
         traces=traces,
         layout=layout(axis("", type="category"), log_axis("samples/J", every), boxmode="group"),
         table=TextTable("Medians", ("study and machine", "power", "samples/s", "watts", "samples/J"), tuple(rows)),

@@ -173,7 +173,7 @@ def draw_quality(curves: Sequence[QualityCurves]) -> Figure | None:
     what = "samples" if by_samples else "step"
     traces = []
     names = labels(one.name for one in curves)
-    for place, (one, name) in enumerate(zip(curves, names, strict=True)):
+    for index, (one, name) in enumerate(zip(curves, names, strict=True)):
         hover = f"{name}<br>{what} %{{x:,}}<br>NE %{{y:.4f}}"
         each = one.batch_size if by_samples and one.batch_size is not None else 1
         if one.training.steps:
@@ -182,7 +182,7 @@ def draw_quality(curves: Sequence[QualityCurves]) -> Figure | None:
                     f"{name}, training",
                     [each * step for step in one.training.steps],
                     one.training.values,
-                    place,
+                    index,
                     mode="lines",
                     opacity=0.45,
                 )
@@ -190,7 +190,7 @@ def draw_quality(curves: Sequence[QualityCurves]) -> Figure | None:
             )
         if one.evaluation.steps:
             traces.append(
-                lines(f"{name}, evaluation", [each * step for step in one.evaluation.steps], one.evaluation.values, place)
+                lines(f"{name}, evaluation", [each * step for step in one.evaluation.steps], one.evaluation.values, index)
                 | {"hovertemplate": hover + ", evaluation<extra></extra>", "legendgroup": name}
             )
     bests = sorted({round(one.best, 4) for one in curves if one.best is not None})
@@ -259,19 +259,19 @@ def draw_calibration(found: Sequence[Calibration]) -> Figure | None:
         return None
     most = max(max(*one.predicted, *one.observed) for one in found)
     traces = [diagonal("calibrated", 0, most)]
-    for place, (one, name) in enumerate(zip(found, labels(one.name for one in found), strict=True)):
+    for index, (one, name) in enumerate(zip(found, labels(one.name for one in found), strict=True)):
         hover = "predicted %{x:.2%}<br>observed %{y:.2%}<br>%{customdata:,.0f} examples<extra>" + name + "</extra>"
-        traces.append(lines(name, one.predicted, one.observed, place, customdata=list(one.weight), hovertemplate=hover))
+        traces.append(lines(name, one.predicted, one.observed, index, customdata=list(one.weight), hovertemplate=hover))
     rows = tuple(
         (one.name, *(f"{100 * o - 100 * p:+.2f}" for p, o in zip(one.predicted, one.observed, strict=True))) for one in found
     )
     widest = max(len(row) for row in rows) - 1
-    headings = ("run", *(f"group {place + 1}" for place in range(widest)))
+    headings = ("run", *(f"group {index + 1}" for index in range(widest)))
     rows = tuple(row + ("",) * (widest + 1 - len(row)) for row in rows)
     return Figure(
         key="calibration",
         title="Calibration",
-        words="Examples of the last evaluation in groups by what was predicted: what share of each was predicted to click, and what share did. Above the dotted line the model predicts too little."
+        words="Examples of the last evaluation in groups by what was predicted: the predicted click rate of each and the observed one. Above the dotted line the model predicts too low."
         + _newest(found),
         traces=traces,
         layout=layout(
@@ -283,7 +283,7 @@ def draw_calibration(found: Sequence[Calibration]) -> Figure | None:
 
 
 def speed_curves(runs: Sequence[RunView]) -> list[MetricCurve]:
-    """Samples a second as runs went on."""
+    """Samples per second over the course of runs."""
     found = [curve(run, "train", "samples_per_s") for run in runs[:MAX_RUNS]]
     return [one for one in found if len(one.steps) > 1]
 
@@ -298,11 +298,11 @@ def draw_speed(curves: Sequence[MetricCurve]) -> Figure | None:
             name,
             one.steps,
             one.values,
-            place,
+            index,
             mode="lines",
             hovertemplate="step %{x:,}<br>%{y:.3s} samples/s<extra>" + name + "</extra>",
         )
-        for place, (one, name) in enumerate(zip(curves, names, strict=True))
+        for index, (one, name) in enumerate(zip(curves, names, strict=True))
     ]
     values = [value for one in curves for value in one.values]
     up = (
@@ -316,7 +316,7 @@ def draw_speed(curves: Sequence[MetricCurve]) -> Figure | None:
     return Figure(
         key="speed",
         title="Throughput as training goes on",
-        words="Samples a second since the start, at each line of the event file; the first steps compile kernels."
+        words="Samples per second since the start, at each line of the event file; the first steps compile kernels."
         + _newest(curves),
         traces=traces,
         layout=layout(axis("step", rangemode="tozero"), up),

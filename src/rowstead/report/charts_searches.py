@@ -59,7 +59,7 @@ def draw_history(name: str, trials: Sequence[Trial]) -> Figure:
     return Figure(
         key=f"{name}-history",
         title="History of the search",
-        words="What each trial came to, lower is better." + lost + above,
+        words="Objective of each trial, lower is better." + lost + above,
         traces=[points, steps],
         layout=layout(axis("trial"), axis("objective", range=_mostly(values))),
         table=TextTable("Search", ("", "value"), rows),
@@ -80,7 +80,7 @@ def _folders(name: str, places: Sequence[str]) -> list[Path]:
     """The folders that a study of this name has beside the stores; none for a name that would lead elsewhere."""
     if not name or any(c in name for c in "/\\\0") or name.startswith("."):
         return []
-    stores = [Path(place).parent if Path(place).is_file() else Path(place) for place in places]
+    stores = [Path(index).parent if Path(index).is_file() else Path(index) for index in places]
     return [store / "studies" / name for store in stores]
 
 

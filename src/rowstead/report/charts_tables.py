@@ -27,16 +27,16 @@ class FeatureSizes:
     num_rows: tuple[int, ...]
     """Hash size of the table that each reads."""
     ids: tuple[float, ...]
-    """Mean ids an example, after truncation."""
+    """Mean ids per example, after truncation."""
 
 
 def feature_sizes(spec: RunSpec) -> FeatureSizes:
     """Hash size and mean length of each feature, as the recipe says."""
-    rows = {place: table.num_rows for table in spec.tables for place in table.features}
+    rows = {index: table.num_rows for table in spec.tables for index in table.features}
     features = spec.features.expanded_sparse()
     return FeatureSizes(
         names=tuple(feature.name for feature in features),
-        num_rows=tuple(rows[place] for place in range(len(features))),
+        num_rows=tuple(rows[index] for index in range(len(features))),
         ids=mean_ids(spec),
     )
 
@@ -47,14 +47,14 @@ def draw_sizes(found: Sequence[tuple[str, FeatureSizes]]) -> Figure | None:
     if not found:
         return None
     traces, rows = [], []
-    for place, (name, sizes) in enumerate(found):
+    for index, (name, sizes) in enumerate(found):
         points = thinned(list(zip(sizes.ids, sizes.num_rows, sizes.names, strict=True)), MAX_TABLES)
         traces.append(
             {
                 "type": "scatter", "mode": "markers", "name": label(name), "x": [max(one[0], 1e-3) for one in points],
                 "y": [one[1] for one in points], "text": [label(one[2]) for one in points],
                 "hovertemplate": "%{text}<br>%{x:.3~g} ids an example<br>%{y:,} rows<extra></extra>",
-                "marker": {"color": color(place), "size": 9, "opacity": 0.7},
+                "marker": {"color": color(index), "size": 9, "opacity": 0.7},
             }
         )  # fmt: skip
         rows += [(one[2], name, figure_text(one[0]), f"{one[1]:,}") for one in points[:100]]
@@ -63,7 +63,7 @@ def draw_sizes(found: Sequence[tuple[str, FeatureSizes]]) -> Figure | None:
     return Figure(
         key="feature-sizes",
         title="Hash size against mean length (Fig. 6)",
-        words="Each point is a sparse feature: rows of its table, and ids that an example has of it on average. How often a table is read and how large it is need not go together.",
+        words="Each point is a sparse feature: rows of its table, and its mean ids per example. Traffic and size of a table are not necessarily correlated.",
         traces=traces,
         layout=layout(log_axis("mean ids per example", lengths), log_axis("hash size, rows", heights)),
         table=TextTable("Features", ("feature", "recipe", "mean ids", "hash size"), tuple(rows)),
@@ -76,12 +76,12 @@ def draw_lengths(found: Sequence[tuple[str, FeatureSizes]]) -> Figure | None:
     if not found:
         return None
     traces = []
-    for place, (name, sizes) in enumerate(found):
+    for index, (name, sizes) in enumerate(found):
         falling = thinned(
             list(enumerate(sorted((max(length, 1e-3) for length in sizes.ids), reverse=True), start=1)), MAX_TABLES
         )
         hover = "rank %{x}<br>%{y:.3~g} ids an example<extra></extra>"
-        traces.append(lines(label(name), [one[0] for one in falling], [one[1] for one in falling], place, hovertemplate=hover))
+        traces.append(lines(label(name), [one[0] for one in falling], [one[1] for one in falling], index, hovertemplate=hover))
     lengths = [max(length, 1e-3) for _, sizes in found for length in sizes.ids]
     ranks = [1.0, float(max(len(sizes.names) for _, sizes in found))]
     return Figure(
@@ -139,10 +139,10 @@ def draw_placement(run_name: str, tables: Sequence[PlacedTable], *, by: str = "m
             held, read = sum(table.num_bytes for table in mine), sum(table.read_bytes for table in mine)
             shown.append(PlacedTable(name=f"{len(mine):,} smaller tables", where=where, num_bytes=held, read_bytes=read))
     places = list(dict.fromkeys(table.where for table in shown))
-    ids = [f"place-{place}" for place in range(len(places))]
+    ids = [f"place-{index}" for index in range(len(places))]
     # The area of what has others in it is their sum: 0 of its own, so that nothing rounds over it.
     data: dict[str, list[Any]] = {
-        "ids": [*ids, *(f"table-{place}" for place in range(len(shown)))],
+        "ids": [*ids, *(f"table-{index}" for index in range(len(shown)))],
         "labels": [*(label(STORES[where].title) for where in places), *labels(table.name for table in shown)],
         "parents": [*("" for _ in places), *(ids[places.index(table.where)] for table in shown)],
         "values": [*(0.0 for _ in places), *(area(table) for table in shown)],

@@ -60,13 +60,13 @@ class RunView:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportInputs:
-    """Everything that was asked for."""
+    """The inputs of a report."""
 
     runs: tuple[RunView, ...]
     """The newest first."""
     contents: Contents
     places: tuple[str, ...]
-    """Where it came from."""
+    """The paths that were read."""
 
     @property
     def entries(self) -> tuple[StoreEntry, ...]:

@@ -18,7 +18,7 @@ MAX_SPREAD = 1_000
 """Points of a violin."""
 
 LIGHT = {
-    **{f"@{place}": color for place, color in enumerate(
+    **{f"@{index}": color for index, color in enumerate(
         ("#2457c5", "#c2541b", "#1a7f5f", "#8446bd", "#9a7400", "#b02c68", "#0f7d91", "#636a73")
     )},
     "@text": "#1b2129", "@quiet": "#5a6573", "@line": "#dde2e9", "@card": "#ffffff", "@good": "#1a7f56", "@bad": "#b3261e",
@@ -27,7 +27,7 @@ LIGHT = {
 }  # fmt: skip
 """Colours by day. A figure names colours by token, and the page puts in those of the reader's scheme."""
 DARK = {
-    **{f"@{place}": color for place, color in enumerate(
+    **{f"@{index}": color for index, color in enumerate(
         ("#82abff", "#ff9f6a", "#5fd0a8", "#c79bff", "#e6c04d", "#ff86b8", "#5fcbe0", "#aab2bc")
     )},
     "@text": "#e7eaee", "@quiet": "#9ba6b3", "@line": "#2c343e", "@card": "#171c23", "@good": "#5fd0a8", "@bad": "#ff8a80",
@@ -41,7 +41,7 @@ class Figure:
     """One figure: what it shows in words, its traces and layout as plotly's plain JSON, and the same numbers as a table."""
 
     key: str
-    """Names its file and its place on the page."""
+    """Identifies its file and its anchor on the page."""
     title: str
     words: str
     traces: Sequence[Mapping[str, Any]]
@@ -63,9 +63,9 @@ def _colored(value: Any, colors: Mapping[str, Any]) -> Any:
     return [_colored(item, colors) for item in value] if isinstance(value, list) else value
 
 
-def color(place: int) -> str:
-    """The token of the colour of a series by its place."""
-    return f"@{place % NUM_COLORS}"
+def color(index: int) -> str:
+    """The color token of a series by its index."""
+    return f"@{index % NUM_COLORS}"
 
 
 def label(text: object, most: int = MAX_LABEL) -> str:
@@ -144,30 +144,30 @@ def bare(**options: Any) -> dict[str, Any]:
     }
 
 
-def lines(name: str, x: Sequence[Any], y: Sequence[Any], place: int, **options: Any) -> dict[str, Any]:
+def lines(name: str, x: Sequence[Any], y: Sequence[Any], index: int, **options: Any) -> dict[str, Any]:
     """A line with points."""
     return {
         "type": "scatter", "mode": "lines+markers", "name": name, "x": list(x), "y": list(y),
-        "line": {"color": color(place), "width": 2}, "marker": {"color": color(place), "size": 6}, **options,
+        "line": {"color": color(index), "width": 2}, "marker": {"color": color(index), "size": 6}, **options,
     }  # fmt: skip
 
 
-def bars(name: str, x: Sequence[Any], y: Sequence[Any], place: int, **options: Any) -> dict[str, Any]:
+def bars(name: str, x: Sequence[Any], y: Sequence[Any], index: int, **options: Any) -> dict[str, Any]:
     """Bars of one series."""
-    return {"type": "bar", "name": name, "x": list(x), "y": list(y), "marker": {"color": color(place)}, **options}
+    return {"type": "bar", "name": name, "x": list(x), "y": list(y), "marker": {"color": color(index)}, **options}
 
 
-def lying_bars(name: str, x: Sequence[Any], y: Sequence[Any], place: int, **options: Any) -> dict[str, Any]:
+def lying_bars(name: str, x: Sequence[Any], y: Sequence[Any], index: int, **options: Any) -> dict[str, Any]:
     """Bars from left to right, told apart by a line where they touch."""
-    edge = {"color": color(place), "line": {"color": "@card", "width": 1}}
-    return bars(name, x, y, place, orientation="h", **{"marker": edge, **options})
+    edge = {"color": color(index), "line": {"color": "@card", "width": 1}}
+    return bars(name, x, y, index, orientation="h", **{"marker": edge, **options})
 
 
-def violin(name: str, values: Sequence[float], place: int, **options: Any) -> dict[str, Any]:
+def violin(name: str, values: Sequence[float], index: int, **options: Any) -> dict[str, Any]:
     """How values are spread, with each of them as a point, thinned evenly where there are many."""
     return {
         "type": "violin", "name": name, "y": thinned(sorted(values), MAX_SPREAD), "box": {"visible": True}, "points": "all", "jitter": 0.3,
-        "line": {"color": color(place)}, "marker": {"size": 4, "opacity": 0.6}, "spanmode": "hard", **options,
+        "line": {"color": color(index)}, "marker": {"size": 4, "opacity": 0.6}, "spanmode": "hard", **options,
     }  # fmt: skip
 
 
@@ -212,4 +212,4 @@ def thinned(items: Sequence[Any], most: int) -> list[Any]:
     if len(items) <= most or most < 2:
         return list(items[:most])
     step = (len(items) - 1) / (most - 1)
-    return [items[round(place * step)] for place in range(most)]
+    return [items[round(index * step)] for index in range(most)]

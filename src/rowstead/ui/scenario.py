@@ -147,8 +147,8 @@ def _log_and_features(scenario: Scenario, base: RunSpec | None) -> tuple[DataSpe
     lengths = [scenario.ids] * scenario.num_sparse
     distinct, synth = list(rows), SynthSpec(lengths="poisson")
     if base is not None and base.features.sparse:
-        of_place = {place: table.num_rows for table in base.tables for place in table.features}
-        own_rows = _in_turn([of_place[place] for place in range(len(of_place))], scenario.num_sparse)
+        of_place = {index: table.num_rows for table in base.tables for index in table.features}
+        own_rows = _in_turn([of_place[index] for index in range(len(of_place))], scenario.num_sparse)
         own_lengths = _in_turn(mean_ids(base), scenario.num_sparse)
         own_distinct = _in_turn([law.num_ids for law in popularities(base)], scenario.num_sparse)
         larger, longer = _ratio(scenario.num_rows, own_rows), _ratio(scenario.ids, own_lengths)
@@ -178,18 +178,18 @@ def _sparse(rows: Sequence[int]) -> list[SparseFeatureSpec]:
     """One spec for each stretch of features of one hash size."""
     made: list[SparseFeatureSpec] = []
     start = 0
-    for place in range(1, len(rows) + 1):
-        if place == len(rows) or rows[place] != rows[start]:
-            several = place - start > 1
+    for index in range(1, len(rows) + 1):
+        if index == len(rows) or rows[index] != rows[start]:
+            several = index - start > 1
             name = "sparse_{i}" if several else f"sparse_{start}"
             first = start if several else 0
-            made.append(SparseFeatureSpec(name=name, num_rows=rows[start], repeat=place - start, start=first))
-            start = place
+            made.append(SparseFeatureSpec(name=name, num_rows=rows[start], repeat=index - start, start=first))
+            start = index
     return made
 
 
 def _in_turn(values: Sequence[Any], count: int) -> list[Any]:
-    return [values[place % len(values)] for place in range(count)]
+    return [values[index % len(values)] for index in range(count)]
 
 
 def _ratio(wanted: float, values: Sequence[float]) -> float:
