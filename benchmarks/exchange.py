@@ -46,7 +46,7 @@ from rowstead.kernels.layout import Layout, layout_of
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of
 from rowstead.spec.row_optimizers import SparseOptimizerSpec
 from rowstead.stores.device import DeviceStore
-from rowstead.study.calibration.clock import PASSING_BYTES
+from rowstead.study.calibration.clock import FLUSH_BYTES
 
 BATCHES_A_TURN = 10
 """One right after another."""
@@ -249,7 +249,7 @@ def _apart(
     contenders: Mapping[str, tuple[OnBatch, OnBatch]], batches: Sequence[Sparse], num_batches: int
 ) -> dict[str, list[tuple[float, float]]]:
     """Seconds of each look-up and of each update, caches used by others before every one; a different contender begins each time."""
-    passing, names = torch.zeros(PASSING_BYTES // 4), list(contenders)
+    passing, names = torch.zeros(FLUSH_BYTES // 4), list(contenders)
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
 
     def seconds(call: OnBatch, batch: Sparse) -> float:

@@ -48,7 +48,7 @@ from rowstead.spec.machine import Machine
 from rowstead.spec.run import RunSpec
 from rowstead.stores.build import mean_ids_of
 from rowstead.study.calibration.machine_speed import MachineSpeed
-from rowstead.study.calibration.steps import Shape, drawn_batches
+from rowstead.study.calibration.steps import Shape, sample_batches
 
 MOST_BYTES, MOST_IDS = 1e8, 6e4
 """Of the tables, and of a batch: each pass starts the fleet anew."""
@@ -196,7 +196,7 @@ def measured_fleet(fleet: FleetShape, seconds: float, pace: MachineSpeed | None)
     return FleetTime(
         step_s=found.wall_s / found.num_steps,
         cpu_s=cpu_s,
-        pace=1.0 if pace is None else pace.over_standard(beats_s),
+        pace=1.0 if pace is None else pace.slowdown(beats_s),
         cores_used_by_others=max(0.0, found.other_cores),
     )
 
@@ -218,7 +218,7 @@ def _print_line(line: str) -> None:
 
 
 def _beats(pace: MachineSpeed | None) -> list[float]:
-    return [] if pace is None else [pace.beat() for _ in range(NUM_BEATS)]
+    return [] if pace is None else [pace.time_reference() for _ in range(NUM_BEATS)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,7 +331,7 @@ def drawn_for(folder: Path) -> Drawn:
     """The batches of a fleet's model, their ids as they travel."""
     plain = json.loads((folder / SHAPE_FILE).read_text())
     shape = Shape(**{name: tuple(value) if isinstance(value, list) else value for name, value in plain.items()})
-    batches = drawn_batches(shape, torch.device("cpu"))
+    batches = sample_batches(shape, torch.device("cpu"))
     ids = [dataclasses.replace(one.sparse, ids=one.sparse.ids.to(torch.int32)) for one in batches]
     return Drawn([dataclasses.replace(one, sparse=sparse) for one, sparse in zip(batches, ids, strict=True)])
 

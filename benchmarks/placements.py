@@ -25,8 +25,8 @@ from rowstead.plan.auto import choose_fastest, predict_steps
 from rowstead.spec.machine import Machine
 from rowstead.spec.placement import Placement
 from rowstead.stores.build import mean_ids_of, measure_memories
-from rowstead.study.calibration.caches import steady_s
-from rowstead.study.calibration.steady_state import Drawn, run_to_steady_state, turn_s
+from rowstead.study.calibration.caches import steady_step_s
+from rowstead.study.calibration.steady_state import SampledBatches, mean_step_s, run_to_steady_state
 from rowstead.study.calibration.steps import Shape, Steps
 
 NUM_CASES, NUM_QUICK = {"cpu": 20, "cuda": 12}, 2
@@ -97,12 +97,12 @@ class Placed:
     def take_turn(self) -> None:
         """Measure some steps; on a CPU again, if others used it meanwhile."""
         if self.steps.device.type == "cuda":
-            self.turns_s.append(steady_s(self.steps, SECONDS_A_TURN, warm_s=0.0 if self.turns_s else WARM_S))
+            self.turns_s.append(steady_step_s(self.steps, SECONDS_A_TURN, warm_s=0.0 if self.turns_s else WARM_S))
             return
         tries: list[tuple[float, float]] = []
         while len(tries) < MOST_TRIES and (not tries or tries[-1][0] > OTHER_CORES):
             with OtherLoad() as others:
-                seconds = turn_s(self.steps, STEPS_A_TURN)
+                seconds = mean_step_s(self.steps, STEPS_A_TURN)
             tries.append((others.cores, seconds))
         cores, seconds = min(tries)
         self.turns_s.append(seconds)
@@ -133,7 +133,7 @@ class Case:
     def placed(self, tried: Mapping[str, tuple[Placement, float]]) -> Iterator[list[Placed]]:
         """The model under each of some placements, ready to be measured."""
         found: list[Placed] = []
-        drawn = Drawn.of(self.shape, self.device, most_batches=MOST_BATCHES, most_ids=MOST_IDS)
+        drawn = SampledBatches.of(self.shape, self.device, most_batches=MOST_BATCHES, most_ids=MOST_IDS)
         try:
             for name, (placement, predicted_s) in tried.items():
                 shares = {one.name: one.cache_fraction for one in placement.tables if one.cache_fraction}

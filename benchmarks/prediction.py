@@ -50,7 +50,7 @@ from rowstead.spec.catalogue import load_machine, load_software, machine_text
 from rowstead.spec.machine import Machine
 from rowstead.spec.phases import Phase
 from rowstead.study.calibration.calibrate import calibrate
-from rowstead.study.calibration.fit import parts_of
+from rowstead.study.calibration.fit import predict_parts
 from rowstead.study.calibration.machine_speed import MachineSpeed
 from rowstead.study.calibration.steps import Shape, Steps, StepTime
 from rowstead.training.device import container_cores
@@ -111,9 +111,9 @@ class Measured:
 
 def measured(shape: Shape, device: torch.device, seconds: float, pace: MachineSpeed | None) -> Measured:
     """Train a model for so long."""
-    steps = Steps.of(shape, device, pace=pace)
+    steps = Steps.of(shape, device, speed=pace)
     with OtherLoad() as others:
-        time = steps.measured(seconds)
+        time = steps.measure(seconds)
     return Measured(time, others.cores)
 
 
@@ -123,19 +123,19 @@ def model_row(shape: Shape, machine: Machine, device: torch.device, passes: Sequ
     times = sorted((one.time for one in passes), key=lambda time: time.step_s)
     middle = times[len(times) // 2]
     measured_s = statistics.median(time.step_s for time in times)
-    paced_s = statistics.median(time.at_standard_pace().step_s for time in times)
+    paced_s = statistics.median(time.at_standard_speed().step_s for time in times)
     row: dict[str, Any] = {
         **_shape_row(shape, by="process"),
         "measured_ms": 1e3 * measured_s,
         "predicted_ms": 1e3 * found.step_s,
         "ratio": found.step_s / measured_s,
         "again": passes[-1].time.step_s / passes[0].time.step_s,
-        "pace": statistics.median(time.pace for time in times),
+        "pace": statistics.median(time.slowdown for time in times),
         "ratio_at_pace": found.step_s / paced_s,
-        "again_at_pace": passes[-1].time.at_standard_pace().step_s / passes[0].time.at_standard_pace().step_s,
+        "again_at_pace": passes[-1].time.at_standard_speed().step_s / passes[0].time.at_standard_speed().step_s,
         "spread": middle.spread,
     }
-    row |= _parts_row(shape, machine, middle.at_standard_pace().phases_s)
+    row |= _parts_row(shape, machine, middle.at_standard_speed().phases_s)
     row["held_up_by"] = found.bottlenecks[0].resource
     if device.type == "cpu":
         row["cores_used_by_others"] = max(one.cores_used_by_others for one in passes)
@@ -189,7 +189,7 @@ def _parts_row(shape: Shape, machine: Machine, phases_s: dict[Phase, float]) -> 
     processor = device_processor(machine, software)
     if processor.timings is None:
         return {}
-    parts = parts_of(shape, processor, software)
+    parts = predict_parts(shape, processor, software)
     row = {f"{name.removesuffix('_s')}_ms": 1e3 * value for name, value in vars(parts).items()}
     if phases_s:
         dense_s = phases_s[Phase.FORWARD] + phases_s[Phase.BACKWARD]
@@ -284,7 +284,7 @@ def main() -> None:
                 name="measured-now",
                 folder=Path(folder),
                 is_short=options.quick,
-                tell=lambda line: _progress(line, start),
+                on_message=lambda line: _progress(line, start),
             )
     calibrate_s = time.perf_counter() - start
     _progress("the machine is known", start)
@@ -308,7 +308,7 @@ def main() -> None:
             last = found[place][-1].time
             ratio = predicted(shape, machine).step_s / last.step_s
             progress = f"pass {number + 1} of {num_passes}, model {place + 1} of {len(shapes)}"
-            _progress(f"{progress}: predicted {ratio:.2f} of what was measured, pace {last.pace:.2f}", start)
+            _progress(f"{progress}: predicted {ratio:.2f} of what was measured, pace {last.slowdown:.2f}", start)
             give_back_gpu_memory()
     rows = [model_row(shape, machine, device, passes) for shape, passes in zip(shapes, found, strict=True)]
     rows += fleet_rows(fleets, machine, pace, is_quick=options.quick, tell=lambda line: _progress(line, start))

@@ -21,7 +21,7 @@ from rowstead.plan.work import step_work
 from rowstead.spec.caching import GAP_BYTES, GROWTH, MAX_SET, READ_BYTES, SETS_AHEAD
 from rowstead.stores import cache_slots, cached
 from rowstead.stores.cache_slots import CpuCacheSlots
-from rowstead.study.calibration.steps import Shape, drawn_batches
+from rowstead.study.calibration.steps import Shape, sample_batches
 
 
 def shape_of(*, skew: float, mean_ids: int = 4, num_rows: int = 8000) -> Shape:
@@ -44,7 +44,7 @@ def test_a_cache_lacks_as_many_rows_as_the_real_one(skew: float, share: float) -
     shape = shape_of(skew=skew)
     cache = CpuCacheSlots(2 * shape.num_rows, 2 * math.ceil(share * shape.num_rows))
     firsts, lacked = torch.tensor([[0], [shape.num_rows]]), []
-    for number, batch in enumerate(drawn_batches(shape, torch.device("cpu"))):
+    for number, batch in enumerate(sample_batches(shape, torch.device("cpu"))):
         rows = (batch.sparse.ids.view(2, -1) + firsts).flatten()
         lacked.append(cache.plan(rows, number, oldest=max(0, number - SETS_AHEAD)).in_rows.numel())
     draws = [Draws(Popularity(shape.num_rows, skew), shape.batch_size * shape.mean_ids)] * 2
@@ -63,7 +63,7 @@ def test_a_gpu_brings_in_as_many_batches_and_rows_at_once_as_is_predicted(skew: 
     )
     cache = cache_slots.CacheSlots(2 * shape.num_rows, group.num_slots, torch.device("cpu"))
     firsts, lacked, number = torch.tensor([[0], [shape.num_rows]]), [], 0
-    batches = [batch.sparse for batch in drawn_batches(shape, torch.device("cpu"))]
+    batches = [batch.sparse for batch in sample_batches(shape, torch.device("cpu"))]
     rows = [(sparse.ids.view(2, -1) + firsts).flatten() for sparse in batches]
     # A store's own rule, for slots that a GPU plans just so.
     names = SimpleNamespace(rows=lambda sparse: (sparse.ids.view(2, -1) + firsts).flatten(), split_by_group=lambda rows: [rows])

@@ -28,12 +28,12 @@ from rowstead.spec.phases import Phase
 from rowstead.spec.run import RunSpec
 from rowstead.spec.timings import InStep
 from rowstead.study.calibration import dense, rows
-from rowstead.study.calibration.calibrate import TINY, _timings, whole_shapes
+from rowstead.study.calibration.calibrate import TINY, _measure_timings, whole_shapes
 from rowstead.study.calibration.clock import Clock
 from rowstead.study.calibration.dense import interaction_times, layer_times
-from rowstead.study.calibration.fit import fitted, parts_of, quicker
-from rowstead.study.calibration.footprint import base_bytes, peak_bytes
-from rowstead.study.calibration.steps import Shape, Steps, StepTime, drawn_batches
+from rowstead.study.calibration.fit import fit_timings, predict_parts, take_shorter
+from rowstead.study.calibration.footprint import base_bytes, measure_peak_bytes
+from rowstead.study.calibration.steps import Shape, Steps, StepTime, sample_batches
 from rowstead.training.progress import NoProgress
 from tests.measured_machine import measured_machine
 
@@ -64,7 +64,7 @@ def test_the_fit_finds_the_factors_that_steps_were_made_with(has_phases: bool) -
     made = dataclasses.replace(processor, timings=wanted)
     times = []
     for shape in SHAPES:
-        parts = parts_of(shape, made, machine.software)
+        parts = predict_parts(shape, made, machine.software)
         phases = {
             Phase.FORWARD: parts.dense_s / 3,
             Phase.BACKWARD: 2 * parts.dense_s / 3 + wanted.dense.fixed_s,
@@ -74,7 +74,7 @@ def test_the_fit_finds_the_factors_that_steps_were_made_with(has_phases: bool) -
         }
         step_s = sum(vars(parts).values()) + wanted.dense.fixed_s
         times.append(StepTime(step_s=step_s, spread=0.0, phases_s=phases if has_phases else {}))
-    found = fitted(processor.timings, processor, machine.software, SHAPES, times)
+    found = fit_timings(processor.timings, processor, machine.software, SHAPES, times)
     for shape, time in zip(SHAPES, times, strict=True):
         changed = dataclasses.replace(machine.software, cpu_timings=found)
         setup = Setup(placement="device", batch_size=shape.batch_size, has_input=False)
@@ -93,15 +93,15 @@ def test_uncertain_steps_are_predicted_too_long_as_often_as_too_short() -> None:
     assert processor.timings is not None
     shapes, times = SHAPES * 25, []
     for shape in shapes:
-        parts = parts_of(shape, processor, machine.software)
+        parts = predict_parts(shape, processor, machine.software)
         seconds = {Phase.FORWARD: parts.dense_s / 3, Phase.BACKWARD: 2 * parts.dense_s / 3, Phase.LOOKUP: parts.lookup_s}
         seconds |= {Phase.DENSE_UPDATE: parts.dense_update_s, Phase.ROW_UPDATE: parts.update_s}
         phases = {name: value * rng.lognormal(sigma=0.3) for name, value in seconds.items()}
         times.append(StepTime(step_s=sum(phases.values()), spread=0.0, phases_s=phases))
-    found = dataclasses.replace(processor, timings=fitted(processor.timings, processor, machine.software, shapes, times))
+    found = dataclasses.replace(processor, timings=fit_timings(processor.timings, processor, machine.software, shapes, times))
     assert found.timings is not None
     ratios = [
-        (sum(vars(parts_of(shape, found, machine.software)).values()) + found.timings.dense.fixed_s) / time.step_s
+        (sum(vars(predict_parts(shape, found, machine.software)).values()) + found.timings.dense.fixed_s) / time.step_s
         for shape, time in zip(shapes, times, strict=True)
     ]
     assert statistics.median(ratios) == pytest.approx(1.0, abs=0.03)
@@ -116,7 +116,7 @@ def test_of_two_measurements_each_time_is_the_shorter_one() -> None:
         dense_update=_times(timings.dense_update, 0.5),
         update_call_s=3 * timings.update_call_s,
     )
-    for both in (quicker(timings, slower), quicker(slower, timings)):
+    for both in (take_shorter(timings, slower), take_shorter(slower, timings)):
         assert both == dataclasses.replace(timings, dense_update=slower.dense_update)
 
 
@@ -126,14 +126,14 @@ def _times(curve: Curve, factor: float) -> Curve:
 
 def test_drawn_ids_are_as_different_as_the_law_says() -> None:
     shape = dataclasses.replace(SHAPES[2], batch_size=1024)
-    sparse = drawn_batches(shape, CPU)[0].sparse
+    sparse = sample_batches(shape, CPU)[0].sparse
     ids = sparse.ids.view(shape.num_sparse, -1)
     found = sum(len(one.unique()) for one in ids) / shape.num_sparse
     assert found == pytest.approx(distinct_ids(Popularity(9000, 0.5), 1024 * 8), rel=0.03)
 
 
 def test_steps_are_counted_phase_by_phase() -> None:
-    time = Steps.of(SHAPES[0], CPU).measured(0.0)
+    time = Steps.of(SHAPES[0], CPU).measure(0.0)
     assert set(time.phases_s) == {Phase.LOOKUP, Phase.FORWARD, Phase.BACKWARD, Phase.DENSE_UPDATE, Phase.ROW_UPDATE}
     assert 0 < time.step_s < 10
 
@@ -198,7 +198,7 @@ def small_run(shape: Shape = SHAPES[0], **more: Any) -> RunSpec:
 
 
 class Listener(NoProgress):
-    """Keeps what it is told."""
+    """Keeps what it is messages."""
 
     def __init__(self) -> None:
         self.messages: list[str] = []
@@ -308,9 +308,9 @@ def test_calibration_says_what_it_is_at(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(dense, "INTERACTING", {"cpu": (16,)})
     monkeypatch.setattr(dense, "PARAMETERS", (1000,))
     monkeypatch.setattr(rows, "WITHIN_BYTES", {"cpu": (1 << 16,)})
-    told: list[str] = []
-    _timings(CPU, is_short=True, tell=told.append)
-    assert told == ["linear layers, fp32", "interaction", "dense optimizer", "look-up and update of rows"]
+    messages: list[str] = []
+    _measure_timings(CPU, is_short=True, on_message=messages.append)
+    assert messages == ["linear layers, fp32", "interaction", "dense optimizer", "look-up and update of rows"]
 
 
 @pytest.mark.slow
@@ -378,6 +378,6 @@ def test_predicted_memory_is_within_5_percent_of_the_median_of_three_measured_pe
         assert spec.data.synth is not None
         synth = dataclasses.replace(spec.data.synth, num_train_samples=12 * shape.batch_size, num_eval_samples=shape.batch_size)
         spec = dataclasses.replace(spec, data=dataclasses.replace(spec.data, synth=synth))
-        peaks = [peak_bytes(spec) for _ in range(NUM_PEAKS)]
+        peaks = [measure_peak_bytes(spec) for _ in range(NUM_PEAKS)]
         off[shape] = process_bytes(step_work(spec), software, shape.batch_size) / statistics.median(peaks) - 1
     assert max(map(abs, off.values())) <= 0.05, off

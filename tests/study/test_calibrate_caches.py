@@ -15,16 +15,16 @@ from rowstead.plan.work import step_work
 from rowstead.stores.cached import CachedStore
 from rowstead.study.calibration.caches import (
     LEAST_ROUNDS,
-    STEPS_A_ROUND,
-    Behaved,
-    behaved,
-    behind_shapes,
-    explained,
+    STEPS_PER_ROUND,
+    CacheMeasurement,
+    cpu_shapes,
+    fit_cache_costs,
     gpu_shapes,
-    planned,
-    steady_s,
+    measure_cache,
+    split_plan_cost,
+    steady_step_s,
 )
-from rowstead.study.calibration.steady_state import Drawn, run_to_steady_state, turn_s
+from rowstead.study.calibration.steady_state import SampledBatches, mean_step_s, run_to_steady_state
 from rowstead.study.calibration.steps import Shape
 from tests.measured_machine import timings
 
@@ -48,7 +48,7 @@ def test_steps_say_what_they_were_made_of(share: float) -> None:
         moved_s, placed_s = num_rows * (row_s + byte_s * row_bytes) + num_reads * read_s, batch_s + id_s * num_ids
         step_s = max(alone_s + placed_s + share * moved_s, moved_s + share * (alone_s + placed_s))
         models.append(
-            Behaved(
+            CacheMeasurement(
                 alone_s=alone_s,
                 step_s=step_s,
                 num_ids=num_ids,
@@ -57,7 +57,7 @@ def test_steps_say_what_they_were_made_of(share: float) -> None:
                 row_bytes=row_bytes,
             )
         )
-    found = explained(timings(), models)
+    found = fit_cache_costs(timings(), models)
     assert found.move_share == pytest.approx(share, abs=0.051)
     assert found.move_read_s == pytest.approx(read_s, rel=0.1)
     assert found.place_batch_s == pytest.approx(batch_s, rel=0.1)
@@ -77,7 +77,7 @@ def test_steps_of_a_gpu_say_what_rows_and_ids_cost_it(share: float) -> None:
         alone_s = 6e-3 if len(shape.top) > 1 else 1e-3
         moved_s, placed_s = group.missing_rows * (row_s + byte_s * group.row_bytes), id_s * shape.num_ids
         models.append(
-            Behaved(
+            CacheMeasurement(
                 alone_s=alone_s,
                 step_s=max(alone_s + placed_s + share * moved_s, moved_s + share * (alone_s + placed_s)),
                 num_ids=shape.num_ids,
@@ -87,7 +87,7 @@ def test_steps_of_a_gpu_say_what_rows_and_ids_cost_it(share: float) -> None:
                 num_plans=0.0,
             )
         )
-    found = explained(timings(), models)
+    found = fit_cache_costs(timings(), models)
     assert found.move_share == pytest.approx(share, abs=0.051)
     assert found.place_id_s == pytest.approx(id_s, rel=0.2)
     assert found.move_row is not None
@@ -98,19 +98,21 @@ def test_steps_of_a_gpu_say_what_rows_and_ids_cost_it(share: float) -> None:
 def test_the_time_of_a_plan_is_shared_by_the_batches_of_its_set() -> None:
     alone_s, set_s, batch_s = 1.5e-4, 1.4e-3, 2e-4
     one_by_one_s, in_sets_s = (alone_s + batch_s + set_s / size for size in (1, 8))
-    assert planned(alone_s, in_sets_s, one_by_one_s, 8) == pytest.approx((set_s, batch_s))
-    assert planned(alone_s, alone_s, alone_s, 8) == (0, 0)
+    assert split_plan_cost(alone_s, in_sets_s, one_by_one_s, 8) == pytest.approx((set_s, batch_s))
+    assert split_plan_cost(alone_s, alone_s, alone_s, 8) == (0, 0)
 
 
 def test_a_steady_step_is_one_of_many_that_were_announced_early(tmp_path: Path) -> None:
     cpu = torch.device("cpu")
     rule = {"*": {"where": "ssd", "cache_fraction": 0.5}}
-    steps = run_to_steady_state(SMALL, cpu, placement=rule, kept_share=0.5, folder=tmp_path, drawn=Drawn.of(SMALL, cpu))
+    steps = run_to_steady_state(
+        SMALL, cpu, placement=rule, kept_share=0.5, folder=tmp_path, drawn=SampledBatches.of(SMALL, cpu)
+    )
     try:
         before, start = steps.number, time.perf_counter()
-        step_s = steady_s(steps, 0.01)
-        assert 0 < step_s * LEAST_ROUNDS * STEPS_A_ROUND < time.perf_counter() - start
-        assert steps.number - before >= (1 + LEAST_ROUNDS) * STEPS_A_ROUND
+        step_s = steady_step_s(steps, 0.01)
+        assert 0 < step_s * LEAST_ROUNDS * STEPS_PER_ROUND < time.perf_counter() - start
+        assert steps.number - before >= (1 + LEAST_ROUNDS) * STEPS_PER_ROUND
     finally:
         steps.close()
 
@@ -119,7 +121,9 @@ def test_a_steady_step_is_one_of_many_that_were_announced_early(tmp_path: Path) 
 def test_a_settled_model_lacks_as_many_rows_as_late_in_a_run(share: float, tmp_path: Path) -> None:
     cpu = torch.device("cpu")
     rule = {"*": {"where": "ssd", "cache_fraction": share}}
-    steps = run_to_steady_state(SMALL, cpu, placement=rule, kept_share=share, folder=tmp_path, drawn=Drawn.of(SMALL, cpu))
+    steps = run_to_steady_state(
+        SMALL, cpu, placement=rule, kept_share=share, folder=tmp_path, drawn=SampledBatches.of(SMALL, cpu)
+    )
     try:
         store = steps.stepper.model.store
         assert isinstance(store, CachedStore)
@@ -127,7 +131,7 @@ def test_a_settled_model_lacks_as_many_rows_as_late_in_a_run(share: float, tmp_p
         for _ in steps.take(count):
             pass
         lacked = (store.num_rows_in - before) / count
-        assert turn_s(steps, 3) > 0
+        assert mean_step_s(steps, 3) > 0
     finally:
         steps.close()
     work = step_work(SMALL.spec("cpu"))
@@ -137,7 +141,7 @@ def test_a_settled_model_lacks_as_many_rows_as_late_in_a_run(share: float, tmp_p
 
 
 def test_a_model_is_trained_with_and_without_a_cache(tmp_path: Path) -> None:
-    found = behaved(SMALL, 0.1, tmp_path, None, num_turns=1)
+    found = measure_cache(SMALL, 0.1, tmp_path, None, num_turns=1)
     assert 0 < found.alone_s < 10
     assert 0 < found.step_s < 10
     assert 0 < found.num_reads <= found.num_rows <= found.num_ids
@@ -145,7 +149,7 @@ def test_a_model_is_trained_with_and_without_a_cache(tmp_path: Path) -> None:
 
 
 def test_models_behind_caches_differ_in_all_that_is_to_be_found() -> None:
-    shapes = [shape for shape, _ in behind_shapes(is_short=False)]
+    shapes = [shape for shape, _ in cpu_shapes(is_short=False)]
     assert len({shape.width for shape in shapes}) > 1
     assert len({shape.num_ids for shape in shapes}) > 4
     assert len({dataclasses.replace(shape, skew=0.0) for shape in shapes}) == len(shapes)

@@ -9,7 +9,7 @@ import torch
 
 from rowstead.spec.sharing import MessageCost
 from rowstead.study.calibration.machine_speed import MachineSpeed
-from rowstead.study.calibration.requests import CALLS, SIZES, _fitted, _less, request_costs
+from rowstead.study.calibration.requests import CALLS, SIZES, _fit_cost, _subtract, request_costs
 
 
 def terms() -> np.ndarray:
@@ -19,12 +19,12 @@ def terms() -> np.ndarray:
 def test_sizes_tell_messages_ids_and_bytes_apart() -> None:
     wanted = MessageCost(call_s=2e-4, id_s=8e-9, byte_s=2e-10)
     taken = [wanted.seconds(num_calls=calls, num_ids=ids, num_bytes=num) for calls, ids, num in terms()]
-    found = _fitted(terms(), taken)
+    found = _fit_cost(terms(), taken)
     assert vars(found) == pytest.approx(vars(wanted), rel=1e-6)
 
 
 def test_what_is_left_of_a_cost_is_never_negative() -> None:
-    left = _less(MessageCost(call_s=3e-4, id_s=1e-9), MessageCost(call_s=1e-4, id_s=2e-9, byte_s=1e-10))
+    left = _subtract(MessageCost(call_s=3e-4, id_s=1e-9), MessageCost(call_s=1e-4, id_s=2e-9, byte_s=1e-10))
     assert vars(left) == pytest.approx({"call_s": 2e-4, "id_s": 0.0, "byte_s": 0.0})
 
 

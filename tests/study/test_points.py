@@ -13,7 +13,7 @@ from rowstead.spec.errors import RowsteadError, SpecError
 from rowstead.spec.parse import parse
 from rowstead.spec.sweep import SweepSpec, load_sweep, sweep_names
 from rowstead.study.points import points_of
-from rowstead.study.remaining import remaining_s
+from rowstead.study.sweep import remaining_s
 from tests.small_runs import small_plain
 
 HOSTILE = "<script>alert(1)</script>; rm -rf / $(x) `y` ‮猫 " + "z" * 200

@@ -232,7 +232,7 @@ def calibrate(
     from rowstead.report.plans import say
     from rowstead.spec.catalogue import calibrated_path, machine_text
     from rowstead.spec.machine import check_name
-    from rowstead.study.calibration.calibrate import calibrate as measured
+    from rowstead.study.calibration.calibrate import calibrate as measure_machine
     from rowstead.training.device import container_cores
 
     if device not in ("auto", "cpu", "cuda"):
@@ -257,16 +257,16 @@ def calibrate(
         raise RowsteadError(f"cannot write {path}: {error.strerror or error}: name another file with --out") from None
     before, start = torch.get_num_threads(), time.perf_counter()
 
-    def tell(line: str) -> None:
+    def report(line: str) -> None:
         say(f"{time.perf_counter() - start:5.0f} s  {line}")
 
     torch.set_num_threads(threads or min(before, container_cores() or before))
     try:
-        machine = measured(torch.device(kind), name=name, folder=folder, is_short=quick, tell=tell)
+        machine = measure_machine(torch.device(kind), name=name, folder=folder, is_short=quick, on_message=report)
     finally:
         torch.set_num_threads(before)
     write_atomic(path, machine_text(machine))
-    tell(f"written to {path}")
+    report(f"written to {path}")
     for line in _shown_machine(machine):
         say(f"  {line}")
     say(f"Use it with `rowstead plan RECIPE --on {'here' if out is None else path}`.")

@@ -30,23 +30,23 @@ from rowstead.spec.machine import Machine
 from rowstead.spec.software import Software
 from rowstead.spec.timings import Timings
 from rowstead.study.calibration.machine_speed import MachineSpeed
-from rowstead.study.calibration.steady_state import Drawn, run_to_steady_state, turn_s
+from rowstead.study.calibration.steady_state import SampledBatches, mean_step_s, run_to_steady_state
 from rowstead.study.calibration.steps import WARM_GPU_S, Shape, Steps
 
 RECORDS = (36.0, 68.0, 132.0, 260.0, 516.0)
 """Bytes of rows with their state for which times are given."""
-TURNS, STEPS_A_TURN, STEPS_A_BEAT = 5, 8, 2
+TURNS, STEPS_PER_TURN, REFERENCES_PER_TURN = 5, 8, 2
 SHARES = tuple(share / 20 for share in range(21))
 """That are tried for the share by which moving rows and training slow each other down."""
 NUM_SWEEPS = 400
-STEPS_A_ROUND, LEAST_ROUNDS, MOST_ROUNDS = 64, 3, 15
+STEPS_PER_ROUND, LEAST_ROUNDS, MOST_ROUNDS = 64, 3, 15
 """On a GPU."""
-BEYOND_HOST = 1.15
+MIN_OVER_HOST = 1.15
 """How many times as long as its host a GPU's step takes at least that says something of the GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Behaved:
+class CacheMeasurement:
     """Steps of one model, and what they ask of its cache."""
 
     alone_s: float
@@ -62,7 +62,7 @@ class Behaved:
     """That are made by what computes the step: none on a GPU, for which its host plans."""
 
 
-def behind_shapes(*, is_short: bool) -> list[tuple[Shape, float]]:
+def cpu_shapes(*, is_short: bool) -> list[tuple[Shape, float]]:
     """Models whose rows are put behind a cache of a CPU, with the share of them that the cache keeps."""
     sizes = [
         # sparse, batch, rows, width, ids, skew, top MLP, share
@@ -89,12 +89,14 @@ def behind_shapes(*, is_short: bool) -> list[tuple[Shape, float]]:
     ]  # fmt: skip
 
 
-def behaved(shape: Shape, share: float, folder: Path, pace: MachineSpeed | None, *, num_turns: int = TURNS) -> Behaved:
+def measure_cache(
+    shape: Shape, share: float, folder: Path, speed: MachineSpeed | None, *, num_turns: int = TURNS
+) -> CacheMeasurement:
     """Train a model with all rows in memory and with this share of them there, in turns."""
     cpu, work = torch.device("cpu"), step_work(shape.spec("cpu"))
     with contextlib.ExitStack() as opened:
         place = opened.enter_context(tempfile.TemporaryDirectory(dir=folder, prefix=".rowstead-rows-"))
-        drawn = Drawn.of(shape, cpu)
+        drawn = SampledBatches.of(shape, cpu)
         alone = run_to_steady_state(shape, cpu, placement={"*": "device"}, kept_share=0.0, folder=place, drawn=drawn)
         rule = {"*": {"where": "ssd", "cache_fraction": share}}
         behind = run_to_steady_state(shape, cpu, placement=rule, kept_share=share, folder=place, drawn=drawn)
@@ -102,9 +104,9 @@ def behaved(shape: Shape, share: float, folder: Path, pace: MachineSpeed | None,
         turns: dict[str, list[float]] = {"alone": [], "behind": []}
         for _ in range(num_turns):
             for name, steps in (("alone", alone), ("behind", behind)):
-                turns[name].append(_turn_s(steps, pace))
+                turns[name].append(_turn_s(steps, speed))
     (group,) = build_cache_models(work.tables, _setup(shape, [table.name for table in work.tables], share))
-    return Behaved(
+    return CacheMeasurement(
         alone_s=statistics.median(turns["alone"]),
         step_s=statistics.median(turns["behind"]),
         num_ids=float(shape.num_ids),
@@ -114,13 +116,13 @@ def behaved(shape: Shape, share: float, folder: Path, pace: MachineSpeed | None,
     )
 
 
-def _turn_s(steps: Steps, pace: MachineSpeed | None) -> float:
+def _turn_s(steps: Steps, speed: MachineSpeed | None) -> float:
     """Seconds of a step at the standard pace."""
-    if pace is None:
-        return turn_s(steps, STEPS_A_TURN)
-    before = [pace.beat() for _ in range(STEPS_A_BEAT)]
-    seconds = turn_s(steps, STEPS_A_TURN)
-    return seconds / pace.over_standard(before + [pace.beat() for _ in range(STEPS_A_BEAT)])
+    if speed is None:
+        return mean_step_s(steps, STEPS_PER_TURN)
+    before = [speed.time_reference() for _ in range(REFERENCES_PER_TURN)]
+    seconds = mean_step_s(steps, STEPS_PER_TURN)
+    return seconds / speed.slowdown(before + [speed.time_reference() for _ in range(REFERENCES_PER_TURN)])
 
 
 def _setup(shape: Shape, tables: Sequence[str], share: float) -> Setup:
@@ -128,7 +130,7 @@ def _setup(shape: Shape, tables: Sequence[str], share: float) -> Setup:
     return Setup(placement="device", batch_size=shape.batch_size, has_input=False, behind=behind)
 
 
-def explained(timings: Timings, models: Sequence[Behaved]) -> Timings:
+def fit_cache_costs(timings: Timings, models: Sequence[CacheMeasurement]) -> Timings:
     """The timings with what explains the steps of these models best, errors taken as shares of what was measured.
 
     Rows take `moved = rows * (row_s + byte_s * bytes) + reads * read_s`, finding places `placed = batch_s + ids * id_s`, and a step the longer of
@@ -140,7 +142,7 @@ def explained(timings: Timings, models: Sequence[Behaved]) -> Timings:
         for _ in range(8):  # which steps wait for their rows follows from the times, and these from that
             terms, known, waits = _equations(models, found, share)
             taken = np.array([one.step_s for one in models])
-            found = _not_negative(terms / taken[:, None], (taken - known) / taken)
+            found = _coordinate_descent(terms / taken[:, None], (taken - known) / taken)
             if np.array_equal(waits, _equations(models, found, share)[2]):
                 break
         off = float(np.sum(np.log(_steps_s(models, found, share) / taken) ** 2))
@@ -160,7 +162,7 @@ def explained(timings: Timings, models: Sequence[Behaved]) -> Timings:
 
 
 def _equations(
-    models: Sequence[Behaved], found: NDArray[np.float64], share: float
+    models: Sequence[CacheMeasurement], found: NDArray[np.float64], share: float
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.bool_]]:
     """For each model what the unknown times are multiplied by, what is known, and whether its steps wait for rows."""
     placed = np.array([[one.num_plans, one.num_ids, 0.0, 0.0, 0.0] for one in models])
@@ -171,12 +173,12 @@ def _equations(
     return terms, np.where(waits, share * alone, alone), waits
 
 
-def _steps_s(models: Sequence[Behaved], found: NDArray[np.float64], share: float) -> NDArray[np.float64]:
+def _steps_s(models: Sequence[CacheMeasurement], found: NDArray[np.float64], share: float) -> NDArray[np.float64]:
     terms, known, _ = _equations(models, found, share)
     return np.maximum(terms @ found + known, 1e-9)
 
 
-def _not_negative(left: NDArray[np.float64], right: NDArray[np.float64]) -> NDArray[np.float64]:
+def _coordinate_descent(left: NDArray[np.float64], right: NDArray[np.float64]) -> NDArray[np.float64]:
     """Least squares without negative numbers, one unknown after the other again and again."""
     sizes = np.maximum(np.linalg.norm(left, axis=0), 1e-300)
     scaled = left / sizes
@@ -189,17 +191,17 @@ def _not_negative(left: NDArray[np.float64], right: NDArray[np.float64]) -> NDAr
     return found / sizes
 
 
-def with_caches(
-    machine: Machine, software: Software, device: torch.device, folder: Path, pace: MachineSpeed | None, *, is_short: bool
+def measure_caches(
+    machine: Machine, software: Software, device: torch.device, folder: Path, speed: MachineSpeed | None, *, is_short: bool
 ) -> Software:
     """The trainer with what rows behind a cache cost it."""
     if device.type == "cuda":
-        return _with_caches_of_gpu(machine, software, device, folder, is_short=is_short)
+        return _measure_gpu_caches(machine, software, device, folder, is_short=is_short)
     timings = software.cpu_timings
     assert timings is not None
-    shapes = behind_shapes(is_short=is_short)
-    models = [behaved(shape, share, folder, pace, num_turns=2 if is_short else TURNS) for shape, share in shapes]
-    return dataclasses.replace(software, cpu_timings=explained(timings, models))
+    shapes = cpu_shapes(is_short=is_short)
+    models = [measure_cache(shape, share, folder, speed, num_turns=2 if is_short else TURNS) for shape, share in shapes]
+    return dataclasses.replace(software, cpu_timings=fit_cache_costs(timings, models))
 
 
 # On a GPU
@@ -236,13 +238,13 @@ def gpu_shapes(*, is_short: bool) -> list[tuple[Shape, float]]:
     ]  # fmt: skip
 
 
-def steady_s(steps: Steps, seconds: float, *, warm_s: float = 0.0) -> float:
+def steady_step_s(steps: Steps, seconds: float, *, warm_s: float = 0.0) -> float:
     """Seconds of a step in the middle of many, when the batches that follow are announced as early as in a run: the median of rounds."""
     wait = functools.partial(torch.cuda.synchronize, steps.device) if steps.device.type == "cuda" else lambda: None
     end = np.inf if warm_s else 0.0
     while True:
         began = time.perf_counter()
-        for _ in steps.take(STEPS_A_ROUND):
+        for _ in steps.take(STEPS_PER_ROUND):
             pass
         wait()
         now = time.perf_counter()
@@ -252,15 +254,15 @@ def steady_s(steps: Steps, seconds: float, *, warm_s: float = 0.0) -> float:
     ahead = steps.stepper.model.store.batches_ahead + 1
     num_rounds = max(LEAST_ROUNDS, min(MOST_ROUNDS, round(seconds / (now - began))))
     marks: list[float] = []
-    for number, _ in enumerate(steps.take(ahead + num_rounds * STEPS_A_ROUND + ahead), 1):
-        if number >= ahead and (number - ahead) % STEPS_A_ROUND == 0:
+    for number, _ in enumerate(steps.take(ahead + num_rounds * STEPS_PER_ROUND + ahead), 1):
+        if number >= ahead and (number - ahead) % STEPS_PER_ROUND == 0:
             wait()
             marks.append(time.perf_counter())
     wait()
-    return statistics.median(later - earlier for earlier, later in itertools.pairwise(marks)) / STEPS_A_ROUND
+    return statistics.median(later - earlier for earlier, later in itertools.pairwise(marks)) / STEPS_PER_ROUND
 
 
-def _with_caches_of_gpu(
+def _measure_gpu_caches(
     machine: Machine, software: Software, device: torch.device, folder: Path, *, is_short: bool
 ) -> Software:
     """What rows behind a cache in a GPU's memory cost: the host, by a model that is next to nothing; the GPU, by models that are more than that."""
@@ -274,7 +276,7 @@ def _with_caches_of_gpu(
             if max_set is not None:
                 store.limit_prefetch(max_set)
             try:
-                return steady_s(steps, seconds, warm_s=WARM_GPU_S)
+                return steady_step_s(steps, seconds, warm_s=WARM_GPU_S)
             finally:
                 steps.close()
 
@@ -285,16 +287,16 @@ def _with_caches_of_gpu(
     alone_s, in_sets_s, one_by_one_s = map(
         min, zip(*turns, strict=True)
     )  # the first steps of a process take half as long again
-    set_s, batch_s = planned(alone_s, in_sets_s, one_by_one_s, _group(FEW, FEW_KEPT).set_size)
+    set_s, batch_s = split_plan_cost(alone_s, in_sets_s, one_by_one_s, _group(FEW, FEW_KEPT).set_size)
     known = dataclasses.replace(timings, place_batch_s=batch_s, place_set_s=set_s)
     models = []
     for shape, share in gpu_shapes(is_short=is_short):
         group = _group(shape, share)
         taken_s = step_s(shape, {"where": "cached", "cache_fraction": share})
-        if taken_s < BEYOND_HOST * (alone_s + batch_s + set_s / group.set_size):
+        if taken_s < MIN_OVER_HOST * (alone_s + batch_s + set_s / group.set_size):
             continue  # what the host holds up says nothing of the GPU
         models.append(
-            Behaved(
+            CacheMeasurement(
                 alone_s=step_s(shape, {"where": "device"}),
                 step_s=taken_s,
                 num_ids=float(shape.num_ids),
@@ -313,11 +315,11 @@ def _with_caches_of_gpu(
             axes=(CurveAxis(name="record_bytes", sizes=RECORDS),), seconds=tuple(byte_s * record for record in RECORDS)
         )
         return dataclasses.replace(software, device_timings=dataclasses.replace(known, move_row=moves))
-    found = dataclasses.replace(explained(known, models), place_batch_s=batch_s)
+    found = dataclasses.replace(fit_cache_costs(known, models), place_batch_s=batch_s)
     return dataclasses.replace(software, device_timings=found)
 
 
-def planned(alone_s: float, in_sets_s: float, one_by_one_s: float, set_size: int) -> tuple[float, float]:
+def split_plan_cost(alone_s: float, in_sets_s: float, one_by_one_s: float, set_size: int) -> tuple[float, float]:
     """Host seconds of a plan, and of each batch in it, by steps without a cache, with plans of sets, and with plans of single batches."""
     set_s = max(0.0, one_by_one_s - in_sets_s) / (1 - 1 / set_size)
     return set_s, max(0.0, in_sets_s - alone_s - set_s / set_size)

@@ -25,12 +25,12 @@ from rowstead.spec.sharing import Sharing
 from rowstead.spec.software import Software
 from rowstead.spec.timings import LayerTimes, Timings
 from rowstead.study.calibration import hardware
-from rowstead.study.calibration.caches import with_caches
-from rowstead.study.calibration.clock import PASSING_BYTES, Clock
+from rowstead.study.calibration.caches import measure_caches
+from rowstead.study.calibration.clock import FLUSH_BYTES, Clock
 from rowstead.study.calibration.compiling import compile_interactions
 from rowstead.study.calibration.dense import dense_update_times, fp32_interaction_factor, interaction_times, layer_times
 from rowstead.study.calibration.exchange import exchange_times
-from rowstead.study.calibration.fit import fitted, quicker
+from rowstead.study.calibration.fit import fit_timings, take_shorter
 from rowstead.study.calibration.footprint import base_bytes
 from rowstead.study.calibration.machine_speed import MachineSpeed
 from rowstead.study.calibration.requests import request_costs
@@ -43,12 +43,12 @@ TINY = Shape(
 )  # fmt: skip
 """A model so small that on a GPU its steps show the host's time alone."""
 
-SOME = 3
+SHAPES_PER_ROUND = 3
 """Whole models that are taken after each part."""
-MOST_ALONE = 1024
+MAX_ONE_THREAD_EXAMPLES = 1024
 """Examples of the largest batch for which layers are measured with one thread."""
 
-Tell = Callable[[str], Any]
+OnMessage = Callable[[str], Any]
 
 
 def whole_shapes(device: torch.device, *, is_short: bool) -> list[Shape]:
@@ -105,41 +105,41 @@ def whole_shapes(device: torch.device, *, is_short: bool) -> list[Shape]:
 
 
 def calibrate(
-    device: torch.device, *, name: str, folder: Path, is_short: bool = False, tell: Tell = lambda line: None
+    device: torch.device, *, name: str, folder: Path, is_short: bool = False, on_message: OnMessage = lambda line: None
 ) -> Machine:
     """Measure this machine, with the threads that torch has now; `folder` is on the disk to be measured."""
     source = f"measured by `rowstead calibrate` on {datetime.date.today().isoformat()}, torch {torch.__version__}"
-    tell("memory and arithmetic of the processors")
+    on_message("memory and arithmetic of the processors")
     cpu = torch.device("cpu")
     machine = Machine(
         name=name,
         title=_title(device),
-        host=_host(Clock(cpu), source),
+        host=_measure_host(Clock(cpu), source),
         disk=hardware.disk(folder, source),
     )
     if device.type == "cuda":
-        tell("memory, arithmetic and link of the GPU")
-        machine = dataclasses.replace(machine, accelerators=_accelerators(Clock(device), source))
-    pace = MachineSpeed() if device.type == "cpu" else None
-    whole = _WholeSteps(device, pace, is_short=is_short, tell=tell)
-    timings = _timings(device, is_short=is_short, tell=tell, between=whole.some)
-    machine = _with_random_rates(machine, timings)
+        on_message("memory, arithmetic and link of the GPU")
+        machine = dataclasses.replace(machine, accelerators=_measure_accelerators(Clock(device), source))
+    speed = MachineSpeed() if device.type == "cpu" else None
+    whole = _WholeSteps(device, speed, is_short=is_short, on_message=on_message)
+    timings = _measure_timings(device, is_short=is_short, on_message=on_message, between=whole.some)
+    machine = _add_random_rates(machine, timings)
     software = _software(device, timings, source)
     if not is_short:
-        tell("two processes that exchange messages")
+        on_message("two processes that exchange messages")
         software = dataclasses.replace(software, exchange=exchange_times())
     if device.type == "cpu":
-        tell("memory of a training process")
+        on_message("memory of a training process")
         software = dataclasses.replace(software, base_bytes=base_bytes(torch.get_num_threads()))
-    software, alone = whole.fitted_to(machine, software)
-    if pace is not None and alone is not None:
-        tell("processes that share the cores")
-        software = dataclasses.replace(software, sharing=_sharing(alone, pace, is_short=is_short))
-    tell("rows behind a cache")
-    software = with_caches(machine, software, device, folder, pace, is_short=is_short)
-    tell("power")
+    software, alone = whole.fit_software(machine, software)
+    if speed is not None and alone is not None:
+        on_message("processes that share the cores")
+        software = dataclasses.replace(software, sharing=_measure_sharing(alone, speed, is_short=is_short))
+    on_message("rows behind a cache")
+    software = measure_caches(machine, software, device, folder, speed, is_short=is_short)
+    on_message("power")
     assert whole.last is not None
-    machine = dataclasses.replace(machine, meter=hardware.meter(device, whole.last.measured, source))
+    machine = dataclasses.replace(machine, meter=hardware.meter(device, whole.last.measure, source))
     return dataclasses.replace(machine, software=software)
 
 
@@ -149,7 +149,7 @@ def _title(device: torch.device) -> str:
     return f"{kind}, {torch.get_num_threads()} threads"
 
 
-def _memory(clock: Clock, capacity_bytes: float, source: str) -> Memory:
+def _measure_memory(clock: Clock, capacity_bytes: float, source: str) -> Memory:
     """A memory in order; what it does at random comes with the rows."""
     kind = clock.device.type
     in_order = hardware.copy_bytes_per_s(clock, hardware.COPY_BYTES[kind])
@@ -165,8 +165,8 @@ def _memory(clock: Clock, capacity_bytes: float, source: str) -> Memory:
     )
 
 
-def _host(clock: Clock, source: str) -> Host:
-    memory = _memory(clock, float(psutil.virtual_memory().total), source)
+def _measure_host(clock: Clock, source: str) -> Host:
+    memory = _measure_memory(clock, float(psutil.virtual_memory().total), source)
     with hardware.threads(1):
         alone = hardware.copy_bytes_per_s(clock, hardware.COPY_BYTES["cpu"])
     return Host(
@@ -177,7 +177,7 @@ def _host(clock: Clock, source: str) -> Host:
     )
 
 
-def _accelerators(clock: Clock, source: str) -> Accelerators:
+def _measure_accelerators(clock: Clock, source: str) -> Accelerators:
     num = torch.cuda.device_count()
     total = float(torch.cuda.get_device_properties(clock.device).total_memory)
     peer = None
@@ -188,7 +188,7 @@ def _accelerators(clock: Clock, source: str) -> Accelerators:
         )
     return Accelerators(
         num=num,
-        memory=_memory(clock, total, source),
+        memory=_measure_memory(clock, total, source),
         compute=Compute(
             fp32_flops_per_s=hardware.product_flops_per_s(clock, "fp32"),
             tf32_flops_per_s=hardware.product_flops_per_s(clock, "tf32"),
@@ -200,11 +200,13 @@ def _accelerators(clock: Clock, source: str) -> Accelerators:
     )
 
 
-def _timings(device: torch.device, *, is_short: bool, tell: Tell, between: Callable[[], Any] = lambda: None) -> Timings:
+def _measure_timings(
+    device: torch.device, *, is_short: bool, on_message: OnMessage, between: Callable[[], Any] = lambda: None
+) -> Timings:
     """Each part of a step alone; `between` is called now and then."""
     on_gpu = device.type == "cuda"
     clock = Clock(device, budget_s=0.004 if is_short else 0.02 if on_gpu else 0.006, least_calls=5 if on_gpu else 3)
-    among = dataclasses.replace(clock, passing_bytes=PASSING_BYTES, least_calls=9 if on_gpu and not is_short else 5)
+    among = dataclasses.replace(clock, flush_bytes=FLUSH_BYTES, least_calls=9 if on_gpu and not is_short else 5)
     formats = ("fp32", "tf32", "bf16")[: 2 if is_short else 3] if on_gpu else ("fp32",)
 
     def often(measure: Callable[[], Any]) -> Any:
@@ -213,25 +215,25 @@ def _timings(device: torch.device, *, is_short: bool, tell: Tell, between: Calla
             return measure()
         first = measure()
         between()
-        return quicker(first, measure())
+        return take_shorter(first, measure())
 
     layers = []
     for precision in formats:
-        tell(f"linear layers, {precision}")
+        on_message(f"linear layers, {precision}")
         layers.append(often(functools.partial(layer_times, clock, precision, is_short=is_short)))
         between()
     multiplied = "tf32" if clock.is_cuda else "fp32"
     if clock.is_cuda and not is_short:
-        tell("interaction: its programs are compiled")
+        on_message("interaction: its programs are compiled")
         compile_interactions()
-    tell("interaction")
+    on_message("interaction")
     forward, back = interaction_times(clock, multiplied, is_short=is_short)
     fp32_factor = fp32_interaction_factor(clock, multiplied) if clock.is_cuda else 1.0
-    tell("dense optimizer")
+    on_message("dense optimizer")
     update = dense_update_times(among)
     between()
     clock.give_back()
-    tell("look-up and update of rows")
+    on_message("look-up and update of rows")
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_bytes()
     rows = often(functools.partial(row_times, among, min(free, 1 << 27) if is_short else free, is_short=is_short))
     clock.give_back()
@@ -249,7 +251,7 @@ def _timings(device: torch.device, *, is_short: bool, tell: Tell, between: Calla
     )
 
 
-def _with_random_rates(machine: Machine, timings: Timings) -> Machine:
+def _add_random_rates(machine: Machine, timings: Timings) -> Machine:
     """The machine with what its memory does at random, by the rows that were read within the most bytes."""
     on_gpu = machine.accelerators is not None
     memory = machine.accelerators.memory if machine.accelerators is not None else machine.host.memory
@@ -292,10 +294,10 @@ class _WholeSteps:
     On a GPU the host's time is looked at before each of them, for the same reason.
     """
 
-    def __init__(self, device: torch.device, pace: MachineSpeed | None, *, is_short: bool, tell: Tell) -> None:
-        self._device, self._pace, self._is_short, self._tell = device, pace, is_short, tell
+    def __init__(self, device: torch.device, speed: MachineSpeed | None, *, is_short: bool, on_message: OnMessage) -> None:
+        self._device, self._speed, self._is_short, self._on_message = device, speed, is_short, on_message
         self._seconds = 0.05 if is_short else 0.4
-        self._tried = whole_shapes(device, is_short=is_short)
+        self._shapes = whole_shapes(device, is_short=is_short)
         self._num_taken = 0
         self._times: list[tuple[Shape, StepTime]] = []
         self._alone: list[tuple[Shape, StepTime]] = []
@@ -305,43 +307,45 @@ class _WholeSteps:
 
     def some(self) -> None:
         """Take a few models, on a CPU."""
-        if self._pace is not None and not self._is_short:
-            self._take(SOME)
+        if self._speed is not None and not self._is_short:
+            self._take(SHAPES_PER_ROUND)
 
     def _take(self, count: int) -> None:
-        for shape in self._tried[self._num_taken : self._num_taken + count]:
+        for shape in self._shapes[self._num_taken : self._num_taken + count]:
             self._num_taken += 1
-            self._tell(f"whole steps, {self._num_taken} of {len(self._tried)} models")
+            self._on_message(f"whole steps, {self._num_taken} of {len(self._shapes)} models")
             self.last = None  # its memory is given back first
-            self.last = Steps.of(shape, self._device, pace=self._pace)
-            time = self.last.measured(self._seconds)
+            self.last = Steps.of(shape, self._device, speed=self._speed)
+            time = self.last.measure(self._seconds)
             self._times.append((shape, time))
-            if self._pace is not None and (self._is_short or self._num_taken % 2):  # half of them, as time is short
+            if self._speed is not None and (self._is_short or self._num_taken % 2):  # half of them, as time is short
                 with hardware.threads(1):
-                    self._alone.append((shape, dataclasses.replace(self.last.measured(self._seconds / 2), pace=time.pace)))
+                    self._alone.append(
+                        (shape, dataclasses.replace(self.last.measure(self._seconds / 2), slowdown=time.slowdown))
+                    )
 
-    def fitted_to(self, machine: Machine, software: Software) -> tuple[Software, Timings | None]:
+    def fit_software(self, machine: Machine, software: Software) -> tuple[Software, Timings | None]:
         """The software with the time between the parts, and on a GPU that of the host; on a CPU also what one thread takes."""
-        if self._pace is None:
-            return self._fitted_on_gpu(machine, software), None
-        self._take(len(self._tried))
+        if self._speed is None:
+            return self._fit_on_gpu(machine, software), None
+        self._take(len(self._shapes))
         processor = host_processor(machine, software)
         assert processor.timings is not None
-        usual = statistics.median(time.pace for _, time in self._times)  # which counts as 1
-        self._pace.standard_s *= usual
+        usual = statistics.median(time.slowdown for _, time in self._times)  # which counts as 1
+        self._speed.standard_s *= usual
         times, alone = (
-            [(shape, dataclasses.replace(time, pace=time.pace / usual).at_standard_pace()) for shape, time in some]
+            [(shape, dataclasses.replace(time, slowdown=time.slowdown / usual).at_standard_speed()) for shape, time in some]
             for some in (self._times, self._alone)
         )
-        changed = fitted(processor.timings, processor, software, *zip(*times, strict=True))
-        software = dataclasses.replace(software, cpu_timings=dataclasses.replace(changed, pace_s=self._pace.standard_s))
-        one_thread = dataclasses.replace(processor.timings, layers=(self._layers_of_one_thread(),))
-        return software, fitted(one_thread, processor, software, *zip(*alone, strict=True))
+        changed = fit_timings(processor.timings, processor, software, *zip(*times, strict=True))
+        software = dataclasses.replace(software, cpu_timings=dataclasses.replace(changed, pace_s=self._speed.standard_s))
+        one_thread = dataclasses.replace(processor.timings, layers=(self._measure_one_thread_layers(),))
+        return software, fit_timings(one_thread, processor, software, *zip(*alone, strict=True))
 
-    def _fitted_on_gpu(self, machine: Machine, software: Software) -> Software:
+    def _fit_on_gpu(self, machine: Machine, software: Software) -> Software:
         tiny, of_host = Steps.of(TINY, self._device), list[float]()
-        while self._num_taken < len(self._tried):
-            of_host.append(tiny.measured(self._seconds / 4).step_s)
+        while self._num_taken < len(self._shapes):
+            of_host.append(tiny.measure(self._seconds / 4).step_s)
             self._take(1)
         host_s = statistics.median(of_host)
         software = dataclasses.replace(software, device_step_s=host_s)
@@ -351,19 +355,19 @@ class _WholeSteps:
             return software
         processor = device_processor(machine, software)
         assert processor.timings is not None
-        changed = fitted(processor.timings, processor, software, *zip(*times, strict=True))
+        changed = fit_timings(processor.timings, processor, software, *zip(*times, strict=True))
         return dataclasses.replace(software, device_timings=changed)
 
-    def _layers_of_one_thread(self) -> LayerTimes:
-        self._tell("linear layers of one thread")
+    def _measure_one_thread_layers(self) -> LayerTimes:
+        self._on_message("linear layers of one thread")
         clock = Clock(self._device, budget_s=0.004, least_calls=3)
         with hardware.threads(1):
-            return layer_times(clock, "fp32", is_short=self._is_short, most_examples=MOST_ALONE)
+            return layer_times(clock, "fp32", is_short=self._is_short, most_examples=MAX_ONE_THREAD_EXAMPLES)
 
 
-def _sharing(alone: Timings, pace: MachineSpeed, *, is_short: bool) -> Sharing | None:
+def _measure_sharing(alone: Timings, speed: MachineSpeed, *, is_short: bool) -> Sharing | None:
     """One thread by its whole steps, and what processes say to each other; absent where there is no other process to measure."""
-    found = request_costs(pace, is_short=is_short)
+    found = request_costs(speed, is_short=is_short)
     if found is None:
         return None
     return Sharing(

@@ -16,7 +16,7 @@ now: Callable[[], float] = time.perf_counter
 """The time of a CPU's work."""
 QUANTILE = 0.5
 """Which of the times is taken, the shortest first."""
-PASSING_BYTES = 16 << 20
+FLUSH_BYTES = 16 << 20
 """What a dense part is taken to bring into a CPU's caches between two uses of the rows: more than all but the last of them holds."""
 
 
@@ -29,7 +29,7 @@ class Clock:
     """How long each piece of work is repeated, if that is more than the least number of calls."""
     least_calls: int = 5
     most_calls: int = 200
-    passing_bytes: int = 0
+    flush_bytes: int = 0
     """What goes through a CPU's caches before each call, as the rest of a step does."""
     stream: Any = None
     """On which a GPU's graphs are captured."""
@@ -40,35 +40,35 @@ class Clock:
 
     def seconds(self, call: Call) -> float:
         """Seconds of one call, those that launch it not counted on a GPU."""
-        return self._replayed(call) if self.is_cuda else self._timed([call])[0]
+        return self._time_graph(call) if self.is_cuda else self._time_calls([call])[0]
 
     def forward_and_back(
         self, forward: Callable[[], torch.Tensor], back: Callable[[torch.Tensor], Any], *, forward_s: float | None = None
     ) -> tuple[float, float]:
         """Seconds of a forward pass, and of the backward pass of what it gave; a GPU needs not measure the former twice."""
         if self.is_cuda:
-            alone = forward_s or self._replayed(forward)
-            both = self._replayed(lambda: back(forward()))
+            alone = forward_s or self._time_graph(forward)
+            both = self._time_graph(lambda: back(forward()))
             return alone, max(both - alone, 1e-7)
         out: list[torch.Tensor] = []
 
         def begin() -> None:
             out[:] = [forward()]
 
-        first, second = self._timed([begin, lambda: back(out[0])])
+        first, second = self._time_calls([begin, lambda: back(out[0])])
         return first, second
 
-    def _timed(self, calls: list[Call]) -> list[float]:
+    def _time_calls(self, calls: list[Call]) -> list[float]:
         """Seconds of each of some calls, which are made one after the other, again and again."""
         for _ in range(2):
             for call in calls:
                 call()
         seconds: list[list[float]] = [[] for _ in calls]
-        passing = torch.zeros(self.passing_bytes // 4)
+        flushed = torch.zeros(self.flush_bytes // 4)
         end = time.perf_counter() + self.budget_s
         while len(seconds[0]) < self.least_calls or (time.perf_counter() < end and len(seconds[0]) < self.most_calls):
             for place, call in enumerate(calls):
-                passing.add_(1.0)
+                flushed.add_(1.0)
                 start = now()
                 call()
                 seconds[place].append(now() - start)
@@ -78,7 +78,7 @@ class Clock:
     def _quantile(seconds: list[float]) -> float:
         return sorted(seconds)[int(QUANTILE * (len(seconds) - 1) + 0.5)]
 
-    def _replayed(self, call: Call, *, calls_a_graph: int = 8) -> float:
+    def _time_graph(self, call: Call, *, calls_per_graph: int = 8) -> float:
         """Seconds of one of some calls in a graph, the median of several replays."""
         if self.stream is None:
             self.stream = torch.cuda.Stream(self.device)
@@ -90,7 +90,7 @@ class Clock:
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            held = [call() for _ in range(calls_a_graph)]
+            held = [call() for _ in range(calls_per_graph)]
         seconds = []
         for turn in range(3 + 7):
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -99,7 +99,7 @@ class Clock:
             end.record()
             torch.cuda.synchronize(self.device)
             if turn >= 3:
-                seconds.append(begin.elapsed_time(end) * 1e-3 / calls_a_graph)
+                seconds.append(begin.elapsed_time(end) * 1e-3 / calls_per_graph)
         del held, graph
         return self._quantile(seconds)
 

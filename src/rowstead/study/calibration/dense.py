@@ -132,14 +132,14 @@ def dense_update_times(clock: Clock) -> Curve:
         net = nn.Sequential(*(nn.Linear(side, side) for _ in range(4))).to(clock.device)
         for parameter in net.parameters():
             parameter.grad = torch.randn_like(parameter)
-        step = _step_of(net, clock)
+        step = _build_step(net, clock)
         return (clock.seconds(step) * num / sum(parameter.numel() for parameter in net.parameters()),)
 
     (curve,) = _curves(("parameters",), (PARAMETERS,), measure, lambda n: True)
     return curve
 
 
-def _step_of(net: nn.Module, clock: Clock) -> Callable[[], Any]:
+def _build_step(net: nn.Module, clock: Clock) -> Callable[[], Any]:
     spec = DenseOptimizerSpec()
     if not clock.is_cuda or not has_triton():
         return build_dense_optimizer(spec, net).step

@@ -39,7 +39,7 @@ class Parts:
     fill_s: float
 
 
-def parts_of(shape: Shape, processor: Processor, software: Software) -> Parts:
+def predict_parts(shape: Shape, processor: Processor, software: Software) -> Parts:
     """The parts of a model's step, as the cost model has them."""
     work, batch = step_work(shape.spec("cpu")), shape.batch_size
     timings, precision = processor.timings, shape.precision
@@ -57,7 +57,7 @@ def parts_of(shape: Shape, processor: Processor, software: Software) -> Parts:
     )
 
 
-def fitted(
+def fit_timings(
     timings: Timings, processor: Processor, software: Software, shapes: Sequence[Shape], times: Sequence[StepTime]
 ) -> Timings:
     """The timings with what whole steps have shown, by least squares, errors taken as shares of what was measured.
@@ -68,13 +68,13 @@ def fitted(
         timings, dense=InStep(), lookup=InStep(), update=InStep(), dense_optimizer=InStep(), plan_factor=0.0
     )
     processor = dataclasses.replace(processor, timings=alone)
-    parts = [parts_of(shape, processor, software) for shape in shapes]
+    parts = [predict_parts(shape, processor, software) for shape in shapes]
     if all(time.phases_s for time in times):
-        return _by_phases(alone, shapes, parts, times)
-    return _by_steps(alone, parts, times)
+        return _fit_phases(alone, shapes, parts, times)
+    return _fit_steps(alone, parts, times)
 
 
-def _by_phases(alone: Timings, shapes: Sequence[Shape], parts: Sequence[Parts], times: Sequence[StepTime]) -> Timings:
+def _fit_phases(alone: Timings, shapes: Sequence[Shape], parts: Sequence[Parts], times: Sequence[StepTime]) -> Timings:
     """A fixed time, a factor and the cost of a byte for each phase."""
     works = [step_work(shape.spec("cpu")) for shape in shapes]
     pooled = [shape.batch_size * work.pooled_bytes for shape, work in zip(shapes, works, strict=True)]
@@ -85,25 +85,25 @@ def _by_phases(alone: Timings, shapes: Sequence[Shape], parts: Sequence[Parts], 
     phases = [time.phases_s for time in times]
     found = dataclasses.replace(
         alone,
-        dense=_phase([one.dense_s for one in parts], moved, [one[Phase.FORWARD] + one[Phase.BACKWARD] for one in phases]),
-        lookup=_phase(
+        dense=_fit_phase([one.dense_s for one in parts], moved, [one[Phase.FORWARD] + one[Phase.BACKWARD] for one in phases]),
+        lookup=_fit_phase(
             [one.lookup_s - alone.lookup_call_s for one in parts],
             pooled,
             [one[Phase.LOOKUP] - alone.lookup_call_s for one in phases],
         ),
-        update=_phase(
+        update=_fit_phase(
             [one.update_s - alone.update_call_s for one in parts],
             pooled,
             [one[Phase.ROW_UPDATE] - alone.update_call_s for one in phases],
         ),
-        dense_optimizer=_phase(
+        dense_optimizer=_fit_phase(
             [one.dense_update_s for one in parts], [0.0] * len(parts), [one[Phase.DENSE_UPDATE] for one in phases]
         ),
     )
-    return _as_long_as_steps(found, parts, pooled, moved, times)
+    return _scale_to_steps(found, parts, pooled, moved, times)
 
 
-def _as_long_as_steps(
+def _scale_to_steps(
     found: Timings, parts: Sequence[Parts], pooled: Sequence[float], moved: Sequence[float], times: Sequence[StepTime]
 ) -> Timings:
     """The same phases, all so much longer that half of the steps are predicted too long and half too short.
@@ -129,16 +129,18 @@ def _as_long_as_steps(
     return dataclasses.replace(found, **longer)  # type: ignore[arg-type]
 
 
-def _phase(parts_s: Sequence[float], moved_bytes: Sequence[float], taken_s: Sequence[float]) -> InStep:
+def _fit_phase(parts_s: Sequence[float], moved_bytes: Sequence[float], taken_s: Sequence[float]) -> InStep:
     """What one phase takes in a step."""
     taken = np.maximum(taken_s, 1e-9)
     terms = np.stack([np.ones(len(taken)), np.array(parts_s), np.array(moved_bytes)], axis=1) / taken[:, None]
     pulls = PULL * np.median(terms, axis=0)
-    found = not_negative(np.vstack([terms, np.diag(pulls)]), np.concatenate([np.ones(len(taken)), [0.0, pulls[1], 0.0]]))
+    found = nonnegative_least_squares(
+        np.vstack([terms, np.diag(pulls)]), np.concatenate([np.ones(len(taken)), [0.0, pulls[1], 0.0]])
+    )
     return InStep(fixed_s=float(found[0]), factor=float(np.clip(found[1], *FACTORS)), byte_s=float(found[2]))
 
 
-def _by_steps(alone: Timings, parts: Sequence[Parts], times: Sequence[StepTime]) -> Timings:
+def _fit_steps(alone: Timings, parts: Sequence[Parts], times: Sequence[StepTime]) -> Timings:
     """One fixed time, and a factor for each phase and for what is done beside them."""
     taken = np.array([time.step_s for time in times])
     calls_s = alone.lookup_call_s + alone.update_call_s
@@ -152,7 +154,9 @@ def _by_steps(alone: Timings, parts: Sequence[Parts], times: Sequence[StepTime])
     has_plan = alone.plan is not None
     pulls = np.diag([0.0, STEP_PULL, STEP_PULL, STEP_PULL, STEP_PULL if has_plan else 1.0])
     toward = pulls @ np.array([0.0, 1.0, 1.0, 1.0, 0.5 if has_plan else 0.0])
-    found = not_negative(np.vstack([terms / taken[:, None], pulls]), np.concatenate([(taken - known) / taken, toward]))
+    found = nonnegative_least_squares(
+        np.vstack([terms / taken[:, None], pulls]), np.concatenate([(taken - known) / taken, toward])
+    )
     dense, lookup, update = (float(np.clip(one, *FACTORS)) for one in found[1:4])
     return dataclasses.replace(
         alone,
@@ -163,19 +167,21 @@ def _by_steps(alone: Timings, parts: Sequence[Parts], times: Sequence[StepTime])
     )
 
 
-def quicker(one: Any, other: Any) -> Any:
+def take_shorter(one: Any, other: Any) -> Any:
     """The shorter of two times wherever two measurements of the same have one."""
     if isinstance(one, float):
         return min(one, other)
     if isinstance(one, tuple):
-        return tuple(map(quicker, one, other))
+        return tuple(map(take_shorter, one, other))
     if not dataclasses.is_dataclass(one) or isinstance(one, type):
         return one
-    changed = {field.name: quicker(getattr(one, field.name), getattr(other, field.name)) for field in dataclasses.fields(one)}
+    changed = {
+        field.name: take_shorter(getattr(one, field.name), getattr(other, field.name)) for field in dataclasses.fields(one)
+    }
     return dataclasses.replace(one, **changed)
 
 
-def not_negative(left: NDArray[np.float64], right: NDArray[np.float64]) -> NDArray[np.float64]:
+def nonnegative_least_squares(left: NDArray[np.float64], right: NDArray[np.float64]) -> NDArray[np.float64]:
     """Least squares without negative numbers: what would be most negative is left out, until nothing is."""
     sizes = np.maximum(np.linalg.norm(left, axis=0), 1e-300)  # columns are seconds, shares and bytes
     kept, whole = list(range(left.shape[1])), np.zeros(left.shape[1])

@@ -28,7 +28,7 @@ SMALLEST = {
 """A run that holds next to nothing: what it takes is the program itself."""
 
 
-def peak_bytes(spec: RunSpec) -> float:
+def measure_peak_bytes(spec: RunSpec) -> float:
     """The most memory that a process had at once which did nothing but train this."""
     command = [sys.executable, "-m", "rowstead.study.calibration.footprint"]
     text = json.dumps(to_plain(spec))
@@ -44,7 +44,7 @@ def peak_bytes(spec: RunSpec) -> float:
 def base_bytes(threads: int) -> float:
     """What a training process takes besides tables, parameters, activations and batches."""
     plain: dict[str, Any] = {**SMALLEST, "threads": threads}
-    return peak_bytes(parse(RunSpec, plain))
+    return measure_peak_bytes(parse(RunSpec, plain))
 
 
 def main() -> None:

@@ -64,7 +64,7 @@ def host_link(device: torch.device, source: str) -> Link:
             torch.empty(num_bytes, dtype=torch.uint8).pin_memory(),
             torch.empty(num_bytes, dtype=torch.uint8, device=device),
         )
-        seconds.append(_copied_s(lambda h=here, t=there: t.copy_(h, non_blocking=True), device))  # type: ignore[misc]
+        seconds.append(_time_copy(lambda h=here, t=there: t.copy_(h, non_blocking=True), device))  # type: ignore[misc]
     return _link(seconds, source)
 
 
@@ -73,11 +73,11 @@ def peer_link(source: str) -> Link:
     seconds = []
     for num_bytes in LINK_BYTES:
         here, there = (torch.empty(num_bytes, dtype=torch.uint8, device=f"cuda:{place}") for place in (0, 1))
-        seconds.append(_copied_s(lambda h=here, t=there: t.copy_(h, non_blocking=True), torch.device("cuda:0")))  # type: ignore[misc]
+        seconds.append(_time_copy(lambda h=here, t=there: t.copy_(h, non_blocking=True), torch.device("cuda:0")))  # type: ignore[misc]
     return _link(seconds, source)
 
 
-def _copied_s(copy: Callable[[], Any], device: torch.device) -> float:
+def _time_copy(copy: Callable[[], Any], device: torch.device) -> float:
     """Seconds of one of some copies, one after the other."""
     times = []
     for _ in range(5):
@@ -114,7 +114,7 @@ def disk(folder: Path, source: str) -> Disk | None:
             file.flush()
             os.fsync(file.fileno())
             write_s = time.perf_counter() - start
-            read_s, is_direct = _read_in_order(file.name)
+            read_s, is_direct = _time_sequential_read(file.name)
             per_s = _random_reads_per_s(file.name)
     except OSError:
         return None
@@ -127,7 +127,7 @@ def disk(folder: Path, source: str) -> Disk | None:
     )
 
 
-def _opened(path: str) -> tuple[int, bool]:
+def _open_file(path: str) -> tuple[int, bool]:
     direct = getattr(os, "O_DIRECT", 0)
     try:
         return os.open(path, os.O_RDONLY | direct), bool(direct)
@@ -135,8 +135,8 @@ def _opened(path: str) -> tuple[int, bool]:
         return os.open(path, os.O_RDONLY), False
 
 
-def _read_in_order(path: str) -> tuple[float, bool]:
-    descriptor, is_direct = _opened(path)
+def _time_sequential_read(path: str) -> tuple[float, bool]:
+    descriptor, is_direct = _open_file(path)
     buffer = mmap.mmap(-1, 1 << 20)  # aligned, as direct reads want it
     try:
         start = time.perf_counter()
@@ -149,7 +149,7 @@ def _read_in_order(path: str) -> tuple[float, bool]:
 
 def _random_reads_per_s(path: str, *, num_reads: int = 2048, num_threads: int = 8) -> float:
     """Pieces read at random by several threads at once."""
-    descriptor, _ = _opened(path)
+    descriptor, _ = _open_file(path)
     places = np.random.default_rng(1).integers(0, FILE_BYTES // PIECE_BYTES, num_reads) * PIECE_BYTES
 
     def read(some: Any) -> None:

@@ -16,7 +16,7 @@ NUM_FIRST, NUM_WARM = 30, 5
 ROWS, WIDTH, TAKEN = 1 << 19, 64, 8192
 """Of rows that are read and changed at random: more than caches hold."""
 EXAMPLES, INPUTS, OUTPUTS = 256, 1024, 512
-PASSING_BYTES = 32 << 20
+FLUSH_BYTES = 32 << 20
 """What goes through the caches before each beat, so that it finds the same whatever was done before it."""
 
 
@@ -29,17 +29,19 @@ class MachineSpeed:
         self._product, self._gradient = torch.empty(EXAMPLES, OUTPUTS), torch.empty(INPUTS, OUTPUTS)
         self._rows, self._taken = torch.zeros(ROWS, WIDTH), torch.empty(TAKEN, WIDTH)
         self._ids = torch.randint(0, ROWS, (64, TAKEN), generator=torch.Generator().manual_seed(1))
-        self._passing = torch.zeros(PASSING_BYTES // 4)
-        self._num_beats = 0
+        self._flushed = torch.zeros(FLUSH_BYTES // 4)
+        self._num_references = 0
         for _ in range(NUM_WARM):
-            self.beat()
-        self.standard_s = statistics.median(self.beat() for _ in range(NUM_FIRST)) if standard_s is None else standard_s
+            self.time_reference()
+        self.standard_s = (
+            statistics.median(self.time_reference() for _ in range(NUM_FIRST)) if standard_s is None else standard_s
+        )
 
-    def beat(self) -> float:
+    def time_reference(self) -> float:
         """Seconds of the work, once."""
-        ids = self._ids[self._num_beats % len(self._ids)]
-        self._num_beats += 1
-        self._passing.add_(1.0)
+        ids = self._ids[self._num_references % len(self._ids)]
+        self._num_references += 1
+        self._flushed.add_(1.0)
         start = time.perf_counter()
         torch.index_select(self._rows, 0, ids, out=self._taken)
         torch.mm(self._inputs, self._weights, out=self._product)
@@ -49,6 +51,6 @@ class MachineSpeed:
         self._rows.index_copy_(0, ids, self._taken)
         return time.perf_counter() - start
 
-    def over_standard(self, beats_s: list[float]) -> float:
+    def slowdown(self, references_s: list[float]) -> float:
         """How many times as long as at the standard pace work takes, by the beats that were taken beside it."""
-        return statistics.median(beats_s) / self.standard_s
+        return statistics.median(references_s) / self.standard_s

@@ -30,8 +30,8 @@ from rowstead.spec.row_optimizers import SparseOptimizerSpec
 from rowstead.spec.sharing import MessageCost
 from rowstead.stores.base import EmbeddingStore
 from rowstead.stores.device import DeviceStore
-from rowstead.study.calibration.clock import PASSING_BYTES
-from rowstead.study.calibration.fit import not_negative
+from rowstead.study.calibration.clock import FLUSH_BYTES
+from rowstead.study.calibration.fit import nonnegative_least_squares
 from rowstead.study.calibration.hardware import threads
 from rowstead.study.calibration.machine_speed import MachineSpeed
 
@@ -42,11 +42,11 @@ WARM_STEPS, TURN_STEPS, LEAST_TURNS = 3, 6, 5
 """Before anything counts; of each of two ways in turn; and how many of these."""
 CALLS = 3
 """Requests of a step: a look-up, an update, and one that waits until both are done."""
-HANDED_BYTES = (1 << 10, 1 << 20, 1 << 22)
-NUM_HANDED, NUM_EMPTY = 24, 100
-AVERAGED = (1 << 16, 1 << 20)
+TRANSFER_BYTES = (1 << 10, 1 << 20, 1 << 22)
+NUM_TRANSFERS, NUM_EMPTY = 24, 100
+AVERAGED_PARAMETERS = (1 << 16, 1 << 20)
 """Dense parameters of which two trainers would keep an average."""
-CROWDED_ROUNDS, CROWDED_BEATS = 3, 10
+CROWDED_ROUNDS, CROWDED_REFERENCES = 3, 10
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Requests:
     crowding: float
 
 
-def request_costs(pace: MachineSpeed, *, is_short: bool = False) -> Requests | None:
+def request_costs(speed: MachineSpeed, *, is_short: bool = False) -> Requests | None:
     """Ask a process beside this one; absent where it cannot be started, or ZeroMQ is not there. Times are brought to the standard pace."""
     try:
         from rowstead.fleet.rpc_client import Client
@@ -107,38 +107,39 @@ def request_costs(pace: MachineSpeed, *, is_short: bool = False) -> Requests | N
     sizes = SIZES[:3] if is_short else SIZES
     seconds = 0.05 if is_short else 0.6
     num_threads = torch.get_num_threads()
-    with _server(num_threads) as addresses, contextlib.ExitStack() as stack, threads(1):
+    with _start_server(num_threads) as addresses, contextlib.ExitStack() as stack, threads(1):
         if addresses is None:
             return None
         other = stack.enter_context(Client(addresses[-1], name="measure"))
         taken = [
-            _taken(size, address, other, pace, num_threads, seconds) for size, address in zip(sizes, addresses, strict=False)
+            _measure_load(size, address, other, speed, num_threads, seconds)
+            for size, address in zip(sizes, addresses, strict=False)
         ]
-        before = _over_standard(pace, num_threads)
-        handing, waiting_s = _handed(other), _waiting_s(other)
-        averaging = _averaged(other, addresses[len(SIZES) : -1])
-        at = (before + _over_standard(pace, num_threads)) / 2
-        crowding = _crowding(other)
+        before = _measure_slowdown(speed, num_threads)
+        handing, waiting_s = _measure_transfers(other), _measure_waiting_s(other)
+        averaging = _measure_averaging(other, addresses[len(SIZES) : -1])
+        at = (before + _measure_slowdown(speed, num_threads)) / 2
+        crowding = _measure_crowding(other)
     terms = np.array([[CALLS, size.num_tables * size.num_ids * size.batch_size, 2.0 * size.num_bytes] for size in sizes])
-    asking = _fitted(terms, [one.asking_s for one in taken])
-    both = _fitted(terms, [one.cores_s for one in taken])
+    asking = _fit_cost(terms, [one.asking_s for one in taken])
+    both = _fit_cost(terms, [one.cores_s for one in taken])
     return Requests(
         asking=asking,
-        answering=_less(both, asking),
+        answering=_subtract(both, asking),
         waiting_s=waiting_s / at,
-        handing=_quickened(handing, at),
-        averaging=_quickened(averaging, at),
+        handing=_divide(handing, at),
+        averaging=_divide(averaging, at),
         crowding=crowding,
     )
 
 
 @functools.cache
-def _passing() -> torch.Tensor:
+def _flush_buffer() -> torch.Tensor:
     """Once for all: memory that comes and goes would change what other memory costs."""
-    return torch.zeros(PASSING_BYTES // 4)
+    return torch.zeros(FLUSH_BYTES // 4)
 
 
-class _Used:
+class _CpuTimer:
     """Processor time of this thread and of this process for some blocks, before each of which other memory passes through the caches."""
 
     def __init__(self) -> None:
@@ -147,7 +148,7 @@ class _Used:
         """Of the last one."""
 
     def __enter__(self) -> None:
-        _passing().add_(1)
+        _flush_buffer().add_(1)
         self._began = time.thread_time(), time.process_time(), time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
@@ -158,7 +159,7 @@ class _Used:
 
 
 @dataclass(frozen=True)
-class _Taken:
+class _RequestTime:
     """Of one batch's look-up and update, at the standard pace and besides its rows."""
 
     asking_s: float
@@ -167,7 +168,9 @@ class _Taken:
     """Of all threads of both processes."""
 
 
-def _taken(size: RequestLoad, address: str, other: Any, pace: MachineSpeed, num_threads: int, seconds: float) -> _Taken:
+def _measure_load(
+    size: RequestLoad, address: str, other: Any, speed: MachineSpeed, num_threads: int, seconds: float
+) -> _RequestTime:
     """Take both ways in turn."""
     from rowstead.fleet.partition import partition_tables
     from rowstead.fleet.remote_store import RemoteStore
@@ -183,9 +186,9 @@ def _taken(size: RequestLoad, address: str, other: Any, pace: MachineSpeed, num_
     cores_s: list[float] = []
     step = 0
 
-    def some(store: EmbeddingStore, count: int, settle: Callable[[], Any]) -> _Used:
+    def some(store: EmbeddingStore, count: int, settle: Callable[[], Any]) -> _CpuTimer:
         nonlocal step
-        used = _Used()
+        used = _CpuTimer()
         for _ in range(count):
             step += 1
             batch = batches[step % NUM_BATCHES]
@@ -204,25 +207,25 @@ def _taken(size: RequestLoad, address: str, other: Any, pace: MachineSpeed, num_
         there_s = other.call("cpu").facts["cpu_s"]
         used = some(remote, TURN_STEPS, remote.flush)
         there_s = other.call("cpu").facts["cpu_s"] - there_s
-        standard = TURN_STEPS * _over_standard(pace, num_threads)
+        standard = TURN_STEPS * _measure_slowdown(speed, num_threads)
         rows_s.append(alone.thread_s / standard)
         asking_s.append(used.thread_s / standard)
         cores_s.append((used.process_s + there_s) / standard)
     remote.close()
-    return _Taken(
+    return _RequestTime(
         asking_s=statistics.median(asking_s), cores_s=max(0.0, statistics.median(cores_s) - statistics.median(rows_s))
     )
 
 
-def _over_standard(pace: MachineSpeed, num_threads: int) -> float:
+def _measure_slowdown(speed: MachineSpeed, num_threads: int) -> float:
     """How many times as long as at the standard pace the machine takes just now."""
     with threads(num_threads):
-        return pace.over_standard([pace.beat()])
+        return speed.slowdown([speed.time_reference()])
 
 
-def _waiting_s(other: Any) -> float:
+def _measure_waiting_s(other: Any) -> float:
     """What an empty request takes longer than all threads of both ends are at work for it."""
-    there_s, used, walls_s = other.call("cpu").facts["cpu_s"], _Used(), []
+    there_s, used, walls_s = other.call("cpu").facts["cpu_s"], _CpuTimer(), []
     for _ in range(NUM_EMPTY):
         with used:
             other.call("hand", {"num_bytes": 0})
@@ -231,19 +234,19 @@ def _waiting_s(other: Any) -> float:
     return max(0.0, statistics.median(walls_s) - cores_s)
 
 
-def _handed(other: Any) -> MessageCost:
+def _measure_transfers(other: Any) -> MessageCost:
     """Answers that the server has in memory already."""
-    asked = {size: functools.partial(other.call, "hand", {"num_bytes": size}) for size in HANDED_BYTES}
-    return _by_bytes({size: _cores_s(other, call) for size, call in asked.items()})
+    asked = {size: functools.partial(other.call, "hand", {"num_bytes": size}) for size in TRANSFER_BYTES}
+    return _fit_bytes({size: _cores_s(other, call) for size, call in asked.items()})
 
 
-def _averaged(other: Any, addresses: Sequence[str]) -> MessageCost:
+def _measure_averaging(other: Any, addresses: Sequence[str]) -> MessageCost:
     """Exchanges of a trainer with the centre, by the bytes of its parameters: it sends them, and adds what comes back."""
     from rowstead.fleet.dense_server import DenseServerClient
     from rowstead.fleet.rpc_client import Client
 
     taken_s: dict[int, float] = {}
-    for size, address in zip(AVERAGED, addresses, strict=True):
+    for size, address in zip(AVERAGED_PARAMETERS, addresses, strict=True):
         centre, parameters = DenseServerClient(Client(address, name="trainer-0")), torch.rand(size)
         centre.join(parameters)
 
@@ -252,54 +255,54 @@ def _averaged(other: Any, addresses: Sequence[str]) -> MessageCost:
 
         taken_s[4 * size] = _cores_s(other, exchange)
         centre.close()
-    return _by_bytes(taken_s)
+    return _fit_bytes(taken_s)
 
 
 def _cores_s(other: Any, call: Callable[[], Any]) -> float:
     """Processor time of a call, by all threads of both processes."""
     call()
-    there_s, used = other.call("cpu").facts["cpu_s"], _Used()
-    for _ in range(NUM_HANDED):
+    there_s, used = other.call("cpu").facts["cpu_s"], _CpuTimer()
+    for _ in range(NUM_TRANSFERS):
         with used:
             call()
-    return float(used.process_s + other.call("cpu").facts["cpu_s"] - there_s) / NUM_HANDED
+    return float(used.process_s + other.call("cpu").facts["cpu_s"] - there_s) / NUM_TRANSFERS
 
 
-def _by_bytes(taken_s: dict[int, float]) -> MessageCost:
-    return _fitted(np.array([[1.0, 0.0, num_bytes] for num_bytes in taken_s]), list(taken_s.values()))
+def _fit_bytes(taken_s: dict[int, float]) -> MessageCost:
+    return _fit_cost(np.array([[1.0, 0.0, num_bytes] for num_bytes in taken_s]), list(taken_s.values()))
 
 
-def _quickened(one: MessageCost, times: float) -> MessageCost:
+def _divide(one: MessageCost, times: float) -> MessageCost:
     """What was taken while the machine took so many times as long as at the standard pace."""
     return MessageCost(call_s=one.call_s / times, id_s=one.id_s / times, byte_s=one.byte_s / times)
 
 
-def _crowding(other: Any) -> float:
+def _measure_crowding(other: Any) -> float:
     """Processor time of one thread's beats while the other cores are busy, over that while they are idle."""
-    pace, ratios = MachineSpeed(), []
+    speed, ratios = MachineSpeed(), []
 
     def cpu_s() -> float:
         start = time.thread_time()
-        pace.beat()
+        speed.time_reference()
         return time.thread_time() - start
 
     for _ in range(CROWDED_ROUNDS):
-        idle_s = statistics.median(cpu_s() for _ in range(CROWDED_BEATS))
+        idle_s = statistics.median(cpu_s() for _ in range(CROWDED_REFERENCES))
         other.call("busy", {"is_so": True})
-        crowded_s = statistics.median(cpu_s() for _ in range(CROWDED_BEATS))
+        crowded_s = statistics.median(cpu_s() for _ in range(CROWDED_REFERENCES))
         other.call("busy", {"is_so": False})
         ratios.append(crowded_s / idle_s)
     return max(1.0, statistics.median(ratios))
 
 
-def _fitted(terms: Any, taken_s: Sequence[float]) -> MessageCost:
+def _fit_cost(terms: Any, taken_s: Sequence[float]) -> MessageCost:
     """Least squares of shares, without negative numbers."""
     taken = np.maximum(taken_s, 1e-7)
-    call_s, id_s, byte_s = not_negative(terms / taken[:, None], np.ones(len(taken)))
+    call_s, id_s, byte_s = nonnegative_least_squares(terms / taken[:, None], np.ones(len(taken)))
     return MessageCost(call_s=float(call_s), id_s=float(id_s), byte_s=float(byte_s))
 
 
-def _less(whole: MessageCost, part: MessageCost) -> MessageCost:
+def _subtract(whole: MessageCost, part: MessageCost) -> MessageCost:
     """What is left of a cost, nothing where it is less."""
     return MessageCost(
         call_s=max(0.0, whole.call_s - part.call_s),
@@ -312,7 +315,7 @@ def _less(whole: MessageCost, part: MessageCost) -> MessageCost:
 
 
 @contextlib.contextmanager
-def _server(num_threads: int) -> Iterator[list[str] | None]:
+def _start_server(num_threads: int) -> Iterator[list[str] | None]:
     """The addresses of the other process: a sparse server for each size, a dense one for each, and what else it answers; none where it
     does not come."""
     command = [sys.executable, "-m", "rowstead.study.calibration.requests", str(num_threads)]
@@ -340,24 +343,24 @@ def main() -> None:
 
     torch.set_num_threads(1)
     busy = threading.Event()
-    parcels = {num_bytes: torch.zeros(num_bytes // 4) for num_bytes in (0, *HANDED_BYTES)}
+    payloads = {num_bytes: torch.zeros(num_bytes // 4) for num_bytes in (0, *TRANSFER_BYTES)}
 
-    def tell_cpu(message: Message, caller: Any) -> Message:
+    def report_cpu(message: Message, caller: Any) -> Message:
         return Message("cpu", {"cpu_s": time.process_time()})
 
     def hand(message: Message, caller: Any) -> Message:
-        return Message("hand", {}, [parcels[int(message.facts["num_bytes"])]])
+        return Message("hand", {}, [payloads[int(message.facts["num_bytes"])]])
 
-    def be_busy(message: Message, caller: Any) -> Message:
+    def set_busy(message: Message, caller: Any) -> Message:
         (busy.set if message.facts["is_so"] else busy.clear)()
         return Message("busy")
 
     def keep_busy() -> None:
         busy.wait()
-        pace = MachineSpeed(standard_s=1.0)
+        speed = MachineSpeed(standard_s=1.0)
         while True:
             busy.wait()
-            pace.beat()
+            speed.time_reference()
 
     for _ in range(int(sys.argv[1]) - 1):  # of cores, all but that of whoever measures
         threading.Thread(target=keep_busy, daemon=True).start()
@@ -367,8 +370,8 @@ def main() -> None:
         pieces = partition_tables(layout.tables, 1).pieces_of(layout, 0)
         kept = TableShard(piece_layout(layout, pieces), SparseOptimizerSpec())
         servers.append(SparseServer(kept, name=f"sparse-{number}").start())
-    servers += [DenseServerProcess(name=f"dense-{number}").start() for number in range(len(AVERAGED))]
-    with Server({"cpu": tell_cpu, "hand": hand, "busy": be_busy}, name="measured").start() as server:
+    servers += [DenseServerProcess(name=f"dense-{number}").start() for number in range(len(AVERAGED_PARAMETERS))]
+    with Server({"cpu": report_cpu, "hand": hand, "busy": set_busy}, name="measured").start() as server:
         print(json.dumps([*(one.address for one in servers), server.address]), flush=True)
         sys.stdin.read()
     os._exit(0)

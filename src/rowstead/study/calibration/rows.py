@@ -120,7 +120,7 @@ class RowBenchmark:
                 lambda: self.kernels.update([self.table], states, self.layout, *batch(), None, grad, **options)
             )
         ids, offsets = batch()
-        plan, numbers = self._planned(states, ids, offsets)
+        plan, numbers = self._plan_update(states, ids, offsets)
         return self._clock.seconds(
             lambda: self.kernels.apply_plan(
                 plan, [self.table], self.layout, offsets, None, grad, optimizer=OPTIMIZER, scalars=numbers
@@ -131,9 +131,9 @@ class RowBenchmark:
         """Seconds of the part of an update that a GPU does before there is a gradient."""
         ids, offsets = self.batches(num_ids, UPDATED_BAG)()
         states = [new_row_state(OPTIMIZER.kind, self.table)]
-        return self._clock.seconds(lambda: self._planned(states, ids, offsets))
+        return self._clock.seconds(lambda: self._plan_update(states, ids, offsets))
 
-    def _planned(self, states: list[RowState], ids: Tensor, offsets: Tensor) -> tuple[Any, Tensor]:
+    def _plan_update(self, states: list[RowState], ids: Tensor, offsets: Tensor) -> tuple[Any, Tensor]:
         from rowstead.kernels.gpu.embedding import device_scalars
 
         numbers = device_scalars(tuple(step_scalars(OPTIMIZER, lr=0.01, step=1)), 1, torch.float32, self._clock.device)

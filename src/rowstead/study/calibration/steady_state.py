@@ -18,14 +18,14 @@ from rowstead.data.batch import Batch, Sparse
 from rowstead.plan.caching import BATCHES_COUNTED
 from rowstead.spec.caching import MAX_SET, SETS_IN_FLIGHT
 from rowstead.stores.ssd import FileRows
-from rowstead.study.calibration.steps import DRAWN_IDS, MAX_BATCHES, Shape, Steps, drawn_batches
+from rowstead.study.calibration.steps import DRAWN_IDS, MAX_BATCHES, Shape, Steps, sample_batches
 from rowstead.training.build import build_model
 from rowstead.training.step import Stepper
 
 ROWS_AT_A_TIME = 1 << 14
-WRITTEN_AGAIN = 0.6
+REWRITTEN_SHARE = 0.6
 """Share of the rows that were written twice: more than a new file has room for, so that it is cleaned from now on."""
-SETTLING_STEPS = 16
+STEADY_STATE_STEPS = 16
 """That are taken before any counts."""
 USES_AGAIN = (0, 4, 16)
 """Rows that so many of the last batches used are read once more when a cache is filled, so that it takes them for hotter than others."""
@@ -34,7 +34,7 @@ FIRST, LAST = 3, 2
 
 
 @dataclass(frozen=True)
-class Drawn:
+class SampledBatches:
     """The batches of a model, and which rows a cache has after many of them."""
 
     batches: list[Batch]
@@ -44,9 +44,11 @@ class Drawn:
     """[F, N]: of how many of the last batches, in that order."""
 
     @classmethod
-    def of(cls, shape: Shape, device: torch.device, *, most_batches: int = MAX_BATCHES, most_ids: int = DRAWN_IDS) -> Drawn:
+    def of(
+        cls, shape: Shape, device: torch.device, *, most_batches: int = MAX_BATCHES, most_ids: int = DRAWN_IDS
+    ) -> SampledBatches:
         """Batches of a shape whose tables have one feature each."""
-        batches = drawn_batches(shape, device, most_batches=most_batches, most_ids=most_ids)
+        batches = sample_batches(shape, device, most_batches=most_batches, most_ids=most_ids)
         uses, last = torch.zeros(2, shape.num_sparse, shape.num_rows, dtype=torch.int64, device=device)
         for number, batch in enumerate(batches):
             ids = batch.sparse.ids.view(shape.num_sparse, -1)
@@ -56,7 +58,7 @@ class Drawn:
         order = torch.argsort(uses * (len(batches) + 1) + last, dim=1, descending=True, stable=True)
         return cls(batches, order.cpu().numpy(), uses.gather(1, order).cpu().numpy())
 
-    def fillings(self, sparse: Sparse, num_kept: int) -> Iterator[Sparse]:
+    def fill_batches(self, sparse: Sparse, num_kept: int) -> Iterator[Sparse]:
         """Batches that read so many of the hottest rows of every table, the colder ones first and the hotter ones more often."""
         num_features = len(self.hottest)
         of_feature = sparse.ids.numel() // num_features
@@ -75,7 +77,7 @@ def run_to_steady_state(
     placement: Mapping[str, Any],
     kept_share: float,
     folder: str | Path,
-    drawn: Drawn,
+    drawn: SampledBatches,
 ) -> Steps:
     """A model as it is late in a run, with rows in files in a folder and this share of each such table's rows in caches."""
     spec = shape.spec(device.type, placement=placement, memory={"folder": str(folder)})
@@ -91,18 +93,18 @@ def run_to_steady_state(
         for backing in store.backings:
             if isinstance(backing, FileRows):
                 _write_all(backing)
-        for sparse in drawn.fillings(batches[0].sparse, math.ceil(kept_share * shape.num_rows)):
+        for sparse in drawn.fill_batches(batches[0].sparse, math.ceil(kept_share * shape.num_rows)):
             store.lookup(sparse)
         if device.type == "cuda":  # else all that was just read would count as under way, and a GPU's cache take memory for it
             for batch in batches[-SETS_IN_FLIGHT * MAX_SET :]:
                 store.lookup(batch.sparse)
         store.drop_prefetched()
-        for _ in steps.take(SETTLING_STEPS):
+        for _ in steps.take(STEADY_STATE_STEPS):
             pass
     return steps
 
 
-def turn_s(steps: Steps, count: int) -> float:
+def mean_step_s(steps: Steps, count: int) -> float:
     """Mean seconds of so many steps, one after the other, on a CPU."""
     ends = [time.perf_counter() for _ in steps.take(FIRST + count + LAST)]
     return (ends[FIRST - 1 + count] - ends[FIRST - 1]) / count
@@ -111,6 +113,6 @@ def turn_s(steps: Steps, count: int) -> float:
 def _write_all(rows: FileRows) -> None:
     """Write every row in order, then some of them again by chance, as they would leave a cache; what is in them does not matter."""
     values = [torch.full((ROWS_AT_A_TIME, width), 0.01, dtype=dtype) for dtype, width in rows.columns]
-    again = torch.randperm(rows.num_rows, generator=torch.Generator().manual_seed(1))[: int(WRITTEN_AGAIN * rows.num_rows)]
+    again = torch.randperm(rows.num_rows, generator=torch.Generator().manual_seed(1))[: int(REWRITTEN_SHARE * rows.num_rows)]
     for some in (*torch.arange(rows.num_rows).split(ROWS_AT_A_TIME), *again.split(ROWS_AT_A_TIME)):
         rows.write(some, [value[: len(some)] for value in values])

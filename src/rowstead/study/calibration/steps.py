@@ -35,7 +35,7 @@ LEAST_STEPS = 9
 """That count, on a CPU."""
 LEAST_ROUNDS = {"cpu": 2, "cuda": 4}
 """Of some steps back to back."""
-STEPS_A_ROUND, STEPS_A_BEAT = 16, 3
+STEPS_PER_ROUND, STEPS_PER_REFERENCE = 16, 3
 MAX_BATCHES, DRAWN_IDS, NUM_DENSE = 512, 4_000_000, 4
 """Of a model: so many batches, unless their ids are more than these, so that rows are not in a cache for having been used a
 little before; their dense values are taken in turn from so many."""
@@ -92,7 +92,7 @@ class Shape:
         return parse(RunSpec, plain)
 
 
-def drawn_batches(
+def sample_batches(
     shape: Shape, device: torch.device, *, seed: int = 1, most_batches: int = MAX_BATCHES, most_ids: int = DRAWN_IDS
 ) -> list[Batch]:
     """Batches whose ids follow the Zipf law of the synthetic log; rows of like popularity are not neighbours."""
@@ -136,13 +136,13 @@ class StepTime:
     """Half the distance between the quartiles, over the median."""
     phases_s: dict[Phase, float]
     """Medians of the parts that the trainer counts; on a GPU of the whole alone."""
-    pace: float = 1.0
+    slowdown: float = 1.0
     """How many times as long as at the standard pace the machine took, where that was looked at."""
 
-    def at_standard_pace(self) -> StepTime:
+    def at_standard_speed(self) -> StepTime:
         """The times that steps would have taken then."""
-        phases_s = {phase: seconds / self.pace for phase, seconds in self.phases_s.items()}
-        return dataclasses.replace(self, step_s=self.step_s / self.pace, phases_s=phases_s, pace=1.0)
+        phases_s = {phase: seconds / self.slowdown for phase, seconds in self.phases_s.items()}
+        return dataclasses.replace(self, step_s=self.step_s / self.slowdown, phases_s=phases_s, slowdown=1.0)
 
 
 @dataclass
@@ -154,18 +154,18 @@ class Steps:
     stepper: Stepper
     batches: list[Batch]
     number: int = 0
-    pace: MachineSpeed | None = None
+    speed: MachineSpeed | None = None
 
     @classmethod
-    def of(cls, shape: Shape, device: torch.device, *, pace: MachineSpeed | None = None, **more: Any) -> Steps:
+    def of(cls, shape: Shape, device: torch.device, *, speed: MachineSpeed | None = None, **more: Any) -> Steps:
         """A model of this shape and its batches; `more` is what its recipe says besides, such as `placement`."""
         spec = shape.spec(device.type, **more)
         model = build_model(spec, device, trains=True)
         stepper = Stepper(model, spec.train, total_steps=1_000_000)
-        batches = drawn_batches(shape, device)
+        batches = sample_batches(shape, device)
         if device.type == "cpu":  # the thread that reads has checked them, in a run
             batches = [dataclasses.replace(one, sparse=check_batch(one.sparse, model.store.layout, device)) for one in batches]
-        return cls(shape, device, stepper, batches, pace=pace)
+        return cls(shape, device, stepper, batches, speed=speed)
 
     def take(self, count: int) -> Iterator[Callable[[], float]]:
         """Some steps, each on the next batch, which stores hear of as early as in a run; what is given waits for a loss."""
@@ -174,15 +174,15 @@ class Steps:
             self.number += 1
             yield self.stepper.start(batch, self.number)
 
-    def measured(self, seconds: float) -> StepTime:
+    def measure(self, seconds: float) -> StepTime:
         """Take steps for so long, and say what one took."""
         if self.device.type == "cuda":
             return self._on_gpu(seconds)
-        if self.pace is None:
+        if self.speed is None:
             return self._on_cpu(seconds, lambda: None)
-        beats_s: list[float] = []
-        time = self._on_cpu(seconds, lambda: beats_s.append(self.pace.beat()))  # type: ignore[union-attr]
-        return dataclasses.replace(time, pace=self.pace.over_standard(beats_s))
+        references_s: list[float] = []
+        time = self._on_cpu(seconds, lambda: references_s.append(self.speed.time_reference()))  # type: ignore[union-attr]
+        return dataclasses.replace(time, slowdown=self.speed.slowdown(references_s))
 
     def _on_cpu(self, seconds: float, between: Callable[[], Any]) -> StepTime:
         """`between` is called now and then between two steps."""
@@ -199,7 +199,7 @@ class Steps:
             for _ in self.take(1):
                 taken.append(sum(timers.totals_s().values()))
                 phases.append(timers.totals_s())
-            if len(taken) % STEPS_A_BEAT == 0:
+            if len(taken) % STEPS_PER_REFERENCE == 0:
                 between()
         return StepTime(
             step_s=_quantile(taken),
@@ -217,7 +217,7 @@ class Steps:
 
     def _rounds(self, seconds: float, wait: Callable[[], Any], between: Callable[[], Any]) -> StepTime:
         """Some steps back to back, again and again, with nothing under way before and after; `between` is called between rounds."""
-        count = STEPS_A_ROUND * (
+        count = STEPS_PER_ROUND * (
             4 if self.stepper.model.store.batches_ahead else 1
         )  # the first batches were not announced early
         taken: list[float] = []
