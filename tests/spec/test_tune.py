@@ -12,14 +12,14 @@ from rowstead.spec.errors import RowsteadError, SpecError
 from rowstead.spec.parse import parse
 from rowstead.spec.tune import (
     TuneSpec,
-    changed,
+    build_space,
     changes_of,
+    initial_settings,
     load_tune,
     num_steps_of,
     space_axis_from,
-    space_of,
-    starts_of,
-    unchanged_of,
+    trial_run,
+    unchanged_settings,
 )
 from tests.study.learnable import BATCH, LARGER, learnable_recipe
 
@@ -30,9 +30,9 @@ def search(folder: Path, **changes: Any) -> TuneSpec:
 
 def test_the_space_around_a_recipe_holds_its_own_settings(tmp_path: Path) -> None:
     spec = search(tmp_path)
-    space = {axis.title: axis for axis in space_of(spec)}
+    space = {axis.title: axis for axis in build_space(spec)}
     assert set(space) == {"sparse lr", "dense lr", "sparse eps", "warm-up", "decay"}
-    (start,) = starts_of(spec, space.values())
+    (start,) = initial_settings(spec, space.values())
     assert start == {"sparse lr": 0.1, "dense lr": 0.01, "sparse eps": 0.01, "warm-up": 0, "decay": "linear"}
     for title in ("sparse lr", "dense lr"):
         low, high = space[title].low, space[title].high
@@ -43,9 +43,9 @@ def test_the_space_around_a_recipe_holds_its_own_settings(tmp_path: Path) -> Non
 
 def test_a_larger_batch_starts_from_the_old_settings_and_from_grown_rates(tmp_path: Path) -> None:
     spec = search(tmp_path, retune_for={"train.batch_size": LARGER})
-    assert changed(spec).train.batch_size == LARGER
-    assert num_steps_of(changed(spec)) == 391
-    same, root, linear = starts_of(spec, space_of(spec))
+    assert trial_run(spec).train.batch_size == LARGER
+    assert num_steps_of(trial_run(spec)) == 391
+    same, root, linear = initial_settings(spec, build_space(spec))
     assert (same["sparse lr"], same["dense lr"]) == (0.1, 0.01)
     assert root["dense lr"] == pytest.approx(0.01 * (LARGER / BATCH) ** 0.5)
     assert linear["sparse lr"] == pytest.approx(0.8)
@@ -57,30 +57,30 @@ def test_a_larger_batch_starts_from_the_old_settings_and_from_grown_rates(tmp_pa
     assert root["dense beta1"] == pytest.approx(0.9**8)  # of a gradient as much is left after as many samples
     assert linear["dense beta2"] == pytest.approx(0.999**8)
     warm = dataclasses.replace(spec, set={"train.schedule.warmup_steps": 64})
-    assert [start["warm-up"] for start in starts_of(warm, space_of(warm))] == [64, 8, 8]
+    assert [start["warm-up"] for start in initial_settings(warm, build_space(warm))] == [64, 8, 8]
 
 
 def test_what_counts_steps_comes_after_as_many_samples_as_before(tmp_path: Path) -> None:
     before = {"train.max_steps": 800, "train.eval_every": 100}
     spec = search(tmp_path, set=before, retune_for={"train.batch_size": LARGER})
     assert changes_of(spec) == {"train.max_steps": 100, "train.eval_every": 12, **spec.retune_for}
-    assert changed(spec).train.max_steps == 100
+    assert trial_run(spec).train.max_steps == 100
     told = dataclasses.replace(spec, retune_for={"train.batch_size": LARGER, "train.max_steps": 5})
-    assert changed(told).train.max_steps == 5
+    assert trial_run(told).train.max_steps == 5
     assert changes_of(search(tmp_path, set=before, retune_for={"seed": 2})) == {"seed": 2}
 
 
 def test_the_unchanged_settings_are_none_where_the_space_leaves_them_out(tmp_path: Path) -> None:
     spec = search(tmp_path, retune_for={"train.batch_size": LARGER})
-    assert unchanged_of(spec, space_of(spec)) == starts_of(spec, space_of(spec))[0]
+    assert unchanged_settings(spec, build_space(spec)) == initial_settings(spec, build_space(spec))[0]
     for text in ("train.dense_optimizer.lr=0.02..0.05", "model.top=[[8], [4, 4]]"):
-        assert unchanged_of(spec, (space_axis_from(text),)) is None
+        assert unchanged_settings(spec, (space_axis_from(text),)) is None
 
 
 def test_starts_stay_inside_a_space_that_was_given(tmp_path: Path) -> None:
     axes = (space_axis_from("train.dense_optimizer.lr=0.02..0.05"), space_axis_from("model.top=[[8], [32, 16]]"))
     spec = search(tmp_path, space=axes, retune_for={"train.batch_size": LARGER})
-    starts = starts_of(spec, space_of(spec))
+    starts = initial_settings(spec, build_space(spec))
     assert all(0.02 <= start["train.dense_optimizer.lr"] <= 0.05 for start in starts)
     assert starts[0]["model.top"] == [32, 16]
 

@@ -1,4 +1,4 @@
-"""Calibration writes a machine that plans take, and its fit finds what steps are made of."""
+"""Calibration writes a machine file that `plan` and `train` read, and its fit recovers the costs of a step."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("has_phases", [True, False])
-def test_the_fit_finds_the_factors_that_steps_were_made_with(has_phases: bool) -> None:
+def test_the_fit_recovers_the_factors_of_the_steps(has_phases: bool) -> None:
     machine = measured_machine()
     assert machine.software is not None
     processor = host_processor(machine, machine.software)
@@ -107,7 +107,7 @@ def test_uncertain_steps_are_predicted_too_long_as_often_as_too_short() -> None:
     assert statistics.median(ratios) == pytest.approx(1.0, abs=0.03)
 
 
-def test_of_two_measurements_each_time_is_the_shorter_one() -> None:
+def test_the_shorter_time_of_two_measurements_is_taken() -> None:
     timings = measured_machine().software.cpu_timings  # type: ignore[union-attr]
     assert timings is not None
     slower = dataclasses.replace(
@@ -124,7 +124,7 @@ def _times(curve: Curve, factor: float) -> Curve:
     return dataclasses.replace(curve, seconds=tuple(factor * one for one in curve.seconds))
 
 
-def test_drawn_ids_are_as_different_as_the_law_says() -> None:
+def test_sampled_ids_are_as_distinct_as_the_id_distribution_predicts() -> None:
     shape = dataclasses.replace(SHAPES[2], batch_size=1024)
     sparse = sample_batches(shape, CPU)[0].sparse
     ids = sparse.ids.view(shape.num_sparse, -1)
@@ -132,7 +132,7 @@ def test_drawn_ids_are_as_different_as_the_law_says() -> None:
     assert found == pytest.approx(distinct_ids(Popularity(9000, 0.5), 1024 * 8), rel=0.03)
 
 
-def test_steps_are_counted_phase_by_phase() -> None:
+def test_steps_are_timed_by_phase() -> None:
     time = Steps.of(SHAPES[0], CPU).measure(0.0)
     assert set(time.phases_s) == {Phase.LOOKUP, Phase.FORWARD, Phase.BACKWARD, Phase.DENSE_UPDATE, Phase.ROW_UPDATE}
     assert 0 < time.step_s < 10
@@ -144,7 +144,7 @@ def test_a_larger_layer_takes_longer() -> None:
     assert times.back.at(1024, 4096, 1024) > times.back_first.at(1024, 4096, 1024) * 0.99
 
 
-def test_the_machine_of_a_run_is_the_one_that_the_environment_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_variable_selects_the_machine_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "machine.yaml"
     monkeypatch.setenv(MACHINE_VARIABLE, str(file))
     with pytest.raises(RowsteadError, match="run `rowstead calibrate`"):
@@ -155,7 +155,7 @@ def test_the_machine_of_a_run_is_the_one_that_the_environment_names(tmp_path: Pa
     assert load_machine(HERE).software is not None
 
 
-def test_a_machine_that_was_not_measured_is_not_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_machine_file_this_machine_is_not_calibrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(MACHINE_VARIABLE, raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     assert calibrated_machine("cpu") is None
@@ -198,7 +198,7 @@ def small_run(shape: Shape = SHAPES[0], **more: Any) -> RunSpec:
 
 
 class Listener(NoProgress):
-    """Keeps what it is messages."""
+    """Keeps all messages."""
 
     def __init__(self) -> None:
         self.messages: list[str] = []
@@ -219,7 +219,7 @@ def test_a_run_keeps_its_prediction_and_says_how_far_it_was_off(tmp_path: Path, 
     assert any(message.startswith("predicted ") and "measured" in message for message in listener.messages)
 
 
-def test_a_machine_measured_with_other_threads_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_measured_with_other_threads_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "machine.yaml"
     file.write_text(machine_text(measured_machine(num_cores=64)))
     monkeypatch.setenv(MACHINE_VARIABLE, str(file))
@@ -262,18 +262,18 @@ def test_a_run_says_nothing_of_machine_files_where_there_is_none(tmp_path: Path,
     assert not any("machine file" in message for message in listener.messages)
 
 
-def test_auto_places_by_predicted_time_where_the_machine_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_placement_uses_predicted_times_on_a_calibrated_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, listener = tmp_path / "machine.yaml", Listener()
     file.write_text(machine_text(measured_machine(num_cores=1)))
     monkeypatch.setenv(MACHINE_VARIABLE, str(file))
     shape = dataclasses.replace(SHAPES[0], num_rows=20_000)
     spec = small_run(shape, memory={"host": 3_000_000, "folder": str(tmp_path)})
     train(spec, out=tmp_path / "run", callback=listener)
-    assert any("ms a step" in message for message in listener.messages), listener.messages
+    assert any("ms per step" in message for message in listener.messages), listener.messages
 
 
 class Recorder(Clock):
-    """A clock that notes in which number format a backward pass runs, and measures nothing."""
+    """A clock that records the matmul precision of the backward pass, and measures nothing."""
 
     def forward_and_back(self, forward: Any, back: Any, *, forward_s: float | None = None) -> tuple[float, float]:
         out = forward()
@@ -286,7 +286,7 @@ formats: list[str] = []
 
 
 @pytest.mark.parametrize("measure", [layer_times, interaction_times])
-def test_a_backward_pass_is_measured_in_the_number_format_that_it_is_trained_in(measure: Callable[..., Any]) -> None:
+def test_a_backward_pass_is_measured_in_the_precision_of_training(measure: Callable[..., Any]) -> None:
     formats.clear()
     measure(Recorder(CPU), "tf32", is_short=True)
     assert set(formats) == {"high"}
@@ -294,7 +294,7 @@ def test_a_backward_pass_is_measured_in_the_number_format_that_it_is_trained_in(
 
 
 @pytest.mark.parametrize("is_short", [True, False])
-def test_whole_steps_on_a_gpu_need_no_programs_that_the_parts_have_not_compiled(is_short: bool) -> None:
+def test_whole_steps_on_a_gpu_need_no_kernels_that_the_parts_have_not_compiled(is_short: bool) -> None:
     shapes = [TINY, *whole_shapes(torch.device("cuda"), is_short=is_short)]
     assert {shape.num_sparse + 1 for shape in shapes} <= set(dense.VECTORS["cuda"])
     assert {shape.width for shape in shapes} <= set(dense.WIDTHS["cuda"])
@@ -303,18 +303,18 @@ def test_whole_steps_on_a_gpu_need_no_programs_that_the_parts_have_not_compiled(
     assert len(dense.VECTORS["cuda"]) * len(dense.WIDTHS["cuda"]) <= 21  # about 1.5 s to compile each
 
 
-def test_calibration_says_what_it_is_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calibration_reports_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dense, "EXAMPLES", {"cpu": (16,)})
     monkeypatch.setattr(dense, "INTERACTING", {"cpu": (16,)})
     monkeypatch.setattr(dense, "PARAMETERS", (1000,))
     monkeypatch.setattr(rows, "WITHIN_BYTES", {"cpu": (1 << 16,)})
     messages: list[str] = []
     _measure_timings(CPU, is_short=True, on_message=messages.append)
-    assert messages == ["linear layers, fp32", "interaction", "dense optimizer", "look-up and update of rows"]
+    assert messages == ["linear layers, fp32", "interaction", "dense optimizer", "row lookup and update"]
 
 
 @pytest.mark.slow
-def test_a_calibrated_machine_is_taken_by_plan_and_by_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_and_train_use_a_calibrated_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "here.yaml"
     done = CliRunner().invoke(app, ["calibrate", "--quick", "--device", "cpu", "--threads", "1", "--out", str(file)])
     assert done.exit_code == 0, done.output + str(done.exception)
@@ -345,7 +345,7 @@ def test_a_calibrated_machine_is_taken_by_plan_and_by_train(tmp_path: Path, monk
 
 
 def memory_shapes() -> list[Shape]:
-    """Ten models of which now tables, now activations, now batches take most."""
+    """Ten models whose memory is dominated by tables, by activations or by batches."""
     sizes = [
         (13, 4, 256, 1_000, 16, 1, (64,), (64,)),
         (64, 8, 1024, 200_000, 64, 4, (256,), (256,)),
@@ -365,7 +365,7 @@ def memory_shapes() -> list[Shape]:
 
 
 NUM_PEAKS = 3
-"""How many batches meet in memory depends on timing: the median of this many runs is the measured peak."""
+"""The number of batches in memory depends on timing: the median of this many runs is the measured peak."""
 
 
 @pytest.mark.statistical

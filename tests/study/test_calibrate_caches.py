@@ -1,4 +1,4 @@
-"""What rows behind a cache cost is found again in steps that were made of it, and caches are full when they are measured."""
+"""The fit recovers the costs of cached rows from synthetic steps, and caches are measured in their steady state."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ SMALL = Shape(num_dense=4, num_sparse=3, batch_size=32, num_rows=3000, width=16,
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_steps_say_what_they_were_made_of(share: float) -> None:
+def test_the_fit_recovers_cache_costs_on_a_cpu(share: float) -> None:
     batch_s, id_s, row_s, byte_s, read_s = 5e-4, 2e-8, 5e-7, 2e-9, 4e-6
     models = []
-    for alone_s, num_ids, num_rows, num_reads, row_bytes in [
+    for in_memory_s, num_ids, num_rows, num_reads, row_bytes in [
         (2e-3, 1e3, 10, 10, 68),
         (4e-3, 4e4, 100, 90, 68),
         (2e-3, 4e3, 5e3, 500, 68),
@@ -46,10 +46,10 @@ def test_steps_say_what_they_were_made_of(share: float) -> None:
         (1e-2, 8e3, 3e3, 500, 68),
     ]:
         moved_s, placed_s = num_rows * (row_s + byte_s * row_bytes) + num_reads * read_s, batch_s + id_s * num_ids
-        step_s = max(alone_s + placed_s + share * moved_s, moved_s + share * (alone_s + placed_s))
+        step_s = max(in_memory_s + placed_s + share * moved_s, moved_s + share * (in_memory_s + placed_s))
         models.append(
             CacheMeasurement(
-                alone_s=alone_s,
+                in_memory_s=in_memory_s,
                 step_s=step_s,
                 num_ids=num_ids,
                 num_rows=num_rows,
@@ -66,7 +66,7 @@ def test_steps_say_what_they_were_made_of(share: float) -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3])
-def test_steps_of_a_gpu_say_what_rows_and_ids_cost_it(share: float) -> None:
+def test_the_fit_recovers_cache_costs_on_a_gpu(share: float) -> None:
     id_s, row_s, byte_s = 2e-10, 1e-9, 3e-11
     models = []
     for shape, kept in gpu_shapes(is_short=False):
@@ -74,12 +74,12 @@ def test_steps_of_a_gpu_say_what_rows_and_ids_cost_it(share: float) -> None:
         behind = tuple(CachedTable(table=table.name, cache_fraction=kept) for table in work.tables)
         setup = Setup(placement="device", batch_size=shape.batch_size, behind=behind)
         (group,) = build_cache_models(work.tables, setup, in_sets=True)
-        alone_s = 6e-3 if len(shape.top) > 1 else 1e-3
+        in_memory_s = 6e-3 if len(shape.top) > 1 else 1e-3
         moved_s, placed_s = group.missing_rows * (row_s + byte_s * group.row_bytes), id_s * shape.num_ids
         models.append(
             CacheMeasurement(
-                alone_s=alone_s,
-                step_s=max(alone_s + placed_s + share * moved_s, moved_s + share * (alone_s + placed_s)),
+                in_memory_s=in_memory_s,
+                step_s=max(in_memory_s + placed_s + share * moved_s, moved_s + share * (in_memory_s + placed_s)),
                 num_ids=shape.num_ids,
                 num_rows=group.missing_rows,
                 num_reads=0.0,
@@ -96,13 +96,13 @@ def test_steps_of_a_gpu_say_what_rows_and_ids_cost_it(share: float) -> None:
 
 
 def test_the_time_of_a_plan_is_shared_by_the_batches_of_its_set() -> None:
-    alone_s, set_s, batch_s = 1.5e-4, 1.4e-3, 2e-4
-    one_by_one_s, in_sets_s = (alone_s + batch_s + set_s / size for size in (1, 8))
-    assert split_plan_cost(alone_s, in_sets_s, one_by_one_s, 8) == pytest.approx((set_s, batch_s))
-    assert split_plan_cost(alone_s, alone_s, alone_s, 8) == (0, 0)
+    in_memory_s, set_s, batch_s = 1.5e-4, 1.4e-3, 2e-4
+    one_by_one_s, in_sets_s = (in_memory_s + batch_s + set_s / size for size in (1, 8))
+    assert split_plan_cost(in_memory_s, in_sets_s, one_by_one_s, 8) == pytest.approx((set_s, batch_s))
+    assert split_plan_cost(in_memory_s, in_memory_s, in_memory_s, 8) == (0, 0)
 
 
-def test_a_steady_step_is_one_of_many_that_were_announced_early(tmp_path: Path) -> None:
+def test_a_steady_step_is_timed_among_many_prefetched_ones(tmp_path: Path) -> None:
     cpu = torch.device("cpu")
     rule = {"*": {"where": "ssd", "cache_fraction": 0.5}}
     steps = run_to_steady_state(
@@ -118,7 +118,7 @@ def test_a_steady_step_is_one_of_many_that_were_announced_early(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("share", [0.5, 0.1])
-def test_a_settled_model_lacks_as_many_rows_as_late_in_a_run(share: float, tmp_path: Path) -> None:
+def test_a_steady_state_cache_misses_as_many_rows_as_predicted(share: float, tmp_path: Path) -> None:
     cpu = torch.device("cpu")
     rule = {"*": {"where": "ssd", "cache_fraction": share}}
     steps = run_to_steady_state(
@@ -130,25 +130,25 @@ def test_a_settled_model_lacks_as_many_rows_as_late_in_a_run(share: float, tmp_p
         before, count = store.num_rows_in, 40
         for _ in steps.take(count):
             pass
-        lacked = (store.num_rows_in - before) / count
+        missed = (store.num_rows_in - before) / count
         assert mean_step_s(steps, 3) > 0
     finally:
         steps.close()
     work = step_work(SMALL.spec("cpu"))
     behind = tuple(CachedTable(table=table.name, cache_fraction=share) for table in work.tables)
     (group,) = build_cache_models(work.tables, Setup(placement="device", batch_size=SMALL.batch_size, behind=behind))
-    assert lacked == pytest.approx(group.missing_rows, rel=0.2)
+    assert missed == pytest.approx(group.missing_rows, rel=0.2)
 
 
 def test_a_model_is_trained_with_and_without_a_cache(tmp_path: Path) -> None:
     found = measure_cache(SMALL, 0.1, tmp_path, None, num_turns=1)
-    assert 0 < found.alone_s < 10
+    assert 0 < found.in_memory_s < 10
     assert 0 < found.step_s < 10
     assert 0 < found.num_reads <= found.num_rows <= found.num_ids
     assert not list(tmp_path.iterdir())
 
 
-def test_models_behind_caches_differ_in_all_that_is_to_be_found() -> None:
+def test_cached_models_differ_in_every_fitted_cost() -> None:
     shapes = [shape for shape, _ in cpu_shapes(is_short=False)]
     assert len({shape.width for shape in shapes}) > 1
     assert len({shape.num_ids for shape in shapes}) > 4

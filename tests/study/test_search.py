@@ -25,7 +25,7 @@ from rowstead.records.studies import importance_in, trial_history
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.record import Record
 from rowstead.spec.run import load_recipe
-from rowstead.spec.tune import TuneSpec, load_tune, space_axis_from, space_of, starts_of
+from rowstead.spec.tune import TuneSpec, build_space, initial_settings, load_tune, space_axis_from
 from rowstead.study.run_points import lock_study
 from rowstead.study.search import Search, _suggest, repair_journal, write_spec
 from rowstead.study.tune import SearchResult, tune
@@ -84,7 +84,7 @@ def test_settings_that_were_lined_up_are_not_lost_with_the_process_that_took_the
 
 def test_the_unchanged_settings_are_known_by_what_they_are(tmp_path: Path) -> None:
     spec = search(tmp_path, retune_for={"train.batch_size": LARGER})
-    same, *grown = starts_of(spec, space_of(spec))
+    same, *grown = initial_settings(spec, build_space(spec))
     record = Record(kind="measured", name="n", spec_digest="d", date="2026-01-01")
 
     def of(number: int, axes: dict[str, Any], objective: float) -> StoreEntry:

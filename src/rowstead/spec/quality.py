@@ -1,4 +1,4 @@
-"""A study of quality: what some settings do to NE, one at a time, over several seeds."""
+"""A quality study: the effect of settings on NE, one at a time, over several seeds."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ QUALITY = SWEEPS / "quality"
 
 @dataclass(frozen=True, kw_only=True)
 class QualitySpec:
-    """A recipe, and axes along which it is changed, one at a time; every run is compared with the recipe's own of the same seed."""
+    """A baseline recipe and axes to vary one at a time; each run is compared with the baseline of the same seed."""
 
     name: str
-    """Name of the study under which its runs are kept."""
+    """Name of the study in the run store."""
     recipe: str
     """A recipe file, or the name of a shipped one: the baseline."""
     set: Mapping[str, Any] = field(default_factory=dict)
-    """Changes to the recipe that all runs have in common."""
+    """Recipe changes common to all runs."""
     vary: tuple[AxisSpec, ...] = ()
-    """What is changed. When left out: batch size, trainers, precision of arithmetic and of rows, and hash size."""
+    """The axes. Default: batch size, trainers, arithmetic precision, row format, and hash size."""
     num_seeds: int = 5
-    """Runs of each setting."""
+    """Runs per setting."""
     first_seed: int = 1
-    """Seeds go on from this one; they decide initial weights, and on a synthetic log also the log."""
+    """The first of consecutive seeds; a seed decides the initial weights, and a synthetic log."""
     tolerance: float = 0.001
-    """A larger relative rise of NE is a regression."""
+    """A larger relative increase of NE is a regression."""
     confidence: float = 0.95
-    """Of the intervals."""
+    """Confidence level of the intervals."""
     quick: Mapping[str, Any] = field(default_factory=dict)
-    """With `--quick`: further changes to the recipe."""
+    """With `--quick`: further recipe changes."""
     quick_seeds: int = 3
-    """With `--quick`: runs of each setting."""
+    """With `--quick`: runs per setting."""
 
     def __post_init__(self) -> None:
         good = bool(self.name) and self.name[0].isalnum() and all(c.isalnum() or c in "-_." for c in self.name)
@@ -51,18 +51,18 @@ class QualitySpec:
             require(getattr(self, name) >= 1, name, f"must be at least 1, got {getattr(self, name)}")
         require(self.tolerance >= 0, "tolerance", "must not be negative")
         require(0 < self.confidence < 1, "confidence", "must be between 0 and 1")
-        for place, axis in enumerate(self.vary):
-            require(bool(axis.labels), f"vary[{place}]", "a range has no values to go through: give `values` or `options`")
+        for index, axis in enumerate(self.vary):
+            require(bool(axis.labels), f"vary[{index}]", "a range has no values to enumerate: give `values` or `options`")
 
     def made_quick(self) -> QualitySpec:
-        """The same study in its small size, under a name of its own."""
+        """Return the small variant of the study, named `…-quick`."""
         return dataclasses.replace(
             self, name=f"{self.name}-quick", set={**self.set, **self.quick}, num_seeds=self.quick_seeds, quick={}
         )
 
 
 def default_axes(run: RunSpec) -> tuple[AxisSpec, ...]:
-    """What is worth a look in any recipe."""
+    """Return the axes that are varied by default."""
     batch = run.train.batch_size
     return (
         AxisSpec(name="batch size", keys=("train.batch_size",), values=(batch * 2, batch * 8)),
@@ -74,7 +74,7 @@ def default_axes(run: RunSpec) -> tuple[AxisSpec, ...]:
 
 
 def load_quality(name_or_path: str, *, vary: Iterable[AxisSpec] = ()) -> QualitySpec:
-    """A study by path or shipped name; or one around the recipe of a run, by path or shipped name."""
+    """Load a study by path or shipped name, or build one around a run's recipe."""
     path, axes = Path(name_or_path), tuple(vary)
     names = sorted(path.stem for path in QUALITY.glob("*.yaml"))
     if not path.is_file() and name_or_path in names:

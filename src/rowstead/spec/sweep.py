@@ -1,4 +1,4 @@
-"""A sweep: which recipe, which keys of it over which values, and on which machines to predict."""
+"""A sweep: a recipe, the axes to vary, and the machines to predict on."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ SWEEPS = Path(__file__).parent.parent / "sweeps"
 
 @dataclass(frozen=True, kw_only=True)
 class PopulationSpec:
-    """Points drawn at random from the axes, instead of all combinations."""
+    """Points sampled at random from the axes, instead of all combinations."""
 
     num_points: int
-    """How many."""
+    """Number of points."""
     seed: int = 1
-    """Same seed, same points; a longer population begins with the shorter one."""
+    """The same seed gives the same points; a longer population starts with the shorter one."""
 
     def __post_init__(self) -> None:
         require(self.num_points >= 1, "num_points", f"must be at least 1, got {self.num_points}")
@@ -31,32 +31,32 @@ class PopulationSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class OnSpec:
-    """A machine to predict on, and how a run is set up there; what is left out is chosen as `rowstead plan` does."""
+    """A machine to predict on and the setup of the run there; defaults are chosen as in `rowstead plan`."""
 
     machine: str
-    """Name in the catalogue, or a file."""
+    """Name in the catalogue, or a path."""
     name: str | None = None
-    """What to call it, where one machine is used in several ways; the machine's name when left out."""
+    """A label, if one machine is used with several setups. Default: the machine's name."""
     change: tuple[str, ...] = ()
     """What-if changes to the machine, such as `network.bandwidth=4x`."""
     software: str = "rowstead"
-    """Whose overheads count."""
+    """The software description whose overheads apply."""
     server: str = "cpu-2s"
-    """What parameter servers are."""
+    """The machine of the parameter servers."""
     set: Mapping[str, Any] = field(default_factory=dict)
-    """Changes to the recipe there, such as another batch."""
+    """Recipe changes on this machine, such as another batch size."""
     place: Literal["device", "host", "remote", "mixed"] | None = None
-    """Where the tables are."""
+    """Where the tables live."""
     num_devices: int | None = None
-    """Accelerators used; with `place: device` as few as hold the tables, which then share the batch."""
+    """Number of accelerators. Default with `place: device`: as few as hold the tables; they share the batch."""
     num_trainers: int = 1
-    """Servers that train."""
+    """Number of trainers."""
     num_sparse_servers: int | None = None
-    """With `place: remote`; as few as hold the tables when left out."""
+    """With `place: remote`. Default: as few as hold the tables."""
     num_dense_servers: int = 0
-    """Servers against which trainers average."""
+    """Number of dense servers that average the trainers' parameters."""
     in_flight: int = 1
-    """Steps that a trainer works on at once."""
+    """Number of steps in flight per trainer."""
 
     @property
     def title(self) -> str:
@@ -65,34 +65,34 @@ class OnSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class QuickSpec:
-    """What makes a sweep small enough for two cores."""
+    """Changes that make a sweep small enough for two cores."""
 
     set: Mapping[str, Any] = field(default_factory=dict)
-    """Further changes to the recipe."""
+    """Further recipe changes."""
     values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Other values, by name of the axis; names of options for an axis that has them."""
+    """Replacement values by axis name; option names for an axis with options."""
     num_points: int | None = None
-    """Of a population."""
+    """Number of points of a population."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepSpec:
-    """Every combination of the values of some axes, or a population drawn from them, each as one run of a recipe."""
+    """One run of a recipe for every combination of axis values, or for a population sampled from the axes."""
 
     name: str
-    """Name of the study under which its records are kept."""
+    """Name of the study in the run store."""
     recipe: str
     """A recipe file, or the name of a shipped one."""
     set: Mapping[str, Any] = field(default_factory=dict)
-    """Changes to the recipe that all points have in common, by dotted key."""
+    """Recipe changes common to all points, by dotted key."""
     grid: tuple[AxisSpec, ...] = ()
     """The axes; the last one changes fastest."""
     population: PopulationSpec | None = None
-    """Draw points at random rather than all combinations."""
+    """Sample points at random instead of all combinations."""
     machines: tuple[OnSpec, ...] = ()
-    """Where else to predict each point."""
+    """Further machines to predict each point on."""
     samples_per_s: float | None = None
-    """In predictions, find the servers that reach this speed."""
+    """In predictions, choose the number of servers that reaches this throughput."""
     limit_s: float | None = None
     """A point that takes longer is stopped and recorded as failed."""
     quick: QuickSpec = QuickSpec()
@@ -105,16 +105,16 @@ class SweepSpec:
         )
         require(bool(self.grid), "grid", "name at least one axis")
         check_names(self.grid, "grid")
-        for place, axis in enumerate(self.grid):
+        for index, axis in enumerate(self.grid):
             drawn = axis.low is None or self.population is not None
-            require(drawn, f"grid[{place}]", "a range has no values to go through: give `values`, or a `population`")
+            require(drawn, f"grid[{index}]", "a range has no values to enumerate: give `values`, or a `population`")
         for name in self.quick.values:
             titles = [axis.title for axis in self.grid]
             require(name in titles, f"quick.values.{name}", f"no such axis: {did_you_mean(name, titles)}")
         require(self.limit_s is None or self.limit_s > 0, "limit_s", "must be above 0")
 
     def made_quick(self) -> SweepSpec:
-        """The same sweep in its small size, under a name of its own."""
+        """Return the small variant of the sweep, named `…-quick`."""
         quick = self.quick
         population = self.population
         if population is not None and quick.num_points is not None:
@@ -123,13 +123,13 @@ class SweepSpec:
             self,
             name=f"{self.name}-quick",
             set={**self.set, **quick.set},
-            grid=tuple(_with_values(axis, quick.values.get(axis.title)) for axis in self.grid),
+            grid=tuple(_replace_values(axis, quick.values.get(axis.title)) for axis in self.grid),
             population=population,
             quick=QuickSpec(),
         )
 
 
-def _with_values(axis: AxisSpec, values: tuple[Any, ...] | None) -> AxisSpec:
+def _replace_values(axis: AxisSpec, values: tuple[Any, ...] | None) -> AxisSpec:
     if values is None:
         return axis
     if axis.options:
@@ -140,12 +140,12 @@ def _with_values(axis: AxisSpec, values: tuple[Any, ...] | None) -> AxisSpec:
 
 
 def sweep_names() -> list[str]:
-    """Names of the sweeps that are shipped."""
+    """Return the names of the shipped sweeps."""
     return sorted(path.stem for path in SWEEPS.glob("*.yaml"))
 
 
 def load_sweep(name_or_path: str, *, grid: Iterable[AxisSpec] = (), changes: Mapping[str, Any] | None = None) -> SweepSpec:
-    """A sweep by path or shipped name; or a run's recipe, with axes given beside it."""
+    """Load a sweep by path or shipped name, or build one from a run's recipe and `grid`."""
     path, axes = Path(name_or_path), tuple(grid)
     if not path.is_file() and name_or_path in sweep_names():
         path = SWEEPS / f"{name_or_path}.yaml"
@@ -162,25 +162,25 @@ def load_sweep(name_or_path: str, *, grid: Iterable[AxisSpec] = (), changes: Map
             require(
                 bool(axes),
                 "",
-                f"is a recipe of one run: say what to sweep with --grid, or take one of {', '.join(sweep_names())}",
+                f"is the recipe of a single run: add axes with --grid, or use one of {', '.join(sweep_names())}",
             )
             plain = {"name": f"{plain.get('name', path.stem)}-sweep", "recipe": name_or_path}
             spec = parse(SweepSpec, {**plain, "grid": [dataclasses.asdict(axis) for axis in axes]})
         else:
             spec = parse(SweepSpec, plain)
-            spec = dataclasses.replace(spec, recipe=_beside(spec.recipe, path), grid=_joined(spec.grid, axes))
+            spec = dataclasses.replace(spec, recipe=_resolve_recipe(spec.recipe, path), grid=_merge_axes(spec.grid, axes))
     except SpecError as error:
         raise SpecError("", f"{path.name}: {error}") from None
     return dataclasses.replace(spec, set={**spec.set, **(changes or {})})
 
 
-def _joined(grid: tuple[AxisSpec, ...], axes: tuple[AxisSpec, ...]) -> tuple[AxisSpec, ...]:
-    """A sweep's axes with those of the command line, which take the place of the ones that set the same keys."""
+def _merge_axes(grid: tuple[AxisSpec, ...], axes: tuple[AxisSpec, ...]) -> tuple[AxisSpec, ...]:
+    """Combine a sweep's axes with those of the command line, which replace axes that set the same keys."""
     taken = {key for axis in axes for key in axis.all_keys}
     return (*(axis for axis in grid if not taken & set(axis.all_keys)), *axes)
 
 
-def _beside(recipe: str, path: Path) -> str:
-    """The recipe that a file names: beside it, if there is one of that name, as it stays when the folder is moved."""
+def _resolve_recipe(recipe: str, path: Path) -> str:
+    """Resolve a recipe relative to the sweep's file if it exists there, so that the folder can be moved."""
     near = path.parent / recipe
     return str(near) if near.is_file() and path.parent != SWEEPS else recipe

@@ -1,4 +1,4 @@
-"""A search for the settings of a recipe that give the best model."""
+"""A hyper-parameter search around a recipe."""
 
 from __future__ import annotations
 
@@ -18,47 +18,47 @@ from rowstead.spec.run import RunSpec, find_recipe, read_recipe
 
 Sampler = Literal["grid", "random", "tpe", "gp"]
 RATES = ("train.sparse_optimizer.lr", "train.dense_optimizer.lr")
-"""Learning rates, which a change of the batch asks to change first."""
+"""Learning rates, the first settings to adapt to another batch size."""
 EPS, WARMUP, BETAS = "train.sparse_optimizer.eps", "train.schedule.warmup_steps", ("beta1", "beta2")
 BY_STEPS = ("max_steps", "eval_every", "checkpoint_every")
-"""Of the training loop what counts steps; a step of a larger batch is worth more of them."""
+"""Settings of the training loop in steps; they shrink as the batch grows."""
 MARGIN = 8.0
-"""How far from the recipe's own value a search goes unless it is told, up and down."""
+"""Default search range around the recipe's value, as a factor up and down."""
 GROWTH_MARGIN = 2.0
-"""With a larger batch, learning rates are looked for between unchanged and grown with it, so far beyond both."""
+"""With a larger batch, learning rates range from unchanged to scaled with the batch, with this margin on both ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TuneSpec:
-    """Trials of a recipe with settings that a sampler chooses, towards the lowest NE."""
+    """Trials of a recipe with settings chosen by a sampler to minimise NE."""
 
     name: str
-    """Name of the study under which its trials are kept."""
+    """Name of the study in the run store."""
     recipe: str
     """A recipe file, or the name of a shipped one."""
     set: Mapping[str, Any] = field(default_factory=dict)
-    """Changes to the recipe that all trials have in common, by dotted key."""
+    """Recipe changes common to all trials, by dotted key."""
     retune_for: Mapping[str, Any] = field(default_factory=dict)
-    """What has changed since the recipe was good, such as `train.batch_size: 8192`; trials start from its own settings."""
+    """Changes to re-tune the recipe for, such as `train.batch_size: 8192`; the search starts from the recipe's settings."""
     space: tuple[AxisSpec, ...] = ()
-    """What to search; learning rates, the sparse optimizer's eps, warm-up and decay around the recipe's own when left out, and after a
-    growth of the batch also Adam's betas."""
+    """The search space. Default: learning rates, the sparse optimizer's eps, warm-up and decay around the recipe's values; for a larger
+    batch also Adam's betas."""
     sampler: Sampler = "gp"
     """`gp`: Gaussian process; `tpe`: tree-structured Parzen estimator; `random`; `grid`: all combinations of values."""
     trials: int | None = 40
-    """End after so many."""
+    """Stop after this many trials."""
     minutes: float | None = None
-    """End once trials have taken so long, those of earlier times included."""
+    """Stop once trials have taken this long, including those of earlier sessions."""
     samples_per_s: float | None = None
-    """Slower settings do not count: the lowest NE at this speed or above."""
+    """Minimum throughput: slower settings cannot win."""
     prune: bool = True
-    """End trials early that are worse half-way than two thirds of those before them."""
+    """Stop trials early that are worse half-way than two thirds of those before them."""
     evaluations: int = 4
-    """How often a trial is looked at for that."""
+    """Evaluations per trial for pruning."""
     workers: int = 1
-    """Processes that try settings at once."""
+    """Number of parallel worker processes."""
     seed: int = 1
-    """Of the sampler; the runs have the recipe's."""
+    """Seed of the sampler; runs use the recipe's seed."""
 
     def __post_init__(self) -> None:
         good = bool(self.name) and self.name[0].isalnum() and all(c.isalnum() or c in "-_." for c in self.name)
@@ -70,47 +70,47 @@ class TuneSpec:
             require(getattr(self, name) >= 1, name, f"must be at least 1, got {getattr(self, name)}")
         require(self.trials is None or self.trials >= 1, "trials", "must be at least 1")
         require(self.minutes is None or self.minutes > 0, "minutes", "must be above 0")
-        require(self.trials is not None or self.minutes is not None, "trials", "give a number of `trials`, or of `minutes`")
+        require(self.trials is not None or self.minutes is not None, "trials", "set `trials` or `minutes`")
         if self.sampler == "grid":
             ranged = next((axis.title for axis in self.space if axis.low is not None), None)
-            require(ranged is None, "space", f"`grid` needs values of `{ranged}`, not a range")
-            require(bool(self.space), "space", "`grid` needs values to go through")
+            require(ranged is None, "space", f"`grid` needs values for `{ranged}`, not a range")
+            require(bool(self.space), "space", "`grid` needs axes with values")
 
 
 def plain_recipe(spec: TuneSpec) -> Any:
-    """The recipe as it was good, before what has changed since."""
+    """Return the recipe before the changes of `retune_for`."""
     return with_settings(read_recipe(spec.recipe), spec.set)
 
 
-def known_good(spec: TuneSpec) -> RunSpec:
-    """The run whose settings the search starts from."""
+def base_run(spec: TuneSpec) -> RunSpec:
+    """Return the run whose settings the search starts from."""
     return parse(RunSpec, plain_recipe(spec))
 
 
 def changes_of(spec: TuneSpec) -> dict[str, Any]:
-    """What all trials change in the recipe: what `retune_for` says, and what goes by steps so that it comes after as many samples."""
-    run, times = known_good(spec), growth(spec)
+    """Return the recipe changes of all trials: `retune_for`, and settings in steps rescaled to the same number of samples."""
+    run, times = base_run(spec), batch_growth(spec)
     kept = {f"train.{name}": getattr(run.train, name) for name in BY_STEPS} if times != 1 else {}
     kept = {key: max(1, round(steps / times)) for key, steps in kept.items() if steps is not None}
     return {**kept, **spec.retune_for}
 
 
-def changed(spec: TuneSpec, settings: Mapping[str, Any] | None = None) -> RunSpec:
-    """The run that is searched for, with some settings."""
+def trial_run(spec: TuneSpec, settings: Mapping[str, Any] | None = None) -> RunSpec:
+    """Return the run of a trial with these settings."""
     return parse(RunSpec, with_settings(plain_recipe(spec), {**changes_of(spec), **(settings or {})}))
 
 
-def growth(spec: TuneSpec) -> float:
-    """How many times larger the batch is than it was."""
+def batch_growth(spec: TuneSpec) -> float:
+    """Return the new batch size over the old one."""
     now = parse(RunSpec, with_settings(plain_recipe(spec), spec.retune_for))
-    return now.train.batch_size / known_good(spec).train.batch_size
+    return now.train.batch_size / base_run(spec).train.batch_size
 
 
-def space_of(spec: TuneSpec) -> tuple[AxisSpec, ...]:
-    """What to search: what the spec says, or what matters most to a model's quality around the recipe's own settings."""
+def build_space(spec: TuneSpec) -> tuple[AxisSpec, ...]:
+    """Return the search space: the spec's, or the settings that matter most to quality around the recipe's values."""
     if spec.space:
         return spec.space
-    run, times = known_good(spec), max(1.0, growth(spec))
+    run, times = base_run(spec), max(1.0, batch_growth(spec))
     sparse, dense = run.train.sparse_optimizer, run.train.dense_optimizer
     low, high = (1 / MARGIN, MARGIN) if times == 1 else (1 / GROWTH_MARGIN, GROWTH_MARGIN * times)
     axes = [
@@ -119,9 +119,9 @@ def space_of(spec: TuneSpec) -> tuple[AxisSpec, ...]:
     ]
     sparse_reads = ROW_OPTIMIZERS[sparse.kind].hyper_parameters
     if "eps" in sparse_reads:
-        # A row's gradient is a mean over the batch: of ids that are rare in it, it falls as the batch grows, and eps counts for more.
+        # A row's gradient is a mean over the batch: for rare ids it falls as the batch grows, and eps weighs more.
         axes.append(AxisSpec(name="sparse eps", keys=(EPS,), low=sparse.eps / 10 / times, high=sparse.eps * 10, log=True))
-    if times > 1:  # Adam's means are over steps: so that they go as far back in samples, it forgets faster
+    if times > 1:  # Adam averages over steps: lower betas keep the same window in samples
         dense_reads = BETAS if dense.kind == "adam" else ()
         for which, optimizer, reads in (("sparse", sparse, sparse_reads), ("dense", dense, dense_reads)):
             for name in BETAS:
@@ -129,7 +129,7 @@ def space_of(spec: TuneSpec) -> tuple[AxisSpec, ...]:
                 if name in reads and beta > 0:
                     key = f"train.{which}_optimizer.{name}"
                     axes.append(AxisSpec(name=f"{which} {name}", keys=(key,), low=beta**times, high=beta))
-    if (num_steps := num_steps_of(changed(spec))) is not None and num_steps >= 20:
+    if (num_steps := num_steps_of(trial_run(spec))) is not None and num_steps >= 20:
         most = max(num_steps // 5, run.train.schedule.warmup_steps)
         axes.append(AxisSpec(name="warm-up", keys=(WARMUP,), low=0, high=most, whole=True))
     decays = ("none", "linear", "cosine")
@@ -137,13 +137,13 @@ def space_of(spec: TuneSpec) -> tuple[AxisSpec, ...]:
     return tuple(axes)
 
 
-def starts_of(spec: TuneSpec, space: Iterable[AxisSpec]) -> list[dict[str, Any]]:
-    """Settings to try first, by axis: the recipe's own, and with a larger batch its learning rates grown with it.
+def initial_settings(spec: TuneSpec, space: Iterable[AxisSpec]) -> list[dict[str, Any]]:
+    """Return the first settings to try, by axis: the recipe's own, and for a larger batch scaled learning rates.
 
-    Along with them eps falls as gradients of rare rows do, and the warm-up and Adam's means take as many samples as before.
+    With scaled rates, eps falls as the gradients of rare rows do; warm-up and Adam's betas keep their length in samples.
     """
-    own = _values_in(changed(spec), space)
-    times = growth(spec)
+    own = _values_in(trial_run(spec), space)
+    times = batch_growth(spec)
     rates = [axis.title for axis in space if set(axis.keys) & set(RATES)]
     title_of = {axis.keys[0]: axis.title for axis in space if len(axis.keys) == 1}
     with_it: dict[str, Any] = {}
@@ -155,20 +155,20 @@ def starts_of(spec: TuneSpec, space: Iterable[AxisSpec]) -> list[dict[str, Any]]
     factors = (math.sqrt(times), times) if times != 1 else ()
     found = [own, *(own | with_it | {title: own[title] * factor for title in rates} for factor in factors)]
     inside = [{name: value for name, value in one.items() if value is not None} for one in found]
-    return [_clipped(one, space) for one in inside]
+    return [_clip(one, space) for one in inside]
 
 
-def unchanged_of(spec: TuneSpec, space: Iterable[AxisSpec]) -> dict[str, Any] | None:
-    """The recipe's own settings, by axis; None where the space does not hold them."""
-    own = {name: value for name, value in _values_in(changed(spec), space).items() if value is not None}
-    return own if own and _clipped(own, space) == own else None
+def unchanged_settings(spec: TuneSpec, space: Iterable[AxisSpec]) -> dict[str, Any] | None:
+    """Return the recipe's own settings by axis; None if they are outside the space."""
+    own = {name: value for name, value in _values_in(trial_run(spec), space).items() if value is not None}
+    return own if own and _clip(own, space) == own else None
 
 
 def _values_in(run: RunSpec, space: Iterable[AxisSpec]) -> dict[str, Any]:
     found = {}
     for axis in space:
         if not axis.keys:
-            continue  # which of its options a recipe has is not said anywhere
+            continue  # a recipe does not record which option it has
         value: Any = run
         for part in axis.keys[0].split("."):
             value = value[int(part)] if part.isdigit() and isinstance(value, tuple) else getattr(value, part, None)
@@ -176,8 +176,8 @@ def _values_in(run: RunSpec, space: Iterable[AxisSpec]) -> dict[str, Any]:
     return found
 
 
-def _clipped(values: dict[str, Any], space: Iterable[AxisSpec]) -> dict[str, Any]:
-    """Values inside their ranges; one that an axis does not have is left to the sampler."""
+def _clip(values: dict[str, Any], space: Iterable[AxisSpec]) -> dict[str, Any]:
+    """Clip values to their ranges; a value that an axis does not have is left to the sampler."""
     kept = {}
     for axis in space:
         value = values.get(axis.title)
@@ -193,7 +193,7 @@ def _clipped(values: dict[str, Any], space: Iterable[AxisSpec]) -> dict[str, Any
 
 
 def num_steps_of(run: RunSpec) -> int | None:
-    """Steps of a run, where its spec alone says."""
+    """Return the number of steps of a run if its spec determines it, else None."""
     if run.data.synth is None:
         return run.train.max_steps
     of_log = run.train.epochs * math.ceil(run.data.synth.num_train_samples / run.train.batch_size)
@@ -204,7 +204,7 @@ _RANGE = re.compile(r"^\s*(\S+?)\s*\.\.\s*(\S+?)\s*$")
 
 
 def space_axis_from(text: str) -> AxisSpec:
-    """An axis of the command line: `KEY=LOW..HIGH`, or `KEY=A,B,C`. A range of tenfold or more is searched by its logarithm."""
+    """Parse an axis of the command line: `KEY=LOW..HIGH` or `KEY=A,B,C`. A range of a factor of 10 or more uses a log scale."""
     key, _, values = text.partition("=")
     found = _RANGE.match(values)
     if found is None:
@@ -221,7 +221,7 @@ def space_axis_from(text: str) -> AxisSpec:
 
 
 def load_tune(name_or_path: str) -> TuneSpec:
-    """A search by path, or one around the recipe of a run, by path or shipped name."""
+    """Load a search by path, or build one around a run's recipe, by path or shipped name."""
     path = Path(name_or_path) if Path(name_or_path).is_file() else find_recipe(name_or_path)
     plain = read_yaml(path)
     try:

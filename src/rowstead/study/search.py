@@ -33,7 +33,7 @@ from rowstead.spec.axis import AxisSpec
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.parse import digest, parse, read_yaml, to_plain
 from rowstead.spec.record import Record, date_now
-from rowstead.spec.tune import TuneSpec, changed, changes_of, known_good, plain_recipe, space_of, starts_of
+from rowstead.spec.tune import TuneSpec, base_run, build_space, changes_of, initial_settings, plain_recipe, trial_run
 from rowstead.study.points import point_of
 from rowstead.study.run_points import PointRunner
 from rowstead.study.trial import CONSTANT_NE, TrialOutcome, run_trial, run_trial_in_processes, with_evaluations
@@ -62,7 +62,7 @@ class Search:
         self.held = held
         self.store = RunStore(root)
         self.folder = self.store.study_folder(spec.name)
-        self.space = space_of(spec)
+        self.space = build_space(spec)
         self.worker = worker
         self._recipe = plain_recipe(spec)
         self._changes = changes_of(spec)
@@ -94,7 +94,7 @@ class Search:
             titles = [axis.title for axis in self.space]
             starts = [dict(zip(titles, labels, strict=True)) for labels in itertools.product(*(a.labels for a in self.space))]
         else:
-            starts = starts_of(self.spec, self.space)
+            starts = initial_settings(self.spec, self.space)
         for start in starts:
             encoded = {axis.title: _encode(axis, start[axis.title]) for axis in self.space if axis.title in start}
             self.study.enqueue_trial(encoded, skip_if_exists=True)
@@ -173,7 +173,7 @@ class Search:
     def _entry(self, outcome: TrialOutcome, number: int, labels: Mapping[str, Any], own: Mapping[str, Any]) -> StoreEntry:
         record = outcome.record
         if record is None:
-            run = known_good(self.spec)
+            run = base_run(self.spec)
             record = Record(
                 kind="measured",
                 name=run.name,
@@ -337,11 +337,11 @@ def read_spec(folder: Path) -> TuneSpec:
 
 def best_recipe(spec: TuneSpec, trial: Trial) -> str:
     """The recipe with the settings of a trial, as a file that `rowstead train` takes."""
-    own = {key: value for axis in space_of(spec) for key, value in axis.settings(trial.parameters[axis.title]).items()}
+    own = {key: value for axis in build_space(spec) for key, value in axis.settings(trial.parameters[axis.title]).items()}
     found = ", ".join(
         f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in trial.parameters.items()
     )
     about = printable(f"# The best of search `{spec.name}`, trial {trial.number + 1}: NE {trial.objective:.5f} with {found}.")
     started = {key: value for key, value in spec.set.items() if key.startswith("run.")}
     note = "".join("\n" + printable(f"# Trials ran with {key} = {value}.") for key, value in started.items())
-    return f"{about}{note}\n" + yaml.safe_dump(to_plain(changed(spec, own)), sort_keys=False, allow_unicode=True)
+    return f"{about}{note}\n" + yaml.safe_dump(to_plain(trial_run(spec, own)), sort_keys=False, allow_unicode=True)

@@ -21,7 +21,7 @@ from rowstead.records.studies import Trial, best_trial, pareto_front
 from rowstead.records.usage import usable_cores
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.parse import difference, to_plain
-from rowstead.spec.tune import TuneSpec, known_good, plain_recipe, space_of, unchanged_of
+from rowstead.spec.tune import TuneSpec, base_run, build_space, plain_recipe, unchanged_settings
 from rowstead.study.points import point_of
 from rowstead.study.run_points import PointRunner, lock_study
 from rowstead.study.search import Search, best_recipe, read_spec, repair_journal, write_spec
@@ -58,7 +58,7 @@ class SearchResult:
         """With `retune_for`: the trial of the recipe's own settings."""
         if not self.spec.retune_for:
             return None
-        good = unchanged_of(self.spec, space_of(self.spec))
+        good = unchanged_settings(self.spec, build_space(self.spec))
         same = (t for t in self.trials if good and all(t.parameters.get(name) == value for name, value in good.items()))
         return next(same, None)
 
@@ -74,7 +74,7 @@ def tune(
 
     `callback` gets the trials so far after each one. The best recipe is written to `out`, and to the study's folder.
     """
-    known_good(spec)  # a mistake in the recipe shows before anything starts
+    base_run(spec)  # a mistake in the recipe shows before anything starts
     store = RunStore(root)
     folder = store.study_folder(spec.name)
     with lock_study(folder) as lock:
@@ -123,7 +123,7 @@ def _run_before(search: Search) -> StoreEntry:
         if entry.axes.get("run") == BEFORE and entry.failure is None:
             return entry
     point = point_of(plain_recipe(spec), {"run": BEFORE}, {}, spec.set)
-    run = with_evaluations(known_good(spec), 1)
+    run = with_evaluations(base_run(spec), 1)
     if point.is_single_process:
         outcome = run_trial(run, search.folder / "before", is_bad=lambda number, ne: False)
     else:  # with the processes or the fleet that trials have

@@ -1,7 +1,7 @@
-"""What rows behind a cache cost: models are trained with all rows in memory and with most of them behind a cache, and the difference is explained.
+"""Measures the cost of cached rows: trains models with all rows in memory and with a cache, and fits the difference.
 
-Some models have few ids, some many; some lack few rows, some many; some rows are near each other in their file, others are not; some
-steps wait for their rows, others do not.
+The models differ in the number of ids, in the number of cache misses, in how close rows are in their file, and in whether steps wait
+for rows.
 """
 
 from __future__ import annotations
@@ -34,45 +34,45 @@ from rowstead.study.calibration.steady_state import SampledBatches, mean_step_s,
 from rowstead.study.calibration.steps import WARM_GPU_S, Shape, Steps
 
 RECORDS = (36.0, 68.0, 132.0, 260.0, 516.0)
-"""Bytes of rows with their state for which times are given."""
+"""Sizes in bytes of a row with its state, for which times are given."""
 TURNS, STEPS_PER_TURN, REFERENCES_PER_TURN = 5, 8, 2
 SHARES = tuple(share / 20 for share in range(21))
-"""That are tried for the share by which moving rows and training slow each other down."""
+"""Candidates for the share by which moving rows and training slow each other down."""
 NUM_SWEEPS = 400
 STEPS_PER_ROUND, LEAST_ROUNDS, MOST_ROUNDS = 64, 3, 15
 """On a GPU."""
 MIN_OVER_HOST = 1.15
-"""How many times as long as its host a GPU's step takes at least that says something of the GPU."""
+"""A GPU step must take at least this many times the host time to say anything about the GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheMeasurement:
-    """Steps of one model, and what they ask of its cache."""
+    """Step times of one model with and without a cache, and its load on the cache."""
 
-    alone_s: float
+    in_memory_s: float
     """With all rows in memory."""
     step_s: float
     num_ids: float
-    """Behind the cache."""
+    """Ids looked up through the cache."""
     num_rows: float
-    """That the cache lacks."""
+    """Cache misses."""
     num_reads: float
     row_bytes: float
     num_plans: float = 1.0
-    """That are made by what computes the step: none on a GPU, for which its host plans."""
+    """Plans made by the device that computes the step: 0 on a GPU, whose host plans."""
 
 
 def cpu_shapes(*, is_short: bool) -> list[tuple[Shape, float]]:
-    """Models whose rows are put behind a cache of a CPU, with the share of them that the cache keeps."""
+    """Return models for caches on a CPU, with the share of rows that the cache holds."""
     sizes = [
         # sparse, batch, rows, width, ids, skew, top MLP, share
-        (8, 128, 10_000, 16, 1, 1.6, (32,), 0.2),  # next to nothing
+        (8, 128, 10_000, 16, 1, 1.6, (32,), 0.2),  # almost no work
         (8, 512, 20_000, 16, 8, 1.6, (32,), 0.3),  # many ids, few rows
-        (4, 512, 20_000, 16, 3, 0.0, (32,), 0.1),  # many rows, near each other
+        (4, 512, 20_000, 16, 3, 0.0, (32,), 0.1),  # many rows, close together
         (4, 256, 20_000, 128, 4, 0.2, (32,), 0.1),  # wide ones
-        (4, 256, 150_000, 16, 1, 0.2, (32,), 0.05),  # rows far from each other
+        (4, 256, 150_000, 16, 1, 0.2, (32,), 0.05),  # rows far apart
         (6, 256, 80_000, 32, 2, 1.0, (32,), 0.1),  # some of each
-        (4, 512, 20_000, 16, 2, 0.3, (512, 512), 0.2),  # beside steps that take longer than that
+        (4, 512, 20_000, 16, 2, 0.3, (512, 512), 0.2),  # steps that take longer than their rows
         (6, 256, 80_000, 32, 1, 0.9, (1024, 512), 0.1),
     ]
     if is_short:
@@ -92,22 +92,22 @@ def cpu_shapes(*, is_short: bool) -> list[tuple[Shape, float]]:
 def measure_cache(
     shape: Shape, share: float, folder: Path, speed: MachineSpeed | None, *, num_turns: int = TURNS
 ) -> CacheMeasurement:
-    """Train a model with all rows in memory and with this share of them there, in turns."""
+    """Train a model with all rows in memory and with this share of them cached, alternately."""
     cpu, work = torch.device("cpu"), step_work(shape.spec("cpu"))
-    with contextlib.ExitStack() as opened:
-        place = opened.enter_context(tempfile.TemporaryDirectory(dir=folder, prefix=".rowstead-rows-"))
+    with contextlib.ExitStack() as stack:
+        rows_folder = stack.enter_context(tempfile.TemporaryDirectory(dir=folder, prefix=".rowstead-rows-"))
         drawn = SampledBatches.of(shape, cpu)
-        alone = run_to_steady_state(shape, cpu, placement={"*": "device"}, kept_share=0.0, folder=place, drawn=drawn)
+        in_memory = run_to_steady_state(shape, cpu, placement={"*": "device"}, kept_share=0.0, folder=rows_folder, drawn=drawn)
         rule = {"*": {"where": "ssd", "cache_fraction": share}}
-        behind = run_to_steady_state(shape, cpu, placement=rule, kept_share=share, folder=place, drawn=drawn)
-        opened.callback(behind.close)
-        turns: dict[str, list[float]] = {"alone": [], "behind": []}
+        behind = run_to_steady_state(shape, cpu, placement=rule, kept_share=share, folder=rows_folder, drawn=drawn)
+        stack.callback(behind.close)
+        turns: dict[str, list[float]] = {"in_memory": [], "behind": []}
         for _ in range(num_turns):
-            for name, steps in (("alone", alone), ("behind", behind)):
+            for name, steps in (("in_memory", in_memory), ("behind", behind)):
                 turns[name].append(_turn_s(steps, speed))
     (group,) = build_cache_models(work.tables, _setup(shape, [table.name for table in work.tables], share))
     return CacheMeasurement(
-        alone_s=statistics.median(turns["alone"]),
+        in_memory_s=statistics.median(turns["in_memory"]),
         step_s=statistics.median(turns["behind"]),
         num_ids=float(shape.num_ids),
         num_rows=group.missing_rows,
@@ -117,7 +117,7 @@ def measure_cache(
 
 
 def _turn_s(steps: Steps, speed: MachineSpeed | None) -> float:
-    """Seconds of a step at the standard pace."""
+    """Return the seconds of a step at standard machine speed."""
     if speed is None:
         return mean_step_s(steps, STEPS_PER_TURN)
     before = [speed.time_reference() for _ in range(REFERENCES_PER_TURN)]
@@ -131,15 +131,15 @@ def _setup(shape: Shape, tables: Sequence[str], share: float) -> Setup:
 
 
 def fit_cache_costs(timings: Timings, models: Sequence[CacheMeasurement]) -> Timings:
-    """The timings with what explains the steps of these models best, errors taken as shares of what was measured.
+    """Return the timings with the cache costs that best explain these steps, by least squares of relative errors.
 
-    Rows take `moved = rows * (row_s + byte_s * bytes) + reads * read_s`, finding places `placed = batch_s + ids * id_s`, and a step the longer of
-    `alone + placed + share * moved` and `moved + share * (alone + placed)`. What no model asks for is taken to cost nothing.
+    Moving rows takes `moved = rows * (row_s + byte_s * bytes) + reads * read_s`, finding slots `placed = batch_s + ids * id_s`, and a step the longer
+    of `in_memory + placed + share * moved` and `moved + share * (in_memory + placed)`. A cost that no model exercises becomes 0.
     """
     best, least = None, np.inf
     for share in SHARES:
         found = np.array([1e-4, 1e-8, 1e-6, 1e-9, 5e-6])
-        for _ in range(8):  # which steps wait for their rows follows from the times, and these from that
+        for _ in range(8):  # which steps wait for rows depends on the costs, and the costs on that
             terms, known, waits = _equations(models, found, share)
             taken = np.array([one.step_s for one in models])
             found = _coordinate_descent(terms / taken[:, None], (taken - known) / taken)
@@ -164,13 +164,13 @@ def fit_cache_costs(timings: Timings, models: Sequence[CacheMeasurement]) -> Tim
 def _equations(
     models: Sequence[CacheMeasurement], found: NDArray[np.float64], share: float
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.bool_]]:
-    """For each model what the unknown times are multiplied by, what is known, and whether its steps wait for rows."""
+    """Return for each model the coefficients of the unknown costs, the known time, and whether its steps wait for rows."""
     placed = np.array([[one.num_plans, one.num_ids, 0.0, 0.0, 0.0] for one in models])
     moved = np.array([[0.0, 0.0, one.num_rows, one.num_rows * one.row_bytes, one.num_reads] for one in models])
-    alone = np.array([one.alone_s for one in models])
-    waits = moved @ found > alone + placed @ found
+    in_memory = np.array([one.in_memory_s for one in models])
+    waits = moved @ found > in_memory + placed @ found
     terms = np.where(waits[:, None], moved + share * placed, placed + share * moved)
-    return terms, np.where(waits, share * alone, alone), waits
+    return terms, np.where(waits, share * in_memory, in_memory), waits
 
 
 def _steps_s(models: Sequence[CacheMeasurement], found: NDArray[np.float64], share: float) -> NDArray[np.float64]:
@@ -179,7 +179,7 @@ def _steps_s(models: Sequence[CacheMeasurement], found: NDArray[np.float64], sha
 
 
 def _coordinate_descent(left: NDArray[np.float64], right: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Least squares without negative numbers, one unknown after the other again and again."""
+    """Non-negative least squares by coordinate descent."""
     sizes = np.maximum(np.linalg.norm(left, axis=0), 1e-300)
     scaled = left / sizes
     found, rest = np.zeros(left.shape[1]), right.copy()
@@ -194,7 +194,7 @@ def _coordinate_descent(left: NDArray[np.float64], right: NDArray[np.float64]) -
 def measure_caches(
     machine: Machine, software: Software, device: torch.device, folder: Path, speed: MachineSpeed | None, *, is_short: bool
 ) -> Software:
-    """The trainer with what rows behind a cache cost it."""
+    """Measure the cost of cached rows and return the software with it."""
     if device.type == "cuda":
         return _measure_gpu_caches(machine, software, device, folder, is_short=is_short)
     timings = software.cpu_timings
@@ -210,20 +210,20 @@ FEW = Shape(
     num_dense=16, num_sparse=4, batch_size=256, num_rows=10_000, width=16, mean_ids=1, skew=1.0, bottom=(16,), top=(16,),
     precision="tf32",
 )  # fmt: skip
-"""A model so small that its steps behind a cache show the host's time alone."""
+"""A model so small that its steps with a cache take only host time."""
 FEW_KEPT = 0.5
-"""Share of its rows that a cache keeps."""
+"""Share of its rows in the cache."""
 NUM_TURNS_OF_FEW = 2
 
 
 def gpu_shapes(*, is_short: bool) -> list[tuple[Shape, float]]:
-    """Models whose rows are put behind a cache of a GPU, with the share of them that the cache keeps; all take longer than the host does."""
+    """Return models for caches on a GPU, with the share of rows that the cache holds; all take longer than the host."""
     sizes = [
         # sparse, batch, rows, width, ids, skew, top MLP, share
-        (31, 4096, 200_000, 64, 4, 0.0, (32,), 0.05),  # many rows that are missing
+        (31, 4096, 200_000, 64, 4, 0.0, (32,), 0.05),  # many cache misses
         (15, 8192, 200_000, 128, 4, 0.0, (32,), 0.05),  # wide ones
         (15, 16384, 50_000, 16, 2, 1.6, (1024, 1024), 0.5),  # many ids, few rows
-        (15, 8192, 100_000, 128, 2, 0.0, (4096, 4096, 4096), 0.05),  # beside steps that take longer than that
+        (15, 8192, 100_000, 128, 2, 0.0, (4096, 4096, 4096), 0.05),  # steps that take longer than their rows
     ]
     less = 4 if is_short else 1
     return [
@@ -239,7 +239,7 @@ def gpu_shapes(*, is_short: bool) -> list[tuple[Shape, float]]:
 
 
 def steady_step_s(steps: Steps, seconds: float, *, warm_s: float = 0.0) -> float:
-    """Seconds of a step in the middle of many, when the batches that follow are announced as early as in a run: the median of rounds."""
+    """Return the median seconds per step over rounds in the steady state, with batches prefetched as early as in a run."""
     wait = functools.partial(torch.cuda.synchronize, steps.device) if steps.device.type == "cuda" else lambda: None
     end = np.inf if warm_s else 0.0
     while True:
@@ -250,7 +250,7 @@ def steady_step_s(steps: Steps, seconds: float, *, warm_s: float = 0.0) -> float
         now = time.perf_counter()
         if now >= end:
             break
-        end = min(end, now + warm_s)  # not from the start: the first round compiles and captures
+        end = min(end, now + warm_s)  # only after the first round, which compiles and captures
     ahead = steps.stepper.model.store.batches_ahead + 1
     num_rounds = max(LEAST_ROUNDS, min(MOST_ROUNDS, round(seconds / (now - began))))
     marks: list[float] = []
@@ -265,13 +265,13 @@ def steady_step_s(steps: Steps, seconds: float, *, warm_s: float = 0.0) -> float
 def _measure_gpu_caches(
     machine: Machine, software: Software, device: torch.device, folder: Path, *, is_short: bool
 ) -> Software:
-    """What rows behind a cache in a GPU's memory cost: the host, by a model that is next to nothing; the GPU, by models that are more than that."""
+    """Measure caches in GPU memory: host costs with a tiny model, GPU costs with larger ones."""
     seconds, timings = 0.1 if is_short else 0.4, software.device_timings
     assert timings is not None
 
     def step_s(shape: Shape, rule: Mapping[str, Any], *, max_set: int | None = None) -> float:
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".rowstead-rows-") as place:
-            steps = Steps.of(shape, device, placement={"*": rule}, memory={"folder": place})
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".rowstead-rows-") as rows_folder:
+            steps = Steps.of(shape, device, placement={"*": rule}, memory={"folder": rows_folder})
             store = steps.stepper.model.store
             if max_set is not None:
                 store.limit_prefetch(max_set)
@@ -284,20 +284,20 @@ def _measure_gpu_caches(
     turns = [
         (step_s(FEW, {"where": "device"}), step_s(FEW, cached), step_s(FEW, cached, max_set=1)) for _ in range(NUM_TURNS_OF_FEW)
     ]
-    alone_s, in_sets_s, one_by_one_s = map(
+    in_memory_s, in_sets_s, one_by_one_s = map(
         min, zip(*turns, strict=True)
-    )  # the first steps of a process take half as long again
-    set_s, batch_s = split_plan_cost(alone_s, in_sets_s, one_by_one_s, _group(FEW, FEW_KEPT).set_size)
+    )  # the first steps of a process take 1.5 times as long
+    set_s, batch_s = split_plan_cost(in_memory_s, in_sets_s, one_by_one_s, _group(FEW, FEW_KEPT).set_size)
     known = dataclasses.replace(timings, place_batch_s=batch_s, place_set_s=set_s)
     models = []
     for shape, share in gpu_shapes(is_short=is_short):
         group = _group(shape, share)
         taken_s = step_s(shape, {"where": "cached", "cache_fraction": share})
-        if taken_s < MIN_OVER_HOST * (alone_s + batch_s + set_s / group.set_size):
-            continue  # what the host holds up says nothing of the GPU
+        if taken_s < MIN_OVER_HOST * (in_memory_s + batch_s + set_s / group.set_size):
+            continue  # a step bound by the host says nothing about the GPU
         models.append(
             CacheMeasurement(
-                alone_s=step_s(shape, {"where": "device"}),
+                in_memory_s=step_s(shape, {"where": "device"}),
                 step_s=taken_s,
                 num_ids=float(shape.num_ids),
                 num_rows=group.missing_rows,
@@ -308,7 +308,7 @@ def _measure_gpu_caches(
         )
     if not any(
         model.num_rows * model.row_bytes for model in models
-    ):  # rows cross the bus at half its rate at most, by what was seen elsewhere
+    ):  # assume half the rate of the link, as measured on other machines
         assert machine.accelerators is not None
         byte_s = 2 / machine.accelerators.host_link.bandwidth_bytes_per_s
         moves = Curve(
@@ -319,14 +319,14 @@ def _measure_gpu_caches(
     return dataclasses.replace(software, device_timings=found)
 
 
-def split_plan_cost(alone_s: float, in_sets_s: float, one_by_one_s: float, set_size: int) -> tuple[float, float]:
-    """Host seconds of a plan, and of each batch in it, by steps without a cache, with plans of sets, and with plans of single batches."""
+def split_plan_cost(in_memory_s: float, in_sets_s: float, one_by_one_s: float, set_size: int) -> tuple[float, float]:
+    """Return the host seconds per plan and per batch in it, from steps without a cache, with plans for sets, and with plans for single batches."""
     set_s = max(0.0, one_by_one_s - in_sets_s) / (1 - 1 / set_size)
-    return set_s, max(0.0, in_sets_s - alone_s - set_s / set_size)
+    return set_s, max(0.0, in_sets_s - in_memory_s - set_s / set_size)
 
 
 def _group(shape: Shape, share: float) -> CacheModel:
-    """The tables of a shape behind a GPU's cache."""
+    """Return the cache model of a shape's tables on a GPU."""
     work = step_work(shape.spec("cpu"))
     (group,) = build_cache_models(work.tables, _setup(shape, [table.name for table in work.tables], share), in_sets=True)
     return group

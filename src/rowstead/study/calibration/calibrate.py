@@ -1,6 +1,6 @@
-"""This machine as a `Machine` file: memories, products, links, disk and power, and what the parts of a training step take on it.
+"""Measures this machine as a `Machine` file: memory, FLOPS, links, disk, power, and the time of each part of a training step.
 
-First each part is measured alone, over a grid of sizes; then some whole steps say what is missing between the parts.
+Each part is measured separately over a grid of sizes; whole steps then calibrate what the parts do not explain.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ TINY = Shape(
     num_dense=16, num_sparse=4, batch_size=256, num_rows=1000, width=16, mean_ids=1, skew=1.0, bottom=(16,), top=(16,),
     precision="tf32",
 )  # fmt: skip
-"""A model so small that on a GPU its steps show the host's time alone."""
+"""A model so small that its steps on a GPU take only host time."""
 
 SHAPES_PER_ROUND = 3
-"""Whole models that are taken after each part."""
+"""Whole models measured after each part."""
 MAX_ONE_THREAD_EXAMPLES = 1024
-"""Examples of the largest batch for which layers are measured with one thread."""
+"""The largest batch for which layers are measured with one thread."""
 
 OnMessage = Callable[[str], Any]
 
 
 def whole_shapes(device: torch.device, *, is_short: bool) -> list[Shape]:
-    """Models whose whole steps are measured: few and many features, short and long bags, small and large batches."""
+    """Return the models whose whole steps are measured: few and many features, short and long bags, small and large batches."""
     on_gpu = device.type == "cuda"
     more, precision = (8, "tf32") if on_gpu else (1, "fp32")
     sizes = [
@@ -72,7 +72,7 @@ def whole_shapes(device: torch.device, *, is_short: bool) -> list[Shape]:
         (200, 40, 1024, 40_000, 16, 20, 0.8, (512, 128), (256, 256)),
         (320, 5, 256, 100_000, 32, 1, 0.5, (1024, 1024), (512,)),
     ]
-    if on_gpu:  # with the vectors and widths of the parts: every other pair is programs to compile, which takes seconds
+    if on_gpu:  # the vectors and widths of the parts: any other pair would compile more kernels, which takes seconds
         sizes = [
             (64, 15, 256, 50_000, 16, 8, 0.8, (256, 128), (256,)),
             (1024, 4, 512, 20_000, 128, 1, 0.0, (512, 512), (512, 256)),
@@ -107,9 +107,9 @@ def whole_shapes(device: torch.device, *, is_short: bool) -> list[Shape]:
 def calibrate(
     device: torch.device, *, name: str, folder: Path, is_short: bool = False, on_message: OnMessage = lambda line: None
 ) -> Machine:
-    """Measure this machine, with the threads that torch has now; `folder` is on the disk to be measured."""
+    """Measure this machine with the current number of torch threads; `folder` is on the disk to measure."""
     source = f"measured by `rowstead calibrate` on {datetime.date.today().isoformat()}, torch {torch.__version__}"
-    on_message("memory and arithmetic of the processors")
+    on_message("memory bandwidth and FLOPS of the CPU")
     cpu = torch.device("cpu")
     machine = Machine(
         name=name,
@@ -118,24 +118,24 @@ def calibrate(
         disk=hardware.disk(folder, source),
     )
     if device.type == "cuda":
-        on_message("memory, arithmetic and link of the GPU")
+        on_message("memory bandwidth, FLOPS and host link of the GPU")
         machine = dataclasses.replace(machine, accelerators=_measure_accelerators(Clock(device), source))
     speed = MachineSpeed() if device.type == "cpu" else None
     whole = _WholeSteps(device, speed, is_short=is_short, on_message=on_message)
-    timings = _measure_timings(device, is_short=is_short, on_message=on_message, between=whole.some)
+    timings = _measure_timings(device, is_short=is_short, on_message=on_message, between=whole.measure_some)
     machine = _add_random_rates(machine, timings)
     software = _software(device, timings, source)
     if not is_short:
-        on_message("two processes that exchange messages")
+        on_message("messages between two processes")
         software = dataclasses.replace(software, exchange=exchange_times())
     if device.type == "cpu":
         on_message("memory of a training process")
         software = dataclasses.replace(software, base_bytes=base_bytes(torch.get_num_threads()))
-    software, alone = whole.fit_software(machine, software)
-    if speed is not None and alone is not None:
-        on_message("processes that share the cores")
-        software = dataclasses.replace(software, sharing=_measure_sharing(alone, speed, is_short=is_short))
-    on_message("rows behind a cache")
+    software, one_thread = whole.fit_software(machine, software)
+    if speed is not None and one_thread is not None:
+        on_message("processes that share cores, as in a fleet")
+        software = dataclasses.replace(software, sharing=_measure_sharing(one_thread, speed, is_short=is_short))
+    on_message("row caches")
     software = measure_caches(machine, software, device, folder, speed, is_short=is_short)
     on_message("power")
     assert whole.last is not None
@@ -150,7 +150,7 @@ def _title(device: torch.device) -> str:
 
 
 def _measure_memory(clock: Clock, capacity_bytes: float, source: str) -> Memory:
-    """A memory in order; what it does at random comes with the rows."""
+    """Measure sequential bandwidth; the row times add the random-access rates."""
     kind = clock.device.type
     in_order = hardware.copy_bytes_per_s(clock, hardware.COPY_BYTES[kind])
     cached = hardware.copy_bytes_per_s(clock, hardware.CACHED_BYTES[kind])
@@ -161,19 +161,19 @@ def _measure_memory(clock: Clock, capacity_bytes: float, source: str) -> Memory:
         line_bytes=64 if kind == "cpu" else 32,
         cache_bytes=hardware.cache_bytes(clock.device),
         cache_bandwidth_bytes_per_s=max(cached, in_order),
-        source=f"{source}; sizes of caches as the system gives them",
+        source=f"{source}; cache sizes as reported by the system",
     )
 
 
 def _measure_host(clock: Clock, source: str) -> Host:
     memory = _measure_memory(clock, float(psutil.virtual_memory().total), source)
     with hardware.threads(1):
-        alone = hardware.copy_bytes_per_s(clock, hardware.COPY_BYTES["cpu"])
+        one_core = hardware.copy_bytes_per_s(clock, hardware.COPY_BYTES["cpu"])
     return Host(
         num_cores=torch.get_num_threads(),
         memory=memory,
         compute=Compute(fp32_flops_per_s=hardware.product_flops_per_s(clock, "fp32"), source=source),
-        core_share=min(1.0, alone / memory.bandwidth_bytes_per_s),
+        core_share=min(1.0, one_core / memory.bandwidth_bytes_per_s),
     )
 
 
@@ -203,14 +203,14 @@ def _measure_accelerators(clock: Clock, source: str) -> Accelerators:
 def _measure_timings(
     device: torch.device, *, is_short: bool, on_message: OnMessage, between: Callable[[], Any] = lambda: None
 ) -> Timings:
-    """Each part of a step alone; `between` is called now and then."""
+    """Measure each part of a step separately; `between` is called between parts."""
     on_gpu = device.type == "cuda"
     clock = Clock(device, budget_s=0.004 if is_short else 0.02 if on_gpu else 0.006, least_calls=5 if on_gpu else 3)
     among = dataclasses.replace(clock, flush_bytes=FLUSH_BYTES, least_calls=9 if on_gpu and not is_short else 5)
     formats = ("fp32", "tf32", "bf16")[: 2 if is_short else 3] if on_gpu else ("fp32",)
 
     def often(measure: Callable[[], Any]) -> Any:
-        """On a CPU the shorter of two times: others come and go within seconds, and make nothing quicker."""
+        """On a CPU, take the shorter of two times: other processes come and go within seconds, and only ever slow it down."""
         if on_gpu or is_short:
             return measure()
         first = measure()
@@ -224,7 +224,7 @@ def _measure_timings(
         between()
     multiplied = "tf32" if clock.is_cuda else "fp32"
     if clock.is_cuda and not is_short:
-        on_message("interaction: its programs are compiled")
+        on_message("interaction: compiling its kernels")
         compile_interactions()
     on_message("interaction")
     forward, back = interaction_times(clock, multiplied, is_short=is_short)
@@ -232,11 +232,11 @@ def _measure_timings(
     on_message("dense optimizer")
     update = dense_update_times(among)
     between()
-    clock.give_back()
-    on_message("look-up and update of rows")
+    clock.free_memory()
+    on_message("row lookup and update")
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_bytes()
     rows = often(functools.partial(row_times, among, min(free, 1 << 27) if is_short else free, is_short=is_short))
-    clock.give_back()
+    clock.free_memory()
     between()
     fresh_from = Timings.fresh_from_bytes
     return Timings(
@@ -252,7 +252,7 @@ def _measure_timings(
 
 
 def _add_random_rates(machine: Machine, timings: Timings) -> Machine:
-    """The machine with what its memory does at random, by the rows that were read within the most bytes."""
+    """Return the machine with random-access rates, from the rows read in the largest memory range."""
     on_gpu = machine.accelerators is not None
     memory = machine.accelerators.memory if machine.accelerators is not None else machine.host.memory
     within, widths = timings.read_row.axes[0].sizes[-1], timings.read_row.axes[1].sizes
@@ -270,11 +270,11 @@ def _add_random_rates(machine: Machine, timings: Timings) -> Machine:
 
 
 def _software(device: torch.device, timings: Timings, source: str) -> Software:
-    """The trainer as it is shipped, with measured times instead of counted operators."""
+    """Return the shipped software description with measured times instead of operator counts."""
     on_gpu = device.type == "cuda"
     return dataclasses.replace(
         load_software("rowstead"),
-        title="This trainer on this machine",
+        title="rowstead, measured on this machine",
         operator_s=0.0,
         operators_per_layer=0.0,
         operators_fixed=0.0,
@@ -288,68 +288,68 @@ def _software(device: torch.device, timings: Timings, source: str) -> Software:
 
 
 class _WholeSteps:
-    """What whole steps show that parts do not.
+    """Measures whole steps and fits the timings of the parts to them.
 
-    On a CPU they are taken a few at a time after each part, so that their pace is the usual one of all that time, and not that of some seconds.
-    On a GPU the host's time is looked at before each of them, for the same reason.
+    On a CPU a few models are measured after each part, so that their median machine speed covers the whole calibration and not a few
+    seconds. On a GPU the host time is measured before each model, for the same reason.
     """
 
     def __init__(self, device: torch.device, speed: MachineSpeed | None, *, is_short: bool, on_message: OnMessage) -> None:
         self._device, self._speed, self._is_short, self._on_message = device, speed, is_short, on_message
         self._seconds = 0.05 if is_short else 0.4
         self._shapes = whole_shapes(device, is_short=is_short)
-        self._num_taken = 0
+        self._num_measured = 0
         self._times: list[tuple[Shape, StepTime]] = []
-        self._alone: list[tuple[Shape, StepTime]] = []
-        """Steps of one thread, at the pace of the steps just before: beats of one thread say nothing of it."""
+        self._one_thread: list[tuple[Shape, StepTime]] = []
+        """Steps of one thread, with the slowdown of the steps just before: one-thread reference work does not show it."""
         self.last: Steps | None = None
-        """Ready to go on."""
+        """The last model, still built."""
 
-    def some(self) -> None:
-        """Take a few models, on a CPU."""
+    def measure_some(self) -> None:
+        """Measure a few models, on a CPU."""
         if self._speed is not None and not self._is_short:
-            self._take(SHAPES_PER_ROUND)
+            self._measure(SHAPES_PER_ROUND)
 
-    def _take(self, count: int) -> None:
-        for shape in self._shapes[self._num_taken : self._num_taken + count]:
-            self._num_taken += 1
-            self._on_message(f"whole steps, {self._num_taken} of {len(self._shapes)} models")
-            self.last = None  # its memory is given back first
+    def _measure(self, count: int) -> None:
+        for shape in self._shapes[self._num_measured : self._num_measured + count]:
+            self._num_measured += 1
+            self._on_message(f"whole steps, {self._num_measured} of {len(self._shapes)} models")
+            self.last = None  # free its memory first
             self.last = Steps.of(shape, self._device, speed=self._speed)
             time = self.last.measure(self._seconds)
             self._times.append((shape, time))
-            if self._speed is not None and (self._is_short or self._num_taken % 2):  # half of them, as time is short
+            if self._speed is not None and (self._is_short or self._num_measured % 2):  # every other one, to save time
                 with hardware.threads(1):
-                    self._alone.append(
+                    self._one_thread.append(
                         (shape, dataclasses.replace(self.last.measure(self._seconds / 2), slowdown=time.slowdown))
                     )
 
     def fit_software(self, machine: Machine, software: Software) -> tuple[Software, Timings | None]:
-        """The software with the time between the parts, and on a GPU that of the host; on a CPU also what one thread takes."""
+        """Return the software with timings fitted to whole steps (on a GPU also the host time), and on a CPU the timings of one thread."""
         if self._speed is None:
             return self._fit_on_gpu(machine, software), None
-        self._take(len(self._shapes))
+        self._measure(len(self._shapes))
         processor = host_processor(machine, software)
         assert processor.timings is not None
-        usual = statistics.median(time.slowdown for _, time in self._times)  # which counts as 1
+        usual = statistics.median(time.slowdown for _, time in self._times)  # becomes 1
         self._speed.standard_s *= usual
-        times, alone = (
+        times, one_thread_times = (
             [(shape, dataclasses.replace(time, slowdown=time.slowdown / usual).at_standard_speed()) for shape, time in some]
-            for some in (self._times, self._alone)
+            for some in (self._times, self._one_thread)
         )
         changed = fit_timings(processor.timings, processor, software, *zip(*times, strict=True))
         software = dataclasses.replace(software, cpu_timings=dataclasses.replace(changed, pace_s=self._speed.standard_s))
         one_thread = dataclasses.replace(processor.timings, layers=(self._measure_one_thread_layers(),))
-        return software, fit_timings(one_thread, processor, software, *zip(*alone, strict=True))
+        return software, fit_timings(one_thread, processor, software, *zip(*one_thread_times, strict=True))
 
     def _fit_on_gpu(self, machine: Machine, software: Software) -> Software:
         tiny, of_host = Steps.of(TINY, self._device), list[float]()
-        while self._num_taken < len(self._shapes):
+        while self._num_measured < len(self._shapes):
             of_host.append(tiny.measure(self._seconds / 4).step_s)
-            self._take(1)
+            self._measure(1)
         host_s = statistics.median(of_host)
         software = dataclasses.replace(software, device_step_s=host_s)
-        # what the host holds up says nothing of the GPU
+        # steps bound by the host say nothing about the GPU
         times = [(shape, time) for shape, time in self._times if time.step_s > 1.3 * host_s]
         if not times:
             return software
@@ -359,22 +359,22 @@ class _WholeSteps:
         return dataclasses.replace(software, device_timings=changed)
 
     def _measure_one_thread_layers(self) -> LayerTimes:
-        self._on_message("linear layers of one thread")
+        self._on_message("linear layers, one thread")
         clock = Clock(self._device, budget_s=0.004, least_calls=3)
         with hardware.threads(1):
             return layer_times(clock, "fp32", is_short=self._is_short, most_examples=MAX_ONE_THREAD_EXAMPLES)
 
 
-def _measure_sharing(alone: Timings, speed: MachineSpeed, *, is_short: bool) -> Sharing | None:
-    """One thread by its whole steps, and what processes say to each other; absent where there is no other process to measure."""
+def _measure_sharing(one_thread: Timings, speed: MachineSpeed, *, is_short: bool) -> Sharing | None:
+    """Combine one-thread timings with the costs of requests between processes; None if no other process can be started."""
     found = request_costs(speed, is_short=is_short)
     if found is None:
         return None
     return Sharing(
-        layers=alone.layers[0],
-        dense=alone.dense,
-        lookup=alone.lookup,
-        update=alone.update,
-        dense_optimizer=alone.dense_optimizer,
+        layers=one_thread.layers[0],
+        dense=one_thread.dense,
+        lookup=one_thread.lookup,
+        update=one_thread.update,
+        dense_optimizer=one_thread.dense_optimizer,
         **{field.name: getattr(found, field.name) for field in dataclasses.fields(found)},
     )

@@ -1,4 +1,4 @@
-"""How long a small piece of work takes: its median over many calls on a CPU, replayed as a CUDA graph on a GPU."""
+"""Times small pieces of work: the median of many calls on a CPU, CUDA graph replays on a GPU."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch
 Call = Callable[[], Any]
 
 now: Callable[[], float] = time.perf_counter
-"""The time of a CPU's work."""
+"""The timer for work on a CPU."""
 QUANTILE = 0.5
-"""Which of the times is taken, the shortest first."""
+"""The quantile of the measured times that is reported."""
 FLUSH_BYTES = 16 << 20
-"""What a dense part is taken to bring into a CPU's caches between two uses of the rows: more than all but the last of them holds."""
+"""Assumed bytes that the dense part brings into the CPU caches between two uses of the rows: more than all caches but the last hold."""
 
 
 @dataclass
@@ -26,30 +26,30 @@ class Clock:
 
     device: torch.device
     budget_s: float = 0.03
-    """How long each piece of work is repeated, if that is more than the least number of calls."""
+    """How long each piece of work is repeated, after at least `least_calls` calls."""
     least_calls: int = 5
     most_calls: int = 200
     flush_bytes: int = 0
-    """What goes through a CPU's caches before each call, as the rest of a step does."""
+    """Bytes written before each call to flush the CPU caches, as the rest of a step would."""
     stream: Any = None
-    """On which a GPU's graphs are captured."""
+    """The stream on which CUDA graphs are captured."""
 
     @property
     def is_cuda(self) -> bool:
         return self.device.type == "cuda"
 
     def seconds(self, call: Call) -> float:
-        """Seconds of one call, those that launch it not counted on a GPU."""
+        """Return the seconds of one call, on a GPU without launch time."""
         return self._time_graph(call) if self.is_cuda else self._time_calls([call])[0]
 
     def forward_and_back(
         self, forward: Callable[[], torch.Tensor], back: Callable[[torch.Tensor], Any], *, forward_s: float | None = None
     ) -> tuple[float, float]:
-        """Seconds of a forward pass, and of the backward pass of what it gave; a GPU needs not measure the former twice."""
+        """Return the seconds of the forward and the backward pass; on a GPU a known `forward_s` is not measured again."""
         if self.is_cuda:
-            alone = forward_s or self._time_graph(forward)
-            both = self._time_graph(lambda: back(forward()))
-            return alone, max(both - alone, 1e-7)
+            forward_only_s = forward_s or self._time_graph(forward)
+            both_s = self._time_graph(lambda: back(forward()))
+            return forward_only_s, max(both_s - forward_only_s, 1e-7)
         out: list[torch.Tensor] = []
 
         def begin() -> None:
@@ -59,7 +59,7 @@ class Clock:
         return first, second
 
     def _time_calls(self, calls: list[Call]) -> list[float]:
-        """Seconds of each of some calls, which are made one after the other, again and again."""
+        """Return the seconds of each call; the calls alternate."""
         for _ in range(2):
             for call in calls:
                 call()
@@ -67,11 +67,11 @@ class Clock:
         flushed = torch.zeros(self.flush_bytes // 4)
         end = time.perf_counter() + self.budget_s
         while len(seconds[0]) < self.least_calls or (time.perf_counter() < end and len(seconds[0]) < self.most_calls):
-            for place, call in enumerate(calls):
+            for index, call in enumerate(calls):
                 flushed.add_(1.0)
                 start = now()
                 call()
-                seconds[place].append(now() - start)
+                seconds[index].append(now() - start)
         return [self._quantile(each) for each in seconds]
 
     @staticmethod
@@ -79,7 +79,7 @@ class Clock:
         return sorted(seconds)[int(QUANTILE * (len(seconds) - 1) + 0.5)]
 
     def _time_graph(self, call: Call, *, calls_per_graph: int = 8) -> float:
-        """Seconds of one of some calls in a graph, the median of several replays."""
+        """Return the seconds per call in a CUDA graph, the median of several replays."""
         if self.stream is None:
             self.stream = torch.cuda.Stream(self.device)
         stream = self.stream
@@ -103,8 +103,8 @@ class Clock:
         del held, graph
         return self._quantile(seconds)
 
-    def give_back(self) -> None:
-        """Free memory that nobody holds any more."""
+    def free_memory(self) -> None:
+        """Release unused memory."""
         gc.collect()
         if self.is_cuda:
             torch.cuda.empty_cache()

@@ -1,7 +1,7 @@
-"""The interaction's GPU programs compiled by several processes at once: `python -m rowstead.study.calibration.compiling NUMBER COUNT` is one.
+"""Compiles the GPU kernels of the interaction in parallel; each process runs `python -m rowstead.study.calibration.compiling NUMBER COUNT`.
 
-Each pair of vectors and width is two programs, and one after the other they would take as long as all that is measured with them. What a
-process has compiled is in Triton's cache on disk, where calibration finds it. Should a process fail, its programs are compiled later.
+Each pair of vectors and width needs two kernels; compiling them one after the other would take as long as the measurements. The processes
+fill Triton's disk cache, which calibration reads. If a process fails, calibration compiles its kernels when it needs them.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from rowstead.study.calibration.dense import INTERACTING, VECTORS, WIDTHS, inter
 from rowstead.training.device import container_cores
 
 MOST_PROCESSES, LIMIT_S = 8, 60.0
-"""And how long all of them together may take."""
+"""`LIMIT_S` bounds the time of all processes together."""
 
 
 def compile_interactions() -> None:
-    """Have all programs that `interaction_times` needs on a GPU in Triton's cache."""
+    """Compile all kernels that `interaction_times` needs on a GPU into Triton's cache."""
     count = min(MOST_PROCESSES, usable_cores() // 2, container_cores() or MOST_PROCESSES)
     if count < 2 or not has_triton():
         return
@@ -48,7 +48,7 @@ def compile_interactions() -> None:
 
 
 def main() -> None:
-    """Compile this process's share."""
+    """Compile the share of this process."""
     number, count = map(int, sys.argv[1:])
     device = torch.device("cuda")
     shapes = [("fp32", VECTORS["cuda"][-2], WIDTHS["cuda"][0])]  # the slowest first

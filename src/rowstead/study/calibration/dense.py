@@ -1,4 +1,4 @@
-"""Times of the dense part of a step: linear layers by shape, the interaction, and the dense optimizer.
+"""Measures the dense part of a step: linear layers by shape, the interaction, and the dense optimizer.
 
 Letters: B examples, K inputs, N outputs, V vectors, D width.
 """
@@ -26,12 +26,12 @@ from rowstead.training.step import build_dense_optimizer
 EXAMPLES = {"cpu": (64, 256, 1024, 4096), "cuda": (256, 1024, 4096, 16384)}
 INPUTS, OUTPUTS = (16, 64, 256, 1024, 4096), (1, 16, 64, 256, 1024)
 LARGEST_FLOPS = {"cpu": 4e9, "cuda": 3e11}
-"""Of one product; what is larger is taken to run at the rate of the largest that is not."""
+"""The largest matrix product that is measured; larger ones are assumed to run at its rate."""
 INTERACTING = {"cpu": (64, 512, 2048), "cuda": (256, 2048, 16384)}
 VECTORS = {"cpu": (5, 17, 65, 129), "cuda": (5, 16, 32, 33, 64, 65, 128)}
 WIDTHS = {"cpu": (16, 32, 64, 128), "cuda": (16, 64, 128)}
-"""A GPU multiplies tiles of 16, 32 or 64 vectors: one vector more than fills them may take three times as long. Each pair of these is two
-programs to compile, which takes far longer than to run them: no more than are needed."""
+"""A GPU multiplies tiles of 16, 32 or 64 vectors; one vector more than a full tile can take three times as long. Each pair needs two kernels,
+and compiling takes far longer than running: keep the lists short."""
 LARGEST_INTERACTION = {"cpu": 1.5e9, "cuda": 1e11}
 PARAMETERS = (10_000, 100_000, 1_000_000, 10_000_000)
 
@@ -39,7 +39,7 @@ Measure = Callable[..., tuple[float, ...]]
 
 
 def layer_times(clock: Clock, precision: str, *, is_short: bool = False, most_examples: int | None = None) -> LayerTimes:
-    """A linear layer with ReLU, forward and backward, in one number format; by default for batches of every size."""
+    """Measure a linear layer with ReLU, forward and backward, in one precision, for batches up to `most_examples`."""
     kind = clock.device.type
     examples = tuple(one for one in EXAMPLES[kind] if most_examples is None or one <= most_examples)
     sizes = (examples[::2], INPUTS[::2], OUTPUTS[::2]) if is_short else (examples, INPUTS, OUTPUTS)
@@ -59,7 +59,7 @@ def layer_times(clock: Clock, precision: str, *, is_short: bool = False, most_ex
                     return layer(x)
 
             def back(out: Tensor) -> None:
-                with dense_precision(precision, clock.device):  # which products look at when they run
+                with dense_precision(precision, clock.device):  # matmuls read it when they run
                     out.backward(grad.to(out.dtype))
 
             return clock.forward_and_back(forward, back, forward_s=known_s)
@@ -74,7 +74,7 @@ def layer_times(clock: Clock, precision: str, *, is_short: bool = False, most_ex
 
 
 def interaction_times(clock: Clock, precision: str, *, is_short: bool = False) -> tuple[Curve, Curve]:
-    """The products of all pairs of vectors, forward and backward, in one number format."""
+    """Measure the pairwise dot products, forward and backward, in one precision."""
     kind, step = clock.device.type, 2 if is_short else 1
     sizes = (INTERACTING[kind][::step], VECTORS[kind][::step], WIDTHS[kind][::step])
     forward, back = _curves(
@@ -87,13 +87,13 @@ def interaction_times(clock: Clock, precision: str, *, is_short: bool = False) -
 
 
 def fp32_interaction_factor(clock: Clock, precision: str) -> float:
-    """What the products take in FP32 over what they take in a faster format, both passes, for one shape: programs of FP32 compile slowly."""
+    """Return the time of the interaction in FP32 over that in a faster precision, for one shape only: FP32 kernels compile slowly."""
     shape = INTERACTING[clock.device.type][1], VECTORS[clock.device.type][-2], WIDTHS[clock.device.type][0]
     return sum(_interaction(clock, "fp32")(*shape)) / sum(_interaction(clock, precision)(*shape))
 
 
 def _interaction(clock: Clock, precision: str) -> Measure:
-    """What measures both passes of one shape."""
+    """Return a function that measures both passes of one shape."""
 
     def measure(num: int, vectors: int, width: int) -> tuple[float, float]:
         dense = torch.randn(num, width, device=clock.device, requires_grad=True)
@@ -116,7 +116,7 @@ def _interaction(clock: Clock, precision: str) -> Measure:
 
 
 def interact_once(num: int, vectors: int, width: int, precision: str, device: torch.device) -> None:
-    """Both passes of one shape, so that its programs are compiled."""
+    """Run both passes of one shape, to compile its kernels."""
     dense = torch.randn(num, width, device=device, requires_grad=True)
     pooled = torch.randn(num, (vectors - 1) * width, device=device, requires_grad=True)
     with dense_precision(precision, device):
@@ -125,7 +125,7 @@ def interact_once(num: int, vectors: int, width: int, precision: str, device: to
 
 
 def dense_update_times(clock: Clock) -> Curve:
-    """Adagrad over the parameters of some layers."""
+    """Measure the dense optimizer over the parameters of a few layers."""
 
     def measure(num: int) -> tuple[float]:
         side = max(8, round(math.sqrt(num / 4)))
@@ -154,18 +154,18 @@ def _build_step(net: nn.Module, clock: Clock) -> Callable[[], Any]:
 def _curves(
     names: Sequence[str], sizes: Sequence[Sequence[int]], measure: Measure, is_measured: Callable[..., bool]
 ) -> tuple[Curve, ...]:
-    """The curves of what `measure` gives at each combination of sizes; those too large are derived from smaller ones."""
+    """Return the curves of what `measure` returns for each combination of sizes; those that are too large are extrapolated."""
     found: dict[tuple[int, ...], tuple[float, ...]] = {}
     for combination in itertools.product(*sizes):
         if is_measured(*combination):
             found[combination] = measure(*combination)
-        else:  # the same rate as with one size smaller, the first that is known
+        else:  # the same rate as at the next smaller size that is known
             smaller = [
                 (axis, (*combination[:axis], before, *combination[axis + 1 :]))
                 for axis, size in enumerate(combination)
                 if (before := max((s for s in sizes[axis] if s < size), default=0)) and sizes[axis].index(size) > 0
             ]
-            axis, known = next((axis, place) for axis, place in smaller if place in found)
+            axis, known = next((axis, known_sizes) for axis, known_sizes in smaller if known_sizes in found)
             found[combination] = tuple(one * combination[axis] / known[axis] for one in found[known])
     axes = tuple(CurveAxis(name=name, sizes=tuple(map(float, each))) for name, each in zip(names, sizes, strict=True))
     return tuple(Curve(axes=axes, seconds=tuple(each)) for each in zip(*found.values(), strict=True))

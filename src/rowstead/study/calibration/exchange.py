@@ -1,4 +1,4 @@
-"""How long two processes of this machine need to exchange bytes, by their number: `python -m rowstead.study.calibration.exchange` is one of them."""
+"""Measures all-to-all between two processes by message size; each process runs `python -m rowstead.study.calibration.exchange`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROUNDS = 9
 
 
 def exchange_times() -> Curve | None:
-    """All-to-all between two processes, which is what shared tables use; absent where they cannot be started or do not meet."""
+    """Measure all-to-all between two processes, as sharded tables use it; None if the processes fail or time out."""
     with tempfile.TemporaryDirectory(prefix="rowstead-exchange-") as folder:
         processes = []
         for rank in range(2):
@@ -35,7 +35,7 @@ def exchange_times() -> Curve | None:
             )
         try:
             end = time.monotonic() + LIMIT_S
-            said = [process.communicate(timeout=max(0.1, end - time.monotonic()))[0] for process in processes]
+            outputs = [process.communicate(timeout=max(0.1, end - time.monotonic()))[0] for process in processes]
         except subprocess.TimeoutExpired:
             return None
         finally:
@@ -46,11 +46,11 @@ def exchange_times() -> Curve | None:
         if any(process.returncode for process in processes):
             return None
     axis = CurveAxis(name="bytes", sizes=tuple(map(float, MESSAGE_BYTES)))
-    return Curve(axes=(axis,), seconds=tuple(json.loads(said[0].splitlines()[-1])))
+    return Curve(axes=(axis,), seconds=tuple(json.loads(outputs[0].splitlines()[-1])))
 
 
 def main() -> None:
-    """Exchange messages with the other process, and print the median seconds of each size."""
+    """Exchange messages with the other process and print the median seconds per size."""
     device = torch.device("cpu")
     found = []
     with open_process_group(device) as process_group:

@@ -1,4 +1,4 @@
-"""From parts measured alone to steps: what each phase takes in one, by what its parts take alone and by the bytes that it moves."""
+"""Fits the timings of separately measured parts to whole steps: a fixed time, a factor and a cost per byte for each phase."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from rowstead.spec.timings import InStep, Timings
 from rowstead.study.calibration.steps import Shape, StepTime
 
 PULL = 0.05
-"""How much a factor that is not 1 counts beside an error of the same share of a step: few steps decide little."""
+"""Regularisation of the factors towards 1, relative to errors as a share of a step: a few steps should not move them far."""
 STEP_PULL = 0.3
-"""The same where a step gives one equation for all its parts, which then tells little of each."""
+"""The same where each step gives a single equation for all its parts."""
 FACTORS = (0.3, 3.0)
-"""Within which they must be."""
+"""Bounds of the factors."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What the parts of one step take by the timings."""
+    """Times of the parts of one step, predicted from the timings."""
 
     dense_s: float
     lookup_s: float
@@ -40,7 +40,7 @@ class Parts:
 
 
 def predict_parts(shape: Shape, processor: Processor, software: Software) -> Parts:
-    """The parts of a model's step, as the cost model has them."""
+    """Predict the parts of a model's step with the cost model."""
     work, batch = step_work(shape.spec("cpu")), shape.batch_size
     timings, precision = processor.timings, shape.precision
     assert timings is not None
@@ -60,22 +60,22 @@ def predict_parts(shape: Shape, processor: Processor, software: Software) -> Par
 def fit_timings(
     timings: Timings, processor: Processor, software: Software, shapes: Sequence[Shape], times: Sequence[StepTime]
 ) -> Timings:
-    """The timings with what whole steps have shown, by least squares, errors taken as shares of what was measured.
+    """Fit the timings to whole steps, by least squares of relative errors.
 
-    Where the trainer counts its phases, each has an equation of its own for every step; on a GPU there is one for each step.
+    Where the trainer times its phases, each phase of each step gives an equation; on a GPU each step gives one.
     """
-    alone = dataclasses.replace(
+    base = dataclasses.replace(
         timings, dense=InStep(), lookup=InStep(), update=InStep(), dense_optimizer=InStep(), plan_factor=0.0
     )
-    processor = dataclasses.replace(processor, timings=alone)
+    processor = dataclasses.replace(processor, timings=base)
     parts = [predict_parts(shape, processor, software) for shape in shapes]
     if all(time.phases_s for time in times):
-        return _fit_phases(alone, shapes, parts, times)
-    return _fit_steps(alone, parts, times)
+        return _fit_phases(base, shapes, parts, times)
+    return _fit_steps(base, parts, times)
 
 
-def _fit_phases(alone: Timings, shapes: Sequence[Shape], parts: Sequence[Parts], times: Sequence[StepTime]) -> Timings:
-    """A fixed time, a factor and the cost of a byte for each phase."""
+def _fit_phases(base: Timings, shapes: Sequence[Shape], parts: Sequence[Parts], times: Sequence[StepTime]) -> Timings:
+    """Fit a fixed time, a factor and a cost per byte for each phase."""
     works = [step_work(shape.spec("cpu")) for shape in shapes]
     pooled = [shape.batch_size * work.pooled_bytes for shape, work in zip(shapes, works, strict=True)]
     moved = [
@@ -84,17 +84,17 @@ def _fit_phases(alone: Timings, shapes: Sequence[Shape], parts: Sequence[Parts],
     ]
     phases = [time.phases_s for time in times]
     found = dataclasses.replace(
-        alone,
+        base,
         dense=_fit_phase([one.dense_s for one in parts], moved, [one[Phase.FORWARD] + one[Phase.BACKWARD] for one in phases]),
         lookup=_fit_phase(
-            [one.lookup_s - alone.lookup_call_s for one in parts],
+            [one.lookup_s - base.lookup_call_s for one in parts],
             pooled,
-            [one[Phase.LOOKUP] - alone.lookup_call_s for one in phases],
+            [one[Phase.LOOKUP] - base.lookup_call_s for one in phases],
         ),
         update=_fit_phase(
-            [one.update_s - alone.update_call_s for one in parts],
+            [one.update_s - base.update_call_s for one in parts],
             pooled,
-            [one[Phase.ROW_UPDATE] - alone.update_call_s for one in phases],
+            [one[Phase.ROW_UPDATE] - base.update_call_s for one in phases],
         ),
         dense_optimizer=_fit_phase(
             [one.dense_update_s for one in parts], [0.0] * len(parts), [one[Phase.DENSE_UPDATE] for one in phases]
@@ -106,9 +106,9 @@ def _fit_phases(alone: Timings, shapes: Sequence[Shape], parts: Sequence[Parts],
 def _scale_to_steps(
     found: Timings, parts: Sequence[Parts], pooled: Sequence[float], moved: Sequence[float], times: Sequence[StepTime]
 ) -> Timings:
-    """The same phases, all so much longer that half of the steps are predicted too long and half too short.
+    """Scale all phases so that half of the steps are predicted too long and half too short.
 
-    Least squares of shares come out short where times are uncertain, and phases' medians add up to less than that of steps.
+    Least squares of relative errors underestimates noisy times, and the medians of the phases add up to less than the median step.
     """
     calls_s = found.lookup_call_s + found.update_call_s
     over = []
@@ -130,7 +130,7 @@ def _scale_to_steps(
 
 
 def _fit_phase(parts_s: Sequence[float], moved_bytes: Sequence[float], taken_s: Sequence[float]) -> InStep:
-    """What one phase takes in a step."""
+    """Fit one phase."""
     taken = np.maximum(taken_s, 1e-9)
     terms = np.stack([np.ones(len(taken)), np.array(parts_s), np.array(moved_bytes)], axis=1) / taken[:, None]
     pulls = PULL * np.median(terms, axis=0)
@@ -140,18 +140,15 @@ def _fit_phase(parts_s: Sequence[float], moved_bytes: Sequence[float], taken_s: 
     return InStep(fixed_s=float(found[0]), factor=float(np.clip(found[1], *FACTORS)), byte_s=float(found[2]))
 
 
-def _fit_steps(alone: Timings, parts: Sequence[Parts], times: Sequence[StepTime]) -> Timings:
-    """One fixed time, and a factor for each phase and for what is done beside them."""
+def _fit_steps(base: Timings, parts: Sequence[Parts], times: Sequence[StepTime]) -> Timings:
+    """Fit one fixed time, a factor for each phase, and one for update plans, which overlap."""
     taken = np.array([time.step_s for time in times])
-    calls_s = alone.lookup_call_s + alone.update_call_s
+    calls_s = base.lookup_call_s + base.update_call_s
     known = np.array([calls_s + one.dense_update_s + one.fill_s for one in parts])
     terms = np.array(
-        [
-            [1.0, one.dense_s, one.lookup_s - alone.lookup_call_s, one.update_s - alone.update_call_s, one.plan_s]
-            for one in parts
-        ]
+        [[1.0, one.dense_s, one.lookup_s - base.lookup_call_s, one.update_s - base.update_call_s, one.plan_s] for one in parts]
     )
-    has_plan = alone.plan is not None
+    has_plan = base.plan is not None
     pulls = np.diag([0.0, STEP_PULL, STEP_PULL, STEP_PULL, STEP_PULL if has_plan else 1.0])
     toward = pulls @ np.array([0.0, 1.0, 1.0, 1.0, 0.5 if has_plan else 0.0])
     found = nonnegative_least_squares(
@@ -159,7 +156,7 @@ def _fit_steps(alone: Timings, parts: Sequence[Parts], times: Sequence[StepTime]
     )
     dense, lookup, update = (float(np.clip(one, *FACTORS)) for one in found[1:4])
     return dataclasses.replace(
-        alone,
+        base,
         dense=InStep(fixed_s=float(found[0]), factor=dense),
         lookup=InStep(factor=lookup),
         update=InStep(factor=update),
@@ -168,7 +165,7 @@ def _fit_steps(alone: Timings, parts: Sequence[Parts], times: Sequence[StepTime]
 
 
 def take_shorter(one: Any, other: Any) -> Any:
-    """The shorter of two times wherever two measurements of the same have one."""
+    """Return the element-wise shorter times of two measurements of the same thing."""
     if isinstance(one, float):
         return min(one, other)
     if isinstance(one, tuple):
@@ -182,8 +179,8 @@ def take_shorter(one: Any, other: Any) -> Any:
 
 
 def nonnegative_least_squares(left: NDArray[np.float64], right: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Least squares without negative numbers: what would be most negative is left out, until nothing is."""
-    sizes = np.maximum(np.linalg.norm(left, axis=0), 1e-300)  # columns are seconds, shares and bytes
+    """Non-negative least squares: drop the most negative unknown until none is negative."""
+    sizes = np.maximum(np.linalg.norm(left, axis=0), 1e-300)  # columns have different units
     kept, whole = list(range(left.shape[1])), np.zeros(left.shape[1])
     while kept:
         found, *_ = np.linalg.lstsq(left[:, kept] / sizes[kept], right, rcond=None)

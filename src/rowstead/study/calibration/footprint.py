@@ -1,4 +1,4 @@
-"""How much memory a whole training run takes at most: `python -m rowstead.study.calibration.footprint` trains what it is given, and says."""
+"""Measures the peak memory of a training run in a process of its own: `python -m rowstead.study.calibration.footprint`."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ SMALLEST = {
     "train": {"batch_size": 64},
     "device": "cpu",
 }
-"""A run that holds next to nothing: what it takes is the program itself."""
+"""A run with almost no data: its memory is that of the program."""
 
 
 def measure_peak_bytes(spec: RunSpec) -> float:
-    """The most memory that a process had at once which did nothing but train this."""
+    """Return the peak memory of a process that trains this run."""
     command = [sys.executable, "-m", "rowstead.study.calibration.footprint"]
     text = json.dumps(to_plain(spec))
     try:
         done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     except subprocess.TimeoutExpired:
-        raise RowsteadError(f"a run that was to show its memory took longer than {LIMIT_S:.0f} s") from None
+        raise RowsteadError(f"the run that measures memory took longer than {LIMIT_S:.0f} s") from None
     if done.returncode:
-        raise RowsteadError(f"a run that was to show its memory failed: {(done.stderr.splitlines() or ['no message'])[-1]}")
+        raise RowsteadError(f"the run that measures memory failed: {(done.stderr.splitlines() or ['no message'])[-1]}")
     return float(json.loads(done.stdout.splitlines()[-1]))
 
 
 def base_bytes(threads: int) -> float:
-    """What a training process takes besides tables, parameters, activations and batches."""
+    """Return the memory of a training process without tables, parameters, activations and batches."""
     plain: dict[str, Any] = {**SMALLEST, "threads": threads}
     return measure_peak_bytes(parse(RunSpec, plain))
 
 
 def main() -> None:
-    """Train what comes in on the standard input, in a folder that is deleted, and print the peak of memory in bytes."""
+    """Train the run read from stdin in a temporary folder and print its peak memory in bytes."""
     from rowstead.run import train
 
     spec = parse(RunSpec, json.loads(sys.stdin.read()))

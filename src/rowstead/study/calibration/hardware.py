@@ -1,4 +1,4 @@
-"""What the hardware does by itself: memory in order, large products, links, the disk, power."""
+"""Measures the hardware: sequential memory bandwidth, matmul FLOPS, links, disk and power."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ FILE_BYTES, PIECE_BYTES = 64 << 20, 4096
 
 
 def copy_bytes_per_s(clock: Clock, num_bytes: int) -> float:
-    """Bytes read and written in a second by a copy."""
+    """Return the bytes read and written per second by a copy."""
     source = torch.ones(num_bytes // 4, device=clock.device)
     target = torch.empty_like(source)
     return 2 * num_bytes / clock.seconds(lambda: target.copy_(source))
 
 
 def product_flops_per_s(clock: Clock, precision: str) -> float:
-    """Multiplications and additions a second in a large product of square matrices."""
+    """Return the FLOPS of a large square matmul."""
     size, dtype = PRODUCT[clock.device.type], torch.bfloat16 if precision == "bf16" else torch.float32
     left, right = (torch.rand(size, size, device=clock.device).to(dtype) for _ in range(2))
     before = torch.get_float32_matmul_precision()
@@ -45,7 +45,7 @@ def product_flops_per_s(clock: Clock, precision: str) -> float:
 
 
 def cache_bytes(device: torch.device) -> float:
-    """Size of the last cache, as the system or the driver says; 0 where it does not."""
+    """Return the size of the last-level cache as the system or the driver reports it, else 0."""
     if device.type == "cuda":
         return float(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0))
     sizes = []
@@ -57,7 +57,7 @@ def cache_bytes(device: torch.device) -> float:
 
 
 def host_link(device: torch.device, source: str) -> Link:
-    """Copies from page-locked host memory to a GPU, of several sizes: time to the first byte, and bandwidth."""
+    """Measure copies of several sizes from pinned host memory to a GPU: latency and bandwidth."""
     seconds = []
     for num_bytes in LINK_BYTES:
         here, there = (
@@ -69,16 +69,16 @@ def host_link(device: torch.device, source: str) -> Link:
 
 
 def peer_link(source: str) -> Link:
-    """Copies from one GPU to the next, of several sizes."""
+    """Measure copies of several sizes between two GPUs."""
     seconds = []
     for num_bytes in LINK_BYTES:
-        here, there = (torch.empty(num_bytes, dtype=torch.uint8, device=f"cuda:{place}") for place in (0, 1))
+        here, there = (torch.empty(num_bytes, dtype=torch.uint8, device=f"cuda:{index}") for index in (0, 1))
         seconds.append(_time_copy(lambda h=here, t=there: t.copy_(h, non_blocking=True), torch.device("cuda:0")))  # type: ignore[misc]
     return _link(seconds, source)
 
 
 def _time_copy(copy: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of one of some copies, one after the other."""
+    """Return the median seconds per copy, several copies back to back."""
     times = []
     for _ in range(5):
         torch.cuda.synchronize(device)
@@ -97,14 +97,14 @@ def _link(seconds: list[float], source: str) -> Link:
 
 
 def fresh_byte_s(clock: Clock, from_bytes: float) -> float:
-    """Seconds that a byte of a new large tensor on a CPU takes more than one of a tensor that was there."""
+    """Return the extra seconds per byte of writing to a newly allocated large CPU tensor."""
     num = int(1.25 * from_bytes) // 4
     there = torch.empty(num)
     return max(0.0, clock.seconds(lambda: torch.empty(num).zero_()) - clock.seconds(there.zero_)) / (4 * num)
 
 
 def disk(folder: Path, source: str) -> Disk | None:
-    """How fast a folder's disk reads and writes; absent where we may not write there. What the system has cached is left out if it lets us."""
+    """Measure reads and writes on a folder's disk, past the page cache where possible; None if the folder is not writable."""
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".rowstead-disk-") as file:
             block = os.urandom(1 << 20)
@@ -118,7 +118,7 @@ def disk(folder: Path, source: str) -> Disk | None:
             per_s = _random_reads_per_s(file.name)
     except OSError:
         return None
-    how = "past the system's cache" if is_direct else "through the system's cache, which may hold them"
+    how = "with O_DIRECT" if is_direct else "through the page cache, which may hold them"
     return Disk(
         read_bytes_per_s=FILE_BYTES / read_s,
         write_bytes_per_s=FILE_BYTES / write_s,
@@ -131,13 +131,13 @@ def _open_file(path: str) -> tuple[int, bool]:
     direct = getattr(os, "O_DIRECT", 0)
     try:
         return os.open(path, os.O_RDONLY | direct), bool(direct)
-    except OSError:  # some file systems have no such reads
+    except OSError:  # not every file system supports O_DIRECT
         return os.open(path, os.O_RDONLY), False
 
 
 def _time_sequential_read(path: str) -> tuple[float, bool]:
     descriptor, is_direct = _open_file(path)
-    buffer = mmap.mmap(-1, 1 << 20)  # aligned, as direct reads want it
+    buffer = mmap.mmap(-1, 1 << 20)  # aligned, as O_DIRECT requires
     try:
         start = time.perf_counter()
         while os.readv(descriptor, [buffer]):
@@ -148,26 +148,26 @@ def _time_sequential_read(path: str) -> tuple[float, bool]:
 
 
 def _random_reads_per_s(path: str, *, num_reads: int = 2048, num_threads: int = 8) -> float:
-    """Pieces read at random by several threads at once."""
+    """Return the random reads per second with several threads."""
     descriptor, _ = _open_file(path)
-    places = np.random.default_rng(1).integers(0, FILE_BYTES // PIECE_BYTES, num_reads) * PIECE_BYTES
+    offsets = np.random.default_rng(1).integers(0, FILE_BYTES // PIECE_BYTES, num_reads) * PIECE_BYTES
 
     def read(some: Any) -> None:
         buffer = mmap.mmap(-1, PIECE_BYTES)
-        for place in some:
-            os.preadv(descriptor, [buffer], int(place))
+        for offset in some:
+            os.preadv(descriptor, [buffer], int(offset))
 
     try:
         with ThreadPoolExecutor(num_threads) as pool:
             start = time.perf_counter()
-            list(pool.map(read, np.array_split(places, num_threads)))
+            list(pool.map(read, np.array_split(offsets, num_threads)))
             return num_reads / (time.perf_counter() - start)
     finally:
         os.close(descriptor)
 
 
 def meter(device: torch.device, train: Callable[[float], Any], source: str, *, seconds: float = 1.0) -> Meter | None:
-    """Power when idle and while `train` runs for so many seconds; absent where nothing can be read."""
+    """Measure power when idle and while `train` runs; None if there is no energy counter."""
     joules = _gpu_joules(device) if device.type == "cuda" else _cpu_joules()
     if joules is None:
         return None
@@ -188,20 +188,20 @@ def _watts(read: Callable[[], float], during: Callable[[], Any]) -> float:
 
 
 def _gpu_joules(device: torch.device) -> tuple[Callable[[], float], str] | None:
-    """The energy counter of a GPU."""
+    """Return a reader of a GPU's energy counter, and what it covers."""
     try:
         import pynvml  # type: ignore[import-not-found]
 
         pynvml.nvmlInit()
         handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
         pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
-    except Exception:  # noqa: BLE001, RUF100 - whatever is missing, there is no meter then
+    except Exception:  # noqa: BLE001, RUF100 - no NVML, or no counter
         return None
     return lambda: float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) * 1e-3, "one GPU"
 
 
 def _cpu_joules() -> tuple[Callable[[], float], str] | None:
-    """The energy counters of the processors, where Linux lets us read them."""
+    """Return a reader of the CPU energy counters (RAPL), and what it covers, if Linux allows reading them."""
     counters = sorted(Path("/sys/class/powercap").glob("intel-rapl:?/energy_uj"))
     try:
         for counter in counters:
@@ -215,7 +215,7 @@ def _cpu_joules() -> tuple[Callable[[], float], str] | None:
 
 @contextlib.contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Torch's threads for a while."""
+    """Set the number of torch threads within a block."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -1,8 +1,8 @@
-"""How fast a shared machine is at the moment: a small piece of work that is always the same, timed beside whatever is timed.
+"""Tracks the current speed of a shared machine with reference work: a small fixed workload timed beside each measurement.
 
-The processors of a virtual machine may take twice as long for the same work from one minute to the next, as others on the same
-hardware come and go. Times that were taken at different moments can be put together once each is divided by the pace of its own. What it
-takes also depends a little on what was done just before, so only beats that were taken in the same way, between training steps, are compared.
+The same work on a virtual machine can take twice as long from one minute to the next, as other tenants come and go. Times taken at
+different moments become comparable once each is divided by the slowdown of its moment. Reference work also depends a little on what ran
+just before it, so only reference times taken in the same way, between training steps, are compared.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import torch
 
 NUM_FIRST, NUM_WARM = 30, 5
 ROWS, WIDTH, TAKEN = 1 << 19, 64, 8192
-"""Of rows that are read and changed at random: more than caches hold."""
+"""Rows read and written at random: more than caches hold."""
 EXAMPLES, INPUTS, OUTPUTS = 256, 1024, 512
 FLUSH_BYTES = 32 << 20
-"""What goes through the caches before each beat, so that it finds the same whatever was done before it."""
+"""Bytes written before each reference run to flush the caches."""
 
 
 class MachineSpeed:
-    """Times what a training step is made of: products, activations that are written and read again, and rows at random."""
+    """Times reference work that resembles a training step: matmuls, activations, and random access to rows."""
 
     def __init__(self, standard_s: float | None = None) -> None:
-        """`standard_s` is what one beat takes at the pace that counts as 1; without it, what beats take now."""
+        """`standard_s` is the time of the reference work at slowdown 1; by default its current time."""
         self._inputs, self._weights = torch.rand(EXAMPLES, INPUTS), torch.rand(INPUTS, OUTPUTS)
         self._product, self._gradient = torch.empty(EXAMPLES, OUTPUTS), torch.empty(INPUTS, OUTPUTS)
         self._rows, self._taken = torch.zeros(ROWS, WIDTH), torch.empty(TAKEN, WIDTH)
@@ -38,7 +38,7 @@ class MachineSpeed:
         )
 
     def time_reference(self) -> float:
-        """Seconds of the work, once."""
+        """Run the reference work once and return its seconds."""
         ids = self._ids[self._num_references % len(self._ids)]
         self._num_references += 1
         self._flushed.add_(1.0)
@@ -52,5 +52,5 @@ class MachineSpeed:
         return time.perf_counter() - start
 
     def slowdown(self, references_s: list[float]) -> float:
-        """How many times as long as at the standard pace work takes, by the beats that were taken beside it."""
+        """Return the median of reference times over the standard time."""
         return statistics.median(references_s) / self.standard_s

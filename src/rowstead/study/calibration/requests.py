@@ -1,8 +1,8 @@
-"""What processes of this machine take that ask each other and share its cores, as a fleet's do: `python -m rowstead.study.calibration.requests` is one.
+"""Measures requests between processes that share the cores of this machine, as the roles of a fleet do.
 
-A sparse server in a process of its own is asked for look-ups and updates of batches of several sizes. What that takes more than the same
-work on tables in this process is fitted by the number of messages, ids and bytes. Between any two requests other memory passes through the
-caches, as it does in a step: requests one right after the other take half as long. Letters: B examples, D width.
+A sparse server in another process (`python -m rowstead.study.calibration.requests`) answers look-ups and updates of batches of several sizes.
+The extra time over the same work on local tables is fitted by the number of messages, ids and bytes. The caches are flushed between
+requests, as they are in a step: back-to-back requests take half as long. Letters: B examples, D width.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ from rowstead.study.calibration.machine_speed import MachineSpeed
 
 NUM_ROWS = 10_000
 NUM_BATCHES = 12
-"""Of each kind, over and over."""
+"""Batches of each size, used cyclically."""
 WARM_STEPS, TURN_STEPS, LEAST_TURNS = 3, 6, 5
-"""Before anything counts; of each of two ways in turn; and how many of these."""
+"""Warm-up steps; steps per turn, local and remote alternately; the least number of turns."""
 CALLS = 3
-"""Requests of a step: a look-up, an update, and one that waits until both are done."""
+"""Requests per step: a look-up, an update, and a flush that waits for both."""
 TRANSFER_BYTES = (1 << 10, 1 << 20, 1 << 22)
 NUM_TRANSFERS, NUM_EMPTY = 24, 100
 AVERAGED_PARAMETERS = (1 << 16, 1 << 20)
-"""Dense parameters of which two trainers would keep an average."""
+"""Numbers of dense parameters that trainers average."""
 CROWDED_ROUNDS, CROWDED_REFERENCES = 3, 10
 
 
 @dataclass(frozen=True)
 class RequestLoad:
-    """Batches of one size."""
+    """The size of the batches of one measurement."""
 
     num_tables: int
     num_ids: int
-    """Of a bag."""
+    """Ids per bag."""
     batch_size: int
     width: int
 
@@ -66,11 +66,11 @@ class RequestLoad:
 
     @property
     def num_bytes(self) -> int:
-        """Of the pooled vectors of a batch."""
+        """Bytes of the pooled vectors of a batch."""
         return self.num_tables * self.batch_size * self.width * 4
 
     def batches(self) -> list[Sparse]:
-        """Ids drawn evenly, so that rows of a batch hardly repeat."""
+        """Draw ids uniformly, so that rows hardly repeat within a batch."""
         rng, num_bags = torch.Generator().manual_seed(1), self.num_tables * self.batch_size
         offsets = torch.arange(num_bags + 1) * self.num_ids
         many = torch.randint(0, NUM_ROWS, (NUM_BATCHES, num_bags * self.num_ids), generator=rng, dtype=torch.int32)
@@ -88,7 +88,7 @@ SIZES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Requests:
-    """What `spec/sharing.py` has of messages, and of cores that are all busy."""
+    """The message and crowding fields of `spec/sharing.py`."""
 
     asking: MessageCost
     answering: MessageCost
@@ -99,7 +99,7 @@ class Requests:
 
 
 def request_costs(speed: MachineSpeed, *, is_short: bool = False) -> Requests | None:
-    """Ask a process beside this one; absent where it cannot be started, or ZeroMQ is not there. Times are brought to the standard pace."""
+    """Measure requests to another process, normalised to standard machine speed; None if it cannot start or ZeroMQ is missing."""
     try:
         from rowstead.fleet.rpc_client import Client
     except ImportError:
@@ -135,17 +135,17 @@ def request_costs(speed: MachineSpeed, *, is_short: bool = False) -> Requests | 
 
 @functools.cache
 def _flush_buffer() -> torch.Tensor:
-    """Once for all: memory that comes and goes would change what other memory costs."""
+    """Return the memory that flushes the caches; allocated once, as repeated allocations would change the cost of others."""
     return torch.zeros(FLUSH_BYTES // 4)
 
 
 class _CpuTimer:
-    """Processor time of this thread and of this process for some blocks, before each of which other memory passes through the caches."""
+    """Context manager that flushes the caches, then adds up CPU time of this thread and this process."""
 
     def __init__(self) -> None:
         self.thread_s = self.process_s = 0.0
         self.wall_s = 0.0
-        """Of the last one."""
+        """Wall time of the last block."""
 
     def __enter__(self) -> None:
         _flush_buffer().add_(1)
@@ -160,18 +160,18 @@ class _CpuTimer:
 
 @dataclass(frozen=True)
 class _RequestTime:
-    """Of one batch's look-up and update, at the standard pace and besides its rows."""
+    """CPU time of one batch's look-up and update at standard machine speed, beyond the work on its rows."""
 
     asking_s: float
-    """Of the thread that asks."""
+    """The client thread."""
     cores_s: float
-    """Of all threads of both processes."""
+    """All threads of both processes."""
 
 
 def _measure_load(
     size: RequestLoad, address: str, other: Any, speed: MachineSpeed, num_threads: int, seconds: float
 ) -> _RequestTime:
-    """Take both ways in turn."""
+    """Measure local and remote steps alternately."""
     from rowstead.fleet.partition import partition_tables
     from rowstead.fleet.remote_store import RemoteStore
     from rowstead.fleet.rpc_client import Client
@@ -186,7 +186,7 @@ def _measure_load(
     cores_s: list[float] = []
     step = 0
 
-    def some(store: EmbeddingStore, count: int, settle: Callable[[], Any]) -> _CpuTimer:
+    def take_steps(store: EmbeddingStore, count: int, flush: Callable[[], Any]) -> _CpuTimer:
         nonlocal step
         used = _CpuTimer()
         for _ in range(count):
@@ -196,19 +196,19 @@ def _measure_load(
                 store.lookup(batch)
             with used:
                 store.update(batch, grad, lr=0.01, step=step)
-                settle()
+                flush()
         return used
 
-    some(local, WARM_STEPS, lambda: None)
-    some(remote, WARM_STEPS, remote.flush)
+    take_steps(local, WARM_STEPS, lambda: None)
+    take_steps(remote, WARM_STEPS, remote.flush)
     end = time.perf_counter() + seconds
     while len(rows_s) < LEAST_TURNS or time.perf_counter() < end:
-        alone = some(local, TURN_STEPS, lambda: None)
+        used_locally = take_steps(local, TURN_STEPS, lambda: None)
         there_s = other.call("cpu").facts["cpu_s"]
-        used = some(remote, TURN_STEPS, remote.flush)
+        used = take_steps(remote, TURN_STEPS, remote.flush)
         there_s = other.call("cpu").facts["cpu_s"] - there_s
         standard = TURN_STEPS * _measure_slowdown(speed, num_threads)
-        rows_s.append(alone.thread_s / standard)
+        rows_s.append(used_locally.thread_s / standard)
         asking_s.append(used.thread_s / standard)
         cores_s.append((used.process_s + there_s) / standard)
     remote.close()
@@ -218,48 +218,48 @@ def _measure_load(
 
 
 def _measure_slowdown(speed: MachineSpeed, num_threads: int) -> float:
-    """How many times as long as at the standard pace the machine takes just now."""
+    """Return the current slowdown of the machine."""
     with threads(num_threads):
         return speed.slowdown([speed.time_reference()])
 
 
 def _measure_waiting_s(other: Any) -> float:
-    """What an empty request takes longer than all threads of both ends are at work for it."""
+    """Return the wall time of an empty request beyond the CPU time of both processes."""
     there_s, used, walls_s = other.call("cpu").facts["cpu_s"], _CpuTimer(), []
     for _ in range(NUM_EMPTY):
         with used:
-            other.call("hand", {"num_bytes": 0})
+            other.call("transfer", {"num_bytes": 0})
         walls_s.append(used.wall_s)
     cores_s = (used.process_s + other.call("cpu").facts["cpu_s"] - there_s) / NUM_EMPTY
     return max(0.0, statistics.median(walls_s) - cores_s)
 
 
 def _measure_transfers(other: Any) -> MessageCost:
-    """Answers that the server has in memory already."""
-    asked = {size: functools.partial(other.call, "hand", {"num_bytes": size}) for size in TRANSFER_BYTES}
+    """Measure replies that the server has ready in memory."""
+    asked = {size: functools.partial(other.call, "transfer", {"num_bytes": size}) for size in TRANSFER_BYTES}
     return _fit_bytes({size: _cores_s(other, call) for size, call in asked.items()})
 
 
 def _measure_averaging(other: Any, addresses: Sequence[str]) -> MessageCost:
-    """Exchanges of a trainer with the centre, by the bytes of its parameters: it sends them, and adds what comes back."""
+    """Measure elastic averaging with a dense server by parameter bytes: send the parameters, add the reply."""
     from rowstead.fleet.dense_server import DenseServerClient
     from rowstead.fleet.rpc_client import Client
 
     taken_s: dict[int, float] = {}
     for size, address in zip(AVERAGED_PARAMETERS, addresses, strict=True):
-        centre, parameters = DenseServerClient(Client(address, name="trainer-0")), torch.rand(size)
-        centre.join(parameters)
+        dense_server, parameters = DenseServerClient(Client(address, name="trainer-0")), torch.rand(size)
+        dense_server.join(parameters)
 
-        def exchange(centre: DenseServerClient = centre, parameters: torch.Tensor = parameters) -> None:
-            parameters.add_(centre.elastic_average(parameters.clone(), 0.5))
+        def exchange(dense_server: DenseServerClient = dense_server, parameters: torch.Tensor = parameters) -> None:
+            parameters.add_(dense_server.elastic_average(parameters.clone(), 0.5))
 
         taken_s[4 * size] = _cores_s(other, exchange)
-        centre.close()
+        dense_server.close()
     return _fit_bytes(taken_s)
 
 
 def _cores_s(other: Any, call: Callable[[], Any]) -> float:
-    """Processor time of a call, by all threads of both processes."""
+    """Return the CPU time of a call over all threads of both processes."""
     call()
     there_s, used = other.call("cpu").facts["cpu_s"], _CpuTimer()
     for _ in range(NUM_TRANSFERS):
@@ -273,12 +273,12 @@ def _fit_bytes(taken_s: dict[int, float]) -> MessageCost:
 
 
 def _divide(one: MessageCost, times: float) -> MessageCost:
-    """What was taken while the machine took so many times as long as at the standard pace."""
+    """Normalise a cost measured at this slowdown."""
     return MessageCost(call_s=one.call_s / times, id_s=one.id_s / times, byte_s=one.byte_s / times)
 
 
 def _measure_crowding(other: Any) -> float:
-    """Processor time of one thread's beats while the other cores are busy, over that while they are idle."""
+    """Return the CPU time of one-thread reference work with busy other cores over that with idle ones."""
     speed, ratios = MachineSpeed(), []
 
     def cpu_s() -> float:
@@ -288,22 +288,22 @@ def _measure_crowding(other: Any) -> float:
 
     for _ in range(CROWDED_ROUNDS):
         idle_s = statistics.median(cpu_s() for _ in range(CROWDED_REFERENCES))
-        other.call("busy", {"is_so": True})
+        other.call("busy", {"is_busy": True})
         crowded_s = statistics.median(cpu_s() for _ in range(CROWDED_REFERENCES))
-        other.call("busy", {"is_so": False})
+        other.call("busy", {"is_busy": False})
         ratios.append(crowded_s / idle_s)
     return max(1.0, statistics.median(ratios))
 
 
 def _fit_cost(terms: Any, taken_s: Sequence[float]) -> MessageCost:
-    """Least squares of shares, without negative numbers."""
+    """Non-negative least squares of relative errors."""
     taken = np.maximum(taken_s, 1e-7)
     call_s, id_s, byte_s = nonnegative_least_squares(terms / taken[:, None], np.ones(len(taken)))
     return MessageCost(call_s=float(call_s), id_s=float(id_s), byte_s=float(byte_s))
 
 
 def _subtract(whole: MessageCost, part: MessageCost) -> MessageCost:
-    """What is left of a cost, nothing where it is less."""
+    """Subtract a cost, clipped at 0."""
     return MessageCost(
         call_s=max(0.0, whole.call_s - part.call_s),
         id_s=max(0.0, whole.id_s - part.id_s),
@@ -316,8 +316,10 @@ def _subtract(whole: MessageCost, part: MessageCost) -> MessageCost:
 
 @contextlib.contextmanager
 def _start_server(num_threads: int) -> Iterator[list[str] | None]:
-    """The addresses of the other process: a sparse server for each size, a dense one for each, and what else it answers; none where it
-    does not come."""
+    """Start the other process and yield its addresses: a sparse server per load, a dense server per parameter count, and a control server.
+
+    Yields None if the process does not start.
+    """
     command = [sys.executable, "-m", "rowstead.study.calibration.requests", str(num_threads)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
@@ -325,14 +327,14 @@ def _start_server(num_threads: int) -> Iterator[list[str] | None]:
     ) as process:
         try:
             assert process.stdout is not None
-            said = process.stdout.readline()
-            yield json.loads(said) if said else None
+            line = process.stdout.readline()
+            yield json.loads(line) if line else None
         finally:
             process.kill()
 
 
 def main() -> None:
-    """Serve until whoever started this is gone."""
+    """Serve until the parent process closes stdin."""
     from rowstead.distributed.sharding import piece_layout
     from rowstead.fleet.dense_server import DenseServerProcess
     from rowstead.fleet.partition import partition_tables
@@ -348,11 +350,11 @@ def main() -> None:
     def report_cpu(message: Message, caller: Any) -> Message:
         return Message("cpu", {"cpu_s": time.process_time()})
 
-    def hand(message: Message, caller: Any) -> Message:
-        return Message("hand", {}, [payloads[int(message.facts["num_bytes"])]])
+    def transfer(message: Message, caller: Any) -> Message:
+        return Message("transfer", {}, [payloads[int(message.facts["num_bytes"])]])
 
     def set_busy(message: Message, caller: Any) -> Message:
-        (busy.set if message.facts["is_so"] else busy.clear)()
+        (busy.set if message.facts["is_busy"] else busy.clear)()
         return Message("busy")
 
     def keep_busy() -> None:
@@ -362,7 +364,7 @@ def main() -> None:
             busy.wait()
             speed.time_reference()
 
-    for _ in range(int(sys.argv[1]) - 1):  # of cores, all but that of whoever measures
+    for _ in range(int(sys.argv[1]) - 1):  # one per core but that of the client
         threading.Thread(target=keep_busy, daemon=True).start()
     servers: list[SparseServer | DenseServerProcess] = []
     for number, size in enumerate(SIZES):
@@ -371,7 +373,7 @@ def main() -> None:
         kept = TableShard(piece_layout(layout, pieces), SparseOptimizerSpec())
         servers.append(SparseServer(kept, name=f"sparse-{number}").start())
     servers += [DenseServerProcess(name=f"dense-{number}").start() for number in range(len(AVERAGED_PARAMETERS))]
-    with Server({"cpu": report_cpu, "hand": hand, "busy": set_busy}, name="measured").start() as server:
+    with Server({"cpu": report_cpu, "transfer": transfer, "busy": set_busy}, name="measured").start() as server:
         print(json.dumps([*(one.address for one in servers), server.address]), flush=True)
         sys.stdin.read()
     os._exit(0)

@@ -1,4 +1,4 @@
-"""Times of look-ups and updates of rows: by the bytes of a row, and by the bytes within which rows are, as caches hold fewer of more.
+"""Measures look-ups and updates of rows, by the bytes of a row and by the bytes of the memory range that holds the rows.
 
 Letters: D width, L ids of a bag.
 """
@@ -22,28 +22,28 @@ from rowstead.spec.row_optimizers import SparseOptimizerSpec
 from rowstead.study.calibration.clock import Clock
 
 WIDTHS = {"cpu": (16, 64, 128, 256), "cuda": (16, 64, 128)}
-"""Each is several programs to compile on a GPU."""
+"""On a GPU each width compiles several kernels."""
 WITHIN_BYTES = {
     "cpu": (1 << 20, 8 << 20, 32 << 20, 128 << 20, 512 << 20, 2 << 30),
     "cuda": (8 << 20, 32 << 20, 128 << 20, 1 << 30, 16 << 30),
 }
 NUM_IDS = {"cpu": 1 << 15, "cuda": 1 << 21}
-"""Of one call: so many that its fixed time does not count."""
+"""Ids per call: so many that its fixed time is negligible."""
 POOL = {"cpu": 1 << 20, "cuda": 1 << 21}
-"""Ids that are drawn; each call on a CPU takes other ones of them."""
+"""Ids drawn in advance; each call on a CPU uses other ones."""
 LONG_BAG, UPDATED_BAG = 16, 4
 HOT_ROWS = {"cpu": 64, "cuda": 4096}
-"""So few that they are in the fastest cache, and on a GPU so many that no program has to join the sums of most others."""
+"""Few enough for the fastest cache, and on a GPU enough that no kernel program reduces most of the partial sums."""
 PLANNED_IDS = (1 << 12, 1 << 15, 1 << 18, 1 << 21, 1 << 23)
 BAG_BYTES = {"cpu": 4 << 20, "cuda": 1 << 28}
-"""Most pooled bytes of a call that measures bags: few enough for a CPU that the system does not give their memory anew."""
+"""Most pooled bytes of a call that measures bags: on a CPU few enough that the allocator reuses their memory."""
 LEAST_S = 1e-12
 OPTIMIZER = SparseOptimizerSpec()
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowTimes:
-    """What `Timings` says of rows."""
+    """The row fields of `Timings`."""
 
     read_row: Curve
     bag: Curve
@@ -55,7 +55,7 @@ class RowTimes:
 
 
 class RowBenchmark:
-    """RowBenchmark of one width in a part of a larger memory, and batches of their ids."""
+    """Rows of one width within a part of a larger memory, and batches of their ids."""
 
     def __init__(self, clock: Clock, memory: Tensor, width: int, within_bytes: int) -> None:
         self._clock = clock
@@ -75,14 +75,14 @@ class RowBenchmark:
     def batches(
         self, num_ids: int, bag: int, *, num_rows: int | None = None, are_distinct: bool = False
     ) -> Callable[[], tuple[Tensor, Tensor]]:
-        """Ids and offsets of batches of so many ids; on a GPU always the same, which a graph can replay."""
+        """Return a function that gives ids and offsets of the next batch; on a GPU always the same one, so that a graph can replay it."""
         device, most = self._clock.device, num_rows or self.num_rows
         num_pool = max(POOL[device.type], num_ids)
         if are_distinct:
-            pool = torch.cat([self._distinct(most, num_ids) for _ in range(max(1, min(8, num_pool // num_ids)))])
+            pool = torch.cat([self._draw_distinct(most, num_ids) for _ in range(max(1, min(8, num_pool // num_ids)))])
         else:
-            pool = self._drawn(most, num_pool)
-        pool = pool.int() if self._clock.is_cuda else pool  # as the trainer keeps them there
+            pool = self._draw(most, num_pool)
+        pool = pool.int() if self._clock.is_cuda else pool  # as in training
         offsets = torch.arange(0, num_ids + 1, bag, device=device)
         num_batches = len(pool) // num_ids
 
@@ -94,22 +94,22 @@ class RowBenchmark:
 
         return batch
 
-    def _drawn(self, num_rows: int, num_ids: int) -> Tensor:
+    def _draw(self, num_rows: int, num_ids: int) -> Tensor:
         return torch.randint(num_rows, (num_ids,), generator=self._rng, device=self._clock.device)
 
-    def _distinct(self, num_rows: int, num_ids: int) -> Tensor:
-        """So many different rows in any order."""
-        known = None if num_rows < 4 * num_ids else self._drawn(num_rows, 2 * num_ids).unique()
+    def _draw_distinct(self, num_rows: int, num_ids: int) -> Tensor:
+        """Draw distinct rows in random order."""
+        known = None if num_rows < 4 * num_ids else self._draw(num_rows, 2 * num_ids).unique()
         order = torch.randperm(num_rows if known is None else len(known), generator=self._rng, device=self._clock.device)
         return order[:num_ids] if known is None else known[order[:num_ids]]
 
     def lookup_s(self, num_ids: int, bag: int) -> float:
-        """Seconds of a look-up."""
+        """Return the seconds of a look-up."""
         batch = self.batches(num_ids, bag)
         return self._clock.seconds(lambda: self.kernels.lookup([self.table], self.layout, *batch()))
 
     def update_s(self, num_ids: int, *, num_rows: int | None = None, are_distinct: bool = False) -> float:
-        """Seconds of an update, on a GPU of the part that needs gradients."""
+        """Return the seconds of an update; on a GPU only of the part that needs gradients."""
         num_ids = num_ids // UPDATED_BAG * UPDATED_BAG
         batch = self.batches(num_ids, UPDATED_BAG, num_rows=num_rows, are_distinct=are_distinct)
         states = [new_row_state(OPTIMIZER.kind, self.table)]
@@ -128,7 +128,7 @@ class RowBenchmark:
         )
 
     def plan_s(self, num_ids: int) -> float:
-        """Seconds of the part of an update that a GPU does before there is a gradient."""
+        """Return the seconds of planning an update, which a GPU does before there is a gradient."""
         ids, offsets = self.batches(num_ids, UPDATED_BAG)()
         states = [new_row_state(OPTIMIZER.kind, self.table)]
         return self._clock.seconds(lambda: self._plan_update(states, ids, offsets))
@@ -142,7 +142,7 @@ class RowBenchmark:
 
 
 def row_times(clock: Clock, free_bytes: int, *, is_short: bool = False) -> RowTimes:
-    """Measure look-ups and updates; at most a third of the memory that is free is used."""
+    """Measure look-ups and updates, within at most a third of the free memory."""
     kind = clock.device.type
     within = [one for one in WITHIN_BYTES[kind] if 3 * one <= free_bytes] or [WITHIN_BYTES[kind][0]]
     within = within[::2] if is_short else within
@@ -164,13 +164,13 @@ def row_times(clock: Clock, free_bytes: int, *, is_short: bool = False) -> RowTi
             max(LEAST_S, (rows.update_s(num_ids, num_rows=min(HOT_ROWS[kind], rows.num_rows)) - update_call_s) / num_ids)
         )
     for some in within:
-        for place, width in enumerate(widths):
+        for index, width in enumerate(widths):
             rows = RowBenchmark(clock, memory, width, some)
             looked_s = (rows.lookup_s(num_ids, LONG_BAG) - lookup_call_s) / num_ids
-            read.append(max(LEAST_S, looked_s - bags[place] / LONG_BAG))
+            read.append(max(LEAST_S, looked_s - bags[index] / LONG_BAG))
             num = min(num_ids, rows.num_rows)
             updated_s = (rows.update_s(num, are_distinct=True) - update_call_s) / num
-            updated.append(max(LEAST_S, updated_s - ids[place]))
+            updated.append(max(LEAST_S, updated_s - ids[index]))
     plan = None
     if clock.is_cuda:
         rows = RowBenchmark(clock, memory, 64, within[-1])
@@ -178,12 +178,12 @@ def row_times(clock: Clock, free_bytes: int, *, is_short: bool = False) -> RowTi
         axis = CurveAxis(name="ids", sizes=tuple(map(float, planned)))
         plan = Curve(axes=(axis,), seconds=tuple(rows.plan_s(num) for num in planned))
     by_row = CurveAxis(name="row_bytes", sizes=tuple(4.0 * width for width in widths))
-    by_place = (CurveAxis(name="within_bytes", sizes=tuple(map(float, within)), grows=False), by_row)
+    by_range = (CurveAxis(name="within_bytes", sizes=tuple(map(float, within)), grows=False), by_row)
     return RowTimes(
-        read_row=Curve(axes=by_place, seconds=tuple(read)),
+        read_row=Curve(axes=by_range, seconds=tuple(read)),
         bag=Curve(axes=(by_row,), seconds=tuple(bags)),
         lookup_call_s=lookup_call_s,
-        update_row=Curve(axes=by_place, seconds=tuple(updated)),
+        update_row=Curve(axes=by_range, seconds=tuple(updated)),
         update_id=Curve(axes=(by_row,), seconds=tuple(ids)),
         update_call_s=update_call_s,
         plan=plan,

@@ -1,4 +1,4 @@
-"""Models whose caches are as they are late in a run: full of the rows that are read most, over files in which every row was written before."""
+"""Builds models whose caches are in the steady state of a long run: full of the hottest rows, over files with all rows written."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ from rowstead.training.step import Stepper
 
 ROWS_AT_A_TIME = 1 << 14
 REWRITTEN_SHARE = 0.6
-"""Share of the rows that were written twice: more than a new file has room for, so that it is cleaned from now on."""
+"""Share of the rows written twice: more than the spare capacity of a new file, so that it is compacted from then on."""
 STEADY_STATE_STEPS = 16
-"""That are taken before any counts."""
+"""Steps taken before measuring."""
 USES_AGAIN = (0, 4, 16)
-"""Rows that so many of the last batches used are read once more when a cache is filled, so that it takes them for hotter than others."""
+"""Rows used by at least this many of the last batches are read once more when a cache is filled, so that it ranks them as hotter."""
 FIRST, LAST = 3, 2
-"""Steps of a turn that do not count: rows of the first were not brought in ahead, and after the last none are."""
+"""Steps of a turn that do not count: the first were not prefetched, and nothing is prefetched after the last."""
 
 
 @dataclass(frozen=True)
 class SampledBatches:
-    """The batches of a model, and which rows a cache has after many of them."""
+    """The batches of a model, and its rows by how hot they are after all batches."""
 
     batches: list[Batch]
     hottest: NDArray[np.int64]
-    """[F, N]: the rows of each table, those that most of the last batches used first, and of those with equal uses the last used first."""
+    """[F, N]: the rows of each table, most frequently used in the last batches first, then most recently used first."""
     uses: NDArray[np.int64]
-    """[F, N]: of how many of the last batches, in that order."""
+    """[F, N]: how many of the last batches used each row, in the same order."""
 
     @classmethod
     def of(
         cls, shape: Shape, device: torch.device, *, most_batches: int = MAX_BATCHES, most_ids: int = DRAWN_IDS
     ) -> SampledBatches:
-        """Batches of a shape whose tables have one feature each."""
+        """Sample batches of a shape whose tables have one feature each."""
         batches = sample_batches(shape, device, most_batches=most_batches, most_ids=most_ids)
         uses, last = torch.zeros(2, shape.num_sparse, shape.num_rows, dtype=torch.int64, device=device)
         for number, batch in enumerate(batches):
@@ -59,14 +59,14 @@ class SampledBatches:
         return cls(batches, order.cpu().numpy(), uses.gather(1, order).cpu().numpy())
 
     def fill_batches(self, sparse: Sparse, num_kept: int) -> Iterator[Sparse]:
-        """Batches that read so many of the hottest rows of every table, the colder ones first and the hotter ones more often."""
+        """Yield batches that read the `num_kept` hottest rows of each table, colder rows first and hotter rows more often."""
         num_features = len(self.hottest)
         of_feature = sparse.ids.numel() // num_features
         for least in USES_AGAIN:
             count = min(num_kept, int((self.uses >= least).sum(axis=1).max()))
             for stop in range(count, 0, -of_feature):
-                places = np.arange(stop - of_feature, stop) % max(1, count)
-                ids = torch.from_numpy(self.hottest[:, places].reshape(-1)).to(sparse.ids.device)
+                ranks = np.arange(stop - of_feature, stop) % max(1, count)
+                ids = torch.from_numpy(self.hottest[:, ranks].reshape(-1)).to(sparse.ids.device)
                 yield dataclasses.replace(sparse, ids=ids)
 
 
@@ -79,12 +79,12 @@ def run_to_steady_state(
     folder: str | Path,
     drawn: SampledBatches,
 ) -> Steps:
-    """A model as it is late in a run, with rows in files in a folder and this share of each such table's rows in caches."""
+    """Build a model in the steady state of a long run, with rows in files under `folder` and this share of them cached."""
     spec = shape.spec(device.type, placement=placement, memory={"folder": str(folder)})
     model = build_model(spec, device, trains=True)
     store = model.store
     batches = drawn.batches
-    if device.type == "cpu":  # ids are drawn within the tables
+    if device.type == "cpu":  # drawn ids are always in range
         batches = [
             dataclasses.replace(one, sparse=dataclasses.replace(one.sparse, checked_for=store.layout)) for one in batches
         ]
@@ -95,7 +95,7 @@ def run_to_steady_state(
                 _write_all(backing)
         for sparse in drawn.fill_batches(batches[0].sparse, math.ceil(kept_share * shape.num_rows)):
             store.lookup(sparse)
-        if device.type == "cuda":  # else all that was just read would count as under way, and a GPU's cache take memory for it
+        if device.type == "cuda":  # else all rows just read would count as in flight, and the GPU cache would grow for them
             for batch in batches[-SETS_IN_FLIGHT * MAX_SET :]:
                 store.lookup(batch.sparse)
         store.drop_prefetched()
@@ -105,13 +105,13 @@ def run_to_steady_state(
 
 
 def mean_step_s(steps: Steps, count: int) -> float:
-    """Mean seconds of so many steps, one after the other, on a CPU."""
+    """Return the mean seconds of `count` consecutive steps on a CPU."""
     ends = [time.perf_counter() for _ in steps.take(FIRST + count + LAST)]
     return (ends[FIRST - 1 + count] - ends[FIRST - 1]) / count
 
 
 def _write_all(rows: FileRows) -> None:
-    """Write every row in order, then some of them again by chance, as they would leave a cache; what is in them does not matter."""
+    """Write every row in order, then a random part again, as evictions would; the values do not matter."""
     values = [torch.full((ROWS_AT_A_TIME, width), 0.01, dtype=dtype) for dtype, width in rows.columns]
     again = torch.randperm(rows.num_rows, generator=torch.Generator().manual_seed(1))[: int(REWRITTEN_SHARE * rows.num_rows)]
     for some in (*torch.arange(rows.num_rows).split(ROWS_AT_A_TIME), *again.split(ROWS_AT_A_TIME)):

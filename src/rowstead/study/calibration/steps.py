@@ -1,4 +1,4 @@
-"""Whole training steps of models of any shape, on batches that are there already: what calibration is checked against.
+"""Times whole training steps of models of any shape on batches in memory; calibration is fitted to them.
 
 Letters: B examples, F features, L ids of a bag.
 """
@@ -30,15 +30,14 @@ from rowstead.training.step import Stepper
 
 WARM_STEPS = {"cpu": 3, "cuda": 8}
 WARM_GPU_S = 0.3
-"""For which a GPU steps besides, before it is timed: steps were up to 1.6 times as slow at first, and then were not."""
+"""How long a GPU steps before it is timed: the first steps were up to 1.6 times slower."""
 LEAST_STEPS = 9
-"""That count, on a CPU."""
+"""Least number of timed steps on a CPU."""
 LEAST_ROUNDS = {"cpu": 2, "cuda": 4}
-"""Of some steps back to back."""
+"""Least number of rounds of consecutive steps."""
 STEPS_PER_ROUND, STEPS_PER_REFERENCE = 16, 3
 MAX_BATCHES, DRAWN_IDS, NUM_DENSE = 512, 4_000_000, 4
-"""Of a model: so many batches, unless their ids are more than these, so that rows are not in a cache for having been used a
-little before; their dense values are taken in turn from so many."""
+"""Number of batches, limited by their ids; enough that rows are not cached from a recent batch. Batches cycle through `NUM_DENSE` dense inputs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +48,10 @@ class Shape:
     num_sparse: int
     batch_size: int
     num_rows: int
-    """Of each table."""
+    """Rows per table."""
     width: int
     mean_ids: int
-    """Of each bag."""
+    """Ids per bag."""
     skew: float
     bottom: tuple[int, ...]
     top: tuple[int, ...]
@@ -60,7 +59,7 @@ class Shape:
 
     @property
     def num_ids(self) -> int:
-        """Of a batch."""
+        """Ids per batch."""
         return self.batch_size * self.num_sparse * self.mean_ids
 
     @property
@@ -68,7 +67,7 @@ class Shape:
         return self.num_sparse * self.num_rows * (4 * self.width + 4)
 
     def spec(self, device: str, **more: Any) -> RunSpec:
-        """The run that `rowstead train` would make of it."""
+        """Return the run spec of this model."""
         plain = {
             "name": "shape",
             "data": {
@@ -95,7 +94,7 @@ class Shape:
 def sample_batches(
     shape: Shape, device: torch.device, *, seed: int = 1, most_batches: int = MAX_BATCHES, most_ids: int = DRAWN_IDS
 ) -> list[Batch]:
-    """Batches whose ids follow the Zipf law of the synthetic log; rows of like popularity are not neighbours."""
+    """Sample batches with the Zipf distribution of the synthetic log; rows of similar popularity are not neighbours."""
     rng, num_ids = np.random.default_rng(seed), shape.num_ids
     pool = _ids(shape, max(2 * num_ids, min(most_ids, most_batches * num_ids)), device, seed)
     offsets = torch.arange(0, num_ids + 1, shape.mean_ids, device=device)
@@ -104,16 +103,16 @@ def sample_batches(
     labels = torch.from_numpy((rng.random(shape.batch_size) < 0.25).astype(np.float32)).to(device)
     return [
         Batch(
-            dense=dense[place % NUM_DENSE],
+            dense=dense[index % NUM_DENSE],
             sparse=Sparse(ids=pool[first : first + num_ids], offsets=offsets, num_features=shape.num_sparse),
             labels=labels,
         )
-        for place, first in enumerate(range(0, len(pool) - num_ids + 1, num_ids))
+        for index, first in enumerate(range(0, len(pool) - num_ids + 1, num_ids))
     ]
 
 
 def _ids(shape: Shape, num_ids: int, device: torch.device, seed: int) -> Tensor:
-    """Rows by the density x^-skew over ranks, each rank at a place of its own; int64 [num_ids]."""
+    """Sample rows by the density x^-skew over ranks, with ranks scattered over the table; int64 [num_ids]."""
     power, most = 1 - shape.skew, shape.num_rows + 1
     drawn = torch.rand(num_ids, dtype=torch.float64, device=device, generator=torch.Generator(device).manual_seed(seed))
     is_log = abs(power) < 1e-9
@@ -128,26 +127,26 @@ def _coprime(number: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """How long steps took."""
+    """Measured time of a step."""
 
     step_s: float
     """The median."""
     spread: float
-    """Half the distance between the quartiles, over the median."""
+    """Half the interquartile range over the median."""
     phases_s: dict[Phase, float]
-    """Medians of the parts that the trainer counts; on a GPU of the whole alone."""
+    """Median of each phase that the trainer times; empty on a GPU."""
     slowdown: float = 1.0
-    """How many times as long as at the standard pace the machine took, where that was looked at."""
+    """Slowdown of the machine during the steps relative to its standard speed; 1 if not measured."""
 
     def at_standard_speed(self) -> StepTime:
-        """The times that steps would have taken then."""
+        """Return the times normalised to standard machine speed."""
         phases_s = {phase: seconds / self.slowdown for phase, seconds in self.phases_s.items()}
         return dataclasses.replace(self, step_s=self.step_s / self.slowdown, phases_s=phases_s, slowdown=1.0)
 
 
 @dataclass
 class Steps:
-    """The steps of one model, ready to be taken."""
+    """A model and its batches, ready to step."""
 
     shape: Shape
     device: torch.device
@@ -158,24 +157,24 @@ class Steps:
 
     @classmethod
     def of(cls, shape: Shape, device: torch.device, *, speed: MachineSpeed | None = None, **more: Any) -> Steps:
-        """A model of this shape and its batches; `more` is what its recipe says besides, such as `placement`."""
+        """Build a model of this shape and its batches; `more` are further recipe keys, such as `placement`."""
         spec = shape.spec(device.type, **more)
         model = build_model(spec, device, trains=True)
         stepper = Stepper(model, spec.train, total_steps=1_000_000)
         batches = sample_batches(shape, device)
-        if device.type == "cpu":  # the thread that reads has checked them, in a run
+        if device.type == "cpu":  # in a run the reader thread checks them
             batches = [dataclasses.replace(one, sparse=check_batch(one.sparse, model.store.layout, device)) for one in batches]
         return cls(shape, device, stepper, batches, speed=speed)
 
     def take(self, count: int) -> Iterator[Callable[[], float]]:
-        """Some steps, each on the next batch, which stores hear of as early as in a run; what is given waits for a loss."""
+        """Take steps on the next batches, prefetched as early as in a run; yields a function that waits for the loss."""
         items = ((batch, batch, None) for batch in (self.batches[(self.number + k) % len(self.batches)] for k in range(count)))
         for _, batch, _ in prefetch_rows(items, self.stepper.model.store):
             self.number += 1
             yield self.stepper.start(batch, self.number)
 
     def measure(self, seconds: float) -> StepTime:
-        """Take steps for so long, and say what one took."""
+        """Take steps for this long and return the time of one."""
         if self.device.type == "cuda":
             return self._on_gpu(seconds)
         if self.speed is None:
@@ -185,7 +184,7 @@ class Steps:
         return dataclasses.replace(time, slowdown=self.speed.slowdown(references_s))
 
     def _on_cpu(self, seconds: float, between: Callable[[], Any]) -> StepTime:
-        """`between` is called now and then between two steps."""
+        """`between` is called every few steps."""
         timers = self.stepper.timers
         for _ in self.take(WARM_STEPS["cpu"]):
             pass
@@ -216,10 +215,8 @@ class Steps:
         return self._rounds(seconds, lambda: torch.cuda.synchronize(self.device), lambda: None)
 
     def _rounds(self, seconds: float, wait: Callable[[], Any], between: Callable[[], Any]) -> StepTime:
-        """Some steps back to back, again and again, with nothing under way before and after; `between` is called between rounds."""
-        count = STEPS_PER_ROUND * (
-            4 if self.stepper.model.store.batches_ahead else 1
-        )  # the first batches were not announced early
+        """Time rounds of consecutive steps, with nothing in flight before and after; `between` is called between rounds."""
+        count = STEPS_PER_ROUND * (4 if self.stepper.model.store.batches_ahead else 1)  # the first batches were not prefetched
         taken: list[float] = []
         end = time.perf_counter() + seconds
         while len(taken) < LEAST_ROUNDS[self.device.type] or time.perf_counter() < end:
@@ -233,7 +230,7 @@ class Steps:
         return StepTime(step_s=_quantile(taken), spread=_spread(taken), phases_s={})
 
     def close(self) -> None:
-        """Give back what stores keep outside memory."""
+        """Close the store."""
         self.stepper.model.store.close()
 
 
