@@ -72,7 +72,7 @@ def measured_of(contents: Contents, name: str, figure: str = "samples_per_s") ->
 
 def line(study: Study, series: str = MEASURED) -> list[float]:
     """The values of a study of one axis, in order of the axis."""
-    return [one.value for one in sorted(study.series.get(series, ()), key=lambda one: one.place)]
+    return [one.value for one in sorted(study.series.get(series, ()), key=lambda one: one.position)]
 
 
 def predicted_lines(name: str, axis_name: str, series: Mapping[str, Mapping[object, float]]) -> Study:
@@ -80,7 +80,7 @@ def predicted_lines(name: str, axis_name: str, series: Mapping[str, Mapping[obje
     values = tuple(dict.fromkeys(value for of in series.values() for value in of))
     cells = {
         title: tuple(
-            Cell(place=(values.index(value),), value=speed, low=speed, high=speed, num_runs=1) for value, speed in of.items()
+            Cell(position=(values.index(value),), value=speed, low=speed, high=speed, num_runs=1) for value, speed in of.items()
         )
         for title, of in series.items()
     }

@@ -199,14 +199,14 @@ def batch_size(contents: Contents, software: Software) -> Item:
 
 def _rows(study: Study, along: str) -> list[tuple[str, list[tuple[object, float]]]]:
     """The measured values along one axis, for each combination of the others, in words."""
-    place = next((number for number, one in enumerate(study.axes) if one.name == along), None)
-    if place is None:
+    index = next((number for number, one in enumerate(study.axes) if one.name == along), None)
+    if index is None:
         return []
     rows: dict[tuple[int, ...], list[tuple[object, float]]] = {}
-    for one in sorted(study.series.get(MEASURED, ()), key=lambda one: one.place):
-        others = tuple(where for number, where in enumerate(one.place) if number != place)
-        rows.setdefault(others, []).append((charts_studies.words_of(study.axes[place].values[one.place[place]]), one.value))
-    rest = [one for number, one in enumerate(study.axes) if number != place]
+    for one in sorted(study.series.get(MEASURED, ()), key=lambda one: one.position):
+        others = tuple(where for number, where in enumerate(one.position) if number != index)
+        rows.setdefault(others, []).append((charts_studies.words_of(study.axes[index].values[one.position[index]]), one.value))
+    rest = [one for number, one in enumerate(study.axes) if number != index]
     return [
         (
             ", ".join(
@@ -317,7 +317,10 @@ def places(contents: Contents, software: Software) -> Item:
     note = ""
     if measured is not None:
         order = sorted(
-            ((one.value, charts_studies.words_of(measured.axes[0].values[one.place[0]])) for one in measured.series[MEASURED]),
+            (
+                (one.value, charts_studies.words_of(measured.axes[0].values[one.position[0]]))
+                for one in measured.series[MEASURED]
+            ),
             reverse=True,
         )
         note = (

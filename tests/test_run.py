@@ -301,9 +301,9 @@ def test_a_log_of_nothing_but_bad_rows_is_an_error(tmp_path: Path, log: Path) ->
 
 def test_tables_that_cannot_fit_are_refused_with_sizes_and_remedies(tmp_path: Path) -> None:
     huge = small_spec("features.sparse.0.num_rows=100000000000", "train.sparse_optimizer.kind=adam", "device=cpu")
-    with pytest.raises(RowsteadError, match=r"need \d+\.\d TB, .*; system memory has .* for tables") as caught:
+    with pytest.raises(RowsteadError, match=r"need \d+\.\d TB .*, available: .* of system memory") as caught:
         train(huge, out=tmp_path / "run")
-    assert "1. let tables go to disk" in str(caught.value)
+    assert "1. place tables on disk" in str(caught.value)
     assert "rowwise_adagrad" in str(caught.value)
     assert not (tmp_path / "run").exists()
 

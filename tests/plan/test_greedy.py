@@ -1,4 +1,4 @@
-"""Where tables go: what is read most per byte in the fastest memory, and nothing beyond what memories have."""
+"""Greedy placement: the tables read most per byte go to the fastest memory, and no capacity is exceeded."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rowstead.plan.greedy import (
-    GPU_PLACE_BYTES,
+    GPU_SLOT_BYTES,
     MAP_BYTES,
-    PLACE_BYTES,
     RECORD_BYTES,
     SEGMENTS_SHARE,
+    SLOT_BYTES,
     STATE_BYTES,
     Memories,
     decide,
@@ -39,7 +39,7 @@ def spec_of(
     *rows: int, placement: PlacementSpec = "auto", kind: str = "sgd", batch_size: int = 16, folder: str | None = "/data"
 ) -> RunSpec:
     """Tables t0, t1 … of width 25, so that a row of FP32 has 100 bytes."""
-    features = tuple(SparseFeatureSpec(name=f"t{place}", num_rows=count) for place, count in enumerate(rows))
+    features = tuple(SparseFeatureSpec(name=f"t{index}", num_rows=count) for index, count in enumerate(rows))
     return RunSpec(
         name="plan",
         data=DataSpec(synth=SynthSpec()),
@@ -102,7 +102,7 @@ def test_the_fastest_memory_goes_to_what_is_read_most_per_byte() -> None:
     assert wheres(spec, on_cpu(6 * MB, 100 * MB), mean_ids=[1.0, 1.0, 1.0]) == ["ssd", "device", "ssd"]
 
 
-def test_caches_keep_their_room_when_tables_are_raised() -> None:
+def test_caches_keep_their_capacity_when_tables_move_to_faster_memory() -> None:
     placement = decide(spec_of(100_000, 100_000, folder=None), on_gpu(11 * MB, 100 * MB))
     assert [table.where for table in placement.tables] == ["cached", "cached"]  # one whole and a tenth of the other need 12.0
     placement = decide(spec_of(100_000, 100_000, folder=None), on_gpu(13 * MB, 100 * MB))
@@ -126,10 +126,10 @@ def test_a_recipe_has_its_way() -> None:
     cached, host, ssd, rest = decide(spec_of(*[10_000] * 4, placement=placement), on_gpu(100 * MB, 100 * MB, 100 * MB)).tables
     assert cached.cache_fraction == 0.5
     assert cached.host_bytes == MB
-    assert cached.device_bytes == 5_000 * (100 + GPU_PLACE_BYTES) + 10_000 * (MAP_BYTES + STATE_BYTES)
-    assert (host.device_bytes, host.host_bytes) == (60 * (100 + GPU_PLACE_BYTES) + 10_000 * (MAP_BYTES + STATE_BYTES), MB)
-    assert ssd.host_bytes == 1_000 * (100 + PLACE_BYTES) + 10_000 * (MAP_BYTES + RECORD_BYTES)
-    assert ssd.disk_bytes == int((1.5 + SEGMENTS_SHARE) * 10_000 * 112)  # a record with its row's number, and room
+    assert cached.device_bytes == 5_000 * (100 + GPU_SLOT_BYTES) + 10_000 * (MAP_BYTES + STATE_BYTES)
+    assert (host.device_bytes, host.host_bytes) == (60 * (100 + GPU_SLOT_BYTES) + 10_000 * (MAP_BYTES + STATE_BYTES), MB)
+    assert ssd.host_bytes == 1_000 * (100 + SLOT_BYTES) + 10_000 * (MAP_BYTES + RECORD_BYTES)
+    assert ssd.disk_bytes == int((1.5 + SEGMENTS_SHARE) * 10_000 * 112)  # a record with its row id, and spare space
     assert rest.where == "device"
     assert cached.why == "as the recipe says"
 
@@ -137,13 +137,13 @@ def test_a_recipe_has_its_way() -> None:
 def test_without_a_gpu_the_hosts_memory_is_the_devices() -> None:
     (table,) = decide(spec_of(10_000, placement={"t0": "host"}), on_cpu(2 * MB)).tables
     assert table.where == "device"
-    assert table.why == "there is no GPU: the host's memory is the device's"
+    assert table.why == "no GPU: device memory is host memory"
 
 
-def test_a_cache_counts_at_least_the_rows_of_the_batches_under_way() -> None:
+def test_a_cache_counts_at_least_the_rows_of_the_batches_in_flight() -> None:
     spec = spec_of(100_000, placement={"t0": TablePlacementSpec(where="ssd", cache_fraction=0.01)}, batch_size=20_000)
     (table,) = decide(spec, on_cpu(100 * MB, 100 * MB)).tables
-    assert table.host_bytes == 75_000 * (100 + PLACE_BYTES) + 100_000 * (MAP_BYTES + RECORD_BYTES)
+    assert table.host_bytes == 75_000 * (100 + SLOT_BYTES) + 100_000 * (MAP_BYTES + RECORD_BYTES)
 
 
 def test_processes_share_all_but_copies() -> None:
@@ -154,7 +154,7 @@ def test_processes_share_all_but_copies() -> None:
 
 
 def decided(spec: RunSpec, memories: Memories, mean_ids: list[float]) -> Placement | None:
-    """What is decided; none if that is refused, with remedies."""
+    """The placement, or None if it is refused with remedies."""
     try:
         return decide(spec, memories, mean_ids=mean_ids)
     except RowsteadError as error:
@@ -194,22 +194,22 @@ def test_tables_that_fit_nowhere_are_refused_with_sizes_and_numbered_remedies() 
     with pytest.raises(RowsteadError) as caught:
         decide(spec_of(10_000, 90_000, kind="adam", folder=None), memories)
     assert str(caught.value).splitlines() == [
-        "no placement fits: 2 tables with optimizer state need 30.0 MB, the largest, `t1`, 27.0 MB; system memory has a limit of "
-        "2.0 MB (memory.device)",
+        "no placement fits: 2 tables with optimizer state need 30.0 MB (largest: `t1`, 27.0 MB), available: 2.0 MB of system memory "
+        "(limit: memory.device). Possible solutions:",
         "  1. raise memory.device",
-        "  2. let tables go to disk: `--set memory.folder=…`, a folder with 71.9 MB free",
-        "  3. shrink every table: `--set scale=0.06` or less, or lower model.width",
-        "  4. keep less state: train.sparse_optimizer.kind=rowwise_adagrad makes it 10.4 MB",
-        "  5. keep rows in 16 bits: model.row_format=bf16 makes it 25.0 MB",
-        "  6. train with more processes, each of which keeps a share of the tables",
+        "  2. place tables on disk: `--set memory.folder=…`, a folder with 71.9 MB free",
+        "  3. reduce all tables: `--set scale=0.06` or less, or lower model.width",
+        "  4. reduce optimizer state: train.sparse_optimizer.kind=rowwise_adagrad needs 10.4 MB",
+        "  5. store rows in 16 bits: model.row_format=bf16 needs 25.0 MB",
+        "  6. increase the number of processes: each stores a shard of the tables",
     ]
 
 
 def test_a_recipe_that_places_more_than_there_is_says_so() -> None:
-    with pytest.raises(RowsteadError, match="as the recipe places them, the tables do not fit") as caught:
+    with pytest.raises(RowsteadError, match="the placement in the recipe does not fit") as caught:
         decide(spec_of(10_000, 90_000, placement={"*": "device"}), on_gpu(2 * MB, 100 * MB))
-    assert "Those with a place of their own take 10.0 MB of GPU memory" in str(caught.value)
-    assert "leave more tables to `where: auto`" in str(caught.value)
+    assert "Tables with a fixed placement need 10.0 MB of GPU memory." in str(caught.value)
+    assert "use `where: auto` for more tables" in str(caught.value)
 
 
 def test_tables_with_the_same_decision_share_a_line() -> None:

@@ -47,9 +47,9 @@ def test_beyond_the_largest_time_grows_in_proportion_unless_it_stays() -> None:
 @pytest.mark.parametrize(
     ("axes", "seconds", "problem"),
     [
-        (((2.0, 1.0),), (1.0, 1.0), "smallest first"),
+        (((2.0, 1.0),), (1.0, 1.0), "ascending"),
         (((),), (), "at least one"),
-        (((1.0, 2.0),), (1.0,), "2 combinations"),
+        (((1.0, 2.0),), (1.0,), "expected 2 times"),
         (((1.0, 2.0),), (1.0, 0.0), "above 0"),
     ],
 )

@@ -221,10 +221,10 @@ def test_trouble_is_seen_in_every_view(page: Chrome) -> None:
 
 # the report
 
-DRAW_ALL = "places.forEach((_, place) => draw(place)); return places.length"
+DRAW_ALL = "plots.forEach((_, index) => draw(index)); return plots.length"
 EMPTY = """
-return places.filter((place) => !place.calcdata?.length || place.calcdata.some((trace) => !trace.length) || !place.querySelector('svg, canvas'))
-  .map((place) => place.getAttribute('aria-label').slice(0, 80));
+return plots.filter((plot) => !plot.calcdata?.length || plot.calcdata.some((trace) => !trace.length) || !plot.querySelector('svg, canvas'))
+  .map((plot) => plot.getAttribute('aria-label').slice(0, 80));
 """
 
 
@@ -268,11 +268,11 @@ def test_a_report_prints_by_day_with_all_figures(tmp_path: Path) -> None:
     with chromium(dark=True) as driver:
         shown_report(driver, page)
         driver.set_script_timeout(240)
-        ink, night = "return places.map((place) => place.layout?.font.color).at(-1)", DARK["@text"]
+        ink, night = "return plots.map((plot) => plot.layout?.font.color).at(-1)", DARK["@text"]
         driver.execute_script("dispatchEvent(new Event('beforeprint'))")
-        until(lambda: driver.execute_script("return places.every((place) => place.dataset.drawn)"))
+        until(lambda: driver.execute_script("return plots.every((plot) => plot.dataset.drawn)"))
         assert driver.execute_script(ink) == LIGHT["@text"]
-        assert driver.execute_script("return places.every((place) => place.querySelector('.main-svg').clientWidth < 700)")
+        assert driver.execute_script("return plots.every((plot) => plot.querySelector('.main-svg').clientWidth < 700)")
         driver.execute_script("dispatchEvent(new Event('afterprint'))")
         until(lambda: driver.execute_script(ink) == night)
         pdf = driver.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})["data"]

@@ -1,9 +1,9 @@
-"""Where each table goes: the fastest memory is filled with what is read most per byte, then the next.
+"""Greedy placement: fill the fastest memory with the tables that are read most per byte, then the next memory.
 
-All tables that a recipe leaves to `auto` begin in the slowest memory there is. Then, in the order of reads per byte, each is
-raised to a faster one if it fits there beside all the others: what those need as caches is never taken away from them.
+All `auto` tables start in the slowest memory. Then, in descending order of reads per byte, each moves to a faster memory if it fits
+there together with the caches of all other tables.
 
-No torch and no I/O: the memories are given as numbers.
+Does not import torch and does no I/O: the sizes of the memories are arguments.
 """
 
 from __future__ import annotations
@@ -27,38 +27,38 @@ from rowstead.spec.stores import STORES, RecipeStore
 Memory = Literal["device", "host", "disk"]
 
 SMALLER_FRACTIONS = (0.05, 0.02, 0.01)
-"""What `auto` tries in turn where caches of the usual size do not fit."""
+"""Cache fractions that `auto` tries, in order, if caches of the default size do not fit."""
 MAP_BYTES = 5
-"""A row of a table behind a cache, for its place and how often it was used."""
+"""Bytes per row of a cached table for its slot and use count."""
 STATE_BYTES = 4
-"""The same row in the memory of a GPU besides, where its optimizer keeps one number a row."""
+"""Additional bytes per row in GPU memory, for a row-wise optimizer state."""
 RECORD_BYTES = 4
-"""A row on disk besides, for where its record is."""
+"""Additional bytes per row on disk, for the offset of its record."""
 DISK_MARGIN = 1.2
-"""What a disk should have free over what its files need: some of it is left free."""
+"""Free disk space to ask for, as a multiple of the size of the files."""
 SEGMENTS_BYTES, SEGMENTS_SHARE = 27 << 20, 0.42
-"""What those take: this much, and of a small file at most this share of its records."""
-PLACE_BYTES, GPU_PLACE_BYTES = 20, 22
-"""A place, besides its row: which row it holds, and when that was used; on a GPU also how often."""
+"""Size of the segments being written or cleaned; for a small file at most this share of its records."""
+SLOT_BYTES, GPU_SLOT_BYTES = 20, 22
+"""Metadata of a cache slot: its row id and last use; on a GPU also the use count."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memories:
-    """What the tables of one process may take of each memory of its machine."""
+    """Capacity of each memory that is available to the tables of one process."""
 
     device_bytes: int
-    """Without a GPU the same memory as the host's, and the lesser of the two counts."""
+    """Without a GPU this is the same memory as the host's; the smaller of the two applies."""
     host_bytes: int
     disk_bytes: int = 0
     folder: str | None = None
-    """For the files of tables on `ssd`; without it there is no such place."""
+    """Folder for the files of `ssd` tables; None rules out `ssd`."""
     has_gpu: bool = False
     are_limits: frozenset[str] = frozenset()
-    """Memories whose number is set in the recipe; the others are what is free."""
+    """Memories whose capacity is a limit set in the recipe; for the others it is the free memory."""
 
     @property
     def kinds(self) -> tuple[Memory, ...]:
-        """Those that are memories of their own."""
+        """The distinct memories."""
         return ("device", "host", "disk") if self.has_gpu else ("host", "disk")
 
     def free_bytes(self, memory: Memory) -> int:
@@ -68,23 +68,23 @@ class Memories:
             return min(self.device_bytes, self.host_bytes)
         return self.device_bytes if memory == "device" else self.host_bytes
 
-    def called(self, memory: Memory) -> str:
-        """A memory as a user would say it."""
+    def name(self, memory: Memory) -> str:
+        """User-facing name of a memory."""
         if memory == "disk":
-            return "the disk"
+            return f"disk space in {self.folder}"
         return "GPU memory" if memory == "device" and self.has_gpu else "system memory"
 
-    def shown(self, memory: Memory) -> str:
-        """Its size, and where that comes from."""
+    def describe(self, memory: Memory) -> str:
+        """Capacity of a memory and the recipe's limits that set it."""
         given = ("device", "host") if memory != "disk" and not self.has_gpu else (memory,)
         limits = [f"memory.{name}" for name in given if name in self.are_limits]
-        what = f"a limit of {format_bytes(self.free_bytes(memory))} ({' and '.join(limits)})" if limits else ""
-        return what or f"{format_bytes(self.free_bytes(memory))} for tables"
+        limited = f" (limit: {' and '.join(limits)})" if limits else ""
+        return f"{format_bytes(self.free_bytes(memory))} of {self.name(memory)}{limited}"
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What one table takes of each memory."""
+    """Bytes that a table needs in each memory."""
 
     device: int = 0
     host: int = 0
@@ -97,7 +97,7 @@ class Sizes:
         return Sizes(self.device - other.device, self.host - other.host, self.disk - other.disk)
 
     def of(self, memory: Memory, memories: Memories) -> int:
-        """What is taken of one memory; without a GPU those of device and host are one."""
+        """Bytes needed in one memory; without a GPU, device and host are one memory."""
         if memory == "disk":
             return self.disk
         if not memories.has_gpu:
@@ -105,33 +105,33 @@ class Sizes:
         return self.device if memory == "device" else self.host
 
     def too_much_for(self, memories: Memories) -> list[Memory]:
-        """The memories that have not the room."""
+        """The memories whose capacity is exceeded."""
         return [memory for memory in memories.kinds if self.of(memory, memories) > memories.free_bytes(memory)]
 
     def fit(self, memories: Memories) -> bool:
         return not self.too_much_for(memories)
 
     def excess(self, memories: Memories) -> int:
-        """Bytes above what the memories have."""
+        """Bytes above the capacity, over all memories."""
         return sum(max(0, self.of(memory, memories) - memories.free_bytes(memory)) for memory in memories.kinds)
 
 
 @dataclass
 class _Draft:
-    """One table while it is decided upon."""
+    """One table whose placement is being decided."""
 
     table: Table
     rule: TablePlacementSpec
     shard: PlacedShard
     record_bytes: int
-    """A row and what its optimizer keeps."""
+    """Bytes of a row and its optimizer state."""
     num_rows: int
-    """That this process keeps."""
+    """Rows that this process stores."""
     reads: float
-    """Ids of one example."""
+    """Ids per example."""
     batch_size: int
     num_tables: int
-    """Of the model, which share a file if they are equally wide."""
+    """Tables of the model; those of equal width share a file."""
     where: RecipeStore = "device"
     fraction: float = CACHE_FRACTION
     why: str = "as the recipe says"
@@ -142,7 +142,7 @@ class _Draft:
         self.fraction = self.rule.cache_fraction or CACHE_FRACTION
 
     @property
-    def whole_bytes(self) -> int:
+    def table_bytes(self) -> int:
         return self.num_rows * self.record_bytes
 
     @property
@@ -150,35 +150,35 @@ class _Draft:
         return self.reads / (self.table.num_rows * self.record_bytes)
 
     @property
-    def num_places(self) -> int:
+    def num_slots(self) -> int:
         return min(self.num_rows, max(1, math.ceil(self.fraction * self.num_rows)))
 
     @property
-    def rows_under_way(self) -> int:
-        """That the batches under way may need, if all their ids differ, and some more: room is made in steps."""
+    def rows_in_flight(self) -> int:
+        """Rows that the batches in flight need if all their ids differ, times the growth factor of a cache."""
         return min(self.num_rows, math.ceil(GROWTH * SETS_IN_FLIGHT * self.batch_size * self.reads))
 
     @property
     def file_bytes(self) -> int:
-        """Of its records on disk, each with its row's number, room to write new ones, and segments that are written or cleaned."""
+        """Size of its file: records with their row ids, spare space for new records, and segments being written or cleaned."""
         records = self.num_rows * (-(-(self.record_bytes + 8) // 8) * 8)
         return int(FILE_SPARE * records + min(SEGMENTS_BYTES / self.num_tables, SEGMENTS_SHARE * records))
 
     def sizes(self, where: RecipeStore) -> Sizes:
-        """What it takes there; a cache at least what a batch may need of it."""
+        """Bytes that it needs in a store; a cache holds at least the rows in flight."""
         if where == "device":
-            return Sizes(device=self.whole_bytes)
+            return Sizes(device=self.table_bytes)
         if where == "host":
-            under_way = self.rows_under_way * (self.record_bytes + GPU_PLACE_BYTES)
-            return Sizes(device=under_way + self.num_rows * (MAP_BYTES + STATE_BYTES), host=self.whole_bytes)
-        num_places = max(self.num_places, self.rows_under_way)
+            in_flight = self.rows_in_flight * (self.record_bytes + GPU_SLOT_BYTES)
+            return Sizes(device=in_flight + self.num_rows * (MAP_BYTES + STATE_BYTES), host=self.table_bytes)
+        num_slots = max(self.num_slots, self.rows_in_flight)
         if where == "cached":
-            places = num_places * (self.record_bytes + GPU_PLACE_BYTES)
-            return Sizes(device=places + self.num_rows * (MAP_BYTES + STATE_BYTES), host=self.whole_bytes)
-        places = num_places * (self.record_bytes + PLACE_BYTES)
-        return Sizes(host=places + self.num_rows * (MAP_BYTES + RECORD_BYTES), disk=self.file_bytes)
+            slots = num_slots * (self.record_bytes + GPU_SLOT_BYTES)
+            return Sizes(device=slots + self.num_rows * (MAP_BYTES + STATE_BYTES), host=self.table_bytes)
+        slots = num_slots * (self.record_bytes + SLOT_BYTES)
+        return Sizes(host=slots + self.num_rows * (MAP_BYTES + RECORD_BYTES), disk=self.file_bytes)
 
-    def decided(self) -> TablePlacement:
+    def to_placement(self) -> TablePlacement:
         sizes = self.sizes(self.where)
         return TablePlacement(
             name=self.table.name,
@@ -201,23 +201,23 @@ def decide(
     world_size: int = 1,
     shards: Mapping[str, PlacedShard] | None = None,
 ) -> Placement:
-    """A place for every table, or a RowsteadError that says what is missing and what can be done.
+    """Choose a placement for every table, or raise a RowsteadError with sizes and possible solutions.
 
-    `mean_ids` is how many ids an example has of each sparse feature, where the log is known; otherwise a feature's `max_ids`
-    stands for it, or 1. A model that only predicts keeps no optimizer state. `world_size` processes share each table by `shards`,
-    and each keeps as much as the others of all but copies: sizes are those of one process.
+    `mean_ids` is the mean number of ids per example of each sparse feature; it defaults to the feature's `max_ids`, or 1. With
+    `trains=False` there is no optimizer state. `world_size` processes shard the tables as in `shards`, evenly except for
+    replicated tables; sizes are per process.
     """
     reads = list(mean_ids) if mean_ids is not None else [float(f.max_ids or 1) for f in spec.features.expanded_sparse()]
     drafts = _drafts(spec, memories, reads, shards or {}, trains=trains, world_size=world_size)
     autos = sorted((draft for draft in drafts if draft.is_auto), key=lambda draft: -draft.reads_per_byte)
     fixed = _sum([draft.sizes(draft.where) for draft in drafts if not draft.is_auto])
     if not fixed.fit(memories):
-        raise RowsteadError(_no_room(spec, memories, drafts, world_size, "as the recipe places them, the tables do not fit"))
+        raise RowsteadError(_explain_misfit(spec, memories, drafts, world_size, "the placement in the recipe does not fit"))
     tiers = _tiers(memories)
-    taken = _begin(autos, fixed, tiers, memories)
+    taken = _place_in_slowest(autos, fixed, tiers, memories)
     if taken is None:
-        raise RowsteadError(_no_room(spec, memories, drafts, world_size, "no placement fits"))
-    # Twice, since a table that leaves a memory may make room there for one that did not fit before.
+        raise RowsteadError(_explain_misfit(spec, memories, drafts, world_size, "no placement fits"))
+    # Twice: a table that leaves a memory may free enough of it for one that did not fit before.
     for tier in [*reversed(tiers[:-1])] * 2:
         for draft in autos:
             if tiers.index(tier) < tiers.index(draft.where):
@@ -225,11 +225,11 @@ def decide(
                 if raised.fit(memories):
                     taken, draft.where = raised, tier
     _explain(autos, memories)
-    return Placement(tables=tuple(draft.decided() for draft in drafts), folder=memories.folder)
+    return Placement(tables=tuple(draft.to_placement() for draft in drafts), folder=memories.folder)
 
 
 def record_bytes(spec: RunSpec, width: int, *, trains: bool = True) -> int:
-    """Bytes of a row and of its optimizer's state."""
+    """Bytes of a row and its optimizer state."""
     state_bytes = ROW_OPTIMIZERS[spec.train.sparse_optimizer.kind].state_bytes(width) if trains else 0
     return width * ELEMENT_BYTES[spec.model.row_format] + state_bytes
 
@@ -248,13 +248,13 @@ def _drafts(
     for table in spec.tables:
         rule = rules[table.name]
         shard = shards.get(table.name, "table") if rule.shard == "auto" else rule.shard
-        kept = table.num_rows if shard == "replicate" else math.ceil(table.num_rows / world_size)
+        num_local_rows = table.num_rows if shard == "replicate" else math.ceil(table.num_rows / world_size)
         draft = _Draft(
             table=table,
             rule=rule,
             shard=shard,
             record_bytes=record_bytes(spec, table.width, trains=trains),
-            num_rows=kept,
+            num_rows=num_local_rows,
             reads=sum(reads[feature] for feature in table.features),
             batch_size=spec.train.batch_size,
             num_tables=len(spec.tables),
@@ -262,21 +262,21 @@ def _drafts(
         if rule.where != "auto":
             draft.where = rule.where
             if rule.where == "host" and not memories.has_gpu:
-                draft.where, draft.why = "device", "there is no GPU: the host's memory is the device's"
+                draft.where, draft.why = "device", "no GPU: device memory is host memory"
         drafts.append(draft)
     return drafts
 
 
 def _tiers(memories: Memories) -> list[RecipeStore]:
-    """Where `auto` may put tables, the fastest first."""
+    """The stores that `auto` chooses from, fastest first."""
     tiers: list[RecipeStore] = ["device", "cached"] if memories.has_gpu else ["device"]
     return [*tiers, "ssd"] if memories.folder is not None else tiers
 
 
-def _begin(autos: list[_Draft], fixed: Sizes, tiers: list[RecipeStore], memories: Memories) -> Sizes | None:
-    """All tables in the slowest place, with smaller caches if need be; what that takes, or none if it does not fit.
+def _place_in_slowest(autos: list[_Draft], fixed: Sizes, tiers: list[RecipeStore], memories: Memories) -> Sizes | None:
+    """Place all tables in the slowest store, with smaller caches if necessary; return the bytes used, or None if they do not fit.
 
-    Where one memory has too little room for that, tables are raised to others that have some.
+    If a memory is full, tables move to a faster store that has capacity left.
     """
     for fraction in (CACHE_FRACTION, *SMALLER_FRACTIONS):
         for draft in autos:
@@ -300,9 +300,9 @@ def _explain(autos: list[_Draft], memories: Memories) -> None:
         if draft.where == "device":
             draft.why = "all fit" if all_fit else "read most per byte"
             continue
-        cache = memories.called("device" if STORES[draft.where].cache_in == "device" else "host")
+        cache = memories.name("device" if STORES[draft.where].cache_in == "device" else "host")
         as_fit = ", as many as fit" if draft.fraction < CACHE_FRACTION and draft.rule.cache_fraction is None else ""
-        less = "read less per byte" if fewer else f"no room for all of it in {cache}"
+        less = "read less per byte" if fewer else f"does not fit in {cache}"
         draft.why = f"{less}; {draft.fraction:.0%} of the rows are cached {'in ' + cache if fewer else 'there'}{as_fit}"
 
 
@@ -313,78 +313,74 @@ def _sum(sizes: Sequence[Sizes]) -> Sizes:
     return total
 
 
-# What to say when nothing fits
+# The error when nothing fits
 
 
-def _no_room(spec: RunSpec, memories: Memories, drafts: list[_Draft], world_size: int, what: str) -> str:
-    """The message of a placement that is impossible: sizes, and what can be done, numbered."""
-    needs = sum(draft.whole_bytes for draft in drafts)
-    largest = max(drafts, key=lambda draft: draft.whole_bytes)
+def _explain_misfit(spec: RunSpec, memories: Memories, drafts: list[_Draft], world_size: int, what: str) -> str:
+    """Describe why no placement fits: sizes, and numbered possible solutions."""
+    needs = sum(draft.table_bytes for draft in drafts)
+    largest = max(drafts, key=lambda draft: draft.table_bytes)
     each = " in each process" if world_size > 1 else ""
-    lines = [
-        f"{what}: {len(drafts)} table{'s' if len(drafts) > 1 else ''} with optimizer state need {format_bytes(needs)}{each}, the "
-        f"largest, `{largest.table.name}`, {format_bytes(largest.whole_bytes)}; {_there_is(memories)}"
-    ]
+    tables = f"{len(drafts)} tables with optimizer state need" if len(drafts) > 1 else "1 table with optimizer state needs"
+    available = ", ".join(
+        memories.describe(memory) for memory in memories.kinds if memory != "disk" or memories.folder is not None
+    )
+    message = (
+        f"{what}: {tables} {format_bytes(needs)}{each} (largest: `{largest.table.name}`, {format_bytes(largest.table_bytes)}), "
+        f"available: {available}."
+    )
     fixed = _sum([draft.sizes(draft.where) for draft in drafts if not draft.is_auto])
     for memory in fixed.too_much_for(memories):
         taken = fixed.of(memory, memories)
-        lines[0] += f". Those with a place of their own take {format_bytes(taken)} of {memories.called(memory)}"
-    for number, remedy in enumerate(_remedies(spec, memories, drafts, needs, each), start=1):
-        lines.append(f"  {number}. {remedy}")
-    return "\n".join(lines)
-
-
-def _there_is(memories: Memories) -> str:
-    shown = [f"{memories.called(memory)} has {memories.shown(memory)}" for memory in memories.kinds if memory != "disk"]
-    if memories.folder is not None:
-        shown.append(f"the disk of {memories.folder} has {memories.shown('disk')}")
-    return ", ".join(shown)
+        message += f" Tables with a fixed placement need {format_bytes(taken)} of {memories.name(memory)}."
+    remedies = enumerate(_remedies(spec, memories, drafts, needs, each), start=1)
+    return "\n".join([f"{message} Possible solutions:", *(f"  {number}. {remedy}" for number, remedy in remedies)])
 
 
 def _remedies(spec: RunSpec, memories: Memories, drafts: list[_Draft], needs: int, each: str) -> list[str]:
-    """What can be done; `each` follows sizes that are those of one of several processes."""
+    """List possible solutions; `each` is appended to sizes per process."""
     remedies = []
-    of_whole = needs / _whole(spec)  # that a process keeps
+    local_share = needs / _total_bytes(spec)  # share of the tables that a process stores
     memory_names = ["device", "host"] if memories.has_gpu else ["host", "device"]
     limits = [f"memory.{name}" for name in (*memory_names, "disk") if name in memories.are_limits]
     if limits:
         remedies.append(f"raise {' or '.join(limits)}")
     on_disk = sum(draft.file_bytes for draft in drafts)
-    roomy = format_bytes(DISK_MARGIN * on_disk)
+    disk_space = format_bytes(DISK_MARGIN * on_disk)
     if memories.folder is None:
-        remedies.append(f"let tables go to disk: `--set memory.folder=…`, a folder with {roomy} free{each}")
+        remedies.append(f"place tables on disk: `--set memory.folder=…`, a folder with {disk_space} free{each}")
     elif on_disk > memories.disk_bytes:
-        remedies.append(f"use a memory.folder with {roomy} free{each}")
+        remedies.append(f"set memory.folder to a folder with {disk_space} free{each}")
     if any(not draft.is_auto for draft in drafts):
-        remedies.append("leave more tables to `where: auto`")
+        remedies.append("use `where: auto` for more tables")
     if any(draft.rule.cache_fraction is not None for draft in drafts):
         remedies.append("lower cache_fraction")
-    if len(_tiers(memories)) > 1 and any(draft.rows_under_way > draft.num_places for draft in drafts):
-        remedies.append("lower train.batch_size: a cache has room for all rows of the batches under way")
-    room = sum(memories.free_bytes(memory) for memory in memories.kinds if memory != "disk")
-    share = 0.9 * spec.scale * room / needs
+    if len(_tiers(memories)) > 1 and any(draft.rows_in_flight > draft.num_slots for draft in drafts):
+        remedies.append("lower train.batch_size: a cache must hold all rows of the batches in flight")
+    capacity = sum(memories.free_bytes(memory) for memory in memories.kinds if memory != "disk")
+    share = 0.9 * spec.scale * capacity / needs
     if share < spec.scale and share > 0:
-        remedies.append(f"shrink every table: `--set scale={_rounded_down(share):g}` or less, or lower model.width")
+        remedies.append(f"reduce all tables: `--set scale={_round_down(share):g}` or less, or lower model.width")
     if ROW_OPTIMIZERS[spec.train.sparse_optimizer.kind].has_element_state:
         optimizer = dataclasses.replace(spec.train.sparse_optimizer, kind=LEAN_OPTIMIZER)
         lean = dataclasses.replace(spec, train=dataclasses.replace(spec.train, sparse_optimizer=optimizer))
-        lean_bytes = of_whole * _whole(lean)
+        lean_bytes = local_share * _total_bytes(lean)
         remedies.append(
-            f"keep less state: train.sparse_optimizer.kind={LEAN_OPTIMIZER} makes it {format_bytes(lean_bytes)}{each}"
+            f"reduce optimizer state: train.sparse_optimizer.kind={LEAN_OPTIMIZER} needs {format_bytes(lean_bytes)}{each}"
         )
     if spec.model.row_format == "fp32":
         halved = dataclasses.replace(spec, model=dataclasses.replace(spec.model, row_format="bf16"))
-        halved_bytes = of_whole * _whole(halved)
-        remedies.append(f"keep rows in 16 bits: model.row_format=bf16 makes it {format_bytes(halved_bytes)}{each}")
-    remedies.append("train with more processes, each of which keeps a share of the tables")
+        halved_bytes = local_share * _total_bytes(halved)
+        remedies.append(f"store rows in 16 bits: model.row_format=bf16 needs {format_bytes(halved_bytes)}{each}")
+    remedies.append("increase the number of processes: each stores a shard of the tables")
     return remedies
 
 
-def _whole(spec: RunSpec) -> int:
+def _total_bytes(spec: RunSpec) -> int:
     return sum(table.num_rows * record_bytes(spec, table.width) for table in spec.tables)
 
 
-def _rounded_down(value: float) -> float:
-    """A positive number down to its first digit."""
+def _round_down(value: float) -> float:
+    """Round a positive number down to its first digit."""
     unit = 10.0 ** math.floor(math.log10(value))
     return round(math.floor(value / unit) * unit, 12)

@@ -1,4 +1,4 @@
-"""Figures of sweeps: lines, heat maps and surfaces over their axes, bars where an axis is words, and distributions of populations."""
+"""Figures of sweeps: lines, heat maps and surfaces over their axes, bars for a categorical axis, and distributions of populations."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from rowstead.report.theme import (
 )
 
 MEASURED = "measured here"
-"""The series of what was measured, where one machine did; with several each has its own, which begins with `measured on`."""
+"""Name of the measured series of a single machine; with several, there is one per machine, `measured on …`."""
 MAX_SERIES = 10
 MAX_PANELS = 6
-"""Heat maps of one study."""
+"""Maximum number of heat maps per study."""
 FULL_GRID = 0.5
-"""Share of the combinations of its axes that a sweep must have, or it is taken for a population drawn from them."""
+"""Minimum share of the grid that a sweep covers; below it, the study is treated as a random population."""
 
 
 def words_of(value: Any) -> str:
-    """A value of an axis as text: layers that are alike are written `512^3`."""
+    """A value of an axis as text; equal layers are written `512^3`."""
     if isinstance(value, (list, tuple)) and value:
         if len(set(map(str, value))) == 1 and len(value) > 1:
             return f"{value[0]}^{len(value)}"
@@ -51,7 +51,7 @@ def words_of(value: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class StudyAxis:
-    """One axis of a study with the values that occur, in order."""
+    """One axis of a study with its values, in order."""
 
     name: str
     values: tuple[Any, ...]
@@ -67,10 +67,10 @@ class StudyAxis:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One figure at one point of a study: the median over the runs there."""
+    """One metric at one point of a study: the median over its runs."""
 
-    place: tuple[int, ...]
-    """Place on each axis."""
+    position: tuple[int, ...]
+    """Index on each axis."""
     value: float
     low: float
     high: float
@@ -79,13 +79,13 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """One figure over the axes of a study, for what measured or predicted it."""
+    """One metric over the axes of a study, by series."""
 
     name: str
     figure: str
     axes: tuple[StudyAxis, ...]
     series: Mapping[str, tuple[Cell, ...]]
-    """`measured here`, or each machine that measured where there are several; and each that was predicted."""
+    """`measured here`, or one series per measured machine if there are several; and one per predicted machine."""
     num_failed: int
 
     @property
@@ -97,11 +97,11 @@ class Study:
         return filled < FULL_GRID * size
 
     def table(self, series: str) -> list[list[float | None]]:
-        """The values of a study of two axes: rows are the first axis, columns the second."""
+        """The values of a study with two axes: rows are the first axis, columns the second."""
         assert len(self.axes) == 2
         found: list[list[float | None]] = [[None] * len(self.axes[1].values) for _ in self.axes[0].values]
         for cell in self.series.get(series, ()):
-            found[cell.place[0]][cell.place[1]] = cell.value
+            found[cell.position[0]][cell.position[1]] = cell.value
         return found
 
 
@@ -110,7 +110,7 @@ def _key(value: Any) -> str:
 
 
 def grids_in(entries: Sequence[StoreEntry]) -> list[list[StoreEntry]]:
-    """The entries of a study by the axes that they have, in order of first use: one name may have been swept over several grids."""
+    """Group the entries of a study by their axes, in order of first use: a study may include several grids."""
     found: dict[frozenset[str], list[StoreEntry]] = {}
     for entry in entries:
         found.setdefault(frozenset(entry.axes), []).append(entry)
@@ -118,9 +118,9 @@ def grids_in(entries: Sequence[StoreEntry]) -> list[list[StoreEntry]]:
 
 
 def study_of(name: str, entries: Sequence[StoreEntry], figure: str = "samples_per_s") -> Study | None:
-    """The figure over the axes of a study; None where no entry has it.
+    """Build the study of one metric; None if no entry has it.
 
-    Axes of one value are left out, and seeds are no axis: runs that differ in their seed alone are one point.
+    Axes with a single value are omitted. The seed is not an axis: runs that differ only in their seed are one point.
     """
     entries = newest(entries)
     whole = [entry for entry in entries if entry.failure is None and figure in entry.record.figures]
@@ -132,18 +132,18 @@ def study_of(name: str, entries: Sequence[StoreEntry], figure: str = "samples_pe
         values = {_key(entry.axes[key]): entry.axes[key] for entry in whole if key in entry.axes}
         if len(values) > 1 and key != "seed":
             axes.append(StudyAxis(name=key, values=_ordered(list(values.values()))))
-    place_of = [{_key(value): place for place, value in enumerate(one.values)} for one in axes]
+    indices = [{_key(value): index for index, value in enumerate(one.values)} for one in axes]
     groups: dict[str, dict[tuple[int, ...], list[float]]] = {}
     several = len({machine_of(entry) for entry in whole if entry.is_measured}) > 1
     for entry in whole:
         if not all(one.name in entry.axes for one in axes):
             continue
-        place = tuple(places[_key(entry.axes[one.name])] for one, places in zip(axes, place_of, strict=True))
+        position = tuple(index_of[_key(entry.axes[one.name])] for one, index_of in zip(axes, indices, strict=True))
         series = f"predicted: {entry.record.machine.get('name', '?')}"
         if entry.is_measured:
             series = f"measured on {machine_of(entry) or 'another machine'}" if several else MEASURED
-        groups.setdefault(series, {}).setdefault(place, []).append(entry.record.figures[figure])
-    cells = {series: tuple(_cell(place, found) for place, found in sorted(of.items())) for series, of in groups.items()}
+        groups.setdefault(series, {}).setdefault(position, []).append(entry.record.figures[figure])
+    cells = {series: tuple(_cell(position, found) for position, found in sorted(of.items())) for series, of in groups.items()}
     ordered = dict(sorted(cells.items(), key=lambda one: not _is_measured(one[0])))
     return Study(
         name=name,
@@ -158,12 +158,12 @@ def _is_measured(series: str) -> bool:
     return series.startswith("measured ")
 
 
-def _cell(place: tuple[int, ...], found: Sequence[float]) -> Cell:
-    return Cell(place=place, value=statistics.median(found), low=min(found), high=max(found), num_runs=len(found))
+def _cell(position: tuple[int, ...], found: Sequence[float]) -> Cell:
+    return Cell(position=position, value=statistics.median(found), low=min(found), high=max(found), num_runs=len(found))
 
 
 def _ordered(values: list[Any]) -> tuple[Any, ...]:
-    """Numbers and lists of numbers in rising order, words as they came."""
+    """Numbers and lists of numbers in ascending order; text in the given order."""
     if all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values):
         return tuple(sorted(values))
     if all(isinstance(value, list) and all(isinstance(one, (int, float)) for one in value) for value in values):
@@ -175,12 +175,12 @@ UNITS = {"samples_per_s": "samples/s", "samples_per_j": "samples/J", "ne": "NE",
 
 
 def unit(figure: str) -> str:
-    """A figure's name as people say it."""
+    """Display name of a metric."""
     return UNITS.get(figure, figure.replace("_", " "))
 
 
 def draw_study(study: Study) -> list[Figure]:
-    """The figures of a study, as many axes as it has."""
+    """Draw a study by its number of axes."""
     if not study.axes or not study.series:
         return []
     if study.is_population and len(study.axes) > 1:
@@ -199,7 +199,7 @@ def _whose(study: Study) -> str:
     if not any(_is_measured(name) for name in study.series):
         return "Predicted; nothing was measured."
     where = "here" if MEASURED in study.series else "on several machines"
-    return f"Whole lines were measured {where}; dashed ones are predictions." if predicted else f"Measured {where}."
+    return f"Solid lines are measured {where}; dashed lines are predicted." if predicted else f"Measured {where}."
 
 
 def _failed(study: Study) -> str:
@@ -207,29 +207,29 @@ def _failed(study: Study) -> str:
 
 
 def draw_lines(study: Study, *, key: str | None = None, title: str | None = None) -> Figure:
-    """A study of one axis: a line each for what was measured and for each machine."""
+    """A study with one axis: one line per series."""
     (one,) = study.axes
     logs = one.is_number and min(one.values) > 0 and max(one.values) > 8 * min(one.values)
     traces, rows = [], []
     is_words = not one.is_number and not all(isinstance(value, (list, tuple)) for value in one.values)
     at = one.values if one.is_number else one.words
-    for place, (name, cells) in enumerate(itertools.islice(study.series.items(), MAX_SERIES)):
-        x = [at[cell.place[0]] for cell in cells]
+    for index, (name, cells) in enumerate(itertools.islice(study.series.items(), MAX_SERIES)):
+        x = [at[cell.position[0]] for cell in cells]
         y = [cell.value for cell in cells]
         hover = "%{x}<br>%{y:.4~s} " + label(unit(study.figure)) + "<extra>" + label(name) + "</extra>"
         if is_words:
-            traces.append(bars(label(name), x, y, place, hovertemplate=hover))
+            traces.append(bars(label(name), x, y, index, hovertemplate=hover))
         else:
-            dash = {} if _is_measured(name) else {"line": {"color": color(place), "width": 2, "dash": "dash"}}
+            dash = {} if _is_measured(name) else {"line": {"color": color(index), "width": 2, "dash": "dash"}}
             spread: dict[str, Any] = {}
             if any(cell.num_runs > 1 for cell in cells):
                 above, below = [cell.high - cell.value for cell in cells], [cell.value - cell.low for cell in cells]
                 spread = {
                     "error_y": {"type": "data", "array": above, "arrayminus": below, "symmetric": False, "thickness": 1.2}
                 }
-            traces.append(lines(label(name), x, y, place, hovertemplate=hover) | dash | spread)
-        by_place = {cell.place[0]: cell.value for cell in cells}
-        rows.append((name, *(figure_text(by_place.get(where)) for where in range(len(one.values)))))
+            traces.append(lines(label(name), x, y, index, hovertemplate=hover) | dash | spread)
+        by_index = {cell.position[0]: cell.value for cell in cells}
+        rows.append((name, *(figure_text(by_index.get(number)) for number in range(len(one.values)))))
     values = [cell.value for cells in study.series.values() for cell in cells]
     wide = not is_words and min(values) > 0 and max(values) > 5 * min(values)
     across = (
@@ -239,11 +239,11 @@ def draw_lines(study: Study, *, key: str | None = None, title: str | None = None
     )
     near = not is_words and (
         study.figure.startswith("ne") or max(values) < 1.25 * min(values)
-    )  # a figure such as NE, whose small differences count
+    )  # a metric such as NE, whose small differences matter
     plain = {} if near else {"rangemode": "tozero"}
     up = log_axis(unit(study.figure), values) if wide else axis(unit(study.figure), exponentformat="SI", **plain)
     several = (
-        " Points are medians over seeds, with the least and the most."
+        " Points are medians over seeds, with minimum and maximum."
         if any(cell.num_runs > 1 for cells in study.series.values() for cell in cells)
         else ""
     )
@@ -258,7 +258,7 @@ def draw_lines(study: Study, *, key: str | None = None, title: str | None = None
 
 
 def draw_heat(study: Study) -> list[Figure]:
-    """A study of two axes: a heat map each for what was measured and for each machine."""
+    """A study with two axes: one heat map per series."""
     first, second = study.axes
     figures: list[Figure] = []
     for name in itertools.islice(study.series, MAX_PANELS):
@@ -284,12 +284,12 @@ def draw_heat(study: Study) -> list[Figure]:
 
 
 def draw_surface(study: Study) -> Figure | None:
-    """A study of two axes as surfaces over each other, relative to each one's own largest value."""
+    """A study with two axes as surfaces, each relative to its own maximum."""
     first, second = study.axes
     if len(first.values) < 3 or len(second.values) < 3:
         return None
     traces = []
-    for place, name in enumerate(itertools.islice(study.series, 3)):
+    for index, name in enumerate(itertools.islice(study.series, 3)):
         table = study.table(name)
         most = max((value for row in table for value in row if value is not None), default=0.0)
         if most <= 0:
@@ -298,8 +298,8 @@ def draw_surface(study: Study) -> Figure | None:
             {
                 "type": "surface", "name": label(name), "z": [[None if value is None else value / most for value in row] for row in table],
                 "x": list(range(len(second.values))), "y": list(range(len(first.values))), "showscale": False, "opacity": 0.85,
-                "colorscale": [[0, color(place)], [1, color(place)]], "showlegend": True,
-                "hovertemplate": "%{z:.0%} of the largest<extra>" + label(name) + "</extra>",
+                "colorscale": [[0, color(index)], [1, color(index)]], "showlegend": True,
+                "hovertemplate": "%{z:.0%} of the maximum<extra>" + label(name) + "</extra>",
             }
         )  # fmt: skip
     if not traces:
@@ -313,13 +313,13 @@ def draw_surface(study: Study) -> Figure | None:
 
     scene = {
         "xaxis": ticks(second), "yaxis": ticks(first),
-        "zaxis": {"title": {"text": "share of the largest"}, "tickformat": ".0%", "gridcolor": "@line", "backgroundcolor": "rgba(0,0,0,0)"},
+        "zaxis": {"title": {"text": "share of the maximum"}, "tickformat": ".0%", "gridcolor": "@line", "backgroundcolor": "rgba(0,0,0,0)"},
         "camera": {"eye": {"x": 1.5, "y": -1.5, "z": 0.9}}, "aspectratio": {"x": 1.1, "y": 1.1, "z": 0.75},
     }  # fmt: skip
     return Figure(
         key=f"{study.name}-surface-{study.figure}",
         title=f"{study.name}: the shape of {unit(study.figure)}",
-        words="Each surface as a share of its own largest value, so that shapes can be compared between machines of different speed. Drag to turn it.",
+        words="Each surface is relative to its own maximum, so that shapes can be compared between machines of different speed. Drag to rotate.",
         traces=traces,
         layout=bare(scene=scene),
         height_rem=30,
@@ -327,9 +327,13 @@ def draw_surface(study: Study) -> Figure | None:
 
 
 def ratio_of(study: Study, over: str, under: str) -> Study | None:
-    """One series over another, point by point; None where they have no point in common."""
-    below = {cell.place: cell.value for cell in study.series.get(under, ()) if cell.value > 0}
-    cells = [_cell(cell.place, [cell.value / below[cell.place]]) for cell in study.series.get(over, ()) if cell.place in below]
+    """The ratio of two series, point by point; None if they have no point in common."""
+    below = {cell.position: cell.value for cell in study.series.get(under, ()) if cell.value > 0}
+    cells = [
+        _cell(cell.position, [cell.value / below[cell.position]])
+        for cell in study.series.get(over, ())
+        if cell.position in below
+    ]
     if not cells:
         return None
     name = f"{over} / {under}".replace("predicted: ", "")
@@ -337,42 +341,42 @@ def ratio_of(study: Study, over: str, under: str) -> Study | None:
 
 
 def draw_slices(study: Study) -> list[Figure]:
-    """A study of more axes: lines over the last one, one figure for each combination of the others, as far as there is room."""
+    """A study with more axes: lines over the last one, one figure per combination of the others, at most `MAX_PANELS`."""
     last, others = study.axes[-1], study.axes[:-1]
     made: list[Figure] = []
     combinations = list(itertools.product(*(range(len(one.values)) for one in others)))
     for number, fixed in enumerate(combinations):
         series = {
-            name: tuple(dataclasses.replace(cell, place=(cell.place[-1],)) for cell in cells if cell.place[:-1] == fixed)
+            name: tuple(
+                dataclasses.replace(cell, position=(cell.position[-1],)) for cell in cells if cell.position[:-1] == fixed
+            )
             for name, cells in study.series.items()
         }
         series = {name: cells for name, cells in series.items() if cells}
         if not series or len(made) == MAX_PANELS:
             continue
         slice_ = Study(name=study.name, figure=study.figure, axes=(last,), series=series, num_failed=study.num_failed)
-        where = ", ".join(f"{one.name} {words_of(one.values[place])}" for one, place in zip(others, fixed, strict=True))
+        where = ", ".join(f"{one.name} {words_of(one.values[index])}" for one, index in zip(others, fixed, strict=True))
         made.append(draw_lines(slice_, key=f"{study.name}-slice-{number}-{study.figure}", title=f"{study.name}: {where}"))
     return made
 
 
 def draw_spread(study: Study) -> list[Figure]:
-    """A population: how the figure is spread over it, for what was measured and each machine."""
+    """A population: the distribution of the metric, by series."""
     traces, rows = [], []
-    for place, (name, cells) in enumerate(itertools.islice(study.series.items(), MAX_SERIES)):
+    for index, (name, cells) in enumerate(itertools.islice(study.series.items(), MAX_SERIES)):
         values = sorted(cell.value for cell in cells)
         hover = "%{y:.4~s}<extra>" + label(name) + "</extra>"
-        traces.append(violin(label(name), values, place, meanline={"visible": True}, hovertemplate=hover))
+        traces.append(violin(label(name), values, index, meanline={"visible": True}, hovertemplate=hover))
         quarters = statistics.quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
         rows.append((name, f"{len(values):,}", *(figure_text(one) for one in (values[0], *quarters, values[-1]))))
     return [
         Figure(
             key=f"{study.name}-spread-{study.figure}",
-            title=f"{study.name}: spread of {unit(study.figure)}",
-            words="Each point is one model of a population drawn at random from the study's axes." + _failed(study),
+            title=f"{study.name}: distribution of {unit(study.figure)}",
+            words="Each point is one model, drawn at random from the study's axes." + _failed(study),
             traces=traces,
             layout=layout(axis("", type="category"), axis(unit(study.figure), exponentformat="SI"), showlegend=False),
-            table=TextTable(
-                unit(study.figure), ("", "models", "least", "lower quarter", "median", "upper quarter", "most"), tuple(rows)
-            ),
+            table=TextTable(unit(study.figure), ("", "models", "min", "p25", "median", "p75", "max"), tuple(rows)),
         )
     ]

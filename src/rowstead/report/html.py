@@ -1,4 +1,4 @@
-"""The HTML around figures: one page that needs no network, on any screen, by day, by night and in print."""
+"""The HTML page around figures: works offline, responsive, with light, dark and print styles."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from rowstead.report.describe import HEAD, TextTable
 from rowstead.report.theme import DARK, LIGHT, Figure, script_json
 
 MAX_ROWS = 300
-"""Rows of a table on the page; what is left out is counted."""
+"""Maximum number of rows of a table on the page; omitted rows are counted."""
 MAX_CELL, MAX_TITLE, MAX_WORDS = 200, 120, 800
-"""Characters of a cell, of a heading, and of what is said about a figure."""
+"""Maximum number of characters of a cell, a heading and a figure's description."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A part of a page: figures side by side where there is room, and tables."""
+    """A section of the page with figures and tables."""
 
     key: str
     title: str
@@ -25,7 +25,7 @@ class Section:
     figures: Sequence[Figure] = ()
     tables: Sequence[TextTable] = ()
     blocks: Sequence[str] = ()
-    """Further HTML, made and escaped by the caller, before the figures."""
+    """Additional HTML before the figures; the caller escapes it."""
 
 
 def page_of(title: str, lead: str, sections: Sequence[Section], *, foot: str = "") -> str:
@@ -35,7 +35,7 @@ def page_of(title: str, lead: str, sections: Sequence[Section], *, foot: str = "
     body = "\n".join(_section(section) for section in sections)
     scripts = ""
     if figures:
-        from plotly.offline import get_plotlyjs  # takes a moment, and only pages with figures need it
+        from plotly.offline import get_plotlyjs  # slow to import, and only pages with figures need it
 
         plain = script_json([figure.plain() for figure in figures])
         colors = script_json({"light": LIGHT, "dark": DARK})
@@ -73,9 +73,7 @@ def _figure(figure: Figure) -> str:
     name, words = _cell(figure.title, MAX_TITLE), _cell(figure.words, MAX_WORDS)
     numbers = ""
     if figure.table is not None:
-        numbers = (
-            f"<details><summary>The numbers: {html.escape(figure.table.title)}</summary>{table_html(figure.table)}</details>"
-        )
+        numbers = f"<details><summary>Data: {html.escape(figure.table.title)}</summary>{table_html(figure.table)}</details>"
     return (
         f'<figure><figcaption><div class="head"><h3>{name}</h3><button type="button" class="save" data-name="{_anchor(figure.key)}" '
         f'aria-label="Save as SVG: {name}">SVG</button></div><p>{words}</p></figcaption>'
@@ -84,7 +82,7 @@ def _figure(figure: Figure) -> str:
 
 
 def table_html(table: TextTable) -> str:
-    """A table with its first column as headings of rows; names are escaped, and cut where they are endless."""
+    """A table whose first column is the row headings; text is escaped and truncated."""
     head = "".join(f'<th scope="col">{_cell(text)}</th>' for text in table.headings)
     rows = "".join(
         f'<tr><th scope="row">{_cell(name)}</th>' + "".join(f"<td>{_cell(text)}</td>" for text in cells) + "</tr>"
@@ -101,7 +99,7 @@ def _cell(text: str, most: int = MAX_CELL) -> str:
 
 
 def cards_html(cards: Sequence[tuple[str, str, str]]) -> str:
-    """Large figures in a row: what, value, and a remark."""
+    """A row of cards: label, value and note."""
     made = "".join(
         f'<div class="card"><div class="what">{_cell(what)}</div><div class="value">{_cell(value)}</div><div class="more">{_cell(more)}</div></div>'
         for what, value, more in cards
@@ -157,8 +155,8 @@ footer p { font-size: .85rem; }
 
 _SCRIPT = """
 const dark = matchMedia('(prefers-color-scheme: dark)'), narrow = matchMedia('(max-width: 40rem)');
-const places = [...document.querySelectorAll('div.figure')], drawn = new Set();
-const paper = 660; // pixels that a sheet has between its margins
+const plots = [...document.querySelectorAll('div.figure')], drawn = new Set();
+const paper = 660; // width of a printed page in pixels
 let printing = false;
 function colored(value, scheme) {
   if (typeof value === 'string') return value[0] === '@' && value in scheme ? scheme[value] : value;
@@ -166,40 +164,40 @@ function colored(value, scheme) {
   if (value && typeof value === 'object') return Object.fromEntries(Object.entries(value).map(([key, one]) => [key, colored(one, scheme)]));
   return value;
 }
-function draw(place) {
+function draw(index) {
   const scheme = dark.matches && !printing ? colors.dark : colors.light;
-  const { data, layout } = colored(figures[place], scheme);
+  const { data, layout } = colored(figures[index], scheme);
   if (layout.showlegend === undefined) layout.showlegend = data.length > 1;
   if (printing) layout.width = paper;
   else if (narrow.matches) {
     layout.font.size = 11;
-    if (layout.showlegend && !layout.scene) { // beneath, where it takes no room from the figure
+    if (layout.showlegend && !layout.scene) { // below the figure
       layout.legend = { orientation: 'h', y: -0.25, yanchor: 'top', entrywidthmode: 'fraction', entrywidth: 0.48 };
-      places[place].style.height = `calc(${places[place].dataset.height}rem + ${0.7 * data.length}rem)`;
+      plots[index].style.height = `calc(${plots[index].dataset.height}rem + ${0.7 * data.length}rem)`;
     }
   }
-  drawn.add(place);
-  Plotly.react(places[place], data, layout, { responsive: true, displayModeBar: false });
-  places[place].dataset.drawn = 'yes';
+  drawn.add(index);
+  Plotly.react(plots[index], data, layout, { responsive: true, displayModeBar: false });
+  plots[index].dataset.drawn = 'yes';
   if (drawn.size === 1) performance.mark('first-figure');
 }
 function begin() {
 const seen = new IntersectionObserver((entries) => {
-  for (const entry of entries) if (entry.isIntersecting) { seen.unobserve(entry.target); draw(places.indexOf(entry.target)); }
+  for (const entry of entries) if (entry.isIntersecting) { seen.unobserve(entry.target); draw(plots.indexOf(entry.target)); }
 }, { rootMargin: '300px' });
-if (places.length) draw(0);
-places.forEach((place) => seen.observe(place));
-const again = () => { for (const place of drawn) draw(place); };
+if (plots.length) draw(0);
+plots.forEach((plot) => seen.observe(plot));
+const again = () => { for (const index of drawn) draw(index); };
 dark.addEventListener('change', again);
 narrow.addEventListener('change', again);
-addEventListener('beforeprint', () => { printing = true; places.forEach((_, place) => draw(place)); });
+addEventListener('beforeprint', () => { printing = true; plots.forEach((_, index) => draw(index)); });
 addEventListener('afterprint', () => { printing = false; again(); });
-document.querySelectorAll('button.save').forEach((button, place) => button.addEventListener('click', () => {
-  if (!drawn.has(place)) draw(place);
-  Plotly.downloadImage(places[place], { format: 'svg', filename: button.dataset.name, width: 900, height: places[place].clientHeight });
+document.querySelectorAll('button.save').forEach((button, index) => button.addEventListener('click', () => {
+  if (!drawn.has(index)) draw(index);
+  Plotly.downloadImage(plots[index], { format: 'svg', filename: button.dataset.name, width: 900, height: plots[index].clientHeight });
 }));
 }
-// Words and tables are there at once; plotly is read after they have been shown.
+// Show text and tables first; load plotly after that.
 requestAnimationFrame(() => setTimeout(() => {
   const script = document.createElement('script');
   script.textContent = document.getElementById('plotly').textContent;

@@ -1,4 +1,4 @@
-"""A measured curve: seconds of one operation by its sizes, and what lies between the sizes that were measured."""
+"""A measured curve: seconds of one operation by its sizes, interpolated between the measured sizes."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from rowstead.spec.errors import require
 
 @dataclass(frozen=True, kw_only=True)
 class CurveAxis:
-    """One size on which an operation's time depends."""
+    """One size that an operation's time depends on."""
 
     name: str
     """What it counts."""
     sizes: tuple[float, ...]
-    """At which it was measured, the smallest first."""
+    """Measured sizes, ascending."""
     grows: bool = True
-    """Whether time grows in proportion beyond the largest; else it stays."""
+    """Whether time grows in proportion beyond the largest size; otherwise it is constant."""
 
     def __post_init__(self) -> None:
         require(bool(self.sizes), "sizes", "give at least one")
         rising = all(low < high for low, high in itertools.pairwise(self.sizes)) and 0 < self.sizes[0] < math.inf
-        require(rising, "sizes", "give each once, above 0 and the smallest first")
+        require(rising, "sizes", "must be above 0, distinct and ascending")
 
     def between(self, size: float) -> tuple[int, int, float]:
-        """The measured sizes on both sides of one, and how far it is from the first to the second, by logarithm."""
+        """Indices of the measured sizes around `size`, and its position between them on a log scale, 0 to 1."""
         right = bisect.bisect_left(self.sizes, size)
         if right == 0:
             return 0, 0, 0.0
@@ -41,18 +41,20 @@ class CurveAxis:
 class Curve:
     """Seconds of one operation, measured at every combination of some sizes.
 
-    Between them the logarithm of the time is interpolated over those of the sizes; below the smallest it stays.
+    Interpolates linearly between logarithms of sizes and times; below the smallest size, time is constant.
     """
 
     axes: tuple[CurveAxis, ...]
     """The sizes, in order."""
     seconds: tuple[float, ...]
-    """Of each combination, the last axis running fastest."""
+    """One per combination, the last axis varying fastest."""
 
     def __post_init__(self) -> None:
         wanted = math.prod(len(axis.sizes) for axis in self.axes)
         require(
-            len(self.seconds) == wanted, "seconds", f"there are {wanted} combinations of sizes, and {len(self.seconds)} times"
+            len(self.seconds) == wanted,
+            "seconds",
+            f"expected {wanted} times, one per combination of sizes, got {len(self.seconds)}",
         )
         require(all(0 < one < math.inf for one in self.seconds), "seconds", "must be above 0 and finite")
 
@@ -62,11 +64,11 @@ class Curve:
         sides = [axis.between(size) for axis, size in zip(self.axes, sizes, strict=True)]
         total = 0.0
         for corner in itertools.product((0, 1), repeat=len(sides)):
-            weight, place = 1.0, 0
+            weight, index = 1.0, 0
             for axis, (low, high, share), bit in zip(self.axes, sides, corner, strict=True):
                 weight *= share if bit else 1 - share
-                place = place * len(axis.sizes) + (high if bit else low)
+                index = index * len(axis.sizes) + (high if bit else low)
             if weight:
-                total += weight * math.log(self.seconds[place])
+                total += weight * math.log(self.seconds[index])
         beyond = [size / axis.sizes[-1] for axis, size in zip(self.axes, sizes, strict=True) if axis.grows]
         return math.exp(total) * math.prod(one for one in beyond if one > 1)

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def parse(cls: type[T], value: Any) -> T:
-    """`value` (what YAML gave) as an instance of the spec class `cls`."""
+    """Parse plain YAML content as an instance of the spec class `cls`."""
     if not isinstance(value, Mapping):
         raise SpecError("", f"expected a mapping of keys, got {_shown(value)}")
     hints = _hints(cls)  # type: ignore[arg-type]
@@ -47,9 +47,9 @@ def _hints(cls: Any) -> dict[str, Any]:
 
 
 def _convert(kind: Any, value: Any) -> Any:
-    """`value` as the annotated type `kind`, or a SpecError that says what was expected."""
+    """Convert a value to the annotated type `kind`, or raise a SpecError that names the expected type."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if kind is Any:  # a value for some key of another spec, which will check it
+    if kind is Any:  # a value for a key of another spec, which checks it
         return value
     if origin in (typing.Union, types.UnionType):
         return _convert_union(args, value)
@@ -59,7 +59,7 @@ def _convert(kind: Any, value: Any) -> Any:
         raise SpecError("", f"got {_shown(value)}; {did_you_mean(str(value), map(str, args))}")
     if origin is tuple:
         items = value if isinstance(value, (list, tuple)) else [value]
-        return tuple(_convert_item(args[0], item, place) for place, item in enumerate(items))
+        return tuple(_convert_item(args[0], item, index) for index, item in enumerate(items))
     if origin is Mapping:
         if not isinstance(value, Mapping):
             raise SpecError("", f"expected {describe_type(kind)}, got {_shown(value)}")
@@ -77,11 +77,11 @@ def _convert(kind: Any, value: Any) -> Any:
     raise SpecError("", f"expected {describe_type(kind)}, got {_shown(value)}")
 
 
-def _convert_item(kind: Any, item: Any, place: int) -> Any:
+def _convert_item(kind: Any, item: Any, index: int) -> Any:
     try:
         return _convert(kind, item)
     except SpecError as error:
-        raise error.within(f"[{place}]") from None
+        raise error.within(f"[{index}]") from None
 
 
 def _convert_entry(kind: Any, item: Any, key: str) -> Any:
@@ -97,7 +97,7 @@ def _convert_union(kinds: tuple[Any, ...], value: Any) -> Any:
     with_keys = [kind for kind in kinds if dataclasses.is_dataclass(kind) or typing.get_origin(kind) is Mapping]
     for kind in kinds:
         if typing.get_origin(kind) is tuple and not isinstance(value, (list, tuple)):
-            continue  # a single value stays one where that is allowed
+            continue  # a single value stays a single value if that is allowed
         if kind is not type(None) and kind not in with_keys:
             try:
                 return _convert(kind, value)
@@ -111,7 +111,7 @@ def _convert_union(kinds: tuple[Any, ...], value: Any) -> Any:
 
 
 def _number(value: Any) -> int | float | None:
-    """A number, also where YAML 1.1 reads one such as `1e-3` as text."""
+    """A number, including those that YAML 1.1 reads as text, such as `1e-3`."""
     if isinstance(value, bool):
         return None
     if isinstance(value, (int, float)):
@@ -160,7 +160,7 @@ def to_plain(spec: Any) -> Any:
 
 
 def to_plain_without_defaults(spec: Any) -> Any:
-    """As `to_plain`, but only what differs from the defaults: the same for a spec of an older version with fewer fields."""
+    """Like `to_plain`, without fields at their defaults: equal for a spec of an older version with fewer fields."""
     if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
         plain = {}
         for field in dataclasses.fields(spec):
@@ -176,7 +176,7 @@ def to_plain_without_defaults(spec: Any) -> Any:
 
 
 def difference(one: Any, other: Any, path: str = "") -> tuple[str, str, str] | None:
-    """The first difference of two plain values: its dotted path and both values as text; None when they are equal."""
+    """The first difference between two plain values: its dotted path and both values as text; None if they are equal."""
     if one == other:
         return None
     if isinstance(one, Mapping) and isinstance(other, Mapping):
@@ -185,8 +185,8 @@ def difference(one: Any, other: Any, path: str = "") -> tuple[str, str, str] | N
             if found is not None:
                 return found
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)) and len(one) == len(other):
-        for place, (left, right) in enumerate(zip(one, other, strict=True)):
-            found = difference(left, right, f"{path}[{place}]")
+        for index, (left, right) in enumerate(zip(one, other, strict=True)):
+            found = difference(left, right, f"{path}[{index}]")
             if found is not None:
                 return found
     missing = "the default"
@@ -194,13 +194,13 @@ def difference(one: Any, other: Any, path: str = "") -> tuple[str, str, str] | N
 
 
 def digest(spec: Any) -> str:
-    """A short fingerprint of a spec: equal specs, equal digests, on every machine."""
+    """A short fingerprint of a spec; equal specs have equal digests on every machine."""
     text = json.dumps(to_plain(spec), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def read_yaml(path: Path) -> Any:
-    """The plain content of a YAML file, with the line number in the error if it is not YAML."""
+    """Read a YAML file; an error includes the line number."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -209,7 +209,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def read_text(text: str, *, what: str) -> Any:
-    """The plain content of YAML text, with the line number in the error if it is not YAML."""
+    """Read YAML text; an error includes the line number."""
     try:
         return _from_yaml(text)
     except (yaml.YAMLError, ValueError) as error:
@@ -217,12 +217,12 @@ def read_text(text: str, *, what: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which a key that is given twice is an error, where plain YAML would silently keep the last."""
+    """A SafeLoader that rejects duplicate keys; plain YAML silently keeps the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        for place, key in enumerate(keys):
-            if key in keys[:place] and key != "<<":
+        for index, key in enumerate(keys):
+            if key in keys[:index] and key != "<<":
                 raise yaml.constructor.ConstructorError(None, None, f"key `{key}` is given twice", node.start_mark)
         return super().construct_mapping(node, deep)
 
@@ -232,7 +232,7 @@ def _from_yaml(text: str) -> Any:
 
 
 def override(plain: Any, assignments: Iterable[str]) -> Any:
-    """`plain` with `key.path=value` assignments applied; list items are named by number."""
+    """Apply `key.path=value` assignments to `plain`; list items are addressed by index."""
     for assignment in assignments:
         key, separator, text = assignment.partition("=")
         if not separator or not key.strip():
@@ -241,22 +241,22 @@ def override(plain: Any, assignments: Iterable[str]) -> Any:
             value = _from_yaml(text)
         except (yaml.YAMLError, ValueError):
             raise SpecError("", f"cannot read the value in `--set {assignment}` as YAML") from None
-        plain = _assigned(plain, key.strip().split("."), value, key.strip())
+        plain = _assign(plain, key.strip().split("."), value, key.strip())
     return plain
 
 
-def _assigned(node: Any, keys: list[str], value: Any, whole: str) -> Any:
+def _assign(node: Any, keys: list[str], value: Any, whole: str) -> Any:
     if not keys:
         return value
-    head, rest = keys[0], keys[1:]
+    first, rest = keys[0], keys[1:]
     if isinstance(node, list):
-        if not (head.isascii() and head.isdigit()) or int(head) >= len(node):
-            places = f"use 0 to {len(node) - 1}" if node else "give the whole list, as [...]"
-            raise SpecError(whole, f"`{head}` is not an index of a list of {len(node)}: {places}")
-        place = int(head)
-        return [*node[:place], _assigned(node[place], rest, value, whole), *node[place + 1 :]]
+        if not (first.isascii() and first.isdigit()) or int(first) >= len(node):
+            hint = f"use 0 to {len(node) - 1}" if node else "give the whole list, as [...]"
+            raise SpecError(whole, f"`{first}` is not an index of a list of {len(node)}: {hint}")
+        index = int(first)
+        return [*node[:index], _assign(node[index], rest, value, whole), *node[index + 1 :]]
     if node is None:
         node = {}
     if not isinstance(node, Mapping):
-        raise SpecError(whole, f"`{head}` is inside a plain value and cannot be set")
-    return {**node, head: _assigned(node.get(head), rest, value, whole)}
+        raise SpecError(whole, f"`{first}` is inside a plain value and cannot be set")
+    return {**node, first: _assign(node.get(first), rest, value, whole)}
