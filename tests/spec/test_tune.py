@@ -1,4 +1,4 @@
-"""What a search is about: the space around a recipe, where it starts, and what it refuses."""
+"""The spec of a search: its space, its initial settings, and what it refuses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def search(folder: Path, **changes: Any) -> TuneSpec:
     return dataclasses.replace(load_tune(learnable_recipe(folder)), **changes)
 
 
-def test_the_space_around_a_recipe_holds_its_own_settings(tmp_path: Path) -> None:
+def test_the_default_space_contains_the_recipe_s_settings(tmp_path: Path) -> None:
     spec = search(tmp_path)
     space = {axis.title: axis for axis in build_space(spec)}
     assert set(space) == {"sparse lr", "dense lr", "sparse eps", "warm-up", "decay"}
@@ -41,7 +41,7 @@ def test_the_space_around_a_recipe_holds_its_own_settings(tmp_path: Path) -> Non
         assert low < start[title] < high
 
 
-def test_a_larger_batch_starts_from_the_old_settings_and_from_grown_rates(tmp_path: Path) -> None:
+def test_a_larger_batch_starts_from_the_old_settings_and_from_scaled_rates(tmp_path: Path) -> None:
     spec = search(tmp_path, retune_for={"train.batch_size": LARGER})
     assert trial_run(spec).train.batch_size == LARGER
     assert num_steps_of(trial_run(spec)) == 391
@@ -50,17 +50,16 @@ def test_a_larger_batch_starts_from_the_old_settings_and_from_grown_rates(tmp_pa
     assert root["dense lr"] == pytest.approx(0.01 * (LARGER / BATCH) ** 0.5)
     assert linear["sparse lr"] == pytest.approx(0.8)
     assert same["sparse eps"] == 0.01
-    assert (
-        root["sparse eps"] == linear["sparse eps"] == pytest.approx(0.01 / 8)
-    )  # the gradients of rare rows are so much smaller
+    # The gradients of rare rows are 8 times smaller.
+    assert root["sparse eps"] == linear["sparse eps"] == pytest.approx(0.01 / 8)
     assert (same["dense beta1"], same["dense beta2"]) == (0.9, 0.999)
-    assert root["dense beta1"] == pytest.approx(0.9**8)  # of a gradient as much is left after as many samples
+    assert root["dense beta1"] == pytest.approx(0.9**8)  # the same decay per sample
     assert linear["dense beta2"] == pytest.approx(0.999**8)
     warm = dataclasses.replace(spec, set={"train.schedule.warmup_steps": 64})
     assert [start["warm-up"] for start in initial_settings(warm, build_space(warm))] == [64, 8, 8]
 
 
-def test_what_counts_steps_comes_after_as_many_samples_as_before(tmp_path: Path) -> None:
+def test_settings_in_steps_keep_their_number_of_samples(tmp_path: Path) -> None:
     before = {"train.max_steps": 800, "train.eval_every": 100}
     spec = search(tmp_path, set=before, retune_for={"train.batch_size": LARGER})
     assert changes_of(spec) == {"train.max_steps": 100, "train.eval_every": 12, **spec.retune_for}
@@ -70,14 +69,14 @@ def test_what_counts_steps_comes_after_as_many_samples_as_before(tmp_path: Path)
     assert changes_of(search(tmp_path, set=before, retune_for={"seed": 2})) == {"seed": 2}
 
 
-def test_the_unchanged_settings_are_none_where_the_space_leaves_them_out(tmp_path: Path) -> None:
+def test_unchanged_settings_are_none_if_they_are_outside_the_space(tmp_path: Path) -> None:
     spec = search(tmp_path, retune_for={"train.batch_size": LARGER})
     assert unchanged_settings(spec, build_space(spec)) == initial_settings(spec, build_space(spec))[0]
     for text in ("train.dense_optimizer.lr=0.02..0.05", "model.top=[[8], [4, 4]]"):
         assert unchanged_settings(spec, (space_axis_from(text),)) is None
 
 
-def test_starts_stay_inside_a_space_that_was_given(tmp_path: Path) -> None:
+def test_initial_settings_stay_inside_a_given_space(tmp_path: Path) -> None:
     axes = (space_axis_from("train.dense_optimizer.lr=0.02..0.05"), space_axis_from("model.top=[[8], [32, 16]]"))
     spec = search(tmp_path, space=axes, retune_for={"train.batch_size": LARGER})
     starts = initial_settings(spec, build_space(spec))
@@ -85,7 +84,7 @@ def test_starts_stay_inside_a_space_that_was_given(tmp_path: Path) -> None:
     assert starts[0]["model.top"] == [32, 16]
 
 
-def test_axes_of_the_command_line() -> None:
+def test_axes_are_parsed_from_the_command_line() -> None:
     rate = space_axis_from("train.dense_optimizer.lr=1e-4..1e-1")
     assert (rate.low, rate.high, rate.log, rate.whole) == (1e-4, 1e-1, True, False)
     steps = space_axis_from("train.schedule.warmup_steps=0..50")
@@ -108,6 +107,6 @@ def test_axes_of_the_command_line() -> None:
         ({"space": [{"keys": "seed", "values": [1]}, {"keys": "seed", "values": [2]}]}, "another axis"),
     ],
 )
-def test_a_search_that_cannot_be_is_refused(change: dict[str, Any], problem: str) -> None:
+def test_an_invalid_search_is_refused(change: dict[str, Any], problem: str) -> None:
     with pytest.raises(SpecError, match=problem):
         parse(TuneSpec, {"name": "t", "recipe": "quickstart"} | change)

@@ -30,9 +30,9 @@ from rowstead.spec.timings import InStep
 from rowstead.study.calibration import dense, rows
 from rowstead.study.calibration.calibrate import TINY, _measure_timings, whole_shapes
 from rowstead.study.calibration.clock import Clock
-from rowstead.study.calibration.dense import interaction_times, layer_times
+from rowstead.study.calibration.dense import measure_interaction, measure_layers
 from rowstead.study.calibration.fit import fit_timings, predict_parts, take_shorter
-from rowstead.study.calibration.footprint import base_bytes, measure_peak_bytes
+from rowstead.study.calibration.footprint import measure_base_bytes, measure_peak_bytes
 from rowstead.study.calibration.steps import Shape, Steps, StepTime, sample_batches
 from rowstead.training.progress import NoProgress
 from tests.measured_machine import measured_machine
@@ -139,7 +139,7 @@ def test_steps_are_timed_by_phase() -> None:
 
 
 def test_a_larger_layer_takes_longer() -> None:
-    times = layer_times(Clock(CPU, budget_s=0.0, least_calls=3), "fp32", is_short=True)
+    times = measure_layers(Clock(CPU, budget_s=0.0, least_calls=3), "fp32", is_short=True)
     assert times.forward.at(1024, 4096, 1024) > 10 * times.forward.at(64, 256, 64)
     assert times.back.at(1024, 4096, 1024) > times.back_first.at(1024, 4096, 1024) * 0.99
 
@@ -285,7 +285,7 @@ class Recorder(Clock):
 formats: list[str] = []
 
 
-@pytest.mark.parametrize("measure", [layer_times, interaction_times])
+@pytest.mark.parametrize("measure", [measure_layers, measure_interaction])
 def test_a_backward_pass_is_measured_in_the_precision_of_training(measure: Callable[..., Any]) -> None:
     formats.clear()
     measure(Recorder(CPU), "tf32", is_short=True)
@@ -371,7 +371,7 @@ NUM_PEAKS = 3
 @pytest.mark.statistical
 @pytest.mark.timeout(1800)
 def test_predicted_memory_is_within_5_percent_of_the_median_of_three_measured_peaks() -> None:
-    software = dataclasses.replace(load_software("rowstead"), base_bytes=base_bytes(1))
+    software = dataclasses.replace(load_software("rowstead"), base_bytes=measure_base_bytes(1))
     off = {}
     for shape in memory_shapes():
         spec = shape.spec("cpu", threads=1)

@@ -9,7 +9,7 @@ import torch
 
 from rowstead.spec.sharing import MessageCost
 from rowstead.study.calibration.machine_speed import MachineSpeed
-from rowstead.study.calibration.requests import CALLS, SIZES, _fit_cost, _subtract, request_costs
+from rowstead.study.calibration.requests import CALLS, SIZES, _fit_cost, _subtract, measure_requests
 
 
 def terms() -> np.ndarray:
@@ -31,7 +31,7 @@ def test_a_difference_of_costs_is_never_negative() -> None:
 @pytest.mark.slow
 def test_a_server_in_another_process_is_measured_and_gone_afterwards() -> None:
     before = torch.get_num_threads()
-    found = request_costs(MachineSpeed(), is_short=True)
+    found = measure_requests(MachineSpeed(), is_short=True)
     assert found is not None
     assert found.asking.call_s + found.answering.call_s > 1e-5
     assert found.handing.byte_s > 0

@@ -94,7 +94,7 @@ class Timings:
     fresh_byte_s: float = 0.0
     """Seconds of each byte of it."""
     pace_s: float = 0.0
-    """What a beat of `study/calibration/machine_speed.py` takes between steps at the machine speed that these times are normalised to; 0 if not recorded."""
+    """Seconds of the reference work of `study/calibration/machine_speed.py` at the machine speed that these times are normalised to; 0 if not recorded."""
     dense: InStep = InStep()
     """Layers and interaction in a step, by the bytes of their inputs and outputs; its fixed time is all that no other phase has."""
     lookup: InStep = InStep()

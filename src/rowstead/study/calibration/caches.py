@@ -284,9 +284,8 @@ def _measure_gpu_caches(
     turns = [
         (step_s(FEW, {"where": "device"}), step_s(FEW, cached), step_s(FEW, cached, max_set=1)) for _ in range(NUM_TURNS_OF_FEW)
     ]
-    in_memory_s, in_sets_s, one_by_one_s = map(
-        min, zip(*turns, strict=True)
-    )  # the first steps of a process take 1.5 times as long
+    # The minimum, as the first steps of a process take 1.5 times as long.
+    in_memory_s, in_sets_s, one_by_one_s = map(min, zip(*turns, strict=True))
     set_s, batch_s = split_plan_cost(in_memory_s, in_sets_s, one_by_one_s, _group(FEW, FEW_KEPT).set_size)
     known = dataclasses.replace(timings, place_batch_s=batch_s, place_set_s=set_s)
     models = []
@@ -306,9 +305,8 @@ def _measure_gpu_caches(
                 num_plans=0.0,
             )
         )
-    if not any(
-        model.num_rows * model.row_bytes for model in models
-    ):  # assume half the rate of the link, as measured on other machines
+    if not any(model.num_rows * model.row_bytes for model in models):
+        # Assume half the rate of the link, as measured on other machines.
         assert machine.accelerators is not None
         byte_s = 2 / machine.accelerators.host_link.bandwidth_bytes_per_s
         moves = Curve(

@@ -28,13 +28,13 @@ from rowstead.study.calibration import hardware
 from rowstead.study.calibration.caches import measure_caches
 from rowstead.study.calibration.clock import FLUSH_BYTES, Clock
 from rowstead.study.calibration.compiling import compile_interactions
-from rowstead.study.calibration.dense import dense_update_times, fp32_interaction_factor, interaction_times, layer_times
-from rowstead.study.calibration.exchange import exchange_times
+from rowstead.study.calibration.dense import fp32_interaction_factor, measure_dense_update, measure_interaction, measure_layers
+from rowstead.study.calibration.exchange import measure_exchange
 from rowstead.study.calibration.fit import fit_timings, take_shorter
-from rowstead.study.calibration.footprint import base_bytes
+from rowstead.study.calibration.footprint import measure_base_bytes
 from rowstead.study.calibration.machine_speed import MachineSpeed
-from rowstead.study.calibration.requests import request_costs
-from rowstead.study.calibration.rows import row_times
+from rowstead.study.calibration.requests import measure_requests
+from rowstead.study.calibration.rows import measure_rows
 from rowstead.study.calibration.steps import Shape, Steps, StepTime
 
 TINY = Shape(
@@ -115,7 +115,7 @@ def calibrate(
         name=name,
         title=_title(device),
         host=_measure_host(Clock(cpu), source),
-        disk=hardware.disk(folder, source),
+        disk=hardware.measure_disk(folder, source),
     )
     if device.type == "cuda":
         on_message("memory bandwidth, FLOPS and host link of the GPU")
@@ -127,10 +127,10 @@ def calibrate(
     software = _software(device, timings, source)
     if not is_short:
         on_message("messages between two processes")
-        software = dataclasses.replace(software, exchange=exchange_times())
+        software = dataclasses.replace(software, exchange=measure_exchange())
     if device.type == "cpu":
         on_message("memory of a training process")
-        software = dataclasses.replace(software, base_bytes=base_bytes(torch.get_num_threads()))
+        software = dataclasses.replace(software, base_bytes=measure_base_bytes(torch.get_num_threads()))
     software, one_thread = whole.fit_software(machine, software)
     if speed is not None and one_thread is not None:
         on_message("processes that share cores, as in a fleet")
@@ -139,21 +139,22 @@ def calibrate(
     software = measure_caches(machine, software, device, folder, speed, is_short=is_short)
     on_message("power")
     assert whole.last is not None
-    machine = dataclasses.replace(machine, meter=hardware.meter(device, whole.last.measure, source))
+    machine = dataclasses.replace(machine, meter=hardware.measure_power(device, whole.last.measure, source))
     return dataclasses.replace(machine, software=software)
 
 
 def _title(device: torch.device) -> str:
     facts = machine_facts(torch.cuda.get_device_name(device) if device.type == "cuda" else None)
     kind = facts.get("gpu") or facts.get("cpu") or platform.machine()
-    return f"{kind}, {torch.get_num_threads()} threads"
+    num_threads = torch.get_num_threads()
+    return f"{kind}, {num_threads} thread{'' if num_threads == 1 else 's'}"
 
 
 def _measure_memory(clock: Clock, capacity_bytes: float, source: str) -> Memory:
     """Measure sequential bandwidth; the row times add the random-access rates."""
     kind = clock.device.type
-    in_order = hardware.copy_bytes_per_s(clock, hardware.COPY_BYTES[kind])
-    cached = hardware.copy_bytes_per_s(clock, hardware.CACHED_BYTES[kind])
+    in_order = hardware.measure_copy_bytes_per_s(clock, hardware.COPY_BYTES[kind])
+    cached = hardware.measure_copy_bytes_per_s(clock, hardware.CACHED_BYTES[kind])
     return Memory(
         capacity_bytes=capacity_bytes,
         bandwidth_bytes_per_s=in_order,
@@ -167,12 +168,12 @@ def _measure_memory(clock: Clock, capacity_bytes: float, source: str) -> Memory:
 
 def _measure_host(clock: Clock, source: str) -> Host:
     memory = _measure_memory(clock, float(psutil.virtual_memory().total), source)
-    with hardware.threads(1):
-        one_core = hardware.copy_bytes_per_s(clock, hardware.COPY_BYTES["cpu"])
+    with hardware.use_threads(1):
+        one_core = hardware.measure_copy_bytes_per_s(clock, hardware.COPY_BYTES["cpu"])
     return Host(
         num_cores=torch.get_num_threads(),
         memory=memory,
-        compute=Compute(fp32_flops_per_s=hardware.product_flops_per_s(clock, "fp32"), source=source),
+        compute=Compute(fp32_flops_per_s=hardware.measure_flops_per_s(clock, "fp32"), source=source),
         core_share=min(1.0, one_core / memory.bandwidth_bytes_per_s),
     )
 
@@ -182,7 +183,7 @@ def _measure_accelerators(clock: Clock, source: str) -> Accelerators:
     total = float(torch.cuda.get_device_properties(clock.device).total_memory)
     peer = None
     if num > 1:
-        link = hardware.peer_link(source)
+        link = hardware.measure_peer_link(source)
         peer = PeerLink(
             topology="switched", bandwidth_bytes_per_s=link.bandwidth_bytes_per_s, latency_s=link.latency_s, source=link.source
         )
@@ -190,12 +191,12 @@ def _measure_accelerators(clock: Clock, source: str) -> Accelerators:
         num=num,
         memory=_measure_memory(clock, total, source),
         compute=Compute(
-            fp32_flops_per_s=hardware.product_flops_per_s(clock, "fp32"),
-            tf32_flops_per_s=hardware.product_flops_per_s(clock, "tf32"),
-            bf16_flops_per_s=hardware.product_flops_per_s(clock, "bf16"),
+            fp32_flops_per_s=hardware.measure_flops_per_s(clock, "fp32"),
+            tf32_flops_per_s=hardware.measure_flops_per_s(clock, "tf32"),
+            bf16_flops_per_s=hardware.measure_flops_per_s(clock, "bf16"),
             source=source,
         ),
-        host_link=hardware.host_link(clock.device, source),
+        host_link=hardware.measure_host_link(clock.device, source),
         peer_link=peer,
     )
 
@@ -220,22 +221,22 @@ def _measure_timings(
     layers = []
     for precision in formats:
         on_message(f"linear layers, {precision}")
-        layers.append(often(functools.partial(layer_times, clock, precision, is_short=is_short)))
+        layers.append(often(functools.partial(measure_layers, clock, precision, is_short=is_short)))
         between()
     multiplied = "tf32" if clock.is_cuda else "fp32"
     if clock.is_cuda and not is_short:
         on_message("interaction: compiling its kernels")
         compile_interactions()
     on_message("interaction")
-    forward, back = interaction_times(clock, multiplied, is_short=is_short)
+    forward, back = measure_interaction(clock, multiplied, is_short=is_short)
     fp32_factor = fp32_interaction_factor(clock, multiplied) if clock.is_cuda else 1.0
     on_message("dense optimizer")
-    update = dense_update_times(among)
+    update = measure_dense_update(among)
     between()
     clock.free_memory()
     on_message("row lookup and update")
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_bytes()
-    rows = often(functools.partial(row_times, among, min(free, 1 << 27) if is_short else free, is_short=is_short))
+    rows = often(functools.partial(measure_rows, among, min(free, 1 << 27) if is_short else free, is_short=is_short))
     clock.free_memory()
     between()
     fresh_from = Timings.fresh_from_bytes
@@ -319,7 +320,7 @@ class _WholeSteps:
             time = self.last.measure(self._seconds)
             self._times.append((shape, time))
             if self._speed is not None and (self._is_short or self._num_measured % 2):  # every other one, to save time
-                with hardware.threads(1):
+                with hardware.use_threads(1):
                     self._one_thread.append(
                         (shape, dataclasses.replace(self.last.measure(self._seconds / 2), slowdown=time.slowdown))
                     )
@@ -361,13 +362,13 @@ class _WholeSteps:
     def _measure_one_thread_layers(self) -> LayerTimes:
         self._on_message("linear layers, one thread")
         clock = Clock(self._device, budget_s=0.004, least_calls=3)
-        with hardware.threads(1):
-            return layer_times(clock, "fp32", is_short=self._is_short, most_examples=MAX_ONE_THREAD_EXAMPLES)
+        with hardware.use_threads(1):
+            return measure_layers(clock, "fp32", is_short=self._is_short, most_examples=MAX_ONE_THREAD_EXAMPLES)
 
 
 def _measure_sharing(one_thread: Timings, speed: MachineSpeed, *, is_short: bool) -> Sharing | None:
     """Combine one-thread timings with the costs of requests between processes; None if no other process can be started."""
-    found = request_costs(speed, is_short=is_short)
+    found = measure_requests(speed, is_short=is_short)
     if found is None:
         return None
     return Sharing(

@@ -38,7 +38,7 @@ PARAMETERS = (10_000, 100_000, 1_000_000, 10_000_000)
 Measure = Callable[..., tuple[float, ...]]
 
 
-def layer_times(clock: Clock, precision: str, *, is_short: bool = False, most_examples: int | None = None) -> LayerTimes:
+def measure_layers(clock: Clock, precision: str, *, is_short: bool = False, most_examples: int | None = None) -> LayerTimes:
     """Measure a linear layer with ReLU, forward and backward, in one precision, for batches up to `most_examples`."""
     kind = clock.device.type
     examples = tuple(one for one in EXAMPLES[kind] if most_examples is None or one <= most_examples)
@@ -67,17 +67,17 @@ def layer_times(clock: Clock, precision: str, *, is_short: bool = False, most_ex
         forward_s, back_s = timed(is_first=False)
         return forward_s, back_s, min(back_s, timed(is_first=True, known_s=forward_s)[1])
 
-    forward, back, back_first = _curves(
+    forward, back, back_first = _measure_curves(
         ("examples", "inputs", "outputs"), sizes, measure, lambda b, k, n: 2.0 * b * k * n <= LARGEST_FLOPS[kind]
     )
     return LayerTimes(precision=precision, forward=forward, back=back, back_first=back_first)
 
 
-def interaction_times(clock: Clock, precision: str, *, is_short: bool = False) -> tuple[Curve, Curve]:
+def measure_interaction(clock: Clock, precision: str, *, is_short: bool = False) -> tuple[Curve, Curve]:
     """Measure the pairwise dot products, forward and backward, in one precision."""
     kind, step = clock.device.type, 2 if is_short else 1
     sizes = (INTERACTING[kind][::step], VECTORS[kind][::step], WIDTHS[kind][::step])
-    forward, back = _curves(
+    forward, back = _measure_curves(
         ("examples", "vectors", "width"),
         sizes,
         _interaction(clock, precision),
@@ -124,7 +124,7 @@ def interact_once(num: int, vectors: int, width: int, precision: str, device: to
         out.backward(torch.ones_like(out))
 
 
-def dense_update_times(clock: Clock) -> Curve:
+def measure_dense_update(clock: Clock) -> Curve:
     """Measure the dense optimizer over the parameters of a few layers."""
 
     def measure(num: int) -> tuple[float]:
@@ -135,7 +135,7 @@ def dense_update_times(clock: Clock) -> Curve:
         step = _build_step(net, clock)
         return (clock.seconds(step) * num / sum(parameter.numel() for parameter in net.parameters()),)
 
-    (curve,) = _curves(("parameters",), (PARAMETERS,), measure, lambda n: True)
+    (curve,) = _measure_curves(("parameters",), (PARAMETERS,), measure, lambda n: True)
     return curve
 
 
@@ -151,7 +151,7 @@ def _build_step(net: nn.Module, clock: Clock) -> Callable[[], Any]:
     return lambda: optimizer.step_by(numbers, guard, gradients_at)
 
 
-def _curves(
+def _measure_curves(
     names: Sequence[str], sizes: Sequence[Sequence[int]], measure: Measure, is_measured: Callable[..., bool]
 ) -> tuple[Curve, ...]:
     """Return the curves of what `measure` returns for each combination of sizes; those that are too large are extrapolated."""

@@ -21,7 +21,7 @@ LIMIT_S = 60.0
 ROUNDS = 9
 
 
-def exchange_times() -> Curve | None:
+def measure_exchange() -> Curve | None:
     """Measure all-to-all between two processes, as sharded tables use it; None if the processes fail or time out."""
     with tempfile.TemporaryDirectory(prefix="rowstead-exchange-") as folder:
         processes = []

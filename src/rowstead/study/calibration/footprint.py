@@ -41,7 +41,7 @@ def measure_peak_bytes(spec: RunSpec) -> float:
     return float(json.loads(done.stdout.splitlines()[-1]))
 
 
-def base_bytes(threads: int) -> float:
+def measure_base_bytes(threads: int) -> float:
     """Return the memory of a training process without tables, parameters, activations and batches."""
     plain: dict[str, Any] = {**SMALLEST, "threads": threads}
     return measure_peak_bytes(parse(RunSpec, plain))

@@ -20,21 +20,21 @@ from rowstead.study.calibration.clock import Clock
 
 COPY_BYTES = {"cpu": 256 << 20, "cuda": 2 << 30}
 CACHED_BYTES = {"cpu": 1 << 20, "cuda": 16 << 20}
-PRODUCT = {"cpu": 1536, "cuda": 8192}
+MATMUL_SIZE = {"cpu": 1536, "cuda": 8192}
 LINK_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 27)
 FILE_BYTES, PIECE_BYTES = 64 << 20, 4096
 
 
-def copy_bytes_per_s(clock: Clock, num_bytes: int) -> float:
+def measure_copy_bytes_per_s(clock: Clock, num_bytes: int) -> float:
     """Return the bytes read and written per second by a copy."""
     source = torch.ones(num_bytes // 4, device=clock.device)
     target = torch.empty_like(source)
     return 2 * num_bytes / clock.seconds(lambda: target.copy_(source))
 
 
-def product_flops_per_s(clock: Clock, precision: str) -> float:
+def measure_flops_per_s(clock: Clock, precision: str) -> float:
     """Return the FLOPS of a large square matmul."""
-    size, dtype = PRODUCT[clock.device.type], torch.bfloat16 if precision == "bf16" else torch.float32
+    size, dtype = MATMUL_SIZE[clock.device.type], torch.bfloat16 if precision == "bf16" else torch.float32
     left, right = (torch.rand(size, size, device=clock.device).to(dtype) for _ in range(2))
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
@@ -56,7 +56,7 @@ def cache_bytes(device: torch.device) -> float:
     return float(max(sizes, default=0))
 
 
-def host_link(device: torch.device, source: str) -> Link:
+def measure_host_link(device: torch.device, source: str) -> Link:
     """Measure copies of several sizes from pinned host memory to a GPU: latency and bandwidth."""
     seconds = []
     for num_bytes in LINK_BYTES:
@@ -65,16 +65,16 @@ def host_link(device: torch.device, source: str) -> Link:
             torch.empty(num_bytes, dtype=torch.uint8, device=device),
         )
         seconds.append(_time_copy(lambda h=here, t=there: t.copy_(h, non_blocking=True), device))  # type: ignore[misc]
-    return _link(seconds, source)
+    return _fit_link(seconds, source)
 
 
-def peer_link(source: str) -> Link:
+def measure_peer_link(source: str) -> Link:
     """Measure copies of several sizes between two GPUs."""
     seconds = []
     for num_bytes in LINK_BYTES:
         here, there = (torch.empty(num_bytes, dtype=torch.uint8, device=f"cuda:{index}") for index in (0, 1))
         seconds.append(_time_copy(lambda h=here, t=there: t.copy_(h, non_blocking=True), torch.device("cuda:0")))  # type: ignore[misc]
-    return _link(seconds, source)
+    return _fit_link(seconds, source)
 
 
 def _time_copy(copy: Callable[[], Any], device: torch.device) -> float:
@@ -90,7 +90,7 @@ def _time_copy(copy: Callable[[], Any], device: torch.device) -> float:
     return sorted(times)[2]
 
 
-def _link(seconds: list[float], source: str) -> Link:
+def _fit_link(seconds: list[float], source: str) -> Link:
     bandwidth = (LINK_BYTES[-1] - LINK_BYTES[-2]) / max(seconds[-1] - seconds[-2], 1e-9)
     shown = ", ".join(f"{size:,} bytes {taken * 1e6:.1f} us" for size, taken in zip(LINK_BYTES, seconds, strict=True))
     return Link(bandwidth_bytes_per_s=bandwidth, latency_s=seconds[0], source=f"{source}; {shown}")
@@ -103,7 +103,7 @@ def fresh_byte_s(clock: Clock, from_bytes: float) -> float:
     return max(0.0, clock.seconds(lambda: torch.empty(num).zero_()) - clock.seconds(there.zero_)) / (4 * num)
 
 
-def disk(folder: Path, source: str) -> Disk | None:
+def measure_disk(folder: Path, source: str) -> Disk | None:
     """Measure reads and writes on a folder's disk, past the page cache where possible; None if the folder is not writable."""
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".rowstead-disk-") as file:
@@ -166,7 +166,7 @@ def _random_reads_per_s(path: str, *, num_reads: int = 2048, num_threads: int = 
         os.close(descriptor)
 
 
-def meter(device: torch.device, train: Callable[[float], Any], source: str, *, seconds: float = 1.0) -> Meter | None:
+def measure_power(device: torch.device, train: Callable[[float], Any], source: str, *, seconds: float = 1.0) -> Meter | None:
     """Measure power when idle and while `train` runs; None if there is no energy counter."""
     joules = _gpu_joules(device) if device.type == "cuda" else _cpu_joules()
     if joules is None:
@@ -174,14 +174,14 @@ def meter(device: torch.device, train: Callable[[float], Any], source: str, *, s
     read, what = joules
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    idle = _watts(read, lambda: time.sleep(seconds))
-    loaded = _watts(read, lambda: train(seconds))
+    idle = _measure_watts(read, lambda: time.sleep(seconds))
+    loaded = _measure_watts(read, lambda: train(seconds))
     if min(idle, loaded) <= 0:
         return None
     return Meter(idle_watts=idle, loaded_watts=loaded, of=what, source=source)
 
 
-def _watts(read: Callable[[], float], during: Callable[[], Any]) -> float:
+def _measure_watts(read: Callable[[], float], during: Callable[[], Any]) -> float:
     before, start = read(), time.perf_counter()
     during()
     return (read() - before) / (time.perf_counter() - start)
@@ -214,7 +214,7 @@ def _cpu_joules() -> tuple[Callable[[], float], str] | None:
 
 
 @contextlib.contextmanager
-def threads(count: int) -> Iterator[None]:
+def use_threads(count: int) -> Iterator[None]:
     """Set the number of torch threads within a block."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)

@@ -32,7 +32,7 @@ from rowstead.stores.base import EmbeddingStore
 from rowstead.stores.device import DeviceStore
 from rowstead.study.calibration.clock import FLUSH_BYTES
 from rowstead.study.calibration.fit import nonnegative_least_squares
-from rowstead.study.calibration.hardware import threads
+from rowstead.study.calibration.hardware import use_threads
 from rowstead.study.calibration.machine_speed import MachineSpeed
 
 NUM_ROWS = 10_000
@@ -98,7 +98,7 @@ class Requests:
     crowding: float
 
 
-def request_costs(speed: MachineSpeed, *, is_short: bool = False) -> Requests | None:
+def measure_requests(speed: MachineSpeed, *, is_short: bool = False) -> Requests | None:
     """Measure requests to another process, normalised to standard machine speed; None if it cannot start or ZeroMQ is missing."""
     try:
         from rowstead.fleet.rpc_client import Client
@@ -107,7 +107,7 @@ def request_costs(speed: MachineSpeed, *, is_short: bool = False) -> Requests | 
     sizes = SIZES[:3] if is_short else SIZES
     seconds = 0.05 if is_short else 0.6
     num_threads = torch.get_num_threads()
-    with _start_server(num_threads) as addresses, contextlib.ExitStack() as stack, threads(1):
+    with _start_server(num_threads) as addresses, contextlib.ExitStack() as stack, use_threads(1):
         if addresses is None:
             return None
         other = stack.enter_context(Client(addresses[-1], name="measure"))
@@ -219,7 +219,7 @@ def _measure_load(
 
 def _measure_slowdown(speed: MachineSpeed, num_threads: int) -> float:
     """Return the current slowdown of the machine."""
-    with threads(num_threads):
+    with use_threads(num_threads):
         return speed.slowdown([speed.time_reference()])
 
 

@@ -141,7 +141,7 @@ class RowBenchmark:
         return plan, numbers
 
 
-def row_times(clock: Clock, free_bytes: int, *, is_short: bool = False) -> RowTimes:
+def measure_rows(clock: Clock, free_bytes: int, *, is_short: bool = False) -> RowTimes:
     """Measure look-ups and updates, within at most a third of the free memory."""
     kind = clock.device.type
     within = [one for one in WITHIN_BYTES[kind] if 3 * one <= free_bytes] or [WITHIN_BYTES[kind][0]]

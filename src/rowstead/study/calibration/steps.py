@@ -134,7 +134,7 @@ class StepTime:
     spread: float
     """Half the interquartile range over the median."""
     phases_s: dict[Phase, float]
-    """Median of each phase that the trainer times; empty on a GPU."""
+    """Median of each phase that the trainer times; empty where whole rounds are timed, as on a GPU."""
     slowdown: float = 1.0
     """Slowdown of the machine during the steps relative to its standard speed; 1 if not measured."""
 
