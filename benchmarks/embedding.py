@@ -45,7 +45,7 @@ from benchmarks.peers import EmbeddingBags, fbgemm_tables, has_fbgemm
 from benchmarks.timing import copy_bytes_per_s, give_back_gpu_memory, seconds_as_called, seconds_on_gpu, settle_cpu
 from rowstead.data.batch import Sparse
 from rowstead.kernels.layout import layout_of
-from rowstead.kernels.row_optimizer import step_scalars
+from rowstead.kernels.row_state import step_scalars
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of
 from rowstead.spec.row_optimizers import SparseOptimizerSpec
 from rowstead.stores.base import EmbeddingStore

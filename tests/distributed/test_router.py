@@ -39,7 +39,7 @@ def routed_batches(draw: st.DrawFn) -> tuple[Router, Sparse]:
 @given(given=routed_batches())
 def test_compiled_and_plain_routing_agree(given: tuple[Router, Sparse]) -> None:
     router, sparse = given
-    for ours, plain in zip(router.cut(sparse), router.cut_by_torch(sparse), strict=True):
+    for ours, plain in zip(router.route(sparse), router.route_by_torch(sparse), strict=True):
         torch.testing.assert_close(ours.ids, plain.ids, rtol=0, atol=0)
         torch.testing.assert_close(ours.lengths.long(), plain.lengths.long(), rtol=0, atol=0)
         assert (ours.weights is None) == (sparse.weights is None)
@@ -54,7 +54,7 @@ def test_every_id_of_a_table_that_is_not_cut_by_columns_reaches_one_owner(given:
     lengths = sparse.offsets.diff().view(sparse.num_features, -1)
     reached = torch.zeros_like(lengths)
     owners = torch.zeros(sparse.num_features, dtype=torch.int64)
-    for features, routed in zip(router.features, router.cut(sparse), strict=True):
+    for features, routed in zip(router.features, router.route(sparse), strict=True):
         reached[features] += routed.lengths
         owners[features] += 1
     copies = torch.where(torch.from_numpy(router.is_split), 1, owners)

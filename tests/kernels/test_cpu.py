@@ -15,7 +15,7 @@ from rowstead.kernels import reference
 from rowstead.kernels.cpu import embedding as cpu
 from rowstead.kernels.cpu.embedding_kernels import NEAR_BYTES
 from rowstead.kernels.layout import Layout, layout_of
-from rowstead.kernels.row_optimizer import RowState, new_row_state
+from rowstead.kernels.row_state import RowState, new_row_state
 from rowstead.spec.errors import DataError
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, TableSpec, tables_of
 from rowstead.spec.row_optimizers import SparseOptimizerSpec

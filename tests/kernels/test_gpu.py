@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rowstead.kernels import reference
 from rowstead.kernels.layout import layout_of
-from rowstead.kernels.row_optimizer import new_row_state
+from rowstead.kernels.row_state import new_row_state
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of
 from rowstead.spec.row_optimizers import ROW_OPTIMIZERS, SparseOptimizerSpec
 

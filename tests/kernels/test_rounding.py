@@ -14,7 +14,7 @@ from rowstead.kernels import reference
 from rowstead.kernels.cpu import embedding as cpu
 from rowstead.kernels.layout import Layout, layout_of
 from rowstead.kernels.rounding import noise, round_to
-from rowstead.kernels.row_optimizer import new_row_state
+from rowstead.kernels.row_state import new_row_state
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of
 from rowstead.spec.row_optimizers import SparseOptimizerSpec
 from tests.stores.store_contract import KINDS, layouts, sparse_batches

@@ -11,7 +11,7 @@ from torch import Tensor
 from rowstead.kernels import reference
 from rowstead.kernels.choose import kernels_for
 from rowstead.kernels.layout import layout_of
-from rowstead.kernels.row_optimizer import RowState, new_row_state
+from rowstead.kernels.row_state import RowState, new_row_state
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of
 from rowstead.spec.row_optimizers import ROW_OPTIMIZERS, RowOptimizerName, SparseOptimizerSpec
 from rowstead.spec.run import Kernel

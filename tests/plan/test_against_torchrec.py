@@ -93,6 +93,6 @@ def test_the_busiest_device_is_no_later_than_with_torchrecs_plan() -> None:
         for _ in range(50):
             tables = random_tables(rng)
             items = items_of(tables)
-            ours = balance(items, NUM_DEVICES, capacity).longest
+            ours = balance(items, NUM_DEVICES, capacity).max_load
             better.append(ours <= longest_of(planned_by_torchrec(tables, capacity), items) * 1.001)
     assert np.mean(better) >= 0.9

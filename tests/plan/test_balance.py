@@ -43,7 +43,7 @@ def test_small_cases_cost_what_brute_force_finds() -> None:
                 balance(items, num_devices, capacity, split=False)
         else:
             found = balance(items, num_devices, capacity, split=False)
-            assert found.longest == pytest.approx(expected)
+            assert found.max_load == pytest.approx(expected)
 
 
 def test_what_is_used_for_many_tables_is_near_brute_force_on_few() -> None:
@@ -55,8 +55,8 @@ def test_what_is_used_for_many_tables_is_near_brute_force_on_few() -> None:
         start = _least_loaded(seconds[:, None], sizes, 3, 1e9, order=np.argsort(-seconds))
         assert start is not None
         chosen = _improved(seconds[:, None], sizes, start, 3, 1e9)
-        longest = np.bincount(chosen, weights=seconds, minlength=3).max()
-        over.append(longest / brute_force(items, 3, 1e9))
+        max_load = np.bincount(chosen, weights=seconds, minlength=3).max()
+        over.append(max_load / brute_force(items, 3, 1e9))
     assert np.mean(np.array(over) < 1.001) >= 0.8
     assert max(over) < 1.1
 
@@ -91,7 +91,7 @@ def test_time_is_balanced_better_than_by_bytes() -> None:
     for _ in range(50):
         items = random_items(rng, 60)
         capacity = sum(item.num_bytes for item in items)
-        better.append(balance(items, 8, capacity).longest <= by_bytes(items, 8, capacity).longest)
+        better.append(balance(items, 8, capacity).max_load <= by_bytes(items, 8, capacity).max_load)
     assert np.mean(better) >= 0.9
 
 

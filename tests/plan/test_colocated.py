@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rowstead.distributed.router_programs import find_distinct
+from rowstead.distributed.router_kernels import find_distinct
 from rowstead.plan.colocated import sends_rows
 from rowstead.plan.predict import Prediction, predict
 from rowstead.plan.setup import Setup

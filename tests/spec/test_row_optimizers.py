@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rowstead.kernels.layout import layout_of
-from rowstead.kernels.row_optimizer import NUM_SCALARS, new_row_state, step_scalars
+from rowstead.kernels.row_state import NUM_SCALARS, new_row_state, step_scalars
 from rowstead.plan.greedy import record_bytes
 from rowstead.plan.work import step_work
 from rowstead.spec.features import tables_of

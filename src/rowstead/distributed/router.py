@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rowstead.data.batch import Sparse
-from rowstead.distributed import router_programs as programs
+from rowstead.distributed import router_kernels as programs
 from rowstead.distributed.sharding import ShardPiece, features_of, is_cut_by_rows
 from rowstead.kernels.layout import Layout
 
@@ -60,9 +60,9 @@ class Router:
         self.split_features = [feature for feature, table in enumerate(layout.table_of) if table in split]
         """Features whose bags are split between the owners of their rows."""
         flat = [sorted(owners[table]) for table in layout.table_of]
-        self._homes_from = np.cumsum([0] + [len(each) for each in flat], dtype=np.int64)
-        self._home_owners = np.array([owner for each in flat for _, owner in each], np.int64)
-        self._home_firsts = np.array([first for each in flat for first, _ in each], np.int64)
+        self._shard_offsets = np.cumsum([0] + [len(each) for each in flat], dtype=np.int64)
+        self._shard_owners = np.array([owner for each in flat for _, owner in each], np.int64)
+        self._shard_first_rows = np.array([first for each in flat for first, _ in each], np.int64)
         self._order = np.array(sorted(range(layout.num_features), key=lambda feature: not self.is_split[feature]), np.int64)
         self._reads = np.zeros((len(pieces), layout.num_features), np.int64)
         for owner, features in enumerate(self.features):
@@ -71,10 +71,10 @@ class Router:
         self.id_dtype = torch.int32 if largest <= 2**31 else torch.int64
         """Of ids that leave."""
 
-    def cut(self, sparse: Sparse) -> list[RoutedBags]:
+    def route(self, sparse: Sparse) -> list[RoutedBags]:
         """The bags of a batch for each owner."""
         if sparse.ids.device.type != "cpu":
-            return self.cut_by_torch(sparse)
+            return self.route_by_torch(sparse)
         weights = np.empty(0, np.float32) if sparse.weights is None else sparse.weights.detach().numpy()
         return [
             RoutedBags(
@@ -83,11 +83,11 @@ class Router:
                 weights=None if sparse.weights is None else torch.from_numpy(own),
             )
             for features, (ids, lengths, own) in zip(
-                self.features, self.cut_arrays(sparse.ids.numpy(), sparse.offsets.numpy(), weights), strict=True
+                self.features, self.route_arrays(sparse.ids.numpy(), sparse.offsets.numpy(), weights), strict=True
             )
         ]
 
-    def cut_arrays(self, ids: Array, offsets: Array, weights: Array) -> list[tuple[Array, Array, Array]]:
+    def route_arrays(self, ids: Array, offsets: Array, weights: Array) -> list[tuple[Array, Array, Array]]:
         """The ids [nnz], lengths int32 [F * B] and weights [nnz] (which may be empty) for each owner, by one compiled call."""
         num_samples = (len(offsets) - 1) // self.layout.num_features if self.layout.num_features else 0
         counts = np.diff(offsets[::num_samples]) if num_samples else np.zeros(self.layout.num_features, np.int64)
@@ -97,7 +97,7 @@ class Router:
         out = np.empty(starts[-1], np.int32 if self.id_dtype == torch.int32 else np.int64)
         lengths, out_weights = np.empty(length_starts[-1], np.int32), np.empty(starts[-1] if len(weights) else 0, weights.dtype)
         num_ids = programs.cut_batch(
-            ids, offsets, weights, num_samples, self._order, self.is_split, self._homes_from, self._home_owners, self._home_firsts,
+            ids, offsets, weights, num_samples, self._order, self.is_split, self._shard_offsets, self._shard_owners, self._shard_first_rows,
             starts[:-1], length_starts[:-1], out, lengths, out_weights,
         )  # fmt: skip
         return [
@@ -105,8 +105,8 @@ class Router:
             for first, count, bag, size in zip(starts, num_ids, length_starts, sizes, strict=False)
         ]
 
-    def cut_by_torch(self, sparse: Sparse) -> list[RoutedBags]:
-        """`cut` in plain torch, on any device."""
+    def route_by_torch(self, sparse: Sparse) -> list[RoutedBags]:
+        """`route` in plain torch, on any device."""
         num_samples = sparse.num_samples
         lengths = sparse.offsets.diff().view(self.layout.num_features, num_samples)
         bounds = sparse.offsets[::num_samples].tolist() if num_samples else [0] * (self.layout.num_features + 1)
@@ -141,15 +141,15 @@ class Router:
         lengths = lengths[features]
         # One sorted list of first rows for all features: each has a range of keys of its own.
         key_range = 1 + max(table.num_rows for table in self.layout.tables)
-        homes = [home for f in features for home in range(self._homes_from[f], self._homes_from[f + 1])]
+        homes = [home for f in features for home in range(self._shard_offsets[f], self._shard_offsets[f + 1])]
         number_of = {feature: number for number, feature in enumerate(features)}
-        feature_of_home = np.repeat(np.arange(self.layout.num_features), np.diff(self._homes_from))
-        keys = [number_of[int(feature_of_home[home])] * key_range + int(self._home_firsts[home]) for home in homes]
+        feature_of_home = np.repeat(np.arange(self.layout.num_features), np.diff(self._shard_offsets))
+        keys = [number_of[int(feature_of_home[home])] * key_range + int(self._shard_first_rows[home]) for home in homes]
         counts = torch.tensor([bounds[feature + 1] - bounds[feature] for feature in features], device=device)
         numbers = torch.repeat_interleave(torch.arange(len(features), device=device), counts)
         home = torch.searchsorted(torch.tensor(keys, device=device), ids + numbers * key_range, right=True) - 1
-        owner = torch.from_numpy(self._home_owners[homes]).to(device)[home]
-        rows = ids - torch.from_numpy(self._home_firsts[homes]).to(device)[home]
+        owner = torch.from_numpy(self._shard_owners[homes]).to(device)[home]
+        rows = ids - torch.from_numpy(self._shard_first_rows[homes]).to(device)[home]
         ends = lengths.flatten().cumsum(0)
         routed = []
         for rank, own in enumerate(self.features):

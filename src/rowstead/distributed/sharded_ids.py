@@ -52,7 +52,7 @@ class IdExchange:
     def start(cls, sparse: Sparse, router: Router, process_group: ProcessGroup) -> IdExchange:
         """Cut a batch and send the headers."""
         exchange = cls(sparse, router, process_group)
-        parts = router.cut(sparse)
+        parts = router.route(sparse)
         exchange.sent_lengths = [part.lengths for part in parts]
         headers = _headers_of(parts, sparse.num_samples)
         messages = [_message(part, router.id_dtype, header) for part, header in zip(parts, headers, strict=True)]

@@ -26,7 +26,7 @@ from rowstead.distributed.sharded_sums import ColumnShards, ReplicatedTables
 from rowstead.distributed.sharding import ShardPlan, plan_shards
 from rowstead.kernels.layout import Layout
 from rowstead.kernels.reference import clip_pooled
-from rowstead.kernels.row_optimizer import compute_dtype
+from rowstead.kernels.row_state import compute_dtype
 from rowstead.spec.placement import Shard
 from rowstead.spec.row_optimizers import ROW_OPTIMIZERS, SparseOptimizerSpec
 from rowstead.stores.base import EmbeddingStore

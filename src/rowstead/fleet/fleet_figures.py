@@ -15,6 +15,7 @@ from rowstead.fleet.rpc_client import ServerUnavailable
 from rowstead.fleet.supervisor import RoleHandle, Supervisor
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.fleet import RoleKind
+from rowstead.spec.heads import HEADS
 from rowstead.spec.run import RunSpec
 from rowstead.training.progress import NoProgress, Position, Progress, ProgressCallback
 
@@ -149,7 +150,7 @@ class FleetFigures:
             loss=_mean(usage.last.get("loss") for usage in trainers) or math.nan,
             samples_per_s=self.samples_per_s or 0.0,
             waiting_share=waiting or 0.0,
-            ne=_mean(usage.last.get("ne") for usage in trainers) if self._spec.train.loss == "bce" else None,
+            ne=_mean(usage.last.get("ne") for usage in trainers) if HEADS[self._spec.train.loss].measure == "ne" else None,
         )
 
     @property

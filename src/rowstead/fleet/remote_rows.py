@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rowstead.fleet.partition import Partition, ServerPiece
 from rowstead.fleet.rpc_client import Client
-from rowstead.kernels.row_optimizer import compute_dtype
+from rowstead.kernels.row_state import compute_dtype
 from rowstead.spec.errors import DataError
 from rowstead.spec.features import Table
 from rowstead.spec.row_optimizers import ROW_OPTIMIZERS, RowOptimizerName

@@ -30,7 +30,7 @@ from rowstead.fleet.router import ServerRouter, Split
 from rowstead.fleet.rpc_client import Client, PendingReply
 from rowstead.kernels.check import check_gradient
 from rowstead.kernels.layout import Layout
-from rowstead.kernels.row_optimizer import compute_dtype
+from rowstead.kernels.row_state import compute_dtype
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.row_optimizers import SparseOptimizerSpec
 from rowstead.stores.base import EmbeddingStore

@@ -22,13 +22,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rowstead.data.batch import Sparse
-from rowstead.distributed import router_programs as programs
+from rowstead.distributed import router_kernels as programs
 from rowstead.distributed.router import Router
 from rowstead.distributed.sharding import features_of, is_cut_by_rows, piece_layout
 from rowstead.fleet.partition import Partition
 from rowstead.kernels.cpu.thread_team import parallel_for
 from rowstead.kernels.layout import Layout
-from rowstead.kernels.row_optimizer import compute_dtype
+from rowstead.kernels.row_state import compute_dtype
 
 Array = NDArray[Any]
 
@@ -87,7 +87,7 @@ class ServerRouter(Router):
             id_type = np.int32 if self.id_dtype == torch.int32 else np.int64
             cut = [(ids[used].astype(id_type, copy=False), np.diff(offsets).astype(np.int32), weights[used])]
         else:
-            cut = self.cut_arrays(ids, offsets, weights)
+            cut = self.route_arrays(ids, offsets, weights)
         requests = [
             ServerRequest.of(slots, self, num_samples, *arrays) for slots, arrays in zip(self.servers, cut, strict=True)
         ]

@@ -24,7 +24,7 @@ from rowstead.fleet.lookup_request import LookupRequest, RequestParser
 from rowstead.kernels.cpu import embedding as cpu
 from rowstead.kernels.cpu.distinct_rows import gather_rows, update_rows
 from rowstead.kernels.layout import Layout
-from rowstead.kernels.row_optimizer import compute_dtype
+from rowstead.kernels.row_state import compute_dtype
 from rowstead.spec.errors import DataError
 from rowstead.spec.row_optimizers import SparseOptimizerSpec
 from rowstead.stores.device import DeviceStore

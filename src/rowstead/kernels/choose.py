@@ -14,7 +14,7 @@ from torch import Tensor
 from rowstead.kernels import reference
 from rowstead.kernels.cpu import embedding as cpu
 from rowstead.kernels.layout import Layout
-from rowstead.kernels.row_optimizer import RowState
+from rowstead.kernels.row_state import RowState
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.row_optimizers import SparseOptimizerSpec
 from rowstead.spec.run import Kernel

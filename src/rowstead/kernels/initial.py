@@ -13,7 +13,7 @@ from rowstead.kernels.cpu.memory import advise_huge_pages
 from rowstead.kernels.cpu.mix import mix64
 from rowstead.kernels.cpu.thread_team import parallel_for
 from rowstead.kernels.mix import uniform
-from rowstead.kernels.row_optimizer import compute_dtype
+from rowstead.kernels.row_state import compute_dtype
 from rowstead.spec.features import Table
 
 PIECE = 1 << 22

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from rowstead.kernels.layout import Layout
 from rowstead.kernels.rounding import ROUNDED, noise, round_to
-from rowstead.kernels.row_optimizer import RowState
+from rowstead.kernels.row_state import RowState
 from rowstead.spec.row_optimizers import SparseOptimizerSpec, adam_correction
 
 

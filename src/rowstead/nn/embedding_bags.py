@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from rowstead.data.batch import Sparse, sparse_from_kjt
 from rowstead.kernels import reference
 from rowstead.kernels.layout import Layout
-from rowstead.kernels.row_optimizer import new_row_state
+from rowstead.kernels.row_state import new_row_state
 from rowstead.spec.errors import CheckpointError, DataError, RowsteadError, SpecError, did_you_mean, require
 from rowstead.spec.features import Pooling, Table
 from rowstead.spec.row_optimizers import LEAN_OPTIMIZER, ROW_OPTIMIZERS, RowOptimizerName, SparseOptimizerSpec

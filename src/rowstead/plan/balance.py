@@ -1,7 +1,7 @@
 """The balancer: which device, process or server keeps which tables, or which rows of them, so that none has much more to do.
 
 The planner, synchronous sharding and the sparse servers all use it, so what is predicted is what runs. A table stays whole, or its
-rows are split over several devices: where it does not fit one, or where that shortens the longest queue. Letters: P pieces,
+rows are split over several devices: where it does not fit one, or where that shortens the highest load. Letters: P pieces,
 N devices, K kinds of cost.
 """
 
@@ -24,7 +24,7 @@ NUM_EXACT = 10
 MOVES_PER_TABLE = 4
 """Improvement steps per table, after which the search ends."""
 NUM_LIGHTEST = 16
-"""The least loaded devices, with which the longest queue tries to swap pieces."""
+"""The least loaded devices, with which the highest load tries to swap pieces."""
 LARGEST_SHARES = (1.0, 0.25)
 """Shares of a device's memory beyond which a table is split, tried in this order: whole tables are cheaper, pieces fill devices better."""
 EVEN = 1.05
@@ -67,15 +67,15 @@ class Assignment:
     """Bytes that each device holds."""
 
     @property
-    def longest(self) -> float:
+    def max_load(self) -> float:
         """The load of the busiest device, for which all others wait."""
         return max(self.loads)
 
     @property
     def imbalance(self) -> float:
-        """The longest load over the mean load."""
+        """The highest load over the mean load."""
         mean = sum(self.loads) / len(self.loads)
-        return self.longest / mean if mean else 1.0
+        return self.max_load / mean if mean else 1.0
 
     def rows_of(self, table: str, num_rows: int) -> list[tuple[int, int, int]]:
         """The devices that keep a table, each with its first and last row; in the order of rows, which is that of devices."""
@@ -101,11 +101,11 @@ def balance(
     split_overhead: float = SPLIT_OVERHEAD,
     tolerance: float | None = None,
 ) -> Assignment:
-    """Assign tables to devices of equal memory so that the longest queue is short.
+    """Assign tables to devices of equal memory so that the highest load is low.
 
-    Tables that are too large for a device, or that alone would be the longest queue, are split by rows first (unless `split` is
+    Tables that are too large for a device, or that alone would be the highest load, are split by rows first (unless `split` is
     false). Each piece then goes to the least loaded device that has capacity for it, the costliest first; then pieces move and
-    swap as long as that helps. With a `tolerance`, tables of the longest queue are split over all devices until its load is at
+    swap as long as that helps. With a `tolerance`, tables of the highest load are split over all devices until its load is at
     most that share above an even one.
     """
     best: Assignment | None = None
@@ -116,7 +116,7 @@ def balance(
             break
         tried = num_parts
         found = _assign(_pieces(items, num_parts, split_overhead), num_devices, capacity_bytes)
-        if found is not None and (best is None or found.longest < best.longest):
+        if found is not None and (best is None or found.max_load < best.max_load):
             best = found
         if best is not None and best.imbalance < EVEN:
             break
@@ -126,9 +126,9 @@ def balance(
         return best
     even = max(sum(costs) for costs in zip(*(item.costs for item in items), strict=True)) / num_devices
     is_cut = [False] * len(items)
-    while best.longest > (1 + tolerance) * even:
-        longest = best.loads.index(best.longest)
-        here = {piece.table for piece in best.slices if piece.device == longest}
+    while best.max_load > (1 + tolerance) * even:
+        busiest = best.loads.index(best.max_load)
+        here = {piece.table for piece in best.slices if piece.device == busiest}
         can_cut = [
             index
             for index, item in enumerate(items)
@@ -278,26 +278,26 @@ def _exact(costs: Array, sizes: Array, num_devices: int, capacity_bytes: float) 
 
 
 def _lower_bound(costs: Array, num_devices: int) -> float:
-    """The least possible longest queue: an even share, the costliest piece, or two pieces where there are more than devices."""
+    """The least possible highest load: an even share, the costliest piece, or two pieces where there are more than devices."""
     falling = np.sort(costs)[::-1]
     pair = falling[num_devices - 1 : num_devices + 1].sum() if len(falling) > num_devices else 0.0
     return float(max(costs.sum() / num_devices, costs.max(initial=0.0), pair))
 
 
 def _improved(costs: Array, sizes: Array, chosen: Devices, num_devices: int, capacity_bytes: float) -> Devices:
-    """Move pieces off the longest queue, or swap them with pieces of others, as long as it gets shorter."""
+    """Move pieces off the highest load, or swap them with pieces of others, as long as it gets shorter."""
     chosen = chosen.copy()
     loads, held = _sums(costs, chosen, num_devices), _sums(sizes[:, None], chosen, num_devices)[:, 0]
     members: list[list[int]] = [[] for _ in range(num_devices)]
     for piece, device in enumerate(chosen):
         members[device].append(piece)
     for _ in range(MOVES_PER_TABLE * len(sizes)):
-        longest = int(loads.max(axis=1).argmax())
-        found = _best_change(longest, costs, sizes, loads, held, members, capacity_bytes)
+        busiest = int(loads.max(axis=1).argmax())
+        found = _best_change(busiest, costs, sizes, loads, held, members, capacity_bytes)
         if found is None:
             break
         piece, device, other = found
-        for moved, source, target in ((piece, longest, device), (other, device, longest)):
+        for moved, source, target in ((piece, busiest, device), (other, device, busiest)):
             if moved is not None:
                 members[source].remove(moved)
                 members[target].append(moved)
@@ -310,25 +310,25 @@ def _improved(costs: Array, sizes: Array, chosen: Devices, num_devices: int, cap
 
 
 def _best_change(
-    longest: int, costs: Array, sizes: Array, loads: Array, held: Array, members: list[list[int]], capacity_bytes: float
+    busiest: int, costs: Array, sizes: Array, loads: Array, held: Array, members: list[list[int]], capacity_bytes: float
 ) -> tuple[int, int, int | None] | None:
-    """The move or swap out of the longest queue after which the longer of the two queues is shortest."""
-    mine = np.array(members[longest], np.int64)
+    """The move or swap out of the highest load after which the higher of the two loads is lowest."""
+    mine = np.array(members[busiest], np.int64)
     count = min(NUM_LIGHTEST, len(loads) - 1)
     if count == 0 or len(mine) == 0:
         return None
     queues = loads.max(axis=1)
-    best, best_longer = None, queues[longest] * (1 - 1e-9)
+    best, best_longer = None, queues[busiest] * (1 - 1e-9)
     for device in np.argpartition(queues, count)[: count + 1]:
-        if device == longest:
+        if device == busiest:
             continue
         theirs = np.array([*members[device], -1], np.int64)  # -1: nothing comes back
         their_costs = np.where((theirs >= 0)[:, None], costs[theirs], 0.0)
         their_bytes = np.where(theirs >= 0, sizes[theirs], 0.0)
         moved = costs[mine][:, None, :] - their_costs[None, :, :]
         moved_bytes = sizes[mine][:, None] - their_bytes[None, :]
-        longer = np.maximum((loads[longest] - moved).max(axis=2), (loads[device] + moved).max(axis=2))
-        fits = (held[device] + moved_bytes <= capacity_bytes) & (held[longest] - moved_bytes <= capacity_bytes)
+        longer = np.maximum((loads[busiest] - moved).max(axis=2), (loads[device] + moved).max(axis=2))
+        fits = (held[device] + moved_bytes <= capacity_bytes) & (held[busiest] - moved_bytes <= capacity_bytes)
         longer = np.where(fits, longer, np.inf)
         index = int(longer.argmin())
         if longer.flat[index] < best_longer:

@@ -9,7 +9,7 @@ from typing import Any
 from rowstead.records.files import is_figure
 from rowstead.report.describe import TextTable
 from rowstead.report.inputs import RunView
-from rowstead.report.theme import Figure, axis, diagonal, figure_text, labels, layout, lines, log_axis, lying_bars, thinned
+from rowstead.report.theme import Figure, axis, diagonal, figure_text, horizontal_bars, labels, layout, lines, log_axis, thinned
 from rowstead.spec.phases import STEP, Phase
 
 MAX_RUNS = 8
@@ -54,7 +54,7 @@ def draw_times(spent: Sequence[TimeSpent]) -> Figure | None:
     names = labels(one.name for one in spent)
     phases = [phase for phase in Phase if any(phase in one.seconds for one in spent)]
     traces = [
-        lying_bars(
+        horizontal_bars(
             phase.value,
             [100 * one.seconds.get(phase, 0.0) / one.total_s for one in spent],
             names,
@@ -90,7 +90,9 @@ def draw_steps(spent: Sequence[TimeSpent]) -> Figure | None:
         begins = [sum(one.step_s.get(other, 0.0) for other in phases[:index]) for one in spent]
         widths = [1e3 * one.step_s.get(phase, 0.0) for one in spent]
         hover = f"{phase.value}: %{{x:.3~g}} ms, from %{{base:.3~g}} ms<extra></extra>"
-        traces.append(lying_bars(phase.value, widths, names, index, base=[1e3 * one for one in begins], hovertemplate=hover))
+        traces.append(
+            horizontal_bars(phase.value, widths, names, index, base=[1e3 * one for one in begins], hovertemplate=hover)
+        )
     rows = tuple((one.name, *(figure_text(1e3 * one.step_s.get(phase, 0.0)) for phase in phases)) for one in spent)
     return Figure(
         key="mean-step",

@@ -10,7 +10,7 @@ from rowstead.records.store import StoreEntry
 from rowstead.records.studies import Effect, Trial, importance_in, pareto_front, quality_effects, trial_history, wishes_in
 from rowstead.report.charts_studies import words_of
 from rowstead.report.describe import TextTable
-from rowstead.report.theme import Figure, axis, color, figure_text, labels, layout, lines, lying_bars, thinned
+from rowstead.report.theme import Figure, axis, color, figure_text, horizontal_bars, labels, layout, lines, thinned
 
 MAX_TRIALS = 2_000
 TOLERANCE = 0.001
@@ -88,7 +88,7 @@ def draw_importance(name: str, shares: dict[str, float]) -> Figure:
     """Bars, the most important first."""
     falling = sorted(shares.items(), key=lambda one: -one[1])
     names, widths = labels(key for key, _ in falling), [share for _, share in falling]
-    trace = lying_bars("importance", widths, names, 0, hovertemplate="%{y}: %{x:.0%}<extra></extra>")
+    trace = horizontal_bars("importance", widths, names, 0, hovertemplate="%{y}: %{x:.0%}<extra></extra>")
     return Figure(
         key=f"{name}-importance",
         title="Which parameters mattered",

@@ -57,7 +57,10 @@ def page_from(material: ReportInputs, *, title: str | None = None) -> str:
     when = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     lead = f"{_counted(material)} · {when}"
     return page_of(
-        title or "rowstead report", lead, sections, foot="Made by rowstead report. It fetches nothing and tells nobody."
+        title or "rowstead report",
+        lead,
+        sections,
+        foot="Made by rowstead report. It is self-contained: it makes no network requests.",
     )
 
 

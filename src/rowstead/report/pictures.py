@@ -10,7 +10,7 @@ from typing import Literal
 from rowstead.report.theme import LIGHT, Figure
 from rowstead.spec.errors import RowsteadError
 
-WIDTH, PIXELS_A_REM = 900, 16
+WIDTH, PIXELS_PER_REM = 900, 16
 
 
 def write_pictures(figures: Sequence[Figure], folder: Path, *, kind: Literal["svg", "png"] = "svg") -> list[Path]:
@@ -31,7 +31,7 @@ def write_pictures(figures: Sequence[Figure], folder: Path, *, kind: Literal["sv
             "opts": {
                 "format": kind,
                 "width": WIDTH,
-                "height": round(figure.height_rem * PIXELS_A_REM),
+                "height": round(figure.height_rem * PIXELS_PER_REM),
                 "scale": 2 if kind == "png" else 1,
             },
         }

@@ -157,7 +157,7 @@ def bars(name: str, x: Sequence[Any], y: Sequence[Any], index: int, **options: A
     return {"type": "bar", "name": name, "x": list(x), "y": list(y), "marker": {"color": color(index)}, **options}
 
 
-def lying_bars(name: str, x: Sequence[Any], y: Sequence[Any], index: int, **options: Any) -> dict[str, Any]:
+def horizontal_bars(name: str, x: Sequence[Any], y: Sequence[Any], index: int, **options: Any) -> dict[str, Any]:
     """Bars from left to right, told apart by a line where they touch."""
     edge = {"color": color(index), "line": {"color": "@card", "width": 1}}
     return bars(name, x, y, index, orientation="h", **{"marker": edge, **options})

@@ -17,14 +17,12 @@ class HeadEntry:
 
     description: str
     """One line for the docs."""
-    label_range: tuple[float, float]
-    """Lowest and highest label."""
     measure: Literal["ne", "mse"]
     """The measure of an evaluation that early stopping follows; lower is better."""
 
 
 HEADS: dict[HeadKind, HeadEntry] = {
-    "bce": HeadEntry(description="binary cross-entropy on log-odds", label_range=(0.0, 1.0), measure="ne"),
-    "mse": HeadEntry(description="squared error of the probability", label_range=(0.0, 1.0), measure="mse"),
+    "bce": HeadEntry(description="binary cross-entropy on log-odds", measure="ne"),
+    "mse": HeadEntry(description="squared error of the probability", measure="mse"),
 }
 assert tuple(HEADS) == get_args(HeadKind)

@@ -15,7 +15,7 @@ from rowstead.kernels.choose import EmbeddingKernels, kernels_for
 from rowstead.kernels.cpu import embedding as cpu
 from rowstead.kernels.initial import PIECE, initial_rows
 from rowstead.kernels.layout import Layout
-from rowstead.kernels.row_optimizer import RowState, compute_dtype, new_row_state
+from rowstead.kernels.row_state import RowState, compute_dtype, new_row_state
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.features import Table
 from rowstead.spec.row_optimizers import RowOptimizerName, SparseOptimizerSpec

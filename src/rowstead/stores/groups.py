@@ -18,7 +18,7 @@ from torch import Tensor
 from rowstead.data.batch import Sparse
 from rowstead.kernels.cpu.cache import map_ids_to_rows, map_rows_to_slots, select_rows
 from rowstead.kernels.layout import Layout
-from rowstead.kernels.row_optimizer import compute_dtype
+from rowstead.kernels.row_state import compute_dtype
 from rowstead.spec.features import Table
 from rowstead.spec.row_optimizers import ROW_OPTIMIZERS, SparseOptimizerSpec
 

@@ -270,6 +270,7 @@ def encode(encoding: CheckpointFormat, rows: Tensor) -> Tensor:
     if encoding == "fp16":
         limit = torch.finfo(torch.float16).max
         return rows.clamp(-limit, limit).to(torch.float16)
+    assert encoding == "int8", f"no rule to encode `{encoding}`"
     rows = rows.float()
     low, high = rows.amin(1, keepdim=True), rows.amax(1, keepdim=True)
     scale = (high / 255 - low / 255).clamp_(min=torch.finfo(torch.float32).tiny)
@@ -279,8 +280,9 @@ def encode(encoding: CheckpointFormat, rows: Tensor) -> Tensor:
 
 def decode(encoding: CheckpointFormat, stored: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows [n, D] from what `encode` returned, as exact as the encoding allows."""
-    if encoding != "int8":
+    if encoding in ("exact", "fp16"):
         return stored.to(dtype)
+    assert encoding == "int8", f"no rule to decode `{encoding}`"
     tails = stored[:, -SCALE_BYTES:].clone(memory_format=torch.contiguous_format)
     scale, low = tails.view(torch.float32).split(1, dim=1)
     return (stored[:, :-SCALE_BYTES].float() * scale + low).to(dtype)

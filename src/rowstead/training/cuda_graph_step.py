@@ -21,7 +21,7 @@ from rowstead.data.batch import Batch, Sparse
 from rowstead.kernels.gpu.dense_optimizer import GpuDenseOptimizer
 from rowstead.kernels.gpu.embedding import UpdatePlan, host_scalars
 from rowstead.kernels.gpu.linear import defer_weight_gradients
-from rowstead.kernels.row_optimizer import step_scalars
+from rowstead.kernels.row_state import step_scalars
 from rowstead.nn.dlrm import DLRM
 from rowstead.records.cost import Cost
 from rowstead.records.timers import Timers

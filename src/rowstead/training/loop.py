@@ -21,6 +21,7 @@ from rowstead.records.cost import Cost, counted
 from rowstead.records.timers import Timers
 from rowstead.records.usage import usable_cores
 from rowstead.spec.errors import DataError, TrainingError
+from rowstead.spec.heads import HEADS
 from rowstead.spec.phases import Phase
 from rowstead.spec.run import RunSpec
 from rowstead.training import checkpoint
@@ -305,7 +306,7 @@ class Loop:
                 loss=moving.loss,
                 samples_per_s=self._throughput.samples_per_s or 0.0,
                 waiting_share=self._throughput.waiting_share,
-                ne=moving.ne if self.spec.train.loss == "bce" else None,
+                ne=moving.ne if HEADS[self.spec.train.loss].measure == "ne" else None,
             )
         )
 

@@ -275,7 +275,7 @@ def check_finite(loss: float, number: int) -> float:
     if math.isfinite(loss):
         return loss
     raise TrainingError(
-        f"the loss is {loss} at step {number}, which changed nothing. Lower train.sparse_optimizer.lr and "
+        f"the loss is {loss} at step {number}, which updated no parameters. Lower train.sparse_optimizer.lr and "
         "train.dense_optimizer.lr, set their `clip`, or look for extreme values in that batch"
     )
 
@@ -293,5 +293,7 @@ def load_net(model: DLRM, tensors: Mapping[str, Tensor]) -> None:
         saved = f"net.{name}"
         if saved not in tensors or tensors[saved].shape != value.shape:
             found = tuple(tensors[saved].shape) if saved in tensors else "nothing"
-            raise CheckpointError(f"the saved model is another one: `{name}` is {tuple(value.shape)} here and {found} there")
+            raise CheckpointError(
+                f"the checkpoint does not match the model: `{name}` has shape {tuple(value.shape)} in the model and {found} in the checkpoint"
+            )
     model.net.load_state_dict({name: tensors[f"net.{name}"] for name in own})

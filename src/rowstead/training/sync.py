@@ -42,6 +42,7 @@ def build_policies(
             lr=spec.block_lr if spec.rule == "bmuf" else 1.0,
         )
         return [first, *(first.for_thread() for _ in range(num_threads - 1))]
+    assert mode == "none", f"sync mode `{mode}` has no policy"
     period = max(1, SAVE_STATE_EVERY * spec.period // num_threads)  # one thread counts for all
     return [PublishParameters(connect(0), period=period), *(Unsynchronised() for _ in range(num_threads - 1))]
 

@@ -18,7 +18,7 @@ from rowstead.kernels.cpu.embedding import _SCALARS, _memory, _rule
 from rowstead.kernels.cpu.memory import AHEAD, item, prefetch_all
 from rowstead.kernels.cpu.row_optimizers import apply_row, scalars_tuple
 from rowstead.kernels.cpu.vectors import bytes_of
-from rowstead.kernels.row_optimizer import RowState
+from rowstead.kernels.row_state import RowState
 from rowstead.spec.row_optimizers import SparseOptimizerSpec
 
 _WORDS: dict[int, Any] = {2: np.uint16(0), 4: np.uint32(0), 8: np.uint64(0)}

@@ -24,7 +24,7 @@ from torch import Tensor
 from rowstead.kernels.cpu.embedding_kernels import pool_bags, split_into_tasks, update_each_id, update_tables
 from rowstead.kernels.cpu.thread_team import run_on_threads
 from rowstead.kernels.layout import Layout
-from rowstead.kernels.row_optimizer import RowState, compute_dtype, state_tensors, step_scalars
+from rowstead.kernels.row_state import RowState, compute_dtype, state_tensors, step_scalars
 from rowstead.spec.errors import DataError
 from rowstead.spec.row_optimizers import ROW_OPTIMIZERS, RowOptimizerName, SparseOptimizerSpec
 

@@ -32,7 +32,7 @@ from rowstead.kernels.gpu.embedding_kernels import (
     sum_heads,
 )
 from rowstead.kernels.layout import Layout
-from rowstead.kernels.row_optimizer import RowState, compute_dtype, state_tensors, step_scalars
+from rowstead.kernels.row_state import RowState, compute_dtype, state_tensors, step_scalars
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.row_optimizers import ROW_OPTIMIZERS, RowOptimizerName, SparseOptimizerSpec
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from rowstead.kernels.choose import kernels_for
 from rowstead.kernels.cpu.memory import advise_huge_pages
 from rowstead.kernels.layout import Layout
-from rowstead.kernels.row_optimizer import RowState, new_row_state, step_scalars
+from rowstead.kernels.row_state import RowState, new_row_state, step_scalars
 from rowstead.spec.curve import Curve, CurveAxis
 from rowstead.spec.features import Table
 from rowstead.spec.row_optimizers import SparseOptimizerSpec

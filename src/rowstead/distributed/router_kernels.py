@@ -18,7 +18,7 @@ _jit = numba.njit(nogil=True, cache=True, boundscheck=False, error_model="numpy"
 
 @_jit
 def cut_batch(  # type: ignore[no-untyped-def]
-    ids, offsets, weights, num_samples, order, is_split, homes_from, owners, firsts, starts, length_starts, out, lengths,
+    ids, offsets, weights, num_samples, order, is_split, shard_offsets, owners, firsts, starts, length_starts, out, lengths,
     out_weights,
 ):  # fmt: skip
     """Route each id to the owner of its row, as a row of that owner's piece; returns the number of ids of each owner, [W].
@@ -32,7 +32,7 @@ def cut_batch(  # type: ignore[no-untyped-def]
     has_weights = len(weights) > 0
     for index in range(len(order)):
         feature = order[index]
-        begin, end = homes_from[feature], homes_from[feature + 1]
+        begin, end = shard_offsets[feature], shard_offsets[feature + 1]
         first_bag, last_bag = feature * num_samples, (feature + 1) * num_samples
         if not is_split[feature]:
             low, high = offsets[first_bag], offsets[last_bag]
