@@ -34,15 +34,15 @@ def test_a_trained_run_has_every_figure(tmp_path: Path) -> None:
         "threads=1",
     ]
     result = run.train(load_recipe("quickstart", changes), root=tmp_path)
-    material = gather([tmp_path])
-    keys = {figure.key: figure for section in sections_of(material) for figure in section.figures}
+    inputs = gather([tmp_path])
+    keys = {figure.key: figure for section in sections_of(inputs) for figure in section.figures}
     assert {"mean-step", "time-by-phase", "speed", "ne", "calibration", "feature-sizes", "placement-by-memory"} <= keys.keys()
     assert result.quality is not None
     assert keys["ne"].traces[1]["y"][-1] == result.quality.ne
     assert result.quality.reliability is not None
     assert tuple(keys["calibration"].traces[1]["x"]) == result.quality.reliability.predicted
     assert sum(keys["calibration"].traces[1]["customdata"]) == 2_000
-    assert result.folder.name in page_from(material)
+    assert result.folder.name in page_from(inputs)
 
 
 def train_eagerly(folder: Path) -> None:

@@ -13,7 +13,7 @@ from rowstead.spec.record import Record
 from tests.report.made_records import DATE, a_run, entry
 
 
-def test_a_run_is_paired_with_what_was_predicted_for_it_and_with_no_other(tmp_path: Path) -> None:
+def test_a_run_is_paired_only_with_its_own_prediction(tmp_path: Path) -> None:
     runs = [a_run(tmp_path, figures={"samples_per_s": speed}) for speed in (100.0, 400.0)]
     for run, speed in zip(runs, (150.0, 200.0), strict=True):
         record = Record(
@@ -37,7 +37,7 @@ def test_only_the_newest_prediction_of_a_point_counts() -> None:
     assert pair.predicted == 110.0
 
 
-def test_of_many_studies_the_smaller_ones_are_shown_together() -> None:
+def test_the_smallest_of_many_studies_are_merged() -> None:
     many = [charts_predictions.Pair(group=f"g{i}", what="w", measured=1.0, predicted=2.0) for i in range(3000)]
     figure = charts_predictions.draw_pairs([*many, *many[:1]])
     assert figure is not None
@@ -48,7 +48,7 @@ def test_of_many_studies_the_smaller_ones_are_shown_together() -> None:
     assert sum(int(row[1].replace(",", "")) for row in figure.table.rows) == 3001
 
 
-def test_predictions_are_paired_with_what_was_measured_at_the_same_point() -> None:
+def test_predictions_are_paired_with_measurements_of_the_same_point() -> None:
     entries = [
         entry(study="s", point="a", figures={"samples_per_s": 100.0}),
         entry("predicted", "here", study="s", point="a", figures={"samples_per_s": 200.0}),
@@ -70,7 +70,7 @@ def test_predictions_are_paired_with_what_was_measured_at_the_same_point() -> No
     assert figure.traces[1]["x"] == [100.0, 80.0]
 
 
-def test_of_many_pairs_the_worst_are_drawn_and_the_selection_is_said() -> None:
+def test_many_pairs_are_reduced_to_the_worst_and_a_selection_that_is_described() -> None:
     many = [charts_predictions.Pair(group="g", what=str(i), measured=1.0, predicted=1.0 + i / 1e5) for i in range(5000)]
     worst = charts_predictions.Pair(group="g", what="worst", measured=1.0, predicted=50.0)
     shown = charts_predictions.shown_pairs([*many, worst])
@@ -81,7 +81,7 @@ def test_of_many_pairs_the_worst_are_drawn_and_the_selection_is_said() -> None:
     assert "2,000 of 5,001 points" in figure.words
 
 
-def test_efficiency_prefers_measured_watts_and_leaves_out_what_has_none() -> None:
+def test_efficiency_prefers_measured_watts_and_omits_entries_without_power() -> None:
     entries = [
         entry("predicted", "zion", study="s", figures={"samples_per_s": 100.0, "nameplate_watts": 50.0}),
         entry("measured", "box", study="s", figures={"samples_per_s": 100.0, "watts": 20.0, "nameplate_watts": 50.0}),

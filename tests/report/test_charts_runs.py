@@ -14,7 +14,7 @@ from rowstead.spec.phases import Phase
 from tests.report.made_records import a_run
 
 
-def test_time_is_shared_among_the_phases_of_the_record(tmp_path: Path) -> None:
+def test_time_is_split_by_the_phases_of_the_record(tmp_path: Path) -> None:
     run = a_run(
         tmp_path, figures={"forward_s": 2.0, "backward_s": 3.0, "evaluation_s": 5.0, "checkpoint_s": 0.0, "train_s": 9.0}
     )
@@ -65,7 +65,7 @@ def test_curves_of_a_resumed_run_have_no_point_twice(tmp_path: Path) -> None:
         {"predicted": [10**400], "observed": [0.1], "weight": [1]},
     ],
 )
-def test_a_calibration_that_is_none_is_not_drawn(tmp_path: Path, parts: dict[str, Any]) -> None:
+def test_an_invalid_calibration_is_not_drawn(tmp_path: Path, parts: dict[str, Any]) -> None:
     run = a_run(tmp_path)
     lines = [{"kind": "calibration", "step": 1, **parts}, {"kind": "train", "step": 1, "ne": 10**400, "samples_per_s": True}]
     run.folder.events_file.write_text("".join(json.dumps(line) + "\n" for line in lines) + "[" * 100_000)

@@ -18,28 +18,28 @@ def trial(number: int, objective: float, speed: float = 10.0, **options: Any) ->
     return entry(source="trial", study="t", axes={"lr": number}, figures=figures, **options)
 
 
-def test_a_search_is_drawn_with_its_best_so_far_and_its_front() -> None:
+def test_a_search_is_drawn_with_its_best_so_far_and_its_pareto_front() -> None:
     trials = [trial(0, 0.9), trial(1, 0.7, 5.0), trial(2, 0.8, 20.0), trial(3, 0.1, failure="pruned at step 10")]
     history, front = charts_searches.draw_search("t", trials, [])
     assert history.traces[0]["y"] == [0.9, 0.7, 0.8]
     assert history.traces[1]["y"] == [0.9, 0.7, 0.7]
-    assert "not counted: 1" in history.words
+    assert "1 pruned, failed or too slow, not drawn" in history.words
     assert (front.traces[0]["x"], front.traces[1]["x"]) == ([10.0], [5.0, 20.0])
     assert charts_searches.draw_search("t", trials[3:], []) == []
 
 
-def test_trials_below_the_speed_that_was_asked_for_are_not_the_best(tmp_path: Path) -> None:
+def test_trials_below_the_required_speed_are_not_the_best(tmp_path: Path) -> None:
     trials = [trial(0, 0.9), trial(1, 0.7, 5.0), trial(2, 0.8, 20.0)]
     (tmp_path / "studies" / "t").mkdir(parents=True)
     (tmp_path / "studies" / "t" / "tune.yaml").write_text("samples_per_s: 8\n")
     (tmp_path / "records.jsonl").write_text("")
-    for place in (tmp_path, tmp_path / "records.jsonl"):
-        history = charts_searches.draw_search("t", trials, [str(place)])[0]
+    for path in (tmp_path, tmp_path / "records.jsonl"):
+        history = charts_searches.draw_search("t", trials, [str(path)])[0]
         assert history.traces[1]["y"] == [0.9, 0.8]
-        assert "not counted: 1" in history.words
+        assert "1 pruned, failed or too slow, not drawn" in history.words
 
 
-def test_effects_are_drawn_with_their_interval_beside_the_tolerance() -> None:
+def test_effects_are_drawn_with_intervals_and_the_tolerance() -> None:
     base = {1: 0.7, 2: 0.72, 3: 0.71}
     entries = [
         entry(source="quality", seed=seed, axes={"axis": "baseline", "value": None}, figures={"ne": ne})
@@ -59,10 +59,10 @@ def test_effects_are_drawn_with_their_interval_beside_the_tolerance() -> None:
     assert all(0 < half < 0.01 for half in figure.traces[0]["error_x"]["array"])
 
 
-def test_importance_is_read_beside_the_store_and_nowhere_else(tmp_path: Path) -> None:
+def test_importance_is_read_only_from_next_to_the_store(tmp_path: Path) -> None:
     (tmp_path / "studies" / "t").mkdir(parents=True)
     (tmp_path / "studies" / "t" / "importance.json").write_text(json.dumps({"lr": 0.75, "eps": 0.25, "bad": "x"}))
-    assert charts_searches.importance("t", [str(tmp_path)]) == {"lr": 0.75, "eps": 0.25}
+    assert charts_searches.read_importance("t", [str(tmp_path)]) == {"lr": 0.75, "eps": 0.25}
     (tmp_path / "importance.json").write_text(json.dumps({"lr": 1.0}))
-    assert charts_searches.importance("..", [str(tmp_path)]) == {}
-    assert charts_searches.importance("../t", [str(tmp_path)]) == {}
+    assert charts_searches.read_importance("..", [str(tmp_path)]) == {}
+    assert charts_searches.read_importance("../t", [str(tmp_path)]) == {}

@@ -26,9 +26,9 @@ def test_machines_that_measured_the_same_sweep_are_kept_apart() -> None:
         "measured on slow, 2 cores": [1.0, 2.0],
     }
     assert "several machines" in charts_studies.draw_study(study)[0].words
-    alone = charts_studies.study_of("g", on("fast", 10.0))
-    assert alone is not None
-    assert list(alone.series) == [charts_studies.MEASURED]
+    single = charts_studies.study_of("g", on("fast", 10.0))
+    assert single is not None
+    assert list(single.series) == [charts_studies.MEASURED]
 
 
 def test_an_axis_with_null_among_its_values_is_drawn() -> None:
@@ -46,7 +46,7 @@ def grid(measured: bool = True) -> list[StoreEntry]:
     ]  # fmt: skip
 
 
-def test_a_study_of_two_axes_is_a_table_in_rising_order() -> None:
+def test_a_study_with_two_axes_is_a_table_in_ascending_order() -> None:
     study = charts_studies.study_of("g", [*grid(), *grid(measured=False)])
     assert study is not None
     assert [one.values for one in study.axes] == [(16, 64, 256), (2, 4, 8)]
@@ -59,7 +59,7 @@ def test_a_study_of_two_axes_is_a_table_in_rising_order() -> None:
     assert {cell.value for cells in ratio.series.values() for cell in cells} == {1.0}
 
 
-def test_seeds_are_no_axis_but_a_spread() -> None:
+def test_seeds_are_error_bars_not_an_axis() -> None:
     entries = [
         entry(study="q", axes={"batch": b, "seed": s}, figures={"ne": 0.7 + b / 1e4 + s / 1e3})
         for b in (1, 2)
@@ -83,8 +83,8 @@ def test_a_point_that_failed_is_counted_and_not_drawn() -> None:
     assert "1 points failed" in charts_studies.draw_study(study)[0].words
 
 
-def test_an_axis_of_words_is_drawn_as_bars_and_layers_are_written_short() -> None:
-    entries = [entry(study="p", axes={"tables in": place}, figures={"samples_per_s": 5.0}) for place in ("GPU", "SSD")]
+def test_a_categorical_axis_is_drawn_as_bars_and_equal_layers_are_abbreviated() -> None:
+    entries = [entry(study="p", axes={"tables in": memory}, figures={"samples_per_s": 5.0}) for memory in ("GPU", "SSD")]
     study = charts_studies.study_of("p", entries)
     assert study is not None
     assert charts_studies.draw_study(study)[0].traces[0]["type"] == "bar"
@@ -93,7 +93,7 @@ def test_an_axis_of_words_is_drawn_as_bars_and_layers_are_written_short() -> Non
     ]  # fmt: skip
 
 
-def test_a_population_is_drawn_as_a_spread_with_use_and_servers() -> None:
+def test_a_population_is_drawn_as_distributions_with_utilization_and_servers() -> None:
     entries = [
         entry(
             study="f",

@@ -12,7 +12,7 @@ from rowstead.spec.run import load_recipe
 from tests.report.made_records import a_run
 
 
-def test_tables_are_where_the_run_put_them(tmp_path: Path) -> None:
+def test_tables_are_drawn_by_the_placement_of_the_run(tmp_path: Path) -> None:
     run = a_run(tmp_path)
     (run.folder.path / "placement.json").write_text(json.dumps({"tables": [{"name": "sparse_3", "where": "ssd"}]}))
     tables = charts_tables.placed_tables(run)
@@ -25,7 +25,7 @@ def test_tables_are_where_the_run_put_them(tmp_path: Path) -> None:
     assert sum(trace["values"]) == sum(table.num_bytes for table in tables)
 
 
-def test_many_tables_are_joined_and_none_is_lost(tmp_path: Path) -> None:
+def test_small_tables_are_merged_and_none_is_lost(tmp_path: Path) -> None:
     tables = [charts_tables.PlacedTable(name=f"t{i}", where="device", num_bytes=i + 1.0, read_bytes=1.0) for i in range(1000)]
     figure = charts_tables.draw_placement("run", tables)
     assert figure is not None
@@ -33,7 +33,7 @@ def test_many_tables_are_joined_and_none_is_lost(tmp_path: Path) -> None:
     assert sum(figure.traces[0]["values"]) == sum(table.num_bytes for table in tables)
 
 
-def test_sizes_of_features_are_the_recipes() -> None:
+def test_feature_sizes_are_those_of_the_recipe() -> None:
     sizes = charts_tables.feature_sizes(load_recipe("m1"))
     assert len(sizes.names) == 30
     assert set(sizes.num_rows) == {5_700_000}

@@ -41,7 +41,7 @@ def a_store(root: Path, names: Sequence[str] = EVIL) -> Path:
     folder = RunFolder.create(root, "plain")
     folder.write_spec(load_recipe("quickstart"))
     folder.write_record(_record("plain", 5e4))
-    for place, name in enumerate(names):
+    for index, name in enumerate(names):
         study = name
         for x in (1, 2, 3):
             for y in (1, 2, 3):
@@ -57,7 +57,7 @@ def a_store(root: Path, names: Sequence[str] = EVIL) -> Path:
                     ),
                 )  # fmt: skip
         for number in range(4):
-            axes = {name: place + number}
+            axes = {name: index + number}
             failure = name if number == 3 else None
             store.add(
                 StoreEntry(
@@ -121,7 +121,7 @@ def test_the_page_fetches_nothing(tmp_path: Path) -> None:
     assert not [tag for tag, attributes in found.tags if "src" in attributes]
 
 
-def test_broken_lines_are_passed_over_and_counted(tmp_path: Path) -> None:
+def test_broken_lines_are_skipped_and_counted(tmp_path: Path) -> None:
     a_store(tmp_path)
     with (tmp_path / "records.jsonl").open("ab") as file:
         file.write(b'{"kind": "measured", "name": "torn\n\xff\xfe\n[]\n{"kind": "measured"')
@@ -144,9 +144,9 @@ def test_runs_of_the_same_name_under_two_roots_are_both_counted(tmp_path: Path) 
         run = RunFolder.create(tmp_path / root, "plain")
         run.write_spec(load_recipe("quickstart"))
         run.write_record(_record("plain", speed))
-    material = gather([tmp_path / "a", tmp_path / "b"])
-    assert len(material.runs) == len(material.entries) == 2
-    assert "2 runs, 2 measured" in page_from(material)
+    inputs = gather([tmp_path / "a", tmp_path / "b"])
+    assert len(inputs.runs) == len(inputs.entries) == 2
+    assert "2 runs, 2 measured" in page_from(inputs)
 
 
 def test_a_quality_study_is_judged_by_the_tolerance_that_it_was_run_with(tmp_path: Path) -> None:
@@ -161,15 +161,15 @@ def test_a_quality_study_is_judged_by_the_tolerance_that_it_was_run_with(tmp_pat
         assert figure.table is not None
         return figure.words + figure.table.rows[0][-1]
 
-    assert "95 % intervals" in verdict()
+    assert "95 % confidence intervals" in verdict()
     assert verdict().endswith("worse than tolerated")
     store.study_folder("q").mkdir(parents=True)
     (store.study_folder("q") / "quality.yaml").write_text("tolerance: 0.01\nconfidence: 0.9\n")
-    assert "90 % intervals" in verdict()
+    assert "90 % confidence intervals" in verdict()
     assert verdict().endswith("within tolerance")
 
 
-def test_what_failed_is_listed_unless_it_was_run_again_and_went_well(tmp_path: Path) -> None:
+def test_failures_are_listed_unless_a_later_run_succeeded(tmp_path: Path) -> None:
     store = RunStore(tmp_path)
     where = {"source": "sweep", "study": "s", "point": "p", "axes": {"x": 1}}
     store.add(StoreEntry(record=_record("s", 0.0), failure="no memory", **where))  # type: ignore[arg-type]
@@ -239,7 +239,7 @@ def test_nothing_to_report_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(RowsteadError, match="rowstead train"):
         report_page([tmp_path])
     (tmp_path / "notes.txt").write_text("x")
-    with pytest.raises(RowsteadError, match="no file of records"):
+    with pytest.raises(RowsteadError, match="not a record file"):
         report_page([tmp_path / "notes.txt"])
     with pytest.raises(RowsteadError, match="no run"):
         report_page(["missing"], root=tmp_path)
@@ -253,9 +253,9 @@ def test_ten_thousand_records_make_a_page_of_less_than_20_megabytes(tmp_path: Pa
         record = _record("many", 100.0 + number % 977, kind, machine)
         entries.append(StoreEntry(record=record, source="sweep", study="many", point=str(number // 2), axes=axes))
     RunStore(tmp_path).add(*entries)
-    material = gather([tmp_path])
-    assert len(material.entries) >= 9_000  # entries that are equal line by line are one
-    text = page_from(material)
+    inputs = gather([tmp_path])
+    assert len(inputs.entries) >= 9_000  # entries that are equal line by line are one
+    text = page_from(inputs)
     assert len(text.encode()) < 20e6
 
 

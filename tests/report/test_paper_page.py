@@ -50,8 +50,8 @@ def measured(root: Path) -> Contents:
     store.add(*(entry("fig13-quick", {"MLP": [w, w]}, samples_per_s=1e5 / w) for w in (16, 64)))
     store.add(
         *(
-            entry("fig14-quick", {"tables in": place}, samples_per_s=float(len(place)))
-            for place in ("device memory", "files on SSD")
+            entry("fig14-quick", {"tables in": memory}, samples_per_s=float(len(memory)))
+            for memory in ("device memory", "files on SSD")
         )
     )
     store.add(
@@ -83,7 +83,7 @@ def of_nothing() -> list[Item]:
     return items(NOTHING, load_software("operators-2020"))
 
 
-def test_every_item_is_said_and_drawn_even_where_nothing_was_measured(of_nothing: list[Item]) -> None:
+def test_every_item_has_text_and_figures_without_measurements(of_nothing: list[Item]) -> None:
     assert [item.key for item in of_nothing] == [
         "fig1", "platforms", "models", "fig5", "fig6-7", "fig9", "fig10", "fig11", "fig12", "fig13", "fig14", "table3", "fig15",
     ]  # fmt: skip
@@ -110,7 +110,7 @@ def test_the_platforms_are_those_of_the_study(of_nothing: list[Item]) -> None:
     assert "no direct path" in rows["zion-prototype, ours"][2]
 
 
-def test_what_was_measured_is_on_the_page_and_judged_by_its_figures(tmp_path: Path) -> None:
+def test_measurements_are_on_the_page_and_judged(tmp_path: Path) -> None:
     found = {item.key: item for item in items(measured(tmp_path), load_software("operators-2020"))}
     assert found["fig10"].measured_words == "9 points"
     assert "falls along sparse features in 3 of 3 rows" in found["fig10"].differs
@@ -129,7 +129,7 @@ def test_an_agreement_is_claimed_only_where_it_holds() -> None:
     assert checks.words == "Not as in the study: that does not. As in the study: this holds."
 
 
-def test_the_page_is_whole_and_fetches_nothing(tmp_path: Path) -> None:
+def test_the_page_is_complete_and_fetches_nothing(tmp_path: Path) -> None:
     text = page(measured(tmp_path))
     found = Reader(text)
     assert "2 cores of Some CPU" in text
@@ -138,7 +138,7 @@ def test_the_page_is_whole_and_fetches_nothing(tmp_path: Path) -> None:
     assert text.count("<figure>") > 15
 
 
-def test_pieces_can_be_run_alone(tmp_path: Path) -> None:
+def test_parts_can_be_run_separately(tmp_path: Path) -> None:
     assert [one.words[:3] for one in commands(["fig10"], tmp_path)][1:] == [("sweep", "fig10", "--quick")]
     assert [one.words[-3:-2] for one in commands(["fig9"], tmp_path)][1:] == [("--quick",), ("--predict-only",)]
     assert commands(["quality"], tmp_path)[0].words[0] == "quality"

@@ -12,7 +12,7 @@ from rowstead.report.theme import DARK, LIGHT, Figure, label, labels, script_jso
 
 
 @given(st.text(max_size=200))
-def test_a_label_has_no_markup_and_is_never_a_colour(text: str) -> None:
+def test_a_label_has_no_markup_and_is_never_a_color_token(text: str) -> None:
     made = label(text)
     assert "<" not in made
     assert not made.startswith("@")
@@ -20,23 +20,23 @@ def test_a_label_has_no_markup_and_is_never_a_colour(text: str) -> None:
     assert figure.plain(LIGHT)["data"][0]["name"] == made
 
 
-def test_names_that_are_cut_alike_stay_different() -> None:
+def test_names_that_are_truncated_alike_stay_distinct() -> None:
     made = labels(["x" * 100 + "a", "x" * 100 + "b", "x"])
     assert len(set(made)) == 3
 
 
 @given(st.text())
-def test_json_inside_a_script_can_neither_end_it_nor_its_line(text: str) -> None:
+def test_json_inside_a_script_can_end_neither_the_script_nor_a_line(text: str) -> None:
     made = script_json({"x": text})
     assert not set("<>&\u2028\u2029\n") & set(made)
     assert json.loads(made)["x"] == text
 
 
-def test_numbers_that_are_none_are_null_and_others_short() -> None:
+def test_non_finite_numbers_are_null_and_others_rounded() -> None:
     assert short([math.nan, math.inf, 1 / 3, 5, None, "x", True]) == [None, None, 0.333333, 5, None, "x", True]
 
 
-def test_day_and_night_name_the_same_colours() -> None:
+def test_light_and_dark_palettes_have_the_same_tokens() -> None:
     assert LIGHT.keys() == DARK.keys()
 
 

@@ -142,7 +142,7 @@ def test_what_if_makes_memory_faster_at_random_too() -> None:
     ("change", "problem"),
     [
         ("network.bandwith=4x", "did you mean"),
-        ("network=4x", "no number here, so it cannot be changed: name one of its fields, bandwidth_bytes_per_s"),
+        ("network=4x", "is not a number and cannot be changed: name one of its fields, bandwidth_bytes_per_s"),
         ("price.usd=2x", "no such part"),
         ("network.bandwidth=fast", "give a factor such as 4x"),
         ("network.bandwidth", "write it as"),

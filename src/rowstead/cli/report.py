@@ -41,23 +41,23 @@ def report(
     if as_ not in ("svg", "png"):
         raise RowsteadError(f"--as is `svg` or `png`, got `{as_}`")
     console = terminal()
-    material = gather(what or [runs], root=runs)
-    text = page_from(material, title=title)
+    inputs = gather(what or [runs], root=runs)
+    text = page_from(inputs, title=title)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(out, text)
     except OSError as error:
         raise RowsteadError(f"cannot write {out}: {error.strerror or error}") from None
-    bad = material.contents.num_bad_lines
+    bad = inputs.contents.num_bad_lines
     note = f" ({bad:,} line{'s' if bad > 1 else ''} could not be read)" if bad else ""
     console.print(
-        f"report of {len(material.entries):,} records in {out}, {format_bytes(len(text.encode()))}{note}",
+        f"report of {len(inputs.entries):,} records in {out}, {format_bytes(len(text.encode()))}{note}",
         soft_wrap=True,
     )
     if pictures is not None:
         from rowstead.report.pictures import write_pictures
 
-        files = write_pictures(figures_of(material), pictures, kind="png" if as_ == "png" else "svg")
+        files = write_pictures(figures_of(inputs), pictures, kind="png" if as_ == "png" else "svg")
         console.print(f"{len(files)} figures in {pictures}", soft_wrap=True)
     if open_:
         webbrowser.open(out.resolve().as_uri())

@@ -1,1 +1,1 @@
-"""Figures, drawn from numbers that other rooms computed. No torch here."""
+"""Charts and pages of results computed elsewhere. Does not import torch."""

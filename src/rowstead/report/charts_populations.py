@@ -1,4 +1,4 @@
-"""Figures of populations of models: how many servers they take, and how much of the machine they use."""
+"""Charts of model populations: number of servers, and utilization."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rowstead.report.theme import Figure, axis, bars, layout, violin
 
 @dataclass(frozen=True, kw_only=True)
 class ServerCounts:
-    """How often each number of servers occurs in a study: the paper's Fig. 9."""
+    """Histogram of the number of servers in a study (the paper's Fig. 9)."""
 
     kind: str
     counts: Mapping[int, int]
@@ -31,7 +31,7 @@ SERVERS = {
 
 
 def server_counts(entries: Sequence[StoreEntry]) -> list[ServerCounts]:
-    """Numbers of servers over the entries of a study that know them."""
+    """Histograms of the number of servers, by kind."""
     found = []
     for key, kind in SERVERS.items():
         numbers = [round(entry.record.figures[key]) for entry in entries if key in entry.record.figures]
@@ -41,7 +41,7 @@ def server_counts(entries: Sequence[StoreEntry]) -> list[ServerCounts]:
 
 
 def draw_counts(name: str, found: Sequence[ServerCounts]) -> Figure | None:
-    """Bars of how often each number of servers occurs."""
+    """Histogram of the number of servers."""
     if not found:
         return None
     traces = [
@@ -58,24 +58,24 @@ def draw_counts(name: str, found: Sequence[ServerCounts]) -> Figure | None:
     rows = tuple((one.kind, f"{one.largest_share:.0%}", str(len(one.counts))) for one in found)
     return Figure(
         key=f"{name}-servers",
-        title=f"{name}: how many servers",
-        words="Number of models of the population by the predicted number of servers of each kind that reach the study's speed.",
+        title=f"{name}: number of servers",
+        words="Number of models by the predicted number of servers of each kind that reaches the target throughput.",
         traces=traces,
         layout=layout(
             axis("servers", type="category", categoryorder="array", categoryarray=[str(number) for number in numbers]),
             axis("models"),
             barmode="group",
         ),
-        table=TextTable("Servers", ("kind", "share of the most frequent number", "different numbers"), rows),
+        table=TextTable("Servers", ("kind", "share of the mode", "distinct numbers"), rows),
     )
 
 
-USE = {"cpu_share_mean": "CPU, mean", "cpu_share_max": "CPU, most"}
+USE = {"cpu_share_mean": "CPU, mean", "cpu_share_max": "CPU, max"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Use:
-    """How one resource was used over the runs of a study: the paper's Fig. 5."""
+    """Utilization of one resource over the runs of a study (the paper's Fig. 5)."""
 
     what: str
     shares: tuple[float, ...]
@@ -85,7 +85,7 @@ ROLES = {"trainer": "trainers", "sparse": "sparse servers", "dense": "dense serv
 
 
 def uses(entries: Sequence[StoreEntry]) -> list[Use]:
-    """What measured runs used, of those that know: each role of a fleet in cores, a plain run in shares of its machine."""
+    """Utilization of measured runs: of fleets by role, in cores; of single processes as a share of the machine."""
     measured = [entry.record for entry in entries if entry.is_measured and entry.failure is None]
     by_role = [
         Use(
@@ -109,11 +109,11 @@ def uses(entries: Sequence[StoreEntry]) -> list[Use]:
         for record in measured
         if "rss_max_bytes" in record.figures and isinstance(record.machine.get("memory_bytes"), (int, float))
     ]
-    return [one for one in (*found, Use(what="memory, most", shares=tuple(memory))) if one.shares]
+    return [one for one in (*found, Use(what="memory, max", shares=tuple(memory))) if one.shares]
 
 
 def draw_uses(name: str, found: Sequence[Use]) -> Figure | None:
-    """How resources were used, as distributions."""
+    """Distributions of utilization."""
     if not found or max(len(one.shares) for one in found) < 3:
         return None
     traces = [
@@ -125,9 +125,9 @@ def draw_uses(name: str, found: Sequence[Use]) -> Figure | None:
     )
     return Figure(
         key=f"{name}-use",
-        title=f"{name}: use of the machine",
-        words="What the runs of the study used: roles of a fleet in shares of one core over the time of training, plain runs in shares of this machine.",
+        title=f"{name}: utilization",
+        words="Utilization during training: roles of a fleet in shares of one core, single processes in shares of the machine.",
         traces=traces,
         layout=layout(axis("", type="category"), axis("share", tickformat=".0%", rangemode="tozero"), showlegend=False),
-        table=TextTable("Use", ("resource", "mean", "least", "most"), rows),
+        table=TextTable("Utilization", ("resource", "mean", "min", "max"), rows),
     )

@@ -1,4 +1,4 @@
-"""Figures of predictions: how far they were from what was measured, and what platforms give for their watts."""
+"""Charts of predictions: error against measurements, and efficiency per watt."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from rowstead.report.theme import Figure, axis, color, diagonal, figure_text, la
 from rowstead.spec.catalogue import HERE
 
 MAX_SHOWN = 2_000
-"""Points of a figure; where there are more, those farthest off and an even selection of the others."""
+"""Maximum number of points; of more, the largest errors and an even selection of the others."""
 WORST = 100
 MAX_GROUPS = 12
-"""Studies or recipes with a colour and a row of their own: those with the most points."""
+"""Maximum number of studies or recipes with their own color and row; the largest ones."""
 OTHERS = "others"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """One run measured, and predicted for the same machine."""
+    """Measurement and prediction of one run on the same machine."""
 
     group: str
-    """Its study, or its recipe."""
+    """Study or recipe."""
     what: str
     measured: float
     predicted: float
@@ -41,29 +41,29 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True)
 class Errors:
-    """How far predictions were off, over some pairs."""
+    """Errors of predictions over a set of pairs."""
 
     num_pairs: int
     geomean: float
     """exp of the mean of |ln(predicted / measured)|, minus 1."""
     largest: float
     bias: float
-    """exp of the mean of ln(predicted / measured): above 1 where predictions are too fast."""
+    """exp of the mean of ln(predicted / measured): above 1 if predictions are too fast."""
 
 
 def pairs(entries: Sequence[StoreEntry], figure: str = "samples_per_s") -> list[Pair]:
-    """Measured entries beside the newest predictions made for the same point, or for the same recipe, on this machine."""
+    """Pair measured entries with the newest prediction for the same point or recipe on this machine."""
     entries = newest(entries)
     measured: dict[tuple[str | None, ...], StoreEntry] = {}
     for entry in entries:
         if entry.is_measured and entry.record.figures.get(figure, 0) > 0:
-            measured[_run_of(entry)] = entry
+            measured[_pair_key(entry)] = entry
     found = []
     for entry in entries:
         speed = entry.record.figures.get(figure, 0.0)
         if entry.is_measured or speed <= 0 or (entry.folder is None and entry.record.machine.get("name") != HERE):
             continue
-        real = measured.get(_run_of(entry))
+        real = measured.get(_pair_key(entry))
         if real is not None:
             axes = ", ".join(f"{name} {value}" for name, value in entry.axes.items())
             found.append(
@@ -77,13 +77,13 @@ def pairs(entries: Sequence[StoreEntry], figure: str = "samples_per_s") -> list[
     return found
 
 
-def _run_of(entry: StoreEntry) -> tuple[str | None, ...]:
-    """What a measured entry and the prediction for it have in common: the run's folder, a study's point, or a recipe."""
+def _pair_key(entry: StoreEntry) -> tuple[str | None, ...]:
+    """Key shared by a measured entry and its prediction: the run folder, a study's point, or a recipe."""
     return (entry.folder,) if entry.folder is not None else (entry.study, entry.point or entry.record.spec_digest)
 
 
 def errors(found: Sequence[Pair]) -> Errors | None:
-    """The error over some pairs; None without pairs."""
+    """Errors over pairs; None without pairs."""
     if not found:
         return None
     logs = [math.log(pair.ratio) for pair in found]
@@ -96,7 +96,7 @@ def errors(found: Sequence[Pair]) -> Errors | None:
 
 
 def shown_pairs(found: Sequence[Pair]) -> list[Pair]:
-    """All pairs, or where there are many, the worst and an even selection."""
+    """All pairs; of too many, the worst and an even selection."""
     if len(found) <= MAX_SHOWN:
         return list(found)
     by_error = sorted(found, key=lambda pair: -abs(math.log(pair.ratio)))
@@ -104,11 +104,11 @@ def shown_pairs(found: Sequence[Pair]) -> list[Pair]:
 
 
 def draw_pairs(found: Sequence[Pair]) -> Figure | None:
-    """Predicted against measured, with the line where they agree."""
+    """Predicted against measured, with the diagonal."""
     total = errors(found)
     if total is None:
         return None
-    of_name = _named(pair.group for pair in found)
+    of_name = _display_names(pair.group for pair in found)
     found = [dataclasses.replace(pair, group=of_name[pair.group]) for pair in found]
     shown = shown_pairs(found)
     groups = list(dict.fromkeys(of_name.values()))
@@ -119,7 +119,15 @@ def draw_pairs(found: Sequence[Pair]) -> Figure | None:
         mine = [pair for pair in shown if pair.group == group]
         of_group = errors([pair for pair in found if pair.group == group])
         assert of_group is not None
-        rows.append((group, f"{of_group.num_pairs:,}", _off(of_group.geomean), _off(of_group.largest), f"{of_group.bias:.2f}"))
+        rows.append(
+            (
+                group,
+                f"{of_group.num_pairs:,}",
+                _error_text(of_group.geomean),
+                _error_text(of_group.largest),
+                f"{of_group.bias:.2f}",
+            )
+        )
         traces.append(
             {
                 "type": "scatter", "mode": "markers", "name": name, "x": [pair.measured for pair in mine],
@@ -130,15 +138,15 @@ def draw_pairs(found: Sequence[Pair]) -> Figure | None:
             }
         )  # fmt: skip
     less = (
-        f" {len(shown):,} of {len(found):,} points are drawn: the {WORST} that are farthest off, and an even selection."
+        f" {len(shown):,} of {len(found):,} points are drawn: the {WORST} largest errors and an even selection."
         if len(shown) < len(found)
         else ""
     )
     return Figure(
         key="predicted-measured",
         title="Predicted against measured",
-        words=f"Samples per second of {total.num_pairs:,} points on the machine that measured them. On average the prediction is off by "
-        f"{_off(total.geomean)}, at most by {_off(total.largest)}; the dotted line is where both are equal." + less,
+        words=f"Samples per second of {total.num_pairs:,} points on the machine that measured them. The mean error is "
+        f"{_error_text(total.geomean)}, the largest {_error_text(total.largest)}; on the dotted line both are equal." + less,
         traces=traces,
         layout=layout(log_axis("measured, samples/s", every), log_axis("predicted, samples/s", every)),
         table=TextTable(
@@ -148,8 +156,8 @@ def draw_pairs(found: Sequence[Pair]) -> Figure | None:
     )
 
 
-def _named(groups: Iterable[str]) -> dict[str, str]:
-    """What each group is called: by its own name, or where there are many, the smaller ones together."""
+def _display_names(groups: Iterable[str]) -> dict[str, str]:
+    """Display name of each group; of too many, the smaller ones are merged."""
     counted = collections.Counter(groups)
     if len(counted) <= MAX_GROUPS:
         return {group: group for group in counted}
@@ -158,13 +166,13 @@ def _named(groups: Iterable[str]) -> dict[str, str]:
     return called | {group: f"{len(counted) - len(own):,} {OTHERS}" for group in counted if group not in own}
 
 
-def _off(error: float) -> str:
+def _error_text(error: float) -> str:
     return f"{error:.0%}" if error < 1 else f"a factor of {1 + error:.3g}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """What one machine gives for its watts, over the points of one study."""
+    """Power and throughput of one machine over the points of a study."""
 
     study: str
     machine: str
@@ -180,10 +188,10 @@ class Efficiency:
 
 
 def efficiencies(entries: Sequence[StoreEntry]) -> list[Efficiency]:
-    """By study and machine, of entries that know their power; measured power before what is on the nameplate."""
+    """Efficiency by study and machine; measured power takes precedence over nameplate power."""
     found: dict[tuple[str, str, str], list[tuple[float, float, str]]] = {}
     entries = newest(entries)
-    called = _named(entry.study or entry.record.name for entry in entries)
+    called = _display_names(entry.study or entry.record.name for entry in entries)
     for entry in entries:
         figures = entry.record.figures
         kind = next((name for name in ("measured", "nameplate") if figures.get(f"{_PREFIX[name]}watts", 0) > 0), None)
@@ -213,7 +221,7 @@ _PREFIX = {"measured": "", "nameplate": "nameplate_"}
 
 
 def draw_efficiency(found: Sequence[Efficiency]) -> Figure | None:
-    """Samples per joule by machine: each point of a study, and their median."""
+    """Samples per joule by machine, as box plots."""
     if not found:
         return None
     found = sorted(found, key=lambda one: (one.study, -statistics.median(one.samples_per_j)))
@@ -248,7 +256,7 @@ def draw_efficiency(found: Sequence[Efficiency]) -> Figure | None:
     return Figure(
         key="efficiency",
         title="Efficiency per watt",
-        words="Samples per joule, by machine and study: each point is one set-up, the box spans the middle half. Nameplate power of trainers and parameter servers, without readers, unless power was measured.",
+        words="Samples per joule, by machine and study: each point is one set-up, the box spans p25 to p75. Power is measured, or else the nameplate power of trainers and parameter servers without readers.",
         traces=traces,
         layout=layout(axis("", type="category"), log_axis("samples/J", every), boxmode="group"),
         table=TextTable("Medians", ("study and machine", "power", "samples/s", "watts", "samples/J"), tuple(rows)),

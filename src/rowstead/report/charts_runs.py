@@ -1,4 +1,4 @@
-"""Figures of single runs: where their time went, how fast they were as they went on, how quality rose, and calibration."""
+"""Charts of runs: time by phase, throughput, quality and calibration."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from rowstead.report.theme import Figure, axis, diagonal, figure_text, horizonta
 from rowstead.spec.phases import STEP, Phase
 
 MAX_RUNS = 8
-"""Runs in one figure: the newest."""
+"""Maximum number of runs in a chart, newest first."""
 MAX_POINTS = 400
-"""Points of a curve."""
+"""Maximum number of points of a curve."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimeSpent:
-    """Where the time of one run went."""
+    """Time of one run by phase."""
 
     name: str
     seconds: Mapping[Phase, float]
-    """By phase, in the order of a step."""
+    """Total by phase, in the order of a step."""
     step_s: Mapping[Phase, float]
-    """Of a mean step, by those phases that every step has."""
+    """Mean per step, by the phases of a step."""
 
     @property
     def total_s(self) -> float:
@@ -34,7 +34,7 @@ class TimeSpent:
 
 
 def times_spent(runs: Sequence[RunView]) -> list[TimeSpent]:
-    """The phases of runs that recorded them."""
+    """Phase times of the runs that recorded them."""
     found = []
     for run in runs:
         figures = run.figures
@@ -47,7 +47,7 @@ def times_spent(runs: Sequence[RunView]) -> list[TimeSpent]:
 
 
 def draw_times(spent: Sequence[TimeSpent]) -> Figure | None:
-    """Each run's time by phase, as shares of a bar."""
+    """Each run's time by phase, as a stacked bar."""
     spent = spent[:MAX_RUNS]
     if not spent:
         return None
@@ -67,10 +67,10 @@ def draw_times(spent: Sequence[TimeSpent]) -> Figure | None:
     rows = tuple((one.name, *(figure_text(one.seconds.get(phase)) for phase in phases)) for one in spent)
     return Figure(
         key="time-by-phase",
-        title="Where the time went",
-        words="Wall-clock time of each run by what it was spent on, evaluation and checkpoints included." + _newest(spent),
+        title="Time by phase",
+        words="Wall-clock time of each run by phase, including evaluation and checkpoints." + _newest(spent),
         traces=traces,
-        **_a_line_each(
+        **_one_row_per_run(
             axis("share of the run, %", range=[0, 100]),
             "stack",
             TextTable("Seconds", ("run", *(phase.value for phase in phases)), rows),
@@ -79,7 +79,7 @@ def draw_times(spent: Sequence[TimeSpent]) -> Figure | None:
 
 
 def draw_steps(spent: Sequence[TimeSpent]) -> Figure | None:
-    """A mean step of each run as a timeline: its phases after each other."""
+    """A mean step of each run as a timeline of its phases."""
     spent = [one for one in spent if one.step_s][:MAX_RUNS]
     if not spent:
         return None
@@ -96,11 +96,11 @@ def draw_steps(spent: Sequence[TimeSpent]) -> Figure | None:
     rows = tuple((one.name, *(figure_text(1e3 * one.step_s.get(phase, 0.0)) for phase in phases)) for one in spent)
     return Figure(
         key="mean-step",
-        title="A mean step",
-        words="The phases of one training step, one after the other, as means over the run: data that is read ahead costs only what a step waits for it."
+        title="Mean step",
+        words="Phases of a training step, as means over the run. Data that is prefetched counts only for the time that a step waits for it."
         + _newest(spent),
         traces=traces,
-        **_a_line_each(
+        **_one_row_per_run(
             axis("milliseconds", rangemode="tozero"),
             "overlay",
             TextTable("Milliseconds", ("run", *(phase.value for phase in phases)), rows),
@@ -108,8 +108,8 @@ def draw_steps(spent: Sequence[TimeSpent]) -> Figure | None:
     )
 
 
-def _a_line_each(across: Mapping[str, Any], mode: str, table: TextTable) -> dict[str, Any]:
-    """What figures with a line of bars for each run have in common."""
+def _one_row_per_run(across: Mapping[str, Any], mode: str, table: TextTable) -> dict[str, Any]:
+    """Options shared by charts with one row of bars per run."""
     down = axis("", autorange="reversed", type="category")
     return {
         "layout": layout(across, down, barmode=mode, bargap=0.35),
@@ -120,7 +120,7 @@ def _a_line_each(across: Mapping[str, Any], mode: str, table: TextTable) -> dict
 
 @dataclass(frozen=True, kw_only=True)
 class MetricCurve:
-    """Something of one run as steps went on."""
+    """One metric of a run by step."""
 
     name: str
     steps: tuple[int, ...]
@@ -129,21 +129,21 @@ class MetricCurve:
 
 @dataclass(frozen=True, kw_only=True)
 class QualityCurves:
-    """How good one run's model was as it was trained."""
+    """Quality of a run's model during training."""
 
     name: str
     training: MetricCurve
-    """NE of predictions that were made before each update, over a window."""
+    """NE of predictions made before each update, over a window."""
     evaluation: MetricCurve
     """NE on the evaluation split."""
     best: float | None
-    """The lowest that any model can reach, where the log knows."""
+    """The best possible NE, if known."""
     batch_size: int | None = None
-    """Samples of a step, where the recipe is known."""
+    """Samples per step, if the recipe is known."""
 
 
 def curve(run: RunView, kind: str, figure: str, *, most: int = MAX_POINTS) -> MetricCurve:
-    """One figure of a run's events of a kind, thinned evenly to at most so many."""
+    """One metric of a run's events of a kind, evenly thinned to at most `most` points."""
     points = [(event["step"], event[figure]) for event in run.of_kind(kind) if is_figure(event.get(figure))]
     points = thinned(points, most)
     return MetricCurve(
@@ -152,7 +152,7 @@ def curve(run: RunView, kind: str, figure: str, *, most: int = MAX_POINTS) -> Me
 
 
 def quality_curves(runs: Sequence[RunView]) -> list[QualityCurves]:
-    """NE while training and on the evaluation split, of runs that have either."""
+    """NE during training and on the evaluation split, for runs that have either."""
     found = []
     for run in runs[:MAX_RUNS]:
         training, evaluation = curve(run, "train", "ne"), curve(run, "evaluation", "ne")
@@ -168,7 +168,7 @@ def quality_curves(runs: Sequence[RunView]) -> list[QualityCurves]:
 
 
 def draw_quality(curves: Sequence[QualityCurves]) -> Figure | None:
-    """NE against samples, so that runs of different batches can be compared; against steps where a batch is not known."""
+    """NE against samples, so that batch sizes can be compared; against steps if a batch size is unknown."""
     if not curves:
         return None
     by_samples = all(one.batch_size is not None for one in curves)
@@ -215,8 +215,8 @@ def draw_quality(curves: Sequence[QualityCurves]) -> Figure | None:
     )
     return Figure(
         key="ne",
-        title="NE as training goes on",
-        words="Normalized entropy: 1 is what the mean label alone would give, lower is better. Pale lines are predictions made before each update, over a window."
+        title="NE during training",
+        words="Normalized entropy: always predicting the mean label gives 1; lower is better. Pale lines are predictions made before each update, over a window."
         + _newest(curves),
         traces=traces,
         layout=layout(axis(what, rangemode="tozero", exponentformat="SI"), axis("NE"), shapes=shapes),
@@ -226,7 +226,7 @@ def draw_quality(curves: Sequence[QualityCurves]) -> Figure | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Predictions against labels, group by group, at a run's last evaluation."""
+    """Predictions against labels, by bucket, at a run's last evaluation."""
 
     name: str
     step: int
@@ -236,7 +236,7 @@ class Calibration:
 
 
 def calibrations(runs: Sequence[RunView]) -> list[Calibration]:
-    """The last calibration of runs that wrote one down."""
+    """The last calibration of each run that recorded one."""
     found = []
     for run in runs[:MAX_RUNS]:
         events = run.of_kind("calibration")
@@ -250,13 +250,13 @@ def calibrations(runs: Sequence[RunView]) -> list[Calibration]:
 
 
 def _numbers(part: object) -> tuple[float, ...]:
-    """A list of finite numbers; nothing where it is none."""
+    """A list of finite numbers; empty for anything else."""
     given = part if isinstance(part, list) else []
     return tuple(map(float, given)) if all(is_figure(one) for one in given) else ()
 
 
 def draw_calibration(found: Sequence[Calibration]) -> Figure | None:
-    """Mean label against mean prediction, with the line of perfect calibration."""
+    """Mean label against mean prediction, with the diagonal of perfect calibration."""
     if not found:
         return None
     most = max(max(*one.predicted, *one.observed) for one in found)
@@ -268,24 +268,24 @@ def draw_calibration(found: Sequence[Calibration]) -> Figure | None:
         (one.name, *(f"{100 * o - 100 * p:+.2f}" for p, o in zip(one.predicted, one.observed, strict=True))) for one in found
     )
     widest = max(len(row) for row in rows) - 1
-    headings = ("run", *(f"group {index + 1}" for index in range(widest)))
+    headings = ("run", *(f"bucket {index + 1}" for index in range(widest)))
     rows = tuple(row + ("",) * (widest + 1 - len(row)) for row in rows)
     return Figure(
         key="calibration",
         title="Calibration",
-        words="Examples of the last evaluation in groups by what was predicted: the predicted click rate of each and the observed one. Above the dotted line the model predicts too low."
+        words="Examples of the last evaluation in buckets by prediction: predicted against observed click rate. Above the dotted line, predictions are too low."
         + _newest(found),
         traces=traces,
         layout=layout(
             axis("mean prediction", tickformat=".0%", rangemode="tozero"),
             axis("mean label", tickformat=".0%", rangemode="tozero"),
         ),
-        table=TextTable("Observed less predicted, percentage points", headings, rows),
+        table=TextTable("Observed minus predicted, percentage points", headings, rows),
     )
 
 
 def speed_curves(runs: Sequence[RunView]) -> list[MetricCurve]:
-    """Samples per second over the course of runs."""
+    """Samples per second during runs."""
     found = [curve(run, "train", "samples_per_s") for run in runs[:MAX_RUNS]]
     return [one for one in found if len(one.steps) > 1]
 
@@ -317,14 +317,13 @@ def draw_speed(curves: Sequence[MetricCurve]) -> Figure | None:
     )
     return Figure(
         key="speed",
-        title="Throughput as training goes on",
-        words="Samples per second since the start, at each line of the event file; the first steps compile kernels."
-        + _newest(curves),
+        title="Throughput during training",
+        words="Samples per second since the start, per event; the first steps compile kernels." + _newest(curves),
         traces=traces,
         layout=layout(axis("step", rangemode="tozero"), up),
-        table=TextTable("Samples a second", ("run", "lowest", "last", "highest"), rows),
+        table=TextTable("Samples per second", ("run", "lowest", "last", "highest"), rows),
     )
 
 
 def _newest(shown: Sequence[object]) -> str:
-    return f" The {MAX_RUNS} newest runs are drawn." if len(shown) == MAX_RUNS else ""
+    return f" Only the {MAX_RUNS} newest runs are drawn." if len(shown) == MAX_RUNS else ""

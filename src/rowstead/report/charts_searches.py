@@ -1,4 +1,4 @@
-"""Figures of searches and of quality studies: history, importance and the front of a search; effects with their intervals."""
+"""Charts of searches (history, importance, Pareto front) and of quality studies (effects with confidence intervals)."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from rowstead.report.theme import Figure, axis, color, figure_text, horizontal_b
 
 MAX_TRIALS = 2_000
 TOLERANCE = 0.001
-"""Relative rise of NE that is not tolerable, where a study does not say otherwise."""
+"""Default tolerance: a larger relative increase of NE is a regression."""
 CONFIDENCE = 0.95
-"""Of intervals, where a study does not say otherwise."""
+"""Default confidence level of intervals."""
 
 
-def draw_search(name: str, entries: Sequence[StoreEntry], places: Sequence[str]) -> list[Figure]:
-    """History, importance, and quality against speed; nothing before a trial has ended well, and fast enough where that was asked."""
-    trials = trial_history(entries, samples_per_s=wishes(name, places).get("samples_per_s"))
+def draw_search(name: str, entries: Sequence[StoreEntry], paths: Sequence[str]) -> list[Figure]:
+    """Draw history, importance and quality against speed; empty if no trial finished at the required speed."""
+    trials = trial_history(entries, samples_per_s=read_requirements(name, paths).get("samples_per_s"))
     if not any(trial.counts for trial in trials):
         return []
     figures = [draw_history(name, trials)]
-    shares = importance(name, places)
+    shares = read_importance(name, paths)
     if shares:
         figures.append(draw_importance(name, shares))
     timed = [trial for trial in trials if trial.counts and trial.samples_per_s is not None]
@@ -34,16 +34,16 @@ def draw_search(name: str, entries: Sequence[StoreEntry], places: Sequence[str])
     return figures
 
 
-def _mostly(values: Sequence[float]) -> list[float]:
-    """A range that shows the better nine tenths: what went astray would squeeze the others flat."""
+def _range_without_outliers(values: Sequence[float]) -> list[float]:
+    """An axis range for the best 90 % of the values: outliers would flatten the rest."""
     ordered = sorted(values)
     high = ordered[math.ceil(0.9 * (len(ordered) - 1))]
-    room = 0.08 * (high - ordered[0]) or 0.001
-    return [ordered[0] - room, high + room]
+    margin = 0.08 * (high - ordered[0]) or 0.001
+    return [ordered[0] - margin, high + margin]
 
 
 def draw_history(name: str, trials: Sequence[Trial]) -> Figure:
-    """Objective by trial, and the best so far."""
+    """The objective by trial, and the best so far."""
     whole = [trial for trial in trials if trial.counts and trial.objective is not None]
     kept = thinned(whole, MAX_TRIALS)
     numbers, values = [trial.number for trial in kept], [float(trial.objective or 0.0) for trial in kept]
@@ -52,47 +52,47 @@ def draw_history(name: str, trials: Sequence[Trial]) -> Figure:
     steps = lines("best so far", numbers, best, 1, mode="lines", hovertemplate="after trial %{x}<br>%{y:.5~g}<extra></extra>")
     steps["line"] = {"color": color(1), "width": 2, "shape": "hv"}
     not_counted = len(trials) - len(whole)
-    left_out = sum(value > _mostly(values)[1] for value in values)
-    above = f" Above the figure: {left_out}." if left_out else ""
-    lost = f" Pruned, failed or too slow, and not counted: {not_counted:,}." if not_counted else ""
-    rows = (("first", figure_text(values[0])), ("best", figure_text(min(values))), ("trials that count", f"{len(whole):,}"))
+    left_out = sum(value > _range_without_outliers(values)[1] for value in values)
+    above = f" {left_out:,} above the range of the chart." if left_out else ""
+    lost = f" {not_counted:,} pruned, failed or too slow, not drawn." if not_counted else ""
+    rows = (("first", figure_text(values[0])), ("best", figure_text(min(values))), ("trials", f"{len(whole):,}"))
     return Figure(
         key=f"{name}-history",
-        title="History of the search",
-        words="Objective of each trial, lower is better." + lost + above,
+        title="Optimization history",
+        words="Objective value of each trial; lower is better." + lost + above,
         traces=[points, steps],
-        layout=layout(axis("trial"), axis("objective", range=_mostly(values))),
+        layout=layout(axis("trial"), axis("objective", range=_range_without_outliers(values))),
         table=TextTable("Search", ("", "value"), rows),
     )
 
 
-def importance(name: str, places: Sequence[str]) -> dict[str, float]:
-    """What the search wrote down about which parameters mattered; nothing where it did not."""
-    return next((found for folder in _folders(name, places) if (found := importance_in(folder))), {})
+def read_importance(name: str, paths: Sequence[str]) -> dict[str, float]:
+    """Read the parameter importances that the search saved; empty if there are none."""
+    return next((found for folder in _study_folders(name, paths) if (found := importance_in(folder))), {})
 
 
-def wishes(name: str, places: Sequence[str]) -> dict[str, float]:
-    """What was asked of a study beyond what its records say; nothing where that is not known."""
-    return next((found for folder in _folders(name, places) if (found := wishes_in(folder))), {})
+def read_requirements(name: str, paths: Sequence[str]) -> dict[str, float]:
+    """Read the requirements of a study, such as its tolerance; empty if unknown."""
+    return next((found for folder in _study_folders(name, paths) if (found := wishes_in(folder))), {})
 
 
-def _folders(name: str, places: Sequence[str]) -> list[Path]:
-    """The folders that a study of this name has beside the stores; none for a name that would lead elsewhere."""
+def _study_folders(name: str, paths: Sequence[str]) -> list[Path]:
+    """The folders of a study next to the stores; empty for a name that is not a plain folder name."""
     if not name or any(c in name for c in "/\\\0") or name.startswith("."):
         return []
-    stores = [Path(index).parent if Path(index).is_file() else Path(index) for index in places]
+    stores = [Path(path).parent if Path(path).is_file() else Path(path) for path in paths]
     return [store / "studies" / name for store in stores]
 
 
 def draw_importance(name: str, shares: dict[str, float]) -> Figure:
-    """Bars, the most important first."""
+    """Bars, most important first."""
     falling = sorted(shares.items(), key=lambda one: -one[1])
     names, widths = labels(key for key, _ in falling), [share for _, share in falling]
     trace = horizontal_bars("importance", widths, names, 0, hovertemplate="%{y}: %{x:.0%}<extra></extra>")
     return Figure(
         key=f"{name}-importance",
-        title="Which parameters mattered",
-        words="The share of the spread of the objective that each parameter explains.",
+        title="Parameter importance",
+        words="Relative importance of each parameter for the objective (PED-ANOVA).",
         traces=[trace],
         layout=layout(
             axis("importance", tickformat=".0%", rangemode="tozero"), axis("", autorange="reversed", type="category")
@@ -103,21 +103,21 @@ def draw_importance(name: str, shares: dict[str, float]) -> Figure:
 
 
 def draw_front(name: str, trials: Sequence[Trial]) -> Figure:
-    """Quality against speed, and the trials that none beats in both."""
+    """Quality against speed, and the Pareto front."""
     best = pareto_front(trials)
     on_front = {trial.number for trial in best}
     others = thinned([trial for trial in trials if trial.number not in on_front], MAX_TRIALS)
     hover = "%{x:.3s} samples/s<br>%{y:.5f}<extra></extra>"
     traces = [
         lines(
-            "beaten in both",
+            "dominated",
             [t.samples_per_s for t in others],
             [t.objective for t in others],
             7,
             mode="markers",
             hovertemplate=hover,
         ),
-        lines("front", [t.samples_per_s for t in best], [t.objective for t in best], 0, hovertemplate=hover),
+        lines("Pareto front", [t.samples_per_s for t in best], [t.objective for t in best], 0, hovertemplate=hover),
     ]
     rows = tuple(
         (f"trial {t.number}", figure_text(t.samples_per_s), figure_text(t.objective), *_parameters(t, trials[0])) for t in best
@@ -126,10 +126,10 @@ def draw_front(name: str, trials: Sequence[Trial]) -> Figure:
     return Figure(
         key=f"{name}-front",
         title="Quality against speed",
-        words="Each point is a trial. On the front no other trial is both faster and better.",
+        words="Each point is a trial. No trial is both faster and better than one on the Pareto front.",
         traces=traces,
-        layout=layout(axis("samples/s", exponentformat="SI"), axis("objective", range=_mostly(every))),
-        table=TextTable("The front", ("", "samples/s", "objective", *trials[0].parameters), rows),
+        layout=layout(axis("samples/s", exponentformat="SI"), axis("objective", range=_range_without_outliers(every))),
+        table=TextTable("Pareto front", ("", "samples/s", "objective", *trials[0].parameters), rows),
     )
 
 
@@ -142,7 +142,7 @@ WORDS = {
     "regression": "worse than tolerated",
     "within": "within tolerance",
     "better": "better",
-    "open": "not decided at so few seeds",
+    "open": "undecided, needs more seeds",
     "baseline": "baseline",
 }
 
@@ -150,7 +150,7 @@ WORDS = {
 def draw_effects(
     name: str, entries: Sequence[StoreEntry], *, tolerance: float = TOLERANCE, confidence: float = CONFIDENCE
 ) -> Figure | None:
-    """Changes of NE with their intervals, beside the tolerance."""
+    """Changes of NE with confidence intervals and the tolerance."""
     effects = quality_effects(entries, tolerance=tolerance, confidence=confidence)
     found = [one for one in effects if one.change is not None and one.verdict != "baseline"]
     if not found:
@@ -181,8 +181,8 @@ def draw_effects(
     )
     return Figure(
         key=f"{name}-effects",
-        title="What changes do to NE",
-        words=f"Relative change of NE against the baseline over paired seeds, with {100 * confidence:g} % intervals. Right of the dotted line is a regression that is not tolerable.",
+        title="Effect on NE",
+        words=f"Relative change of NE against the baseline over paired seeds, with {100 * confidence:g} % confidence intervals. Right of the dotted line is a regression beyond the tolerance.",
         traces=[trace],
         layout=layout(
             axis("change of NE, %", zeroline=True, zerolinecolor="@quiet"),

@@ -1,4 +1,4 @@
-"""What a report is made from: the records of a store and the folders of runs, as far as they can be read."""
+"""The inputs of a report: records of stores and run folders, without unreadable ones."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from rowstead.spec.run import RunSpec
 
 @dataclass(frozen=True)
 class RunView:
-    """One run's folder as a report sees it; what is missing or broken is absent."""
+    """A read-only view of a run folder; missing or broken parts are empty."""
 
     folder: RunFolder
     entry: StoreEntry | None
-    """None where the run has not finished."""
+    """None if the run has not finished."""
 
     @property
     def name(self) -> str:
@@ -48,7 +48,7 @@ class RunView:
 
     @functools.cached_property
     def placement(self) -> list[dict[str, Any]]:
-        """The decisions about tables, as the run wrote them down."""
+        """The placement of tables that the run saved."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             plain = json.loads((self.folder.path / "placement.json").read_text())
             return [dict(table) for table in plain["tables"] if isinstance(table["name"], str)]
@@ -63,9 +63,9 @@ class ReportInputs:
     """The inputs of a report."""
 
     runs: tuple[RunView, ...]
-    """The newest first."""
+    """Newest first."""
     contents: Contents
-    places: tuple[str, ...]
+    paths: tuple[str, ...]
     """The paths that were read."""
 
     @property
@@ -74,48 +74,48 @@ class ReportInputs:
 
 
 def gather(paths: Iterable[Path | str], *, root: Path | str = "runs") -> ReportInputs:
-    """Runs by name or folder, whole stores, and files of records, all together."""
+    """Collect runs (by name or folder), whole stores and record files."""
     runs: dict[str, RunView] = {}
     entries: dict[tuple[str, str], StoreEntry] = {}
     unfinished: list[str] = []
-    num_bad, places = 0, []
+    num_bad, read = 0, []
     for path in paths:
         given = Path(path)
-        places.append(str(path))
+        read.append(str(path))
         if given.is_file():
-            found, bad = _of_file(given)
+            found, bad = _read_file(given)
             num_bad += bad
-            entries |= {_own(one): one for one in found}
+            entries |= {_entry_key(one): one for one in found}
         elif (given / "spec.yaml").is_file() or not given.is_dir():
             folder = RunFolder(given) if (given / "spec.yaml").is_file() else RunFolder.open(str(path), root)
             found, bad = entries_of(folder)
             num_bad += bad
             runs.setdefault(str(folder.path.resolve()), RunView(folder, next((one for one in found if one.is_measured), None)))
-            entries = {_own(one): one for one in found} | entries
+            entries = {_entry_key(one): one for one in found} | entries
         else:
             contents = RunStore(given).read()
             num_bad += contents.num_bad_lines
             unfinished += contents.unfinished
-            entries |= {_own(one): one for one in contents.entries}
+            entries |= {_entry_key(one): one for one in contents.entries}
             of_folder = {one.folder: one for one in contents.entries if one.source == "run" and one.is_measured}
             for folder in runs_in(given):
                 runs.setdefault(str(folder.path.resolve()), RunView(folder, of_folder.get(str(folder.path))))
     if not runs and not entries:
-        where = ", ".join(places) or "nowhere"
-        raise RowsteadError(f"there is nothing to report in {where}: `rowstead train` and `rowstead sweep` make records")
+        where = ", ".join(read) or "no path"
+        raise RowsteadError(f"no records in {where}: `rowstead train` and `rowstead sweep` write them")
     newest_first = sorted(runs.values(), key=lambda run: run.entry.record.date if run.entry else "9999", reverse=True)
     contents = Contents(entries=tuple(entries.values()), num_bad_lines=num_bad, unfinished=tuple(unfinished))
-    return ReportInputs(runs=tuple(newest_first), contents=contents, places=tuple(places))
+    return ReportInputs(runs=tuple(newest_first), contents=contents, paths=tuple(read))
 
 
-def _own(entry: StoreEntry) -> tuple[str, str]:
-    """Tells an entry from others, also from a run of the same name under another root; equal lines are one entry."""
+def _entry_key(entry: StoreEntry) -> tuple[str, str]:
+    """Key of an entry, distinct for runs of the same name under different roots; equal lines are one entry."""
     return ("" if entry.folder is None else os.path.abspath(entry.folder), entry.id)
 
 
-def _of_file(path: Path) -> tuple[list[StoreEntry], int]:
+def _read_file(path: Path) -> tuple[list[StoreEntry], int]:
     if path.suffix not in (".jsonl", ".json"):
-        raise RowsteadError(f"{path} is no file of records: give {FILE}, a run's folder, or a folder of runs")
+        raise RowsteadError(f"{path} is not a record file: pass {FILE}, a run folder, or a folder of runs")
     try:
         lines = [line for line in path.read_bytes().split(b"\n") if line.strip()]
     except OSError as error:

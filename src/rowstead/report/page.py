@@ -1,4 +1,4 @@
-"""The report: records and runs as one self-contained page, section by section, each only where there is something to show."""
+"""The report: records and runs as one self-contained page; empty sections are omitted."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ FIGURES = {
     "train_s": "seconds",
     "peak_memory_bytes": "peak bytes",
 }
-"""Of runs, in the table at the top."""
+"""Metrics in the table of runs."""
 MAX_SURFACES = 4
 MAX_RECIPES_READ = 64
-"""Runs, the newest, whose recipes are looked through for their tables: reading one takes some milliseconds."""
+"""Number of newest runs whose recipes are read for their tables: each takes some milliseconds."""
 RATIOS = (("predicted: bigbasin-32", "predicted: cpu-2s"),)
-"""Machines that the study of the paper compares."""
+"""Machines that the paper compares."""
 PAPER = {
-    "fig5": "Fig. 5 of the study: how much of their machines runs use",
+    "fig5": "Fig. 5 of the study: utilization of machines",
     "fig9": "Fig. 9: how many servers models take",
     "fig10": "Fig. 10: throughput over dense and sparse features",
     "fig11": "Fig. 11: throughput over batch size",
@@ -43,45 +43,42 @@ PAPER = {
     "fig14": "Fig. 14: placements of tables",
     "fig15": "Fig. 15: quality over batch size",
 }
-"""What the shipped sweeps are about."""
+"""Descriptions of the shipped sweeps."""
 
 
 def report_page(paths: Iterable[Path | str], *, root: Path | str = "runs", title: str | None = None) -> str:
-    """The report of some runs, stores and files of records."""
+    """Build the report of runs, stores and record files."""
     return page_from(gather(paths, root=root), title=title)
 
 
-def page_from(material: ReportInputs, *, title: str | None = None) -> str:
-    """The report of what was gathered."""
-    sections = sections_of(material)
+def page_from(inputs: ReportInputs, *, title: str | None = None) -> str:
+    """Build the report from its inputs."""
+    sections = sections_of(inputs)
     when = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    lead = f"{_counted(material)} · {when}"
+    lead = f"{_summarize(inputs)} · {when}"
     return page_of(
-        title or "rowstead report",
-        lead,
-        sections,
-        foot="Made by rowstead report. It is self-contained: it makes no network requests.",
+        title or "rowstead report", lead, sections, foot="Made by rowstead report. This page makes no network requests."
     )
 
 
-def figures_of(material: ReportInputs) -> list[Figure]:
-    """Every figure of the report, for files of their own."""
-    return [figure for section in sections_of(material) for figure in section.figures]
+def figures_of(inputs: ReportInputs) -> list[Figure]:
+    """All figures of the report."""
+    return [figure for section in sections_of(inputs) for figure in section.figures]
 
 
-def sections_of(material: ReportInputs) -> list[Section]:
-    """The sections that have something to show."""
-    studies = sorted(material.contents.studies.items(), key=lambda one: _in_order(one[0]))
-    made = [overview(material), *_of_runs(material.runs), _of_forecasts(material.entries)]
-    made += [_of_study(name, material) for name, source in studies if source in ("sweep", "plan")]
-    made += [_of_search(name, material) for name, source in studies if source == "trial"]
-    made += [_of_quality(name, material) for name, source in studies if source == "quality"]
-    made += [_of_tables(material.runs), _of_efficiency(material.entries)]
-    return _few_surfaces([one for one in made if one.figures or one.tables or one.blocks])
+def sections_of(inputs: ReportInputs) -> list[Section]:
+    """The non-empty sections."""
+    studies = sorted(inputs.contents.studies.items(), key=lambda one: _natural_key(one[0]))
+    made = [overview(inputs), *_run_sections(inputs.runs), _prediction_section(inputs.entries)]
+    made += [_study_section(name, inputs) for name, source in studies if source in ("sweep", "plan")]
+    made += [_search_section(name, inputs) for name, source in studies if source == "trial"]
+    made += [_quality_section(name, inputs) for name, source in studies if source == "quality"]
+    made += [_tables_section(inputs.runs), _efficiency_section(inputs.entries)]
+    return _limit_surfaces([one for one in made if one.figures or one.tables or one.blocks])
 
 
-def _few_surfaces(sections: Sequence[Section]) -> list[Section]:
-    """The sections with no more surfaces than a browser can show at once; the heat maps beside them have the same numbers."""
+def _limit_surfaces(sections: Sequence[Section]) -> list[Section]:
+    """Drop surfaces beyond what a browser can show at once; the heat maps show the same numbers."""
     left, made = MAX_SURFACES, []
     for section in sections:
         kept = []
@@ -94,13 +91,13 @@ def _few_surfaces(sections: Sequence[Section]) -> list[Section]:
     return made
 
 
-def _in_order(name: str) -> list[tuple[int, str]]:
-    """Names in the order in which people count: fig9 before fig10."""
+def _natural_key(name: str) -> list[tuple[int, str]]:
+    """Natural sort key: fig9 before fig10."""
     return [(int(part), "") if part.isdigit() and part.isascii() else (0, part) for part in re.split(r"(\d+)", name)]
 
 
-def _counted(material: ReportInputs) -> str:
-    runs, entries = len(material.runs), newest(material.entries)
+def _summarize(inputs: ReportInputs) -> str:
+    runs, entries = len(inputs.runs), newest(inputs.entries)
     measured = sum(entry.is_measured for entry in entries)
     parts = [
         f"{runs:,} run{'s' if runs != 1 else ''}",
@@ -108,15 +105,15 @@ def _counted(material: ReportInputs) -> str:
     ]
     failed = sum(entry.has_failed for entry in entries)
     parts += [f"{failed:,} failed"] if failed else []
-    bad = material.contents.num_bad_lines
+    bad = inputs.contents.num_bad_lines
     parts += [f"{bad:,} line{'s' if bad != 1 else ''} could not be read"] if bad else []
     return ", ".join(parts)
 
 
-def overview(material: ReportInputs) -> Section:
-    """The newest run in large figures, and all runs in a table."""
+def overview(inputs: ReportInputs) -> Section:
+    """The newest run as cards, and all runs in a table."""
     blocks = []
-    finished = [run for run in material.runs if run.entry is not None]
+    finished = [run for run in inputs.runs if run.entry is not None]
     if finished:
         last = finished[0]
         figures = last.figures
@@ -132,20 +129,20 @@ def overview(material: ReportInputs) -> Section:
             cards.append(("waiting for data", f"{figures['reading_held_up_share']:.0%}", "of the time"))
         blocks.append(cards_html(cards))
     tables = []
-    if material.runs:
-        shown = [key for key in FIGURES if any(key in run.figures for run in material.runs)]
+    if inputs.runs:
+        shown = [key for key in FIGURES if any(key in run.figures for run in inputs.runs)]
         rows = tuple(
             (
                 run.name,
                 run.entry.record.date[:16].replace("T", " ") if run.entry else "not finished",
                 *(figure_text(run.figures.get(key)) for key in shown),
             )
-            for run in material.runs
+            for run in inputs.runs
         )
         tables.append(TextTable("Runs", ("run", "date", *(FIGURES[key] for key in shown)), rows))
-    studies = material.contents.studies
+    studies = inputs.contents.studies
     if studies:
-        rows = tuple(_study_row(name, source, newest(material.contents.of(study=name))) for name, source in studies.items())
+        rows = tuple(_study_row(name, source, newest(inputs.contents.of(study=name))) for name, source in studies.items())
         tables.append(TextTable("Studies", ("study", "kind", "measured", "predicted", "failed"), rows))
     return Section(key="overview", title="Overview", blocks=blocks, tables=tables)
 
@@ -156,7 +153,7 @@ def _study_row(name: str, source: str, entries: Sequence[StoreEntry]) -> tuple[s
     return name, source, f"{measured:,}", f"{len(entries) - measured:,}", f"{failed:,}"
 
 
-def _of_runs(runs: Sequence[RunView]) -> list[Section]:
+def _run_sections(runs: Sequence[RunView]) -> list[Section]:
     spent = charts_runs.times_spent(runs[: 4 * charts_runs.MAX_RUNS])
     time = [
         charts_runs.draw_steps(spent),
@@ -168,32 +165,32 @@ def _of_runs(runs: Sequence[RunView]) -> list[Section]:
         charts_runs.draw_calibration(charts_runs.calibrations(runs)),
     ]
     return [
-        Section(key="time", title="Steps and time", figures=_there(time)),
-        Section(key="quality", title="Quality", figures=_there(quality)),
+        Section(key="time", title="Steps and time", figures=_drawn(time)),
+        Section(key="quality", title="Quality", figures=_drawn(quality)),
     ]
 
 
-def _there(figures: Iterable[Figure | None]) -> list[Figure]:
+def _drawn(figures: Iterable[Figure | None]) -> list[Figure]:
     return [figure for figure in figures if figure is not None]
 
 
-def _of_forecasts(entries: Sequence[StoreEntry]) -> Section:
+def _prediction_section(entries: Sequence[StoreEntry]) -> Section:
     figure = charts_predictions.draw_pairs(charts_predictions.pairs(entries))
-    return Section(key="prediction", title="Predicted against measured", figures=_there([figure]))
+    return Section(key="prediction", title="Predicted against measured", figures=_drawn([figure]))
 
 
-def _of_study(name: str, material: ReportInputs) -> Section:
-    entries = newest(material.contents.of(study=name))
+def _study_section(name: str, inputs: ReportInputs) -> Section:
+    entries = newest(inputs.contents.of(study=name))
     figures: list[Figure] = []
     for number, grid in enumerate(charts_studies.grids_in(entries), start=1):
-        figures += _of_grid(name if number == 1 else f"{name}, grid {number}", grid)
+        figures += _grid_figures(name if number == 1 else f"{name}, grid {number}", grid)
     about = PAPER.get(name.removesuffix("-quick"), "")
-    tables = _failures("Points that failed", entries)
+    tables = _failures("Failed points", entries)
     return Section(key=f"study-{name}", title=f"Sweep {name}", words=about, figures=figures, tables=tables)
 
 
-def _of_grid(name: str, entries: Sequence[StoreEntry]) -> list[Figure]:
-    """Speed over the axes that some entries have in common, and quality where it was measured."""
+def _grid_figures(name: str, entries: Sequence[StoreEntry]) -> list[Figure]:
+    """Throughput over the axes of a grid, and quality if it was measured."""
     figures: list[Figure] = []
     study = charts_studies.study_of(name, entries)
     if study is not None:
@@ -202,9 +199,9 @@ def _of_grid(name: str, entries: Sequence[StoreEntry]) -> list[Figure]:
             ratio = charts_studies.ratio_of(study, over, under) if len(study.axes) == 2 and not study.is_population else None
             figures += charts_studies.draw_heat(ratio) if ratio is not None else []
         if study.is_population:
-            figures += _there([charts_populations.draw_uses(name, charts_populations.uses(entries))])
+            figures += _drawn([charts_populations.draw_uses(name, charts_populations.uses(entries))])
             predicted = [one for one in entries if not one.is_measured and one.record.machine.get("name") != HERE]
-            figures += _there([charts_populations.draw_counts(name, charts_populations.server_counts(predicted))])
+            figures += _drawn([charts_populations.draw_counts(name, charts_populations.server_counts(predicted))])
     for figure in ("ne_expected", "ne"):
         study = charts_studies.study_of(name, entries, figure)
         if study is not None:
@@ -213,7 +210,7 @@ def _of_grid(name: str, entries: Sequence[StoreEntry]) -> list[Figure]:
 
 
 def _failures(title: str, entries: Sequence[StoreEntry]) -> list[TextTable]:
-    """Where something failed, and why; nothing where all went well."""
+    """A table of failures with their reasons; empty if nothing failed."""
     lost = [entry for entry in entries if entry.has_failed]
     failed = [(_axes(entry) or entry.point or "", str(entry.seed or ""), entry.failure or "") for entry in lost]
     return [TextTable(title, ("where", "seed", "why"), tuple(failed))] if failed else []
@@ -223,30 +220,30 @@ def _axes(entry: StoreEntry) -> str:
     return ", ".join(f"{name} {charts_studies.words_of(value)}" for name, value in entry.axes.items())
 
 
-def _of_search(name: str, material: ReportInputs) -> Section:
-    entries = material.contents.of(study=name, source="trial")
+def _search_section(name: str, inputs: ReportInputs) -> Section:
+    entries = inputs.contents.of(study=name, source="trial")
     return Section(
         key=f"search-{name}",
         title=f"Search {name}",
-        figures=charts_searches.draw_search(name, entries, material.places),
-        tables=_failures("Trials that failed", entries),
+        figures=charts_searches.draw_search(name, entries, inputs.paths),
+        tables=_failures("Failed trials", entries),
     )
 
 
-def _of_quality(name: str, material: ReportInputs) -> Section:
-    entries = newest(material.contents.of(study=name, source="quality"))
-    asked = charts_searches.wishes(name, material.places)
+def _quality_section(name: str, inputs: ReportInputs) -> Section:
+    entries = newest(inputs.contents.of(study=name, source="quality"))
+    required = charts_searches.read_requirements(name, inputs.paths)
     figure = charts_searches.draw_effects(
         name,
         entries,
-        tolerance=asked.get("tolerance", charts_searches.TOLERANCE),
-        confidence=asked.get("confidence", charts_searches.CONFIDENCE),
+        tolerance=required.get("tolerance", charts_searches.TOLERANCE),
+        confidence=required.get("confidence", charts_searches.CONFIDENCE),
     )
-    tables = _failures("Runs that failed", entries)
-    return Section(key=f"quality-{name}", title=f"Quality study {name}", figures=_there([figure]), tables=tables)
+    tables = _failures("Failed runs", entries)
+    return Section(key=f"quality-{name}", title=f"Quality study {name}", figures=_drawn([figure]), tables=tables)
 
 
-def _of_tables(runs: Sequence[RunView]) -> Section:
+def _tables_section(runs: Sequence[RunView]) -> Section:
     by_recipe: dict[str, RunView] = {}
     for run in runs[:MAX_RECIPES_READ]:
         if run.spec is not None and run.spec.features.sparse:
@@ -258,9 +255,9 @@ def _of_tables(runs: Sequence[RunView]) -> Section:
     for run in list(by_recipe.values())[:1]:
         tables = charts_tables.placed_tables(run)
         figures += [charts_tables.draw_placement(run.name, tables, by=by) for by in ("memory", "traffic")]
-    return Section(key="tables", title="Features and tables", figures=_there(figures))
+    return Section(key="tables", title="Features and tables", figures=_drawn(figures))
 
 
-def _of_efficiency(entries: Sequence[StoreEntry]) -> Section:
+def _efficiency_section(entries: Sequence[StoreEntry]) -> Section:
     figure = charts_predictions.draw_efficiency(charts_predictions.efficiencies(entries))
-    return Section(key="efficiency", title="Efficiency per watt", figures=_there([figure]))
+    return Section(key="efficiency", title="Efficiency per watt", figures=_drawn([figure]))

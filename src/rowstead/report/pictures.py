@@ -1,4 +1,4 @@
-"""Figures as files of their own. Plotly draws them in a browser that Kaleido starts; both are optional."""
+"""Writes figures as image files with Kaleido and a browser; both are optional."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ WIDTH, PIXELS_PER_REM = 900, 16
 
 
 def write_pictures(figures: Sequence[Figure], folder: Path, *, kind: Literal["svg", "png"] = "svg") -> list[Path]:
-    """Each figure as `KEY.svg` or `KEY.png`, by day's colours on white."""
+    """Write each figure as an SVG or PNG file in the light theme on white."""
     if importlib.util.find_spec("kaleido") is None:
         raise RowsteadError(
-            "figures as files need Kaleido and a Chrome or Chromium: pip install 'rowstead[pictures]', and see that "
-            "`chromium` is installed. The page itself needs neither: its figures can be saved as SVG with a click"
+            "writing figures needs Kaleido and Chrome or Chromium: pip install 'rowstead[pictures]' and install "
+            "`chromium`. Without them, open the report and save a figure with its SVG button"
         )
     import kaleido
 
     folder.mkdir(parents=True, exist_ok=True)
-    files = [folder / f"{_file_name(figure.key, place)}.{kind}" for place, figure in enumerate(figures)]
+    files = [folder / f"{_file_name(figure.key, index)}.{kind}" for index, figure in enumerate(figures)]
     wanted = [
         {
             "fig": _on_white(figure),
@@ -39,7 +39,7 @@ def write_pictures(figures: Sequence[Figure], folder: Path, *, kind: Literal["sv
     ]
     try:
         kaleido.write_fig_from_object_sync(wanted, cancel_on_error=True)
-    except Exception as error:  # whatever the browser has to say
+    except Exception as error:  # any error of the browser
         raise RowsteadError(f"the browser could not draw the figures: {error or type(error).__name__}") from None
     return files
 
@@ -50,7 +50,7 @@ def _on_white(figure: Figure) -> dict[str, object]:
     return plain
 
 
-def _file_name(key: str, place: int) -> str:
-    """A name that is safe on any disk, and nobody else's."""
+def _file_name(key: str, index: int) -> str:
+    """A unique name that is safe on any file system."""
     plain = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "-" for c in key).strip(".-")[:80]
-    return f"{place:02d}-{plain or 'figure'}"
+    return f"{index:02d}-{plain or 'figure'}"

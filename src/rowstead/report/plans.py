@@ -33,7 +33,7 @@ class PlanReport:
     """The options that affect the answer; None where one was not given."""
     needs: Requirements | None
     notes: list[str]
-    """Remarks about the machines, one line each."""
+    """Notes about the machines, one line per note."""
 
     @property
     def best(self) -> list[Prediction]:

@@ -1,4 +1,4 @@
-"""What all figures of a report have in common: their shape, palette, axes, and how names become harmless labels."""
+"""Shared parts of all charts: the Figure class, palettes, axes, traces and escaped labels."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 from rowstead.report.describe import TextTable
 
 MAX_LABEL = 48
-"""Characters of a name that a figure shows; the tables beneath have more of it."""
+"""Maximum number of characters of a name in a figure; tables show more."""
 NUM_COLORS = 8
 MAX_SPREAD = 1_000
-"""Points of a violin."""
+"""Maximum number of points of a violin."""
 
 LIGHT = {
     **{f"@{index}": color for index, color in enumerate(
@@ -25,7 +25,7 @@ LIGHT = {
     "@scale": [[0, "#eef3fb"], [0.25, "#b9cdf1"], [0.5, "#7ba0e3"], [0.75, "#3f6fd0"], [1, "#173a8a"]],
     "@against": [[0, "#a8410f"], [0.25, "#e6a27c"], [0.5, "#f3f4f6"], [0.75, "#8fb0ec"], [1, "#1c49ab"]],
 }  # fmt: skip
-"""Colours by day. A figure names colours by token, and the page puts in those of the reader's scheme."""
+"""Light palette. Figures use color tokens; the page replaces them by the viewer's color scheme."""
 DARK = {
     **{f"@{index}": color for index, color in enumerate(
         ("#82abff", "#ff9f6a", "#5fd0a8", "#c79bff", "#e6c04d", "#ff86b8", "#5fcbe0", "#aab2bc")
@@ -38,10 +38,10 @@ DARK = {
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """One figure: what it shows in words, its traces and layout as plotly's plain JSON, and the same numbers as a table."""
+    """A figure: description, traces and layout as plotly's JSON, and its data as a table."""
 
     key: str
-    """Identifies its file and its anchor on the page."""
+    """Name of its file and of its anchor on the page."""
     title: str
     words: str
     traces: Sequence[Mapping[str, Any]]
@@ -50,7 +50,7 @@ class Figure:
     height_rem: float = 24.0
 
     def plain(self, colors: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The figure as plotly takes it, with tokens for colours, or with the colours themselves."""
+        """The figure as plotly's JSON, with color tokens, or with the colors of a palette."""
         plain = {"data": [short(trace) for trace in self.traces], "layout": short(self.layout)}
         return plain if colors is None else _colored(plain, colors)
 
@@ -69,14 +69,14 @@ def color(index: int) -> str:
 
 
 def label(text: object, most: int = MAX_LABEL) -> str:
-    """Any name as text that plotly shows and never takes for markup or for a colour's token."""
+    """Escape a name so that plotly never reads it as markup or as a color token."""
     plain = "".join(c if c.isprintable() else "�" for c in str(text))
     plain = plain if len(plain) <= most else plain[: most - 1] + "…"
     return html.escape("\N{ZERO WIDTH SPACE}" + plain if plain.startswith("@") else plain)
 
 
 def labels(names: Iterable[object], most: int = MAX_LABEL) -> list[str]:
-    """Names as labels that stay different: those that were cut alike are numbered."""
+    """Names as distinct labels: equal ones after truncation are numbered."""
     found: dict[str, int] = {}
     made = []
     for name in names:
@@ -87,7 +87,7 @@ def labels(names: Iterable[object], most: int = MAX_LABEL) -> list[str]:
 
 
 def short(value: Any) -> Any:
-    """Numbers in six digits, for a small page; what is no finite number is null."""
+    """Round numbers to six digits for a small page; numbers that are not finite become None."""
     if isinstance(value, bool) or value is None or isinstance(value, (str, int)):
         return value
     if isinstance(value, float):
@@ -98,8 +98,8 @@ def short(value: Any) -> Any:
 
 
 def script_json(value: Any) -> str:
-    """JSON that is safe inside a script: nothing in it can end the script or its lines."""
-    text = json.dumps(value, allow_nan=False)  # ASCII: line separators of Unicode are escapes already
+    """JSON that is safe inside a script element."""
+    text = json.dumps(value, allow_nan=False)  # ASCII: Unicode line separators are escaped
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
@@ -116,12 +116,12 @@ def axis(title: str, **options: Any) -> dict[str, Any]:
 
 
 def log_axis(title: str, values: Iterable[float], **options: Any) -> dict[str, Any]:
-    """A logarithmic axis with room around the values, and ticks at 1, 2 and 5 where it spans little."""
+    """A log axis with a margin around the values; a short one has ticks at 1, 2 and 5."""
     positive = [value for value in values if value is not None and value > 0] or [1.0]
     low, high = math.log10(min(positive)), math.log10(max(positive))
-    room = max(0.06 * (high - low), 0.04)
+    margin = max(0.06 * (high - low), 0.04)
     ticks: Any = "D2" if high - low < 2.5 else 1
-    span = {"type": "log", "range": [low - room, high + room], "dtick": ticks, "exponentformat": "SI"}
+    span = {"type": "log", "range": [low - margin, high + margin], "dtick": ticks, "exponentformat": "SI"}
     return axis(title, **{**span, **options})
 
 
@@ -158,13 +158,13 @@ def bars(name: str, x: Sequence[Any], y: Sequence[Any], index: int, **options: A
 
 
 def horizontal_bars(name: str, x: Sequence[Any], y: Sequence[Any], index: int, **options: Any) -> dict[str, Any]:
-    """Bars from left to right, told apart by a line where they touch."""
+    """Horizontal bars, separated by a line."""
     edge = {"color": color(index), "line": {"color": "@card", "width": 1}}
     return bars(name, x, y, index, orientation="h", **{"marker": edge, **options})
 
 
 def violin(name: str, values: Sequence[float], index: int, **options: Any) -> dict[str, Any]:
-    """How values are spread, with each of them as a point, thinned evenly where there are many."""
+    """The distribution of values with their points, evenly thinned to `MAX_SPREAD`."""
     return {
         "type": "violin", "name": name, "y": thinned(sorted(values), MAX_SPREAD), "box": {"visible": True}, "points": "all", "jitter": 0.3,
         "line": {"color": color(index)}, "marker": {"size": 4, "opacity": 0.6}, "spanmode": "hard", **options,
@@ -174,7 +174,7 @@ def violin(name: str, values: Sequence[float], index: int, **options: Any) -> di
 def heat_map(
     x: Sequence[str], y: Sequence[str], z: Sequence[Sequence[float | None]], text: Sequence[Sequence[str]], **options: Any
 ) -> dict[str, Any]:
-    """Cells by value, with their numbers in them."""
+    """A heat map with a number in each cell."""
     return {
         "type": "heatmap", "x": list(x), "y": list(y), "z": z, "text": text, "texttemplate": "%{text}", "colorscale": "@scale",
         "showscale": False, "xgap": 2, "ygap": 2, **options,
@@ -182,7 +182,7 @@ def heat_map(
 
 
 def diagonal(name: str, low: float, high: float) -> dict[str, Any]:
-    """The line on which both sides are equal."""
+    """The line y = x."""
     line = {"color": "@quiet", "dash": "dot", "width": 1.5}
     return {
         "type": "scatter",
@@ -196,7 +196,7 @@ def diagonal(name: str, low: float, high: float) -> dict[str, Any]:
 
 
 def figure_text(value: float | None) -> str:
-    """A number of any size as people read it."""
+    """Format a number of any magnitude."""
     if value is None or not math.isfinite(value):
         return ""
     if abs(value) >= 1e6:
@@ -208,7 +208,7 @@ def figure_text(value: float | None) -> str:
 
 
 def thinned(items: Sequence[Any], most: int) -> list[Any]:
-    """At most so many of the items, evenly taken, the first and the last among them."""
+    """At most `most` items, evenly spaced, including the first and the last."""
     if len(items) <= most or most < 2:
         return list(items[:most])
     step = (len(items) - 1) / (most - 1)

@@ -1,4 +1,4 @@
-"""What processes take that share the cores of one machine, as the roles of a fleet do which is started there."""
+"""Measured costs of processes that share the cores of one machine, such as the roles of a local fleet."""
 
 from __future__ import annotations
 
@@ -12,50 +12,49 @@ from rowstead.spec.timings import InStep, LayerTimes
 
 @dataclass(frozen=True, kw_only=True)
 class MessageCost:
-    """Seconds of a core for messages between two processes: `call_s` for each, `id_s` for each id, `byte_s` for each byte."""
+    """Core seconds of messages between two processes: `call_s` per message, `id_s` per id, `byte_s` per byte."""
 
     call_s: float = 0.0
-    """However small it is."""
+    """Fixed cost per message."""
     id_s: float = 0.0
-    """One id of a batch: it is sorted by servers, packed and checked."""
+    """Cost per id: routing to its server, packing and checking."""
     byte_s: float = 0.0
-    """One byte of vectors or other numbers: it is copied, sent and received."""
+    """Cost per byte of payload: copying, sending and receiving."""
 
     def __post_init__(self) -> None:
         require_not_negative(self, "call_s", "id_s", "byte_s")
 
     def seconds(self, *, num_calls: float = 0.0, num_ids: float = 0.0, num_bytes: float = 0.0) -> float:
-        """Of so many messages with so much in them."""
+        """Total cost of messages."""
         return self.call_s * num_calls + self.id_s * num_ids + self.byte_s * num_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sharing:
-    """Processes of one thread each on one machine, and what they say to each other."""
+    """Costs of single-threaded processes on one machine and of their messages."""
 
     layers: LayerTimes
-    """Linear layers by one thread: small ones take what they take by all threads, and large ones as many times as long as there are cores."""
+    """Linear layers with one thread: small ones are as fast as with all threads, large ones slower by the number of cores."""
     dense: InStep
-    """The dense part of a step by one thread, over what these layers take alone, and the interaction by all threads."""
+    """The dense part of a step with one thread, relative to these layers in isolation and the interaction with all threads."""
     lookup: InStep
-    """Look-ups by one thread, over what they take by all threads that the machine was measured with."""
+    """Look-ups with one thread, relative to all threads that the machine was measured with."""
     update: InStep
     """Updates of rows, likewise."""
     dense_optimizer: InStep
     """The dense optimizer, likewise."""
     crowding: float
-    """How many times as long the work of one core takes when all others are busy too: caches and memory are everybody's."""
+    """Slowdown of one core when all others are busy: caches and memory bandwidth are shared."""
     asking: MessageCost
-    """What a trainer's thread does for the look-up and the update of a batch; bytes are those of pooled vectors and their gradients, calls those
-    of each server."""
+    """Work of a trainer's thread for look-up and update of a batch: bytes of pooled vectors and their gradients, one call per server."""
     answering: MessageCost
-    """What other threads of both processes do besides, the server's rows not counted, before an answer is there."""
+    """Work of the other threads of both processes until the reply arrives, without the server's row operations."""
     waiting_s: float
-    """For each request, until threads that wait are awake."""
+    """Wake-up latency of waiting threads, per request."""
     handing: MessageCost
-    """A message that is not touched on its way, as a batch from a reader: all threads of both ends."""
+    """A message that is passed on unchanged, such as a batch from a reader: all threads of both processes."""
     averaging: MessageCost
-    """An exchange of a trainer's dense parameters with the dense server, by their bytes: all threads of both ends."""
+    """An exchange of dense parameters with the dense server, by bytes: all threads of both processes."""
 
     def __post_init__(self) -> None:
         require(1 <= self.crowding < math.inf, "crowding", f"must be at least 1 and finite, got {self.crowding}")
