@@ -85,7 +85,7 @@ def test_a_row_counts_with_its_optimizers_state(kind: str, row_format: str, num_
     assert record_bytes(spec, 25, trains=False) == 25 * (4 if row_format == "fp32" else 2)
 
 
-def test_what_fits_goes_to_the_device() -> None:
+def test_tables_that_fit_go_to_the_device() -> None:
     placement = decide(spec_of(10_000, 20_000), on_cpu(3 * MB))
     assert [(table.where, table.device_bytes, table.why) for table in placement.tables] == [
         ("device", MB, "all fit"),
@@ -94,7 +94,7 @@ def test_what_fits_goes_to_the_device() -> None:
     assert placement_text(placement, has_gpu=False) == "tables: 2 tables, 3.0 MB in system memory (all fit)"
 
 
-def test_the_fastest_memory_goes_to_what_is_read_most_per_byte() -> None:
+def test_tables_read_most_per_byte_go_to_the_fastest_memory() -> None:
     spec = spec_of(100_000, 100_000, 100_000, folder=None)
     assert wheres(spec, on_gpu(15 * MB, 100 * MB), mean_ids=[1.0, 5.0, 2.0]) == ["cached", "device", "cached"]
     assert wheres(spec, on_gpu(15 * MB, 100 * MB), mean_ids=[9.0, 5.0, 2.0]) == ["device", "cached", "cached"]
@@ -109,19 +109,19 @@ def test_caches_keep_their_capacity_when_tables_move_to_faster_memory() -> None:
     assert [table.where for table in placement.tables] == ["device", "cached"]
 
 
-def test_tables_spread_over_memories_of_which_none_holds_all() -> None:
+def test_tables_are_spread_if_no_single_memory_holds_all() -> None:
     assert wheres(spec_of(100_000, 100_000, folder=None), on_gpu(15 * MB, 11 * MB)) == ["device", "cached"]
     placed = wheres(spec_of(*[100_000] * 4), on_gpu(15 * MB, 15 * MB, 100 * MB))
     assert sorted(placed) == ["cached", "device", "ssd", "ssd"]
 
 
-def test_caches_shrink_before_we_give_up() -> None:
+def test_caches_shrink_before_a_placement_is_refused() -> None:
     placement = decide(spec_of(100_000, 100_000), on_cpu(3 * MB, 100 * MB))
     assert {(table.where, table.cache_fraction) for table in placement.tables} == {("ssd", 0.05)}
     assert "5% of the rows are cached there, as many as fit" in placement.tables[0].why
 
 
-def test_a_recipe_has_its_way() -> None:
+def test_a_placement_in_the_recipe_is_kept() -> None:
     placement: PlacementSpec = {"t0": TablePlacementSpec(where="cached", cache_fraction=0.5), "t1": "host", "t2": "ssd"}
     cached, host, ssd, rest = decide(spec_of(*[10_000] * 4, placement=placement), on_gpu(100 * MB, 100 * MB, 100 * MB)).tables
     assert cached.cache_fraction == 0.5
@@ -134,7 +134,7 @@ def test_a_recipe_has_its_way() -> None:
     assert cached.why == "as the recipe says"
 
 
-def test_without_a_gpu_the_hosts_memory_is_the_devices() -> None:
+def test_without_a_gpu_device_memory_is_host_memory() -> None:
     (table,) = decide(spec_of(10_000, placement={"t0": "host"}), on_cpu(2 * MB)).tables
     assert table.where == "device"
     assert table.why == "no GPU: device memory is host memory"
@@ -146,7 +146,7 @@ def test_a_cache_counts_at_least_the_rows_of_the_batches_in_flight() -> None:
     assert table.host_bytes == 75_000 * (100 + SLOT_BYTES) + 100_000 * (MAP_BYTES + RECORD_BYTES)
 
 
-def test_processes_share_all_but_copies() -> None:
+def test_processes_shard_all_but_replicated_tables() -> None:
     spec = spec_of(10_000, 10_000, placement={"t1": TablePlacementSpec(shard="replicate")})
     first, copy = decide(spec, on_cpu(100 * MB), world_size=4, shards={"t0": "row", "t1": "table"}).tables
     assert (first.shard, first.device_bytes) == ("row", MB // 4)
@@ -170,7 +170,7 @@ def decided(spec: RunSpec, memories: Memories, mean_ids: list[float]) -> Placeme
     host=st.integers(0, 10 * MB),
     disk=st.sampled_from([0, 5 * MB, 100 * MB]),
 )
-def test_what_is_decided_fits_and_what_is_not_is_refused_with_remedies(
+def test_a_placement_fits_or_is_refused_with_remedies(
     rows: list[int], reads: list[float], has_gpu: bool, device: int, host: int, disk: int
 ) -> None:
     folder = "/data" if disk else None
@@ -205,11 +205,13 @@ def test_tables_that_fit_nowhere_are_refused_with_sizes_and_numbered_remedies() 
     ]
 
 
-def test_a_recipe_that_places_more_than_there_is_says_so() -> None:
+def test_a_placement_in_the_recipe_that_does_not_fit_is_refused() -> None:
     with pytest.raises(RowsteadError, match="the placement in the recipe does not fit") as caught:
         decide(spec_of(10_000, 90_000, placement={"*": "device"}), on_gpu(2 * MB, 100 * MB))
     assert "Tables with a fixed placement need 10.0 MB of GPU memory." in str(caught.value)
     assert "use `where: auto` for more tables" in str(caught.value)
+    with pytest.raises(RowsteadError, match=r"Tables with a fixed placement need \S+ MB of disk space\. Possible"):
+        decide(spec_of(90_000, placement={"*": "ssd"}), on_gpu(2 * MB, 100 * MB))
 
 
 def test_tables_with_the_same_decision_share_a_line() -> None:

@@ -1,4 +1,4 @@
-"""Records and runs made up for tests of figures."""
+"""Synthetic records and runs for tests of charts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DATE = "2026-11-15T12:00:00+00:00"
 
 
 def entry(kind: str = "measured", machine: str | None = None, **options: Any) -> StoreEntry:
-    """An entry of a store; options are those of its record, or its own."""
+    """A store entry; options are fields of the entry or of its record."""
     figures = options.pop("figures", {"samples_per_s": 1000.0})
     record = Record(
         kind=kind,  # type: ignore[arg-type]
@@ -29,7 +29,7 @@ def entry(kind: str = "measured", machine: str | None = None, **options: Any) ->
 
 
 def a_run(root: Path, name: str = "quickstart", *, figures: dict[str, float] | None = None) -> RunView:
-    """A run of the quickstart that has ended, with these figures."""
+    """A finished quickstart run with these metrics."""
     folder = RunFolder.create(root, name)
     folder.write_spec(load_recipe("quickstart"))
     record = Record(

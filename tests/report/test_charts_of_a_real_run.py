@@ -1,4 +1,4 @@
-"""A run that was really trained has all its figures: steps, time, quality, calibration and tables."""
+"""A trained run has all its charts: steps, time, quality, calibration and tables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.distributed.thread_process_group import ThreadProcessGroup, in_thread
 from tests.small_runs import small_spec
 
 OTHER_SECONDS = {"train_s", "cpu_s", "samples_per_s", "alone_samples_per_s"}
-"""Figures of a record that end in `_s` and are not phases."""
+"""Metrics of a record that end in `_s` and are not phases."""
 IN_EVERY_STEP = {Phase.LOOKUP, Phase.FORWARD, Phase.BACKWARD, Phase.DENSE_UPDATE, Phase.ROW_UPDATE}
 
 

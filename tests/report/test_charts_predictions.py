@@ -1,4 +1,4 @@
-"""What was measured is shown beside what was predicted for the same point, and with no other."""
+"""Measurements are paired only with predictions for the same point."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The numbers behind figures of runs are those of their records and events; drawings only carry them."""
+"""Charts of runs show the numbers of their records and events."""
 
 from __future__ import annotations
 

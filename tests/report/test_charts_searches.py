@@ -1,4 +1,4 @@
-"""Searches are drawn with what is best so far, quality studies with their intervals."""
+"""Searches are drawn with the best so far, quality studies with confidence intervals."""
 
 from __future__ import annotations
 

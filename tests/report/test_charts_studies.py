@@ -1,4 +1,4 @@
-"""Studies become tables in rising order, series by machine and by prediction, and spreads where there are no axes to draw."""
+"""Studies are tables in ascending order, with one series per machine; populations are distributions."""
 
 from __future__ import annotations
 

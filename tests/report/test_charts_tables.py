@@ -1,4 +1,4 @@
-"""Tables are drawn where a run put them, with the sizes of its recipe."""
+"""Tables are drawn by the placement of a run, with the sizes of its recipe."""
 
 from __future__ import annotations
 

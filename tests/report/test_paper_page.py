@@ -1,4 +1,4 @@
-"""The page of the study: every item has its words and figures, with and without measurements, and says what its figures say."""
+"""The page of the study: every item has text and figures that agree, with and without measurements."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def entry(study: str, axes: dict[str, object], **figures: float) -> StoreEntry:
 
 
 def measured(root: Path) -> Contents:
-    """A store in which this machine behaves as the study says, but for hash sizes."""
+    """A store in which this machine behaves as in the study, except for hash sizes."""
     store = RunStore(root)
     store.add(
         *(

@@ -1,4 +1,4 @@
-"""Figures as files of their own, drawn by a real browser."""
+"""Figures as image files, drawn by a real browser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text reaches the terminal as it is."""
+"""Text is printed verbatim."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Words and numbers of a figure: safe, short, and the same by day and by night."""
+"""Labels, numbers and palettes of figures."""
 
 from __future__ import annotations
 

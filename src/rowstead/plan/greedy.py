@@ -33,7 +33,7 @@ MAP_BYTES = 5
 STATE_BYTES = 4
 """Additional bytes per row in GPU memory, for a row-wise optimizer state."""
 RECORD_BYTES = 4
-"""Additional bytes per row on disk, for the offset of its record."""
+"""Additional bytes of host memory per row of a table on disk, for the offset of its record."""
 DISK_MARGIN = 1.2
 """Free disk space to ask for, as a multiple of the size of the files."""
 SEGMENTS_BYTES, SEGMENTS_SHARE = 27 << 20, 0.42
@@ -71,7 +71,7 @@ class Memories:
     def name(self, memory: Memory) -> str:
         """User-facing name of a memory."""
         if memory == "disk":
-            return f"disk space in {self.folder}"
+            return "disk space" if self.folder is None else f"disk space in {self.folder}"
         return "GPU memory" if memory == "device" and self.has_gpu else "system memory"
 
     def describe(self, memory: Memory) -> str:

@@ -140,7 +140,7 @@ def draw_placement(run_name: str, tables: Sequence[PlacedTable], *, by: str = "m
             shown.append(PlacedTable(name=f"{len(mine):,} smaller tables", where=where, num_bytes=held, read_bytes=read))
     stores = list(dict.fromkeys(table.where for table in shown))
     ids = [f"store-{index}" for index in range(len(stores))]
-    # A parent's area is the sum of its children: 0 of its own, so that rounding cannot exceed it.
+    # A parent's area is the sum of its children: 0 of its own, so that rounding errors cannot exceed it.
     data: dict[str, list[Any]] = {
         "ids": [*ids, *(f"table-{index}" for index in range(len(shown)))],
         "labels": [*(label(STORES[where].title) for where in stores), *labels(table.name for table in shown)],

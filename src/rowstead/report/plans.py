@@ -144,7 +144,7 @@ def _print_requirements(needs: Requirements) -> None:
 
 
 def plain_of(plan: PlanReport) -> dict[str, Any]:
-    """The plan as plain values for JSON; what was not asked for or is unknown is absent."""
+    """The plan as plain values for JSON; unknown values and options that were not given are absent."""
     machines = []
     for one in plan.choices:
         plain: dict[str, Any] = {"machine": one.machine.name, "fits": one.best is not None}

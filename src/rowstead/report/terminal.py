@@ -1,4 +1,4 @@
-"""Terminal output: text is printed as it is, and tables are never cut."""
+"""Terminal output: text is printed verbatim, and tables are never truncated."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from rich.table import Table
 
 
 def terminal(*, stderr: bool = False, quiet: bool = False, width: int | None = None, file: IO[str] | None = None) -> Console:
-    """A console without markup, emoji codes and highlighting, so that names are printed as they are."""
+    """A console without markup, emoji codes and highlighting, so that names are printed verbatim."""
     return Console(stderr=stderr, quiet=quiet, width=width, file=file, markup=False, emoji=False, highlight=False)
 
 
 def print_wide(console: Console, table: Table) -> None:
-    """Print each row on one line however narrow the console is; the terminal wraps it."""
+    """Print each row on one line regardless of the console's width; the terminal wraps it."""
     needed = Measurement.get(console, console.options.update(max_width=10_000), table).maximum
     terminal(file=console.file, width=max(console.width, needed)).print(table)
 
