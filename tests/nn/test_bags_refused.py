@@ -83,7 +83,7 @@ def test_a_store_whose_state_was_left_behind_is_not_trained() -> None:
     features = FeaturesSpec(sparse=(SparseFeatureSpec(name="f", num_rows=10),))
     store = DeviceStore(layout_of(features, tables_of(features, width=4)), SparseOptimizerSpec(kind="adagrad")).double()
     sparse = Sparse(ids=torch.tensor([1]), offsets=torch.tensor([0, 1]), num_features=1)
-    with pytest.raises(RowsteadError, match="convert the store before training it"):
+    with pytest.raises(RowsteadError, match="convert the store before training"):
         store.update(sparse, torch.ones(1, 4, dtype=torch.float64), lr=0.1, step=1)
 
 

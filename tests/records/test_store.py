@@ -272,7 +272,7 @@ def test_the_command_lists_compares_and_exports(tmp_path: Path) -> None:
     assert "2 of 2 records" in listed.stdout
     assert "\x1b" not in listed.stdout
     assert "\\x1b[31m" in listed.stdout or "<script>" in listed.stdout
-    assert "1 line" in listed.stderr
+    assert "1 unreadable line" in listed.stderr
     as_json = command("--runs", str(tmp_path), "--json", "--where", "name=two")
     (line,) = as_json.stdout.splitlines()
     one, two = (e.id for e in store.read().entries)
