@@ -67,7 +67,7 @@ def decoders(path: Path, features: FeaturesSpec) -> dict[str, Decode]:
     def ours(group: int) -> RawBlock | None:
         plan = plans[group]
         assert plan is not None
-        return read_row_group(str(path), plan, columns, lambda: metadata, max_bytes=1 << 40, room=pool)
+        return read_row_group(str(path), plan, columns, lambda: metadata, max_bytes=1 << 40, buffers=pool)
 
     def by_pyarrow(group: int) -> RawBlock:
         with pq.ParquetFile(path, metadata=metadata, pre_buffer=False) as parquet:

@@ -306,3 +306,14 @@ def test_a_single_trainer_can_hold_the_tables_and_resume_from_its_checkpoints(tm
     assert single is not None
     assert figures_of(out)["ne"] == pytest.approx(single.ne, rel=0.01)
     assert left_behind(out) == []
+
+
+@pytest.mark.slow
+def test_a_trainer_that_holds_tables_on_ssd_saves_them_before_it_closes_their_files(tmp_path: Path) -> None:
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    settings = ("train.max_steps=30", 'placement={"*": {where: ssd}}', f"memory.folder={folder}")
+    words = [word for setting in settings for word in ("--set", setting)]
+    done = run("train", recipe(tmp_path), "--fleet", "trainers=1,readers=1,tables=local", "--out", tmp_path / "run", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert figures_of(tmp_path / "run")["num_steps"] == 30

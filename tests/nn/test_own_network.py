@@ -290,6 +290,9 @@ WRONG = {
         "model.options.dept: the network has no such option: did you mean `depth`?"
     ),
     "class Net(rowstead.Network):\n    def forward(self, dense, pooled):\n        return pooled.sum(1)": "has no parameters to train",
+    "class Net(Linear):\n    def __init__(self, inputs, options):\n        super().__init__(inputs, options)\n        self.requires_grad_(False)": (
+        "does not require a gradient, and all parameters are trained: make it a buffer"
+    ),
 }
 
 

@@ -50,7 +50,7 @@ class _ShardedBatch:
 
 
 class ShardedStore(EmbeddingStore):
-    """An EmbeddingStore whose tables are shared by the processes of a channel.
+    """An EmbeddingStore whose tables are shared by the processes of a group.
 
     `make` makes the local stores, of rows of type `dtype`; `shards` says how each table is cut, and `wire` in which type vectors
     and gradients travel. `lookup`, `update`, `prefetch`, `rows` and `state` are called by all processes together, `rows` with

@@ -132,8 +132,9 @@ class FleetTrainer:
             remote_batches.close(is_idle=is_idle)
         for store in stores:
             store.flush()
-            store.close()
         self._save()
+        for store in stores:
+            store.close()
         self._connections.close()
         return remote_batches.is_over
 

@@ -211,6 +211,12 @@ def _try(network: Network, inputs: NetworkInputs, reference: NetworkReference) -
     """Check the output of `forward`, and of `join` after `project`, on two examples of zeros."""
     if next(network.parameters(), None) is None:
         raise RowsteadError(f"model.network: `{reference}` has no parameters to train")
+    frozen = [name for name, parameter in network.named_parameters() if not parameter.requires_grad]
+    if frozen:
+        raise RowsteadError(
+            f"model.network: parameter `{frozen[0]}` of `{reference}` does not require a gradient, and all parameters are "
+            "trained: make it a buffer (`register_buffer`)"
+        )
     dense, pooled = torch.zeros(2, inputs.num_dense), torch.zeros(2, inputs.pooled_width)
     network.eval()
     with torch.no_grad(), torch.random.fork_rng(devices=[]):

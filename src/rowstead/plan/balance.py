@@ -29,6 +29,8 @@ LARGEST_SHARES = (1.0, 0.25)
 """Shares of a device's memory beyond which a table is split, tried in this order: whole tables are cheaper, pieces fill devices better."""
 EVEN = 1.05
 """Imbalance at which no further split is tried."""
+MANY_ROWS = 1 << 16
+"""Rows of a table from which on its parts count as equally large: rows are whole."""
 SPLIT_OVERHEAD = 0.1
 """Extra cost of a split table over a whole one: each example's vector is summed from several devices."""
 
@@ -125,10 +127,10 @@ def balance(
     if tolerance is None:
         return best
     even = max(sum(costs) for costs in zip(*(item.costs for item in items), strict=True)) / num_devices
-    is_cut = [False] * len(items)
+    is_cut, latest = [False] * len(items), best
     while best.max_load > (1 + tolerance) * even:
-        busiest = best.loads.index(best.max_load)
-        here = {piece.table for piece in best.slices if piece.device == busiest}
+        busiest = latest.loads.index(latest.max_load)
+        here = {piece.table for piece in latest.slices if piece.device == busiest}
         can_cut = [
             index
             for index, item in enumerate(items)
@@ -138,13 +140,13 @@ def balance(
             break
         costliest = max(can_cut, key=lambda index: (items[index].name in here, max(items[index].costs)))
         is_cut[costliest] = True
-        tried = [
-            min(num_devices, item.num_rows) if cut else count for item, cut, count in zip(items, is_cut, tried, strict=True)
-        ]
+        tried[costliest] = min(num_devices, items[costliest].num_rows)
         found = _assign(_pieces(items, tried, split_overhead), num_devices, capacity_bytes)
         if found is None:
             break
-        best = found
+        latest = found
+        if latest.max_load < best.max_load:
+            best = latest
     return best
 
 
@@ -184,7 +186,8 @@ def _pieces(items: Sequence[Item], num_parts: Sequence[int], split_overhead: flo
     pieces: list[_Piece] = []
     for item, count in zip(items, num_parts, strict=True):
         share = 1.0 / count
-        factor = share if count == 1 else share * (1.0 + split_overhead)
+        largest = share if item.num_rows >= MANY_ROWS else math.ceil(item.num_rows / count) / item.num_rows
+        factor = share if count == 1 else largest * (1.0 + split_overhead)
         costs = tuple(cost * factor for cost in item.costs)
         pieces += [_Piece(item.name, costs, item.num_bytes * share, share)] * count
     return pieces

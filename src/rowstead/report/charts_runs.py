@@ -18,6 +18,17 @@ MAX_POINTS = 400
 """Maximum number of points of a curve."""
 
 
+FORMER_KEYS = {
+    "waiting_for_data_s": Phase.DATA.key,
+    "look_up_s": Phase.LOOKUP.key,
+    "other_processes_s": Phase.EXCHANGE.key,
+    "other_trainers_s": Phase.SYNC.key,
+    "GPU_step_s": Phase.GPU_STEP.key,
+    "Hogwild_threads_s": Phase.HOGWILD.key,
+}
+"""Keys of phases in records of version 0.1.0 before 2026-11-18."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TimeSpent:
     """Time of one run by phase."""
@@ -37,7 +48,7 @@ def times_spent(runs: Sequence[RunView]) -> list[TimeSpent]:
     """Phase times of the runs that recorded them."""
     found = []
     for run in runs:
-        figures = run.figures
+        figures = {FORMER_KEYS.get(key, key): value for key, value in run.figures.items()}
         seconds = {phase: figures[phase.key] for phase in Phase if figures.get(phase.key, 0.0) > 0}
         num_steps = figures.get("num_steps", 0)
         if seconds and num_steps:

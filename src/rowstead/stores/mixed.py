@@ -89,7 +89,7 @@ class MixedStore(EmbeddingStore):
     @property
     def kernel(self) -> str:
         names = [store.kernel for store in self._each()]
-        return " and ".join(dict.fromkeys(name for name in names if name != "zeros")) or "zeros"
+        return " and ".join(dict.fromkeys(name for name in names if name != "none")) or "none"
 
     def lookup(self, sparse: Sparse) -> Tensor:
         stores, parts = self._each(), self._parts_of(sparse)
