@@ -162,7 +162,7 @@ def test_the_keyboard_is_enough(page: Chrome) -> None:
 
 def test_every_part_has_a_name_for_a_screen_reader(page: Chrome) -> None:
     assert unnamed(page) == []
-    until(lambda: "samples a second" in page.execute_script("return document.getElementById('spoken').textContent"))
+    until(lambda: "samples per second" in page.execute_script("return document.getElementById('spoken').textContent"))
     page.find_element(By.ID, "view-runs").click()
     until(lambda: page.find_elements(By.CSS_SELECTOR, "#run-list tbody tr"))
     assert unnamed(page) == []
