@@ -41,9 +41,9 @@ with BF16 instructions, as AMD's EPYC has since its fourth generation and Intel'
 
 _GROWTH = """M1 with one thing changed at a time, and the limit that bandwidth, and for whole steps arithmetic, would set."""
 
-_REACH = """Reading costs what the reading threads use of the processor (for a GPU batches are made straight in page-locked memory). That cost for a sample, times the samples that training alone could do in a second
+_REACH = """Reading costs what the reading threads use of the processor (for a GPU batches are made straight in pinned memory). That cost for a sample, times the samples that training alone could do in a second
 (on a GPU by the time for which it is busy, on a CPU by the time spent not waiting), is the number of cores that would read fast enough. `rowstead train` works it
-out at the end of every run and keeps it in `record.json` (`reader_cores_needed`); where reading held training up for a tenth of the time or more, and for half a second
+out at the end of every run and keeps it in `record.json` (`reader_cores_needed`); where training waited for data for a tenth of the time or more, and for half a second
 at least, it says so. `samples/s` leaves out the first 10 steps of a process, in which kernels are compiled, once there are 20."""
 
 
@@ -151,7 +151,7 @@ def _reach(device: str) -> list[str]:
         ("`rowstead train`, samples/s", tables.number("train_samples_per_s")),
         ("the step alone", tables.number("step_samples_per_s")),
         ("share", tables.share("share_of_step")),
-        ("reading held it up", lambda row: f"{100 * row['reading_held_up_share']:.0f} % of the time"),
+        ("waiting for data", lambda row: f"{100 * row['reading_held_up_share']:.0f} % of the time"),
         ("cores that read", lambda row: f"{row['reader_cores_used']:.1f} of {row['num_cores']}"),
         ("would be enough", tables.number("reader_cores_needed", ".1f")),
     ]
@@ -184,8 +184,8 @@ def _behind_gpu() -> list[str]:
         columns.append(("rows that stay", tables.share("kept_share")))
     summary = result["summary"]
     text = (
-        "Whole training steps; 500,000 rows a table, a cache of a tenth of the rows, and none under `host` but those of batches under way. Ids are Criteo-like (1 % of the rows take 90 % of "
-        "accesses), or drawn as `rows * u**3` (u3), where a batch names more rows than the cache has places. Bus time is the larger of the bytes in and out "
+        "Whole training steps; 500,000 rows per table, a cache of a tenth of the rows, and none under `host` but those of batches under way. Ids are Criteo-like (1 % of the rows take 90 % of "
+        "accesses), or drawn as `rows * u**3` (u3), where a batch names more rows than the cache has slots. Bus time is the larger of the bytes in and out "
         f"over the rate of a long copy ({summary['bus_in_bytes_per_s'] / 1e9:.0f} GB/s). With Criteo-like ids a cache reaches "
         f"{100 * summary['criteo_vs_device_min']:.0f} % of the throughput with all rows in GPU memory at least, and with u3 takes at most "
         f"{summary['u3_over_bus_time_max']:.1f} times the bus time. FBGEMM's cache has a tenth of the rows and, as its tables are by default, hears of no batch before it "
@@ -302,7 +302,7 @@ def _fleet() -> list[str]:
             ("ms on a core", tables.number("cpu_ms", ".1f")),
             ("may hold Python's lock", tables.share("lock_share")),
         ]
-        text = f"Two Hogwild threads train {summary['hogwild_2_threads_speedup']:.2f} times as many samples a second as one."
+        text = f"Two Hogwild threads train {summary['hogwild_2_threads_speedup']:.2f} times as many samples per second as one."
         parts += [text, tables.where(result, "hogwild")]
         parts += [tables.table(threads, [row for row in result["rows"] if "threads" in row])]
         text = "How much of a step may hold Python's lock, from above: all of a thread's time on a core but that inside calls that let go of it."
@@ -380,5 +380,5 @@ def _growth(device: str) -> list[str]:
     pictures = sorted(PICTURES.glob(f"growth-{device}-*.svg"))
     if not pictures:
         return []
-    shown = [f"![Samples a second, {picture.stem.split('-', 1)[1]}](pictures/{picture.name})" for picture in pictures]
+    shown = [f"![Samples per second, {picture.stem.split('-', 1)[1]}](pictures/{picture.name})" for picture in pictures]
     return [f"`python -m benchmarks.growth --device {device} --save` drew these:", *shown]
