@@ -183,7 +183,7 @@ def test_a_sweep_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_sweep_that_is_stopped_leaves_no_process_and_says_how_to_go_on(tmp_path: Path) -> None:
+def test_a_sweep_that_is_stopped_leaves_no_process_and_says_how_to_continue(tmp_path: Path) -> None:
     plain = sweep_plain(tmp_path, grid=[{"keys": "seed", "values": [1]}], set={"train.max_steps": None, "train.epochs": 10_000})
     (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(plain))
     command = [sys.executable, "-m", "rowstead", "sweep", str(tmp_path / "sweep.yaml"), "--runs", str(tmp_path / "runs")]
@@ -195,7 +195,7 @@ def test_a_sweep_that_is_stopped_leaves_no_process_and_says_how_to_go_on(tmp_pat
         process.send_signal(signal.SIGINT)
         said, _ = process.communicate(timeout=60)
     assert process.returncode == 130, said
-    assert "goes on from there" in said
+    assert "run the same command again to continue" in said
     wait_until(lambda: not psutil.pid_exists(worker), what="the worker to end")
 
 
