@@ -16,18 +16,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rowstead.data.criteo import SCHEMA, convert
-from rowstead.data.criteo_parse import parse_lines
+from rowstead.data.criteo_parse import explain, parse_lines
 from rowstead.data.describe import describe, infer_features
 from rowstead.data.lines import chunks
 from rowstead.data.parquet import ParquetLog
 from rowstead.spec.data import ParquetSpec
 from rowstead.spec.errors import DataError
 
-WRONG_FIELDS, BAD_LABEL, BAD_INTEGER, BAD_ID = 1, 2, 3, 4
+WRONG_FIELDS, BAD_LABEL = "wrong number of fields, expected 40", "label is not 0 or 1"
+BAD_INTEGER, BAD_ID = "not an integer", "not a hexadecimal id"
 DIGITS, HEX = set(b"0123456789"), set(b"0123456789abcdefABCDEF")
 
 
-def plain_parse(text: bytes) -> tuple[list[list[Any]], list[tuple[int, int]]]:
+def plain_parse(text: bytes) -> tuple[list[list[Any]], list[tuple[int, str]]]:
     """Rows, and (line from 1, reason) of the bad ones: the format's definition, read slowly."""
     rows, bad = [], []
     lines = text.split(b"\n")
@@ -42,7 +43,7 @@ def plain_parse(text: bytes) -> tuple[list[list[Any]], list[tuple[int, int]]]:
             bad.append((number, BAD_LABEL))
             continue
         row: list[Any] = [int(fields[0])]
-        reason = 0
+        reason = ""
         for index, field in enumerate(fields[1:]):
             if field == b"":
                 row.append(None)
@@ -64,14 +65,14 @@ def plain_parse(text: bytes) -> tuple[list[list[Any]], list[tuple[int, int]]]:
     return rows, bad
 
 
-def fast_parse(text: bytes, chunk_bytes: int) -> tuple[list[list[Any]], list[tuple[int, int]]]:
+def fast_parse(text: bytes, chunk_bytes: int) -> tuple[list[list[Any]], list[tuple[int, str]]]:
     rows, bad = [], []
     for chunk in chunks(io.BytesIO(text), chunk_bytes):
         parsed = parse_lines(chunk.data, chunk.num_lines)
         values = np.concatenate([parsed.integers.astype(object), parsed.ids.astype(object)])
         filled = np.where(parsed.present, values, None)
         rows += [[int(label), *row] for label, row in zip(parsed.labels, filled.T.tolist(), strict=True)]
-        bad += [(chunk.first_line + line, reason) for line, reason, *_ in parsed.bad.tolist()]
+        bad += [(chunk.first_line + line, explain(chunk.data[i:j])[0]) for line, i, j in parsed.bad.tolist()]
     return rows, bad
 
 

@@ -65,7 +65,7 @@ def _random_block(rng, num_rows, num_dense, num_sparse, with_labels, with_weight
 def test_encode_equals_the_obvious_loop(problem):
     features, blocks, order = problem
     tables = tables_of(features, width=4)
-    transforms = DenseTransforms.of(features)
+    transforms = DenseTransforms.learn(features)
     batch = Encoder(features, tables, transforms).encode(RawRows(blocks), order)
 
     where = [(block, r) for block in blocks for r in range(block.num_rows)]
@@ -101,7 +101,7 @@ def assert_same(one, other):
 @given(problems())
 def test_blocks_end_to_end_are_one_long_block(problem):
     features, blocks, order = problem
-    encoder = Encoder(features, tables_of(features, width=4), DenseTransforms.of(features))
+    encoder = Encoder(features, tables_of(features, width=4), DenseTransforms.learn(features))
     assert_same(
         encoder.encode(RawRows(blocks), order),
         encoder.encode(RawRows.concatenate([RawRows([block]) for block in blocks]), order),
@@ -111,7 +111,7 @@ def test_blocks_end_to_end_are_one_long_block(problem):
 @given(problems(), st.integers(1, 30))
 def test_a_batch_made_in_parts_is_the_same_in_any_order(problem, num_parts):
     features, blocks, order = problem
-    encoder = Encoder(features, tables_of(features, width=4), DenseTransforms.of(features))
+    encoder = Encoder(features, tables_of(features, width=4), DenseTransforms.learn(features))
 
     def backwards(count, work):
         return [work(number) for number in reversed(range(count))][::-1]
@@ -129,7 +129,7 @@ def _block_of_ids(a, b):
 
 
 def test_an_id_that_is_no_row_is_named_with_its_feature():
-    encoder = Encoder(ONE, tables_of(ONE, width=4), DenseTransforms.of(ONE))
+    encoder = Encoder(ONE, tables_of(ONE, width=4), DenseTransforms.learn(ONE))
     assert encoder.encode(_block_of_ids([1, 2], [4, 0])).sparse.ids.tolist()[2:] == [4, 0]
     with pytest.raises(DataError, match="feature `b`: id 5 is outside its table"):
         encoder.encode(_block_of_ids([100, 200], [4, 5]))
@@ -139,7 +139,7 @@ def test_an_id_that_is_no_row_is_named_with_its_feature():
 
 
 def test_rows_of_another_shape_are_refused():
-    encoder = Encoder(ONE, tables_of(ONE, width=4), DenseTransforms.of(ONE))
+    encoder = Encoder(ONE, tables_of(ONE, width=4), DenseTransforms.learn(ONE))
     block = RawBlock(dense=np.zeros((1, 3), np.float32), ids=(), offsets=())
     with pytest.raises(DataError, match="3 dense and 0 sparse features, but the model has 0 and 2"):
         encoder.encode(block)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -10,7 +9,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rowstead.data.hashing import HASH_CODES, hash_in_place, hash_text, hash_texts, hash_to_rows, mixed_row, modulo_row
+from rowstead.data.hashing import HASH_CODES, hash_in_place, hash_texts, hash_to_rows
 from rowstead.spec.errors import DataError
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
@@ -19,6 +18,11 @@ NUM_ROWS = st.one_of(st.integers(1, 100), st.integers(1, 2**40))
 
 def signed(x: int) -> int:
     return x - 2**64 if x >= 2**63 else x
+
+
+def hash_text(text: str) -> int:
+    data = np.frombuffer(text.encode(), np.uint8)
+    return int(hash_texts(np.array([0, len(data)]), data)[0])
 
 
 def mix_in_python(id64: int) -> int:
@@ -62,22 +66,6 @@ def test_mix_is_the_splitmix64_finaliser_modulo_rows(ids, num_rows):
 @given(st.lists(INT64), NUM_ROWS)
 def test_modulo_is_never_negative(ids, num_rows):
     assert hash_to_rows(np.array(ids, np.int64), num_rows, "modulo").tolist() == [i % num_rows for i in ids]
-
-
-@numba.njit
-def _scalar_rows(ids, num_rows):
-    mixed, modulo = np.empty_like(ids), np.empty_like(ids)
-    for i in range(len(ids)):
-        mixed[i], modulo[i] = mixed_row(ids[i], num_rows), modulo_row(ids[i], num_rows)
-    return mixed, modulo
-
-
-@given(st.lists(INT64), NUM_ROWS)
-def test_scalar_functions_agree_with_the_definition(ids, num_rows):
-    array = np.array(ids, np.int64)
-    mixed, modulo = _scalar_rows(array, num_rows)
-    assert mixed.tolist() == hash_to_rows(array, num_rows, "mix").tolist()
-    assert modulo.tolist() == hash_to_rows(array, num_rows, "modulo").tolist()
 
 
 @given(st.integers(0, 2**32), st.one_of(NUM_ROWS, st.integers(2**49, 2**62)), st.sampled_from(["mix", "modulo"]))

@@ -111,10 +111,10 @@ def test_our_decoder_agrees_with_pyarrow(tmp_path, table, options):
         data = np.fromfile(path, np.uint8)[start : start + chunk.total_compressed_size]
         codec = CODECS[chunk.compression]
         if name in ("one", "many"):
-            buffers = np.empty(chunk.num_values, np.int64)
-            assert decode_bags(data, codec, leaf.max_def, leaf.max_rep, table.num_rows, buffers) is not None
+            ids, offsets = np.empty(chunk.num_values, np.int64), np.empty(table.num_rows + 1, np.int64)
+            assert decode_bags(data, codec, leaf.max_def, leaf.max_rep, ids, offsets) >= 0
         else:
-            assert decode_floats(data, codec, leaf.max_def, table.num_rows) is not None
+            assert decode_floats(data, codec, leaf.max_def, np.empty(table.num_rows, np.float32))
     if options["compression"] in ("none", "snappy"):  # all in one call, without Python
         plan = plan_group(COLUMNS, metadata, 0, leaves)
         assert read_at_once(path, plan) == [True] * 5
@@ -159,24 +159,26 @@ def test_damaged_bytes_never_lead_outside(tmp_path, compression, version):
             codec, code = CODECS[chunk.compression], list(CODECS).index(chunk.compression)
             scratch = np.empty(0, np.uint8)
             if name == "x":
-                found = decode_floats(data, codec, 1, 400)
-                assert found is None or len(found) == 400
-                values = guarded(400, np.float32)
+                expected, values = guarded(400, np.float32), guarded(400, np.float32)
+                readable = decode_floats(data, codec, 1, expected[GUARD:-GUARD])
                 ok, _, _ = chunks.decode_float_chunk(data, 1, code, values[GUARD:-GUARD], scratch, np.empty(0, np.float32))
                 if ok:  # it may well refuse more
-                    np.testing.assert_array_equal(values[GUARD:-GUARD], found)
+                    assert readable
+                    np.testing.assert_array_equal(values, expected)
                 assert untouched(values)
+                assert untouched(expected)
             else:
-                bags = decode_bags(data, codec, 3, 1, 400, np.empty(chunk.num_values, np.int64))
-                assert bags is None or (np.diff(bags[1]) >= 0).all()
+                bags = guarded(chunk.num_values, np.int64), guarded(401, np.int64)
+                expected = decode_bags(data, codec, 3, 1, *(array[GUARD:-GUARD] for array in bags))
+                assert expected < 0 or (np.diff(bags[1][GUARD:-GUARD]) >= 0).all()
                 ids, offsets = guarded(chunk.num_values, np.int64), guarded(401, np.int64)
                 buffers = (ids[GUARD:-GUARD], offsets[GUARD:-GUARD])
                 count, _, _ = chunks.decode_bag_chunk(data, 3, 1, code, *buffers, scratch, np.empty(0, np.int64))
                 if count >= 0:
-                    np.testing.assert_array_equal(ids[GUARD : GUARD + count], bags[0])
-                    np.testing.assert_array_equal(offsets[GUARD:-GUARD], bags[1])
-                assert untouched(ids)
-                assert untouched(offsets)
+                    assert count == expected
+                    np.testing.assert_array_equal(ids[GUARD : GUARD + count], bags[0][GUARD : GUARD + count])
+                    np.testing.assert_array_equal(offsets, bags[1])
+                assert all(map(untouched, (ids, offsets, *bags)))
 
 
 GUARD = 64

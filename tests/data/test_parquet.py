@@ -58,7 +58,7 @@ def write_log(folder, file_rows, group_rows=5):
 
 def source_of(*paths, split="all", seed=1, with_labels=True, features=FEATURES, **spec):
     log = ParquetLog(ParquetSpec(train=paths, **spec), features, split=split, with_labels=with_labels)
-    encoder = Encoder(features, tables_of(features, width=4), DenseTransforms.of(features))
+    encoder = Encoder(features, tables_of(features, width=4), DenseTransforms.learn(features))
     return ParquetSource(log, encoder, seed=seed, shuffle=split != "eval")
 
 

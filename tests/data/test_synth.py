@@ -58,7 +58,7 @@ log_of = functools.lru_cache(SynthLog)
 
 def source(spec: SynthSpec = SMALL, split: str = "train", features: FeaturesSpec = SELECTED) -> SynthSource:
     tables = tables_of(features, width=4)
-    return SynthSource(log_of(spec), Encoder(features, tables, DenseTransforms.of(features)), split)  # type: ignore[arg-type]
+    return SynthSource(log_of(spec), Encoder(features, tables, DenseTransforms.learn(features)), split)  # type: ignore[arg-type]
 
 
 def arrays(block: RawBlock) -> list[np.ndarray]:

@@ -101,7 +101,7 @@ def test_features_without_transforms_pass_through_untouched():
 
 
 def test_apply_leaves_its_input_alone():
-    transforms = DenseTransforms.of(FeaturesSpec(dense=(DenseFeatureSpec(name="x", log=True),)))
+    transforms = DenseTransforms.learn(FeaturesSpec(dense=(DenseFeatureSpec(name="x", log=True),)))
     dense = block_of([[1, -2]]).dense
     got = transforms.apply(dense)
     assert dense[:, 0].tolist() == [1, -2]
@@ -120,7 +120,7 @@ def test_transforms_survive_json(specs, values):
 
 
 def test_another_number_of_columns_is_refused():
-    transforms = DenseTransforms.of(FeaturesSpec(dense=(DenseFeatureSpec(name="x", log=True),)))
+    transforms = DenseTransforms.learn(FeaturesSpec(dense=(DenseFeatureSpec(name="x", log=True),)))
     with pytest.raises(DataError, match="got 2 dense columns, but the model has 1"):
         transforms.apply(np.zeros((1, 2), np.float32))
 

@@ -27,7 +27,7 @@ def test_rows_keep_their_order_over_files_and_groups(tmp_path: Path) -> None:
     with SplitWriter(tmp_path / "out", SCHEMA, rows_per_file=100, rows_per_group=30) as writer:
         for first in range(0, 245, 7):
             writer.write("train", rows(first, first + 7))
-        writer.write("eval", rows(0, 5).to_batches()[0])
+        writer.write("eval", rows(0, 5))
     summary = writer.summary(num_bytes_read=1)
     assert names(tmp_path / "out") == [
         "eval-00000.parquet",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numba
@@ -46,10 +46,10 @@ class ColumnReader:
         self._expected = id_kinds or {}
         self.dense = tuple(str(f.column) for f in features.expanded_dense())
         self.sparse = tuple(str(f.column) for f in features.expanded_sparse())
-        self.label, self.weight, self.true_p = label, weight, true_p
-        self.scalars = tuple(name for name in (label, weight, true_p) if name is not None)
-        """Columns with one number per row: label, weight and true probability."""
-        self.names = tuple(dict.fromkeys([*self.dense, *self.sparse, *self.scalars]))
+        named = {"labels": label, "weights": weight, "true_p": true_p}
+        self.scalars = {field: column for field, column in named.items() if column is not None}
+        """Columns with one number per row, by the field of a `RawBlock` that they become."""
+        self.names = tuple(dict.fromkeys([*self.dense, *self.sparse, *self.scalars.values()]))
         """Every column to read, once."""
 
     def check(self, schema: pa.Schema) -> None:
@@ -58,7 +58,7 @@ class ColumnReader:
         for name in self.names:
             if name not in types:
                 raise _missing(name, list(types))
-        for name in (*self.dense, *filter(None, (self.label, self.weight, self.true_p))):
+        for name in (*self.dense, *self.scalars.values()):
             _check_dense(name, types[name])
         for name in self.sparse:
             _check_sparse(name, types[name])
@@ -73,9 +73,9 @@ class ColumnReader:
         types = dict(zip(schema.names, schema.types, strict=True))
         kinds = {}
         for name in self.sparse:
-            value = _value_type(types[name])
+            value = id_type(types[name])
             if not pa.types.is_null(value):
-                kinds[name] = "text" if _is_text(value) else "integers"
+                kinds[name] = "text" if is_text(value) else "integers"
         return kinds
 
     def _check_kinds(self, schema: pa.Schema) -> None:
@@ -95,27 +95,21 @@ class ColumnReader:
             if name not in index:
                 raise _missing(name, list(index))
         self._check_kinds(rows.schema)
-        return self.assemble(
-            rows.num_rows,
-            floats=lambda name: to_floats(rows.column(index[name]), name),
-            bags=lambda name: to_bags(rows.column(index[name]), name),
-        )
 
-    def assemble(self, num_rows: int, *, floats: Callable[[str], NDArray[np.float32]], bags: Callable[[str], Bags]) -> RawBlock:
-        """Build a block of R rows from functions that read a column as numbers [R] or as bags."""
-        dense = np.empty((num_rows, len(self.dense)), np.float32)
+        def floats(name: str) -> NDArray[np.float32]:
+            return to_floats(rows.column(index[name]), name)
+
+        dense = np.empty((rows.num_rows, len(self.dense)), np.float32)
         # A few columns at a time, so that they are still in the cache when they are interleaved.
-        for first in range(0, len(self.dense) if num_rows else 0, TILE):
+        for first in range(0, len(self.dense) if rows.num_rows else 0, TILE):
             columns = [floats(name) for name in self.dense[first : first + TILE]]
             interleave(columns, dense, np.arange(first, first + len(columns)))
-        found = [bags(name) for name in self.sparse]
+        found = [to_bags(rows.column(index[name]), name) for name in self.sparse]
         return RawBlock(
             dense=dense,
             ids=tuple(ids for ids, _ in found),
             offsets=tuple(offsets for _, offsets in found),
-            labels=None if self.label is None else floats(self.label),
-            weights=None if self.weight is None else floats(self.weight),
-            true_p=None if self.true_p is None else floats(self.true_p),
+            **{field: floats(column) for field, column in self.scalars.items()},
         )
 
     def _table(self, rows: Mapping[str, Any]) -> pa.Table:
@@ -215,7 +209,7 @@ def _ids(array: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.bool_] | None]:
         return np.zeros(len(array), np.int64), np.zeros(len(array), np.bool_)
     if pa.types.is_dictionary(kind):
         return _dictionary_ids(array, valid)
-    if _is_text(kind):
+    if is_text(kind):
         dtype = np.dtype(np.int64 if pa.types.is_large_string(kind) else np.int32)
         _, bounds, data = array.buffers()
         if not len(array):
@@ -284,11 +278,11 @@ def _is_list(kind: pa.DataType) -> bool:
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
-def _is_text(kind: pa.DataType) -> bool:
+def is_text(kind: pa.DataType) -> bool:
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
-def _value_type(kind: pa.DataType) -> pa.DataType:
+def id_type(kind: pa.DataType) -> pa.DataType:
     """The type of the ids inside lists and dictionaries."""
     value = kind.value_type if _is_list(kind) else kind
     return value.value_type if pa.types.is_dictionary(value) else value
@@ -304,8 +298,8 @@ def _check_dense(name: str, kind: pa.DataType) -> None:
 
 
 def _check_sparse(name: str, kind: pa.DataType) -> None:
-    value = _value_type(kind)
-    if not (pa.types.is_integer(value) or _is_text(value) or pa.types.is_null(value)):
+    value = id_type(kind)
+    if not (pa.types.is_integer(value) or is_text(value) or pa.types.is_null(value)):
         raise DataError(
             f"column `{name}` has type {kind}, but a sparse feature must be integers, text, or lists of either. "
             "Convert the column, or list it under features.dense if it is a quantity"

@@ -13,7 +13,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from rowstead.kernels.cpu.mix import mix64
+from rowstead.kernels.mix import mix64
 
 BYTES_PER_SLOT = 16
 FIRST_SLOTS = 1024
@@ -56,7 +56,8 @@ class IdCounter:
         ids = np.ascontiguousarray(ids)
         done = 0
         while True:
-            done, self._num_used = _count(ids, done, self._keys, self._counts, self._num_used, self._capacity(), self.level)
+            capacity = int(self._keys.size * MAX_LOAD)
+            done, self._num_used = _count(ids, done, self._keys, self._counts, self._num_used, capacity, self.level)
             if done == ids.size:
                 return
             self._grow_or_sample()
@@ -75,9 +76,6 @@ class IdCounter:
     def distinct_error(self) -> float:
         """Relative standard error of the number of distinct ids."""
         return 0.0 if self.level == 0 else float(1 / np.sqrt(max(self._num_used, 1)))
-
-    def _capacity(self) -> int:
-        return int(self._keys.size * MAX_LOAD)
 
     def _grow_or_sample(self) -> None:
         size = self._keys.size

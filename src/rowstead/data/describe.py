@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-import numba
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from rowstead.data.block import RawBlock
+from rowstead.data.columns import id_type, is_text
 from rowstead.data.count_ids import Budget, IdCounter, top_shares
-from rowstead.data.hashing import hash_to_rows
-from rowstead.kernels.cpu.mix import mix64
+from rowstead.data.hashing import hash_to_rows, mix_ids
+from rowstead.data.transforms import accumulate_moments
 from rowstead.spec.errors import DataError
 from rowstead.spec.features import DenseFeatureSpec, FeaturesSpec, Hash, SparseFeatureSpec
 from rowstead.spec.statistics import QUANTILES, DenseStatistics, LogStatistics, SparseStatistics
@@ -69,7 +69,7 @@ def describe(
         label_mean=label_sum / num_labels if num_labels else None,
         num_labels_missing=num_missing,
         num_rows_sampled=dense.num_sampled,
-        dense=dense.result([spec.name for spec in dense_specs], num_read),
+        dense=tuple(dense.result(f, spec.name, num_read) for f, spec in enumerate(dense_specs)),
         sparse=tuple(
             one.result(spec.name, num_read, num_rows or spec.num_rows or shared[str(spec.table)], spec.hash)
             for one, spec in zip(sparse, sparse_specs, strict=True)
@@ -90,12 +90,7 @@ def infer_features(schema: pa.Schema, *, label: str = "label", num_rows: int = 1
         kind = field.type
         if pa.types.is_floating(kind) or pa.types.is_decimal(kind):
             dense.append(DenseFeatureSpec(name=field.name, column=field.name))
-            continue
-        if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-            kind = kind.value_type
-        if pa.types.is_dictionary(kind):
-            kind = kind.value_type
-        if pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        elif pa.types.is_integer(id_type(kind)) or is_text(id_type(kind)):
             sparse.append(SparseFeatureSpec(name=field.name, column=field.name, num_rows=num_rows))
     if not dense and not sparse:
         found = ", ".join(f"{field.name} ({field.type})" for field in schema) or "none"
@@ -224,9 +219,13 @@ class _DenseCounts:
 
     def add(self, dense: NDArray[np.float32], first_row: int) -> None:
         """Add rows [R, Fd], starting at row `first_row` of the log."""
-        _add_moments(dense, self._count, self._missing, self._infinite, self._mean, self._squares, self._min, self._max)
-        codes = np.empty(dense.shape[0], np.uint64)
-        _hash_range(first_row, codes)
+        finite = np.isfinite(dense)
+        self._missing += np.isnan(dense).sum(axis=0)
+        self._infinite += np.isinf(dense).sum(axis=0)
+        self._min = np.minimum(self._min, dense.min(axis=0, where=finite, initial=np.inf))
+        self._max = np.maximum(self._max, dense.max(axis=0, where=finite, initial=-np.inf))
+        accumulate_moments(dense, self._count, self._mean, self._squares)
+        codes = mix_ids(np.arange(first_row, first_row + len(dense)))
         chosen = codes <= self._limit
         self._sample = np.concatenate([self._sample, dense[chosen]])
         self._codes = np.concatenate([self._codes, codes[chosen]])
@@ -235,10 +234,7 @@ class _DenseCounts:
             stay = self._codes <= self._limit
             self._sample, self._codes = self._sample[stay], self._codes[stay]
 
-    def result(self, names: list[str], num_examples: int) -> tuple[DenseStatistics, ...]:
-        return tuple(self._result(f, name, num_examples) for f, name in enumerate(names))
-
-    def _result(self, f: int, name: str, num_examples: int) -> DenseStatistics:
+    def result(self, f: int, name: str, num_examples: int) -> DenseStatistics:
         count = int(self._count[f])
         sample = self._sample[:, f]
         sample = sample[np.isfinite(sample)]
@@ -254,42 +250,3 @@ class _DenseCounts:
             if sample.size
             else (),
         )
-
-
-@numba.njit(nogil=True, cache=True, boundscheck=False)
-def _hash_range(first, codes):  # type: ignore[no-untyped-def]
-    for i in range(codes.size):
-        codes[i] = mix64(np.int64(first + i))
-
-
-@numba.njit(nogil=True, cache=True, boundscheck=False)
-def _add_moments(dense, count, missing, infinite, mean, squares, low, high):  # type: ignore[no-untyped-def]
-    """Add rows [R, Fd] to counts, means and sums of squared deviations [Fd] (Chan's parallel update)."""
-    rows, features = dense.shape
-    number = np.zeros(features, np.int64)
-    total = np.zeros(features, np.float64)
-    for r in range(rows):
-        for f in range(features):
-            value = dense[r, f]
-            if np.isnan(value):
-                missing[f] += 1
-            elif np.isinf(value):
-                infinite[f] += 1
-            else:
-                number[f] += 1
-                total[f] += value
-                low[f] = min(low[f], value)
-                high[f] = max(high[f], value)
-    part_mean = total / np.maximum(number, 1)
-    part_squares = np.zeros(features, np.float64)
-    for r in range(rows):
-        for f in range(features):
-            if np.isfinite(dense[r, f]):
-                part_squares[f] += (dense[r, f] - part_mean[f]) ** 2
-    for f in range(features):
-        if number[f]:
-            both = count[f] + number[f]
-            apart = part_mean[f] - mean[f]
-            mean[f] += apart * number[f] / both
-            squares[f] += part_squares[f] + apart * apart * count[f] * number[f] / both
-            count[f] = both

@@ -15,6 +15,8 @@ import numpy as np
 from numba import njit, uint64
 from numpy.typing import NDArray
 
+from rowstead.kernels.mix import mix64
+
 KNOTS = 4096
 """Intervals of equal probability in the table of the id distribution."""
 
@@ -72,10 +74,7 @@ def scrambling(key: np.uint64, num_ids: int) -> tuple[int, int]:
 @njit(inline="always")
 def mix(x):  # type: ignore[no-untyped-def]
     """SplitMix64's finaliser: uint64 -> uint64, every output bit depends on every input bit."""
-    x = uint64(x)
-    x = (x ^ (x >> uint64(30))) * uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> uint64(27))) * uint64(0x94D049BB133111EB)
-    return x ^ (x >> uint64(31))
+    return mix64(uint64(x) - uint64(_GOLDEN))  # without the step that `mix64` adds
 
 
 @njit(inline="always")

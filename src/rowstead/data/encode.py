@@ -50,29 +50,20 @@ SCALARS = ("labels", "weights", "true_p")
 class RawRows:
     """Blocks concatenated without copying: a row is found by block and index in it. At least one block."""
 
-    def __init__(self, blocks: Sequence[RawBlock]) -> None:
+    def __init__(self, blocks: Sequence[RawBlock], addresses: NDArray[np.int64] | None = None) -> None:
         self.blocks = tuple(blocks)
         self.starts = np.zeros(len(self.blocks) + 1, np.int64)
         """[K + 1]: block k holds the rows from starts[k] to starts[k+1]."""
         np.cumsum([block.num_rows for block in self.blocks], out=self.starts[1:])
-        self._addresses = np.array([_addresses(block) for block in self.blocks], np.int64)
+        self.addresses = np.array([_addresses(block) for block in self.blocks], np.int64) if addresses is None else addresses
         """[K, 1 + 2F]: addresses of each block's dense values, ids and offsets."""
 
     def __len__(self) -> int:
         return int(self.starts[-1])
 
-    @property
-    def addresses(self) -> NDArray[np.int64]:
-        return self._addresses
-
     @classmethod
     def concatenate(cls, parts: Sequence[RawRows]) -> RawRows:
-        whole = cls.__new__(cls)
-        whole.blocks = tuple(block for part in parts for block in part.blocks)
-        whole.starts = np.zeros(len(whole.blocks) + 1, np.int64)
-        np.cumsum(np.concatenate([np.diff(part.starts) for part in parts]), out=whole.starts[1:])
-        whole._addresses = np.concatenate([part.addresses for part in parts])
-        return whole
+        return cls([block for part in parts for block in part.blocks], np.concatenate([part.addresses for part in parts]))
 
 
 def _addresses(block: RawBlock) -> list[int]:
@@ -145,13 +136,9 @@ class Encoder:
         if outside is not None:
             feature = int(np.searchsorted(offsets, outside, side="right") - 1) // num_samples
             raise id_outside_table(self._names[feature], int(ids[outside]), int(self._num_rows[feature]))
-        return Batch(
-            dense=dense,
-            sparse=Sparse(ids=all_ids, offsets=all_offsets, num_features=num_features),
-            labels=scalars.get("labels"),
-            weights=scalars.get("weights"),
-            true_p=scalars.get("true_p"),
-        )
+        labels, weights, true_p = (scalars.get(name) for name in SCALARS)
+        sparse = Sparse(ids=all_ids, offsets=all_offsets, num_features=num_features)
+        return Batch(dense=dense, sparse=sparse, labels=labels, weights=weights, true_p=true_p)
 
 
 def compute_totals(rows: RawRows, order: NDArray[np.int64]) -> BatchTotals | None:

@@ -1,44 +1,155 @@
-"""Finds the files of a log by path, glob or URL, and reads remote ones by ranges."""
+"""Finds the files of a log by path, glob or URL, and reads remote ones by ranges, with retries.
+
+`s3://` and `gs://` are read by pyarrow, without the GIL; `http(s)://` and every other scheme by fsspec.
+"""
 
 from __future__ import annotations
 
 import glob
 import io
 import os
-from collections.abc import Iterable
+import random
+import re
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
-
-import fsspec
+from functools import cached_property, partial
+from typing import Protocol, TypeVar
 
 from rowstead.spec.errors import DataError
+
+T = TypeVar("T")
+Read = Callable[[int, int], bytes]
+"""Reads the bytes of a file from a start to a stop; threads may share it."""
+
+PAUSES_S = (0.2, 0.5, 1.0, 2.0, 4.0)
+"""Pauses between attempts, each made up to half longer or shorter at random."""
+EXTRAS = {"s3": "s3", "gs": "gs", "gcs": "gs", "http": "http", "https": "http"}
+"""The extra of this package that a scheme needs."""
+CREDENTIALS = {
+    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
+    "gs": "run `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS",
+    "http": "give a URL that needs no password",
+}
+_DENIED = re.compile(
+    "DENIED|OAuth2|ACCESS_KEY|SIGNATURE|TOKEN|UNAUTHENTICATED|Unauthorized|Forbidden|HTTP status 40[013]|redential"
+)
+_MISSING = re.compile("NO_SUCH|NOT_FOUND|HTTP status 404|does not exist|Bucket .* not found")
+
+
+class RemoteFiles(Protocol):
+    """The files of one bucket or server."""
+
+    def find(self, url: str) -> list[str]:
+        """URLs of the files that a URL or glob names."""
+
+    def open(self, url: str) -> tuple[int, Read]:
+        """Size of a file, and a function that reads parts of it."""
+
+
+class BucketFiles:
+    """The files of a bucket of S3 or Google Cloud Storage, by pyarrow."""
+
+    def __init__(self, url: str) -> None:
+        from pyarrow import fs
+
+        self._fs = fs
+        self._scheme, _, path = url.partition("://")
+        self._bucket = path.partition("/")[0]
+        is_s3 = EXTRAS[self._scheme] == "s3"
+        _ = fs.S3FileSystem if is_s3 else fs.GcsFileSystem  # an ImportError where pyarrow is built without it
+        region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")  # otherwise that of the bucket
+        options = (f"?region={region}" if region else "") if is_s3 else "?retry_limit_seconds=10"
+        self._filesystem = fs.FileSystem.from_uri(f"{self._scheme}://{self._bucket}{options}")[0]
+
+    def find(self, url: str) -> list[str]:
+        from fsspec.utils import glob_translate
+
+        path = url.partition("://")[2]
+        if glob.has_magic(path):
+            fixed = re.split(r"[*?[]", path)[0].rpartition("/")[0]
+            selector = self._fs.FileSelector(fixed, allow_not_found=True, recursive="/" in path[len(fixed) + 1 :])
+            infos, pattern = self._filesystem.get_file_info(selector), glob_translate(path)
+        else:
+            infos, pattern = self._filesystem.get_file_info([path]), re.escape(path)
+        found = [f"{self._scheme}://{info.path}" for info in infos if info.is_file and re.fullmatch(pattern, info.path)]
+        if not found and self._filesystem.get_file_info(self._bucket).type == self._fs.FileType.NotFound:
+            raise DataError(f"there is no bucket `{self._bucket}`; check its name, your region and your endpoint")
+        return found
+
+    def open(self, url: str) -> tuple[int, Read]:
+        file = self._filesystem.open_input_file(url.partition("://")[2])
+        return file.size(), lambda start, stop: file.read_at(stop - start, start)
+
+
+class FsspecFiles:
+    """Files that fsspec can read."""
+
+    def __init__(self, url: str) -> None:
+        from fsspec.core import url_to_fs
+
+        self._filesystem = url_to_fs(url)[0]
+
+    def find(self, url: str) -> list[str]:
+        if _is_glob(url):
+            return list(map(self._filesystem.unstrip_protocol, self._filesystem.glob(url)))
+        self._filesystem.info(url)
+        return [url]
+
+    def open(self, url: str) -> tuple[int, Read]:
+        size = self._filesystem.size(url)
+        if size is None:
+            raise DataError(f"the server does not say how large `{url}` is; use one that supports range requests")
+        return size, lambda start, stop: self._filesystem.cat_file(url, start=start, end=stop)
 
 
 @dataclass(frozen=True)
 class LogFile:
-    """One file, local or on a filesystem of fsspec's."""
+    """One file, local or remote."""
 
     path: str
     """Path or URL, as messages show it."""
-    filesystem: Any = None
-    """The fsspec filesystem; None for a local file."""
-    remote_path: str = ""
+    remote: RemoteFiles | None = None
+    """Where the file is; None for a local one."""
 
     @property
     def is_local(self) -> bool:
-        return self.filesystem is None
+        return self.remote is None
+
+    @cached_property
+    def _opened(self) -> tuple[int, Read]:
+        assert self.remote is not None
+        return retry(self.path, partial(self.remote.open, self.path))
+
+    @property
+    def size(self) -> int:
+        """Bytes of a remote file."""
+        return self._opened[0]
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Bytes `start` to `stop` of a remote file."""
+
+        def attempt() -> bytes:
+            data = self._opened[1](start, stop)
+            if len(data) > stop - start:
+                raise DataError(f"the server of `{self.path}` does not support range requests; use one that does")
+            if len(data) < stop - start:
+                raise OSError(f"got {len(data)} of {stop - start} bytes")
+            return data
+
+        return retry(self.path, attempt)
 
     def ranges(self) -> RangeFile:
         """The remote file as an object that pyarrow can read, with a position of its own."""
-        return RangeFile(self.filesystem, self.remote_path)
+        return RangeFile(self)
 
 
 def find_files(patterns: Iterable[str]) -> list[LogFile]:
     """The files that paths, globs and URLs name, in that order; those of one glob are sorted."""
-    return [file for pattern in patterns for file in (_remote(pattern) if "://" in pattern else _local(pattern))]
+    return [file for pattern in patterns for file in (_find_remote(pattern) if "://" in pattern else _find_local(pattern))]
 
 
-def _local(pattern: str) -> list[LogFile]:
+def _find_local(pattern: str) -> list[LogFile]:
     path = os.path.expanduser(pattern)
     if os.path.isdir(path):
         raise DataError(f"`{pattern}` is a folder; list its files, such as `{pattern.rstrip('/')}/*.parquet`")
@@ -52,26 +163,71 @@ def _local(pattern: str) -> list[LogFile]:
     return [LogFile(p) for p in found]
 
 
-def _remote(url: str) -> list[LogFile]:
+def _find_remote(url: str) -> list[LogFile]:
+    scheme = url.partition("://")[0]
+    kind: Callable[[str], RemoteFiles] = BucketFiles if EXTRAS.get(scheme) in ("s3", "gs") else FsspecFiles
     try:
-        filesystem, path = fsspec.core.url_to_fs(url)
-        paths = sorted(filesystem.glob(path)) if glob.has_magic(path) else [path] if filesystem.exists(path) else []
-    except (ImportError, ValueError) as error:
-        raise DataError(f"cannot open `{url}`: {error}") from None
-    except OSError as error:
-        raise DataError(f"cannot reach `{url}`: {error}") from None
-    if not paths:
-        raise DataError(f"no file {'matches ' if glob.has_magic(path) else ''}`{url}`")
-    return [LogFile(filesystem.unstrip_protocol(p), filesystem, p) for p in paths]
+        remote = retry(url, partial(kind, url))
+        found = sorted(retry(url, partial(remote.find, url)))
+    except DataError:
+        raise
+    except (ImportError, ValueError) as error:  # a missing package, an unknown scheme
+        remedy = f". Run: pip install 'rowstead[{EXTRAS[scheme]}]'" if scheme in EXTRAS else ""
+        raise DataError(f"cannot open `{url}`: {error}{remedy}") from None
+    if not found:
+        raise DataError(f"no file {'matches ' if _is_glob(url) else ''}`{url}`")
+    return [LogFile(each, remote) for each in found]
+
+
+def _is_glob(url: str) -> bool:
+    """Whether a URL has wildcards; the question mark before a query is none."""
+    return glob.has_magic(url.partition("?")[0] if url.startswith("http") else url)
+
+
+def retry(url: str, attempt: Callable[[], T]) -> T:
+    """Call `attempt` until it succeeds. Errors that may pass are tried again after growing pauses; others are raised as DataErrors."""
+    for pause_s in PAUSES_S:
+        try:
+            return attempt()
+        except (ImportError, ValueError):  # DataErrors too
+            raise
+        except Exception as error:  # noqa: BLE001, RUF100 - every library has its own
+            if _is_lasting(error):
+                raise _explain(url, error) from None
+        time.sleep(pause_s * random.uniform(0.5, 1.5))
+    try:
+        return attempt()
+    except Exception as error:  # noqa: BLE001, RUF100
+        raise _explain(url, error) from None
+
+
+def _is_lasting(error: Exception) -> bool:
+    """Whether another attempt is pointless."""
+    status = getattr(error.__cause__ or error, "status", None)  # of an HTTP response
+    if status is not None:
+        return 400 <= status < 500 and status not in (408, 429)
+    if isinstance(error, (FileNotFoundError, PermissionError)) and error.__cause__ is None:
+        return True
+    return bool(_DENIED.search(str(error)) or _MISSING.search(str(error)))
+
+
+def _explain(url: str, error: Exception) -> DataError:
+    """The error for a file that cannot be read, with a remedy."""
+    cause = error.__cause__ or error
+    text = (str(cause).splitlines() or [type(cause).__name__])[0]
+    status = getattr(cause, "status", None)
+    if status in (401, 403) or isinstance(error, PermissionError) or _DENIED.search(text):
+        return DataError(f"access to `{url}` is denied ({text}); {CREDENTIALS[EXTRAS.get(url.partition('://')[0], 'http')]}")
+    if status == 404 or isinstance(cause, FileNotFoundError) or _MISSING.search(text):
+        return DataError(f"no file `{url}`: {text}")
+    return DataError(f"cannot read `{url}`: {text}; {len(PAUSES_S) + 1} attempts failed")
 
 
 class RangeFile(io.RawIOBase):
-    """A remote file read by ranges, with a position of its own, so that threads do not interfere."""
+    """A remote file as a file object, with a position of its own, so that threads do not interfere."""
 
-    def __init__(self, filesystem: Any, path: str) -> None:
-        self._filesystem, self._path = filesystem, path
-        self._size = int(filesystem.size(path))
-        self._position = 0
+    def __init__(self, file: LogFile) -> None:
+        self._file, self._size, self._position = file, file.size, 0
 
     def readable(self) -> bool:
         return True
@@ -90,6 +246,6 @@ class RangeFile(io.RawIOBase):
         stop = self._size if size is None or size < 0 else min(self._position + size, self._size)
         if stop <= self._position:
             return b""
-        data: bytes = self._filesystem.cat_file(self._path, start=self._position, end=stop)
-        self._position += len(data)
+        data = self._file.read(self._position, stop)
+        self._position = stop
         return data

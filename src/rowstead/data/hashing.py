@@ -11,7 +11,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from rowstead.kernels.cpu.mix import mix64
+from rowstead.kernels.mix import mix64
 from rowstead.spec.errors import DataError
 from rowstead.spec.features import Hash
 
@@ -29,18 +29,6 @@ _LOW_63_BITS = np.uint64(0x7FFFFFFFFFFFFFFF)
 _RECIPROCAL_ROWS = 2**50
 
 _inline = numba.njit(nogil=True, cache=True, inline="always", error_model="numpy")
-
-
-@_inline
-def mixed_row(id64, num_rows):  # type: ignore[no-untyped-def]
-    """The row of one id (int64) under `mix`, as int64."""
-    return np.int64((mix64(id64) & _LOW_63_BITS) % np.uint64(num_rows))
-
-
-@_inline
-def modulo_row(id64, num_rows):  # type: ignore[no-untyped-def]
-    """The row of one id (int64) under `modulo`, never negative, as int64."""
-    return np.int64(id64) % np.int64(num_rows)
 
 
 @numba.njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
@@ -61,10 +49,10 @@ def hash_in_place(ids, code, num_rows):  # type: ignore[no-untyped-def]
             ids[i] = x - (num_rows if x >= num_rows else 0)
     elif code == 0:
         for i in range(len(ids)):
-            ids[i] = mixed_row(ids[i], num_rows)
+            ids[i] = np.int64((mix64(ids[i]) & _LOW_63_BITS) % np.uint64(num_rows))
     elif code == 1:
         for i in range(len(ids)):
-            ids[i] = modulo_row(ids[i], num_rows)
+            ids[i] %= num_rows  # never negative
     else:
         for i in range(len(ids)):
             if ids[i] < 0 or ids[i] >= num_rows:
@@ -72,12 +60,17 @@ def hash_in_place(ids, code, num_rows):  # type: ignore[no-untyped-def]
     return -1
 
 
+def mix_ids(ids: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """`mix64` of each id, in plain NumPy."""
+    mixed: NDArray[np.uint64] = mix64.py_func(ids.view(np.uint64))  # the same lines, over an array
+    return mixed
+
+
 def hash_to_rows(ids: NDArray[np.int64], num_rows: int, hash: Hash = "mix", *, feature: str = "") -> NDArray[np.int64]:
     """Rows [n] of the raw 64-bit `ids` [n] in a table of `num_rows` rows; the reference, in plain NumPy."""
     ids = np.asarray(ids, np.int64)
     if hash == "mix":
-        mixed = mix64.py_func(ids.view(np.uint64))  # the same lines, over an array
-        return ((mixed & _LOW_63_BITS) % np.uint64(num_rows)).view(np.int64)
+        return ((mix_ids(ids) & _LOW_63_BITS) % np.uint64(num_rows)).view(np.int64)
     if hash == "modulo":
         return np.mod(ids, np.int64(num_rows))
     outside = (ids < 0) | (ids >= num_rows)
@@ -99,12 +92,6 @@ def hash_texts(offsets: NDArray[Any], data: NDArray[np.uint8]) -> NDArray[np.int
     hashes = np.empty(max(len(offsets) - 1, 0), np.int64)
     _hash_texts(offsets, data, hashes)
     return hashes
-
-
-def hash_text(text: str) -> int:
-    """XXH64 (seed 0) of one text's UTF-8 bytes, as a signed 64-bit number."""
-    data = np.frombuffer(text.encode(), np.uint8)
-    return int(hash_texts(np.array([0, len(data)], np.int64), data)[0])
 
 
 @numba.njit(nogil=True, cache=True, boundscheck=False)

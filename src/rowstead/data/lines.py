@@ -1,18 +1,17 @@
-"""Reads text in chunks of whole lines in bounded memory, and records malformed lines. Used by the converters."""
+"""What the converters share: text in chunks of whole lines in bounded memory, malformed lines, and the choice of the evaluation split."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import BinaryIO
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from rowstead.data.write import OnBadRow
-from rowstead.kernels.cpu.mix import mix64
+from rowstead.data.hashing import mix_ids
+from rowstead.data.write import OnBadRow, Progress
 from rowstead.spec.errors import DataError
 
 CHUNK_BYTES = 4 << 20
@@ -75,10 +74,25 @@ class BadLines:
         if len(self.first) < NUM_SHOWN:
             self.first.append(text)
 
-    def count(self, reason: str, number: int) -> None:
-        """Count `number` more lines of a reason without showing them."""
-        if number:
-            self.counts[reason] += number
+
+class LineReader:
+    """Reads files in chunks of whole lines and reports progress over all of them."""
+
+    def __init__(self, total_bytes: int, chunk_bytes: int, progress: Progress | None) -> None:
+        self._total, self._chunk_bytes, self._progress = total_bytes, chunk_bytes, progress
+        self._before = 0
+
+    def read(self, name: str, stream: BinaryIO, bad: BadLines, position: Callable[[], int]) -> Iterator[Chunk]:
+        """The chunks of one file; `position` says how many of its bytes were read. Lines that are too long go to `bad` and are empty here."""
+        for chunk in chunks(stream, self._chunk_bytes):
+            if self._progress:
+                self._progress(min(self._before + position(), self._total), self._total)
+            if chunk.too_long:
+                detail = f"over {MAX_LINE_BYTES} bytes, begins {format_bytes(chunk.data)}"
+                bad.add(name, chunk.first_line, "line too long", detail)
+                chunk = replace(chunk, data=b"")
+            yield chunk
+        self._before += position()
 
 
 def format_bytes(field_bytes: bytes) -> str:
@@ -87,16 +101,9 @@ def format_bytes(field_bytes: bytes) -> str:
     return text + ("…" if len(field_bytes) > 40 else "")
 
 
-@numba.njit(nogil=True, cache=True)
-def _hash_pairs(first, second, out):  # type: ignore[no-untyped-def]
-    for i in range(first.size):
-        out[i] = mix64(np.int64(mix64(first[i])) ^ second[i])
-
-
 def select_by_hash(first: NDArray[np.int64], second: NDArray[np.int64], share: float) -> NDArray[np.bool_]:
     """True for a share of the pairs, chosen by hash: the same ones on every machine."""
-    hashes = np.empty(first.size, np.uint64)
-    _hash_pairs(first, second, hashes)
+    hashes = mix_ids(mix_ids(first).view(np.int64) ^ second)
     return (hashes >> np.uint64(11)) < np.uint64(share * 2.0**53)
 
 

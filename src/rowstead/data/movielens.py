@@ -18,44 +18,19 @@ Columns, the same for every archive, null where an archive does not have them:
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-import numba
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
+from pyarrow import csv
 
-from rowstead.data.lines import (
-    CHUNK_BYTES,
-    MAX_LINE_BYTES,
-    BadLines,
-    Chunk,
-    check_eval_fraction,
-    chunks,
-    format_bytes,
-    select_by_hash,
-)
-from rowstead.data.movielens_archive import (
-    Archive,
-    ArchiveLayout,
-    Items,
-    Users,
-    find_layout,
-    open_archive,
-    read_items,
-    read_users,
-)
-from rowstead.data.write import (
-    DEFAULT_ROWS_PER_FILE,
-    DEFAULT_ROWS_PER_GROUP,
-    OnBadRow,
-    Progress,
-    SplitWriter,
-    Summary,
-    check_splits_not_empty,
-)
+from rowstead.data.lines import CHUNK_BYTES, BadLines, LineReader, check_eval_fraction, format_bytes, select_by_hash
+from rowstead.data.movielens_archive import Archive, ArchiveLayout, Entities, find_layout, open_archive, read_items, read_users
+from rowstead.data.write import DEFAULT_ROWS_PER_FILE, DEFAULT_ROWS_PER_GROUP, OnBadRow, Progress, SplitWriter, Summary
 from rowstead.spec.errors import DataError
 
 SCHEMA = pa.schema(
@@ -103,31 +78,17 @@ def convert(
         bad = BadLines(on_bad_row)
         users, items = read_users(archive, layout, bad), read_items(archive, layout, bad)
         by_time = split == "time" and eval_fraction > 0
-        report = _Report(archive.size(layout.ratings) * (2 if by_time else 1), progress)
+        reader = LineReader(archive.size(layout.ratings) * (2 if by_time else 1), chunk_bytes, progress)
         with SplitWriter(
             out_folder, SCHEMA, rows_per_file=rows_per_file, rows_per_group=rows_per_group, overwrite=overwrite
         ) as writer:
-            cut = _find_cut_time(archive, layout, eval_fraction, chunk_bytes, report) if by_time else None
-            for ratings in _ratings(archive, layout, bad, chunk_bytes, report):
+            cut = _find_cut_time(archive, layout, eval_fraction, reader) if by_time else None
+            for ratings in _ratings(archive, layout, bad, reader):
                 ratings, user_rows, item_rows = _match(ratings, users, items, archive.label(layout.ratings), bad)
-                table = _table(ratings, users, items, user_rows, item_rows)
                 held = ratings.times >= cut if cut is not None else select_by_hash(ratings.users, ratings.items, eval_fraction)
-                writer.write("train", table.filter(pa.array(~held)))
-                writer.write("eval", table.filter(pa.array(held)))
-            check_splits_not_empty(writer.num_rows(), eval_wanted=eval_fraction > 0)
+                writer.write_by_mask(_table(ratings, users, items, user_rows, item_rows), held)
+            writer.check_not_empty(eval_wanted=eval_fraction > 0)
         return writer.summary(num_bytes_read=archive.num_bytes, skipped=bad.counts, first_skipped=bad.first)
-
-
-class _Report:
-    """Reports progress in bytes of ratings read."""
-
-    def __init__(self, total: int, progress: Progress | None) -> None:
-        self._total, self._done, self._progress = total, 0, progress
-
-    def advance(self, num_bytes: int) -> None:
-        self._done += num_bytes
-        if self._progress:
-            self._progress(min(self._done, self._total), self._total)
 
 
 @dataclass(frozen=True)
@@ -145,152 +106,70 @@ class _Ratings:
         return _Ratings(self.users[keep], self.items[keep], self.values[keep], self.times[keep], self.lines[keep])
 
 
-_WRONG_FIELDS, _NOT_A_NUMBER, _OUT_OF_RANGE = 1, 2, 3
-_REASONS = {
-    _WRONG_FIELDS: "wrong number of fields, expected 4",
-    _NOT_A_NUMBER: "not four numbers",
-    _OUT_OF_RANGE: "rating outside 0.5 to 5, or time after the year 2106",
-}
-
-
-def _ratings(archive: Archive, layout: ArchiveLayout, bad: BadLines, chunk_bytes: int, report: _Report) -> Iterator[_Ratings]:
+def _ratings(archive: Archive, layout: ArchiveLayout, bad: BadLines, reader: LineReader) -> Iterator[_Ratings]:
     """The ratings of an archive, chunk by chunk; malformed lines go to `bad`."""
     name = archive.label(layout.ratings)
     with archive.open(layout.ratings) as stream:
-        for chunk in chunks(stream, chunk_bytes):
-            report.advance(len(chunk.data))
-            if chunk.too_long:
-                bad.add(
-                    name, chunk.first_line, "line too long", f"over {MAX_LINE_BYTES} bytes, begins {format_bytes(chunk.data)}"
-                )
-                continue
+        for chunk in reader.read(name, stream, bad, stream.tell):
             data, first = chunk.data, chunk.first_line
             if layout.ratings_header and first == 1:
-                data, first = _strip_header(name, chunk, layout.ratings_header), 2
-            num_lines = chunk.num_lines - (first - chunk.first_line)
-            yield _parse_ratings(data, first, num_lines, layout.separator, name, bad)
+                header, _, data = data.partition(b"\n")
+                first = 2
+                if header.rstrip(b"\r").removeprefix(b"\xef\xbb\xbf") != layout.ratings_header:
+                    expected = layout.ratings_header.decode()
+                    raise DataError(f"{name}:line 1: expected the header {expected}, found {format_bytes(header)}")
+            yield _parse_ratings(data, first, layout.separator, name, bad)
 
 
-def _strip_header(name: str, chunk: Chunk, header: bytes) -> bytes:
-    line, _, rest = chunk.data.partition(b"\n")
-    if line.rstrip(b"\r").removeprefix(b"\xef\xbb\xbf") != header:
-        raise DataError(f"{name}:line 1: expected the header {header.decode()}, found {format_bytes(line)}")
-    return rest
-
-
-def _parse_ratings(data: bytes, first_line: int, num_lines: int, separator: bytes, name: str, bad: BadLines) -> _Ratings:
-    users, items, times, lines = (np.empty(num_lines, np.int64) for _ in range(4))
-    values = np.empty(num_lines, np.float32)
-    found = np.empty((num_lines, 4), np.int64)
-    text = np.frombuffer(data, np.uint8)
-    num_rows, num_bad = _parse(text, separator[0], len(separator), users, items, values, times, lines, found)
-    for line, reason, start, stop in found[:num_bad].tolist():
-        bad.add(name, first_line + line, _REASONS[reason], format_bytes(data[start:stop]))
-    return _Ratings(users[:num_rows], items[:num_rows], values[:num_rows], times[:num_rows], first_line + lines[:num_rows])
-
-
-@numba.njit(nogil=True, cache=True, boundscheck=False)
-def _parse(text, separator, width, users, items, values, times, lines, bad):  # type: ignore[no-untyped-def]
-    """Fill [lines] arrays with `user SEP item SEP rating SEP time` from `text` uint8 [n], which ends in a newline.
-
-    SEP is `width` times the byte `separator`. `bad` [lines, 4] gets line, reason, begin and end of malformed lines.
-    """
-    at, line, row, num_bad = 0, 0, 0, 0
-    while at < text.size:
-        start = at
-        while text[at] != 10:
-            at += 1
-        next_line = at + 1
-        stop = at - 1 if at > start and text[at - 1] == 13 else at
-        at = start
-        reason = 0
-        field = 0
-        while field < 4 and reason == 0:
-            whole = np.int64(0)
-            num_digits = 0
-            while at < stop and 48 <= text[at] <= 57:
-                whole = whole * 10 + (np.int64(text[at]) - 48)
-                num_digits += 1
-                at += 1
-            number = np.float64(whole)
-            if field == 2 and at < stop and text[at] == 46:
-                at += 1
-                scale = 0.1
-                while at < stop and 48 <= text[at] <= 57:
-                    number += scale * (np.float64(text[at]) - 48)
-                    scale *= 0.1
-                    at += 1
-            if num_digits == 0 or num_digits > 18:
-                reason = _NOT_A_NUMBER
-            elif field == 0:
-                users[row] = whole
-            elif field == 1:
-                items[row] = whole
-            elif field == 2:
-                values[row] = number
-                if number < 0.5 or number > 5.0:
-                    reason = _OUT_OF_RANGE
-            else:
-                times[row] = whole
-                if whole >= 1 << 32:
-                    reason = _OUT_OF_RANGE
-            field += 1
-            if field < 4 and reason == 0:
-                for _ in range(width):
-                    if at < stop and text[at] == separator:
-                        at += 1
-                    else:
-                        reason = _NOT_A_NUMBER
-        if reason == 0 and at != stop:
-            reason = _NOT_A_NUMBER
-        if reason == 0:
-            lines[row] = line
-            row += 1
-        else:
-            num_fields = 1
-            at = start
-            while at + width <= stop:
-                matches = True
-                for k in range(width):
-                    matches = matches and text[at + k] == separator
-                num_fields += matches
-                at += width if matches else 1
-            bad[num_bad, 0] = line
-            bad[num_bad, 1] = reason if num_fields == 4 else _WRONG_FIELDS
-            bad[num_bad, 2] = start
-            bad[num_bad, 3] = stop
-            num_bad += 1
-        line += 1
-        at = next_line
-    return row, num_bad
+def _parse_ratings(data: bytes, first_line: int, separator: bytes, name: str, bad: BadLines) -> _Ratings:
+    """Parse lines of `user SEP item SEP rating SEP time`."""
+    is_rating = re.compile(rb"(?m)^\d{1,18}SEP\d{1,18}SEP\d{1,18}(?:\.\d+)?SEP\d{1,18}\r?$".replace(b"SEP", separator))
+    lines = np.arange(first_line, first_line + data.count(b"\n"))
+    good = is_rating.findall(data)
+    if len(good) < lines.size:
+        texts = data.split(b"\n")[:-1]
+        keep = np.array([is_rating.fullmatch(text) is not None for text in texts])
+        for i in np.flatnonzero(~keep).tolist():
+            text = texts[i].removesuffix(b"\r")
+            reason = "not four numbers" if text.count(separator) == 3 else "wrong number of fields, expected 4"
+            bad.add(name, int(lines[i]), reason, format_bytes(text))
+        lines = lines[keep]
+    if not good:
+        nothing = np.empty(0, np.int64)
+        return _Ratings(nothing, nothing, nothing.astype(np.float32), nothing, nothing)
+    table = csv.read_csv(
+        pa.BufferReader(b"\n".join(good).replace(separator, b"\t")),
+        read_options=csv.ReadOptions(column_names=["user", "item", "rating", "time"], use_threads=False),
+        parse_options=csv.ParseOptions(delimiter="\t"),
+        convert_options=csv.ConvertOptions(
+            column_types={"user": pa.int64(), "item": pa.int64(), "rating": pa.float32(), "time": pa.int64()}
+        ),
+    )
+    users, items, values, times = (column.to_numpy() for column in table.columns)
+    ratings = _Ratings(users, items, values, times, lines)
+    keep = (ratings.values >= 0.5) & (ratings.values <= 5.0) & (ratings.times < 1 << 32)
+    for i in np.flatnonzero(~keep).tolist():
+        reason = "rating outside 0.5 to 5, or time after the year 2106"
+        bad.add(name, int(ratings.lines[i]), reason, format_bytes(good[i].removesuffix(b"\r")))
+    return ratings.where(keep)
 
 
 def _match(
-    ratings: _Ratings, users: Users | None, items: Items, name: str, bad: BadLines
+    ratings: _Ratings, users: Entities | None, items: Entities, name: str, bad: BadLines
 ) -> tuple[_Ratings, NDArray[np.int64], NDArray[np.int64]]:
     """The ratings whose user and item are in the archive, and the rows of both."""
-    item_rows, keep = _find(items.ids, ratings.items)
-    for i in np.flatnonzero(~keep).tolist():
-        bad.add(name, int(ratings.lines[i]), "unknown item", f"{ratings.items[i]} is not in the movies file")
-    user_rows = np.zeros(ratings.users.size, np.int64)
-    if users is not None:
-        user_rows, known = _find(users.ids, ratings.users)
-        for i in np.flatnonzero(keep & ~known).tolist():
-            bad.add(name, int(ratings.lines[i]), "unknown user", f"{ratings.users[i]} is not in the users file")
-        keep &= known
+    item_rows = items.find(ratings.items)
+    user_rows = np.zeros_like(item_rows) if users is None else users.find(ratings.users)
+    keep = np.ones(item_rows.size, np.bool_)
+    for what, file, ids, rows in (("item", "movies", ratings.items, item_rows), ("user", "users", ratings.users, user_rows)):
+        for i in np.flatnonzero(keep & (rows < 0)).tolist():
+            bad.add(name, int(ratings.lines[i]), f"unknown {what}", f"{ids[i]} is not in the {file} file")
+        keep &= rows >= 0
     return ratings.where(keep), user_rows[keep], item_rows[keep]
 
 
-def _find(ids: NDArray[np.int64], wanted: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Indices of `wanted` in the sorted `ids`, and whether each is present."""
-    rows = np.minimum(np.searchsorted(ids, wanted), max(len(ids) - 1, 0))
-    if not len(ids):
-        return rows, np.zeros(wanted.size, np.bool_)
-    return rows, ids[rows] == wanted
-
-
 def _table(
-    ratings: _Ratings, users: Users | None, items: Items, user_rows: NDArray[np.int64], item_rows: NDArray[np.int64]
+    ratings: _Ratings, users: Entities | None, items: Entities, user_rows: NDArray[np.int64], item_rows: NDArray[np.int64]
 ) -> pa.Table:
     nothing = pa.nulls(ratings.users.size)
     person = users.fields.take(pa.array(user_rows)) if users is not None else None
@@ -310,12 +189,11 @@ def _table(
     return pa.table(columns).cast(SCHEMA)
 
 
-def _find_cut_time(archive: Archive, layout: ArchiveLayout, fraction: float, chunk_bytes: int, report: _Report) -> int:
+def _find_cut_time(archive: Archive, layout: ArchiveLayout, fraction: float, reader: LineReader) -> int:
     """The time from which ratings are held out: the latest `fraction` of them, or slightly more."""
     quiet = BadLines("skip")  # the second pass reports them
-    times = [part.times.astype(np.uint32) for part in _ratings(archive, layout, quiet, chunk_bytes, report)]
-    everything = np.concatenate(times) if times else np.empty(0, np.uint32)
-    del times
+    times = [part.times.astype(np.uint32) for part in _ratings(archive, layout, quiet, reader)]
+    everything = np.concatenate([np.empty(0, np.uint32), *times])
     cut = everything.size - round(everything.size * fraction)
     if cut >= everything.size:
         return 1 << 32

@@ -19,6 +19,7 @@ from typing import BinaryIO, TypeVar, cast
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from rowstead.data.lines import BadLines
@@ -35,13 +36,8 @@ class Archive:
     """The files of a zip, or of a folder and its direct subfolders, by base name."""
 
     def __init__(self, source: Path, files: Mapping[str, tuple[str, int]], archive: zipfile.ZipFile | None) -> None:
-        self.source = source
-        self._files = files
-        self._zip = archive
-
-    @property
-    def names(self) -> frozenset[str]:
-        return frozenset(self._files)
+        self.source, self._files, self._zip = source, files, archive
+        self.names = frozenset(files)
 
     @property
     def num_bytes(self) -> int:
@@ -161,21 +157,17 @@ def find_layout(archive: Archive) -> ArchiveLayout:
 
 
 @dataclass(frozen=True)
-class Users:
-    """The users of an archive, sorted by id."""
+class Entities:
+    """The users or movies of an archive."""
 
-    ids: NDArray[np.int64]
+    ids: list[int]
     fields: pa.Table
-    """`gender`, `age`, `occupation` and `zip_prefix`, one row per user."""
+    """One row per id: `gender`, `age`, `occupation` and `zip_prefix` of a user, `genres` and `year` of a movie."""
 
-
-@dataclass(frozen=True)
-class Items:
-    """The movies of an archive, sorted by id."""
-
-    ids: NDArray[np.int64]
-    fields: pa.Table
-    """`genres` and `year`, one row per movie."""
+    def find(self, wanted: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The row of each id, -1 for an unknown one."""
+        rows = pc.index_in(pa.array(wanted), value_set=pa.array(self.ids, pa.int64()))
+        return np.asarray(rows.fill_null(-1).to_numpy(), np.int64)
 
 
 Fields = TypeVar("Fields")
@@ -185,36 +177,30 @@ class _FieldError(Exception):
     """A line that cannot be used, and why."""
 
 
-def read_users(archive: Archive, layout: ArchiveLayout, bad: BadLines) -> Users | None:
+def read_users(archive: Archive, layout: ArchiveLayout, bad: BadLines) -> Entities | None:
     """The users; None for layouts without a users file."""
     if layout.users is None:
         return None
     order = (0, 2, 1, 3, 4) if layout.name == "ml-100k" else (0, 1, 2, 3, 4)  # id, age, gender, occupation, zip
     separator = "|" if layout.name == "ml-100k" else "::"
-    kept: dict[int, tuple[str | None, ...]] = {}
+    kept: dict[int, dict[str, str | int | None]] = {}
     for line, text in enumerate(_lines(archive.text(layout.users, layout.encoding)), 1):
         try:
             parts = text.split(separator)
             if len(parts) != 5:
                 raise _FieldError("wrong number of fields, expected 5", f"{len(parts)} in the line {text[:60]!r}")
-            identity, gender, age, occupation, code = (parts[i] for i in order)
-            _number("age", age, 2**15 - 1)
-            _keep(kept, "user", identity, (gender, age, occupation, code[:ZIP_PREFIX]))
+            identity, gender, age, occupation, code = (parts[i] or None for i in order)
+            fields = {"gender": gender, "age": _number("age", age or "", 2**15 - 1), "occupation": occupation}
+            _keep(kept, "user", identity or "", fields | {"zip_prefix": code and code[:ZIP_PREFIX]})
         except _FieldError as error:
             bad.add(archive.label(layout.users), line, *error.args)
-    ids = sorted(kept)
-    columns = list(zip(*(kept[identity] for identity in ids), strict=True)) or [()] * 4
-    kinds = {"gender": pa.string(), "age": pa.int16(), "occupation": pa.string(), "zip_prefix": pa.string()}
-    arrays = {
-        name: pa.array([int(v or 0) for v in column] if name == "age" else [v or None for v in column], kind)
-        for (name, kind), column in zip(kinds.items(), columns, strict=True)
-    }
-    return Users(np.array(ids, np.int64), pa.table(arrays))
+    kinds = pa.schema({"gender": pa.string(), "age": pa.int16(), "occupation": pa.string(), "zip_prefix": pa.string()})
+    return Entities(list(kept), pa.Table.from_pylist(list(kept.values()), kinds))
 
 
-def read_items(archive: Archive, layout: ArchiveLayout, bad: BadLines) -> Items:
+def read_items(archive: Archive, layout: ArchiveLayout, bad: BadLines) -> Entities:
     """The movies, with genres and year."""
-    kept: dict[int, tuple[list[str], float | None]] = {}
+    kept: dict[int, dict[str, list[str] | float | None]] = {}
     names = _genre_names(archive, layout)
     for line, parts in _item_lines(archive, layout):
         try:
@@ -231,15 +217,11 @@ def read_items(archive: Archive, layout: ArchiveLayout, bad: BadLines) -> Items:
                 year = year_of(parts[1]) or year_of(f"({parts[2][-4:]})")
             else:
                 genres, year = parts[2].split("|"), year_of(parts[1])
-            _keep(kept, "item", parts[0], ([name for name in genres if name not in NO_GENRE], year))
+            _keep(kept, "item", parts[0], {"genres": [name for name in genres if name not in NO_GENRE], "year": year})
         except _FieldError as error:
             bad.add(archive.label(layout.items), line, *error.args)
-    ids = sorted(kept)
-    fields = {
-        "genres": pa.array([kept[identity][0] for identity in ids], pa.list_(pa.string())),
-        "year": pa.array([kept[identity][1] for identity in ids], pa.float32()),
-    }
-    return Items(np.array(ids, np.int64), pa.table(fields))
+    kinds = pa.schema({"genres": pa.list_(pa.string()), "year": pa.float32()})
+    return Entities(list(kept), pa.Table.from_pylist(list(kept.values()), kinds))
 
 
 def year_of(title: str) -> float | None:

@@ -29,6 +29,15 @@ def varint(data, at, stop):  # type: ignore[no-untyped-def]
 
 
 @_kernel
+def little_endian(data, at, stop):  # type: ignore[no-untyped-def]
+    """Up to 8 bytes from `at` as uint64, none from `stop` on."""
+    word = np.uint64(0)
+    for byte in range(min(stop - at, 8)):
+        word |= np.uint64(data[at + byte]) << np.uint64(8 * byte)
+    return word
+
+
+@_kernel
 def page_headers(chunk):  # type: ignore[no-untyped-def]
     """One row per page, with the fields above; ends with a row of type -1 if a header is unreadable."""
     headers = np.zeros((8, 9), np.int64)

@@ -1,13 +1,13 @@
 """Decodes Parquet pages of the simplest columns, float32 and list<int64>, directly into the arrays of a `RawBlock`.
 
 A general reader spends most of its time on nesting levels and per-column set-up. Logs have hundreds of columns of just two kinds,
-so those are decoded here: PLAIN or dictionary values, data pages of both versions. For any other column chunk `decode_floats` and
-`decode_bags` return None, and the caller uses pyarrow. Bytes are checked as they are read: a damaged page also results in None, never
-in an access out of bounds.
+so those are decoded here: PLAIN or dictionary values, data pages of both versions. Any other page fails, and the caller uses pyarrow.
+Bytes are checked as they are read: a damaged page also fails, and never leads to an access out of bounds.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numba
@@ -28,6 +28,7 @@ from rowstead.data.page_headers import (
     TYPE,
     UNPACKED,
     VALUES,
+    little_endian,
     page_headers,
     varint,
 )
@@ -43,50 +44,44 @@ CODECS = {"UNCOMPRESSED": None, "SNAPPY": "snappy", "ZSTD": "zstd", "GZIP": "gzi
 """pyarrow's name for each supported codec."""
 
 
-def decode_floats(chunk: Bytes, codec: str | None, max_def: int, num_rows: int) -> NDArray[np.float32] | None:
-    """The values [R] of a flat FLOAT column chunk, NaN where null."""
-    values = np.empty(num_rows, np.float32)
+def decode_floats(chunk: Bytes, codec: str | None, max_def: int, values: NDArray[np.float32]) -> bool:
+    """Fill values [R] from a flat FLOAT column chunk, NaN where null; false on failure."""
     at = 0
-    dictionary = np.empty(0, np.float32)
-    for header in page_headers(chunk):
-        page = _decompress(chunk, header, codec)
-        if page is None:
-            return None
-        if header[TYPE] == DICTIONARY_PAGE:
-            if not 0 <= header[VALUES] <= len(page) // 4:
-                return None
-            dictionary = page[: 4 * header[VALUES]].view(np.float32)
-            continue
-        at = decode_float_page(page, header, max_def, dictionary, values, at)
+    for header, page, dictionary in _data_pages(chunk, codec, values.dtype):
+        at = -1 if page is None else decode_float_page(page, header, max_def, dictionary, values, at)
         if at < 0:
-            return None
-    return values if at == num_rows else None
+            return False
+    return at == len(values)
 
 
 def decode_bags(
-    chunk: Bytes, codec: str | None, max_def: int, max_rep: int, num_rows: int, ids: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
-    """Ids [nnz] and offsets [R + 1] of an INT64 column chunk, flat or a list; nulls are dropped.
-
-    The ids are written to `ids`, which must be as long as the chunk's number of values.
-    """
-    offsets = np.zeros(num_rows + 1, np.int64)
+    chunk: Bytes, codec: str | None, max_def: int, max_rep: int, ids: NDArray[np.int64], offsets: NDArray[np.int64]
+) -> int:
+    """Fill ids [nnz] and offsets [R + 1] from an INT64 column chunk, flat or a list; returns the number of ids, -1 on failure."""
     done = np.zeros(2, np.int64)  # ids and rows so far
-    dictionary = np.empty(0, np.int64)
+    offsets[:] = 0
+    for header, page, dictionary in _data_pages(chunk, codec, ids.dtype):
+        if page is None or not decode_bag_page(page, header, max_def, max_rep, dictionary, ids, offsets, done):
+            return -1
+    if done[1] != len(offsets) - 1:
+        return -1
+    offsets[-1] = done[0]
+    return int(done[0])
+
+
+def _data_pages(
+    chunk: Bytes, codec: str | None, dtype: np.dtype[Any]
+) -> Iterator[tuple[NDArray[np.int64], Bytes | None, NDArray[Any]]]:
+    """Header and bytes of each data page, decompressed by pyarrow, with the dictionary before it; no bytes if it is unreadable."""
+    dictionary = np.empty(0, dtype)
     for header in page_headers(chunk):
         page = _decompress(chunk, header, codec)
-        if page is None:
-            return None
-        if header[TYPE] == DICTIONARY_PAGE:
-            if not 0 <= header[VALUES] <= len(page) // 8:
-                return None
-            dictionary = page[: 8 * header[VALUES]].view(np.int64)
-        elif not decode_bag_page(page, header, max_def, max_rep, dictionary, ids, offsets, done):
-            return None
-    if done[1] != num_rows:
-        return None
-    offsets[num_rows] = done[0]
-    return ids[: done[0]], offsets
+        if page is None or header[TYPE] != DICTIONARY_PAGE:
+            yield header, page, dictionary
+        elif 0 <= header[VALUES] <= len(page) // dtype.itemsize:
+            dictionary = page[: dtype.itemsize * header[VALUES]].view(dtype)
+        else:
+            yield header, None, dictionary
 
 
 def _decompress(chunk: Bytes, header: NDArray[np.int64], codec: str | None) -> Bytes | None:
@@ -98,27 +93,14 @@ def _decompress(chunk: Bytes, header: NDArray[np.int64], codec: str | None) -> B
         return chunk[start:stop]
     levels = int(header[DEF_BYTES] + header[REP_BYTES]) if header[TYPE] == DATA_PAGE_V2 else 0
     try:
-        body = _codec(codec).decompress(pa.py_buffer(chunk[start + levels : stop]), int(header[UNPACKED]) - levels)
+        body = pa.Codec(codec).decompress(pa.py_buffer(chunk[start + levels : stop]), int(header[UNPACKED]) - levels)
     except (pa.ArrowException, OSError, ValueError):
         return None
     page = np.frombuffer(body, np.uint8)
     return np.concatenate([chunk[start : start + levels], page]) if levels else page
 
 
-def _codec(name: str) -> Any:
-    return pa.Codec(name)
-
-
 _kernel = numba.njit(nogil=True, cache=True, boundscheck=False)
-
-
-@_kernel
-def _word(data, at, stop):  # type: ignore[no-untyped-def]
-    """8 bytes from `at`, little-endian, zeros after `stop`."""
-    word = np.uint64(0)
-    for byte in range(min(stop - at, 8)):
-        word |= np.uint64(data[at + byte]) << np.uint64(8 * byte)
-    return word
 
 
 @_kernel
@@ -153,7 +135,7 @@ def _unpack(data, at, stop, width, meaning, out):  # type: ignore[no-untyped-def
                 target[i] = meaning[min(number, largest)]
             for i in range(num_safe, size):
                 bit = i * width
-                number = (_word(data, at + (bit >> 3), stop) >> np.uint64(bit & 7)) & mask
+                number = (little_endian(data, at + (bit >> 3), stop) >> np.uint64(bit & 7)) & mask
                 seen = max(seen, number)
                 target[i] = meaning[min(number, largest)]
             at += (run >> 1) * width
@@ -161,7 +143,7 @@ def _unpack(data, at, stop, width, meaning, out):  # type: ignore[no-untyped-def
             num_bytes = (width + 7) // 8
             if num_bytes > stop - at:
                 return False
-            number = _word(data, at, at + num_bytes)
+            number = little_endian(data, at, at + num_bytes)
             seen = max(seen, number)
             out[done : done + size] = meaning[min(number, largest)]
             at += num_bytes
@@ -175,7 +157,7 @@ def _level_bounds(page, at, num_bytes):  # type: ignore[no-untyped-def]
     if num_bytes < 0:
         if at + 4 > len(page):
             return -1, -1
-        num_bytes = np.int64(_word(page, at, at + 4))
+        num_bytes = np.int64(little_endian(page, at, at + 4))
         at += 4
     return (at, at + num_bytes) if num_bytes <= len(page) - at else (-1, -1)
 
@@ -326,7 +308,7 @@ def _row_starts(page, at, count, first_id, starts, num_rows):  # type: ignore[no
         if size <= 0 or ((size + 7) // 8 if run & 1 else 1) > stop - at:
             return -1
         for i in range(0, size, 64):
-            word = _word(page, at + (i >> 3), stop) if run & 1 else np.uint64(page[at]) * np.uint64(0xFFFFFFFFFFFFFFFF)
+            word = little_endian(page, at + (i >> 3), stop) if run & 1 else np.uint64(page[at]) * np.uint64(0xFFFFFFFFFFFFFFFF)
             zeros = ~word
             if size - i < 64:
                 zeros &= (np.uint64(1) << np.uint64(size - i)) - np.uint64(1)

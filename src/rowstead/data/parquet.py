@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Literal
@@ -14,13 +15,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from rowstead.data import rowgroup
+from rowstead.data import fetch, rowgroup
 from rowstead.data.block import RawBlock
 from rowstead.data.buffer_pool import BufferPool
 from rowstead.data.columns import ColumnReader, IdKinds, check_id_kinds
+from rowstead.data.fetch import Footers, Range, RowGroupFetcher, plan_requests
 from rowstead.data.files import LogFile, find_files
 from rowstead.data.prefetch import chain_ahead
-from rowstead.data.rowgroup import GroupPlan, Leaf, plain_leaves, plan_group, read_row_group
+from rowstead.data.rowgroup import GroupPlan, chunk_start, column_name, plain_leaves, plan_group, read_row_group
 from rowstead.data.transforms import RowRule
 from rowstead.records.cost import Cost
 from rowstead.records.usage import usable_cores
@@ -34,8 +36,8 @@ PIECE_BYTES = 32 << 20
 """About this much is decoded at a time by one thread: large enough that the cost of a call is small."""
 BUFFER_BYTES = 64 << 10
 """Read of a local column at a time, so that a row group does not have to fit in memory."""
-SCHEMAS = 16
-"""File schemas for which the columns of our own decoder are remembered."""
+STREAMED_BYTES = 64 << 20
+"""Read of all columns of a remote row group at a time, where it is streamed."""
 PLANS = 1024
 """Row groups whose decoding plans are cached: some 40 kB each with 800 columns."""
 SAMPLED_GROUPS = 64
@@ -102,15 +104,18 @@ class ParquetLog:
         it holds the GIL, and all others would wait for it."""
         named = {"label": spec.label, "weight": spec.weight, "true_p": spec.true_p} if with_labels else {}
         self.columns = ColumnReader(features, **named, id_kinds=id_kinds)
+        self._names = frozenset(self.columns.names)
         self.id_kinds: dict[str, str] = {}
         """Whether each sparse column holds text or integers."""
         self._rule = RowRule(features, label=named.get("label"), weight=named.get("weight"))
         patterns = spec.eval if split == "eval" and spec.eval else spec.train
         self.files: list[LogFile] = find_files(patterns)
-        self._metadata = lru_cache(maxsize=16)(self._read_metadata)
-        self._leaves: list[tuple[pq.ParquetSchema, dict[str, Leaf]]] = []
-        """Columns of our own decoder, by the schema of the files; most logs have one schema."""
+        self._footers = Footers()
+        self._metadata = lru_cache(maxsize=16)(lambda file: _read_metadata(self.files[file], self._footers))
+        self._leaves = lru_cache(maxsize=16)(lambda file: plain_leaves(self.columns, self._metadata(file).schema))
+        """Columns of a file for our own decoder."""
         self._plan = lru_cache(maxsize=PLANS)(self._plan_group)
+        self._requests = lru_cache(maxsize=PLANS)(self._plan_requests)
         self._group_rows = self._inspect()
         check_id_kinds(features, self.id_kinds)
         self.spans = self._split(split)
@@ -138,68 +143,94 @@ class ParquetLog:
         # With fewer row groups than threads, the columns of a group are decoded in parallel instead.
         split_columns = self.threads > 1 and len(spans) < self.threads
         buffers = BufferPool()
+        fetcher = RowGroupFetcher([partial(self._wanted, span) for span in spans])
         streams: list[Callable[[], Iterator[RowGroupPiece]]] = [
-            partial(self._decode, span, split_columns, check, buffers) for span in spans
+            partial(self._decode, span, self._local_copy(span, number, fetcher), split_columns, check, buffers)
+            for number, span in enumerate(spans)
         ]
-        return chain_ahead(
+        pieces = chain_ahead(
             streams,
             threads=self.threads,
             size=lambda piece: piece.block.num_rows,
             max_size=max(rows_ahead, self._piece_rows * min(self.threads, len(streams))),
             cost=self.decoding,
         )
-
-    def _decode(self, span: Span, split_columns: bool, check: bool, buffers: BufferPool) -> Iterator[RowGroupPiece]:
-        file = self.files[span.file]
         try:
-            whole = self._whole_group(span, buffers)
-        except (pa.ArrowException, OSError) as error:
-            raise _unreadable(file, span, error) from None
-        if whole is not None:
-            first_row = sum(self._group_rows[span.file][: span.group]) + span.start
-            yield self._piece(whole.slice(span.start, span.stop), file, first_row, check)
-            return
-        at = 0
-        try:
-            with _open(file, self._metadata(span.file)) as parquet:
-                batches = parquet.iter_batches(
-                    self._piece_rows, row_groups=[span.group], columns=list(self.columns.names), use_threads=split_columns
-                )
-                for batch in batches:
-                    start, stop = max(span.start - at, 0), min(span.stop - at, batch.num_rows)
-                    if start < stop:
-                        block = self.columns.block(batch.slice(start, stop - start))
-                        first_row = sum(self._group_rows[span.file][: span.group]) + at + start
-                        yield self._piece(block, file, first_row, check)
-                    at += batch.num_rows
-                    if at >= span.stop:
-                        return
-        except (pa.ArrowException, OSError) as error:
-            raise _unreadable(file, span, error) from None
-        if at < span.stop:
-            raise DataError(f"`{file.path}`: row group {span.group} has {at} rows, but its footer says {span.stop} or more")
+            yield from pieces
+        finally:
+            fetcher.close()
+            pieces.close()
 
-    def _whole_group(self, span: Span, buffers: BufferPool) -> RawBlock | None:
-        """A row group decoded in one call; None if it has to be streamed by pyarrow."""
+    def _local_copy(self, span: Span, number: int, fetcher: RowGroupFetcher) -> AbstractContextManager[str | None]:
+        """Path of a local file with the columns of a row group; None if there is none."""
         file = self.files[span.file]
-        if not file.is_local or 2 * span.num_rows < self._group_rows[span.file][span.group]:
+        return nullcontext(file.path) if file.is_local else fetcher.fetched(number)
+
+    def _wanted(self, span: Span) -> tuple[LogFile, Sequence[Range]] | None:
+        """What to fetch of a remote row group before it is decoded; None if it is better streamed."""
+        requests = self._requests(span.file, span.group) if self._is_most_of_group(span) else None
+        return None if requests is None else (self.files[span.file], requests)
+
+    def _is_most_of_group(self, span: Span) -> bool:
+        return 2 * span.num_rows >= self._group_rows[span.file][span.group]
+
+    def _plan_requests(self, file: int, group: int) -> Sequence[Range] | None:
+        if self.files[file].is_local:
             return None
-        plan = self._plan(span.file, span.group)
+        metadata = self._metadata(file)
+        names = [column_name(metadata.schema.column(i)) for i in range(len(metadata.schema))]
+        chunks = [metadata.row_group(group).column(i) for i, name in enumerate(names) if name in self._names]
+        ranges = [(start := chunk_start(chunk), start + chunk.total_compressed_size) for chunk in chunks]
+        if not self._names.issubset(names) or min(ranges)[0] < 0:
+            return None
+        requests = plan_requests(ranges)
+        return requests if sum(stop - start for start, stop in requests) <= fetch.FETCHED_BYTES // 2 else None
+
+    def _decode(
+        self, span: Span, local_copy: AbstractContextManager[str | None], split_columns: bool, check: bool, buffers: BufferPool
+    ) -> Iterator[RowGroupPiece]:
+        file = self.files[span.file]
+        first_row = sum(self._group_rows[span.file][: span.group])
+        try:
+            with local_copy as path:
+                whole = None if path is None else self._whole_group(path, span, buffers)
+                if whole is None:
+                    for at, block in self._stream(path, span, split_columns):
+                        yield self._piece(block, file, first_row + at, check)
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(f"`{file.path}`: row group {span.group} cannot be read: {_first_line(error)}") from None
+        if whole is not None:
+            yield self._piece(whole.slice(span.start, span.stop), file, first_row + span.start, check)
+
+    def _stream(self, path: str | None, span: Span, split_columns: bool) -> Iterator[tuple[int, RawBlock]]:
+        """The rows of a span by pyarrow, some at a time, with the row of its group that each block begins at."""
+        file, at = self.files[span.file], 0
+        with _open(file if path is None else LogFile(path), self._metadata(span.file), len(self.columns.names)) as parquet:
+            batches = parquet.iter_batches(
+                self._piece_rows, row_groups=[span.group], columns=list(self.columns.names), use_threads=split_columns
+            )
+            for batch in batches:
+                start, stop = max(span.start - at, 0), min(span.stop - at, batch.num_rows)
+                if start < stop:
+                    yield at + start, self.columns.block(batch.slice(start, stop - start))
+                at += batch.num_rows
+                if at >= span.stop:
+                    return
+        raise DataError(f"`{file.path}`: row group {span.group} has {at} rows, but its footer says {span.stop} or more")
+
+    def _whole_group(self, path: str, span: Span, buffers: BufferPool) -> RawBlock | None:
+        """A row group decoded in one call; None if it has to be streamed by pyarrow."""
+        plan = self._plan(span.file, span.group) if self._is_most_of_group(span) else None
         if plan is None:
             return None
         share = rowgroup.DECODED_BYTES // min(self.threads, rowgroup.SHARING_THREADS)
         footer = partial(self._metadata, span.file)
         with self.cpu_slots:
-            return read_row_group(file.path, plan, self.columns, footer, max_bytes=share, buffers=buffers)
+            return read_row_group(path, plan, self.columns, footer, max_bytes=share, buffers=buffers)
 
     def _plan_group(self, file: int, group: int) -> GroupPlan | None:
         """Plan for decoding a row group in one call; None if it has no column for our own decoder."""
-        metadata = self._metadata(file)
-        leaves = next((leaves for schema, leaves in list(self._leaves) if metadata.schema.equals(schema)), None)
-        if leaves is None:
-            leaves = plain_leaves(self.columns, metadata.schema)
-            self._leaves = [(metadata.schema, leaves), *self._leaves[: SCHEMAS - 1]]
-        return plan_group(self.columns, metadata, group, leaves)
+        return plan_group(self.columns, self._metadata(file), group, self._leaves(file))
 
     def _piece(self, block: RawBlock, file: LogFile, first_row: int, check: bool) -> RowGroupPiece:
         bad = self._rule.check(block) if check else None
@@ -234,9 +265,6 @@ class ParquetLog:
                     )
         return [rows for rows, _ in found]
 
-    def _read_metadata(self, index: int) -> pq.FileMetaData:
-        return _read_metadata(self.files[index])
-
     def _split(self, split: Split) -> list[Span]:
         spans = [
             Span(file, group, 0, rows)
@@ -253,9 +281,8 @@ class ParquetLog:
 
     def _rows_per_piece(self) -> int:
         group = self._metadata(self.spans[0].file).row_group(self.spans[0].group)
-        wanted = set(self.columns.names)
         columns = (group.column(c) for c in range(group.num_columns))
-        size = sum(c.total_uncompressed_size for c in columns if c.path_in_schema.split(".")[0] in wanted)
+        size = sum(c.total_uncompressed_size for c in columns if c.path_in_schema.split(".")[0] in self._names)
         return int(np.clip(PIECE_BYTES * group.num_rows // max(size, 1), 256, 16_384))
 
 
@@ -269,28 +296,23 @@ def choose_num_busy(decode_threads: int | None, num_cores: int) -> int:
 
 def read_schema(file: LogFile) -> pa.Schema:
     """The columns of a Parquet file and their types."""
-    return _read_metadata(file).schema.to_arrow_schema()
+    return _read_metadata(file, Footers()).schema.to_arrow_schema()
 
 
-def _read_metadata(file: LogFile) -> pq.FileMetaData:
+def _read_metadata(file: LogFile, footers: Footers) -> pq.FileMetaData:
     try:
-        with _open(file, None) as parquet:
-            return parquet.metadata
+        return pq.read_metadata(file.path if file.is_local else pa.BufferReader(footers.read(file)))
     except (pa.ArrowInvalid, UnicodeDecodeError) as error:
         raise DataError(f"`{file.path}` is not a Parquet file: {_first_line(error)}") from None
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"`{file.path}` cannot be opened: {_first_line(error)}") from None
 
 
-def _open(file: LogFile, metadata: pq.FileMetaData | None) -> pq.ParquetFile:
+def _open(file: LogFile, metadata: pq.FileMetaData, num_columns: int) -> pq.ParquetFile:
     if file.is_local:
         return pq.ParquetFile(file.path, metadata=metadata, buffer_size=BUFFER_BYTES, pre_buffer=False)
-    # Over a network few large requests are better than many small ones: read a row group's columns together.
-    return pq.ParquetFile(file.ranges(), metadata=metadata, pre_buffer=True)
-
-
-def _unreadable(file: LogFile, span: Span, error: BaseException) -> DataError:
-    return DataError(f"`{file.path}`: row group {span.group} cannot be read: {_first_line(error)}")
+    buffer_bytes = max(BUFFER_BYTES, STREAMED_BYTES // num_columns)
+    return pq.ParquetFile(file.ranges(), metadata=metadata, buffer_size=buffer_bytes, pre_buffer=False)
 
 
 def _first_line(error: BaseException) -> str:

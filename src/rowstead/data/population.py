@@ -6,9 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rowstead.data import draws
+from rowstead.plan.traffic import mean_lengths
 from rowstead.spec.data import SynthSpec
 
-_LENGTHS, _RANKS, _IDS, _DENSE, _SHUFFLE = range(5)
+_LENGTHS, _RANKS, _IDS, _DENSE = range(4)
 
 
 class Population:
@@ -20,8 +21,9 @@ class Population:
 
     def __init__(self, spec: SynthSpec) -> None:
         self.spec = spec
-        self.num_ids = _each(spec.num_ids, spec.num_sparse)
-        self.mean_ids = _mean_lengths(spec)
+        self.num_ids = spec.num_ids if isinstance(spec.num_ids, tuple) else (spec.num_ids,) * spec.num_sparse
+        means = mean_lengths(spec)
+        self.mean_ids = np.clip(np.rint(means), 1.0, float(spec.max_ids)) if spec.lengths == "fixed" else means
         """Mean ids per example [F], float64."""
         knots = {n: draws.zipf_knots(n, spec.skew) for n in sorted(set(self.num_ids))}
         self.knots = [knots[n] for n in self.num_ids]
@@ -67,35 +69,3 @@ class Population:
         shown = hidden.copy()
         draws.skew_dense(hidden, self.spec.num_skewed_dense, shown)
         return shown
-
-
-def _each(value: int | tuple[int, ...], count: int) -> tuple[int, ...]:
-    return value if isinstance(value, tuple) else (value,) * count
-
-
-def _mean_lengths(spec: SynthSpec) -> NDArray[np.float64]:
-    """Mean ids per example [F]; their average over features is `mean_ids` unless `max_ids` makes that impossible."""
-    count, cap = spec.num_sparse, float(spec.max_ids)
-    if isinstance(spec.mean_ids, tuple):
-        means = np.minimum(np.array(spec.mean_ids, np.float64), cap)
-    else:
-        means = _power_law(spec.mean_ids, spec.length_power, count, cap)
-        if spec.lengths == "fixed" and spec.length_power > 0:
-            means = np.diff(np.rint(np.cumsum(means)), prepend=0.0)  # whole numbers with the same sum
-        means = means[draws.permutation(draws.key_of(spec.seed, _SHUFFLE), count)]
-    return np.clip(np.rint(means), 1.0, cap) if spec.lengths == "fixed" else means
-
-
-def _power_law(mean: float, power: float, count: int, cap: float) -> NDArray[np.float64]:
-    """Decreasing numbers [count] proportional to rank^-power, with this mean, none above `cap`."""
-    shape = np.arange(1, count + 1, dtype=np.float64) ** -power
-    means = np.zeros(count)
-    capped = 0
-    while capped < count:  # what the cap takes from the first is distributed over the others
-        rest = mean * count - capped * cap
-        means[:capped] = cap
-        means[capped:] = max(rest, 0.0) * shape[capped:] / shape[capped:].sum()
-        if means[capped] <= cap:
-            break
-        capped += 1
-    return np.minimum(means, cap)

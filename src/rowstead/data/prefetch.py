@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from types import TracebackType
 from typing import Generic, TypeVar
 
@@ -25,32 +25,13 @@ class Prefetch(Generic[T]):
     """
 
     def __init__(self, items: Iterable[T], depth: int = 2) -> None:
-        assert depth >= 1
         self.waited_s = 0.0
         """Seconds that the consumer has waited for items so far."""
-        self._queue: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue()
-        self._free_slots = threading.Semaphore(depth)
-        self._closed = threading.Event()
+        self._queue: _StreamQueues[T] = _StreamQueues(1, depth, lambda _: 1)
         self._ended = False
-        self._thread = threading.Thread(target=self._run, args=(iter(items),), name="prefetch", daemon=True)
+        work = partial(_fill, self._queue, [lambda: iter(items)], None)
+        self._thread = threading.Thread(target=work, name="prefetch", daemon=True)
         self._thread.start()
-
-    def _run(self, items: Iterator[T]) -> None:
-        error: BaseException = StopIteration()
-        try:
-            while True:
-                self._free_slots.acquire()
-                if self._closed.is_set():
-                    break
-                self._queue.put((next(items), None))
-        except BaseException as raised:  # noqa: BLE001, RUF100 - raise it in the consumer
-            error = raised
-        try:
-            if isinstance(items, Generator):
-                items.close()
-        except BaseException as raised:  # noqa: BLE001, RUF100
-            error = raised
-        self._queue.put((None, error))
 
     def __iter__(self) -> Iterator[T]:
         return self
@@ -59,19 +40,18 @@ class Prefetch(Generic[T]):
         if self._ended:
             raise StopIteration
         start = time.perf_counter()
-        item, error = self._queue.get()
+        self._ended = True  # unless there is an item
+        found = self._queue.take(0)
         self.waited_s += time.perf_counter() - start
-        if error is not None:
-            self._ended = True
-            raise error
-        self._free_slots.release()
-        return item  # type: ignore[return-value]
+        if found is None:
+            raise StopIteration
+        self._ended = False
+        return found[0]
 
     def close(self) -> None:
         """Stop the thread and drop further items. Safe to call twice."""
         self._ended = True
-        self._closed.set()
-        self._free_slots.release()
+        self._queue.close()
         self._thread.join()
 
     def __enter__(self) -> Prefetch[T]:
@@ -95,36 +75,38 @@ def chain_ahead(
     and items do not depend on threads. Closing the generator stops the threads. The CPU time of items is added to `cost`, weighted by
     their size.
     """
-    cost = cost or Cost()
-    state: _StreamQueues[T] = _StreamQueues(len(streams), max_size)
-
-    def work() -> None:
-        while (stream := state.next_stream()) is not None:
-            items = None
-            try:
-                items = counted(streams[stream](), cost, size)
-                while state.wait_for_capacity(stream):
-                    item = next(items)
-                    state.put(stream, item, size(item))
-            except StopIteration:
-                state.finish(stream, None)
-            except BaseException as error:  # noqa: BLE001, RUF100 - raise it in the consumer
-                state.finish(stream, error)
-            finally:
-                if isinstance(items, Generator):
-                    items.close()
-
+    queues: _StreamQueues[T] = _StreamQueues(len(streams), max_size, size)
+    work = partial(_fill, queues, streams, cost)
     workers = [threading.Thread(target=work, name=f"decode-{i}", daemon=True) for i in range(min(threads, len(streams)))]
     for worker in workers:
         worker.start()
     try:
         for stream in range(len(streams)):
-            while (got := state.take(stream)) is not None:
+            while (got := queues.take(stream)) is not None:
                 yield got[0]
     finally:
-        state.close()
+        queues.close()
         for worker in workers:
             worker.join()
+
+
+def _fill(queues: _StreamQueues[T], streams: Sequence[Callable[[], Iterator[T]]], cost: Cost | None) -> None:
+    """Produce the items of one stream after the other, until none is left or the queues are closed."""
+    while (stream := queues.next_stream()) is not None:
+        error: BaseException | None = None
+        try:
+            items = streams[stream]() if cost is None else counted(streams[stream](), cost, queues.item_size)
+            try:
+                while queues.wait_for_capacity(stream):
+                    queues.put(stream, next(items))  # no variable for the item: it would stay alive while the next is made
+            finally:
+                if isinstance(items, Generator):
+                    items.close()
+        except StopIteration:
+            pass
+        except BaseException as raised:  # noqa: BLE001, RUF100 - raise it in the consumer
+            error = raised
+        queues.finish(stream, error)
 
 
 def map_ahead(
@@ -171,20 +153,21 @@ def map_ahead(
 
 
 class _StreamQueues(Generic[T]):
-    """Shared state of the threads of `chain_ahead`; every method locks.
+    """Items that threads produce and one consumer takes, per stream; every method locks.
 
     Streams are started in order, so the current stream always has a thread, which may always continue when no item of its stream is
     held: no deadlock, however small `max_size`. Threads are woken only when one of them may continue, since a spurious wake-up takes
     the GIL from threads that work.
     """
 
-    def __init__(self, num_streams: int, max_size: int) -> None:
+    def __init__(self, num_streams: int, max_size: int, size: Callable[[T], int]) -> None:
+        self.item_size = size
         self._lock = threading.Lock()
         self._has_capacity = threading.Condition(self._lock)
         """Worker threads wait for this."""
         self._has_item = threading.Condition(self._lock)
         """The consumer waits for this."""
-        self._held: list[deque[tuple[T, int]]] = [deque() for _ in range(num_streams)]
+        self._held: list[deque[T]] = [deque() for _ in range(num_streams)]
         self._end: dict[int, BaseException | None] = {}
         self._num_started, self._current = 0, 0
         self._size, self._max_size = 0, max_size
@@ -205,10 +188,10 @@ class _StreamQueues(Generic[T]):
             )
             return not self._closed
 
-    def put(self, stream: int, item: T, size: int) -> None:
+    def put(self, stream: int, item: T) -> None:
         with self._lock:
-            self._held[stream].append((item, size))
-            self._size += size
+            self._held[stream].append(item)
+            self._size += self.item_size(item)
             if stream == self._current:
                 self._has_item.notify()
 
@@ -227,8 +210,8 @@ class _StreamQueues(Generic[T]):
                     self._has_capacity.notify_all()
             self._has_item.wait_for(lambda: self._held[stream] or stream in self._end)
             if self._held[stream]:
-                item, size = self._held[stream].popleft()
-                self._size -= size
+                item = self._held[stream].popleft()
+                self._size -= self.item_size(item)
                 if self._size < self._max_size or not (self._held[stream] or stream in self._end):
                     self._has_capacity.notify_all()
                 return (item,)

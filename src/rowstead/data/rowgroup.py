@@ -37,15 +37,21 @@ class Leaf:
     max_rep: int
 
 
+def column_name(leaf: pq.ColumnSchema) -> str:
+    """The column that a Parquet leaf belongs to; the leaf of a list is `NAME.list.element`."""
+    path: str = leaf.path
+    return path if leaf.max_repetition_level == 0 else path.rsplit(".", 2)[0]
+
+
 def plain_leaves(columns: ColumnReader, schema: pq.ParquetSchema) -> dict[str, Leaf]:
     """The columns that are float32, int64 or list<int64> in files of this schema."""
     arrow = schema.to_arrow_schema()
     types = dict(zip(arrow.names, arrow.types, strict=True))
-    floats = {*columns.dense, *filter(None, (columns.label, columns.weight, columns.true_p))}
+    floats = {*columns.dense, *columns.scalars.values()}
     leaves = {}
     for index in range(len(schema)):
         leaf = schema.column(index)
-        name = leaf.path if leaf.max_repetition_level == 0 else leaf.path.rsplit(".", 2)[0]  # NAME.list.element
+        name = column_name(leaf)
         kind = types.get(name)
         if name in floats:
             fits = kind == pa.float32() and leaf.path == name and name not in columns.sparse
@@ -88,17 +94,21 @@ def plan_group(columns: ColumnReader, metadata: pq.FileMetaData, group: int, lea
         group=group,
         num_rows=found.num_rows,
         total_bytes=found.total_byte_size,
-        floats=table([*columns.dense, *columns.scalars]),
+        floats=table([*columns.dense, *columns.scalars.values()]),
         bags=table(columns.sparse),
         others=tuple(name for name in columns.names if name not in rows),
     )
 
 
+def chunk_start(chunk: pq.ColumnChunkMetaData) -> int:
+    """Where a column chunk begins in its file."""
+    start, dictionary = chunk.data_page_offset, chunk.dictionary_page_offset
+    return min(start, dictionary) if dictionary is not None and chunk.has_dictionary_page else start
+
+
 def _chunk_row(chunk: pq.ColumnChunkMetaData, leaf: Leaf) -> tuple[int, ...] | None:
     """The fields of a column chunk in the order of `chunks`; None if its codec or offset is not supported."""
-    start, dictionary = chunk.data_page_offset, chunk.dictionary_page_offset
-    if dictionary is not None and chunk.has_dictionary_page:
-        start = min(start, dictionary)
+    start = chunk_start(chunk)
     size, num_values, codec = chunk.total_compressed_size, chunk.num_values, _CODES.get(chunk.compression)
     if codec is None or min(start, size, num_values) < 0:
         return None
@@ -138,23 +148,20 @@ def read_row_group(
         bags = list(zip(own, offsets, strict=True))
         if not done.all() or (counts < 0).any():
             rest = _OtherColumns(file.fileno(), path, plan, metadata)
-            names = [*columns.dense, *columns.scalars]
+            names = [*columns.dense, *columns.scalars.values()]
             late = np.flatnonzero(~done[:num_dense])
             for first in range(0, len(late), TILE):
                 tile = late[first : first + TILE]
                 interleave([rest.floats(names[i], i) for i in tile.tolist()], dense, tile)
             for i in np.flatnonzero(~done[num_dense:]).tolist():
-                scalars[i] = rest.floats(columns.scalars[i], num_dense + i)
+                scalars[i] = rest.floats(names[num_dense + i], num_dense + i)
             for i in np.flatnonzero(counts < 0).tolist():
                 bags[i] = rest.bags(columns.sparse[i], i, ids[firsts[i] : firsts[i + 1]])
-    named = dict(zip(columns.scalars, scalars, strict=True))
     return RawBlock(
         dense=dense,
         ids=tuple(ids for ids, _ in bags),
         offsets=tuple(offsets for _, offsets in bags),
-        labels=None if columns.label is None else named[columns.label],
-        weights=None if columns.weight is None else named[columns.weight],
-        true_p=None if columns.true_p is None else named[columns.true_p],
+        **dict(zip(columns.scalars, scalars, strict=True)),
     )
 
 
@@ -168,31 +175,27 @@ class _OtherColumns:
 
     def floats(self, name: str, index: int) -> NDArray[np.float32]:
         """Values [R] of the column at `index` of the plan's floats."""
-        row = self._plan.floats[index]
-        data = self._chunk(row)
-        values = None
-        if data is not None:
-            values = decode_floats(data, _codec_of(row), int(row[chunks.MAX_DEF]), self._plan.num_rows)
-        return to_floats(self._column(name), name) if values is None else values
+        row, values = self._plan.floats[index], np.empty(self._plan.num_rows, np.float32)
+        if decode_floats(self._chunk(row), _codec_of(row), row[chunks.MAX_DEF], values):
+            return values
+        return to_floats(self._column(name), name)
 
-    def bags(self, name: str, index: int, out: NDArray[np.int64]) -> Bags:
-        """Ids (in `out` if our decoder reads them) and offsets of the column at `index` of the plan's bags."""
-        row = self._plan.bags[index]
-        data = self._chunk(row)
-        found = None
-        if data is not None:
-            levels = (int(row[chunks.MAX_DEF]), int(row[chunks.MAX_REP]))
-            found = decode_bags(data, _codec_of(row), *levels, self._plan.num_rows, out)
-        return to_bags(self._column(name), name) if found is None else found
+    def bags(self, name: str, index: int, ids: NDArray[np.int64]) -> Bags:
+        """Ids (in `ids` if our decoder reads them) and offsets of the column at `index` of the plan's bags."""
+        row, offsets = self._plan.bags[index], np.empty(self._plan.num_rows + 1, np.int64)
+        levels = (row[chunks.MAX_DEF], row[chunks.MAX_REP])
+        count = decode_bags(self._chunk(row), _codec_of(row), *levels, ids, offsets)
+        if count >= 0:
+            return ids[:count], offsets
+        return to_bags(self._column(name), name)
 
-    def _chunk(self, row: NDArray[np.int64]) -> NDArray[np.uint8] | None:
+    def _chunk(self, row: NDArray[np.int64]) -> NDArray[np.uint8]:
+        """The bytes of a column chunk, fewer if the file ends before; none for a column that is pyarrow's."""
         size = int(row[chunks.SIZE])
-        if size <= 0:
-            return None
         if size > len(self._scratch):
             self._scratch = np.empty(2 * size, np.uint8)
-        found = os.preadv(self._file, [self._scratch[:size].data], int(row[chunks.AT]))
-        return self._scratch[:size] if found == size else None
+        found = os.preadv(self._file, [self._scratch[:size].data], int(row[chunks.AT])) if size else 0
+        return self._scratch[:found]
 
     def _column(self, name: str) -> pa.ChunkedArray:
         return (self._table if self._table is not None and name in self._plan.others else self._by_pyarrow([name])).column(name)

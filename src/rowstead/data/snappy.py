@@ -8,7 +8,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from rowstead.data.page_headers import varint
+from rowstead.data.page_headers import little_endian, varint
 from rowstead.kernels.cpu.memory import word_at
 
 _kernel = numba.njit(nogil=True, cache=True, boundscheck=False)
@@ -62,7 +62,7 @@ def unpack_snappy(packed, out):  # type: ignore[no-untyped-def]
                     size_bytes = size - 60
                     if size_bytes > stop - at:
                         return False
-                    size = _number(packed, at, size_bytes) + 1
+                    size = np.int64(little_endian(packed, at, at + size_bytes)) + 1
                     at += size_bytes
                 if size > stop - at or size > count - done:
                     return False
@@ -79,7 +79,7 @@ def unpack_snappy(packed, out):  # type: ignore[no-untyped-def]
             num_bytes = np.int64(1) if kind == 1 else np.int64(2 if kind == 2 else 4)
             if num_bytes > stop - at:
                 return False
-            back = _number(packed, at, num_bytes)
+            back = np.int64(little_endian(packed, at, at + num_bytes))
         if kind == 1:
             size, back = 4 + ((tag >> 2) & 7), back | (tag >> 5) << 8
         at += num_bytes
@@ -94,15 +94,6 @@ def unpack_snappy(packed, out):  # type: ignore[no-untyped-def]
                 out[done + i] = out[done - back + i]
         done += size
     return done == count
-
-
-@_kernel
-def _number(data, at, num_bytes):  # type: ignore[no-untyped-def]
-    """A little-endian number."""
-    value = np.int64(0)
-    for byte in range(num_bytes):
-        value |= np.int64(data[at + byte]) << (8 * byte)
-    return value
 
 
 @_kernel

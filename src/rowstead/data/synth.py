@@ -181,21 +181,23 @@ def write_parquet(
     row_bytes = 8 * (log.population.mean_ids.sum() + spec.num_dense)
     rows_per_group = int(min(rows_per_group, max(1024, 4 * _GENERATE_BYTES // max(row_bytes, 1))))
     splits: tuple[Split, ...] = ("train", "eval")
+    schema = _schema(log)
+    id_columns = [f"{f.name}.list.element" if pa.types.is_list(f.type) else f.name for f in schema if f.type != pa.float32()]
     with SplitWriter(
         folder,
-        _schema(log),
+        schema,
         rows_per_file=rows_per_file,
         rows_per_group=rows_per_group,
         overwrite=overwrite,
         # Fast to read: random floats do not compress, and a dictionary alone compresses skewed ids.
         compression="none",
-        dictionary_columns=_id_columns(log),
+        dictionary_columns=id_columns,
     ) as writer:
         for split in splits:
             rows = log.split(split)
             for start in range(rows.start, rows.stop, step):
                 stop = min(start + step, rows.stop)
-                writer.write(split, _to_arrow(log, log.rows(start, stop)))
+                writer.write(split, _to_arrow(schema, log.rows(start, stop)))
                 if progress is not None:
                     progress(stop, log.num_rows)
     return writer.summary(num_bytes_read=0)
@@ -207,33 +209,26 @@ def _select_columns(features: FeaturesSpec) -> tuple[tuple[str, ...], tuple[str,
     return dense, tuple(str(f.column) for f in features.expanded_sparse())
 
 
-def _is_single_id(log: SynthLog, feature: int) -> bool:
-    return log.spec.lengths == "fixed" and log.population.mean_ids[feature] == 1.0
-
-
-def _id_columns(log: SynthLog) -> list[str]:
-    """Parquet paths of the id columns."""
-    return [name if _is_single_id(log, f) else f"{name}.list.element" for f, name in enumerate(log.sparse_columns)]
-
-
 def _schema(log: SynthLog) -> pa.Schema:
     dense = [(name, pa.float32()) for name in log.dense_columns]
+    is_single = (log.population.mean_ids == 1.0) & (log.spec.lengths == "fixed")
     sparse = [
-        (name, pa.int64() if _is_single_id(log, f) else pa.list_(pa.int64())) for f, name in enumerate(log.sparse_columns)
+        (name, pa.int64() if single else pa.list_(pa.int64()))
+        for name, single in zip(log.sparse_columns, is_single, strict=True)
     ]
     return pa.schema([*dense, *sparse, ("label", pa.float32()), ("true_p", pa.float32())])
 
 
-def _to_arrow(log: SynthLog, block: RawBlock) -> pa.Table:
+def _to_arrow(schema: pa.Schema, block: RawBlock) -> pa.Table:
     """A block with all columns as an Arrow table."""
     columns = [pa.array(column) for column in np.ascontiguousarray(block.dense.T)]
-    for f, (ids, offsets) in enumerate(zip(block.ids, block.offsets, strict=True)):
-        values = pa.array(ids)
+    for ids, offsets in zip(block.ids, block.offsets, strict=True):
+        is_list = pa.types.is_list(schema.types[len(columns)])
         columns.append(
-            values if _is_single_id(log, f) else pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), values)
+            pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), pa.array(ids)) if is_list else pa.array(ids)
         )
     columns += [pa.array(block.labels), pa.array(block.true_p)]
-    return pa.Table.from_arrays(columns, schema=_schema(log))
+    return pa.Table.from_arrays(columns, schema=schema)
 
 
 @njit(nogil=True, cache=True)

@@ -77,14 +77,11 @@ class Teacher:
 
     def click_probability(self, pooled: Array, dense: NDArray[np.float32], turn: Array) -> NDArray[np.float32]:
         """True click probability float32 [R] from pooled [F, R, K] and the hidden dense values [R, Fd]."""
-        log_odds = self._log_odds(pooled, dense, turn)
+        parts = self._parts(pooled, dense, turn)
+        log_odds = np.asarray(self._bias + self._scales[0] * parts[0] + self._scales[1] * parts[1])
         out = np.empty(log_odds.size, np.float32)
         _sigmoid(log_odds, out)
         return out
-
-    def _log_odds(self, pooled: Array, dense: NDArray[np.float32], turn: Array) -> Array:
-        parts = self._parts(pooled, dense, turn)
-        return np.asarray(self._bias + self._scales[0] * parts[0] + self._scales[1] * parts[1])
 
     def _parts(self, pooled: Array, dense: NDArray[np.float32], turn: Array) -> Array:
         """The linear and the interaction part before calibration, [2, R]."""

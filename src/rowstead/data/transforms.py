@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from rowstead.data.block import RawBlock
 from rowstead.spec.errors import DataError
-from rowstead.spec.features import FeaturesSpec
+from rowstead.spec.features import DenseFeatureSpec, FeaturesSpec
+from rowstead.spec.heads import LABEL_RANGE
 
 Vector = NDArray[np.float32]
 
@@ -72,48 +73,29 @@ class DenseTransforms:
         return cls(names=tuple(plain["names"]), log=np.array(plain["log"], np.bool_), **vectors)
 
     @classmethod
-    def of(
-        cls, features: FeaturesSpec, *, mean: NDArray[np.float64] | None = None, std: NDArray[np.float64] | None = None
-    ) -> DenseTransforms:
-        """Build the transforms of `features`, with `mean` and `std` [Fd] of clipped and logged values where needed."""
-        specs = features.expanded_dense()
-        count = len(specs)
-        low = np.array([-np.inf if s.clip is None else s.clip[0] for s in specs], np.float32)
-        high = np.array([np.inf if s.clip is None else s.clip[1] for s in specs], np.float32)
-        log = np.array([s.log for s in specs], np.bool_)
-        raw = [s.missing if isinstance(s.missing, (int, float)) else np.nan for s in specs]
-        fill = _clip_and_log(np.array([raw], np.float32), low, high, log)[0]
-        shift, scale = np.zeros(count, np.float32), np.ones(count, np.float32)
-        if any(s.needs_statistics for s in specs):
-            assert mean is not None, "these features need learned statistics"
-            assert std is not None
-            for i, spec in enumerate(specs):
-                if spec.missing == "mean":
-                    fill[i] = mean[i]
-                if spec.standardise:
-                    shift[i], scale[i] = mean[i], 1.0 / std[i]
-        return cls(names=tuple(s.name for s in specs), low=low, high=high, log=log, fill=fill, shift=shift, scale=scale)
-
-    @classmethod
-    def learn(cls, features: FeaturesSpec, blocks: Iterable[RawBlock]) -> DenseTransforms:
-        """Build the transforms with mean and standard deviation of the finite values of `blocks`.
+    def learn(cls, features: FeaturesSpec, blocks: Iterable[RawBlock] = ()) -> DenseTransforms:
+        """The transforms of `features`, with mean and standard deviation of the finite values of `blocks`.
 
         Reads no block when no feature needs statistics. A constant or absent column gets standard deviation 1.
         """
         specs = features.expanded_dense()
-        mean, spread = np.zeros(len(specs)), np.zeros(len(specs))
-        count = np.zeros(len(specs), np.int64)
-        if any(s.needs_statistics for s in specs):
-            low = np.array([-np.inf if s.clip is None else s.clip[0] for s in specs], np.float32)
-            high = np.array([np.inf if s.clip is None else s.clip[1] for s in specs], np.float32)
-            log = np.array([s.log for s in specs], np.bool_)
-            for block in blocks:
-                _accumulate(_clip_and_log(block.dense, low, high, log), count, mean, spread)
+        low, high, log = _bounds_and_log(specs)
+        mean, spread, count = np.zeros(len(specs)), np.zeros(len(specs)), np.zeros(len(specs), np.int64)
+        for block in blocks if any(s.needs_statistics for s in specs) else ():
+            accumulate_moments(_clip_and_log(block.dense, low, high, log), count, mean, spread)
         std = np.sqrt(spread / np.maximum(count, 1))
         # Rounding leaves a constant column with a spread of about 1e-16 of its mean, not exactly 0. A spread below the smallest
         # normal float32 counts as constant too, since its inverse would not be finite.
         std[(std <= 1e-12 * np.abs(mean)) | (std < np.finfo(np.float32).tiny)] = 1.0
-        return cls.of(features, mean=mean, std=std)
+        raw = [s.missing if isinstance(s.missing, (int, float)) else np.nan for s in specs]
+        fill = _clip_and_log(np.array([raw], np.float32), low, high, log)[0]
+        shift, scale = np.zeros_like(fill), np.ones_like(fill)
+        for i, spec in enumerate(specs):
+            if spec.missing == "mean":
+                fill[i] = mean[i]
+            if spec.standardise:
+                shift[i], scale[i] = mean[i], 1.0 / std[i]
+        return cls(names=tuple(s.name for s in specs), low=low, high=high, log=log, fill=fill, shift=shift, scale=scale)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,15 +111,14 @@ class BadRows:
 
 
 class RowRule:
-    """Finds bad rows: a missing or infinite dense value, a label outside [0, 1], a negative or non-finite weight."""
+    """Finds bad rows: a missing or infinite dense value, a label out of range, a negative or non-finite weight."""
 
     def __init__(self, features: FeaturesSpec, *, label: str | None = None, weight: str | None = None) -> None:
         specs = features.expanded_dense()
         self._columns = tuple(str(s.column) for s in specs)
         self._may_miss = np.array([s.missing is not None for s in specs], np.bool_)
         # After clipping, an infinite value is finite where its side has a finite bound.
-        self._low = np.array([-np.inf if s.clip is None else s.clip[0] for s in specs], np.float32)
-        self._high = np.array([np.inf if s.clip is None else s.clip[1] for s in specs], np.float32)
+        self._low, self._high, _ = _bounds_and_log(specs)
         self._label, self._weight = label or "label", weight or "weight"
 
     def check(self, block: RawBlock) -> BadRows | None:
@@ -145,7 +126,7 @@ class RowRule:
         mask = np.zeros(block.num_rows, np.bool_)
         _mark_bad(block.dense, self._may_miss, self._low, self._high, mask)
         if block.labels is not None:
-            mask |= ~((block.labels >= 0) & (block.labels <= 1))
+            mask |= ~((block.labels >= LABEL_RANGE[0]) & (block.labels <= LABEL_RANGE[1]))
         if block.weights is not None:
             mask |= ~((block.weights >= 0) & np.isfinite(block.weights))
         if block.true_p is not None:
@@ -169,21 +150,25 @@ class RowRule:
                 return f"dense column `{column}` has a missing value; set the feature's `missing` to a number or to `mean`"
             if np.isinf(np.clip(value, self._low[i], self._high[i])):
                 return f"dense column `{column}` contains {value}; set the feature's `clip: [low, high]`"
-        if block.labels is not None and not 0 <= block.labels[row] <= 1:
-            return f"label column `{self._label}` contains {block.labels[row]}; labels must be between 0 and 1"
+        if block.labels is not None and not LABEL_RANGE[0] <= block.labels[row] <= LABEL_RANGE[1]:
+            bounds = "{:g} and {:g}".format(*LABEL_RANGE)
+            return f"label column `{self._label}` contains {block.labels[row]}; labels must be between {bounds}"
         if block.true_p is not None and not 0 <= block.true_p[row] <= 1:
             return f"column `true_p` contains {block.true_p[row]}; probabilities must be between 0 and 1"
         assert block.weights is not None
         return f"weight column `{self._weight}` contains {block.weights[row]}; weights must be finite and not negative"
 
 
+def _bounds_and_log(specs: Sequence[DenseFeatureSpec]) -> tuple[Vector, Vector, NDArray[np.bool_]]:
+    """`low`, `high` and `log` of the features [Fd]."""
+    low, high = np.array([s.clip or (-np.inf, np.inf) for s in specs], np.float32).reshape(-1, 2).T.copy()
+    return low, high, np.array([s.log for s in specs], np.bool_)
+
+
 def _clip_and_log(dense: NDArray[np.float32], low: Vector, high: Vector, log: NDArray[np.bool_]) -> NDArray[np.float32]:
     """Only the first two transforms, NaN unchanged: [R, Fd]."""
     out = np.empty_like(dense)
-    count = dense.shape[1]
-    _apply(
-        dense, low, high, log, np.full(count, np.nan, np.float32), np.zeros(count, np.float32), np.ones(count, np.float32), out
-    )
+    _apply(dense, low, high, log, np.full_like(low, np.nan), np.zeros_like(low), np.ones_like(low), out)
     return out
 
 
@@ -209,8 +194,8 @@ def _apply(dense, low, high, log, fill, shift, scale, out):  # type: ignore[no-u
 
 
 @numba.njit(nogil=True, cache=True, boundscheck=False)
-def _accumulate(values, count, mean, spread):  # type: ignore[no-untyped-def]
-    """Welford's update of count, mean and sum of squared distances [Fd] by the finite values of [R, Fd]."""
+def accumulate_moments(values, count, mean, spread):  # type: ignore[no-untyped-def]
+    """Update count, mean and sum of squared distances [Fd] by the finite values of [R, Fd] (Welford)."""
     num_rows, num_columns = values.shape
     for r in range(num_rows):
         for c in range(num_columns):

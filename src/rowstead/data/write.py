@@ -13,10 +13,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from rowstead.spec.errors import DataError
 
@@ -67,7 +69,6 @@ class SplitWriter:
         folder: str | os.PathLike[str],
         schema: pa.Schema,
         *,
-        splits: Sequence[str] = SPLITS,
         rows_per_file: int = DEFAULT_ROWS_PER_FILE,
         rows_per_group: int = DEFAULT_ROWS_PER_GROUP,
         overwrite: bool = False,
@@ -78,61 +79,75 @@ class SplitWriter:
             if value < 1:
                 raise DataError(f"{name} must be at least 1, got {value}")
         self.folder = Path(folder)
-        self.schema = schema
-        self._old = check_folder(self.folder, splits=splits, overwrite=overwrite)
-        self._options = {"compression": compression, "use_dictionary": dictionary_columns}
+        self._old = _earlier_files(self.folder, overwrite)
         with disk_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            for split in splits:
+            for split in SPLITS:
                 for left in self.folder.glob(f"{split}-*.parquet.tmp"):
                     left.unlink()
-        self._splits = {split: _SplitFile(self, split, rows_per_file, rows_per_group) for split in splits}
+        options = {"schema": schema, "compression": compression, "use_dictionary": dictionary_columns}
+        self._splits = {
+            split: _SplitFile(self.folder / split, options, rows_per_file, min(rows_per_group, rows_per_file))
+            for split in SPLITS
+        }
 
-    def write(self, split: str, rows: pa.Table | pa.RecordBatch) -> None:
+    def write(self, split: str, rows: pa.Table) -> None:
         """Append rows to a split; they may be buffered until a row group is full."""
-        table = pa.Table.from_batches([rows]) if isinstance(rows, pa.RecordBatch) else rows
         with disk_errors(self.folder):
-            self._splits[split].append(table)
+            self._splits[split].append(rows)
 
-    def close(self) -> None:
-        """Write the buffered rows and give all files their final names, replacing earlier files."""
-        with disk_errors(self.folder):
-            for split in self._splits.values():
-                split.finish()
-            made = {path.with_suffix("") for split in self._splits.values() for path in split.paths}
-            for old in self._old:
-                if old not in made:
-                    old.unlink(missing_ok=True)
-            for path in sorted(made):
-                os.replace(f"{path}.tmp", path)
-
-    def abort(self) -> None:
-        """Remove everything that was written; earlier files in the folder are unchanged."""
-        for split in self._splits.values():
-            split.discard()
+    def write_by_mask(self, rows: pa.Table, held_out: NDArray[np.bool_]) -> None:
+        """Append the rows that are `held_out` to the evaluation split and the others to the training split."""
+        self.write("train", rows.filter(pa.array(~held_out)) if held_out.any() else rows)
+        if held_out.any():
+            self.write("eval", rows.filter(pa.array(held_out)))
 
     def __enter__(self) -> SplitWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is not None:
-            self.abort()
+            self._discard()
             return
         try:
-            self.close()
+            self._finish()
         except BaseException:
-            self.abort()
+            self._discard()
             raise
+
+    def _finish(self) -> None:
+        """Write the buffered rows and give all files their final names, replacing earlier files."""
+        with disk_errors(self.folder):
+            for split in self._splits.values():
+                split.finish()
+            made = {path for split in self._splits.values() for path in split.paths}
+            for old in self._old:
+                if old not in made:
+                    old.unlink(missing_ok=True)
+            for path in sorted(made):
+                os.replace(f"{path}.tmp", path)
+
+    def _discard(self) -> None:
+        """Remove everything that was written; earlier files in the folder are unchanged."""
+        for split in self._splits.values():
+            split.discard()
 
     def num_rows(self) -> dict[str, int]:
         """Rows of each split so far."""
         return {name: split.num_rows for name, split in self._splits.items()}
 
+    def check_not_empty(self, eval_wanted: bool) -> None:
+        """Raise a DataError if a wanted split has no rows."""
+        if not self._splits["train"].num_rows:
+            raise DataError("the training split has no rows; nothing was written")
+        if eval_wanted and not self._splits["eval"].num_rows:
+            raise DataError("the evaluation split has no rows; nothing was written. Increase --eval-fraction")
+
     def summary(
         self, *, num_bytes_read: int, skipped: Mapping[str, int] | None = None, first_skipped: Sequence[str] = ()
     ) -> Summary:
         """The summary of a finished conversion."""
-        files = {name: tuple(path.with_suffix("") for path in split.paths) for name, split in self._splits.items()}
+        files = {name: tuple(split.paths) for name, split in self._splits.items()}
         return Summary(
             folder=self.folder,
             num_rows=self.num_rows(),
@@ -147,17 +162,14 @@ class SplitWriter:
 class _SplitFile:
     """The files of one split; buffers rows until a row group is full."""
 
-    def __init__(self, owner: SplitWriter, name: str, rows_per_file: int, rows_per_group: int) -> None:
-        self._owner = owner
-        self._name = name
-        self._rows_per_file = rows_per_file
-        self._rows_per_group = min(rows_per_group, rows_per_file)
+    def __init__(self, start: Path, options: Mapping[str, Any], rows_per_file: int, rows_per_group: int) -> None:
+        self._start, self._options = start, options
+        self._rows_per_file, self._rows_per_group = rows_per_file, rows_per_group
         self._buffered: list[pa.Table] = []
-        self._num_buffered = 0
-        self._num_in_file = 0
+        self._num_buffered = self._num_in_file = self.num_rows = 0
         self._file: pq.ParquetWriter | None = None
         self.paths: list[Path] = []
-        self.num_rows = 0
+        """The final names; until the end `.tmp` follows."""
 
     def append(self, table: pa.Table) -> None:
         self._buffered.append(table)
@@ -175,23 +187,19 @@ class _SplitFile:
         if self._file is not None:
             with suppress(OSError, ValueError):
                 self._file.close()
-            self._file = None
-        self._buffered.clear()
         for path in self.paths:
             with suppress(OSError):
-                path.unlink(missing_ok=True)
+                os.unlink(f"{path}.tmp")
 
     def _flush(self, num_rows: int) -> None:
         """Write the first `num_rows` buffered rows as one row group."""
         buffered = pa.concat_tables(self._buffered)
         if self._file is None:
-            path = self._owner.folder / f"{self._name}-{len(self.paths):05d}.parquet.tmp"
-            self.paths.append(path)
-            self._file = pq.ParquetWriter(path, self._owner.schema, **self._owner._options)
+            self.paths.append(Path(f"{self._start}-{len(self.paths):05d}.parquet"))
+            self._file = pq.ParquetWriter(f"{self.paths[-1]}.tmp", **self._options)
         self._file.write_table(buffered.slice(0, num_rows), row_group_size=num_rows)
-        rest = buffered.slice(num_rows)
-        self._buffered = [rest] if rest.num_rows else []
-        self._num_buffered = rest.num_rows
+        self._num_buffered -= num_rows
+        self._buffered = [buffered.slice(num_rows)] if self._num_buffered else []
         self._num_in_file += num_rows
         if self._num_in_file >= self._rows_per_file:
             self._close_file()
@@ -202,27 +210,19 @@ class _SplitFile:
         self._file.close()
         self._file = None
         self._num_in_file = 0
-        with open(self.paths[-1], "rb") as written:
+        with open(f"{self.paths[-1]}.tmp", "rb") as written:
             os.fsync(written.fileno())
 
 
-def check_folder(folder: Path, *, splits: Sequence[str] = SPLITS, overwrite: bool = False) -> tuple[Path, ...]:
+def _earlier_files(folder: Path, overwrite: bool) -> list[Path]:
     """The files of an earlier conversion in `folder`; raises a DataError if there are some and `overwrite` is false."""
     if folder.exists() and not folder.is_dir():
         raise DataError(f"{folder} is a file; give a folder to write to")
-    old = tuple(sorted(path for split in splits for path in folder.glob(f"{split}-*.parquet")))
+    old = sorted(path for split in SPLITS for path in folder.glob(f"{split}-*.parquet"))
     if old and not overwrite:
         named = ", ".join(path.name for path in old[:3]) + (f" and {len(old) - 3} more" if len(old) > 3 else "")
         raise DataError(f"{folder} already has {named}; choose another folder, or pass --overwrite to replace them")
     return old
-
-
-def check_splits_not_empty(num_rows: Mapping[str, int], eval_wanted: bool) -> None:
-    """Raise a DataError if a wanted split has no rows."""
-    if not num_rows["train"]:
-        raise DataError("the training split has no rows; nothing was written")
-    if eval_wanted and not num_rows["eval"]:
-        raise DataError("the evaluation split has no rows; nothing was written. Increase --eval-fraction")
 
 
 @contextmanager
@@ -231,12 +231,9 @@ def disk_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        remedy = "free some space, or choose a folder on another disk"
         if error.errno == errno.ENOSPC or "No space left" in str(error):
-            raise DataError(
-                f"the disk is full while writing to {folder}; free some space, or choose a folder on another disk"
-            ) from error
+            raise DataError(f"the disk is full while writing to {folder}; {remedy}") from error
         if error.errno == errno.EDQUOT:
-            raise DataError(
-                f"the disk quota is exceeded while writing to {folder}; free some space, or choose another folder"
-            ) from error
+            raise DataError(f"the disk quota is exceeded while writing to {folder}; {remedy}") from error
         raise DataError(f"cannot write to {folder}: {error}") from error

@@ -6,11 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from rowstead.spec.bounds import AboveZero, AtLeastOne, Count, InsideZeroToOne, NotNegative, Seed, Share, Spec, ZeroToOne
 from rowstead.spec.errors import require
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogSpec:
+class LogSpec(Spec):
     """Base of the kinds of logs. A new kind is a subclass, a field of `DataSpec`, and a module with its `LogSplit`."""
 
     split_class: ClassVar[str]
@@ -25,45 +26,43 @@ class SynthSpec(LogSpec):
 
     split_class: ClassVar[str] = "rowstead.data.synth:SynthSplit"
 
-    num_train_samples: int = 1_000_000
+    num_train_samples: AtLeastOne = 1_000_000
     """Examples in the training split."""
-    num_eval_samples: int = 100_000
+    num_eval_samples: AtLeastOne = 100_000
     """Examples in the evaluation split, drawn after the training split in time."""
-    seed: int = 1
+    seed: Seed = 1
     """Same seed, same log, on every machine."""
-    num_dense: int = 13
+    num_dense: Count = 13
     """Dense columns in the log."""
     num_skewed_dense: int = 0
     """The first `num_skewed_dense` dense columns are positive with a long tail, like counts; `log: true` makes them bell-shaped again."""
-    num_sparse: int = 26
+    num_sparse: Count = 26
     """Sparse columns in the log."""
     num_ids: int | tuple[int, ...] = 100_000
     """Distinct ids per feature (one number for all, or a list)."""
     mean_ids: float | tuple[float, ...] = 1.0
     """Mean ids per example and feature (one number for all, or a list)."""
-    length_power: float = 0.0
+    length_power: NotNegative = 0.0
     """With one `mean_ids` for all: exponent of the power law of mean lengths over features; 0 makes them equal."""
     lengths: Literal["fixed", "poisson"] = "fixed"
     """Ids per example: always the mean (rounded), or Poisson around it, empty bags included."""
-    max_ids: int = 200
+    max_ids: AtLeastOne = 200
     """Maximum ids per example and feature."""
-    skew: float = 1.05
+    skew: NotNegative = 1.05
     """Exponent of the Zipf distribution of ids: 0 is uniform, larger is more skewed."""
-    click_rate: float = 0.25
+    click_rate: InsideZeroToOne = 0.25
     """Mean label."""
-    signal: float = 2.0
+    signal: AboveZero = 2.0
     """Standard deviation of the teacher's log-odds: the larger, the lower the best possible NE."""
-    interaction_share: float = 0.5
+    interaction_share: ZeroToOne = 0.5
     """Share of the log-odds' variance due to products of features, which a linear model cannot learn."""
-    latent: int = 4
+    latent: AtLeastOne = 4
     """Dimension of the teacher's vector for each id."""
-    drift: float = 0.0
+    drift: ZeroToOne = 0.0
     """How far the teacher changes from the first example to the last: 0 not at all, 1 to an unrelated teacher."""
 
     def __post_init__(self) -> None:
-        for name in ("num_train_samples", "num_eval_samples", "latent", "max_ids"):
-            require(getattr(self, name) >= 1, name, f"must be at least 1, got {getattr(self, name)}")
-        require(self.num_dense >= 0 and self.num_sparse >= 0, "num_sparse", "must not be negative, nor must num_dense")
+        super().__post_init__()
         require(self.num_dense + self.num_sparse >= 1, "num_sparse", "the log needs at least one feature")
         bound = f"must be from 0 to num_dense, {self.num_dense}"
         require(0 <= self.num_skewed_dense <= self.num_dense, "num_skewed_dense", bound)
@@ -75,18 +74,11 @@ class SynthSpec(LogSpec):
             require(all(0 < v < math.inf for v in values), name, "must be above 0 and finite")
             fits = name == "num_ids" or max(values) <= self.max_ids
             require(fits, name, f"must not be above max_ids, which is {self.max_ids}")
-        require(0 < self.click_rate < 1, "click_rate", f"must be between 0 and 1, got {self.click_rate}")
-        require(0 <= self.interaction_share <= 1, "interaction_share", "must be between 0 and 1")
-        require(0 <= self.drift <= 1, "drift", "must be between 0 and 1")
-        require(0 <= self.skew < math.inf, "skew", "must be finite and not negative")
-        require(0 <= self.length_power < math.inf, "length_power", "must be finite and not negative")
-        require(0 < self.signal < math.inf, "signal", "must be above 0 and finite")
-        require(0 <= self.seed < 2**63, "seed", f"must be from 0 to 2**63 - 1, got {self.seed}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParquetSpec(LogSpec):
-    """Examples from Parquet files: local paths, globs, or URLs supported by fsspec."""
+    """Examples from Parquet files: local paths, globs, or URLs such as `s3://bucket/*.parquet`."""
 
     split_class: ClassVar[str] = "rowstead.data.parquet_source:ParquetSplit"
 
@@ -94,7 +86,7 @@ class ParquetSpec(LogSpec):
     """Files of the training split."""
     eval: tuple[str, ...] = ()
     """Files of the evaluation split. Default: the last `eval_fraction` of the training files' rows."""
-    eval_fraction: float = 0.1
+    eval_fraction: InsideZeroToOne = 0.1
     """Share of the rows (the last ones in file order) held out without `eval`."""
     label: str = "label"
     """Label column, a number from 0 to 1."""
@@ -102,40 +94,37 @@ class ParquetSpec(LogSpec):
     """Column of example weights."""
     true_p: str | None = None
     """Column of the true click probability, for synthetic logs."""
-    shuffle_rows: int = 65_536
+    shuffle_rows: Count = 65_536
     """Size of the shuffle window in rows (row groups are shuffled too); 0 keeps file order."""
-    decode_threads: int | None = None
+    decode_threads: AtLeastOne | None = None
     """Threads that decode; at most as many make batches. Default: one per core."""
     on_bad_row: Literal["error", "skip"] = "error"
     """For a missing or non-finite dense value or a label outside [0, 1]: stop with an error, or skip the row and count it."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(bool(self.train), "train", "give at least one file")
-        require(0 < self.eval_fraction < 1, "eval_fraction", f"must be between 0 and 1, got {self.eval_fraction}")
-        require(self.shuffle_rows >= 0, "shuffle_rows", "must not be negative")
-        require(self.decode_threads is None or self.decode_threads >= 1, "decode_threads", "must be at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataSpec:
+class DataSpec(Spec):
     """The log: exactly one of `synth` and `parquet`."""
 
     synth: SynthSpec | None = None
     """Generate the log from a hidden teacher during training."""
     parquet: ParquetSpec | None = None
     """Read the log from Parquet files."""
-    negative_keep_rate: float = 1.0
+    negative_keep_rate: Share = 1.0
     """Share of the negatives that the log kept. Predictions are corrected for it; evaluation weights negatives by its inverse."""
-    statistics_rows: int = 1_000_000
+    statistics_rows: AtLeastOne = 1_000_000
     """Training rows from which means and standard deviations of dense features are computed."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         given = [name for name, value in vars(self).items() if isinstance(value, LogSpec)]
         require(len(given) == 1, "", f"give exactly one of `synth` and `parquet`, got {' and '.join(given) or 'neither'}")
-        require(0 < self.negative_keep_rate <= 1, "negative_keep_rate", "must be above 0 and at most 1")
         kept_all = self.synth is None or self.negative_keep_rate == 1
         require(kept_all, "negative_keep_rate", "must be 1 with `synth`, which keeps all negatives")
-        require(self.statistics_rows >= 1, "statistics_rows", "must be at least 1")
 
     @property
     def log(self) -> LogSpec:
