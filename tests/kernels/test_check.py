@@ -16,7 +16,7 @@ from rowstead.kernels.layout import Layout, layout_of
 from rowstead.spec.errors import DataError
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, TableSpec, tables_of
 from rowstead.spec.row_optimizers import SparseOptimizerSpec
-from rowstead.stores.checked import check_batch
+from rowstead.stores.base import check_batch
 from rowstead.stores.device import DeviceStore
 from tests.stores.store_contract import layouts, sparse_batches
 
@@ -161,7 +161,7 @@ def test_a_store_refuses_such_batches_and_changes_nothing(kernel: str) -> None:
 
 def test_a_batch_is_checked_once_for_each_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr("rowstead.stores.checked.check_sparse", lambda layout, *args, **kwargs: seen.append(layout))
+    monkeypatch.setattr("rowstead.stores.base.check_sparse", lambda layout, *args, **kwargs: seen.append(layout))
     batch = check_batch(Sparse(ids=ids_of(), offsets=torch.tensor(OFFSETS), num_features=3), LAYOUT)
     store = DeviceStore(LAYOUT, SparseOptimizerSpec())
     store.update(batch.to("cpu"), store.lookup(batch), lr=0.1, step=1)
@@ -175,7 +175,7 @@ def test_a_store_that_is_told_not_to_check_does_not(monkeypatch: pytest.MonkeyPa
     def fail(*args: object, **kwargs: object) -> None:
         raise AssertionError("checked")
 
-    monkeypatch.setattr("rowstead.stores.checked.check_sparse", fail)
+    monkeypatch.setattr("rowstead.stores.base.check_sparse", fail)
     good = Sparse(ids=ids_of(), offsets=torch.tensor(OFFSETS), num_features=3)
     store = DeviceStore(LAYOUT, SparseOptimizerSpec(), check=False)
     before = store.lookup(good)

@@ -19,7 +19,6 @@ from rowstead.kernels.row_state import RowState, new_row_state
 from rowstead.spec.errors import DataError
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, TableSpec, tables_of
 from rowstead.spec.row_optimizers import SparseOptimizerSpec
-from tests.stores.store_contract import KINDS
 
 FEATURES = FeaturesSpec(
     sparse=(
@@ -91,7 +90,9 @@ def test_an_id_outside_its_table_is_named_before_it_is_read(wrong: int) -> None:
     index = int(offsets[NUM_SAMPLES]) + 7
     ids[index] = wrong
     rows = [torch.zeros(t.num_rows, t.width) for t in LAYOUT.tables]
-    with pytest.raises(DataError, match=rf"id {wrong} of example \d+ is outside table `small`, whose rows are 0 to 49"):
+    with pytest.raises(
+        DataError, match=rf"id {wrong} of example \d+, feature 1 \(table `small`\) is outside its table, whose rows are 0 to 49"
+    ):
         cpu.lookup(rows, LAYOUT, ids, offsets)
 
 
@@ -126,53 +127,6 @@ def test_one_large_table_is_shared_by_threads_with_the_same_result(num_samples: 
 # Hogwild
 
 
-def distinct_ids(layout: Layout, first: int, count: int) -> tuple[Tensor, Tensor]:
-    """One bag of `count` ids for each of two examples of every feature, no id twice."""
-    ids = [torch.arange(first, first + 2 * count) + 2 * count * f for f in range(layout.num_features)]
-    return torch.cat(ids), torch.arange(2 * layout.num_features + 1) * count
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", KINDS)
-def test_hogwild_is_exact_where_all_ids_are_distinct(kind: str, dtype: torch.dtype) -> None:
-    features = FeaturesSpec(
-        sparse=(
-            SparseFeatureSpec(name="a", table="t"),
-            SparseFeatureSpec(name="b", table="t", pooling="mean"),
-            SparseFeatureSpec(name="c", num_rows=200, width=68),
-        ),
-        tables=(TableSpec(name="t", num_rows=200),),
-    )
-    layout = layout_of(features, tables_of(features, width=12))
-    random = torch.Generator().manual_seed(4)
-    ids, offsets = distinct_ids(layout, 3, 5)
-    real = torch.float64 if dtype == torch.float64 else torch.float32
-    weights = torch.rand(len(ids), generator=random, dtype=real)
-    grad = torch.randn(2, layout.total_width, generator=random, dtype=real)
-    results = []
-    for run in (cpu.update_hogwild, cpu.update):
-        rows = [torch.ones(200, table.width, dtype=dtype) for table in layout.tables]
-        states = [new_row_state(kind, table) for table in rows]
-        optimizer = SparseOptimizerSpec(kind=kind, clip=1.0)
-        for step in (1, 2, 3):
-            run(rows, states, layout, ids, offsets, weights, grad, optimizer=optimizer, lr=0.1, step=step)
-        results.append(rows)
-    for mine, other in zip(*results, strict=True):
-        assert torch.equal(mine, other)
-        assert not torch.equal(mine, torch.ones_like(mine))
-
-
-def test_hogwild_applies_repeated_ids_one_after_another() -> None:
-    features = FeaturesSpec(sparse=(SparseFeatureSpec(name="a", num_rows=4),))
-    layout = layout_of(features, tables_of(features, width=8))
-    rows, states = [torch.zeros(4, 8)], [{"sum": torch.zeros(4, 1)}]
-    optimizer = SparseOptimizerSpec(kind="rowwise_adagrad", eps=1e-12)
-    ids, offsets, grad = torch.tensor([2, 2]), torch.tensor([0, 1, 2]), torch.full((2, 8), 3.0)
-    cpu.update_hogwild(rows, states, layout, ids, offsets, None, grad, optimizer=optimizer, lr=1.0, step=1)
-    torch.testing.assert_close(rows[0][2], torch.full((8,), -1 - 0.5**0.5))
-    assert states[0]["sum"][2].item() == 18
-
-
 def in_threads(*works: Callable[[], None]) -> None:
     with ThreadPoolExecutor(len(works)) as pool:
         for future in [pool.submit(work) for work in works]:
@@ -188,17 +142,18 @@ def test_hogwild_threads_on_disjoint_rows_do_not_disturb_each_other() -> None:
         ids, offsets = torch.arange(parity, 4000, 2), torch.arange(2001)
         grad = torch.randn(2000, 16, generator=torch.Generator().manual_seed(parity))
         for step in range(1, 21):
-            cpu.update_hogwild(rows, states, layout, ids, offsets, None, grad, optimizer=optimizer, lr=0.1, step=step)
+            cpu.update(rows, states, layout, ids, offsets, None, grad, optimizer=optimizer, lr=0.1, step=step)
 
     results = []
     for together in (True, False):
         rows, states = [torch.ones(4000, 16)], [{"sum": torch.zeros(4000, 16)}]
         works = [partial(work, rows, states, parity) for parity in (0, 1)]
-        if together:
-            in_threads(*works)
-        else:
-            for one in works:
-                one()
+        with using_threads(1):
+            if together:
+                in_threads(*works)
+            else:
+                for one in works:
+                    one()
         results.append((rows[0], states[0]["sum"]))
     assert torch.equal(results[0][0], results[1][0])
     assert torch.equal(results[0][1], results[1][1])
@@ -214,9 +169,10 @@ def test_hogwild_threads_on_the_same_rows_lose_few_updates() -> None:
     def work(order: Tensor) -> None:
         for step in range(1, 201):
             grad = torch.full((500, 16), -1.0)
-            cpu.update_hogwild(rows, [{}], layout, order, offsets, None, grad, optimizer=optimizer, lr=1.0, step=step)
+            cpu.update(rows, [{}], layout, order, offsets, None, grad, optimizer=optimizer, lr=1.0, step=step)
 
-    in_threads(partial(work, ids), partial(work, ids.flip(0)))
+    with using_threads(1):
+        in_threads(partial(work, ids), partial(work, ids.flip(0)))
     assert bool(rows[0].isfinite().all())
     assert rows[0].max().item() <= 400
     assert rows[0].mean().item() > 0.6 * 400  # a single thread gives half

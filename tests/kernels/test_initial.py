@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rowstead.kernels.initial import draw_with_numba, draw_with_torch, initial_rows, initial_rows_at, salt_of
+from rowstead.kernels.initial import draw_with_numba, draw_with_torch, fill_initial_rows, initial_rows, initial_rows_at, salt_of
 from rowstead.spec.features import Table
 
 CPU = torch.device("cpu")
@@ -39,4 +39,8 @@ def test_a_table_that_threads_share_has_the_bits_of_torch(dtype: torch.dtype) ->
     assert torch.equal(initial_rows(table, seed=3, dtype=dtype, device=CPU), expected)
     some = torch.tensor([69_999, 5, 5, 0])
     assert torch.equal(initial_rows_at(table, some, seed=3, dtype=dtype), expected[some])
-    assert torch.equal(initial_rows(table, seed=3, dtype=dtype, device=CPU, start=11, stop=400), expected[11:400])
+    into = torch.zeros(70_020, 64, dtype=dtype)
+    fill_initial_rows(into[10:-10], table, seed=3, device=CPU)
+    assert torch.equal(into[10:-10], expected)
+    assert not into[:10].any()
+    assert not into[-10:].any()

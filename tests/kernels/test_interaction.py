@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import get_args
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -14,7 +15,7 @@ from rowstead.kernels.cpu import interaction as interaction_cpu
 from rowstead.kernels.interaction import InteractionKernels, fused_pairwise_dots, pairwise_dots, reference_pairwise_dots
 from rowstead.nn.layers import Dot
 from rowstead.spec.errors import DataError
-from rowstead.spec.interactions import InteractionInputs, InteractionSpec
+from rowstead.spec.interactions import InteractionInputs, InteractionSpec, Pairs
 
 GPU = "cuda" if torch.cuda.is_available() else "cpu"  # there in Triton's interpreter
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -35,16 +36,16 @@ def triton_kernels() -> InteractionKernels:
 
 
 def inputs(
-    num_samples: int, num_vectors: int, width: int, has_dense: bool, device: str = "cpu", dtype: torch.dtype = torch.float32
+    num_samples: int, num_vectors: int, width: int, num_dense: int, device: str = "cpu", dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor | None, Tensor]:
     """Random vectors of length about 1."""
     g = torch.Generator().manual_seed(num_samples + 7 * num_vectors + 91 * width)
     numbers = torch.randn(num_samples, num_vectors * width, generator=g, dtype=dtype) / width**0.5
-    first = width if has_dense else 0
+    first = num_dense * width
     dense, pooled = (
         part.to(device, copy=True).requires_grad_() for part in numbers.split([first, numbers.shape[1] - first], 1)
     )
-    return (dense if has_dense else None), pooled
+    return (dense if num_dense else None), pooled
 
 
 def gradients(out: Tensor, dense: Tensor | None, pooled: Tensor) -> list[Tensor]:
@@ -54,18 +55,30 @@ def gradients(out: Tensor, dense: Tensor | None, pooled: Tensor) -> list[Tensor]
     return list(torch.autograd.grad(out, [pooled] if dense is None else [dense, pooled], weights))
 
 
-def trimmed_dots(dense: Tensor | None, pooled: Tensor, width: int, kernels: InteractionKernels) -> Tensor:
+def obvious_dots(dense: Tensor | None, pooled: Tensor, width: int, pairs: Pairs) -> Tensor:
+    """The dense vectors, and one product after the other."""
+    of_dense = () if dense is None else dense.split(width, dim=1)
+    of_sparse = pooled.split(width, dim=1) if pooled.shape[1] else ()
+    products = [] if dense is None else [dense]
+    for index, vector in enumerate(of_sparse):
+        partners = [*(of_dense if pairs != "sparse_sparse" else ()), *(of_sparse[:index] if pairs != "dense_sparse" else ())]
+        products += [(vector * other).sum(dim=1, keepdim=True) for other in partners]
+    return torch.cat(products, dim=1) if products else pooled[:, :0]
+
+
+def trimmed_dots(
+    dense: Tensor | None, pooled: Tensor, width: int, kernels: InteractionKernels, pairs: Pairs = "both"
+) -> Tensor:
     """Without the columns of zeros that kernels may add."""
-    num_vectors = pooled.shape[1] // width + (dense is not None)
-    used = (0 if dense is None else width) + num_vectors * (num_vectors - 1) // 2
-    out = fused_pairwise_dots(dense, pooled, width, kernels)
+    used = obvious_dots(dense, pooled, width, pairs).shape[1]
+    out = fused_pairwise_dots(dense, pooled, width, kernels, pairs)
     assert not out[:, used:].any()
     return out[:, :used]
 
 
-def check(kernels: InteractionKernels, dense: Tensor | None, pooled: Tensor, width: int) -> None:
+def check(kernels: InteractionKernels, dense: Tensor | None, pooled: Tensor, width: int, pairs: Pairs = "both") -> None:
     """Results and gradients are those of plain torch."""
-    ours, plain = trimmed_dots(dense, pooled, width, kernels), reference_pairwise_dots(dense, pooled, width)
+    ours, plain = trimmed_dots(dense, pooled, width, kernels, pairs), reference_pairwise_dots(dense, pooled, width, pairs)
     torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5)
     for mine, other in zip(gradients(ours, dense, pooled), gradients(plain, dense, pooled), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
@@ -74,7 +87,55 @@ def check(kernels: InteractionKernels, dense: Tensor | None, pooled: Tensor, wid
 def test_the_dense_vector_comes_first_then_the_triangle_row_by_row() -> None:
     dense, pooled = torch.tensor([[1.0, 10]]), torch.tensor([[2.0, 20, 3, 30]])
     assert pairwise_dots(dense, pooled, 2).tolist() == [[1, 10, 202, 303, 606]]
+    assert pairwise_dots(dense, pooled, 2, "dense_sparse").tolist() == [[1, 10, 202, 303]]
+    assert pairwise_dots(dense, pooled, 2, "sparse_sparse").tolist() == [[1, 10, 606]]
+    two = torch.tensor([[1.0, 10, 4, 40]])
+    assert pairwise_dots(two, pooled, 2).tolist() == [[1, 10, 4, 40, 202, 808, 303, 1212, 606]]
     assert pairwise_dots(None, torch.cat([dense, pooled], 1), 2).tolist() == [[202, 303, 606]]
+
+
+SHAPES = {"num_dense": st.integers(0, 12), "num_sparse": st.integers(0, 24), "pairs": st.sampled_from(get_args(Pairs))}
+
+
+@given(num_samples=st.sampled_from([0, 1, 5]), width=st.integers(1, 9), **SHAPES)
+@settings(max_examples=60, deadline=None)
+def test_plain_torch_agrees_with_one_product_after_the_other(
+    num_samples: int, width: int, num_dense: int, num_sparse: int, pairs: Pairs
+) -> None:
+    dense, pooled = inputs(num_samples, num_dense + num_sparse, width, num_dense, dtype=torch.float64)
+    ours, obvious = (dots(dense, pooled, width, pairs) for dots in (reference_pairwise_dots, obvious_dots))
+    torch.testing.assert_close(ours, obvious)
+    if obvious.requires_grad:
+        tensors = [pooled] if dense is None else [dense, pooled]
+        mine, others = (
+            torch.autograd.grad(out.cos().sum(), tensors, allow_unused=True, materialize_grads=True) for out in (ours, obvious)
+        )
+        for one, other in zip(mine, others, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+@given(num_samples=st.sampled_from([0, 1, 37]), width=st.sampled_from([1, 4, 15, 16, 33, 64]), **SHAPES)
+@settings(max_examples=60, deadline=None)
+def test_the_cpu_kernel_agrees_for_every_number_of_dense_vectors_and_choice_of_pairs(
+    num_samples: int, width: int, num_dense: int, num_sparse: int, pairs: Pairs
+) -> None:
+    assume(num_dense + num_sparse >= 2)
+    check(interaction_cpu, *inputs(num_samples, num_dense + num_sparse, width, num_dense), width, pairs)
+
+
+@given(num_samples=st.sampled_from([0, 3]), width=st.sampled_from([4, 16, 33]), **SHAPES)
+@settings(max_examples=15, deadline=None)
+def test_the_gpu_kernel_agrees_for_every_number_of_dense_vectors_and_choice_of_pairs(
+    num_samples: int, width: int, num_dense: int, num_sparse: int, pairs: Pairs
+) -> None:
+    assume(num_dense + num_sparse >= 2)
+    check(triton_kernels(), *inputs(num_samples, num_dense + num_sparse, width, num_dense, GPU), width, pairs)
+
+
+@pytest.mark.parametrize("pairs", get_args(Pairs))
+@pytest.mark.parametrize("num_dense", [3, 70])
+def test_the_gpu_kernel_agrees_where_dense_vectors_need_several_tiles(num_dense: int, pairs: Pairs) -> None:
+    check(triton_kernels(), *inputs(2, num_dense + 66, 20, num_dense, GPU), 20, pairs)
 
 
 @given(
@@ -162,22 +223,26 @@ def test_under_autocast_the_result_has_its_type_and_each_gradient_that_of_its_in
         torch.testing.assert_close(grad.float(), other.float(), rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("has_dense", [True, False])
-def test_a_model_that_is_exported_holds_torch_operations_only(has_dense: bool) -> None:
+@pytest.mark.parametrize("pairs", get_args(Pairs))
+@pytest.mark.parametrize("num_dense", [0, 1, 3])
+def test_a_model_that_is_exported_holds_torch_operations_only(num_dense: int, pairs: Pairs) -> None:
+    if not num_dense and pairs == "dense_sparse":
+        return  # no pairs: `RunSpec` refuses it
+
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            inputs = InteractionInputs(width=8, dense_width=8 if has_dense else 0, pooled_width=24)
-            self.dot = Dot(inputs, InteractionSpec())
+            inputs = InteractionInputs(width=8, dense_width=8 * num_dense, pooled_width=24)
+            self.dot = Dot(inputs, InteractionSpec(num_dense_vectors=max(1, num_dense), pairs=pairs))
 
         def forward(self, pooled: Tensor, dense: Tensor | None = None) -> Tensor:
             return self.dot(dense, pooled)
 
     def arguments(num_samples: int) -> tuple[Tensor, ...]:
-        return tuple(torch.randn(num_samples, width) for width in ((24, 8) if has_dense else (24,)))
+        return tuple(torch.randn(num_samples, width) for width in ((24, 8 * num_dense) if num_dense else (24,)))
 
     batch = torch.export.Dim("batch", min=1)
-    shapes = ({0: batch}, {0: batch}) if has_dense else ({0: batch},)
+    shapes = ({0: batch}, {0: batch}) if num_dense else ({0: batch},)
     program = torch.export.export(Net(), arguments(3), dynamic_shapes=shapes)
     calls = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
     assert "aten.bmm.default" in calls

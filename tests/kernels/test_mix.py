@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rowstead.data.hashing import hash_to_rows
-from rowstead.kernels.mix import mix64, uniform
+from rowstead.kernels.mix import mix64_tensor, uniform
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 
 
 @given(st.lists(INT64, max_size=50), st.one_of(st.integers(1, 100), st.integers(1, 2**62)))
 def test_mix_in_torch_gives_the_rows_of_training_bit_for_bit(ids, num_rows):
-    mixed = torch.bitwise_and(mix64(torch.tensor(ids, dtype=torch.int64)), 2**63 - 1) % num_rows
+    mixed = torch.bitwise_and(mix64_tensor(torch.tensor(ids, dtype=torch.int64)), 2**63 - 1) % num_rows
     assert mixed.tolist() == hash_to_rows(np.array(ids, np.int64), num_rows, "mix").tolist()
 
 
@@ -29,7 +29,7 @@ def test_mix_is_splitmix64_in_python_integers(ids):
         z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
         return z ^ (z >> 31)
 
-    assert [value % 2**64 for value in mix64(torch.tensor(ids)).tolist()] == [mixed(i) for i in ids]
+    assert [value % 2**64 for value in mix64_tensor(torch.tensor(ids)).tolist()] == [mixed(i) for i in ids]
 
 
 @given(INT64, INT64)

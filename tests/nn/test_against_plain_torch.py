@@ -35,7 +35,7 @@ FEATURES = FeaturesSpec(
 class PlainDLRM(nn.Module):
     """A DLRM written independently, from the paper, over nn.EmbeddingBag."""
 
-    def __init__(self, interaction: str, sparse: bool) -> None:
+    def __init__(self, interaction: InteractionSpec, sparse: bool) -> None:
         super().__init__()
         self.bags = nn.ModuleList(
             [
@@ -44,23 +44,28 @@ class PlainDLRM(nn.Module):
                 nn.EmbeddingBag(30, WIDTH, mode="sum", sparse=sparse, include_last_offset=True),
             ]
         )
-        self.bottom = nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Linear(16, WIDTH), nn.ReLU())
-        self.kind = interaction
-        width = {"concat": 5 * WIDTH, "cross": 5 * WIDTH, "dot": WIDTH + 10}[interaction]
-        if interaction == "cross":
+        self.interaction, count = interaction, interaction.num_dense_vectors
+        self.bottom = nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Linear(16, count * WIDTH), nn.ReLU())
+        width = (count + 4) * WIDTH
+        if interaction.kind == "dot":
+            width = count * WIDTH + {"both": 4 * count + 6, "dense_sparse": 4 * count, "sparse_sparse": 6}[interaction.pairs]
+        if interaction.kind == "cross":
             self.v = nn.ModuleList(nn.Linear(width, 6, bias=False) for _ in range(2))
             self.w = nn.ModuleList(nn.Linear(6, width) for _ in range(2))
         self.top = nn.Sequential(nn.Linear(width, 12), nn.ReLU(), nn.Linear(12, 1))
 
     def forward(self, dense: torch.Tensor, per_feature: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-        vectors = [self.bottom(dense)]
-        vectors += [self.bags[bag](*per_feature[f]) for f, bag in enumerate((0, 1, 2, 2))]
-        if self.kind == "dot":
-            products = [(vectors[i] * vectors[j]).sum(1, keepdim=True) for i in range(5) for j in range(i)]
-            x = torch.cat([vectors[0], *products], dim=1)
+        projected = self.bottom(dense)
+        vectors = [self.bags[bag](*per_feature[f]) for f, bag in enumerate((0, 1, 2, 2))]
+        if self.interaction.kind == "dot":
+            of_dense = projected.split(WIDTH, dim=1) if self.interaction.pairs != "sparse_sparse" else ()
+            of_sparse = vectors if self.interaction.pairs != "dense_sparse" else []
+            partners = [[*of_dense, *of_sparse[:i]] for i in range(4)]
+            products = [(vectors[i] * other).sum(1, keepdim=True) for i in range(4) for other in partners[i]]
+            x = torch.cat([projected, *products], dim=1)
         else:
-            x = torch.cat(vectors, dim=1)
-        if self.kind == "cross":
+            x = torch.cat([projected, *vectors], dim=1)
+        if self.interaction.kind == "cross":
             x0 = x
             for v, w in zip(self.v, self.w, strict=True):
                 x = x0 * w(v(x)) + x
@@ -114,11 +119,20 @@ def row_optimizer(kind: str, parameters: list[nn.Parameter], lr: float) -> objec
 @pytest.mark.parametrize("dense_kind", ["sgd", "adagrad", "adam"])
 @pytest.mark.parametrize("sparse_kind", ["sgd", "adagrad", "rowwise_adagrad", "adam"])
 def test_fifty_steps_give_the_losses_of_plain_torch(interaction: str, dense_kind: str, sparse_kind: str) -> None:
+    check_fifty_steps(InteractionSpec(kind=interaction, cross_layers=2, cross_rank=6), dense_kind, sparse_kind)
+
+
+@pytest.mark.parametrize("kind", ["concat", "dot", "cross"])
+@pytest.mark.parametrize("pairs", ["both", "dense_sparse", "sparse_sparse"])
+def test_fifty_steps_with_three_dense_vectors_give_the_losses_of_plain_torch(kind: str, pairs: str) -> None:
+    interaction = InteractionSpec(kind=kind, num_dense_vectors=3, pairs=pairs, cross_layers=2, cross_rank=6)
+    check_fifty_steps(interaction, "adam", "rowwise_adagrad")
+
+
+def check_fifty_steps(interaction: InteractionSpec, dense_kind: str, sparse_kind: str) -> None:
     torch.manual_seed(7)
     tables = tables_of(FEATURES, width=WIDTH)
-    spec = ModelSpec(
-        width=WIDTH, bottom=(16,), top=(12,), interaction=InteractionSpec(kind=interaction, cross_layers=2, cross_rank=6)
-    )
+    spec = ModelSpec(width=WIDTH, bottom=(16,), top=(12,), interaction=interaction)
     train = TrainSpec(
         sparse_optimizer=SparseOptimizerSpec(kind=sparse_kind, lr=0.02),
         dense_optimizer=DenseOptimizerSpec(kind=dense_kind, lr=0.01),
@@ -155,6 +169,6 @@ def copy_weights(ours: DLRM, plain: PlainDLRM) -> None:
         bag.weight.copy_(rows)
     plain.bottom.load_state_dict(ours.net.bottom.state_dict())
     plain.top.load_state_dict(ours.net.top.state_dict())
-    if plain.kind == "cross":
+    if plain.interaction.kind == "cross":
         plain.v.load_state_dict(ours.net.interaction.down.state_dict())
         plain.w.load_state_dict(ours.net.interaction.up.state_dict())

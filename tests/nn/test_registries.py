@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import get_args
 
 import pytest
 import torch
@@ -12,18 +13,19 @@ from rowstead.nn.heads import head_of
 from rowstead.nn.network import build_network, load_class
 from rowstead.plan.work import step_work
 from rowstead.spec.heads import HEADS
-from rowstead.spec.interactions import INTERACTIONS, Interaction, InteractionInputs, InteractionSpec
+from rowstead.spec.interactions import INTERACTIONS, Interaction, InteractionInputs, InteractionSpec, Pairs
 from rowstead.spec.networks import NETWORKS, parse_network
 from tests.small_runs import small_spec
 
 
+@pytest.mark.parametrize("pairs", get_args(Pairs))
 @pytest.mark.parametrize("kind", INTERACTIONS)
-@pytest.mark.parametrize("has_dense", [True, False])
-def test_an_interaction_is_as_wide_as_the_registry_says_and_has_its_layers(kind: str, has_dense: bool) -> None:
-    spec = InteractionSpec(kind=kind, cross_layers=2, cross_rank=3)  # type: ignore[arg-type]
-    inputs, entry = InteractionInputs(width=4, dense_width=4 * has_dense, pooled_width=12), INTERACTIONS[spec.kind]
+@pytest.mark.parametrize("num_dense", [0, 1, 3])
+def test_an_interaction_is_as_wide_as_the_registry_says_and_has_its_layers(kind: str, num_dense: int, pairs: Pairs) -> None:
+    spec = InteractionSpec(kind=kind, pairs=pairs, cross_layers=2, cross_rank=3)  # type: ignore[arg-type]
+    inputs, entry = InteractionInputs(width=4, dense_width=4 * num_dense, pooled_width=12), INTERACTIONS[spec.kind]
     module = getattr(layers, entry.layer)(inputs, spec)
-    out = module(torch.randn(5, 4) if has_dense else None, torch.randn(5, 12))
+    out = module(torch.randn(5, 4 * num_dense) if num_dense else None, torch.randn(5, 12))
     assert out.shape == (5, entry.out_width(inputs, spec))
     found = [(one.in_features, one.out_features) for one in module.modules() if isinstance(one, torch.nn.Linear)]
     assert sorted(found) == sorted(entry.layers(inputs, spec))

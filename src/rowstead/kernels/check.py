@@ -40,7 +40,7 @@ def check_sparse(
     num_samples = (offsets.numel() - 1) // layout.num_features
     fits = _fits_numba if ids.device.type == "cpu" else _fits_torch
     if not fits(layout, ids, offsets, num_samples):
-        raise DataError(_fault(layout, ids.cpu().numpy(), offsets.cpu().numpy(), num_samples))
+        raise DataError(fault_of(layout, ids.cpu().numpy(), offsets.cpu().numpy(), num_samples))
 
 
 def check_gradient(layout: Layout, offsets: Tensor, grad: Tensor) -> None:
@@ -129,7 +129,7 @@ def _last_rows_on(layout: Layout, device: torch.device) -> Tensor:
     return torch.from_numpy(_last_rows(layout)).to(device)
 
 
-def _fault(layout: Layout, ids: NDArray[Any], offsets: NDArray[np.int64], num_samples: int) -> str:
+def fault_of(layout: Layout, ids: NDArray[Any], offsets: NDArray[np.int64], num_samples: int) -> str:
     """The first thing that is wrong with an invalid batch."""
     if offsets[0] != 0:
         return f"offsets must start at 0, got {offsets[0]}"

@@ -50,7 +50,8 @@ def kernels_for(choice: Kernel, device: torch.device) -> tuple[str, EmbeddingKer
         choice = "cpu" if device.type == "cpu" else "gpu" if has_triton() else "reference"
     if choice == "cpu" and device.type != "cpu":
         raise RowsteadError(f"kernel: cpu needs tables in system memory, but this run trains on {device}: use `auto`")
-    if choice == "gpu" and device.type == "cpu" and not _interprets_triton():
+    is_interpreted = has_triton() and os.environ.get("TRITON_INTERPRET") == "1"
+    if choice == "gpu" and device.type == "cpu" and not is_interpreted:
         raise RowsteadError("kernel: gpu needs tables in GPU memory, but this run trains on the CPU: use `auto`")
     if choice == "gpu":
         from rowstead.kernels.gpu import embedding as gpu
@@ -63,7 +64,3 @@ def kernels_for(choice: Kernel, device: torch.device) -> tuple[str, EmbeddingKer
 def has_triton() -> bool:
     """Whether the GPU kernels can be compiled here."""
     return importlib.util.find_spec("triton") is not None
-
-
-def _interprets_triton() -> bool:
-    return has_triton() and os.environ.get("TRITON_INTERPRET") == "1"

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from rowstead.kernels.cpu.memory import advise_huge_pages
-from rowstead.kernels.cpu.mix import mix64
 from rowstead.kernels.cpu.thread_team import parallel_for
-from rowstead.kernels.mix import uniform
+from rowstead.kernels.mix import mix64, uniform
 from rowstead.kernels.row_state import compute_dtype
 from rowstead.spec.features import Table
 
@@ -20,35 +19,33 @@ PIECE = 1 << 22
 """Elements drawn at a time."""
 
 
-def initial_rows(
-    table: Table, *, seed: int, dtype: torch.dtype, device: torch.device, start: int = 0, stop: int | None = None
-) -> Tensor:
-    """Rows `start` to `stop` [n, D] of a new table, uniform between -1/sqrt(N) and 1/sqrt(N), where N is the number of rows of the whole table.
+def initial_rows(table: Table, *, seed: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The rows [n, D] of a new table, uniform between -1/sqrt(N) and 1/sqrt(N), where N is the number of rows of the whole table.
 
     Rows of 16 bits are the FP32 ones, rounded. A piece of a table has the same elements as the whole table.
     """
-    stop = table.num_rows if stop is None else stop
-    rows = advise_huge_pages(torch.empty((stop - start) * table.width, dtype=dtype, device=device)).view(-1, table.width)
-    rows_each = max(1, PIECE // table.width)
-    for first in range(start, stop, rows_each):
-        last = min(first + rows_each, stop)
-        _draw(rows[first - start : last - start], table, torch.arange(first, last, dtype=torch.int64, device=device), seed)
+    empty = torch.empty(table.num_rows * table.width, dtype=dtype, device=device)
+    rows = advise_huge_pages(empty).view(-1, table.width)
+    fill_initial_rows(rows, table, seed=seed, device=device)
     return rows
+
+
+def fill_initial_rows(rows: Tensor, table: Table, *, seed: int, device: torch.device) -> None:
+    """Fill memory [n, D], wherever it is, with the initial rows of a table, some at a time; `device` draws them."""
+    rows_each = max(1, PIECE // table.width)
+    for first in range(0, table.num_rows, rows_each):
+        some = rows[first : first + rows_each]
+        some.copy_(_draw(table, torch.arange(first, first + len(some), dtype=torch.int64, device=device), seed, rows.dtype))
 
 
 def initial_rows_at(table: Table, numbers: Tensor, *, seed: int, dtype: torch.dtype) -> Tensor:
     """The rows [n, D] that `initial_rows` has at `numbers` int64 [n], on their device, bit for bit."""
-    rows = torch.empty(len(numbers), table.width, dtype=dtype, device=numbers.device)
-    rows_each = max(1, PIECE // table.width)
-    for some, here in zip(rows.split(rows_each), numbers.split(rows_each), strict=True):
-        _draw(some, table, here, seed)
-    return rows
+    return torch.cat([_draw(table, some, seed, dtype) for some in numbers.split(max(1, PIECE // table.width))])
 
 
-def _draw(rows: Tensor, table: Table, numbers: Tensor, seed: int) -> None:
-    """Fill contiguous `rows` [n, D] of a new table, at `numbers` [n]."""
-    draw = draw_with_numba if rows.device.type == "cpu" else draw_with_torch
-    rows.copy_(draw(table, numbers, salt_of(table, seed), compute_dtype(rows.dtype)))
+def _draw(table: Table, numbers: Tensor, seed: int, dtype: torch.dtype) -> Tensor:
+    draw = draw_with_numba if numbers.device.type == "cpu" else draw_with_torch
+    return draw(table, numbers, salt_of(table, seed), compute_dtype(dtype)).to(dtype)
 
 
 def salt_of(table: Table, seed: int) -> int:

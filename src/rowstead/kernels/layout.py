@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 from rowstead.spec.features import FeaturesSpec, Table
 
@@ -35,12 +36,10 @@ def layout_of(features: FeaturesSpec, tables: tuple[Table, ...]) -> Layout:
     """The layout of `features` over the `tables` that `tables_of` gave for them."""
     table_of = {feature: index for index, table in enumerate(tables) for feature in table.features}
     specs = features.expanded_sparse()
-    columns = [0]
-    for feature in range(len(specs)):
-        columns.append(columns[-1] + tables[table_of[feature]].width)
+    order = tuple(table_of[feature] for feature in range(len(specs)))
     return Layout(
         tables=tables,
-        table_of=tuple(table_of[feature] for feature in range(len(specs))),
-        columns=tuple(columns),
+        table_of=order,
+        columns=(0, *accumulate(tables[table].width for table in order)),
         is_mean=tuple(spec.pooling == "mean" for spec in specs),
     )

@@ -15,13 +15,14 @@ from torch.nn import functional
 from rowstead.kernels.layout import Layout
 from rowstead.kernels.rounding import ROUNDED, noise, round_to
 from rowstead.kernels.row_state import RowState
-from rowstead.spec.row_optimizers import SparseOptimizerSpec, adam_correction
+from rowstead.spec.row_optimizers import ROW_OPTIMIZERS, SparseOptimizerSpec, adam_correction
 
 
 def lookup(tables: Sequence[Tensor], layout: Layout, ids: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Tensor:
     """Pooled rows of all features, concatenated: [B, sum of widths].
 
-    tables: T tensors [N, D]; ids [nnz]; offsets [F*B + 1]; weights [nnz] or None. 16-bit rows are summed in float32.
+    tables: T tensors [N, D]; ids int32 or int64 [nnz]; offsets int64 [F*B + 1]; weights [nnz] or None. 16-bit rows are summed, and
+    returned, in float32.
     """
     pooled = []
     for bags in _bags(layout, ids, offsets, weights):
@@ -32,15 +33,9 @@ def lookup(tables: Sequence[Tensor], layout: Layout, ids: Tensor, offsets: Tenso
             names, rows = torch.arange(len(names), device=names.device), rows[names].float()
         if scale is not None:
             scale = scale.to(rows.dtype)
+        mode = "mean" if by_mean and scale is None else "sum"
         pooled.append(
-            functional.embedding_bag(
-                names,
-                rows,
-                bags.offsets,
-                mode="mean" if by_mean and scale is None else "sum",
-                per_sample_weights=scale,
-                include_last_offset=True,
-            )
+            functional.embedding_bag(names, rows, bags.offsets, mode=mode, per_sample_weights=scale, include_last_offset=True)
         )
     return torch.cat(pooled, dim=1)
 
@@ -74,30 +69,13 @@ def update(
         distinct, inverse, counts = torch.unique(named, return_inverse=True, return_counts=True)
         # A segmented sum has one order on every device; index_add on a GPU has none.
         summed = torch.segment_reduce(gradients[inverse.argsort(stable=True)], "sum", lengths=counts)
-        apply_to_rows(tables[index], states[index], distinct, summed, optimizer=optimizer, lr=lr, step=step, table=index)
-
-
-def apply_to_rows(
-    rows: Tensor,
-    state: RowState,
-    distinct: Tensor,
-    grad: Tensor,
-    *,
-    optimizer: SparseOptimizerSpec,
-    lr: float,
-    step: int,
-    table: int = 0,
-) -> None:
-    """Apply the optimizer's rule to rows `distinct` [U] with summed gradients `grad` [U, D], in place.
-
-    16-bit rows are rounded stochastically; `table`, the index of their table, is part of the hash.
-    """
-    change = _RULES[optimizer.kind](state, distinct, grad, optimizer, lr, step)
-    if rows.dtype in ROUNDED:
-        chance = noise(table, distinct, rows.shape[1], step)
-        rows[distinct] = round_to(rows[distinct].float() - change, chance, rows.dtype)
-    else:
-        rows[distinct] -= change
+        change = _RULES[optimizer.kind](states[index], distinct, summed, optimizer, lr, step)
+        rows = tables[index]
+        if rows.dtype in ROUNDED:  # stochastically
+            chance = noise(index, distinct, rows.shape[1], step)
+            rows[distinct] = round_to(rows[distinct].float() - change, chance, rows.dtype)
+        else:
+            rows[distinct] -= change
 
 
 # Rules: the state of rows `distinct` [U] is updated in place with summed gradients [U, D]; what is subtracted from the rows is returned.
@@ -132,6 +110,7 @@ def _momentum(state: RowState, distinct: Tensor, grad: Tensor, optimizer: Sparse
 
 
 _RULES = {"sgd": _sgd, "adagrad": _adagrad, "rowwise_adagrad": _adagrad, "adam": _adam, "momentum": _momentum}
+assert set(_RULES) == set(ROW_OPTIMIZERS), "every row optimizer has a rule"
 
 
 def clip_pooled(grad: Tensor, layout: Layout, largest: float) -> Tensor:

@@ -13,17 +13,7 @@ from numba.core import types
 from numba.extending import overload
 from torch import Tensor
 
-from rowstead.kernels.cpu.vectors import (
-    absolute,
-    as_bits,
-    as_floats,
-    broadcast,
-    broadcast_bits,
-    floor,
-    lane_indices,
-    select,
-    to_floats,
-)
+from rowstead.kernels.cpu.vectors import absolute, as_bits, as_floats, broadcast, floor, lane_indices, select, to_floats
 
 ROUNDED = (torch.bfloat16, torch.float16)
 """Row formats that are rounded stochastically."""
@@ -94,20 +84,20 @@ def row_noise(table, row, step):  # type: ignore[no-untyped-def]
 @_inlined
 def _mixed(x):  # type: ignore[no-untyped-def]
     """`mix32` of each lane."""
-    sixteen, fifteen = broadcast_bits(np.uint32(16), x), broadcast_bits(np.uint32(15), x)
+    sixteen, fifteen = broadcast(np.uint32(16), x), broadcast(np.uint32(15), x)
     x = x ^ (x >> sixteen)
-    x = x * broadcast_bits(np.uint32(_FACTOR1), x)
+    x = x * broadcast(np.uint32(_FACTOR1), x)
     x = x ^ (x >> fifteen)
-    x = x * broadcast_bits(np.uint32(_FACTOR2), x)
+    x = x * broadcast(np.uint32(_FACTOR2), x)
     return x ^ (x >> sixteen)
 
 
 @_inlined
 def _lane_noise(values, base, d):  # type: ignore[no-untyped-def]
     """Noise of the elements from `d` on, one per lane."""
-    elements = lane_indices(values) + broadcast_bits(np.uint32(d), values)
-    mixed = _mixed(broadcast_bits(base, values) + elements * broadcast_bits(np.uint32(_OF_ELEMENT), values))
-    return mixed & broadcast_bits(np.uint32(0xFFFF), values)
+    elements = lane_indices(values) + broadcast(np.uint32(d), values)
+    mixed = _mixed(broadcast(base, values) + elements * broadcast(np.uint32(_OF_ELEMENT), values))
+    return mixed & broadcast(np.uint32(0xFFFF), values)
 
 
 @_inlined
@@ -118,14 +108,14 @@ def _where_finite(values, near):  # type: ignore[no-untyped-def]
 @_inlined
 def _bf16(values, base, d):  # type: ignore[no-untyped-def]
     near = as_bits(values) + _lane_noise(values, base, d)
-    return _where_finite(values, as_floats(near & broadcast_bits(np.uint32(0xFFFF0000), values)))
+    return _where_finite(values, as_floats(near & broadcast(np.uint32(0xFFFF0000), values)))
 
 
 @_inlined
 def _fp16(values, base, d):  # type: ignore[no-untyped-def]
     chance = _lane_noise(values, base, d)
-    bits = as_bits(values) + (chance >> broadcast_bits(np.uint32(3), values))
-    normal = as_floats(bits & broadcast_bits(np.uint32(0xFFFFE000), values))
+    bits = as_bits(values) + (chance >> broadcast(np.uint32(3), values))
+    normal = as_floats(bits & broadcast(np.uint32(0xFFFFE000), values))
     largest, lowest = broadcast(np.float32(_LARGEST), values), broadcast(np.float32(-_LARGEST), values)
     normal = select(normal < lowest, lowest, select(largest < normal, largest, normal))
     scaled = values * broadcast(np.float32(2.0**24), values)

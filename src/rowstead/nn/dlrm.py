@@ -27,20 +27,19 @@ class DLRMNetwork(Network):
     def __init__(self, inputs: NetworkInputs, options: Mapping[str, Any]) -> None:
         super().__init__(inputs, options)
         spec, num_dense = inputs.model, inputs.num_dense
-        self.bottom = layers.MLP(num_dense, (*spec.bottom, spec.width), last_relu=True) if num_dense else None
-        widths = InteractionInputs(
-            width=spec.width, dense_width=spec.width if num_dense else 0, pooled_width=inputs.pooled_width
-        )
+        self.bottom = layers.MLP(num_dense, (*spec.bottom, spec.dense_width), last_relu=True) if num_dense else None
+        dense_width = spec.dense_width if num_dense else 0
+        widths = InteractionInputs(width=spec.width, dense_width=dense_width, pooled_width=inputs.pooled_width)
         entry = INTERACTIONS[spec.interaction.kind]
         self.interaction: nn.Module = getattr(layers, entry.layer)(widths, spec.interaction)
         self.top = layers.MLP(entry.out_width(widths, spec.interaction), (*spec.top, 1), last_relu=False)
 
     def project(self, dense: Tensor) -> Tensor | None:
-        """The dense vector [B, width]; None for a model without dense features."""
+        """The dense vectors [B, dense width]; None for a model without dense features."""
         return self.bottom(dense) if self.bottom is not None else None
 
     def join(self, projected: Tensor | None, pooled: Tensor) -> Tensor:
-        """Logits [B] of the dense vector and the pooled rows."""
+        """Logits [B] of the dense vectors and the pooled rows."""
         logits: Tensor = self.top(self.interaction(projected, pooled))
         return logits.squeeze(1)
 

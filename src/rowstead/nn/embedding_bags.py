@@ -29,7 +29,6 @@ from rowstead.spec.errors import CheckpointError, DataError, RowsteadError, Spec
 from rowstead.spec.features import Pooling, Table
 from rowstead.spec.row_optimizers import LEAN_OPTIMIZER, ROW_OPTIMIZERS, RowOptimizerName, SparseOptimizerSpec
 from rowstead.spec.run import Kernel
-from rowstead.stores.checked import check_batch
 from rowstead.stores.device import DeviceStore
 
 
@@ -101,9 +100,7 @@ class PooledFeatures:
         """The vectors of one feature, [B, width]."""
         if key not in self._keys:
             raise KeyError(f"no feature `{key}`: {did_you_mean(key, self._keys)}")
-        index = self._keys.index(key)
-        start = sum(self._lengths[:index])
-        return self._values[:, start : start + self._lengths[index]]
+        return self.to_dict()[key]
 
     def to_dict(self) -> dict[str, Tensor]:
         """Each feature's vectors, [B, width]."""
@@ -142,7 +139,6 @@ class EmbeddingBags(nn.Module):
         _require_one_of("dtype", dtype, (None, torch.float32, torch.bfloat16, torch.float16, torch.float64))
         self._configs = tuple(BagTable.like(table) for table in tables)
         self._is_weighted = is_weighted
-        self._check = check
         layout = _layout_of(self._configs)
         self._wanted = [feature for table in self._configs for feature in table.feature_names]
         """The feature of each pooled vector; a feature that several tables read occurs several times."""
@@ -154,15 +150,8 @@ class EmbeddingBags(nn.Module):
         spec = _optimizer_of(optimizer, lr)
         if spec is not None:
             self.lr = spec.lr
-        store = DeviceStore(
-            layout,
-            spec,
-            seed=seed,
-            kernel=kernel,
-            device=device or "cpu",
-            dtype=dtype or _dtype_of(tables),
-            check=check,
-        )
+        rows_dtype = dtype or _dtype_of(tables)
+        store = DeviceStore(layout, spec, seed=seed, kernel=kernel, device=device or "cpu", dtype=rows_dtype, check=check)
         # Not a submodule, or its tables would have two names in `state_dict`.
         self.__dict__["_store"] = store
         self.embedding_bags = nn.ModuleDict(
@@ -237,8 +226,7 @@ class EmbeddingBags(nn.Module):
     def _pooled(self, sparse: Sparse) -> Tensor:
         """[B, sum of widths]."""
         store, weights = self._store, sparse.weights
-        if self._check:
-            sparse = check_batch(sparse, store.layout, self.device)
+        sparse = store.check_batch(sparse)
         if store.optimizer is not None and weights is not None:
             sparse = dataclasses.replace(sparse, weights=weights.detach())
         if store.optimizer is not None and torch.is_grad_enabled():

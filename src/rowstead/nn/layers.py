@@ -1,6 +1,6 @@
 """The layers of the built-in DLRM: MLPs and the interactions of `spec.interactions.INTERACTIONS`.
 
-Letters: B examples, V vectors that interact (the dense one and one per sparse feature), D width.
+Letters: B examples, V vectors that interact (dense ones and one per sparse feature), D width.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ class Concat(nn.Module):
 
 
 class Dot(nn.Module):
-    """The dense vector, then the dot products of all pairs among V vectors of width D; on a GPU padded with zeros."""
+    """The dense vectors, then the dot products of the chosen pairs among V vectors of width D; on a GPU padded with zeros."""
 
     def __init__(self, inputs: InteractionInputs, spec: InteractionSpec) -> None:
         super().__init__()
-        self.width = inputs.width
+        self.width, self.pairs = inputs.width, spec.pairs
 
     def forward(self, dense: Tensor | None, pooled: Tensor) -> Tensor:
-        return pairwise_dots(dense, pooled, self.width)
+        return pairwise_dots(dense, pooled, self.width, self.pairs)
 
 
 class Cross(nn.Module):

@@ -9,25 +9,26 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from rowstead.spec.errors import require
+from rowstead.spec.bounds import AtLeastOne, Spec
 
 InteractionKind = Literal["dot", "concat", "cross"]
+Pairs = Literal["both", "dense_sparse", "sparse_sparse"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class InteractionSpec:
-    """How the projected dense vector and the pooled sparse vectors are combined."""
+class InteractionSpec(Spec):
+    """How the bottom MLP's output and the pooled sparse vectors are combined."""
 
     kind: InteractionKind = "dot"
     """Which interaction."""
-    cross_layers: int = 3
+    num_dense_vectors: AtLeastOne = 1
+    """Vectors of `model.width` to which the bottom MLP projects the dense features."""
+    pairs: Pairs = "both"
+    """Which products `dot` takes: of dense with sparse vectors, of sparse with sparse vectors, or both. Dense ones are not paired."""
+    cross_layers: AtLeastOne = 3
     """Layers of the cross network."""
-    cross_rank: int = 512
+    cross_rank: AtLeastOne = 512
     """Rank of each cross layer."""
-
-    def __post_init__(self) -> None:
-        require(self.cross_layers >= 1, "cross_layers", f"must be at least 1, got {self.cross_layers}")
-        require(self.cross_rank >= 1, "cross_rank", f"must be at least 1, got {self.cross_rank}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +36,9 @@ class InteractionInputs:
     """Widths of the vectors that interact."""
 
     width: int
-    """model.width: the width of the dense vector, and of a table that has none of its own."""
+    """model.width: the width of a dense vector, and of a table that has none of its own."""
     dense_width: int
-    """Width of the projected dense vector; 0 without dense features."""
+    """Sum of the widths of the dense vectors; 0 without dense features."""
     pooled_width: int
     """Sum of the widths of the pooled vectors."""
 
@@ -45,11 +46,23 @@ class InteractionInputs:
     def total_width(self) -> int:
         return self.dense_width + self.pooled_width
 
-    @property
-    def num_pairs(self) -> int:
+    def num_pairs(self, pairs: Pairs) -> int:
         """Pairs among vectors of `width`."""
-        num_vectors = self.total_width // self.width
-        return num_vectors * (num_vectors - 1) // 2
+        return count_pairs(pairs, self.dense_width // self.width, self.total_width // self.width)
+
+
+def partner_range(pairs: Pairs, num_dense: int, num_vectors: int) -> tuple[int, int]:
+    """Which vectors a sparse one is multiplied with: those before it from the first number to below the second.
+
+    Vectors are numbered, dense ones first.
+    """
+    return num_dense if pairs == "sparse_sparse" else 0, num_dense if pairs == "dense_sparse" else num_vectors
+
+
+def count_pairs(pairs: Pairs, num_dense: int, num_vectors: int) -> int:
+    """Products of `num_vectors` vectors of which the first `num_dense` are dense."""
+    low, high = partner_range(pairs, num_dense, num_vectors)
+    return sum(min(vector, high) - low for vector in range(num_dense, num_vectors))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,16 +82,16 @@ class Interaction:
     layers: Callable[[InteractionInputs, InteractionSpec], tuple[tuple[int, int], ...]] = lambda inputs, spec: ()
     """Linear layers inside, as (inputs, outputs)."""
     needs_equal_widths: bool = False
-    """Whether every table must be as wide as model.width, and there must be two vectors or more."""
+    """Whether every table must be as wide as model.width, and there must be a pair."""
 
 
 INTERACTIONS: dict[InteractionKind, Interaction] = {
     "dot": Interaction(
         title="dot products",
-        description="all pairwise dot products",
+        description="dot products of pairs of vectors",
         layer="Dot",
-        out_width=lambda inputs, spec: inputs.dense_width + inputs.num_pairs,
-        flops=lambda inputs, spec: 2.0 * inputs.num_pairs * inputs.width,
+        out_width=lambda inputs, spec: inputs.dense_width + inputs.num_pairs(spec.pairs),
+        flops=lambda inputs, spec: 2.0 * inputs.num_pairs(spec.pairs) * inputs.width,
         needs_equal_widths=True,
     ),
     "concat": Interaction(

@@ -6,19 +6,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rowstead.spec.bounds import AtLeastOne, Spec
 from rowstead.spec.errors import require
 from rowstead.spec.interactions import InteractionSpec
 from rowstead.spec.networks import NETWORKS, make_absolute, parse_network
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelSpec:
+class ModelSpec(Spec):
     """Embedding tables over sparse features, and a network from dense features and pooled rows to one logit."""
 
-    width: int = 16
-    """Width of the embedding rows and of the bottom MLP's output."""
+    width: AtLeastOne = 16
+    """Width of the embedding rows, and of the vectors to which the bottom MLP projects the dense features."""
     bottom: tuple[int, ...] = (64,)
-    """Hidden layers of the bottom MLP; a last layer of `width` is added."""
+    """Hidden layers of the bottom MLP; a last layer of `interaction.num_dense_vectors` times `width` is added."""
     top: tuple[int, ...] = (64, 32)
     """Hidden layers of the top MLP; a last layer of 1 is added."""
     interaction: InteractionSpec = InteractionSpec()
@@ -31,8 +32,13 @@ class ModelSpec:
     options: Mapping[str, Any] | None = None
     """Options of a network of yours, given to its constructor."""
 
+    @property
+    def dense_width(self) -> int:
+        """Width of the bottom MLP's output: that of all dense vectors."""
+        return self.interaction.num_dense_vectors * self.width
+
     def __post_init__(self) -> None:
-        require(self.width >= 1, "width", f"must be at least 1, got {self.width}")
+        super().__post_init__()
         for name in ("bottom", "top"):
             require(all(w >= 1 for w in getattr(self, name)), name, "layer widths must be at least 1")
         object.__setattr__(self, "network", make_absolute(self.network))

@@ -6,7 +6,7 @@ bags or task. No two tasks share a row, so the result does not depend on the num
 
 Rows are FP32, FP64, or BF16 or FP16 with gradients and state in FP32 (`rounding.py`).
 
-Letters: B examples, F features, T tables, N rows, D width, nnz ids in the batch.
+Letters: B examples, F features, T tables, N rows, D width, nnz ids in the batch, U distinct rows.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rowstead.kernels.cpu.embedding_kernels import pool_bags, split_into_tasks, update_each_id, update_tables
+from rowstead.kernels.check import fault_of
+from rowstead.kernels.cpu.embedding_kernels import copy_distinct, pool_bags, split_into_tasks, update_distinct, update_tables
 from rowstead.kernels.cpu.thread_team import run_on_threads
+from rowstead.kernels.cpu.traffic import add_bytes
 from rowstead.kernels.layout import Layout
 from rowstead.kernels.row_state import RowState, compute_dtype, state_tensors, step_scalars
 from rowstead.spec.errors import DataError
@@ -45,10 +47,7 @@ _SCALARS: dict[torch.dtype, Any] = {
 
 
 def lookup(tables: Sequence[Tensor], layout: Layout, ids: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Pooled rows of all features, concatenated: [B, sum of widths].
-
-    tables: T tensors [N, D] of one dtype; ids int32 or int64 [nnz]; offsets int64 [F*B + 1]; weights [nnz] or None.
-    """
+    """`reference.lookup`, for contiguous tables of one dtype."""
     arrays, ids, offsets = _layout_arrays(layout), ids.contiguous(), offsets.contiguous()
     num_bags = offsets.numel() - 1
     num_samples = num_bags // layout.num_features
@@ -69,9 +68,9 @@ def lookup(tables: Sequence[Tensor], layout: Layout, ids: Tensor, offsets: Tenso
             )
         )  # fmt: skip
 
-    failed = [index for index in run_on_threads(pool, threads) if index >= 0]
-    if failed:
-        raise _out_of_range(min(failed), layout, ids.numpy(), bounds, num_samples)
+    if max(run_on_threads(pool, threads)) >= 0:
+        raise DataError(fault_of(layout, ids.numpy(), bounds, num_samples))
+    add_bytes(pooled.nbytes + tables[0].element_size() * _per_id(bounds, num_samples, arrays, arrays.widths))
     return pooled
 
 
@@ -88,7 +87,7 @@ def update(
     lr: float,
     step: int,
 ) -> None:
-    """One exact optimizer step on every row in `ids`, in place; grad [B, sum of widths]. Ids must be in range."""
+    """`reference.update`; ids must be in range."""
     if not ids.numel():
         return
     arrays, ids, grad = _layout_arrays(layout), ids.contiguous(), grad.contiguous()
@@ -108,33 +107,56 @@ def update(
         )  # fmt: skip
 
     run_on_threads(work, threads)
+    add_bytes(_per_id(bounds, len(grad), arrays, _updated_bytes(arrays.widths, tables[0], grad, memory)))
 
 
-def update_hogwild(
+# Distinct rows, for a server that others send summed gradients to: ids must be in range
+
+
+def gather_rows(tables: Sequence[Tensor], ids: NDArray[Any], bounds: NDArray[np.int64]) -> Tensor:
+    """The rows `ids` [U] of tables [N, D], concatenated in one flat tensor; those from bounds[t] on are of table t."""
+    widths = np.array([table.shape[1] for table in tables], np.int64)
+    dtype = tables[0].dtype
+    flat = torch.empty(int((np.diff(bounds) * widths).sum()), dtype=dtype)
+    word: Any = {2: np.uint16(0), 4: np.uint32(0), 8: np.uint64(0)}[dtype.itemsize]
+    out = flat.view(torch.uint8).numpy().view(word.dtype)
+    copy_distinct(np.array([table.data_ptr() for table in tables], np.int64), widths, ids, bounds, out, word)
+    add_bytes(2 * flat.nbytes)
+    return flat
+
+
+def update_rows(
     tables: Sequence[Tensor],
     states: Sequence[RowState],
-    layout: Layout,
-    ids: Tensor,
-    offsets: Tensor,
-    weights: Tensor | None,
+    ids: NDArray[Any],
+    bounds: NDArray[np.int64],
     grad: Tensor,
     *,
     optimizer: SparseOptimizerSpec,
     lr: float,
     step: int,
 ) -> None:
-    """`update` for callers that train on several batches at once, one per thread: no sum over equal ids, no locks.
+    """One optimizer step on the rows `ids` [U], in place, with summed gradients `grad`, flat like the result of `gather_rows`.
 
-    The gradient of each id is applied to its row immediately, in the order of the batch. Where two threads update the same
-    row, one of the changes may be lost.
+    Ids of one table must be distinct. Nothing is clipped.
     """
-    arrays, ids, grad = _layout_arrays(layout), ids.contiguous(), grad.contiguous()
-    given = weights if weights is None else weights.to(grad.dtype).contiguous()
-    update_each_id(
-        len(grad), *_memory(optimizer.kind, tables, states), arrays.widths, arrays.table_of, arrays.columns, arrays.is_mean,
-        *_batch(tables[0], ids, offsets.contiguous().numpy(), given), grad.data_ptr(), _SCALARS[grad.dtype],
-        *_rule(optimizer, lr, step, grad.dtype),
-    )  # fmt: skip
+    widths, memory = np.array([table.shape[1] for table in tables], np.int64), _memory(optimizer.kind, tables, states)
+    _, *rule = _rule(optimizer, lr, step, grad.dtype)
+    update_distinct(*memory, widths, ids, bounds, grad.data_ptr(), _SCALARS[tables[0].dtype], _SCALARS[grad.dtype], *rule)
+    add_bytes(float(np.diff(bounds) @ _updated_bytes(widths, tables[0], grad, memory)))
+
+
+def _per_id(bounds: NDArray[np.int64], num_samples: int, arrays: _LayoutArrays, amounts: NDArray[np.int64]) -> float:
+    """The sum over all ids of a batch of the amount of each id's table; amounts [T]."""
+    return float(np.diff(bounds[::num_samples]) @ amounts[arrays.table_of]) if num_samples else 0.0
+
+
+def _updated_bytes(widths: NDArray[np.int64], rows: Tensor, grad: Tensor, memory: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Bytes that an update moves per row of each table [T]: the gradient is read, row and state are read and written."""
+    return widths * (grad.element_size() + 2 * rows.element_size()) + 2 * (memory[3] + memory[4])
+
+
+# Arguments of the compiled functions
 
 
 def _batch(rows: Tensor, ids: Tensor, offsets: NDArray[np.int64], weights: Tensor | None) -> tuple[Any, ...]:
@@ -162,22 +184,15 @@ def _memory(kind: RowOptimizerName, tables: Sequence[Tensor], states: Sequence[R
 
 @dataclass(frozen=True)
 class _LayoutArrays:
-    """A layout as arrays."""
+    """A layout as arrays; table t is read by features[features_from[t] : features_from[t + 1]]."""
 
-    num_rows: NDArray[np.int64]
-    """[T]."""
-    widths: NDArray[np.int64]
-    """[T]."""
-    table_of: NDArray[np.int64]
-    """[F]."""
-    columns: NDArray[np.int64]
-    """[F + 1]."""
-    is_mean: NDArray[np.bool_]
-    """[F]."""
-    features_from: NDArray[np.int64]
-    """[T + 1]: table t is read by features[features_from[t] : features_from[t + 1]]."""
-    features: NDArray[np.int64]
-    """[F]."""
+    num_rows: NDArray[np.int64]  # [T]
+    widths: NDArray[np.int64]  # [T]
+    table_of: NDArray[np.int64]  # [F]
+    columns: NDArray[np.int64]  # [F + 1]
+    is_mean: NDArray[np.bool_]  # [F]
+    features_from: NDArray[np.int64]  # [T + 1]
+    features: NDArray[np.int64]  # [F]
 
 
 @lru_cache(maxsize=64)
@@ -191,15 +206,6 @@ def _layout_arrays(layout: Layout) -> _LayoutArrays:
         is_mean=np.array(layout.is_mean, np.bool_),
         features_from=np.cumsum([0] + [len(table.features) for table in layout.tables], dtype=np.int64),
         features=np.array([feature for table in layout.tables for feature in table.features], np.int64),
-    )
-
-
-def _out_of_range(index: int, layout: Layout, ids: NDArray[Any], offsets: NDArray[np.int64], num_samples: int) -> DataError:
-    bag = int(np.searchsorted(offsets, index, side="right") - 1)
-    table = layout.tables[layout.table_of[bag // num_samples]]
-    return DataError(
-        f"id {int(ids[index])} of example {bag % num_samples} is outside table `{table.name}`, whose rows are 0 to "
-        f"{table.num_rows - 1}: hash ids to rows first"
     )
 
 

@@ -336,34 +336,37 @@ def _sum_block(block, count, d, words, begin, end, sources, scales, scaled, real
     store(block, summed + d * bytes_of(real), real, count)
 
 
+# Distinct rows: ids [U], of which those from bounds[t] to bounds[t + 1] - 1 are of table t
+
+
 @_jit
-def update_each_id(  # type: ignore[no-untyped-def]
-    num_samples, addresses, first, second, first_bytes, second_bytes, widths, table_of, columns, is_mean, rows, ids, id_type,
-    offsets, weights, grad, real, clip, kind, scalars, step,
-):  # fmt: skip
-    """Apply the optimizer to the row of each id with the gradient of its bag, one after the other in the order of the batch."""
-    scaled = np.empty(widths.max(), scalars.dtype)
+def copy_distinct(addresses, widths, ids, bounds, out, word):  # type: ignore[no-untyped-def]
+    """Copy the rows `ids` to `out`, word by word; the type of `word` has as many bytes as an element."""
+    target = 0
+    for table in range(len(addresses)):
+        width, row_bytes = widths[table], widths[table] * bytes_of(word)
+        for index in range(bounds[table], bounds[table + 1]):
+            if index + AHEAD < bounds[table + 1]:
+                prefetch_all(addresses[table] + np.int64(ids[index + AHEAD]) * row_bytes, row_bytes)
+            source = addresses[table] + np.int64(ids[index]) * row_bytes
+            for d in range(width):
+                out[target + d] = item(source, d, word)
+            target += width
+
+
+@_jit
+def update_distinct(  # type: ignore[no-untyped-def]
+    addresses, first, second, first_bytes, second_bytes, widths, ids, bounds, grad, rows, real, kind, scalars, step
+):
+    """Apply the optimizer to each of the rows `ids` with its gradient; they follow each other from the address `grad` on."""
     plain = scalars_tuple(scalars)
-    for feature in range(len(table_of)):
-        table = table_of[feature]
-        width = widths[table]
-        row_bytes = width * bytes_of(rows)
-        known = offsets[(feature + 1) * num_samples]
-        source = grad + columns[feature] * bytes_of(real)
-        for bag in range(feature * num_samples, (feature + 1) * num_samples):
-            begin, end = offsets[bag], offsets[bag + 1]
-            scale = _bag_scale(source, width, end - begin, is_mean[feature], clip, real)
-            for index in range(begin, end):
-                if index + AHEAD < known:
-                    prefetch_all(addresses[table] + np.int64(item(ids, index + AHEAD, id_type)) * row_bytes, row_bytes)
-                share = scale
-                if weights is not None:
-                    share *= item(weights, index, real)
-                for d in range(width):
-                    scaled[d] = share * item(source, d, real)
-                row = np.int64(item(ids, index, id_type))
-                apply_row(
-                    table, row, addresses[table], first[table], second[table], first_bytes[table], second_bytes[table],
-                    scaled.ctypes.data, width, rows, real, kind, plain, step,
-                )  # fmt: skip
-            source += columns[-1] * bytes_of(real)
+    for table in range(len(addresses)):
+        width, row_bytes = widths[table], widths[table] * bytes_of(rows)
+        for index in range(bounds[table], bounds[table + 1]):
+            if index + AHEAD < bounds[table + 1]:
+                prefetch_all(addresses[table] + np.int64(ids[index + AHEAD]) * row_bytes, row_bytes)
+            apply_row(
+                table, np.int64(ids[index]), addresses[table], first[table], second[table], first_bytes[table],
+                second_bytes[table], grad, width, rows, real, kind, plain, step,
+            )  # fmt: skip
+            grad += width * bytes_of(real)

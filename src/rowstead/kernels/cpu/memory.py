@@ -47,10 +47,7 @@ def address_of(array: NDArray[Any]) -> int:
 
 @intrinsic
 def _pointer(typingctx, address):  # type: ignore[no-untyped-def]
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        return builder.inttoptr(args[0], cgutils.voidptr_t)
-
-    return types.voidptr(types.int64), codegen
+    return types.voidptr(types.int64), lambda context, builder, signature, args: builder.inttoptr(args[0], cgutils.voidptr_t)
 
 
 @intrinsic
@@ -68,10 +65,7 @@ def word_at(typingctx, address):  # type: ignore[no-untyped-def]
 def lowest_bit(typingctx, word):  # type: ignore[no-untyped-def]
     """The index of the lowest set bit of a uint64 other than 0, as int64."""
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        return builder.cttz(args[0], ir.IntType(1)(1))
-
-    return types.int64(types.uint64), codegen
+    return types.int64(types.uint64), lambda context, builder, signature, args: builder.cttz(args[0], ir.IntType(1)(1))
 
 
 @intrinsic

@@ -14,7 +14,7 @@ import operator
 from typing import Any
 
 from llvmlite import ir
-from numba.core import types
+from numba.core import cgutils, types
 from numba.extending import intrinsic, models, overload, register_model
 
 _INT1, _INT16, _INT32 = ir.IntType(1), ir.IntType(16), ir.IntType(32)
@@ -68,10 +68,7 @@ def zeros(typingctx, like, lanes):  # type: ignore[no-untyped-def]
     """A vector of zeros with `lanes` lanes (a constant), in the accumulation dtype of rows like `like`."""
     vector = Vector(_real(like), lanes.literal_value)
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        return _filled(vector.llvm, 0.0)
-
-    return vector(like, lanes), codegen
+    return vector(like, lanes), lambda context, builder, signature, args: _filled(vector.llvm, 0.0)
 
 
 @intrinsic
@@ -79,30 +76,21 @@ def bytes_of(typingctx, like):  # type: ignore[no-untyped-def]
     """Bytes of one element like `like`, as a constant."""
     count = _BYTES[like] if like in _BYTES else like.bitwidth // 8
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        return ir.IntType(64)(count)
-
-    return types.int64(like), codegen
+    return types.int64(like), lambda context, builder, signature, args: ir.IntType(64)(count)
 
 
 @intrinsic
 def cast(typingctx, number, like):  # type: ignore[no-untyped-def]
     """A scalar as float32 or float64, as `like` is."""
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        return context.cast(builder, args[0], number, like)
-
-    return like(number, like), codegen
+    return like(number, like), lambda context, builder, signature, args: context.cast(builder, args[0], number, like)
 
 
 @intrinsic
 def num_lanes(typingctx, vector):  # type: ignore[no-untyped-def]
     """How many lanes a vector has, as a constant."""
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        return ir.IntType(64)(vector.lanes)
-
-    return types.int64(vector), codegen
+    return types.int64(vector), lambda context, builder, signature, args: ir.IntType(64)(vector.lanes)
 
 
 @intrinsic
@@ -116,7 +104,7 @@ def load(typingctx, address, like, shape, count):  # type: ignore[no-untyped-def
         if partly:
             name, size = _masked_name("load", like, shape.lanes), _BYTES[like]
             function_type = ir.FunctionType(kind, [pointer.type, _INT32, ir.VectorType(_INT1, shape.lanes), kind])
-            function = _declared(builder, name, function_type)
+            function = cgutils.get_or_insert_function(builder.module, function_type, name)
             nothing = ir.Constant(kind, None)
             stored = builder.call(function, [pointer, _INT32(size), _mask(builder, args[3], shape.lanes), nothing])
         else:
@@ -149,7 +137,7 @@ def store(typingctx, vector, address, like, count):  # type: ignore[no-untyped-d
         if partly:
             name = _masked_name("store", like, vector.lanes)
             arguments = [kind, pointer.type, _INT32, ir.VectorType(_INT1, vector.lanes)]
-            function = _declared(builder, name, ir.FunctionType(ir.VoidType(), arguments))
+            function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.VoidType(), arguments), name)
             builder.call(function, [value, pointer, _INT32(size), _mask(builder, args[3], vector.lanes)])
         else:
             builder.store(value, pointer, align=size)
@@ -163,30 +151,12 @@ def _masked_name(verb: str, like: Any, lanes: int) -> str:
     return f"llvm.masked.{verb}.v{lanes}{element}.p0"
 
 
-def _declared(builder: Any, name: str, kind: ir.FunctionType) -> Any:
-    known = builder.module.globals.get(name)
-    return known if known is not None else ir.Function(builder.module, kind, name)
-
-
 @intrinsic
 def broadcast(typingctx, value, shape):  # type: ignore[no-untyped-def]
-    """A vector like `shape` with one value in all lanes."""
+    """A vector with one value in as many lanes as `shape` has: of uint32 if the value is, else of the type of `shape`."""
+    vector = Vector(types.uint32 if value == types.uint32 else shape.element, shape.lanes)
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        return _spread(builder, args[0], shape.lanes)
-
-    return shape(shape.element, shape), codegen
-
-
-@intrinsic
-def broadcast_bits(typingctx, value, shape):  # type: ignore[no-untyped-def]
-    """A uint32 in all of as many lanes as `shape` has."""
-    vector = Vector(types.uint32, shape.lanes)
-
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        return _spread(builder, args[0], shape.lanes)
-
-    return vector(types.uint32, shape), codegen
+    return vector(vector.element, shape), lambda context, builder, signature, args: _spread(builder, args[0], shape.lanes)
 
 
 @intrinsic
@@ -194,53 +164,30 @@ def lane_indices(typingctx, shape):  # type: ignore[no-untyped-def]
     """0, 1, 2, … as uint32, in as many lanes as `shape` has."""
     vector = Vector(types.uint32, shape.lanes)
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        return ir.Constant(vector.llvm, list(range(shape.lanes)))
-
-    return vector(shape), codegen
+    return vector(shape), lambda context, builder, signature, args: ir.Constant(vector.llvm, list(range(shape.lanes)))
 
 
-@intrinsic
-def as_bits(typingctx, vector):  # type: ignore[no-untyped-def]
-    """The bits of float32 lanes as uint32."""
-    bits = Vector(types.uint32, vector.lanes)
+def _conversion(instruction: Any, element: Any) -> Any:
+    @intrinsic
+    def function(typingctx, given):  # type: ignore[no-untyped-def]
+        vector = Vector(element, given.lanes)
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        return builder.bitcast(args[0], bits.llvm)
+        return vector(given), lambda context, builder, signature, args: instruction(builder, args[0], vector.llvm)
 
-    return bits(vector), codegen
-
-
-@intrinsic
-def as_floats(typingctx, bits):  # type: ignore[no-untyped-def]
-    """Lanes of uint32 bits as float32."""
-    reals = Vector(types.float32, bits.lanes)
-
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        return builder.bitcast(args[0], reals.llvm)
-
-    return reals(bits), codegen
+    return function
 
 
-@intrinsic
-def to_floats(typingctx, bits):  # type: ignore[no-untyped-def]
-    """Lanes of uint32 numbers as float32 numbers of the same value."""
-    reals = Vector(types.float32, bits.lanes)
-
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        return builder.uitofp(args[0], reals.llvm)
-
-    return reals(bits), codegen
+as_bits, as_floats = _conversion(ir.IRBuilder.bitcast, types.uint32), _conversion(ir.IRBuilder.bitcast, types.float32)
+"""The bits of float32 lanes as uint32, and the reverse."""
+to_floats = _conversion(ir.IRBuilder.uitofp, types.float32)
+"""Lanes of uint32 numbers as float32 numbers of the same value."""
 
 
 @intrinsic
 def select(typingctx, condition, one, other):  # type: ignore[no-untyped-def]
     """Lanes of `one` where `condition` holds, of `other` elsewhere."""
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        return builder.select(*args)
-
-    return one(condition, one, other), codegen
+    return one(condition, one, other), lambda context, builder, signature, args: builder.select(*args)
 
 
 @intrinsic
@@ -267,7 +214,8 @@ def _unary(name: str) -> Any:
         def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
             element = "f64" if vector.element == types.float64 else "f32"
             kind = ir.FunctionType(vector.llvm, [vector.llvm])
-            return builder.call(_declared(builder, f"llvm.{name}.v{vector.lanes}{element}", kind), args)
+            name_of_kind = f"llvm.{name}.v{vector.lanes}{element}"
+            return builder.call(cgutils.get_or_insert_function(builder.module, kind, name_of_kind), args)
 
         return vector(vector), codegen
 
@@ -278,19 +226,17 @@ sqrt, floor, absolute = _unary("sqrt"), _unary("floor"), _unary("fabs")
 """Square root, floor and absolute value of each lane."""
 
 
-def _binary(symbol: Any, on_reals: str | None, on_bits: str | None) -> None:
-    """Give vectors a Python operator."""
+def _operator(symbol: Any, on_reals: Any, on_bits: Any, *, compares: bool = False) -> None:
+    """Give vectors a Python operator: an instruction for lanes of real numbers, and one for lanes of uint32."""
 
     @intrinsic
     def function(typingctx, one, other):  # type: ignore[no-untyped-def]
-        name = on_bits if one.element == types.uint32 else on_reals
-        if name is None:
+        instruction = on_bits if one.element == types.uint32 else on_reals
+        if instruction is None:
             return None
 
-        def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-            return getattr(builder, name)(*args)
-
-        return one(one, other), codegen
+        vector = Vector(types.boolean, one.lanes) if compares else one
+        return vector(one, other), lambda context, builder, signature, args: instruction(builder, *args)
 
     @overload(symbol)
     def _on_vectors(one, other):  # type: ignore[no-untyped-def]
@@ -299,29 +245,12 @@ def _binary(symbol: Any, on_reals: str | None, on_bits: str | None) -> None:
         return None
 
 
-_binary(operator.add, "fadd", "add")
-_binary(operator.sub, "fsub", "sub")
-_binary(operator.mul, "fmul", "mul")
-_binary(operator.truediv, "fdiv", None)
-_binary(operator.and_, None, "and_")
-_binary(operator.xor, None, "xor")
-_binary(operator.rshift, None, "lshr")
-
-
-def _comparison(symbol: Any, sign: str) -> None:
-    @intrinsic
-    def function(typingctx, one, other):  # type: ignore[no-untyped-def]
-        def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-            return builder.fcmp_ordered(sign, *args)
-
-        return Vector(types.boolean, one.lanes)(one, other), codegen
-
-    @overload(symbol)
-    def _on_vectors(one, other):  # type: ignore[no-untyped-def]
-        if isinstance(one, Vector) and one == other:
-            return lambda one, other: function(one, other)
-        return None
-
-
-_comparison(operator.lt, "<")
-_comparison(operator.ge, ">=")
+_operator(operator.add, ir.IRBuilder.fadd, ir.IRBuilder.add)
+_operator(operator.sub, ir.IRBuilder.fsub, ir.IRBuilder.sub)
+_operator(operator.mul, ir.IRBuilder.fmul, ir.IRBuilder.mul)
+_operator(operator.truediv, ir.IRBuilder.fdiv, None)
+_operator(operator.and_, None, ir.IRBuilder.and_)
+_operator(operator.xor, None, ir.IRBuilder.xor)
+_operator(operator.rshift, None, ir.IRBuilder.lshr)
+_operator(operator.lt, lambda builder, *lanes: builder.fcmp_ordered("<", *lanes), None, compares=True)
+_operator(operator.ge, lambda builder, *lanes: builder.fcmp_ordered(">=", *lanes), None, compares=True)

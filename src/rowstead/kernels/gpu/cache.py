@@ -1,15 +1,13 @@
-"""Kernels of a cache in GPU memory: map ids to rows, and swap rows over the bus.
+"""The kernel of a cache in GPU memory that swaps rows over the bus.
 
-One launch swaps rows: it reads rows from pinned system memory and writes others back at the same time, which keeps both directions of
+One launch reads rows from pinned system memory and writes others back at the same time, which keeps both directions of
 the bus busy. It runs in few programs, so that training continues beside it. Rows should be in ascending order: the GPU then touches
 fewer pages.
 
-Letters: B examples, F features, N rows, P slots, D width, n and m rows that move, nnz ids.
+Letters: N rows, P slots, D width, n and m rows that move.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 import triton
@@ -58,14 +56,6 @@ def swap_rows(
     )  # fmt: skip
 
 
-def swap_rows_reference(parts: Sequence[Tensor], backing: Sequence[Tensor], *moves: Tensor) -> None:
-    """`swap_rows` in plain torch."""
-    in_rows, in_slots, out_rows, out_slots = moves
-    for fast, back in zip(parts, backing, strict=True):
-        back.index_copy_(0, out_rows, fast.index_select(0, out_slots))
-        fast.index_copy_(0, in_slots, back.index_select(0, in_rows))
-
-
 @triton.jit(do_not_specialize=["num_in", "num_out", "most"])
 def _swap(fast, backing, in_rows, in_slots, out_rows, out_slots, num_in, num_out, most, WIDTH: tl.constexpr, D: tl.constexpr, R: tl.constexpr, STAGES: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
     column = tl.arange(0, D)[None, :]
@@ -83,32 +73,3 @@ def _swap(fast, backing, in_rows, in_slots, out_rows, out_slots, num_in, num_out
         to_row = tl.load(out_rows + turn, mask=goes, other=0)
         tl.store(backing + to_row * WIDTH + column, old, mask=outs)
         tl.store(fast + to_slot * WIDTH + column, new, mask=ins)
-
-
-def map_ids_to_rows(ids: Tensor, offsets: Tensor, first_rows: Tensor) -> Tensor:
-    """The row of each id, numbered through all tables, int64 [nnz]: the first row of its feature's table plus the id.
-
-    ids int32 or int64 [nnz]; offsets int64 [F*B + 1]; first_rows int64 [F], -1 for features whose ids all become -1.
-    """
-    rows = torch.empty(ids.shape, dtype=torch.int64, device=ids.device)
-    num_features = first_rows.numel()
-    if rows.numel():
-        num_samples = (offsets.numel() - 1) // num_features
-        block = 1024
-        programs = max(1, triton.cdiv(2 * rows.numel(), num_features * block))  # features differ in how many ids they have
-        _map_ids[(num_features, programs)](
-            ids, offsets, first_rows, rows, num_samples, programs * block, BLOCK=block, num_warps=4
-        )
-    return rows
-
-
-@triton.jit
-def _map_ids(ids, offsets, first_rows, rows, num_samples, stride, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    feature = tl.program_id(0).to(tl.int64)
-    first = tl.load(first_rows + feature)
-    begin = tl.load(offsets + feature * num_samples)
-    end = tl.load(offsets + (feature + 1) * num_samples)
-    for start in range(begin + tl.program_id(1) * BLOCK, end, stride):
-        at = start + tl.arange(0, BLOCK)
-        row = tl.load(ids + at, mask=at < end, other=0).to(tl.int64) + first
-        tl.store(rows + at, tl.where(first < 0, -1, row), mask=at < end)

@@ -209,13 +209,7 @@ def _choose_evicted(used, heat, row_in, bins, totals, evicted, num_slots, chunks
 
 
 def evict_rows(
-    evicted: Tensor,
-    counts: Tensor,
-    slot_of: Tensor,
-    heat: Tensor,
-    uses: Tensor,
-    rows: Tensor,
-    slots: Tensor,
+    evicted: Tensor, counts: Tensor, slot_of: Tensor, heat: Tensor, uses: Tensor, rows: Tensor, slots: Tensor
 ) -> None:
     """Remove the rows of the bitmap `evicted` from their slots, and list both in `rows` and `slots`, int64 [n].
 

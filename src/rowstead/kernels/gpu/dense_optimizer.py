@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor, nn
 
-from rowstead.kernels.gpu.dense_kernels import step_dense
 from rowstead.spec.train import DENSE_STATE, DenseOptimizerSpec
 
 _CODES = {kind: code for code, kind in enumerate(DENSE_STATE)}
@@ -62,7 +63,7 @@ class GpuDenseOptimizer(torch.optim.Optimizer):
 
         `gradients_at`, int64 in GPU memory, holds the address of each parameter's gradient at the time of the launch.
         """
-        step_dense[(len(self._owners),)](
+        _step_dense[(len(self._owners),)](
             self._memory[0], gradients_at, self._memory[1], self._memory[2], self._owners, self._starts, self._sizes,
             numbers, guard, KIND=_CODES[self._spec.kind], BLOCK=_BLOCK, num_warps=4,
         )  # fmt: skip
@@ -79,3 +80,43 @@ class GpuDenseOptimizer(torch.optim.Optimizer):
     def count_step(self, number: int) -> None:
         """Record that step `number` is done."""
         self._step.fill_(number)
+
+
+@triton.jit
+def _floats_at(address):  # type: ignore[no-untyped-def]
+    return address.to(tl.pointer_type(tl.float32))
+
+
+@triton.jit
+def _step_dense(  # type: ignore[no-untyped-def]
+    weights, grads, firsts, seconds, owners, starts, sizes, numbers, guard, KIND: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """One block of one parameter per program.
+
+    numbers: learning rate, eps, 1 - beta1, 1 - beta2, 1 - beta1 ** step, the root of 1 - beta2 ** step, weight decay.
+    """
+    owner = tl.load(owners + tl.program_id(0))
+    at = tl.load(starts + tl.program_id(0)) + tl.arange(0, BLOCK)
+    loss = tl.load(guard)
+    on = at < tl.where(loss - loss == 0.0, tl.load(sizes + owner), 0)
+    param_at = _floats_at(tl.load(weights + owner)) + at
+    param = tl.load(param_at, mask=on, other=0.0)
+    lr, eps = tl.load(numbers), tl.load(numbers + 1)
+    grad = tl.load(_floats_at(tl.load(grads + owner)) + at, mask=on, other=0.0) + tl.load(numbers + 6) * param
+    if KIND == 0:
+        change = lr * grad
+    else:
+        first_at = _floats_at(tl.load(firsts + owner)) + at
+        first = tl.load(first_at, mask=on, other=0.0)
+        if KIND == 1:
+            first += grad * grad
+            change = lr * grad / (tl.sqrt(first) + eps)
+        else:
+            second_at = _floats_at(tl.load(seconds + owner)) + at
+            second = tl.load(second_at, mask=on, other=0.0)
+            first += tl.load(numbers + 2) * (grad - first)
+            second += tl.load(numbers + 3) * (grad * grad - second)
+            tl.store(second_at, second, mask=on)
+            change = lr / tl.load(numbers + 4) * first / (tl.sqrt(second) / tl.load(numbers + 5) + eps)
+        tl.store(first_at, first, mask=on)
+    tl.store(param_at, param - change, mask=on)

@@ -22,15 +22,7 @@ import torch
 import triton
 from torch import Tensor
 
-from rowstead.kernels.gpu.embedding_kernels import (
-    apply_tiles,
-    compute_keys,
-    join_tiles,
-    plan_keys,
-    pool,
-    scale_ids,
-    sum_heads,
-)
+from rowstead.kernels.gpu.embedding_kernels import apply_tiles, compute_keys, join_tiles, plan_keys, pool, scale_ids, sum_heads
 from rowstead.kernels.layout import Layout
 from rowstead.kernels.row_state import RowState, compute_dtype, state_tensors, step_scalars
 from rowstead.spec.errors import RowsteadError
@@ -57,11 +49,7 @@ first is a multiple of the second."""
 
 
 def lookup(tables: Sequence[Tensor], layout: Layout, ids: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Pooled rows of all features, concatenated: [B, sum of widths].
-
-    tables: T tensors [N, D] of one dtype; ids int32 or int64 [nnz or more], those out of range are skipped; offsets int64 [F*B + 1]; weights
-    like ids, or None. FP16 and BF16 rows are summed, and returned, in FP32.
-    """
+    """`reference.lookup` of tables of one dtype; `ids` may be longer than `offsets` says, and ids out of range are skipped."""
     on_device = _layout_tensors(layout, ids.device)
     num_bags = offsets.numel() - 1
     num_samples = num_bags // layout.num_features
@@ -94,10 +82,7 @@ def update(
     lr: float,
     step: int,
 ) -> None:
-    """One exact optimizer step on every row in `ids`, in place; grad [B, sum of widths].
-
-    Ids out of range are skipped. `offsets` must cover all of `ids`.
-    """
+    """`reference.update`; ids out of range are skipped, and `offsets` must cover all of `ids`."""
     scalars = device_scalars(tuple(step_scalars(optimizer, lr=lr, step=step)), step, grad.dtype, grad.device)
     plan = plan_update(tables, states, layout, ids, offsets, optimizer=optimizer, scalars=scalars, is_full=True)
     apply_plan(plan, tables, layout, offsets, weights, grad, optimizer=optimizer, scalars=scalars)
@@ -299,9 +284,7 @@ class _LayoutTensors:
 
         table_of = numbers(layout.table_of)
         widths = numbers([table.width for table in layout.tables])
-        bases = [0]
-        for table in layout.tables:
-            bases.append(bases[-1] + table.num_rows)
+        bases = [0, *itertools.accumulate(table.num_rows for table in layout.tables)]
         self.key_dtype = torch.int32 if bases[-1] < 2**31 else torch.int64
         self.no_key = torch.iinfo(self.key_dtype).max
         """The key of ids out of range and of unused capacity: it sorts last."""
@@ -313,9 +296,7 @@ class _LayoutTensors:
         self.update = (widths, numbers(bases, torch.int64), table_of, columns)
 
 
-@lru_cache(maxsize=64)
-def _layout_tensors(layout: Layout, device: torch.device) -> _LayoutTensors:
-    return _LayoutTensors(layout, device)
+_layout_tensors = lru_cache(maxsize=64)(_LayoutTensors)
 
 
 @lru_cache(maxsize=64)

@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
-
-from rowstead.kernels.gpu.dense_kernels import relu_backward
 
 _ROWS, _COLUMNS = 16, 128
 """Size of the block that is read at a time."""
@@ -106,7 +105,26 @@ def masked_gradient(grad: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
     rows_per_part = max(_ROWS, triton.cdiv(triton.cdiv(num_samples, _PARTS), _ROWS) * _ROWS)
     num_parts = max(1, triton.cdiv(num_samples, rows_per_part))
     sums = torch.zeros(num_parts, width, dtype=torch.float32, device=grad.device)
-    relu_backward[(num_parts, triton.cdiv(width, _COLUMNS))](
+    _relu_backward[(num_parts, triton.cdiv(width, _COLUMNS))](
         grad, out, masked, sums, num_samples, width, rows_per_part, R=_ROWS, C=_COLUMNS, num_warps=4
     )
     return masked, sums
+
+
+@triton.jit
+def _relu_backward(  # type: ignore[no-untyped-def]
+    grad, out, masked, sums, num_samples, width, rows_a_part, R: tl.constexpr, C: tl.constexpr
+):  # fmt: skip
+    """A part of the examples and C columns per program: the gradient where `out` is above 0, and its sum over that part."""
+    part = tl.program_id(0)
+    column = tl.program_id(1) * C + tl.arange(0, C)[None, :]
+    stop = tl.minimum((part + 1) * rows_a_part, num_samples)
+    total = tl.zeros([R, C], tl.float32)
+    for start in range(part * rows_a_part, stop, R):
+        row = start + tl.arange(0, R)[:, None]
+        on = (row < stop) & (column < width)
+        at = row.to(tl.int64) * width + column
+        values = tl.where(tl.load(out + at, mask=on, other=0.0) > 0, tl.load(grad + at, mask=on, other=0.0), 0.0)
+        tl.store(masked + at, values, mask=on)
+        total += values.to(tl.float32)
+    tl.store(sums + part * width + column, tl.sum(total, axis=0, keep_dims=True), mask=column < width)
