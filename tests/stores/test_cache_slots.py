@@ -12,15 +12,11 @@ from hypothesis import strategies as st
 from rowstead.kernels.choose import has_triton
 from rowstead.spec.caching import GROWTH
 from rowstead.stores.cache_slots import CacheSlots, CpuCacheSlots
+from tests.stores.reference_cache_slots import ReferenceCacheSlots
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 """Where the GPU kernels run; without a GPU in Triton's interpreter."""
 needs_triton = pytest.mark.skipif(not has_triton(), reason="needs Triton")
-
-
-def plain(num_rows: int, num_slots: int) -> CacheSlots:
-    """The reference."""
-    return CacheSlots(num_rows, num_slots, torch.device("cpu"))
 
 
 def launched(num_rows: int, num_slots: int) -> CacheSlots:
@@ -30,7 +26,7 @@ def launched(num_rows: int, num_slots: int) -> CacheSlots:
     return GpuCacheSlots(num_rows, num_slots, DEVICE)
 
 
-@pytest.mark.parametrize("make", [CpuCacheSlots, plain])
+@pytest.mark.parametrize("make", [CpuCacheSlots, ReferenceCacheSlots])
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), num_rows=st.integers(1, 60), num_slots=st.integers(1, 12))
 def test_every_wanted_row_has_its_own_slot_and_rows_in_use_stay(
@@ -91,7 +87,9 @@ def check_plans(slots: CacheSlots, data: st.DataObject, *, most_batches: int) ->
         assert len(here) <= slots.num_kept <= slots.capacity
 
 
-@pytest.mark.parametrize("make", [CpuCacheSlots, plain, pytest.param(launched, marks=[pytest.mark.slow, needs_triton])])
+@pytest.mark.parametrize(
+    "make", [CpuCacheSlots, ReferenceCacheSlots, pytest.param(launched, marks=[pytest.mark.slow, needs_triton])]
+)
 def test_rows_that_are_used_often_outlast_those_used_once(make: Callable[[int, int], CacheSlots]) -> None:
     slots = make(10_000, 100)
     hot = torch.arange(50)
@@ -103,7 +101,7 @@ def test_rows_that_are_used_often_outlast_those_used_once(make: Callable[[int, i
             assert moves.in_rows.min() >= 1000, "a hot row had been sent away"
 
 
-@pytest.mark.parametrize("make", [CpuCacheSlots, plain, pytest.param(launched, marks=[needs_triton])])
+@pytest.mark.parametrize("make", [CpuCacheSlots, ReferenceCacheSlots, pytest.param(launched, marks=[needs_triton])])
 def test_as_many_rows_stay_as_were_in_flight_at_once_and_a_quarter_more(make: Callable[[int, int], CacheSlots]) -> None:
     slots = make(400, 10)
 

@@ -17,8 +17,8 @@ from rowstead.data.source import Batches, Source
 from rowstead.kernels.layout import layout_of
 from rowstead.spec.errors import DataError
 from rowstead.spec.run import RunSpec
-from rowstead.stores import checked as checked_module
-from rowstead.stores.checked import check_batch, check_source
+from rowstead.stores import base as base_module
+from rowstead.stores.base import check_batch, check_source
 from rowstead.training import checkpoint
 from tests.small_runs import small_spec
 
@@ -61,13 +61,13 @@ def test_an_id_that_does_not_fit_ends_a_run_before_the_step_and_keeps_those_befo
 
 def test_batches_are_checked_in_the_readers_thread_and_nowhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     threads = []
-    check = checked_module.check_sparse
+    check = base_module.check_sparse
 
     def watched(*args: Any, **kwargs: Any) -> None:
         threads.append(threading.current_thread().name)
         check(*args, **kwargs)
 
-    monkeypatch.setattr(checked_module, "check_sparse", watched)
+    monkeypatch.setattr(base_module, "check_sparse", watched)
     run.train(small_spec("train.max_steps=5"), out=tmp_path / "run")
     assert len(threads) >= 5
     assert set(threads) == {"prefetch"}
@@ -77,7 +77,7 @@ def test_checks_can_be_turned_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def fail(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("checked")
 
-    monkeypatch.setattr(checked_module, "check_sparse", fail)
+    monkeypatch.setattr(base_module, "check_sparse", fail)
     result = run.train(small_spec("train.max_steps=5", "check_ids=false"), out=tmp_path / "run")
     assert result.outcome.position.step == 5
 

@@ -10,7 +10,7 @@ import torch
 
 from rowstead.data.batch import Sparse
 from rowstead.kernels.layout import Layout, layout_of
-from rowstead.spec.errors import CheckpointError, RowsteadError
+from rowstead.spec.errors import CheckpointError
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of
 from rowstead.spec.row_optimizers import SparseOptimizerSpec
 from rowstead.spec.run import Kernel
@@ -105,25 +105,3 @@ def test_low_precision_rows_start_as_the_fp32_ones_and_keep_their_format(kernel:
     other = DeviceStore(LAYOUT, optimizer, dtype=dtype, kernel=kernel, seed=2)
     other.load_state(state)
     assert all(torch.equal(value, other.state()[name]) for name, value in state.items())
-
-
-def test_hogwild_agrees_with_the_exact_update_where_all_ids_are_distinct() -> None:
-    sparse = Sparse(ids=torch.tensor([1, 2, 3]), offsets=torch.tensor([0, 2, 3]), num_features=2)
-    results = []
-    for hogwild in (False, True):
-        store = DeviceStore(LAYOUT, SparseOptimizerSpec(), hogwild=hogwild)
-        store.update(sparse, torch.ones(1, 6), lr=0.1, step=1)
-        results.append(store.state())
-    assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
-
-
-def test_hogwild_does_not_sum_the_gradients_of_repeated_ids() -> None:
-    sparse = Sparse(ids=torch.tensor([1, 1, 3]), offsets=torch.tensor([0, 2, 3]), num_features=2)
-    store = DeviceStore(LAYOUT, SparseOptimizerSpec(kind="rowwise_adagrad"), hogwild=True)
-    store.update(sparse, torch.ones(1, 6), lr=0.1, step=1)
-    assert store.state()["a.sum"][1].item() == 2  # 1 + 1, where the exact update has 2 squared
-
-
-def test_hogwild_is_refused_where_other_kernels_run() -> None:
-    with pytest.raises(RowsteadError, match="Hogwild updates need the CPU kernels"):
-        DeviceStore(LAYOUT, SparseOptimizerSpec(), kernel="reference", hogwild=True)

@@ -1,4 +1,4 @@
-"""Rows in a file come back as they were written, whatever was written, cleaned, kept or interrupted in between."""
+"""Rows in a file come back as they were written, whatever was written, cleaned or interrupted in between."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_what_is_read_is_what_was_written_last(
             else:
                 for whole, found in zip(expected, read(store, rows), strict=True):
                     assert torch.equal(found, whole[rows])
-        for whole, found in zip(expected, store.read_range(0, num_rows), strict=True):
+        for whole, found in zip(expected, read(store, torch.arange(0, num_rows)), strict=True):
             assert torch.equal(found, whole)
     finally:
         store.close()
@@ -124,7 +124,7 @@ def test_rows_stay_right_while_segments_are_cleaned(open_rows: Callable[..., Fil
     num_rows = 20_000
     store = open_rows(num_rows, spare=1.2)
     expected = made(num_rows, COLUMNS)
-    store.write_range(0, expected)
+    store.write(torch.arange(num_rows), expected)
     for turn in range(60):
         torch.manual_seed(turn)
         rows = torch.randperm(num_rows)[:1500]
@@ -135,7 +135,7 @@ def test_rows_stay_right_while_segments_are_cleaned(open_rows: Callable[..., Fil
         some = torch.randperm(num_rows)[:700]
         assert all(torch.equal(found, whole[some]) for found, whole in zip(read(store, some), expected, strict=True))
     assert store.counts.bytes_cleaned > 0
-    assert all(torch.equal(found, whole) for found, whole in zip(store.read_range(0, num_rows), expected, strict=True))
+    assert all(torch.equal(found, whole) for found, whole in zip(read(store, torch.arange(0, num_rows)), expected, strict=True))
 
 
 def test_rows_that_were_never_written_are_made_and_take_no_disk_space(open_rows: Callable[..., FileRows]) -> None:
@@ -179,8 +179,8 @@ def test_records_go_to_and_come_from_slots(open_rows: Callable[..., FileRows]) -
 def test_reads_of_neighbours_are_one(open_rows: Callable[..., FileRows]) -> None:
     num_rows = 50_000
     store = open_rows(num_rows)
-    store.write_range(0, made(num_rows, COLUMNS))
-    store.read_range(0, 20_000)
+    store.write(torch.arange(num_rows), made(num_rows, COLUMNS))
+    read(store, torch.arange(0, 20_000))
     assert 0 < store.counts.reads < store.counts.rows_read / 100
 
 
@@ -202,37 +202,10 @@ def test_threads_may_read_while_others_write(open_rows: Callable[..., FileRows])
     with ThreadPoolExecutor(16) as pool:
         for done in [*pool.map(write, range(8)), *pool.map(look, range(8))]:
             assert done is None
-    assert store.read_range(0, num_rows)[1].eq(19).all()
+    assert read(store, torch.arange(0, num_rows))[1].eq(19).all()
 
 
-def test_a_file_that_was_kept_can_be_opened_again(open_rows: Callable[..., FileRows]) -> None:
-    first = open_rows(3000, initial=counted, keep=True)
-    rows = torch.randperm(3000)[:1000]
-    first.write(rows, made(1000, COLUMNS))
-    expected = first.read_range(0, 3000)
-    first.close()
-    again = open_rows(3000, initial=counted, create=False)
-    assert all(torch.equal(found, whole) for found, whole in zip(again.read_range(0, 3000), expected, strict=True))
-    again.write_range(0, expected)
-    again.close()
-    assert not again.file.path.exists()
-
-
-def test_a_file_of_another_shape_is_refused(tmp_path: Path) -> None:
-    FileRows(tmp_path / "rows", 30, COLUMNS, keep=True).close()
-    with pytest.raises(RowsteadError, match=r"created with rows 30, not 40: it belongs to another model"):
-        FileRows(tmp_path / "rows", 40, COLUMNS, create=False)
-    with pytest.raises(RowsteadError, match=r"created with columns \[\['float32', 6\], \['float32', 1\]\], not"):
-        FileRows(tmp_path / "rows", 30, [(torch.float32, 6)], create=False)
-    size = (tmp_path / "rows").stat().st_size
-    os.truncate(tmp_path / "rows", size - 100)
-    with pytest.raises(RowsteadError, match=f"is truncated: it has {size - 100} of {size} bytes"):
-        FileRows(tmp_path / "rows", 30, COLUMNS, create=False)
-
-
-def test_a_missing_file_or_folder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RowsteadError, match=r"the row file `.*/rows` does not exist. It is the scratch file of one run"):
-        FileRows(tmp_path / "rows", 30, COLUMNS, create=False)
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(RowsteadError, match=r"folder `.*/nowhere` for the row file .* does not exist"):
         FileRows(tmp_path / "nowhere" / "rows", 30, COLUMNS)
 
@@ -241,8 +214,6 @@ def test_other_files_are_not_touched(tmp_path: Path) -> None:
     (tmp_path / "rows").write_text("a letter")
     with pytest.raises(RowsteadError, match="exists and is not a row file"):
         FileRows(tmp_path / "rows", 30, COLUMNS)
-    with pytest.raises(RowsteadError, match="is not a row file"):
-        FileRows(tmp_path / "rows", 30, COLUMNS, create=False)
     assert (tmp_path / "rows").read_text() == "a letter"
 
 
@@ -269,7 +240,7 @@ def test_a_file_that_is_truncated_or_changed_is_noticed(open_rows: Callable[...,
         ("changed", lambda path: path.write_bytes(bytes(1 << 22))),
     ):
         store = open_rows(20_000, name=name)
-        store.write_range(0, made(20_000, COLUMNS))
+        store.write(torch.arange(20_000), made(20_000, COLUMNS))
         read(store, torch.arange(0, 20_000, 3))
         harm(store.file.path)
         # Of many reads at once the first that fails is told, and one across the new end may find zeros instead of the end.
@@ -294,7 +265,7 @@ def test_a_disk_that_gets_full_ends_with_sizes_and_remedies(tmp_path: Path, dire
         resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
         for _ in range(2):  # every call after the first failure fails too
             try:
-                store.write_range(0, [torch.zeros(100_000, 64)])
+                store.write(torch.arange(100_000), [torch.zeros(100_000, 64)])
             except RowsteadError as error:
                 print(error, end="\\0")
         store.close()
@@ -314,23 +285,15 @@ def test_a_run_that_ends_leaves_no_file_and_one_that_is_killed_does_not_block_th
         import os, signal, sys, torch
         from rowstead.stores.ssd import FileRows
         store = FileRows(sys.argv[1], 100, [(torch.float32, 8)])
-        store.write_range(0, [torch.zeros(100, 8)])
+        store.write(torch.arange(100), [torch.zeros(100, 8)])
         os.kill(os.getpid(), int(sys.argv[2])) if int(sys.argv[2]) else None
     """
     assert in_child(script, tmp_path / "rows", 0).returncode == 0
     assert not list(tmp_path.iterdir())
     assert in_child(script, tmp_path / "rows", int(signal.SIGKILL)).returncode == -signal.SIGKILL
-    with pytest.raises(RowsteadError, match="was not closed"):
-        FileRows(tmp_path / "rows", 100, [(torch.float32, 8)], create=False)
+    assert (tmp_path / "rows").exists()
     FileRows(tmp_path / "rows", 100, [(torch.float32, 8)]).close()
     assert not list(tmp_path.iterdir())
-
-
-def test_disk_space_can_be_reserved(tmp_path: Path) -> None:
-    store = FileRows(tmp_path / "rows", 10_000, COLUMNS, reserve=True)
-    status = os.stat(store.file.path)
-    assert status.st_blocks * 512 >= status.st_size
-    store.close()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,14 +16,16 @@ from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of
 from rowstead.spec.row_optimizers import SparseOptimizerSpec
 from rowstead.stores import state as state_module
 from rowstead.stores.device import DeviceStore
-from rowstead.stores.state import SavedState, StatePart, load_parts, part_of, take_rows, whole_state
+from rowstead.stores.state import SavedState, StatePart, load_parts, part_of, whole_state
 from tests.distributed.cuts import Cut, cuts
 
 
 def parts_of(name: str, table: Tensor, pieces: list[Cut]) -> list[StatePart]:
     """Parts that share the memory of a table."""
     shape = (table.shape[0], table.shape[1])
-    return [part_of(name, table[a:b, c:d], shape=shape, first_row=a, first_column=c) for a, b, c, d in pieces]
+    return [
+        dataclasses.replace(part_of(name, table[a:b, c:d]), shape=shape, first_row=a, first_column=c) for a, b, c, d in pieces
+    ]
 
 
 @settings(max_examples=60, deadline=None)
@@ -60,7 +64,8 @@ def test_of_a_saved_table_only_the_rows_and_columns_of_a_part_are_read_some_at_a
     saved = Counting({"t.rows": torch.arange(40.0).reshape(10, 4)})
     assert isinstance(saved, SavedState)
     into = torch.zeros(7, 2)
-    load_parts([part_of("t.rows", into, shape=(10, 4), first_row=3, first_column=1)], saved)
+    part = dataclasses.replace(part_of("t.rows", into), shape=(10, 4), first_row=3, first_column=1)
+    load_parts([part], saved)
     assert saved.read == [(3, 6, 1, 3), (6, 9, 1, 3), (9, 10, 1, 3)]
     assert torch.equal(into, saved["t.rows"][3:, 1:3])
 
@@ -77,7 +82,7 @@ def test_nothing_is_written_where_something_does_not_fit() -> None:
 
 def test_a_part_of_a_table_is_no_whole() -> None:
     with pytest.raises(AssertionError, match=r"4 of the 6 elements of `t\.rows`"):
-        whole_state([part_of("t.rows", torch.zeros(2, 2), shape=(3, 2))])
+        whole_state([dataclasses.replace(part_of("t.rows", torch.zeros(2, 2)), shape=(3, 2))])
 
 
 def test_the_parts_of_a_device_store_are_its_own_memory() -> None:
@@ -88,23 +93,8 @@ def test_the_parts_of_a_device_store_are_its_own_memory() -> None:
     assert list(parts) == [f"{table}.{name}" for table in "ab" for name in ("rows", "moment1", "moment2")]
     parts["b.rows"].write(1, torch.ones(2, 4))
     assert store.rows("b", torch.tensor([1, 2])).eq(1).all()
-    take = parts["b.rows"].take
-    assert take is not None
-    assert torch.equal(take(torch.tensor([0, 2])), store.state()["b.rows"][[0, 2]])
+    assert torch.equal(parts["b.rows"].take(torch.tensor([0, 2])), store.state()["b.rows"][[0, 2]])
     assert store.state()["a.rows"].data_ptr() == store.weights[0].data_ptr()
     only_rows = DeviceStore(layout, None)
     only_rows.load_state(store.state(), rows_only=True)
     assert torch.equal(only_rows.state()["b.rows"], store.state()["b.rows"])
-
-
-def test_rows_of_a_part_that_can_only_be_read_in_order_are_taken_from_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_module, "PIECE_BYTES", 4 * 10)
-    table, read = torch.arange(100.0)[:, None], []
-
-    def rows(start: int, stop: int) -> Tensor:
-        read.append((start, stop))
-        return table[start:stop]
-
-    part = StatePart(name="t.rows", shape=(100, 1), dtype=table.dtype, num_rows=100, num_columns=1, read=rows, write=print)
-    assert take_rows(part, torch.tensor([3, 12, 13, 50, 99])).flatten().tolist() == [3, 12, 13, 50, 99]
-    assert read == [(3, 13), (13, 23), (50, 60), (99, 100)]

@@ -2,23 +2,45 @@
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
-from rowstead.data.batch import Sparse
+from rowstead.data.batch import Batch, Sparse
+from rowstead.data.source import Source
+from rowstead.kernels.check import check_sparse
 from rowstead.kernels.layout import Layout
 from rowstead.spec.features import Table
-from rowstead.stores.checked import check_batch
 from rowstead.stores.state import SavedState, StatePart, load_parts, whole_state
 
 if TYPE_CHECKING:
-    import torch
-
     from rowstead.stores.backing import Backing
     from rowstead.stores.device import DeviceStore
+
+
+def check_batch(sparse: Sparse, layout: Layout, device: torch.device | None = None) -> Sparse:
+    """The same batch, marked as one that fits `layout`; raises a DataError that names what does not fit.
+
+    A batch that has the mark is not read again, also after it was moved to another device. `device` is where the rows are.
+    """
+    if sparse.checked_for is layout and (device is None or sparse.ids.device == device):
+        return sparse
+    check_sparse(layout, sparse.ids, sparse.offsets, sparse.weights, num_features=sparse.num_features, device=device)
+    return dataclasses.replace(sparse, checked_for=layout)
+
+
+def check_source(source: Source, layout: Layout) -> Source:
+    """The same source with each batch checked against `layout` by the threads that make batches."""
+
+    def check(batch: Batch) -> Batch:
+        sparse = check_batch(batch.sparse, layout)
+        return batch if sparse is batch.sparse else dataclasses.replace(batch, sparse=sparse)
+
+    return source.map(check)
 
 
 class GraphRows(Protocol):
@@ -27,7 +49,6 @@ class GraphRows(Protocol):
     @property
     def resident(self) -> DeviceStore:
         """The rows in the memory of the GPU."""
-        ...
 
     generation: int
     """Rises whenever the memory of `resident` has moved: graphs captured before are invalid."""
@@ -36,11 +57,9 @@ class GraphRows(Protocol):
 
     def enter(self, sparse: Sparse) -> Sparse:
         """The same batch with ids of `resident`; its rows stay there until `leave`."""
-        ...
 
     def leave(self) -> None:
         """All work on the batch that was entered last is queued on the current stream."""
-        ...
 
 
 class EmbeddingStore(nn.Module, ABC):
@@ -152,10 +171,8 @@ class EmbeddingStore(nn.Module, ABC):
     moves_with_module: bool = False
     """Whether `to(device)` of the module around the store moves the rows."""
 
-    @property
-    def backings(self) -> Sequence[Backing]:
-        """The larger memory behind a cache, one per group of tables; empty for other stores."""
-        return ()
+    backings: Sequence[Backing] = ()
+    """The larger memory behind a cache, one per group of tables; empty for other stores."""
 
     def figures(self) -> dict[str, float]:
         """Counts so far to log, by name."""

@@ -8,7 +8,7 @@ import itertools
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,7 +101,9 @@ def measure_memories(spec: RunSpec, device: torch.device) -> Memories:
     sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     has_gpu = device.type == "cuda"
     host = _less_margin(free_host_bytes() // sharing)
-    on_device = _less_margin(torch.cuda.mem_get_info(device)[0]) if has_gpu else host
+    on_device = host
+    if has_gpu:
+        on_device = _less_margin(torch.cuda.mem_get_info(device)[0] // math.ceil(sharing / torch.cuda.device_count()))
     disk = _less_margin(_free_disk_bytes(spec.memory.folder) // sharing) if spec.memory.folder is not None else 0
     limits = {name: spec.memory.limit_bytes(name) for name in ("device", "host", "disk")}
     return Memories(
@@ -198,14 +200,9 @@ class StoreBuilder:
 
     def _file_rows(self, group: CacheGroup) -> FileRows:
         assert self.placement.folder is not None
-        initial = initial_rows_of(group, seed=self.spec.seed)
-        for path in scratch_files(Path(self.placement.folder), f"{self.spec.name[:100]}-{self.rank}-width-{group.width}"):
-            with contextlib.suppress(InUseError):  # by another run of this name: try the next file
+        name, initial = f"{self.spec.name[:100]}-{self.rank}-width-{group.width}", initial_rows_of(group, seed=self.spec.seed)
+        for ending in itertools.chain([""], (f"-{number}" for number in itertools.count(2))):
+            with contextlib.suppress(InUseError):  # by another run of this name; a file that a killed run left is reused
+                path = Path(self.placement.folder) / f"{name}{ending}.rows"
                 return FileRows(path, group.num_rows, group.columns, initial=initial)
         raise AssertionError("names do not end")
-
-
-def scratch_files(folder: Path, name: str) -> Iterator[Path]:
-    """`name.rows`, `name-2.rows`, ... in a folder; a file that a killed run left is reused."""
-    yield folder / f"{name}.rows"
-    yield from (folder / f"{name}-{number}.rows" for number in itertools.count(2))

@@ -1,24 +1,25 @@
 """Which rows are in the slots of a cache: bookkeeping for a cache that knows the next batches.
 
-`CacheSlots` is the reference, in plain tensor operations. Stores use `CpuCacheSlots`, which does the same in compiled loops, and on
-a GPU `GpuCacheSlots` of `cache_slots_gpu.py`; tests compare both with the reference.
+`CpuCacheSlots` is for slots in system memory, `GpuCacheSlots` of `cache_slots_gpu.py` for slots on a GPU; tests compare both with a
+reference in plain tensor operations.
 
 Letters: N rows, P slots, n rows that a batch misses, nnz ids.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rowstead.data.batch import Sparse
 from rowstead.kernels.cpu.cache import evict_rows, mark_rows
-from rowstead.spec.caching import GROWTH, HALVING_BATCHES, MAX_USES
+from rowstead.spec.caching import GROWTH, HALVING_BATCHES
 from rowstead.stores.groups import IdMapper
 
 
@@ -36,7 +37,7 @@ class Moves:
     """int64; equals `in_slots` as far as both lists go."""
 
 
-class CacheSlots:
+class CacheSlots(ABC):
     """The slots of one group of tables.
 
     The cache keeps at most as many rows as it has slots. When the batches in flight need more at once, it grows, and stays larger.
@@ -63,39 +64,19 @@ class CacheSlots:
         self._num_taken = 0
         self._free = torch.arange(num_slots, dtype=torch.int64, device=device)
 
+    @abstractmethod
     def plan(self, rows: Tensor, number: int, *, oldest: int) -> Moves:
         """Assign a slot to every row of batch `number`, int64 [any]; rows that batches from `oldest` on use stay."""
-        missing = self.missing(rows, number)
-        out_slots = self._choose_evicted(self._num_taken + missing.numel() - self.num_kept, oldest)
-        out_rows, order = torch.sort(self._row_in[out_slots])
-        out_slots = out_slots[order]
-        self.slot_of[out_rows] = -1
-        self._row_in[out_slots] = -1
-        self._used[out_slots] = -1
-        self._free = torch.cat([out_slots, self._free])
-        in_slots = self.borrow(missing.numel())
-        self._row_in[in_slots] = missing
-        self._used[in_slots] = number
-        self.slot_of[missing] = in_slots.int()
-        self._count_taken(missing.numel() - out_rows.numel())
-        return Moves(missing, in_slots, out_rows, out_slots)
+
+    @abstractmethod
+    def missing(self, rows: Tensor) -> Tensor:
+        """Distinct `rows` without a slot, ascending."""
 
     def _count_taken(self, more: int) -> None:
         """Count `more` rows that got slots."""
         self._num_taken += more
         if self._num_taken > self.num_kept:
             self.num_kept = min(self.capacity, int(GROWTH * self._num_taken))
-
-    def missing(self, rows: Tensor, number: int | None = None) -> Tensor:
-        """Distinct `rows` without a slot, ascending; with `number`, counts the rows as used by that batch."""
-        if number is not None:
-            self._halve_if_due(number)
-        slots = self.slot_of[rows]
-        if number is not None:
-            self._used[slots[slots >= 0].long()] = number
-            uses = self._uses[rows]
-            self._uses[rows] = uses + (uses < MAX_USES)  # a row that occurs several times counts once
-        return torch.unique(rows[slots < 0])
 
     def _halve_if_due(self, number: int) -> None:
         if number - self._halved >= HALVING_BATCHES:
@@ -112,16 +93,13 @@ class CacheSlots:
         """
         short = count - self._free.numel()
         if short > 0:
-            self._grow(self._capacity_for(short, temporarily=temporarily))
+            self._grow(self.capacity + int(GROWTH * short) if temporarily else int((self.capacity + short) * GROWTH))
         taken, self._free = self._free[:count], self._free[count:]
         return taken
 
-    def _capacity_for(self, short: int, *, temporarily: bool) -> int:
-        return self.capacity + int(GROWTH * short) if temporarily else int((self.capacity + short) * GROWTH)
-
     def give_back(self, slots: Tensor) -> None:
         """Return borrowed slots that were not assigned to a row."""
-        self._free = torch.cat([slots, self._free])
+        self._free = self._concatenate(slots, self._free)
 
     def taken(self) -> tuple[Tensor, Tensor]:
         """The rows that have slots, and their slots."""
@@ -137,25 +115,19 @@ class CacheSlots:
         self._num_taken = 0
         self._free = torch.arange(self.capacity, dtype=torch.int64, device=self.slot_of.device)
 
-    def _choose_evicted(self, count: int, oldest: int) -> Tensor:
-        """Up to `count` slots of the coldest rows that batches from `oldest` on do not use."""
-        if count <= 0:
-            return self._free[:0]
-        candidates = ((self._used < oldest) & (self._row_in >= 0)).nonzero().flatten()
-        recency = 1 / (oldest - self._used[candidates])
-        heat = self._uses[self._row_in[candidates]] + recency
-        return candidates[heat.sort(stable=True).indices[:count]]
-
     def _grow(self, capacity: int) -> None:
         device, more = self.slot_of.device, capacity - self.capacity
         self._row_in = torch.cat([self._row_in, torch.full((more,), -1, dtype=torch.int64, device=device)])
         self._used = torch.cat([self._used, torch.full((more,), -1, dtype=torch.int32, device=device)])
-        self._free = torch.cat([self._free, torch.arange(self.capacity, capacity, device=device)])
+        self._free = self._concatenate(self._free, torch.arange(self.capacity, capacity, device=device))
         self.capacity = capacity
+
+    def _concatenate(self, first: Tensor, second: Tensor) -> Tensor:
+        return torch.cat([first, second])
 
 
 class CpuCacheSlots(CacheSlots):
-    """The same in compiled loops and NumPy: torch's indexing wakes threads for a few thousand numbers.
+    """Slots in system memory, by compiled loops and NumPy: torch's indexing wakes threads for a few thousand numbers.
 
     It may evict other rows than the reference: a clock hand goes round the slots instead of a sort.
     """
@@ -164,10 +136,10 @@ class CpuCacheSlots(CacheSlots):
         super().__init__(num_rows, num_slots, torch.device("cpu"))
         self._hand = 0
         """The slot at which the search for rows to evict continues."""
-        self._free_slots = np.arange(num_slots, dtype=np.int64)
 
     def plan(self, rows: Tensor, number: int, *, oldest: int) -> Moves:
-        missing = self.missing(rows, number).numpy()
+        self._halve_if_due(number)
+        missing = self._mark(rows, number)
         slot_of, row_in, used = self.slot_of.numpy(), self._row_in.numpy(), self._used.numpy()
         slots = np.empty(max(0, self._num_taken + len(missing) - self.num_kept), np.int64)
         num_out, self._hand = evict_rows(self._hand, oldest, row_in, used, self._uses.numpy(), slots)
@@ -176,7 +148,7 @@ class CpuCacheSlots(CacheSlots):
         out_rows = row_in[out_slots]
         slot_of[out_rows] = -1
         row_in[out_slots] = -1
-        self._free_slots = np.concatenate([out_slots, self._free_slots])
+        self.give_back(torch.from_numpy(out_slots))
         in_slots = self.borrow(len(missing)).numpy()
         row_in, used = self._row_in.numpy(), self._used.numpy()  # `borrow` may have grown them
         row_in[in_slots] = missing
@@ -185,47 +157,17 @@ class CpuCacheSlots(CacheSlots):
         self._count_taken(len(missing) - num_out)
         return Moves(*(torch.from_numpy(part) for part in (missing, in_slots, out_rows, out_slots)))
 
-    def missing(self, rows: Tensor, number: int | None = None) -> Tensor:
-        if number is not None:
-            self._halve_if_due(number)
+    def missing(self, rows: Tensor) -> Tensor:
+        return torch.from_numpy(self._mark(rows, -1))
+
+    def _mark(self, rows: Tensor, number: int) -> NDArray[np.int64]:
+        """`missing`, and unless it is negative, count the rows as used by batch `number`."""
         found = np.empty(rows.numel(), np.int64)
         arrays = rows.numpy(), self.slot_of.numpy(), self._used.numpy(), self._uses.numpy()
-        count = mark_rows(*arrays, -1 if number is None else number, found)
-        return torch.from_numpy(np.sort(found[:count]))
+        return np.sort(found[: mark_rows(*arrays, number, found)])
 
-    def borrow(self, count: int, *, temporarily: bool = False) -> Tensor:
-        short = count - len(self._free_slots)
-        if short > 0:
-            before = self.capacity
-            self._grow(self._capacity_for(short, temporarily=temporarily))
-            self._free_slots = np.concatenate([self._free_slots, np.arange(before, self.capacity)])
-        taken, self._free_slots = self._free_slots[:count], self._free_slots[count:]
-        return torch.from_numpy(taken)
-
-    def give_back(self, slots: Tensor) -> None:
-        self._free_slots = np.concatenate([slots.numpy(), self._free_slots])
-
-    def clear(self) -> None:
-        super().clear()
-        self._free_slots = np.arange(self.capacity, dtype=np.int64)
-
-
-class PlanSet(Protocol):
-    """Assigns slots to the rows of a set of batches up to `number`; rows that batches from `oldest` on use stay.
-
-    Returns the moves of each group, and the ids of each batch as slots. Calls `grow` after each group.
-    """
-
-    def __call__(
-        self,
-        batches: Sequence[Sparse],
-        mapper: IdMapper,
-        groups: Sequence[CacheSlots],
-        *,
-        number: int,
-        oldest: int,
-        grow: Callable[[], None],
-    ) -> tuple[list[Moves], list[Tensor]]: ...
+    def _concatenate(self, first: Tensor, second: Tensor) -> Tensor:
+        return torch.from_numpy(np.concatenate([first.numpy(), second.numpy()]))
 
 
 def plan_set(
@@ -237,7 +179,10 @@ def plan_set(
     oldest: int,
     grow: Callable[[], None],
 ) -> tuple[list[Moves], list[Tensor]]:
-    """`PlanSet` for any slots: maps ids to rows first."""
+    """Assign slots to the rows of a set of batches up to `number`; rows that batches from `oldest` on use stay.
+
+    Returns the moves of each group, and the ids of each batch as slots. Calls `grow` after each group.
+    """
     rows = [mapper.rows(sparse) for sparse in batches]
     moves = []
     for slots, some in zip(groups, mapper.split_by_group(rows[0] if len(rows) == 1 else torch.cat(rows)), strict=True):

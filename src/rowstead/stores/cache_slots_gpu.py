@@ -44,20 +44,19 @@ class GpuCacheSlots(CacheSlots):
         self._sums = torch.zeros(kernels.BINS + 3, dtype=torch.int32, device=device)
         """Slots per bin; then counts of missing rows, candidates for eviction, and evicted rows."""
 
-    def begin(self, number: int) -> None:
-        """Begin a plan up to batch `number`; `mark` its batches next."""
+    def mark(
+        self, number: int, ids: Tensor, offsets: Tensor, first_rows: Tensor, start: int = 0, into: Tensor | None = None
+    ) -> None:
+        """Mark the rows of batches up to `number` (see `mark_ids`), and write to `into` the slots of ids that have one.
+
+        first_rows int64 [F], the first row of each feature, or -1 for those of other groups; `start` is the number of rows of the
+        groups before this one.
+        """
         self._halve_if_due(number)
         if self._tag == MAX_TAG:
             self._seen.zero_()
             self._tag = 0
         self._tag += 1
-
-    def mark(self, ids: Tensor, offsets: Tensor, first_rows: Tensor, start: int, into: Tensor) -> None:
-        """Mark the rows of batches (see `mark_ids`), and write to `into` the slots of ids that have one.
-
-        first_rows int64 [F], the first row of each feature, or -1 for those of other groups; `start` is the number of rows of the
-        groups before this one.
-        """
         kernels.mark_ids(
             ids, offsets, first_rows, self.slot_of, self._wanted, seen=self._seen, tag=self._tag, into=into, start=start
         )
@@ -100,12 +99,10 @@ class GpuCacheSlots(CacheSlots):
         kernels.fill_slots(into, self.slot_of, start)
 
     def plan(self, rows: Tensor, number: int, *, oldest: int) -> Moves:
-        self.begin(number)
-        kernels.mark_ids(rows, *_as_one_bag(rows), self.slot_of, self._wanted, seen=self._seen, tag=self._tag)
+        self.mark(number, rows, *_as_one_bag(rows))
         return self.plan_marked(number, oldest=oldest)
 
-    def missing(self, rows: Tensor, number: int | None = None) -> Tensor:
-        assert number is None, "only plans count uses"
+    def missing(self, rows: Tensor) -> Tensor:
         kernels.mark_ids(rows, *_as_one_bag(rows), self.slot_of, self._wanted)
         total = self._sums[:1].zero_()
         bitmaps.count_bits(self._wanted, self._wanted_counts, total)
@@ -143,13 +140,12 @@ def plan_set_on_gpu(
     oldest: int,
     grow: Callable[[], None],
 ) -> tuple[list[Moves], list[Tensor]]:
-    """`PlanSet` for `GpuCacheSlots`: the pass that marks rows also maps the ids of cached rows to slots; the rest follow."""
+    """`plan_set` for `GpuCacheSlots`: the pass that marks rows also maps the ids of cached rows to slots; the rest follow."""
     ids, offsets = _concatenate(batches)
     mapped, moves = mapper.empty_slots(ids), []
     launched = list(zip(cast("Sequence[GpuCacheSlots]", groups), mapper.first_rows, mapper.starts, strict=True))
     for slots, first_rows, start in launched:
-        slots.begin(number)
-        slots.mark(ids, offsets, first_rows, start, mapped)
+        slots.mark(number, ids, offsets, first_rows, start, mapped)
         moves.append(slots.plan_marked(number, oldest=oldest))
         grow()
     for slots, _, start in launched:

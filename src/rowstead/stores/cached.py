@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ from rowstead.spec.row_optimizers import SparseOptimizerSpec
 from rowstead.spec.run import Kernel
 from rowstead.stores.backing import Backing, move_rows, move_rows_over_bus, parts_behind
 from rowstead.stores.base import EmbeddingStore, GraphRows
-from rowstead.stores.cache_slots import CacheSlots, CpuCacheSlots, Moves, PlanSet, plan_set
+from rowstead.stores.cache_slots import CacheSlots, CpuCacheSlots, Moves, plan_set
 from rowstead.stores.device import DeviceStore, resolve_device
 from rowstead.stores.groups import CacheGroup, IdMapper, group_tables, slots_layout
 from rowstead.stores.prefetch_scheduler import PendingBatch, PrefetchScheduler
@@ -72,12 +73,19 @@ class CachedStore(EmbeddingStore):
         self._groups = group_tables(layout.tables, num_slots, dtype=dtype, optimizer=optimizer)
         self._mapper = IdMapper(layout, self._groups, self._device)
         is_cuda = self._device.type == "cuda"
+        self._plan_set, self._move_rows = plan_set, move_rows
+        new_slots: Callable[[int, int], CacheSlots] = CpuCacheSlots
+        if is_cuda:
+            from rowstead.stores.cache_slots_gpu import GpuCacheSlots, plan_set_on_gpu
+
+            self._plan_set, self._move_rows = plan_set_on_gpu, move_rows_over_bus
+            new_slots = functools.partial(GpuCacheSlots, device=self._device)
         # Steps wait for rows, so these streams have a higher priority than all streams of a step.
         self._planning = torch.cuda.Stream(self._device, priority=-3) if is_cuda else None
         self._moving = torch.cuda.Stream(self._device, priority=-3) if is_cuda else None
         with self._on(self._planning):  # allocated there, so that torch reuses this memory only after the plans that read it
-            self._slots = [self._new_slots(group) for group in self._groups]
-        self._backings = [backing(group) for group in self._groups]
+            self._slots = [new_slots(group.num_rows, group.num_slots) for group in self._groups]
+        self.backings = [backing(group) for group in self._groups]
         fast, self._first_group = slots_layout(layout, self._groups, [group.num_slots for group in self._groups])
         self.resident = DeviceStore(
             fast, optimizer, seed=seed, kernel=kernel, device=device, dtype=dtype, check=False, contiguous=False
@@ -91,20 +99,7 @@ class CachedStore(EmbeddingStore):
         """Ids of the batch by which the size of sets was last chosen."""
         self.num_rows_in = self.num_rows_out = 0
         """Rows fetched and written back so far."""
-        self._plan_set: PlanSet = plan_set
-        self._move_rows = move_rows
-        if is_cuda:
-            from rowstead.stores.cache_slots_gpu import plan_set_on_gpu
-
-            self._plan_set, self._move_rows = plan_set_on_gpu, move_rows_over_bus
         self._scheduler = PrefetchScheduler(self, moves_block=not is_cuda)
-
-    def _new_slots(self, group: CacheGroup) -> CacheSlots:
-        if self._device.type == "cpu":
-            return CpuCacheSlots(group.num_rows, group.num_slots)
-        from rowstead.stores.cache_slots_gpu import GpuCacheSlots
-
-        return GpuCacheSlots(group.num_rows, group.num_slots, self._device)
 
     @property
     def kernel(self) -> str:
@@ -113,10 +108,6 @@ class CachedStore(EmbeddingStore):
     @property
     def device(self) -> torch.device:
         return self._device
-
-    @property
-    def backings(self) -> Sequence[Backing]:
-        return self._backings
 
     def graph_rows(self) -> GraphRows | None:
         return self if self.resident.graph_rows() is not None else None
@@ -232,7 +223,7 @@ class CachedStore(EmbeddingStore):
         """Move rows and optimizer states between a group's slots and its backing."""
         table = self._first_group + group
         parts = [self.resident.weights[table].detach(), *self.resident.row_states[table].values()]
-        self._move_rows(parts, moves, self._backings[group])
+        self._move_rows(parts, moves, self.backings[group])
 
     def _grow(self) -> None:
         """Resize `resident` if there are more slots than it has memory for."""
@@ -320,7 +311,6 @@ class CachedStore(EmbeddingStore):
 
     def rows(self, table: str, ids: Tensor) -> Tensor:
         part = next(part for part in self.parts() if part.name == f"{table}.rows")
-        assert part.take is not None
         return part.take(ids.cpu()).to(ids.device)
 
     def parts(self) -> list[StatePart]:
@@ -331,7 +321,7 @@ class CachedStore(EmbeddingStore):
         for table in self.tables:
             if table.name in behind:
                 index, first = behind[table.name]
-                group, backing = self._groups[index], self._backings[index]
+                group, backing = self._groups[index], self.backings[index]
                 parts += parts_behind(table, first, group, backing, before_write=self._empty_slots)
             else:
                 parts += [part for name, part in whole.items() if name.rpartition(".")[0] == table.name]
@@ -364,5 +354,5 @@ class CachedStore(EmbeddingStore):
         self.drop_prefetched()
         with self._scheduler.pause(even_failed=True):
             self._synchronize()
-            for backing in self._backings:
+            for backing in self.backings:
                 backing.close()

@@ -12,16 +12,14 @@ from rowstead.data.batch import Sparse
 from rowstead.kernels import reference
 from rowstead.kernels.check import check_gradient
 from rowstead.kernels.choose import EmbeddingKernels, kernels_for
-from rowstead.kernels.cpu import embedding as cpu
-from rowstead.kernels.initial import PIECE, initial_rows
+from rowstead.kernels.initial import fill_initial_rows, initial_rows
 from rowstead.kernels.layout import Layout
 from rowstead.kernels.row_state import RowState, compute_dtype, new_row_state
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.features import Table
 from rowstead.spec.row_optimizers import RowOptimizerName, SparseOptimizerSpec
 from rowstead.spec.run import Kernel
-from rowstead.stores.base import EmbeddingStore, GraphRows
-from rowstead.stores.checked import check_batch
+from rowstead.stores.base import EmbeddingStore, GraphRows, check_batch
 from rowstead.stores.state import StatePart, part_of
 
 if TYPE_CHECKING:
@@ -39,9 +37,7 @@ class DeviceStore(EmbeddingStore):
     Tables do not require gradients, since `update` trains them. After `requires_grad_(True)` they take part in autograd
     like any other parameter. Without an optimizer the store only answers look-ups and holds no optimizer state.
     Rows have type `dtype`; in BF16 and FP16 updates use stochastic rounding, while look-ups, gradients and optimizer state are
-    FP32. With `hogwild`, on a CPU, several threads may look up and update at once: gradients of equal ids are not summed, and of
-    two concurrent updates of a row one may be lost.
-    With `contiguous`, on a GPU, tables of one width share one allocation, which lives as long as any of them.
+    FP32. With `contiguous`, on a GPU, tables of one width share one allocation, which lives as long as any of them.
     """
 
     def __init__(
@@ -54,7 +50,6 @@ class DeviceStore(EmbeddingStore):
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         check: bool = True,
-        hogwild: bool = False,
         contiguous: bool = True,
     ) -> None:
         super().__init__(layout, check=check)
@@ -62,9 +57,6 @@ class DeviceStore(EmbeddingStore):
         self.optimizer = optimizer
         self._kernel_choice: Kernel = kernel
         self._checked_addresses: list[int] = []
-        self._hogwild = hogwild
-        if hogwild and kernels_for(kernel, device)[0] != "cpu":
-            raise RowsteadError("Hogwild updates need the CPU kernels: use `device: cpu` and `kernel: cpu` or `auto`")
         kind: RowOptimizerName = optimizer.kind if optimizer else "sgd"
         if contiguous and device.type == "cuda" and len(layout.tables) > 1 and len({t.width for t in layout.tables}) == 1:
             rows, self.row_states = _allocate_contiguous(layout.tables, kind, seed=seed, dtype=dtype, device=device)
@@ -78,9 +70,8 @@ class DeviceStore(EmbeddingStore):
         if self._check:
             self._check_tables(weights)
             sparse = check_batch(sparse, self.layout, weights[0].device)
-        needs_grad = any(rows.requires_grad for rows in weights)
-        needs_grad = needs_grad or (sparse.weights is not None and sparse.weights.requires_grad)
-        in_autograd = torch.is_grad_enabled() and needs_grad
+        inputs = weights if sparse.weights is None else [*weights, sparse.weights]
+        in_autograd = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
         kernels = reference if in_autograd else self._kernels()
         return kernels.lookup(weights, self.layout, sparse.ids, sparse.offsets, sparse.weights)
 
@@ -94,19 +85,8 @@ class DeviceStore(EmbeddingStore):
             check_gradient(self.layout, sparse.offsets, grad)
         assert grad.dtype == compute_dtype(weights[0].dtype), f"rows are {weights[0].dtype}, their gradient is {grad.dtype}"
         assert all(value.device == grad.device for value in self.row_states[0].values()), "move it before training"
-        apply = cpu.update_hogwild if self._hogwild else self._kernels().update
-        apply(
-            weights,
-            self.row_states,
-            self.layout,
-            sparse.ids,
-            sparse.offsets,
-            sparse.weights,
-            grad,
-            optimizer=self.optimizer,
-            lr=lr,
-            step=step,
-        )
+        batch = sparse.ids, sparse.offsets, sparse.weights
+        self._kernels().update(weights, self.row_states, self.layout, *batch, grad, optimizer=self.optimizer, lr=lr, step=step)
 
     def _check_tables(self, weights: list[Tensor]) -> None:
         """Refuse replaced tables that the kernels would misread; checks again whenever a table has moved."""
@@ -161,17 +141,8 @@ class DeviceStore(EmbeddingStore):
         from rowstead.kernels.gpu import embedding as gpu
 
         assert self.optimizer is not None, "this store was made for look-ups only"
-        gpu.apply_plan(
-            plan,
-            self._rows(),
-            self.layout,
-            sparse.offsets,
-            sparse.weights,
-            grad,
-            optimizer=self.optimizer,
-            scalars=scalars,
-            guard=guard,
-        )
+        batch = sparse.offsets, sparse.weights, grad
+        gpu.apply_plan(plan, self._rows(), self.layout, *batch, optimizer=self.optimizer, scalars=scalars, guard=guard)
 
     @property
     def kernel(self) -> str:
@@ -230,9 +201,6 @@ def _allocate_contiguous(
     slab = torch.empty(sum(sizes), tables[0].width, dtype=dtype, device=device)
     states = {name: value.split(sizes) for name, value in new_row_state(kind, slab).items()}
     rows = [part.data for part in slab.split(sizes)]  # views would share autograd's version counter
-    at_a_time = max(1, PIECE // tables[0].width)  # there may be no memory for a second copy of a table
     for table, into in zip(tables, rows, strict=True):
-        for start in range(0, table.num_rows, at_a_time):
-            stop = min(start + at_a_time, table.num_rows)
-            into[start:stop] = initial_rows(table, seed=seed, dtype=dtype, device=device, start=start, stop=stop)
+        fill_initial_rows(into, table, seed=seed, device=device)
     return rows, [{name: parts[index] for name, parts in states.items()} for index in range(len(sizes))]

@@ -101,6 +101,8 @@ class IdMapper:
             for table, first in group.tables:
                 firsts[table.name] = self._starts[-1] + first
             self._starts.append(self._starts[-1] + group.num_rows)
+        self.starts = self._starts[:-1]
+        """For each group the number of rows in the groups before it."""
         names = [layout.tables[table].name for table in layout.table_of]
         self._firsts = np.array([firsts.get(name, -1) for name in names], np.int64)
         self._firsts_on_device = torch.from_numpy(self._firsts).to(device)
@@ -110,11 +112,6 @@ class IdMapper:
             for start, stop in pairwise(self._starts)
         ]
         """For each group the first row of every feature within the group, int64 [F]; -1 for features of other groups."""
-
-    @property
-    def starts(self) -> list[int]:
-        """For each group the number of rows in the groups before it."""
-        return self._starts[:-1]
 
     def empty_slots(self, ids: Tensor) -> Tensor:
         """A tensor for the slots of `ids` [nnz], or -1 - row until there is one; holds the ids of tables that are not cached."""
@@ -130,9 +127,7 @@ class IdMapper:
                 offsets = sparse.offsets.contiguous().numpy()
                 map_ids_to_rows(sparse.ids.contiguous().numpy(), offsets, sparse.num_samples, self._firsts, rows)
             return torch.from_numpy(rows)
-        from rowstead.kernels.gpu.cache import map_ids_to_rows as map_ids_on_gpu
-
-        return map_ids_on_gpu(sparse.ids, sparse.offsets, self._firsts_on_device)
+        return map_ids_with_torch(sparse, self._firsts_on_device)
 
     def split_by_group(self, rows: Tensor) -> Iterator[Tensor]:
         """The rows of each group, numbered within the group."""
@@ -159,3 +154,12 @@ class IdMapper:
             is_here = (rows >= first) & (rows < last)
             mapped = torch.where(is_here, slots[(rows - first).clamp(0, last - first - 1)], mapped)
         return mapped
+
+
+def map_ids_with_torch(sparse: Sparse, first_rows: Tensor) -> Tensor:
+    """The row of each id, int64 [nnz]: the first row of its feature, first_rows int64 [F], plus the id; -1 where that is -1."""
+    if not sparse.ids.numel():
+        return sparse.ids.long()
+    counts = sparse.offsets[:: sparse.num_samples].diff()
+    firsts = torch.repeat_interleave(first_rows, counts, output_size=sparse.ids.numel())
+    return torch.where(firsts < 0, firsts, firsts + sparse.ids)

@@ -20,7 +20,6 @@ from torch import Tensor
 from rowstead.data.batch import Sparse
 from rowstead.kernels.check import check_gradient
 from rowstead.stores.base import EmbeddingStore
-from rowstead.stores.checked import check_batch
 from rowstead.stores.device import resolve_device
 from rowstead.stores.state import StatePart
 
@@ -76,8 +75,7 @@ class HostStore(EmbeddingStore):
         return self.start_lookup(sparse)()
 
     def start_lookup(self, sparse: Sparse) -> Callable[[], Tensor]:
-        if self._check:
-            sparse = check_batch(sparse, self.layout, self._device)
+        sparse = self.check_batch(sparse)
         self._raise_failed_update()
         pooling = self._work.submit(self._pool, self._batch(sparse))
 
@@ -94,8 +92,8 @@ class HostStore(EmbeddingStore):
 
     @torch.no_grad()
     def update(self, sparse: Sparse, grad: Tensor, *, lr: float, step: int) -> None:
+        sparse = self.check_batch(sparse)
         if self._check:
-            sparse = check_batch(sparse, self.layout, self._device)
             check_gradient(self.layout, sparse.offsets, grad)
         self._raise_failed_update()
         batch, self._current = self._batch(sparse), None
@@ -116,8 +114,7 @@ class HostStore(EmbeddingStore):
 
     def prefetch(self, sparse: Sparse) -> None:
         """Start to copy the batch's ids, and prefetch it in the inner store."""
-        if self._check:
-            sparse = check_batch(sparse, self.layout, self._device)
+        sparse = self.check_batch(sparse)
         batch = self._copy_batch(sparse)
         self._prefetched.append(batch)
         self._work.submit(lambda: self.inner.prefetch(batch.wait()))

@@ -12,7 +12,7 @@ import dataclasses
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import cast
 
 import torch
@@ -22,7 +22,6 @@ from rowstead.data.batch import Sparse
 from rowstead.kernels.check import check_gradient
 from rowstead.kernels.layout import Layout
 from rowstead.stores.base import EmbeddingStore
-from rowstead.stores.checked import check_batch
 from rowstead.stores.state import StatePart
 
 
@@ -32,13 +31,11 @@ def select_tables(layout: Layout, tables: Sequence[str]) -> Layout:
     index_of = {feature: new for new, feature in enumerate(features)}
     kept = [table for table in layout.tables if table.name in tables]
     table_index = {table.name: new for new, table in enumerate(kept)}
-    columns = [0]
-    for feature in features:
-        columns.append(columns[-1] + layout.columns[feature + 1] - layout.columns[feature])
+    widths = (layout.columns[feature + 1] - layout.columns[feature] for feature in features)
     return Layout(
         tables=tuple(dataclasses.replace(t, features=tuple(index_of[f] for f in t.features)) for t in kept),
         table_of=tuple(table_index[layout.tables[layout.table_of[feature]].name] for feature in features),
-        columns=tuple(columns),
+        columns=(0, *accumulate(widths)),
         is_mean=tuple(layout.is_mean[feature] for feature in features),
     )
 
@@ -165,8 +162,7 @@ class MixedStore(EmbeddingStore):
         return self._current.parts
 
     def _split(self, sparse: Sparse) -> _SplitBatch:
-        if self._check:
-            sparse = check_batch(sparse, self.layout)
+        sparse = self.check_batch(sparse)
         num_samples = sparse.num_samples
         zeros = [0] * (self.layout.num_features + 1)
         bounds = sparse.offsets[::num_samples].tolist() if num_samples else zeros  # on a GPU the host waits for the batch here

@@ -48,15 +48,10 @@ class Cache(Protocol):
     """What the scheduler needs of a cache."""
 
     def plan_rows(self, batches: Sequence[PendingBatch], oldest: int, left: Any) -> Callable[[], None]:
-        """Assign slots to the rows of some batches; the returned function moves the rows.
-
-        Rows that batches from `oldest` on use stay. Earlier batches have left, on a GPU by the event `left`.
-        """
-        ...
+        """See `CachedStore.plan_rows`."""
 
     def resize(self) -> None:
         """Move to larger memory; nothing is planned, moved or trained on meanwhile."""
-        ...
 
 
 class PrefetchScheduler:

@@ -72,9 +72,8 @@ class FileRows:
 
     columns: type and width of the row, then of each optimizer state. `initial(rows)` makes the values [n, width] of rows that were
     never written, whose states are zero, so a new file is ready at once. The file is `spare` times as long as its records: the shorter
-    it is, the more often it is cleaned.
-    `close` removes the file, as does a regular exit of the process; with `keep` it stays, and `create=False` opens it again.
-    `direct`, `reserve`: see ScratchFile. A lock admits one thread at a time; rows in one call are distinct.
+    it is, the more often it is cleaned. `close` removes it, as does a regular exit of the process. `direct`: see ScratchFile.
+    A lock admits one thread at a time; rows in one call are distinct.
     Memory besides the file: 4 bytes per row (8 from 2**31 slots on), and at most about 25 MB.
     """
 
@@ -85,10 +84,7 @@ class FileRows:
         columns: Columns,
         *,
         initial: Callable[[Tensor], Tensor] | None = None,
-        create: bool = True,
-        keep: bool = False,
         direct: bool = True,
-        reserve: bool = False,
         spare: float = FILE_SPARE,
     ) -> None:
         assert num_rows > 0
@@ -102,25 +98,12 @@ class FileRows:
         self._per_segment = self._segment_bytes // self.record_bytes
         self._num_segments = int(num_rows * spare) // self._per_segment + 2 + 2 * WRITERS + 2 * CLEANED
         num_slots = self._num_segments * self._per_segment
-        facts = {
-            "format": 1,
-            "rows": num_rows,
-            "columns": [[str(dtype).removeprefix("torch."), width] for dtype, width in columns],
-            "segment_bytes": self._segment_bytes,
-            "segments": self._num_segments,
-        }
-        num_bytes = self._num_segments * self._segment_bytes
-        self.file = ScratchFile(path, num_bytes, facts, create=create, keep=keep, direct=direct, reserve=reserve)
+        self.file = ScratchFile(path, self._num_segments * self._segment_bytes, direct=direct)
         self._slot_of: NDArray[Any] = np.full(num_rows, -1, np.int32 if num_slots < 2**31 else np.int64)
         self._live = np.zeros(self._num_segments, np.int64)
         self._status = np.zeros(self._num_segments, np.uint8)
         self._in_memory = np.zeros(self._num_segments, np.int64)
-        if not create:
-            self._slot_of[:] = np.frombuffer(self.file.extra, self._slot_of.dtype)
-            segments, counts = np.unique(self._slot_of[self._slot_of >= 0] // self._per_segment, return_counts=True)
-            self._live[segments] = counts
-            self._status[segments] = _ON_DISK
-        self._free = deque(np.flatnonzero(self._status == _FREE).tolist())
+        self._free = deque(range(self._num_segments))
         self._spare_memory: list[NDArray[np.uint8]] = []
         self._written: deque[tuple[Future[None], _OpenSegment]] = deque()
         self._writers = ThreadPoolExecutor(WRITERS, thread_name_prefix="rows-to-disk")
@@ -134,11 +117,6 @@ class FileRows:
         self._lock = threading.Lock()
         self._closed = False
 
-    @property
-    def direct(self) -> bool:
-        """Whether reads and writes bypass the page cache."""
-        return self.file.direct
-
     def _new_queue(self) -> disk.ReadQueue | None:
         """None where the system has no asynchronous I/O, or would do reads one after the other because they are not direct."""
         if not self.file.direct:
@@ -149,10 +127,6 @@ class FileRows:
             return None
 
     def read(self, rows: Tensor, into: Sequence[Tensor], slots: Tensor | None = None) -> None:
-        """Read the records of `rows` int64 [n] into contiguous CPU tensors [n, width], one per column.
-
-        With `slots` int64 [n], tensors may be longer, and records go to these indices.
-        """
         numbers, columns = rows.contiguous().numpy(), self._addresses(into)
         targets = _indices(rows, slots, into)
         on_disk, unwritten = np.empty_like(numbers), np.empty_like(numbers)
@@ -220,10 +194,6 @@ class FileRows:
             state.index_fill_(0, there, 0)
 
     def write(self, rows: Tensor, values: Sequence[Tensor], slots: Tensor | None = None) -> None:
-        """Write the records of distinct `rows` int64 [n] from CPU tensors [n, width], one per column.
-
-        With `slots` int64 [n], tensors may be longer, and records are at these indices.
-        """
         numbers, held = rows.contiguous().numpy(), [value.contiguous() for value in values]
         columns, sources = self._addresses(held), _indices(rows, slots, held)
         assert not len(numbers) or (numbers.min() >= 0 and numbers.max() < self.num_rows), "a row is out of range"
@@ -241,37 +211,18 @@ class FileRows:
                 head.filled += count
                 done += count
 
-    def read_range(self, start: int, stop: int) -> list[Tensor]:
-        """The records of rows `start` to `stop`, one tensor per column; larger ranges need fewer reads per row."""
-        into = [torch.empty(stop - start, width, dtype=dtype) for dtype, width in self.columns]
-        self.read(torch.arange(start, stop), into)
-        return into
-
-    def write_range(self, start: int, values: Sequence[Tensor]) -> None:
-        """Write the records of the rows from `start` on, one tensor per column."""
-        self.write(torch.arange(start, start + len(values[0])), values)
-
     def close(self) -> None:
-        """Release threads and memory, and remove the file unless `keep`."""
+        """Release threads and memory, and remove the file."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-            newest = None
-            try:
-                if self.file.keep:
-                    for head in (self._fresh, self._kept):
-                        if head.filled:
-                            self._send(head)
-                    self._collect_written(leave=0)
-                    newest = self._slot_of.tobytes()
-            finally:
-                self._writers.shutdown()
-                if self._readers:
-                    self._readers.shutdown()
-                if self._queue:
-                    self._queue.close()
-                self.file.close(newest)
+            self._writers.shutdown()
+            if self._readers:
+                self._readers.shutdown()
+            if self._queue:
+                self._queue.close()
+            self.file.close()
 
     def _addresses(self, columns: Sequence[Tensor]) -> NDArray[np.int64]:
         assert not self._closed, "this row file was closed"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -34,13 +35,13 @@ class StatePart:
     """Rows `start` to `stop` of this piece, [stop - start, num_columns]; on any device, read-only."""
     write: Callable[[int, Tensor], None]
     """Replace rows from `start` on by the given [n, num_columns]."""
+    take: Callable[[Tensor], Tensor]
+    """Rows of this piece by index, int64 [n] on the CPU, ascending: [n, num_columns]."""
     first_row: int = 0
     """Offset of this piece in the whole tensor."""
     first_column: int = 0
     is_copy: bool = False
     """Whether another process saves the same piece; this one only loads it."""
-    take: Callable[[Tensor], Tensor] | None = None
-    """Rows of this piece by index, int64 [n] on the CPU, ascending: [n, num_columns]. None: use `read` of the whole range."""
 
 
 @runtime_checkable
@@ -51,23 +52,13 @@ class SavedState(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of the whole tensor."""
-        ...
 
     def rows(self, name: str, start: int, stop: int, first_column: int = 0, last_column: int | None = None) -> Tensor:
         """Rows `start` to `stop`, columns `first_column` to `last_column`, of a tensor; reads only those rows."""
-        ...
 
 
-def part_of(
-    name: str,
-    tensor: Tensor,
-    *,
-    shape: tuple[int, int] | None = None,
-    first_row: int = 0,
-    first_column: int = 0,
-    is_copy: bool = False,
-) -> StatePart:
-    """A part that is a tensor in memory, [rows, columns]; with `shape`, a piece of a tensor of that shape."""
+def part_of(name: str, tensor: Tensor, *, is_copy: bool = False) -> StatePart:
+    """A part that is a whole tensor in memory, [rows, columns]."""
 
     @torch.no_grad()
     def write(start: int, values: Tensor) -> None:
@@ -75,31 +66,28 @@ def part_of(
 
     return StatePart(
         name=name,
-        shape=shape or (tensor.shape[0], tensor.shape[1]),
+        shape=(tensor.shape[0], tensor.shape[1]),
         dtype=tensor.dtype,
         num_rows=tensor.shape[0],
         num_columns=tensor.shape[1],
         read=lambda start, stop: tensor.detach()[start:stop],
         write=write,
-        first_row=first_row,
-        first_column=first_column,
-        is_copy=is_copy,
         take=lambda rows: tensor.detach()[rows.to(tensor.device)],
+        is_copy=is_copy,
     )
 
 
 def whole_state(parts: Sequence[StatePart]) -> dict[str, Tensor]:
     """The whole tensors that `parts` make up, by name. A tensor of one part is not copied if its store can avoid it."""
     tensors: dict[str, Tensor] = {}
-    filled: dict[str, int] = {}
+    filled: Counter[str] = Counter()
     at_once = rows_at_once(parts)
     for part in parts:
+        filled[part.name] += part.num_rows * part.num_columns
         if (part.num_rows, part.num_columns) == part.shape:
             tensors[part.name] = part.read(0, part.num_rows)
-            filled[part.name] = part.num_rows * part.num_columns
             continue
         whole = tensors.setdefault(part.name, torch.empty(part.shape, dtype=part.dtype))
-        filled[part.name] = filled.get(part.name, 0) + part.num_rows * part.num_columns
         columns = slice(part.first_column, part.first_column + part.num_columns)
         for start, stop in row_ranges(part, at_once[part.name]):
             whole[part.first_row + start : part.first_row + stop, columns] = part.read(start, stop)
@@ -127,24 +115,6 @@ def load_parts(parts: Sequence[StatePart], state: Mapping[str, Tensor] | SavedSt
             part.write(start, saved.rows(part.name, part.first_row + start, part.first_row + stop, *columns).to(part.dtype))
 
 
-def take_rows(part: StatePart, rows: Tensor) -> Tensor:
-    """Rows of a part by index [n], ascending; in CPU memory."""
-    if part.take is not None:
-        return part.take(rows).cpu()
-    rows_each = max(1, PIECE_BYTES // max(1, part.num_columns * part.dtype.itemsize))
-    found = torch.empty(len(rows), part.num_columns, dtype=part.dtype)
-    done = 0
-    while done < len(rows):
-        start = int(rows[done])
-        stop = min(start + rows_each, part.num_rows)
-        count = int(torch.searchsorted(rows, stop)) - done
-        chosen = rows[done : done + count] - start
-        read = part.read(start, stop)
-        found[done : done + count] = read[chosen.to(read.device)]
-        done += count
-    return found
-
-
 def rows_at_once(parts: Sequence[StatePart]) -> dict[str, int]:
     """For each part, how many rows to process at a time.
 
@@ -163,17 +133,11 @@ def row_ranges(part: StatePart, rows_each: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + rows_each, part.num_rows)
 
 
-class _InMemory:
+class _InMemory(dict[str, Tensor]):
     """Tensors in memory as a SavedState."""
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._tensors
-
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._tensors[name].shape)
+        return tuple(self[name].shape)
 
     def rows(self, name: str, start: int, stop: int, first_column: int = 0, last_column: int | None = None) -> Tensor:
-        return self._tensors[name][start:stop, first_column:last_column]
+        return self[name][start:stop, first_column:last_column]
