@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import zipfile
 from collections.abc import Callable
@@ -12,8 +13,8 @@ import pytest
 
 from rowstead import run
 from rowstead.data import criteo, movielens
-from rowstead.spec.parse import override, parse, read_yaml
-from rowstead.spec.run import RECIPES, RunSpec, load_recipe, recipe_names
+from rowstead.spec.parse import override, parse
+from rowstead.spec.run import RECIPES, RunSpec, load_recipe, read_recipe, recipe_names
 
 GENRES = ("Action", "Comedy", "Drama", "Horror", "Musical", "Romance", "Sci-Fi", "Western")
 
@@ -62,13 +63,13 @@ WRITERS: dict[str, Callable[[Path], None]] = {"data/criteo": write_criteo, "data
 
 
 def small(name: str) -> RunSpec:
-    """A recipe with its tables shrunk and a batch that takes moments, and nothing else changed."""
-    plain = read_yaml(RECIPES / f"{name}.yaml")
+    """A recipe with its tables shrunk, a batch that takes moments and a single process, and nothing else changed."""
+    plain = read_recipe(name)
     largest = max(table.num_rows for table in parse(RunSpec, plain).tables)
     changes = [f"scale={min(1.0, 100 / largest)}", "train.batch_size=8", "train.max_steps=2", "data.statistics_rows=64"]
     if "synth" in plain["data"]:
         changes += ["data.synth.num_train_samples=24", "data.synth.num_eval_samples=8"]
-    return parse(RunSpec, override(plain, changes))
+    return dataclasses.replace(parse(RunSpec, override(plain, changes)), fleet=None)
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -110,34 +111,71 @@ def test_movielens_learns_taste(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert quality.ne < 0.9
 
 
-@pytest.mark.parametrize(
-    ("name", "num_sparse", "num_dense", "mean_ids", "num_rows", "bottom", "top", "batch_size"),
-    [
-        ("m1", 30, 800, 28, 5_700_000, (512,), (512, 512, 512), 1600),
-        ("m2", 13, 504, 17, 7_300_000, (1024,), (1024, 1024, 512), 3200),
-        ("m3", 127, 809, 49, 3_700_000, (512,), (512, 256, 512, 256, 512), 800),
-    ],
-)
-def test_the_papers_models(
-    name: str,
-    num_sparse: int,
-    num_dense: int,
-    mean_ids: int,
-    num_rows: int,
-    bottom: tuple[int, ...],
-    top: tuple[int, ...],
-    batch_size: int,
-) -> None:
-    spec = load_recipe(name)
-    assert len(spec.features.expanded_sparse()) == num_sparse
-    assert len(spec.features.expanded_dense()) == num_dense
-    assert {table.num_rows for table in spec.tables} == {num_rows}
-    assert (spec.model.bottom, spec.model.top, spec.model.interaction.kind) == (bottom, top, "dot")
-    assert spec.train.batch_size == batch_size
-    synth = spec.data.synth
+PAPER_MODELS = {
+    "m1": (30, 800, 28, 5_700_000, (512,), (512, 512, 512)),
+    "m2": (13, 504, 17, 7_300_000, (1024,), (1024, 1024, 512)),
+    "m3": (127, 809, 49, 3_700_000, (512,), (512, 256, 512, 256, 512)),
+}
+"""Sparse and dense features, mean length, mean hash size, bottom and top MLP."""
+
+
+@pytest.mark.parametrize("suffix", ["", "-gpu"])
+@pytest.mark.parametrize("name", list(PAPER_MODELS))
+def test_the_papers_models(name: str, suffix: str) -> None:
+    num_sparse, num_dense, mean_ids, num_rows, bottom, top = PAPER_MODELS[name]
+    spec = load_recipe(name + suffix)
+    rows, synth = np.array([table.num_rows for table in spec.tables]), spec.data.synth
     assert synth is not None
-    assert (synth.num_sparse, synth.num_dense, synth.mean_ids, synth.num_ids) == (num_sparse, num_dense, mean_ids, num_rows)
-    assert synth.length_power > 0  # mean ids per feature follow a power law over the features
+    assert (len(rows), len(spec.features.expanded_dense())) == (synth.num_sparse, synth.num_dense) == (num_sparse, num_dense)
+    assert (spec.model.bottom, spec.model.top, spec.model.interaction.kind) == (bottom, top, "dot")
+    assert rows.mean() == num_rows
+    assert (rows.min(), rows.max()) == (30, 20_000_000)
+    assert synth.num_ids == tuple(rows)
+    assert isinstance(synth.mean_ids, tuple)
+    assert np.mean(synth.mean_ids) == pytest.approx(mean_ids)
+
+
+@pytest.mark.parametrize("name", list(PAPER_MODELS))
+def test_lengths_follow_a_power_law_that_table_sizes_do_not_follow(name: str) -> None:
+    spec = load_recipe(name)
+    assert spec.data.synth is not None
+    lengths, rows = np.array(spec.data.synth.mean_ids), np.array([table.num_rows for table in spec.tables])
+    falling = np.sort(lengths)[::-1]
+    slope, _ = np.polyfit(np.log(np.arange(1, len(falling) + 1)), np.log(falling), 1)
+    assert -1.0 < slope < -0.3
+    assert abs(np.corrcoef(np.log(lengths), np.log(rows))[0, 1]) < 0.2
+    most_accessed = np.argsort(lengths)[::-1][: max(3, len(lengths) // 10)]
+    assert rows[most_accessed].min() < rows.mean() / 10  # some of the most accessed tables are small
+
+
+@pytest.mark.parametrize(
+    ("name", "num_trainers", "num_servers", "hogwild_threads", "gpu_batch"),
+    [("m1", 6, 8, 1, 1600), ("m2", 20, 16, 1, 3200), ("m3", 8, 8, 4, 800)],
+)
+def test_the_papers_set_ups(name: str, num_trainers: int, num_servers: int, hogwild_threads: int, gpu_batch: int) -> None:
+    spec, on_gpu = load_recipe(name), load_recipe(f"{name}-gpu")
+    assert spec.fleet is not None
+    assert spec.fleet.num_trainers == num_trainers
+    assert spec.fleet.num_sparse + spec.fleet.num_dense == num_servers
+    assert (spec.train.sync.mode, spec.train.sync.hogwild_threads) == ("easgd", hogwild_threads)
+    assert (spec.train.batch_size, on_gpu.train.batch_size) == (200, gpu_batch)
+    if name == "m3":
+        assert on_gpu.fleet is not None
+        assert (on_gpu.fleet.num_trainers, on_gpu.fleet.num_sparse, on_gpu.fleet.tables) == (1, 18, "remote")
+    else:
+        assert on_gpu.fleet is None
+        assert on_gpu.placement == "auto"
+
+
+@pytest.mark.parametrize("name", list(PAPER_MODELS))
+def test_scale_makes_the_papers_fleets_small(name: str) -> None:
+    spec = load_recipe(name, ["scale=0.01"])
+    fleet = spec.scaled_fleet
+    assert fleet is not None
+    assert (fleet.num_trainers, fleet.num_sparse, fleet.num_dense, fleet.num_readers) == (2, 2, 1, 2)
+    assert sum(table.num_elements for table in spec.tables) * 8 < 6e9
+    whole = load_recipe(name).scaled_fleet
+    assert whole == dataclasses.replace(spec.fleet, follows_scale=False)  # type: ignore[type-var]
 
 
 def test_m3_does_not_fit_the_papers_gpus() -> None:

@@ -138,3 +138,27 @@ def test_scale_multiplies_every_hash_size_and_leaves_at_least_one_row(sizes: lis
         assert table.num_rows >= 1
         assert abs(table.num_rows - size * scale) <= 0.5 or table.num_rows == 1
         assert table.width == 4
+
+
+def test_repeated_features_may_have_a_hash_size_each() -> None:
+    features = FeaturesSpec(sparse=(SparseFeatureSpec(name="f{i}", repeat=3, start=4, hash_sizes=(30, 500, 7)),))
+    assert [(one.name, one.num_rows, one.hash_sizes) for one in features.expanded_sparse()] == [
+        ("f4", 30, ()),
+        ("f5", 500, ()),
+        ("f6", 7, ()),
+    ]
+    assert [table.num_rows for table in tables_of(features, width=8, scale=0.1)] == [3, 50, 1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"hash_sizes": (1, 2)}, "hash_sizes: must be 3 numbers"),
+        ({"hash_sizes": (1, 2, 0)}, "hash_sizes: must be 3 numbers of at least 1"),
+        ({"hash_sizes": (1, 2, 3), "num_rows": 5}, "num_rows: `hash_sizes` has the rows"),
+        ({"hash_sizes": (1, 2, 3), "table": "shared"}, "num_rows: the shared table has its own"),
+    ],
+)
+def test_hash_sizes_that_cannot_be_are_refused(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(SpecError, match=says):
+        SparseFeatureSpec(name="f{i}", repeat=3, **fields)

@@ -10,10 +10,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rowstead.spec.catalogue import MACHINES, load_machine, load_software, machine_names, software_names
+from rowstead.spec.catalogue import MACHINES, SOFTWARE, load_machine, load_software, machine_names
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.machine import Machine
-from rowstead.spec.parse import parse, to_plain
+from rowstead.spec.parse import parse, shipped_names, to_plain
 
 BIG_BASIN = MACHINES / "bigbasin-32.yaml"
 METER = {"idle_watts": 100.0, "of": "all of it", "source": "a test"}
@@ -64,7 +64,7 @@ def test_the_catalogue_has_the_studys_platforms_and_modern_ones() -> None:
     assert wanted | {"h200", "laptop"} <= set(machine_names())
 
 
-@pytest.mark.parametrize("name", software_names())
+@pytest.mark.parametrize("name", shipped_names(SOFTWARE))
 def test_shipped_software_reads(name: str) -> None:
     assert load_software(name).name == name
 

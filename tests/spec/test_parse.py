@@ -140,8 +140,8 @@ def test_later_overrides_win_and_a_value_may_hold_an_equals_sign() -> None:
         ("train.batch_size", "write it as key.path=value"),
         ("=5", "write it as key.path=value"),
         ("", "write it as key.path=value"),
-        ("seed={", "cannot read the value"),
-        ("seed=2020-13-45", "cannot read the value"),
+        ("seed={", "the value in"),
+        ("seed=2020-13-45", "the value in"),
         ("features.sparse.9.num_rows=1", "`9` is not an index of a list of 1: use 0 to 0"),
         ("features.sparse.-1.num_rows=1", "`-1` is not an index of a list of 1"),
         ("features.sparse.first.num_rows=1", "`first` is not an index of a list of 1"),
@@ -219,7 +219,7 @@ def test_the_digest_tells_specs_apart_and_does_not_depend_on_the_order_of_keys()
 
 
 def test_the_digest_is_the_same_on_every_machine() -> None:
-    assert digest({"model": to_plain(ModelSpec()), "list": [1, 2.5, None, "x"]}) == "34fa08e58775b19a"
+    assert digest({"model": to_plain(ModelSpec()), "list": [1, 2.5, None, "x"]}) == "2a6f7b79cdf4fd6b"
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 import yaml
 
 from rowstead.spec.errors import RowsteadError, SpecError
+from rowstead.spec.fleet import FleetSpec
 from rowstead.spec.parse import override, parse
-from rowstead.spec.run import RunSpec, find_recipe, load_recipe, recipe_names
+from rowstead.spec.run import RunSpec, find_gpu_recipe, find_recipe, load_recipe, recipe_names
 from tests.small_runs import small_plain, small_spec
 
 
@@ -47,9 +49,11 @@ def problem_of(*assignments: str) -> str:
         ("model.top=[8, 0]", "model.top"),
         ("model.bottom=[-8]", "model.bottom"),
         ("model.interaction.cross_layers=0", "model.interaction.cross_layers"),
+        ("model.interaction.num_dense_vectors=0", "model.interaction.num_dense_vectors"),
+        ("model.interaction.pairs=none", "model.interaction.pairs"),
         ("model.interaction.cross_rank=0", "model.interaction.cross_rank"),
         ("data.synth.num_train_samples=0", "data.synth.num_train_samples"),
-        ("data.synth.num_dense=-1", "data.synth.num_sparse"),
+        ("data.synth.num_dense=-1", "data.synth.num_dense"),
         ("data.synth.num_skewed_dense=5", "data.synth.num_skewed_dense"),
         ("data.synth.num_ids=0", "data.synth.num_ids"),
         ("data.synth.num_ids=[1, 2]", "data.synth.num_ids"),
@@ -118,6 +122,14 @@ def test_the_dot_interaction_needs_a_pair() -> None:
     small_spec("features.sparse=[]")
 
 
+def test_the_chosen_pairs_must_exist() -> None:
+    assert "`dense_sparse` needs dense features" in problem_of("features.dense=[]", "model.interaction.pairs=dense_sparse")
+    one = ("features.sparse.0.repeat=1", "model.interaction.pairs=sparse_sparse")
+    assert problem_of(*one).startswith("model.interaction.pairs: `sparse_sparse` needs two sparse features")
+    small_spec("features.dense=[]", "model.interaction.pairs=sparse_sparse")
+    small_spec("features.sparse.0.repeat=1", "model.interaction.pairs=dense_sparse")
+
+
 def test_scale_reaches_the_tables() -> None:
     assert [table.num_rows for table in small_spec("scale=0.1").tables] == [5, 5, 5]
 
@@ -131,7 +143,7 @@ def test_recipes_are_found_by_name_and_by_path(tmp_path: Path) -> None:
 
 
 def test_an_unknown_recipe_names_the_nearest() -> None:
-    with pytest.raises(RowsteadError, match="`quickstrat`: did you mean `quickstart`"):
+    with pytest.raises(RowsteadError, match="`quickstrat`, shipped or as a file: did you mean `quickstart`"):
         find_recipe("quickstrat")
 
 
@@ -148,3 +160,42 @@ def test_a_recipe_without_keys_is_refused(tmp_path: Path, text: str) -> None:
     mine.write_text(text)
     with pytest.raises(SpecError, match=r"mine\.yaml: expected a mapping of keys"):
         load_recipe(str(mine))
+
+
+def test_a_recipe_changes_its_base(tmp_path: Path) -> None:
+    (tmp_path / "first.yaml").write_text(yaml.safe_dump(small_plain()))
+    (tmp_path / "second.yaml").write_text("{base: first.yaml, name: second, train: {batch_size: 7}}")
+    changes = {"name": "second", "train": {**small_plain()["train"], "batch_size": 7}}
+    assert load_recipe(str(tmp_path / "second.yaml")) == parse(RunSpec, small_plain() | changes)
+    (tmp_path / "shipped.yaml").write_text("{base: quickstart, seed: 5}")
+    assert load_recipe(str(tmp_path / "shipped.yaml")) == load_recipe("quickstart", ["seed=5"])
+
+
+def test_a_base_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("{base: mine.yaml, seed: 5}")
+    with pytest.raises(SpecError, match="names this recipe itself"):
+        load_recipe(str(mine))
+    mine.write_text("{base: quickstrat, seed: 5}")
+    with pytest.raises(RowsteadError, match="did you mean `quickstart`"):
+        load_recipe(str(mine))
+
+
+def test_a_recipe_may_have_a_set_up_for_gpus_beside_it(tmp_path: Path) -> None:
+    for name in ("mine", "mine-gpu"):
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(small_plain()))
+    assert find_gpu_recipe(str(tmp_path / "mine.yaml")) == tmp_path / "mine-gpu.yaml"
+    assert find_gpu_recipe("quickstart") is None
+
+
+@pytest.mark.parametrize(
+    ("scale", "counts"),
+    [(1.0, (20, 15, 1, 6)), (0.25, (10, 8, 1, 3)), (0.01, (2, 2, 1, 2)), (1e-6, (2, 2, 1, 2))],
+)
+def test_a_fleet_that_follows_the_scale_shrinks_by_its_square_root(scale: float, counts: tuple[int, ...]) -> None:
+    whole = FleetSpec(num_trainers=20, num_sparse=15, num_dense=1, num_readers=6, follows_scale=True)
+    fleet = whole.at_scale(scale)
+    assert (fleet.num_trainers, fleet.num_sparse, fleet.num_dense, fleet.num_readers) == counts
+    assert fleet.at_scale(scale) == fleet  # once
+    fixed = dataclasses.replace(whole, follows_scale=False)
+    assert fixed.at_scale(scale) == fixed

@@ -13,9 +13,9 @@ from typing import Any
 
 import yaml
 
-from rowstead.spec.errors import RowsteadError, SpecError, did_you_mean
+from rowstead.spec.errors import RowsteadError, did_you_mean
 from rowstead.spec.machine import Machine
-from rowstead.spec.parse import parse, read_yaml, to_plain
+from rowstead.spec.parse import errors_in, find_file, parse, read_yaml, shipped_names, to_plain
 from rowstead.spec.software import Software
 
 MACHINES = Path(__file__).parent.parent / "machines"
@@ -24,7 +24,7 @@ SOFTWARE = MACHINES / "software"
 
 def machine_names() -> list[str]:
     """Names of the machines that are shipped."""
-    return sorted(path.stem for path in MACHINES.glob("*.yaml"))
+    return shipped_names(MACHINES)
 
 
 HERE = "here"
@@ -63,16 +63,12 @@ def load_machine(name_or_path: str, changes: Iterable[str] = ()) -> Machine:
                 f"this machine is not calibrated (there is no {calibrated_path('cpu')}): run `rowstead calibrate`"
             )
         name_or_path = str(found)
-    plain, path = _plain_of(name_or_path, MACHINES, machine_names(), "machine")
-    try:
-        machine = described = parse(Machine, plain)
-        made = list(changes)
-        if made:
-            machine = parse(Machine, functools.reduce(changed, made, to_plain(machine)))
-    except SpecError as error:
-        is_measured = isinstance(plain, dict) and "software" in plain
-        again = "; if another version has written the file, run `rowstead calibrate` again" if is_measured else ""
-        raise SpecError("", f"{path.name}: {error}{again}") from None
+    path = find_file(name_or_path, "machine", MACHINES)
+    plain = read_yaml(path)
+    is_measured = isinstance(plain, dict) and "software" in plain
+    with errors_in(path, "; if another version has written the file, run `rowstead calibrate` again" if is_measured else ""):
+        described = parse(Machine, plain)
+        machine = parse(Machine, functools.reduce(changed, changes, to_plain(described)))
     return _without_what_is_not_known(described, machine)
 
 
@@ -80,12 +76,9 @@ def _without_what_is_not_known(before: Machine, after: Machine) -> Machine:
     """A changed machine; with another number of accelerators or sockets, without power and price unless those were changed too."""
     if (before.num_devices, before.host.num_sockets) == (after.num_devices, after.host.num_sockets):
         return after
-    return replace(
-        after,
-        power=after.power if after.power != before.power else None,
-        meter=after.meter if after.meter != before.meter else None,
-        price=after.price if after.price != before.price else None,
-    )
+    names = ("power", "meter", "price")
+    unknown: dict[str, Any] = {name: None for name in names if getattr(after, name) == getattr(before, name)}
+    return replace(after, **unknown)
 
 
 def machine_text(machine: Machine) -> str:
@@ -103,31 +96,16 @@ def _short(node: Any) -> Any:
     return node
 
 
-def software_names() -> list[str]:
-    """Names of the descriptions of software that are shipped."""
-    return sorted(path.stem for path in SOFTWARE.glob("*.yaml"))
-
-
 def load_software(name_or_path: str) -> Software:
     """A shipped description of software by name, or one of the user's own by path."""
-    plain, path = _plain_of(name_or_path, SOFTWARE, software_names(), "software")
-    try:
-        return parse(Software, plain)
-    except SpecError as error:
-        raise SpecError("", f"{path.name}: {error}") from None
-
-
-def _plain_of(name_or_path: str, folder: Path, known: list[str], what: str) -> tuple[Any, Path]:
-    path = Path(name_or_path)
-    if not path.is_file():
-        if name_or_path not in known:
-            raise RowsteadError(f"no {what} `{name_or_path}`, shipped or as a file: {did_you_mean(name_or_path, known)}")
-        path = folder / f"{name_or_path}.yaml"
-    return read_yaml(path), path
+    path = find_file(name_or_path, "software", SOFTWARE)
+    with errors_in(path):
+        return parse(Software, read_yaml(path))
 
 
 def changed(plain: Any, change: str) -> Any:
-    """The plain form of a machine with one number changed: `network.bandwidth=4x` multiplies, `host.num_cores=64` sets.
+    """The plain form of a machine with one field changed: `network.bandwidth=4x` multiplies, `host.num_cores=64` sets a number, and
+    `peer_link.topology=ring` a topology.
 
     A key may be the beginning of a field's name, as long as no other field begins so. What hangs together changes together: a faster
     memory is so at random too, and more cores do more arithmetic.
@@ -136,18 +114,14 @@ def changed(plain: Any, change: str) -> Any:
     keys = key.strip().removeprefix("machine.").split(".")
     if not separator or not all(keys):
         raise RowsteadError(f"cannot read `{change}`: write it as machine.network.bandwidth=4x, or with a number after `=`")
-    try:
-        factor = float(text.strip().removesuffix("x"))
-    except ValueError:
-        raise RowsteadError(f"cannot read `{text}` in `{change}`: give a factor such as 4x, or a number") from None
-    return _with_change(plain, keys, factor, text.strip().endswith("x"), change)
+    return _with_change(plain, keys, text.strip(), change)
 
 
-def _with_change(node: Any, keys: list[str], factor: float, multiply: bool, change: str) -> Any:
+def _with_change(node: Any, keys: list[str], text: str, change: str) -> Any:
     if node is None:
         raise RowsteadError(f"`{change}`: this machine has no such part")
     if isinstance(node, list):
-        return [_with_change(item, keys, factor, multiply, change) for item in node]
+        return [_with_change(item, keys, text, change) for item in node]
     if not isinstance(node, dict):
         raise RowsteadError(f"`{change}` goes inside a number: shorten the key")
     head, rest = keys[0], keys[1:]
@@ -160,13 +134,20 @@ def _with_change(node: Any, keys: list[str], factor: float, multiply: bool, chan
     (name,) = matching
     value = node[name]
     if rest:
-        return {**node, name: _with_change(value, rest, factor, multiply, change)}
+        return {**node, name: _with_change(value, rest, text, change)}
     if value is None:
         raise RowsteadError(f"`{change}`: this machine has no such part: its `{name}` is not given")
+    if name == "topology":
+        is_direct = text != "through_host"  # which has no links of its own
+        return {**node, name: text, "bandwidth_bytes_per_s": node["bandwidth_bytes_per_s"] if is_direct else None}
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         inside = f": name one of its fields, {', '.join(value)}" if isinstance(value, dict) else ""
         raise RowsteadError(f"`{change}`: `{name}` is not a number and cannot be changed{inside}")
-    new = value * factor if multiply else factor
+    try:
+        factor = float(text.removesuffix("x"))
+    except ValueError:
+        raise RowsteadError(f"cannot read `{text}` in `{change}`: give a factor such as 4x, or a number") from None
+    new = value * factor if text.endswith("x") else factor
     if isinstance(value, int):
         if not math.isfinite(new):
             raise RowsteadError(f"`{change}`: `{name}` is a whole number, and cannot become {new:g}")

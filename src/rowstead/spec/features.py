@@ -7,8 +7,9 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
+from rowstead.spec.bounds import AtLeastOne, NotEmpty, Spec
 from rowstead.spec.errors import SpecError, did_you_mean, require
 
 Hash = Literal["mix", "modulo", "none"]
@@ -16,17 +17,34 @@ Pooling = Literal["sum", "mean"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DenseFeatureSpec:
-    """One scalar column; the transforms apply in the order clip, log, missing, standardise."""
+class FeatureSpec(Spec):
+    """A column of the log, or several that differ in a number."""
 
-    name: str
+    name: NotEmpty
     """Name of the feature; with `repeat`, `{i}` in it becomes 0, 1, 2 …"""
     column: str | None = None
     """Column of the log. Default: the feature's name."""
-    repeat: int = 1
+    repeat: AtLeastOne = 1
     """Expands to this many features that differ only in `{i}`."""
     start: int = 0
     """First value of `{i}`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        named = self.repeat == 1 or "{i}" in self.name
+        require(named, "name", f"with repeat: {self.repeat} the name needs `{{i}}`, such as `{self.name}_{{i}}`")
+
+    def fields_at(self, index: int) -> dict[str, Any]:
+        """What differs in feature `index` of those that this expands to."""
+        column = self.column or self.name
+        filled = {name: text.replace("{i}", str(index)) for name, text in (("name", self.name), ("column", column))}
+        return {**filled, "repeat": 1, "start": 0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseFeatureSpec(FeatureSpec):
+    """One scalar column; the transforms apply in the order clip, log, missing, standardise."""
+
     clip: tuple[float, ...] | None = None
     """`[low, high]`: values outside are set to the nearer bound."""
     log: bool = False
@@ -37,7 +55,7 @@ class DenseFeatureSpec:
     """Subtract the training split's mean and divide by its standard deviation."""
 
     def __post_init__(self) -> None:
-        _check_repeat(self.name, self.repeat)
+        super().__post_init__()
         if self.clip is not None:
             require(len(self.clip) == 2 and self.clip[0] < self.clip[1], "clip", "must be [low, high] with low < high")
         if isinstance(self.missing, (int, float)):
@@ -49,57 +67,56 @@ class DenseFeatureSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparseFeatureSpec:
+class SparseFeatureSpec(FeatureSpec):
     """One column of ids (integer, text, or a list of either); each id is hashed to a table row, and the rows are pooled."""
 
-    name: str
-    """Name of the feature; with `repeat`, `{i}` in it becomes 0, 1, 2 …"""
-    column: str | None = None
-    """Column of the log. Default: the feature's name."""
-    repeat: int = 1
-    """Expands to this many features that differ only in `{i}`."""
-    start: int = 0
-    """First value of `{i}`."""
-    num_rows: int | None = None
+    num_rows: AtLeastOne | None = None
     """Hash size: rows of the feature's own table. Omit it if `table` names a shared table."""
-    width: int | None = None
+    hash_sizes: tuple[int, ...] = ()
+    """With `repeat`, instead of `num_rows`: the hash size of each feature."""
+    width: AtLeastOne | None = None
     """Embedding width of the feature's own table. Default: `model.width`."""
     table: str | None = None
     """Name of a table under `features.tables`, for features that share one."""
     pooling: Pooling = "sum"
     """How the rows of one example are pooled."""
-    max_ids: int | None = None
+    max_ids: AtLeastOne | None = None
     """Truncation size: only the first `max_ids` ids of an example are used."""
     hash: Hash = "mix"
     """How an id becomes a row: `mix` (a stable 64-bit hash, then modulo), `modulo`, or `none` (ids are row numbers)."""
 
     def __post_init__(self) -> None:
-        _check_repeat(self.name, self.repeat)
+        super().__post_init__()
+        if self.hash_sizes:
+            each = len(self.hash_sizes) == self.repeat and min(self.hash_sizes) >= 1
+            require(each, "hash_sizes", f"must be {self.repeat} numbers of at least 1, one per feature")
+            require(self.num_rows is None, "num_rows", "`hash_sizes` has the rows of each feature; set only one of the two")
         if self.table is None:
-            require(self.num_rows is not None, "num_rows", "set a hash size, or name a shared `table`")
+            given = self.num_rows is not None or bool(self.hash_sizes)
+            require(given, "num_rows", "set a hash size, or name a shared `table`")
         else:
-            require(self.num_rows is None, "num_rows", "the shared table has its own num_rows; set only one of the two")
+            require(
+                self.num_rows is None and not self.hash_sizes,
+                "num_rows",
+                "the shared table has its own num_rows; set only one of the two",
+            )
             require(self.width is None, "width", "the shared table has its own width; set only one of the two")
-        require(self.num_rows is None or self.num_rows >= 1, "num_rows", f"must be at least 1, got {self.num_rows}")
-        require(self.width is None or self.width >= 1, "width", f"must be at least 1, got {self.width}")
-        require(self.max_ids is None or self.max_ids >= 1, "max_ids", f"must be at least 1, got {self.max_ids}")
+
+    def fields_at(self, index: int) -> dict[str, Any]:
+        own = {"num_rows": self.hash_sizes[index - self.start], "hash_sizes": ()} if self.hash_sizes else {}
+        return {**super().fields_at(index), **own}
 
 
 @dataclass(frozen=True, kw_only=True)
-class TableSpec:
+class TableSpec(Spec):
     """An embedding table that several features may share."""
 
-    name: str
+    name: NotEmpty
     """Name that features refer to."""
-    num_rows: int
+    num_rows: AtLeastOne
     """Hash size."""
-    width: int | None = None
+    width: AtLeastOne | None = None
     """Embedding width. Default: `model.width`."""
-
-    def __post_init__(self) -> None:
-        require(bool(self.name), "name", "must not be empty")
-        require(self.num_rows >= 1, "num_rows", f"must be at least 1, got {self.num_rows}")
-        require(self.width is None or self.width >= 1, "width", f"must be at least 1, got {self.width}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,18 +210,5 @@ Feature = TypeVar("Feature", DenseFeatureSpec, SparseFeatureSpec)
 
 
 def _expand(feature: Feature) -> list[Feature]:
-    column = feature.column or feature.name
-    return [
-        dataclasses.replace(feature, name=_fill_in(feature.name, i), column=_fill_in(column, i), repeat=1, start=0)
-        for i in range(feature.start, feature.start + feature.repeat)
-    ]
-
-
-def _fill_in(template: str, i: int) -> str:
-    return template.replace("{i}", str(i))
-
-
-def _check_repeat(name: str, repeat: int) -> None:
-    require(bool(name), "name", "must not be empty")
-    require(repeat >= 1, "repeat", f"must be at least 1, got {repeat}")
-    require(repeat == 1 or "{i}" in name, "name", f"with repeat: {repeat} the name needs `{{i}}`, such as `{name}_{{i}}`")
+    indices = range(feature.start, feature.start + feature.repeat)
+    return [dataclasses.replace(feature, **feature.fields_at(index)) for index in indices]

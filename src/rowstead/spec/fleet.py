@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Literal
 
+from rowstead.spec.bounds import AboveZero, AtLeastOne, Count, Spec
 from rowstead.spec.errors import RowsteadError, SpecError, did_you_mean, require
 from rowstead.spec.parse import parse, to_plain
 
@@ -18,43 +20,36 @@ _EXAMPLE = "trainers=2,sparse=2,dense=1,readers=1"
 
 
 @dataclass(frozen=True, kw_only=True)
-class FleetSpec:
+class FleetSpec(Spec):
     """Number of processes per role, and how they are started and restarted."""
 
-    num_trainers: int = 1
+    num_trainers: AtLeastOne = 1
     """Trainers, each with `train.sync.hogwild_threads` threads; `trainers=` in `--fleet`."""
     num_sparse: int = 1
     """Sparse parameter servers, which hold the tables; `sparse=` in `--fleet`."""
-    num_dense: int = 1
-    """1: a dense parameter server holds the shared dense parameters. 0: none, for a single trainer; `dense=` in `--fleet`."""
-    num_readers: int = 1
+    num_dense: Count = 1
+    """Dense parameter servers, which hold the shared dense parameters, each an equal share of them. 0: none, for a single trainer; `dense=` in `--fleet`."""
+    num_readers: AtLeastOne = 1
     """Readers, each with its share of the log; `readers=` in `--fleet`."""
     tables: Literal["remote", "local"] = "remote"
     """`remote`: tables are in the sparse servers. `local`: the single trainer holds them, as the recipe's `placement` says."""
     start: Literal["here", "manual", "ray"] = "here"
     """`here`: roles are processes of this machine. `manual`: you start them; the command prints what to type. `ray`: roles run on a Ray cluster; needs `rowstead[ray]`. `--fleet` accepts `manual` and `ray` without `start=`."""
-    ray_cpus: float = 1.0
+    ray_cpus: AboveZero = 1.0
     """CPUs that Ray reserves for each server, each reader and each thread of a trainer."""
-    snapshot_every_s: float = 30.0
+    snapshot_every_s: AboveZero = 30.0
     """Interval of the servers' snapshots; updates since the last one are lost when a server is killed."""
-    max_restarts: int = 3
+    max_restarts: Count = 3
     """Maximum number of restarts of one role in a row; the count starts over after it has run for `healthy_s`."""
-    healthy_s: float = 300.0
+    healthy_s: AboveZero = 300.0
     """Run time after which the restarts of a role no longer count."""
-    start_s: float = 120.0
+    start_s: AboveZero = 120.0
     """Maximum time until a role is ready."""
+    follows_scale: bool = False
+    """Whether `scale` below 1 also reduces trainers, servers and readers: by its square root, down to 2 of those that are several."""
 
     def __post_init__(self) -> None:
-        for name in ("num_trainers", "num_readers"):
-            require(getattr(self, name) >= 1, name, f"must be at least 1, got {getattr(self, name)}")
-        require(
-            self.num_dense in (0, 1),
-            "num_dense",
-            f"must be 0 or 1, got {self.num_dense}: one dense server holds the shared parameters",
-        )
-        for name in ("snapshot_every_s", "healthy_s", "start_s", "ray_cpus"):
-            require(getattr(self, name) > 0, name, f"must be above 0, got {getattr(self, name)}")
-        require(self.max_restarts >= 0, "max_restarts", f"must not be negative, got {self.max_restarts}")
+        super().__post_init__()
         if self.tables == "remote":
             require(self.num_sparse >= 1, "num_sparse", "must be at least 1; only `tables: local` needs no sparse server")
         else:
@@ -62,6 +57,14 @@ class FleetSpec:
                 self.num_trainers == 1, "tables", "can be `local` only with one trainer: several trainers need sparse servers"
             )
             require(self.num_sparse == 0, "num_sparse", "must be 0 with `tables: local`, because the trainer holds all tables")
+
+    def at_scale(self, scale: float) -> FleetSpec:
+        """The fleet that a recipe of this scale starts."""
+        if not self.follows_scale or scale >= 1:
+            return dataclasses.replace(self, follows_scale=False)
+        counts = {name: getattr(self, name) for name in _SHORT.values()}
+        fewer = {name: max(min(count, 2), round(count * math.sqrt(scale))) for name, count in counts.items()}
+        return dataclasses.replace(self, follows_scale=False, **fewer)
 
     def count(self, kind: RoleKind) -> int:
         """The number of processes of a kind."""

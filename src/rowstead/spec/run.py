@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from rowstead.spec.bounds import AboveZero, AtLeastOne, PlainName, Seed, Spec
 from rowstead.spec.data import DataSpec
-from rowstead.spec.errors import RowsteadError, SpecError, did_you_mean, require
+from rowstead.spec.errors import RowsteadError, SpecError, require
 from rowstead.spec.features import FeaturesSpec, Table, tables_of
 from rowstead.spec.fleet import FleetSpec
 from rowstead.spec.interactions import INTERACTIONS
 from rowstead.spec.model import ModelSpec
 from rowstead.spec.networks import make_absolute
-from rowstead.spec.parse import override, parse, read_yaml
+from rowstead.spec.parse import errors_in, find_file, merge, override, parse, read_yaml, shipped_names
 from rowstead.spec.placement import MemorySpec, PlacementSpec, rules_for
 from rowstead.spec.train import TrainSpec
 
@@ -25,10 +26,10 @@ RECIPES = Path(__file__).parent.parent / "recipes"
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunSpec:
+class RunSpec(Spec):
     """The complete specification of a run."""
 
-    name: str
+    name: PlainName
     """Name of the run's folder."""
     data: DataSpec
     """Where examples come from."""
@@ -38,15 +39,15 @@ class RunSpec:
     """The architecture."""
     train: TrainSpec = TrainSpec()
     """The training loop."""
-    scale: float = 1.0
-    """Multiplies every table's hash size, to try a large recipe on a small machine."""
-    seed: int = 1
+    scale: AboveZero = 1.0
+    """Multiplies every table's hash size, to try a large recipe on a small machine; a fleet may follow it, see `fleet.follows_scale`."""
+    seed: Seed = 1
     """Seed of initial weights and shuffling."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train: `auto` takes a CUDA GPU where there is one."""
     kernel: Kernel = "auto"
     """Which embedding kernels run: `auto` takes the fastest for the device, `reference` is plain torch."""
-    threads: int | None = None
+    threads: AtLeastOne | None = None
     """CPU threads of the dense arithmetic and of the CPU kernels; default: the number of usable cores."""
     check_ids: bool = True
     """Check ids and offsets of every batch before the kernels see them."""
@@ -58,23 +59,31 @@ class RunSpec:
     """Train with processes of several roles. See [The fleet](fleet.md)."""
 
     def __post_init__(self) -> None:
-        require(_plain_name(self.name), "name", "use letters, digits, `-`, `_` and `.` only, and start with a letter or digit")
-        require(0 < self.scale < math.inf, "scale", f"must be above 0 and finite, got {self.scale}")
-        require(0 <= self.seed < 2**63, "seed", f"must be from 0 to 2**63 - 1, got {self.seed}")
-        require(self.threads is None or self.threads >= 1, "threads", "must be at least 1")
+        super().__post_init__()
         if self.scale < 1:
             kept = next((f.name for f in self.features.expanded_sparse() if f.hash == "none"), None)
             require(kept is None, "scale", f"shrinks tables, but ids of `{kept}` are rows already (hash: none): use `mix`")
         self._check_placement()
         if self.fleet is not None:
             self._check_fleet(self.fleet)
-        kind = self.model.interaction.kind
+        kind, pairs = self.model.interaction.kind, self.model.interaction.pairs
         if self.model.network == "dlrm" and INTERACTIONS[kind].needs_equal_widths:
+            has_dense, num_sparse = bool(self.features.dense), len(self.features.expanded_sparse())
             require(
-                bool(self.features.dense) or len(self.features.expanded_sparse()) > 1,
+                has_dense or num_sparse > 1,
                 "features",
                 f"`interaction: {kind}` needs two vectors, but there is one sparse feature and no dense one: add a feature, or "
                 "use `concat`",
+            )
+            require(
+                has_dense or pairs != "dense_sparse",
+                "model.interaction.pairs",
+                "`dense_sparse` needs dense features, and there are none: add one, or use `both` or `sparse_sparse`",
+            )
+            require(
+                num_sparse != 1 or pairs != "sparse_sparse",
+                "model.interaction.pairs",
+                "`sparse_sparse` needs two sparse features, and there is one: add one, or use `both` or `dense_sparse`",
             )
             for table in self.tables:
                 require(
@@ -86,11 +95,7 @@ class RunSpec:
 
     def _check_fleet(self, fleet: FleetSpec) -> None:
         mode = self.train.sync.mode_for(fleet.num_trainers)
-        require(
-            mode == "none" or fleet.num_dense > 0,
-            "fleet.num_dense",
-            f"`{mode}` needs a dense server: set dense=1",
-        )
+        require(mode == "none" or fleet.num_dense > 0, "fleet.num_dense", f"`{mode}` needs a dense server: set dense=1")
         if fleet.tables == "local":
             require(
                 self.train.eval_every is None, "train.eval_every", "cannot be combined with `fleet.tables: local`: remove it"
@@ -111,29 +116,44 @@ class RunSpec:
         )
 
     @property
+    def scaled_fleet(self) -> FleetSpec | None:
+        """The fleet to start: the recipe's, at its scale."""
+        return None if self.fleet is None else self.fleet.at_scale(self.scale)
+
+    @functools.cached_property
     def tables(self) -> tuple[Table, ...]:
         return tables_of(self.features, width=self.model.width, scale=self.scale)
 
 
 def recipe_names() -> list[str]:
     """Names of the recipes that are shipped."""
-    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
+    return shipped_names(RECIPES)
 
 
 def find_recipe(name_or_path: str) -> Path:
     """The file of a shipped recipe, or of one of the user's own."""
-    path = Path(name_or_path)
-    if path.is_file():
-        return path
-    if name_or_path in recipe_names():
-        return RECIPES / f"{name_or_path}.yaml"
-    raise RowsteadError(f"no recipe file or shipped recipe `{name_or_path}`: {did_you_mean(name_or_path, recipe_names())}")
+    return find_file(name_or_path, "recipe", RECIPES)
+
+
+def find_gpu_recipe(name_or_path: str) -> Path | None:
+    """The file of a recipe's set-up for GPUs: `m1-gpu.yaml` beside `m1.yaml`; None where there is none."""
+    path = find_recipe(name_or_path)
+    beside = path.with_name(f"{path.stem}-gpu{path.suffix}")
+    return beside if beside.is_file() else None
 
 
 def read_recipe(name_or_path: str) -> Any:
-    """The plain content of a recipe; the file of a network of the user's own is looked for beside it, too."""
+    """The plain content of a recipe, on top of its `base` if it names one.
+
+    That recipe, and the file of a network of the user's own, are looked for beside it, too.
+    """
     path = find_recipe(name_or_path)
     plain = read_yaml(path)
+    if isinstance(plain, dict) and "base" in plain:
+        base, changes = str(plain["base"]), {key: value for key, value in plain.items() if key != "base"}
+        file = near if (near := path.parent / base).is_file() else find_recipe(base)
+        require(not file.samefile(path), "base", "names this recipe itself")
+        plain = merge(read_recipe(str(file)), changes)
     model = plain.get("model") if isinstance(plain, dict) else None
     if isinstance(model, dict) and isinstance(network := model.get("network"), str):
         plain = {**plain, "model": {**model, "network": make_absolute(network, [path.parent])}}
@@ -142,10 +162,8 @@ def read_recipe(name_or_path: str) -> Any:
 
 def load_recipe(name_or_path: str, overrides: Iterable[str] = ()) -> RunSpec:
     """A recipe by path or shipped name, with `key.path=value` overrides applied."""
-    try:
+    with errors_in(find_recipe(name_or_path)):
         return parse(RunSpec, override(read_recipe(name_or_path), overrides))
-    except SpecError as error:
-        raise SpecError("", f"{find_recipe(name_or_path).name}: {error}") from None
 
 
 def check_moves(overrides: Iterable[str]) -> None:
@@ -155,7 +173,3 @@ def check_moves(overrides: Iterable[str]) -> None:
             raise RowsteadError(
                 f"`--resume` uses the run's own recipe and settings; remove `--set {change}` (only `placement` and `memory` may change)"
             )
-
-
-def _plain_name(name: str) -> bool:
-    return bool(name) and name[0].isalnum() and all(c.isalnum() or c in "-_." for c in name) and name.isascii()
