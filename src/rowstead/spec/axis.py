@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from rowstead.spec.errors import RowsteadError, SpecError, require
-from rowstead.spec.parse import override, read_text, to_plain
+from rowstead.spec.parse import assign, read_text
 
 RUN_KEYS = ("run.processes", "run.fleet")
 """Launch settings outside the recipe: processes on this machine, or the roles of a fleet."""
@@ -108,21 +107,9 @@ def axis_from(text: str) -> AxisSpec:
     return AxisSpec(keys=(key.strip(),), values=tuple(plain))
 
 
-def settings_from(assignments: Iterable[str]) -> dict[str, Any]:
-    """Parse `key.path=value` assignments of the command line; values are YAML."""
-    found = {}
-    for text in assignments:
-        key, separator, value = text.partition("=")
-        if not separator or not key.strip():
-            raise RowsteadError(f"cannot read `{text}`: write it as key.path=value")
-        found[key.strip()] = read_text(value, what=f"the value in `{text}`")
-    return found
-
-
 def with_settings(plain: Any, settings: Mapping[str, Any]) -> Any:
     """Return a plain recipe with settings applied; `run.` and `plan.` keys are skipped, as they are not part of a recipe."""
-    own = {key: value for key, value in settings.items() if key.split(".")[0] not in ("run", "plan")}
-    return override(plain, [f"{key}={json.dumps(to_plain(value), ensure_ascii=False)}" for key, value in own.items()])
+    return assign(plain, {key: value for key, value in settings.items() if key.split(".")[0] not in ("run", "plan")})
 
 
 def check_names(axes: Iterable[AxisSpec], where: str) -> None:

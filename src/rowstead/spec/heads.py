@@ -21,6 +21,9 @@ class HeadEntry:
     """The measure of an evaluation that early stopping follows; lower is better."""
 
 
+LABEL_RANGE = (0.0, 1.0)
+"""Smallest and largest label. All heads predict a probability, so they share it; the reader refuses other labels."""
+
 HEADS: dict[HeadKind, HeadEntry] = {
     "bce": HeadEntry(description="binary cross-entropy on log-odds", measure="ne"),
     "mse": HeadEntry(description="squared error of the probability", measure="mse"),

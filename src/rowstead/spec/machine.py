@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from rowstead.spec.bounds import require_above_zero, require_not_negative, require_source
+from rowstead.spec.bounds import AboveZero, AtLeastOne, NotNegative, Origin, PlainName, Share, Spec
 from rowstead.spec.errors import require
 from rowstead.spec.software import Software
 
@@ -16,41 +16,36 @@ Topology = Literal["ring", "fully_connected", "hybrid_cube_mesh", "switched", "t
 
 
 @dataclass(frozen=True, kw_only=True)
-class RandomRate:
+class RandomRate(Spec):
     """Random-access bandwidth for accesses of one size, many in flight."""
 
-    piece_bytes: int
+    piece_bytes: AtLeastOne
     """Size of an access, such as an embedding row."""
-    bytes_per_s: float
+    bytes_per_s: AboveZero
     """Bytes per second, counting whole memory lines."""
-
-    def __post_init__(self) -> None:
-        require(self.piece_bytes >= 1, "piece_bytes", f"must be at least 1, got {self.piece_bytes}")
-        require_above_zero(self, "bytes_per_s")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Memory:
+class Memory(Spec):
     """One memory, as large and as fast as all of its channels together."""
 
-    capacity_bytes: float
+    capacity_bytes: AboveZero
     """Size."""
-    bandwidth_bytes_per_s: float
+    bandwidth_bytes_per_s: AboveZero
     """Sequential bandwidth, reading and writing together."""
     random: tuple[RandomRate, ...]
     """Random-access bandwidth by access size, smallest first, interpolated in between."""
-    line_bytes: int = 64
+    line_bytes: AtLeastOne = 64
     """Smallest transfer: a cache line of a CPU, a 32-byte sector of a GPU."""
     cache_bytes: float = 0.0
     """The last cache in front of it, all of its parts together; 0 if unknown."""
-    cache_bandwidth_bytes_per_s: float | None = None
+    cache_bandwidth_bytes_per_s: AboveZero | None = None
     """Bandwidth of that cache."""
-    source: str
+    source: Origin
     """Where these numbers come from."""
 
     def __post_init__(self) -> None:
-        require_above_zero(self, "capacity_bytes", "bandwidth_bytes_per_s")
-        require(self.line_bytes >= 1, "line_bytes", f"must be at least 1, got {self.line_bytes}")
+        super().__post_init__()
         fits = 0 <= self.cache_bytes <= self.capacity_bytes
         require(fits, "cache_bytes", f"must not be negative, nor above capacity_bytes, got {self.cache_bytes:g}")
         require(bool(self.random), "random", "give at least one size with its bandwidth")
@@ -60,10 +55,8 @@ class Memory:
             bound = f"random access cannot be faster than sequential, {self.bandwidth_bytes_per_s:g}"
             require(rate.bytes_per_s <= self.bandwidth_bytes_per_s, f"random[{place}].bytes_per_s", bound)
         if self.cache_bandwidth_bytes_per_s is not None:
-            require_above_zero(self, "cache_bandwidth_bytes_per_s")
             faster = self.cache_bandwidth_bytes_per_s >= self.bandwidth_bytes_per_s
             require(faster, "cache_bandwidth_bytes_per_s", "a cache cannot be slower than the memory behind it")
-        require_source(self)
 
     def random_bytes_per_s(self, piece_bytes: float) -> float:
         """Random-access bandwidth for a size: interpolated between the given sizes, constant outside."""
@@ -83,24 +76,17 @@ class Memory:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compute:
+class Compute(Spec):
     """Peak arithmetic rates."""
 
-    fp32_flops_per_s: float
+    fp32_flops_per_s: AboveZero
     """FP32, a multiplication and an addition counted as two."""
-    tf32_flops_per_s: float | None = None
+    tf32_flops_per_s: AboveZero | None = None
     """FP32 numbers rounded to TF32 by matrix units; absent without them; FP32 is used instead."""
-    bf16_flops_per_s: float | None = None
+    bf16_flops_per_s: AboveZero | None = None
     """BF16 by matrix units, not sparse; absent without them; FP32 is used instead."""
-    source: str
+    source: Origin
     """Where these numbers come from."""
-
-    def __post_init__(self) -> None:
-        require_above_zero(self, "fp32_flops_per_s")
-        for name in ("tf32_flops_per_s", "bf16_flops_per_s"):
-            if getattr(self, name) is not None:
-                require_above_zero(self, name)
-        require_source(self)
 
     def flops_per_s(self, precision: Precision) -> float:
         """Peak rate of a number format, FP32's where the machine has nothing faster for it."""
@@ -109,55 +95,48 @@ class Compute:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
+class Link(Spec):
     """A link between two parts."""
 
-    bandwidth_bytes_per_s: float
+    bandwidth_bytes_per_s: AboveZero
     """Bandwidth of one direction."""
-    latency_s: float
+    latency_s: NotNegative
     """Time until the first byte arrives."""
     direct: bool = False
     """Of a network: whether accelerators send over it without the host's cores, by remote direct memory access."""
-    source: str
+    source: Origin
     """Where these numbers come from."""
-
-    def __post_init__(self) -> None:
-        require_above_zero(self, "bandwidth_bytes_per_s")
-        require_not_negative(self, "latency_s")
-        require_source(self)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PeerLink:
+class PeerLink(Spec):
     """The links between the accelerators of one server."""
 
     topology: Topology
     """`switched`: any to any at full speed; `fully_connected`: one direct link each; `hybrid_cube_mesh`: four of seven others
     are direct; `ring`: two neighbours; `through_host`: no direct links, all traffic goes through host memory."""
-    bandwidth_bytes_per_s: float | None = None
+    bandwidth_bytes_per_s: AboveZero | None = None
     """What one accelerator sends over all its links together, in one direction; absent with `through_host`."""
-    latency_s: float = 5e-6
+    latency_s: NotNegative = 5e-6
     """Time until the first byte arrives."""
-    source: str
+    source: Origin
     """Where these numbers come from."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.topology == "through_host":
             absent = self.bandwidth_bytes_per_s is None
             require(absent, "bandwidth_bytes_per_s", "`through_host` has no links of its own: leave it out, or name a topology")
         else:
             given = self.bandwidth_bytes_per_s is not None
             require(given, "bandwidth_bytes_per_s", f"is required for `{self.topology}`")
-            require_above_zero(self, "bandwidth_bytes_per_s")
-        require_not_negative(self, "latency_s")
-        require_source(self)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Host:
+class Host(Spec):
     """The processors of a server and their memory."""
 
-    num_sockets: int = 1
+    num_sockets: AtLeastOne = 1
     """Processors."""
     num_cores: int
     """Cores of all sockets together."""
@@ -165,18 +144,17 @@ class Host:
     """System memory of all sockets together."""
     compute: Compute
     """Of all cores together."""
-    core_share: float = 0.1
+    core_share: Share = 0.1
     """Share of the bandwidth of memory, and of its cache, that a single core reaches."""
 
     def __post_init__(self) -> None:
-        require(0 < self.core_share <= 1, "core_share", f"must be above 0 and at most 1, got {self.core_share}")
-        require(self.num_sockets >= 1, "num_sockets", f"must be at least 1, got {self.num_sockets}")
+        super().__post_init__()
         enough = f"must be at least one a socket, of which there are {self.num_sockets}, got {self.num_cores}"
         require(self.num_cores >= self.num_sockets, "num_cores", enough)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Accelerators:
+class Accelerators(Spec):
     """Equal accelerators in one server."""
 
     num: int
@@ -187,15 +165,15 @@ class Accelerators:
     """Of one."""
     host_link: Link
     """Between one accelerator and the host."""
-    num_per_uplink: int = 1
+    num_per_uplink: AtLeastOne = 1
     """Accelerators that share one link to the host; the active ones share its bandwidth."""
     peer_link: PeerLink | None = None
     """Between accelerators; required where there are several."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(self.num >= 1, "num", f"must be at least 1, got {self.num}: remove `accelerators` if there are none")
         require(self.num == 1 or self.peer_link is not None, "peer_link", f"is required with {self.num} accelerators")
-        require(self.num_per_uplink >= 1, "num_per_uplink", f"must be at least 1, got {self.num_per_uplink}")
         meshed = self.peer_link is not None and self.peer_link.topology == "hybrid_cube_mesh"
         require(not meshed or self.num <= 8, "peer_link.topology", f"a hybrid cube mesh joins up to 8, not {self.num}")
 
@@ -205,76 +183,65 @@ class Accelerators:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Disk:
+class Disk(Spec):
     """A disk on which tables may have their files."""
 
-    read_bytes_per_s: float
+    read_bytes_per_s: AboveZero
     """Sequential reads."""
-    write_bytes_per_s: float
+    write_bytes_per_s: AboveZero
     """Sequential writes, until they are on the disk."""
-    random_reads_per_s: float
+    random_reads_per_s: AboveZero
     """Random reads of 4 KB, several in flight."""
-    source: str
+    capacity_bytes: AboveZero | None = None
+    """Size; no limit where it is left out."""
+    source: Origin
     """Where these numbers come from."""
-
-    def __post_init__(self) -> None:
-        require_above_zero(self, "read_bytes_per_s", "write_bytes_per_s", "random_reads_per_s")
-        require_source(self)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Meter:
+class Meter(Spec):
     """What a meter in a server read; never mixed with nameplate power."""
 
-    idle_watts: float
+    idle_watts: AboveZero
     """When nothing runs."""
-    loaded_watts: float
+    loaded_watts: AboveZero
     """When it trains."""
     of: str
     """What the meter counts, such as one GPU."""
-    source: str
+    source: Origin
     """Where these numbers come from."""
 
     def __post_init__(self) -> None:
-        require_above_zero(self, "idle_watts", "loaded_watts")
+        super().__post_init__()
         more = f"must not be below idle_watts, {self.idle_watts:g}, got {self.loaded_watts:g}"
         require(self.loaded_watts >= self.idle_watts, "loaded_watts", more)
-        require_source(self)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Power:
+class Power(Spec):
     """Nameplate power of a server."""
 
-    nameplate_watts: float
+    nameplate_watts: AboveZero
     """All of the server at full load."""
-    source: str
+    source: Origin
     """Where this number comes from."""
-
-    def __post_init__(self) -> None:
-        require_above_zero(self, "nameplate_watts")
-        require_source(self)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Price:
+class Price(Spec):
     """What a server costs."""
 
-    usd_per_hour: float
+    usd_per_hour: AboveZero
     """Rent, or purchase and upkeep spread over its life."""
-    source: str
+    source: Origin
     """Where this number comes from."""
-
-    def __post_init__(self) -> None:
-        require_above_zero(self, "usd_per_hour")
-        require_source(self)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class Machine(Spec):
     """One server: everything about it that decides how fast it trains."""
 
-    name: str
+    name: PlainName
     """Name on the command line."""
     title: str
     """One line about it."""
@@ -296,7 +263,7 @@ class Machine:
     """Measured overheads of the training program on this machine, used instead of the shipped ones."""
 
     def __post_init__(self) -> None:
-        check_name(self.name)
+        super().__post_init__()
         if self.power is not None and self.meter is not None:
             possible = self.meter.loaded_watts <= self.power.nameplate_watts
             limit = f"loaded_watts are more than the nameplate's {self.power.nameplate_watts:g}: one of the two is wrong"
@@ -306,9 +273,3 @@ class Machine:
     def num_devices(self) -> int:
         """Accelerators, or 1 for a server that trains on its processors."""
         return self.accelerators.num if self.accelerators is not None else 1
-
-
-def check_name(name: str) -> None:
-    """Raise an error if a name cannot be used in a list on the command line."""
-    plain = bool(name) and all(c.isalnum() or c in "-_." for c in name)
-    require(plain, "name", f"use letters, digits, `-`, `_` and `.` only, got `{name}`")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -9,13 +10,13 @@ import json
 import math
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 
-from rowstead.spec.errors import SpecError, did_you_mean
+from rowstead.spec.errors import RowsteadError, SpecError, did_you_mean
 
 T = TypeVar("T")
 
@@ -32,10 +33,7 @@ def parse(cls: type[T], value: Any) -> T:
     arguments = {}
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         if field.name in value:
-            try:
-                arguments[field.name] = _convert(hints[field.name], value[field.name])
-            except SpecError as error:
-                raise error.within(field.name) from None
+            arguments[field.name] = _convert_within(field.name, hints[field.name], value[field.name])
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise SpecError(field.name, "is required and has no default")
     return cls(**arguments)
@@ -59,11 +57,11 @@ def _convert(kind: Any, value: Any) -> Any:
         raise SpecError("", f"got {_shown(value)}; {did_you_mean(str(value), map(str, args))}")
     if origin is tuple:
         items = value if isinstance(value, (list, tuple)) else [value]
-        return tuple(_convert_item(args[0], item, index) for index, item in enumerate(items))
+        return tuple(_convert_within(f"[{index}]", args[0], item) for index, item in enumerate(items))
     if origin is Mapping:
         if not isinstance(value, Mapping):
             raise SpecError("", f"expected {describe_type(kind)}, got {_shown(value)}")
-        return {str(key): _convert_entry(args[1], item, str(key)) for key, item in value.items()}
+        return {str(key): _convert_within(str(key), args[1], item) for key, item in value.items()}
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         return parse(kind, value)
     if kind is bool and isinstance(value, bool):
@@ -77,16 +75,9 @@ def _convert(kind: Any, value: Any) -> Any:
     raise SpecError("", f"expected {describe_type(kind)}, got {_shown(value)}")
 
 
-def _convert_item(kind: Any, item: Any, index: int) -> Any:
+def _convert_within(key: str, kind: Any, value: Any) -> Any:
     try:
-        return _convert(kind, item)
-    except SpecError as error:
-        raise error.within(f"[{index}]") from None
-
-
-def _convert_entry(kind: Any, item: Any, key: str) -> Any:
-    try:
-        return _convert(kind, item)
+        return _convert(kind, value)
     except SpecError as error:
         raise error.within(key) from None
 
@@ -112,16 +103,12 @@ def _convert_union(kinds: tuple[Any, ...], value: Any) -> Any:
 
 def _number(value: Any) -> int | float | None:
     """A number, including those that YAML 1.1 reads as text, such as `1e-3`."""
-    if isinstance(value, bool):
-        return None
-    if isinstance(value, (int, float)):
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
         return value
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return None
-    return None
+    try:
+        return float(value) if isinstance(value, str) else None
+    except ValueError:
+        return None
 
 
 def describe_type(kind: Any) -> str:
@@ -148,31 +135,28 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "…"
 
 
-def to_plain(spec: Any) -> Any:
-    """A spec as plain dicts and lists, ready for YAML or JSON; `parse` reads it back to an equal spec."""
+def to_plain(spec: Any, *, defaults: bool = True) -> Any:
+    """A spec as plain dicts and lists, ready for YAML or JSON; `parse` reads it back to an equal spec.
+
+    Without `defaults`, fields at their defaults are left out: equal for a spec of an older version with fewer fields.
+    """
     if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
-        return {f.name: to_plain(getattr(spec, f.name)) for f in dataclasses.fields(spec)}
+        values = {
+            f.name: getattr(spec, f.name) for f in dataclasses.fields(spec) if defaults or getattr(spec, f.name) != f.default
+        }
+        return to_plain(values, defaults=defaults)
     if isinstance(spec, (list, tuple)):
-        return [to_plain(item) for item in spec]
+        return [to_plain(item, defaults=defaults) for item in spec]
     if isinstance(spec, Mapping):
-        return {key: to_plain(item) for key, item in spec.items()}
+        return {key: to_plain(item, defaults=defaults) for key, item in spec.items()}
     return spec
 
 
-def to_plain_without_defaults(spec: Any) -> Any:
-    """Like `to_plain`, without fields at their defaults: equal for a spec of an older version with fewer fields."""
-    if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
-        plain = {}
-        for field in dataclasses.fields(spec):
-            value = getattr(spec, field.name)
-            if value != field.default:
-                plain[field.name] = to_plain_without_defaults(value)
-        return plain
-    if isinstance(spec, (list, tuple)):
-        return [to_plain_without_defaults(item) for item in spec]
-    if isinstance(spec, Mapping):
-        return {key: to_plain_without_defaults(item) for key, item in spec.items()}
-    return spec
+def merge(base: Any, changes: Any) -> Any:
+    """`base` with changes; mappings are merged key by key, anything else is replaced."""
+    if not isinstance(base, Mapping) or not isinstance(changes, Mapping):
+        return changes
+    return {**base, **{key: merge(base.get(key), value) for key, value in changes.items()}}
 
 
 def difference(one: Any, other: Any, path: str = "") -> tuple[str, str, str] | None:
@@ -199,6 +183,35 @@ def digest(spec: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def shipped_names(*folders: Path) -> list[str]:
+    """Names of the YAML files in folders of the package."""
+    return [name for folder in folders for name in sorted(path.stem for path in folder.glob("*.yaml"))]
+
+
+def find_file(name_or_path: str, what: str, *folders: Path) -> Path:
+    """The file of the user, or the shipped one of that name in one of the folders."""
+    shipped = [folder / f"{name_or_path}.yaml" for folder in folders if name_or_path in shipped_names(folder)]
+    path = next((path for path in (Path(name_or_path), *shipped) if path.is_file()), None)
+    if path is None:
+        near = did_you_mean(name_or_path, shipped_names(*folders))
+        raise RowsteadError(f"no {what} `{name_or_path}`, shipped or as a file: {near}")
+    return path
+
+
+@contextlib.contextmanager
+def errors_in(path: Path, hint: str = "") -> Iterator[None]:
+    """Name the file in SpecErrors of the block."""
+    try:
+        yield
+    except SpecError as error:
+        raise SpecError("", f"{path.name}: {error}{hint}") from None
+
+
+def to_yaml(spec: Any) -> str:
+    """A spec as the text of a YAML file."""
+    return yaml.safe_dump(to_plain(spec), sort_keys=False, allow_unicode=True)
+
+
 def read_yaml(path: Path) -> Any:
     """Read a YAML file; an error includes the line number."""
     try:
@@ -211,7 +224,7 @@ def read_yaml(path: Path) -> Any:
 def read_text(text: str, *, what: str) -> Any:
     """Read YAML text; an error includes the line number."""
     try:
-        return _from_yaml(text)
+        return yaml.load(text, Loader=_Loader)  # noqa: S506, RUF100 - it is a SafeLoader
     except (yaml.YAMLError, ValueError) as error:
         raise SpecError("", f"{what} is not valid YAML: {error}") from None
 
@@ -221,27 +234,32 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        for index, key in enumerate(keys):
-            if key in keys[:index] and key != "<<":
-                raise yaml.constructor.ConstructorError(None, None, f"key `{key}` is given twice", node.start_mark)
+        twice = next((key for index, key in enumerate(keys) if key in keys[:index] and key != "<<"), None)
+        if twice is not None:
+            raise yaml.constructor.ConstructorError(None, None, f"key `{twice}` is given twice", node.start_mark)
         return super().construct_mapping(node, deep)
 
 
-def _from_yaml(text: str) -> Any:
-    return yaml.load(text, Loader=_Loader)  # noqa: S506, RUF100 - it is a SafeLoader
+def settings_from(assignments: Iterable[str]) -> dict[str, Any]:
+    """Parse `key.path=value` assignments of the command line; values are YAML."""
+    found = {}
+    for text in assignments:
+        key, separator, value = text.partition("=")
+        if not separator or not key.strip():
+            raise SpecError("", f"cannot read `{text}`: write it as key.path=value")
+        found[key.strip()] = read_text(value, what=f"the value in `{text}`")
+    return found
 
 
 def override(plain: Any, assignments: Iterable[str]) -> Any:
     """Apply `key.path=value` assignments to `plain`; list items are addressed by index."""
-    for assignment in assignments:
-        key, separator, text = assignment.partition("=")
-        if not separator or not key.strip():
-            raise SpecError("", f"cannot read `--set {assignment}`: write it as key.path=value")
-        try:
-            value = _from_yaml(text)
-        except (yaml.YAMLError, ValueError):
-            raise SpecError("", f"cannot read the value in `--set {assignment}` as YAML") from None
-        plain = _assign(plain, key.strip().split("."), value, key.strip())
+    return assign(plain, settings_from(assignments))
+
+
+def assign(plain: Any, settings: Mapping[str, Any]) -> Any:
+    """Set values by dotted key."""
+    for key, value in settings.items():
+        plain = _assign(plain, key.split("."), to_plain(value), key)
     return plain
 
 

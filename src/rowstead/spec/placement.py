@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from rowstead.spec.bounds import Share, Spec
 from rowstead.spec.errors import SpecError, did_you_mean, require
 from rowstead.spec.sizes import parse_bytes
 from rowstead.spec.stores import STORES, RecipeStore
@@ -21,24 +22,21 @@ CACHE_FRACTION = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class TablePlacementSpec:
+class TablePlacementSpec(Spec):
     """Where some tables live. `user_*: cached` is short for a mapping with `where: cached`."""
 
     where: Where = "auto"
     """Which memory; `auto` takes the fastest that the table fits in."""
-    cache_fraction: float | None = None
+    cache_fraction: Share | None = None
     """Share of the rows that fit in the cache, with `cached` and `ssd`; 0.1 when left out, or less where `auto` needs it."""
     shard: Shard = "auto"
     """How the table is sharded over processes: whole (`table`), by `row`, by `column`, or `replicate` with a copy in each."""
 
     def __post_init__(self) -> None:
-        if self.cache_fraction is not None:
-            require(0 < self.cache_fraction <= 1, "cache_fraction", f"must be above 0 and at most 1, got {self.cache_fraction}")
-            require(
-                self.where == "auto" or STORES[self.where].has_cache,
-                "cache_fraction",
-                f"a table with `where: {self.where}` has no cache: remove it, or use `cached` or `ssd`",
-            )
+        super().__post_init__()
+        has_cache = self.where == "auto" or STORES[self.where].has_cache
+        useless = f"a table with `where: {self.where}` has no cache: remove it, or use `cached` or `ssd`"
+        require(self.cache_fraction is None or has_cache, "cache_fraction", useless)
 
 
 PlacementSpec = Literal["auto"] | Mapping[str, Where | TablePlacementSpec]

@@ -5,52 +5,36 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from rowstead.spec.axis import AxisSpec
-from rowstead.spec.errors import RowsteadError, SpecError, did_you_mean, require
-from rowstead.spec.parse import parse, read_yaml
-from rowstead.spec.run import RunSpec, find_recipe, load_recipe, recipe_names
-from rowstead.spec.sweep import SWEEPS
-
-QUALITY = SWEEPS / "quality"
+from rowstead.spec.bounds import AtLeastOne, InsideZeroToOne, NotNegative
+from rowstead.spec.errors import require
+from rowstead.spec.run import RunSpec, load_recipe
+from rowstead.spec.study import SWEEPS, StudySpec, load_study
 
 
 @dataclass(frozen=True, kw_only=True)
-class QualitySpec:
-    """A baseline recipe and axes to vary one at a time; each run is compared with the baseline of the same seed."""
+class QualitySpec(StudySpec):
+    """A recipe as the baseline, and axes to vary one at a time; each run is compared with the baseline of the same seed."""
 
-    name: str
-    """Name of the study in the run store."""
-    recipe: str
-    """A recipe file, or the name of a shipped one: the baseline."""
-    set: Mapping[str, Any] = field(default_factory=dict)
-    """Recipe changes common to all runs."""
     vary: tuple[AxisSpec, ...] = ()
     """The axes. Default: batch size, trainers, arithmetic precision, row format, and hash size."""
-    num_seeds: int = 5
+    num_seeds: AtLeastOne = 5
     """Runs per setting."""
     first_seed: int = 1
     """The first of consecutive seeds; a seed decides the initial weights, and a synthetic log."""
-    tolerance: float = 0.001
+    tolerance: NotNegative = 0.001
     """A larger relative increase of NE is a regression."""
-    confidence: float = 0.95
+    confidence: InsideZeroToOne = 0.95
     """Confidence level of the intervals."""
     quick: Mapping[str, Any] = field(default_factory=dict)
     """With `--quick`: further recipe changes."""
-    quick_seeds: int = 3
+    quick_seeds: AtLeastOne = 3
     """With `--quick`: runs per setting."""
 
     def __post_init__(self) -> None:
-        good = bool(self.name) and self.name[0].isalnum() and all(c.isalnum() or c in "-_." for c in self.name)
-        require(
-            good and self.name.isascii(), "name", "use letters, digits, `-`, `_` and `.` only, and start with a letter or digit"
-        )
-        for name in ("num_seeds", "quick_seeds"):
-            require(getattr(self, name) >= 1, name, f"must be at least 1, got {getattr(self, name)}")
-        require(self.tolerance >= 0, "tolerance", "must not be negative")
-        require(0 < self.confidence < 1, "confidence", "must be between 0 and 1")
+        super().__post_init__()
         for index, axis in enumerate(self.vary):
             require(bool(axis.labels), f"vary[{index}]", "a range has no values to enumerate: give `values` or `options`")
 
@@ -75,25 +59,5 @@ def default_axes(run: RunSpec) -> tuple[AxisSpec, ...]:
 
 def load_quality(name_or_path: str, *, vary: Iterable[AxisSpec] = ()) -> QualitySpec:
     """Load a study by path or shipped name, or build one around a run's recipe."""
-    path, axes = Path(name_or_path), tuple(vary)
-    names = sorted(path.stem for path in QUALITY.glob("*.yaml"))
-    if not path.is_file() and name_or_path in names:
-        path = QUALITY / f"{name_or_path}.yaml"
-    if not path.is_file():
-        if name_or_path not in recipe_names():
-            known = did_you_mean(name_or_path, [*names, *recipe_names()])
-            raise RowsteadError(f"no study or recipe `{name_or_path}`, shipped or as a file: {known}")
-        path = find_recipe(name_or_path)
-    plain = read_yaml(path)
-    try:
-        if isinstance(plain, Mapping) and "features" in plain:
-            spec = QualitySpec(name=f"{plain.get('name', path.stem)}-quality", recipe=name_or_path)
-        else:
-            spec = parse(QualitySpec, plain)
-            near = path.parent / spec.recipe
-            spec = dataclasses.replace(spec, recipe=str(near)) if near.is_file() else spec
-    except SpecError as error:
-        raise SpecError("", f"{path.name}: {error}") from None
-    if axes:
-        spec = dataclasses.replace(spec, vary=axes)
-    return spec if spec.vary else dataclasses.replace(spec, vary=default_axes(load_recipe(spec.recipe)))
+    spec = load_study(QualitySpec, name_or_path, "quality", SWEEPS / "quality")
+    return dataclasses.replace(spec, vary=tuple(vary) or spec.vary or default_axes(load_recipe(spec.recipe)))

@@ -6,12 +6,11 @@ entry here and a rule in `kernels/reference.py`, `kernels/cpu/row_optimizers.py`
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
-from rowstead.spec.errors import require
+from rowstead.spec.bounds import AboveZero, BelowOne, Spec
 
 RowOptimizerName = Literal["sgd", "adagrad", "rowwise_adagrad", "adam", "momentum"]
 """In the order of their codes, which compiled kernels are cached with: append new names."""
@@ -21,47 +20,23 @@ STATE_ELEMENT_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparseOptimizerSpec:
+class SparseOptimizerSpec(Spec):
     """The optimizer of embedding rows, fused with the backward pass. It is lazy: rows that a batch does not read do not change."""
 
     kind: RowOptimizerName = "rowwise_adagrad"
     """Which one: see the table below."""
-    lr: float = 0.05
+    lr: AboveZero = 0.05
     """Learning rate after warm-up."""
-    eps: float = 1e-8
+    eps: AboveZero = 1e-8
     """Added to denominators."""
-    beta1: float = 0.9
+    beta1: BelowOne = 0.9
     """Adam's decay of the first moment."""
-    beta2: float = 0.999
+    beta2: BelowOne = 0.999
     """Adam's decay of the second moment."""
-    momentum: float = 0.9
+    momentum: BelowOne = 0.9
     """Decay of the velocity under `momentum`."""
-    clip: float | None = None
+    clip: AboveZero | None = None
     """Largest norm of the gradient of one pooled vector; larger ones are scaled down to it."""
-
-    def __post_init__(self) -> None:
-        check_hyper_parameters(self)
-
-
-HYPER_PARAMETERS: dict[str, Literal["positive", "fraction"]] = {
-    "lr": "positive",
-    "eps": "positive",
-    "beta1": "fraction",
-    "beta2": "fraction",
-    "momentum": "fraction",
-}
-"""Bounds of hyper-parameters: above 0 and finite, or at least 0 and below 1. Their defaults are those of the spec's fields."""
-
-
-def check_hyper_parameters(spec: Any) -> None:
-    """Check the hyper-parameters and the clipping of an optimizer's spec."""
-    for name, bound in HYPER_PARAMETERS.items():
-        value = getattr(spec, name, None)
-        if value is not None and bound == "positive":
-            require(0 < value < math.inf, name, f"must be above 0 and finite, got {value}")
-        elif value is not None:
-            require(0 <= value < 1, name, f"must be at least 0 and below 1, got {value}")
-    require(spec.clip is None or spec.clip > 0, "clip", f"must be above 0, got {spec.clip}")
 
 
 @dataclass(frozen=True)

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from rowstead.spec.bounds import require_not_negative
-from rowstead.spec.errors import require
+from rowstead.spec.bounds import NotNegative, OneOrMore, Spec
 from rowstead.spec.timings import InStep, LayerTimes
 
 
 @dataclass(frozen=True, kw_only=True)
-class MessageCost:
+class MessageCost(Spec):
     """Core seconds of messages between two processes: `call_s` per message, `id_s` per id, `byte_s` per byte."""
 
-    call_s: float = 0.0
+    call_s: NotNegative = 0.0
     """Fixed cost per message."""
-    id_s: float = 0.0
+    id_s: NotNegative = 0.0
     """Cost per id: routing to its server, packing and checking."""
-    byte_s: float = 0.0
+    byte_s: NotNegative = 0.0
     """Cost per byte of payload: copying, sending and receiving."""
-
-    def __post_init__(self) -> None:
-        require_not_negative(self, "call_s", "id_s", "byte_s")
 
     def seconds(self, *, num_calls: float = 0.0, num_ids: float = 0.0, num_bytes: float = 0.0) -> float:
         """Total cost of messages."""
@@ -30,7 +25,7 @@ class MessageCost:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sharing:
+class Sharing(Spec):
     """Costs of single-threaded processes on one machine and of their messages."""
 
     layers: LayerTimes
@@ -43,19 +38,15 @@ class Sharing:
     """Updates of rows, likewise."""
     dense_optimizer: InStep
     """The dense optimizer, likewise."""
-    crowding: float
+    crowding: OneOrMore
     """Slowdown of one core when all others are busy: caches and memory bandwidth are shared."""
     asking: MessageCost
     """Work of a trainer's thread for look-up and update of a batch: bytes of pooled vectors and their gradients, one call per server."""
     answering: MessageCost
     """Work of the other threads of both processes until the reply arrives, without the server's row operations."""
-    waiting_s: float
+    waiting_s: NotNegative
     """Wake-up latency of waiting threads, per request."""
     handing: MessageCost
     """A message that is passed on unchanged, such as a batch from a reader: all threads of both processes."""
     averaging: MessageCost
     """An exchange of dense parameters with the dense server, by bytes: all threads of both processes."""
-
-    def __post_init__(self) -> None:
-        require(1 <= self.crowding < math.inf, "crowding", f"must be at least 1 and finite, got {self.crowding}")
-        require_not_negative(self, "waiting_s")

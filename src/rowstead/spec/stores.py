@@ -8,7 +8,7 @@ from typing import Literal, get_args
 Memory = Literal["device", "host", "disk", "servers"]
 RecipeStore = Literal["device", "host", "cached", "ssd"]
 """What a recipe may name and a run may decide for one table."""
-PlannedStore = Literal["device", "mixed", "host", "remote"]
+PlannedStore = Literal["device", "cached", "mixed", "host", "ssd", "remote"]
 """What a plan may choose for all tables of a run."""
 
 

@@ -5,28 +5,24 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rowstead.spec.axis import AxisSpec, check_names
-from rowstead.spec.errors import RowsteadError, SpecError, did_you_mean, require
-from rowstead.spec.parse import parse, read_yaml
-from rowstead.spec.run import find_recipe, recipe_names
-
-SWEEPS = Path(__file__).parent.parent / "sweeps"
+from rowstead.spec.bounds import AboveZero, AtLeastOne, Spec
+from rowstead.spec.errors import did_you_mean, require
+from rowstead.spec.parse import shipped_names
+from rowstead.spec.stores import PlannedStore
+from rowstead.spec.study import SWEEPS, StudySpec, load_study
 
 
 @dataclass(frozen=True, kw_only=True)
-class PopulationSpec:
+class PopulationSpec(Spec):
     """Points sampled at random from the axes, instead of all combinations."""
 
-    num_points: int
+    num_points: AtLeastOne
     """Number of points."""
     seed: int = 1
     """The same seed gives the same points; a longer population starts with the shorter one."""
-
-    def __post_init__(self) -> None:
-        require(self.num_points >= 1, "num_points", f"must be at least 1, got {self.num_points}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +41,7 @@ class OnSpec:
     """The machine of the parameter servers."""
     set: Mapping[str, Any] = field(default_factory=dict)
     """Recipe changes on this machine, such as another batch size."""
-    place: Literal["device", "host", "remote", "mixed"] | None = None
+    place: PlannedStore | None = None
     """Where the tables live."""
     num_devices: int | None = None
     """Number of accelerators. Default with `place: device`: as few as hold the tables; they share the batch."""
@@ -76,15 +72,9 @@ class QuickSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepSpec:
+class SweepSpec(StudySpec):
     """One run of a recipe for every combination of axis values, or for a population sampled from the axes."""
 
-    name: str
-    """Name of the study in the run store."""
-    recipe: str
-    """A recipe file, or the name of a shipped one."""
-    set: Mapping[str, Any] = field(default_factory=dict)
-    """Recipe changes common to all points, by dotted key."""
     grid: tuple[AxisSpec, ...] = ()
     """The axes; the last one changes fastest."""
     population: PopulationSpec | None = None
@@ -93,17 +83,14 @@ class SweepSpec:
     """Further machines to predict each point on."""
     samples_per_s: float | None = None
     """In predictions, choose the number of servers that reaches this throughput."""
-    limit_s: float | None = None
+    limit_s: AboveZero | None = None
     """A point that takes longer is stopped and recorded as failed."""
     quick: QuickSpec = QuickSpec()
     """What `--quick` changes."""
 
     def __post_init__(self) -> None:
-        good = bool(self.name) and self.name[0].isalnum() and all(c.isalnum() or c in "-_." for c in self.name)
-        require(
-            good and self.name.isascii(), "name", "use letters, digits, `-`, `_` and `.` only, and start with a letter or digit"
-        )
-        require(bool(self.grid), "grid", "name at least one axis")
+        super().__post_init__()
+        require(bool(self.grid), "grid", f"name at least one axis: add --grid, or use one of {', '.join(sweep_names())}")
         check_names(self.grid, "grid")
         for index, axis in enumerate(self.grid):
             drawn = axis.low is None or self.population is not None
@@ -111,12 +98,10 @@ class SweepSpec:
         for name in self.quick.values:
             titles = [axis.title for axis in self.grid]
             require(name in titles, f"quick.values.{name}", f"no such axis: {did_you_mean(name, titles)}")
-        require(self.limit_s is None or self.limit_s > 0, "limit_s", "must be above 0")
 
     def made_quick(self) -> SweepSpec:
         """Return the small variant of the sweep, named `…-quick`."""
-        quick = self.quick
-        population = self.population
+        quick, population = self.quick, self.population
         if population is not None and quick.num_points is not None:
             population = dataclasses.replace(population, num_points=quick.num_points)
         return dataclasses.replace(
@@ -141,46 +126,13 @@ def _replace_values(axis: AxisSpec, values: tuple[Any, ...] | None) -> AxisSpec:
 
 def sweep_names() -> list[str]:
     """Return the names of the shipped sweeps."""
-    return sorted(path.stem for path in SWEEPS.glob("*.yaml"))
+    return shipped_names(SWEEPS)
 
 
-def load_sweep(name_or_path: str, *, grid: Iterable[AxisSpec] = (), changes: Mapping[str, Any] | None = None) -> SweepSpec:
-    """Load a sweep by path or shipped name, or build one from a run's recipe and `grid`."""
-    path, axes = Path(name_or_path), tuple(grid)
-    if not path.is_file() and name_or_path in sweep_names():
-        path = SWEEPS / f"{name_or_path}.yaml"
-    if not path.is_file():
-        if name_or_path not in recipe_names():
-            known = [*sweep_names(), *recipe_names()]
-            raise RowsteadError(
-                f"no sweep or recipe `{name_or_path}`, shipped or as a file: {did_you_mean(name_or_path, known)}"
-            )
-        path = find_recipe(name_or_path)
-    plain = read_yaml(path)
-    try:
-        if isinstance(plain, Mapping) and "features" in plain:  # a run's recipe
-            require(
-                bool(axes),
-                "",
-                f"is the recipe of a single run: add axes with --grid, or use one of {', '.join(sweep_names())}",
-            )
-            plain = {"name": f"{plain.get('name', path.stem)}-sweep", "recipe": name_or_path}
-            spec = parse(SweepSpec, {**plain, "grid": [dataclasses.asdict(axis) for axis in axes]})
-        else:
-            spec = parse(SweepSpec, plain)
-            spec = dataclasses.replace(spec, recipe=_resolve_recipe(spec.recipe, path), grid=_merge_axes(spec.grid, axes))
-    except SpecError as error:
-        raise SpecError("", f"{path.name}: {error}") from None
-    return dataclasses.replace(spec, set={**spec.set, **(changes or {})})
-
-
-def _merge_axes(grid: tuple[AxisSpec, ...], axes: tuple[AxisSpec, ...]) -> tuple[AxisSpec, ...]:
-    """Combine a sweep's axes with those of the command line, which replace axes that set the same keys."""
+def load_sweep(name_or_path: str, *, grid: Iterable[AxisSpec] = ()) -> SweepSpec:
+    """Load a sweep by path or shipped name, or build one around a run's recipe; axes of `grid` replace those that set the same keys."""
+    axes = tuple(grid)
+    spec = load_study(SweepSpec, name_or_path, "sweep", SWEEPS, grid=[dataclasses.asdict(axis) for axis in axes])
     taken = {key for axis in axes for key in axis.all_keys}
-    return (*(axis for axis in grid if not taken & set(axis.all_keys)), *axes)
-
-
-def _resolve_recipe(recipe: str, path: Path) -> str:
-    """Resolve a recipe relative to the sweep's file if it exists there, so that the folder can be moved."""
-    near = path.parent / recipe
-    return str(near) if near.is_file() and path.parent != SWEEPS else recipe
+    kept = (axis for axis in spec.grid if not taken & set(axis.all_keys))
+    return dataclasses.replace(spec, grid=(*kept, *axes))

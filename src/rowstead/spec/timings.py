@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from rowstead.spec.bounds import require_not_negative
+from rowstead.spec.bounds import AboveZero, NotNegative, Spec
 from rowstead.spec.curve import Curve
 from rowstead.spec.errors import require
 
@@ -25,19 +24,15 @@ class LayerTimes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InStep:
+class InStep(Spec):
     """Time of a phase within a step, from its parts measured in isolation: `fixed_s + factor * parts + byte_s * bytes`."""
 
-    fixed_s: float = 0.0
+    fixed_s: NotNegative = 0.0
     """Fixed time: waking threads, and Python."""
-    factor: float = 1.0
+    factor: AboveZero = 1.0
     """Factor on the time of its parts."""
-    byte_s: float = 0.0
+    byte_s: NotNegative = 0.0
     """Seconds per byte exchanged with other phases: within a step it is not in the CPU caches."""
-
-    def __post_init__(self) -> None:
-        require_not_negative(self, "fixed_s", "byte_s")
-        require(0 < self.factor < math.inf, "factor", f"must be above 0 and finite, got {self.factor}")
 
     def seconds(self, parts_s: float, num_bytes: float = 0.0) -> float:
         """Time without the fixed part, so that parts of a phase can be summed."""
@@ -45,7 +40,7 @@ class InStep:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timings:
+class Timings(Spec):
     """Times of the parts of a step. Rows were trained by row-wise Adagrad."""
 
     layers: tuple[LayerTimes, ...]
@@ -54,7 +49,7 @@ class Timings:
     """Products of all pairs, by examples, vectors and width."""
     interaction_back: Curve
     """Their gradients."""
-    fp32_interaction_factor: float = 1.0
+    fp32_interaction_factor: AboveZero = 1.0
     """FP32 time relative to the measured time, if a faster format was measured."""
     dense_update: Curve
     """The dense optimizer, Adagrad, by parameters."""
@@ -62,36 +57,36 @@ class Timings:
     """One random row read and added to its bag, by bytes of the working set and bytes per row."""
     bag: Curve
     """Overhead per pooled vector, by bytes per row."""
-    lookup_call_s: float
+    lookup_call_s: NotNegative
     """Fixed time of a look-up."""
     update_row: Curve
     """One distinct row updated, by bytes of the working set and bytes per row."""
     update_id: Curve
     """Overhead per id of an update (sorting, adding its gradient), by bytes per row."""
-    update_call_s: float
+    update_call_s: NotNegative
     """Fixed time of an update."""
     plan: Curve | None = None
     """Preparation of an update that an accelerator overlaps with look-up and network, by ids; None if nothing is overlapped."""
     fills_batch: bool = False
     """Whether each batch is copied to a static buffer of the accelerator before its step."""
-    place_batch_s: float = 0.0
+    place_batch_s: NotNegative = 0.0
     """Fixed time per step with cached tables, to make and pass on its plan. With an accelerator this is host time, per table width."""
-    place_set_s: float = 0.0
+    place_set_s: NotNegative = 0.0
     """Additional host time per plan of an accelerator, per table width; a plan covers one batch or a set of small ones."""
-    place_id_s: float = 0.0
+    place_id_s: NotNegative = 0.0
     """Time per id of a cached table, to look up its cache slot."""
     move_row: Curve | None = None
     """One cache miss: a row is fetched and another written back while other steps run, by bytes of a row with its state. From SSD for a
     CPU, from system memory for a GPU; None if not measured."""
-    move_read_s: float = 0.0
+    move_read_s: NotNegative = 0.0
     """Fixed time per file read; one read fetches rows that are close to each other."""
-    move_share: float = 0.0
+    move_share: NotNegative = 0.0
     """Share by which moving rows slows down an overlapped step, and a step slows down moving rows: both use the same cores."""
     fresh_from_bytes: float = 32 * 2**20
     """Tensors of at least this size are newly allocated by the operating system in every step."""
-    fresh_byte_s: float = 0.0
+    fresh_byte_s: NotNegative = 0.0
     """Seconds per newly allocated byte."""
-    pace_s: float = 0.0
+    pace_s: NotNegative = 0.0
     """Seconds of the reference work of `study/calibration/machine_speed.py` at the machine speed that these times are normalised to; 0 if not recorded."""
     dense: InStep = InStep()
     """Layers and interaction, by bytes of their inputs and outputs; the fixed time includes what no other phase covers."""
@@ -101,23 +96,12 @@ class Timings:
     """Updates of rows, by the bytes of the pooled vectors' gradients."""
     dense_optimizer: InStep = InStep()
     """The dense optimizer."""
-    plan_factor: float = 0.0
+    plan_factor: NotNegative = 0.0
     """Share of `plan` by which it slows down the work it overlaps with."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(bool(self.layers), "layers", "give at least one number format")
-        factor = self.fp32_interaction_factor
-        require(0 < factor < math.inf, "fp32_interaction_factor", f"must be above 0 and finite, got {factor}")
-        not_negative = (
-            "lookup_call_s",
-            "update_call_s",
-            "place_batch_s",
-            "place_set_s",
-            "place_id_s",
-            "move_read_s",
-            "move_share",
-        )
-        require_not_negative(self, *not_negative, "fresh_byte_s", "pace_s", "plan_factor")
 
     def fresh_s(self, num_bytes: float) -> float:
         """Time to allocate a new tensor."""

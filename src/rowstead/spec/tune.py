@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from rowstead.spec.axis import AxisSpec, axis_from, check_names, with_settings
+from rowstead.spec.bounds import AboveZero, AtLeastOne
 from rowstead.spec.errors import RowsteadError, SpecError, require
-from rowstead.spec.parse import parse, read_yaml
+from rowstead.spec.parse import parse
 from rowstead.spec.row_optimizers import ROW_OPTIMIZERS
-from rowstead.spec.run import RunSpec, find_recipe, read_recipe
+from rowstead.spec.run import RunSpec, read_recipe
+from rowstead.spec.study import StudySpec, load_study
 
 Sampler = Literal["grid", "random", "tpe", "gp"]
 RATES = ("train.sparse_optimizer.lr", "train.dense_optimizer.lr")
@@ -29,15 +29,9 @@ GROWTH_MARGIN = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class TuneSpec:
+class TuneSpec(StudySpec):
     """Trials of a recipe with settings chosen by a sampler to minimise NE."""
 
-    name: str
-    """Name of the study in the run store."""
-    recipe: str
-    """A recipe file, or the name of a shipped one."""
-    set: Mapping[str, Any] = field(default_factory=dict)
-    """Recipe changes common to all trials, by dotted key."""
     retune_for: Mapping[str, Any] = field(default_factory=dict)
     """Changes to re-tune the recipe for, such as `train.batch_size: 8192`; the search starts from the recipe's settings."""
     space: tuple[AxisSpec, ...] = ()
@@ -45,31 +39,24 @@ class TuneSpec:
     batch also Adam's betas."""
     sampler: Sampler = "gp"
     """`gp`: Gaussian process; `tpe`: tree-structured Parzen estimator; `random`; `grid`: all combinations of values."""
-    trials: int | None = 40
+    trials: AtLeastOne | None = 40
     """Stop after this many trials."""
-    minutes: float | None = None
+    minutes: AboveZero | None = None
     """Stop once trials have taken this long, including those of earlier sessions."""
     samples_per_s: float | None = None
     """Minimum throughput: slower settings cannot win."""
     prune: bool = True
     """Stop trials early that are worse half-way than two thirds of those before them."""
-    evaluations: int = 4
+    evaluations: AtLeastOne = 4
     """Evaluations per trial for pruning."""
-    workers: int = 1
+    workers: AtLeastOne = 1
     """Number of parallel worker processes."""
     seed: int = 1
     """Seed of the sampler; runs use the recipe's seed."""
 
     def __post_init__(self) -> None:
-        good = bool(self.name) and self.name[0].isalnum() and all(c.isalnum() or c in "-_." for c in self.name)
-        require(
-            good and self.name.isascii(), "name", "use letters, digits, `-`, `_` and `.` only, and start with a letter or digit"
-        )
+        super().__post_init__()
         check_names(self.space, "space")
-        for name in ("evaluations", "workers"):
-            require(getattr(self, name) >= 1, name, f"must be at least 1, got {getattr(self, name)}")
-        require(self.trials is None or self.trials >= 1, "trials", "must be at least 1")
-        require(self.minutes is None or self.minutes > 0, "minutes", "must be above 0")
         require(self.trials is not None or self.minutes is not None, "trials", "set `trials` or `minutes`")
         if self.sampler == "grid":
             ranged = next((axis.title for axis in self.space if axis.low is not None), None)
@@ -222,13 +209,4 @@ def space_axis_from(text: str) -> AxisSpec:
 
 def load_tune(name_or_path: str) -> TuneSpec:
     """Load a search by path, or build one around a run's recipe, by path or shipped name."""
-    path = Path(name_or_path) if Path(name_or_path).is_file() else find_recipe(name_or_path)
-    plain = read_yaml(path)
-    try:
-        if isinstance(plain, Mapping) and "features" in plain:
-            return TuneSpec(name=f"{plain.get('name', path.stem)}-tune", recipe=name_or_path)
-        spec = parse(TuneSpec, plain)
-    except SpecError as error:
-        raise SpecError("", f"{path.name}: {error}") from None
-    near = path.parent / spec.recipe
-    return dataclasses.replace(spec, recipe=str(near)) if near.is_file() else spec
+    return load_study(TuneSpec, name_or_path, "tune")
