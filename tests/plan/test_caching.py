@@ -19,9 +19,10 @@ from rowstead.plan.setup import CachedTable, Setup
 from rowstead.plan.traffic import Popularity, distinct_ids
 from rowstead.plan.work import step_work
 from rowstead.spec.caching import GAP_BYTES, GROWTH, MAX_SET, READ_BYTES, SETS_AHEAD
-from rowstead.stores import cache_slots, cached
+from rowstead.stores import cached
 from rowstead.stores.cache_slots import CpuCacheSlots
 from rowstead.study.calibration.steps import Shape, sample_batches
+from tests.stores.reference_cache_slots import ReferenceCacheSlots
 
 
 def shape_of(*, skew: float, mean_ids: int = 4, num_rows: int = 8000) -> Shape:
@@ -61,7 +62,7 @@ def test_a_gpu_brings_in_as_many_batches_and_rows_at_once_as_is_predicted(skew: 
     (group,) = build_cache_models(
         work.tables, Setup(placement="device", batch_size=shape.batch_size, behind=behind), in_sets=True
     )
-    cache = cache_slots.CacheSlots(2 * shape.num_rows, group.num_slots, torch.device("cpu"))
+    cache = ReferenceCacheSlots(2 * shape.num_rows, group.num_slots)
     firsts, lacked, number = torch.tensor([[0], [shape.num_rows]]), [], 0
     batches = [batch.sparse for batch in sample_batches(shape, torch.device("cpu"))]
     rows = [(sparse.ids.view(2, -1) + firsts).flatten() for sparse in batches]

@@ -20,7 +20,8 @@ from rowstead.spec.catalogue import load_machine, machine_text
 from rowstead.spec.errors import RowsteadError, SpecError
 from rowstead.spec.machine import Machine
 from rowstead.spec.parse import parse
-from rowstead.spec.run import RunSpec
+from rowstead.spec.phases import Phase
+from rowstead.spec.run import RunSpec, load_recipe
 from tests.measured_machine import measured_machine, shared_machine, sharing
 
 ASKING, ANSWERING = sharing().asking, sharing().answering
@@ -170,3 +171,28 @@ def test_rows_travel_in_the_plan_where_they_do_in_the_fleet(num_rows: int) -> No
         np.empty(len(ids), np.int32), np.empty(len(ids), np.int32), counts,
     )  # fmt: skip
     assert sends_rows(table, batch_size) == (counts[0] >= 0)
+
+
+def test_processes_of_one_machine_share_its_cores_and_pay_for_what_they_exchange() -> None:
+    work = step_work(load_recipe("quickstart"))
+    machine = shared_machine(num_cores=2)
+    assert machine.software is not None
+
+    def speed(num_processes: int, machine: Machine = machine) -> float:
+        setup = Setup(
+            placement="device",
+            batch_size=2048 // num_processes,
+            num_trainers=num_processes,
+            has_input=False,
+            on_one_machine=True,
+        )
+        assert machine.software is not None
+        return predict(work, machine, machine.software, setup).samples_per_s
+
+    assert speed(4) < speed(2)  # more of a batch is exchanged, and no core is added
+    slow = shared_machine(num_cores=2, crowding=1.5)
+    assert speed(2, slow) == pytest.approx(speed(2) / 1.5)
+    prediction = predict(
+        work, machine, machine.software, Setup(placement="device", batch_size=1024, num_trainers=2, on_one_machine=True)
+    )
+    assert Phase.EXCHANGE in prediction.phases

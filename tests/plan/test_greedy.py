@@ -19,8 +19,8 @@ from rowstead.plan.greedy import (
     STATE_BYTES,
     Memories,
     decide,
-    record_bytes,
 )
+from rowstead.plan.work import record_bytes
 from rowstead.report.placement import placement_text
 from rowstead.spec.data import DataSpec, SynthSpec
 from rowstead.spec.errors import RowsteadError

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from rowstead.plan.choose import possible_placements
 from rowstead.plan.predict import Prediction, predict
 from rowstead.plan.setup import Setup
+from rowstead.plan.setups import possible_placements
 from rowstead.plan.work import step_work
 from rowstead.spec.catalogue import load_machine, load_software, machine_names
 from rowstead.spec.phases import STEP, Phase

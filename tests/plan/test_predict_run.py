@@ -10,8 +10,7 @@ import pytest
 from rowstead.plan.auto import AS_FAST, choose_fastest, find_fastest_placement, list_fitting
 from rowstead.plan.caching import build_cache_models
 from rowstead.plan.greedy import Memories, decide
-from rowstead.plan.predict import Prediction, predict
-from rowstead.plan.predict_run import comparison_text, predict_run
+from rowstead.plan.predict import Prediction, comparison_text, predict, predict_run
 from rowstead.plan.setup import CachedTable, Setup
 from rowstead.plan.work import step_work
 from rowstead.spec.caching import MAX_SET

@@ -7,6 +7,7 @@ import pytest
 from rowstead.plan.work import step_work
 from rowstead.spec.parse import override, parse, read_yaml
 from rowstead.spec.run import RECIPES, RunSpec, load_recipe, recipe_names
+from tests.small_runs import small_spec
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -42,3 +43,14 @@ def test_ids_and_flops_of_m1() -> None:
     work = step_work(load_recipe("m1"))
     assert work.ids_per_sample == pytest.approx(840, rel=0.01)
     assert work.flops == pytest.approx(7.6e6, rel=0.05)
+
+
+@pytest.mark.parametrize(("pairs", "num_products"), [("both", 3 * 3 + 3), ("dense_sparse", 3 * 3), ("sparse_sparse", 3)])
+def test_dense_vectors_and_pairs_are_counted_as_the_model_has_them(pairs: str, num_products: int) -> None:
+    from rowstead.nn.network import build_network
+
+    spec = small_spec("model.interaction.num_dense_vectors=3", f"model.interaction.pairs={pairs}")
+    net, work = build_network(spec.model, spec.features, spec.tables), step_work(spec)
+    assert work.num_parameters == sum(p.numel() for p in net.parameters())
+    assert (work.bottom[-1].outputs, work.top[0].inputs) == (3 * 8, 3 * 8 + num_products)
+    assert (work.num_vectors, work.interaction_flops) == (3 + 3, 2 * 8 * num_products)

@@ -6,26 +6,28 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from rowstead.plan.greedy import Memories, decide
-from rowstead.plan.predict_run import predict_run
+from rowstead.plan.predict import predict_run
+from rowstead.plan.setups import FRACTIONS
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.machine import Machine
 from rowstead.spec.placement import Placement, PlacementSpec, TablePlacementSpec
 from rowstead.spec.run import RunSpec
+from rowstead.spec.stores import STORES
 
-FRACTIONS = (0.5, 0.3, 0.2, 0.1, 0.05, 0.02, 0.01)
-"""Cache fractions to try."""
 AS_FAST = 1.02
 """Placements whose predictions differ by less than this factor count as equally fast."""
 
 
 def list_candidates(memories: Memories) -> dict[str, PlacementSpec]:
     """Placements to try, by description: whole tables in fast memory with caches for the others, or hot rows of all."""
-    slower = "cached" if memories.has_gpu else "ssd"
+    slower = [*(["cached"] if memories.has_gpu else []), *(["ssd"] if memories.folder is not None else [])]
     found: dict[str, PlacementSpec] = {"tables with the most reads per byte in the fastest memory": "auto"}
     for fraction in FRACTIONS:
         found[f"whole tables, and caches of {fraction:.0%} for the others"] = {"*": TablePlacementSpec(cache_fraction=fraction)}
-        rule = TablePlacementSpec(where=slower, cache_fraction=fraction)  # type: ignore[arg-type]
-        found[f"a cache of {fraction:.0%} for every table"] = {"*": rule}
+        for where in slower:
+            behind = f", all rows in {STORES['host' if where == 'cached' else where].title}" if len(slower) > 1 else ""
+            rule = TablePlacementSpec(where=where, cache_fraction=fraction)  # type: ignore[arg-type]
+            found[f"a cache of {fraction:.0%} for every table{behind}"] = {"*": rule}
     if memories.has_gpu:
         found["all rows in system memory"] = {"*": "host"}
     return found

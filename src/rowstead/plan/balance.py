@@ -150,17 +150,6 @@ def balance(
     return best
 
 
-def by_bytes(items: Sequence[Item], num_devices: int, capacity_bytes: float) -> Assignment:
-    """Whole tables, the largest first, balanced by memory alone: the baseline for `balance`."""
-    costs, sizes = np.array([item.costs for item in items]), np.array([item.num_bytes for item in items])
-    chosen = _least_loaded(sizes[:, None], sizes, num_devices, capacity_bytes, order=np.argsort(-sizes, kind="stable"))
-    if chosen is None:
-        raise RowsteadError(_does_not_fit(items, num_devices, capacity_bytes))
-    return _assignment(
-        [_Piece(item.name, item.costs, item.num_bytes, 1.0) for item in items], costs, sizes, chosen, num_devices
-    )
-
-
 @dataclass(frozen=True)
 class _Piece:
     name: str
@@ -205,10 +194,8 @@ def _assign(pieces: Sequence[_Piece], num_devices: int, capacity_bytes: float) -
             chosen = _least_loaded(costs, sizes, num_devices, capacity_bytes, order=np.argsort(-sizes, kind="stable"))
         if chosen is not None:
             chosen = _improved(costs, sizes, chosen, num_devices, capacity_bytes)
-    return None if chosen is None else _assignment(pieces, costs, sizes, chosen, num_devices)
-
-
-def _assignment(pieces: Sequence[_Piece], costs: Array, sizes: Array, chosen: Devices, num_devices: int) -> Assignment:
+    if chosen is None:
+        return None
     loads, held = _sums(costs, chosen, num_devices).max(axis=1), _sums(sizes[:, None], chosen, num_devices)[:, 0]
     return Assignment(
         slices=tuple(

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +22,17 @@ from numpy.typing import NDArray
 from rowstead.plan.setup import Setup
 from rowstead.plan.traffic import Popularity, distinct_ids, id_bins
 from rowstead.plan.work import TableWork
-from rowstead.spec.caching import GAP_BYTES, GROWTH, HALVING_BATCHES, MAX_SET, MAX_USES, READ_BYTES, SET_IDS, SETS_IN_FLIGHT
+from rowstead.spec.caching import (
+    FILE_SPARE,
+    GAP_BYTES,
+    GROWTH,
+    HALVING_BATCHES,
+    MAX_SET,
+    MAX_USES,
+    READ_BYTES,
+    SET_IDS,
+    SETS_IN_FLIGHT,
+)
 
 Array = NDArray[np.float64]
 
@@ -67,19 +79,61 @@ class CacheModel:
         """Distinct rows of so many batches."""
         return sum(table.distinct_rows(num_batches * self.batch_size) for table in self.tables)
 
+    @property
+    def bus_bytes(self) -> int:
+        """Bytes of a row that cross the link to an accelerator, which keeps state of one number per row."""
+        table = self.tables[0]
+        return table.row_bytes + (table.state_bytes if table.state_bytes >= 4 * table.width else 0)
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of a row's record in a file: its row number, the row and its state, in whole words."""
+        return -(-(self.row_bytes + 8) // 8) * 8
+
     def num_reads(self, num_rows: float) -> float:
-        """File reads that fetch so many rows, given their mean distance in the file."""
+        """File reads that fetch so many rows."""
+        return self.file_io(num_rows).num_reads
+
+    def file_io(self, num_rows: float) -> FileIo:
+        """Reads and writes of a file that fetch so many rows and write as many back, given the mean distance of rows in the file."""
         if num_rows <= 0:
-            return 0.0
-        record_bytes = -(-(self.row_bytes + 8) // 8) * 8
-        apart = sum(table.num_rows for table in self.tables) * record_bytes / num_rows
+            return FileIo(0.0, 0.0, 0.0, 0.0)
+        apart = sum(table.num_rows for table in self.tables) * self.record_bytes / num_rows
         near = GAP_BYTES + SECTOR_BYTES
         isolated = math.exp(-near / apart)  # probability that the next row is too far away
-        if isolated > 1 - 1e-9:
-            return num_rows
-        step = max(1.0, apart - near * isolated / (1 - isolated))  # bytes to the next row otherwise
-        most = 1 + READ_BYTES / step
-        return num_rows * isolated / -math.expm1(most * math.log1p(-isolated)) if isolated > 1e-9 else num_rows / most
+        num_reads, step = num_rows, 0.0
+        if isolated <= 1 - 1e-9:
+            step = max(1.0, apart - near * isolated / (1 - isolated))  # bytes to the next row otherwise
+            most = 1 + READ_BYTES / step
+            few = num_rows / most
+            num_reads = num_rows * isolated / -math.expm1(most * math.log1p(-isolated)) if isolated > 1e-9 else few
+        whole_sectors = SECTOR_BYTES - 8  # that a read begins and ends with, beyond its records
+        read_bytes = (num_rows - num_reads) * step + num_reads * (self.record_bytes + whole_sectors)
+        written = num_rows * self.record_bytes / (1 - live_share(FILE_SPARE))
+        return FileIo(num_reads, read_bytes, written, written)
+
+
+class FileIo(NamedTuple):
+    """What a step reads from and writes to a file of rows."""
+
+    num_reads: float
+    read_bytes: float
+    cleaned_bytes: float
+    """Read to clean segments."""
+    written_bytes: float
+    """Written back rows, and live records of cleaned segments."""
+
+
+@functools.cache
+def live_share(spare: float) -> float:
+    """Share of the records of a segment that are still live when it is cleaned, in a file `spare` times as long as its records.
+
+    The oldest segment is cleaned, and rows are rewritten at random: P. Desnoyers, Analytic modeling of SSD write performance, 2012.
+    """
+    share = 0.0
+    for _ in range(200):
+        share = math.exp(-spare * (1 - share))
+    return share
 
 
 def choose_set_size(groups: Sequence[CacheModel], num_ids: float) -> tuple[int, int]:
@@ -98,8 +152,14 @@ def choose_set_size(groups: Sequence[CacheModel], num_ids: float) -> tuple[int, 
     return size, SETS_KEPT - 1 if two_fit else SETS_KEPT
 
 
-def build_cache_models(tables: Sequence[TableWork], setup: Setup, *, in_sets: bool = False) -> list[CacheModel]:
-    """The cached tables of a set-up, grouped by width; `in_sets` as a GPU fetches rows."""
+def build_cache_models(
+    tables: Sequence[TableWork], setup: Setup, *, in_sets: bool = False, num_sharing: int = 1
+) -> list[CacheModel]:
+    """The cached tables of a set-up, grouped by width; `in_sets` as a GPU fetches rows.
+
+    Processes that share the tables have caches of their own, each for its part of the rows that all batches together read; the models
+    are of all of them together.
+    """
     shares = {one.table: one.cache_fraction for one in setup.behind}
     by_width: dict[int, list[TableWork]] = {}
     for table in tables:
@@ -109,7 +169,7 @@ def build_cache_models(tables: Sequence[TableWork], setup: Setup, *, in_sets: bo
         CacheModel(
             tables=tuple(some),
             num_slots=sum(max(1, math.ceil(shares[table.name] * table.num_rows)) for table in some),
-            batch_size=setup.batch_size,
+            batch_size=num_sharing * setup.batch_size,
         )
         for _, some in sorted(by_width.items())
     ]
@@ -119,14 +179,31 @@ def build_cache_models(tables: Sequence[TableWork], setup: Setup, *, in_sets: bo
     return [replace(group, set_size=size, sets_kept=kept) for group in groups]
 
 
-@dataclass(frozen=True)
-class Draws:
-    """Ids that a batch draws from one distribution, for `num_alike` identical features."""
+class Caches(NamedTuple):
+    """The caches of a trainer's tables, of all processes of a step together."""
+
+    over_bus: list[CacheModel]
+    """In an accelerator's memory, before system memory."""
+    over_file: list[CacheModel]
+    """In system memory, before a file."""
+
+
+def build_caches(tables: Sequence[TableWork], setup: Setup, *, has_devices: bool, num_sharing: int) -> Caches:
+    """The caches of a set-up; without accelerators rows are behind them in files."""
+    in_files = {one.table for one in setup.behind if one.where == "ssd" or not has_devices}
+    over_bus = [table for table in tables if table.name not in in_files]
+    over_file = [table for table in tables if table.name in in_files]
+    return Caches(
+        build_cache_models(over_bus, setup, in_sets=has_devices, num_sharing=num_sharing),
+        build_cache_models(over_file, setup, num_sharing=num_sharing),
+    )
+
+
+class Draws(NamedTuple):
+    """Ids that a batch draws from one distribution, for one feature."""
 
     popularity: Popularity
     num_draws: float
-    """For one feature."""
-    num_alike: int = 1
 
 
 def missing_rows(draws: Sequence[Draws], num_slots: float, *, counted: float = BATCHES_COUNTED, kept: int = SETS_KEPT) -> float:
@@ -134,20 +211,12 @@ def missing_rows(draws: Sequence[Draws], num_slots: float, *, counted: float = B
 
     Uses in `counted` batches count, and the rows of the `kept` preceding batches are in the cache.
     """
-    return _missing(tuple(sorted(_merged(draws), key=repr)), num_slots, counted, kept)
-
-
-def _merged(draws: Sequence[Draws]) -> list[Draws]:
-    """Identical draws combined: most tables of a model are alike."""
-    counts: dict[tuple[Popularity, float], int] = {}
-    for one in draws:
-        key = one.popularity, one.num_draws
-        counts[key] = counts.get(key, 0) + one.num_alike
-    return [Draws(popularity, num_draws, count) for (popularity, num_draws), count in counts.items()]
+    alike = tuple(sorted(Counter(draws).items(), key=repr))  # most tables of a model are alike
+    return _missing(alike, num_slots, counted, kept)
 
 
 @functools.lru_cache(maxsize=1024)
-def _missing(draws: tuple[Draws, ...], num_slots: float, counted: float, sets_kept: int) -> float:
+def _missing(draws: tuple[tuple[Draws, int], ...], num_slots: float, counted: float, sets_kept: int) -> float:
     counts, used = _rows(draws)
     if not len(counts):
         return 0.0
@@ -166,23 +235,18 @@ def _missing(draws: tuple[Draws, ...], num_slots: float, counted: float, sets_ke
     if num_slots >= counts.sum():
         return 0.0
     if kept(-np.expm1(counted * left)) <= num_slots:  # every counted row fits, and of the others the most recently used
-        chance = _solve(
-            lambda batches: -np.expm1(math.exp(batches) * left),
-            (math.log(counted), math.log(MOST_BATCHES)),
-            kept,
-            num_slots,
-        )
-        return missing(chance)
+        between = math.log(counted), math.log(MOST_BATCHES)
+        return missing(_solve(lambda batches: -np.expm1(math.exp(batches) * left), between, kept, num_slots))
     more, equal = _above(used * counted, lambda chance: kept(chance) <= num_slots)
     return missing(_solve(lambda share: more + share * equal, (0.0, 1.0), kept, num_slots))
 
 
-def _rows(draws: Sequence[Draws]) -> tuple[Array, Array]:
+def _rows(draws: Sequence[tuple[Draws, int]]) -> tuple[Array, Array]:
     """Rows in bins of similar popularity: the number in each, and the probability that a batch uses one of them."""
     counts, used = [np.zeros(0)], [np.zeros(0)]
-    for one in draws:
+    for one, num_alike in draws:
         of_bin, chances = id_bins(one.popularity)
-        counts.append(of_bin * one.num_alike)
+        counts.append(of_bin * num_alike)
         used.append(-np.expm1(one.num_draws * np.log1p(-np.minimum(chances, 1 - 1e-12))))
     return np.concatenate(counts), np.minimum(np.concatenate(used), 1 - 1e-12)
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from rowstead.plan.predict import Prediction, predict
-from rowstead.plan.setup import USABLE_SHARE, Setup, dense_held_bytes, tables_on_devices
-from rowstead.plan.work import StepWork, step_work
-from rowstead.spec.machine import Machine, Precision
+from rowstead.plan.setup import USABLE_SHARE, CachedTable, Setup, dense_held_bytes, held
+from rowstead.plan.setups import FRACTIONS, SetupBuilder, fewest_servers
+from rowstead.plan.work import StepWork, step_work, table_bytes, with_16_bit_rows, with_lean_optimizer
+from rowstead.spec.machine import Machine
 from rowstead.spec.row_optimizers import LEAN_OPTIMIZER
 from rowstead.spec.run import RunSpec
 from rowstead.spec.sizes import format_bytes
@@ -25,8 +25,7 @@ SATURATED_GAIN = 1.05
 KEPT_SPEED = 0.99
 """Share of the speed that must remain when servers are removed again."""
 
-ServerKind = Literal["num_sparse_servers", "num_dense_servers"]
-SERVER_KINDS: tuple[ServerKind, ...] = ("num_sparse_servers", "num_dense_servers")
+SERVER_KINDS = ("num_sparse_servers", "num_dense_servers")
 
 Prefer = Literal["efficiency", "speed"]
 """What the best set-up maximises: samples per joule (per server where some power is unknown), or samples per second."""
@@ -57,16 +56,18 @@ def choose(
 ) -> Choice:
     """The best set-up on one server of a kind, or the cheapest that reaches `samples_per_s`."""
     chooser = Chooser(
+        spec=spec,
         work=step_work(spec),
         machine=machine,
-        software=software,
         server=server,
-        precision=spec.train.precision,
+        software=software,
         prefer=prefer,
         samples_per_s=samples_per_s,
     )
     found = []
-    for placement in possible_placements(machine) if chooser.work.tables else ("device",):
+    for placement in chooser.placements:
+        if placement in ("cached", "ssd") and not software.has_caches:
+            continue
         of_placement = [
             one for batch_size in batch_sizes or (spec.train.batch_size,) for one in chooser.candidates(placement, batch_size)
         ]
@@ -81,43 +82,25 @@ def choose(
     return Choice(machine=machine, best=fitting[0], others=(*fitting[1:], *failing))
 
 
-def possible_placements(machine: Machine) -> tuple[PlannedStore, ...]:
-    """Where a machine can have tables; parameter servers need a network."""
-    local: tuple[PlannedStore, ...] = ("device", "mixed", "host") if machine.accelerators is not None else ("device",)
-    return (*local, "remote") if machine.network is not None else local
-
-
 @dataclass(frozen=True, kw_only=True)
-class Chooser:
+class Chooser(SetupBuilder):
     """Tries set-ups of one run on one machine."""
 
-    work: StepWork
-    machine: Machine
     software: Software
-    server: Machine
-    precision: Precision
     prefer: Prefer
     samples_per_s: float | None
     """The target speed; None for the best use of one server."""
 
     def candidates(self, placement: PlannedStore, batch_size: int) -> Iterator[Prediction]:
         """The set-ups of one placement to compare: the fewest servers, and more of them as far as needed."""
-        machine, server = self.machine, self.server
-        if placement == "remote" and server.network is None:
+        tried = [self.with_enough_servers(setup) for setup in self.build(placement, batch_size=batch_size)]
+        if not tried:
             return
-        setup = Setup(
-            placement=placement,
-            batch_size=batch_size,
-            num_devices=machine.num_devices,
-            server=server if placement == "remote" else None,
-            num_sparse_servers=fewest_servers(self.work, server) if placement == "remote" else 0,
-            num_dense_servers=1 if placement == "remote" and machine.accelerators is None else 0,
-        )
-        if placement == "mixed" and len(tables_on_devices(self.work, machine, setup)) in (0, len(self.work.tables)):
+        now = min(tried, key=self.rank)
+        if placement == "mixed" and len(now.trainer.on_devices) in (0, len(self.work.tables)):
             return  # same as another placement
-        now = self.with_enough_servers(setup)
         yield now
-        if self.samples_per_s is not None and machine.network is not None and (now.fits or placement != "remote"):
+        if self.samples_per_s is not None and self.machine.network is not None and (now.fits or placement != "remote"):
             yield from self.larger(now)
         else:
             yield self.with_fewest_servers(now)
@@ -129,36 +112,30 @@ class Chooser:
         while not self.is_enough(now) and now.setup.num_trainers < MAX_SERVERS:
             missing = self.samples_per_s / now.samples_per_s if now.fits else 2.0
             wanted = math.ceil(min(now.setup.num_trainers * missing, MAX_SERVERS))
-            before, now = now, self.with_trainers(now, max(now.setup.num_trainers + 1, wanted))
+            before = now
+            now = self.with_enough_servers(replace(now.setup, num_trainers=max(now.setup.num_trainers + 1, wanted)))
             too_few = before.setup.num_trainers
             yield now
             if before.fits and now.samples_per_s < before.samples_per_s * 1.001:
                 return
-        while self.is_enough(now) and now.setup.num_trainers - too_few > 1:
-            tried = self.with_trainers(now, (too_few + now.setup.num_trainers) // 2)
-            if self.is_enough(tried):
-                now = tried
-            else:
-                too_few = tried.setup.num_trainers
+        if self.is_enough(now):
+            now = fewest(now, "num_trainers", self.with_enough_servers, self.is_enough, too_few=too_few)
         yield self.with_fewest(now)
 
     def is_enough(self, one: Prediction) -> bool:
         """Whether a set-up fits and reaches the target speed."""
         return one.fits and one.samples_per_s >= (self.samples_per_s or 0.0)
 
-    def with_trainers(self, now: Prediction, num_trainers: int) -> Prediction:
-        return self.with_enough_servers(dataclasses.replace(now.setup, num_trainers=num_trainers))
-
     def with_fewest(self, now: Prediction) -> Prediction:
         """The fewest servers of every kind that reach the target speed, then the fewest trainers with those."""
         while True:
-            fewest = now = self.with_fewest_servers(now)
+            before = now = self.with_fewest_servers(now)
             while now.setup.num_trainers > 1:
-                tried = self.predict(dataclasses.replace(now.setup, num_trainers=now.setup.num_trainers - 1))
+                tried = self.predict(replace(now.setup, num_trainers=now.setup.num_trainers - 1))
                 if not self.is_enough(tried):
                     break
                 now = tried
-            if now is fewest:
+            if now is before:
                 return now
 
     def with_enough_servers(self, setup: Setup) -> Prediction:
@@ -166,14 +143,14 @@ class Chooser:
         now, before = self.predict(setup), None
         while now is not before:
             before = now
-            now = self.with_twice_the_servers(now, "num_sparse_servers")
-            now = self.with_twice_the_servers(now, "num_dense_servers")
+            for kind in SERVER_KINDS:
+                now = self.with_twice_the_servers(now, kind)
         return now
 
-    def with_twice_the_servers(self, now: Prediction, kind: ServerKind) -> Prediction:
+    def with_twice_the_servers(self, now: Prediction, kind: str) -> Prediction:
         """Double the servers of one kind for as long as it is worth it."""
         while 0 < (count := getattr(now.setup, kind)) < MAX_SERVERS:
-            after = self.with_servers(now, kind, 2 * count)
+            after = self.predict(with_count(now.setup, kind, 2 * count))
             gain = after.samples_per_s / now.samples_per_s
             slow = self.samples_per_s is not None and not self.is_enough(now)
             worth = SATURATED_GAIN if slow or self.prefer == "speed" else self.cost(after) / self.cost(now)
@@ -187,29 +164,23 @@ class Chooser:
         least_speed = KEPT_SPEED * now.samples_per_s
         if self.samples_per_s is not None and self.is_enough(now):
             least_speed = self.samples_per_s
+        fits = now.fits
+
+        def keeps_up(tried: Prediction) -> bool:
+            return (tried.fits or not fits) and tried.samples_per_s >= least_speed
+
         for kind in SERVER_KINDS:
-            too_few = 0
-            while (count := getattr(now.setup, kind)) - too_few > 1:
-                tried = self.with_servers(now, kind, (too_few + count) // 2)
-                if (tried.fits or not now.fits) and tried.samples_per_s >= least_speed:
-                    now = tried
-                else:
-                    too_few = getattr(tried.setup, kind)
+            now = fewest(now, kind, self.predict, keeps_up)
         return now
 
-    def with_servers(self, now: Prediction, kind: ServerKind, count: int) -> Prediction:
-        changed: dict[str, Any] = {kind: count}
-        return self.predict(dataclasses.replace(now.setup, **changed))
-
     def predict(self, setup: Setup) -> Prediction:
-        return predict(self.work, self.machine, self.software, setup, precision=self.precision)
+        return predict(self.work, self.machine, self.software, setup, precision=self.spec.train.precision)
 
     def cost(self, one: Prediction) -> float:
         """Nameplate watts, or the number of servers where some power is unknown."""
         setup = one.setup
-        num_servers = setup.num_trainers + setup.num_sparse_servers + setup.num_dense_servers
         known = self.machine.power is not None and self.server.power is not None
-        return one.watts if known and one.watts is not None else float(num_servers)
+        return one.watts if known and one.watts is not None else float(setup.num_trainers + setup.num_servers)
 
     def rank(self, one: Prediction) -> tuple[float, ...]:
         """Sort key: what fits first; then what is fast enough, the cheapest first; then the best by what is preferred."""
@@ -219,9 +190,28 @@ class Chooser:
         return not one.fits, -one.samples_per_s / (self.cost(one) if self.prefer == "efficiency" else 1.0), self.cost(one)
 
 
-def fewest_servers(work: StepWork, server: Machine) -> int:
-    """The fewest servers that hold the tables."""
-    return max(1, math.ceil(work.table_bytes / (server.host.memory.capacity_bytes * USABLE_SHARE)))
+def with_count(setup: Setup, count: str, number: int) -> Setup:
+    """A set-up with another number of trainers, or of servers of one kind."""
+    changes: dict[str, Any] = {count: number}
+    return replace(setup, **changes)
+
+
+def fewest(
+    now: Prediction,
+    count: str,
+    predicted: Callable[[Setup], Prediction],
+    is_enough: Callable[[Prediction], bool],
+    *,
+    too_few: int = 0,
+) -> Prediction:
+    """Bisect for the lowest count with which a prediction is still enough, as `now` is."""
+    while (number := getattr(now.setup, count)) - too_few > 1:
+        tried = predicted(with_count(now.setup, count, (too_few + number) // 2))
+        if is_enough(tried):
+            now = tried
+        else:
+            too_few = getattr(tried.setup, count)
+    return now
 
 
 def num_readers(work: StepWork, software: Software, server: Machine, samples_per_s: float) -> int:
@@ -252,13 +242,28 @@ def remedies(spec: RunSpec, machine: Machine, server: Machine, *, batch_size: in
     if machine.network is not None and server.network is not None:
         count = fewest_servers(work, server)
         found.append(f"put the tables on {count} sparse parameter server{'s' if count > 1 else ''} ({server.name})")
-    found += _smaller_rows(spec, work.table_bytes, max(free_bytes, host_bytes))
+    found += _with_caches(work, machine, batch_size)
+    found += _smaller_rows(spec, max(free_bytes, host_bytes))
     scale = max(free_bytes, host_bytes) / work.table_bytes if work.table_bytes else 1.0
     if scale < 1:
         found.append(
             f"set scale={spec.scale * scale * 0.95:.2g}, which shrinks tables to {format_bytes(max(free_bytes, host_bytes) * 0.95)}"
         )
     return tuple(found)
+
+
+def _with_caches(work: StepWork, machine: Machine, batch_size: int) -> list[str]:
+    """What caches of the smallest size need, over system memory and over files."""
+    fraction, found = FRACTIONS[-1], []
+    kinds: list[tuple[Literal["cached", "ssd"], str]] = [("cached", "in system memory"), ("ssd", "in files on SSD")]
+    for where, behind in kinds if machine.accelerators is not None else kinds[1:]:
+        tables = tuple(CachedTable(table=one.name, cache_fraction=fraction, where=where) for one in work.tables)
+        setup = Setup(placement=where, batch_size=batch_size, num_devices=machine.num_devices, behind=tables)
+        needs = held(work, machine, setup)
+        sizes = {"SSD": needs.disk_bytes, "system memory": needs.host_bytes, "each GPU's memory": needs.device_bytes}
+        needed = " and ".join(f"{format_bytes(size / USABLE_SHARE)} of {name}" for name, size in sizes.items() if size)
+        found.append(f"keep all rows {behind} and {fraction:.0%} of them in a cache (placement `{where}`): needs {needed}")
+    return found
 
 
 def _smaller_dense_part(work: StepWork, usable_bytes: float, batch_size: int, where: str) -> str:
@@ -271,27 +276,21 @@ def _smaller_dense_part(work: StepWork, usable_bytes: float, batch_size: int, wh
     return f"use a batch of {largest:,} or less (train.batch_size, --batch): with {batch_size:,} the dense part takes {format_bytes(held)} of {where} without tables"
 
 
-def _smaller_rows(spec: RunSpec, table_bytes: int, free_bytes: float) -> list[str]:
+def _smaller_rows(spec: RunSpec, free_bytes: float) -> list[str]:
     """Settings that make rows smaller, each by itself, and both together unless one is enough."""
-    optimizer = dataclasses.replace(spec.train.sparse_optimizer, kind=LEAN_OPTIMIZER)
-    less_state = dataclasses.replace(spec, train=dataclasses.replace(spec.train, sparse_optimizer=optimizer))
-    found: list[str] = []
-    is_enough = False
+    less_state = with_lean_optimizer(spec)
+    needed, found, is_enough = table_bytes(spec), list[str](), False
     for text, changed in (
         (f"train.sparse_optimizer.kind={LEAN_OPTIMIZER}", less_state),
-        ("model.row_format=bf16", _in_bf16(spec)),
-        ("both", _in_bf16(less_state)),
+        ("model.row_format=bf16", with_16_bit_rows(spec)),
+        ("both", with_16_bit_rows(less_state)),
     ):
-        smaller = step_work(changed).table_bytes
-        if smaller < table_bytes and (text != "both" or (len(found) == 2 and not is_enough)):
+        smaller = table_bytes(changed)
+        if smaller < needed and (text != "both" or (len(found) == 2 and not is_enough)):
             is_enough = is_enough or smaller <= free_bytes
             short = "" if smaller <= free_bytes else ", not enough by itself"
-            found.append(f"set {text}: shrinks tables from {format_bytes(table_bytes)} to {format_bytes(smaller)}{short}")
+            found.append(f"set {text}: shrinks tables from {format_bytes(needed)} to {format_bytes(smaller)}{short}")
     return found
-
-
-def _in_bf16(spec: RunSpec) -> RunSpec:
-    return dataclasses.replace(spec, model=dataclasses.replace(spec.model, row_format="bf16"))
 
 
 @dataclass(frozen=True, kw_only=True)

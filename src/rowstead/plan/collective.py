@@ -25,18 +25,14 @@ def fabric_of(accelerators: Accelerators, num_used: int) -> Fabric:
 
     Links to unused devices stay idle, except on a switch.
     """
-    peer, link = accelerators.peer_link, accelerators.host_link
+    peer = accelerators.peer_link
     if peer is None or peer.bandwidth_bytes_per_s is None:
-        return Fabric("through_host", accelerators.host_bytes_per_s(num_used), 2 * link.latency_s)
+        return Fabric("through_host", accelerators.host_bytes_per_s(num_used), 2 * accelerators.host_link.latency_s)
     share = 1.0
     if peer.topology != "switched" and 1 < num_used < accelerators.num:
-        share = _num_wired(peer.topology, num_used) / _num_wired(peer.topology, accelerators.num)
+        wired = [hops_of(peer.topology, number).count(1) for number in (num_used, accelerators.num)]
+        share = wired[0] / wired[1]
     return Fabric(peer.topology, share * peer.bandwidth_bytes_per_s, peer.latency_s)
-
-
-def _num_wired(topology: Topology, num_devices: int) -> int:
-    """Peers to which a device has a direct link."""
-    return hops_of(topology, num_devices).count(1)
 
 
 def all_reduce_s(fabric: Fabric, num_devices: int, num_bytes: float) -> float:
@@ -65,7 +61,7 @@ def all_to_all_s(fabric: Fabric, num_devices: int, num_bytes: float) -> float:
         return 0.0
     hops = hops_of(fabric.topology, num_devices)
     sent = num_bytes * (num_devices - 1) / num_devices
-    return max(hops) * fabric.latency_s + sent * mean_hops(fabric.topology, num_devices) / fabric.bytes_per_s
+    return max(hops) * fabric.latency_s + sent * (sum(hops) / len(hops)) / fabric.bytes_per_s
 
 
 def hops_of(topology: Topology, num_devices: int) -> list[int]:
@@ -79,12 +75,6 @@ def hops_of(topology: Topology, num_devices: int) -> list[int]:
         direct = min(CUBE_MESH_DIRECT, others)
         return [1] * direct + [2] * (others - direct)
     return [1] * others
-
-
-def mean_hops(topology: Topology, num_devices: int) -> float:
-    """Mean number of links between two devices."""
-    hops = hops_of(topology, num_devices)
-    return sum(hops) / len(hops) if hops else 0.0
 
 
 def across_servers_s(bytes_per_s: float, latency_s: float, num_servers: int, num_bytes: float, *, reduce: bool) -> float:

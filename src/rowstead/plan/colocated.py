@@ -20,6 +20,7 @@ from rowstead.plan.work import TableWork
 from rowstead.spec.phases import STEP, Phase
 from rowstead.spec.sharing import Sharing
 from rowstead.spec.stores import ROWS_SHARE
+from rowstead.spec.sync import SYNC_MODES
 
 SERVERS, DENSE, READERS = "sparse servers", "dense servers", "readers"
 SENT_ID_BYTES = 4
@@ -82,7 +83,7 @@ class ColocatedTrainer(TrainerStep):
         numbers = 4 * self.work.num_dense + 4
         num_bytes = self.server_batch * (numbers + SENT_ID_BYTES * self.work.ids_per_sample)
         seconds = self.sharing.handing.seconds(num_calls=1, num_bytes=num_bytes)
-        return [Task(name="receive batch", phase=Phase.DATA, resource=READERS, seconds=seconds, hidden=True)]
+        return [Task("receive batch", Phase.DATA, READERS, seconds, hidden=True)]
 
     def lookup_tasks(self) -> list[Task]:
         """Every server gets a request and pools its rows; the trainer merges the replies."""
@@ -112,13 +113,11 @@ class ColocatedTrainer(TrainerStep):
 
     def average(self) -> list[Task]:
         """Averaging with the dense server; each step is charged its share."""
-        seconds = self.sharing.averaging.seconds(num_calls=1, num_bytes=self.work.dense_bytes) / self.setup.sync_every
-        busy = seconds * self.setup.num_trainers
-        return [
-            Task(
-                name="average dense", phase=Phase.SYNC, resource=DENSE, seconds=seconds, busy_s=busy, after=("dense backward",)
-            )
-        ]
+        mode = SYNC_MODES[self.setup.sync]
+        period = 1 if mode.every_step else self.setup.sync_every
+        seconds = self.sharing.averaging.seconds(num_calls=1, num_bytes=self.work.dense_bytes) / period
+        busy, hidden = seconds * self.setup.num_trainers, mode.in_background
+        return [Task("average dense", Phase.SYNC, DENSE, seconds, busy_s=busy, after=("dense backward",), hidden=hidden)]
 
     def row_update_tasks(self) -> list[Task]:
         """Gradients go to the servers, which apply them while the next batch is partitioned; an exact look-up waits for that."""
@@ -139,12 +138,9 @@ class ColocatedTrainer(TrainerStep):
 
     def served(self, name: str, phase: Phase, *, update: bool, after: tuple[str, ...]) -> Task:
         """What each sparse server does for a batch, messages included, for one trainer after the other."""
-        count, tables, processor = self.setup.num_sparse_servers, self.off_devices, self.processor
+        count, tables = self.setup.num_sparse_servers, self.off_devices
         batch, pooled = self.server_batch / count, [table for table in tables if table not in self.pooled_here]
-        if update:
-            rows_s = cost.update_s(processor, tables, batch, self.software, num_sharing=count)
-        else:
-            rows_s = cost.lookup_s(processor, tables, batch, num_sharing=count)
+        rows_s = self.rows_s(self.processor, tables, batch, count, update=update)
         messages_s = self.sharing.answering.seconds(
             num_calls=1,
             num_ids=0.0 if update else batch * sum(table.ids_per_sample for table in pooled),
@@ -152,7 +148,7 @@ class ColocatedTrainer(TrainerStep):
         )
         seconds = rows_s + messages_s + self.sharing.waiting_s
         busy = seconds * self.setup.num_trainers
-        return Task(name=name, phase=phase, resource=SERVERS, seconds=seconds, busy_s=busy, after=after)
+        return Task(name, phase, SERVERS, seconds, busy_s=busy, after=after)
 
     @property
     def vectors_s(self) -> float:
@@ -194,16 +190,68 @@ class ColocatedTrainer(TrainerStep):
         return [
             *slowed,
             *(
-                Task(
-                    name=f"all processes, {phase.value}",
-                    phase=phase,
-                    resource="shared cores",
-                    seconds=busiest_s * share,
-                    hidden=True,
-                )
-                for phase, share in shares.items()
+                Task(f"all processes, {one.value}", one, "shared cores", busiest_s * share, hidden=True)
+                for one, share in shares.items()
             ),
         ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColocatedProcess(ColocatedTrainer):
+    """One of several synchronous processes of one machine, with an even share of each batch, of the tables and of the cores.
+
+    All processes do the same at the same time, so that their parts of a step add up. What they exchange is copied by cores.
+    """
+
+    @property
+    def compute(self) -> str:
+        return "processes"
+
+    @functools.cached_property
+    def processor(self) -> Processor:
+        """One core, as fleets have it; with several cores per process, those of the machine, of which it has a share."""
+        return host_processor(self.machine, self.software) if self.num_threads > 1 else super().processor
+
+    @property
+    def num_threads(self) -> int:
+        return max(1, self.machine.host.num_cores // self.setup.num_trainers)
+
+    @property
+    def slowdown(self) -> float:
+        """How many times as long work takes while all processes are busy."""
+        count = self.setup.num_trainers
+        return count if self.num_threads > 1 else self.sharing.crowding * max(1.0, count / self.machine.host.num_cores)
+
+    def tasks(self) -> list[Task]:
+        """The parts of a step, one after the other."""
+        count, work = self.setup.num_trainers, self.work
+        sent = (count - 1) / count  # of what is spread evenly over all processes
+        ids_bytes = self.server_batch * (SENT_ID_BYTES * work.ids_per_sample + sum(table.num_features for table in work.tables))
+        vectors_bytes = self.server_batch * self.exchanged_bytes
+        rows_s = {
+            update: self.rows_s(self.processor, work.tables, self.server_batch, count, update=update)
+            for update in (False, True)
+        }
+        forward_s, backward_s = (self.bottom_s(passes=passes) + self.top_s(passes=passes) for passes in (1, 2))
+        parts = (
+            ("exchange ids", Phase.PREFETCH, self.exchange_s(sent * ids_bytes)),
+            ("pool rows", Phase.LOOKUP, rows_s[False]),
+            ("exchange vectors", Phase.EXCHANGE, self.exchange_s(sent * vectors_bytes)),
+            ("dense forward", Phase.FORWARD, forward_s),
+            ("dense backward", Phase.BACKWARD, backward_s),
+            ("exchange gradients of vectors", Phase.EXCHANGE, self.exchange_s(sent * vectors_bytes)),
+            ("all-reduce dense gradients", Phase.EXCHANGE, 2 * self.exchange_s(sent * self.reduced_bytes)),
+            ("dense update", Phase.DENSE_UPDATE, cost.dense_update_s(self.processor, work)),
+            ("update rows", Phase.ROW_UPDATE, rows_s[True]),
+        )
+        tasks: list[Task] = list(self.overhead_tasks())
+        for name, phase, seconds in parts:
+            tasks.append(self.compute_task(name, phase, seconds, after=(tasks[-1].name,) if tasks else ()))
+        return [replace(task, seconds=self.slowdown * task.seconds) for task in tasks]
+
+    def exchange_s(self, num_bytes: float) -> float:
+        """Seconds of a process to send bytes to all others and to receive as many."""
+        return self.sharing.handing.seconds(num_calls=self.setup.num_trainers - 1, num_bytes=num_bytes)
 
 
 def sends_rows(table: TableWork, batch_size: float) -> bool:

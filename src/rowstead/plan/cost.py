@@ -144,11 +144,6 @@ def layer_bytes(layers: Sequence[Layer]) -> float:
     return 4.0 * sum(layer.inputs + layer.outputs for layer in layers)
 
 
-def interaction_in_step_bytes(work: StepWork) -> float:
-    """The same for the interaction: pooled vectors and their gradients."""
-    return 2.0 * work.pooled_bytes
-
-
 def _layer_s(timings: Timings, layer: Layer, batch_size: int, precision: Precision, *, passes: int, is_first: bool) -> float:
     """Measured seconds of one layer; the input of the first layer needs no gradient."""
     times, sizes = timings.of_layers(precision), (batch_size, layer.inputs, layer.outputs)
@@ -171,7 +166,7 @@ def interaction_s(processor: Processor, work: StepWork, batch_size: int, precisi
         back_s = timings.interaction_back.at(*vectors) + timings.fresh_s(batch_size * work.pooled_bytes)
         parts_s = {1: forward_s, 2: back_s, 3: forward_s + back_s}[passes]
         parts_s *= timings.fp32_interaction_factor if precision == "fp32" else 1.0
-        return timings.dense.seconds(parts_s, passes / 3 * batch_size * interaction_in_step_bytes(work))
+        return timings.dense.seconds(parts_s, passes / 3 * batch_size * 2 * work.pooled_bytes)
     products_s = processor.gemm_s(batch_size * passes * work.interaction_flops, precision, num_calls=passes)
     return products_s + processor.stream_s(touched, held_bytes=held) / processor.activation_share
 
@@ -265,7 +260,10 @@ def update_s(
 
     if processor.timings is None or not tables:
         return seconds_within(math.inf)
-    touched = sum(_touched_bytes(table, batch_size, num_sharing) for table in tables)
+    touched = sum(
+        table.distinct_rows(batch_size * num_sharing) / num_sharing * table.row_bytes + 2 * batch_size * table.pooled_bytes
+        for table in tables
+    )
     whole = sum(table.bytes for table in tables) / num_sharing
     kept = min(1.0, processor.memory.cache_bytes / max(touched, 1.0))  # share of the rows that are still in the cache
     seconds = kept * seconds_within(min(touched, whole))
@@ -273,12 +271,6 @@ def update_s(
         seconds += (1 - kept) * seconds_within(whole)
     timings, pooled_bytes = processor.timings, batch_size * sum(table.pooled_bytes for table in tables)
     return timings.update_call_s + timings.update.fixed_s + timings.update.seconds(seconds, pooled_bytes)
-
-
-def _touched_bytes(table: TableWork, batch_size: float, num_sharing: int) -> float:
-    """Bytes touched since the rows of a batch were read: the rows, and pooled vectors with their gradients."""
-    rows = table.distinct_rows(batch_size * num_sharing) / num_sharing
-    return rows * table.row_bytes + 2 * batch_size * table.pooled_bytes
 
 
 def table_update_s(

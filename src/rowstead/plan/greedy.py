@@ -8,13 +8,13 @@ Does not import torch and does no I/O: the sizes of the memories are arguments.
 
 from __future__ import annotations
 
-import dataclasses
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
-from rowstead.plan.work import ELEMENT_BYTES
+from rowstead.plan.work import record_bytes, table_bytes, with_16_bit_rows, with_lean_optimizer
 from rowstead.spec.caching import FILE_SPARE, GROWTH, SETS_IN_FLIGHT
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.features import Table
@@ -25,6 +25,8 @@ from rowstead.spec.sizes import format_bytes
 from rowstead.spec.stores import STORES, RecipeStore
 
 Memory = Literal["device", "host", "disk"]
+Sizes = Counter[str]
+"""Bytes that tables need in each memory."""
 
 SMALLER_FRACTIONS = (0.05, 0.02, 0.01)
 """Cache fractions that `auto` tries, in order, if caches of the default size do not fit."""
@@ -68,6 +70,15 @@ class Memories:
             return min(self.device_bytes, self.host_bytes)
         return self.device_bytes if memory == "device" else self.host_bytes
 
+    def used_bytes(self, sizes: Sizes, memory: Memory) -> int:
+        """Bytes that tables of these sizes take in one memory; without a GPU, device and host are one memory."""
+        return sizes["device"] + sizes["host"] if memory == "host" and not self.has_gpu else sizes[memory]
+
+    def excess(self, sizes: Sizes) -> dict[Memory, int]:
+        """Bytes above the capacity of each memory that is too small."""
+        over = {memory: self.used_bytes(sizes, memory) - self.free_bytes(memory) for memory in self.kinds}
+        return {memory: num_bytes for memory, num_bytes in over.items() if num_bytes > 0}
+
     def name(self, memory: Memory) -> str:
         """User-facing name of a memory."""
         if memory == "disk":
@@ -82,72 +93,23 @@ class Memories:
         return f"{format_bytes(self.free_bytes(memory))} of {self.name(memory)}{limited}"
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Bytes that a table needs in each memory."""
+@dataclass(kw_only=True)
+class TableSizes:
+    """What determines the bytes of one table in each store."""
 
-    device: int = 0
-    host: int = 0
-    disk: int = 0
-
-    def __add__(self, other: Sizes) -> Sizes:
-        return Sizes(self.device + other.device, self.host + other.host, self.disk + other.disk)
-
-    def __sub__(self, other: Sizes) -> Sizes:
-        return Sizes(self.device - other.device, self.host - other.host, self.disk - other.disk)
-
-    def of(self, memory: Memory, memories: Memories) -> int:
-        """Bytes needed in one memory; without a GPU, device and host are one memory."""
-        if memory == "disk":
-            return self.disk
-        if not memories.has_gpu:
-            return self.device + self.host
-        return self.device if memory == "device" else self.host
-
-    def too_much_for(self, memories: Memories) -> list[Memory]:
-        """The memories whose capacity is exceeded."""
-        return [memory for memory in memories.kinds if self.of(memory, memories) > memories.free_bytes(memory)]
-
-    def fit(self, memories: Memories) -> bool:
-        return not self.too_much_for(memories)
-
-    def excess(self, memories: Memories) -> int:
-        """Bytes above the capacity, over all memories."""
-        return sum(max(0, self.of(memory, memories) - memories.free_bytes(memory)) for memory in memories.kinds)
-
-
-@dataclass
-class _Draft:
-    """One table whose placement is being decided."""
-
-    table: Table
-    rule: TablePlacementSpec
-    shard: PlacedShard
-    record_bytes: int
-    """Bytes of a row and its optimizer state."""
     num_rows: int
     """Rows that this process stores."""
-    reads: float
-    """Ids per example."""
-    batch_size: int
+    record_bytes: int
+    """Bytes of a row and its optimizer state."""
+    ids_per_step: float
     num_tables: int
     """Tables of the model; those of equal width share a file."""
-    where: RecipeStore = "device"
     fraction: float = CACHE_FRACTION
-    why: str = "as the recipe says"
-    is_auto: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.is_auto = self.rule.where == "auto"
-        self.fraction = self.rule.cache_fraction or CACHE_FRACTION
+    """Share of its rows that fit in a cache."""
 
     @property
     def table_bytes(self) -> int:
         return self.num_rows * self.record_bytes
-
-    @property
-    def reads_per_byte(self) -> float:
-        return self.reads / (self.table.num_rows * self.record_bytes)
 
     @property
     def num_slots(self) -> int:
@@ -156,7 +118,7 @@ class _Draft:
     @property
     def rows_in_flight(self) -> int:
         """Rows that the batches in flight need if all their ids differ, times the growth factor of a cache."""
-        return min(self.num_rows, math.ceil(GROWTH * SETS_IN_FLIGHT * self.batch_size * self.reads))
+        return min(self.num_rows, math.ceil(GROWTH * SETS_IN_FLIGHT * self.ids_per_step))
 
     @property
     def file_bytes(self) -> int:
@@ -167,16 +129,34 @@ class _Draft:
     def sizes(self, where: RecipeStore) -> Sizes:
         """Bytes that it needs in a store; a cache holds at least the rows in flight."""
         if where == "device":
-            return Sizes(device=self.table_bytes)
-        if where == "host":
-            in_flight = self.rows_in_flight * (self.record_bytes + GPU_SLOT_BYTES)
-            return Sizes(device=in_flight + self.num_rows * (MAP_BYTES + STATE_BYTES), host=self.table_bytes)
-        num_slots = max(self.num_slots, self.rows_in_flight)
-        if where == "cached":
-            slots = num_slots * (self.record_bytes + GPU_SLOT_BYTES)
-            return Sizes(device=slots + self.num_rows * (MAP_BYTES + STATE_BYTES), host=self.table_bytes)
-        slots = num_slots * (self.record_bytes + SLOT_BYTES)
-        return Sizes(host=slots + self.num_rows * (MAP_BYTES + RECORD_BYTES), disk=self.file_bytes)
+            return Counter(device=self.table_bytes)
+        num_slots = self.rows_in_flight if where == "host" else max(self.num_slots, self.rows_in_flight)
+        if where == "ssd":
+            slots = num_slots * (self.record_bytes + SLOT_BYTES)
+            return Counter(host=slots + self.num_rows * (MAP_BYTES + RECORD_BYTES), disk=self.file_bytes)
+        slots = num_slots * (self.record_bytes + GPU_SLOT_BYTES)
+        return Counter(device=slots + self.num_rows * (MAP_BYTES + STATE_BYTES), host=self.table_bytes)
+
+
+@dataclass(kw_only=True)
+class _Draft(TableSizes):
+    """One table whose placement is being decided."""
+
+    table: Table
+    rule: TablePlacementSpec
+    shard: PlacedShard
+    reads: float
+    """Ids per example."""
+    where: RecipeStore = "device"
+    why: str = "as the recipe says"
+
+    @property
+    def is_auto(self) -> bool:
+        return self.rule.where == "auto"
+
+    @property
+    def reads_per_byte(self) -> float:
+        return self.reads / (self.table.num_rows * self.record_bytes)
 
     def to_placement(self) -> TablePlacement:
         sizes = self.sizes(self.where)
@@ -186,9 +166,9 @@ class _Draft:
             shard=self.shard,
             why=self.why,
             cache_fraction=self.fraction if STORES[self.where].has_cache else None,
-            device_bytes=sizes.device,
-            host_bytes=sizes.host,
-            disk_bytes=sizes.disk,
+            device_bytes=sizes["device"],
+            host_bytes=sizes["host"],
+            disk_bytes=sizes["disk"],
         )
 
 
@@ -210,8 +190,8 @@ def decide(
     reads = list(mean_ids) if mean_ids is not None else [float(f.max_ids or 1) for f in spec.features.expanded_sparse()]
     drafts = _drafts(spec, memories, reads, shards or {}, trains=trains, world_size=world_size)
     autos = sorted((draft for draft in drafts if draft.is_auto), key=lambda draft: -draft.reads_per_byte)
-    fixed = _sum([draft.sizes(draft.where) for draft in drafts if not draft.is_auto])
-    if not fixed.fit(memories):
+    fixed = sum((draft.sizes(draft.where) for draft in drafts if not draft.is_auto), Counter())
+    if memories.excess(fixed):
         raise RowsteadError(_explain_misfit(spec, memories, drafts, world_size, "the placement in the recipe does not fit"))
     tiers = _tiers(memories)
     taken = _place_in_slowest(autos, fixed, tiers, memories)
@@ -222,16 +202,10 @@ def decide(
         for draft in autos:
             if tiers.index(tier) < tiers.index(draft.where):
                 raised = taken - draft.sizes(draft.where) + draft.sizes(tier)
-                if raised.fit(memories):
+                if not memories.excess(raised):
                     taken, draft.where = raised, tier
     _explain(autos, memories)
     return Placement(tables=tuple(draft.to_placement() for draft in drafts), folder=memories.folder)
-
-
-def record_bytes(spec: RunSpec, width: int, *, trains: bool = True) -> int:
-    """Bytes of a row and its optimizer state."""
-    state_bytes = ROW_OPTIMIZERS[spec.train.sparse_optimizer.kind].state_bytes(width) if trains else 0
-    return width * ELEMENT_BYTES[spec.model.row_format] + state_bytes
 
 
 def _drafts(
@@ -243,26 +217,29 @@ def _drafts(
     trains: bool,
     world_size: int,
 ) -> list[_Draft]:
-    rules = rules_for(spec.placement, [table.name for table in spec.tables])
+    tables = spec.tables
+    rules = rules_for(spec.placement, [table.name for table in tables])
     drafts = []
-    for table in spec.tables:
+    for table in tables:
         rule = rules[table.name]
         shard = shards.get(table.name, "table") if rule.shard == "auto" else rule.shard
         num_local_rows = table.num_rows if shard == "replicate" else math.ceil(table.num_rows / world_size)
+        table_reads = sum(reads[feature] for feature in table.features)
         draft = _Draft(
             table=table,
             rule=rule,
             shard=shard,
             record_bytes=record_bytes(spec, table.width, trains=trains),
             num_rows=num_local_rows,
-            reads=sum(reads[feature] for feature in table.features),
-            batch_size=spec.train.batch_size,
-            num_tables=len(spec.tables),
+            reads=table_reads,
+            ids_per_step=spec.train.batch_size * table_reads,
+            num_tables=len(tables),
+            fraction=rule.cache_fraction or CACHE_FRACTION,
         )
-        if rule.where != "auto":
+        if rule.where == "host" and not memories.has_gpu:
+            draft.where, draft.why = "device", "no GPU: device memory is host memory"
+        elif rule.where != "auto":
             draft.where = rule.where
-            if rule.where == "host" and not memories.has_gpu:
-                draft.where, draft.why = "device", "no GPU: device memory is host memory"
         drafts.append(draft)
     return drafts
 
@@ -278,17 +255,18 @@ def _place_in_slowest(autos: list[_Draft], fixed: Sizes, tiers: list[RecipeStore
 
     If a memory is full, tables move to a faster store that has capacity left.
     """
-    for fraction in (CACHE_FRACTION, *SMALLER_FRACTIONS):
+    are_given = all(draft.rule.cache_fraction for draft in autos)
+    for fraction in (CACHE_FRACTION,) if are_given else (CACHE_FRACTION, *SMALLER_FRACTIONS):
         for draft in autos:
             draft.where = tiers[-1]
             draft.fraction = draft.rule.cache_fraction or fraction
-        taken = fixed + _sum([draft.sizes(draft.where) for draft in autos])
-        for draft in autos:
+        taken = fixed + sum((draft.sizes(draft.where) for draft in autos), Counter())
+        for draft in autos if memories.excess(taken) else ():
             for tier in reversed(tiers[:-1]):
                 raised = taken - draft.sizes(draft.where) + draft.sizes(tier)
-                if raised.excess(memories) < taken.excess(memories):
+                if sum(memories.excess(raised).values()) < sum(memories.excess(taken).values()):
                     taken, draft.where = raised, tier
-        if taken.fit(memories):
+        if not memories.excess(taken):
             return taken
     return None
 
@@ -304,13 +282,6 @@ def _explain(autos: list[_Draft], memories: Memories) -> None:
         as_fit = ", as many as fit" if draft.fraction < CACHE_FRACTION and draft.rule.cache_fraction is None else ""
         less = "read less per byte" if fewer else f"does not fit in {cache}"
         draft.why = f"{less}; {draft.fraction:.0%} of the rows are cached {'in ' + cache if fewer else 'there'}{as_fit}"
-
-
-def _sum(sizes: Sequence[Sizes]) -> Sizes:
-    total = Sizes()
-    for one in sizes:
-        total += one
-    return total
 
 
 # The error when nothing fits
@@ -329,9 +300,9 @@ def _explain_misfit(spec: RunSpec, memories: Memories, drafts: list[_Draft], wor
         f"{what}: {tables} {format_bytes(needs)}{each} (largest: `{largest.table.name}`, {format_bytes(largest.table_bytes)}), "
         f"available: {available}."
     )
-    fixed = _sum([draft.sizes(draft.where) for draft in drafts if not draft.is_auto])
-    for memory in fixed.too_much_for(memories):
-        taken = fixed.of(memory, memories)
+    fixed = sum((draft.sizes(draft.where) for draft in drafts if not draft.is_auto), Counter())
+    for memory in memories.excess(fixed):
+        taken = memories.used_bytes(fixed, memory)
         message += f" Tables with a fixed placement need {format_bytes(taken)} of {memories.name(memory)}."
     remedies = enumerate(_remedies(spec, memories, drafts, needs, each), start=1)
     return "\n".join([f"{message} Possible solutions:", *(f"  {number}. {remedy}" for number, remedy in remedies)])
@@ -340,7 +311,7 @@ def _explain_misfit(spec: RunSpec, memories: Memories, drafts: list[_Draft], wor
 def _remedies(spec: RunSpec, memories: Memories, drafts: list[_Draft], needs: int, each: str) -> list[str]:
     """List possible solutions; `each` is appended to sizes per process."""
     remedies = []
-    local_share = needs / _total_bytes(spec)  # share of the tables that a process stores
+    local_share = needs / table_bytes(spec)  # share of the tables that a process stores
     memory_names = ["device", "host"] if memories.has_gpu else ["host", "device"]
     limits = [f"memory.{name}" for name in (*memory_names, "disk") if name in memories.are_limits]
     if limits:
@@ -362,22 +333,15 @@ def _remedies(spec: RunSpec, memories: Memories, drafts: list[_Draft], needs: in
     if share < spec.scale and share > 0:
         remedies.append(f"reduce all tables: `--set scale={_round_down(share):g}` or less, or lower model.width")
     if ROW_OPTIMIZERS[spec.train.sparse_optimizer.kind].has_element_state:
-        optimizer = dataclasses.replace(spec.train.sparse_optimizer, kind=LEAN_OPTIMIZER)
-        lean = dataclasses.replace(spec, train=dataclasses.replace(spec.train, sparse_optimizer=optimizer))
-        lean_bytes = local_share * _total_bytes(lean)
+        lean_bytes = local_share * table_bytes(with_lean_optimizer(spec))
         remedies.append(
             f"reduce optimizer state: train.sparse_optimizer.kind={LEAN_OPTIMIZER} needs {format_bytes(lean_bytes)}{each}"
         )
     if spec.model.row_format == "fp32":
-        halved = dataclasses.replace(spec, model=dataclasses.replace(spec.model, row_format="bf16"))
-        halved_bytes = local_share * _total_bytes(halved)
+        halved_bytes = local_share * table_bytes(with_16_bit_rows(spec))
         remedies.append(f"store rows in 16 bits: model.row_format=bf16 needs {format_bytes(halved_bytes)}{each}")
     remedies.append("increase the number of processes: each stores a shard of the tables")
     return remedies
-
-
-def _total_bytes(spec: RunSpec) -> int:
-    return sum(table.num_rows * record_bytes(spec, table.width) for table in spec.tables)
 
 
 def _round_down(value: float) -> float:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rowstead.plan.colocated import ColocatedTrainer
+from rowstead.plan.colocated import ColocatedProcess, ColocatedTrainer
 from rowstead.plan.schedule import Bottleneck, Slot, Task, bottlenecks, lay_out, overlapped, period_s
-from rowstead.plan.setup import Held, Setup, held, process_bytes, shortfalls
+from rowstead.plan.setup import Held, Setup, held, process_bytes, shortfalls, table_sizes
+from rowstead.plan.setups import cached_tables, placement_kind
 from rowstead.plan.trainer import TrainerStep
-from rowstead.plan.work import StepWork
+from rowstead.plan.work import StepWork, step_work
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.machine import Machine, Precision
+from rowstead.spec.networks import NETWORKS
 from rowstead.spec.parse import digest
 from rowstead.spec.phases import STEP, Phase
+from rowstead.spec.placement import Placement
 from rowstead.spec.record import Record
 from rowstead.spec.run import RunSpec
+from rowstead.spec.sizes import format_bytes
 from rowstead.spec.software import Software
 from rowstead.spec.stores import STORES
 
@@ -61,18 +66,17 @@ class Prediction:
             "step_s": self.step_s,
             "host_bytes": needs.host_bytes,
         }
-        if self.machine.accelerators is not None:
-            found["device_bytes"] = needs.device_bytes
-        if setup.num_sparse_servers:
-            found["server_bytes"] = needs.server_bytes
-        if self.process_bytes is not None:
-            found["process_bytes"] = self.process_bytes
-        if self.watts is not None:
-            found |= {"nameplate_watts": self.watts, "samples_per_j": self.samples_per_j}
-        if self.metered_watts is not None:
-            found |= {"metered_watts": self.metered_watts, "samples_per_metered_j": self.samples_per_metered_j}
-        if self.usd_per_billion_samples is not None:
-            found["usd_per_billion_samples"] = self.usd_per_billion_samples
+        optional = {
+            "device_bytes": needs.device_bytes if self.machine.accelerators is not None else None,
+            "server_bytes": needs.server_bytes if setup.num_sparse_servers else None,
+            "process_bytes": self.process_bytes,
+            "nameplate_watts": self.watts,
+            "samples_per_j": self.samples_per_j,
+            "metered_watts": self.metered_watts,
+            "samples_per_metered_j": self.samples_per_metered_j,
+            "usd_per_billion_samples": self.usd_per_billion_samples,
+        }
+        found |= {name: value for name, value in optional.items() if value is not None}
         found["bottlenecks"] = [{"resource": b.resource, "saved_share": b.saved_share} for b in self.bottlenecks[:2]]
         found["phases"] = {phase.value: seconds for phase, seconds in self.phases.items()}
         found["timeline"] = self.timeline
@@ -107,8 +111,16 @@ class Prediction:
             text = self._device_text(part.device) + ("" if part.share == 1 else f" ({part.share:.0%} of its rows)")
             parts.setdefault(part.table, []).append(text)
         found = {table.name: ", ".join(parts.get(table.name, [self._device_text(0)])) for table in trainer.on_devices}
+        behind = {one.table: one for one in self.setup.behind}
         other = STORES["remote" if self.setup.placement == "remote" else "host"].title
-        return {table.name: found.get(table.name, other) for table in trainer.work.tables}
+        shards = dict(self.setup.shards) if trainer.num_sharing > 1 else {}
+        texts = {}
+        for table in trainer.work.tables:
+            text = found.get(table.name, other)
+            if table.name in behind:
+                text = f"{STORES[behind[table.name].where].title}, cache of {behind[table.name].cache_fraction:.0%}"
+            texts[table.name] = f"{text} (sharded: {shards[table.name]})" if table.name in shards else text
+        return texts
 
     def _device_text(self, number: int) -> str:
         """One device of all servers, or the memory of a server without devices."""
@@ -126,29 +138,33 @@ class Prediction:
         """Tasks that overlap with the step and limit it, such as reading input; empty where the step's own path is longer."""
         return overlapped(self.tasks, in_flight=self.setup.in_flight)
 
+    def _all_servers(self, figure: Callable[[Machine], float | None]) -> float | None:
+        """A figure summed over trainers and parameter servers, without readers; None where it is unknown."""
+        setup, num_servers = self.setup, self.setup.num_servers
+        own, theirs = figure(self.machine), figure(setup.server) if setup.server is not None else None
+        if own is None or (num_servers and theirs is None):
+            return None
+        return setup.num_trainers * own + num_servers * (theirs or 0.0)
+
     @property
     def watts(self) -> float | None:
-        """Nameplate power of trainers and parameter servers, without readers."""
-        setup = self.setup
-        num_servers = setup.num_sparse_servers + setup.num_dense_servers
-        if self.machine.power is None or (num_servers and (setup.server is None or setup.server.power is None)):
-            return None
-        of_servers = num_servers * setup.server.power.nameplate_watts if setup.server and setup.server.power else 0.0
-        return setup.num_trainers * self.machine.power.nameplate_watts + of_servers
+        """Nameplate power of trainers and parameter servers."""
+        return self._all_servers(lambda one: one.power.nameplate_watts if one.power is not None else None)
 
     @property
     def process_bytes(self) -> float | None:
         """Peak memory of a CPU trainer's process, the program included; None where that was not measured."""
         setup, known = self.setup, self.software.base_bytes > 0 and self.machine.accelerators is None
-        if not known or setup.placement != "device" or setup.num_trainers > 1:
+        if not known or setup.placement == "remote" or setup.num_trainers > 1:
             return None
-        return process_bytes(self.trainer.work, self.software, setup.batch_size)
+        sizes, work = table_sizes(self.trainer.work, self.machine, setup), self.trainer.work
+        return process_bytes(work, self.software, setup.batch_size) - work.table_bytes + sizes["device"] + sizes["host"]
 
     @property
     def metered_watts(self) -> float | None:
         """What the meters of all trainers read under load; None if any server or device has no meter."""
         setup = self.setup
-        if self.machine.meter is None or setup.num_devices > 1 or setup.num_sparse_servers + setup.num_dense_servers:
+        if self.machine.meter is None or setup.num_devices > 1 or setup.num_servers:
             return None
         return setup.num_trainers * self.machine.meter.loaded_watts
 
@@ -162,13 +178,8 @@ class Prediction:
 
     @property
     def usd_per_billion_samples(self) -> float | None:
-        setup = self.setup
-        num_servers = setup.num_sparse_servers + setup.num_dense_servers
-        if self.machine.price is None or (num_servers and (setup.server is None or setup.server.price is None)):
-            return None
-        of_servers = num_servers * setup.server.price.usd_per_hour if setup.server and setup.server.price else 0.0
-        usd_per_hour = setup.num_trainers * self.machine.price.usd_per_hour + of_servers
-        return usd_per_hour / 3600 / self.samples_per_s * 1e9
+        usd_per_hour = self._all_servers(lambda one: one.price.usd_per_hour if one.price is not None else None)
+        return None if usd_per_hour is None else usd_per_hour / 3600 / self.samples_per_s * 1e9
 
 
 def build_predicted_record(prediction: Prediction, spec: RunSpec, *, date: str) -> Record:
@@ -191,10 +202,12 @@ def build_predicted_record(prediction: Prediction, spec: RunSpec, *, date: str) 
 def predict(work: StepWork, machine: Machine, software: Software, setup: Setup, *, precision: Precision = "fp32") -> Prediction:
     """Predict how fast a set-up trains."""
     _check_setup(machine, software, setup)
-    kind = ColocatedTrainer if setup.on_one_machine else TrainerStep
+    kind: type[TrainerStep] = TrainerStep
+    if setup.on_one_machine:
+        kind = ColocatedTrainer if setup.placement == "remote" else ColocatedProcess
     trainer = kind(work=work, machine=machine, software=software, setup=setup, precision=precision)
     tasks = tuple(trainer.tasks())
-    step_s = period_s(tasks, in_flight=setup.in_flight)
+    step_s, needs = period_s(tasks, in_flight=setup.in_flight), held(work, machine, setup)
     return Prediction(
         machine=machine,
         software=software,
@@ -202,8 +215,8 @@ def predict(work: StepWork, machine: Machine, software: Software, setup: Setup, 
         tasks=tasks,
         step_s=step_s,
         samples_per_s=setup.num_samples / step_s,
-        held=held(work, machine, setup),
-        shortfalls=tuple(shortfalls(work, machine, setup)),
+        held=needs,
+        shortfalls=tuple(shortfalls(work, machine, setup, needs)),
         trainer=trainer,
     )
 
@@ -218,12 +231,52 @@ def _check_setup(machine: Machine, software: Software, setup: Setup) -> None:
         return
     if setup.num_trainers > 1 and machine.network is None:
         raise RowsteadError(f"`{machine.name}` has no network: {setup.num_trainers} servers cannot train together")
-    for one in (machine, setup.server) if setup.num_sparse_servers + setup.num_dense_servers else ():
+    for one in (machine, setup.server) if setup.num_servers else ():
         if one is not None and one.network is None:
             raise RowsteadError(f"`{one.name}` has no network: it cannot use or be a parameter server")
     if setup.num_devices > machine.num_devices:
         raise RowsteadError(f"`{machine.name}` has {machine.num_devices} devices, not {setup.num_devices}")
-    if setup.placement in ("host", "mixed") and machine.accelerators is None:
+    timings = software.cpu_timings
+    has_files = any(one.where == "ssd" for one in setup.behind)
+    if has_files and machine.disk is None and (machine.accelerators is not None or timings is None or timings.move_row is None):
+        raise RowsteadError(f"`{machine.name}` has no disk for tables on SSD: add `disk` to its file, or use another placement")
+    if setup.placement in ("host", "mixed", "cached") and machine.accelerators is None:
         raise RowsteadError(
             f"`{machine.name}` has no accelerators: use `device`, which is its system memory, instead of `{setup.placement}`"
         )
+
+
+def predict_run(spec: RunSpec, placement: Placement, machine: Machine) -> Prediction | None:
+    """Predict one process of a run on a measured machine; None where its measurements do not cover the run."""
+    software = machine.software
+    if spec.train.sync.hogwild_threads > 1 or software is None or spec.model.network not in NETWORKS:
+        return None
+    timings = software.cpu_timings if machine.accelerators is None else software.device_timings
+    kind, behind = placement_kind(placement), cached_tables(placement)
+    on_cpu = machine.accelerators is None
+    as_measured = [one for one in behind if on_cpu or one.where != "ssd"]
+    if timings is None or (as_measured and timings.move_row is None) or (on_cpu and kind == "cached"):
+        return None
+    if kind == "ssd" and not on_cpu and machine.disk is None:
+        return None
+    setup = Setup(placement=kind, batch_size=spec.train.batch_size, behind=behind, has_input=False)
+    return predict(step_work(spec), machine, software, setup, precision=spec.train.precision)
+
+
+def comparison_text(prediction: Prediction, measured: Record) -> str | None:
+    """One line with predicted and measured throughput; None where nothing was measured."""
+    samples_per_s = measured.figures.get("samples_per_s")
+    if samples_per_s is None:
+        return None
+    ratio = prediction.samples_per_s / samples_per_s
+    text = f"predicted {prediction.samples_per_s:,.0f} samples/s, measured {samples_per_s:,.0f}: {ratio - 1:+.0%}"
+    waited = measured.figures.get("reading_held_up_share", 0.0)
+    without = measured.figures.get("alone_samples_per_s")
+    if waited > 0.02 and without is not None:
+        text += (
+            f" (training waited for data {waited:.0%} of the time; without that {prediction.samples_per_s / without - 1:+.0%})"
+        )
+    peak = measured.figures.get("peak_memory_bytes")
+    if prediction.process_bytes is not None and peak is not None:
+        text += f"; memory {format_bytes(prediction.process_bytes)}, measured {format_bytes(peak)}"
+    return f"{text}; predicted bottleneck: {prediction.bottlenecks[0].resource}"

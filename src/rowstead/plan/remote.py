@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rowstead.plan import cost
 from rowstead.plan.cost import host_processor
 from rowstead.plan.schedule import Task
 from rowstead.plan.trainer_node import TrainerNode
 from rowstead.plan.work import ID_BYTES
 from rowstead.spec.machine import Link, Machine
 from rowstead.spec.phases import Phase
+from rowstead.spec.sync import SYNC_MODES
 
 NUM_PIECES = 4
 """Pieces that a request is split into, so that one is packed while another is sent."""
@@ -51,35 +51,32 @@ def push(node: TrainerNode, *, after: tuple[str, ...]) -> list[Task]:
     """Gradients are sent; the servers apply them while the next step runs."""
     gradient_bytes = node.server_batch * node.work.pooled_bytes  # the servers still have the ids
     serving_s = _serving_s(node, gradient_bytes, update=True)
+    sent = _wire(node, "send gradients", Phase.ROW_UPDATE, "out", gradient_bytes, after=())
+    applied = _served(node, "apply gradients", Phase.ROW_UPDATE, serving_s, after=())
     return [
         _message(node, "pack gradients", Phase.ROW_UPDATE, gradient_bytes, after=after),
-        *(
-            replace(task, hidden=True)
-            for task in _wire(node, "send gradients", Phase.ROW_UPDATE, "out", gradient_bytes, after=())
-        ),
-        replace(_served(node, "apply gradients", Phase.ROW_UPDATE, serving_s, after=()), hidden=True),
+        *(replace(task, hidden=True) for task in (*sent, applied)),
     ]
 
 
 def average(node: TrainerNode, *, after: str) -> list[Task]:
-    """Every `sync_every` steps dense parameters are averaged with the dense servers; each step is charged its share."""
+    """Dense parameters are averaged with the dense servers, or gradients in every step; each step is charged its share.
+
+    A mode that exchanges in every step waits until the servers have heard all trainers.
+    """
+    mode = SYNC_MODES[node.setup.sync]
     setup, network, server, wire = node.setup, node.network, _server(node), _server_wire(node)
-    num_bytes = node.work.dense_bytes / setup.sync_every
+    num_bytes = node.work.dense_bytes / (1 if mode.every_step else setup.sync_every)
     wait_s = num_bytes / min(network.bandwidth_bytes_per_s, wire.bandwidth_bytes_per_s * setup.num_dense_servers)
     serving_s = max(num_bytes / wire.bandwidth_bytes_per_s, node.message_s(server, 2 * num_bytes)) / setup.num_dense_servers
-    own_s = num_bytes / network.bandwidth_bytes_per_s
+    own_s, busy_s = num_bytes / network.bandwidth_bytes_per_s, serving_s * setup.num_trainers
+    waited_s = max(wait_s, busy_s if mode.every_step else serving_s)
+    hidden = mode.in_background
     return [
-        node.on_cores("pack dense", Phase.SYNC, 2 * num_bytes, after=(after,)),
-        Task(
-            name="average dense",
-            phase=Phase.SYNC,
-            resource="dense servers",
-            seconds=max(wait_s, serving_s),
-            busy_s=serving_s * setup.num_trainers,
-            after=("pack dense",),
-        ),
-        Task(name="send dense", phase=Phase.SYNC, resource="network out", seconds=own_s, hidden=True),
-        Task(name="receive average", phase=Phase.SYNC, resource="network in", seconds=own_s, hidden=True),
+        node.on_cores("pack dense", Phase.SYNC, 2 * num_bytes, after=(after,), hidden=hidden),
+        Task("average dense", Phase.SYNC, "dense servers", waited_s, busy_s=busy_s, after=("pack dense",), hidden=hidden),
+        Task("send dense", Phase.SYNC, "network out", own_s, hidden=True),
+        Task("receive average", Phase.SYNC, "network in", own_s, hidden=True),
     ]
 
 
@@ -96,20 +93,16 @@ def _server_wire(node: TrainerNode) -> Link:
 
 def _serving_s(node: TrainerNode, message_bytes: float, *, update: bool) -> float:
     """Seconds of each sparse server for its part of this trainer's batch."""
-    server, count, software = _server(node), node.setup.num_sparse_servers, node.software
-    processor, batch = host_processor(server, software), node.server_batch / count
-    if update:
-        rows_s = cost.update_s(processor, node.off_devices, batch, software, num_sharing=count)
-    else:
-        rows_s = cost.lookup_s(processor, node.off_devices, batch, num_sharing=count)
-    calls_s = len(node.off_devices) * software.operator_s
+    server, count = _server(node), node.setup.num_sparse_servers
+    processor = host_processor(server, node.software)
+    rows_s = node.rows_s(processor, node.off_devices, node.server_batch / count, count, update=update)
+    calls_s = len(node.off_devices) * node.software.operator_s
     return rows_s + (calls_s + node.message_s(server, message_bytes)) / count
 
 
 def _served(node: TrainerNode, name: str, phase: Phase, seconds: float, *, after: tuple[str, ...]) -> Task:
     """Something that the sparse servers do for one trainer after the other."""
-    busy_s = seconds * node.setup.num_trainers
-    return Task(name=name, phase=phase, resource="sparse servers", seconds=seconds, after=after, busy_s=busy_s)
+    return Task(name, phase, "sparse servers", seconds, after=after, busy_s=seconds * node.setup.num_trainers)
 
 
 def _message(node: TrainerNode, name: str, phase: Phase, num_bytes: float, *, after: tuple[str, ...]) -> Task:
@@ -125,7 +118,7 @@ def _wire(
     `direction` is the trainer's. The servers' end carries the bytes of all trainers.
     """
     own, theirs = node.network, _server_wire(node)
-    own_s = num_bytes / own.bandwidth_bytes_per_s
+    own_s, latency_s = num_bytes / own.bandwidth_bytes_per_s, own.latency_s / NUM_PIECES
     theirs_s = num_bytes / (theirs.bandwidth_bytes_per_s * node.setup.num_sparse_servers)
     ends = [
         (f"network {direction}", own_s, own_s),
@@ -133,13 +126,6 @@ def _wire(
     ]
     (slow, seconds, busy_s), (fast, _, fast_busy_s) = ends if own_s >= theirs_s else reversed(ends)
     return [
-        Task(
-            name=name,
-            phase=phase,
-            resource=slow,
-            seconds=own.latency_s / NUM_PIECES + seconds,
-            busy_s=busy_s,
-            after=after,
-        ),
-        Task(name=f"{name}, other end", phase=phase, resource=fast, seconds=fast_busy_s, hidden=True),
+        Task(name, phase, slow, latency_s + seconds, busy_s=busy_s, after=after),
+        Task(f"{name}, other end", phase, fast, fast_busy_s, hidden=True),
     ]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 
 from rowstead.spec.phases import Phase
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Task:
     """Something that one resource does in a step."""
 
@@ -17,6 +17,7 @@ class Task:
     phase: Phase
     resource: str
     seconds: float
+    _: KW_ONLY
     after: tuple[str, ...] = ()
     """Names of the tasks that must end first; names that are not in this step are ignored."""
     hidden: bool = False
@@ -106,18 +107,13 @@ def faster(tasks: Sequence[Task], resources: Collection[str], factor: float) -> 
 
 def bottlenecks(tasks: Sequence[Task], *, in_flight: int = 1) -> tuple[Bottleneck, ...]:
     """Resources in the order in which they limit a step: the first, then what limits it once that one costs nothing, and so on."""
-    whole = period_s(tasks, in_flight=in_flight)
     found: list[Bottleneck] = []
     rest = sorted({task.resource for task in tasks})
-    gone: list[str] = []
-    while rest and whole > 0:
-        without = faster(tasks, gone, 0.0)
-        now = period_s(without, in_flight=in_flight)
+    without = list(tasks)
+    while rest and (now := period_s(without, in_flight=in_flight)) > 0:
         halved = {name: now - period_s(faster(without, [name], 0.5), in_flight=in_flight) for name in rest}
         name = max(rest, key=lambda one: (halved[one], busy_s(without)[one]))
-        if now <= 0:
-            break
         found.append(Bottleneck(resource=name, saved_share=halved[name] / now))
         rest.remove(name)
-        gone.append(name)
+        without = faster(without, [name], 0.0)
     return tuple(found)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
-from rowstead.plan.work import StepWork, TableWork
+from rowstead.plan.greedy import TableSizes
+from rowstead.plan.work import StepWork, TableWork, WireFormat
 from rowstead.spec.errors import require
 from rowstead.spec.machine import Machine
+from rowstead.spec.placement import PlacedShard
 from rowstead.spec.sizes import format_bytes
 from rowstead.spec.software import Software
-from rowstead.spec.stores import PlannedStore
+from rowstead.spec.stores import PlannedStore, RecipeStore
+from rowstead.spec.sync import SyncMode
 
 USABLE_SHARE = 0.9
 """Share of a memory that a run may fill; the rest is for the system, the framework and its workspaces."""
@@ -19,11 +23,13 @@ BUFFERED_BATCHES = 3
 
 @dataclass(frozen=True, kw_only=True)
 class CachedTable:
-    """A table behind a cache: in system memory behind an accelerator's, or in a file behind a CPU's."""
+    """A table of which only some rows are in the memory of what trains."""
 
     table: str
     cache_fraction: float
     """Share of its rows that fit in the cache."""
+    where: RecipeStore = "cached"
+    """What is behind the cache: `cached` or `host` for system memory behind an accelerator's, `ssd` for a file behind system memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,16 +50,22 @@ class Setup:
     """Servers with which trainers average their dense parameters; with 0, training is synchronous."""
     in_flight: int = 1
     """Concurrent steps of one trainer, by Hogwild threads or prefetching."""
+    sync: SyncMode = "easgd"
+    """With dense servers: `easgd` averages between steps, `shadow` in the background, `allreduce` gradients in every step."""
     sync_every: int = 30
     """Steps between two averagings with the dense servers."""
+    wire: WireFormat = "fp32"
+    """Number format of what the processes of a synchronous step exchange: pooled vectors, their gradients and dense gradients."""
+    shards: tuple[tuple[str, PlacedShard], ...] = ()
+    """How tables are sharded over processes; the balancer decides about the others."""
     server: Machine | None = None
     """The machine that parameter servers run on."""
     has_input: bool = True
     """Whether batches come from readers over the network; else they are local already."""
     behind: tuple[CachedTable, ...] = ()
-    """With `device`: tables of which only the hot rows are in that memory."""
+    """With `device`, `cached` and `ssd`: tables of which only some rows are in the memory of what trains."""
     on_one_machine: bool = False
-    """With `remote`: whether trainers, servers and readers are single-threaded processes that share the cores of one machine."""
+    """Whether trainers, servers and readers are processes that share the cores of one machine; with `device`, synchronous processes."""
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "num_devices", "num_trainers", "in_flight", "sync_every"):
@@ -62,9 +74,16 @@ class Setup:
             require(getattr(self, name) >= 0, name, f"must not be negative, got {getattr(self, name)}")
         needs = (self.placement == "remote") == (self.num_sparse_servers > 0)
         require(needs, "num_sparse_servers", "must be above 0 with `remote`, and 0 otherwise")
-        shared = not self.on_one_machine or (self.placement == "remote" and self.num_devices == 1)
-        require(shared, "on_one_machine", "needs `remote` tables and trainers without accelerators")
-        served = self.on_one_machine or self.num_sparse_servers + self.num_dense_servers == 0 or self.server is not None
+        cached = not self.behind or self.placement in ("device", "cached", "ssd")
+        require(cached, "behind", f"tables in `{self.placement}` have no cache: use `device`, `cached` or `ssd`")
+        several = self.placement == "remote" or (self.placement == "device" and self.num_trainers > 1)
+        shared = not self.on_one_machine or (several and self.num_devices == 1)
+        require(
+            shared,
+            "on_one_machine",
+            "needs several processes without accelerators: `remote` tables, or trainers that share them",
+        )
+        served = self.on_one_machine or self.num_servers == 0 or self.server is not None
         require(served, "server", "name the machine that parameter servers run on")
         is_valid = self.placement == "remote" or self.num_trainers == 1 or self.num_dense_servers == 0
         require(is_valid, "num_dense_servers", "trainers that shard the tables are synchronous: use 0, or `remote` tables")
@@ -73,6 +92,11 @@ class Setup:
     def num_samples(self) -> int:
         """Examples in one step of all trainers."""
         return self.batch_size * self.num_devices * self.num_trainers
+
+    @property
+    def num_servers(self) -> int:
+        """Parameter servers of both kinds."""
+        return self.num_sparse_servers + self.num_dense_servers
 
     @property
     def num_in_step(self) -> int:
@@ -90,8 +114,8 @@ class Held:
     """In the system memory of each server that trains."""
     server_bytes: float
     """On each sparse parameter server."""
-    device_table_share: float
-    """Share of the tables' bytes that is on devices."""
+    disk_bytes: float = 0.0
+    """On the disk of each server that trains."""
 
 
 def dense_held_bytes(work: StepWork, batch_size: int) -> float:
@@ -117,26 +141,50 @@ def process_bytes(work: StepWork, software: Software, batch_size: int) -> float:
 
 def held(work: StepWork, machine: Machine, setup: Setup) -> Held:
     """What each process holds under a set-up."""
-    tables, dense = float(work.table_bytes), dense_held_bytes(work, setup.batch_size)
-    server = tables / setup.num_sparse_servers if setup.num_sparse_servers else 0.0
+    dense, num_trainers = dense_held_bytes(work, setup.batch_size), setup.num_trainers
+    server = work.table_bytes / setup.num_sparse_servers if setup.num_sparse_servers else 0.0
+    sizes = table_sizes(work, machine, setup)
     if machine.accelerators is None:
-        own = tables / setup.num_trainers if setup.placement == "device" else 0.0
-        return Held(device_bytes=0.0, host_bytes=own + dense, server_bytes=server, device_table_share=0.0)
+        in_host = (sizes["device"] + sizes["host"]) / num_trainers
+        return Held(device_bytes=0.0, host_bytes=in_host + dense, server_bytes=server, disk_bytes=sizes["disk"] / num_trainers)
     batches = setup.num_devices * setup.batch_size * BUFFERED_BATCHES * work.input_bytes
-    on_devices = float(sum(table.bytes for table in tables_on_devices(work, machine, setup)))
-    in_host = (tables - on_devices) / setup.num_trainers if setup.placement in ("host", "mixed") else 0.0
     return Held(
-        device_bytes=on_devices / (setup.num_devices * setup.num_trainers) + dense,
-        host_bytes=in_host + batches,
+        device_bytes=sizes["device"] / (setup.num_devices * num_trainers) + dense,
+        host_bytes=sizes["host"] / num_trainers + batches,
         server_bytes=server,
-        device_table_share=on_devices / tables if tables else 1.0,
+        disk_bytes=sizes["disk"] / num_trainers,
     )
+
+
+def table_sizes(work: StepWork, machine: Machine, setup: Setup) -> Counter[str]:
+    """Bytes of the tables in the memories of all servers that train."""
+    if setup.placement == "remote":
+        return Counter()
+    whole = {table.name for table in tables_on_devices(work, machine, setup)}
+    behind, shards = {one.table: one for one in setup.behind}, dict(setup.shards)
+    num_processes = setup.num_devices * setup.num_trainers
+    total: Counter[str] = Counter()
+    for table in work.tables:
+        copies = num_processes if shards.get(table.name) == "replicate" else 1
+        if table.name not in behind:
+            total["device" if table.name in whole else "host"] += copies * table.bytes
+            continue
+        sizes = TableSizes(
+            num_rows=table.num_rows,
+            record_bytes=table.row_bytes + table.state_bytes,
+            ids_per_step=setup.num_samples * table.ids_per_sample,
+            num_tables=len(work.tables),
+            fraction=behind[table.name].cache_fraction,
+        ).sizes(behind[table.name].where)
+        total += Counter({memory: copies * num_bytes for memory, num_bytes in sizes.items()})
+    return total
 
 
 def tables_on_devices(work: StepWork, machine: Machine, setup: Setup) -> tuple[TableWork, ...]:
     """Tables in the memory of the devices that train; with `mixed`, as many whole ones as fit, most reads per byte first."""
-    if setup.placement == "device":
-        return work.tables
+    if setup.placement in ("device", "cached", "ssd"):
+        pooled_by_host = {one.table for one in setup.behind if one.where == "ssd" and machine.accelerators is not None}
+        return tuple(table for table in work.tables if table.name not in pooled_by_host)
     if setup.placement != "mixed" or machine.accelerators is None:
         return ()
     free = machine.accelerators.memory.capacity_bytes * USABLE_SHARE - dense_held_bytes(work, setup.batch_size)
@@ -149,15 +197,17 @@ def tables_on_devices(work: StepWork, machine: Machine, setup: Setup) -> tuple[T
     return tuple(chosen)
 
 
-def shortfalls(work: StepWork, machine: Machine, setup: Setup) -> list[str]:
-    """What does not fit, with sizes; empty when everything does."""
-    needs = held(work, machine, setup)
+def shortfalls(work: StepWork, machine: Machine, setup: Setup, needs: Held | None = None) -> list[str]:
+    """What does not fit, with sizes; empty when everything does. `needs` is what is held, if known already."""
+    needs = needs or held(work, machine, setup)
     found = []
     memories = [("system memory", needs.host_bytes, machine.host.memory.capacity_bytes)]
     if machine.accelerators is not None:
         memories.append(("each accelerator", needs.device_bytes, machine.accelerators.memory.capacity_bytes))
     if setup.server is not None and setup.num_sparse_servers:
         memories.append(("each sparse server", needs.server_bytes, setup.server.host.memory.capacity_bytes))
+    if machine.disk is not None and machine.disk.capacity_bytes is not None:
+        memories.append(("the disk", needs.disk_bytes, machine.disk.capacity_bytes))
     for name, needed, capacity in memories:
         if needed > capacity * USABLE_SHARE:
             found.append(

@@ -33,7 +33,7 @@ def mean_ids(spec: RunSpec) -> tuple[float, ...]:
     synth = spec.data.synth
     if synth is None:
         return tuple(1.0 for _ in features)
-    of_column = {f"sparse_{index}": mean for index, mean in enumerate(_mean_lengths(synth))}
+    of_column = {f"sparse_{index}": mean for index, mean in enumerate(mean_lengths(synth))}
     means = []
     for feature in features:
         mean = of_column.get(feature.column or feature.name, 1.0)
@@ -54,7 +54,7 @@ def popularities(spec: RunSpec) -> tuple[Popularity, ...]:
     return tuple(Popularity(of_column.get(f.column or f.name, max(counts)), synth.skew) for f in features)
 
 
-def _mean_lengths(synth: SynthSpec) -> Array:
+def mean_lengths(synth: SynthSpec) -> Array:
     """Mean ids per example of each column before truncation, as in the synthetic log, but `fixed` lengths are not rounded."""
     count, cap = synth.num_sparse, float(synth.max_ids)
     if isinstance(synth.mean_ids, tuple):

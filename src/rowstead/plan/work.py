@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from rowstead.plan.traffic import Popularity, distinct_ids, hit_share, mean_ids, popularities, rows_of_ids
 from rowstead.spec.interactions import INTERACTIONS, InteractionInputs
-from rowstead.spec.row_optimizers import ROW_OPTIMIZERS
+from rowstead.spec.row_optimizers import LEAN_OPTIMIZER, ROW_OPTIMIZERS
 from rowstead.spec.run import RunSpec
 from rowstead.spec.train import DENSE_STATE
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 ID_BYTES = 8
+WireFormat = Literal["fp32", "bf16", "fp16"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +35,7 @@ class TableWork:
     is_hashed: bool = True
     """Whether ids are hashed to rows, so that several may share one; else each id has its own row."""
 
-    @property
+    @functools.cached_property
     def num_features(self) -> int:
         return len(self.reads)
 
@@ -46,7 +49,7 @@ class TableWork:
         """Memory for its rows and their optimizer state."""
         return self.num_rows * (self.row_bytes + self.state_bytes)
 
-    @property
+    @functools.cached_property
     def pooled_bytes(self) -> int:
         """Pooled vectors of one example, FP32."""
         return self.num_features * self.width * 4
@@ -55,6 +58,13 @@ class TableWork:
         """Distinct rows that a batch reads; features draw their ids independently."""
         num_ids = sum(distinct_ids(popularity, batch_size * ids) for ids, popularity in self.reads)
         return rows_of_ids(num_ids, self.num_rows) if self.is_hashed else min(num_ids, float(self.num_rows))
+
+    def columns(self, num_slices: int) -> TableWork:
+        """One of so many slices of its columns; state of one number per row is in each."""
+        slices = min(num_slices, self.width)
+        state_bytes = self.state_bytes if self.state_bytes < 4 * self.width else math.ceil(self.state_bytes / slices)
+        width, row_bytes = math.ceil(self.width / slices), math.ceil(self.row_bytes / slices)
+        return replace(self, width=width, row_bytes=row_bytes, state_bytes=state_bytes)
 
     def hit_share(self, num_kept: float) -> float:
         """Share of the accesses that hit the rows of the most popular ids; other ids may be hashed to them too."""
@@ -118,7 +128,7 @@ class StepWork:
         """Parameters of the dense part, FP32."""
         return 4 * self.num_parameters
 
-    @property
+    @functools.cached_property
     def table_bytes(self) -> int:
         """All tables with their optimizer state."""
         return sum(table.bytes for table in self.tables)
@@ -127,12 +137,12 @@ class StepWork:
     def ids_per_sample(self) -> float:
         return sum(table.ids_per_sample for table in self.tables)
 
-    @property
+    @functools.cached_property
     def pooled_bytes(self) -> int:
         """Pooled vectors of one example."""
         return sum(table.pooled_bytes for table in self.tables)
 
-    @property
+    @functools.cached_property
     def input_bytes(self) -> float:
         """One example as a batch holds it: dense values, ids, lengths, label."""
         return self.input_bytes_with(self.tables)
@@ -147,20 +157,46 @@ class StepWork:
         """What the forward pass of the dense part writes for one example: outputs of layers, and the interaction."""
         return 4 * sum(layer.outputs for layer in self.layers) + self.interaction_bytes
 
+    def dense_traffic_bytes(self, batch_size: int) -> float:
+        """Bytes that the dense part of a step reads and writes: inputs, outputs and weights in three passes, and the optimizer."""
+        of_sample = 12 * sum(layer.inputs + layer.outputs for layer in self.layers) + 3 * self.interaction_bytes
+        return batch_size * of_sample + self.dense_bytes * (6 + 2 * self.dense_state_per_parameter)
+
     @property
     def flops(self) -> float:
         """Floating-point operations of one example in a step: the backward pass costs twice the forward pass."""
         return 3 * (sum(layer.forward_flops for layer in self.layers) + self.interaction_flops)
 
 
+def record_bytes(spec: RunSpec, width: int, *, trains: bool = True) -> int:
+    """Bytes of a row and its optimizer state."""
+    state_bytes = ROW_OPTIMIZERS[spec.train.sparse_optimizer.kind].state_bytes(width) if trains else 0
+    return width * ELEMENT_BYTES[spec.model.row_format] + state_bytes
+
+
+def table_bytes(spec: RunSpec) -> int:
+    """Bytes of all tables with their optimizer state."""
+    return sum(table.num_rows * record_bytes(spec, table.width) for table in spec.tables)
+
+
+def with_lean_optimizer(spec: RunSpec) -> RunSpec:
+    """The same run with the row optimizer that has the least state."""
+    optimizer = replace(spec.train.sparse_optimizer, kind=LEAN_OPTIMIZER)
+    return replace(spec, train=replace(spec.train, sparse_optimizer=optimizer))
+
+
+def with_16_bit_rows(spec: RunSpec) -> RunSpec:
+    return replace(spec, model=replace(spec.model, row_format="bf16"))
+
+
 def step_work(spec: RunSpec) -> StepWork:
     """The work of one step of a run."""
     model, tables = spec.model, tuple(_tables_of(spec))
     num_dense = len(spec.features.expanded_dense())
-    bottom = _layers(num_dense, (*model.bottom, model.width)) if num_dense else ()
-    dense_width = model.width if num_dense else 0
+    bottom = _layers(num_dense, (*model.bottom, model.dense_width)) if num_dense else ()
+    dense_width = model.dense_width if num_dense else 0
     pooled_width = sum(table.width * table.num_features for table in tables)
-    num_vectors = sum(table.num_features for table in tables) + (1 if num_dense else 0)
+    num_vectors = sum(table.num_features for table in tables) + dense_width // model.width
     interaction = INTERACTIONS[model.interaction.kind]
     inputs = InteractionInputs(width=model.width, dense_width=dense_width, pooled_width=pooled_width)
     out_width = interaction.out_width(inputs, model.interaction)
@@ -183,7 +219,6 @@ def _layers(inputs: int, widths: tuple[int, ...]) -> tuple[Layer, ...]:
 
 
 def _tables_of(spec: RunSpec) -> list[TableWork]:
-    optimizer, element_bytes = ROW_OPTIMIZERS[spec.train.sparse_optimizer.kind], ELEMENT_BYTES[spec.model.row_format]
     ids, popular, features = mean_ids(spec), popularities(spec), spec.features.expanded_sparse()
     is_known = spec.data.synth is not None  # an unknown distribution is one of rows
     return [
@@ -191,8 +226,8 @@ def _tables_of(spec: RunSpec) -> list[TableWork]:
             name=table.name,
             num_rows=table.num_rows,
             width=table.width,
-            row_bytes=table.width * element_bytes,
-            state_bytes=optimizer.state_bytes(table.width),
+            row_bytes=record_bytes(spec, table.width, trains=False),
+            state_bytes=ROW_OPTIMIZERS[spec.train.sparse_optimizer.kind].state_bytes(table.width),
             reads=tuple((ids[index], popular[index]) for index in table.features),
             is_hashed=is_known and any(features[one].hash == "mix" for one in table.features),
         )
