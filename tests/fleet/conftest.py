@@ -1,4 +1,4 @@
-"""Servers with one thread, several threads and keys; and the result that disturbed fleets are compared with."""
+"""Servers with and without keys; and the result that disturbed fleets are compared with."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from tests.fleet.disturbed import train_undisturbed
 from tests.fleet.echo_server import echo
 
 
-@pytest.fixture(params=[(1, False), (3, False), (1, True)], ids=["one thread", "threads", "keys"])
+@pytest.fixture(params=[False, True], ids=["no keys", "keys"])
 def setting(request: pytest.FixtureRequest) -> dict[str, Any]:
-    threads, has_keys = request.param
-    return {"threads": threads, "keys": Keys.generate() if has_keys else None}
+    return {"keys": Keys.generate() if request.param else None}
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import signal
 from pathlib import Path
 
 from rowstead.fleet import roster
-from rowstead.fleet.reader_server import serve_reader
+from rowstead.fleet.reader_server import build_reader_server
 from rowstead.fleet.remote_batches import RemoteBatches
 from rowstead.fleet.rpc_client import Client
 from tests.fleet.numbered_log import numbers_in, source_of
@@ -45,15 +45,10 @@ def connect(folder: Path, number: int, name: str):
 
 def run_reader(log: Path, folder: Path, number: int, num_readers: int, incarnation: int = 0, **named):
     """Serve until killed."""
-    serve_reader(
-        source_of(log),
-        folder,
-        number,
-        num_readers=num_readers,
-        until=lambda: os.getppid() == 1,
-        ready=lambda address: roster.report_ready(folder, "reader", number, address, incarnation),
-        **{"batch_size": 8, **named},
-    )
+    named = {"batch_size": 8, **named}
+    with build_reader_server(source_of(log), folder, number, num_readers=num_readers, **named) as server:
+        roster.report_ready(folder, "reader", number, server.address, incarnation)
+        server.serve(lambda: os.getppid() == 1)
 
 
 def wait_for_reader(folder: Path, number: int, incarnation: int = 0):

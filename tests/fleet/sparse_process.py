@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from rowstead.fleet.partition import partition_tables
-from rowstead.fleet.sparse_server import serve_sparse
+from rowstead.fleet.sparse_server import build_sparse_server
 from rowstead.records.files import write_atomic
 from tests.small_runs import small_spec
 
@@ -16,15 +16,10 @@ from tests.small_runs import small_spec
 def main(folder: Path, number: int, num_servers: int) -> None:
     torch.set_num_threads(1)
     spec = small_spec()
-    serve_sparse(
-        spec,
-        folder,
-        number,
-        until=lambda: (folder / "end").exists(),
-        ready=lambda address: write_atomic(folder / f"address-{number}", address),
-        partition=partition_tables(spec.tables, num_servers),
-        dtype=torch.float64,
-    )
+    partition = partition_tables(spec.tables, num_servers)
+    with build_sparse_server(spec, folder, number, partition, dtype=torch.float64) as server:
+        write_atomic(folder / f"address-{number}", server.address)
+        server.serve(lambda: (folder / "end").exists())
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from rowstead.fleet.dense_server import DenseServerClient, DenseServerProcess, encode_snapshot, restore_snapshot, serve_dense
+from rowstead.fleet.dense_client import DenseServerClient
+from rowstead.fleet.dense_server import DenseServerProcess, encode_snapshot, restore_snapshot
 from rowstead.fleet.dense_server_state import DenseServerState, LocalDenseServer
 from rowstead.fleet.rpc_client import Client, RefusedError
 from rowstead.spec.errors import RowsteadError
@@ -37,7 +38,7 @@ def served(**options: object) -> Iterator[DenseServerProcess]:
 def connect(
     server: DenseServerProcess, name: str = "trainer-0.0", *, exchange_timeout_s: float = 20.0
 ) -> Iterator[DenseServerClient]:
-    client = DenseServerClient(Client(lambda: server.address, name=name), exchange_timeout_s=exchange_timeout_s)
+    client = DenseServerClient([Client(lambda: server.address, name=name)], exchange_timeout_s=exchange_timeout_s)
     try:
         yield client
     finally:
@@ -129,7 +130,7 @@ def test_rounds_wait_at_most_until_the_deadline_and_only_once_for_a_lost_member(
 def test_a_trainer_continues_while_the_server_is_unavailable_and_reconnects(tmp_path: Path) -> None:
     snapshot = tmp_path / "dense.safetensors"
     current: list[DenseServerProcess] = [DenseServerProcess(snapshot=snapshot).start()]
-    client = DenseServerClient(Client(lambda: current[0].address, name="trainer-0.0"), exchange_timeout_s=0.5)
+    client = DenseServerClient([Client(lambda: current[0].address, name="trainer-0.0")], exchange_timeout_s=0.5)
     try:
         client.join(flat(1, 2))
         client.save_state("optimizer", flat(5))
@@ -199,24 +200,21 @@ def test_an_invalid_request_is_refused_and_changes_nothing(kind: str, facts: dic
         assert torch.equal(client.pull(), flat(1, 2))
 
 
-def test_the_role_serves_until_told_to_stop(tmp_path: Path) -> None:
-    ends, addresses, samples = threading.Event(), list[str](), list[object]()
-    thread = threading.Thread(
-        target=lambda: serve_dense(
-            tmp_path, 0, until=ends.is_set, ready=addresses.append, start_sampling=samples.append, incarnation=2
-        )
-    )
-    thread.start()
-    try:
-        wait_until(lambda: bool(addresses), what="the server")
-        with Client(addresses[0], name="trainer-0.0") as client:
+def test_it_serves_until_told_to_stop_and_then_writes_its_state(tmp_path: Path) -> None:
+    ends, snapshot = threading.Event(), tmp_path / "snapshots" / "dense-0.safetensors"
+    with DenseServerProcess(snapshot=snapshot, snapshot_every_s=1e9) as server:
+        thread = threading.Thread(target=server.serve, args=(ends.is_set,))
+        thread.start()
+        with Client(server.address, name="trainer-0.0") as client:
             client.call("join", {}, [flat(1, 2)])
+            client.call("push", {}, [flat(3, 4)])
             assert client.call("status").facts["num_parameters"] == 2
-        assert samples[0]()["incarnation"] == 2  # type: ignore[operator]
-    finally:
         ends.set()
         thread.join(30)
-    assert (tmp_path / "snapshots" / "dense-0.safetensors").exists()
+        assert not thread.is_alive()
+    state = DenseServerState()
+    restore_snapshot(state, snapshot.read_bytes())
+    assert torch.equal(state.pull(), flat(3, 4))
 
 
 def test_final_parameters_of_trainers_survive_a_server_restart(tmp_path: Path) -> None:
@@ -234,7 +232,7 @@ def test_final_parameters_of_trainers_survive_a_server_restart(tmp_path: Path) -
 
 def test_a_trainer_that_starts_without_the_server_waits_once_and_then_continues() -> None:
     nowhere = Client("tcp://127.0.0.1:1", name="trainer-0.0", max_in_flight=4)
-    client = DenseServerClient(nowhere, exchange_timeout_s=0.2, join_timeout_s=0.4)
+    client = DenseServerClient([nowhere], exchange_timeout_s=0.2, join_timeout_s=0.4)
     try:
         for _ in range(50):  # more often than max_in_flight
             with pytest.raises(DenseServerUnavailable):

@@ -18,8 +18,7 @@ from rowstead.spec.fleet import FleetSpec
 from rowstead.spec.parse import override, parse
 from rowstead.spec.run import RunSpec
 from rowstead.training.metrics import Quality
-from rowstead.training.progress import Position
-from rowstead.training.reporting import RunReporter
+from rowstead.training.progress import Position, RunReporter
 from rowstead.training.sync_base import DenseServerUnavailable
 from tests.small_runs import small_plain, wait_until
 

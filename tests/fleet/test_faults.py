@@ -122,3 +122,21 @@ def test_a_killed_dense_server_and_then_a_killed_reader_cost_no_quality_and_noth
     assert figures["trainer_num_missed"] == sum(trainer["num_missed"] for trainer in trainers)
     assert samples_of(fleet.out, "dense", 0)[1][-1]["num_exchanges"] > 0, "exchanges resumed after the restart"
     assert figures["ne_expected"] == pytest.approx(undisturbed_ne, rel=NE_WITHIN)
+
+
+def test_one_killed_dense_server_of_two_costs_no_quality_and_the_other_exchanges_on(
+    undisturbed_ne: float, tmp_path: Path
+) -> None:
+    with training(tmp_path, recipe(tmp_path), ROLES.replace("dense=1", "dense=2")) as fleet:
+        fleet.wait_for_steps(NUM_STEPS // 4)
+        figures = kill_role(fleet, "dense")
+    assert figures["num_batches_repeated"] == figures["num_lost_updates"] == 0
+    check_every_update_is_known(fleet.out)
+    trainers = [last_of(fleet.out, "trainer", number) for number in range(NUM_TRAINERS)]
+    assert figures["trainer_num_missed"] == sum(trainer["num_missed"] for trainer in trainers)
+    exchanges = sum(trainer["num_exchanges"] for trainer in trainers)
+    assert last_of(fleet.out, "dense", 1)["num_exchanges"] == exchanges, "the other server missed none"
+    assert samples_of(fleet.out, "dense", 0)[1][-1]["num_exchanges"] > 0, "exchanges resumed after the restart"
+    sizes = [last_of(fleet.out, "dense", number)["num_parameters"] for number in (0, 1)]
+    assert abs(sizes[0] - sizes[1]) <= 1
+    assert figures["ne_expected"] == pytest.approx(undisturbed_ne, rel=NE_WITHIN)

@@ -20,15 +20,16 @@ from torch import Tensor
 from rowstead.data.open_log import open_sources
 from rowstead.distributed.launch import INTERRUPTED, USER_ERROR
 from rowstead.fleet.build import cast_batch
-from rowstead.fleet.coordinator import train_fleet
+from rowstead.fleet.coordinator import resume_fleet, train_fleet
 from rowstead.fleet.restart_policy import STOPPED
 from rowstead.fleet.role_usage import UsageReader
 from rowstead.fleet.roster import RoleAddress, read_address
 from rowstead.kernels.layout import layout_of
 from rowstead.nn.dlrm import DLRM
 from rowstead.records.events import read_events
+from rowstead.records.run_folder import RunFolder
 from rowstead.run import train
-from rowstead.spec.errors import SpecError
+from rowstead.spec.errors import RowsteadError, SpecError
 from rowstead.spec.fleet import KINDS, FleetSpec, RoleKind, parse_fleet
 from rowstead.spec.run import RunSpec
 from rowstead.stores.device import DeviceStore
@@ -94,12 +95,25 @@ def test_a_fleet_of_all_roles_trains_as_well_as_one_process_and_leaves_an_ordina
     assert figures["trainer_num_bytes_received"] > 0
 
 
-@pytest.mark.parametrize("num_dense", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("num_dense", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 3])
 def test_one_trainer_without_staleness_ends_at_the_weights_of_one_process_in_fp64(num_dense: int, tmp_path: Path) -> None:
     spec = small_spec("train.max_steps=40", "train.schedule.warmup_steps=10", "train.schedule.decay=linear")
+    check_one_trainer(spec, num_dense, tmp_path)
+
+
+@pytest.mark.parametrize("pairs", ["both", pytest.param("sparse_sparse", marks=pytest.mark.slow)])
+def test_one_trainer_of_dense_vectors_and_pairs_ends_at_the_weights_of_one_process(pairs: str, tmp_path: Path) -> None:
+    interaction = ("model.interaction.num_dense_vectors=3", f"model.interaction.pairs={pairs}")
+    check_one_trainer(small_spec("train.max_steps=40", *interaction), 1, tmp_path)
+
+
+def check_one_trainer(spec: RunSpec, num_dense: int, tmp_path: Path) -> None:
     fleet = FleetSpec(num_trainers=1, num_sparse=2, num_dense=num_dense, num_readers=1)
     result = train_fleet(dataclasses.replace(spec, fleet=fleet), out=tmp_path / "fleet", dtype=torch.float64)
     assert result.outcome.position.step == 40
+    record = result.record
+    assert record is not None
+    assert record.figures["samples_per_s"] > 40 * 64 / record.figures["train_s"] / 2, "a short run has a throughput too"
     found, expected = weights_in(tmp_path / "fleet"), one_process_fp64(spec)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
@@ -245,15 +259,61 @@ def test_a_fleet_evaluates_saves_and_stops_early_as_the_recipe_says(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_fleet_can_start_with_the_weights_of_another_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_dense", [1, 3])
+def test_a_fleet_can_start_with_the_weights_of_another_run(num_dense: int, tmp_path: Path) -> None:
     train(small_spec(), out=tmp_path / "first")
     still = ["train.max_steps=4", "train.sparse_optimizer.lr=1e-12", "train.dense_optimizer.lr=1e-12"]
-    spec = dataclasses.replace(small_spec(*still), fleet=parse_fleet(ROLES))
-    train_fleet(spec, out=tmp_path / "fleet", init_from=str(tmp_path / "first"))
+    spec = dataclasses.replace(small_spec(*still), fleet=parse_fleet(ROLES.replace("dense=1", f"dense={num_dense}")))
+    record = train_fleet(spec, out=tmp_path / "fleet", init_from=str(tmp_path / "first")).record
+    assert record is not None
+    assert record.figures["samples_per_s"] == pytest.approx(4 * 64 / record.figures["train_s"], rel=0.5), "4 steps are enough"
     before, after = weights_in(tmp_path / "first"), weights_in(tmp_path / "fleet")
     for name, value in before.items():
         if name.startswith("net.") or name.endswith(".rows"):
             torch.testing.assert_close(after[name], value, rtol=0, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize(
+    ("readers", "saver"),
+    [
+        (None, "was not saved by a fleet"),
+        (['{"share":{},"book":{"next":3}}\n'], "was saved by another version of rowstead"),
+    ],
+)
+def test_a_checkpoint_that_readers_cannot_continue_from_is_refused_with_the_command_that_uses_it(
+    readers: list[str] | None, saver: str, tmp_path: Path
+) -> None:
+    spec, folder = small_spec("train.max_steps=4"), RunFolder(tmp_path / "run")
+    train(spec, out=folder.path)
+    saved = checkpoint.load_latest(folder.checkpoints, pytest.fail)
+    facts = dict(saved.facts) if readers is None else {**saved.facts, "readers": readers}
+    checkpoint.save(folder.checkpoints, 5, {name: saved.tensors[name] for name in saved.tensors}, facts, keep=1)
+    folder.write_spec(dataclasses.replace(spec, fleet=FleetSpec()))
+    with pytest.raises(RowsteadError, match=saver) as refused:
+        resume_fleet(str(folder.path))
+    assert f"`rowstead train {folder.path}/spec.yaml --init-from {folder.path}`" in str(refused.value)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_resumes_with_another_number_of_dense_servers(tmp_path: Path) -> None:
+    with training(tmp_path, LONG, fleet="trainers=2,sparse=1,dense=2") as (coordinator, out):
+        coordinator.send_signal(signal.SIGINT)
+        output, _ = coordinator.communicate(timeout=120)
+    assert coordinator.returncode == INTERRUPTED, output
+    folder = RunFolder(out)
+    spec = folder.read_spec()
+    assert spec.fleet is not None
+    folder.write_spec(dataclasses.replace(spec, fleet=dataclasses.replace(spec.fleet, num_dense=3)))
+    again = run("train", "--resume", out)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert figures_of(out)["num_steps"] == 1500
+    sizes = []
+    for number in range(3):
+        usage = UsageReader(out / "roles" / f"dense-{number}.jsonl")
+        usage.read()
+        sizes.append(usage.last["num_parameters"])
+    assert sum(sizes) == sum(value.numel() for name, value in weights_in(out).items() if name.startswith("net."))
+    assert max(sizes) - min(sizes) <= 1
 
 
 # Manual launch, local tables

@@ -1,16 +1,19 @@
-"""Counts of finished and lost work: unavailable servers are asked again, and updates lost after training are counted."""
+"""Throughput, and counts of finished and lost work: unavailable servers are asked again, and updates lost after training are counted."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rowstead.fleet.fleet_figures import WorkCounts
+from rowstead.fleet.fleet_figures import FleetFigures, WorkCounts
 from rowstead.fleet.rpc_client import ServerUnavailable
 from rowstead.fleet.wire import Message
 from rowstead.training.progress import Position
+from tests.small_runs import small_spec
 
 
 @dataclass
@@ -88,3 +91,22 @@ def test_updates_that_a_server_loses_after_training_are_counted() -> None:
         "sparse-0": 43,
         "sparse-1": 0,
     }
+
+
+def test_the_throughput_is_the_samples_of_all_trainers_over_the_time_of_the_one_that_trained_longest(tmp_path: Path) -> None:
+    supervisor = FakeSupervisor(trainer_0=[], trainer_1=[])
+    before = Position(step=5, num_samples=500, train_s=7.0)
+    figures = FleetFigures(small_spec(), tmp_path, supervisor, total_steps=100, before=before)  # type: ignore[arg-type]
+    (tmp_path / "roles").mkdir()
+    figures.follow()
+    assert figures.samples_per_s is None
+    for number, incarnation, samples, timed_s in ((0, 0, 300, 1.0), (0, 1, 300, 2.0), (1, 0, 900, 4.0)):
+        sample = {"incarnation": incarnation, "num_timed_samples": samples, "timed_s": timed_s, "train_s": timed_s + 1}
+        with open(tmp_path / "roles" / f"trainer-{number}.jsonl", "a") as file:
+            file.write(json.dumps({**sample, "num_steps": 10, "num_samples": 1000, "time_s": 0.0}) + "\n")
+    figures.read()
+    assert figures.samples_per_s == pytest.approx(1500 / 4.0)
+    assert figures.train_s == pytest.approx(7.0 + 5.0)
+    progress = figures.progress([])
+    assert progress is not None
+    assert (progress.step, progress.num_samples, progress.samples_per_s) == (35, 3500, pytest.approx(375.0))

@@ -12,13 +12,12 @@ import torch
 
 from rowstead.fleet.log_share import LogShare
 from rowstead.fleet.reader import Reader
-from rowstead.fleet.reader_server import build_handlers, serve_reader
+from rowstead.fleet.reader_server import ReaderServer, build_reader_server
 from rowstead.fleet.remote_batches import RemoteBatches
 from rowstead.fleet.rpc_client import Client
-from rowstead.fleet.rpc_server import Server
 from rowstead.kernels.layout import layout_of
 from rowstead.spec.errors import DataError, RowsteadError
-from rowstead.stores.checked import check_source
+from rowstead.stores.base import check_source
 from tests.fleet import reader_process
 from tests.fleet.numbered_log import FEATURES, TABLES, numbers_in, source_of, write_log, write_log_with_a_late_bad_row
 from tests.fleet.reader_process import kill, process, run_reader, run_trainer, status_of, trained_by, wait_for_reader
@@ -39,9 +38,8 @@ def served(log, folder, *, num_readers=1, source=None, **named):
             progress = folder / f"reader-{number}.progress"
             named = {"batch_size": 32, **named}
             share = LogShare(source or source_of(log), number=number, num_readers=num_readers, **named)
-            reader = Reader(share, progress)
-            readers.append(stack.enter_context(contextlib.closing(reader)))
-            server = stack.enter_context(Server(build_handlers(reader), status=reader.status, name=f"reader-{number}")).start()
+            readers.append(Reader(share, progress))
+            server = stack.enter_context(ReaderServer(readers[-1], name=f"reader-{number}")).start()
             connects.append(lambda address=server.address: Client(address, name="trainer"))
         yield connects, readers
 
@@ -75,7 +73,6 @@ def test_trainers_together_get_every_sample_once_per_epoch(log, tmp_path, num_re
             assert status["state"] == "ended"
             assert status["num_done"] == status["num_batches"]
             assert status["num_batches_repeated"] == status["num_batches_resent"] == 0
-        assert {feed.num_epochs_done for feed in feeds} == {2}
         assert sum(feed.num_samples for feed in feeds) == 2000
     once = Counter(range(1000))
     assert rows_by_epoch(trained, 2) == [once, once]
@@ -195,20 +192,6 @@ def test_an_error_of_the_reader_comes_after_its_good_batches(tmp_path):
             assert f"row {bad}" in client.call("status").facts["error"]
 
 
-def test_all_trainers_end_when_a_reader_is_told_to_stop(log, tmp_path):
-    with served(log, tmp_path, epochs=1000) as (connects, _), contextlib.ExitStack() as stack:
-        feeds = [stack.enter_context(RemoteBatches(connects, name=f"trainer-{i}")) for i in range(2)]
-        threads = [threading.Thread(target=train, args=(feed, [])) for feed in feeds]
-        for thread in threads:
-            thread.start()
-        wait_until(lambda: all(feed.num_batches > 5 for feed in feeds), what="some batches")
-        with connects[0]() as client:
-            client.call("stop")
-        for thread in threads:
-            thread.join(20)
-        assert not any(thread.is_alive() for thread in threads)
-
-
 def test_a_replaced_trainer_gets_an_error(log, tmp_path):
     with served(log, tmp_path, batch_size=4) as (connects, _), contextlib.ExitStack() as stack:
         old = stack.enter_context(RemoteBatches(connects, name="trainer-0", incarnation=1, batches_ahead=2))
@@ -244,23 +227,19 @@ def test_a_malformed_request_leaves_a_reader_as_it_was(log, tmp_path):
     assert rows_by_epoch(trained)[0] == Counter(range(1000))
 
 
-def test_a_reader_serves_until_told_to_stop_and_reports_its_address(log, tmp_path):
-    ended, addresses, samples = threading.Event(), [], []
-    arguments = {"num_readers": 1, "batch_size": 32, "until": ended.is_set, "ready": addresses.append, "max_steps": 3}
-    thread = threading.Thread(
-        target=serve_reader, args=(source_of(log), tmp_path, 0), kwargs={**arguments, "start_sampling": samples.append}
-    )
-    thread.start()
-    wait_until(lambda: bool(addresses), what="an address")
-    trained = []
-    with RemoteBatches([lambda: Client(addresses[0], name="trainer-0")], name="trainer-0") as feed:
-        train(feed, trained)
-    assert len(trained) == 3
-    assert samples[0]()["num_batches"] == 3
-    assert samples[0]()["num_bytes_sent"] > 0
-    ended.set()
-    thread.join(20)
-    assert not thread.is_alive()
+def test_a_reader_serves_until_told_to_stop(log, tmp_path):
+    ended, trained = threading.Event(), []
+    with build_reader_server(source_of(log), tmp_path, 0, num_readers=1, batch_size=32, max_steps=3) as server:
+        thread = threading.Thread(target=server.serve, args=(ended.is_set,))
+        thread.start()
+        with RemoteBatches([lambda: Client(server.address, name="trainer-0")], name="trainer-0") as feed:
+            train(feed, trained)
+        assert len(trained) == 3
+        assert server.status()["num_batches"] == 3
+        assert server.status()["num_bytes_sent"] > 0
+        ended.set()
+        thread.join(20)
+        assert not thread.is_alive()
 
 
 def test_a_reader_killed_in_mid_epoch_loses_nothing(log, tmp_path):

@@ -91,7 +91,7 @@ def test_a_fleet_is_read_from_the_command_line() -> None:
         ("trainers", "`trainers` needs a value"),
         ("trainers=many", "num_trainers: expected whole number, got 'many'"),
         ("trainers=0", "num_trainers: must be at least 1, got 0"),
-        ("dense=2", "num_dense: must be 0 or 1, got 2"),
+        ("dense=-1", "num_dense: must not be negative, got -1"),
         ("sparse=0", "num_sparse: must be at least 1"),
         ("tables=local,trainers=2", "tables: can be `local` only with one trainer"),
         (" ,", "--fleet is empty: give the number of roles"),

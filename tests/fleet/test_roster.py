@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rowstead.fleet.role_usage import RoleSampler, UsageReader, memory_traffic_bytes
+from rowstead.fleet.role_usage import RoleSampler, UsageReader
 from rowstead.fleet.roster import RoleAddress, RoleFiles, Roster
 from rowstead.spec.errors import RowsteadError
 from tests.small_runs import wait_until
@@ -56,16 +56,6 @@ def test_the_usage_of_a_role_is_summed_over_its_restarts(tmp_path: Path) -> None
     later = UsageReader(files.usage, from_now=True)
     later.read()
     assert later.last == {}
-
-
-def test_memory_traffic_is_what_the_machine_counts_or_none(tmp_path: Path) -> None:
-    assert memory_traffic_bytes(tmp_path) is None
-    for domain, count in enumerate((1000, 234)):
-        (tmp_path / f"mon_L3_{domain:02d}").mkdir()
-        (tmp_path / f"mon_L3_{domain:02d}" / "mbm_total_bytes").write_text(f"{count}\n")
-    assert memory_traffic_bytes(tmp_path) == 1234
-    (tmp_path / "mon_L3_01" / "mbm_total_bytes").write_text("Unavailable\n")
-    assert memory_traffic_bytes(tmp_path) is None
 
 
 def test_a_sample_that_fails_is_skipped(tmp_path: Path) -> None:

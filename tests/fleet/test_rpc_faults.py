@@ -56,23 +56,6 @@ def test_a_request_that_is_still_running_is_not_started_again(setting: dict[str,
     assert len(started) == 3
 
 
-def test_a_queued_request_is_not_queued_again(counter: Counter) -> None:
-    counter.gate.clear()
-    with (
-        Server({"count": counter}, threads=2).start() as server,
-        Relay(server.address) as relay,
-        Client(relay.address, name="me") as client,
-    ):
-        pending = [client.start("count", {"n": n}) for n in range(3)]
-        eventually(lambda: pending[0].is_done or server.queue_depth == 3)
-        relay.cut()
-        eventually(lambda: pending[0].is_done or server.num_repeated >= 3)
-        assert server.queue_depth == 3
-        counter.gate.set()
-        assert [each.wait().facts["n"] for each in pending] == [0, 1, 2]
-    assert counter.seen == [0, 1, 2]
-
-
 def test_repeatedly_broken_connections_lose_and_repeat_nothing(
     server: Server, setting: dict[str, Any], counter: Counter
 ) -> None:

@@ -47,7 +47,7 @@ class Trained:
 
     def update(self) -> None:
         asked, gradients = self.asked(self.num_updates)
-        with self.shard.changing():
+        with self.shard.changing:
             if asked.ids.size:
                 self.shard.update(asked, gradients, lr=0.1, step=self.num_updates + 1)
             self.num_updates += 1
@@ -242,7 +242,7 @@ def test_a_snapshot_of_a_large_table_takes_little_extra_memory(tmp_path: Path) -
     def train() -> None:
         while not stops.is_set():
             asked, gradients = trained.asked(next(seeds))
-            with trained.shard.changing():
+            with trained.shard.changing:
                 trained.shard.update(asked, [each.float() for each in gradients], lr=0.1, step=1)
 
     thread = threading.Thread(target=train)

@@ -121,20 +121,6 @@ def test_status_counts_what_the_server_did() -> None:
         assert facts["cpu_s"] > 0
 
 
-def test_several_threads_serve_trainers_concurrently() -> None:
-    layout = plain_layout(200, 300)
-    batches = [batch_of(layout, 4, seed) for seed in range(10)]
-    local = DeviceStore(layout, SGD, dtype=torch.float64)
-    with running(layout, SGD, cut_by_rows(layout, 2), threads=2) as fleet:
-        store = fleet.store()
-        for seed, batch in enumerate(batches):  # a single trainer: still exact
-            torch.testing.assert_close(store.lookup(batch), local.lookup(batch))
-            for each in (store, local):
-                each.update(batch, grad_of(layout, batch, seed), lr=0.1, step=seed + 1)
-        for name, value in local.state().items():
-            torch.testing.assert_close(store.state()[name], value)
-
-
 def test_a_table_is_read_and_written_in_portions_of_a_few_megabytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rowstead.fleet.remote_rows.PIECE_BYTES", 1000)
     layout = plain_layout(100, 30)

@@ -15,6 +15,7 @@ from rowstead.spec.fleet import parse_fleet
 from tests.small_runs import small_spec
 
 ROLES = "trainers=2,sparse=2,dense=1,readers=1"
+TWO_DENSE = "trainers=2,sparse=1,dense=2,readers=1"
 NUM_STEPS = 400
 LOG = (f"data.synth.num_train_samples={NUM_STEPS * 64}", "train.sync.period=2")
 
@@ -33,12 +34,17 @@ def ne_of_one_process() -> float:
     ("sync", "roles"),
     [
         (["mode=allreduce", "hogwild_threads=2"], ROLES),
+        (["mode=allreduce", "hogwild_threads=2"], TWO_DENSE),
         (["mode=shadow", "rule=easgd", "staleness=1"], ROLES),
+        (["mode=shadow", "rule=easgd"], TWO_DENSE),
         (["mode=shadow", "rule=average"], "trainers=2,sparse=2,dense=1,readers=3"),
+        (["mode=shadow", "rule=average"], TWO_DENSE),
         (["mode=shadow", "rule=bmuf", "hogwild_threads=2"], ROLES),
+        (["mode=shadow", "rule=bmuf"], TWO_DENSE),
         (["mode=easgd", "staleness=4", "hogwild_threads=2"], ROLES),
+        (["mode=easgd", "hogwild_threads=2"], TWO_DENSE),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+    ids=lambda value: " ".join(value) if isinstance(value, list) else value,
 )
 def test_a_fleet_learns_with_every_sync_policy_and_with_stale_look_ups(sync: list[str], roles: str, tmp_path: Path) -> None:
     settings = [*LOG, *(f"train.sync.{word}" for word in sync)]
@@ -46,7 +52,9 @@ def test_a_fleet_learns_with_every_sync_policy_and_with_stale_look_ups(sync: lis
     record = train_fleet(spec, out=tmp_path / "fleet").record
     assert record is not None
     figures = record.figures
-    num_steps = NUM_STEPS if roles == ROLES else 3 * -(-NUM_STEPS // 3)  # each reader has a last batch
+    assert spec.fleet is not None
+    num_readers = spec.fleet.num_readers
+    num_steps = num_readers * -(-NUM_STEPS // num_readers)  # each reader has a last batch
     assert (figures["num_steps"], figures["num_samples"]) == (num_steps, NUM_STEPS * 64)
     assert (figures["num_restarts"], figures["num_batches_repeated"], figures["num_lost_updates"]) == (0, 0, 0)
     assert figures["trainer_num_exchanges"] > 10

@@ -14,9 +14,8 @@ from rowstead.distributed.sharding import piece_layout
 from rowstead.fleet.log_share import LogShare
 from rowstead.fleet.partition import partition_tables
 from rowstead.fleet.reader import Reader
-from rowstead.fleet.reader_server import build_handlers
+from rowstead.fleet.reader_server import ReaderServer
 from rowstead.fleet.roster import RoleAddress, Roster
-from rowstead.fleet.rpc_server import Server
 from rowstead.fleet.sparse_server import SparseServer
 from rowstead.fleet.table_shard import TableShard
 from rowstead.fleet.trainer import FleetTrainer
@@ -48,8 +47,8 @@ def test_a_batch_is_reported_done_only_after_the_servers_have_its_update(tmp_pat
     (tmp_path / "roles").mkdir()
     with contextlib.ExitStack() as stack:
         share = LogShare(open_sources(spec).train, batch_size=64, max_batches=NUM_BATCHES)
-        reader = stack.enter_context(contextlib.closing(Reader(share, tmp_path / "reader-0.progress")))
-        serving = stack.enter_context(Server(build_handlers(reader), name="reader-0")).start()
+        reader = Reader(share, tmp_path / "reader-0.progress")
+        serving = stack.enter_context(ReaderServer(reader, name="reader-0")).start()
         sparse = BlockedServer(kept).start()
         stack.callback(sparse.close)
         stack.callback(sparse.gate.set)

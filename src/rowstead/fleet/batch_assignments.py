@@ -64,7 +64,7 @@ class BatchAssignments:
         """Batches reassigned because they were lost in transit; they are trained on once."""
         self.num_skipped = 0
         """Bad rows skipped, in epochs that are completely assigned."""
-        self._epoch_samples = 0
+        self.epoch_samples = 0
         self._held: dict[int, tuple[Holder, AssignedBatch]] = {}
         self._to_reassign: dict[int, tuple[bool, AssignedBatch]] = {}
         """Whether the batch may have been trained on before, and the batch."""
@@ -104,12 +104,6 @@ class BatchAssignments:
         """Whether every assigned batch is done."""
         return not self._held and not self._to_reassign
 
-    @property
-    def num_epochs_done(self) -> int:
-        """Epochs of which every batch is done."""
-        in_progress = [entry.epoch for _, entry in (*self._held.values(), *self._to_reassign.values())]
-        return min(in_progress, default=self.next_epoch)
-
     def is_replaced(self, holder: Holder) -> bool:
         """Whether a later incarnation of this trainer is known."""
         return holder.incarnation < self._incarnations.get(holder.name, holder.incarnation)
@@ -145,7 +139,6 @@ class BatchAssignments:
         return self.next_number - 1
 
     def reassign(self, holder: Holder, number: int) -> None:
-        """Assign a batch again, to this trainer."""
         assert number in self._to_reassign
         self._do(["reassign", holder.name, holder.incarnation, number])
 
@@ -163,7 +156,6 @@ class BatchAssignments:
         self._do(["epoch", num_rows])
 
     def replay(self, event: Event) -> None:
-        """Apply a logged event."""
         self._apply[event[0]](*event[1:])
 
     def _release(self, is_lost: Callable[[Holder], bool]) -> None:
@@ -180,7 +172,7 @@ class BatchAssignments:
         self.next_number += 1
         self.next_cursor = cursor
         self.num_samples += num_samples
-        self._epoch_samples += num_samples
+        self.epoch_samples += num_samples
 
     def _on_reassign(self, name: str, incarnation: int, number: int) -> None:
         may_repeat, entry = self._to_reassign.pop(number)
@@ -214,14 +206,14 @@ class BatchAssignments:
             self._to_reassign[number] = True, self._held.pop(number)[1]
 
     def _on_epoch(self, num_rows: int) -> None:
-        self.num_skipped += num_rows - self._epoch_samples
+        self.num_skipped += num_rows - self.epoch_samples
         self.next_epoch += 1
-        self.next_cursor, self._epoch_samples = None, 0
+        self.next_cursor, self.epoch_samples = None, 0
 
     def to_json(self) -> dict[str, Any]:
         """Return the state as JSON, without the sequence numbers of requests."""
         return {
-            **{name: getattr(self, attribute) for name, attribute in _COUNTERS.items()},
+            **{name: getattr(self, name) for name in _COUNTERS},
             "held": [[n, h.name, h.incarnation, e.epoch, e.cursor, e.num_samples] for n, (h, e) in self._held.items()],
             "to_reassign": [
                 [n, may_repeat, e.epoch, e.cursor, e.num_samples] for n, (may_repeat, e) in self._to_reassign.items()
@@ -230,10 +222,9 @@ class BatchAssignments:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> BatchAssignments:
-        """Restore the result of `to_json`."""
         assignments = cls()
-        for name, attribute in _COUNTERS.items():
-            setattr(assignments, attribute, content[name])
+        for name in _COUNTERS:
+            setattr(assignments, name, content[name])
         for number, name, incarnation, *entry in content["held"]:
             assignments._hold(number, Holder(name, incarnation), AssignedBatch(*entry))
         for number, may_repeat, *entry in content["to_reassign"]:
@@ -241,21 +232,11 @@ class BatchAssignments:
         return assignments
 
 
-_COUNTERS = {
-    name.lstrip("_"): name
-    for name in (
-        "next_number",
-        "next_epoch",
-        "next_cursor",
-        "num_samples",
-        "num_done",
-        "num_repeated",
-        "num_samples_repeated",
-        "num_resent",
-        "num_skipped",
-        "_epoch_samples",
-    )
-}
+_COUNTERS = (
+    *("next_number", "next_epoch", "next_cursor", "num_samples", "num_done"),
+    *("num_repeated", "num_samples_repeated", "num_resent", "num_skipped", "epoch_samples"),
+)
+"""Attributes that are stored as they are."""
 
 
 class AssignmentLog:
@@ -304,16 +285,12 @@ class AssignmentLog:
         self._num_bytes = len(content)
 
     def _restore(self) -> BatchAssignments:
-        whole, _, _ = self._path.read_bytes().rpartition(b"\n")
         try:
-            first, *events = [json.loads(line) for line in whole.splitlines()]
-            identity, assignments = first["share"], BatchAssignments.from_json(first["assignments"])
-            if identity == self._identity:
-                for event in events:
-                    assignments.replay(event)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            identity, assignments = parse_log(self._path.read_bytes())
+        except ValueError as error:
             raise RowsteadError(
-                f"{self._path} is not a reader's assignment log of this version ({error}): remove it to start over"
+                f"{self._path} is not a reader's assignment log of this version ({error}): start a new run with the weights of "
+                "this one (`rowstead train RECIPE --init-from RUN`)"
             ) from None
         if identity != self._identity:
             raise RowsteadError(
@@ -321,6 +298,19 @@ class AssignmentLog:
                 "before, or remove the file to start over"
             )
         return assignments
+
+
+def parse_log(content: bytes) -> tuple[dict[str, Any], BatchAssignments]:
+    """Parse an assignment log: its identity and its state. Raises a ValueError if it is damaged, or of another version."""
+    whole, _, _ = content.rpartition(b"\n")
+    try:
+        first, *events = [json.loads(line) for line in whole.splitlines()]
+        identity, assignments = first["share"], BatchAssignments.from_json(first["assignments"])
+        for event in events:
+            assignments.replay(event)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from None
+    return identity, assignments
 
 
 def _line(content: Any) -> bytes:

@@ -40,11 +40,10 @@ INITIAL_FILE = "initial.safetensors"
 
 def resolve_fleet(spec: RunSpec) -> RunSpec:
     """Fill in the values of a fleet's spec that follow from the others."""
-    fleet = fleet_of(spec)
+    fleet = fleet_of(spec).at_scale(spec.scale)
     if fleet.tables == "local":
         fleet = dataclasses.replace(fleet, num_dense=0)  # the single trainer has the whole model
-    sync = dataclasses.replace(spec.train.sync, mode=spec.train.sync.mode_for(fleet.num_trainers))
-    return dataclasses.replace(spec, fleet=fleet, train=dataclasses.replace(spec.train, sync=sync))
+    return dataclasses.replace(spec, fleet=fleet, train=spec.train.resolve_sync(fleet.num_trainers))
 
 
 def fleet_of(spec: RunSpec) -> FleetSpec:
@@ -82,7 +81,6 @@ def fleet_dtype(roster: Roster) -> torch.dtype:
 
 
 def row_dtype(spec: RunSpec, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of embedding rows."""
     return dtype if dtype == torch.float64 else ROW_DTYPES[spec.model.row_format]
 
 
@@ -119,7 +117,6 @@ class Connections:
             client.close()
 
     def figures(self) -> dict[str, float]:
-        """Return totals over all clients."""
         clients = list(self._clients)
         return {
             "num_bytes_sent": sum(client.num_bytes_sent for client in clients),
@@ -129,7 +126,6 @@ class Connections:
 
 
 def build_remote_store(spec: RunSpec, roster: Roster, connections: Connections, *, staleness: int) -> RemoteStore:
-    """Build the store over the tables in the sparse servers."""
     return RemoteStore(
         layout_of(spec.features, spec.tables),
         spec.train.sparse_optimizer,
@@ -154,7 +150,6 @@ def build_fleet_model(spec: RunSpec, device: torch.device, store: EmbeddingStore
 
 
 def cast_batch(batch: Batch, dtype: torch.dtype) -> Batch:
-    """Convert the floating-point tensors of a batch."""
     if batch.dense.dtype == dtype:
         return batch
     labels, weights = (None if value is None else value.to(dtype) for value in (batch.labels, batch.weights))
@@ -165,7 +160,6 @@ def cast_batch(batch: Batch, dtype: torch.dtype) -> Batch:
 
 
 def write_dense(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write dense parameters and optimizer state atomically."""
     path.parent.mkdir(exist_ok=True)
     write_atomic(path, save({name: value.detach().cpu().clone().contiguous() for name, value in tensors.items()}))
 
@@ -194,12 +188,11 @@ def save_checkpoint(
     """Write an ordinary checkpoint of a fleet's model to `folder`."""
     shared = roster.facts
     facts = checkpoint_facts(spec, shared["transforms"], shared["id_kinds"])
-    facts |= {"position": position.to_plain(), "readers": progress}
+    facts |= {"position": vars(position), "readers": progress}
     return checkpoint.save(folder, position.step, dense, facts, keep=keep, parts=parts)
 
 
 def read_reader_progress(spec: RunSpec, folder: Path) -> list[str]:
-    """Read the assignment log of each reader."""
     files = [assignment_log_path(folder, number) for number in range(fleet_of(spec).num_readers)]
     return [file.read_text() if file.is_file() else "" for file in files]
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from rowstead.data.open_log import Sources, open_sources
+from rowstead.fleet.batch_assignments import parse_log
 from rowstead.fleet.build import KEYS_FILE, build_shared_facts, fleet_of, load_keys, resolve_fleet, restore_reader_progress
 from rowstead.fleet.evaluate_and_save import EvaluateAndSave, run_in_background, wait_for
 from rowstead.fleet.fleet_figures import FleetCallback, FleetFigures, NoFleetProgress, WorkCounts
@@ -38,8 +39,7 @@ from rowstead.training import checkpoint
 from rowstead.training.build import ignored_settings
 from rowstead.training.device import bf16_fallback, choose_device
 from rowstead.training.loop import Ending, TrainOutcome
-from rowstead.training.progress import Position
-from rowstead.training.reporting import RunReporter
+from rowstead.training.progress import Position, RunReporter
 from rowstead.training.trained import check_same_model, transforms_in
 
 REPORT_INTERVAL_S = 0.5
@@ -93,13 +93,23 @@ def resume_fleet(run: str, *, root: Path | str = DEFAULT_ROOT, callback: FleetCa
         if checkpoint.checkpoints_in(folder.checkpoints):
             saved = checkpoint.load_latest(folder.checkpoints, callback.on_message)
             check_same_model(spec, saved, callback.on_message)
-            if "readers" not in saved.facts:
-                raise RowsteadError(
-                    f"{saved.path} was not saved by a fleet, so it lacks the position of the readers: start a new run with its weights "
-                    f"(`--init-from {folder.path}`)"
-                )
+            _check_resumable(saved, folder)
         sources = open_sources(spec, *((transforms_in(saved), saved.facts["id_kinds"]) if saved is not None else ()))
         return Coordinator(spec, folder, sources, callback).run(saved=saved, is_resumed=True)
+
+
+def _check_resumable(saved: checkpoint.Checkpoint, folder: RunFolder) -> None:
+    """Raise unless the readers can continue from a checkpoint."""
+    try:
+        for text in saved.facts["readers"]:
+            if text:
+                parse_log(text.encode())
+    except (KeyError, ValueError) as error:
+        saver = "was not saved by a fleet" if isinstance(error, KeyError) else "was saved by another version of rowstead"
+        raise RowsteadError(
+            f"{saved.path} {saver}, so the readers do not know where to continue. Start a new run with its weights: "
+            f"`rowstead train {folder.spec_file} --init-from {folder.path}`"
+        ) from None
 
 
 def _check_single_process() -> None:
@@ -191,7 +201,7 @@ class Coordinator:
                 keys=load_keys(folder.path),
             )
             supervisor.on_event = self._record_role_event
-            before = (self._position.step, self._position.num_samples)
+            before = dataclasses.replace(self._position)
             self._figures = FleetFigures(spec, folder.path, supervisor, total_steps=self._total_steps, before=before)
             counts = self._counts = WorkCounts(supervisor, self._position, callback.on_message)
             try:
@@ -265,7 +275,6 @@ class Coordinator:
         )
         supervisor.start("trainer")
         self._figures.follow()
-        started = time.monotonic()
         try:
             ending = self._supervise(supervisor, evaluate_and_save, stop_requested)
         except RoleError as error:
@@ -274,7 +283,6 @@ class Coordinator:
             supervisor.stop("trainer", grace_s=TRAINER_GRACE_S)
         while not evaluate_and_save.wait(POLL_INTERVAL_S):
             supervisor.poll()
-        self._position.train_s += time.monotonic() - started
         self._report(at_once=True)
         supervisor.wait_ready()  # a server that is being restarted counts too
         self._counts.count()
@@ -379,6 +387,7 @@ class Coordinator:
         if progress is None:
             return
         self._position.step, self._position.num_samples = progress.step, progress.num_samples
+        self._position.train_s = self._figures.train_s
         self._reporter.on_step(progress)
 
     def _record_role_event(self, event: str, handle: RoleHandle, reason: str) -> None:

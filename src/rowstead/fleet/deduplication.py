@@ -65,7 +65,6 @@ class RequestDeduplicator:
         self._reply_bytes: OrderedDict[tuple[int, int], int] = OrderedDict()
         """Size of each kept reply by client and number, oldest first."""
         self.kept_replies_bytes = 0
-        self.num_running = 0
 
     @property
     def num_clients(self) -> int:
@@ -92,7 +91,6 @@ class RequestDeduplicator:
             return RequestVerdict.TOO_MANY, None
         client.requests[header.number] = _Request(route)
         client.num_running += 1
-        self.num_running += 1
         return RequestVerdict.RUN, None
 
     def finish(self, sender: int, number: int, reply: list[Buffer]) -> bytes:
@@ -101,7 +99,6 @@ class RequestDeduplicator:
         request = client.requests[number]
         assert not request.is_done, "a request has one reply"
         client.num_running -= 1
-        self.num_running -= 1
         request.is_done = True
         if number < client.answered_below:  # its client has given up
             del client.requests[number]

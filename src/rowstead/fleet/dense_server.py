@@ -1,4 +1,4 @@
-"""The dense parameter server, which holds the shared dense parameters of all trainers, and its client.
+"""The dense parameter server, which holds the shared dense parameters of all trainers, or with several servers a range of them.
 
 | kind | facts | tensors | reply |
 |---|---|---|---|
@@ -20,10 +20,9 @@ A client is named after its member: `trainer-3.1` is thread 1 of trainer 3. `mem
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,19 +33,11 @@ from torch import Tensor
 from rowstead.fleet.deduplication import Caller
 from rowstead.fleet.dense_server_state import PARAMETERS, ROUND_DEADLINE_S, DenseServerState
 from rowstead.fleet.keys import Keys
-from rowstead.fleet.rpc_client import Client, PendingReply, ServerUnavailable
-from rowstead.fleet.rpc_server import DeferredReply, Server
+from rowstead.fleet.rpc_server import DeferredReply, Handler, Server
 from rowstead.fleet.wire import Message
 from rowstead.records.files import write_atomic
 from rowstead.spec.errors import RowsteadError
-from rowstead.training.sync_base import DenseServerUnavailable
 
-EXCHANGE_TIMEOUT_S = 5.0
-"""Seconds that a trainer waits for the server before it continues without it."""
-JOIN_TIMEOUT_S = 30.0
-"""Seconds that it waits when it starts, as it needs the shared parameters, and when it sends its final ones."""
-PROBE_TIMEOUT_S = 24 * 3600.0
-"""Seconds of waiting after which the probe of an unavailable server is renewed."""
 SNAPSHOT_EVERY_S = 5.0
 """Dense parameters are small: they are written often."""
 _CHECK_EVERY_S = 0.05
@@ -54,8 +45,8 @@ _SAVED, _FINISHED = "saved.", "finished."
 _log = logging.getLogger("rowstead.fleet")
 
 
-class DenseServerProcess:
-    """Serves a `DenseServerState`, and saves it to disk if it has a snapshot file."""
+class DenseServerProcess(Server):
+    """Serves a `DenseServerState`, and saves it to disk if it has a snapshot file. It learns the size of the model from the first trainer."""
 
     def __init__(
         self,
@@ -68,51 +59,39 @@ class DenseServerProcess:
         round_deadline_s: float = ROUND_DEADLINE_S,
     ) -> None:
         """`snapshot` is the file that the state is saved to; an existing one is loaded."""
-        self.state = DenseServerState(deadline_s=round_deadline_s)
+        state = self.state = DenseServerState(deadline_s=round_deadline_s)
         self.num_snapshots = self.num_snapshots_failed = 0
         self._snapshot, self._every_s = snapshot, snapshot_every_s
         self._writing = threading.Lock()
         if snapshot is not None and snapshot.exists():
-            restore_snapshot(self.state, snapshot.read_bytes())
-        handlers: dict[str, Callable[[Message, Caller], Message | DeferredReply]] = {
-            "join": self._join,
-            "leave": self._leave,
-            "finish": self._finish,
-            "pull": self._pull,
-            "push": self._push,
-            "elastic_average": self._elastic_average,
-            "average": self._average,
-            "average_parameters": self._average_parameters,
-            "save_state": self._save_state,
-            "load_state": self._load_state,
-            "members": self._members,
-        }
-        self.server = Server(handlers, address=address, keys=keys, name=name, status=self.status)
+            restore_snapshot(state, snapshot.read_bytes())
         self._stopping = threading.Event()
         self._watch_thread = threading.Thread(target=self._check_regularly, name=f"{name}-watch", daemon=True)
+        run: dict[str, Callable[[Message, str], Tensor | None]] = {
+            "join": self._join,
+            "leave": lambda message, member: state.leave(member),
+            "finish": self._finish,
+            "pull": lambda message, member: state.pull(),
+            "push": lambda message, member: state.push(_flat(message)),
+            "elastic_average": lambda message, member: state.elastic_average(_flat(message), _number(message, "alpha")),
+            "save_state": lambda message, member: state.save(_name(message), _flat(message)),
+            "load_state": lambda message, member: state.saved.get(_name(message)),
+            "members": lambda message, member: state.set_members(_names(message)),
+        }
+        handlers = {kind: _replying(handle) for kind, handle in run.items()}
+        handlers |= {"average": self._average, "average_parameters": self._average_parameters}
+        super().__init__(handlers, address=address, keys=keys, name=name, status=self._own_status)
 
-    @property
-    def address(self) -> str:
-        """The address that clients connect to."""
-        return self.server.address
-
-    def start(self) -> DenseServerProcess:
-        """Serve in a new thread."""
+    def serve(self, until: Callable[[], bool] = lambda: False) -> None:
         self._watch_thread.start()
-        self.server.start()
-        return self
-
-    def serve(self, until: Callable[[], bool]) -> None:
-        """Serve in this thread."""
-        self._watch_thread.start()
-        self.server.serve(until)
+        super().serve(until)
 
     def close(self) -> None:
         """Stop, after writing the last state to disk."""
         self._stopping.set()
         if self._watch_thread.is_alive():
             self._watch_thread.join()
-        self.server.close()
+        super().close()
         self.write()
 
     def write(self) -> None:
@@ -128,8 +107,7 @@ class DenseServerProcess:
                 self.num_snapshots_failed += 1
                 _log.warning("cannot write the snapshot %s: %s", self._snapshot, error)
 
-    def status(self) -> dict[str, Any]:
-        """Figures that `status` adds to those of every server."""
+    def _own_status(self) -> dict[str, Any]:
         state = self.state
         return {
             "num_exchanges": state.num_exchanges,
@@ -153,31 +131,16 @@ class DenseServerProcess:
 
     # Handlers
 
-    def _join(self, message: Message, caller: Caller) -> Message:
+    def _join(self, message: Message, member: str) -> Tensor:
         is_first = self.state.parameters is None
-        common = self.state.join(caller.name, _flat(message))
+        common = self.state.join(member, _flat(message))
         if is_first:
             self.write()  # else a restart would start from the parameters of a trainer that starts later
-        return Message("join", tensors=[common])
+        return common
 
-    def _leave(self, message: Message, caller: Caller) -> Message:
-        self.state.leave(caller.name)
-        return Message("leave")
-
-    def _finish(self, message: Message, caller: Caller) -> Message:
-        self.state.finish(caller.name, _flat(message))
+    def _finish(self, message: Message, member: str) -> None:
+        self.state.finish(member, _flat(message))
         self.write()  # the trainer exits: a restart that has lost its parameters would leave them out of the model
-        return Message("finish")
-
-    def _pull(self, message: Message, caller: Caller) -> Message:
-        return Message("pull", tensors=[self.state.pull()])
-
-    def _push(self, message: Message, caller: Caller) -> Message:
-        self.state.push(_flat(message))
-        return Message("push")
-
-    def _elastic_average(self, message: Message, caller: Caller) -> Message:
-        return Message("elastic_average", tensors=[self.state.elastic_average(_flat(message), _number(message, "alpha"))])
 
     def _average(self, message: Message, caller: Caller) -> DeferredReply:
         group = message.facts.get("group")
@@ -197,20 +160,15 @@ class DenseServerProcess:
         self.state.enter_round(group, caller.name, _flat(message), on_close, **rule)
         return reply
 
-    def _save_state(self, message: Message, caller: Caller) -> Message:
-        self.state.saved[_name(message)] = _flat(message)
-        return Message("save_state")
 
-    def _load_state(self, message: Message, caller: Caller) -> Message:
-        found = self.state.saved.get(_name(message))
-        return Message("load_state", tensors=[] if found is None else [found])
+def _replying(run: Callable[[Message, str], Tensor | None]) -> Handler:
+    """A handler that replies with the tensor, if any, that `run` returns for a message and the name of its sender."""
 
-    def _members(self, message: Message, caller: Caller) -> Message:
-        names = message.facts.get("names")
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise RowsteadError("`names` must be a list of trainers")
-        self.state.set_members(names)
-        return Message("members")
+    def handle(message: Message, caller: Caller) -> Message:
+        result = run(message, caller.name)
+        return Message(message.kind, tensors=[] if result is None else [result])
+
+    return handle
 
 
 def _flat(message: Message) -> Tensor:
@@ -225,6 +183,13 @@ def _number(message: Message, key: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
         raise RowsteadError(f"`{message.kind}` needs a number `{key}`, got {value!r}")
     return float(value)
+
+
+def _names(message: Message) -> list[str]:
+    names = message.facts.get("names")
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise RowsteadError("`names` must be a list of trainers")
+    return names
 
 
 def _name(message: Message) -> str:
@@ -256,120 +221,3 @@ def restore_snapshot(state: DenseServerState, content: bytes) -> None:
     state.parameters, state.is_stale = tensors.pop("parameters"), True
     state.saved = {name.removeprefix(_SAVED): value for name, value in tensors.items() if name.startswith(_SAVED)}
     state.finished = {name.removeprefix(_FINISHED): value for name, value in tensors.items() if name.startswith(_FINISHED)}
-
-
-class DenseServerClient:
-    """A `DenseServer` over RPC, for the member that the client is named after.
-
-    While the server is unavailable, the first call raises DenseServerUnavailable after its timeout, and later calls immediately.
-    """
-
-    def __init__(
-        self, client: Client, *, exchange_timeout_s: float = EXCHANGE_TIMEOUT_S, join_timeout_s: float = JOIN_TIMEOUT_S
-    ) -> None:
-        self._client, self._exchange_timeout_s, self._join_timeout_s = client, exchange_timeout_s, join_timeout_s
-        self._probe: PendingReply | None = None
-        """A pending request to an unavailable server; the server is back when it is answered."""
-
-    def join(self, parameters: Tensor) -> Tensor:
-        is_first_try = self._probe is None
-        deadline_s = self._join_timeout_s if is_first_try else None
-        return self._call("join", {}, [parameters], deadline_s=deadline_s, is_patient=is_first_try).tensors[0]
-
-    def leave(self) -> None:
-        self._call("leave")
-
-    def finish(self, parameters: Tensor) -> None:
-        self._call("finish", {}, [parameters], deadline_s=self._join_timeout_s, is_patient=True)
-
-    def pull(self) -> Tensor:
-        return self._call("pull").tensors[0]
-
-    def push(self, parameters: Tensor) -> None:
-        self._call("push", {}, [parameters])
-
-    def elastic_average(self, local: Tensor, alpha: float) -> Tensor:
-        return self._call("elastic_average", {"alpha": alpha}, [local]).tensors[0]
-
-    def average(self, tensor: Tensor, group: str) -> tuple[Tensor, int]:
-        reply = self._call("average", {"group": group}, [tensor], deadline_s=self._exchange_timeout_s + 2 * ROUND_DEADLINE_S)
-        return reply.tensors[0], int(reply.facts["round"])
-
-    def average_parameters(self, local: Tensor, *, momentum: float = 0.0, lr: float = 1.0) -> Tensor:
-        facts, deadline_s = {"momentum": momentum, "lr": lr}, self._exchange_timeout_s + 2 * ROUND_DEADLINE_S
-        return self._call("average_parameters", facts, [local], deadline_s=deadline_s).tensors[0]
-
-    def save_state(self, name: str, tensor: Tensor) -> None:
-        self._call("save_state", {"name": name}, [tensor])
-
-    def load_state(self, name: str) -> Tensor | None:
-        tensors = self._call("load_state", {"name": name}).tensors
-        return tensors[0] if tensors else None
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._client.close()
-
-    def _call(
-        self,
-        kind: str,
-        facts: Mapping[str, Any] | None = None,
-        tensors: Sequence[Tensor] = (),
-        *,
-        deadline_s: float | None = None,
-        is_patient: bool = False,
-    ) -> Message:
-        """Send a request; a patient caller waits for an unavailable server, up to its deadline."""
-        if not is_patient:
-            self._check_probe()
-        # The client may still send the tensors after a failure, when the caller changes its own: copy them.
-        own = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
-        try:
-            return self._client.call(kind, facts, own, deadline_s=deadline_s or self._exchange_timeout_s)
-        except ServerUnavailable as error:
-            if self._probe is None or self._probe.is_done:  # one probe is enough
-                self._probe = self._client.start("status", deadline_s=PROBE_TIMEOUT_S)
-            raise DenseServerUnavailable(f"the dense server is unavailable; training continues without it: {error}") from None
-
-    def _check_probe(self) -> None:
-        """Raise immediately if the server has not answered since it became unavailable."""
-        if self._probe is None:
-            return
-        if not self._probe.is_done:
-            raise DenseServerUnavailable("the dense server is still unavailable")
-        probe, self._probe = self._probe, None
-        with contextlib.suppress(RowsteadError):
-            probe.wait()
-            return
-        self._probe = self._client.start("status", deadline_s=PROBE_TIMEOUT_S)
-        raise DenseServerUnavailable("the dense server is still unavailable")
-
-
-def serve_dense(
-    folder: Path,
-    number: int,
-    *,
-    until: Callable[[], bool],
-    ready: Callable[[str], None],
-    address: str = "tcp://127.0.0.1:0",
-    keys: Keys | None = None,
-    incarnation: int = 0,
-    snapshot_every_s: float = SNAPSHOT_EVERY_S,
-    start_sampling: Callable[[Callable[[], dict[str, Any]]], None] | None = None,
-) -> None:
-    """Run the dense server of a run until `until()`.
-
-    It learns the size of the model from the first trainer. Its snapshot is `snapshots/dense-<number>.safetensors` of the run's
-    folder; it resumes from an existing one. `ready` receives the address, `start_sampling` a function that returns the status.
-    """
-    snapshot = folder / "snapshots" / f"dense-{number}.safetensors"
-    server = DenseServerProcess(
-        address=address, keys=keys, name=f"dense-{number}", snapshot=snapshot, snapshot_every_s=snapshot_every_s
-    )
-    try:
-        if start_sampling is not None:
-            start_sampling(lambda: {**server.server.status(), **server.status(), "incarnation": incarnation})
-        ready(server.address)
-        server.serve(until)
-    finally:
-        server.close()

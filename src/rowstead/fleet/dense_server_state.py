@@ -30,23 +30,19 @@ RoundCallback = Callable[[Tensor, int], None]
 
 @dataclass
 class _Round:
-    """An open round."""
-
     number: int
     opened_s: float
     contributions: dict[str, Tensor] = field(default_factory=dict)
     on_close: dict[str, RoundCallback] = field(default_factory=dict)
     momentum: float = 0.0
     lr: float = 1.0
+    result: Tensor = field(default_factory=lambda: torch.empty(0))
+    """Once it is closed."""
 
-
-@dataclass
-class _ClosedRound:
-    """A closed round and its callbacks."""
-
-    on_close: list[RoundCallback]
-    result: Tensor
-    number: int
+    def notify(self) -> None:
+        """Call its members back, outside the lock: a callback may enter the next round."""
+        for on_close in self.on_close.values():
+            on_close(self.result, self.number)
 
 
 class DenseServerState:
@@ -81,7 +77,6 @@ class DenseServerState:
         """Members that missed a round; they are not waited for until they enter one."""
 
     def locked(self) -> AbstractContextManager[object]:
-        """Return the lock of the state."""
         return self._lock
 
     def join(self, name: str, parameters: Tensor) -> Tensor:
@@ -107,15 +102,13 @@ class DenseServerState:
         """Stop waiting for this member."""
         with self._lock:
             self._joined.discard(name)
-            closed = self._close_full()
-        _notify_members(closed)
+        self._close_full()
 
     def set_members(self, names: Iterable[str]) -> None:
         """Set the live trainers; rounds wait for no others."""
         with self._lock:
             self._alive = set(names)
-            closed = self._close_full()
-        _notify_members(closed)
+        self._close_full()
 
     def pull(self) -> Tensor:
         with self._lock:
@@ -126,6 +119,9 @@ class DenseServerState:
     def push(self, parameters: Tensor) -> None:
         with self._lock:
             self.parameters, self.is_stale = parameters.detach().clone(), False
+
+    def save(self, name: str, tensor: Tensor) -> None:
+        self.saved[name] = tensor.detach().clone()
 
     def elastic_average(self, local: Tensor, alpha: float) -> Tensor:
         """Move the shared parameters towards `local` by alpha times the difference; returns the change."""
@@ -164,8 +160,7 @@ class DenseServerState:
             current.contributions[name], current.on_close[name] = tensor.detach().clone(), on_close
             current.momentum, current.lr = momentum, lr
             self._absent.discard(name)
-            closed = self._close_full()
-        _notify_members(closed)
+        self._close_full()
 
     def close_overdue(self) -> None:
         """Close the rounds past their deadline with the members that have entered."""
@@ -178,11 +173,11 @@ class DenseServerState:
                 self._absent |= missing
                 self.num_partial_rounds += bool(missing)
             closed = [self._close(group) for group in late]
-        _notify_members(closed)
+        for round_ in closed:
+            round_.notify()
 
     @property
     def num_waiting(self) -> int:
-        """Members waiting in open rounds."""
         with self._lock:
             return sum(len(round_.contributions) for round_ in self._rounds.values())
 
@@ -195,27 +190,28 @@ class DenseServerState:
                 expected.add(name)
         return expected
 
-    def _close_full(self) -> list[_ClosedRound]:
+    def _close_full(self) -> None:
         """Close the rounds whose members all wait, in one round or another."""
         closed = []
-        for thread in {parse_member(group)[1] for group in self._rounds}:
-            if self._expected(thread) <= self._waiting(thread):
-                closed += [self._close(group) for group in list(self._rounds) if parse_member(group)[1] == thread]
-        return closed
+        with self._lock:
+            for thread in {parse_member(group)[1] for group in self._rounds}:
+                if self._expected(thread) <= self._waiting(thread):
+                    closed += [self._close(group) for group in list(self._rounds) if parse_member(group)[1] == thread]
+        for round_ in closed:
+            round_.notify()
 
     def _waiting(self, thread: int) -> set[str]:
-        """Members waiting in a round of this thread."""
         return {
             name for group, round_ in self._rounds.items() if parse_member(group)[1] == thread for name in round_.contributions
         }
 
-    def _close(self, group: str) -> _ClosedRound:
+    def _close(self, group: str) -> _Round:
         done = self._rounds.pop(group)
         self.num_rounds += 1
-        result = _mean(done.contributions)
+        done.result = _mean(done.contributions)
         if group == PARAMETERS:
-            result = self._apply_round(result, done.momentum, done.lr)
-        return _ClosedRound(list(done.on_close.values()), result, done.number)
+            done.result = self._apply_round(done.result, done.momentum, done.lr)
+        return done
 
     def _apply_round(self, mean: Tensor, momentum: float, lr: float) -> Tensor:
         """Update the shared parameters with the mean of a round, and return them."""
@@ -253,13 +249,6 @@ def _mean(contributions: Mapping[str, Tensor]) -> Tensor:
     return torch.stack([contributions[name] for name in sorted(contributions)]).mean(0)
 
 
-def _notify_members(closed: list[_ClosedRound]) -> None:
-    """Call back outside the lock, as a callback may enter the next round."""
-    for round_ in closed:
-        for on_close in round_.on_close:
-            on_close(round_.result, round_.number)
-
-
 class LocalDenseServer:
     """A `DenseServer` for one member, over a state shared by all threads of this process."""
 
@@ -291,7 +280,7 @@ class LocalDenseServer:
         return self._round(PARAMETERS, local, momentum=momentum, lr=lr)[0]
 
     def save_state(self, name: str, tensor: Tensor) -> None:
-        self._state.saved[name] = tensor.detach().clone()
+        self._state.save(name, tensor)
 
     def load_state(self, name: str) -> Tensor | None:
         found = self._state.saved.get(name)

@@ -16,10 +16,8 @@ from rowstead.records.run_folder import RunFolder
 from rowstead.spec.errors import LostProcessError
 from rowstead.spec.run import RunSpec
 from rowstead.training import checkpoint
-from rowstead.training.early_stopping import EarlyStopping
 from rowstead.training.metrics import Quality
-from rowstead.training.progress import Position
-from rowstead.training.reporting import RunReporter
+from rowstead.training.progress import EarlyStopping, Position, RunReporter
 from rowstead.training.sync_base import DenseServerUnavailable
 
 T = TypeVar("T")

@@ -13,6 +13,8 @@ from rowstead.fleet.role_usage import UsageReader
 from rowstead.fleet.roster import RoleFiles
 from rowstead.fleet.rpc_client import ServerUnavailable
 from rowstead.fleet.supervisor import RoleHandle, Supervisor
+from rowstead.plan.work import step_work
+from rowstead.records.usage import perf_traffic_bytes
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.fleet import RoleKind
 from rowstead.spec.heads import HEADS
@@ -28,6 +30,7 @@ SERVER_COUNTS = (
 """Counts in the status of servers whose sums are figures of the record."""
 ROLE_TOTALS = (
     "cpu_s",
+    "memory_traffic_bytes",
     "waiting_s",
     "num_bytes_sent",
     "num_bytes_received",
@@ -37,6 +40,8 @@ ROLE_TOTALS = (
     "num_lookups_early",
 )
 """Usage samples of roles that are summed over all roles of a kind and all their incarnations."""
+NUM_SERVERS = {"trainer": "num_trainers", "sparse": "num_sparse_servers", "dense": "num_dense_servers", "reader": "num_readers"}
+"""Figures of the record with the number of roles of a kind."""
 STATUS_TIMEOUT_S = 3.0
 """Timeout of a status call, before the roles are polled again."""
 STATUS_DEADLINE_S = 120.0
@@ -93,17 +98,12 @@ def role_row(name: str, state: str, usage: UsageReader, *, num_restarts: int = 0
 
 
 class FleetFigures:
-    """Follows the usage files of all roles of one run; `before` is the number of steps and samples before this process resumed it."""
+    """Follows the usage files of all roles of one run; `before` is how far it had come before this process resumed it."""
 
-    def __init__(
-        self, spec: RunSpec, folder: Path, supervisor: Supervisor, *, total_steps: int, before: tuple[int, int]
-    ) -> None:
+    def __init__(self, spec: RunSpec, folder: Path, supervisor: Supervisor, *, total_steps: int, before: Position) -> None:
         self._spec, self._folder, self._supervisor = spec, folder, supervisor
         self._total_steps, self._before = total_steps, before
         self._usage: dict[str, UsageReader] = {}
-        self._first: tuple[float, int] | None = None
-        """Time of the trainers' first figures, and their number of samples by then."""
-        self._last: tuple[float, int] | None = None
 
     def follow(self) -> None:
         """Follow the roles that were started since the last call."""
@@ -113,12 +113,10 @@ class FleetFigures:
                 self._usage[handle.name] = UsageReader(path, from_now=True)
 
     def read(self) -> None:
-        """Read the samples since the last call."""
         for usage in self._usage.values():
             usage.read()
 
     def rows(self) -> list[RoleRow]:
-        """Return the rows of the live table."""
         threads = self._spec.train.sync.hogwild_threads
         return [
             role_row(
@@ -134,19 +132,15 @@ class FleetFigures:
 
     def progress(self, rows: Iterable[RoleRow]) -> Progress | None:
         """Return the progress of training; None before the first step."""
-        trainers = [self._usage[handle.name] for handle in self._supervisor.of_kind("trainer") if handle.name in self._usage]
-        steps, samples = (int(sum(usage.total(name) or 0 for usage in trainers)) for name in ("num_steps", "num_samples"))
+        steps, samples = (int(sum(self._trainer_totals(name))) for name in ("num_steps", "num_samples"))
         if not steps:
             return None
-        now = time.monotonic()
-        self._first = self._first or (now, samples)
-        if self._last is None or samples > self._last[1]:
-            self._last = (now, samples)
+        trainers = self._trainers()
         waiting = _mean(row.waiting_share for row in rows if row.name.startswith("trainer"))
         return Progress(
-            step=self._before[0] + steps,
+            step=self._before.step + steps,
             total_steps=self._total_steps,
-            num_samples=self._before[1] + samples,
+            num_samples=self._before.num_samples + samples,
             loss=_mean(usage.last.get("loss") for usage in trainers) or math.nan,
             samples_per_s=self.samples_per_s or 0.0,
             waiting_share=waiting or 0.0,
@@ -155,10 +149,20 @@ class FleetFigures:
 
     @property
     def samples_per_s(self) -> float | None:
-        """Throughput between the trainers' first figures and the last that grew."""
-        if self._first is None or self._last is None or self._last[0] <= self._first[0]:
-            return None
-        return (self._last[1] - self._first[1]) / (self._last[0] - self._first[0])
+        """Samples of all trainers over the training time of the one that trained longest: see `training/throughput.py`."""
+        timed_s = max(self._trainer_totals("timed_s"), default=0.0)
+        return sum(self._trainer_totals("num_timed_samples")) / timed_s if timed_s > 0 else None
+
+    @property
+    def train_s(self) -> float:
+        """Training time of the trainer that trained longest, and what the run had trained before."""
+        return self._before.train_s + max(self._trainer_totals("train_s"), default=0.0)
+
+    def _trainers(self) -> list[UsageReader]:
+        return [self._usage[handle.name] for handle in self._supervisor.of_kind("trainer") if handle.name in self._usage]
+
+    def _trainer_totals(self, name: str) -> list[float]:
+        return [usage.total(name) or 0.0 for usage in self._trainers()]
 
     def for_record(self, statuses: Mapping[str, Mapping[str, Any]], coordinator_cpu_s: float) -> dict[str, float]:
         """Return repeated and lost work, restarts, and the usage of each kind of role; `statuses` are the servers' last ones."""
@@ -170,6 +174,7 @@ class FleetFigures:
         cpu_s = coordinator_cpu_s
         for kind in dict.fromkeys(handle.kind for handle in self._supervisor.handles):
             usages = [self._usage[handle.name] for handle in self._supervisor.of_kind(kind)]
+            figures[NUM_SERVERS[kind]] = len(usages)
             for name in ROLE_TOTALS:
                 if totals := [total for usage in usages if (total := usage.total(name)) is not None]:
                     figures[f"{kind}_{name}"] = sum(totals)
@@ -180,7 +185,20 @@ class FleetFigures:
             if share is not None:
                 figures["queue_nonempty_share"] = share
             cpu_s += figures.get(f"{kind}_cpu_s", 0.0)
+        if perf_traffic_bytes() is None:
+            self._count_layers(figures)
         return {**figures, "coordinator_cpu_s": coordinator_cpu_s, "cpu_s": cpu_s}
+
+    def _count_layers(self, figures: dict[str, float]) -> None:
+        """Add the bytes of layers, by their sizes, to those of rows that the kernels of roles counted."""
+        work, trainers = step_work(self._spec), [self._usage[handle.name] for handle in self._supervisor.of_kind("trainer")]
+        layer_bytes = sum(usage.total("num_steps") or 0 for usage in trainers) * work.dense_traffic_bytes(
+            self._spec.train.batch_size
+        )
+        figures["trainer_memory_traffic_bytes"] = figures.get("trainer_memory_traffic_bytes", 0.0) + layer_bytes
+        if "dense_cpu_s" in figures:  # an exchange reads both copies of the parameters and writes one
+            figures["dense_memory_traffic_bytes"] = 3 * work.dense_bytes * figures.get("trainer_num_exchanges", 0.0)
+        figures.pop("reader_memory_traffic_bytes", None)  # has no kernels that count
 
 
 class WorkCounts:
@@ -255,6 +273,5 @@ class WorkCounts:
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    """Return the mean of the values that are not None."""
     found = [value for value in values if value is not None]
     return sum(found) / len(found) if found else None

@@ -1,4 +1,4 @@
-"""The model of a fleet, gathered from its parts: rows from the sparse servers, dense parameters from the dense server.
+"""The model of a fleet, gathered from its parts: rows from the sparse servers, dense parameters from the dense servers.
 
 Used by one thread at a time, during training or after it. It saves ordinary checkpoints; in one saved during training some rows
 are a few steps newer than others.
@@ -26,7 +26,7 @@ from rowstead.fleet.build import (
     save_checkpoint,
     write_dense,
 )
-from rowstead.fleet.dense_server import DenseServerClient
+from rowstead.fleet.dense_client import DenseServerClient
 from rowstead.fleet.keys import Keys
 from rowstead.fleet.roster import ROLES_FOLDER, Roster
 from rowstead.fleet.rpc_client import RefusedError
@@ -49,8 +49,6 @@ MAX_ATTEMPTS = 5
 
 
 class GatheredModel:
-    """The fleet's model in the coordinator."""
-
     def __init__(self, spec: RunSpec, folder: Path, keys: Keys | None) -> None:
         self._spec, self._folder, self._roster = spec, folder, Roster(folder)
         connections = self._connections = Connections(self._roster, "coordinator", keys, deadline_s=DEADLINE_S)
@@ -58,12 +56,10 @@ class GatheredModel:
         store = build_remote_store(spec, self._roster, connections, staleness=0)
         self.model = build_fleet_model(spec, torch.device("cpu"), store, self._dtype)
         flatten_parameters(self.model.net)
-        self._dense_server: DenseServerClient | None = None
-        if fleet_of(spec).num_dense:
-            self._dense_server = DenseServerClient(
-                connections.to("dense", 0, "coordinator-dense"), exchange_timeout_s=DEADLINE_S
-            )
-        self._sparse = [connections.to("sparse", number, "coordinator-rows") for number in range(fleet_of(spec).num_sparse)]
+        fleet = fleet_of(spec)
+        dense = [connections.to("dense", number, "coordinator-dense") for number in range(fleet.num_dense)]
+        self._dense_server = DenseServerClient(dense, exchange_timeout_s=DEADLINE_S) if dense else None
+        self._sparse = [connections.to("sparse", number, "coordinator-rows") for number in range(fleet.num_sparse)]
         self._optimizer: dict[str, Tensor] = {}
 
     def load(self, saved: checkpoint.Checkpoint, *, with_optimizer: bool) -> None:
@@ -106,7 +102,6 @@ class GatheredModel:
         return save_checkpoint(self._spec, self._roster, folder, position, dense | self._optimizer, parts, keep, progress)
 
     def evaluate(self, source: Source, max_samples: int | None) -> Quality:
-        """Evaluate what `gather` has fetched."""
         if self._dtype != torch.float32:
             source = source.map(lambda batch: cast_batch(batch, self._dtype))
         return evaluate(

@@ -28,7 +28,6 @@ class Keys:
 
     @classmethod
     def generate(cls) -> Keys:
-        """Generate keys for a new job."""
         server_public, server_secret = zmq.curve_keypair()
         client_public, client_secret = zmq.curve_keypair()
         return cls(

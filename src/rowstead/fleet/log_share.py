@@ -29,19 +29,8 @@ class NewBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class EpochEnd:
-    """The end of an epoch."""
-
     num_rows: int
     """Rows of this reader's share, bad ones included."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LogPosition:
-    """Number of a batch, and where it begins."""
-
-    number: int = 0
-    epoch: int = 0
-    cursor: Cursor | None = None
 
 
 class LogShare:
@@ -82,11 +71,12 @@ class LogShare:
         """Whether the log may have rows that are skipped."""
         return self._source.num_skipped is not None
 
-    def read_from(self, position: LogPosition) -> Generator[NewBatch | EpochEnd, None, None]:
-        """Yield the batches from a position to the end of the last epoch, in the order of the log."""
-        number, cursor = position.number, position.cursor
+    def read_from(
+        self, number: int = 0, first_epoch: int = 0, cursor: Cursor | None = None
+    ) -> Generator[NewBatch | EpochEnd, None, None]:
+        """Yield the batches from the one that begins at a cursor to the end of the last epoch, in the order of the log."""
         first, last = share_bounds(self._source.num_samples, self._number, self._num_readers)
-        for epoch in range(position.epoch, self._epochs):
+        for epoch in range(first_epoch, self._epochs):
             skipped_before = self._num_skipped()
             with contextlib.closing(self._batches(epoch, cursor)) as batches:
                 while self._max_batches is None or number < self._max_batches:

@@ -5,9 +5,8 @@ Letters: B examples, F features (slots) of the server, T tables of the server, n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,18 +15,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rowstead.data.batch import Sparse
+from rowstead.fleet.packing import LENGTH_DTYPES, offsets_of
 from rowstead.fleet.wire import Message
 from rowstead.kernels.check import check_sparse
 from rowstead.kernels.layout import Layout
 from rowstead.spec.errors import DataError
 from rowstead.spec.features import Table
 
-_LENGTHS = (torch.uint8, torch.int16, torch.int32)
 MAX_SAMPLES = 1 << 24
 """Per batch."""
 _MAX_LAYOUTS = 64
-_MAX_CACHED_BAGS = 1 << 16
-"""Batches with at most this many bags have their offsets cached."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,12 +54,10 @@ class LookupRequest:
 
     @property
     def distinct(self) -> NDArray[Any]:
-        """The distinct rows."""
         return self.ids[self.sparse.ids.numel() :]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of memory that the request takes."""
         weights = self.sparse.weights
         return self.ids.nbytes + self.sparse.offsets.nbytes + (0 if weights is None else weights.nbytes)
 
@@ -77,8 +72,6 @@ class LookupRequest:
 
 
 class RequestParser:
-    """Parses requests to a server with a given layout."""
-
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._num_rows = np.array([table.num_rows for table in layout.tables], np.int64)
@@ -99,7 +92,7 @@ class RequestParser:
             lengths = 0
         elif "length" in facts:
             lengths = _read_int(facts["length"], "length", 2**31)
-        elif tensors and tensors[0].dtype in _LENGTHS and tensors[0].shape == (num_bags,):
+        elif tensors and tensors[0].dtype in LENGTH_DTYPES and tensors[0].shape == (num_bags,):
             lengths = tensors.pop(0)
         else:
             raise DataError(f"expected the lengths of {num_bags} bags")
@@ -112,16 +105,15 @@ class RequestParser:
             weights = tensors.pop(0)
         if num_pooled < 0:
             raise DataError(f"expected {num_distinct} distinct rows, got {ids.numel()} ids")
-        offsets = _offsets(lengths, num_bags)
         sparse = Sparse(
             ids=ids[:num_pooled],
-            offsets=offsets,
+            offsets=offsets_of(lengths, num_bags),
             num_features=pooled.layout.num_features,
             weights=weights,
             checked_for=pooled.layout,
         )
         if num_bags:
-            check_sparse(pooled.layout, sparse.ids, offsets)
+            check_sparse(pooled.layout, sparse.ids, sparse.offsets)
         elif num_pooled:
             raise DataError(f"got {num_pooled} ids without bags")
         request = LookupRequest(num_samples, pooled, sparse, ids.numpy(), np.concatenate([[0], np.cumsum(counts)]))
@@ -153,13 +145,8 @@ class RequestParser:
             raise DataError("row id out of range")
 
 
-def features_of_tables(layout: Layout, table_indices: Sequence[int]) -> list[int]:
-    """Return the features of `layout` that read one of the tables."""
-    return [feature for feature, table in enumerate(layout.table_of) if table in table_indices]
-
-
 def _select_tables(layout: Layout, table_indices: tuple[int, ...]) -> PooledTables:
-    features = features_of_tables(layout, table_indices)
+    features = [feature for feature, table in enumerate(layout.table_of) if table in table_indices]
     number = {index: new for new, index in enumerate(table_indices)}
     columns = [0]
     for feature in features:
@@ -176,21 +163,6 @@ def _select_tables(layout: Layout, table_indices: tuple[int, ...]) -> PooledTabl
         is_mean=tuple(layout.is_mean[feature] for feature in features),
     )
     return PooledTables(table_indices, some, np.array([layout.table_of[feature] for feature in features], np.int64))
-
-
-def _offsets(lengths: Tensor | int, num_bags: int) -> Tensor:
-    """Return int64 [num_bags + 1] from the lengths of the bags, or from one length for all."""
-    if isinstance(lengths, int):
-        return (_equal_offsets if num_bags <= _MAX_CACHED_BAGS else _equal_offsets.__wrapped__)(lengths, num_bags)
-    offsets = torch.zeros(num_bags + 1, dtype=torch.int64)
-    torch.cumsum(lengths, 0, dtype=torch.int64, out=offsets[1:])
-    return offsets
-
-
-@lru_cache(maxsize=32)
-def _equal_offsets(length: int, num_bags: int) -> Tensor:
-    """Cached: must not be modified."""
-    return torch.arange(num_bags + 1, dtype=torch.int64).mul_(length)
 
 
 def _read_int(value: Any, name: str, most: int) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,7 +21,9 @@ from rowstead.data.batch import Batch, Sparse
 from rowstead.fleet.wire import WireError
 from rowstead.kernels.layout import Layout
 
-_LENGTHS = (torch.uint8, torch.int16, torch.int32)
+LENGTH_DTYPES = (torch.uint8, torch.int16, torch.int32)
+_MAX_CACHED_BAGS = 1 << 16
+"""Batches with at most this many bags of one length have their offsets cached."""
 _OPTIONAL = ("labels", "weights", "true_p")
 
 
@@ -51,7 +54,7 @@ def pack(batch: Batch, *, narrow: bool | None = None) -> PackedBatch:
         if low == high:
             facts["length"] = low
         else:
-            tensors.append(lengths.to(next(dtype for dtype in _LENGTHS if high <= torch.iinfo(dtype).max)))
+            tensors.append(lengths.to(next(dtype for dtype in LENGTH_DTYPES if high <= torch.iinfo(dtype).max)))
         if sparse.weights is not None:
             facts["id_weights"] = True
             tensors.append(sparse.weights)
@@ -73,11 +76,16 @@ def unpack(
         dense = next(given)
         num_samples, num_features = int(dense.shape[0]), int(facts["features"])
         optional: dict[str, Any] = {name: next(given) for name in facts["has"] if name in _OPTIONAL}
-        sparse = _empty_sparse()
+        sparse = Sparse(ids=torch.zeros(0, dtype=torch.int64), offsets=torch.zeros(1, dtype=torch.int64), num_features=0)
         if num_features:
             rows = next(given)
             num_bags = num_features * num_samples
-            offsets = _equal_offsets(num_bags, facts["length"]) if "length" in facts else _offsets_from_lengths(next(given))
+            lengths = int(facts["length"]) if "length" in facts else next(given)
+            if isinstance(lengths, Tensor) and (
+                lengths.dtype not in LENGTH_DTYPES or (lengths.dtype != torch.uint8 and int(lengths.amin()) < 0)
+            ):
+                raise WireError("invalid lengths of bags")
+            offsets = offsets_of(lengths, num_bags)
             weights = next(given) if facts.get("id_weights") else None
             if offsets.numel() != num_bags + 1 or int(offsets[-1]) != rows.numel():
                 raise WireError(f"got {offsets.numel() - 1} lengths for {num_bags} bags of {rows.numel()} ids")
@@ -102,19 +110,15 @@ def _fits(ids: Tensor) -> bool:
     return int(low) >= -(2**31) and int(high) < 2**31
 
 
-def _empty_sparse() -> Sparse:
-    return Sparse(ids=torch.zeros(0, dtype=torch.int64), offsets=torch.zeros(1, dtype=torch.int64), num_features=0)
-
-
-def _equal_offsets(num_bags: int, length: int) -> Tensor:
-    """Return int64 [num_bags + 1] for bags of equal length."""
-    return torch.arange(num_bags + 1, dtype=torch.int64) * int(length)
-
-
-def _offsets_from_lengths(lengths: Tensor) -> Tensor:
-    """Return int64 [num_bags + 1] from the lengths [num_bags]."""
-    if lengths.dtype not in _LENGTHS or (lengths.dtype != torch.uint8 and int(lengths.amin()) < 0):
-        raise WireError("invalid lengths of bags")
+def offsets_of(lengths: Tensor | int, num_bags: int) -> Tensor:
+    """Return int64 [num_bags + 1] from the lengths of the bags, or from one length for all; it must not be modified."""
+    if isinstance(lengths, int):
+        return (_equal_offsets if num_bags <= _MAX_CACHED_BAGS else _equal_offsets.__wrapped__)(lengths, num_bags)
     offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64)
-    torch.cumsum(lengths, 0, out=offsets[1:])
+    torch.cumsum(lengths, 0, dtype=torch.int64, out=offsets[1:])
     return offsets
+
+
+@lru_cache(maxsize=32)
+def _equal_offsets(length: int, num_bags: int) -> Tensor:
+    return torch.arange(num_bags + 1, dtype=torch.int64).mul_(length)

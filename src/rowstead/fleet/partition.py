@@ -6,7 +6,6 @@ whole tables would leave one server with clearly more than its share, of bytes o
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,6 @@ from rowstead.distributed import sharding
 from rowstead.kernels.layout import Layout
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.features import Table
-from rowstead.spec.row_optimizers import RowOptimizerName
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,70 +80,26 @@ class Partition:
         return {"servers": [[[p.table, p.first_row, p.num_rows] for p in pieces] for pieces in self.servers]}
 
     @classmethod
-    def from_json(cls, plain: Mapping[str, Any] | str) -> Partition:
-        """Read what `to_json` returned, also as text."""
+    def from_json(cls, plain: Mapping[str, Any]) -> Partition:
+        """Read what `to_json` returned."""
+
+        def pieces_in(server: Sequence[Any]) -> tuple[ServerPiece, ...]:
+            return tuple(ServerPiece(table=name, first_row=first, num_rows=count) for name, first, count in server)
+
         try:
-            given = json.loads(plain) if isinstance(plain, str) else plain
-            return cls(
-                servers=tuple(
-                    tuple(
-                        ServerPiece(table=str(name), first_row=int(first), num_rows=int(count)) for name, first, count in pieces
-                    )
-                    for pieces in given["servers"]
-                )
-            )
+            return cls(servers=tuple(map(pieces_in, plain["servers"])))
         except (KeyError, TypeError, ValueError) as error:
             raise RowsteadError(f"not a partition of tables: {error}") from error
 
 
-@dataclass(frozen=True, kw_only=True)
-class Load:
-    """One server's shares of all bytes and look-ups, from 0 to 1."""
-
-    byte_share: float
-    lookup_share: float
-
-    @property
-    def most(self) -> float:
-        return max(self.byte_share, self.lookup_share)
-
-
-def partition_tables(
-    tables: Sequence[Table],
-    num_servers: int,
-    *,
-    lookups: Mapping[str, float] | None = None,
-    optimizer: RowOptimizerName = "sgd",
-    element_bytes: int = 4,
-) -> Partition:
-    """A balanced partition: see `sharding.balance_tables`."""
+def partition_tables(tables: Sequence[Table], num_servers: int, **costs: Any) -> Partition:
+    """A balanced partition; `costs` are those of `sharding.balance_tables`: `lookups`, `optimizer`, `element_bytes`."""
     if num_servers < 1:
         raise RowsteadError(f"tables need at least 1 sparse server, got {num_servers}")
     servers: list[list[ServerPiece]] = [[] for _ in range(num_servers)]
     if tables:
-        costs = {"lookups": lookups, "optimizer": optimizer, "element_bytes": element_bytes}
-        assignment = sharding.balance_tables(tables, num_servers, **costs)  # type: ignore[arg-type]
+        assignment = sharding.balance_tables(tables, num_servers, **costs)
         for table in tables:
             for server, start, stop in assignment.rows_of(table.name, table.num_rows):
                 servers[server].append(ServerPiece(table=table.name, first_row=start, num_rows=stop - start))
     return Partition(servers=tuple(map(tuple, servers)))
-
-
-def loads_of(
-    partition: Partition,
-    tables: Sequence[Table],
-    *,
-    lookups: Mapping[str, float] | None = None,
-    optimizer: RowOptimizerName = "sgd",
-    element_bytes: int = 4,
-) -> list[Load]:
-    """The load of each server of a partition."""
-    shares = sharding.table_costs(tables, lookups=lookups, optimizer=optimizer, element_bytes=element_bytes)
-    costs = {table.name: (table.num_rows, *cost) for table, cost in zip(tables, shares, strict=True)}
-    loads = []
-    for pieces in partition.servers:
-        parts = [(piece.num_rows / costs[piece.table][0], *costs[piece.table][1:]) for piece in pieces]
-        loads.append(
-            Load(byte_share=sum(part * own for part, own, _ in parts), lookup_share=sum(part * own for part, _, own in parts))
-        )
-    return loads

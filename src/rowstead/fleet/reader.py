@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rowstead.fleet.batch_assignments import AssignedBatch, AssignmentLog, Holder
-from rowstead.fleet.log_share import EpochEnd, LogPosition, LogShare, NewBatch
+from rowstead.fleet.log_share import EpochEnd, LogShare, NewBatch
 from rowstead.fleet.packing import PackedBatch
 from rowstead.fleet.wire import Message, WireError
 from rowstead.spec.errors import RowsteadError
 
-State = Literal["reading", "drained", "ended", "failed", "stopped", "replaced"]
+State = Literal["reading", "drained", "ended", "failed", "replaced"]
 """State of a reader: batches remain; all are assigned but not all done; all are done; an error occurred in place of the next
-batch; it was told to stop; and, in replies to a trainer that was restarted since, that only its successor is served."""
+batch; and, in replies to a trainer that was restarted since, that only its successor is served."""
 
 READ_AHEAD_BYTES = 64 << 20
 WAIT_S = 0.25
@@ -97,7 +97,7 @@ class Reader:
         self._read_all = False
         self._skipped_here = 0
         self._error: str | None = None
-        self._stopped = self._closed = self._is_broken = False
+        self._closed = self._is_broken = False
         self.waited_for_space_s = 0.0
         """Seconds that reading was blocked because enough batches were ready."""
         work = (("read", self._read), ("answer", self._answer_waiting))
@@ -133,12 +133,6 @@ class Reader:
             self._flush()
             self._notify()
 
-    def stop(self) -> None:
-        """Assign no more batches, and tell all trainers."""
-        with self._lock:
-            self._stopped = True
-            self._notify()
-
     def close(self) -> None:
         """Stop the threads; idempotent."""
         with self._lock:
@@ -149,11 +143,6 @@ class Reader:
             thread.join()
         self._log_file.close()
 
-    @property
-    def state(self) -> State:
-        with self._lock:
-            return self._state()
-
     def status(self) -> dict[str, Any]:
         """Return figures of the reader; counts continue across restarts."""
         with self._lock:
@@ -161,13 +150,11 @@ class Reader:
             facts: dict[str, Any] = {
                 "state": self._state(),
                 "epoch": assignments.next_epoch,
-                "num_epochs_done": assignments.num_epochs_done,
                 "num_batches": assignments.next_number,
                 "num_samples": assignments.num_samples,
                 "num_done": assignments.num_done,
                 "num_held": assignments.num_held,
                 "held_by": assignments.held_by,
-                "num_to_repeat": len(assignments.to_reassign),
                 "num_batches_repeated": assignments.num_repeated,
                 "num_samples_repeated": assignments.num_samples_repeated,
                 "num_batches_resent": assignments.num_resent,
@@ -200,8 +187,6 @@ class Reader:
         return sum(packed.num_bytes for packed in self._reread.values())
 
     def _state(self) -> State:
-        if self._stopped:
-            return "stopped"
         self._end_epochs()
         if self._error is not None and (self._is_broken or not self._ready):
             return "failed"
@@ -217,7 +202,7 @@ class Reader:
         packed: list[PackedBatch] = []
         num_bytes = 0
         while len(packed) < min(request.num_wanted, _REPLY_BATCHES) and num_bytes < _REPLY_BYTES:
-            taken = None if self._stopped or self._is_broken else self._assign_one(request.holder)
+            taken = None if self._is_broken else self._assign_one(request.holder)
             if taken is None:
                 break
             number, epoch, batch = taken
@@ -267,7 +252,6 @@ class Reader:
         return _build_reply(
             state,
             error=self._error,
-            num_epochs_done=self._assignments.num_epochs_done,
             batches=batches,
             tensors=[tensor for one in packed for tensor in one.tensors],
         )
@@ -299,8 +283,9 @@ class Reader:
                 self._may_reply.wait(min(until_s for _, _, until_s in still) - now_s if still else None)
 
     def _read(self) -> None:
+        after = self._assignments  # begins with the batch that was never assigned
         try:
-            with contextlib.closing(self._share.read_from(self._position())) as items:
+            with contextlib.closing(self._share.read_from(after.next_number, after.next_epoch, after.next_cursor)) as items:
                 for item in items:
                     if not self._wait_for_space():
                         return
@@ -353,13 +338,6 @@ class Reader:
                         self._notify()
                     if self._closed or self._reread_bytes >= self._read_ahead_bytes:
                         return
-
-    def _position(self) -> LogPosition:
-        """Return the position of the next batch that was never assigned."""
-        with self._lock:
-            return LogPosition(
-                number=self._assignments.next_number, epoch=self._assignments.next_epoch, cursor=self._assignments.next_cursor
-            )
 
 
 def _build_reply(state: State, *, error: str | None = None, tensors: list[Any] | None = None, **facts: Any) -> Message:

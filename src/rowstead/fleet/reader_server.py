@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from rowstead.data.batch import share_bounds
 from rowstead.data.source import Source
@@ -15,16 +12,44 @@ from rowstead.fleet.keys import Keys
 from rowstead.fleet.log_share import LogShare
 from rowstead.fleet.packing import fits_int32
 from rowstead.fleet.reader import READ_AHEAD_BYTES, BatchRequest, Reader
-from rowstead.fleet.rpc_server import DeferredReply, Handler, Server
+from rowstead.fleet.roster import ROLES_FOLDER
+from rowstead.fleet.rpc_server import DeferredReply, Server
 from rowstead.fleet.wire import Limits, Message, WireError
 from rowstead.kernels.layout import Layout
-from rowstead.stores.checked import check_source
+from rowstead.stores.base import check_source
 
 _LIMITS = Limits(facts_bytes=1 << 20, frame_bytes=1 << 20, message_bytes=1 << 20, num_tensors=1, kept_replies_bytes=128 << 20)
 """Requests to a reader are short; only its replies are long."""
 
 
-def serve_reader(
+class ReaderServer(Server):
+    """Answers `request_batches` of trainers and `members` of the coordinator, and owns its reader."""
+
+    def __init__(
+        self, reader: Reader, *, address: str = "tcp://127.0.0.1:0", keys: Keys | None = None, name: str = "reader"
+    ) -> None:
+        self._reader = reader
+        handlers = {"request_batches": self._request_batches, "members": self._members}
+        super().__init__(handlers, address=address, keys=keys, limits=_LIMITS, name=name, status=reader.status)
+
+    def close(self) -> None:
+        super().close()
+        self._reader.close()
+
+    def _request_batches(self, message: Message, caller: Caller) -> Message | DeferredReply:
+        deferred = DeferredReply()
+        reply = self._reader.request_batches(BatchRequest.from_facts(message.facts), deferred.send)
+        return deferred if reply is None else reply
+
+    def _members(self, message: Message, caller: Caller) -> Message:
+        names = message.facts.get("names")
+        if not isinstance(names, list):
+            raise WireError("`members` needs the names of the live trainers")
+        self._reader.set_alive([str(name) for name in names])
+        return Message("members")
+
+
+def build_reader_server(
     source: Source,
     folder: Path,
     number: int,
@@ -33,19 +58,15 @@ def serve_reader(
     batch_size: int,
     epochs: int = 1,
     max_steps: int | None = None,
-    address: str = "tcp://127.0.0.1:0",
-    keys: Keys | None = None,
-    until: Callable[[], bool],
-    ready: Callable[[str], None],
     layout: Layout | None = None,
     read_ahead_bytes: int = READ_AHEAD_BYTES,
-    start_sampling: Callable[[Callable[[], dict[str, Any]]], None] | None = None,
-) -> None:
-    """Run a reader: assign its share of a log to trainers, `epochs` times, until `until()`.
+    address: str = "tcp://127.0.0.1:0",
+    keys: Keys | None = None,
+) -> ReaderServer:
+    """Build the server of reader `number`, which assigns its share of a log, or of `max_steps` batches, to trainers `epochs` times.
 
-    `folder` is the run's; the assignment log is `roles/reader-<number>.progress` there, and a restarted reader resumes from it.
-    The reader assigns its share of `max_steps` batches. With a `layout` it checks every batch against the tables, so that
-    trainers need not. `ready` receives the address, `start_sampling` a function that returns the status.
+    `folder` is the run's; the assignment log is `roles/reader-<number>.progress` there, and a restarted reader resumes from it. With a
+    `layout` it checks every batch against the tables, so that trainers need not.
     """
     progress = assignment_log_path(folder, number)
     progress.parent.mkdir(parents=True, exist_ok=True)
@@ -59,19 +80,12 @@ def serve_reader(
         narrow_ids=None if layout is None else fits_int32(layout),
     )
     reader = Reader(share, progress, read_ahead_bytes=read_ahead_bytes)
-    with contextlib.closing(reader):
-        handlers = build_handlers(reader)
-        name = f"reader-{number}"
-        with Server(handlers, address=address, keys=keys, limits=_LIMITS, name=name, status=reader.status) as server:
-            if start_sampling is not None:
-                start_sampling(lambda: _sample(reader, server))
-            ready(server.address)
-            server.serve(until)
+    return ReaderServer(reader, address=address, keys=keys, name=f"reader-{number}")
 
 
 def assignment_log_path(folder: Path, number: int) -> Path:
     """Return the path of the assignment log of reader `number`."""
-    return folder / "roles" / f"reader-{number}.progress"
+    return folder / ROLES_FOLDER / f"reader-{number}.progress"
 
 
 def steps_of_reader(max_steps: int, number: int, num_readers: int) -> int:
@@ -89,31 +103,3 @@ def batches_per_reader(
         count = epochs * math.ceil((last - first) / batch_size)
         counts.append(count if max_steps is None else min(count, steps_of_reader(max_steps, number, num_readers)))
     return counts
-
-
-def build_handlers(reader: Reader) -> dict[str, Handler]:
-    """Return the request handlers: `request_batches` for trainers; `members` and `stop` for the coordinator."""
-
-    def request_batches(message: Message, caller: Caller) -> Message | DeferredReply:
-        deferred = DeferredReply()
-        reply = reader.request_batches(BatchRequest.from_facts(message.facts), deferred.send)
-        return deferred if reply is None else reply
-
-    def members(message: Message, caller: Caller) -> Message:
-        names = message.facts.get("names")
-        if not isinstance(names, list):
-            raise WireError("`members` needs the names of the live trainers")
-        reader.set_alive([str(name) for name in names])
-        return Message("members")
-
-    def stop(message: Message, caller: Caller) -> Message:
-        reader.stop()
-        return Message("stop")
-
-    return {"request_batches": request_batches, "members": members, "stop": stop}
-
-
-def _sample(reader: Reader, server: Server) -> dict[str, Any]:
-    """Return the figures that a role's usage file has columns for."""
-    facts = server.status()
-    return {**reader.status(), **{name: facts[name] for name in ("num_bytes_received", "num_bytes_sent", "waiting_s")}}

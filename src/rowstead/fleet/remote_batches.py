@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ _REQUEST_TIMEOUT_S = 5.0
 _LEAVE_TIMEOUT_S = 2.0
 _MAX_REFUSALS = 3
 """Consecutive refusals after which the trainer gives up."""
-_FINAL_STATES = ("ended", "stopped")
 _CHECK_EVERY_S = 0.1
 """How often a waiting thread checks `until`."""
 
@@ -103,7 +101,7 @@ class RemoteBatches:
     def more(self) -> bool:
         """Wait for a batch; False once all batches of all readers are done, by any trainer, or `until()` is true."""
         with self._lock:
-            self._wait_for(lambda: all(reader.is_over for reader in self._readers))
+            self._wait_for(lambda: self.is_over)
             return bool(self._queue)
 
     def __iter__(self) -> Iterator[tuple[Batch, Ticket]]:
@@ -146,12 +144,12 @@ class RemoteBatches:
     def __enter__(self) -> RemoteBatches:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
     def is_over(self) -> bool:
-        """Whether all batches of all readers are done, by any trainer, or a reader was told to stop."""
+        """Whether all batches of all readers are done, by any trainer."""
         return all(reader.is_over for reader in self._readers)
 
     @property
@@ -159,13 +157,7 @@ class RemoteBatches:
         """Share of the batches that were already there when requested; None before the first."""
         return self._num_found / self._num_requested if self._num_requested else None
 
-    @property
-    def num_epochs_done(self) -> int:
-        """Epochs whose batches are all done, over all readers and trainers, as far as known here."""
-        return min(reader.num_epochs_done for reader in self._readers)
-
     def figures(self) -> dict[str, float]:
-        """Return totals so far, for the records of a role."""
         figures: dict[str, float] = {
             "num_batches": self.num_batches,
             "num_samples": self.num_samples,
@@ -173,7 +165,6 @@ class RemoteBatches:
             "waiting_s": self.waited_s,
             "num_bytes_received": sum(reader.num_bytes_received for reader in self._readers),
             "num_resent": sum(reader.num_resent for reader in self._readers),
-            "num_readers_lost": sum(reader.num_lost for reader in self._readers),
         }
         return figures if self.nonempty_share is None else {**figures, "nonempty_share": self.nonempty_share}
 
@@ -213,7 +204,6 @@ class RemoteBatches:
                 )
             except (ServerUnavailable, RefusedError) as error:
                 num_refusals = num_refusals + 1 if isinstance(error, RefusedError) else 0
-                reader.num_lost += isinstance(error, ServerUnavailable)
                 if facts["is_leaving"]:
                     return
                 if num_refusals == _MAX_REFUSALS:
@@ -257,9 +247,6 @@ class _ReaderQueue:
         self.wake = threading.Condition(lock)
         self.state = "reading"
         """State in the reader's last reply."""
-        self.num_epochs_done = 0
-        self.num_lost = 0
-        """Times that the reader did not answer."""
         self.num_bytes_received = self.num_resent = 0
         self._quota = quota
         self._queued: set[int] = set()
@@ -272,18 +259,15 @@ class _ReaderQueue:
     @property
     def is_over(self) -> bool:
         """Whether no batch will come any more."""
-        return self.state in _FINAL_STATES
+        return self.state == "ended"
 
     @property
     def is_idle(self) -> bool:
-        """Whether no batch will come for now."""
         return self.is_over or self.state == "drained"
 
     @property
     def should_request(self) -> bool:
         """Whether half of the quota is free; at the end of the log, whether there is something to report or nothing left to do."""
-        if self.state == "stopped":
-            return False
         if self.state == "drained":
             return bool(self._acknowledged) or not (self._queued or self._in_training)
         return 2 * len(self._queued) <= self._quota
@@ -309,10 +293,9 @@ class _ReaderQueue:
         acknowledged = list(self._acknowledged)
         # A leaving trainer releases untrained batches; those it still reports as held may be counted as repeated.
         held = (set() if is_idle else self._in_training) if is_leaving else self._in_training | self._queued
-        num_wanted = 0 if is_leaving else max(0, self._quota - len(self._queued))
         facts = {
             "sequence": self._sequence,
-            "num_wanted": num_wanted,
+            "num_wanted": 0 if is_leaving else max(0, self._quota - len(self._queued)),
             "held": sorted(held),
             "done": acknowledged,
             "last_state": self.state,
@@ -324,5 +307,4 @@ class _ReaderQueue:
         """Process the reply to a request that reported `acknowledged`, with these batches."""
         del self._acknowledged[: len(acknowledged)]
         self.state = str(reply.facts["state"])
-        self.num_epochs_done = int(reply.facts.get("num_epochs_done", self.num_epochs_done))
         self._queued.update(ticket.number for _, ticket in batches)

@@ -47,7 +47,6 @@ class RemoteRows:
         return found
 
     def parts(self) -> list[StatePart]:
-        """Return every part of every shard."""
         parts = []
         for table in self.tables:
             for part, width in {"rows": table.width, **ROW_OPTIMIZERS[self.optimizer].state_columns(table.width)}.items():

@@ -53,8 +53,6 @@ class _RemoteBatch:
 
 @dataclass(eq=False)
 class _Update:
-    """An update with replies outstanding."""
-
     batch: _RemoteBatch
     gradients: list[list[Tensor]]
     lr: float
@@ -104,8 +102,6 @@ class RemoteStore(EmbeddingStore):
         self._num_updated = 0
         """Batches whose update was sent, or never will be."""
         self._lock = threading.RLock()
-        self.max_unanswered = 0
-        """Highest number of unanswered updates."""
         self.num_lookups_early = 0
         """Lookups sent ahead of their batch."""
 
@@ -162,7 +158,6 @@ class RemoteStore(EmbeddingStore):
                 self._wait_for_oldest()
             self._start_update(batch, batch.split.gradients(grad, self.optimizer.clip), lr, step, is_known)
             self._num_updated = max(self._num_updated, batch.number)
-            self.max_unanswered = max(self.max_unanswered, len(self._unanswered))
             self._send_prefetched()
 
     @property
@@ -201,7 +196,6 @@ class RemoteStore(EmbeddingStore):
     # Only remote stores
 
     def wait(self) -> None:
-        """Wait until every update is answered."""
         with self._lock:
             self._wait_for_updates()
 
@@ -219,23 +213,10 @@ class RemoteStore(EmbeddingStore):
         """Known updates that servers had and lost in a restart; each server counts."""
         return sum(self._lost)
 
-    @property
-    def num_updates_sent(self) -> int:
-        """Sent to all servers."""
-        return sum(self._sent)
-
-    @property
-    def num_unanswered(self) -> int:
-        """Updates without a reply."""
-        with self._lock:
-            self._receive_replies()
-            return len(self._unanswered)
-
     def figures(self) -> dict[str, float]:
-        """Return what its clients have sent, received and waited, and what was lost."""
         clients = list(self._clients.values())
         return {
-            "num_updates_sent": self.num_updates_sent,
+            "num_updates_sent": sum(self._sent),
             "num_lost_updates": self.num_lost_updates,
             "num_lookups_early": self.num_lookups_early,
             "num_resent": sum(client.num_resent for client in clients),
@@ -335,27 +316,14 @@ class RemoteStore(EmbeddingStore):
         """Wait until all servers have answered the oldest update; returns whether it was resent."""
         update, was_resent = self._unanswered[0], False
         while update.replies:
-            server = next(iter(update.replies))
-            was_resent |= self._receive_reply(update, server, update.replies.pop(server).wait().facts)
+            server, reply = update.replies.popitem()
+            facts = reply.wait().facts
+            self._lost[server] = int(facts.get("lost", self._lost[server]))
+            if facts.get("unknown_batch"):  # the server was restarted, or has evicted the batch: send the batch as well
+                update.replies[server] = self._send_update(update, server, is_known=False)
+                was_resent = True
         self._unanswered.popleft()
         return was_resent
-
-    def _receive_replies(self) -> None:
-        """Process the replies that have arrived."""
-        for update in self._unanswered:
-            for server in [server for server, reply in update.replies.items() if reply.is_done]:
-                self._receive_reply(update, server, update.replies.pop(server).wait().facts)
-        while self._unanswered and not self._unanswered[0].replies:
-            self._unanswered.popleft()
-
-    def _receive_reply(self, update: _Update, server: int, facts: Mapping[str, Any]) -> bool:
-        """Process one reply; returns whether the update was resent."""
-        self._lost[server] = int(facts.get("lost", self._lost[server]))
-        if not facts.get("unknown_batch"):
-            return False
-        # The server was restarted, or has evicted the batch: send the batch as well.
-        update.replies[server] = self._send_update(update, server, is_known=False)
-        return True
 
     @contextlib.contextmanager
     def _quiesce(self) -> Iterator[None]:

@@ -76,7 +76,6 @@ def decide(role: ExitedRole, spec: FleetSpec) -> RoleDecision:
 
 
 def describe_exit(role: ExitedRole) -> str:
-    """Describe in a clause how a role's process exited."""
     when = "" if role.was_ready else " before it was ready"
     if role.code < 0:
         return f"{role.name} was killed by {signal_name(-role.code)}{when}"

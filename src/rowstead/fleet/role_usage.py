@@ -12,19 +12,13 @@ from typing import Any
 
 import psutil
 
+from rowstead.kernels.cpu.traffic import kernel_traffic_bytes
 from rowstead.records.files import json_line
+from rowstead.records.usage import perf_traffic_bytes
 
 _log = logging.getLogger("rowstead.fleet")
 Facts = Callable[[], Mapping[str, Any]]
 """Current figures of a role, totals since its start: `num_samples`, `waiting_s`, `queue_depth`, `num_bytes_sent` …"""
-
-
-def memory_traffic_bytes(monitors: Path = Path("/sys/fs/resctrl/mon_data")) -> int | None:
-    """Read the memory traffic of the whole machine, where it counts it (Linux's resctrl); else None."""
-    try:
-        return sum(int(file.read_text()) for file in monitors.glob("mon_L3_*/mbm_total_bytes")) or None
-    except (OSError, ValueError):
-        return None
 
 
 class RoleSampler:
@@ -66,14 +60,12 @@ class RoleSampler:
             "cpu_s": round(times.user + times.system, 3),
             "rss_bytes": memory.rss,
             "num_threads": self._process.num_threads(),
-            "machine_memory_traffic_bytes": memory_traffic_bytes(),
+            "memory_traffic_bytes": kernel_traffic_bytes() if (counted := perf_traffic_bytes()) is None else counted,
         }
         return {**self._facts(), **own}
 
 
 class UsageReader:
-    """Follows the usage file of a role."""
-
     def __init__(self, path: Path, *, from_now: bool = False) -> None:
         """`from_now` skips what is in the file already."""
         self._path = path
@@ -121,5 +113,4 @@ class UsageReader:
         return sum(found) if found else None
 
     def maximum(self, name: str) -> float | None:
-        """Return the maximum of a figure; None if not measured."""
         return self._maxima.get(name)

@@ -6,25 +6,30 @@ ready, and writes its usage samples there.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from rowstead.distributed.launch import LOST, USER_ERROR, exit_with_launcher
 from rowstead.fleet.build import fleet_dtype, fleet_of, load_keys, load_sources, row_dtype
+from rowstead.fleet.dense_server import DenseServerProcess
 from rowstead.fleet.fork_server import serve_forks
-from rowstead.fleet.keys import Keys
 from rowstead.fleet.local_process import GRACE_S, STOP_SIGNAL, install_stop_handlers
 from rowstead.fleet.manual_launch import StopRequested, is_manual, write_exit_code
+from rowstead.fleet.partition import Partition
+from rowstead.fleet.reader_server import build_reader_server
 from rowstead.fleet.restart_policy import STOPPED
 from rowstead.fleet.role_usage import RoleSampler
 from rowstead.fleet.roster import ROLES_FOLDER, RoleFiles, Roster, hold_role, read_address, report_ready
+from rowstead.fleet.rpc_server import Server
+from rowstead.fleet.sparse_server import SNAPSHOTS_FOLDER, build_sparse_server
 from rowstead.fleet.supervisor import TRAINERS_MAY_START
+from rowstead.fleet.trainer import FleetTrainer
+from rowstead.kernels.layout import layout_of
 from rowstead.records.run_folder import RunFolder
 from rowstead.spec.errors import LostProcessError, RowsteadError
 from rowstead.spec.fleet import RoleKind
@@ -32,8 +37,6 @@ from rowstead.spec.run import RunSpec
 
 LOOPBACK = "tcp://127.0.0.1:0"
 SAMPLE_EVERY_S = 0.5
-
-Facts = Callable[[], Mapping[str, Any]]
 
 
 def serve_role(
@@ -49,9 +52,56 @@ def serve_role(
 
     Returns whether it has finished: a trainer that stops before the end of the log has not.
     """
-    spec = RunFolder(folder).read_spec()
-    role = _Role(spec, folder, kind, number, until=until, incarnation=incarnation, address=address, keys=load_keys(folder))
-    return {"sparse": _serve_sparse, "dense": _serve_dense, "reader": _serve_reader, "trainer": _train}[kind](role)
+    spec, keys, usage = RunFolder(folder).read_spec(), load_keys(folder), RoleFiles(folder, kind, number).usage
+
+    def ready(address: str = "") -> None:
+        report_ready(folder, kind, number, address, incarnation)
+
+    def sample(facts: Callable[[], Mapping[str, Any]]) -> RoleSampler:
+        return RoleSampler(usage, facts, incarnation=incarnation, interval_s=SAMPLE_EVERY_S)
+
+    if kind == "trainer":
+        if not _wait_for_servers(folder, until):
+            return False
+        trainer = FleetTrainer(spec, folder, number, incarnation=incarnation, keys=keys)
+        with sample(trainer.figures):
+            return trainer.run(until=until, ready=ready)
+    with _build_server(kind, spec, folder, number, address=address, keys=keys) as server, sample(server.status):
+        ready(server.address)
+        server.serve(until)
+    return True
+
+
+def _wait_for_servers(folder: Path, until: Callable[[], bool]) -> bool:
+    """Wait until a trainer may start: one that was started manually may come before the servers are ready."""
+    roster = Roster(folder)
+    while not roster.facts.get(TRAINERS_MAY_START):
+        if until():
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def _build_server(kind: RoleKind, spec: RunSpec, folder: Path, number: int, **options: Any) -> Server:
+    fleet, roster = fleet_of(spec), Roster(folder)
+    if kind == "dense":
+        name = f"dense-{number}"
+        return DenseServerProcess(name=name, snapshot=folder / SNAPSHOTS_FOLDER / f"{name}.safetensors", **options)
+    if kind == "sparse":
+        partition, dtype = Partition.from_json(roster.facts["partition"]), row_dtype(spec, fleet_dtype(roster))
+        every_s = fleet.snapshot_every_s
+        return build_sparse_server(spec, folder, number, partition, dtype=dtype, snapshot_every_s=every_s, **options)
+    return build_reader_server(
+        load_sources(spec, roster).train,
+        folder,
+        number,
+        num_readers=fleet.num_readers,
+        batch_size=spec.train.batch_size,
+        epochs=spec.train.epochs,
+        max_steps=spec.train.max_steps,
+        layout=layout_of(spec.features, spec.tables) if spec.check_ids else None,
+        **options,
+    )
 
 
 def run_role(kind: RoleKind, folder: Path, number: int, incarnation: int, *, address: str = LOOPBACK) -> int:
@@ -73,10 +123,9 @@ def run_role(kind: RoleKind, folder: Path, number: int, incarnation: int, *, add
         if code == STOPPED and stop_requested.is_set():
             code = 0  # the coordinator asked
         found = read_address(folder, kind, number)
-        if (
-            found is not None and found.pid == os.getpid()
-        ):  # else it never was ready: the user sees why, and the coordinator waits for the next start
+        if found is not None and found.pid == os.getpid():
             write_exit_code(folder, kind, number, incarnation, code)
+        # else it never was ready: the user sees why, and the coordinator waits for the next start
     return code
 
 
@@ -102,111 +151,5 @@ def _check_role(kind: RoleKind, folder: Path, number: int) -> None:
     (folder / ROLES_FOLDER).mkdir(exist_ok=True)
 
 
-class _Role:
-    """Arguments of the functions below."""
-
-    def __init__(
-        self,
-        spec: RunSpec,
-        folder: Path,
-        kind: RoleKind,
-        number: int,
-        *,
-        until: Callable[[], bool],
-        incarnation: int,
-        address: str,
-        keys: Keys | None,
-    ) -> None:
-        self.spec, self.folder, self.kind, self.number = spec, folder, kind, number
-        self.until, self.incarnation, self.address, self.keys = until, incarnation, address, keys
-        self.roster = Roster(folder)
-        self._sampling = contextlib.ExitStack()
-
-    def ready(self, address: str = "") -> None:
-        """Report to the coordinator that the role is ready."""
-        report_ready(self.folder, self.kind, self.number, address, self.incarnation)
-
-    def start_sampling(self, facts: Facts) -> None:
-        """Sample these facts from now on, until the role exits."""
-        usage = RoleFiles(self.folder, self.kind, self.number).usage
-        self._sampling.enter_context(RoleSampler(usage, facts, incarnation=self.incarnation, interval_s=SAMPLE_EVERY_S))
-
-    @contextlib.contextmanager
-    def sampling(self) -> Iterator[None]:
-        with self._sampling:
-            yield
-
-    def options(self) -> dict[str, Any]:
-        """Return the options that all servers take."""
-        return {
-            "address": self.address,
-            "keys": self.keys,
-            "until": self.until,
-            "ready": self.ready,
-            "start_sampling": self.start_sampling,
-        }
-
-
-def _serve_sparse(role: _Role) -> bool:
-    from rowstead.fleet.sparse_server import serve_sparse
-
-    with role.sampling():
-        serve_sparse(
-            role.spec,
-            role.folder,
-            role.number,
-            dtype=row_dtype(role.spec, fleet_dtype(role.roster)),
-            snapshot_every_s=fleet_of(role.spec).snapshot_every_s,
-            incarnation=role.incarnation,
-            **role.options(),
-        )
-    return True
-
-
-def _serve_dense(role: _Role) -> bool:
-    from rowstead.fleet.dense_server import serve_dense
-
-    with role.sampling():
-        serve_dense(role.folder, role.number, incarnation=role.incarnation, **role.options())
-    return True
-
-
-def _serve_reader(role: _Role) -> bool:
-    from rowstead.fleet.reader_server import serve_reader
-    from rowstead.kernels.layout import layout_of
-
-    spec = role.spec
-    with role.sampling():
-        serve_reader(
-            load_sources(spec, role.roster).train,
-            role.folder,
-            role.number,
-            num_readers=fleet_of(spec).num_readers,
-            batch_size=spec.train.batch_size,
-            epochs=spec.train.epochs,
-            max_steps=spec.train.max_steps,
-            layout=layout_of(spec.features, spec.tables) if spec.check_ids else None,
-            **role.options(),
-        )
-    return True
-
-
-def _train(role: _Role) -> bool:
-    from rowstead.fleet.trainer import FleetTrainer
-
-    while not role.roster.facts.get(TRAINERS_MAY_START):  # a manually started trainer may come before the servers are ready
-        if role.until():
-            return False
-        time.sleep(0.1)
-    trainer = FleetTrainer(role.spec, role.folder, role.number, incarnation=role.incarnation, keys=role.keys)
-    with role.sampling():
-        role.start_sampling(trainer.figures)
-        return trainer.run(until=role.until, ready=role.ready)
-
-
-if __name__ == "__main__":  # the fork server: it imports everything that roles need before it forks
-    from rowstead.fleet import dense_server as dense_server
-    from rowstead.fleet import sparse_server as sparse_server
-    from rowstead.fleet import trainer as trainer
-
+if __name__ == "__main__":  # the fork server: it has imported everything that roles need before it forks
     serve_forks(Path(sys.argv[1]), run_role)

@@ -31,8 +31,6 @@ LOCK_WAIT_S = 15.0
 
 @dataclass(frozen=True, kw_only=True)
 class RoleAddress:
-    """One role and its address."""
-
     kind: RoleKind
     number: int
     address: str
@@ -43,8 +41,6 @@ class RoleAddress:
 
 @dataclass(frozen=True)
 class RoleFiles:
-    """The files of one role."""
-
     folder: Path
     """The run's folder."""
     kind: RoleKind
@@ -143,7 +139,6 @@ class Roster:
         self._plain: dict[str, Any] = {}
 
     def write(self, roles: Iterable[RoleAddress], facts: Mapping[str, Any]) -> None:
-        """Replace the file."""
         plain = {"facts": dict(facts), "roles": [asdict(role) for role in roles]}
         write_atomic(self.path, json.dumps(plain) + "\n")
 
@@ -154,7 +149,6 @@ class Roster:
         return facts
 
     def find(self, kind: RoleKind, number: int) -> RoleAddress:
-        """Return the current address of a role."""
         for role in self._current()["roles"]:
             if (role["kind"], role["number"]) == (kind, number):
                 return RoleAddress(**role)

@@ -135,22 +135,9 @@ class ServerRequest:
             router.dtype.itemsize if len(shares) else 0, router.row_dtype.itemsize, router.dtype.itemsize, indices, distinct,
             counts,
         )  # fmt: skip
+        request = (slots, num_samples, ids, lengths, bounds, shares)
         if (counts < 0).all():
-            return cls(
-                slots,
-                num_samples,
-                ids,
-                lengths,
-                bounds,
-                shares,
-                None,
-                indices,
-                slots.every_slot,
-                _NO_SLOTS,
-                ids,
-                lengths,
-                shares,
-            )
+            return cls(*request, None, indices, slots.every_slot, _NO_SLOTS, ids, lengths, shares)
         is_pooled = counts[slots.tables] < 0
         pooled, own = np.flatnonzero(is_pooled), np.flatnonzero(~is_pooled)
         num_pooled = int((bounds[pooled + 1] - bounds[pooled]).sum())
@@ -159,13 +146,10 @@ class ServerRequest:
         sent_shares = np.empty(num_pooled if len(shares) else 0, shares.dtype)
         programs.kept_slots(ids, shares, lengths, bounds, pooled, num_samples, sent_ids, sent_shares, sent_lengths)
         sent_ids[num_pooled:] = distinct[:used]
-        return cls(
-            slots, num_samples, ids, lengths, bounds, shares, counts, indices, pooled, own, sent_ids, sent_lengths, sent_shares
-        )
+        return cls(*request, counts, indices, pooled, own, sent_ids, sent_lengths, sent_shares)
 
     @property
     def is_empty(self) -> bool:
-        """Whether no request is needed."""
         return not self.num_samples or (not len(self.pooled) and not len(self.sent_ids))
 
     def message(self) -> tuple[dict[str, Any], list[Tensor]]:
@@ -196,20 +180,15 @@ class ServerRequest:
         """For each slot in `own`, where the rows of its table begin in the flat distinct rows."""
         assert self.counts is not None
         sizes = np.maximum(self.counts, 0) * self.slots.table_widths
-        starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-        first: Array = starts[self.slots.tables[self.own]]
-        return first
+        return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)[self.slots.tables[self.own]]
 
     @property
     def num_row_elements(self) -> int:
-        """Number of elements of all distinct rows."""
         return 0 if self.counts is None else int((np.maximum(self.counts, 0) * self.slots.table_widths).sum())
 
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """A batch, cut into requests."""
-
     router: ServerRouter
     sparse: Sparse
     requests: list[ServerRequest]

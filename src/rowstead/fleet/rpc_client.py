@@ -51,14 +51,11 @@ class RefusedError(RowsteadError):
 
 
 class PendingReply:
-    """Future of a reply."""
-
-    __slots__ = ("_answer", "_client", "_error", "expires_s", "frames", "kind", "number")
+    __slots__ = ("_client", "_outcome", "expires_s", "frames", "kind", "number")
 
     def __init__(self, client: Client, number: int, kind: str, frames: list[Buffer], expires_s: float) -> None:
         self._client = client
-        self._answer: Message | None = None
-        self._error: RowsteadError | None = None
+        self._outcome: Message | RowsteadError | None = None
         self.number = number
         self.kind = kind
         self.frames = frames
@@ -69,29 +66,21 @@ class PendingReply:
     @property
     def is_done(self) -> bool:
         """Whether `wait` would return immediately."""
-        while not self._is_complete and self._client._poll(0.0):
+        while self._outcome is None and self._client._poll(0.0):
             pass
-        return self._is_complete
+        return self._outcome is not None
 
     def wait(self) -> Message:
         """Block until the reply arrives. Raises `RefusedError`, or `ServerUnavailable` after the deadline."""
-        if not self._is_complete:
-            self._client._wait_until(lambda: self._is_complete)
-        if self._error is not None:
-            raise self._error
-        assert self._answer is not None
-        return self._answer
-
-    @property
-    def _is_complete(self) -> bool:
-        return self._answer is not None or self._error is not None
+        if self._outcome is None:
+            self._client._wait_until(lambda: self._outcome is not None)
+        if isinstance(self._outcome, RowsteadError):
+            raise self._outcome
+        assert self._outcome is not None
+        return self._outcome
 
     def _complete(self, outcome: Message | RowsteadError) -> None:
-        self.frames = []
-        if isinstance(outcome, Message):
-            self._answer = outcome
-        else:
-            self._error = outcome
+        self.frames, self._outcome = [], outcome
 
 
 class Client:
@@ -128,10 +117,7 @@ class Client:
         self.server_incarnation: int | None = None
         """Random id of the server that answered last."""
         self._find_address = (lambda: address) if isinstance(address, str) else address
-        self._keys = keys
-        self._deadline_s = deadline_s
-        self._max_in_flight = max_in_flight
-        self._limits = limits
+        self._keys, self._limits, self._deadline_s, self._max_in_flight = keys, limits, deadline_s, max_in_flight
         self._incarnation = secrets.randbits(64)
         self._next_number = 0
         self._unanswered: dict[int, PendingReply] = {}
@@ -155,23 +141,13 @@ class Client:
         """Why there is no connection, as far as known."""
 
     def call(
-        self,
-        kind: str,
-        facts: Mapping[str, Any] | None = None,
-        tensors: Sequence[Tensor] = (),
-        *,
-        deadline_s: float | None = None,
+        self, kind: str, facts: Mapping[str, Any] = {}, tensors: Sequence[Tensor] = (), *, deadline_s: float | None = None
     ) -> Message:
         """Send a request and wait for its reply."""
         return self.start(kind, facts, tensors, deadline_s=deadline_s).wait()
 
     def start(
-        self,
-        kind: str,
-        facts: Mapping[str, Any] | None = None,
-        tensors: Sequence[Tensor] = (),
-        *,
-        deadline_s: float | None = None,
+        self, kind: str, facts: Mapping[str, Any] = {}, tensors: Sequence[Tensor] = (), *, deadline_s: float | None = None
     ) -> PendingReply:
         """Send a request and return immediately; blocks while `max_in_flight` requests are unanswered."""
         if self._context.closed:
@@ -180,7 +156,7 @@ class Client:
             self._wait_until(self._may_start)
         number, self._next_number = self._next_number, self._next_number + 1
         frames = encode(
-            Message(kind, {} if facts is None else dict(facts), list(tensors)),
+            Message(kind, dict(facts), list(tensors)),
             role=REQUEST,
             number=number,
             sender=self._incarnation,
@@ -200,7 +176,6 @@ class Client:
 
     @property
     def num_in_flight(self) -> int:
-        """Number of unanswered requests."""
         return len(self._unanswered)
 
     def close(self) -> None:
@@ -251,7 +226,6 @@ class Client:
         return bool(ready)
 
     def _receive(self, frames: Sequence[zmq.Frame], num_frames: int) -> None:
-        """Complete the request that a reply belongs to."""
         self._retry_after_s = _RETRY_FIRST_S
         self._resend_after_s = self._resend_first_s
         self._resend_at_s = self.waited_s + self._resend_after_s
@@ -278,7 +252,6 @@ class Client:
             request._complete(message)
 
     def _read_monitor(self) -> None:
-        """Handle an event of the connection."""
         assert self._monitor is not None
         event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -289,7 +262,6 @@ class Client:
             self._schedule_reconnect("there is no connection: it may have exited, see its log")
 
     def _schedule_reconnect(self, problem: str) -> None:
-        """Reconnect after a back-off."""
         if self._retry_at_s is None:
             self._problem = problem
             self._retry_at_s = time.monotonic() + self._retry_after_s

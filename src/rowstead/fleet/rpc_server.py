@@ -10,9 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import zmq
@@ -41,6 +39,7 @@ from rowstead.spec.errors import RowsteadError
 _log = logging.getLogger("rowstead.fleet")
 _POLL_MS = 100
 """How often an idle server checks whether to stop."""
+_ServerT = TypeVar("_ServerT", bound="Server")
 
 
 class DeferredReply:
@@ -51,19 +50,8 @@ class DeferredReply:
         self._outcome: Message | Exception | None = None
         self._sender: Callable[[Message | Exception], None] | None = None
 
-    @property
-    def is_done(self) -> bool:
-        return self._outcome is not None
-
-    def send(self, message: Message) -> None:
-        """Send the reply."""
-        self._complete(message)
-
-    def fail(self, problem: str) -> None:
-        """Send an error: the client raises `RefusedError` with this text."""
-        self._complete(RowsteadError(problem))
-
-    def _complete(self, outcome: Message | Exception) -> None:
+    def send(self, outcome: Message | Exception) -> None:
+        """Send the reply; the client raises an exception's text as a `RefusedError`."""
         with self._lock:
             assert self._outcome is None, "a request has one reply"
             self._outcome = outcome
@@ -84,29 +72,11 @@ Handler = Callable[[Message, Caller], Message | DeferredReply]
 """Handles a request. A `RowsteadError` that it raises is sent to the client; tensors of its reply must not change later."""
 
 
-@dataclass(slots=True)
-class _Job:
-    """A request to run."""
-
-    header: Header
-    message: Message
-    num_bytes: int
-
-
-@dataclass(slots=True)
-class _ClientQueue:
-    """Queued requests of one client; one of them runs at a time."""
-
-    jobs: deque[_Job] = field(default_factory=deque)
-    is_busy: bool = False
-
-
 class Server:
     """Dispatches requests to handlers by their kind.
 
-    One thread receives and sends. With `threads` = 1 it also runs the handlers; otherwise that many threads run the requests of
-    different clients concurrently. Requests of one client run one at a time, in order; one that returned a `DeferredReply` counts
-    as finished. The server answers the kind `status` itself; `status` adds fields to that reply.
+    One thread receives, runs the handlers and sends; the requests of a client run in order. One that returned a `DeferredReply` may be
+    answered from another thread. The server answers the kind `status` itself; `status` adds fields to that reply.
     """
 
     def __init__(
@@ -116,12 +86,9 @@ class Server:
         address: str = "tcp://127.0.0.1:0",
         keys: Keys | None = None,
         limits: Limits = DEFAULT_LIMITS,
-        threads: int = 1,
         name: str = "server",
-        status: Callable[[], Mapping[str, Any]] | None = None,
+        status: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
-        if threads < 1:
-            raise ValueError(f"threads must be at least 1, got {threads}")
         check_address(address, keys)
         self.name = name
         self.incarnation = secrets.randbits(64)
@@ -138,13 +105,7 @@ class Server:
         self._status = status
         self._limits = limits
         self._deduplicator = RequestDeduplicator(limits)
-        self._num_threads = threads
         self._outbox: deque[tuple[Header, list[Buffer]]] = deque()
-        self._ended: deque[_ClientQueue] = deque()
-        self._queues: dict[int, _ClientQueue] = {}
-        self._ready: SimpleQueue[_ClientQueue | None] = SimpleQueue()
-        self._queued_bytes = 0
-        self._num_queued = 0
         self._serving = threading.Lock()
         self._loop_thread: int | None = None
         self._thread: threading.Thread | None = None
@@ -182,12 +143,7 @@ class Server:
         """Invalid messages, and connections without a valid key."""
         return self._num_refused + (0 if self._authenticator is None else self._authenticator.num_refused)
 
-    @property
-    def queue_depth(self) -> int:
-        """Requests waiting for a thread."""
-        return self._num_queued
-
-    def start(self) -> Server:
+    def start(self: _ServerT) -> _ServerT:
         """Serve in a new thread until `close`."""
         assert self._thread is None, "the server is already running"
         self._thread = threading.Thread(target=self.serve, name=f"rowstead-{self.name}", daemon=True)
@@ -199,28 +155,13 @@ class Server:
         with self._serving:
             self._loop_thread = threading.get_ident()
             try:
-                self._serve(until)
+                self._poll_loop(until)
             finally:
                 self._loop_thread = None
-
-    def _serve(self, until: Callable[[], bool]) -> None:
-        workers = [
-            threading.Thread(target=self._run_worker, name=f"rowstead-{self.name}-{number}", daemon=True)
-            for number in range(self._num_threads if self._num_threads > 1 else 0)
-        ]
-        for worker in workers:
-            worker.start()
-        try:
-            self._poll_loop(until)
-        finally:
-            for _ in workers:
-                self._ready.put(None)
-            for worker in workers:
-                worker.join()
-            self._send_replies()
+                self._send_replies()
 
     def close(self) -> None:
-        """Stop after the running requests have been answered; idempotent."""
+        """Stop after the running request has been answered; idempotent."""
         if self._context.closed:
             return
         assert self._loop_thread != threading.get_ident(), "a handler cannot close its server"
@@ -236,24 +177,22 @@ class Server:
         self._wake.close()
         self._waker.close()
 
-    def __enter__(self) -> Server:
+    def __enter__(self: _ServerT) -> _ServerT:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def _poll_loop(self, until: Callable[[], bool]) -> None:
-        open_poller, full_poller = zmq.Poller(), zmq.Poller()
-        for poller in (open_poller, full_poller):
-            poller.register(self._wake, zmq.POLLIN)
-            if self._authenticator is not None:
-                poller.register(self._authenticator.socket, zmq.POLLIN)
-        open_poller.register(self._router, zmq.POLLIN)
+        poller = zmq.Poller()
+        poller.register(self._wake, zmq.POLLIN)
+        poller.register(self._router, zmq.POLLIN)
+        if self._authenticator is not None:
+            poller.register(self._authenticator.socket, zmq.POLLIN)
         wake_fd = self._wake.fileno()
         while not self._closing and not until():
-            accepts_more = self._queued_bytes <= self._limits.queued_bytes
             before_s = time.perf_counter()
-            ready = (open_poller if accepts_more else full_poller).poll(_POLL_MS)
+            ready = poller.poll(_POLL_MS)
             self.waiting_s += time.perf_counter() - before_s
             for source, _ in ready:
                 if source is self._router:
@@ -268,8 +207,7 @@ class Server:
     def _receive(self, frames: list[zmq.Frame], num_frames: int) -> None:
         """Run, repeat or refuse a request; the first frame is the route back."""
         route = frames.pop(0).bytes
-        num_bytes = sum(map(len, frames))
-        self.num_bytes_received += num_bytes
+        self.num_bytes_received += sum(map(len, frames))
         first = frames[0].bytes if frames and len(frames[0]) <= self._limits.first_frame_bytes else b""
         try:
             header = decode_header(first, self._limits)
@@ -287,7 +225,7 @@ class Server:
             return
         verdict, reply = self._deduplicator.admit(header, route)
         if verdict is RequestVerdict.RUN:
-            self._dispatch(_Job(header, message, num_bytes))
+            self._run(header, message)
             return
         self.num_repeated += verdict is not RequestVerdict.TOO_MANY
         if verdict is RequestVerdict.REPEAT:
@@ -301,31 +239,11 @@ class Server:
             problem = f"{header.name} has too many requests in flight, or {self.name} too many clients; send fewer at a time"
             self._send(route, self._encode(header.number, RowsteadError(problem)))
 
-    def _dispatch(self, job: _Job) -> None:
+    def _run(self, header: Header, message: Message) -> None:
         self.num_requests += 1
-        if self._num_threads == 1:
-            self._run(job)
-            return
-        queue = self._queues.setdefault(job.header.sender, _ClientQueue())
-        queue.jobs.append(job)
-        self._queued_bytes += job.num_bytes
-        self._num_queued += 1
-        if not queue.is_busy:
-            queue.is_busy = True
-            self._ready.put(queue)
-
-    def _run_worker(self) -> None:
-        """Run the first request of each queue that is ready, until told to stop."""
-        while (queue := self._ready.get()) is not None:
-            self._run(queue.jobs[0])
-            self._ended.append(queue)
-            self._notify()
-
-    def _run(self, job: _Job) -> None:
-        header = job.header
         outcome: Message | DeferredReply | Exception
         try:
-            outcome = self._handlers[header.kind](job.message, Caller(header.name, header.sender))
+            outcome = self._handlers[header.kind](message, Caller(header.name, header.sender))
         except RowsteadError as error:
             outcome = error
         except Exception as error:
@@ -353,19 +271,9 @@ class Server:
                 self._waker.send(b"\0")
 
     def _send_replies(self) -> None:
-        """Send finished replies, and start the next request of each queue."""
         while self._outbox:
             header, frames = self._outbox.popleft()
             self._send(self._deduplicator.finish(header.sender, header.number, frames), frames)
-        while self._ended:
-            queue = self._ended.popleft()
-            job = queue.jobs.popleft()
-            self._queued_bytes -= job.num_bytes
-            self._num_queued -= 1
-            if queue.jobs:
-                self._ready.put(queue)
-            else:
-                del self._queues[job.header.sender]
 
     def _encode(self, number: int, outcome: Message | Exception) -> list[Buffer]:
         role = REPLY
@@ -379,7 +287,7 @@ class Server:
         self.num_bytes_sent += size_of(frames)
 
     def _answer_status(self, message: Message, caller: Caller) -> Message:
-        return Message("status", {**self.status(), **({} if self._status is None else self._status())})
+        return Message("status", self.status())
 
     def status(self) -> dict[str, Any]:
         """Return figures of the server since it started."""
@@ -391,8 +299,6 @@ class Server:
             "num_repeated": self.num_repeated,
             "num_refused": self.num_refused,
             "num_clients": self._deduplicator.num_clients,
-            "num_running": self._deduplicator.num_running,
-            "queue_depth": self.queue_depth,
             "waiting_s": self.waiting_s,
             "up_s": time.monotonic() - self._started_s,
             "cpu_s": times.user + times.system,
@@ -400,4 +306,5 @@ class Server:
             "num_bytes_received": self.num_bytes_received,
             "num_bytes_sent": self.num_bytes_sent,
             "kept_replies_bytes": self._deduplicator.kept_replies_bytes,
+            **self._status(),
         }

@@ -42,13 +42,9 @@ _log = logging.getLogger("rowstead.fleet")
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotResult:
-    """Result of one snapshot."""
-
-    number: int
     is_full: bool
     num_rows: int
     num_bytes: int
-    took_s: float
 
 
 class Snapshots:
@@ -65,16 +61,12 @@ class Snapshots:
         self._number = 0
         self.num_taken = 0
         self.num_failed = 0
-        self.last: SnapshotResult | None = None
-        self._last_s: float | None = None
-        self._one_at_a_time = threading.Lock()
         self._ended = threading.Event()
         self._wanted = threading.Condition()
         self._callbacks: list[Callable[[SnapshotResult | Exception], None]] = []
         self._thread: threading.Thread | None = None
 
     def start(self) -> Snapshots:
-        """Start taking snapshots in a thread."""
         self._thread = threading.Thread(target=self._run, name="rowstead-snapshots", daemon=True)
         self._thread.start()
         return self
@@ -98,25 +90,10 @@ class Snapshots:
         self._callbacks.clear()
 
     def status(self) -> dict[str, Any]:
-        """Figures for the server's status."""
-        facts: dict[str, Any] = {"num_snapshots": self.num_taken, "num_snapshots_failed": self.num_failed}
-        last, last_s = self.last, self._last_s
-        if last is not None and last_s is not None:
-            facts |= {
-                "snapshot_rows": last.num_rows,
-                "snapshot_bytes": last.num_bytes,
-                "snapshot_took_s": last.took_s,
-                "snapshot_age_s": time.monotonic() - last_s,
-            }
-        return facts
+        return {"num_snapshots": self.num_taken, "num_snapshots_failed": self.num_failed}
 
     def take(self) -> SnapshotResult:
-        """Write a snapshot, full or of the touched rows, and make it the one that a restart reads."""
-        with self._one_at_a_time:
-            return self._take()
-
-    def _take(self) -> SnapshotResult:
-        started_s = time.monotonic()
+        """Write a snapshot, full or of the touched rows, and make it the one that a restart reads; one at a time."""
         is_full = self._shard.touched_bytes > FULL_SHARE * self._shard.num_bytes
         self._folder.mkdir(parents=True, exist_ok=True)
         self._number += 1
@@ -144,12 +121,8 @@ class Snapshots:
         if is_full:
             self._full = name
         remove_unused(self._folder, {name, self._full})
-        self.last = SnapshotResult(
-            number=self._number, is_full=is_full, num_rows=num_rows, num_bytes=num_bytes, took_s=time.monotonic() - started_s
-        )
-        self._last_s = time.monotonic()
         self.num_taken += 1
-        return self.last
+        return SnapshotResult(is_full=is_full, num_rows=num_rows, num_bytes=num_bytes)
 
     def restore(self) -> dict[str, Any] | None:
         """Load the last snapshot, before serving; returns the counts saved with it, or None if there is none."""
@@ -210,7 +183,6 @@ def describe(shard: TableShard) -> dict[str, Any]:
 
 
 def remove_unused(folder: Path, names: set[str | None]) -> None:
-    """Remove snapshot files that are no longer needed."""
     for path in folder.glob("*.rows"):
         if path.name not in names:
             with suppress(OSError):

@@ -11,15 +11,12 @@
 | `status` | | | figures of the server |
 
 The server keeps the batch of a lookup until its update arrives, so that ids are sent once. If it no longer has it, after a
-restart or when out of memory for batches, it replies `unknown_batch` and the client resends the batch. Requests run one after
-the other; with several threads, those of different trainers run concurrently (Hogwild: each is exact by itself, but of two
-concurrent updates of a row one may be lost).
+restart or when out of memory for batches, it replies `unknown_batch` and the client resends the batch.
 """
 
 from __future__ import annotations
 
 import math
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -33,11 +30,10 @@ from rowstead.fleet.deduplication import Caller
 from rowstead.fleet.keys import Keys
 from rowstead.fleet.lookup_request import LookupRequest
 from rowstead.fleet.partition import Partition
-from rowstead.fleet.roster import Roster
-from rowstead.fleet.rpc_server import DeferredReply, Server
+from rowstead.fleet.rpc_server import DeferredReply, Handler, Server
 from rowstead.fleet.snapshot import SnapshotResult, Snapshots
 from rowstead.fleet.table_shard import TableShard
-from rowstead.fleet.wire import Limits, Message
+from rowstead.fleet.wire import Message
 from rowstead.kernels.layout import layout_of
 from rowstead.spec.errors import DataError, RowsteadError
 from rowstead.spec.run import RunSpec
@@ -100,7 +96,6 @@ class AppliedUpdates:
 
     @property
     def num_updates(self) -> int:
-        """Number of applied updates."""
         return sum(sent.highest - sent.num_missing for sent in list(self._sent.values()))
 
     @property
@@ -109,20 +104,18 @@ class AppliedUpdates:
         return sum(sent.num_missing for sent in list(self._sent.values()))
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
         return {client: [sent.highest, [list(run) for run in sent.missing]] for client, sent in list(self._sent.items())}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> AppliedUpdates:
-        """Build from the result of `to_json`."""
         applied = cls()
         for client, (highest, missing) in content.items():
             applied._sent[client] = ClientUpdates(int(highest), [(int(first), int(last)) for first, last in missing])
         return applied
 
 
-class SparseServer:
-    """Serves the rows of `shard` after `start` or `serve`."""
+class SparseServer(Server):
+    """Serves the rows of `shard`."""
 
     def __init__(
         self,
@@ -130,14 +123,15 @@ class SparseServer:
         *,
         address: str = "tcp://127.0.0.1:0",
         keys: Keys | None = None,
-        threads: int = 1,
         name: str = "sparse",
-        limits: Limits | None = None,
         snapshots: Path | None = None,
         snapshot_every_s: float | None = None,
         kept_batches_bytes: int = KEPT_BATCHES_BYTES,
     ) -> None:
-        """`snapshots` is the server's own snapshot folder; it resumes from a snapshot found there."""
+        """`snapshots` is the server's own snapshot folder; it resumes from a snapshot found there.
+
+        Without `snapshot_every_s`, snapshots are only taken on request.
+        """
         self.shard = shard
         self.applied = AppliedUpdates()
         self.snapshots: Snapshots | None = None
@@ -149,51 +143,30 @@ class SparseServer:
                 self.applied = AppliedUpdates.from_json(counts["sent"])
         self.num_lookups = self.num_samples = 0
         self._batches: OrderedDict[tuple[str, int], LookupRequest] = OrderedDict()
+        """Batches between lookup and update."""
         self._batches_bytes, self._max_batches_bytes = 0, kept_batches_bytes
-        self._lock = threading.Lock()
-        self.server = Server(
-            {
-                "lookup": self._lookup,
-                "update": self._update,
-                "flush": self._flush,
-                "read_rows": self._read_rows,
-                "write_rows": self._write_rows,
-                "snapshot": self._snapshot,
-            },
-            address=address,
-            keys=keys,
-            threads=threads,
-            name=name,
-            status=self.status,
-            **({} if limits is None else {"limits": limits}),
-        )
+        handlers: dict[str, Handler] = {
+            "lookup": self._lookup,
+            "update": self._update,
+            "flush": self._flush,
+            "read_rows": self._read_rows,
+            "write_rows": self._write_rows,
+            "snapshot": self._snapshot,
+        }
+        super().__init__(handlers, address=address, keys=keys, name=name, status=self._own_status)
 
-    @property
-    def address(self) -> str:
-        """The address that clients connect to."""
-        return self.server.address
-
-    def start(self) -> SparseServer:
-        """Serve in a new thread."""
+    def serve(self, until: Callable[[], bool] = lambda: False) -> None:
         if self.snapshots is not None:
             self.snapshots.start()
-        self.server.start()
-        return self
-
-    def serve(self, until: Callable[[], bool]) -> None:
-        """Serve in this thread."""
-        if self.snapshots is not None:
-            self.snapshots.start()
-        self.server.serve(until)
+        super().serve(until)
 
     def close(self) -> None:
         """Stop; a snapshot in progress is finished."""
         if self.snapshots is not None:
             self.snapshots.close()
-        self.server.close()
+        super().close()
 
-    def status(self) -> dict[str, Any]:
-        """Figures that `status` adds to those of every server."""
+    def _own_status(self) -> dict[str, Any]:
         return {
             "num_lookups": self.num_lookups,
             "num_samples": self.num_samples,
@@ -237,7 +210,7 @@ class SparseServer:
                 )
             request, gradients = found, message.tensors
         self.shard.check_gradients(request, gradients)
-        with self.shard.changing():
+        with self.shard.changing:
             sent = self.applied.of(client)
             if not sent.has(number):
                 self.shard.update(request, gradients, lr=float(lr), step=step)
@@ -245,7 +218,7 @@ class SparseServer:
         return Message("update", {"lost": sent.num_missing})
 
     def _flush(self, message: Message, caller: Caller) -> Message:
-        with self.shard.changing():
+        with self.shard.changing:
             sent = self.applied.of(_client_of(message))
             sent.note_sent(_number(message, "sent", least=0))
         return Message("flush", {"lost": sent.num_missing})
@@ -264,7 +237,7 @@ class SparseServer:
         if len(message.tensors) != 1 or message.tensors[0].dim() != 2:
             raise DataError("rows to write must be one two-dimensional tensor")
         facts = message.facts
-        with self.shard.changing():
+        with self.shard.changing:
             start = _number(message, "start", least=0)
             self.shard.write(str(facts.get("table")), str(facts.get("part")), start, message.tensors[0])
         return Message("write_rows")
@@ -276,7 +249,7 @@ class SparseServer:
 
         def done(outcome: SnapshotResult | Exception) -> None:
             if isinstance(outcome, Exception):
-                reply.fail(f"the snapshot failed: {outcome}")
+                reply.send(RowsteadError(f"the snapshot failed: {outcome}"))
             else:
                 facts = {"num_rows": outcome.num_rows, "num_bytes": outcome.num_bytes, "is_full": outcome.is_full}
                 reply.send(Message("snapshot", facts))
@@ -284,70 +257,32 @@ class SparseServer:
         self.snapshots.request(done)
         return reply
 
-    # Batches between lookup and update
-
     def _store_batch(self, key: tuple[str, int], request: LookupRequest) -> None:
-        with self._lock:
-            before = self._batches.pop(key, None)
-            self._batches[key] = request
-            self._batches_bytes += request.num_bytes - (0 if before is None else before.num_bytes)
-            while self._batches_bytes > self._max_batches_bytes and len(self._batches) > 1:
-                _, oldest = self._batches.popitem(last=False)
-                self._batches_bytes -= oldest.num_bytes
+        self._pop_batch(key)
+        self._batches[key] = request
+        self._batches_bytes += request.num_bytes
+        while self._batches_bytes > self._max_batches_bytes and len(self._batches) > 1:
+            self._pop_batch(next(iter(self._batches)))
 
     def _pop_batch(self, key: tuple[str, int]) -> LookupRequest | None:
-        with self._lock:
-            found = self._batches.pop(key, None)
-            self._batches_bytes -= 0 if found is None else found.num_bytes
-            return found
+        found = self._batches.pop(key, None)
+        self._batches_bytes -= 0 if found is None else found.num_bytes
+        return found
 
 
-def serve_sparse(
-    spec: RunSpec,
-    folder: Path,
-    number: int,
-    *,
-    until: Callable[[], bool],
-    ready: Callable[[str], None],
-    partition: Partition | Mapping[str, Any] | None = None,
-    address: str = "tcp://127.0.0.1:0",
-    keys: Keys | None = None,
-    incarnation: int = 0,
-    dtype: torch.dtype = torch.float32,
-    threads: int = 1,
-    snapshot_every_s: float | None = None,
-    start_sampling: Callable[[Callable[[], dict[str, Any]]], None] | None = None,
-) -> None:
-    """Run a sparse server with the shards that a partition, by default that of `fleet.json`, gives to server `number`.
+def build_sparse_server(
+    spec: RunSpec, folder: Path, number: int, partition: Partition, *, dtype: torch.dtype = torch.float32, **options: Any
+) -> SparseServer:
+    """Build the server with the shards that a partition gives to server `number`; `options` are those of `SparseServer`.
 
-    Snapshots are in `snapshots/sparse-<number>` of the run's folder; the server resumes from one found there. Without
-    `snapshot_every_s` they are only taken on request. Serves until `until()`. `ready` receives the address, `start_sampling` a function
-    that returns the status.
+    Its snapshots are in `snapshots/sparse-<number>` of the run's folder.
     """
     layout = layout_of(spec.features, spec.tables)
-    if not isinstance(partition, Partition):
-        partition = Partition.from_json(Roster(folder).facts["partition"] if partition is None else partition)
     partition.check(layout.tables)
-    if not 0 <= number < partition.num_servers:
-        raise RowsteadError(f"sparse server {number} does not exist: the tables are split over {partition.num_servers} servers")
     pieces = partition.pieces_of(layout, number)
     shard = TableShard(piece_layout(layout, pieces), spec.train.sparse_optimizer, seed=spec.seed, dtype=dtype)
-    server = SparseServer(
-        shard,
-        address=address,
-        keys=keys,
-        threads=threads,
-        name=f"sparse-{number}",
-        snapshots=folder / SNAPSHOTS_FOLDER / f"sparse-{number}",
-        snapshot_every_s=snapshot_every_s,
-    )
-    try:
-        if start_sampling is not None:
-            start_sampling(lambda: {**server.server.status(), **server.status(), "incarnation": incarnation})
-        ready(server.address)
-        server.serve(until)
-    finally:
-        server.close()
+    name = f"sparse-{number}"
+    return SparseServer(shard, name=name, snapshots=folder / SNAPSHOTS_FOLDER / name, **options)
 
 
 def _client_of(message: Message) -> str:

@@ -1,13 +1,11 @@
 """The rows of one sparse server: looked up, updated, and copied for snapshots meanwhile.
 
 A snapshot is consistent: it holds the rows as they were when it began. After that, a row is copied before its first change, and
-the remaining rows are copied in small portions; no request waits longer than one portion takes. Starting a snapshot waits for
-the changes in progress, and new changes wait for the start.
+the remaining rows are copied in small portions; no request waits longer than one portion takes.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import threading
 from collections import deque
@@ -22,7 +20,7 @@ from torch import Tensor
 
 from rowstead.fleet.lookup_request import LookupRequest, RequestParser
 from rowstead.kernels.cpu import embedding as cpu
-from rowstead.kernels.cpu.distinct_rows import gather_rows, update_rows
+from rowstead.kernels.cpu.embedding import gather_rows, update_rows
 from rowstead.kernels.layout import Layout
 from rowstead.kernels.row_state import compute_dtype
 from rowstead.spec.errors import DataError
@@ -53,7 +51,7 @@ class RowCopy:
 
 
 class TableShard:
-    """The parts of the tables that one server holds. Several threads may change rows at once (Hogwild)."""
+    """The parts of the tables that one server holds. One thread changes rows, another takes snapshots."""
 
     def __init__(
         self,
@@ -74,16 +72,15 @@ class TableShard:
         sizes = [table.num_rows for table in layout.tables]
         self._starts = np.cumsum([0, *sizes], dtype=np.int64)
         self.touched = np.zeros(self._starts[-1], np.uint8)
-        """Per row: whether it has changed since the last full snapshot, or since the start. Bytes, not bits: threads that set
-        neighbouring flags at the same time must not overwrite each other."""
+        """Per row: whether it has changed since the last full snapshot, or since the start."""
         self._pending = np.zeros(self._starts[-1], np.uint8)
         """Rows that the current snapshot still has to copy."""
         self._is_copying = False
         self._queue: deque[RowCopy] = deque()
         self._queued_bytes = 0
         self._condition = threading.Condition()
-        self._num_writers = 0
-        self._is_starting = False
+        self.changing = threading.Lock()
+        """Held while rows and the counts of updates change, and while a snapshot begins."""
 
     # Lookups and updates
 
@@ -156,7 +153,6 @@ class TableShard:
         return self._part(table, part, start, stop)[start:stop].clone()
 
     def gather(self, table: str, part: str, rows: Tensor) -> Tensor:
-        """Copy rows [n] of one part of a table."""
         if rows.numel():
             self._part(table, part, int(rows.min()), int(rows.max()) + 1)
         return self._part(table, part, 0, 0)[rows.long()]
@@ -182,42 +178,19 @@ class TableShard:
 
     # Changes and snapshots
 
-    @contextlib.contextmanager
-    def changing(self) -> Iterator[None]:
-        """Context in which rows and their counters may change; excludes the start of a snapshot."""
-        with self._condition:
-            while self._is_starting:
-                self._condition.wait()
-            self._num_writers += 1
-        try:
-            yield
-        finally:
-            with self._condition:
-                self._num_writers -= 1
-                self._condition.notify_all()
-
     def begin_snapshot(self, *, is_full: bool, on_begin: Callable[[], None]) -> int:
         """Start a snapshot of all rows, or of those touched, as they are now; `on_begin` is called at this moment.
 
         Returns its number of rows. A full snapshot also clears `touched`.
         """
-        with self._condition:
+        with self.changing, self._condition:
             assert not self._is_copying, "a snapshot is already in progress"
-            self._is_starting = True
-            try:
-                while self._num_writers:
-                    self._condition.wait()
-                on_begin()
-                if is_full:
-                    self._pending[:] = 1
-                    self.touched[:] = 0
-                else:
-                    self._pending[:] = self.touched
-                self._is_copying = True
-                return int(np.count_nonzero(self._pending))
-            finally:
-                self._is_starting = False
-                self._condition.notify_all()
+            on_begin()
+            self._pending[:] = 1 if is_full else self.touched
+            if is_full:
+                self.touched[:] = 0
+            self._is_copying = True
+            return int(np.count_nonzero(self._pending))
 
     def copy_rows(self) -> Iterator[RowCopy]:
         """Yield the rows of the current snapshot, each once, in any order."""
@@ -256,12 +229,10 @@ class TableShard:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all rows and their optimizer state."""
         return sum(self._row_bytes(table) * whole.num_rows for table, whole in enumerate(self.layout.tables))
 
     @property
     def touched_bytes(self) -> int:
-        """Bytes of the touched rows and their optimizer state."""
         total = 0
         for table in range(len(self.layout.tables)):
             own = self.touched[self._starts[table] : self._starts[table + 1]]

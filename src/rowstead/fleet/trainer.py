@@ -33,7 +33,7 @@ from rowstead.fleet.build import (
     wrap_for_device,
     write_dense,
 )
-from rowstead.fleet.dense_server import DenseServerClient
+from rowstead.fleet.dense_client import DenseServerClient
 from rowstead.fleet.keys import Keys
 from rowstead.fleet.remote_batches import RemoteBatches, Ticket
 from rowstead.fleet.roster import Roster
@@ -47,10 +47,12 @@ from rowstead.training import checkpoint
 from rowstead.training.build import build_store
 from rowstead.training.device import choose_device, set_threads
 from rowstead.training.hogwild import Hogwild
-from rowstead.training.prefetch import copy_ahead, pin_batches, prefetch_rows
+from rowstead.training.prefetch import copy_ahead, prefetch_rows
 from rowstead.training.progress import MovingLoss, Position
 from rowstead.training.step import Stepper, load_model
-from rowstead.training.sync import Unsynchronised, build_policies
+from rowstead.training.sync import build_policies
+from rowstead.training.sync_base import SyncPolicy
+from rowstead.training.throughput import Throughput
 
 DEADLINE_S = 120.0
 """How long a trainer waits for a server before it gives up; enough to restart the server."""
@@ -81,11 +83,14 @@ class FleetTrainer:
         """One per thread."""
         self._phase_s: dict[int, dict[Phase, float]] = {}
         """Time per phase, by thread; a copy, because timers belong to their thread."""
+        self._throughputs = [Throughput() for _ in range(self._sync.hogwild_threads)]
+        """One per thread."""
         is_remote = self._fleet.tables == "remote"
         self._max_unacknowledged = max(1, self._sync.staleness) + (self._device.type == "cuda") if is_remote else 0
         """Maximum number of updates of one thread that servers have not acknowledged after a step; one more on a GPU, where a background
         thread sends them."""
-        self._policies: list[Unsynchronised] = []
+        self._policies: list[SyncPolicy] = []
+        self._dense_clients: list[DenseServerClient] = []
 
     def run(self, *, until: Callable[[], bool], ready: Callable[[], None]) -> bool:
         """Train until the readers have no more batches, or `until` holds; then save the dense parameters.
@@ -97,11 +102,12 @@ class FleetTrainer:
         stores += [stores[0].copy_for_thread() for _ in range(1, num_threads)]
         self._stores = stores
         model = build_fleet_model(spec, self._device, stores[0], self._dtype)
-        stepper = Stepper(model, self._train_spec(), total_steps=int(self._roster.facts["total_steps"]))
+        total_steps = int(self._roster.facts["total_steps"])
+        stepper = Stepper(model, self._train_spec(total_steps), total_steps=total_steps)
         self._load_initial(stepper)
         hogwild = Hogwild(stepper, num_threads, store_of=None if self._fleet.tables == "local" else stores.__getitem__)
         self._workers = hogwild.workers
-        policies = self._policies = self._build_policies(num_threads)
+        policies = self._policies = self._build_policies(num_threads, total_steps)
         readers = [partial(self._connections.to, "reader", number) for number in range(self._fleet.num_readers)]
         layout = stores[0].layout  # the same object that the store checks batches against
         ids = torch.int64 if self._device.type == "cuda" else None
@@ -123,7 +129,7 @@ class FleetTrainer:
             if num_threads > 1:
                 hogwild.run(work)
             else:
-                with set_threads(spec):
+                with set_threads(spec.threads):
                     work(0, stepper)
             is_idle = True
             for policy in policies:
@@ -143,6 +149,9 @@ class FleetTrainer:
         figures: dict[str, Any] = {} if self._remote_batches is None else {**self._remote_batches.figures()}
         with self._lock:
             figures |= {"num_steps": self._num_steps, "num_samples": self._num_samples}
+            figures["train_s"] = max(each.train_s for each in self._throughputs)
+            figures["timed_s"] = max(each.spent_s for each in self._throughputs)
+            figures["num_timed_samples"] = sum(each.num_samples for each in self._throughputs)
             if self._moving_loss.has_steps:
                 figures |= {"loss": self._moving_loss.loss, "ne": self._moving_loss.ne}
             for phase_s in self._phase_s.values():
@@ -151,7 +160,8 @@ class FleetTrainer:
         figures |= self._connections.figures()
         if self._policies:
             figures["num_exchanges"] = sum(policy.num_exchanges for policy in self._policies)
-            figures["num_missed"] = sum(policy.num_missed for policy in self._policies)
+            num_missed = sum(policy.num_missed for policy in self._policies)
+            figures["num_missed"] = num_missed + sum(client.num_partial for client in self._dense_clients)
         early = "num_lookups_early"
         if counts := [counted[early] for store in self._stores if early in (counted := store.figures())]:
             figures[early] = sum(counts)
@@ -162,15 +172,17 @@ class FleetTrainer:
         assert remote_batches is not None
         trained: deque[Ticket] = deque()
         """Batches whose updates may not be acknowledged yet: if this process were killed now, others would train on them again."""
+        started_s = time.perf_counter()
         while not should_stop() and remote_batches.more():
             with contextlib.closing(prefetch_rows(self._batches(remote_batches), store)) as items:
                 for batch, device_batch, ticket in items:
-                    self._step(thread, worker, batch, device_batch, ticket)
+                    self._step(thread, worker, batch, device_batch, ticket, started_s)
                     trained.append(ticket)
                     while len(trained) > self._max_unacknowledged:
                         remote_batches.acknowledge(trained.popleft())
                     if thread == 0:
                         self._save_if_due()
+                    started_s = time.perf_counter()
                     if should_stop():
                         break
             if trained:
@@ -180,7 +192,8 @@ class FleetTrainer:
             if self._policies:
                 self._policies[thread].pause()
 
-    def _step(self, thread: int, worker: Stepper, batch: Batch, device_batch: Batch, ticket: Ticket) -> None:
+    def _step(self, thread: int, worker: Stepper, batch: Batch, device_batch: Batch, ticket: Ticket, started_s: float) -> None:
+        """Train on a batch; `started_s` is when this thread began to wait for it."""
         try:
             loss = worker.step(device_batch, ticket.step + 1)
         except TrainingError as error:
@@ -188,6 +201,7 @@ class FleetTrainer:
         totals, phase_s = batch.totals, worker.timers.totals_s()
         with self._lock:
             self._phase_s[thread] = phase_s
+            self._throughputs[thread].add(totals.num_samples, time.perf_counter() - started_s)
             self._num_steps += 1
             self._num_samples += totals.num_samples
             self._moving_loss.add(totals.weight, loss, totals.mean_label)
@@ -196,7 +210,7 @@ class FleetTrainer:
         """Yield each batch on the host, the same on the device, and its ticket."""
         batches = ((cast_batch(batch, self._dtype), ticket) for batch, ticket in remote_batches)
         if self._device.type == "cuda":
-            return copy_ahead(pin_batches(batches), self._device)
+            return copy_ahead(((batch.pin_memory(), ticket) for batch, ticket in batches), self._device)
         return ((batch, batch, ticket) for batch, ticket in batches)
 
     def _build_store(self) -> EmbeddingStore:
@@ -205,19 +219,24 @@ class FleetTrainer:
         remote = build_remote_store(self._spec, self._roster, self._connections, staleness=self._sync.staleness)
         return wrap_for_device(remote, self._device)
 
-    def _build_policies(self, num_threads: int) -> list[Unsynchronised]:
+    def _build_policies(self, num_threads: int, total_steps: int) -> list[SyncPolicy]:
         """Build one policy per thread; none without a dense server."""
-        if not self._fleet.num_dense:
+        num_dense = self._fleet.num_dense
+        if not num_dense:
             return []
 
         def connect(thread: int) -> DenseServerClient:
-            return DenseServerClient(self._connections.to("dense", 0, f"{self.name}.{thread}"))
+            clients = [self._connections.to("dense", number, f"{self.name}.{thread}") for number in range(num_dense)]
+            self._dense_clients.append(DenseServerClient(clients))
+            return self._dense_clients[-1]
 
-        return build_policies(self._sync, connect, num_trainers=self._fleet.num_trainers, num_threads=num_threads)
+        num_trainers = self._fleet.num_trainers
+        return build_policies(self._sync, connect, num_trainers=num_trainers, num_threads=num_threads, total_steps=total_steps)
 
-    def _train_spec(self) -> TrainSpec:
-        """Return the spec without CUDA graphs where a sync policy runs between the parts of a step."""
-        return dataclasses.replace(self._spec.train, cuda_graphs=False) if self._fleet.num_dense else self._spec.train
+    def _train_spec(self, total_steps: int) -> TrainSpec:
+        """Return the spec of its steps: without CUDA graphs where a sync policy runs between their parts."""
+        train = self._spec.train.with_warmup(total_steps)
+        return dataclasses.replace(train, cuda_graphs=False) if self._fleet.num_dense else train
 
     def _load_initial(self, stepper: Stepper) -> None:
         """Load what this trainer saved before it was killed, or the initial parameters if they are not the seed's."""

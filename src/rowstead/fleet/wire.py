@@ -82,9 +82,7 @@ class Limits:
     message_bytes: int = 2 << 30
     """Bytes of all tensors of one message."""
     in_flight_per_client: int = 64
-    """Requests of one client that are queued or running in the server."""
-    queued_bytes: int = 1 << 30
-    """Bytes of requests waiting for a thread; above it the server stops reading until some have run."""
+    """Unanswered requests of one client."""
     kept_replies_bytes: int = 256 << 20
     """Bytes of replies kept in case their request is resent."""
     num_clients: int = 4096
@@ -211,7 +209,6 @@ def decode(header: Header, first: bytes, rest: Sequence[Any]) -> Message:
 
 
 def size_of(frames: Iterable[Buffer]) -> int:
-    """Return the total bytes of all frames."""
     return sum(map(len, frames))
 
 
