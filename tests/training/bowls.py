@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from rowstead.training.flat_parameters import FlatReplica
+from rowstead.training.flat_parameters import Replica
 from rowstead.training.sync_base import SyncPolicy
 
 
@@ -32,7 +32,7 @@ class Trainer:
     ) -> None:
         self.bowl, self.policy, self.step_number = Bowl(target, start), policy, 0
         self.optimizer = torch.optim.SGD(self.bowl.parameters(), lr=lr)
-        self.replica = FlatReplica(self.bowl, self.optimizer)
+        self.replica = Replica(self.bowl, self.optimizer)
         policy.begin(self.replica)
 
     def step(self) -> None:

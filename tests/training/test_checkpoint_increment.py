@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from rowstead.data.batch import Sparse
-from rowstead.distributed.process_group import ProcessGroup, SingleProcess
+from rowstead.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from rowstead.spec.errors import CheckpointError
 from rowstead.spec.features import Table
 from rowstead.spec.train import CheckpointFormat, TrainSpec
 from rowstead.stores.state import load_parts
 from rowstead.training.checkpoint import checkpoints_in, load, load_latest, save
-from rowstead.training.checkpoint_changes import CheckpointChanges
-from rowstead.training.checkpoint_files import decode, encode
+from rowstead.training.checkpoint_files import ENCODINGS
+from rowstead.training.checkpoint_increment import CheckpointChanges
 from rowstead.training.saved_tensors import StoreTensors
 from rowstead.training.touched import RowBitmap, TouchedRows, num_bytes
 from tests.training.test_checkpoint_pieces import SHAPES, Parts, column_wise, in_processes, parts_of, row_wise, table_wise
@@ -89,23 +89,20 @@ def test_ids_out_of_range_touch_no_rows() -> None:
 def test_int8_rows_come_back_within_half_a_step_of_their_spread(data: st.DataObject, width: int, dtype: torch.dtype) -> None:
     rows = torch.randn(5, width, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99)))).to(dtype)
     rows[0] = 3.0
-    stored = encode("int8", rows)
+    stored = ENCODINGS["int8"].encode(rows)
     assert stored.shape == (5, width + 8)
     assert stored.dtype == torch.uint8
-    back = decode("int8", stored, dtype)
+    back = ENCODINGS["int8"].decode(stored).to(dtype)
     spread = (rows.amax(1) - rows.amin(1)).double()
     coarse = torch.finfo(dtype if dtype != torch.float64 else torch.float32).eps * 4 * rows.abs().amax(1).double()
     assert ((back.double() - rows.double()).abs().amax(1) <= spread / 255 / 2 + coarse).all()
-    assert back.dtype == dtype
     assert torch.equal(back[0], rows[0])
 
 
 def test_fp16_rows_come_back_rounded_and_never_infinite() -> None:
     rows = torch.tensor([[1.0, 1e6], [-1e9, 0.1]])
-    assert decode("fp16", encode("fp16", rows), torch.float32).tolist() == [
-        [1.0, 65504.0],
-        [-65504.0, float(torch.tensor(0.1).half())],
-    ]
+    back = ENCODINGS["fp16"].decode(ENCODINGS["fp16"].encode(rows))
+    assert back.tolist() == [[1.0, 65504.0], [-65504.0, float(torch.tensor(0.1).half())]]
 
 
 class Run:
@@ -124,10 +121,10 @@ class Run:
         for name, value in self.tensors.items():
             value[user if name.startswith("user") else item] += 1.0
 
-    def save(self, keep: int = 2, process_group: ProcessGroup | None = None, pieces: Parts | None = None) -> Path:
+    def save(self, keep: int = 2, process_group: ProcessGroup = SINGLE_PROCESS, pieces: Parts | None = None) -> Path:
         whole = {name: [(0, rows, 0, width)] for name, (rows, width) in SHAPES.items()}
         parts = parts_of(self.tensors, whole if pieces is None else pieces)
-        increment = self.changes.next(self.folder, process_group or SingleProcess())
+        increment = self.changes.next(self.folder, process_group)
         dense = {"net.step": torch.tensor(self.step)}
         path = save(self.folder, self.step, dense, {}, keep=keep, parts=parts, increment=increment, process_group=process_group)
         self.changes.saved(path, increment)

@@ -15,7 +15,7 @@ from torch import Tensor
 from rowstead.data.batch import Sparse
 from rowstead.distributed.process_group import ProcessGroup, SingleProcess
 from rowstead.distributed.sharded_store import ShardedStore
-from rowstead.distributed.sharding import SHARDS
+from rowstead.distributed.sharding import SHARDS, plan_shards
 from rowstead.kernels.layout import Layout
 from rowstead.spec.row_optimizers import SparseOptimizerSpec
 from rowstead.spec.train import TrainSpec
@@ -26,7 +26,7 @@ from rowstead.stores.device import DeviceStore
 from rowstead.stores.groups import CacheGroup
 from rowstead.stores.ssd import FileRows, initial_rows_of
 from rowstead.training.checkpoint import load, save
-from rowstead.training.checkpoint_changes import CheckpointChanges
+from rowstead.training.checkpoint_increment import CheckpointChanges
 from rowstead.training.saved_tensors import StoreTensors
 from tests.distributed.thread_process_group import in_threads
 from tests.stores.store_contract import KINDS, layouts, sparse_batches
@@ -57,7 +57,8 @@ def store_in(
     if world_size == 1:
         return make(layout, optimizer)
     shards = {table.name: cut for table, cut in zip(layout.tables, cuts, strict=True)}
-    return ShardedStore(layout, optimizer, shards, process_group, make)  # type: ignore[arg-type]
+    plan = plan_shards(layout, shards, world_size)  # type: ignore[arg-type]
+    return ShardedStore(plan, optimizer, process_group, make)
 
 
 @st.composite

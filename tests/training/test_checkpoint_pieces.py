@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -52,9 +53,8 @@ def tables(seed: int = 1) -> dict[str, Tensor]:
 def parts_of(tensors: dict[str, Tensor], pieces: Parts, *, copies: Sequence[str] = ()) -> list[StatePart]:
     """Parts that share the memory of whole tensors."""
     return [
-        part_of(
-            name,
-            tensors[name][a:b, c:d],
+        dataclasses.replace(
+            part_of(name, tensors[name][a:b, c:d]),
             shape=(tensors[name].shape[0], tensors[name].shape[1]),
             first_row=a,
             first_column=c,
@@ -255,7 +255,7 @@ def write(start, given):
     assert torch.equal(given, values(start, start + len(given)))
 
 rows = 2_500_000
-part = StatePart(name="t.rows", shape=(rows, 16), dtype=torch.float32, num_rows=rows, num_columns=16, read=values, write=write)
+part = StatePart(name="t.rows", shape=(rows, 16), dtype=torch.float32, num_rows=rows, num_columns=16, read=values, write=write, take=print)
 save(Path(sys.argv[1]), 1, {"t": torch.ones(1)}, {}, keep=1)
 before = peak_memory_bytes()
 path = save(Path(sys.argv[1]), 2, {}, {}, keep=1, shard_bytes=30 << 20, parts=[part])

@@ -31,10 +31,11 @@ FEATURES = FeaturesSpec(
         SparseFeatureSpec(name="m", num_rows=50, pooling="mean"),
     ),
 )
+PROJECTED = InteractionSpec(num_dense_vectors=3, pairs="dense_sparse")
 
 
 def stepper_of(train: TrainSpec, interaction: str = "dot") -> Stepper:
-    kind = InteractionSpec(kind=interaction)  # type: ignore[arg-type]
+    kind = InteractionSpec(kind=interaction) if interaction != "dense_sparse" else PROJECTED  # type: ignore[arg-type]
     model = ModelSpec(width=16, bottom=(32,), top=(32, 16), interaction=kind)
     layout = layout_of(FEATURES, tables_of(FEATURES, width=16))
     store = DeviceStore(layout, train.sparse_optimizer, seed=1, device="cuda", check=False)
@@ -72,7 +73,7 @@ def specs() -> list[TrainSpec]:
 
 
 @needs_gpu
-@pytest.mark.parametrize("interaction", ["dot", "concat", "cross"])
+@pytest.mark.parametrize("interaction", ["dot", "dense_sparse", "concat", "cross"])
 @pytest.mark.parametrize("index", range(5))
 def test_graphs_do_what_single_launches_do(index: int, interaction: str) -> None:
     spec = specs()[index]
@@ -195,13 +196,13 @@ def test_the_time_for_which_the_gpu_is_busy_is_known_from_replayed_steps() -> No
     stepper, batch = stepper_of(TrainSpec()), batch_of(1)
     for number in range(1, 4):
         stepper.step(batch, number)
-    assert stepper.gpu_s_per_sample is None, "steps that compile or capture say nothing"
+    assert stepper.execution.gpu_s_per_sample is None, "steps that compile or capture say nothing"
     started = time.perf_counter()
     for number in range(4, 12):
         stepper.step(batch, number)
     elapsed_s = time.perf_counter() - started
-    assert stepper.gpu_s_per_sample is not None
-    assert 0 < 4 * 64 * stepper.gpu_s_per_sample < elapsed_s, "half of 8 steps took the median or more"
+    assert stepper.execution.gpu_s_per_sample is not None
+    assert 0 < 4 * 64 * stepper.execution.gpu_s_per_sample < elapsed_s, "half of 8 steps took the median or more"
 
 
 def test_capacity_grows_in_steps() -> None:

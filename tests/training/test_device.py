@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import subprocess
 import sys
@@ -36,10 +35,10 @@ def test_without_containers_nothing_limits_the_cores(tmp_path: Path) -> None:
 
 def test_a_run_has_the_threads_that_it_asks_for_and_gives_them_back() -> None:
     before = torch.get_num_threads()
-    with set_threads(dataclasses.replace(small_spec(), threads=3)):
+    with set_threads(3):
         assert torch.get_num_threads() == 3
     assert torch.get_num_threads() == before
-    with set_threads(small_spec()):
+    with set_threads():
         assert 1 <= torch.get_num_threads() <= before
 
 
@@ -101,6 +100,7 @@ FLEET = "fleet={num_trainers: 2, num_sparse: 1, num_dense: 1, num_readers: 1}"
         (("train.sync.mode=easgd",), 1, "train.sync.mode=easgd applies only to fleet runs"),
         (("train.sync.mode=allreduce",), 2, None),
         (("train.sync.staleness=2",), 2, "train.sync.staleness=2 applies only to fleet runs"),
+        (("train.sync.dense_lr_factor=2",), 1, "train.sync.dense_lr_factor=2.0 applies only to fleet runs"),
         ((FLEET, "train.sync.mode=easgd"), 1, None),
         ((FLEET, "memory.host=1GB"), 1, "memory applies only to tables in trainers"),
         ((FLEET, "placement={'*': device}"), 1, "placement applies only to tables in trainers"),

@@ -7,9 +7,8 @@ import dataclasses
 import pytest
 
 from rowstead.spec.train import TrainSpec
-from rowstead.training.early_stopping import EarlyStopping
 from rowstead.training.metrics import Quality
-from rowstead.training.progress import Position
+from rowstead.training.progress import EarlyStopping, Position
 from tests.small_runs import small_spec
 
 
@@ -40,7 +39,7 @@ def test_an_improvement_resets_the_patience() -> None:
 
 
 def test_the_state_of_a_saved_position_is_continued() -> None:
-    rule = stopping(Position(**Position(best=0.8, evaluations_since_best=1).to_plain()))
+    rule = stopping(Position(**vars(Position(best=0.8, evaluations_since_best=1))))
     assert not rule.should_stop
     rule.observe(quality(0.9))
     assert rule.should_stop

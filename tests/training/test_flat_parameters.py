@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from rowstead.training.flat_parameters import FlatReplica, flatten_parameters, named_parts
-from rowstead.training.sync_base import Replica
+from rowstead.training.flat_parameters import Replica, flatten_parameters, named_parts
 
 
 def test_flat_parameters_are_the_memory_of_the_module() -> None:
@@ -23,7 +22,7 @@ def test_flat_parameters_are_the_memory_of_the_module() -> None:
 
 def test_gradients_go_to_the_policy_and_back() -> None:
     module = nn.Linear(2, 1)
-    replica: Replica = FlatReplica(module, torch.optim.SGD(module.parameters(), lr=1.0))
+    replica = Replica(module, torch.optim.SGD(module.parameters(), lr=1.0))
     module(torch.tensor([[1.0, 2.0]])).sum().backward()
     assert replica.gradients().tolist() == [1.0, 2.0, 1.0]
     replica.set_gradients(torch.tensor([5.0, 6.0, 7.0]))

@@ -22,11 +22,11 @@ from rowstead.spec.row_optimizers import SparseOptimizerSpec
 from rowstead.spec.sync import SyncSpec
 from rowstead.spec.train import DenseOptimizerSpec, TrainSpec
 from rowstead.stores.device import DeviceStore
-from rowstead.training.flat_parameters import flatten_parameters
+from rowstead.training.flat_parameters import Replica, flatten_parameters
 from rowstead.training.hogwild import Hogwild, HogwildStepper
 from rowstead.training.step import Stepper
-from rowstead.training.sync import Unsynchronised, build_policies
-from rowstead.training.sync_base import Replica
+from rowstead.training.sync import build_policies
+from rowstead.training.sync_base import SyncPolicy
 from tests.small_runs import small_spec
 
 FEATURES = FeaturesSpec(
@@ -94,7 +94,7 @@ def test_steps_taken_one_after_the_other_are_those_of_one_trainer(kind: str) -> 
     assert_same(state_of(single), state_of(hogwild.workers[2]))
 
 
-class Meanwhile(Unsynchronised):
+class Meanwhile(SyncPolicy):
     """Lets something happen between the gradients of a step and its update."""
 
     def __init__(self, call: object) -> None:

@@ -78,7 +78,7 @@ def test_the_table_adds_up_to_the_step_and_to_the_trace(traced: tuple[Path, str]
     rows = {name: float(ms) for name, ms in re.findall(r"^  (\S[\w -]*?)  +([\d.]+) +\d+%$", text, re.MULTILINE)}
     assert "time of steps 11 to 30" in text
     assert set(PHASES) <= set(rows)
-    parts = sum(rows[name] for name in (*PHASES, profile.OTHER))
+    parts = sum(rows[name] for name in (*PHASES, "other"))
     assert parts == pytest.approx(rows["step"], abs=0.01 * (len(PHASES) + 1))
     for name in PHASES:
         traced_ms = sum(event["dur"] for event in ranges(folder, name)) / 20 / 1e3

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rowstead.records.events import read_events
-from rowstead.training.progress import Progress
-from rowstead.training.reporting import RunReporter
+from rowstead.training.progress import Progress, RunReporter
 from tests.small_runs import RecordingCallback
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from rowstead.fleet.dense_server_state import DenseServerState, LocalDenseServer
 from rowstead.spec.errors import SpecError
 from rowstead.spec.sync import SyncSpec
-from rowstead.training.sync import AllReduce, Easgd, PublishParameters, Shadow, Unsynchronised, build_policies
-from rowstead.training.sync_base import DenseServer
+from rowstead.training.sync import AllReduce, Easgd, PublishParameters, Shadow, build_policies
+from rowstead.training.sync_base import DenseServer, SyncPolicy
 from tests.small_runs import wait_until
 from tests.training.bowls import Trainer, together
 
@@ -176,7 +176,7 @@ def test_allreduce_of_two_halves_is_one_trainer_with_the_whole() -> None:
     trainers = [
         Trainer(AllReduce(LocalDenseServer(state, f"trainer-{i}")), target=[t], lr=lr) for i, t in enumerate((3.0, -1.0))
     ]
-    whole = Trainer(Unsynchronised(), target=[1.0], lr=lr)  # the mean of both gradients is that of the mean target
+    whole = Trainer(SyncPolicy(), target=[1.0], lr=lr)  # the mean of both gradients is that of the mean target
     for _ in range(40):  # includes rounds that average the parameters
         together(*(trainer.step for trainer in trainers))
         whole.step()
@@ -230,4 +230,4 @@ def test_several_trainers_without_synchronisation_are_refused() -> None:
     with pytest.raises(SpecError, match="`none` would give 2 trainers 2 different models"):
         SyncSpec(mode="none").mode_for(2)
     assert SyncSpec().mode_for(2) == "easgd"
-    assert SyncSpec(mode="easgd").alpha_for(4) == pytest.approx(0.225)
+    assert SyncSpec(mode="easgd").resolve(4).alpha == pytest.approx(0.225)

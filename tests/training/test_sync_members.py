@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rowstead.fleet.dense_server_state import DenseServerState, LocalDenseServer
 from rowstead.spec.sync import SyncSpec
-from rowstead.training.flat_parameters import FlatReplica
+from rowstead.training.flat_parameters import Replica
 from rowstead.training.sync import OPTIMIZER, SAVE_STATE_EVERY, Easgd, PublishParameters, build_policies
 from rowstead.training.sync_base import DenseServerUnavailable
 from tests.training.bowls import Bowl, Trainer, together
@@ -31,9 +31,9 @@ def test_adam_state_carries_over_to_another_trainer() -> None:
         modules[0]().backward()  # type: ignore[no-untyped-call]
         adam[0].step()
     server = LocalDenseServer(DenseServerState(), "trainer-0")
-    PublishParameters(server, period=1).begin(FlatReplica(modules[0], adam[0]))
-    server.save_state(OPTIMIZER, FlatReplica(modules[0], adam[0]).optimizer_state())
-    PublishParameters(server, period=1).begin(FlatReplica(modules[1], adam[1]))
+    PublishParameters(server, period=1).begin(Replica(modules[0], adam[0]))
+    server.save_state(OPTIMIZER, Replica(modules[0], adam[0]).optimizer_state())
+    PublishParameters(server, period=1).begin(Replica(modules[1], adam[1]))
     for module, optimizer in zip(modules, adam, strict=True):
         optimizer.zero_grad()
         module().backward()  # type: ignore[no-untyped-call]

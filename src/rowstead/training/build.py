@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from rowstead.data.batch import Batch
-from rowstead.distributed.process_group import ProcessGroup
+from rowstead.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from rowstead.distributed.sharded_store import ShardedStore
-from rowstead.distributed.sharding import auto_shards, plan_shards
+from rowstead.distributed.sharding import ShardPlan, auto_shards, plan_shards
 from rowstead.kernels.layout import Layout, layout_of
 from rowstead.nn.dlrm import DLRM
-from rowstead.spec.placement import MemorySpec, Placement, Shard, rules_for
+from rowstead.spec.placement import MemorySpec, Placement, rules_for
 from rowstead.spec.run import RunSpec
 from rowstead.stores.base import EmbeddingStore
 from rowstead.stores.build import StoreBuilder, choose_placement, mean_ids_of
@@ -29,7 +29,7 @@ def build_model(
     *,
     trains: bool,
     encode: Callable[[Mapping[str, Any]], Batch] | None = None,
-    process_group: ProcessGroup | None = None,
+    process_group: ProcessGroup = SINGLE_PROCESS,
     placement: Placement | None = None,
     store: EmbeddingStore | None = None,
 ) -> DLRM:
@@ -52,7 +52,7 @@ def build_store(
     device: torch.device,
     *,
     trains: bool,
-    process_group: ProcessGroup | None = None,
+    process_group: ProcessGroup = SINGLE_PROCESS,
     placement: Placement | None = None,
 ) -> EmbeddingStore:
     """Build the tables of a model, each where its placement says."""
@@ -62,46 +62,44 @@ def build_store(
     dtype = ROW_DTYPES[spec.model.row_format]
 
     placement = placement or plan_placement(spec, device, trains=trains, process_group=process_group)
-    rank = 0 if process_group is None else process_group.rank
-    make = StoreBuilder(spec=spec, placement=placement, device=device, kernel=kernel, dtype=dtype, check=check, rank=rank)
+    make = StoreBuilder(
+        spec=spec, placement=placement, device=device, kernel=kernel, dtype=dtype, check=check, rank=process_group.rank
+    )
 
     layout = layout_of(spec.features, spec.tables)
-    if process_group is None or process_group.world_size == 1 or not layout.tables:
+    if process_group.world_size == 1 or not layout.tables:
         return make(layout, optimizer)
     return ShardedStore(
-        layout,
+        plan_sharding(spec, layout, process_group.world_size),
         optimizer,
-        choose_shards(spec, layout, process_group.world_size),
         process_group,
         make,
         dtype=dtype,
         device=device,
         wire=WIRE_DTYPES[spec.train.wire],
         check=check,
-        lookups=expected_lookups(spec, layout),
     )
 
 
 def plan_placement(
-    spec: RunSpec, device: torch.device, *, trains: bool = True, process_group: ProcessGroup | None = None
+    spec: RunSpec, device: torch.device, *, trains: bool = True, process_group: ProcessGroup = SINGLE_PROCESS
 ) -> Placement:
     """Choose where each table lives, on this machine and in this process of a job."""
-    world_size = 1 if process_group is None else process_group.world_size
-    layout, kinds = layout_of(spec.features, spec.tables), None
+    world_size, kinds = process_group.world_size, None
+    layout = layout_of(spec.features, spec.tables)
     if world_size > 1:
-        shards = plan_shards(
-            layout, choose_shards(spec, layout, world_size), world_size, lookups=expected_lookups(spec, layout)
-        ).shards
+        shards = plan_sharding(spec, layout, world_size).shards
         kinds = {table.name: shard for table, shard in zip(layout.tables, shards, strict=True)}
     return choose_placement(spec, device, trains=trains, world_size=world_size, shards=kinds)
 
 
-def choose_shards(spec: RunSpec, layout: Layout, world_size: int) -> dict[str, Shard]:
-    """How each table is sharded over `world_size` processes: as the recipe says, else the way that sends least."""
+def plan_sharding(spec: RunSpec, layout: Layout, world_size: int) -> ShardPlan:
+    """How the tables are sharded over `world_size` processes: as the recipe says, else the way that sends least."""
     rules = rules_for(spec.placement, [table.name for table in layout.tables])
     row_bytes = ROW_DTYPES[spec.model.row_format].itemsize
-    chosen = auto_shards(layout, world_size, batch_size=spec.train.batch_size, row_bytes=row_bytes)
-    return chosen | {name: rule.shard for name, rule in rules.items() if rule.shard != "auto"}
+    shards = auto_shards(layout, world_size, batch_size=spec.train.batch_size, row_bytes=row_bytes)
+    shards |= {name: rule.shard for name, rule in rules.items() if rule.shard != "auto"}
+    return plan_shards(layout, shards, world_size, lookups=expected_lookups(spec, layout))
 
 
 def expected_lookups(spec: RunSpec, layout: Layout) -> dict[str, float] | None:
@@ -118,6 +116,7 @@ def ignored_settings(spec: RunSpec, *, world_size: int = 1) -> str | None:
             f"train.sync.mode={sync.mode}": sync.mode not in ("auto", "none", "allreduce")
             or (sync.mode == "allreduce" and world_size == 1),
             f"train.sync.staleness={sync.staleness}": sync.staleness > 0,
+            f"train.sync.dense_lr_factor={sync.dense_lr_factor}": sync.dense_lr_factor is not None,
         }
         scope = "fleet runs (`--fleet trainers=2,…`)"
     else:

@@ -1,17 +1,8 @@
-"""Checkpoints: safetensors shards and a JSON manifest with digests, written atomically.
+"""Checkpoints: safetensors shards and a JSON manifest with digests, written atomically (docs/checkpoints.md says what is in them).
 
-A folder of checkpoints holds one folder per checkpoint, `step-000000100`, with
-
-    manifest.json     step, facts, the files with their sizes and digests, and where each tensor is
-    manifest.sha256   the manifest's own digest, as `sha256sum -c` reads it
-    shard-00000.safetensors …
-
-All of it is written and synced under a `.tmp-` name and then renamed, so a crash at any moment leaves every older
-checkpoint intact. One job writes to a folder at a time (it holds the run's lock); any number may read meanwhile.
-
-All processes of a job write: each its pieces of the tables, into its own files, and the first one also the rest and the
-manifest. A checkpoint can be loaded by any number of processes. An incremental checkpoint holds only the rows that were touched since
-a full one, which it names and which is kept as long as it is.
+A checkpoint is the folder `step-000000100`, written under a `.tmp-` name and then renamed. One job writes to a folder of checkpoints
+at a time (it holds the run's lock); any number may read meanwhile. All processes of a job write: each its pieces of the tables, into its
+own files, and the first one also the rest and the manifest.
 """
 
 from __future__ import annotations
@@ -31,8 +22,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from rowstead.distributed.process_group import ProcessGroup, SingleProcess
-from rowstead.records.files import fsync_folder
+from rowstead.distributed.process_group import SINGLE_PROCESS, ProcessGroup
+from rowstead.records.files import fsync_folder, write_atomic
 from rowstead.spec.errors import CheckpointError
 from rowstead.spec.sizes import format_bytes
 from rowstead.stores.state import StatePart, rows_at_once
@@ -82,7 +73,7 @@ def save(
     *,
     parts: Sequence[StatePart] = (),
     increment: Increment | None = None,
-    process_group: ProcessGroup | None = None,
+    process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> Path:
     """Write a checkpoint into `folder`, then delete all but the newest `keep` and those that they need; returns its path.
 
@@ -93,7 +84,6 @@ def save(
     """
     if keep < 1 or shard_bytes < 1 or step < 0:
         raise ValueError(f"keep {keep} and shard_bytes {shard_bytes} must be at least 1, step {step} at least 0")
-    process_group = process_group or SingleProcess()
     is_first = process_group.rank == 0
     pieces = _pieces_to_save(tensors if is_first else {}, parts, increment, is_first)
     needs_bytes = sum(process_group.gather(sum(piece.num_bytes for piece in pieces))) + (1 << 16)
@@ -129,12 +119,11 @@ def save(
     return final
 
 
-def load(path: Path, *, process_group: ProcessGroup | None = None) -> Checkpoint:
+def load(path: Path, *, process_group: ProcessGroup = SINGLE_PROCESS) -> Checkpoint:
     """Open the checkpoint at `path` after verifying the digests of its files, and of those of the full one that it needs.
 
     With a `process_group` all processes of a job call this: each file is verified by one of them, and all succeed or none.
     """
-    process_group = process_group or SingleProcess()
     manifest, own = _open(path, process_group)
     base = manifest.get("base")
     tensors: SavedTensors = own
@@ -192,13 +181,12 @@ def _read_by_all(path: Path, process_group: ProcessGroup, read: Callable[[], Rea
     return result
 
 
-def load_latest(folder: Path, report: Callable[[str], None], *, process_group: ProcessGroup | None = None) -> Checkpoint:
+def load_latest(folder: Path, report: Callable[[str], None], *, process_group: ProcessGroup = SINGLE_PROCESS) -> Checkpoint:
     """Open the newest valid checkpoint in `folder`; damaged ones are skipped and reported."""
-    process_group = process_group or SingleProcess()
     failures: dict[Path, str] = {}
     # List the folder again each time: a run that is still training may replace checkpoints meanwhile.
-    while untried := [name for name in _names_in(folder, process_group) if folder / name not in failures]:
-        path = folder / untried[-1]
+    while untried := [path for path in _seen_by_first(folder, process_group) if path not in failures]:
+        path = untried[-1]
         try:
             checkpoint = load(path, process_group=process_group)
         except CheckpointError as error:
@@ -220,10 +208,9 @@ def checkpoints_in(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
-def _names_in(folder: Path, process_group: ProcessGroup) -> list[str]:
-    """The names of the checkpoints in a folder, as seen by the first process of a job."""
-    names: list[str] = process_group.gather([path.name for path in checkpoints_in(folder)])[0]
-    return names
+def _seen_by_first(folder: Path, process_group: ProcessGroup) -> list[Path]:
+    """The checkpoints in a folder, as seen by the first process of a job."""
+    return [folder / name for name in process_group.gather([path.name for path in checkpoints_in(folder)])[0]]
 
 
 def _pieces_to_save(
@@ -243,7 +230,8 @@ def _pieces_to_save(
 def _prepare_folder(folder: Path, temporary: Path, needs_bytes: int) -> None:
     """Create the empty folder to write to; raises if the disk is too full."""
     folder.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(folder)
+    for leftover in folder.glob(".tmp-*"):  # of processes that were killed
+        shutil.rmtree(leftover, ignore_errors=True)
     if needs_bytes > shutil.disk_usage(folder).free:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     temporary.mkdir()
@@ -285,12 +273,8 @@ def _write_manifest(
         sha256 = hashlib.sha256((checkpoints / increment.base / MANIFEST).read_bytes()).hexdigest()
         manifest["base"] = {"name": increment.base, "sha256": sha256, "number": increment.number}
     text = (json.dumps(manifest, indent=1) + "\n").encode()
-    for name, content in ((MANIFEST, text), (MANIFEST_DIGEST, _digest_line(text))):
-        with open(folder / name, "wb") as file_object:
-            file_object.write(content)
-            file_object.flush()
-            os.fsync(file_object.fileno())
-    fsync_folder(folder)
+    write_atomic(folder / MANIFEST, text)
+    write_atomic(folder / MANIFEST_DIGEST, _digest_line(text))
 
 
 def _check_complete(name: str, entry: dict[str, Any]) -> None:
@@ -379,12 +363,6 @@ def _base_of(path: Path) -> str | None:
         return str(base["name"]) if base else None
     except (OSError, ValueError, AttributeError, TypeError, KeyError):
         return None
-
-
-def _remove_leftovers(folder: Path) -> None:
-    """Delete temporary folders of processes that were killed."""
-    for path in folder.glob(".tmp-*"):
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def _why_not_saved(folder: Path, step: int, needs_bytes: int, error: OSError) -> str:

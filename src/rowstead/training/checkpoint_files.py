@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -104,7 +104,6 @@ def piece_of_tensor(name: str, tensor: Tensor) -> TensorPiece:
 
 def piece_of_part(name: str, part: StatePart, max_rows: int) -> TensorPiece:
     """A part of a store's state under another name; `max_rows` are read at once."""
-    columns = part.first_column, part.first_column + part.num_columns
     return TensorPiece(
         name=name,
         dtype=part.dtype,
@@ -113,9 +112,15 @@ def piece_of_part(name: str, part: StatePart, max_rows: int) -> TensorPiece:
         row_shape=(part.num_columns,),
         read=part.read,
         first_row=part.first_row,
-        columns=None if columns == (0, part.shape[1]) else columns,
+        columns=columns_of(part),
         max_rows=max_rows,
     )
+
+
+def columns_of(part: StatePart) -> tuple[int, int] | None:
+    """First and last column of a part; None if it has all."""
+    columns = part.first_column, part.first_column + part.num_columns
+    return None if columns == (0, part.shape[1]) else columns
 
 
 @dataclass(frozen=True)
@@ -250,27 +255,30 @@ class ShardFile:
             done += got
 
 
-def stored_as(encoding: CheckpointFormat, dtype: torch.dtype, num_columns: int) -> tuple[torch.dtype, int]:
-    """Dtype and width of stored rows of `num_columns` elements."""
-    if encoding == "int8":
-        return torch.uint8, num_columns + SCALE_BYTES
-    return (torch.float16 if encoding == "fp16" else dtype), num_columns
+@dataclass(frozen=True)
+class Encoding:
+    """How rows [n, D] of an incremental checkpoint are stored."""
+
+    encode: Callable[[Tensor], Tensor] = lambda rows: rows
+    decode: Callable[[Tensor], Tensor] = lambda stored: stored
+    """What was encoded, in any dtype."""
+    dtype: torch.dtype | None = None
+    """Of stored rows; None for that of the tensor."""
+    extra_columns: int = 0
+    """Stored after those of a row."""
+
+    def saves_bytes(self, dtype: torch.dtype, num_columns: int) -> bool:
+        """Whether it makes rows smaller: `int8` does not for narrow rows, nor `fp16` for 16-bit ones."""
+        return (self.dtype or dtype).itemsize * (num_columns + self.extra_columns) < dtype.itemsize * num_columns
 
 
-def saves_bytes(encoding: CheckpointFormat, dtype: torch.dtype, num_columns: int) -> bool:
-    """Whether the encoding makes rows smaller: `int8` does not for narrow rows, nor `fp16` for 16-bit ones."""
-    stored, width = stored_as(encoding, dtype, num_columns)
-    return stored.itemsize * width < dtype.itemsize * num_columns
+def _encode_fp16(rows: Tensor) -> Tensor:
+    limit = torch.finfo(torch.float16).max
+    return rows.clamp(-limit, limit).to(torch.float16)
 
 
-def encode(encoding: CheckpointFormat, rows: Tensor) -> Tensor:
-    """Rows [n, D] as they are stored: exact, in FP16, or as bytes with a scale and an offset per row."""
-    if encoding == "exact":
-        return rows
-    if encoding == "fp16":
-        limit = torch.finfo(torch.float16).max
-        return rows.clamp(-limit, limit).to(torch.float16)
-    assert encoding == "int8", f"no rule to encode `{encoding}`"
+def _encode_int8(rows: Tensor) -> Tensor:
+    """Bytes, then the FP32 scale and offset of the row."""
     rows = rows.float()
     low, high = rows.amin(1, keepdim=True), rows.amax(1, keepdim=True)
     scale = (high / 255 - low / 255).clamp_(min=torch.finfo(torch.float32).tiny)
@@ -278,11 +286,15 @@ def encode(encoding: CheckpointFormat, rows: Tensor) -> Tensor:
     return torch.cat([codes, torch.cat([scale, low], 1).view(torch.uint8)], 1)
 
 
-def decode(encoding: CheckpointFormat, stored: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows [n, D] from what `encode` returned, as exact as the encoding allows."""
-    if encoding in ("exact", "fp16"):
-        return stored.to(dtype)
-    assert encoding == "int8", f"no rule to decode `{encoding}`"
+def _decode_int8(stored: Tensor) -> Tensor:
     tails = stored[:, -SCALE_BYTES:].clone(memory_format=torch.contiguous_format)
     scale, low = tails.view(torch.float32).split(1, dim=1)
-    return (stored[:, :-SCALE_BYTES].float() * scale + low).to(dtype)
+    return stored[:, :-SCALE_BYTES].float() * scale + low
+
+
+ENCODINGS: dict[CheckpointFormat, Encoding] = {
+    "exact": Encoding(),
+    "fp16": Encoding(_encode_fp16, dtype=torch.float16),
+    "int8": Encoding(_encode_int8, _decode_int8, torch.uint8, SCALE_BYTES),
+}
+assert set(ENCODINGS) == set(get_args(CheckpointFormat)), "every format has an encoding"

@@ -15,7 +15,7 @@ from rowstead.spec.run import RunSpec
 
 
 def choose_device(spec: RunSpec) -> torch.device:
-    """The device that a spec asks for; each of several processes on a machine gets its own GPU."""
+    """The device that a spec asks for; several processes of a machine use its GPUs in turn, so that some share one if there are too few."""
     has_gpu = torch.cuda.is_available()
     if spec.device == "cuda" and not has_gpu:
         raise RowsteadError("device: cuda, but torch sees no CUDA GPU here: use `--set device=cpu`, or `auto`")
@@ -23,20 +23,14 @@ def choose_device(spec: RunSpec) -> torch.device:
         return torch.device("cpu")
     if not is_multi_process():
         return torch.device("cuda")
-    local_rank, num_gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-    if local_rank >= num_gpus:
-        raise RowsteadError(
-            f"process {local_rank} of this machine has no GPU: there are {num_gpus}. Start at most {num_gpus} processes per machine, "
-            "or train on the CPU with `--set device=cpu`"
-        )
-    return torch.device("cuda", local_rank)
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
 
 
 @contextlib.contextmanager
-def set_threads(spec: RunSpec) -> Iterator[None]:
-    """Set torch's CPU threads for the duration of a run: as many as the spec says, or one per usable core."""
+def set_threads(count: int | None = None) -> Iterator[None]:
+    """Set the number of torch's CPU threads within a block; by default one per usable core."""
     before = torch.get_num_threads()
-    torch.set_num_threads(spec.threads or min(before, container_cores() or before))
+    torch.set_num_threads(count or min(before, container_cores() or before))
     try:
         yield
     finally:

@@ -9,10 +9,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rowstead.data.batch import Batch
+from rowstead.data.batch import Batch, share_bounds
 from rowstead.data.prefetch import Prefetch
 from rowstead.data.source import Source
-from rowstead.distributed.process_group import ProcessGroup, SingleProcess
+from rowstead.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from rowstead.nn.dlrm import DLRM
 from rowstead.spec.errors import DataError
 from rowstead.training.metrics import Evaluation, Quality
@@ -26,17 +26,15 @@ def predict_logits(
     *,
     device: torch.device,
     max_samples: int | None = None,
-    batch_size: int = EVAL_BATCH,
-    process_group: ProcessGroup | None = None,
+    process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> Iterator[tuple[Batch, NDArray[np.float32]]]:
     """Each batch of the split, on the CPU, with the model's logits [B], in the order of the log.
 
     With `max_samples` it ends with the batch that contains the last of them. With a `process_group` each process computes its share of
     a batch, and gets the logits of all of it.
     """
-    process_group = process_group or SingleProcess()
     seen = 0
-    batch_size = min(batch_size, max_samples or batch_size)
+    batch_size = min(EVAL_BATCH, max_samples or EVAL_BATCH)
     was_training = model.training
     model.eval()
     try:
@@ -56,8 +54,7 @@ def _gather_shares(own: Tensor, num_samples: int, process_group: ProcessGroup) -
     if process_group.world_size == 1:
         return own
     logits = own.new_zeros(num_samples)
-    start = num_samples * process_group.rank // process_group.world_size
-    logits[start : start + len(own)] = own
+    logits[slice(*share_bounds(num_samples, process_group.rank, process_group.world_size))] = own
     process_group.all_reduce(logits)
     return logits
 
@@ -70,7 +67,7 @@ def evaluate(
     negative_keep_rate: float = 1.0,
     max_samples: int | None = None,
     progress: Callable[[int, int], None] | None = None,
-    process_group: ProcessGroup | None = None,
+    process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> Quality:
     """Measure the model's Quality on a split, or on its first `max_samples` examples; `progress` is called with the number done and the total."""
     evaluation = Evaluation(negative_keep_rate=negative_keep_rate)

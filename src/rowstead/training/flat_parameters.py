@@ -40,14 +40,18 @@ def named_parts(module: nn.Module, flat: Tensor) -> dict[str, Tensor]:
     return {name: part.view_as(parameter) for (name, parameter), part in zip(named.items(), parts, strict=True)}
 
 
-class FlatReplica:
-    """The `Replica` of a module and its optimizer."""
+class Replica:
+    """What a sync policy may touch of a trainer: dense parameters, gradients and optimizer state, each as one flat tensor.
+
+    `parameters` is the trainer's own memory: a policy adds to it in place, between steps or, as Hogwild does, during one.
+    """
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._own, self._optimizer = list(module.parameters()), optimizer
         self.parameters = flatten_parameters(module)
 
     def gradients(self) -> Tensor:
+        """A copy of the gradients."""
         return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad.detach()).flatten() for p in self._own])
 
     def set_gradients(self, gradients: Tensor) -> None:
@@ -56,11 +60,13 @@ class FlatReplica:
             parameter.grad = part.view_as(parameter)
 
     def optimizer_state(self) -> Tensor:
+        """A copy of the dense optimizer's state; empty if it has none."""
         flat = [value.detach().flatten().to("cpu", torch.float64) for value in self._state()]
         return torch.cat(flat) if flat else torch.zeros(0, dtype=torch.float64)
 
     @torch.no_grad()
     def set_optimizer_state(self, state: Tensor) -> None:
+        """Load the `optimizer_state` of another trainer."""
         start_optimizer(self._optimizer)
         values = self._state()
         sizes = [value.numel() for value in values]

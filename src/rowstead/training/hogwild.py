@@ -7,11 +7,10 @@ threads change a number at once, one change may be lost.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -19,11 +18,11 @@ from torch import Tensor
 
 from rowstead.data.batch import Batch
 from rowstead.nn.dlrm import DLRM
-from rowstead.records.timers import Timers
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.phases import Phase
 from rowstead.spec.train import TrainSpec
 from rowstead.stores.base import EmbeddingStore
+from rowstead.training.device import set_threads
 from rowstead.training.flat_parameters import flatten_parameters, start_optimizer
 from rowstead.training.step import Stepper
 
@@ -37,8 +36,11 @@ class Hogwild:
     def __init__(self, stepper: Stepper, num_threads: int, *, store_of: Callable[[int], EmbeddingStore] | None = None) -> None:
         store = stepper.model.store
         if num_threads > 1:
-            if store_of is None:
-                check_can_share(store)
+            if store_of is None and store.tables and not store.can_share_between_threads:
+                raise RowsteadError(
+                    "train.sync.hogwild_threads: threads can share only tables in CPU memory, with the CPU kernels: use "
+                    "`--set device=cpu` and `placement: auto`, or one thread"
+                )
             flatten_parameters(stepper.model.net)  # before other threads share them
         models = [replicate_model(stepper.model, store if store_of is None else store_of(i)) for i in range(1, num_threads)]
         self.workers = [stepper, *(Stepper(m, stepper.spec, total_steps=stepper.total_steps) for m in models)]
@@ -73,7 +75,7 @@ class Hogwild:
         self.share()
         self.stops.clear()
         threads = [threading.Thread(target=run_thread, args=(i,), name=f"hogwild-{i}") for i in range(len(self.workers))]
-        with _keep_torch_threads():
+        with set_threads(1):
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -85,10 +87,8 @@ class Hogwild:
 class HogwildStepper(Stepper):
     """A Stepper that runs each step in the next free thread."""
 
-    def __init__(
-        self, model: DLRM, spec: TrainSpec, *, total_steps: int, num_threads: int, timers: Timers | None = None
-    ) -> None:
-        super().__init__(model, spec, total_steps=total_steps, timers=timers)
+    def __init__(self, model: DLRM, spec: TrainSpec, *, total_steps: int, num_threads: int) -> None:
+        super().__init__(model, spec, total_steps=total_steps)
         self.steps_ahead = num_threads
         first = Stepper(model, spec, total_steps=total_steps, optimizer=self.optimizer)
         self._hogwild = Hogwild(first, num_threads)
@@ -119,15 +119,6 @@ class HogwildStepper(Stepper):
         self._hogwild.share()
 
 
-def check_can_share(store: EmbeddingStore) -> None:
-    """Refuse a store that several threads cannot use at once."""
-    if store.tables and not store.can_share_between_threads:
-        raise RowsteadError(
-            "train.sync.hogwild_threads: threads can share only tables in CPU memory, with the CPU kernels: use "
-            "`--set device=cpu` and `placement: auto`, or one thread"
-        )
-
-
 def replicate_model(model: DLRM, store: EmbeddingStore) -> DLRM:
     """A copy of the model with its own network, over `store`."""
     other = copy.copy(model)
@@ -137,13 +128,3 @@ def replicate_model(model: DLRM, store: EmbeddingStore) -> DLRM:
     other.store = store
     other.net = copy.deepcopy(model.net)
     return other
-
-
-@contextlib.contextmanager
-def _keep_torch_threads() -> Iterator[None]:
-    """Restore the number of torch's threads."""
-    before = torch.get_num_threads()
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -16,7 +16,7 @@ from rowstead.data.batch import Batch
 from rowstead.data.open_log import Sources
 from rowstead.data.prefetch import Prefetch
 from rowstead.data.source import Cursor
-from rowstead.distributed.process_group import ProcessGroup, SingleProcess
+from rowstead.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from rowstead.records.cost import Cost, counted
 from rowstead.records.timers import Timers
 from rowstead.records.usage import usable_cores
@@ -25,15 +25,12 @@ from rowstead.spec.heads import HEADS
 from rowstead.spec.phases import Phase
 from rowstead.spec.run import RunSpec
 from rowstead.training import checkpoint
-from rowstead.training.checkpoint_changes import CheckpointChanges
-from rowstead.training.checkpoint_increment import Increment
-from rowstead.training.early_stopping import EarlyStopping
+from rowstead.training.checkpoint_increment import CheckpointChanges, Increment
 from rowstead.training.evaluate import evaluate
 from rowstead.training.metrics import Quality
 from rowstead.training.prefetch import copy_ahead
 from rowstead.training.profile import Profiler
-from rowstead.training.progress import MovingLoss, Position, Progress
-from rowstead.training.reporting import RunReporter
+from rowstead.training.progress import EarlyStopping, MovingLoss, Position, Progress, RunReporter
 from rowstead.training.step import Stepper
 from rowstead.training.throughput import ReaderReport, Throughput, reader_report, reader_warning
 
@@ -51,7 +48,7 @@ class TrainOutcome:
     position: Position
     quality: Quality | None
     samples_per_s: float | None
-    """Of this process without its first steps, evaluations and checkpoints; None without steps."""
+    """Samples over training time, see `Throughput`; None without steps."""
     phase_s: dict[Phase, float] = field(default_factory=dict)
     num_skipped: int | None = None
     """Bad rows that this process skipped; None for a log that cannot have any."""
@@ -90,7 +87,7 @@ class Loop:
         stop_requested: Callable[[], bool] = lambda: False,
         profile: bool = False,
         changes: CheckpointChanges | None = None,
-        process_group: ProcessGroup | None = None,
+        process_group: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
         self.spec, self.stepper = spec, stepper
         self.train_source = sources.train.pin_memory() if device.type == "cuda" else sources.train
@@ -98,7 +95,7 @@ class Loop:
         self.device, self.folder, self.facts, self.reporter = device, folder, facts, reporter
         self.position = position or Position()
         self.timers: Timers = stepper.timers
-        self.process_group: ProcessGroup = process_group or SingleProcess()
+        self.process_group = process_group
         self._stop_requested = stepper.execution.agree_on_stop(stop_requested)
         stepper.on_message = reporter.on_message
         self._early_stopping = EarlyStopping(spec.train, self.position)
@@ -274,7 +271,7 @@ class Loop:
 
     def _write_checkpoint(self, folder: Path, *, keep: int, increment: Increment | None = None) -> Path:
         self._collect_losses()
-        facts = {**self.facts, "position": self.position.to_plain()}
+        facts = {**self.facts, "position": vars(self.position)}
         with self.timers.phase(Phase.CHECKPOINT):
             return checkpoint.save(
                 folder,
@@ -320,7 +317,7 @@ class Loop:
             waiting_share=throughput.waiting_share,
             core_s_per_sample=thread_s + self.train_source.background_cpu_s_per_sample,
             thread_s_per_sample=thread_s,
-            gpu_s_per_sample=self.stepper.gpu_s_per_sample,
+            gpu_s_per_sample=self.stepper.execution.gpu_s_per_sample,
         )
         on_gpu = self.device.type == "cuda"
         if warning := reader_warning(report, spent_s=throughput.spent_s, num_cores=usable_cores(), on_gpu=on_gpu):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager
 from typing import TypeVar
 
@@ -17,12 +17,6 @@ from rowstead.stores.base import EmbeddingStore
 
 Where = TypeVar("Where")
 """What comes with a batch, such as its reader's cursor."""
-
-
-def pin_batches(batches: Iterable[tuple[Batch, Where]]) -> Iterator[tuple[Batch, Where]]:
-    """The batches in pinned memory, from which copies to a GPU are asynchronous."""
-    for batch, cursor in batches:
-        yield batch.pin_memory(), cursor
 
 
 def copy_ahead(batches: Iterator[tuple[Batch, Where]], device: torch.device) -> Iterator[tuple[Batch, Batch, Where]]:

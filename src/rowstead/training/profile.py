@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from rowstead.records.files import write_atomic
 from rowstead.records.timers import Timers
+from rowstead.report.placement import align_columns
 from rowstead.spec.phases import Phase
 
 SKIPPED_STEPS = 10
@@ -25,9 +26,8 @@ TRACED_STEPS = 20
 WARM_STEPS = 2
 """Skipped steps in which the profiler already runs: its first steps are slow."""
 READING = "reading a batch"
-OTHER = "other"
-MOST = 8
-"""Operators in a table."""
+MAX_OPERATORS = 8
+"""In a table."""
 
 T = TypeVar("T")
 
@@ -107,7 +107,7 @@ class Profiler:
         first, last = self._steps_before + SKIPPED_STEPS + 1, self._steps_before + self._num_steps
         self._report(
             f"where the time of steps {first} to {last} went, while they were traced:\n"
-            + table(("phase", "ms per step", "share"), phase_rows(phase_s, elapsed_s, num_traced))
+            + _table(("phase", "ms per step", "share"), _phase_rows(phase_s, elapsed_s, num_traced))
             + "\n"
             + self._operators(ended, elapsed_s, num_traced)
             + f"\n{written}"
@@ -129,10 +129,10 @@ class Profiler:
                 for one in averages
                 if not one.is_user_annotation
             ]
-            most = [entry for entry in sorted(spent, key=lambda entry: -entry[1])[:MOST] if entry[1] > 0]
+            most = [entry for entry in sorted(spent, key=lambda entry: -entry[1])[:MAX_OPERATORS] if entry[1] > 0]
             if most:
                 rows = [(name[:60], f"{s / num_steps * 1e3:.2f}", f"{s / elapsed_s:.0%}") for name, s in most]
-                lines.append(table((f"{what} that took most", "ms per step", "share"), rows))
+                lines.append(_table((f"{what} that took most", "ms per step", "share"), rows))
         return "\n".join(lines)
 
     def _write(self, ended: profile) -> None:
@@ -163,22 +163,13 @@ class _Ranges:
         self._open.pop().__exit__(None, None, None)
 
 
-def phase_rows(phase_s: dict[Phase, float], elapsed_s: float, num_steps: int) -> list[tuple[str, str, str]]:
+def _phase_rows(phase_s: dict[Phase, float], elapsed_s: float, num_steps: int) -> list[tuple[str, str, str]]:
     """Phases that took any time, the longest first, then the rest, then the whole step."""
     spent = sorted(((phase.value, s) for phase, s in phase_s.items() if s > 0), key=lambda entry: -entry[1])
-    spent.append((OTHER, max(0.0, elapsed_s - sum(phase_s.values()))))
+    spent.append(("other", max(0.0, elapsed_s - sum(phase_s.values()))))
     spent.append(("step", elapsed_s))
     return [(name, f"{s / num_steps * 1e3:.2f}", f"{s / elapsed_s:.0%}") for name, s in spent]
 
 
-def table(headings: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    """Plain text in columns: names left-aligned, numbers right-aligned."""
-    widths = [max(len(row[column]) for row in (headings, *rows)) for column in range(len(headings))]
-    return "\n".join(
-        "  "
-        + "  ".join(
-            cell.rjust(width) if column else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in (headings, *rows)
-    )
+def _table(headings: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    return "\n".join(f"  {line}" for line in align_columns([headings, *rows], numbers=range(1, len(headings))))

@@ -1,13 +1,17 @@
-"""How far a run has come, and the callbacks that follow it."""
+"""How far a run has come, when it stops early, and who is told: callbacks, the event file and TensorBoard."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from rowstead.data.source import Cursor
+from rowstead.records.events import EventLog
+from rowstead.records.tensorboard import ScalarWriter
+from rowstead.spec.train import TrainSpec
 from rowstead.training.metrics import Quality
 
 
@@ -25,9 +29,6 @@ class Position:
     """The lowest evaluation measure so far, for early stopping."""
     evaluations_since_best: int = 0
 
-    def to_plain(self) -> dict[str, Any]:
-        return dict(vars(self))
-
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
@@ -40,11 +41,37 @@ class Progress:
     loss: float
     """Mean over the last steps."""
     samples_per_s: float
-    """Of this process, without its first steps once there are enough others."""
+    """Samples over training time so far, see `Throughput`."""
     waiting_share: float
     """Share of the time spent waiting for data."""
     ne: float | None = None
     """NE over the last steps, of predictions made before each update; None while all their labels are equal."""
+
+
+class EarlyStopping:
+    """Counts evaluations without improvement, to end a run. Its state is part of `position`, so that checkpoints keep it."""
+
+    def __init__(self, spec: TrainSpec, position: Position) -> None:
+        self._spec, self._position = spec, position
+
+    def observe(self, quality: Quality) -> bool:
+        """Count one evaluation; true if it is the best so far, whose weights should be kept."""
+        rule, position = self._spec.early_stop, self._position
+        if rule is None:
+            return False
+        measure = quality.early_stop_measure(self._spec.loss)
+        is_best = position.best is None or measure < position.best - rule.min_delta
+        if is_best:
+            position.best, position.evaluations_since_best = measure, 0
+        else:
+            position.evaluations_since_best += 1
+        return is_best
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether the patience is used up."""
+        rule = self._spec.early_stop
+        return rule is not None and self._position.evaluations_since_best >= rule.patience
 
 
 class ProgressCallback(Protocol):
@@ -52,15 +79,12 @@ class ProgressCallback(Protocol):
 
     def on_step(self, progress: Progress) -> None:
         """Called after every step."""
-        ...
 
     def on_evaluation(self, step: int, quality: Quality) -> None:
         """Called after every evaluation."""
-        ...
 
     def on_message(self, text: str) -> None:
         """Called with one line of text for the user."""
-        ...
 
 
 class NoProgress:
@@ -103,3 +127,57 @@ class MovingLoss:
     def _mean(self, column: int) -> float:
         total = sum(step[0] for step in self._steps)
         return sum(step[0] * step[column] for step in self._steps) / total if total else math.nan
+
+
+class RunReporter:
+    """A `ProgressCallback` that writes to the run's folder and then calls another callback.
+
+    Without a `folder` nothing is written, as in all processes of a job but the first. `resumed_step` is the step of the checkpoint
+    that a resumed run starts from: later events of its earlier part no longer count.
+    """
+
+    def __init__(
+        self, folder: Path | None, callback: ProgressCallback, *, log_every: int, resumed_step: int | None = None
+    ) -> None:
+        self._callback, self._log_every = callback, log_every
+        self._logged_step = resumed_step or 0
+        self._events = self._scalars = None
+        if folder is not None:
+            self._events = EventLog(folder / "events.jsonl")
+            self._scalars = ScalarWriter(folder / "tensorboard", resumed_step=resumed_step)
+            if resumed_step is not None:
+                self._events.resumed(resumed_step)
+
+    def on_step(self, progress: Progress) -> None:
+        """Report a step; every `log_every` steps its figures are also written."""
+        self._callback.on_step(progress)
+        if progress.step // self._log_every > self._logged_step // self._log_every:
+            self._logged_step = progress.step
+            figures = {name: value for name, value in vars(progress).items() if value is not None}
+            self.write("train", progress.step, {k: v for k, v in figures.items() if k not in ("step", "total_steps")})
+
+    def on_evaluation(self, step: int, quality: Quality) -> None:
+        """Report an evaluation, with its calibration where that was measured."""
+        self.write("evaluation", step, quality.figures())
+        if self._events is not None and quality.reliability is not None:
+            self._events.write("calibration", step=step, **vars(quality.reliability))
+        self._callback.on_evaluation(step, quality)
+
+    def on_message(self, text: str) -> None:
+        """Report one line of text for the user."""
+        self._callback.on_message(text)
+
+    def write(self, kind: str, step: int, figures: dict[str, Any] | None = None) -> None:
+        """Write an event; its numbers are also written as scalars `kind/name`."""
+        figures = figures or {}
+        if self._events is None or self._scalars is None:
+            return
+        self._events.write(kind, step=step, **figures)
+        scalars = {f"{kind}/{name}": value for name, value in figures.items() if isinstance(value, (int, float))}
+        if scalars:
+            self._scalars.write(step, scalars)
+
+    def close(self) -> None:
+        for writer in (self._events, self._scalars):
+            if writer is not None:
+                writer.close()

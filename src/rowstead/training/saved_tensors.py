@@ -13,7 +13,7 @@ from torch import Tensor
 from rowstead.spec.errors import CheckpointError
 from rowstead.spec.train import CheckpointFormat
 from rowstead.stores.state import PIECE_BYTES, SavedState
-from rowstead.training.checkpoint_files import DTYPES, ShardFile, decode
+from rowstead.training.checkpoint_files import DTYPES, ENCODINGS, ShardFile
 from rowstead.training.touched import RowBitmap
 
 STORE = "store."
@@ -33,19 +33,12 @@ class SavedTensors(Mapping[str, Tensor]):
         """Shape of a tensor, without reading it."""
 
     @abstractmethod
-    def dtype(self, name: str) -> torch.dtype:
-        """Type of a tensor's elements, without reading it."""
-
-    @abstractmethod
     def rows(self, name: str, start: int, stop: int, first_column: int = 0, last_column: int | None = None) -> Tensor:
         """Rows `start` to `stop` of a tensor, [stop - start, …], and of a table only some columns; reads only those rows."""
 
     def __getitem__(self, name: str) -> Tensor:
         shape = self.shape(name)
         return self.rows(name, 0, shape[0] if shape else 1).reshape(shape)
-
-    def __contains__(self, name: object) -> bool:
-        return any(name == own for own in self)
 
 
 class FolderTensors(SavedTensors):
@@ -72,9 +65,6 @@ class FolderTensors(SavedTensors):
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._index[name]["shape"])
 
-    def dtype(self, name: str) -> torch.dtype:
-        return DTYPES[self._index[name]["dtype"]]
-
     def rows(self, name: str, start: int, stop: int, first_column: int = 0, last_column: int | None = None) -> Tensor:
         shape = self.shape(name) or (1,)
         width = shape[1] if len(shape) > 1 else 1
@@ -83,7 +73,7 @@ class FolderTensors(SavedTensors):
             requested = f"rows {start} to {stop}, columns {first_column} to {last_column}"
             raise IndexError(f"{requested} of `{name}`, which has shape {list(shape)}")
         row_shape = shape[1:] if (first_column, last_column) == (0, width) else (last_column - first_column,)
-        result = torch.empty((stop - start, *row_shape), dtype=self.dtype(name))
+        result = torch.empty((stop - start, *row_shape), dtype=DTYPES[self._index[name]["dtype"]])
         missing = (stop - start) * (last_column - first_column)
         for file, first, last, *columns in self._index[name]["pieces"]:
             left, right = columns or (0, width)
@@ -112,7 +102,7 @@ class FolderTensors(SavedTensors):
         rows_each = max(1, PIECE_BYTES // max(1, shard.row_bytes(name)))
         for done in range(0, len(into), rows_each):
             some = into[done : done + rows_each]
-            found = decode(encoding, shard.rows(name, start + done, start + done + len(some)), into.dtype)
+            found = ENCODINGS[encoding].decode(shard.rows(name, start + done, start + done + len(some)))
             some.copy_((found if columns is None else found[:, columns]).reshape(some.shape))
 
 
@@ -144,9 +134,6 @@ class IncrementalTensors(SavedTensors):
     def shape(self, name: str) -> tuple[int, ...]:
         return (self._base if name in self._bits else self._increment).shape(name)
 
-    def dtype(self, name: str) -> torch.dtype:
-        return self._increment.dtype(name)
-
     def rows(self, name: str, start: int, stop: int, first_column: int = 0, last_column: int | None = None) -> Tensor:
         bits = self._bits.get(name)
         if bits is None:
@@ -162,30 +149,21 @@ class IncrementalTensors(SavedTensors):
         return self._increment[f"{TOUCHED}{table}"]
 
 
-class StoreTensors(Mapping[str, Tensor]):
-    """The store's tensors of a checkpoint, by the store's own names; read on access."""
+class StoreTensors:
+    """The store's tensors of a checkpoint, or of a Stepper's state, by the store's own names: a `SavedState`."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
 
-    def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[f"{STORE}{name}"]
-
     def __contains__(self, name: object) -> bool:
         return f"{STORE}{name}" in self._tensors
 
-    def __iter__(self) -> Iterator[str]:
-        return (name.removeprefix(STORE) for name in self._tensors if name.startswith(STORE))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
     def shape(self, name: str) -> tuple[int, ...]:
-        tensors = self._tensors
-        return tensors.shape(f"{STORE}{name}") if isinstance(tensors, SavedState) else tuple(self[name].shape)
+        tensors, name = self._tensors, f"{STORE}{name}"
+        return tensors.shape(name) if isinstance(tensors, SavedState) else tuple(tensors[name].shape)
 
     def rows(self, name: str, start: int, stop: int, first_column: int = 0, last_column: int | None = None) -> Tensor:
-        tensors = self._tensors
+        tensors, name = self._tensors, f"{STORE}{name}"
         if isinstance(tensors, SavedState):
-            return tensors.rows(f"{STORE}{name}", start, stop, first_column, last_column)
-        return self[name][start:stop, first_column:last_column]
+            return tensors.rows(name, start, stop, first_column, last_column)
+        return tensors[name][start:stop, first_column:last_column]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from rowstead.data.batch import Batch
-from rowstead.distributed.process_group import ProcessGroup
+from rowstead.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from rowstead.kernels.choose import has_triton
 from rowstead.nn.dlrm import DLRM
 from rowstead.nn.heads import head_of
@@ -24,7 +24,7 @@ from rowstead.spec.errors import CheckpointError, TrainingError
 from rowstead.spec.phases import Phase
 from rowstead.spec.train import DenseOptimizerSpec, ScheduleSpec, TrainSpec
 from rowstead.training.device import dense_precision
-from rowstead.training.flat_parameters import FlatReplica
+from rowstead.training.flat_parameters import Replica
 from rowstead.training.prefetch import Where, prefetch_rows
 from rowstead.training.saved_tensors import STORE, StoreTensors
 from rowstead.training.sync_base import SyncPolicy
@@ -56,7 +56,7 @@ def run_step(run: Execution, batch: Batch, number: int, rate: float) -> None:
         with run.phase(Phase.SYNC):
             sync.gradients_ready(number)
     with run.phase(Phase.DENSE_UPDATE):
-        run.update_dense(rate)
+        run.update_dense(rate if sync is None else rate * sync.dense_lr_factor(number))
     if finish_row_update is not None:
         with run.phase(Phase.ROW_UPDATE):
             finish_row_update(run.spec.sparse_optimizer.lr * rate, number)
@@ -156,20 +156,19 @@ class Stepper:
         spec: TrainSpec,
         *,
         total_steps: int,
-        timers: Timers | None = None,
-        process_group: ProcessGroup | None = None,
+        process_group: ProcessGroup = SINGLE_PROCESS,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         self.model, self.spec, self.total_steps = model, spec, total_steps
-        self.timers = timers or Timers()
+        self.timers = Timers()
         self.on_message: Callable[[str], None] = lambda text: None
         """Called with messages for the user."""
-        self._rank = 0 if process_group is None else process_group.rank
+        self._rank = process_group.rank
         self.execution = self._choose_execution(process_group, optimizer)
 
-    def _choose_execution(self, process_group: ProcessGroup | None, optimizer: torch.optim.Optimizer | None) -> Execution:
+    def _choose_execution(self, process_group: ProcessGroup, optimizer: torch.optim.Optimizer | None) -> Execution:
         model, spec, timers = self.model, self.spec, self.timers
-        if process_group is not None and process_group.world_size > 1:
+        if process_group.world_size > 1:
             from rowstead.training.sharded_step import ShardedExecution
 
             return ShardedExecution(model, spec, timers, process_group)
@@ -191,7 +190,7 @@ class Stepper:
         The caller calls `policy.close()` after the last step.
         """
         assert type(self.execution) is Execution, "a sync policy needs eager steps in one process: set `cuda_graphs` to false"
-        policy.begin(FlatReplica(self.model.net, self.optimizer))
+        policy.begin(Replica(self.model.net, self.optimizer))
         self.execution.sync = policy
 
     def prefetch(self, items: Iterator[tuple[Batch, Batch, Where]]) -> Iterator[tuple[Batch, Batch, Where]]:
@@ -209,11 +208,6 @@ class Stepper:
         """Start a step; the returned function waits for its loss, and raises if that is not finite."""
         self.model.net.seed_step(number, self._rank)
         return self.execution.start(batch, number, lr_factor(self.spec.schedule, number, self.total_steps))
-
-    @property
-    def gpu_s_per_sample(self) -> float | None:
-        """How long a GPU is busy for each sample; None where steps are not replayed, and before some were."""
-        return self.execution.gpu_s_per_sample
 
     def state(self) -> dict[str, Tensor]:
         """Everything that training changes: `net.*`, `optimizer.*` and `store.*`."""
@@ -248,14 +242,15 @@ class Stepper:
 
 def build_dense_optimizer(spec: DenseOptimizerSpec, module: nn.Module) -> torch.optim.Optimizer:
     """torch.optim's optimizer of that name over the module's parameters; on the CPU the fused one."""
+    kinds: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = {
+        "sgd": (torch.optim.SGD, {}),
+        "adagrad": (torch.optim.Adagrad, {"eps": spec.eps}),
+        "adam": (torch.optim.Adam, {"eps": spec.eps, "betas": (spec.beta1, spec.beta2)}),
+    }
+    build, options = kinds[spec.kind]
     parameters = list(module.parameters())
     fused = True if all(parameter.device.type == "cpu" for parameter in parameters) else None
-    if spec.kind == "sgd":
-        return torch.optim.SGD(parameters, lr=spec.lr, weight_decay=spec.weight_decay, fused=fused)
-    if spec.kind == "adagrad":
-        return torch.optim.Adagrad(parameters, lr=spec.lr, eps=spec.eps, weight_decay=spec.weight_decay, fused=fused)
-    betas = (spec.beta1, spec.beta2)
-    return torch.optim.Adam(parameters, lr=spec.lr, eps=spec.eps, betas=betas, weight_decay=spec.weight_decay, fused=fused)
+    return build(parameters, lr=spec.lr, weight_decay=spec.weight_decay, fused=fused, **options)
 
 
 def lr_factor(spec: ScheduleSpec, step: int, total_steps: int) -> float:

@@ -12,8 +12,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rowstead.spec.sync import SyncSpec
-from rowstead.training.sync_base import DenseServer, DenseServerUnavailable, Replica
+from rowstead.spec.sync import SYNC_MODES, SYNC_RULES, SyncMode, SyncRule, SyncSpec
+from rowstead.training.flat_parameters import Replica
+from rowstead.training.sync_base import DenseServer, DenseServerUnavailable, SyncPolicy
 
 OPTIMIZER = "optimizer"
 """Name under which the dense optimizer's state is saved on the dense server."""
@@ -24,53 +25,21 @@ AVERAGE_EVERY = 16
 
 
 def build_policies(
-    spec: SyncSpec, connect: Callable[[int], DenseServer], *, num_trainers: int, num_threads: int = 1
-) -> list[Unsynchronised]:
-    """Return a policy per thread of one trainer; `connect(thread)` returns the dense server's client of that thread."""
-    mode, alpha = spec.mode_for(num_trainers), spec.alpha_for(num_trainers)
-    if mode == "allreduce":
-        return [AllReduce(connect(i), thread=i) for i in range(num_threads)]
-    if mode == "easgd":
-        return [Easgd(connect(i), alpha=alpha, period=spec.period, thread=i) for i in range(num_threads)]
-    if mode == "shadow":
-        first = Shadow(
-            connect(0),
-            rule=spec.rule,
-            alpha=alpha,
-            period=spec.period,
-            momentum=spec.block_momentum_for(num_trainers) if spec.rule == "bmuf" else 0.0,
-            lr=spec.block_lr if spec.rule == "bmuf" else 1.0,
-        )
-        return [first, *(first.for_thread() for _ in range(num_threads - 1))]
-    assert mode == "none", f"sync mode `{mode}` has no policy"
-    period = max(1, SAVE_STATE_EVERY * spec.period // num_threads)  # one thread counts for all
-    return [PublishParameters(connect(0), period=period), *(Unsynchronised() for _ in range(num_threads - 1))]
+    spec: SyncSpec, connect: Callable[[int], DenseServer], *, num_trainers: int, num_threads: int = 1, total_steps: int = 0
+) -> list[SyncPolicy]:
+    """Return a policy per thread of one trainer; `connect(thread)` returns the dense server's client of that thread.
+
+    `total_steps` are those of all trainers together.
+    """
+    resolved = spec.resolve(num_trainers)
+    policies = _POLICIES[resolved.mode].build(resolved, connect, num_threads)
+    for policy in policies:
+        policy.factor = spec.dense_lr_factor or 1.0  # a run of an older version has none, and continues as it began
+        policy.factor_steps = spec.factor_warmup * total_steps
+    return policies
 
 
-class Unsynchronised:
-    """No-op policy for a single trainer."""
-
-    num_exchanges = 0
-    num_missed = 0
-    """Exchanges that failed because the dense server was unavailable."""
-
-    def begin(self, replica: Replica) -> None:
-        """Does nothing."""
-
-    def gradients_ready(self, step: int) -> None:
-        """Does nothing."""
-
-    def after_step(self, step: int) -> None:
-        """Does nothing."""
-
-    def pause(self) -> None:
-        """Does nothing."""
-
-    def close(self) -> None:
-        """Does nothing."""
-
-
-class _SyncWithServer(Unsynchronised):
+class _SyncWithServer(SyncPolicy):
     """Base of the policies with a dense server: how a trainer joins, and that it continues without the server."""
 
     def __init__(self, server: DenseServer, *, thread: int = 0) -> None:
@@ -78,6 +47,11 @@ class _SyncWithServer(Unsynchronised):
         self._replica: Replica | None = None
         self._has_joined = False
         self._exchanges_to_save = 1
+
+    @classmethod
+    def build(cls, spec: SyncSpec, connect: Callable[[int], DenseServer], num_threads: int) -> list[SyncPolicy]:
+        """Return a policy per thread; the spec is resolved."""
+        return [cls(connect(i), thread=i) for i in range(num_threads)]
 
     @property
     def replica(self) -> Replica:
@@ -131,15 +105,11 @@ class _SyncWithServer(Unsynchronised):
 
     def close(self) -> None:
         """Send the final parameters: the shared model becomes the mean of those of all trainers."""
+        self._try(self._finish if self._thread == 0 else self._server.leave)
 
-        def finish() -> None:
-            if self._thread == 0:
-                self._save_state()
-                self._server.finish(self._local())
-            else:
-                self._server.leave()
-
-        self._try(finish)
+    def _finish(self) -> None:
+        self._save_state()
+        self._server.finish(self._local())
 
 
 class PublishParameters(_SyncWithServer):
@@ -151,18 +121,20 @@ class PublishParameters(_SyncWithServer):
         self._num_steps = 0
         """Of this thread: step numbers may go to other threads, or come in any order."""
 
+    @classmethod
+    def build(cls, spec: SyncSpec, connect: Callable[[int], DenseServer], num_threads: int) -> list[SyncPolicy]:
+        period = max(1, SAVE_STATE_EVERY * spec.period // num_threads)  # one thread counts for all
+        return [cls(connect(0), period=period), *(SyncPolicy() for _ in range(num_threads - 1))]
+
     def after_step(self, step: int) -> None:
         self._num_steps += 1
         if self._num_steps % self._period == 0:
-            self._push()
+            self._try(self._push)
 
     def _push(self) -> None:
-        def push() -> None:
-            self._server.push(self._local())
-            self._save_state()
-            self.num_exchanges += 1
-
-        self._try(push)
+        self._server.push(self._local())
+        self._save_state()
+        self.num_exchanges += 1
 
 
 class AllReduce(_SyncWithServer):
@@ -177,29 +149,26 @@ class AllReduce(_SyncWithServer):
         self._round = 0
 
     def gradients_ready(self, step: int) -> None:
-        def average() -> None:
-            own = self.replica.gradients().to("cpu")
-            mean, self._round = self._server.average(own, f"gradients.{self._thread}")
-            self.replica.set_gradients(mean)
-
         self._round = 0
-        self._try(average)
+        self._try(self._average_gradients)
 
     def after_step(self, step: int) -> None:
         if self._thread == 0 and self._round and self._round % AVERAGE_EVERY == 0:  # the same for all members of this round
-            self._average_parameters()
+            self._try(self._average_parameters)
 
     def pause(self) -> None:
         """Leave; entering a round makes it a member again."""
         self._try(self._server.leave)
 
-    def _average_parameters(self) -> None:
-        def average_parameters() -> None:
-            own = self._local()
-            self._add(self._server.average_parameters(own).sub_(own))
-            self._count_exchange()
+    def _average_gradients(self) -> None:
+        own = self.replica.gradients().to("cpu")
+        mean, self._round = self._server.average(own, f"gradients.{self._thread}")
+        self.replica.set_gradients(mean)
 
-        self._try(average_parameters)
+    def _average_parameters(self) -> None:
+        own = self._local()
+        self._add(self._server.average_parameters(own).sub_(own))
+        self._count_exchange()
 
 
 class Easgd(_SyncWithServer):
@@ -213,17 +182,19 @@ class Easgd(_SyncWithServer):
         self._alpha, self._period = alpha, period
         self._num_steps = 0
 
+    @classmethod
+    def build(cls, spec: SyncSpec, connect: Callable[[int], DenseServer], num_threads: int) -> list[SyncPolicy]:
+        assert spec.alpha is not None
+        return [cls(connect(i), alpha=spec.alpha, period=spec.period, thread=i) for i in range(num_threads)]
+
     def gradients_ready(self, step: int) -> None:
         if self._num_steps % self._period == 0:
-            self._exchange()
+            self._try(self._exchange)
         self._num_steps += 1
 
     def _exchange(self) -> None:
-        def exchange() -> None:
-            self._add(self._server.elastic_average(self._local(), self._alpha).neg_())
-            self._count_exchange()
-
-        self._try(exchange)
+        self._add(self._server.elastic_average(self._local(), self._alpha).neg_())
+        self._count_exchange()
 
 
 class Shadow(_SyncWithServer):
@@ -235,7 +206,7 @@ class Shadow(_SyncWithServer):
     """
 
     def __init__(
-        self, server: DenseServer, *, rule: str, alpha: float, period: int, momentum: float = 0.0, lr: float = 1.0
+        self, server: DenseServer, *, rule: SyncRule, alpha: float, period: int, momentum: float = 0.0, lr: float = 1.0
     ) -> None:
         super().__init__(server)
         self._rule, self._alpha, self._period, self._momentum, self._lr = rule, alpha, period, momentum, lr
@@ -244,6 +215,21 @@ class Shadow(_SyncWithServer):
         self._condition = threading.Condition()
         self._shadow_thread: threading.Thread | None = None
         self._error: Exception | None = None
+
+    @classmethod
+    def build(cls, spec: SyncSpec, connect: Callable[[int], DenseServer], num_threads: int) -> list[SyncPolicy]:
+        assert spec.alpha is not None
+        assert spec.block_momentum is not None
+        is_bmuf = spec.rule == "bmuf"
+        first = cls(
+            connect(0),
+            rule=spec.rule,
+            alpha=spec.alpha,
+            period=spec.period,
+            momentum=spec.block_momentum if is_bmuf else 0.0,
+            lr=spec.block_lr if is_bmuf else 1.0,
+        )
+        return [first, *(_ShadowThread(first) for _ in range(num_threads - 1))]
 
     def begin(self, replica: Replica) -> None:
         super().begin(replica)
@@ -261,12 +247,8 @@ class Shadow(_SyncWithServer):
     def pause(self) -> None:
         """Leave, if others would wait for this trainer in a round."""
         with self._condition:
-            self._is_paused = self._rule != "easgd"
+            self._is_paused = SYNC_RULES[self._rule].needs_round
             self._condition.notify()
-
-    def for_thread(self) -> _ShadowThread:
-        """Return the policy of another thread of the same trainer, whose steps count too."""
-        return _ShadowThread(self)
 
     def close(self) -> None:
         with self._condition:
@@ -283,11 +265,11 @@ class Shadow(_SyncWithServer):
 
         def exchange() -> None:
             own = self._local()
-            if self._rule == "easgd":
-                change = self._server.elastic_average(own, self._alpha).neg_()
-            else:
+            if SYNC_RULES[self._rule].needs_round:
                 common = self._server.average_parameters(own, momentum=self._momentum, lr=self._lr)
                 change = common.sub_(own).mul_(self._alpha)
+            else:
+                change = self._server.elastic_average(own, self._alpha).neg_()
             self._add(change)
             self._count_exchange()
 
@@ -310,7 +292,7 @@ class Shadow(_SyncWithServer):
             self._error = error
 
 
-class _ShadowThread(Unsynchronised):
+class _ShadowThread(SyncPolicy):
     """Counts the steps of another thread towards the period of a shadow."""
 
     def __init__(self, shadow: Shadow) -> None:
@@ -321,3 +303,12 @@ class _ShadowThread(Unsynchronised):
 
     def pause(self) -> None:
         self._shadow.pause()
+
+
+_POLICIES: dict[SyncMode, type[_SyncWithServer]] = {
+    "none": PublishParameters,
+    "allreduce": AllReduce,
+    "easgd": Easgd,
+    "shadow": Shadow,
+}
+assert set(_POLICIES) == set(SYNC_MODES) - {"auto"}

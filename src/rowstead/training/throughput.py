@@ -18,16 +18,18 @@ MIN_IDLE_SHARE = 0.25
 
 
 class Throughput:
-    """Samples per second over the steps of this process, and the share of the time spent waiting for data.
+    """Samples over training time, and the share of that time spent waiting for data.
 
-    The first `WARM_STEPS` steps are left out once as many others have been made.
+    Training time is that of steps, waiting for data included, evaluations and checkpoints not. The first `WARM_STEPS` steps are left out
+    once as many others have been made. A trainer of a fleet has one for each of its threads; the throughput of the fleet is the
+    samples of all threads over the time of the one that trained longest (`fleet/fleet_figures.py`).
     """
 
     def __init__(self) -> None:
         self._num_steps = 0
         self._now = self._warm = (0, 0.0, 0.0)
 
-    def add(self, num_samples: int, step_s: float, *, waited_s: float) -> None:
+    def add(self, num_samples: int, step_s: float, *, waited_s: float = 0.0) -> None:
         """Count a step; `waited_s` is the total time spent waiting for data since the process began."""
         samples, spent_s, _ = self._now
         self._num_steps += 1
@@ -42,9 +44,19 @@ class Throughput:
         return samples / spent_s if samples and spent_s > 0 else None
 
     @property
+    def num_samples(self) -> int:
+        """Samples of the steps that count."""
+        return self._counted()[0]
+
+    @property
     def spent_s(self) -> float:
         """Seconds of the steps that count."""
         return self._counted()[1]
+
+    @property
+    def train_s(self) -> float:
+        """Seconds of all steps."""
+        return self._now[1]
 
     @property
     def waiting_share(self) -> float:
@@ -136,14 +148,10 @@ def _remedy(report: ReaderReport, num_cores: int, *, on_gpu: bool) -> str:
             "`data.parquet.decode_threads` is too low, there are few row groups, or other programs use the cores"
         )
     if on_gpu:
-        text = f"; reading used {used} cores, and {needed} would keep this GPU busy (there {_are(num_cores)} here)"
+        text = f"; reading used {used} cores, and {needed} would keep this GPU busy (there {'is' if num_cores == 1 else 'are'} {num_cores} here)"
     else:
         text = f"; about {needed} more cores would fix it (training uses the {num_cores} here too)"
     return f"{text}. Fewer features or a lower `max_ids` also help" if report.cores_needed > num_cores else text
-
-
-def _are(count: int) -> str:
-    return f"{'is' if count == 1 else 'are'} {count}"
 
 
 def _cores(number: float) -> str:

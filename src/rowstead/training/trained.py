@@ -23,7 +23,7 @@ from rowstead.records.run_folder import DEFAULT_ROOT, RunFolder
 from rowstead.records.usage import versions
 from rowstead.spec.errors import CheckpointError
 from rowstead.spec.networks import parse_network
-from rowstead.spec.parse import difference, digest, to_plain_without_defaults
+from rowstead.spec.parse import difference, digest, to_plain
 from rowstead.spec.placement import MemorySpec
 from rowstead.spec.run import RunSpec
 from rowstead.training import checkpoint
@@ -97,7 +97,7 @@ def evaluate(
     device = choose_device(trained.spec)
     if not trained.model.store.moves_with_module:
         device = torch.device("cpu")  # tables that do not fit in GPU memory stay where they are
-    with set_threads(trained.spec):
+    with set_threads(trained.spec.threads):
         quality = evaluate_model(
             trained.model.to(device),
             source,
@@ -128,7 +128,7 @@ def checkpoint_facts(spec: RunSpec, transforms: Any, id_kinds: IdKinds) -> dict[
 
 def architecture(spec: RunSpec) -> dict[str, Any]:
     """What decides the shapes of a model's tensors and the meaning of its rows, as a checkpoint keeps it."""
-    features, model = to_plain_without_defaults(spec.features), to_plain_without_defaults(spec.model)
+    features, model = to_plain(spec.features, defaults=False), to_plain(spec.model, defaults=False)
     facts = {"features": features, "model": model, "scale": spec.scale}
     network = parse_network(spec.model.network)
     if network.is_file:
