@@ -27,17 +27,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.harness import OtherLoad, arguments, chosen, noise_of, publish
 from rowstead.data.batch import Batch, Sparse
 from rowstead.distributed.launch import process_environment
-from rowstead.distributed.process_group import ProcessGroup, TorchProcessGroup, Traffic
+from rowstead.distributed.process_group import ProcessGroup, TorchProcessGroup, TorchWork
 from rowstead.distributed.sharded_store import ShardedStore
 from rowstead.distributed.sharding import Shard, column_ranges, plan_shards, row_ranges
 from rowstead.kernels.layout import Layout, layout_of
@@ -155,10 +156,59 @@ def least_bytes(case: Case, batch: Batch, num_parameters: int) -> float:
     return total
 
 
+@dataclass
+class Traffic:
+    """What one process has exchanged so far."""
+
+    sent_bytes: int = 0
+    """Sent to others; an all-reduce counts as what a ring all-reduce sends."""
+    flight_s: float = 0.0
+    """Sum over all collectives of the seconds between start and completion."""
+    waited_s: float = 0.0
+    """Seconds of these in which this process was blocked."""
+
+
+class MeasuredProcessGroup(TorchProcessGroup):
+    """Counts what this process sends, and how long its collectives take and are waited for."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.traffic = Traffic()
+
+    def start_all_reduce(self, tensor: Tensor) -> MeasuredWork:  # type: ignore[override]
+        self.traffic.sent_bytes += 2 * (self.world_size - 1) * tensor.numel() * tensor.element_size() // self.world_size
+        start_s = time.perf_counter()
+        return MeasuredWork(super().start_all_reduce(tensor), self.traffic, start_s)
+
+    def start_all_to_all(  # type: ignore[override]
+        self, received: Tensor, sent: Tensor, received_sizes: Sequence[int], sent_sizes: Sequence[int]
+    ) -> MeasuredWork:
+        self.traffic.sent_bytes += (sent.numel() - sent_sizes[self.rank]) * sent.element_size()
+        start_s = time.perf_counter()
+        return MeasuredWork(super().start_all_to_all(received, sent, received_sizes, sent_sizes), self.traffic, start_s)
+
+
+class MeasuredWork:
+    """A collective that is timed."""
+
+    def __init__(self, work: TorchWork, traffic: Traffic, start_s: float) -> None:
+        self._work, self._traffic, self._start_s = work, traffic, start_s
+        self._ended_s: list[float] = []
+        work.work.get_future().add_done_callback(lambda _: self._ended_s.append(time.perf_counter()))
+
+    def wait(self) -> None:
+        wait_s = time.perf_counter()
+        self._work.wait()
+        now_s = time.perf_counter()
+        end_s = self._ended_s[0] if self._ended_s else now_s  # the callback may run a moment after the wait returns
+        self._traffic.flight_s += max(end_s, self._start_s) - self._start_s
+        self._traffic.waited_s += min(now_s, max(end_s, wait_s)) - wait_s
+
+
 def worker(case: Case, num_steps: int, num_warmups: int) -> dict[str, Any] | None:
     """One process's part; the first returns what all measured."""
     torch.set_num_threads(1)
-    process_group = TorchProcessGroup.join(torch.device("cpu"), takes_times=True)
+    process_group = MeasuredProcessGroup.join(torch.device("cpu"))
     stepper = _stepper(case, process_group)
     # Some more than are trained on: ids travel ahead, and those of as many batches have to be counted.
     whole = [case.draw(number) for number in range(num_warmups + num_steps + 4)]
@@ -213,7 +263,8 @@ def _stepper(case: Case, process_group: ProcessGroup) -> Stepper:
         return DeviceStore(layout, optimizer, check=False)
 
     wire = WIRE_DTYPES[case.wire]
-    store = ShardedStore(case.layout, spec.sparse_optimizer, case.shards_by_name, process_group, make, wire=wire, check=False)
+    plan = plan_shards(case.layout, case.shards_by_name, process_group.world_size)
+    store = ShardedStore(plan, spec.sparse_optimizer, process_group, make, wire=wire, check=False)
     torch.manual_seed(1)
     model = DLRM(ModelSpec(width=case.width, bottom=(512, 256), top=(512, 256)), case.features, store)
     return Stepper(model, spec, total_steps=10_000, process_group=process_group)

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +26,21 @@ from rowstead.data.source import Source
 from rowstead.distributed.launch import process_environment
 from rowstead.distributed.process_group import ProcessGroup, SingleProcess, TorchProcessGroup
 from rowstead.distributed.sharded_store import ShardedStore
+from rowstead.distributed.sharding import plan_shards
 from rowstead.kernels.layout import Layout, layout_of
 from rowstead.nn.dlrm import DLRM
 from rowstead.spec.parse import override, parse
 from rowstead.spec.row_optimizers import SparseOptimizerSpec
 from rowstead.spec.run import RunSpec
+from rowstead.stores.backing import RamRows
+from rowstead.stores.cached import CachedStore
 from rowstead.stores.device import DeviceStore
 from rowstead.training.sharded_step import WIRE_DTYPES
 from rowstead.training.step import Stepper
 from tests.small_runs import small_plain
 
 Settings = dict[str, Any]
-"""`shards` of the tables, `changes` to the recipe, `num_steps`, `dtype`."""
+"""`shards` of the tables, `changes` to the recipe, `num_steps`, `dtype`, `device`, and `store`: `device` or `cached`."""
 
 
 def spec_of(settings: Settings) -> RunSpec:
@@ -62,29 +66,39 @@ def trained(settings: Settings, process_group: ProcessGroup) -> dict[str, Tensor
     layout = layout_of(spec.features, spec.tables)
     optimizer = spec.train.sparse_optimizer
 
-    def make(local: Layout, rule: SparseOptimizerSpec | None) -> DeviceStore:
-        return DeviceStore(local, rule, seed=spec.seed, dtype=dtype)
+    device = torch.device(settings.get("device", "cpu"))
 
-    store: DeviceStore | ShardedStore
+    def make(local: Layout, rule: SparseOptimizerSpec | None) -> DeviceStore | CachedStore:
+        if settings.get("store") == "cached":
+            slots = {table.name: 1 + table.num_rows // 3 for table in local.tables}
+            backing = partial(RamRows, seed=spec.seed, device=device)
+            return CachedStore(local, rule, num_slots=slots, backing=backing, seed=spec.seed, dtype=dtype, device=device)
+        return DeviceStore(local, rule, seed=spec.seed, dtype=dtype, device=device)
+
+    store: DeviceStore | CachedStore | ShardedStore
     if isinstance(process_group, SingleProcess):
         store = make(layout, optimizer)
     else:
         shards, wire = settings["shards"], WIRE_DTYPES[spec.train.wire]
         if isinstance(shards, str):
             shards = {table.name: shards for table in spec.tables}
-        store = ShardedStore(layout, optimizer, shards, process_group, make, dtype=dtype, wire=wire)
+        plan = plan_shards(layout, shards, process_group.world_size)
+        store = ShardedStore(plan, optimizer, process_group, make, dtype=dtype, device=device, wire=wire)
     torch.manual_seed(1)
-    model = DLRM(spec.model, spec.features, store).to(dtype)
+    model = DLRM(spec.model, spec.features, store).to(device, dtype)
     stepper = Stepper(model, spec.train, total_steps=10_000, process_group=process_group)
     source = sources.train.map(_weigh).local_share(process_group.rank, process_group.world_size)
     losses = []
     num_steps = settings.get("num_steps", 100)
-    batches = [batch for _, batch in zip(range(num_steps), _batches(source, spec, dtype), strict=False)]
+    batches = [batch.to(device) for _, batch in zip(range(num_steps), _batches(source, spec, dtype), strict=False)]
     for number, batch in enumerate(batches, start=1):
         if number < len(batches):
             store.prefetch(batches[number].sparse)
         losses.append(stepper.step(batch, number))
-    return {**stepper.state(), "losses": torch.tensor(losses, dtype=torch.float64)}
+    return {
+        **{name: value.cpu() for name, value in stepper.state().items()},
+        "losses": torch.tensor(losses, dtype=torch.float64),
+    }
 
 
 def _batches(source: Source, spec: RunSpec, dtype: torch.dtype) -> Iterator[Batch]:
@@ -104,10 +118,19 @@ def _weigh(batch: Batch) -> Batch:
     return dataclasses.replace(batch, weights=weights)
 
 
-def in_processes(world_size: int, settings: list[Settings], folder: Path) -> list[dict[str, Tensor]]:
+def in_processes(
+    world_size: int, settings: list[Settings], folder: Path, *, is_staged: bool = False
+) -> list[dict[str, Tensor]]:
     """What the first of `world_size` processes has of each of the settings."""
     folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "tests.distributed.sharded_training", str(folder), json.dumps(settings)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.distributed.sharded_training",
+        str(folder),
+        json.dumps(settings),
+        str(int(is_staged)),
+    ]
     processes = [
         subprocess.Popen(
             command, env=process_environment(rank, world_size, folder / "rendezvous", 0), stderr=subprocess.PIPE, text=True
@@ -126,7 +149,8 @@ def in_processes(world_size: int, settings: list[Settings], folder: Path) -> lis
 def main() -> None:
     folder, settings = Path(sys.argv[1]), json.loads(sys.argv[2])
     torch.set_num_threads(1)
-    process_group = TorchProcessGroup.join(torch.device("cpu"))
+    device = torch.device(settings[0].get("device", "cpu"), 0)
+    process_group = TorchProcessGroup.join(device, is_staged=sys.argv[3] == "1")
     for place, one in enumerate(settings):
         weights = trained(one, process_group)
         if process_group.rank == 0:

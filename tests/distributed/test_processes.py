@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import rowstead
 from rowstead.distributed.launch import INTERRUPTED, LOST, USER_ERROR, decide_restart, launch, process_environment
 from rowstead.distributed.process_group import SingleProcess
 from rowstead.spec.errors import RowsteadError
@@ -24,6 +25,7 @@ from tests.small_runs import recipe, wait_until
 MIX = {"one": "table", "shared": "row", "mean": "replicate", "large": "column"}
 SHARDS = ("table", "row", "column", "replicate", MIX)
 CLIPPED = ["train.sparse_optimizer.clip=0.01", "train.dense_optimizer.clip=0.1"]
+DENSE_VECTORS = ["model.interaction.num_dense_vectors=3", "model.interaction.pairs=dense_sparse"]
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], within: float) -> None:
@@ -35,6 +37,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], within: f
 def test_two_processes_end_at_the_weights_of_one_and_nearly_so_with_16_bits_on_the_wire(tmp_path: Path) -> None:
     exact: list[Settings] = [{"shards": shards, "num_steps": 12} for shards in SHARDS]
     exact += [{"shards": MIX, "num_steps": 12, "changes": [*CLIPPED, "train.sparse_optimizer.kind=adam"]}]
+    exact += [{"shards": MIX, "num_steps": 12, "changes": DENSE_VECTORS}]
     # Without Adagrad's first steps, which make a whole step of a gradient that is nearly zero, whichever way it is rounded.
     descent = ["train.dense_optimizer.kind=sgd", "train.sparse_optimizer.kind=sgd"]
     rounded: list[Settings] = [
@@ -42,10 +45,11 @@ def test_two_processes_end_at_the_weights_of_one_and_nearly_so_with_16_bits_on_t
         for wire in ("bf16", "fp16")
     ]
     found = in_processes(2, [*exact, *rounded], tmp_path)
-    plain, clipped = trained(exact[0], SingleProcess()), trained(exact[-1], SingleProcess())
+    plain = trained(exact[0], SingleProcess())
     for weights in found[: len(SHARDS)]:
         assert_same(weights, plain, 1e-9)
-    assert_same(found[len(SHARDS)], clipped, 1e-9)
+    for weights, settings in zip(found[len(SHARDS) : len(exact)], exact[len(SHARDS) :], strict=True):
+        assert_same(weights, trained(settings, SingleProcess()), 1e-9)
     losses = trained(rounded[0], SingleProcess())["losses"]
     for weights in found[len(exact) :]:
         assert 0 < (weights["losses"] - losses).abs().max() < 0.001
@@ -179,6 +183,15 @@ def test_no_process_outlives_a_launcher_that_was_killed(tmp_path: Path) -> None:
         for child in before:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
+
+
+@pytest.mark.slow
+def test_two_processes_train_dense_vectors_and_pairs_and_one_evaluates_them(tmp_path: Path) -> None:
+    settings = [word for change in DENSE_VECTORS for word in ("--set", change)]
+    two = run(recipe(tmp_path, max_steps=20), "--processes", 2, "--out", tmp_path / "run", *settings)
+    assert two.returncode == 0, two.stdout + two.stderr
+    assert weights_in(tmp_path / "run")["net.bottom.2.weight"].shape == (3 * 8, 16)
+    assert 0 < rowstead.evaluate(str(tmp_path / "run")).ne < 1
 
 
 @pytest.mark.slow

@@ -43,7 +43,8 @@ def sharded(
         counts = {table.name: num_slots for table in local.tables}
         return CachedStore(local, rule, num_slots=counts, backing=lambda group: RamRows(group, seed=1), dtype=dtype)
 
-    return ShardedStore(layout, optimizer, shards, process_group, make, dtype=dtype)
+    plan = plan_shards(layout, shards, process_group.world_size)
+    return ShardedStore(plan, optimizer, process_group, make, dtype=dtype)
 
 
 @pytest.mark.parametrize("shard", SHARDS)
@@ -144,7 +145,7 @@ def test_all_processes_announce_equally_many_batches_whatever_their_own_stores_w
         return CachedStore(local, rule, num_slots={"t1": 2}, backing=lambda group: RamRows(group, seed=1))
 
     def work(process_group: ThreadProcessGroup) -> int:
-        return ShardedStore(plain_layout(20, 10), SparseOptimizerSpec(), {}, process_group, make).batches_ahead
+        return ShardedStore(plan_shards(plain_layout(20, 10), {}, 2), SparseOptimizerSpec(), process_group, make).batches_ahead
 
     first, second = in_threads(2, work)
     assert first == second > 1
@@ -204,7 +205,8 @@ def test_one_process_on_a_gpu_exchanges_with_itself_by_nccl(tmp_path: Path, monk
             return DeviceStore(local, rule, device=device)
 
         shards: dict[str, Shard] = {table.name: shard for table in layout.tables}
-        store, plain = ShardedStore(layout, optimizer, shards, process_group, make, device=device), make(layout, optimizer)
+        plan = plan_shards(layout, shards, 1)
+        store, plain = ShardedStore(plan, optimizer, process_group, make, device=device), make(layout, optimizer)
         for step in range(1, 6):
             rng = torch.Generator().manual_seed(step)
             lengths = torch.randint(0, 4, (4 * 33,), generator=rng)

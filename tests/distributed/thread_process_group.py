@@ -20,7 +20,7 @@ class ThreadProcessGroup:
     """One of `world_size` threads, which meet at a barrier for each exchange."""
 
     def __init__(self, rank: int, world_size: int, shown: list[Any], meeting: threading.Barrier) -> None:
-        self.rank, self.world_size = rank, world_size
+        self.rank, self.world_size, self.processes_per_gpu = rank, world_size, 1
         self._shown, self._meeting = shown, meeting
 
     def _all(self, value: T) -> list[T]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,13 +18,14 @@ from torch.distributed.rendezvous import rendezvous
 from rowstead.spec.errors import LostProcessError, RowsteadError
 from rowstead.spec.job import RENDEZVOUS_FILE, RESTARTS, is_multi_process
 
+Group = TypeVar("Group", bound="TorchProcessGroup")
+
 
 class Work(Protocol):
     """A collective that was started, as in torch.distributed."""
 
     def wait(self) -> None:
         """Block until it has completed; on a GPU, until work that is queued from now on sees its result."""
-        ...
 
 
 class ProcessGroup(Protocol):
@@ -36,22 +36,20 @@ class ProcessGroup(Protocol):
 
     rank: int
     world_size: int
+    processes_per_gpu: int
+    """Processes that compute on this one's GPU, itself included; 1 on a CPU."""
 
     def barrier(self) -> None:
         """Wait until every process has called it."""
-        ...
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all processes, in the order of ranks; plain JSON values."""
-        ...
 
     def all_reduce(self, tensor: Tensor, *, op: str = "sum") -> None:
         """Sum, or `max`, over all processes, in place."""
-        ...
 
     def start_all_reduce(self, tensor: Tensor) -> Work:
         """Start to sum a contiguous tensor over all processes, in place; every process gets the same bits."""
-        ...
 
     def start_all_to_all(
         self, received: Tensor, sent: Tensor, received_sizes: Sequence[int], sent_sizes: Sequence[int]
@@ -60,7 +58,6 @@ class ProcessGroup(Protocol):
 
         Both tensors are contiguous with one dimension; sizes count elements.
         """
-        ...
 
 
 class CompletedWork:
@@ -75,6 +72,7 @@ class SingleProcess:
 
     rank = 0
     world_size = 1
+    processes_per_gpu = 1
 
     def barrier(self) -> None:
         """Return at once."""
@@ -95,16 +93,7 @@ class SingleProcess:
         return CompletedWork()
 
 
-@dataclass
-class Traffic:
-    """What a process group has transferred so far."""
-
-    sent_bytes: int = 0
-    """Bytes sent by this process to others; an all-reduce counts as what a ring all-reduce sends."""
-    flight_s: float = 0.0
-    """Sum over all collectives of the seconds between start and completion; only with `takes_times`."""
-    waited_s: float = 0.0
-    """Seconds of these in which this process was blocked."""
+SINGLE_PROCESS = SingleProcess()
 
 
 @contextlib.contextmanager
@@ -124,19 +113,23 @@ def open_process_group(device: torch.device) -> Iterator[ProcessGroup]:
 class TorchProcessGroup:
     """The processes of a torch.distributed job.
 
-    All-reduces have a group of their own, so that they need no order relative to all-to-alls: a backward pass starts both. CPU
-    tensors always use gloo. With `takes_times`, `traffic` also records how long collectives took and were waited for.
+    CPU tensors use gloo, and tensors in GPU memory NCCL. NCCL refuses processes that share a GPU: in their job tensors in GPU memory
+    are staged through pinned host memory, and use gloo as well. All-reduces have a group of their own, so that they need no order
+    relative to all-to-alls: a backward pass starts both.
     """
 
-    def __init__(self, device: torch.device, *, takes_times: bool = False) -> None:
+    def __init__(self, device: torch.device, *, is_staged: bool = False) -> None:
+        """With `is_staged`, tensors on `device` are staged even if each process has a GPU of its own, or none."""
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.device = device
-        self.traffic = Traffic()
-        self.takes_times = takes_times
-        self._sums = dist.new_group(backend=_backend(device))
+        gpus = self.gather(str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else f"CPU {self.rank}")
+        self.processes_per_gpu = gpus.count(gpus[self.rank])
+        self._is_staged = is_staged or len(set(gpus)) < self.world_size
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and not self._is_staged else "gloo"
+        self._exchanges, self._sums = (dist.new_group(backend=backend) for _ in range(2))
 
     @classmethod
-    def join(cls, device: torch.device, *, takes_times: bool = False) -> TorchProcessGroup:
+    def join(cls: type[Group], device: torch.device, **options: Any) -> Group:
         """Join the process group that the environment variables describe."""
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         if device.type == "cuda":
@@ -148,12 +141,12 @@ class TorchProcessGroup:
                 store, rank, world_size = next(iter(rendezvous("env://")))
                 # torchrun's store outlives its workers, and still has the addresses of the workers before a restart.
                 store = PrefixStore(f"rowstead/{os.environ.get(RESTARTS, '0')}", store)
-            dist.init_process_group(_backend(device), store=store, rank=rank, world_size=world_size)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
         except (RuntimeError, ValueError) as error:
             raise RowsteadError(
                 f"process {rank} of {world_size} could not join the process group: {_first_line(error)}"
             ) from error
-        return cls(device, takes_times=takes_times)
+        return cls(device, **options)
 
     def close(self) -> None:
         """Leave the group once every process does."""
@@ -175,64 +168,49 @@ class TorchProcessGroup:
         return [json.loads(bytes(all_[: int(size)].tolist())) for all_, size in zip(texts, sizes, strict=True)]
 
     def all_reduce(self, tensor: Tensor, *, op: str = "sum") -> None:
-        self._count_sum(tensor)
-        with _lost():
-            dist.all_reduce(tensor, op={"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op])
+        self._start_all_reduce(tensor, self._exchanges, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]).wait()
 
-    def start_all_reduce(self, tensor: Tensor) -> Work:
-        self._count_sum(tensor)
-        start_s = time.perf_counter()
+    def start_all_reduce(self, tensor: Tensor) -> TorchWork:
+        return self._start_all_reduce(tensor, self._sums, dist.ReduceOp.SUM)
+
+    def _start_all_reduce(self, tensor: Tensor, group: Any, op: Any) -> TorchWork:
+        wired = self._stage(tensor)
         with _lost():
-            return self._timed(dist.all_reduce(tensor, group=self._sums, async_op=True), start_s)
+            return TorchWork(dist.all_reduce(wired, op=op, group=group, async_op=True), tensor, wired)
 
     def start_all_to_all(
         self, received: Tensor, sent: Tensor, received_sizes: Sequence[int], sent_sizes: Sequence[int]
-    ) -> Work:
-        self.traffic.sent_bytes += (sent.numel() - sent_sizes[self.rank]) * sent.element_size()
-        start_s = time.perf_counter()
+    ) -> TorchWork:
+        wired, wired_sent = self._stage(received, copies=False), self._stage(sent)
+        sizes = list(received_sizes), list(sent_sizes)
         with _lost():
-            work = dist.all_to_all_single(received, sent, list(received_sizes), list(sent_sizes), async_op=True)
-        return self._timed(work, start_s, keeps=(received, sent))
+            work = dist.all_to_all_single(wired, wired_sent, *sizes, group=self._exchanges, async_op=True)
+        return TorchWork(work, received, wired, wired_sent)
 
-    def _count_sum(self, tensor: Tensor) -> None:
-        self.traffic.sent_bytes += 2 * (self.world_size - 1) * tensor.numel() * tensor.element_size() // self.world_size
-
-    def _timed(self, work: Any, start_s: float, keeps: tuple[Tensor, ...] = ()) -> Work:
-        timed = _TimedWork(work, self.traffic, start_s, keeps)
-        if self.takes_times:
-            timed.watch()
-        return timed
+    def _stage(self, tensor: Tensor, *, copies: bool = True) -> Tensor:
+        """The tensor that the backend gets: this one, or pinned host memory of its shape with a copy of it."""
+        if not self._is_staged or tensor.device.type != self.device.type:
+            return tensor
+        staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        return staged.copy_(tensor) if copies else staged  # waits for the GPU
 
 
-@dataclass
-class _TimedWork:
-    """A collective of torch.distributed, timed if asked to."""
+@dataclass(frozen=True)
+class TorchWork:
+    """A collective of torch.distributed."""
 
     work: Any
-    traffic: Traffic
-    start_s: float
-    keeps: tuple[Tensor, ...]
-    ended_s: list[float] | None = field(default=None)
-
-    def watch(self) -> None:
-        """Record when it completes."""
-        self.ended_s = ended_s = []
-        self.work.get_future().add_done_callback(lambda _: ended_s.append(time.perf_counter()))
+    result: Tensor
+    wired: Tensor
+    """What torch.distributed writes to: the result, or host memory that is copied to it."""
+    wired_sent: Tensor | None = None
+    """In use until it has completed."""
 
     def wait(self) -> None:
-        wait_s = time.perf_counter()
         with _lost():
             self.work.wait()
-        if self.ended_s is None:
-            return
-        now_s = time.perf_counter()
-        end_s = self.ended_s[0] if self.ended_s else now_s  # the callback may run a moment after the wait returns
-        self.traffic.flight_s += max(end_s, self.start_s) - self.start_s
-        self.traffic.waited_s += min(now_s, max(end_s, wait_s)) - wait_s
-
-
-def _backend(device: torch.device) -> str:
-    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        if self.wired is not self.result:
+            self.result.copy_(self.wired, non_blocking=True)
 
 
 @contextlib.contextmanager

@@ -18,20 +18,18 @@ _jit = numba.njit(nogil=True, cache=True, boundscheck=False, error_model="numpy"
 
 @_jit
 def cut_batch(  # type: ignore[no-untyped-def]
-    ids, offsets, weights, num_samples, order, is_split, shard_offsets, owners, firsts, starts, length_starts, out, lengths,
-    out_weights,
+    ids, offsets, weights, num_samples, is_split, shard_offsets, owners, firsts, starts, length_starts, out, lengths, out_weights,
 ):  # fmt: skip
     """Route each id to the owner of its row, as a row of that owner's piece; returns the number of ids of each owner, [W].
 
-    order [F] are the features in the order in which owners have them; the pieces of feature f are at homes_from[f] to
-    homes_from[f + 1] in owners and in firsts, the pieces' first rows, ascending. Bags of a feature that is_split [F] are split
-    by rows, others go whole to each of its owners. Ids of owner w are written to `out` from starts[w] on, the lengths of its
-    bags to `lengths` from length_starts[w] on, feature-major. `out_weights` matches `out`; empty if `weights` is.
+    The pieces of feature f are at shard_offsets[f] to shard_offsets[f + 1] in owners and in firsts, their first rows, ascending.
+    Bags of a feature that is_split [F] are split by rows, others go whole to each of its owners. Ids of owner w are written to
+    `out` from starts[w] on, the lengths of its bags to `lengths` from length_starts[w] on, feature-major. `out_weights` matches
+    `out`; empty if `weights` is.
     """
     cursors, bags = starts.copy(), length_starts.copy()
     has_weights = len(weights) > 0
-    for index in range(len(order)):
-        feature = order[index]
+    for feature in range(len(is_split)):
         begin, end = shard_offsets[feature], shard_offsets[feature + 1]
         first_bag, last_bag = feature * num_samples, (feature + 1) * num_samples
         if not is_split[feature]:
@@ -71,20 +69,9 @@ def cut_batch(  # type: ignore[no-untyped-def]
 
 @_jit
 def find_distinct(  # type: ignore[no-untyped-def]
-    ids,
-    bounds,
-    slots_from,
-    slots,
-    widths,
-    num_samples,
-    id_bytes,
-    weight_bytes,
-    row_bytes,
-    real_bytes,
-    indices,
-    distinct,
+    ids, bounds, slots_from, slots, widths, num_samples, id_bytes, weight_bytes, row_bytes, real_bytes, indices, distinct,
     counts,
-):
+):  # fmt: skip
     """Find the tables for which sending distinct rows takes fewer bytes than pooled vectors; returns the number of those rows.
 
     ids [n] are those of one server, bounds [F + 1] where each of its slots begins; slots_from [T + 1] and slots give the slots
@@ -290,23 +277,9 @@ def pack_gradients(grad, offsets, factors, features, divides, columns, sources, 
 
 @_jit
 def sum_gradients(  # type: ignore[no-untyped-def]
-    grad,
-    offsets,
-    factors,
-    features,
-    divides,
-    row_starts,
-    tables,
-    slots,
-    sources,
-    widths,
-    bounds,
-    lengths,
-    indices,
-    shares,
-    seen,
-    sums,
-):
+    grad, offsets, factors, features, divides, row_starts, tables, slots, sources, widths, bounds, lengths, indices, shares,
+    seen, sums,
+):  # fmt: skip
     """Sum the gradients of some slots' bags by the distinct rows that they name, in `sums`, flat like the rows.
 
     `sums` need not be initialised; seen [T] is zero. Distinct rows are numbered in the order of first use, so the row with the

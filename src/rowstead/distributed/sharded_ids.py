@@ -11,13 +11,12 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from rowstead.data.batch import Sparse
-from rowstead.distributed.process_group import ProcessGroup, Work
+from rowstead.distributed.process_group import CompletedWork, ProcessGroup, Work
 from rowstead.distributed.router import RoutedBags, Router
 from rowstead.spec.errors import LostProcessError
 
@@ -28,87 +27,65 @@ _HEADER = 5
 """Numbers of a header: examples, ids, code and value of lengths, code of weights."""
 
 
-@dataclass(eq=False)
 class IdExchange:
-    """One batch of every process, sent to the owners of its rows: headers first, then ids."""
+    """One batch of every process, sent to the owners of its rows: headers first, at once, then ids."""
 
-    sparse: Sparse
-    """This process's batch."""
-    router: Router
-    process_group: ProcessGroup
-    sent_lengths: list[Tensor] = field(default_factory=list)
-    """Lengths of the bags that this process requests from each: [F, B]."""
-    received_lengths: list[Tensor] = field(default_factory=list)
-    """Lengths of the bags that each requests from this process: int64 [F, B]."""
-    received: Sparse | None = None
-    """The bags of all processes for this one's pieces, examples in the order of ranks; None before they have arrived."""
-    _waiting: Work | None = None
-    _sent: Tensor | None = None
-    _sent_sizes: list[int] = field(default_factory=list)
-    _buffer: Tensor | None = None
-    _headers: Tensor | None = None
-
-    @classmethod
-    def start(cls, sparse: Sparse, router: Router, process_group: ProcessGroup) -> IdExchange:
-        """Cut a batch and send the headers."""
-        exchange = cls(sparse, router, process_group)
+    def __init__(self, sparse: Sparse, router: Router, process_group: ProcessGroup) -> None:
+        self._group = process_group
+        self._shape = len(router.features[process_group.rank]), router.id_dtype
         parts = router.route(sparse)
-        exchange.sent_lengths = [part.lengths for part in parts]
+        self.sent_lengths = [part.lengths for part in parts]
+        """Lengths of the bags that this process requests from each: [F, B]."""
+        self.received_lengths: list[Tensor] = []
+        """Lengths of the bags that each requests from this process: int64 [F, B]."""
+        self.received: Sparse | None = None
+        """The bags of all processes for this one's pieces, examples in the order of ranks; None before they have arrived."""
         headers = _headers_of(parts, sparse.num_samples)
         messages = [_message(part, router.id_dtype, header) for part, header in zip(parts, headers, strict=True)]
-        exchange._sent = torch.cat(messages)
-        exchange._sent_sizes = [message.numel() for message in messages]
+        self._sent: Tensor | None = torch.cat(messages)
+        self._sent_sizes = [message.numel() for message in messages]
+        self._buffer = torch.empty(0)
         sent = torch.tensor(headers, dtype=torch.int32).flatten()
-        exchange._headers = torch.empty_like(sent)
+        self._headers = torch.empty_like(sent)
         sizes = [_HEADER] * process_group.world_size
-        exchange._waiting = process_group.start_all_to_all(exchange._headers, sent, sizes, sizes)
-        return exchange
+        self._work: Work = process_group.start_all_to_all(self._headers, sent, sizes, sizes)
 
     def send(self) -> None:
         """Send the ids, once the headers have arrived."""
-        if self._sent is None or self._headers is None or self._waiting is None:
+        if self._sent is None:
             return
-        self._waiting.wait()
+        self._work.wait()
         sizes = [sum(_sections(header, *self._shape)) for header in self._header_rows()]
         self._buffer = self._sent.new_empty(sum(sizes))
-        self._waiting = self.process_group.start_all_to_all(self._buffer, self._sent, sizes, self._sent_sizes)
+        self._work = self._group.start_all_to_all(self._buffer, self._sent, sizes, self._sent_sizes)
         self._sent = None
 
     def receive(self) -> Sparse:
         """Wait for the others' bags, and lay them out as one batch."""
         self.send()
-        if self.received is not None:
-            return self.received
-        assert self._waiting is not None
-        assert self._buffer is not None
-        self._waiting.wait()
-        parts, offset = [], 0
-        for header in self._header_rows():
-            sections = _sections(header, *self._shape)
-            parts.append(_read(self._buffer[offset : offset + sum(sections)], header, sections, *self._shape))
-            offset += sum(sections)
-        self.received_lengths = [part.lengths for part in parts]
-        self.received = _one_batch(parts, self._shape[0])
-        self._buffer = self._waiting = None
+        if self.received is None:
+            self._work.wait()
+            parts, offset = [], 0
+            for header in self._header_rows():
+                sections = _sections(header, *self._shape)
+                parts.append(_read(self._buffer[offset : offset + sum(sections)], header, sections, *self._shape))
+                offset += sum(sections)
+            self.received_lengths = [part.lengths for part in parts]
+            self.received = one_batch(parts, self._shape[0])
+            self._buffer, self._work = torch.empty(0), CompletedWork()
         return self.received
 
     def drop(self) -> None:
         """Drop the batch; what was sent is still received, unless its sender was lost."""
-        if self._waiting is not None:
-            with contextlib.suppress(LostProcessError):
-                self._waiting.wait()
+        with contextlib.suppress(LostProcessError):
+            self._work.wait()
 
     @property
     def num_samples(self) -> list[int]:
         """Number of examples of each process."""
         return [header[0] for header in self._header_rows()]
 
-    @property
-    def _shape(self) -> tuple[int, torch.dtype]:
-        return len(self.router.features[self.process_group.rank]), self.router.id_dtype
-
     def _header_rows(self) -> list[list[int]]:
-        assert self._headers is not None
         rows: list[list[int]] = self._headers.view(-1, _HEADER).tolist()
         return rows
 
@@ -168,7 +145,7 @@ def _read(
     )
 
 
-def _one_batch(parts: Sequence[RoutedBags], num_features: int) -> Sparse:
+def one_batch(parts: Sequence[RoutedBags], num_features: int) -> Sparse:
     """The processes' bags as one batch: feature by feature, each in the order of ranks."""
     lengths = torch.cat([part.lengths for part in parts], dim=1)
     offsets = torch.cat([lengths.new_zeros(1), lengths.flatten().cumsum(0)])

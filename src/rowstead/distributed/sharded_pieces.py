@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -20,17 +19,21 @@ from rowstead.distributed.router import Router
 from rowstead.distributed.sharded_ids import IdExchange
 from rowstead.distributed.sharding import ShardPiece, piece_layout
 from rowstead.kernels.layout import Layout
+from rowstead.spec.row_optimizers import SparseOptimizerSpec
 from rowstead.stores.base import EmbeddingStore
+from rowstead.stores.state import StatePart
 
 FULL_SHARE = 0.95
 """Share of non-empty bags above which the vectors of empty bags are sent as well."""
+
+Make = Callable[[Layout, SparseOptimizerSpec | None], EmbeddingStore]
+"""Builds the local store of a process's pieces."""
 
 
 class Pieces:
     """This process's pieces in a local store, and its exchanges with the other processes.
 
-    `make` builds the local store from its layout; a process may have no piece. `wire` is the dtype of vectors on the wire. A
-    store that is updated with other batches than it looks up gets no prefetches.
+    A process may have no piece. `wire` is the dtype of vectors on the wire.
     """
 
     def __init__(
@@ -38,34 +41,29 @@ class Pieces:
         layout: Layout,
         pieces: Sequence[Sequence[ShardPiece]],
         process_group: ProcessGroup,
-        make: Callable[[Layout], EmbeddingStore],
+        make: Make,
+        optimizer: SparseOptimizerSpec | None,
         *,
         dtype: torch.dtype,
         device: torch.device,
         wire: torch.dtype | None,
-        is_updated_as_looked_up: bool = True,
     ) -> None:
         self.process_group = process_group
-        self._prefetches = is_updated_as_looked_up
         self.router = Router(layout, pieces)
-        self.layouts = [piece_layout(layout, own) for own in pieces]
-        """The layouts of all processes."""
-        self.own = pieces[process_group.rank]
-        self.layout = self.layouts[process_group.rank]
-        self.store = make(self.layout) if self.layout.tables else None
+        self.pieces = pieces
+        """The pieces of all processes."""
+        layouts = [piece_layout(layout, own) for own in pieces]
+        self.layout = layouts[process_group.rank]
+        self.store = make(self.layout, optimizer) if self.layout.tables else None
         self.dtype, self.device, self.wire = dtype, device, wire or dtype
-        self._shapes = [_Shape.of(each, device) for each in self.layouts]
+        self._shapes = [_Shape(each, device) for each in layouts]
         self._blocks: dict[IdExchange, tuple[_Blocks, _Blocks]] = {}
         """For the batch that was looked up last."""
 
-    def start(self, sparse: Sparse) -> IdExchange:
-        """Start to send a batch's ids to the owners of their rows."""
-        return IdExchange.start(sparse, self.router, self.process_group)
-
     def prefetch(self, exchange: IdExchange) -> None:
         """Prefetch a batch in the local store, once its ids have arrived."""
-        here = self._receive(exchange)
-        if self.store is not None and self._prefetches:
+        here = self.receive(exchange)
+        if self.store is not None:
             self.store.prefetch(here)
 
     def start_lookup(self, exchange: IdExchange) -> Callable[[], list[Tensor]]:
@@ -73,7 +71,7 @@ class Pieces:
 
         They are [B, width of that process's features], one per process.
         """
-        here = self._receive(exchange)
+        here = self.receive(exchange)
         if self.store is not None:
             pooled = self.store.lookup(here)
         else:
@@ -88,11 +86,9 @@ class Pieces:
 
         return wait
 
-    def start_update(self, exchange: IdExchange, gradients: Sequence[Tensor]) -> Callable[[], Tensor]:
-        """Start to send gradients, one of the shape of each answer, to the owners; the returned function waits for all of them.
-
-        It returns [B of all processes, width of this one's features].
-        """
+    def start_update(self, exchange: IdExchange, gradients: Sequence[Tensor]) -> Callable[[float, int], None]:
+        """Start to send gradients, one of the shape of each answer, to the owners; the returned function waits and applies them."""
+        here = self.receive(exchange)
         answers, requests = self._vectors(exchange)
         scale = 1.0
         if self.wire == torch.float16:
@@ -102,24 +98,42 @@ class Pieces:
         sent = requests.pack(gradients, self.wire)
         received, waiting = self._exchange(sent, requests.sizes, answers.sizes)
 
-        def wait() -> Tensor:
+        def apply(lr: float, step: int) -> None:
             waiting.wait()
-            parts = answers.unpack(received, self.dtype)
-            whole = parts[0] if len(parts) == 1 else answers.concatenate(received, self.dtype, parts)
-            return whole if scale == 1.0 else whole / scale
+            grad = answers.concatenate(received, self.dtype)
+            self.update(here, grad if scale == 1.0 else grad / scale, lr=lr, step=step)
 
-        return wait
+        return apply
 
-    def _exchange(self, sent: Tensor, sent_sizes: list[int], received_sizes: list[int]) -> tuple[Tensor, Work]:
-        received = sent.new_empty(sum(received_sizes))
-        return received, self.process_group.start_all_to_all(received, sent, received_sizes, sent_sizes)
+    def update(self, here: Sparse, grad: Tensor, *, lr: float, step: int) -> None:
+        """Apply gradients [B of all processes, width of this one's features] of bags for this process's pieces."""
+        if self.store is not None:
+            self.store.update(here, grad, lr=lr, step=step)
 
-    def _receive(self, exchange: IdExchange) -> Sparse:
+    def receive(self, exchange: IdExchange) -> Sparse:
         """The bags for this process's pieces; the sender has checked them."""
         received = exchange.receive()
         if received.checked_for is None:
             received = exchange.received = dataclasses.replace(received, checked_for=self.layout)
         return received
+
+    def parts(self) -> list[StatePart]:
+        """The state of the local store, as pieces of the whole tensors."""
+        return [] if self.store is None else [self._part_of_whole(part) for part in self.store.parts()]
+
+    def _part_of_whole(self, part: StatePart) -> StatePart:
+        table = next(table for table in self.layout.tables if table.name == part.name.rpartition(".")[0])
+        is_per_element = part.shape[1] == table.width  # else it has one column for the whole row
+        return dataclasses.replace(
+            part,
+            shape=(table.whole_shape[0], table.whole_shape[1] if is_per_element else part.shape[1]),
+            first_row=part.first_row + table.first_row,
+            first_column=part.first_column + (table.first_column if is_per_element else 0),
+        )
+
+    def _exchange(self, sent: Tensor, sent_sizes: list[int], received_sizes: list[int]) -> tuple[Tensor, Work]:
+        received = sent.new_empty(sum(received_sizes))
+        return received, self.process_group.start_all_to_all(received, sent, received_sizes, sent_sizes)
 
     def _vectors(self, exchange: IdExchange) -> tuple[_Blocks, _Blocks]:
         """What this process sends to each as answers, and what it receives from each."""
@@ -131,24 +145,16 @@ class Pieces:
         return self._blocks[exchange]
 
 
-@dataclass(frozen=True)
 class _Shape:
     """The vectors of one process's features, as units of equal width."""
 
-    width: int
-    unit: int
-    units_of: Tensor
-    """The feature of each unit of a row, int64."""
-    widths: tuple[int, ...]
-    """Widths of the features."""
-
-    @classmethod
-    def of(cls, layout: Layout, device: torch.device) -> _Shape:
-        widths = tuple(stop - start for start, stop in pairwise(layout.columns))
-        unit = math.gcd(*widths) if widths else 1
-        counts = torch.tensor([width // unit for width in widths], dtype=torch.int64)
-        features = torch.repeat_interleave(torch.arange(len(widths)), counts)
-        return cls(layout.total_width, max(1, unit), features.to(device), widths)
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        self.width = layout.total_width
+        self.widths = [stop - start for start, stop in pairwise(layout.columns)]
+        self.unit = max(1, math.gcd(*self.widths))
+        counts = torch.tensor([width // self.unit for width in self.widths], dtype=torch.int64)
+        self.units_of = torch.repeat_interleave(torch.arange(len(self.widths)), counts).to(device)
+        """The feature of each unit of a row, int64."""
 
 
 class _Blocks:
@@ -178,11 +184,6 @@ class _Blocks:
                 self._filled.append(filled.t().index_select(1, shape.units_of).flatten().nonzero().squeeze(1))
                 self.sizes.append(size)
 
-    @property
-    def is_full(self) -> bool:
-        """Whether all vectors are sent."""
-        return all(filled is None for filled in self._filled)
-
     def pack(self, blocks: Sequence[Tensor], wire: torch.dtype) -> Tensor:
         """The vectors [B, width] for each process, concatenated."""
         flat = []
@@ -206,8 +207,8 @@ class _Blocks:
             blocks.append(units.view(count, shape.width))
         return blocks
 
-    def concatenate(self, flat: Tensor, dtype: torch.dtype, blocks: Sequence[Tensor]) -> Tensor:
-        """The blocks that `unpack` returned, of one width, concatenated; without a copy if they are contiguous already."""
-        if self.is_full:
+    def concatenate(self, flat: Tensor, dtype: torch.dtype) -> Tensor:
+        """`unpack` for blocks of one width, concatenated; without a copy if all vectors were sent."""
+        if all(filled is None for filled in self._filled):
             return flat.to(dtype).view(sum(self._num_samples), self._shapes[0].width)
-        return torch.cat(list(blocks))
+        return torch.cat(self.unpack(flat, dtype))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,23 +19,18 @@ from torch import Tensor, nn
 
 from rowstead.data.batch import Sparse
 from rowstead.distributed.process_group import ProcessGroup
-from rowstead.distributed.sharded_columns import PooledColumns
 from rowstead.distributed.sharded_ids import IdExchange
-from rowstead.distributed.sharded_pieces import Pieces
-from rowstead.distributed.sharded_sums import ColumnShards, ReplicatedTables
-from rowstead.distributed.sharding import ShardPlan, plan_shards
+from rowstead.distributed.sharded_pieces import Make, Pieces
+from rowstead.distributed.sharded_sums import ColumnPieces, ReplicatedTables
+from rowstead.distributed.sharding import ShardPiece, ShardPlan, features_of
 from rowstead.kernels.layout import Layout
 from rowstead.kernels.reference import clip_pooled
 from rowstead.kernels.row_state import compute_dtype
 from rowstead.spec.placement import Shard
 from rowstead.spec.row_optimizers import ROW_OPTIMIZERS, SparseOptimizerSpec
-from rowstead.stores.base import EmbeddingStore
-from rowstead.stores.checked import check_batch
+from rowstead.stores.base import EmbeddingStore, check_batch
 from rowstead.stores.device import resolve_device
 from rowstead.stores.state import StatePart
-
-Make = Callable[[Layout, SparseOptimizerSpec | None], EmbeddingStore]
-"""Builds the local store of a process's pieces."""
 
 
 @dataclass
@@ -52,16 +47,14 @@ class _ShardedBatch:
 class ShardedStore(EmbeddingStore):
     """An EmbeddingStore whose tables are shared by the processes of a group.
 
-    `make` makes the local stores, of rows of type `dtype`; `shards` says how each table is cut, and `wire` in which type vectors
-    and gradients travel. `lookup`, `update`, `prefetch`, `rows` and `state` are called by all processes together, `rows` with
-    the same ids.
+    `make` makes the local stores, of rows of type `dtype`; `wire` is the type in which vectors and gradients travel. `lookup`,
+    `update`, `prefetch`, `rows` and `state` are called by all processes together, `rows` with the same ids.
     """
 
     def __init__(
         self,
-        layout: Layout,
+        plan: ShardPlan,
         optimizer: SparseOptimizerSpec | None,
-        shards: Mapping[str, Shard],
         process_group: ProcessGroup,
         make: Make,
         *,
@@ -69,44 +62,33 @@ class ShardedStore(EmbeddingStore):
         device: torch.device | str = "cpu",
         wire: torch.dtype | None = None,
         check: bool = True,
-        lookups: Mapping[str, float] | None = None,
     ) -> None:
-        super().__init__(layout, check=check)
-        self.optimizer, self.process_group = optimizer, process_group
-        self.plan: ShardPlan = plan_shards(layout, shards, process_group.world_size, lookups=lookups)
+        super().__init__(plan.layout, check=check)
+        self.plan, self.optimizer, self.process_group = plan, optimizer, process_group
+        layout = plan.layout
         self._device = resolve_device(device)
         self._dtype = compute_dtype(dtype)
         local = None if optimizer is None else dataclasses.replace(optimizer, clip=None)  # clipped before gradients are cut
-        # Row-wise Adagrad needs the squares of whole rows; a slice of columns has only some.
-        apart: tuple[Shard, ...] = (
-            ("column",) if optimizer is not None and ROW_OPTIMIZERS[optimizer.kind].couples_columns else ()
-        )
-        together: tuple[Shard, ...] = tuple(shard for shard in ("table", "row", "column") if shard not in apart)
 
-        def pieces(shards: Sequence[Shard], make_one: Callable[[Layout], EmbeddingStore]) -> Pieces | None:
-            own = self.plan.pieces_of(shards)
-            if not any(own):
-                return None
-            return Pieces(
-                layout,
-                own,
-                process_group,
-                make_one,
-                dtype=self._dtype,
-                device=self._device,
-                wire=wire,
-                is_updated_as_looked_up=shards is not apart,
-            )
+        def build(kind: type[Pieces], shards: Sequence[Shard]) -> list[Pieces]:
+            pieces = plan.pieces_of(shards)
+            if not any(pieces):
+                return []
+            return [kind(layout, pieces, process_group, make, local, dtype=self._dtype, device=self._device, wire=wire)]
 
-        self._pieces = [kind for kind in (pieces(together, lambda layout: make(layout, local)),) if kind is not None]
-        self._columns = None
-        if local is not None and (slices := pieces(apart, lambda layout: make(layout, ColumnShards.optimizer(local)))):
-            self._columns = ColumnShards(slices, local)
-            self._pieces.append(slices)
-        self._copies = ReplicatedTables(
-            layout, self.plan.replicated, process_group, make, local, dtype=self._dtype, device=self._device
-        )
-        self._columns_of = PooledColumns(self.plan, [kind.router.features for kind in self._pieces], self._copies.features)
+        if optimizer is not None and ROW_OPTIMIZERS[optimizer.kind].couples_columns:
+            self._pieces = build(Pieces, ("table", "row")) + build(ColumnPieces, ("column",))
+        else:
+            self._pieces = build(Pieces, ("table", "row", "column"))
+        self._copies = ReplicatedTables(layout, plan.copies, process_group, make, local, dtype=self._dtype, device=self._device)
+        self._columns = _PooledColumns(layout, [*(own for kind in self._pieces for own in kind.pieces), plan.copies])
+        self._split_means = [
+            feature
+            for kind in self._pieces
+            for feature, is_split in enumerate(kind.router.is_split)
+            if is_split and layout.is_mean[feature]
+        ]
+        """Features of mean pooling whose bags are summed by several processes."""
         self._prefetched: deque[_ShardedBatch] = deque()
         self._current: _ShardedBatch | None = None
         self._modules_within = nn.ModuleList(self.local_stores)
@@ -159,7 +141,7 @@ class ShardedStore(EmbeddingStore):
         self._current = batch
 
         def wait() -> Tensor:
-            pooled = self._columns_of.join([*(block for one in waits for block in one()), *copies])
+            pooled = self._columns.join([*(block for one in waits for block in one()), copies])
             return self._divide_means(pooled, sparse)
 
         return wait
@@ -176,34 +158,28 @@ class ShardedStore(EmbeddingStore):
             batch = self._take(sparse)
         if self.optimizer.clip is not None:
             grad = clip_pooled(grad, self.layout, self.optimizer.clip)
-        copied = self._copies.start_update(sparse, self._columns_of.cut_for_copies(grad))
+        size, applies = self.process_group.world_size, []
+        copied = self._copies.start_update(sparse, self._columns.cut(grad, -1))
         grad = self._divide_means(grad, sparse)
-        waits = []
         for index, (kind, exchange) in enumerate(zip(self._pieces, batch.exchanges, strict=True)):
-            exchange.receive()
-            waits.append(kind.start_update(exchange, self._columns_of.cut_for_pieces(grad, index)))
+            own = [self._columns.cut(grad, block) for block in range(index * size, (index + 1) * size)]
+            applies.append(kind.start_update(exchange, own))
 
         @torch.no_grad()
         def apply(lr: float, step: int) -> None:
-            for kind, exchange, wait in zip(self._pieces, batch.exchanges, waits, strict=True):
-                gradients = wait()
-                assert exchange.received is not None
-                if self._columns is not None and kind is self._columns.pieces:
-                    self._columns.update(exchange.received, gradients, lr=lr, step=step)
-                elif kind.store is not None:
-                    kind.store.update(exchange.received, gradients, lr=lr, step=step)
-            copied(lr, step)
+            for one in (*applies, copied):
+                one(lr, step)
             self._advance()
 
         return apply
 
     def rows(self, table: str, ids: Tensor) -> Tensor:
         index = [each.name for each in self.tables].index(table)
-        if index in self.plan.replicated:
-            return self._copies.rows(table, ids)
+        if self.plan.shards[index] == "replicate" and self._copies.store is not None:
+            return self._copies.store.rows(table, ids).to(self._dtype)
         found = torch.zeros(ids.numel(), self.tables[index].width, dtype=self._dtype, device=self._device)
         for kind in self._pieces:
-            for piece in kind.own:
+            for piece in kind.pieces[self.process_group.rank]:
                 if piece.table != index or kind.store is None:
                     continue
                 is_here = (ids >= piece.first_row) & (ids < piece.first_row + piece.num_rows)
@@ -213,32 +189,11 @@ class ShardedStore(EmbeddingStore):
         return found
 
     def parts(self) -> list[StatePart]:
-        parts = []
-        for kind in self._pieces:
-            own = kind.store.parts() if kind.store is not None else []
-            parts += [self._part_of_whole(part, kind) for part in own]
-        if self._columns is not None:
-            parts += self._columns.parts(is_copy=self.process_group.rank > 0)
+        parts = [part for kind in self._pieces for part in kind.parts()]
         if self._copies.store is not None:
             parts += [dataclasses.replace(part, is_copy=self.process_group.rank > 0) for part in self._copies.store.parts()]
         order = {table.name: index for index, table in enumerate(self.tables)}
         return sorted(parts, key=lambda part: order[part.name.rpartition(".")[0]])
-
-    def _part_of_whole(self, part: StatePart, kind: Pieces) -> StatePart:
-        """A part of a local store's state, as a piece of the whole tensor."""
-        name, _, what = part.name.rpartition(".")
-        piece = next(piece for piece in kind.own if self.tables[piece.table].name == name)
-        table = self.tables[piece.table]
-        assert self.optimizer is None or part.shape[0] == piece.num_rows
-        columns = {"rows": table.width}
-        if self.optimizer is not None:
-            columns |= ROW_OPTIMIZERS[self.optimizer.kind].state_columns(table.width)
-        return dataclasses.replace(
-            part,
-            shape=(table.num_rows, columns[what]),
-            first_row=part.first_row + piece.first_row,
-            first_column=part.first_column + (piece.first_column if columns[what] == table.width else 0),
-        )
 
     def state(self) -> dict[str, Tensor]:
         """The whole state in the memory of every process: for small tables."""
@@ -266,7 +221,7 @@ class ShardedStore(EmbeddingStore):
 
     def _start(self, sparse: Sparse) -> _ShardedBatch:
         fits = check_batch(sparse, self.layout, self._device) if self._check else sparse
-        return _ShardedBatch(sparse, [kind.start(fits) for kind in self._pieces])
+        return _ShardedBatch(sparse, [IdExchange(fits, kind.router, self.process_group) for kind in self._pieces])
 
     def _take(self, sparse: Sparse) -> _ShardedBatch:
         """A batch whose ids are sent to their owners, prefetched or not."""
@@ -288,15 +243,53 @@ class ShardedStore(EmbeddingStore):
 
     def _divide_means(self, pooled: Tensor, sparse: Sparse) -> Tensor:
         """Divide the sums of features whose rows are split over processes and whose pooling is the mean; so with their gradients."""
-        features = [f for kind in self._pieces for f in kind.router.split_features if self.layout.is_mean[f]]
-        if not features or not pooled.numel():
+        if not self._split_means or not pooled.numel():
             return pooled
         lengths = sparse.offsets.diff().view(self.layout.num_features, -1).clamp(min=1)
         pooled = pooled.clone()
-        for feature in features:
+        for feature in self._split_means:
             columns = slice(self.layout.columns[feature], self.layout.columns[feature + 1])
             pooled[:, columns] /= lengths[feature].unsqueeze(1)
         return pooled
+
+
+class _PooledColumns:
+    """Which columns of the pooled output [B, sum of widths] each block of vectors has: blocks come from stores of some pieces."""
+
+    def __init__(self, layout: Layout, blocks: Sequence[Sequence[ShardPiece]]) -> None:
+        self._width = layout.total_width
+        self._ranges: list[list[tuple[int, int, bool]]] = []
+        """For each block its columns, as ranges in its own order, and whether an earlier block has them too (a table is cut by rows)."""
+        filled: set[int] = set()
+        for pieces in blocks:
+            ranges: list[tuple[int, int, bool]] = []
+            by_table = {piece.table: piece for piece in pieces}
+            for feature in features_of(layout, pieces):
+                piece = by_table[layout.table_of[feature]]
+                start = layout.columns[feature] + piece.first_column
+                is_filled = start in filled
+                first = ranges.pop()[0] if ranges and ranges[-1][1:] == (start, is_filled) else start
+                ranges.append((first, start + piece.width, is_filled))
+                filled.add(start)
+            self._ranges.append(ranges)
+
+    def join(self, blocks: Sequence[Tensor]) -> Tensor:
+        """The pooled output from all blocks; what several have is summed. The first block may become part of it."""
+        is_whole = self._ranges[0] == [(0, self._width, False)]
+        pooled = blocks[0] if is_whole else blocks[0].new_empty(len(blocks[0]), self._width)
+        for block, ranges in list(zip(blocks, self._ranges, strict=True))[int(is_whole) :]:
+            parts = block.split([stop - start for start, stop, _ in ranges], dim=1)
+            for part, (start, stop, is_filled) in zip(parts, ranges, strict=True):
+                if is_filled:
+                    pooled[:, start:stop] += part
+                else:
+                    pooled[:, start:stop] = part
+        return pooled
+
+    def cut(self, grad: Tensor, block: int) -> Tensor:
+        """The columns of one block, from [B, sum of widths]."""
+        parts = [grad[:, start:stop] for start, stop, _ in self._ranges[block]]
+        return parts[0] if len(parts) == 1 else torch.cat([grad[:, :0], *parts], dim=1)
 
 
 def _is_same(one: Sparse, other: Sparse) -> bool:

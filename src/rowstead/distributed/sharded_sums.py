@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rowstead.data.batch import Sparse
 from rowstead.distributed.process_group import ProcessGroup
-from rowstead.distributed.sharded_pieces import Pieces
+from rowstead.distributed.router import Router
+from rowstead.distributed.sharded_ids import IdExchange, one_batch
+from rowstead.distributed.sharded_pieces import Make, Pieces
 from rowstead.distributed.sharding import ShardPiece, piece_layout
 from rowstead.kernels.choose import kernels_for
 from rowstead.kernels.layout import Layout
@@ -33,27 +36,24 @@ class ReplicatedTables:
     def __init__(
         self,
         layout: Layout,
-        tables: Sequence[int],
+        copies: Sequence[ShardPiece],
         process_group: ProcessGroup,
-        make: Callable[[Layout, SparseOptimizerSpec | None], EmbeddingStore],
+        make: Make,
         optimizer: SparseOptimizerSpec | None,
         *,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self._process_group, self._optimizer, self._device, self._dtype = process_group, optimizer, device, dtype
-        whole = [_whole_piece(layout, table) for table in tables]
-        self.layout = piece_layout(layout, whole)
-        self.features = [feature for feature, table in enumerate(layout.table_of) if table in tables]
-        self.store = make(self.layout, optimizer) if whole else None
+        self._router = Router(layout, [copies])
+        self.layout = piece_layout(layout, copies)
+        self.store = make(self.layout, optimizer) if copies else None
 
-    def lookup(self, sparse: Sparse) -> list[Tensor]:
-        """The pooled rows of the features that read replicated tables, [B, their widths], if there are any."""
-        return [] if self.store is None else [self.store.lookup(self._own(sparse))]
-
-    def rows(self, table: str, ids: Tensor) -> Tensor:
-        assert self.store is not None
-        return self.store.rows(table, ids).to(self._dtype)
+    def lookup(self, sparse: Sparse) -> Tensor:
+        """The pooled rows of the features that read replicated tables, [B, their widths]."""
+        if self.store is None:
+            return torch.empty(sparse.num_samples, 0, dtype=self._dtype, device=self._device)
+        return self.store.lookup(self._own(sparse))
 
     def start_update(self, sparse: Sparse, grad: Tensor) -> Callable[[float, int], None]:
         """Start to sum the gradients of all rows; the returned function waits for the sum and applies it."""
@@ -89,56 +89,52 @@ class ReplicatedTables:
 
     def _own(self, sparse: Sparse) -> Sparse:
         """The bags of the features that read replicated tables."""
-        if len(self.features) == sparse.num_features:
-            return dataclasses.replace(sparse, checked_for=self.layout)
-        count = sparse.num_samples
-        bounds = sparse.offsets[::count].tolist() if count else [0] * (sparse.num_features + 1)
-        lengths = sparse.offsets.diff().view(sparse.num_features, count)[self.features].flatten()
-        runs = [slice(bounds[feature], bounds[feature + 1]) for feature in self.features]
-        return Sparse(
-            ids=torch.cat([sparse.ids[run] for run in runs]),
-            offsets=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
-            num_features=len(self.features),
-            weights=None if sparse.weights is None else torch.cat([sparse.weights[run] for run in runs]),
-            checked_for=self.layout,
-        )
+        if self.layout.num_features < sparse.num_features:
+            sparse = one_batch(self._router.route(sparse), self.layout.num_features)
+        return dataclasses.replace(sparse, checked_for=self.layout)
 
 
-class ColumnShards:
+class ColumnPieces(Pieces):
     """Column slices under row-wise Adagrad, which divides a row by the squares of all its columns.
 
     Every process has the same ids. Each sums the gradients of its slice of a row, all sum their squares, and each applies the
     result to its slice by gradient descent. The optimizer's state of a row is kept here, the same in every process.
     """
 
-    def __init__(self, pieces: Pieces, optimizer: SparseOptimizerSpec) -> None:
-        self.pieces, self._optimizer = pieces, optimizer
-        tables = pieces.layout.tables
-        self._sums = [torch.zeros(table.num_rows, 1, dtype=pieces.dtype, device=pieces.device) for table in tables]
+    def __init__(
+        self,
+        layout: Layout,
+        pieces: Sequence[Sequence[ShardPiece]],
+        process_group: ProcessGroup,
+        make: Make,
+        optimizer: SparseOptimizerSpec,
+        **options: Any,
+    ) -> None:
+        super().__init__(layout, pieces, process_group, make, dataclasses.replace(optimizer, kind="sgd"), **options)
+        self._eps = optimizer.eps
+        self._sums = [torch.zeros(t.num_rows, 1, dtype=self.dtype, device=self.device) for t in self.layout.tables]
 
-    @staticmethod
-    def optimizer(whole: SparseOptimizerSpec) -> SparseOptimizerSpec:
-        """The optimizer of the local store."""
-        return dataclasses.replace(whole, kind="sgd", clip=None)
+    def prefetch(self, exchange: IdExchange) -> None:
+        """Only wait for the ids: the local store is updated with other batches than it looks up."""
+        self.receive(exchange)
 
     def update(self, here: Sparse, grad: Tensor, *, lr: float, step: int) -> None:
-        """Apply gradients [B of all processes, width of the slices]."""
-        layout = self.pieces.layout
-        found = sum_by_row(layout, here, grad)
+        found = sum_by_row(self.layout, here, grad)
         squares = torch.cat([summed.square().sum(dim=1) for _, summed in found])
-        self.pieces.process_group.start_all_reduce(squares).wait()
+        self.process_group.start_all_reduce(squares).wait()
         scaled = []
         by_table = squares.split([distinct.numel() for distinct, _ in found])
-        for table, sums, (distinct, summed), square in zip(layout.tables, self._sums, found, by_table, strict=True):
+        for table, sums, (distinct, summed), square in zip(self.layout.tables, self._sums, found, by_table, strict=True):
             total = sums[distinct] + square.unsqueeze(1) / table.whole_shape[1]
             sums[distinct] = total
-            scaled.append((distinct, summed / (total.sqrt() + self._optimizer.eps)))
-        assert self.pieces.store is not None
-        update_rows(self.pieces.store, layout, scaled, lr=lr, step=step)
+            scaled.append((distinct, summed / (total.sqrt() + self._eps)))
+        assert self.store is not None
+        update_rows(self.store, self.layout, scaled, lr=lr, step=step)
 
-    def parts(self, *, is_copy: bool) -> list[StatePart]:
-        tables = self.pieces.layout.tables
-        return [part_of(f"{t.name}.sum", sums, is_copy=is_copy) for t, sums in zip(tables, self._sums, strict=True)]
+    def parts(self) -> list[StatePart]:
+        is_copy = self.process_group.rank > 0
+        sums = zip(self.layout.tables, self._sums, strict=True)
+        return super().parts() + [part_of(f"{table.name}.sum", each, is_copy=is_copy) for table, each in sums]
 
 
 def sum_by_row(layout: Layout, sparse: Sparse, grad: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -183,8 +179,3 @@ def update_rows(store: EmbeddingStore, layout: Layout, found: Sequence[tuple[Ten
     offsets = torch.cat([lengths.new_zeros(1), lengths.flatten().cumsum(0)])
     sparse = Sparse(ids=torch.cat(ids), offsets=offsets, num_features=layout.num_features, checked_for=layout)
     store.update(sparse, grad, lr=lr, step=step)
-
-
-def _whole_piece(layout: Layout, table: int) -> ShardPiece:
-    whole = layout.tables[table]
-    return ShardPiece(table=table, first_row=0, num_rows=whole.num_rows, first_column=0, width=whole.width)

@@ -1,12 +1,6 @@
 """How tables are cut into pieces for processes or servers: a plan that every process computes for itself, with the same result.
 
-| shard | what a process keeps of the table | what it sends for it |
-|---|---|---|
-| `table` | all of it, or nothing | ids one way, pooled vectors the other, their gradients back |
-| `row` | an even share of its rows | ids to the rows' owners, partial sums back, gradients to every owner of a row that was read |
-| `column` | an even share of its columns | ids to all processes, a slice of each vector back, a slice of each gradient |
-| `replicate` | a copy | no ids; the sum of the rows' gradients |
-| `auto` | what the balancer decides: all of it, nothing, or some rows | as `table` or `row` |
+docs/distributed.md says what a process keeps and sends under each `shard`; `auto` is what the balancer decides.
 """
 
 from __future__ import annotations
@@ -55,11 +49,8 @@ class ShardPlan:
     """How each table is cut; `auto` has become `table` or `row`."""
     pieces: tuple[tuple[ShardPiece, ...], ...]
     """The pieces of each process, in the order of tables, without replicated tables."""
-
-    @property
-    def replicated(self) -> tuple[int, ...]:
-        """Tables that every process has a copy of."""
-        return tuple(index for index, shard in enumerate(self.shards) if shard == "replicate")
+    copies: tuple[ShardPiece, ...]
+    """The replicated tables, of which every process has a copy."""
 
     def pieces_of(self, shards: Sequence[Shard]) -> tuple[tuple[ShardPiece, ...], ...]:
         """The pieces of each process that belong to tables cut in one of these ways."""
@@ -89,23 +80,32 @@ def plan_shards(
     assignment = balance_tables(balanced, world_size, lookups=lookups, whole=whole) if balanced else None
     placed: list[PlacedShard] = []
     pieces: list[list[ShardPiece]] = [[] for _ in range(world_size)]
+    copies: list[ShardPiece] = []
     for index, (table, shard) in enumerate(zip(layout.tables, wanted, strict=True)):
+        rows, columns = (0, table.num_rows), (0, table.width)
         if shard == "table" or shard == "auto":
             assert assignment is not None
-            owners = assignment.rows_of(table.name, table.num_rows)
-            placed.append("table" if len(owners) == 1 else "row")
-            for owner, start, stop in owners:
-                pieces[owner].append(_piece(index, (start, stop), (0, table.width)))
-            continue
-        placed.append(shard)
-        if shard == "row":
-            for owner, rows in enumerate(row_ranges(table.num_rows, world_size)):
-                if rows[0] < rows[1]:
-                    pieces[owner].append(_piece(index, rows, (0, table.width)))
+            cuts = [(owner, (start, stop), columns) for owner, start, stop in assignment.rows_of(table.name, table.num_rows)]
+            shard = "table" if len(cuts) == 1 else "row"
+        elif shard == "row":
+            cuts = [
+                (owner, own, columns) for owner, own in enumerate(row_ranges(table.num_rows, world_size)) if own[0] < own[1]
+            ]
         elif shard == "column":
-            for owner, columns in enumerate(column_ranges(table.width, world_size)):
-                pieces[owner].append(_piece(index, (0, table.num_rows), columns))
-    return ShardPlan(layout=layout, shards=tuple(placed), pieces=tuple(map(tuple, pieces)))
+            cuts = [(owner, rows, own) for owner, own in enumerate(column_ranges(table.width, world_size))]
+        else:
+            cuts = [(-1, rows, columns)]
+        placed.append(shard)
+        for owner, (first_row, last_row), (first_column, last_column) in cuts:
+            piece = ShardPiece(
+                table=index,
+                first_row=first_row,
+                num_rows=last_row - first_row,
+                first_column=first_column,
+                width=last_column - first_column,
+            )
+            (copies if shard == "replicate" else pieces[owner]).append(piece)
+    return ShardPlan(layout=layout, shards=tuple(placed), pieces=tuple(map(tuple, pieces)), copies=tuple(copies))
 
 
 def balance_tables(
@@ -116,9 +116,8 @@ def balance_tables(
     whole: Sequence[str] = (),
     optimizer: RowOptimizerName = "sgd",
     element_bytes: int = 4,
-    tolerance: float = TOLERANCE,
 ) -> Assignment:
-    """Assign tables to processes or servers so that none has more than `1 + tolerance` times its share of bytes or of look-ups.
+    """Assign tables to processes or servers so that none has more than `1 + TOLERANCE` times its share of bytes or of look-ups.
 
     `lookups` are those of each table in any unit, such as ids per sample; the default is the number of features that read it.
     Bytes include the optimizer's state. Look-ups are taken to be even over a table's rows, as hashed ids are. Tables named in
@@ -129,7 +128,7 @@ def balance_tables(
         Item(name=table.name, costs=cost, num_rows=1 if table.name in whole else table.num_rows)
         for table, cost in zip(tables, costs, strict=True)
     ]
-    return balance(items, num_owners, split_overhead=0.0, tolerance=tolerance)
+    return balance(items, num_owners, split_overhead=0.0, tolerance=TOLERANCE)
 
 
 def table_costs(
@@ -211,18 +210,11 @@ def piece_layout(layout: Layout, pieces: Sequence[ShardPiece]) -> Layout:
 
 
 def features_of(layout: Layout, pieces: Sequence[ShardPiece]) -> list[int]:
-    """The features that read these pieces: first those of tables that are cut by rows, each in the order of the batch."""
-    by_table = {piece.table: piece for piece in pieces}
-    features = [feature for feature, table in enumerate(layout.table_of) if table in by_table]
-    return sorted(features, key=lambda feature: not is_cut_by_rows(layout, by_table[layout.table_of[feature]]))
+    """The features that read these pieces, in the order of the batch."""
+    tables = {piece.table for piece in pieces}
+    return [feature for feature, table in enumerate(layout.table_of) if table in tables]
 
 
 def is_cut_by_rows(layout: Layout, piece: ShardPiece) -> bool:
     """Whether other processes keep other rows of the table."""
     return piece.num_rows < layout.tables[piece.table].num_rows
-
-
-def _piece(table: int, rows: tuple[int, int], columns: tuple[int, int]) -> ShardPiece:
-    return ShardPiece(
-        table=table, first_row=rows[0], num_rows=rows[1] - rows[0], first_column=columns[0], width=columns[1] - columns[0]
-    )
