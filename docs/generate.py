@@ -31,6 +31,7 @@ from rowstead.spec.placement import TablePlacementSpec
 from rowstead.spec.row_optimizers import ROW_OPTIMIZERS, SparseOptimizerSpec
 from rowstead.spec.run import RunSpec
 from rowstead.spec.stores import IN_RECIPES, STORES
+from rowstead.spec.sync import SYNC_MODES, SYNC_RULES, SyncSpec
 from rowstead.spec.train import TrainSpec
 
 DOCS = Path(__file__).parent
@@ -44,6 +45,8 @@ REGISTRIES: dict[tuple[type, str], Mapping[str, Any]] = {
     (TablePlacementSpec, "where"): {name: STORES[name] for name in IN_RECIPES},
     (ModelSpec, "network"): NETWORKS,
     (TrainSpec, "loss"): HEADS,
+    (SyncSpec, "mode"): SYNC_MODES,
+    (SyncSpec, "rule"): SYNC_RULES,
 }
 """Fields whose values are the entries of a registry, each with a description."""
 
@@ -88,6 +91,8 @@ def configuration_page() -> str:
         "`--set key.path=value` changes one key on the command line, such as `--set train.batch_size=512`. The value is read as "
         "YAML. Items of lists are named by number: `--set features.sparse.0.num_rows=1000`. Where a list is wanted, a single "
         "value stands for a list of one.",
+        "`base: NAME` starts from another recipe, a shipped one or a file beside this one; the keys that follow change it. Sections are "
+        "merged key by key, lists and values are replaced.",
         "The resolved recipe, with every default written out, is kept as `spec.yaml` in the folder of the run.",
         "\n".join(f"- [{section.title}](#{section.anchor})" for section in sections),
     ]
@@ -151,12 +156,13 @@ def row_optimizers_table() -> list[str]:
 
 def docstrings_of_fields(spec: type) -> dict[str, str]:
     """The text under each field of a spec class; a field without one is an error."""
-    (tree,) = ast.parse(inspect.cleandoc("\n" + inspect.getsource(spec))).body
-    assert isinstance(tree, ast.ClassDef)
     found = {}
-    for statement, after in zip(tree.body, tree.body[1:], strict=False):
-        if isinstance(statement, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-            found[ast.unparse(statement.target)] = " ".join(str(after.value.value).split())
+    for cls in filter(dataclasses.is_dataclass, reversed(spec.__mro__)):
+        (tree,) = ast.parse(inspect.cleandoc("\n" + inspect.getsource(cls))).body
+        assert isinstance(tree, ast.ClassDef)
+        for statement, after in zip(tree.body, tree.body[1:], strict=False):
+            if isinstance(statement, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+                found[ast.unparse(statement.target)] = " ".join(str(after.value.value).split())
     missing = [field.name for field in dataclasses.fields(spec) if field.name not in found]  # type: ignore[arg-type]
     if missing:
         raise ValueError(f"{spec.__name__}: no docstring under {', '.join(missing)}")

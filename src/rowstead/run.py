@@ -14,32 +14,34 @@ from pathlib import Path
 
 import torch
 
-from rowstead.data.open_log import Sources, open_sources
+from rowstead.data.open_log import open_sources
 from rowstead.distributed import job
 from rowstead.distributed.process_group import ProcessGroup, open_process_group
+from rowstead.kernels.cpu.traffic import kernel_traffic_bytes
 from rowstead.nn.dlrm import DLRM
-from rowstead.plan.predict import build_predicted_record
-from rowstead.plan.predict_run import comparison_text, predict_run
+from rowstead.plan.predict import build_predicted_record, comparison_text, predict_run
+from rowstead.plan.work import step_work
 from rowstead.records.files import write_atomic
 from rowstead.records.run_folder import DEFAULT_ROOT, RunFolder
-from rowstead.records.usage import UsageSampler, machine_facts, versions
+from rowstead.records.usage import KERNELS, PERF, UsageSampler, machine_facts, perf_traffic_bytes, versions
 from rowstead.report.placement import placement_text
+from rowstead.spec.catalogue import calibrated_machine
 from rowstead.spec.errors import RowsteadError
+from rowstead.spec.networks import NETWORKS
 from rowstead.spec.parse import digest, to_plain
 from rowstead.spec.placement import Placement
 from rowstead.spec.record import Record, date_now
 from rowstead.spec.run import RunSpec, check_moves, load_recipe
+from rowstead.stores.base import check_source
 from rowstead.stores.build import measured_machine, unused_machine_warning
-from rowstead.stores.checked import check_source
 from rowstead.training.build import build_model, ignored_settings, plan_placement
 from rowstead.training.checkpoint import Checkpoint, checkpoints_in, load_latest
-from rowstead.training.checkpoint_changes import CheckpointChanges
+from rowstead.training.checkpoint_increment import CheckpointChanges
 from rowstead.training.device import bf16_fallback, choose_device, kernel_text, set_threads
 from rowstead.training.hogwild import HogwildStepper
 from rowstead.training.loop import Loop, TrainOutcome
 from rowstead.training.metrics import Quality
-from rowstead.training.progress import NoProgress, Position, ProgressCallback
-from rowstead.training.reporting import RunReporter
+from rowstead.training.progress import NoProgress, Position, ProgressCallback, RunReporter
 from rowstead.training.step import Stepper, load_model
 from rowstead.training.trained import check_same_model, checkpoint_facts, transforms_in
 
@@ -136,7 +138,7 @@ def _run(
         sources = open_sources(spec, transforms_in(saved) if saved else None, start.facts["id_kinds"] if start else None)
 
         # The model, its tables and its optimizers.
-        stack.enter_context(set_threads(spec))
+        stack.enter_context(set_threads(spec.threads))
         placement = plan_placement(spec, device, process_group=group)
         model = build_model(spec, device, trains=True, process_group=group, placement=placement)
         stepper = _build_stepper(spec, model, sources.train.num_samples, group)
@@ -163,10 +165,12 @@ def _run(
         # Training.
         sources = sources.share(group.rank, group.world_size)
         if spec.check_ids:
-            sources = _check_sources(sources, model)
+            train, eval_ = (check_source(source, model.store.layout) for source in (sources.train, sources.eval))
+            sources = dataclasses.replace(sources, train=train, eval=eval_)  # the reading thread checks each batch
         resumed_step = (position.step if position is not None else 0) if is_resumed else None
         events = folder.path if group.rank == 0 else None
         reporter = RunReporter(events, callback, log_every=spec.train.log_every, resumed_step=resumed_step)
+        traffic_before = kernel_traffic_bytes()
         with stop_on_signal() as stop, UsageSampler() as usage, contextlib.closing(reporter):
             loop = Loop(
                 spec,
@@ -189,7 +193,11 @@ def _run(
         # The record.
         record = None
         if outcome.ending != "interrupted" and group.rank == 0:
-            record = build_record(spec, outcome, device, model.store.kernel, usage.figures(), num_processes=group.world_size)
+            used = usage.figures()
+            if not is_resumed:
+                steps = outcome.position.step / group.world_size  # of whole batches
+                used = {**_count_traffic(spec, device, steps, kernel_traffic_bytes() - traffic_before), **used}
+            record = build_record(spec, outcome, device, model.store.kernel, used, num_processes=group.world_size)
             folder.write_record(record)
             if group.world_size == 1:
                 _compare_with_prediction(spec, placement, device, folder, record, callback)
@@ -212,13 +220,8 @@ def _build_stepper(spec: RunSpec, model: DLRM, num_samples: int, group: ProcessG
         return Stepper(model, spec.train, total_steps=total_steps, process_group=group)
     if group.world_size > 1:
         raise RowsteadError("train.sync.hogwild_threads: a job of several processes has one thread in each; remove it")
-    return HogwildStepper(model, spec.train, total_steps=total_steps, num_threads=num_threads)
-
-
-def _check_sources(sources: Sources, model: DLRM) -> Sources:
-    """The same splits; the reading thread checks each batch against the tables."""
-    checked = (check_source(source, model.store.layout) for source in (sources.train, sources.eval))
-    return dataclasses.replace(sources, train=next(checked), eval=next(checked))
+    train = spec.train.resolve_sync(1).with_warmup(total_steps)
+    return HogwildStepper(model, train, total_steps=total_steps, num_threads=num_threads)
 
 
 def _report_start(
@@ -241,6 +244,11 @@ def _report_start(
         callback.on_message(f"{folder.path} has no checkpoint yet: starting at the first step")
     if group.world_size > 1:
         callback.on_message(f"{group.world_size} processes, each with its share of every batch")
+    if group.processes_per_gpu > 1:
+        callback.on_message(
+            f"{group.processes_per_gpu} processes share a GPU: they take turns on it, divide its memory and exchange data through host "
+            "memory. This trains the same weights, but is slower than one process per GPU"
+        )
     if store.tables:
         callback.on_message(f"kernels: {kernel_text(store.kernel, device)}")
         callback.on_message(placement_text(placement, has_gpu=device.type == "cuda", world_size=group.world_size))
@@ -273,6 +281,10 @@ def build_record(
     machine = {**machine_facts(gpu), "kernel": kernel, "num_threads": torch.get_num_threads()}
     if num_processes > 1:
         machine["num_processes"] = num_processes
+    machine["memory_traffic_by"] = KERNELS if perf_traffic_bytes() is None else PERF
+    with contextlib.suppress(RowsteadError):  # a machine file of another version
+        if (calibrated := calibrated_machine("cpu")) is not None:
+            machine["memory_bytes_per_s"] = calibrated.host.memory.bandwidth_bytes_per_s
     return Record(
         kind="measured",
         name=spec.name,
@@ -282,6 +294,14 @@ def build_record(
         versions=versions(),
         figures=figures,
     )
+
+
+def _count_traffic(spec: RunSpec, device: torch.device, num_steps: float, row_bytes: int) -> dict[str, float]:
+    """Bytes to and from memory where perf does not count them: rows as the kernels counted them, layers by their sizes."""
+    if device.type != "cpu" or spec.model.network not in NETWORKS:
+        return {}
+    layer_bytes = step_work(spec).dense_traffic_bytes(spec.train.batch_size)
+    return {"memory_traffic_bytes": row_bytes + num_steps * layer_bytes}
 
 
 def _compare_with_prediction(

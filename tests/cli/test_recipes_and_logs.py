@@ -22,9 +22,9 @@ from tests.cli.commands import Command, assert_refused, changed, parquet_recipe,
         ("features.sparse.0.num_rows=-1", "features.sparse[0].num_rows: must be at least 1, got -1"),
         ("features.sparse.0={name: x, table: t}", "features.sparse[0].table: no table `t`"),
         ("features.sparse.0.width=3", "`interaction: dot` needs every table as wide as model.width, 8"),
-        ("nonsense", "cannot read `--set nonsense`: write it as key.path=value"),
+        ("nonsense", "cannot read `nonsense`: write it as key.path=value"),
         ("=1", "write it as key.path=value"),
-        ("seed={", "cannot read the value in `--set seed={` as YAML"),
+        ("seed={", "the value in `seed={` is not valid YAML"),
         ("scale=.inf", "scale: must be above 0 and finite"),
         ("data.parquet.train=x", "give exactly one of `synth` and `parquet`"),
         ("features.dense.0.name=other_{i}", "the synthetic log has no column `other_0`"),
@@ -56,7 +56,7 @@ def test_train_refuses_a_binary_file(rowstead: Command) -> None:
 
 @pytest.mark.parametrize("command", ["train", "recipes"])
 def test_an_unknown_recipe_names_the_nearest(rowstead: Command, command: str) -> None:
-    assert_refused(rowstead(command, "quikstart"), "no recipe file or shipped recipe `quikstart`: did you mean `quickstart`?")
+    assert_refused(rowstead(command, "quikstart"), "no recipe `quikstart`, shipped or as a file: did you mean `quickstart`?")
 
 
 def test_missing_files_are_named(rowstead: Command, tmp_path: Path) -> None:

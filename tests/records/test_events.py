@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -30,10 +31,10 @@ def test_an_event_is_in_the_file_as_soon_as_it_is_written(tmp_path: Path) -> Non
 
 def test_a_resume_supersedes_later_steps_and_keeps_them_in_the_file(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    with EventLog(path) as log:
+    with closing(EventLog(path)) as log:
         for step in (10, 20, 30):
             log.write("train", step, loss=1.0)
-    with EventLog(path) as log:
+    with closing(EventLog(path)) as log:
         log.resumed(20)
         log.write("train", 30, loss=2.0)
     assert [(e["kind"], e["step"], e.get("loss")) for e in read_events(path)] == [
@@ -51,7 +52,7 @@ def test_wherever_a_kill_tears_the_file_whole_lines_before_and_after_count(
     tmp_path_factory: pytest.TempPathFactory, cut: int
 ) -> None:
     path = tmp_path_factory.mktemp("torn") / "events.jsonl"
-    with EventLog(path) as log:
+    with closing(EventLog(path)) as log:
         for step in range(1, 6):
             log.write("train", step, text="é" * 5)
     content = path.read_bytes()[:cut]
@@ -59,14 +60,14 @@ def test_wherever_a_kill_tears_the_file_whole_lines_before_and_after_count(
     # A cut right before a newline leaves a whole event.
     whole = [json.loads(line)["step"] for line in content.split(b"\n") if line.endswith(b"}")]
     assert steps(path) == whole
-    with EventLog(path) as log:
+    with closing(EventLog(path)) as log:
         log.write("train", 99)
     assert steps(path) == [*whole, 99]
 
 
 def test_lines_of_several_threads_do_not_mix(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    with EventLog(path) as log:
+    with closing(EventLog(path)) as log:
         threads = [
             threading.Thread(target=lambda k=k: [log.write("train", k, text="x" * 200) for _ in range(50)]) for k in range(4)
         ]
@@ -86,5 +87,5 @@ def test_a_file_that_cannot_be_used_is_an_error_without_traceback(tmp_path: Path
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_is_an_error_without_traceback() -> None:
-    with EventLog("/dev/full") as log, pytest.raises(RowsteadError, match="No space left"):
+    with closing(EventLog("/dev/full")) as log, pytest.raises(RowsteadError, match="No space left"):
         log.write("train", 1)

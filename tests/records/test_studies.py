@@ -1,4 +1,4 @@
-"""The numbers behind pictures of studies: surfaces, histories, fronts, effects and their intervals."""
+"""The numbers behind pictures of studies: histories, fronts, effects and their intervals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from rowstead.records.studies import (
     pareto_front,
     quality_effects,
     student,
-    surface,
     trial_history,
     wishes_in,
 )
@@ -36,27 +35,9 @@ def entry(figures: dict[str, float], *, kind: Any = "measured", **changes: Any) 
     return StoreEntry(record=record, **{"study": "s", **changes})
 
 
-def test_a_surface_has_its_values_in_order_and_gaps_where_points_failed() -> None:
-    entries = [
-        entry({"speed": 4.0}, axes={"x": 10, "y": "b"}, point="1"),
-        entry({"speed": 2.0}, axes={"x": 2, "y": "a"}, point="2"),
-        entry({}, axes={"x": 2, "y": "b"}, point="3", failure="no memory"),
-        entry({"speed": 8.0}, axes={"x": 10, "y": "a", "seed": 1}, point="4"),
-        entry({"speed": 6.0}, axes={"x": 10, "y": "a", "seed": 2}, point="5"),
-        entry({"speed": 1.0}, axes={"z": 1}, point="6"),
-    ]
-    found = surface(entries, "x", "y", "speed")
-    assert found.xs == (2, 10)
-    assert found.ys == ("b", "a")
-    assert found.values == ((None, 4.0), (2.0, 7.0))
-    line = surface(entries, "x", None, "speed")
-    assert line.ys == (None,)
-    assert line.values == ((2.0, 6.0),)
-
-
-def test_a_surface_takes_the_newest_of_a_point() -> None:
+def test_the_newest_of_a_point_counts() -> None:
     entries = [entry({"speed": v}, kind="predicted", axes={"x": 1}, point="1", machine={"name": "m"}) for v in (1.0, 2.0)]
-    assert surface(entries, "x", None, "speed").values == ((2.0,),)
+    assert newest(entries) == entries[1:]
     assert len(newest([*entries, entry({}), entry({})])) == 3
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ def scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
 
 
 def test_tensorboard_reads_back_every_scalar(tmp_path: Path) -> None:
-    with ScalarWriter(tmp_path / "tensorboard") as writer:
+    with closing(ScalarWriter(tmp_path / "tensorboard")) as writer:
         writer.write(0, {"train/loss": 0.5, "eval/né": 0.25})
         writer.write(300, {"train/loss": 1e-30})
         writer.write(2**40, {"train/loss": 1e300})
@@ -30,7 +31,7 @@ def test_tensorboard_reads_back_every_scalar(tmp_path: Path) -> None:
 
 
 def test_wall_times_and_values_that_are_not_numbers_survive(tmp_path: Path) -> None:
-    with ScalarWriter(tmp_path) as writer:
+    with closing(ScalarWriter(tmp_path)) as writer:
         writer.write(1, {"loss": math.nan})
     events = accumulator.EventAccumulator(str(tmp_path))
     events.Reload()
@@ -40,10 +41,10 @@ def test_wall_times_and_values_that_are_not_numbers_survive(tmp_path: Path) -> N
 
 
 def test_scalars_beyond_a_resumed_step_are_superseded(tmp_path: Path) -> None:
-    with ScalarWriter(tmp_path) as writer:
+    with closing(ScalarWriter(tmp_path)) as writer:
         for step in (10, 20, 30):
             writer.write(step, {"loss": 1.0})
-    with ScalarWriter(tmp_path, resumed_step=20) as writer:
+    with closing(ScalarWriter(tmp_path, resumed_step=20)) as writer:
         writer.write(30, {"loss": 2.0})
     assert scalars(tmp_path, "loss") == [(10, 1.0), (20, 1.0), (30, 2.0)]
 

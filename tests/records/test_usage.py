@@ -11,7 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rowstead.records.usage import UsageSampler, cpu_model, machine_facts, peak_memory_bytes, usable_cores, versions
+from rowstead.records.usage import (
+    UsageSampler,
+    cpu_model,
+    machine_facts,
+    peak_memory_bytes,
+    perf_traffic_bytes,
+    usable_cores,
+    versions,
+)
 
 
 def busy(seconds: float) -> None:
@@ -36,14 +44,8 @@ def test_figures_show_cpu_and_memory_in_use() -> None:
 
 def test_the_thread_ends_with_the_sampler() -> None:
     before = threading.active_count()
-    sampler = UsageSampler(interval_s=60)
-    assert sampler.figures() == {}
-    sampler.start()
-    assert threading.active_count() == before + 1
-    with pytest.raises(RuntimeError, match="already"):
-        sampler.start()
-    sampler.stop()
-    sampler.stop()
+    with UsageSampler(interval_s=60) as sampler:
+        assert threading.active_count() == before + 1
     assert threading.active_count() == before
     assert sampler.figures()["rss_max_bytes"] > 0
 
@@ -91,3 +93,11 @@ def test_versions_are_known_without_importing_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [versions()["torch"], "False"]
     assert "rowstead" in versions()
+
+
+def test_cache_misses_are_counted_where_the_system_allows_it() -> None:
+    before = perf_traffic_bytes()
+    if before is None:
+        pytest.skip("this system does not count cache misses")
+    np.ones(40_000_000).sum()
+    assert perf_traffic_bytes() > before

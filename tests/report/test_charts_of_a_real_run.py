@@ -35,7 +35,7 @@ def test_a_trained_run_has_every_figure(tmp_path: Path) -> None:
     ]
     result = run.train(load_recipe("quickstart", changes), root=tmp_path)
     inputs = gather([tmp_path])
-    keys = {figure.key: figure for section in sections_of(inputs) for figure in section.figures}
+    keys = {figure.key: figure for section in sections_of(inputs) for figure in section.charts}
     assert {"mean-step", "time-by-phase", "speed", "ne", "calibration", "feature-sizes", "placement-by-memory"} <= keys.keys()
     assert result.quality is not None
     assert keys["ne"].traces[1]["y"][-1] == result.quality.ne

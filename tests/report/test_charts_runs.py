@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def test_time_is_split_by_the_phases_of_the_record(tmp_path: Path) -> None:
 
 def test_curves_of_a_resumed_run_have_no_point_twice(tmp_path: Path) -> None:
     run = a_run(tmp_path)
-    with EventLog(run.folder.events_file) as events:
+    with closing(EventLog(run.folder.events_file)) as events:
         for step in range(1, 1001):
             events.write("train", step=step, ne=1 / step, samples_per_s=100.0 * step)
         events.resumed(500)

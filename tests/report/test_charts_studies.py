@@ -93,12 +93,12 @@ def test_a_categorical_axis_is_drawn_as_bars_and_equal_layers_are_abbreviated() 
     ]  # fmt: skip
 
 
-def test_a_population_is_drawn_as_distributions_with_utilization_and_servers() -> None:
+def test_a_population_is_drawn_as_distributions_with_servers() -> None:
     entries = [
         entry(
             study="f",
             axes={"a": i, "b": -i},
-            figures={"samples_per_s": 1.0 + i, "cpu_share_mean": i / 10, "num_trainers": i % 2 + 1},
+            figures={"samples_per_s": 1.0 + i, "num_trainers": i % 2 + 1},
         )
         for i in range(8)
     ]
@@ -106,8 +106,46 @@ def test_a_population_is_drawn_as_distributions_with_utilization_and_servers() -
     assert study is not None
     assert study.is_population
     assert charts_studies.draw_study(study)[0].traces[0]["type"] == "violin"
-    (use,) = charts_populations.uses(entries)
-    assert use.shares == tuple(i / 10 for i in range(8))
     (counts,) = charts_populations.server_counts(entries)
     assert counts.counts == {1: 4, 2: 4}
     assert counts.largest_share == 0.5
+
+
+def use_entries(facts: dict[str, float | str]) -> list[StoreEntry]:
+    """Fleets of two sparse servers, each run busier than the one before."""
+    figures = {"train_s": 10.0, "num_trainers": 1, "num_sparse_servers": 2, "sparse_rss_max_bytes": 2e9, "sparse_cpu_s": 4.0}
+    machine = {"num_usable_cores": 2, "memory_bytes": 8e9, **facts}
+    runs = [
+        entry(
+            figures={
+                **figures,
+                "trainer_cpu_s": 4.0 * i,
+                "trainer_num_bytes_sent": 1e6 * i,
+                "sparse_memory_traffic_bytes": 1e9 * i,
+            }
+        )
+        for i in (1, 2, 4)
+    ]
+    return [dataclasses.replace(run, record=dataclasses.replace(run.record, machine=machine)) for run in runs]
+
+
+def test_utilization_is_by_resource_and_role_and_of_one_server() -> None:
+    facts = {"memory_bytes_per_s": 1e9, "memory_traffic_by": "perf counters"}
+    found = {(use.resource.title, use.role): use for use in charts_populations.uses(use_entries(facts))}
+    assert found["CPU", "trainers"].shares == pytest.approx((0.2, 0.4, 0.8))
+    assert found["CPU", "sparse servers"].shares == pytest.approx((0.1,) * 3)
+    assert found["memory capacity", "sparse servers"].shares == (0.25,) * 3
+    assert found["memory bandwidth", "sparse servers"].shares == pytest.approx((0.05, 0.1, 0.2))
+    assert found["network", "trainers"].amounts == pytest.approx((1e5, 2e5, 4e5))
+    assert found["network", "trainers"].shares is None
+    assert ("memory bandwidth", "trainers") not in found
+    charts = charts_populations.draw_uses("fig5", list(found.values()))
+    assert [chart.title for chart in charts] == [f"fig5: {one.title}" for one in charts_populations.RESOURCES]
+    assert "Counted by perf counters." in charts[2].words
+
+
+def test_a_bandwidth_that_is_not_known_is_said_and_drawn_in_bytes() -> None:
+    charts = charts_populations.draw_uses("fig5", charts_populations.uses(use_entries({"memory_traffic_by": "kernels"})))
+    assert "rowstead calibrate" in charts[2].words
+    assert charts[2].layout["yaxis"]["title"]["text"] == "bytes/s"
+    assert charts_populations.draw_uses("fig5", charts_populations.uses([entry(figures={"train_s": 1.0, "cpu_s": 1.0})])) == []

@@ -36,7 +36,7 @@ def test_small_tables_are_merged_and_none_is_lost(tmp_path: Path) -> None:
 def test_feature_sizes_are_those_of_the_recipe() -> None:
     sizes = charts_tables.feature_sizes(load_recipe("m1"))
     assert len(sizes.names) == 30
-    assert set(sizes.num_rows) == {5_700_000}
+    assert sum(sizes.num_rows) / 30 == 5_700_000
     assert sum(sizes.ids) / 30 == pytest.approx(28, rel=0.05)
     figure = charts_tables.draw_lengths([("m1", sizes)])
     assert figure is not None

@@ -105,7 +105,7 @@ def test_every_section_is_there_and_every_figure_has_data(tmp_path: Path) -> Non
     titles = [section.title for section in sections]
     for wanted in ("Overview", "Steps and time", "Predicted against measured", "Features and tables", "Efficiency per watt"):
         assert wanted in titles
-    figures = [figure for section in sections for figure in section.figures]
+    figures = [figure for section in sections for figure in section.charts]
     assert len(figures) > 50
     for figure in figures:
         assert figure.traces, figure.title
@@ -157,7 +157,7 @@ def test_a_quality_study_is_judged_by_the_tolerance_that_it_was_run_with(tmp_pat
             store.add(StoreEntry(record=record, source="quality", study="q", point=f"{axes}{seed}", axes=axes, seed=seed))
 
     def verdict() -> str:
-        (figure,) = next(section.figures for section in sections_of(gather([tmp_path])) if section.key == "quality-q")
+        (figure,) = next(section.charts for section in sections_of(gather([tmp_path])) if section.key == "quality-q")
         assert figure.table is not None
         return figure.words + figure.table.rows[0][-1]
 
@@ -222,7 +222,7 @@ def test_two_grids_under_one_name_are_both_drawn(tmp_path: Path) -> None:
                 for v in values
             )
         )
-    figures = next(section.figures for section in sections_of(gather([tmp_path])) if section.key == "study-s")
+    figures = next(section.charts for section in sections_of(gather([tmp_path])) if section.key == "study-s")
     drawn = {figure.title.rpartition(" over ")[2]: figure.traces[0]["x"] for figure in figures if "samples/s" in figure.title}
     assert drawn == {"batch": [1, 2], "width": [8, 16, 32]}
     assert (

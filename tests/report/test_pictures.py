@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from rowstead.report.pictures import write_pictures
-from rowstead.report.theme import Figure, axis, layout, lines
+from rowstead.report.theme import Chart, axis, layout, lines
 
-FIGURE = Figure(
+FIGURE = Chart(
     key="../a b/<c>",
     title="t",
     words="w",

@@ -8,7 +8,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rowstead.report.theme import DARK, LIGHT, Figure, label, labels, script_json, short, thinned
+from rowstead.report.theme import DARK, LIGHT, Chart, label, labels, script_json, short, thinned
 
 
 @given(st.text(max_size=200))
@@ -16,7 +16,7 @@ def test_a_label_has_no_markup_and_is_never_a_color_token(text: str) -> None:
     made = label(text)
     assert "<" not in made
     assert not made.startswith("@")
-    figure = Figure(key="k", title="t", words="w", traces=[{"name": made}], layout={})
+    figure = Chart(key="k", title="t", words="w", traces=[{"name": made}], layout={})
     assert figure.plain(LIGHT)["data"][0]["name"] == made
 
 

@@ -101,6 +101,10 @@ CASES = {
         FeaturesSpec(dense=(DenseFeatureSpec(name="d"),), sparse=(SparseFeatureSpec(name="s{i}", repeat=3, num_rows=9),)),
         ModelSpec(width=4),
     ),
+    "three dense vectors": (
+        FeaturesSpec(dense=(DenseFeatureSpec(name="d"),), sparse=(SparseFeatureSpec(name="s{i}", repeat=3, num_rows=9),)),
+        ModelSpec(width=4, interaction=InteractionSpec(num_dense_vectors=3)),
+    ),
 }
 
 
@@ -163,7 +167,9 @@ def specs(draw) -> tuple[FeaturesSpec, ModelSpec]:
             )
         )
     tables = (shared,) if any(feature.table for feature in sparse) else ()
-    interaction = InteractionSpec(kind=kind, cross_layers=2, cross_rank=3)
+    pairs = draw(st.sampled_from([*["both", "dense_sparse"][: 1 + bool(num_dense)], *["sparse_sparse"][: num_sparse != 1]]))
+    count = draw(st.integers(1, 3))
+    interaction = InteractionSpec(kind=kind, num_dense_vectors=count, pairs=pairs, cross_layers=2, cross_rank=3)
     if kind == "dot" and bool(num_dense) + num_sparse < 2:
         interaction = InteractionSpec(kind="concat")
     features = FeaturesSpec(dense=tuple(dense), sparse=tuple(sparse), tables=tables)

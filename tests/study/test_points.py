@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from rowstead.spec.axis import AxisSpec, axis_from, settings_from, with_settings
+from rowstead.spec.axis import AxisSpec, axis_from, with_settings
 from rowstead.spec.errors import RowsteadError, SpecError
-from rowstead.spec.parse import parse
+from rowstead.spec.parse import parse, settings_from
 from rowstead.spec.sweep import SweepSpec, load_sweep, sweep_names
 from rowstead.study.points import points_of
 from rowstead.study.sweep import remaining_s

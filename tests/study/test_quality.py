@@ -13,8 +13,9 @@ import yaml
 from rowstead.records.store import RunStore
 from rowstead.records.studies import BASELINE, quality_effects
 from rowstead.spec.errors import RowsteadError, SpecError
-from rowstead.spec.parse import parse
-from rowstead.spec.quality import QUALITY, QualitySpec, load_quality
+from rowstead.spec.parse import parse, shipped_names
+from rowstead.spec.quality import QualitySpec, load_quality
+from rowstead.spec.study import SWEEPS
 from rowstead.study.quality import points_of, quality
 from tests.small_runs import small_plain
 from tests.study.learnable import learnable_recipe
@@ -56,7 +57,7 @@ def test_a_study_that_cannot_be_is_refused(tmp_path: Path) -> None:
         load_quality("quickstrat")
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in QUALITY.glob("*.yaml")))
+@pytest.mark.parametrize("name", shipped_names(SWEEPS / "quality"))
 def test_every_shipped_study_makes_recipes_in_both_sizes(name: str) -> None:
     spec = load_quality(name)
     assert spec.name == name
@@ -80,13 +81,13 @@ def test_a_larger_batch_is_a_regression_and_the_same_settings_are_none(tmp_path:
     ]
     spec = parse(QualitySpec, {"name": "q", "recipe": recipe, "vary": vary, "num_seeds": 5})
     found = quality(spec, root=tmp_path / "runs")
-    verdicts = {effect.axis: effect.verdict for effect in found.effects}
+    verdicts = {effect.axis: effect.verdict for effect in found}
     assert verdicts == {BASELINE: "baseline", "batch": "regression", "logging": "within"}
-    (logging,) = (effect for effect in found.effects if effect.axis == "logging")
+    (logging,) = (effect for effect in found if effect.axis == "logging")
     assert logging.change == 0.0
     entries = RunStore(tmp_path / "runs").read().of(study="q", source="quality")
     assert len(entries) == 15
-    assert quality_effects(entries) == list(found.effects)
+    assert quality_effects(entries) == found
     command = [
         sys.executable,
         "-m",

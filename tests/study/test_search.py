@@ -234,7 +234,7 @@ def test_a_worker_that_is_killed_is_replaced_and_its_trial_recorded(tmp_path: Pa
 
     def kill_one(trials: list[Any]) -> None:
         if not killed and len(trials) >= 2:
-            workers = [p.pid for p in psutil.Process().children() if "rowstead.study.tune_worker" in p.cmdline()]
+            workers = [p.pid for p in psutil.Process().children() if "rowstead.study.search" in p.cmdline()]
             os.kill(workers[0], signal.SIGKILL)
             killed.append(workers[0])
 

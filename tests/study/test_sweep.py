@@ -15,21 +15,24 @@ import pytest
 import yaml
 
 from rowstead.records.store import RunStore
-from rowstead.records.studies import surface
+from rowstead.spec.catalogue import MACHINE_VARIABLE, machine_text
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.parse import parse
 from rowstead.spec.sweep import SweepSpec
+from rowstead.study.predictions import NOT_CALIBRATED
 from rowstead.study.sweep import SweepProgress, sweep
+from tests.measured_machine import shared_machine
 from tests.small_runs import small_plain, wait_until
 
 HOSTILE = "<img src=x onerror=alert(1)> $(touch hacked) \x1b[31m"
+FLEET = "trainers=2,sparse=1,dense=1,readers=1"
 
 
 class Told:
     def __init__(self) -> None:
         self.all: list[SweepProgress] = []
 
-    def on_progress(self, progress: SweepProgress) -> None:
+    def __call__(self, progress: SweepProgress) -> None:
         self.all.append(progress)
 
 
@@ -56,6 +59,25 @@ def test_predictions_need_no_measurement_and_are_not_added_twice(tmp_path: Path)
     assert {entry.record.figures["num_sparse_servers"] for entry in entries if entry.record.machine["name"] == "cpu-2s"} == {
         1.0
     }
+
+
+def test_this_machine_is_predicted_only_after_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    grid = [{"name": "how", "options": {"alone": {}, "processes": {"run.processes": 2}, "fleet": {"run.fleet": FLEET}}}]
+    spec = parse(SweepSpec, sweep_plain(tmp_path, grid=grid))
+    before = sweep(spec, root=tmp_path / "runs", on=["here"], predict_only=True)
+    assert {entry.failure for entry in before.predicted} == {NOT_CALIBRATED}
+    assert RunStore(tmp_path / "runs").read().entries == ()
+    file = tmp_path / "machine.yaml"
+    file.write_text(machine_text(shared_machine(crowding=1.2)))
+    monkeypatch.setenv(MACHINE_VARIABLE, str(file))
+    found = {
+        entry.axes["how"]: entry for entry in sweep(spec, root=tmp_path / "runs", on=["here"], predict_only=True).predicted
+    }
+    assert {entry.failure for entry in found.values()} == {None}
+    speeds = {how: entry.record.figures["samples_per_s"] for how, entry in found.items()}
+    assert 0 < speeds["fleet"] < speeds["alone"]  # small batches, dear messages
+    assert 0 < speeds["processes"] < speeds["alone"]
+    assert [entry.record.figures["num_trainers"] for entry in found.values()] == [1, 2, 2]
 
 
 def test_a_machine_that_is_none_says_so(tmp_path: Path) -> None:
@@ -87,7 +109,7 @@ def test_failures_and_crashes_are_recorded_and_the_sweep_goes_on(tmp_path: Path)
     assert told.all[-1].left_s == 0
     assert not (tmp_path / "hacked").exists()
     predicted = [entry for entry in finished.predicted if entry.axes[HOSTILE] == "good"]
-    assert predicted[0].record.figures["samples_per_s"] > 0
+    assert predicted[0].failure == NOT_CALIBRATED
     again = sweep(spec, root=tmp_path / "runs", callback=(second := Told()))
     assert [entry.record.date for entry in again.measured] == [entry.record.date for entry in finished.measured]
     assert second.all[0].num_found == 5
@@ -95,8 +117,8 @@ def test_failures_and_crashes_are_recorded_and_the_sweep_goes_on(tmp_path: Path)
     assert len(contents.of(kind="measured")) == 5
     leftovers = [path.name for path in (tmp_path / "runs/studies/s/points").iterdir() if path.name != "worker.log"]
     assert leftovers == []
-    figure = surface(contents.of(kind="measured"), HOSTILE, None, "samples_per_s")
-    assert [value is None for value in figure.values[0]] == [False, True, True, False, True]
+    measured = ["samples_per_s" in entry.record.figures for entry in contents.of(kind="measured")]
+    assert measured == [True, False, False, True, False]
 
 
 @pytest.mark.slow
@@ -109,8 +131,8 @@ def test_a_worker_that_is_killed_ends_its_point_alone(tmp_path: Path) -> None:
     killed: list[int] = []
 
     class Killer(Told):
-        def on_progress(self, progress: SweepProgress) -> None:
-            super().on_progress(progress)
+        def __call__(self, progress: SweepProgress) -> None:
+            super().__call__(progress)
             if not killed:
                 import threading
 
@@ -158,7 +180,10 @@ def kill_sweep(command: list[str], store: RunStore, num_wanted: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_sweep_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_a_sweep_that_is_killed_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calibrated = tmp_path / "machine.yaml"
+    calibrated.write_text(machine_text(shared_machine(crowding=1.2)))
+    monkeypatch.setenv(MACHINE_VARIABLE, str(calibrated))
     values = [1, 2, 3, 4]
     plain = sweep_plain(tmp_path, grid=[{"name": "seed", "keys": "seed", "values": values}])
     (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(plain))
@@ -249,3 +274,6 @@ def test_the_command_lists_the_sweeps_and_says_what_is_wrong(tmp_path: Path) -> 
     predicted = subprocess.run(right, capture_output=True, text=True, timeout=60, check=False)
     assert predicted.returncode == 0, predicted.stderr
     assert "predicted: bigbasin-32" in predicted.stdout
+    here = subprocess.run([*right, "--on", "here"], capture_output=True, text=True, timeout=60, check=False)
+    assert "not calibrated" in here.stdout
+    assert "run `rowstead calibrate`, then this command again" in " ".join(here.stdout.split())

@@ -145,3 +145,12 @@ def test_a_machine_that_was_measured_is_offered_as_here(tmp_path: Path, monkeypa
     assert first["fleet"]["machine"] == "here"
     assert platforms[0]["platform"]["machine"] == "here"
     known.cache_clear()
+
+
+def test_a_network_of_the_users_own_is_said_to_be_predicted_as_the_built_in_one() -> None:
+    spec = load_recipe("quickstart", ["model.network=mine.py:Net"])
+    scenario = scenario_of(spec)
+    (note,) = next(answers(scenario, spec))["notes"]
+    assert "mine.py:Net" in note
+    assert "built-in DLRM" in note
+    assert next(answers(scenario, load_recipe("quickstart")))["notes"] == []

@@ -11,14 +11,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rich import box
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
-from rich.text import Text
 
-from rowstead.report.describe import TextTable
-from rowstead.report.terminal import print_wide
+from rowstead.report.terminal import count, two_columns
 from rowstead.run import Result
 from rowstead.training.metrics import Quality
 from rowstead.training.progress import Progress as TrainProgress
@@ -66,69 +64,68 @@ def quality_line(quality: Quality) -> str:
     return " · ".join(parts)
 
 
-class ProgressBar:
-    """Shows training as a progress bar."""
+class Throttle:
+    """Limits how often something is shown."""
 
-    def __init__(self, bar: Progress) -> None:
-        self._bar = bar
-        self._task = bar.add_task("training", total=None, figures="")
-        self._shown = 0.0
+    def __init__(self, every_s: float) -> None:
+        self._every_s, self._last = every_s, time.monotonic()
 
-    def on_step(self, progress: TrainProgress) -> None:
+    def is_due(self) -> bool:
+        """Whether `every_s` seconds have passed since it was last due."""
         now = time.monotonic()
-        if now - self._shown >= BAR_EVERY_S or progress.step == progress.total_steps:
-            self._shown = now
-            self._bar.update(self._task, total=progress.total_steps, completed=progress.step, figures=figures_of(progress))
+        if now - self._last < self._every_s:
+            return False
+        self._last = now
+        return True
+
+
+class ConsoleLines:
+    """Prints evaluations and messages as lines."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
 
     def on_evaluation(self, step: int, quality: Quality) -> None:
         self.on_message(f"step {step:,}: {quality_line(quality)}")
 
     def on_message(self, text: str) -> None:
-        self._bar.console.print(text, soft_wrap=True)
-
-
-class PlainProgress:
-    """Prints a line every few seconds."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._started: tuple[float, int] | None = None
-        self._shown = 0.0
-
-    def on_step(self, progress: TrainProgress) -> None:
-        now = time.monotonic()
-        if self._started is None:
-            self._started = (now, progress.step)
-            self._shown = now
-        elif now - self._shown >= PLAIN_EVERY_S:
-            self._shown = now
-            started, first_step = self._started
-            left_s = (now - started) / (progress.step - first_step) * (progress.total_steps - progress.step)
-            self._say(f"step {progress.step:,} of {progress.total_steps:,} · {figures_of(progress)} · {left_s:,.0f} s left")
-
-    def on_evaluation(self, step: int, quality: Quality) -> None:
-        self._say(f"step {step:,}: {quality_line(quality)}")
-
-    def on_message(self, text: str) -> None:
-        self._say(text)
-
-    def _say(self, text: str) -> None:
         self._console.print(text, soft_wrap=True)
 
 
-def two_columns(title: str, rows: list[tuple[str, str]]) -> Table:
-    """A table of names and values."""
-    table = Table(title=title, title_justify="left", show_header=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in rows:
-        table.add_row(Text(name), Text(value))
-    return table
+class ProgressBar(ConsoleLines):
+    """Shows training as a progress bar."""
+
+    def __init__(self, bar: Progress) -> None:
+        super().__init__(bar.console)
+        self._bar = bar
+        self._task = bar.add_task("training", total=None, figures="")
+        self._throttle = Throttle(BAR_EVERY_S)
+
+    def on_step(self, progress: TrainProgress) -> None:
+        if self._throttle.is_due() or progress.step == progress.total_steps:
+            self._bar.update(self._task, total=progress.total_steps, completed=progress.step, figures=figures_of(progress))
 
 
-def quality_table(quality: Quality) -> Table:
-    """An evaluation as a table."""
-    return two_columns(f"on {quality.num_samples:,} examples", quality_rows(quality))
+class PlainProgress(ConsoleLines):
+    """Prints a line every few seconds."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(console)
+        self._started: tuple[float, int] | None = None
+        self._throttle = Throttle(PLAIN_EVERY_S)
+
+    def on_step(self, progress: TrainProgress) -> None:
+        if self._started is None:
+            self._started = (time.monotonic(), progress.step)
+        elif self._throttle.is_due():
+            start_s, first_step = self._started
+            left_s = (time.monotonic() - start_s) / (progress.step - first_step) * (progress.total_steps - progress.step)
+            self.on_message(f"{progress_line(progress)} · {left_s:,.0f} s left")
+
+
+def progress_line(progress: TrainProgress) -> str:
+    """The progress of training on one line."""
+    return f"step {progress.step:,} of {progress.total_steps:,} · {figures_of(progress)}"
 
 
 def quality_rows(quality: Quality) -> list[tuple[str, str]]:
@@ -145,11 +142,6 @@ def quality_rows(quality: Quality) -> list[tuple[str, str]]:
         rows.append(("calibration", f"{quality.calibration:.4f} (mean prediction over mean label; 1 is right)"))
     rows.append(("MSE", f"{quality.mse:.4f}"))
     return rows
-
-
-def count(number: int, noun: str) -> str:
-    """`1 step`, `2 steps`."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def command_name() -> str:
@@ -182,6 +174,17 @@ def summary(result: Result) -> Table:
     return two_columns(title, rows)
 
 
+def print_ending(console: Console, result: Result, *, options: str = "") -> None:
+    """Print the summary of a run; of one that was interrupted, how to resume it, with these options."""
+    step = result.outcome.position.step
+    if result.outcome.ending != "interrupted":
+        console.print(summary(result))
+        return
+    console.print(f"Stopped after step {step:,}; the checkpoint is saved." if step else "Stopped before the first step.")
+    console.print(f"Resume with: {command_name()} train --resume {as_typed(result.folder)}{options}", soft_wrap=True)
+    raise typer.Exit(130)
+
+
 @contextmanager
 def doing(console: Console, unit: str) -> Iterator[Callable[[int, int], None]]:
     """Show the progress of work; the yielded function takes how much is done, and of how much (0: unknown)."""
@@ -196,24 +199,11 @@ def doing(console: Console, unit: str) -> Iterator[Callable[[int, int], None]]:
 
 def _plain_counter(console: Console, unit: str) -> Callable[[int, int], None]:
     """Prints a line every few seconds."""
-    shown = time.monotonic()
+    throttle = Throttle(PLAIN_EVERY_S)
 
     def advance(done: int, total: int) -> None:
-        nonlocal shown
-        now = time.monotonic()
-        if now - shown >= PLAIN_EVERY_S:
-            shown = now
+        if throttle.is_due():
             of_all = f" of {total:,}" if total else ""
             console.print(f"{done:,}{of_all} {unit}", soft_wrap=True)
 
     return advance
-
-
-def print_text_table(console: Console, table: TextTable) -> None:
-    """Print a table of a report, each row on one line."""
-    shown = Table(title=Text(table.title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for index, heading in enumerate(table.headings):
-        shown.add_column(Text(heading), justify="left" if index == 0 else "right", no_wrap=True)
-    for row in table.rows:
-        shown.add_row(*map(Text, row))
-    print_wide(console, shown)

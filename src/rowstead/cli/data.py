@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rowstead.report.terminal import terminal
+from rowstead.report.terminal import build_table, count, print_wide, terminal, two_columns
 from rowstead.spec.errors import RowsteadError
 
 if TYPE_CHECKING:
@@ -72,18 +73,9 @@ def criteo(
     """Convert Criteo's TSV files to Parquet."""
     from rowstead.data.criteo import convert
 
-    with _progress("bytes") as advance:
-        summary = convert(
-            inputs,
-            out,
-            split=_choice("--split", split, "time", "hash"),  # type: ignore[arg-type]
-            eval_fraction=eval_fraction,
-            eval_files=eval_file or (),
-            on_bad_row=_choice("--on-bad-row", on_bad_row, "error", "skip"),  # type: ignore[arg-type]
-            overwrite=overwrite,
-            progress=advance,
-        )
-    _print_summary(summary)
+    files = eval_file or ()
+    chosen = partial(convert, inputs, out, eval_fraction=eval_fraction, eval_files=files, overwrite=overwrite)
+    _convert(chosen, split, on_bad_row)
 
 
 @app.command()
@@ -100,17 +92,8 @@ def movielens(
     """Convert a MovieLens archive to Parquet: label 1 where the rating is 4 or more."""
     from rowstead.data.movielens import convert
 
-    with _progress("bytes") as advance:
-        summary = convert(
-            source,
-            out,
-            split=_choice("--split", split, "time", "hash"),  # type: ignore[arg-type]
-            eval_fraction=0.1 if eval_fraction is None else eval_fraction,
-            on_bad_row=_choice("--on-bad-row", on_bad_row, "error", "skip"),  # type: ignore[arg-type]
-            overwrite=overwrite,
-            progress=advance,
-        )
-    _print_summary(summary)
+    share = 0.1 if eval_fraction is None else eval_fraction
+    _convert(partial(convert, source, out, eval_fraction=share, overwrite=overwrite), split, on_bad_row)
 
 
 @app.command()
@@ -128,21 +111,20 @@ def describe(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Show statistics of a log: distinct ids, ids per example, skew, collisions."""
-    from rowstead.cli.console import print_text_table
-    from rowstead.data.describe import describe as count
+    from rowstead.data.describe import describe as describe_blocks
     from rowstead.report.describe import headline, page, tables
     from rowstead.spec.parse import to_plain
 
     console = terminal()
     features, blocks = _log_to_describe(files, recipe, label, max_rows)
     with _progress("rows") as advance:
-        statistics = count(blocks, features, num_rows=hash_size, progress=lambda rows: advance(rows, 0))
+        statistics = describe_blocks(blocks, features, num_rows=hash_size, progress=lambda rows: advance(rows, 0))
     if as_json:
         typer.echo(json.dumps(to_plain(statistics)))
     else:
         console.print(headline(statistics))
         for table in tables(statistics):
-            print_text_table(console, table)
+            print_wide(console, build_table(table.headings, table.rows, title=table.title, numbers=table.headings[1:]))
     if picture is not None:
         picture.write_text(page(statistics, title=", ".join(files or [recipe or "log"])))
         console.print(f"charts: {picture}", soft_wrap=True)
@@ -168,35 +150,37 @@ def _log_to_describe(
     return features, ParquetLog(parquet, features, split="all").raw_blocks(max_rows)
 
 
+def _convert(convert: Callable[..., Summary], split: str, on_bad_row: str) -> None:
+    """Convert a log with a progress bar, and say what was written."""
+    given = {
+        "split": _choice("--split", split, "time", "hash"),
+        "on_bad_row": _choice("--on-bad-row", on_bad_row, "error", "skip"),
+    }
+    with _progress("bytes") as advance:
+        summary = convert(**given, progress=advance)
+    _print_summary(summary)
+
+
 def _choice(option: str, given: str, *known: str) -> str:
     if given not in known:
         raise RowsteadError(f"{option} must be {' or '.join(known)}, got `{given}`")
     return given
 
 
-@contextmanager
-def _progress(unit: str) -> Iterator[Callable[[int, int], None]]:
-    """Progress bar; silent if output is not a terminal."""
+def _progress(unit: str) -> AbstractContextManager[Callable[[int, int], None]]:
     from rowstead.cli.console import doing
 
-    with doing(terminal(stderr=True), unit) as advance:
-        yield advance
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    return doing(terminal(stderr=True), unit)
 
 
 def _print_summary(summary: Summary) -> None:
-    from rowstead.cli.console import two_columns
-
     rows = [
-        (split, f"{_count(count, 'row')} in {_count(len(summary.files[split]), 'file')}")
-        for split, count in summary.num_rows.items()
+        (split, f"{count(num_rows, 'row')} in {count(len(summary.files[split]), 'file')}")
+        for split, num_rows in summary.num_rows.items()
     ]
     rows.append(("folder", str(summary.folder)))
     rows.append(("size", f"{summary.num_bytes_written:,} bytes"))
     if summary.num_skipped:
-        rows.append(("skipped", ", ".join(f"{count:,} {reason}" for reason, count in summary.skipped.items())))
+        rows.append(("skipped", ", ".join(f"{number:,} {reason}" for reason, number in summary.skipped.items())))
         rows.append(("first skipped", "\n".join(summary.first_skipped)))
     terminal().print(two_columns("written", rows))

@@ -48,12 +48,10 @@ def train(
     spec: RunSpec | None, fleet: str | None, *, resume: str | None, init_from: str | None, out: Path | None, runs: Path
 ) -> None:
     """Run `train` with a fleet."""
-    if spec is not None:
-        spec = spec if fleet is None else dataclasses.replace(spec, fleet=parse_fleet(fleet, spec.fleet))
-
+    if spec is not None and fleet is not None:
+        spec = dataclasses.replace(spec, fleet=parse_fleet(fleet, spec.scaled_fleet))
     _check_zeromq()
-
-    from rowstead.cli.console import as_typed, command_name, summary
+    from rowstead.cli.console import print_ending
     from rowstead.cli.fleet_console import fleet_callback
     from rowstead.fleet.coordinator import resume_fleet, train_fleet
     from rowstead.report.terminal import terminal
@@ -65,13 +63,7 @@ def train(
             result = resume_fleet(resume, root=runs, callback=callback)
         else:
             result = train_fleet(spec, root=runs, out=out, init_from=init_from, callback=callback)
-    if result.outcome.ending == "interrupted":
-        step = result.outcome.position.step
-        ended = f"Stopped after step {step:,}; the checkpoint is saved." if step else "Stopped before the first step."
-        console.print(ended)
-        console.print(f"Continue with: {command_name()} train --resume {as_typed(result.folder)}", soft_wrap=True)
-        raise typer.Exit(130)
-    console.print(summary(result))
+    print_ending(console, result)
 
 
 def _check_zeromq() -> None:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from rich import box
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from rowstead.cli.console import PLAIN_EVERY_S, figures_of, quality_line
+from rowstead.cli.console import PLAIN_EVERY_S, ConsoleLines, Throttle, progress_line
 from rowstead.fleet.fleet_figures import FleetCallback, RoleRow
+from rowstead.report.terminal import build_table
 from rowstead.spec.sizes import format_bytes
-from rowstead.training.metrics import Quality
 from rowstead.training.progress import Progress
 
 HEADINGS = ("role", "samples/s", "queue", "waiting", "CPU", "memory", "in/s", "out/s", "restarts")
@@ -34,38 +32,28 @@ def fleet_callback(console: Console) -> Iterator[FleetCallback]:
 def cells(row: RoleRow) -> list[str]:
     """Format the figures of a role; empty where nothing was measured."""
     state = "" if row.state == "ready" else f" ({row.state})"
+    sizes = (row.rss_bytes, row.received_bytes_per_s, row.sent_bytes_per_s)
     return [
         f"{row.name}{state}",
         _shown(row.samples_per_s, ",.0f"),
         _shown(row.queue_depth, ".0f"),
         _shown(row.waiting_share, ".0%"),
         _shown(row.cpu_cores, ".2f"),
-        "" if row.rss_bytes is None else format_bytes(int(row.rss_bytes)),
-        "" if row.received_bytes_per_s is None else format_bytes(int(row.received_bytes_per_s)),
-        "" if row.sent_bytes_per_s is None else format_bytes(int(row.sent_bytes_per_s)),
+        *("" if size is None else format_bytes(int(size)) for size in sizes),
         str(row.num_restarts) if row.num_restarts else "",
     ]
 
 
 def role_table(rows: Sequence[RoleRow]) -> Table:
     """Build the table of all roles."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for index, heading in enumerate(HEADINGS):
-        table.add_column(heading, justify="left" if index == 0 else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*map(Text, cells(row)))
-    return table
+    return build_table(HEADINGS, map(cells, rows), numbers=HEADINGS[1:])
 
 
-def progress_line(progress: Progress) -> str:
-    """Format the progress of training in one line."""
-    return f"step {progress.step:,} of {progress.total_steps:,} · {figures_of(progress)}"
-
-
-class LiveFleet:
+class LiveFleet(ConsoleLines):
     """Shows the table and a progress line, updated in place."""
 
     def __init__(self, live: Live) -> None:
+        super().__init__(live.console)
         self._live = live
         self._rows: Sequence[RoleRow] = ()
         self._line = ""
@@ -78,43 +66,24 @@ class LiveFleet:
         self._line = progress_line(progress)
         self._show()
 
-    def on_evaluation(self, step: int, quality: Quality) -> None:
-        self.on_message(f"step {step:,}: {quality_line(quality)}")
-
-    def on_message(self, text: str) -> None:
-        self._live.console.print(text, soft_wrap=True)
-
     def _show(self) -> None:
         self._live.update(Group(role_table(self._rows), Text(self._line)))
 
 
-class PlainFleet:
+class PlainFleet(ConsoleLines):
     """Prints a progress line and a line about the roles every few seconds."""
 
     def __init__(self, console: Console) -> None:
-        self._console = console
-        self._shown = {"step": time.monotonic(), "roles": time.monotonic()}
+        super().__init__(console)
+        self._steps, self._roles = Throttle(PLAIN_EVERY_S), Throttle(PLAIN_EVERY_S)
 
     def on_roles(self, rows: Sequence[RoleRow]) -> None:
-        if self._is_due("roles"):
+        if self._roles.is_due():
             self.on_message(" · ".join(_brief(row) for row in rows))
 
     def on_step(self, progress: Progress) -> None:
-        if self._is_due("step"):
+        if self._steps.is_due():
             self.on_message(progress_line(progress))
-
-    def on_evaluation(self, step: int, quality: Quality) -> None:
-        self.on_message(f"step {step:,}: {quality_line(quality)}")
-
-    def on_message(self, text: str) -> None:
-        self._console.print(text, soft_wrap=True)
-
-    def _is_due(self, what: str) -> bool:
-        now = time.monotonic()
-        if now - self._shown[what] < PLAIN_EVERY_S:
-            return False
-        self._shown[what] = now
-        return True
 
 
 def _brief(row: RoleRow) -> str:

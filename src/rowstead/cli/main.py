@@ -14,8 +14,9 @@ import typer
 
 from rowstead.cli import data, plan, report, runs, study
 from rowstead.cli import fleet as fleet_commands
+from rowstead.cli.options import RUNS, Root, Set, print_shipped
 from rowstead.distributed import launch
-from rowstead.report.terminal import terminal
+from rowstead.report.terminal import terminal, two_columns
 from rowstead.spec.errors import LostProcessError, RowsteadError
 from rowstead.spec.job import is_multi_process
 
@@ -39,11 +40,6 @@ app.add_typer(runs.app, name="runs")
 app.command()(report.report)
 app.command()(report.ui)
 
-Set = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Change one key of the recipe, such as train.batch_size=512. Repeatable."),
-]
-Root = Annotated[Path, typer.Option("--runs", help="Folder that holds the runs.")]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="A run: its name under --runs, its folder, or `last`.")]
 Data = Annotated[
     list[str] | None,
@@ -51,7 +47,6 @@ Data = Annotated[
         "--data", metavar="FILES", help="Parquet files, globs or URLs instead of the run's evaluation split. Repeatable."
     ),
 ]
-RUNS = Path("runs")
 
 
 @app.command()
@@ -60,6 +55,9 @@ def train(
         str | None, typer.Argument(help="A recipe file, or the name of a shipped one. [default: quickstart]")
     ] = None,
     set_: Set = None,
+    device: Annotated[
+        str | None, typer.Option("--device", metavar="DEVICE", help="auto, cpu or cuda: the same as `--set device=DEVICE`.")
+    ] = None,
     resume: Annotated[
         str | None,
         typer.Option(
@@ -94,12 +92,13 @@ def train(
     """Train a model from a recipe, or resume a run."""
     from rowstead.spec.run import check_moves, load_recipe
 
+    set_ = [*(set_ or []), *([f"device={device}"] if device is not None else [])]
     if resume is not None:
-        check_moves(set_ or [])
+        check_moves(set_)
         for value, what in ((recipe, recipe), (init_from, "--init-from"), (out, "--out"), (fleet, "--fleet")):
             if value:
                 raise RowsteadError(f"`--resume` uses the run's own recipe and settings; remove `{what}`")
-    spec = load_recipe(recipe or "quickstart", set_ or []) if resume is None else None
+    spec = load_recipe(recipe or "quickstart", set_) if resume is None else None
     if fleet_commands.has_fleet(spec, fleet, resume, runs):
         for is_given, option in ((processes > 1, "--processes"), (profile, "--profile")):
             if is_given:
@@ -111,42 +110,35 @@ def train(
     if processes > 1:
         options = [("--resume", resume), ("--init-from", init_from), ("--out", out), ("--runs", runs)]
         given = [str(word) for pair in options if pair[1] is not None for word in pair]
-        changes = [word for change in set_ or [] for word in ("--set", change)]
+        changes = [word for change in set_ for word in ("--set", change)]
         named = [recipe] if recipe is not None else []
         _launch(["train", *named, *changes, *given, *(["--profile"] if profile else [])], processes)
 
     from rowstead import run  # after the recipe was parsed, so that mistakes in it show at once
-    from rowstead.cli.console import as_typed, command_name, progress_callback, summary
+    from rowstead.cli.console import print_ending, progress_callback
 
     if launch.is_launched():
         launch.exit_with_launcher()
-    is_first = int(os.environ.get("RANK", "0")) == 0
-    console = terminal(quiet=not is_first)
+    console = terminal(quiet=int(os.environ.get("RANK", "0")) > 0)
     with progress_callback(console) as callback:
         if resume is not None:
-            result = run.resume(resume, changes=set_ or [], root=runs, callback=callback, profile=profile)
+            result = run.resume(resume, changes=set_, root=runs, callback=callback, profile=profile)
         else:
             assert spec is not None
             result = run.train(spec, root=runs, out=out, init_from=init_from, callback=callback, profile=profile)
-    if result.outcome.ending == "interrupted":
-        console.print(f"Stopped after step {result.outcome.position.step:,}; the checkpoint is saved.")
-        again = f" --processes {os.environ['WORLD_SIZE']}" if launch.is_launched() else ""
-        console.print(f"Resume with: {command_name()} train --resume {as_typed(result.folder)}{again}", soft_wrap=True)
-        raise typer.Exit(130)
-    if is_first:
-        console.print(summary(result))
+    print_ending(console, result, options=f" --processes {os.environ['WORLD_SIZE']}" if launch.is_launched() else "")
 
 
 @app.command()
 def evaluate(run: Run, data: Data = None, runs: Root = RUNS) -> None:
     """Score a run's model on its evaluation split, or on other Parquet files."""
-    from rowstead.cli.console import PlainProgress, doing, quality_table
+    from rowstead.cli.console import PlainProgress, doing, quality_rows
     from rowstead.training.trained import evaluate as evaluate_run
 
     console = terminal()
     with doing(console, "examples") as advance:
         quality = evaluate_run(run, data=data, root=runs, callback=PlainProgress(console), progress=advance)
-    console.print(quality_table(quality))
+    console.print(two_columns(f"on {quality.num_samples:,} examples", quality_rows(quality)))
 
 
 @app.command()
@@ -191,7 +183,7 @@ def export(
     runs: Root = RUNS,
 ) -> None:
     """Write a torch.export program with its hashing and transforms, ready to serve raw fields."""
-    from rowstead.cli.console import PlainProgress, two_columns
+    from rowstead.cli.console import PlainProgress
     from rowstead.serve.export import export as write_program
 
     console = terminal()
@@ -209,10 +201,7 @@ def recipes(
     if name is not None:
         typer.echo(find_recipe(name).read_text(encoding="utf-8", errors="replace"), nl=False)
         return
-    width = max(len(known) for known in recipe_names())
-    for known in recipe_names():
-        about = (RECIPES / f"{known}.yaml").read_text().splitlines()[0].lstrip("# ")
-        typer.echo(f"{known:<{width}}  {about}")
+    print_shipped(RECIPES, recipe_names())
 
 
 def command() -> None:

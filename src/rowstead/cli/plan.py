@@ -71,13 +71,13 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
     """Predict where a model trains fastest: placement, servers, speed, energy and bottleneck on each machine."""
-    from rowstead.plan.choose import choose, num_readers
+    from rowstead.plan.choose import num_readers
     from rowstead.plan.choose import requirements as requirements_of
+    from rowstead.plan.recipe_fleet import choose_for_recipe
     from rowstead.plan.work import step_work
-    from rowstead.report.plans import PlanReport, plain_of, print_plan, say
+    from rowstead.report.plans import PlanReport, network_note, plain_of, print_plan, say
     from rowstead.spec.catalogue import load_machine, load_software
-    from rowstead.spec.networks import NETWORKS
-    from rowstead.spec.run import load_recipe
+    from rowstead.spec.run import find_gpu_recipe, load_recipe
 
     if samples_per_s is not None and not 0 < samples_per_s < math.inf:
         raise RowsteadError(f"--samples-per-s must be above 0 and finite, got {samples_per_s:g}")
@@ -88,13 +88,15 @@ def plan(
     if helper.network is None:
         raise RowsteadError(f"--server {server} has no network, which parameter servers and readers need")
     machines, notes = _machines(on, what_if or [], is_measured=software is None)
-    if spec.model.network not in NETWORKS:
-        notes.append(
-            f"The layers of {spec.model.network} are not known here: this plan counts the built-in DLRM of that recipe."
-        )
+    if (note := network_note(spec)) is not None:
+        notes.append(note)
+    on_gpus = spec
+    if (paired := find_gpu_recipe(recipe)) is not None and any(machine.accelerators is not None for machine in machines):
+        on_gpus = load_recipe(str(paired), set_ or [])
+        notes.append(f"Machines with GPUs are planned with the recipe `{on_gpus.name}`, batch {on_gpus.train.batch_size:,}.")
     choices = [
-        choose(
-            spec,
+        choose_for_recipe(
+            spec if machine.accelerators is None else on_gpus,
             machine,
             program if software is not None else machine.software or program,
             server=helper,
@@ -230,10 +232,10 @@ def calibrate(
 
     from rowstead.records.files import write_atomic
     from rowstead.report.plans import say
+    from rowstead.spec.bounds import PLAIN_NAME
     from rowstead.spec.catalogue import calibrated_path, machine_text
-    from rowstead.spec.machine import check_name
     from rowstead.study.calibration.calibrate import calibrate as measure_machine
-    from rowstead.training.device import container_cores
+    from rowstead.training.device import set_threads
 
     if device not in ("auto", "cpu", "cuda"):
         raise RowsteadError(f"--device is `auto`, `cpu` or `cuda`, got `{device}`")
@@ -244,7 +246,7 @@ def calibrate(
         raise RowsteadError(f"--threads must be at least 1, got {threads}")
     if not folder.is_dir():
         raise RowsteadError(f"--folder: there is no folder `{folder}`")
-    check_name(name)
+    PLAIN_NAME.check("name", name)
     kind = "cuda" if device == "cuda" or (device == "auto" and has_gpu) else "cpu"
     path = out if out is not None else calibrated_path(kind)
     try:
@@ -255,16 +257,13 @@ def calibrate(
             pass
     except OSError as error:  # fail before measuring
         raise RowsteadError(f"cannot write {path}: {error.strerror or error}: name another file with --out") from None
-    before, start = torch.get_num_threads(), time.perf_counter()
+    start = time.perf_counter()
 
     def report(line: str) -> None:
         say(f"{time.perf_counter() - start:5.0f} s  {line}")
 
-    torch.set_num_threads(threads or min(before, container_cores() or before))
-    try:
+    with set_threads(threads):
         machine = measure_machine(torch.device(kind), name=name, folder=folder, is_short=quick, on_message=report)
-    finally:
-        torch.set_num_threads(before)
     write_atomic(path, machine_text(machine))
     report(f"written to {path}")
     for line in _shown_machine(machine):

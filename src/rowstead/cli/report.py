@@ -1,4 +1,4 @@
-"""`rowstead report` and `rowstead ui`: figures of runs and predictions, and the what-if page. Needs no torch."""
+"""`rowstead report` and `rowstead ui`: charts of runs and predictions, and the what-if page. Needs no torch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from typing import Annotated
 
 import typer
 
+from rowstead.cli.options import RUNS, Root
 from rowstead.report.terminal import terminal
 from rowstead.spec.errors import RowsteadError
-
-RUNS = Path("runs")
-Root = Annotated[Path, typer.Option("--runs", help="Folder of the runs.")]
 
 
 def report(
@@ -26,7 +24,7 @@ def report(
     title: Annotated[str | None, typer.Option("--title", help="Heading of the page.")] = None,
     pictures: Annotated[
         Path | None,
-        typer.Option("--pictures", metavar="FOLDER", help="Also write each figure as a file into this folder."),
+        typer.Option("--pictures", metavar="FOLDER", help="Also write each chart as a file into this folder."),
     ] = None,
     as_: Annotated[str, typer.Option("--as", metavar="svg|png", help="Format of those files.")] = "svg",
     open_: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
@@ -35,7 +33,7 @@ def report(
     """Write runs, sweeps, searches and predictions as one self-contained HTML page."""
     from rowstead.records.files import write_atomic
     from rowstead.report.inputs import gather
-    from rowstead.report.page import figures_of, page_from
+    from rowstead.report.page import charts_of, page_from
     from rowstead.spec.sizes import format_bytes
 
     if as_ not in ("svg", "png"):
@@ -57,8 +55,8 @@ def report(
     if pictures is not None:
         from rowstead.report.pictures import write_pictures
 
-        files = write_pictures(figures_of(inputs), pictures, kind="png" if as_ == "png" else "svg")
-        console.print(f"{len(files)} figures in {pictures}", soft_wrap=True)
+        files = write_pictures(charts_of(inputs), pictures, kind="png" if as_ == "png" else "svg")
+        console.print(f"{len(files)} charts in {pictures}", soft_wrap=True)
     if open_:
         webbrowser.open(out.resolve().as_uri())
 

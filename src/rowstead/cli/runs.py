@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from rowstead.report.terminal import print_wide, printable, terminal
+from rowstead.cli.options import RUNS, Root
+from rowstead.report.terminal import build_table, count, print_wide, printable, terminal
+from rowstead.report.theme import cut
 from rowstead.spec.errors import RowsteadError
 
 if TYPE_CHECKING:
@@ -24,7 +23,6 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-Root = Annotated[Path, typer.Option("--runs", help="Folder of the runs.")]
 Where = Annotated[
     list[str] | None,
     typer.Option(
@@ -33,7 +31,6 @@ Where = Annotated[
         help="Filter: source=sweep, study=fig10, kind=measured, ne<0.8, train.batch_size>=512, machine.cpu~xeon. Repeatable.",
     ),
 ]
-RUNS = Path("runs")
 FIGURES = ("samples_per_s", "ne", "ne_expected")
 """Default columns of a list."""
 MAX_WIDTH = 48
@@ -73,14 +70,13 @@ def runs(
             print(json.dumps({"id": entry.id, **json.loads(line_of(entry))}))
     else:
         keys = [key.strip() for key in figures.split(",") if key.strip()] if figures is not None else list(FIGURES)
-        table = _table(["id", "date", "kind", "what", "point", *keys, "failed"])
+        rows = []
         for entry in chosen:
             what = f"{entry.source} {entry.study or entry.record.name}"
             axes = ", ".join(f"{name}={_shown(value)}" for name, value in entry.axes.items())
-            cells = [entry.id, entry.record.date[:16], _kind(entry), what, axes]
-            cells += [_shown(value_of(entry, key)) for key in keys]
-            table.add_row(*(Text(_cut(cell)) for cell in [*cells, entry.failure or ""]))
-        print_wide(console, table)
+            shown = [_shown(value_of(entry, key)) for key in keys]
+            rows.append([entry.id, entry.record.date[:16], _kind(entry), what, axes, *shown, entry.failure or ""])
+        _print_table(console, ["id", "date", "kind", "what", "point", *keys, "failed"], rows)
         console.print(f"{len(chosen):,} of {len(contents.entries):,} records")
     _print_problems(notes, contents)
 
@@ -98,17 +94,17 @@ def compare(
 
     contents = RunStore(root).read()
     left, right = find(contents.entries, one), find(contents.entries, other)
-    found = compared(left, right)
+    facts, figures = compared(left, right)
     console = terminal()
-    for title, rows in (("differ in", found.facts), ("figures", found.figures)):
-        table = _table([title, left.id, right.id, *(["ratio"] if title == "figures" else [])])
-        for row in rows:
-            ratio = [] if title != "figures" else ["" if row.ratio is None else f"{row.ratio:.4g}"]
-            table.add_row(*(Text(_cut(cell)) for cell in [row.name, _shown(row.one), _shown(row.other), *ratio]))
-        if rows:
-            print_wide(console, table)
-    if not found.facts:
+    if facts:
+        rows = [[row.name, _shown(row.one), _shown(row.other)] for row in facts]
+        _print_table(console, ["differ in", left.id, right.id], rows)
+    else:
         console.print("same recipe, machine and versions")
+    if figures:
+        ratios = ["" if row.ratio is None else f"{row.ratio:.4g}" for row in figures]
+        rows = [[row.name, _shown(row.one), _shown(row.other), ratio] for row, ratio in zip(figures, ratios, strict=True)]
+        _print_table(console, ["figures", left.id, right.id, "ratio"], rows)
     _print_problems(terminal(stderr=True), contents)
 
 
@@ -144,12 +140,12 @@ def _selected(root: Path, where: list[str] | None) -> tuple[Contents, list[Store
 
 def _print_problems(notes: Console, contents: Contents) -> None:
     if contents.num_bad_lines:
-        lines = "line" if contents.num_bad_lines == 1 else "lines"
-        notes.print(f"skipped {contents.num_bad_lines:,} unreadable {lines}")
+        notes.print(f"skipped {count(contents.num_bad_lines, 'unreadable line')}")
     if contents.unfinished:
-        runs, shown = f"{len(contents.unfinished):,} run", ", ".join(Path(one).name for one in contents.unfinished[:MAX_NAMES])
-        plural, more = "s" if len(contents.unfinished) > 1 else "", ", …" if len(contents.unfinished) > MAX_NAMES else ""
-        notes.print(f"{runs}{plural} failed or unfinished: {printable(shown)}{more}", soft_wrap=True)
+        shown = ", ".join(Path(one).name for one in contents.unfinished[:MAX_NAMES])
+        more = ", …" if len(contents.unfinished) > MAX_NAMES else ""
+        runs = count(len(contents.unfinished), "run")
+        notes.print(f"{runs} failed or unfinished: {printable(shown)}{more}", soft_wrap=True)
 
 
 def _kind(entry: StoreEntry) -> str:
@@ -157,11 +153,8 @@ def _kind(entry: StoreEntry) -> str:
     return f"predicted: {machine}" if not entry.is_measured and machine is not None else entry.record.kind
 
 
-def _table(headings: list[str]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in headings:
-        table.add_column(Text(heading), no_wrap=True)
-    return table
+def _print_table(console: Console, headings: list[str], rows: list[list[str]]) -> None:
+    print_wide(console, build_table(headings, [[cut(cell, MAX_WIDTH) for cell in row] for row in rows]))
 
 
 def _shown(value: Any) -> str:
@@ -172,9 +165,3 @@ def _shown(value: Any) -> str:
     if float(value).is_integer():
         return f"{int(value):,}"
     return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}" if abs(value) >= 10 else f"{value:.5g}"
-
-
-def _cut(text: str) -> str:
-    """One line of at most `MAX_WIDTH` characters."""
-    plain = printable(text)
-    return plain if len(plain) <= MAX_WIDTH else plain[: MAX_WIDTH - 1] + "…"

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
-from rich.text import Text
 
-from rowstead.report.terminal import print_wide, printable, terminal
+from rowstead.cli.options import RUNS, Root, Set, print_shipped
+from rowstead.report.terminal import build_table, print_wide, printable, terminal, two_columns
+from rowstead.report.theme import words_of
 from rowstead.spec.errors import RowsteadError
 
 if TYPE_CHECKING:
@@ -24,13 +24,7 @@ if TYPE_CHECKING:
     from rowstead.study.sweep import StudyResult, SweepCallback, SweepProgress
     from rowstead.study.tune import SearchResult
 
-Set = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Change one key of the recipe for all its runs. Repeatable."),
-]
-Root = Annotated[Path, typer.Option("--runs", help="Folder that holds the runs.")]
 Name = Annotated[str | None, typer.Option("--name", help="Name of the study. A study of the same name is continued.")]
-RUNS = Path("runs")
 
 
 def sweep(
@@ -53,23 +47,21 @@ def sweep(
     runs: Root = RUNS,
 ) -> None:
     """Measure a grid of runs, with predictions. Run it again to continue an interrupted sweep."""
-    import dataclasses
-
-    from rowstead.spec.axis import axis_from, settings_from
-    from rowstead.spec.sweep import SWEEPS, load_sweep, sweep_names
+    from rowstead.spec.axis import axis_from
+    from rowstead.spec.parse import settings_from
+    from rowstead.spec.study import SWEEPS
+    from rowstead.spec.sweep import load_sweep, sweep_names
 
     console = terminal()
     if recipe is None:
-        width = max(len(known) for known in sweep_names())
-        for known in sweep_names():
-            about = (SWEEPS / f"{known}.yaml").read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
-            typer.echo(f"{known:<{width}}  {about}")
+        print_shipped(SWEEPS, sweep_names())
         return
     spec = load_sweep(recipe, grid=[axis_from(text) for text in grid or []])
     spec = spec.made_quick() if quick else spec
     spec = dataclasses.replace(spec, set={**spec.set, **settings_from(set_ or [])}, name=name or spec.name)
     machines = [one.strip() for one in on.split(",") if one.strip()] if on is not None else None
 
+    from rowstead.study.predictions import NOT_CALIBRATED
     from rowstead.study.sweep import sweep as run_sweep
 
     with _stoppable(console), sweep_callback(console) as callback:
@@ -77,9 +69,15 @@ def sweep(
             spec, root=runs, on=machines, predict_only=predict_only, retry_failed=retry_failed, callback=callback
         )
     print_wide(console, sweep_table(finished))
-    for text in dict.fromkeys(entry.failure for entry in finished.failed if entry.failure):
-        num = sum(entry.failure == text for entry in finished.failed)
-        console.print(f"{num:,} failed: {printable(text)}", soft_wrap=True)
+    failures = [entry.failure or "" for entry in finished.failed]
+    for text in dict.fromkeys(failures):
+        if text == NOT_CALIBRATED:
+            console.print(
+                "This machine is not calibrated and has no predictions: run `rowstead calibrate`, then this command again.",
+                soft_wrap=True,
+            )
+        else:
+            console.print(f"{failures.count(text):,} failed: {printable(text)}", soft_wrap=True)
     where = runs / "records.jsonl"
     console.print(f"{len(finished.points):,} points of `{finished.name}` in {where}", soft_wrap=True)
 
@@ -117,10 +115,7 @@ def tune(
     runs: Root = RUNS,
 ) -> None:
     """Search for the settings with the lowest NE, and write them as a recipe. Run it again to continue."""
-    import dataclasses
-
-    from rowstead.spec.axis import settings_from
-    from rowstead.spec.parse import parse, to_plain
+    from rowstead.spec.parse import parse, settings_from, to_plain
     from rowstead.spec.tune import TuneSpec, load_tune, space_axis_from
 
     spec = load_tune(recipe)
@@ -189,17 +184,14 @@ def _print_search(console: Console, found: SearchResult) -> None:
             rows.append(
                 ("settings unchanged", f"{found.unchanged.objective:.5f}, {found.unchanged.objective / before - 1:+.3%}")
             )
-    rows += [(name, shown(value)) for name, value in best.parameters.items()]
+    rows += [(name, words_of(value)) for name, value in best.parameters.items()]
     if found.importance:
         rows.append(("what mattered", " · ".join(f"{name} {share:.0%}" for name, share in found.importance.items())))
     if found.spec.samples_per_s is not None:
         front = [f"{t.objective:.5f} at {shown_speed(t.samples_per_s)}/s" for t in found.pareto]
         rows.append(("Pareto front of NE and speed", "\n".join(front)))
     rows.append(("recipe", str(found.recipe)))
-    table = Table(title=Text(found.spec.name), title_justify="left", show_header=False, box=box.SIMPLE)
-    for name, value in rows:
-        table.add_row(Text(printable(name)), Text("\n".join(printable(line) for line in value.split("\n")), overflow="fold"))
-    console.print(table)
+    console.print(two_columns(found.spec.name, rows))
 
 
 def quality(
@@ -222,9 +214,8 @@ def quality(
     runs: Root = RUNS,
 ) -> None:
     """Measure the effect of settings on NE, with confidence intervals over seeds. Run it again to continue."""
-    import dataclasses
-
-    from rowstead.spec.axis import axis_from, settings_from
+    from rowstead.spec.axis import axis_from
+    from rowstead.spec.parse import settings_from
     from rowstead.spec.quality import load_quality
 
     spec = load_quality(recipe, vary=[axis_from(text) for text in vary or []])
@@ -241,19 +232,18 @@ def quality(
 
     console = terminal()
     with _stoppable(console), sweep_callback(console) as callback:
-        study = run_quality(spec, root=runs, retry_failed=retry_failed, callback=callback)
+        effects = run_quality(spec, root=runs, retry_failed=retry_failed, callback=callback)
     title = f"{spec.name}: NE against the baseline, {spec.num_seeds} seeds, {spec.confidence:.0%} intervals"
-    table = Table(title=Text(title), box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left")
-    for heading in ("what", "value", "NE", "change", "from", "to", f"against {spec.tolerance:.2%}"):
-        table.add_column(heading, no_wrap=True, justify="left" if heading in ("what", "value") else "right")
-    for effect in study.effects:
+    rows = []
+    for effect in effects:
         is_base = effect.verdict == "baseline"
         parts = ("", "", "") if is_base else (_percent(effect.change), _percent(effect.low), _percent(effect.high))
-        value = "" if effect.value is None else shown(effect.value)
+        value = "" if effect.value is None else words_of(effect.value)
         ne = "failed" if effect.ne is None else f"{effect.ne:.5f}"
-        table.add_row(*(Text(printable(cell)) for cell in (effect.axis, value, ne, *parts, effect.verdict)))
-    print_wide(console, table)
-    for text in dict.fromkeys(failure for effect in study.effects for failure in effect.failures):
+        rows.append((effect.axis, value, ne, *parts, effect.verdict))
+    headings = ("what", "value", "NE", "change", "from", "to", f"against {spec.tolerance:.2%}")
+    print_wide(console, build_table(headings, rows, title=title, numbers=headings[2:]))
+    for text in dict.fromkeys(failure for effect in effects for failure in effect.failures):
         console.print(f"failed: {printable(text)}", soft_wrap=True)
 
 
@@ -268,12 +258,9 @@ def sweep_table(finished: StudyResult) -> Table:
     measured = {entry.point: entry for entry in finished.measured}
     predicted = {(entry.point, str(entry.record.machine.get("name"))): entry for entry in finished.predicted}
     has_ne = any("ne" in entry.record.figures for entry in finished.measured)
-    table = Table(title=Text(finished.name), box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left")
-    headings = [*titles, *(["samples/s"] if measured else []), *(["NE"] if has_ne else [])]
-    for heading in [*headings, *(f"predicted: {name}" for name in machines)]:
-        table.add_column(Text(printable(heading)), no_wrap=True, justify="left" if heading in titles else "right")
+    rows = []
     for point in finished.points:
-        cells = [shown(point.axes.get(title)) for title in titles]
+        cells = [words_of(point.axes.get(title)) for title in titles]
         if measured:
             entry = measured[point.key]
             cells.append("failed" if entry.failure is not None else shown_speed(entry.record.figures.get("samples_per_s")))
@@ -282,10 +269,17 @@ def sweep_table(finished: StudyResult) -> Table:
                 cells.append("" if ne is None else f"{ne:.4f}")
         for name in machines:
             one = predicted[point.key, name]
-            gap = "not predicted" if (one.failure or "").startswith("not predicted") else "does not fit"
-            cells.append(gap if one.failure is not None else shown_speed(one.record.figures.get("samples_per_s")))
-        table.add_row(*(Text(printable(cell)) for cell in cells))
-    return table
+            cells.append(_gap(one.failure) if one.failure else shown_speed(one.record.figures.get("samples_per_s")))
+        rows.append(cells)
+    numbers = [*(["samples/s"] if measured else []), *(["NE"] if has_ne else []), *(f"predicted: {name}" for name in machines)]
+    return build_table([*titles, *numbers], rows, title=finished.name, numbers=numbers)
+
+
+def _gap(failure: str) -> str:
+    """Why a point has no prediction, in two or three words."""
+    if failure.startswith("not calibrated"):
+        return "not calibrated"
+    return "does not fit" if "not fit" in failure else "not predicted"
 
 
 @contextlib.contextmanager
@@ -293,11 +287,9 @@ def _stoppable(console: Console) -> Iterator[None]:
     """On Ctrl-C, say how to continue."""
     try:
         yield
-    except Exception:
+    except (Exception, SystemExit, GeneratorExit):
         raise
-    except BaseException as stop:
-        if isinstance(stop, (SystemExit, GeneratorExit)):
-            raise
+    except BaseException:
         console.print("Stopped. Finished points are saved; run the same command again to continue.")
         raise typer.Exit(130) from None
 
@@ -306,37 +298,23 @@ def _stoppable(console: Console) -> Iterator[None]:
 def sweep_callback(console: Console) -> Iterator[SweepCallback]:
     """A progress bar with the remaining time on a terminal, one line per point elsewhere."""
     if not console.is_terminal:
-        yield _Lines(console)
+        yield lambda progress: console.print(printable(_line_of(progress)), soft_wrap=True)
         return
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[state]}"), TimeElapsedColumn())
     with Bar(*columns, console=console, transient=True) as bar:
-        yield _SweepBar(bar)
+        task = bar.add_task("", total=None, state="")
+        yield lambda progress: bar.update(
+            task, completed=progress.num_done, total=progress.num_points, state=state_of(progress)
+        )
 
 
-class _SweepBar:
-    def __init__(self, bar: Bar) -> None:
-        self._bar = bar
-        self._task = bar.add_task("", total=None, state="")
-
-    def on_progress(self, progress: SweepProgress) -> None:
-        self._bar.update(self._task, completed=progress.num_done, total=progress.num_points, state=state_of(progress))
-
-
-class _Lines:
-    def __init__(self, console: Console) -> None:
-        self._console = console
-
-    def on_progress(self, progress: SweepProgress) -> None:
-        last = ""
-        if progress.last is not None:
-            axes = ", ".join(f"{name}={shown(value)}" for name, value in progress.last.axes.items())
-            speed = progress.last.record.figures.get("samples_per_s")
-            what = (
-                f"failed: {progress.last.failure}" if progress.last.failure is not None else f"{shown_speed(speed)} samples/s"
-            )
-            last = f" · {axes}: {what}"
-        text = f"{progress.num_done:,} of {progress.num_points:,} points{last} · {state_of(progress)}"
-        self._console.print(printable(text), soft_wrap=True)
+def _line_of(progress: SweepProgress) -> str:
+    last = ""
+    if progress.last is not None:
+        axes = ", ".join(f"{name}={words_of(value)}" for name, value in progress.last.axes.items())
+        speed, failure = progress.last.record.figures.get("samples_per_s"), progress.last.failure
+        last = f" · {axes}: " + (f"{shown_speed(speed)} samples/s" if failure is None else f"failed: {failure}")
+    return f"{progress.num_done:,} of {progress.num_points:,} points{last} · {state_of(progress)}"
 
 
 def state_of(progress: SweepProgress) -> str:
@@ -357,12 +335,3 @@ def shown_s(seconds: float) -> str:
 
 def shown_speed(value: float | None) -> str:
     return "" if value is None else f"{value:,.0f}"
-
-
-def shown(value: Any) -> str:
-    """A value of an axis as text."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else json.dumps(value)

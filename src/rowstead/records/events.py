@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rowstead.records.files import json_line
+from rowstead.records.files import append_lines, json_line, open_to_append
 from rowstead.spec.errors import RowsteadError
 
 RESUMED = "resumed"
@@ -27,10 +27,7 @@ class EventLog:
         self.path = Path(path)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-            size = os.fstat(self._descriptor).st_size
-            if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
-                self._append(b"\n")  # a torn line of a killed process stays on its own
+            self._descriptor = open_to_append(self.path)
         except OSError as error:
             raise RowsteadError(f"cannot write events to {self.path}: {error.strerror or error}") from error
 
@@ -38,7 +35,7 @@ class EventLog:
         """Add one event; a figure that is None, NaN or infinite is left out."""
         line = json_line({"time_s": round(time.time(), 3), "kind": kind, "step": step, **figures})
         try:
-            self._append(line.encode())
+            append_lines(self._descriptor, line.encode())
         except OSError as error:
             raise RowsteadError(f"cannot write events to {self.path}: {error.strerror or error}") from error
 
@@ -50,16 +47,6 @@ class EventLog:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-
-    def __enter__(self) -> EventLog:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _append(self, line: bytes) -> None:
-        while line:
-            line = line[os.write(self._descriptor, line) :]
 
 
 def read_events(path: Path | str) -> list[Event]:

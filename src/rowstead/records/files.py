@@ -37,6 +37,20 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def open_to_append(path: Path) -> int:
+    """A descriptor of a file that is created if it is missing, and only appended to."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+
+def append_lines(descriptor: int, data: bytes) -> None:
+    """Append whole lines; a torn line of a killed process stays on its own."""
+    size = os.fstat(descriptor).st_size
+    if size and os.pread(descriptor, 1, size - 1) != b"\n":
+        data = b"\n" + data
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
 def is_figure(value: object) -> bool:
     """Whether a JSON value is a finite number of at most 64 bits, and not a bool."""
     if isinstance(value, int):

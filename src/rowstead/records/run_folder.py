@@ -48,10 +48,6 @@ class RunFolder:
         return self.path / "events.jsonl"
 
     @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 

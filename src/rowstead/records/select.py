@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import operator
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,10 +75,7 @@ def value_of(entry: StoreEntry, key: str) -> Any:
     for part, prefix in ((record.machine, "machine."), (record.versions, "versions.")):
         if key.startswith(prefix):
             return part.get(key[len(prefix) :])
-    for values in (record.figures, entry.axes, entry.settings):
-        if key in values:
-            return values[key]
-    return None
+    return next((values[key] for values in (record.figures, entry.axes, entry.settings) if key in values), None)
 
 
 def selected(entries: Iterable[StoreEntry], conditions: Sequence[Condition]) -> list[StoreEntry]:
@@ -131,28 +129,14 @@ class Row:
         return float(self.other) / float(self.one)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """Two entries side by side."""
-
-    facts: tuple[Row, ...]
-    """Differences in recipe, machine and versions."""
-    figures: tuple[Row, ...]
-    """The figures of either."""
+def compare(one: StoreEntry, other: StoreEntry) -> tuple[list[Row], list[Row]]:
+    """Two entries side by side: differences in recipe, machine and versions, and all figures."""
+    facts = _rows(_facts(one), _facts(other))
+    return [row for row in facts if row.one != row.other], _rows(one.record.figures, other.record.figures)
 
 
-def compare(one: StoreEntry, other: StoreEntry) -> Comparison:
-    """Compare two entries: differences in recipe, machine and versions, and all figures."""
-    left, right = _facts(one), _facts(other)
-    names = dict.fromkeys([*left, *right])
-    facts = [Row(name=name, one=left.get(name), other=right.get(name)) for name in names if left.get(name) != right.get(name)]
-    figures = dict.fromkeys([*one.record.figures, *other.record.figures])
-    return Comparison(
-        facts=tuple(facts),
-        figures=tuple(
-            Row(name=name, one=one.record.figures.get(name), other=other.record.figures.get(name)) for name in figures
-        ),
-    )
+def _rows(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[Row]:
+    return [Row(name=name, one=one.get(name), other=other.get(name)) for name in dict.fromkeys([*one, *other])]
 
 
 def _facts(entry: StoreEntry) -> dict[str, Any]:
@@ -167,10 +151,8 @@ def _facts(entry: StoreEntry) -> dict[str, Any]:
 def _recipe(entry: StoreEntry) -> dict[str, Any]:
     """The whole recipe of a run whose folder exists, by key; for other entries what their study set."""
     if entry.folder is not None:
-        try:
+        with contextlib.suppress(RowsteadError, OSError):  # the folder may have been removed
             return flat(to_plain(RunFolder(Path(entry.folder)).read_spec()))
-        except (RowsteadError, OSError):  # the folder has been removed
-            return dict(entry.settings)
     return dict(entry.settings)
 
 

@@ -10,19 +10,18 @@ over what they cannot read, and count it.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import fcntl
 import functools
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
 
-from rowstead.records.files import is_figure, json_line
+from rowstead.records.files import append_lines, is_figure, json_line, open_to_append
 from rowstead.records.run_folder import DEFAULT_ROOT, RunFolder, runs_in
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.parse import to_plain
@@ -125,38 +124,23 @@ class RunStore:
 
     def add(self, *entries: StoreEntry) -> None:
         """Append entries; they have been passed to the operating system once this returns."""
-        lines = [line_of(entry).encode() for entry in entries]
+        data = b"".join(line_of(entry).encode() for entry in entries)
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            with _locked(self.file) as descriptor:
-                size = os.fstat(descriptor).st_size
-                if size and os.pread(descriptor, 1, size - 1) != b"\n":
-                    lines.insert(0, b"\n")  # a torn line of a killed process stays on its own
-                data = b"".join(lines)
-                while data:
-                    data = data[os.write(descriptor, data) :]
+            descriptor = open_to_append(self.file)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                append_lines(descriptor, data)
+            finally:
+                os.close(descriptor)
         except OSError as error:
             raise RowsteadError(f"cannot write records to {self.file}: {error.strerror or error}") from error
 
     def read(self) -> Contents:
         """All entries that can be read, and how many cannot."""
         runs, unfinished, num_bad = self._runs()
-        entries = []
-        for line in self._lines():
-            entry = entry_in(line)
-            if entry is None:
-                num_bad += 1
-            else:
-                entries.append(entry)
-        return Contents(entries=(*runs, *entries), num_bad_lines=num_bad, unfinished=unfinished)
-
-    def _lines(self) -> list[bytes]:
-        try:
-            return [line for line in self.file.read_bytes().split(b"\n") if line.strip()]
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise RowsteadError(f"cannot read records from {self.file}: {error.strerror or error}") from None
+        entries, num_bad_lines = read_entries(self.file) if self.file.exists() else ([], 0)
+        return Contents(entries=(*runs, *entries), num_bad_lines=num_bad + num_bad_lines, unfinished=unfinished)
 
     def _runs(self) -> tuple[list[StoreEntry], tuple[str, ...], int]:
         entries, unfinished, num_bad = [], [], 0
@@ -167,6 +151,16 @@ class RunStore:
             if not found and not bad:
                 unfinished.append(str(run.path))
         return sorted(entries, key=lambda entry: (entry.record.date, entry.id)), tuple(unfinished), num_bad
+
+
+def read_entries(path: Path) -> tuple[list[StoreEntry], int]:
+    """The entries in a file of records, and the number of lines that cannot be read."""
+    try:
+        lines = [line for line in path.read_bytes().split(b"\n") if line.strip()]
+    except OSError as error:
+        raise RowsteadError(f"cannot read records from {path}: {error.strerror or error}") from None
+    found = [entry_in(line) for line in lines]
+    return [one for one in found if one is not None], found.count(None)
 
 
 def entries_of(run: RunFolder) -> tuple[list[StoreEntry], int]:
@@ -250,13 +244,3 @@ def _is_record(plain: dict[str, Any]) -> bool:
 
 def _refuse(word: str) -> NoReturn:
     raise ValueError(f"{word} is not a valid figure")
-
-
-@contextlib.contextmanager
-def _locked(file: Path) -> Iterator[int]:
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield descriptor
-    finally:
-        os.close(descriptor)

@@ -17,6 +17,8 @@ from rowstead.spec.parse import read_yaml
 
 SEARCH_FILE, QUALITY_FILE = "tune.yaml", "quality.yaml"
 """The settings of a study, in its folder."""
+LAPTOP = "laptop, not calibrated"
+"""Described the machine of predictions that earlier versions called `here`; they say nothing about it and are left out."""
 
 
 def machine_of(entry: StoreEntry) -> str:
@@ -37,6 +39,8 @@ def newest(entries: Iterable[StoreEntry]) -> list[StoreEntry]:
     found: dict[tuple[Any, ...], tuple[tuple[Any, ...], StoreEntry]] = {}
     common: dict[tuple[Any, ...], str] = {}
     for number, entry in enumerate(entries):
+        if entry.record.machine.get("described_by") == LAPTOP:
+            continue
         if entry.point is None or entry.source == "trial":
             found[(number,)] = ((), entry)
             continue
@@ -52,46 +56,10 @@ def _common(entry: StoreEntry) -> str:
     return json.dumps({k: v for k, v in entry.settings.items() if k.rpartition(".")[2] != "seed"}, sort_keys=True)
 
 
-# sweeps
-
-
-@dataclass(frozen=True, kw_only=True)
-class Surface:
-    """A figure over two axes; `None` where there is no point, or it failed. With one axis `ys` is `(None,)`."""
-
-    x: str
-    y: str | None
-    figure: str
-    xs: tuple[Any, ...]
-    ys: tuple[Any, ...]
-    values: tuple[tuple[float | None, ...], ...]
-    """One row for each of `ys`; the mean where several entries, such as seeds, share a point."""
-
-
-def surface(entries: Iterable[StoreEntry], x: str, y: str | None, figure: str) -> Surface:
-    """A figure of the entries over one or two of their axes; values sorted if they are numbers, else in order of first use."""
-    cells: dict[tuple[str, str], list[float]] = {}
-    xs: dict[str, Any] = {}
-    ys: dict[str, Any] = {}
-    for entry in newest(entries):
-        if x not in entry.axes or (y is not None and y not in entry.axes):
-            continue
-        at_x, at_y = entry.axes[x], None if y is None else entry.axes[y]
-        cell = (json.dumps(at_x), json.dumps(at_y))
-        xs.setdefault(cell[0], at_x)
-        ys.setdefault(cell[1], at_y)
-        if entry.failure is None and figure in entry.record.figures:
-            cells.setdefault(cell, []).append(float(entry.record.figures[figure]))
-    x_keys, y_keys = _in_order(xs), _in_order(ys)
-    rows = tuple(tuple(_mean(cells.get((at_x, at_y))) for at_x in x_keys) for at_y in y_keys)
-    return Surface(
-        x=x, y=y, figure=figure, xs=tuple(xs[key] for key in x_keys), ys=tuple(ys[key] for key in y_keys), values=rows
-    )
-
-
-def _in_order(values: dict[str, Any]) -> list[str]:
-    numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values.values())
-    return sorted(values, key=lambda key: values[key]) if numbers else list(values)
+def count_kinds(entries: Sequence[StoreEntry]) -> tuple[int, int, int]:
+    """How many entries are measured, are predicted, and failed."""
+    measured = sum(entry.is_measured for entry in entries)
+    return measured, len(entries) - measured, sum(entry.has_failed for entry in entries)
 
 
 def _mean(values: Sequence[float] | None) -> float | None:
@@ -300,16 +268,10 @@ def student(confidence: float, freedom: int) -> float:
 
 def _t_inside(t: float, freedom: int) -> float:
     """Probability that Student's t is between -t and t: closed forms for whole degrees of freedom."""
-    theta = math.atan(t / math.sqrt(freedom))
+    theta, odd = math.atan(t / math.sqrt(freedom)), freedom % 2
     sine, cosine = math.sin(theta), math.cos(theta)
-    if freedom % 2:
-        term, total = cosine, 0.0
-        for k in range(1, freedom - 1, 2):
-            total += term
-            term *= cosine * cosine * (k + 1) / (k + 2)
-        return 2 / math.pi * (theta + sine * total)
-    term, total = 1.0, 0.0
-    for k in range(0, freedom - 1, 2):
+    term, total = cosine if odd else 1.0, 0.0
+    for k in range(odd, freedom - 1, 2):
         total += term
         term *= cosine * cosine * (k + 1) / (k + 2)
-    return sine * total
+    return 2 / math.pi * (theta + sine * total) if odd else sine * total

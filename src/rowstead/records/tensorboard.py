@@ -46,12 +46,6 @@ class ScalarWriter:
     def close(self) -> None:
         self._file.close()
 
-    def __enter__(self) -> ScalarWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _add(self, event: bytes) -> None:
         length = struct.pack("<Q", len(event))
         frame = length + struct.pack("<I", masked_crc32c(length)) + event + struct.pack("<I", masked_crc32c(event))

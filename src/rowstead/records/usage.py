@@ -1,11 +1,15 @@
-"""CPU and memory use of a process, sampled in the background, and facts about its machine."""
+"""CPU time, memory and memory traffic of a process, sampled in the background, and facts about its machine."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 import importlib.metadata
 import os
 import platform
+import struct
+import sys
 import threading
 import time
 from pathlib import Path
@@ -15,58 +19,70 @@ import psutil
 PACKAGES = ("rowstead", "torch", "triton", "numpy", "numba", "pyarrow", "safetensors")
 """Packages whose version can change a figure."""
 
+PERF_EVENT_OPEN = {"x86_64": 298, "aarch64": 241}
+"""Number of the system call."""
+CACHE_LINE_BYTES = 64
+PERF, KERNELS = "perf counters of cache misses", "the sizes of rows and layers that kernels read and write"
+"""How the memory traffic of a run was counted, in its record."""
+
+
+def perf_traffic_bytes() -> int | None:
+    """Bytes that this process has read from memory since the first call; None where the system does not count cache misses.
+
+    Virtual machines often do not, nor do containers that forbid perf counters.
+    """
+    counters = _miss_counters()
+    return CACHE_LINE_BYTES * sum(int.from_bytes(os.read(one, 8), sys.byteorder) for one in counters) if counters else None
+
+
+@functools.cache
+def _miss_counters() -> tuple[int, ...]:
+    """Descriptors of perf counters: misses of the last-level cache by each thread and those that it starts."""
+    number = PERF_EVENT_OPEN.get(platform.machine())
+    if number is None or platform.system() != "Linux":
+        return ()
+    hardware, cache_misses, flags = 0, 3, 0b1100010  # with new threads, without kernel and hypervisor
+    attributes = struct.pack("=IIQQQQQIIQ", hardware, 64, cache_misses, 0, 0, 0, flags, 0, 0, 0)
+    any_cpu, no_group, close_on_exec, call = -1, -1, 8, ctypes.CDLL(None).syscall
+    threads = [int(name) for name in os.listdir("/proc/self/task")]
+    opened = [call(number, attributes, thread, any_cpu, no_group, close_on_exec) for thread in threads]
+    return tuple(one for one in opened if one >= 0)
+
 
 class UsageSampler:
-    """Samples CPU time and memory of this process between `start` and `stop`, or inside a `with`.
-
-    `figures` may be called at any time, also after `stop`. One sample costs some tens of microseconds.
-    """
+    """Samples CPU time and memory of this process inside a `with`; one sample costs some tens of microseconds."""
 
     def __init__(self, interval_s: float = 0.5) -> None:
-        if interval_s <= 0:
-            raise ValueError(f"interval_s must be above 0, got {interval_s}")
         self._interval_s = interval_s
         self._process = psutil.Process()
         self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> UsageSampler:
-        """Start sampling; earlier samples are dropped."""
-        if self._thread is not None:
-            raise RuntimeError("the sampler is already running")
         self._ended = threading.Event()
         self._cpu_shares: list[float] = []
         self._rss_bytes: list[int] = []
-        self._first = self._last = (time.monotonic(), self._cpu_s())
-        self._sample()
         self._thread = threading.Thread(target=self._run, name="rowstead-usage", daemon=True)
+
+    def __enter__(self) -> UsageSampler:
+        self._first = self._last = (time.monotonic(), self._cpu_s())
+        self._traffic_before = perf_traffic_bytes()
+        self._sample()
         self._thread.start()
         return self
 
-    def stop(self) -> None:
-        """Take a last sample and stop; a no-op when not running."""
-        if self._thread is not None:
-            self._ended.set()
-            self._thread.join()
-            self._thread = None
-            self._sample()
-
-    def __enter__(self) -> UsageSampler:
-        return self.start()
-
     def __exit__(self, *_: object) -> None:
-        self.stop()
+        self._ended.set()
+        self._thread.join()
+        self._sample()
 
     def figures(self) -> dict[str, float]:
-        """Mean and largest use so far; CPU as a share of the cores this process may use. Empty before `start`."""
-        if not hasattr(self, "_first"):
-            return {}
+        """Mean and largest use so far; CPU as a share of the cores this process may use."""
         with self._lock:
             wall_s, cpu_s = (last - first for first, last in zip(self._first, self._last, strict=True))
             shares, rss_bytes = list(self._cpu_shares), list(self._rss_bytes)
         figures: dict[str, float] = {}
         if shares and wall_s > 0:
             figures |= {"cpu_s": cpu_s, "cpu_share_mean": cpu_s / wall_s / usable_cores(), "cpu_share_max": max(shares)}
+        if self._traffic_before is not None:
+            figures["memory_traffic_bytes"] = (perf_traffic_bytes() or 0) - self._traffic_before
         return figures | {
             "rss_mean_bytes": sum(rss_bytes) / len(rss_bytes),
             "rss_max_bytes": max(rss_bytes),
@@ -94,15 +110,11 @@ class UsageSampler:
 def peak_memory_bytes() -> int | None:
     """Peak memory of this process, where the system reports it (Linux)."""
     # Not getrusage's ru_maxrss, which a process inherits from the one that started it.
-    return _status_bytes("VmHWM")
-
-
-def _status_bytes(key: str) -> int | None:
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
         return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:")), None)
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)
 
 
 def usable_cores() -> int:
@@ -124,20 +136,13 @@ def machine_facts(gpu: str | None = None) -> dict[str, str | int | float]:
     return facts if gpu is None else {**facts, "gpu": gpu}
 
 
-def versions() -> dict[str, str]:
-    """Versions of the installed packages that can change a figure."""
-    return dict(_versions())
-
-
 @functools.cache
-def _versions() -> dict[str, str]:
-    """Read once: it takes some milliseconds, and what a process runs does not change."""
+def versions() -> dict[str, str]:
+    """Versions of the installed packages that can change a figure; read once, as it takes some milliseconds."""
     found = {}
     for name in PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 

@@ -11,8 +11,20 @@ from dataclasses import dataclass
 
 from rowstead.records.store import StoreEntry
 from rowstead.records.studies import newest
-from rowstead.report.describe import TextTable
-from rowstead.report.theme import Figure, axis, color, diagonal, figure_text, label, labels, layout, log_axis, thinned
+from rowstead.report.theme import (
+    Chart,
+    TextTable,
+    axis,
+    color,
+    diagonal,
+    figure_text,
+    label,
+    labels,
+    layout,
+    log_axis,
+    points,
+    thinned,
+)
 from rowstead.spec.catalogue import HERE
 
 MAX_SHOWN = 2_000
@@ -65,16 +77,14 @@ def pairs(entries: Sequence[StoreEntry], figure: str = "samples_per_s") -> list[
             continue
         real = measured.get(_pair_key(entry))
         if real is not None:
-            axes = ", ".join(f"{name} {value}" for name, value in entry.axes.items())
-            found.append(
-                Pair(
-                    group=entry.study or entry.record.name,
-                    what=axes or entry.record.name,
-                    measured=real.record.figures[figure],
-                    predicted=speed,
-                )
-            )
+            group, speed_there = entry.study or entry.record.name, real.record.figures[figure]
+            found.append(Pair(group=group, what=_what(entry), measured=speed_there, predicted=speed))
     return found
+
+
+def _what(entry: StoreEntry) -> str:
+    """The point of an entry in its study, or its recipe."""
+    return ", ".join(f"{name} {value}" for name, value in entry.axes.items()) or entry.record.name
 
 
 def _pair_key(entry: StoreEntry) -> tuple[str | None, ...]:
@@ -103,7 +113,7 @@ def shown_pairs(found: Sequence[Pair]) -> list[Pair]:
     return by_error[:WORST] + thinned(by_error[WORST:], MAX_SHOWN - WORST)
 
 
-def draw_pairs(found: Sequence[Pair]) -> Figure | None:
+def draw_pairs(found: Sequence[Pair]) -> Chart | None:
     """Predicted against measured, with the diagonal."""
     total = errors(found)
     if total is None:
@@ -119,30 +129,15 @@ def draw_pairs(found: Sequence[Pair]) -> Figure | None:
         mine = [pair for pair in shown if pair.group == group]
         of_group = errors([pair for pair in found if pair.group == group])
         assert of_group is not None
-        rows.append(
-            (
-                group,
-                f"{of_group.num_pairs:,}",
-                _error_text(of_group.geomean),
-                _error_text(of_group.largest),
-                f"{of_group.bias:.2f}",
-            )
-        )
-        traces.append(
-            {
-                "type": "scatter", "mode": "markers", "name": name, "x": [pair.measured for pair in mine],
-                "y": [pair.predicted for pair in mine], "text": [label(pair.what) for pair in mine],
-                "customdata": [pair.ratio for pair in mine],
-                "hovertemplate": "%{text}<br>measured %{x:.3s}<br>predicted %{y:.3s}, %{customdata:.2f} of it<extra>" + name + "</extra>",
-                "marker": {"color": color(index), "size": 8, "opacity": 0.75},
-            }
-        )  # fmt: skip
-    less = (
-        f" {len(shown):,} of {len(found):,} points are drawn: the {WORST} largest errors and an even selection."
-        if len(shown) < len(found)
-        else ""
-    )
-    return Figure(
+        texts = (_error_text(of_group.geomean), _error_text(of_group.largest), f"{of_group.bias:.2f}")
+        rows.append((group, f"{of_group.num_pairs:,}", *texts))
+        hover = "%{text}<br>measured %{x:.3s}<br>predicted %{y:.3s}, %{customdata:.2f} of it<extra>%{fullData.name}</extra>"
+        trace = points(name, [pair.measured for pair in mine], [pair.predicted for pair in mine], index, hovertemplate=hover)
+        traces.append(trace | {"text": [label(pair.what) for pair in mine], "customdata": [pair.ratio for pair in mine]})
+    less = ""
+    if len(shown) < len(found):
+        less = f" {len(shown):,} of {len(found):,} points are drawn: the {WORST} largest errors and an even selection."
+    return Chart(
         key="predicted-measured",
         title="Predicted against measured",
         words=f"Samples per second of {total.num_pairs:,} points on the machine that measured them. The mean error is "
@@ -176,15 +171,14 @@ class Efficiency:
 
     study: str
     machine: str
-    watts: tuple[float, ...]
-    samples_per_s: tuple[float, ...]
-    names: tuple[str, ...]
     kind: str
-    """`nameplate` or `measured`."""
+    """Of power: `nameplate` or `measured`."""
+    points: tuple[tuple[float, float, str], ...]
+    """Watts, samples per second and name of each point."""
 
     @property
     def samples_per_j(self) -> tuple[float, ...]:
-        return tuple(speed / watts for speed, watts in zip(self.samples_per_s, self.watts, strict=True))
+        return tuple(speed / watts for watts, speed, _ in self.points)
 
 
 def efficiencies(entries: Sequence[StoreEntry]) -> list[Efficiency]:
@@ -198,21 +192,12 @@ def efficiencies(entries: Sequence[StoreEntry]) -> list[Efficiency]:
         speed = figures.get("samples_per_s", 0.0)
         if kind is None or speed <= 0:
             continue
-        machine = str(
-            entry.record.machine.get("name") or entry.record.machine.get("gpu") or entry.record.machine.get("cpu", "")
-        )
-        axes = ", ".join(f"{name} {value}" for name, value in entry.axes.items()) or entry.record.name
-        watts = figures[f"{_PREFIX[kind]}watts"]
-        found.setdefault((called[entry.study or entry.record.name], machine, kind), []).append((watts, speed, axes))
+        facts = entry.record.machine
+        machine = str(facts.get("name") or facts.get("gpu") or facts.get("cpu", ""))
+        one = (figures[f"{_PREFIX[kind]}watts"], speed, _what(entry))
+        found.setdefault((called[entry.study or entry.record.name], machine, kind), []).append(one)
     return [
-        Efficiency(
-            study=study,
-            machine=machine,
-            kind=kind,
-            watts=tuple(one[0] for one in points),
-            samples_per_s=tuple(one[1] for one in points),
-            names=tuple(one[2] for one in points),
-        )
+        Efficiency(study=study, machine=machine, kind=kind, points=tuple(points))
         for (study, machine, kind), points in found.items()
     ]
 
@@ -220,7 +205,7 @@ def efficiencies(entries: Sequence[StoreEntry]) -> list[Efficiency]:
 _PREFIX = {"measured": "", "nameplate": "nameplate_"}
 
 
-def draw_efficiency(found: Sequence[Efficiency]) -> Figure | None:
+def draw_efficiency(found: Sequence[Efficiency]) -> Chart | None:
     """Samples per joule by machine, as box plots."""
     if not found:
         return None
@@ -229,31 +214,25 @@ def draw_efficiency(found: Sequence[Efficiency]) -> Figure | None:
     traces, rows = [], []
     for index, (study, name) in enumerate(zip(studies, labels(studies), strict=True)):
         mine = [one for one in found if one.study == study]
-        points = [
-            (label(one.machine), value, label(what))
+        shown = [
+            (label(one.machine), speed / watts, label(what))
             for one in mine
-            for value, what in thinned(list(zip(one.samples_per_j, one.names, strict=True)), MAX_SHOWN // len(found) + 1)
+            for watts, speed, what in thinned(one.points, MAX_SHOWN // len(found) + 1)
         ]
         traces.append(
             {
-                "type": "box", "name": name, "x": [one[0] for one in points], "y": [one[1] for one in points],
-                "text": [one[2] for one in points], "boxpoints": "all", "jitter": 0.4, "pointpos": 0,
+                "type": "box", "name": name, "x": [one[0] for one in shown], "y": [one[1] for one in shown],
+                "text": [one[2] for one in shown], "boxpoints": "all", "jitter": 0.4, "pointpos": 0,
                 "marker": {"color": color(index), "size": 5, "opacity": 0.7}, "line": {"width": 1.5}, "fillcolor": "rgba(128,128,128,0.12)",
                 "hovertemplate": "%{text}<br>%{y:.3~g} samples/J<extra>%{x}</extra>",
             }
         )  # fmt: skip
-        rows += [
-            (
-                f"{study}, {one.machine}",
-                one.kind,
-                figure_text(statistics.median(one.samples_per_s)),
-                figure_text(statistics.median(one.watts)),
-                figure_text(statistics.median(one.samples_per_j)),
-            )
-            for one in mine
-        ]
+        for one in mine:
+            watts, speeds, _ = zip(*one.points, strict=True)
+            medians = (figure_text(statistics.median(values)) for values in (speeds, watts, one.samples_per_j))
+            rows.append((f"{study}, {one.machine}", one.kind, *medians))
     every = [value for one in found for value in one.samples_per_j]
-    return Figure(
+    return Chart(
         key="efficiency",
         title="Efficiency per watt",
         words="Samples per joule, by machine and study: each point is one set-up, the box spans p25 to p75. Power is measured, or else the nameplate power of trainers and parameter servers without readers.",

@@ -4,19 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rowstead.records.files import is_figure
-from rowstead.report.describe import TextTable
 from rowstead.report.inputs import RunView
-from rowstead.report.theme import Figure, axis, diagonal, figure_text, horizontal_bars, labels, layout, lines, log_axis, thinned
+from rowstead.report.theme import (
+    Chart,
+    TextTable,
+    axis,
+    diagonal,
+    figure_text,
+    horizontal_bars,
+    labels,
+    layout,
+    limit_line,
+    lines,
+    log_axis,
+    row_per_name,
+    thinned,
+)
 from rowstead.spec.phases import STEP, Phase
 
 MAX_RUNS = 8
 """Maximum number of runs in a chart, newest first."""
 MAX_POINTS = 400
 """Maximum number of points of a curve."""
-
 
 FORMER_KEYS = {
     "waiting_for_data_s": Phase.DATA.key,
@@ -57,7 +68,7 @@ def times_spent(runs: Sequence[RunView]) -> list[TimeSpent]:
     return found
 
 
-def draw_times(spent: Sequence[TimeSpent]) -> Figure | None:
+def draw_times(spent: Sequence[TimeSpent]) -> Chart | None:
     """Each run's time by phase, as a stacked bar."""
     spent = spent[:MAX_RUNS]
     if not spent:
@@ -76,20 +87,17 @@ def draw_times(spent: Sequence[TimeSpent]) -> Figure | None:
         for index, phase in enumerate(phases)
     ]
     rows = tuple((one.name, *(figure_text(one.seconds.get(phase)) for phase in phases)) for one in spent)
-    return Figure(
+    return Chart(
         key="time-by-phase",
         title="Time by phase",
         words="Wall-clock time of each run by phase, including evaluation and checkpoints." + _newest(spent),
         traces=traces,
-        **_one_row_per_run(
-            axis("share of the run, %", range=[0, 100]),
-            "stack",
-            TextTable("Seconds", ("run", *(phase.value for phase in phases)), rows),
-        ),
+        **row_per_name(axis("share of the run, %", range=[0, 100]), len(rows), barmode="stack", bargap=0.35),
+        table=TextTable("Seconds", ("run", *(phase.value for phase in phases)), rows),
     )
 
 
-def draw_steps(spent: Sequence[TimeSpent]) -> Figure | None:
+def draw_steps(spent: Sequence[TimeSpent]) -> Chart | None:
     """A mean step of each run as a timeline of its phases."""
     spent = [one for one in spent if one.step_s][:MAX_RUNS]
     if not spent:
@@ -105,28 +113,15 @@ def draw_steps(spent: Sequence[TimeSpent]) -> Figure | None:
             horizontal_bars(phase.value, widths, names, index, base=[1e3 * one for one in begins], hovertemplate=hover)
         )
     rows = tuple((one.name, *(figure_text(1e3 * one.step_s.get(phase, 0.0)) for phase in phases)) for one in spent)
-    return Figure(
+    return Chart(
         key="mean-step",
         title="Mean step",
         words="Phases of a training step, as means over the run. Data that is prefetched counts only for the time that a step waits for it."
         + _newest(spent),
         traces=traces,
-        **_one_row_per_run(
-            axis("milliseconds", rangemode="tozero"),
-            "overlay",
-            TextTable("Milliseconds", ("run", *(phase.value for phase in phases)), rows),
-        ),
+        **row_per_name(axis("milliseconds", rangemode="tozero"), len(rows), barmode="overlay", bargap=0.35),
+        table=TextTable("Milliseconds", ("run", *(phase.value for phase in phases)), rows),
     )
-
-
-def _one_row_per_run(across: Mapping[str, Any], mode: str, table: TextTable) -> dict[str, Any]:
-    """Options shared by charts with one row of bars per run."""
-    down = axis("", autorange="reversed", type="category")
-    return {
-        "layout": layout(across, down, barmode=mode, bargap=0.35),
-        "table": table,
-        "height_rem": max(11.0, 6 + 2.4 * len(table.rows)),
-    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +173,7 @@ def quality_curves(runs: Sequence[RunView]) -> list[QualityCurves]:
     return found
 
 
-def draw_quality(curves: Sequence[QualityCurves]) -> Figure | None:
+def draw_quality(curves: Sequence[QualityCurves]) -> Chart | None:
     """NE against samples, so that batch sizes can be compared; against steps if a batch size is unknown."""
     if not curves:
         return None
@@ -189,42 +184,25 @@ def draw_quality(curves: Sequence[QualityCurves]) -> Figure | None:
     for index, (one, name) in enumerate(zip(curves, names, strict=True)):
         hover = f"{name}<br>{what} %{{x:,}}<br>NE %{{y:.4f}}"
         each = one.batch_size if by_samples and one.batch_size is not None else 1
-        if one.training.steps:
-            traces.append(
-                lines(
-                    f"{name}, training",
-                    [each * step for step in one.training.steps],
-                    one.training.values,
-                    index,
-                    mode="lines",
-                    opacity=0.45,
-                )
-                | {"hovertemplate": hover + ", training<extra></extra>", "legendgroup": name}
-            )
-        if one.evaluation.steps:
-            traces.append(
-                lines(f"{name}, evaluation", [each * step for step in one.evaluation.steps], one.evaluation.values, index)
-                | {"hovertemplate": hover + ", evaluation<extra></extra>", "legendgroup": name}
-            )
+        for part, points, options in (
+            ("training", one.training, {"mode": "lines", "opacity": 0.45}),
+            ("evaluation", one.evaluation, {}),
+        ):
+            if points.steps:
+                x = [each * step for step in points.steps]
+                options |= {"hovertemplate": f"{hover}, {part}<extra></extra>", "legendgroup": name}
+                traces.append(lines(f"{name}, {part}", x, points.values, index, **options))
     bests = sorted({round(one.best, 4) for one in curves if one.best is not None})
-    shapes = [
-        {
-            "type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": best, "y1": best,
-            "line": {"dash": "dot", "width": 1.5, "color": "@quiet"},
-            "label": {"text": f"best possible {best:.4f}", "textposition": "start", "yanchor": "bottom", "font": {"color": "@quiet"}},
-        }
-        for best in bests[:3]
-    ]  # fmt: skip
+    shapes = [limit_line(best, f"best possible {best:.4f}", textposition="start", yanchor="bottom") for best in bests[:3]]
     rows = tuple(
         (
             one.name,
-            figure_text(one.evaluation.values[0] if one.evaluation.values else None),
-            figure_text(one.evaluation.values[-1] if one.evaluation.values else None),
+            *(figure_text(one.evaluation.values[at] if one.evaluation.values else None) for at in (0, -1)),
             figure_text(one.best),
         )
         for one in curves
     )
-    return Figure(
+    return Chart(
         key="ne",
         title="NE during training",
         words="Normalized entropy: always predicting the mean label gives 1; lower is better. Pale lines are predictions made before each update, over a window."
@@ -266,7 +244,7 @@ def _numbers(part: object) -> tuple[float, ...]:
     return tuple(map(float, given)) if all(is_figure(one) for one in given) else ()
 
 
-def draw_calibration(found: Sequence[Calibration]) -> Figure | None:
+def draw_calibration(found: Sequence[Calibration]) -> Chart | None:
     """Mean label against mean prediction, with the diagonal of perfect calibration."""
     if not found:
         return None
@@ -281,7 +259,7 @@ def draw_calibration(found: Sequence[Calibration]) -> Figure | None:
     widest = max(len(row) for row in rows) - 1
     headings = ("run", *(f"bucket {index + 1}" for index in range(widest)))
     rows = tuple(row + ("",) * (widest + 1 - len(row)) for row in rows)
-    return Figure(
+    return Chart(
         key="calibration",
         title="Calibration",
         words="Examples of the last evaluation in buckets by prediction: predicted against observed click rate. Above the dotted line, predictions are too low."
@@ -301,20 +279,14 @@ def speed_curves(runs: Sequence[RunView]) -> list[MetricCurve]:
     return [one for one in found if len(one.steps) > 1]
 
 
-def draw_speed(curves: Sequence[MetricCurve]) -> Figure | None:
+def draw_speed(curves: Sequence[MetricCurve]) -> Chart | None:
     """Throughput against steps."""
     if not curves:
         return None
     names = labels(one.name for one in curves)
+    hover = "step %{x:,}<br>%{y:.3s} samples/s<extra>%{fullData.name}</extra>"
     traces = [
-        lines(
-            name,
-            one.steps,
-            one.values,
-            index,
-            mode="lines",
-            hovertemplate="step %{x:,}<br>%{y:.3s} samples/s<extra>" + name + "</extra>",
-        )
+        lines(name, one.steps, one.values, index, mode="lines", hovertemplate=hover)
         for index, (one, name) in enumerate(zip(curves, names, strict=True))
     ]
     values = [value for one in curves for value in one.values]
@@ -326,7 +298,7 @@ def draw_speed(curves: Sequence[MetricCurve]) -> Figure | None:
     rows = tuple(
         (one.name, figure_text(min(one.values)), figure_text(one.values[-1]), figure_text(max(one.values))) for one in curves
     )
-    return Figure(
+    return Chart(
         key="speed",
         title="Throughput during training",
         words="Samples per second since the start, per event; the first steps compile kernels." + _newest(curves),

@@ -8,9 +8,22 @@ from pathlib import Path
 
 from rowstead.records.store import StoreEntry
 from rowstead.records.studies import Effect, Trial, importance_in, pareto_front, quality_effects, trial_history, wishes_in
-from rowstead.report.charts_studies import words_of
-from rowstead.report.describe import TextTable
-from rowstead.report.theme import Figure, axis, color, figure_text, horizontal_bars, labels, layout, lines, thinned
+from rowstead.report.theme import (
+    Chart,
+    TextTable,
+    axis,
+    color,
+    figure_text,
+    horizontal_bars,
+    labels,
+    layout,
+    limit_line,
+    lines,
+    points,
+    row_per_name,
+    thinned,
+    words_of,
+)
 
 MAX_TRIALS = 2_000
 TOLERANCE = 0.001
@@ -19,19 +32,19 @@ CONFIDENCE = 0.95
 """Default confidence level of intervals."""
 
 
-def draw_search(name: str, entries: Sequence[StoreEntry], paths: Sequence[str]) -> list[Figure]:
+def draw_search(name: str, entries: Sequence[StoreEntry], paths: Sequence[str]) -> list[Chart]:
     """Draw history, importance and quality against speed; empty if no trial finished at the required speed."""
     trials = trial_history(entries, samples_per_s=read_requirements(name, paths).get("samples_per_s"))
     if not any(trial.counts for trial in trials):
         return []
-    figures = [draw_history(name, trials)]
+    charts = [draw_history(name, trials)]
     shares = read_importance(name, paths)
     if shares:
-        figures.append(draw_importance(name, shares))
+        charts.append(draw_importance(name, shares))
     timed = [trial for trial in trials if trial.counts and trial.samples_per_s is not None]
     if len(timed) > 2:
-        figures.append(draw_front(name, timed))
-    return figures
+        charts.append(draw_front(name, timed))
+    return charts
 
 
 def _range_without_outliers(values: Sequence[float]) -> list[float]:
@@ -42,13 +55,13 @@ def _range_without_outliers(values: Sequence[float]) -> list[float]:
     return [ordered[0] - margin, high + margin]
 
 
-def draw_history(name: str, trials: Sequence[Trial]) -> Figure:
+def draw_history(name: str, trials: Sequence[Trial]) -> Chart:
     """The objective by trial, and the best so far."""
     whole = [trial for trial in trials if trial.counts and trial.objective is not None]
     kept = thinned(whole, MAX_TRIALS)
     numbers, values = [trial.number for trial in kept], [float(trial.objective or 0.0) for trial in kept]
     best = [trial.best for trial in kept]
-    points = lines("trial", numbers, values, 0, mode="markers", hovertemplate="trial %{x}<br>%{y:.5~g}<extra></extra>")
+    each = points("trial", numbers, values, 0, hovertemplate="trial %{x}<br>%{y:.5~g}<extra></extra>")
     steps = lines("best so far", numbers, best, 1, mode="lines", hovertemplate="after trial %{x}<br>%{y:.5~g}<extra></extra>")
     steps["line"] = {"color": color(1), "width": 2, "shape": "hv"}
     not_counted = len(trials) - len(whole)
@@ -56,11 +69,11 @@ def draw_history(name: str, trials: Sequence[Trial]) -> Figure:
     above = f" {left_out:,} above the range of the chart." if left_out else ""
     lost = f" {not_counted:,} pruned, failed or too slow, not drawn." if not_counted else ""
     rows = (("first", figure_text(values[0])), ("best", figure_text(min(values))), ("trials", f"{len(whole):,}"))
-    return Figure(
+    return Chart(
         key=f"{name}-history",
         title="Optimization history",
         words="Objective value of each trial; lower is better." + lost + above,
-        traces=[points, steps],
+        traces=[each, steps],
         layout=layout(axis("trial"), axis("objective", range=_range_without_outliers(values))),
         table=TextTable("Search", ("", "value"), rows),
     )
@@ -84,57 +97,50 @@ def _study_folders(name: str, paths: Sequence[str]) -> list[Path]:
     return [store / "studies" / name for store in stores]
 
 
-def draw_importance(name: str, shares: dict[str, float]) -> Figure:
+def draw_importance(name: str, shares: dict[str, float]) -> Chart:
     """Bars, most important first."""
     falling = sorted(shares.items(), key=lambda one: -one[1])
     names, widths = labels(key for key, _ in falling), [share for _, share in falling]
     trace = horizontal_bars("importance", widths, names, 0, hovertemplate="%{y}: %{x:.0%}<extra></extra>")
-    return Figure(
+    return Chart(
         key=f"{name}-importance",
         title="Parameter importance",
         words="Relative importance of each parameter for the objective (PED-ANOVA).",
         traces=[trace],
-        layout=layout(
-            axis("importance", tickformat=".0%", rangemode="tozero"), axis("", autorange="reversed", type="category")
-        ),
+        **row_per_name(axis("importance", tickformat=".0%", rangemode="tozero"), len(falling)),
         table=TextTable("Importance", ("parameter", "share"), tuple((key, f"{share:.1%}") for key, share in falling)),
-        height_rem=max(11.0, 6 + 1.8 * len(falling)),
     )
 
 
-def draw_front(name: str, trials: Sequence[Trial]) -> Figure:
+def draw_front(name: str, trials: Sequence[Trial]) -> Chart:
     """Quality against speed, and the Pareto front."""
     best = pareto_front(trials)
     on_front = {trial.number for trial in best}
     others = thinned([trial for trial in trials if trial.number not in on_front], MAX_TRIALS)
     hover = "%{x:.3s} samples/s<br>%{y:.5f}<extra></extra>"
     traces = [
-        lines(
-            "dominated",
-            [t.samples_per_s for t in others],
-            [t.objective for t in others],
-            7,
-            mode="markers",
-            hovertemplate=hover,
-        ),
+        points("dominated", [t.samples_per_s for t in others], [t.objective for t in others], 7, hovertemplate=hover),
         lines("Pareto front", [t.samples_per_s for t in best], [t.objective for t in best], 0, hovertemplate=hover),
     ]
+    keys = list(trials[0].parameters)
     rows = tuple(
-        (f"trial {t.number}", figure_text(t.samples_per_s), figure_text(t.objective), *_parameters(t, trials[0])) for t in best
+        (
+            f"trial {t.number}",
+            figure_text(t.samples_per_s),
+            figure_text(t.objective),
+            *(words_of(t.parameters[key]) if key in t.parameters else "" for key in keys),
+        )
+        for t in best
     )
     every = [float(trial.objective) for trial in trials if trial.objective is not None]
-    return Figure(
+    return Chart(
         key=f"{name}-front",
         title="Quality against speed",
         words="Each point is a trial. No trial is both faster and better than one on the Pareto front.",
         traces=traces,
         layout=layout(axis("samples/s", exponentformat="SI"), axis("objective", range=_range_without_outliers(every))),
-        table=TextTable("Pareto front", ("", "samples/s", "objective", *trials[0].parameters), rows),
+        table=TextTable("Pareto front", ("", "samples/s", "objective", *keys), rows),
     )
-
-
-def _parameters(trial: Trial, first: Trial) -> list[str]:
-    return [words_of(trial.parameters[key]) if key in trial.parameters else "" for key in first.parameters]
 
 
 VERDICTS = {"regression": "@bad", "within": "@good", "better": "@good", "open": "@quiet", "baseline": "@0"}
@@ -149,7 +155,7 @@ WORDS = {
 
 def draw_effects(
     name: str, entries: Sequence[StoreEntry], *, tolerance: float = TOLERANCE, confidence: float = CONFIDENCE
-) -> Figure | None:
+) -> Chart | None:
     """Changes of NE with confidence intervals and the tolerance."""
     effects = quality_effects(entries, tolerance=tolerance, confidence=confidence)
     found = [one for one in effects if one.change is not None and one.verdict != "baseline"]
@@ -164,11 +170,7 @@ def draw_effects(
         "marker": {"color": [VERDICTS[one.verdict] for one in found], "size": 10}, "text": [WORDS[one.verdict] for one in found],
         "hovertemplate": "%{y}<br>NE %{x:+.3f} %<br>%{text}<extra></extra>",
     }  # fmt: skip
-    limit = {
-        "type": "line", "yref": "paper", "y0": 0, "y1": 1, "x0": 100 * tolerance, "x1": 100 * tolerance,
-        "line": {"dash": "dot", "width": 1.5, "color": "@bad"},
-        "label": {"text": f"tolerance {100 * tolerance:g} %", "textposition": "end", "font": {"color": "@quiet"}},
-    }  # fmt: skip
+    limit = limit_line(100 * tolerance, f"tolerance {100 * tolerance:g} %", is_vertical=True, ink="@bad")
     rows = tuple(
         (
             _title(one),
@@ -179,19 +181,15 @@ def draw_effects(
         )
         for one, change in zip(found, changes, strict=True)
     )
-    return Figure(
+    return Chart(
         key=f"{name}-effects",
         title="Effect on NE",
         words=f"Relative change of NE against the baseline over paired seeds, with {100 * confidence:g} % confidence intervals. Right of the dotted line is a regression beyond the tolerance.",
         traces=[trace],
-        layout=layout(
-            axis("change of NE, %", zeroline=True, zerolinecolor="@quiet"),
-            axis("", autorange="reversed", type="category"),
-            shapes=[limit],
-            showlegend=False,
+        **row_per_name(
+            axis("change of NE, %", zeroline=True, zerolinecolor="@quiet"), len(found), shapes=[limit], showlegend=False
         ),
         table=TextTable("Effects", ("change", "NE", "interval", "seeds", "verdict"), rows),
-        height_rem=max(12.0, 7 + 1.9 * len(found)),
     )
 
 

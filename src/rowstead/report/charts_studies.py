@@ -1,10 +1,11 @@
-"""Figures of sweeps: lines, heat maps and surfaces over their axes, bars for a categorical axis, and distributions of populations."""
+"""Charts of sweeps: lines, heat maps and surfaces over their axes, bars for a categorical axis, and distributions of populations."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,9 +13,9 @@ from typing import Any
 
 from rowstead.records.store import StoreEntry
 from rowstead.records.studies import machine_of, newest
-from rowstead.report.describe import TextTable
 from rowstead.report.theme import (
-    Figure,
+    Chart,
+    TextTable,
     axis,
     bare,
     bars,
@@ -27,6 +28,7 @@ from rowstead.report.theme import (
     lines,
     log_axis,
     violin,
+    words_of,
 )
 
 MEASURED = "measured here"
@@ -36,17 +38,6 @@ MAX_PANELS = 6
 """Maximum number of heat maps per study."""
 FULL_GRID = 0.5
 """Minimum share of the grid that a sweep covers; below it, the study is treated as a random population."""
-
-
-def words_of(value: Any) -> str:
-    """A value of an axis as text; equal layers are written `512^3`."""
-    if isinstance(value, (list, tuple)) and value:
-        if len(set(map(str, value))) == 1 and len(value) > 1:
-            return f"{value[0]}^{len(value)}"
-        return "-".join(map(str, value))
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return value if isinstance(value, str) else json.dumps(value)
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +58,7 @@ class StudyAxis:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One metric at one point of a study: the median over its runs."""
+    """One figure at one point of a study: the median over its runs."""
 
     position: tuple[int, ...]
     """Index on each axis."""
@@ -79,7 +70,7 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """One metric over the axes of a study, by series."""
+    """One figure over the axes of a study, by series."""
 
     name: str
     figure: str
@@ -90,9 +81,7 @@ class Study:
 
     @property
     def is_population(self) -> bool:
-        size = 1
-        for one in self.axes:
-            size *= max(len(one.values), 1)
+        size = math.prod(max(len(one.values), 1) for one in self.axes)
         filled = max((len(cells) for cells in self.series.values()), default=0)
         return filled < FULL_GRID * size
 
@@ -118,7 +107,7 @@ def grids_in(entries: Sequence[StoreEntry]) -> list[list[StoreEntry]]:
 
 
 def study_of(name: str, entries: Sequence[StoreEntry], figure: str = "samples_per_s") -> Study | None:
-    """Build the study of one metric; None if no entry has it.
+    """Build the study of one figure; None if no entry has it.
 
     Axes with a single value are omitted. The seed is not an axis: runs that differ only in their seed are one point.
     """
@@ -175,11 +164,11 @@ UNITS = {"samples_per_s": "samples/s", "samples_per_j": "samples/J", "ne": "NE",
 
 
 def unit(figure: str) -> str:
-    """Display name of a metric."""
+    """Display name of a figure."""
     return UNITS.get(figure, figure.replace("_", " "))
 
 
-def draw_study(study: Study) -> list[Figure]:
+def draw_study(study: Study) -> list[Chart]:
     """Draw a study by its number of axes."""
     if not study.axes or not study.series:
         return []
@@ -206,7 +195,7 @@ def _failed(study: Study) -> str:
     return f" {study.num_failed:,} points failed and are not drawn." if study.num_failed else ""
 
 
-def draw_lines(study: Study, *, key: str | None = None, title: str | None = None) -> Figure:
+def draw_lines(study: Study, *, key: str | None = None, title: str | None = None) -> Chart:
     """A study with one axis: one line per series."""
     (one,) = study.axes
     logs = one.is_number and min(one.values) > 0 and max(one.values) > 8 * min(one.values)
@@ -224,54 +213,44 @@ def draw_lines(study: Study, *, key: str | None = None, title: str | None = None
             spread: dict[str, Any] = {}
             if any(cell.num_runs > 1 for cell in cells):
                 above, below = [cell.high - cell.value for cell in cells], [cell.value - cell.low for cell in cells]
-                spread = {
-                    "error_y": {"type": "data", "array": above, "arrayminus": below, "symmetric": False, "thickness": 1.2}
-                }
+                spread["error_y"] = {"type": "data", "array": above, "arrayminus": below, "symmetric": False, "thickness": 1.2}
             traces.append(lines(label(name), x, y, index, hovertemplate=hover) | dash | spread)
         by_index = {cell.position[0]: cell.value for cell in cells}
         rows.append((name, *(figure_text(by_index.get(number)) for number in range(len(one.values)))))
     values = [cell.value for cells in study.series.values() for cell in cells]
     wide = not is_words and min(values) > 0 and max(values) > 5 * min(values)
-    across = (
-        log_axis(label(one.name), one.values)
-        if logs
-        else axis(label(one.name), **({} if one.is_number else {"type": "category"}))
-    )
-    near = not is_words and (
-        study.figure.startswith("ne") or max(values) < 1.25 * min(values)
-    )  # a metric such as NE, whose small differences matter
+    kind = {} if one.is_number else {"type": "category"}
+    across = log_axis(label(one.name), one.values) if logs else axis(label(one.name), **kind)
+    # of a figure such as NE, small differences matter
+    near = not is_words and (study.figure.startswith("ne") or max(values) < 1.25 * min(values))
     plain = {} if near else {"rangemode": "tozero"}
     up = log_axis(unit(study.figure), values) if wide else axis(unit(study.figure), exponentformat="SI", **plain)
-    several = (
-        " Points are medians over seeds, with minimum and maximum."
-        if any(cell.num_runs > 1 for cells in study.series.values() for cell in cells)
-        else ""
-    )
-    return Figure(
+    several = any(cell.num_runs > 1 for cells in study.series.values() for cell in cells)
+    seeds = " Points are medians over seeds, with minimum and maximum." if several else ""
+    return Chart(
         key=key or f"{study.name}-lines-{study.figure}",
         title=title or f"{study.name}: {unit(study.figure)} over {one.name}",
-        words=_whose(study) + several + _failed(study),
+        words=_whose(study) + seeds + _failed(study),
         traces=traces,
         layout=layout(across, up, **({"barmode": "group"} if is_words else {})),
         table=TextTable(unit(study.figure), ("", *(words_of(value) for value in one.values)), tuple(rows)),
     )
 
 
-def draw_heat(study: Study) -> list[Figure]:
+def draw_heat(study: Study) -> list[Chart]:
     """A study with two axes: one heat map per series."""
     first, second = study.axes
-    figures: list[Figure] = []
+    charts: list[Chart] = []
     for name in itertools.islice(study.series, MAX_PANELS):
         table = study.table(name)
         texts = [[figure_text(value) for value in row] for row in table]
-        hover = (
-            f"{label(first.name)} %{{y}}, {label(second.name)} %{{x}}<br>%{{z:.4~s}} {label(unit(study.figure))}<extra></extra>"
-        )
+        value = f"%{{z:.4~s}} {label(unit(study.figure))}<extra></extra>"
+        hover = f"{label(first.name)} %{{y}}, {label(second.name)} %{{x}}<br>{value}"
         trace = heat_map(second.words, first.words, table, texts, hovertemplate=hover)
         rows = tuple((words_of(value), *row) for value, row in zip(first.values, texts, strict=True))
-        figures.append(
-            Figure(
-                key=f"{study.name}-heat-{len(figures)}-{study.figure}",
+        charts.append(
+            Chart(
+                key=f"{study.name}-heat-{len(charts)}-{study.figure}",
                 title=f"{study.name}: {unit(study.figure)}, {name}",
                 words=f"By {first.name} and {second.name}." + _failed(study),
                 traces=[trace],
@@ -280,10 +259,10 @@ def draw_heat(study: Study) -> list[Figure]:
                 height_rem=max(14.0, 7 + 2.6 * len(first.values)),
             )
         )
-    return figures
+    return charts
 
 
-def draw_surface(study: Study) -> Figure | None:
+def draw_surface(study: Study) -> Chart | None:
     """A study with two axes as surfaces, each relative to its own maximum."""
     first, second = study.axes
     if len(first.values) < 3 or len(second.values) < 3:
@@ -316,7 +295,7 @@ def draw_surface(study: Study) -> Figure | None:
         "zaxis": {"title": {"text": "share of the maximum"}, "tickformat": ".0%", "gridcolor": "@line", "backgroundcolor": "rgba(0,0,0,0)"},
         "camera": {"eye": {"x": 1.5, "y": -1.5, "z": 0.9}}, "aspectratio": {"x": 1.1, "y": 1.1, "z": 0.75},
     }  # fmt: skip
-    return Figure(
+    return Chart(
         key=f"{study.name}-surface-{study.figure}",
         title=f"{study.name}: the shape of {unit(study.figure)}",
         words="Each surface is relative to its own maximum, so that shapes can be compared between machines of different speed. Drag to rotate.",
@@ -340,10 +319,10 @@ def ratio_of(study: Study, over: str, under: str) -> Study | None:
     return dataclasses.replace(study, figure="ratio", series={f"predicted: {name}": tuple(cells)}, num_failed=0)
 
 
-def draw_slices(study: Study) -> list[Figure]:
-    """A study with more axes: lines over the last one, one figure per combination of the others, at most `MAX_PANELS`."""
+def draw_slices(study: Study) -> list[Chart]:
+    """A study with more axes: lines over the last one, one chart per combination of the others, at most `MAX_PANELS`."""
     last, others = study.axes[-1], study.axes[:-1]
-    made: list[Figure] = []
+    made: list[Chart] = []
     combinations = list(itertools.product(*(range(len(one.values)) for one in others)))
     for number, fixed in enumerate(combinations):
         series = {
@@ -361,8 +340,8 @@ def draw_slices(study: Study) -> list[Figure]:
     return made
 
 
-def draw_spread(study: Study) -> list[Figure]:
-    """A population: the distribution of the metric, by series."""
+def draw_spread(study: Study) -> list[Chart]:
+    """A population: the distribution of the figure, by series."""
     traces, rows = [], []
     for index, (name, cells) in enumerate(itertools.islice(study.series.items(), MAX_SERIES)):
         values = sorted(cell.value for cell in cells)
@@ -371,7 +350,7 @@ def draw_spread(study: Study) -> list[Figure]:
         quarters = statistics.quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
         rows.append((name, f"{len(values):,}", *(figure_text(one) for one in (values[0], *quarters, values[-1]))))
     return [
-        Figure(
+        Chart(
             key=f"{study.name}-spread-{study.figure}",
             title=f"{study.name}: distribution of {unit(study.figure)}",
             words="Each point is one model, drawn at random from the study's axes." + _failed(study),

@@ -4,28 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rowstead.plan.traffic import mean_ids
 from rowstead.plan.work import step_work
-from rowstead.report.describe import TextTable
 from rowstead.report.inputs import RunView
-from rowstead.report.theme import Figure, bare, color, figure_text, label, labels, layout, lines, log_axis, thinned
+from rowstead.report.terminal import count
+from rowstead.report.theme import (
+    Chart,
+    TextTable,
+    bare,
+    figure_text,
+    label,
+    labels,
+    layout,
+    limit_line,
+    lines,
+    log_axis,
+    points,
+    thinned,
+)
 from rowstead.spec.run import RunSpec
 from rowstead.spec.sizes import format_bytes
 from rowstead.spec.stores import STORES
 
 MAX_TABLES = 400
 """Maximum number of boxes of a treemap; smaller tables are merged."""
+MIN_LENGTH = 1e-3
+"""Shorter means are drawn here, as log axes have no zero."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureSizes:
-    """The sparse features of a recipe (the paper's Figs. 6 and 7)."""
+    """The sparse features of a recipe or a log (the paper's Figs. 6 and 7)."""
 
     names: tuple[str, ...]
     num_rows: tuple[int, ...]
-    """Hash size of each feature's table."""
+    """Hash size of each feature's table, or its distinct ids in a log."""
     ids: tuple[float, ...]
     """Mean ids per example, after truncation."""
 
@@ -41,55 +55,62 @@ def feature_sizes(spec: RunSpec) -> FeatureSizes:
     )
 
 
-def draw_sizes(found: Sequence[tuple[str, FeatureSizes]]) -> Figure | None:
-    """Hash size against mean length, by recipe."""
+def draw_sizes(
+    found: Sequence[tuple[str, FeatureSizes]],
+    *,
+    title: str = "Hash size against mean length (Fig. 6)",
+    words: str = "Each point is a sparse feature: rows of its table, and its mean ids per example. Table size and traffic need not be correlated.",
+    limit: int | None = None,
+) -> Chart | None:
+    """Hash size against mean length, by recipe; `limit` is a hash size that all share, drawn as a line."""
     found = [(name, sizes) for name, sizes in found if sizes.names]
     if not found:
         return None
     traces, rows = [], []
     for index, (name, sizes) in enumerate(found):
-        points = thinned(list(zip(sizes.ids, sizes.num_rows, sizes.names, strict=True)), MAX_TABLES)
-        traces.append(
-            {
-                "type": "scatter", "mode": "markers", "name": label(name), "x": [max(one[0], 1e-3) for one in points],
-                "y": [one[1] for one in points], "text": [label(one[2]) for one in points],
-                "hovertemplate": "%{text}<br>%{x:.3~g} ids per example<br>%{y:,} rows<extra></extra>",
-                "marker": {"color": color(index), "size": 9, "opacity": 0.7},
-            }
-        )  # fmt: skip
-        rows += [(one[2], name, figure_text(one[0]), f"{one[1]:,}") for one in points[:100]]
-    lengths = [max(length, 1e-3) for _, sizes in found for length in sizes.ids]
-    heights = [float(size) for _, sizes in found for size in sizes.num_rows]
-    return Figure(
+        lengths = [max(length, MIN_LENGTH) for length in sizes.ids]
+        shown = thinned(list(zip(lengths, sizes.num_rows, sizes.names, strict=True)), MAX_TABLES)
+        x, y, names = zip(*shown, strict=True)
+        hover = "%{text}<br>%{x:.3~g} ids per example<br>%{y:,}<extra>" + label(name) + "</extra>"
+        traces.append(points(label(name), x, y, index, text=[label(one) for one in names], hovertemplate=hover))
+        rows += [(one, name, figure_text(length), f"{size:,}") for length, size, one in shown[:100]]
+    heights = [float(size) for trace in traces for size in trace["y"]] + ([] if limit is None else [float(limit)])
+    shapes = [] if limit is None else [limit_line(limit, f"hash size {limit:,}", yanchor="top")]
+    across = log_axis("mean ids per example", [length for trace in traces for length in trace["x"]])
+    return Chart(
         key="feature-sizes",
-        title="Hash size against mean length (Fig. 6)",
-        words="Each point is a sparse feature: rows of its table, and its mean ids per example. Table size and traffic need not be correlated.",
+        title=title,
+        words=words,
         traces=traces,
-        layout=layout(log_axis("mean ids per example", lengths), log_axis("hash size, rows", heights)),
-        table=TextTable("Features", ("feature", "recipe", "mean ids", "hash size"), tuple(rows)),
+        layout=layout(across, log_axis("size", heights), shapes=shapes),
+        table=TextTable("Features", ("feature", "", "mean ids", "size"), tuple(rows)),
     )
 
 
-def draw_lengths(found: Sequence[tuple[str, FeatureSizes]]) -> Figure | None:
+def draw_lengths(
+    found: Sequence[tuple[str, FeatureSizes]], *, title: str = "Mean lengths over features (Fig. 7)"
+) -> Chart | None:
     """Mean lengths in descending order, by recipe: a power law is a straight line."""
     found = [(name, sizes) for name, sizes in found if len(sizes.names) > 1]
     if not found:
         return None
     traces = []
     for index, (name, sizes) in enumerate(found):
-        falling = thinned(
-            list(enumerate(sorted((max(length, 1e-3) for length in sizes.ids), reverse=True), start=1)), MAX_TABLES
-        )
-        hover = "rank %{x}<br>%{y:.3~g} ids per example<extra></extra>"
-        traces.append(lines(label(name), [one[0] for one in falling], [one[1] for one in falling], index, hovertemplate=hover))
-    lengths = [max(length, 1e-3) for _, sizes in found for length in sizes.ids]
-    ranks = [1.0, float(max(len(sizes.names) for _, sizes in found))]
-    return Figure(
+        falling = sorted(zip(sizes.ids, sizes.names, strict=True), key=lambda one: -one[0])
+        ranks, shown = zip(*thinned(list(enumerate(falling, start=1)), MAX_TABLES), strict=True)
+        trace = lines(label(name), ranks, [max(length, MIN_LENGTH) for length, _ in shown], index)
+        hover = "%{text}<br>rank %{x}<br>%{y:.3~g} ids per example<extra></extra>"
+        traces.append(trace | {"text": [label(feature) for _, feature in shown], "hovertemplate": hover})
+    lengths = [length for trace in traces for length in trace["y"]]
+    return Chart(
         key="feature-lengths",
-        title="Mean lengths over features (Fig. 7)",
+        title=title,
         words="Features in order of their mean ids per example, on log scales. A straight line is a power law.",
         traces=traces,
-        layout=layout(log_axis("rank of the feature", ranks), log_axis("mean ids per example", lengths)),
+        layout=layout(
+            log_axis("rank of the feature", [rank for trace in traces for rank in trace["x"]]),
+            log_axis("mean ids per example", lengths),
+        ),
     )
 
 
@@ -122,59 +143,48 @@ def placed_tables(run: RunView) -> list[PlacedTable]:
     ]
 
 
-def draw_placement(run_name: str, tables: Sequence[PlacedTable], *, by: str = "memory") -> Figure | None:
+def draw_placement(run_name: str, tables: Sequence[PlacedTable], *, by: str = "memory") -> Chart | None:
     """Tables as a treemap: area is memory and color is traffic, or vice versa."""
     if not tables:
         return None
     memory = by == "memory"
 
-    def area(table: PlacedTable) -> float:
-        return table.num_bytes if memory else table.read_bytes
+    def area_and_color(table: PlacedTable) -> tuple[float, float]:
+        return (table.num_bytes, table.read_bytes) if memory else (table.read_bytes, table.num_bytes)
 
-    falling = sorted(tables, key=area, reverse=True)
+    falling = sorted(tables, key=area_and_color, reverse=True)
     shown, rest = falling[:MAX_TABLES], falling[MAX_TABLES:]
-    if rest:
-        for where in dict.fromkeys(table.where for table in rest):
-            mine = [table for table in rest if table.where == where]
-            held, read = sum(table.num_bytes for table in mine), sum(table.read_bytes for table in mine)
-            shown.append(PlacedTable(name=f"{len(mine):,} smaller tables", where=where, num_bytes=held, read_bytes=read))
-    stores = list(dict.fromkeys(table.where for table in shown))
-    ids = [f"store-{index}" for index in range(len(stores))]
+    for where in dict.fromkeys(table.where for table in rest):
+        mine = [table for table in rest if table.where == where]
+        held, read = sum(table.num_bytes for table in mine), sum(table.read_bytes for table in mine)
+        shown.append(PlacedTable(name=f"{len(mine):,} smaller tables", where=where, num_bytes=held, read_bytes=read))
+    parents = {where: f"store-{index}" for index, where in enumerate(dict.fromkeys(table.where for table in shown))}
     # A parent's area is the sum of its children: 0 of its own, so that rounding errors cannot exceed it.
-    data: dict[str, list[Any]] = {
-        "ids": [*ids, *(f"table-{index}" for index in range(len(shown)))],
-        "labels": [*(label(STORES[where].title) for where in stores), *labels(table.name for table in shown)],
-        "parents": [*("" for _ in stores), *(ids[stores.index(table.where)] for table in shown)],
-        "values": [*(0.0 for _ in stores), *(area(table) for table in shown)],
-        "colors": [*(0.0 for _ in stores), *((table.read_bytes if memory else table.num_bytes) for table in shown)],
-        "text": [
-            *(f"{sum(table.where == where for table in shown)} tables" for where in stores),
-            *(f"{format_bytes(table.num_bytes)}<br>{format_bytes(table.read_bytes)} read per example" for table in shown),
-        ],
-    }
-    heat = [value for value in data["colors"][len(stores) :] if isinstance(value, float)]
+    boxes = [
+        (parent, label(STORES[where].title), "", 0.0, 0.0, f"{sum(table.where == where for table in shown)} tables")
+        for where, parent in parents.items()
+    ]
+    for index, (table, name) in enumerate(zip(shown, labels(table.name for table in shown), strict=True)):
+        text = f"{format_bytes(table.num_bytes)}<br>{format_bytes(table.read_bytes)} read per example"
+        boxes.append((f"table-{index}", name, parents[table.where], *area_and_color(table), text))
+    ids, names, owners, areas, colors, texts = (list(column) for column in zip(*boxes, strict=True))
     trace = {
-        "type": "treemap", "ids": data["ids"], "labels": data["labels"], "parents": data["parents"], "values": data["values"],
-        "text": data["text"], "textinfo": "label+text", "hovertemplate": "%{label}<br>%{text}<extra></extra>",
+        "type": "treemap", "ids": ids, "labels": names, "parents": owners, "values": areas,
+        "text": texts, "textinfo": "label+text", "hovertemplate": "%{label}<br>%{text}<extra></extra>",
         "marker": {
-            "colors": data["colors"], "colorscale": "@scale", "cmin": 0, "cmax": max(heat, default=1.0) or 1.0, "line": {"color": "@card", "width": 1},
+            "colors": colors, "colorscale": "@scale", "cmin": 0, "cmax": max(colors) or 1.0, "line": {"color": "@card", "width": 1},
             "colorbar": {"title": {"text": "bytes read<br>per example" if memory else "bytes"}, "thickness": 12, "exponentformat": "SI", "len": 0.9},
         },
         "tiling": {"pad": 2}, "pathbar": {"visible": False},
     }  # fmt: skip
-    what = (
-        "area is its memory, color the bytes read per example"
-        if memory
-        else "area is the bytes read per example, color its memory"
-    )
+    what = ("its memory", "the bytes read per example") if memory else ("the bytes read per example", "its memory")
     total = sum(table.num_bytes for table in tables)
-    rows = tuple(
-        (table.name, table.where, format_bytes(table.num_bytes), format_bytes(table.read_bytes)) for table in falling[:100]
-    )
-    return Figure(
+    rows = tuple((one.name, one.where, format_bytes(one.num_bytes), format_bytes(one.read_bytes)) for one in falling[:100])
+    return Chart(
         key=f"placement-by-{by}",
         title=f"Placement by {by}",
-        words=f"{len(tables):,} {'tables' if len(tables) > 1 else 'table'} of {run_name} ({format_bytes(total)}), by store. Each box is a table: {what}.",
+        words=f"{count(len(tables), 'table')} of {run_name} ({format_bytes(total)}), by store. "
+        f"Each box is a table: area is {what[0]}, color {what[1]}.",
         traces=[trace],
         layout=bare(margin={"l": 2, "r": 2, "t": 2, "b": 2}),
         table=TextTable("Tables", ("table", "where", "memory", "read per example"), rows) if memory else None,

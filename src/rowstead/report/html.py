@@ -1,4 +1,4 @@
-"""The HTML page around figures: works offline, responsive, with light, dark and print styles."""
+"""The HTML page around charts: works offline, responsive, with light, dark and print styles."""
 
 from __future__ import annotations
 
@@ -6,38 +6,37 @@ import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rowstead.report.describe import HEAD, TextTable
-from rowstead.report.theme import DARK, LIGHT, Figure, script_json
+from rowstead.report.theme import DARK, LIGHT, Chart, TextTable, cut, script_json
 
 MAX_ROWS = 300
 """Maximum number of rows of a table on the page; omitted rows are counted."""
 MAX_CELL, MAX_TITLE, MAX_WORDS = 200, 120, 800
-"""Maximum number of characters of a cell, a heading and a figure's description."""
+"""Maximum number of characters of a cell, a heading and a chart's description."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A section of the page with figures and tables."""
+    """A section of the page with charts and tables."""
 
     key: str
     title: str
     words: str = ""
-    figures: Sequence[Figure] = ()
+    charts: Sequence[Chart] = ()
     tables: Sequence[TextTable] = ()
     blocks: Sequence[str] = ()
-    """Additional HTML before the figures; the caller escapes it."""
+    """Additional HTML before the charts; the caller escapes it."""
 
 
 def page_of(title: str, lead: str, sections: Sequence[Section], *, foot: str = "") -> str:
     """The whole page; `lead` and `foot` are plain text."""
-    figures = [figure for section in sections for figure in section.figures]
+    charts = [chart for section in sections for chart in section.charts]
     links = "".join(f'<a href="#{_anchor(one.key)}">{_cell(one.title, MAX_TITLE)}</a>' for one in sections)
     body = "\n".join(_section(section) for section in sections)
     scripts = ""
-    if figures:
-        from plotly.offline import get_plotlyjs  # slow to import, and only pages with figures need it
+    if charts:
+        from plotly.offline import get_plotlyjs  # slow to import, and only pages with charts need it
 
-        plain = script_json([figure.plain() for figure in figures])
+        plain = script_json([chart.plain() for chart in charts])
         colors = script_json({"light": LIGHT, "dark": DARK})
         scripts = (
             f'<script type="text/plain" id="plotly">{get_plotlyjs()}</script>\n'
@@ -63,21 +62,21 @@ def _section(section: Section) -> str:
     if section.words:
         parts.append(f"<p>{html.escape(section.words)}</p>")
     parts += section.blocks
-    if section.figures:
-        parts.append('<div class="figures">' + "".join(_figure(figure) for figure in section.figures) + "</div>")
+    if section.charts:
+        parts.append('<div class="figures">' + "".join(_chart(chart) for chart in section.charts) + "</div>")
     parts += [f"<h3>{html.escape(table.title)}</h3>{table_html(table)}" for table in section.tables]
     return "\n".join([*parts, "</section>"])
 
 
-def _figure(figure: Figure) -> str:
-    name, words = _cell(figure.title, MAX_TITLE), _cell(figure.words, MAX_WORDS)
+def _chart(chart: Chart) -> str:
+    name, words = _cell(chart.title, MAX_TITLE), _cell(chart.words, MAX_WORDS)
     numbers = ""
-    if figure.table is not None:
-        numbers = f"<details><summary>Data: {html.escape(figure.table.title)}</summary>{table_html(figure.table)}</details>"
+    if chart.table is not None:
+        numbers = f"<details><summary>Data: {html.escape(chart.table.title)}</summary>{table_html(chart.table)}</details>"
     return (
-        f'<figure><figcaption><div class="head"><h3>{name}</h3><button type="button" class="save" data-name="{_anchor(figure.key)}" '
+        f'<figure><figcaption><div class="head"><h3>{name}</h3><button type="button" class="save" data-name="{_anchor(chart.key)}" '
         f'aria-label="Save as SVG: {name}">SVG</button></div><p>{words}</p></figcaption>'
-        f'<div class="figure" style="height:{figure.height_rem:g}rem" data-height="{figure.height_rem:g}" role="img" aria-label="{name}. {words}"></div>{numbers}</figure>'
+        f'<div class="figure" style="height:{chart.height_rem:g}rem" data-height="{chart.height_rem:g}" role="img" aria-label="{name}. {words}"></div>{numbers}</figure>'
     )
 
 
@@ -94,8 +93,7 @@ def table_html(table: TextTable) -> str:
 
 
 def _cell(text: str, most: int = MAX_CELL) -> str:
-    plain = "".join(c if c.isprintable() else "�" for c in text)
-    return html.escape(plain if len(plain) <= most else plain[: most - 1] + "…")
+    return html.escape(cut(text, most))
 
 
 def cards_html(cards: Sequence[tuple[str, str, str]]) -> str:
@@ -107,9 +105,13 @@ def cards_html(cards: Sequence[tuple[str, str, str]]) -> str:
     return f'<div class="cards">{made}</div>'
 
 
-_PAGE = (
-    HEAD
-    + """<body>
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:">
+<title>{title}</title><style>{style}</style></head>
+<body>
 <header><div class="inner"><h1>{title}</h1><p>{lead}</p><nav aria-label="Sections">{links}</nav></div></header>
 <main>
 {body}
@@ -117,7 +119,7 @@ _PAGE = (
 <footer><p>{foot}</p></footer>
 {scripts}</body></html>
 """
-)
+"""The content security policy forbids all requests."""
 
 _STYLE = """
 :root { --back: #f4f6f9; --card: #ffffff; --text: #1b2129; --quiet: #5a6573; --line: #dde2e9; --well: #edf0f4; --a: #2457c5; --good: #1a7f56; --bad: #b3261e; }

@@ -13,7 +13,7 @@ from typing import Any
 
 from rowstead.records.events import Event, read_events
 from rowstead.records.run_folder import RunFolder, runs_in
-from rowstead.records.store import FILE, Contents, RunStore, StoreEntry, entries_of, entry_in
+from rowstead.records.store import FILE, Contents, RunStore, StoreEntry, entries_of, read_entries
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.run import RunSpec
 
@@ -83,7 +83,9 @@ def gather(paths: Iterable[Path | str], *, root: Path | str = "runs") -> ReportI
         given = Path(path)
         read.append(str(path))
         if given.is_file():
-            found, bad = _read_file(given)
+            if given.suffix not in (".jsonl", ".json"):
+                raise RowsteadError(f"{given} is not a record file: pass {FILE}, a run folder, or a folder of runs")
+            found, bad = read_entries(given)
             num_bad += bad
             entries |= {_entry_key(one): one for one in found}
         elif (given / "spec.yaml").is_file() or not given.is_dir():
@@ -111,14 +113,3 @@ def gather(paths: Iterable[Path | str], *, root: Path | str = "runs") -> ReportI
 def _entry_key(entry: StoreEntry) -> tuple[str, str]:
     """Key of an entry, distinct for runs of the same name under different roots; equal lines are one entry."""
     return ("" if entry.folder is None else os.path.abspath(entry.folder), entry.id)
-
-
-def _read_file(path: Path) -> tuple[list[StoreEntry], int]:
-    if path.suffix not in (".jsonl", ".json"):
-        raise RowsteadError(f"{path} is not a record file: pass {FILE}, a run folder, or a folder of runs")
-    try:
-        lines = [line for line in path.read_bytes().split(b"\n") if line.strip()]
-    except OSError as error:
-        raise RowsteadError(f"cannot read {path}: {error.strerror or error}") from None
-    found = [entry_in(line) for line in lines]
-    return [one for one in found if one is not None], sum(one is None for one in found)

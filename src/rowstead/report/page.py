@@ -9,12 +9,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rowstead.records.store import StoreEntry
-from rowstead.records.studies import newest
+from rowstead.records.studies import count_kinds, newest
 from rowstead.report import charts_populations, charts_predictions, charts_runs, charts_searches, charts_studies, charts_tables
-from rowstead.report.describe import TextTable
 from rowstead.report.html import Section, cards_html, page_of
 from rowstead.report.inputs import ReportInputs, RunView, gather
-from rowstead.report.theme import Figure, figure_text
+from rowstead.report.terminal import count
+from rowstead.report.theme import Chart, TextTable, figure_text, words_of
 from rowstead.spec.catalogue import HERE
 
 FIGURES = {
@@ -27,7 +27,7 @@ FIGURES = {
     "train_s": "seconds",
     "peak_memory_bytes": "peak bytes",
 }
-"""Metrics in the table of runs."""
+"""Figures in the table of runs."""
 MAX_SURFACES = 4
 MAX_RECIPES_READ = 64
 """Number of newest runs whose recipes are read for their tables: each takes some milliseconds."""
@@ -61,20 +61,24 @@ def page_from(inputs: ReportInputs, *, title: str | None = None) -> str:
     )
 
 
-def figures_of(inputs: ReportInputs) -> list[Figure]:
-    """All figures of the report."""
-    return [figure for section in sections_of(inputs) for figure in section.figures]
+def charts_of(inputs: ReportInputs) -> list[Chart]:
+    """All charts of the report."""
+    return [chart for section in sections_of(inputs) for chart in section.charts]
 
 
 def sections_of(inputs: ReportInputs) -> list[Section]:
     """The non-empty sections."""
     studies = sorted(inputs.contents.studies.items(), key=lambda one: _natural_key(one[0]))
-    made = [overview(inputs), *_run_sections(inputs.runs), _prediction_section(inputs.entries)]
+    errors = charts_predictions.draw_pairs(charts_predictions.pairs(inputs.entries))
+    efficiency = charts_predictions.draw_efficiency(charts_predictions.efficiencies(inputs.entries))
+    made = [overview(inputs), *_run_sections(inputs.runs)]
+    made.append(Section(key="prediction", title="Predicted against measured", charts=_drawn([errors])))
     made += [_study_section(name, inputs) for name, source in studies if source in ("sweep", "plan")]
     made += [_search_section(name, inputs) for name, source in studies if source == "trial"]
     made += [_quality_section(name, inputs) for name, source in studies if source == "quality"]
-    made += [_tables_section(inputs.runs), _efficiency_section(inputs.entries)]
-    return _limit_surfaces([one for one in made if one.figures or one.tables or one.blocks])
+    made.append(_tables_section(inputs.runs))
+    made.append(Section(key="efficiency", title="Efficiency per watt", charts=_drawn([efficiency])))
+    return _limit_surfaces([one for one in made if one.charts or one.tables or one.blocks])
 
 
 def _limit_surfaces(sections: Sequence[Section]) -> list[Section]:
@@ -82,12 +86,12 @@ def _limit_surfaces(sections: Sequence[Section]) -> list[Section]:
     left, made = MAX_SURFACES, []
     for section in sections:
         kept = []
-        for figure in section.figures:
-            is_surface = any(trace.get("type") == "surface" for trace in figure.traces)
+        for chart in section.charts:
+            is_surface = any(trace.get("type") == "surface" for trace in chart.traces)
             left -= is_surface
             if not is_surface or left >= 0:
-                kept.append(figure)
-        made.append(dataclasses.replace(section, figures=kept))
+                kept.append(chart)
+        made.append(dataclasses.replace(section, charts=kept))
     return made
 
 
@@ -97,16 +101,11 @@ def _natural_key(name: str) -> list[tuple[int, str]]:
 
 
 def _summarize(inputs: ReportInputs) -> str:
-    runs, entries = len(inputs.runs), newest(inputs.entries)
-    measured = sum(entry.is_measured for entry in entries)
-    parts = [
-        f"{runs:,} run{'s' if runs != 1 else ''}",
-        f"{measured:,} measured and {len(entries) - measured:,} predicted records",
-    ]
-    failed = sum(entry.has_failed for entry in entries)
+    measured, predicted, failed = count_kinds(newest(inputs.entries))
+    parts = [count(len(inputs.runs), "run"), f"{measured:,} measured and {predicted:,} predicted records"]
     parts += [f"{failed:,} failed"] if failed else []
     bad = inputs.contents.num_bad_lines
-    parts += [f"{bad:,} line{'s' if bad != 1 else ''} could not be read"] if bad else []
+    parts += [f"{count(bad, 'line')} could not be read"] if bad else []
     return ", ".join(parts)
 
 
@@ -142,15 +141,10 @@ def overview(inputs: ReportInputs) -> Section:
         tables.append(TextTable("Runs", ("run", "date", *(FIGURES[key] for key in shown)), rows))
     studies = inputs.contents.studies
     if studies:
-        rows = tuple(_study_row(name, source, newest(inputs.contents.of(study=name))) for name, source in studies.items())
+        counts = {name: count_kinds(newest(inputs.contents.of(study=name))) for name in studies}
+        rows = tuple((name, source, *(f"{number:,}" for number in counts[name])) for name, source in studies.items())
         tables.append(TextTable("Studies", ("study", "kind", "measured", "predicted", "failed"), rows))
     return Section(key="overview", title="Overview", blocks=blocks, tables=tables)
-
-
-def _study_row(name: str, source: str, entries: Sequence[StoreEntry]) -> tuple[str, ...]:
-    measured = sum(entry.is_measured for entry in entries)
-    failed = sum(entry.has_failed for entry in entries)
-    return name, source, f"{measured:,}", f"{len(entries) - measured:,}", f"{failed:,}"
 
 
 def _run_sections(runs: Sequence[RunView]) -> list[Section]:
@@ -165,48 +159,45 @@ def _run_sections(runs: Sequence[RunView]) -> list[Section]:
         charts_runs.draw_calibration(charts_runs.calibrations(runs)),
     ]
     return [
-        Section(key="time", title="Steps and time", figures=_drawn(time)),
-        Section(key="quality", title="Quality", figures=_drawn(quality)),
+        Section(key="time", title="Steps and time", charts=_drawn(time)),
+        Section(key="quality", title="Quality", charts=_drawn(quality)),
     ]
 
 
-def _drawn(figures: Iterable[Figure | None]) -> list[Figure]:
-    return [figure for figure in figures if figure is not None]
-
-
-def _prediction_section(entries: Sequence[StoreEntry]) -> Section:
-    figure = charts_predictions.draw_pairs(charts_predictions.pairs(entries))
-    return Section(key="prediction", title="Predicted against measured", figures=_drawn([figure]))
+def _drawn(charts: Iterable[Chart | None]) -> list[Chart]:
+    return [chart for chart in charts if chart is not None]
 
 
 def _study_section(name: str, inputs: ReportInputs) -> Section:
     entries = newest(inputs.contents.of(study=name))
-    figures: list[Figure] = []
+    charts: list[Chart] = []
     for number, grid in enumerate(charts_studies.grids_in(entries), start=1):
-        figures += _grid_figures(name if number == 1 else f"{name}, grid {number}", grid)
+        charts += _grid_charts(name if number == 1 else f"{name}, grid {number}", grid)
     about = PAPER.get(name.removesuffix("-quick"), "")
+    if any(one.is_measured for one in entries) and not any(one.record.machine.get("name") == HERE for one in entries):
+        about += f"{'. ' if about else ''}There are no predictions for the machine that measured it: `rowstead calibrate`, then the same sweep, adds them."
     tables = _failures("Failed points", entries)
-    return Section(key=f"study-{name}", title=f"Sweep {name}", words=about, figures=figures, tables=tables)
+    return Section(key=f"study-{name}", title=f"Sweep {name}", words=about, charts=charts, tables=tables)
 
 
-def _grid_figures(name: str, entries: Sequence[StoreEntry]) -> list[Figure]:
+def _grid_charts(name: str, entries: Sequence[StoreEntry]) -> list[Chart]:
     """Throughput over the axes of a grid, and quality if it was measured."""
-    figures: list[Figure] = []
+    charts: list[Chart] = []
     study = charts_studies.study_of(name, entries)
     if study is not None:
-        figures += charts_studies.draw_study(study)
+        charts += charts_studies.draw_study(study)
         for over, under in RATIOS:
             ratio = charts_studies.ratio_of(study, over, under) if len(study.axes) == 2 and not study.is_population else None
-            figures += charts_studies.draw_heat(ratio) if ratio is not None else []
+            charts += charts_studies.draw_heat(ratio) if ratio is not None else []
         if study.is_population:
-            figures += _drawn([charts_populations.draw_uses(name, charts_populations.uses(entries))])
+            charts += charts_populations.draw_uses(name, charts_populations.uses(entries))
             predicted = [one for one in entries if not one.is_measured and one.record.machine.get("name") != HERE]
-            figures += _drawn([charts_populations.draw_counts(name, charts_populations.server_counts(predicted))])
+            charts += _drawn([charts_populations.draw_counts(name, charts_populations.server_counts(predicted))])
     for figure in ("ne_expected", "ne"):
         study = charts_studies.study_of(name, entries, figure)
         if study is not None:
-            return [*figures, *charts_studies.draw_study(study)[:1]]
-    return figures
+            return [*charts, *charts_studies.draw_study(study)[:1]]
+    return charts
 
 
 def _failures(title: str, entries: Sequence[StoreEntry]) -> list[TextTable]:
@@ -217,7 +208,7 @@ def _failures(title: str, entries: Sequence[StoreEntry]) -> list[TextTable]:
 
 
 def _axes(entry: StoreEntry) -> str:
-    return ", ".join(f"{name} {charts_studies.words_of(value)}" for name, value in entry.axes.items())
+    return ", ".join(f"{name} {words_of(value)}" for name, value in entry.axes.items())
 
 
 def _search_section(name: str, inputs: ReportInputs) -> Section:
@@ -225,7 +216,7 @@ def _search_section(name: str, inputs: ReportInputs) -> Section:
     return Section(
         key=f"search-{name}",
         title=f"Search {name}",
-        figures=charts_searches.draw_search(name, entries, inputs.paths),
+        charts=charts_searches.draw_search(name, entries, inputs.paths),
         tables=_failures("Failed trials", entries),
     )
 
@@ -233,14 +224,14 @@ def _search_section(name: str, inputs: ReportInputs) -> Section:
 def _quality_section(name: str, inputs: ReportInputs) -> Section:
     entries = newest(inputs.contents.of(study=name, source="quality"))
     required = charts_searches.read_requirements(name, inputs.paths)
-    figure = charts_searches.draw_effects(
+    chart = charts_searches.draw_effects(
         name,
         entries,
         tolerance=required.get("tolerance", charts_searches.TOLERANCE),
         confidence=required.get("confidence", charts_searches.CONFIDENCE),
     )
     tables = _failures("Failed runs", entries)
-    return Section(key=f"quality-{name}", title=f"Quality study {name}", figures=_drawn([figure]), tables=tables)
+    return Section(key=f"quality-{name}", title=f"Quality study {name}", charts=_drawn([chart]), tables=tables)
 
 
 def _tables_section(runs: Sequence[RunView]) -> Section:
@@ -251,13 +242,8 @@ def _tables_section(runs: Sequence[RunView]) -> Section:
         if len(by_recipe) == charts_runs.MAX_RUNS:
             break
     sizes = [(name, charts_tables.feature_sizes(run.spec)) for name, run in by_recipe.items() if run.spec is not None]
-    figures: list[Figure | None] = [charts_tables.draw_sizes(sizes), charts_tables.draw_lengths(sizes)]
+    charts: list[Chart | None] = [charts_tables.draw_sizes(sizes), charts_tables.draw_lengths(sizes)]
     for run in list(by_recipe.values())[:1]:
         tables = charts_tables.placed_tables(run)
-        figures += [charts_tables.draw_placement(run.name, tables, by=by) for by in ("memory", "traffic")]
-    return Section(key="tables", title="Features and tables", figures=_drawn(figures))
-
-
-def _efficiency_section(entries: Sequence[StoreEntry]) -> Section:
-    figure = charts_predictions.draw_efficiency(charts_predictions.efficiencies(entries))
-    return Section(key="efficiency", title="Efficiency per watt", figures=_drawn([figure]))
+        charts += [charts_tables.draw_placement(run.name, tables, by=by) for by in ("memory", "traffic")]
+    return Section(key="tables", title="Features and tables", charts=_drawn(charts))

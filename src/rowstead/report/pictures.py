@@ -1,4 +1,4 @@
-"""Writes figures as image files with Kaleido and a browser; both are optional."""
+"""Writes charts as image files with Kaleido and a browser; both are optional."""
 
 from __future__ import annotations
 
@@ -7,45 +7,45 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from rowstead.report.theme import LIGHT, Figure
+from rowstead.report.theme import LIGHT, Chart
 from rowstead.spec.errors import RowsteadError
 
 WIDTH, PIXELS_PER_REM = 900, 16
 
 
-def write_pictures(figures: Sequence[Figure], folder: Path, *, kind: Literal["svg", "png"] = "svg") -> list[Path]:
-    """Write each figure as an SVG or PNG file in the light theme on white."""
+def write_pictures(charts: Sequence[Chart], folder: Path, *, kind: Literal["svg", "png"] = "svg") -> list[Path]:
+    """Write each chart as an SVG or PNG file in the light theme on white."""
     if importlib.util.find_spec("kaleido") is None:
         raise RowsteadError(
-            "writing figures needs Kaleido and Chrome or Chromium: pip install 'rowstead[pictures]' and install "
-            "`chromium`. Without them, open the report and save a figure with its SVG button"
+            "writing charts needs Kaleido and Chrome or Chromium: pip install 'rowstead[pictures]' and install "
+            "`chromium`. Without them, open the report and save a chart with its SVG button"
         )
     import kaleido
 
     folder.mkdir(parents=True, exist_ok=True)
-    files = [folder / f"{_file_name(figure.key, index)}.{kind}" for index, figure in enumerate(figures)]
+    files = [folder / f"{_file_name(chart.key, index)}.{kind}" for index, chart in enumerate(charts)]
     wanted = [
         {
-            "fig": _on_white(figure),
+            "fig": _on_white(chart),
             "path": str(file),
             "opts": {
                 "format": kind,
                 "width": WIDTH,
-                "height": round(figure.height_rem * PIXELS_PER_REM),
+                "height": round(chart.height_rem * PIXELS_PER_REM),
                 "scale": 2 if kind == "png" else 1,
             },
         }
-        for figure, file in zip(figures, files, strict=True)
+        for chart, file in zip(charts, files, strict=True)
     ]
     try:
         kaleido.write_fig_from_object_sync(wanted, cancel_on_error=True)
     except Exception as error:  # any error of the browser
-        raise RowsteadError(f"the browser could not draw the figures: {error or type(error).__name__}") from None
+        raise RowsteadError(f"the browser could not draw the charts: {error or type(error).__name__}") from None
     return files
 
 
-def _on_white(figure: Figure) -> dict[str, object]:
-    plain = figure.plain(LIGHT)
+def _on_white(chart: Chart) -> dict[str, object]:
+    plain = chart.plain(LIGHT)
     plain["layout"] |= {"paper_bgcolor": "#ffffff", "plot_bgcolor": "#ffffff", "margin": {"l": 24, "r": 24, "t": 24, "b": 24}}
     return plain
 
@@ -53,4 +53,4 @@ def _on_white(figure: Figure) -> dict[str, object]:
 def _file_name(key: str, index: int) -> str:
     """A unique name that is safe on any file system."""
     plain = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "-" for c in key).strip(".-")[:80]
-    return f"{index:02d}-{plain or 'figure'}"
+    return f"{index:02d}-{plain or 'chart'}"

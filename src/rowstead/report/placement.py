@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rowstead.spec.placement import Placement, TablePlacement
 from rowstead.spec.sizes import format_bytes
@@ -32,7 +32,7 @@ def placement_text(placement: Placement, *, has_gpu: bool, world_size: int = 1) 
     if "disk" in columns:
         rows[-1][-1] += f"{'; ' if rows[-1][-1] else ''}files in {placement.folder}"
     first_number = len(rows[0]) - 1 - len(columns)
-    return "\n".join(_aligned(rows, numbers=range(first_number, len(rows[0]) - 1)))
+    return "\n".join(align_columns(rows, numbers=range(first_number, len(rows[0]) - 1)))
 
 
 def _taken(tables: Iterable[TablePlacement], memories: tuple[str, ...]) -> int:
@@ -65,7 +65,7 @@ def _count(group: list[TablePlacement]) -> str:
     return f"{len(group)} tables" if len(group) > 1 else "1 table"
 
 
-def _aligned(rows: list[list[str]], numbers: range) -> list[str]:
+def align_columns(rows: Sequence[Sequence[str]], numbers: range) -> list[str]:
     """Lines of text with aligned columns, numbers right-aligned."""
     widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
     lines = []

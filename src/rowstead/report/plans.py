@@ -5,19 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
 from rowstead.plan.choose import Choice, Requirements
 from rowstead.plan.predict import Prediction
-from rowstead.report.terminal import print_wide, terminal
+from rowstead.plan.setup import Setup
+from rowstead.report.terminal import build_table, count, print_wide, terminal
 from rowstead.report.timeline import slot_text
+from rowstead.spec.networks import NETWORKS
 from rowstead.spec.parse import to_plain
+from rowstead.spec.run import RunSpec
 from rowstead.spec.sizes import format_bytes
-from rowstead.spec.stores import store_title
+from rowstead.spec.stores import IN_PLANS, store_title
 
 WIDTH = 48
 """Characters of the timeline."""
+OPTIONAL = {"samples/J": "samples_per_j", "samples/J metered": "samples_per_metered_j", "$/billion": "usd_per_billion_samples"}
+"""Columns that are shown where a machine has them, by figure of a prediction."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +53,8 @@ class PlanReport:
 def print_plan(plan: PlanReport, *, tables: bool, timeline: bool) -> None:
     """Print the table, remedies where the model does not fit, and the optional parts."""
     print_wide(terminal(), _table(plan))
+    if any(one.others and one.others[0].fits for one in plan.choices):
+        print_wide(terminal(), _placements(plan))
     for note in plan.notes:
         say(note)
     for one in plan.choices:
@@ -71,31 +77,36 @@ def print_plan(plan: PlanReport, *, tables: bool, timeline: bool) -> None:
 def _table(plan: PlanReport) -> Table:
     wanted = plan.asked["samples_per_s"]
     title = f"{plan.name}: predicted" + (f", for {wanted:,.0f} samples/s" if wanted else "")
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
-    optional = {
-        "samples/J": [best.samples_per_j for best in plan.best],
-        "samples/J metered": [best.samples_per_metered_j for best in plan.best],
-        "$/billion": [best.usd_per_billion_samples for best in plan.best],
-    }
-    figures = {name: iter(values) for name, values in optional.items() if any(value is not None for value in values)}
-    for column in ("machine", "tables in", "servers", "batch", "samples/s", *figures, "bottleneck", "next"):
-        table.add_column(column, justify="right" if column in ("batch", "samples/s", *figures) else "left", no_wrap=True)
-    rows = [(best, [_figure(next(values)) for values in figures.values()]) for best in plan.best]
-    for best, shown in sorted(rows, key=lambda row: -row[0].samples_per_s):
-        setup = best.setup
-        table.add_row(
+    figures = {name: key for name, key in OPTIONAL.items() if any(getattr(one, key) is not None for one in plan.best)}
+    rows = [
+        [
             best.machine.name,
-            store_title(setup.placement, has_accelerators=best.machine.accelerators is not None),
-            _servers(best, plan.num_readers.get(best.machine.name, 0)),
-            f"{setup.batch_size:,}" + (f" x {setup.num_devices}" if setup.num_devices > 1 else ""),
+            placement_title(best),
+            servers_text(best.setup, plan.num_readers.get(best.machine.name, 0)),
+            f"{best.setup.batch_size:,}" + (f" x {best.setup.num_devices}" if best.setup.num_devices > 1 else ""),
             f"{best.samples_per_s:,.0f}" + ("" if plan.is_enough(best) else " (at most)"),
-            *shown,
-            *[*(one.resource for one in best.bottlenecks), "", ""][:2],
-        )
-    for one in plan.choices:
-        if one.best is None:
-            table.add_row(one.machine.name, "does not fit")
-    return table
+            *(_figure(getattr(best, key)) for key in figures.values()),
+            *(one.resource for one in best.bottlenecks[:2]),
+        ]
+        for best in sorted(plan.best, key=lambda one: -one.samples_per_s)
+    ]
+    rows += [[one.machine.name, "does not fit"] for one in plan.choices if one.best is None]
+    numbers = ["batch", "samples/s", *figures]
+    headings = ["machine", "tables in", "servers", *numbers, "bottleneck", "next"]
+    return build_table(headings, rows, title=title, numbers=numbers)
+
+
+def _placements(plan: PlanReport) -> Table:
+    """Speed and step time of every placement that fits, by machine."""
+    fitting = {
+        one.machine.name: [two for two in (one.best, *one.others) if two is not None and two.fits] for one in plan.choices
+    }
+    kinds = [kind for kind in IN_PLANS if any(two.setup.placement == kind for some in fitting.values() for two in some)]
+    rows = []
+    for name, some in fitting.items():
+        cells = {two.setup.placement: f"{two.samples_per_s:,.0f} ({two.step_s * 1e3:.3g})" for two in reversed(some)}
+        rows += [[name, *(cells.get(kind, "") for kind in kinds)]] if cells else []
+    return build_table(["machine", *kinds], rows, title="samples/s by placement (ms per step)", numbers=kinds)
 
 
 def _figure(number: float | None) -> str:
@@ -105,16 +116,24 @@ def _figure(number: float | None) -> str:
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
-def _servers(best: Prediction, num_readers: int) -> str:
-    setup = best.setup
-    counts = {
-        "trainer": setup.num_trainers,
-        "sparse": setup.num_sparse_servers,
-        "dense": setup.num_dense_servers,
-        "reader": num_readers,
-    }
-    plural = ("trainer", "reader")
-    return " + ".join(f"{n} {kind}{'s' if n > 1 and kind in plural else ''}" for kind, n in counts.items() if n)
+def placement_title(one: Prediction) -> str:
+    """Where the tables live."""
+    return store_title(one.setup.placement, has_accelerators=one.machine.accelerators is not None)
+
+
+def servers_text(setup: Setup, num_readers: int = 0) -> str:
+    """The servers of a set-up, by role."""
+    parts = [count(setup.num_trainers, "trainer")]
+    parts += [f"{setup.num_sparse_servers} sparse"] if setup.num_sparse_servers else []
+    parts += [f"{setup.num_dense_servers} dense"] if setup.num_dense_servers else []
+    return " + ".join([*parts, *([count(num_readers, "reader")] if num_readers else [])])
+
+
+def network_note(spec: RunSpec) -> str | None:
+    """Says that a network of the user's own is predicted as the built-in one; None for a built-in one."""
+    if spec.model.network in NETWORKS:
+        return None
+    return f"The layers of {spec.model.network} are not known here: predictions are for the built-in DLRM with this recipe's sizes."
 
 
 def _print_timeline(best: Prediction) -> None:
@@ -159,7 +178,11 @@ def plain_of(plan: PlanReport) -> dict[str, Any]:
                 plain["is_enough"] = plan.is_enough(one.best)
         plain["others"] = [
             {"placement": other.setup.placement, "fits": other.fits}
-            | ({"samples_per_s": other.samples_per_s} if other.fits else {"shortfalls": list(other.shortfalls)})
+            | (
+                {"samples_per_s": other.samples_per_s, "step_s": other.step_s}
+                if other.fits
+                else {"shortfalls": list(other.shortfalls)}
+            )
             for other in one.others
         ]
         machines.append(plain)

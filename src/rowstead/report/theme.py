@@ -1,4 +1,4 @@
-"""Shared parts of all charts: the Figure class, palettes, axes, traces and escaped labels."""
+"""Shared parts of all charts: the Chart and TextTable classes, palettes, axes, traces, and numbers and labels as text."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rowstead.report.describe import TextTable
-
 MAX_LABEL = 48
-"""Maximum number of characters of a name in a figure; tables show more."""
+"""Maximum number of characters of a name in a chart; tables show more."""
 NUM_COLORS = 8
 MAX_SPREAD = 1_000
 """Maximum number of points of a violin."""
@@ -25,7 +23,7 @@ LIGHT = {
     "@scale": [[0, "#eef3fb"], [0.25, "#b9cdf1"], [0.5, "#7ba0e3"], [0.75, "#3f6fd0"], [1, "#173a8a"]],
     "@against": [[0, "#a8410f"], [0.25, "#e6a27c"], [0.5, "#f3f4f6"], [0.75, "#8fb0ec"], [1, "#1c49ab"]],
 }  # fmt: skip
-"""Light palette. Figures use color tokens; the page replaces them by the viewer's color scheme."""
+"""Light palette. Charts use color tokens; the page replaces them by the viewer's color scheme."""
 DARK = {
     **{f"@{index}": color for index, color in enumerate(
         ("#82abff", "#ff9f6a", "#5fd0a8", "#c79bff", "#e6c04d", "#ff86b8", "#5fcbe0", "#aab2bc")
@@ -36,9 +34,18 @@ DARK = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class TextTable:
+    """A table of text for a terminal or a page; the first column is a name, the others are numbers."""
+
+    title: str
+    headings: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
 @dataclass(frozen=True, kw_only=True)
-class Figure:
-    """A figure: description, traces and layout as plotly's JSON, and its data as a table."""
+class Chart:
+    """A chart: description, traces and layout as plotly's JSON, and its data as a table."""
 
     key: str
     """Name of its file and of its anchor on the page."""
@@ -50,7 +57,7 @@ class Figure:
     height_rem: float = 24.0
 
     def plain(self, colors: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The figure as plotly's JSON, with color tokens, or with the colors of a palette."""
+        """The chart as plotly's JSON, with color tokens, or with the colors of a palette."""
         plain = {"data": [short(trace) for trace in self.traces], "layout": short(self.layout)}
         return plain if colors is None else _colored(plain, colors)
 
@@ -68,19 +75,24 @@ def color(index: int) -> str:
     return f"@{index % NUM_COLORS}"
 
 
-def label(text: object, most: int = MAX_LABEL) -> str:
-    """Escape a name so that plotly never reads it as markup or as a color token."""
+def cut(text: object, most: int) -> str:
+    """Text of at most `most` characters, without control characters."""
     plain = "".join(c if c.isprintable() else "�" for c in str(text))
-    plain = plain if len(plain) <= most else plain[: most - 1] + "…"
+    return plain if len(plain) <= most else plain[: most - 1] + "…"
+
+
+def label(text: object) -> str:
+    """Escape a name so that plotly never reads it as markup or as a color token."""
+    plain = cut(text, MAX_LABEL)
     return html.escape("\N{ZERO WIDTH SPACE}" + plain if plain.startswith("@") else plain)
 
 
-def labels(names: Iterable[object], most: int = MAX_LABEL) -> list[str]:
+def labels(names: Iterable[object]) -> list[str]:
     """Names as distinct labels: equal ones after truncation are numbered."""
     found: dict[str, int] = {}
     made = []
     for name in names:
-        text = label(name, most)
+        text = label(name)
         found[text] = found.get(text, 0) + 1
         made.append(text if found[text] == 1 else f"{text} ({found[text]})")
     return made
@@ -105,14 +117,8 @@ def script_json(value: Any) -> str:
 
 def axis(title: str, **options: Any) -> dict[str, Any]:
     """A plain axis."""
-    return {
-        "title": {"text": title},
-        "automargin": True,
-        "zeroline": False,
-        "gridcolor": "@line",
-        "linecolor": "@line",
-        **options,
-    }
+    plain = {"automargin": True, "zeroline": False, "gridcolor": "@line", "linecolor": "@line"}
+    return {"title": {"text": title}, **plain, **options}
 
 
 def log_axis(title: str, values: Iterable[float], **options: Any) -> dict[str, Any]:
@@ -126,12 +132,12 @@ def log_axis(title: str, values: Iterable[float], **options: Any) -> dict[str, A
 
 
 def layout(xaxis: Mapping[str, Any], yaxis: Mapping[str, Any], **options: Any) -> dict[str, Any]:
-    """A figure's layout with two axes."""
+    """A chart's layout with two axes."""
     return {"xaxis": dict(xaxis), "yaxis": dict(yaxis), **bare(**options)}
 
 
 def bare(**options: Any) -> dict[str, Any]:
-    """A figure's layout without axes."""
+    """A chart's layout without axes."""
     return {
         "margin": {"l": 8, "r": 12, "t": 8, "b": 8},
         "hovermode": "closest",
@@ -152,6 +158,11 @@ def lines(name: str, x: Sequence[Any], y: Sequence[Any], index: int, **options: 
     }  # fmt: skip
 
 
+def points(name: str, x: Sequence[Any], y: Sequence[Any], index: int, **options: Any) -> dict[str, Any]:
+    """Points without a line."""
+    return lines(name, x, y, index, mode="markers", marker={"color": color(index), "size": 8, "opacity": 0.75}, **options)
+
+
 def bars(name: str, x: Sequence[Any], y: Sequence[Any], index: int, **options: Any) -> dict[str, Any]:
     """Bars of one series."""
     return {"type": "bar", "name": name, "x": list(x), "y": list(y), "marker": {"color": color(index)}, **options}
@@ -161,6 +172,12 @@ def horizontal_bars(name: str, x: Sequence[Any], y: Sequence[Any], index: int, *
     """Horizontal bars, separated by a line."""
     edge = {"color": color(index), "line": {"color": "@card", "width": 1}}
     return bars(name, x, y, index, orientation="h", **{"marker": edge, **options})
+
+
+def row_per_name(across: Mapping[str, Any], num_rows: int, **options: Any) -> dict[str, Any]:
+    """Layout and height of a chart with one row per name, from top to bottom."""
+    down = axis("", autorange="reversed", type="category")
+    return {"layout": layout(across, down, **options), "height_rem": max(11.0, 6 + 2.2 * num_rows)}
 
 
 def violin(name: str, values: Sequence[float], index: int, **options: Any) -> dict[str, Any]:
@@ -184,15 +201,17 @@ def heat_map(
 def diagonal(name: str, low: float, high: float) -> dict[str, Any]:
     """The line y = x."""
     line = {"color": "@quiet", "dash": "dot", "width": 1.5}
+    return lines(name, [low, high], [low, high], 0, mode="lines", line=line, hoverinfo="skip")
+
+
+def limit_line(at: float, text: str, *, is_vertical: bool = False, ink: str = "@quiet", **options: Any) -> dict[str, Any]:
+    """A dotted line over the whole chart, at one value of the y axis, or of the x axis if it is vertical."""
+    along, across = "yx" if is_vertical else "xy"
     return {
-        "type": "scatter",
-        "mode": "lines",
-        "name": name,
-        "x": [low, high],
-        "y": [low, high],
-        "line": line,
-        "hoverinfo": "skip",
-    }
+        "type": "line", f"{along}ref": "paper", f"{along}0": 0, f"{along}1": 1, f"{across}0": at, f"{across}1": at,
+        "line": {"dash": "dot", "width": 1.5, "color": ink},
+        "label": {"text": text, "textposition": "end", "font": {"color": "@quiet"}, **options},
+    }  # fmt: skip
 
 
 def figure_text(value: float | None) -> str:
@@ -205,6 +224,17 @@ def figure_text(value: float | None) -> str:
     if abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.4g}"
+
+
+def words_of(value: Any) -> str:
+    """A value of a setting or an axis as text; equal layers are written `512^3`."""
+    if isinstance(value, (list, tuple)) and value:
+        if len(set(map(str, value))) == 1 and len(value) > 1:
+            return f"{value[0]}^{len(value)}"
+        return "-".join(map(str, value))
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return value if isinstance(value, str) else json.dumps(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
 def thinned(items: Sequence[Any], most: int) -> list[Any]:

@@ -8,21 +8,14 @@ from pathlib import Path
 
 from rowstead.plan.predict import Prediction
 from rowstead.plan.schedule import Slot
+from rowstead.report.html import Section, page_of
+from rowstead.report.theme import Chart, axis, horizontal_bars, row_per_name
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.phases import STEP, Phase
 
 COLORS = (
-    "#4c78a8",
-    "#f58518",
-    "#54a24b",
-    "#e45756",
-    "#72b7b2",
-    "#b279a2",
-    "#ff9da6",
-    "#9d755d",
-    "#bab0ac",
-    "#eeca3b",
-    "#79706e",
+    *("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2"),
+    *("#ff9da6", "#9d755d", "#bab0ac", "#eeca3b", "#79706e"),
 )
 """One per phase of a step."""
 LINE, LEFT, WIDTH, TOP = 28, 130, 760, 34
@@ -77,40 +70,35 @@ def heading(prediction: Prediction) -> str:
     return f"{prediction.machine.name}: {prediction.step_s * 1e3:.3g} ms per step, {prediction.samples_per_s:,.0f} samples/s"
 
 
-def timeline_html(predictions: Sequence[Prediction], title: str) -> str:
-    """An interactive figure that works offline."""
-    import plotly.graph_objects as go
-    from plotly.subplots import make_subplots
+def draw_timeline(prediction: Prediction) -> Chart:
+    """One step on one machine: a row per resource, a color per phase."""
+    lines, traces = lines_of(prediction), []
+    for phase in phases_of([prediction]):
+        slots = [slot for of in lines.values() for slot in of if slot.task.phase is phase]
+        pattern = {"shape": ["/" if slot.task.hidden else "" for slot in slots]}
+        traces.append(
+            horizontal_bars(
+                phase.value,
+                [1e3 * (slot.end_s - slot.start_s) for slot in slots],
+                [slot.task.resource for slot in slots],
+                0,
+                base=[1e3 * slot.start_s for slot in slots],
+                text=[slot_text(slot) for slot in slots],
+                hovertext=[hover_text(slot) for slot in slots],
+                textposition="inside",
+                hoverinfo="text",
+                marker={"color": phase_color(phase), "pattern": pattern},
+            )
+        )
+    rows = row_per_name(axis("milliseconds"), 2 + len(lines), barmode="overlay")
+    rows["layout"]["yaxis"] |= {"categoryorder": "array", "categoryarray": list(lines)}
+    return Chart(key=prediction.machine.name, title=heading(prediction), words="", traces=traces, **rows)
 
-    figure = make_subplots(rows=len(predictions), cols=1, subplot_titles=[heading(one) for one in predictions])
-    height = 0
-    for row, prediction in enumerate(predictions, 1):
-        lines = lines_of(prediction)
-        height += 110 + LINE * len(lines)
-        for line, slots in lines.items():
-            for slot in slots:
-                figure.add_trace(
-                    go.Bar(
-                        x=[(slot.end_s - slot.start_s) * 1e3],
-                        base=[slot.start_s * 1e3],
-                        y=[line],
-                        orientation="h",
-                        marker_color=phase_color(slot.task.phase),
-                        marker_pattern_shape="/" if slot.task.hidden else "",
-                        text=slot_text(slot),
-                        hovertext=hover_text(slot),
-                        hoverinfo="text",
-                        showlegend=False,
-                    ),
-                    row=row,
-                    col=1,
-                )
-        figure.update_yaxes(autorange="reversed", row=row, col=1)
-        figure.update_xaxes(title_text="ms", row=row, col=1)
-    for phase in phases_of(predictions):  # the legend
-        figure.add_trace(go.Bar(x=[None], y=[None], name=phase.value, marker_color=phase_color(phase)))
-    figure.update_layout(title=f"{title}: one predicted step", barmode="overlay", height=height + 60, template="plotly_white")
-    return str(figure.to_html(include_plotlyjs=True, full_html=True))
+
+def timeline_html(predictions: Sequence[Prediction], title: str) -> str:
+    """A page with one section per machine."""
+    sections = [Section(key=one.machine.name, title=one.machine.name, charts=[draw_timeline(one)]) for one in predictions]
+    return page_of(f"{title}: one predicted step", "", sections)
 
 
 def timeline_svg(predictions: Sequence[Prediction], title: str) -> str:

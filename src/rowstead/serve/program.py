@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from rowstead.data.transforms import DenseTransforms
 from rowstead.kernels.layout import Layout
-from rowstead.kernels.mix import mix64
+from rowstead.kernels.mix import mix64_tensor
 from rowstead.nn.heads import Head
 from rowstead.nn.network import Network
 from rowstead.spec.features import SparseFeatureSpec
@@ -178,7 +178,7 @@ class ServingProgram(nn.Module):
 
     def _row_of(self, ids: Tensor, feature: Tensor) -> Tensor:
         """Row in its table of each raw id [nnz] of each feature [nnz], hashed as in training."""
-        mixed = torch.bitwise_and(mix64(ids), _LOW_63_BITS)
+        mixed = torch.bitwise_and(mix64_tensor(ids), _LOW_63_BITS)
         return torch.where(self.mixes[feature] == 1, mixed, ids) % self.num_rows[feature]
 
 

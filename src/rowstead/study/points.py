@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rowstead.spec.axis import AxisSpec, with_settings
 from rowstead.spec.errors import SpecError
-from rowstead.spec.parse import digest, parse, to_plain, to_plain_without_defaults
+from rowstead.spec.parse import digest, parse, to_plain
 from rowstead.spec.run import RunSpec, read_recipe
 from rowstead.spec.sweep import SweepSpec
 
@@ -36,8 +36,13 @@ class Point:
     def key(self) -> str:
         """Identifies the run: equal for equal runs, in any order, also after fields with defaults were added to specs."""
         started = {name: value for name, value in self.settings.items() if name.startswith(("run.", "plan."))}
-        what = to_plain_without_defaults(self.spec) if self.spec is not None else dict(self.settings)
+        what = to_plain(self.spec, defaults=False) if self.spec is not None else dict(self.settings)
         return digest({"spec": to_plain(what), "started": to_plain(started)})
+
+    @property
+    def digest(self) -> str:
+        """The digest of its spec; its key where there is none."""
+        return digest(self.spec) if self.spec is not None else self.key
 
     @property
     def num_processes(self) -> int:
@@ -52,6 +57,11 @@ class Point:
     def is_single_process(self) -> bool:
         """Whether it runs in one process."""
         return self.num_processes == 1 and self.fleet is None
+
+
+def settings_of(space: Sequence[AxisSpec], labels: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys and values that the labels of some axes set."""
+    return {key: value for axis in space for key, value in axis.settings(labels[axis.title]).items()}
 
 
 def point_of(recipe: Any, axes: Mapping[str, Any], own: Mapping[str, Any], common: Mapping[str, Any] | None = None) -> Point:
@@ -70,11 +80,8 @@ def points_of(sweep: SweepSpec) -> list[Point]:
     recipe = read_recipe(sweep.recipe)
     points: dict[str, Point] = {}
     for labels in _grid_points(sweep):
-        own = {
-            key: value for axis, label in zip(sweep.grid, labels, strict=True) for key, value in axis.settings(label).items()
-        }
         axes = {axis.title: label for axis, label in zip(sweep.grid, labels, strict=True)}
-        point = point_of(recipe, axes, own, sweep.set)
+        point = point_of(recipe, axes, settings_of(sweep.grid, axes), sweep.set)
         points.setdefault(point.key, point)
     found = list(points.values())
     if all(point.spec is None for point in found):

@@ -3,49 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from rowstead.records.files import write_atomic
 from rowstead.records.run_folder import DEFAULT_ROOT
 from rowstead.records.store import RunStore
 from rowstead.records.studies import BASELINE, QUALITY_FILE, Effect, quality_effects
 from rowstead.spec.errors import SpecError
-from rowstead.spec.parse import to_plain
+from rowstead.spec.parse import to_yaml
 from rowstead.spec.quality import QualitySpec
 from rowstead.spec.run import read_recipe
 from rowstead.study.points import Point, point_of
-from rowstead.study.sweep import StudyResult, SweepCallback, run_sweep
-
-
-@dataclass(frozen=True, kw_only=True)
-class QualityStudy:
-    """The results of a quality study."""
-
-    finished: StudyResult
-    effects: tuple[Effect, ...]
-
-    @property
-    def regressions(self) -> tuple[Effect, ...]:
-        return tuple(effect for effect in self.effects if effect.verdict == "regression")
+from rowstead.study.sweep import SweepCallback, run_sweep
 
 
 def quality(
     spec: QualitySpec, *, root: Path | str = DEFAULT_ROOT, retry_failed: bool = False, callback: SweepCallback | None = None
-) -> QualityStudy:
+) -> list[Effect]:
     """Run the points that are not stored yet, and estimate the effect of each setting on NE."""
     points = points_of(spec)
     folder = RunStore(root).study_folder(spec.name)
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomic(folder / QUALITY_FILE, yaml.safe_dump(to_plain(spec), sort_keys=False, allow_unicode=True))
+    write_atomic(folder / QUALITY_FILE, to_yaml(spec))
     finished = run_sweep(
         points, study=spec.name, source="quality", root=root, retry_failed=retry_failed, fresh=False, callback=callback
     )
-    effects = quality_effects(finished.measured, tolerance=spec.tolerance, confidence=spec.confidence)
-    return QualityStudy(finished=finished, effects=tuple(effects))
+    return quality_effects(finished.measured, tolerance=spec.tolerance, confidence=spec.confidence)
 
 
 def points_of(spec: QualitySpec) -> list[Point]:

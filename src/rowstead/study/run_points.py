@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
+import os
 import selectors
 import shutil
 import signal
@@ -15,13 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
+import psutil
 
 from rowstead.records.files import write_atomic
 from rowstead.records.run_folder import RunFolder
+from rowstead.records.usage import machine_facts, versions
 from rowstead.spec.errors import RowsteadError
-from rowstead.spec.parse import to_plain
-from rowstead.spec.record import Record
+from rowstead.spec.parse import to_yaml
+from rowstead.spec.record import Record, date_now
 from rowstead.study.points import Point
 
 
@@ -71,7 +74,7 @@ class PointRunner:
         out, started = self._out(point), time.monotonic()
         shutil.rmtree(out, ignore_errors=True)
         recipe = self.folder / f"{point.key}.yaml"
-        write_atomic(recipe, yaml.safe_dump(to_plain(point.spec), sort_keys=False, allow_unicode=True))
+        write_atomic(recipe, to_yaml(point.spec))
         job = {"spec": str(recipe), "out": str(out), "processes": point.num_processes, "fleet": point.fleet}
         failure, record = self._answer(job), None
         if failure is None:
@@ -116,12 +119,7 @@ class PointRunner:
     def _why_it_ended(self, worker: subprocess.Popen[bytes]) -> str:
         code = worker.wait()
         self._end()
-        said = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
-        last = f": {said[-1]}" if said and code > 0 else ""
-        if code < 0:
-            memory = ", probably out of memory" if -code == signal.SIGKILL else ""
-            return f"its process was killed by {signal.Signals(-code).name}{memory}"
-        return f"its process ended with status {code}{last}"
+        return why_it_ended(code, self._log)
 
     @property
     def _log(self) -> Path:
@@ -156,15 +154,28 @@ class PointRunner:
         worker.stdout.close()
 
 
+def why_it_ended(code: int, log: Path) -> str:
+    """The reason why a worker process ended, from its exit status and its log."""
+    if code < 0:
+        memory = ", probably out of memory" if -code == signal.SIGKILL else ""
+        return f"its process was killed by {signal.Signals(-code).name}{memory}"
+    said = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return f"its process ended with status {code}" + (f": {said[-1]}" if said and code else "")
+
+
+def build_failed_record(name: str, spec_digest: str) -> Record:
+    """The record of a run that has no figures."""
+    return Record(
+        kind="measured", name=name, spec_digest=spec_digest, date=date_now(), machine=machine_facts(), versions=versions()
+    )
+
+
 @contextlib.contextmanager
 def lock_study(folder: Path, *, deadline_s: float = 60.0) -> Iterator[int]:
     """Lock a study; a RowsteadError if another process holds it. Yields the descriptor of the lock, which workers keep open.
 
     Where the holder was killed, waits until its worker has exited too.
     """
-    import fcntl
-    import os
-
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
@@ -175,7 +186,7 @@ def lock_study(folder: Path, *, deadline_s: float = 60.0) -> Iterator[int]:
                 break
             except BlockingIOError:
                 holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
-                if _is_alive(holder) or time.monotonic() > until:
+                if (holder.isdigit() and psutil.pid_exists(int(holder))) or time.monotonic() > until:
                     raise RowsteadError(
                         f"the study in {folder} is running in process {holder}: wait for it, or use another --name"
                     ) from None
@@ -185,17 +196,3 @@ def lock_study(folder: Path, *, deadline_s: float = 60.0) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-def _is_alive(pid: str) -> bool:
-    import os
-
-    if not pid.isdigit():
-        return False
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

@@ -1,8 +1,8 @@
 """The search: Optuna proposes settings, a trial evaluates them, the run store keeps both.
 
 A study's folder has `tune.yaml` (the spec), `trials.journal` (Optuna's storage, JSON lines), and at the end `best.yaml` and
-`importance.json`. Several workers share the journal; a worker asks for a trial under a lock, so that a budget of trials is exact.
-A trial's record is added to the run store before Optuna gets its value: after a crash in between the record counts, and a trial
+`importance.json`. Several workers (`python -m rowstead.study.search ROOT STUDY NUMBER`) share the journal; a worker asks for a
+trial under a lock, so that a budget of trials is exact. A trial's record is added to the run store before Optuna gets its value: after a crash in between the record counts, and a trial
 without a record is repeated.
 """
 
@@ -16,26 +16,24 @@ import json
 import logging
 import math
 import os
+import sys
+import threading
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from rowstead.records.files import write_atomic
 from rowstead.records.run_folder import DEFAULT_ROOT
 from rowstead.records.store import RunStore, StoreEntry
 from rowstead.records.studies import SEARCH_FILE, Trial, trial_history
-from rowstead.records.usage import machine_facts, versions
 from rowstead.report.terminal import printable
 from rowstead.spec.axis import AxisSpec
 from rowstead.spec.errors import RowsteadError
-from rowstead.spec.parse import digest, parse, read_yaml, to_plain
-from rowstead.spec.record import Record, date_now
+from rowstead.spec.parse import digest, parse, read_yaml, to_yaml
 from rowstead.spec.tune import TuneSpec, base_run, build_space, changes_of, initial_settings, plain_recipe, trial_run
-from rowstead.study.points import point_of
-from rowstead.study.run_points import PointRunner
+from rowstead.study.points import point_of, settings_of
+from rowstead.study.run_points import PointRunner, build_failed_record
 from rowstead.study.trial import CONSTANT_NE, TrialOutcome, run_trial, run_trial_in_processes, with_evaluations
 
 try:
@@ -46,6 +44,7 @@ except ImportError as error:
     raise RowsteadError("a search needs Optuna: pip install 'rowstead[tune]'") from error
 
 optuna.logging.set_verbosity(logging.ERROR)
+JOURNAL = "trials.journal"
 WORST_OVER_BEST = 1.2
 KEPT_PERCENT = 66.0
 """A trial that is worse than this share of the others half-way is pruned."""
@@ -66,10 +65,9 @@ class Search:
         self.worker = worker
         self._recipe = plain_recipe(spec)
         self._changes = changes_of(spec)
-        self._machine = machine_facts()
         self.folder.mkdir(parents=True, exist_ok=True)
         lock: Any = _Lock(self.folder / ".journal-lock")
-        self._storage = optuna.storages.JournalStorage(JournalFileBackend(str(self.journal), lock_obj=lock))
+        self._storage = optuna.storages.JournalStorage(JournalFileBackend(str(self.folder / JOURNAL), lock_obj=lock))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # experimental samplers
             self.study = optuna.create_study(
@@ -80,10 +78,6 @@ class Search:
                 pruner=self._pruner(),
             )
             self.study.sampler = self._sampler()
-
-    @property
-    def journal(self) -> Path:
-        return self.folder / "trials.journal"
 
     def begin(self) -> None:
         """Call once before any worker, while holding the study: recover what a killed search left, and enqueue the initial settings."""
@@ -133,7 +127,7 @@ class Search:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             labels = {axis.title: _suggest(trial, axis) for axis in self.space}
-        own = {key: value for axis in self.space for key, value in axis.settings(labels[axis.title]).items()}
+        own = settings_of(self.space, labels)
         point = point_of(self._recipe, labels, own, {**self.spec.set, **self._changes})
         if point.spec is None:
             outcome = TrialOutcome(record=None, objective=None, failure=point.problem, spent_s=0.0)
@@ -147,7 +141,7 @@ class Search:
 
             spec = with_evaluations(point.spec, self.spec.evaluations if self.spec.prune else 1)
             outcome = run_trial(spec, runner.folder / f"trial-{trial.number}", is_bad=is_bad)
-        entry = self._entry(outcome, trial.number, labels, own)
+        entry = self._entry(outcome, trial.number, labels)
         self.store.add(entry)
         self._tell(trial.number, entry)
 
@@ -170,18 +164,9 @@ class Search:
         known = [t.value for t in self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)) if t.value is not None]
         return max(CONSTANT_NE, WORST_OVER_BEST * min(known, default=CONSTANT_NE))
 
-    def _entry(self, outcome: TrialOutcome, number: int, labels: Mapping[str, Any], own: Mapping[str, Any]) -> StoreEntry:
-        record = outcome.record
-        if record is None:
-            run = base_run(self.spec)
-            record = Record(
-                kind="measured",
-                name=run.name,
-                spec_digest=digest(dict(own)),
-                date=date_now(),
-                machine=self._machine,
-                versions=versions(),
-            )
+    def _entry(self, outcome: TrialOutcome, number: int, labels: Mapping[str, Any]) -> StoreEntry:
+        own = settings_of(self.space, labels)
+        record = outcome.record or build_failed_record(base_run(self.spec).name, digest(own))
         figures = {**record.figures, "trial_number": number, "trial_s": outcome.spent_s}
         if outcome.objective is not None:
             figures["objective"] = outcome.objective
@@ -189,7 +174,7 @@ class Search:
             record=dataclasses.replace(record, figures=figures),
             source="trial",
             study=self.spec.name,
-            point=digest(dict(own)),
+            point=digest(own),
             axes=dict(labels),
             settings={**self.spec.set, **self._changes, **own},
             failure=outcome.failure,
@@ -214,9 +199,8 @@ class Search:
             is_drawn = len(trial.params) == len(self.space)
             if entry is None and is_drawn and reason is not None:
                 labels = {axis.title: _decode(axis, trial.params[axis.title]) for axis in self.space}
-                own = {key: value for axis in self.space for key, value in axis.settings(labels[axis.title]).items()}
                 outcome = TrialOutcome(record=None, objective=None, failure=reason, spent_s=0.0)
-                entry = self._entry(outcome, trial.number, labels, own)
+                entry = self._entry(outcome, trial.number, labels)
                 self.store.add(entry)
             if entry is not None:
                 self._tell(trial.number, entry)
@@ -326,7 +310,7 @@ def write_spec(folder: Path, spec: TuneSpec) -> Path:
     """Write the spec of a search to its folder."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / SEARCH_FILE
-    write_atomic(path, yaml.safe_dump(to_plain(spec), sort_keys=False, allow_unicode=True))
+    write_atomic(path, to_yaml(spec))
     return path
 
 
@@ -337,11 +321,26 @@ def read_spec(folder: Path) -> TuneSpec:
 
 def best_recipe(spec: TuneSpec, trial: Trial) -> str:
     """The recipe with the settings of a trial, as a file that `rowstead train` takes."""
-    own = {key: value for axis in build_space(spec) for key, value in axis.settings(trial.parameters[axis.title]).items()}
     found = ", ".join(
         f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in trial.parameters.items()
     )
     about = printable(f"# The best of search `{spec.name}`, trial {trial.number + 1}: NE {trial.objective:.5f} with {found}.")
     started = {key: value for key, value in spec.set.items() if key.startswith("run.")}
     note = "".join("\n" + printable(f"# Trials ran with {key} = {value}.") for key, value in started.items())
-    return f"{about}{note}\n" + yaml.safe_dump(to_plain(trial_run(spec, own)), sort_keys=False, allow_unicode=True)
+    return f"{about}{note}\n" + to_yaml(trial_run(spec, settings_of(build_space(spec), trial.parameters)))
+
+
+def main(root: str, study: str, number: str) -> None:
+    """A worker process: try settings until the budget is spent, or standard input ends because the parent has exited."""
+    threading.Thread(target=_exit_with_input, name="exit with input", daemon=True).start()
+    Search(read_spec(RunStore(root).study_folder(study)), root, worker=int(number)).run()
+
+
+def _exit_with_input() -> None:
+    while os.read(0, 1024):
+        pass
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -23,7 +22,7 @@ from rowstead.spec.errors import RowsteadError
 from rowstead.spec.parse import difference, to_plain
 from rowstead.spec.tune import TuneSpec, base_run, build_space, plain_recipe, unchanged_settings
 from rowstead.study.points import point_of
-from rowstead.study.run_points import PointRunner, lock_study
+from rowstead.study.run_points import PointRunner, lock_study, why_it_ended
 from rowstead.study.search import Search, best_recipe, read_spec, repair_journal, write_spec
 from rowstead.study.trial import run_trial, run_trial_in_processes, with_evaluations
 
@@ -150,7 +149,7 @@ def _run_workers(search: Search, root: Path, callback: Callable[[list[Trial]], N
     restarts, size_seen = 0, -1
 
     def start(number: int) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "rowstead.study.tune_worker", str(root), search.spec.name, str(number)]
+        command = [sys.executable, "-m", "rowstead.study.search", str(root), search.spec.name, str(number)]
         with open(search.folder / f"worker-{number}.log", "ab") as log:
             return subprocess.Popen(
                 command,
@@ -170,26 +169,16 @@ def _run_workers(search: Search, root: Path, callback: Callable[[list[Trial]], N
                     code = worker.wait(timeout=LOOK_EVERY_S / len(workers))
                     del workers[number]
                     if code != 0:
-                        search.recover_worker(worker.pid, _reason(code, search.folder / f"worker-{number}.log"))
+                        search.recover_worker(worker.pid, why_it_ended(code, search.folder / f"worker-{number}.log"))
                         restarts += 1
                         if restarts > MAX_RESTARTS * num:
                             raise RowsteadError(f"workers died {restarts} times, see {search.folder}/worker-*.log; stopping")
                         workers[number] = start(number)
-            if callback is not None and (size := _size_bytes(search.store.file)) != size_seen:
+            file = search.store.file
+            if callback is not None and (size := file.stat().st_size if file.exists() else 0) != size_seen:
                 size_seen = size
                 callback(search.trials())
     finally:
         for worker in workers.values():
             worker.kill()
             worker.wait()
-
-
-def _size_bytes(file: Path) -> int:
-    return file.stat().st_size if file.exists() else 0
-
-
-def _reason(code: int, log: Path) -> str:
-    if code < 0:
-        return f"its process was killed by {signal.Signals(-code).name}"
-    said = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return f"its process ended with status {code}" + (f": {said[-1]}" if said else "")

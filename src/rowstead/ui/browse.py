@@ -8,7 +8,7 @@ from typing import Any
 
 from rowstead.records.run_folder import RunFolder, runs_in
 from rowstead.records.store import RunStore, entries_of
-from rowstead.records.studies import newest
+from rowstead.records.studies import count_kinds, newest
 from rowstead.report.page import report_page
 from rowstead.spec.errors import RowsteadError
 
@@ -39,16 +39,9 @@ class Browser:
         contents = RunStore(self.root).read()
         listed = []
         for name, source in list(contents.studies.items())[-MAX_LISTED:]:
-            entries = newest(contents.of(study=name))
-            listed.append(
-                {
-                    "name": name,
-                    "kind": source,
-                    "num_measured": sum(entry.is_measured for entry in entries),
-                    "num_predicted": sum(not entry.is_measured for entry in entries),
-                    "num_failed": sum(entry.has_failed for entry in entries),
-                }
-            )
+            measured, predicted, failed = count_kinds(newest(contents.of(study=name)))
+            counts = {"num_measured": measured, "num_predicted": predicted, "num_failed": failed}
+            listed.append({"name": name, "kind": source, **counts})
         return listed[::-1]
 
     def run(self, name: str) -> RunFolder:

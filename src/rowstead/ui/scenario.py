@@ -6,9 +6,10 @@ import dataclasses
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from rowstead.plan.traffic import mean_ids, popularities
+from rowstead.spec.bounds import Bound, Spec
 from rowstead.spec.data import DataSpec, SynthSpec
 from rowstead.spec.errors import SpecError, require
 from rowstead.spec.features import DenseFeatureSpec, FeaturesSpec, SparseFeatureSpec
@@ -24,25 +25,37 @@ MAX_DENSE, MAX_SPARSE = 20_000, 2_000
 """Limits on features: the page has to answer while a slider moves."""
 
 
+def _between(least: float, most: float) -> Bound:
+    return Bound(lambda value: least <= value <= most, f"must be from {least:g} to {most:g}, got {{:g}}")
+
+
+Layers = Annotated[
+    tuple[int, ...],
+    Bound(
+        lambda widths: len(widths) <= 32 and all(1 <= one <= 100_000 for one in widths), "give up to 32 widths below 100,000"
+    ),
+]
+
+
 @dataclass(frozen=True, kw_only=True)
-class Scenario:
+class Scenario(Spec):
     """The positions of the sliders."""
 
-    num_dense: int = 256
+    num_dense: Annotated[int, _between(0, MAX_DENSE)] = 256
     """Dense features."""
-    num_sparse: int = 32
+    num_sparse: Annotated[int, _between(0, MAX_SPARSE)] = 32
     """Sparse features."""
-    ids: float = 16.0
+    ids: Annotated[float, _between(0.01, 10_000)] = 16.0
     """Mean ids per feature and example."""
-    num_rows: int = 1_000_000
+    num_rows: Annotated[int, _between(1, 10**12)] = 1_000_000
     """Mean hash size of the tables."""
-    width: int = 64
+    width: Annotated[int, _between(1, 8192)] = 64
     """Width of rows and of the bottom MLP's output."""
-    bottom: tuple[int, ...] = (512,)
+    bottom: Layers = (512,)
     """Hidden layers of the bottom MLP."""
-    top: tuple[int, ...] = (512, 512, 512)
+    top: Layers = (512, 512, 512)
     """Hidden layers of the top MLP."""
-    batch_size: int = 1024
+    batch_size: Annotated[int, _between(1, 10**7)] = 1024
     """Examples per step of each GPU, or of each CPU trainer."""
     interaction: InteractionKind = "dot"
     """How features interact."""
@@ -56,29 +69,13 @@ class Scenario:
     """The servers that train."""
     placement: Literal["auto"] | PlannedStore = "auto"
     """Where the tables live."""
-    num_trainers: int = 1
+    num_trainers: Annotated[int, _between(1, 4096)] = 1
     """Servers that train."""
-    num_servers: int = 0
+    num_servers: Annotated[int, _between(0, 4096)] = 0
     """Sparse parameter servers, with `remote` tables; 0 chooses as many as pay off."""
 
     def __post_init__(self) -> None:
-        for name, least, most in (
-            ("num_dense", 0, MAX_DENSE),
-            ("num_sparse", 0, MAX_SPARSE),
-            ("ids", 0.01, 10_000),
-            ("num_rows", 1, 10**12),
-            ("width", 1, 8192),
-            ("batch_size", 1, 10**7),
-            ("num_trainers", 1, 4096),
-            ("num_servers", 0, 4096),
-        ):
-            value = getattr(self, name)
-            require(least <= value <= most, name, f"must be from {least:g} to {most:g}, got {value:g}")
-        for name in ("bottom", "top"):
-            layers = getattr(self, name)
-            require(
-                len(layers) <= 32 and all(1 <= one <= 100_000 for one in layers), name, "give up to 32 widths below 100,000"
-            )
+        super().__post_init__()
         require(self.num_dense + self.num_sparse > 0, "num_sparse", "a model needs at least one feature")
 
 

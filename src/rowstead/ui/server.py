@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
@@ -27,7 +27,7 @@ import yaml
 from rowstead.spec.address import is_loopback
 from rowstead.spec.errors import RowsteadError, did_you_mean
 from rowstead.spec.interactions import INTERACTIONS
-from rowstead.spec.parse import parse, read_text, to_plain, to_plain_without_defaults
+from rowstead.spec.parse import parse, read_text, to_plain
 from rowstead.spec.phases import STEP
 from rowstead.spec.row_optimizers import ROW_OPTIMIZERS
 from rowstead.spec.run import RECIPES, load_recipe, recipe_names
@@ -135,20 +135,20 @@ class Ui:
 
     def start(self) -> str:
         """Listen in the background and return the address to open."""
-        self.listen()
-        threading.Thread(target=self.serve, name="rowstead-ui", daemon=True).start()
+        server = self.listen()
+        threading.Thread(target=server.serve_forever, args=(0.1,), name="rowstead-ui", daemon=True).start()
         return self.address
 
-    def listen(self) -> None:
+    def listen(self) -> http.server.ThreadingHTTPServer:
         """Bind the port."""
         local = is_loopback(self.host)
         if not local and self.token is None:
             self.token = new_token()
-        browser = Browser(self.runs)
+        handler = type("Handler", (_Handler,), {"ui": self, "browser": Browser(self.runs)})
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         kind = type("_FamilyServer", (_Server,), {"address_family": family})
         try:
-            self._server = kind((self.host, self.port), _handler(self, browser))
+            self._server = kind((self.host, self.port), handler)
         except OSError as error:
             where = f"{self.host}:{self.port}"
             raise RowsteadError(f"cannot listen on {where}: {error.strerror or error}; choose another --port") from None
@@ -157,11 +157,7 @@ class Ui:
         names = ("127.0.0.1", "localhost", "[::1]", self._shown_host) if local else ()
         hosts = frozenset(f"{name}:{self.port}" for name in names)
         self.guard = Guard(hosts=hosts, token=self.token, cookie=f"{COOKIE}-{self.port}")
-
-    def serve(self) -> None:
-        """Serve until `close`."""
-        assert self._server is not None, "call `listen` first"
-        self._server.serve_forever(poll_interval=0.1)
+        return self._server
 
     def close(self) -> None:
         if self._server is not None:
@@ -183,14 +179,6 @@ class Ui:
 def new_token() -> str:
     """A random token."""
     return secrets.token_urlsafe(24)
-
-
-def _handler(ui: Ui, browser: Browser) -> type[http.server.BaseHTTPRequestHandler]:
-    class Handler(_Handler):
-        pass
-
-    Handler.ui, Handler.browser = ui, browser
-    return Handler
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -344,21 +332,21 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 def start_facts(browser: Browser) -> dict[str, Any]:
     """What the page needs to start."""
-    recipes = [{"name": name, "about": _about(name)} for name in recipe_names()]
-    machines = [{"name": name, "title": known(name).title} for name in known_machines()]
-    placements = [{"name": name, "title": STORES[name].title} for name in IN_PLANS]
-    interactions = [{"name": name, "title": entry.title} for name, entry in INTERACTIONS.items()]
     return {
-        "recipes": recipes,
-        "machines": machines,
-        "placements": placements,
+        "recipes": [{"name": name, "about": _about(name)} for name in recipe_names()],
+        "machines": _titles({name: known(name) for name in known_machines()}),
+        "placements": _titles({name: STORES[name] for name in IN_PLANS}),
         "phases": [phase.value for phase in STEP],
-        "row_optimizers": [{"name": name, "title": entry.title} for name, entry in ROW_OPTIMIZERS.items()],
-        "interactions": interactions,
+        "row_optimizers": _titles(ROW_OPTIMIZERS),
+        "interactions": _titles(INTERACTIONS),
         "scenario": to_plain(Scenario()),
         "left_out": trouble_here(),
         "runs": browser.names(),
     }
+
+
+def _titles(entries: Mapping[Any, Any]) -> list[dict[str, str]]:
+    return [{"name": name, "title": entry.title} for name, entry in entries.items()]
 
 
 def _about(name: str) -> str:
@@ -386,5 +374,5 @@ def recipe_facts(asked: dict[str, Any], browser: Browser) -> dict[str, Any]:
 def recipe_text(scenario: Scenario, base: Any) -> str:
     """The recipe of a scenario as YAML for `rowstead train`."""
     spec = spec_of(scenario, checked_base(base))
-    plain = to_plain_without_defaults(spec)
+    plain = to_plain(spec, defaults=False)
     return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=120)

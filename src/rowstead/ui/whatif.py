@@ -8,21 +8,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rowstead.plan.choose import Choice, choose, fewest_servers, num_readers, possible_placements, remedies
-from rowstead.plan.predict import Prediction, predict
-from rowstead.plan.setup import USABLE_SHARE, Setup
+from rowstead.plan.choose import Choice, Chooser, choose, num_readers, remedies
+from rowstead.plan.predict import Prediction
+from rowstead.plan.setup import USABLE_SHARE
+from rowstead.plan.setups import possible_placements
 from rowstead.plan.work import StepWork, step_work
+from rowstead.report.plans import network_note, placement_title, servers_text
 from rowstead.spec.catalogue import HERE, calibrated_path, load_machine, load_software, machine_names
 from rowstead.spec.errors import RowsteadError, did_you_mean
 from rowstead.spec.machine import Machine
 from rowstead.spec.run import RunSpec
 from rowstead.spec.software import Software
-from rowstead.spec.stores import STORES, PlannedStore, store_title
+from rowstead.spec.stores import STORES, PlannedStore
 from rowstead.ui.scenario import Scenario, spec_of
 
 SERVER = "cpu-2s"
 """The machine that parameter servers and readers run on."""
-MAX_SPARSE_SERVERS = 4096
 
 
 def known_machines() -> list[str]:
@@ -67,7 +68,8 @@ def answers(scenario: Scenario, base: RunSpec | None) -> Iterator[dict[str, Any]
     """First the model and the chosen fleet, then each platform, so that the page can show them as they arrive."""
     spec = spec_of(scenario, base)
     work = step_work(spec)
-    yield {"model": model_facts(work), "fleet": fleet_facts(scenario, spec, work)}
+    note = network_note(spec)
+    yield {"model": model_facts(work), "fleet": fleet_facts(scenario, spec, work), "notes": [] if note is None else [note]}
     others = [name for name in known_machines() if name != scenario.machine]
     for name in (scenario.machine, *others):
         choice = choose(spec, known(name), software(), server=known(SERVER))
@@ -101,7 +103,7 @@ def fleet_facts(scenario: Scenario, spec: RunSpec, work: StepWork) -> dict[str, 
     if scenario.num_trainers > 1 and machine.network is None:
         why = f"{machine.name} has no network, so several of them cannot train together"
         return {"machine": machine.name, "fits": False, "why": [why], "remedies": []}
-    tried = [_with_servers(scenario, work, machine, server, placement) for placement in placements]
+    tried = [one for placement in placements for one in _best_of(scenario, spec, work, machine, placement)]
     fitting = [one for one in tried if one.fits]
     if not fitting:
         return {
@@ -128,30 +130,21 @@ def _readers(best: Prediction, work: StepWork) -> dict[str, int]:
     return {"num_readers": num_readers(work, software(), known(SERVER), best.samples_per_s)}
 
 
-def _with_servers(scenario: Scenario, work: StepWork, machine: Machine, server: Machine, placement: PlannedStore) -> Prediction:
-    """One placement on the chosen fleet, with the chosen number of sparse servers, or so many that doubling does not help."""
-    remote = placement == "remote"
-    setup = Setup(
-        placement=placement,
-        batch_size=scenario.batch_size,
-        num_devices=machine.num_devices,
-        num_trainers=scenario.num_trainers,
-        server=server if remote else None,
-        num_sparse_servers=(scenario.num_servers or fewest_servers(work, server)) if remote else 0,
-        num_dense_servers=1 if remote and machine.accelerators is None else 0,
+def _best_of(scenario: Scenario, spec: RunSpec, work: StepWork, machine: Machine, placement: PlannedStore) -> list[Prediction]:
+    """One placement on the chosen fleet, with the chosen number of sparse servers, or with as many as pay off; empty if it is another."""
+    chooser = Chooser(
+        spec=spec,
+        work=work,
+        machine=machine,
+        server=known(SERVER),
+        software=software(),
+        prefer="efficiency",
+        samples_per_s=None,
     )
-
-    def predict_setup(one: Setup) -> Prediction:
-        return predict(work, machine, software(), one, precision=scenario.precision)
-
-    now = predict_setup(setup)
-    while remote and not scenario.num_servers and 2 * now.setup.num_sparse_servers <= MAX_SPARSE_SERVERS:
-        more = predict_setup(dataclasses.replace(now.setup, num_sparse_servers=2 * now.setup.num_sparse_servers))
-        better = (more.samples_per_j or more.samples_per_s) / (now.samples_per_j or now.samples_per_s)
-        if better <= 1.0:
-            break
-        now = more
-    return now
+    counts = {"num_sparse_servers": scenario.num_servers} if scenario.num_servers and placement == "remote" else {}
+    setups = chooser.build(placement, batch_size=scenario.batch_size, num_trainers=scenario.num_trainers, **counts)
+    predicted = [chooser.predict(one) if counts else chooser.with_enough_servers(one) for one in setups]
+    return [min(predicted, key=chooser.rank)] if predicted else []
 
 
 def platform_facts(choice: Choice, work: StepWork) -> dict[str, Any]:
@@ -165,14 +158,13 @@ def platform_facts(choice: Choice, work: StepWork) -> dict[str, Any]:
 
 def facts(one: Prediction) -> dict[str, Any]:
     """A prediction as the page shows it; unknown figures are absent."""
-    setup = one.setup
     found: dict[str, Any] = {
         "machine": one.machine.name,
         "fits": one.fits,
         "placement": placement_title(one),
         "samples_per_s": one.samples_per_s,
         "step_s": one.step_s,
-        "servers": _servers(setup),
+        "servers": servers_text(one.setup),
         "bottlenecks": [{"resource": b.resource, "saved_share": b.saved_share} for b in one.bottlenecks[:3]],
         "memories": memories(one),
     }
@@ -183,11 +175,6 @@ def facts(one: Prediction) -> dict[str, Any]:
     return found
 
 
-def placement_title(one: Prediction) -> str:
-    """Where the tables live."""
-    return store_title(one.setup.placement, has_accelerators=one.machine.accelerators is not None)
-
-
 def memories(one: Prediction) -> list[dict[str, Any]]:
     """Needed and usable bytes of each memory of a set-up."""
     machine, needs, server = one.machine, one.held, one.setup.server
@@ -195,13 +182,8 @@ def memories(one: Prediction) -> list[dict[str, Any]]:
     if machine.accelerators is not None:
         rows.append(("each GPU", needs.device_bytes, machine.accelerators.memory.capacity_bytes))
     rows.append(("system memory", needs.host_bytes, machine.host.memory.capacity_bytes))
+    if machine.disk is not None and machine.disk.capacity_bytes is not None and needs.disk_bytes:
+        rows.append(("the disk", needs.disk_bytes, machine.disk.capacity_bytes))
     if server is not None and one.setup.num_sparse_servers:
         rows.append(("each parameter server", needs.server_bytes, server.host.memory.capacity_bytes))
     return [{"what": what, "needed_bytes": need, "usable_bytes": capacity * USABLE_SHARE} for what, need, capacity in rows]
-
-
-def _servers(setup: Setup) -> str:
-    parts = [f"{setup.num_trainers} trainer" + ("s" if setup.num_trainers > 1 else "")]
-    parts += [f"{setup.num_sparse_servers} sparse"] if setup.num_sparse_servers else []
-    parts += [f"{setup.num_dense_servers} dense"] if setup.num_dense_servers else []
-    return " + ".join(parts)

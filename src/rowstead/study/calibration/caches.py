@@ -64,29 +64,18 @@ class CacheMeasurement:
 
 def cpu_shapes(*, is_short: bool) -> list[tuple[Shape, float]]:
     """Return models for caches on a CPU, with the share of rows that the cache holds."""
-    sizes = [
-        # sparse, batch, rows, width, ids, skew, top MLP, share
-        (8, 128, 10_000, 16, 1, 1.6, (32,), 0.2),  # almost no work
-        (8, 512, 20_000, 16, 8, 1.6, (32,), 0.3),  # many ids, few rows
-        (4, 512, 20_000, 16, 3, 0.0, (32,), 0.1),  # many rows, close together
-        (4, 256, 20_000, 128, 4, 0.2, (32,), 0.1),  # wide ones
-        (4, 256, 150_000, 16, 1, 0.2, (32,), 0.05),  # rows far apart
-        (6, 256, 80_000, 32, 2, 1.0, (32,), 0.1),  # some of each
-        (4, 512, 20_000, 16, 2, 0.3, (512, 512), 0.2),  # steps that take longer than their rows
-        (6, 256, 80_000, 32, 1, 0.9, (1024, 512), 0.1),
+    shapes = [
+        # dense, sparse, batch, rows, width, ids, skew, MLPs, share
+        (Shape(16, 8, 128, 10_000, 16, 1, 1.6, (32,), (32,)), 0.2),  # almost no work
+        (Shape(16, 8, 512, 20_000, 16, 8, 1.6, (32,), (32,)), 0.3),  # many ids, few rows
+        (Shape(16, 4, 512, 20_000, 16, 3, 0.0, (32,), (32,)), 0.1),  # many rows, close together
+        (Shape(16, 4, 256, 20_000, 128, 4, 0.2, (32,), (32,)), 0.1),  # wide ones
+        (Shape(16, 4, 256, 150_000, 16, 1, 0.2, (32,), (32,)), 0.05),  # rows far apart
+        (Shape(16, 6, 256, 80_000, 32, 2, 1.0, (32,), (32,)), 0.1),  # some of each
+        (Shape(16, 4, 512, 20_000, 16, 2, 0.3, (32,), (512, 512)), 0.2),  # steps that take longer than their rows
+        (Shape(16, 6, 256, 80_000, 32, 1, 0.9, (32,), (1024, 512)), 0.1),
     ]
-    if is_short:
-        sizes = sizes[:2] + sizes[6:7]
-    return [
-        (
-            Shape(
-                num_dense=16, num_sparse=sparse, batch_size=batch, num_rows=rows, width=width, mean_ids=ids, skew=skew,
-                bottom=(32,), top=top,
-            ),
-            share,
-        )
-        for sparse, batch, rows, width, ids, skew, top, share in sizes
-    ]  # fmt: skip
+    return shapes[:2] + shapes[6:7] if is_short else shapes
 
 
 def measure_cache(
@@ -206,10 +195,7 @@ def measure_caches(
 
 # On a GPU
 
-FEW = Shape(
-    num_dense=16, num_sparse=4, batch_size=256, num_rows=10_000, width=16, mean_ids=1, skew=1.0, bottom=(16,), top=(16,),
-    precision="tf32",
-)  # fmt: skip
+FEW = Shape(16, 4, 256, 10_000, 16, 1, 1.0, (16,), (16,), "tf32")
 """A model so small that its steps with a cache take only host time."""
 FEW_KEPT = 0.5
 """Share of its rows in the cache."""
@@ -218,24 +204,18 @@ NUM_TURNS_OF_FEW = 2
 
 def gpu_shapes(*, is_short: bool) -> list[tuple[Shape, float]]:
     """Return models for caches on a GPU, with the share of rows that the cache holds; all take longer than the host."""
-    sizes = [
-        # sparse, batch, rows, width, ids, skew, top MLP, share
-        (31, 4096, 200_000, 64, 4, 0.0, (32,), 0.05),  # many cache misses
-        (15, 8192, 200_000, 128, 4, 0.0, (32,), 0.05),  # wide ones
-        (15, 16384, 50_000, 16, 2, 1.6, (1024, 1024), 0.5),  # many ids, few rows
-        (15, 8192, 100_000, 128, 2, 0.0, (4096, 4096, 4096), 0.05),  # steps that take longer than their rows
+    shapes = [
+        # dense, sparse, batch, rows, width, ids, skew, MLPs, share
+        (Shape(16, 31, 4096, 200_000, 64, 4, 0.0, (32,), (32,)), 0.05),  # many cache misses
+        (Shape(16, 15, 8192, 200_000, 128, 4, 0.0, (32,), (32,)), 0.05),  # wide ones
+        (Shape(16, 15, 16384, 50_000, 16, 2, 1.6, (32,), (1024, 1024)), 0.5),  # many ids, few rows
+        (Shape(16, 15, 8192, 100_000, 128, 2, 0.0, (32,), (4096, 4096, 4096)), 0.05),  # steps that take longer than their rows
     ]
     less = 4 if is_short else 1
     return [
-        (
-            Shape(
-                num_dense=16, num_sparse=sparse, batch_size=batch // less, num_rows=rows // less, width=width, mean_ids=ids,
-                skew=skew, bottom=(32,), top=top, precision="tf32",
-            ),
-            share,
-        )
-        for sparse, batch, rows, width, ids, skew, top, share in sizes
-    ]  # fmt: skip
+        (dataclasses.replace(one, batch_size=one.batch_size // less, num_rows=one.num_rows // less, precision="tf32"), share)
+        for one, share in shapes
+    ]
 
 
 def steady_step_s(steps: Steps, seconds: float, *, warm_s: float = 0.0) -> float:

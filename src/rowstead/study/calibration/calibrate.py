@@ -37,10 +37,7 @@ from rowstead.study.calibration.requests import measure_requests
 from rowstead.study.calibration.rows import measure_rows
 from rowstead.study.calibration.steps import Shape, Steps, StepTime
 
-TINY = Shape(
-    num_dense=16, num_sparse=4, batch_size=256, num_rows=1000, width=16, mean_ids=1, skew=1.0, bottom=(16,), top=(16,),
-    precision="tf32",
-)  # fmt: skip
+TINY = Shape(16, 4, 256, 1000, 16, 1, 1.0, (16,), (16,), "tf32")
 """A model so small that its steps on a GPU take only host time."""
 
 SHAPES_PER_ROUND = 3
@@ -55,52 +52,41 @@ def whole_shapes(device: torch.device, *, is_short: bool) -> list[Shape]:
     """Return the models whose whole steps are measured: few and many features, short and long bags, small and large batches."""
     on_gpu = device.type == "cuda"
     more, precision = (8, "tf32") if on_gpu else (1, "fp32")
-    sizes = [
+    shapes = [
         # dense, sparse, batch, rows, width, ids, skew, MLPs
-        (64, 8, 256, 50_000, 32, 4, 0.8, (256, 128), (256,)),
-        (1024, 4, 512, 20_000, 16, 1, 0.0, (512, 512), (512, 256)),
-        (128, 48, 256, 30_000, 64, 8, 1.1, (128,), (256, 64)),
-        (256, 16, 1024, 100_000, 32, 16, 0.5, (256,), (128,)),
-        (2048, 24, 256, 15_000, 128, 2, 1.0, (256, 256), (512, 512)),
-        (512, 96, 128, 10_000, 16, 12, 0.9, (64, 64), (128, 128)),
-        (96, 12, 2048, 30_000, 64, 3, 0.3, (128,), (64, 64)),
-        (64, 24, 128, 200_000, 16, 2, 0.6, (64,), (64,)),
-        (768, 6, 1024, 60_000, 128, 5, 0.4, (1024, 256), (256,)),
-        (3072, 32, 512, 20_000, 32, 6, 0.7, (512,), (1024, 128)),
-        (160, 64, 512, 50_000, 32, 1, 1.2, (256, 256, 128), (512, 256, 128)),
-        (1536, 10, 128, 120_000, 64, 24, 0.2, (1024, 512), (1024,)),
-        (200, 40, 1024, 40_000, 16, 20, 0.8, (512, 128), (256, 256)),
-        (320, 5, 256, 100_000, 32, 1, 0.5, (1024, 1024), (512,)),
+        Shape(64, 8, 256, 50_000, 32, 4, 0.8, (256, 128), (256,)),
+        Shape(1024, 4, 512, 20_000, 16, 1, 0.0, (512, 512), (512, 256)),
+        Shape(128, 48, 256, 30_000, 64, 8, 1.1, (128,), (256, 64)),
+        Shape(256, 16, 1024, 100_000, 32, 16, 0.5, (256,), (128,)),
+        Shape(2048, 24, 256, 15_000, 128, 2, 1.0, (256, 256), (512, 512)),
+        Shape(512, 96, 128, 10_000, 16, 12, 0.9, (64, 64), (128, 128)),
+        Shape(96, 12, 2048, 30_000, 64, 3, 0.3, (128,), (64, 64)),
+        Shape(64, 24, 128, 200_000, 16, 2, 0.6, (64,), (64,)),
+        Shape(768, 6, 1024, 60_000, 128, 5, 0.4, (1024, 256), (256,)),
+        Shape(3072, 32, 512, 20_000, 32, 6, 0.7, (512,), (1024, 128)),
+        Shape(160, 64, 512, 50_000, 32, 1, 1.2, (256, 256, 128), (512, 256, 128)),
+        Shape(1536, 10, 128, 120_000, 64, 24, 0.2, (1024, 512), (1024,)),
+        Shape(200, 40, 1024, 40_000, 16, 20, 0.8, (512, 128), (256, 256)),
+        Shape(320, 5, 256, 100_000, 32, 1, 0.5, (1024, 1024), (512,)),
     ]
     if on_gpu:  # the vectors and widths of the parts: any other pair would compile more kernels, which takes seconds
-        sizes = [
-            (64, 15, 256, 50_000, 16, 8, 0.8, (256, 128), (256,)),
-            (1024, 4, 512, 20_000, 128, 1, 0.0, (512, 512), (512, 256)),
-            (128, 64, 256, 30_000, 128, 8, 1.1, (128,), (256, 64)),
-            (256, 15, 1024, 100_000, 16, 16, 0.5, (256,), (128,)),
-            (2048, 15, 256, 40_000, 128, 1, 1.0, (256, 256), (512, 512)),
-            (512, 127, 128, 10_000, 16, 12, 0.9, (64, 64), (128, 128)),
-            (96, 4, 2048, 30_000, 128, 8, 0.3, (128,), (64, 64)),
-            (768, 31, 512, 80_000, 64, 20, 0.2, (1024, 256), (512,)),
-            (200, 63, 1024, 60_000, 64, 2, 0.7, (256,), (256, 256)),
-            (128, 32, 2048, 40_000, 16, 4, 1.2, (512, 128), (1024, 128)),
+        shapes = [
+            Shape(64, 15, 256, 50_000, 16, 8, 0.8, (256, 128), (256,)),
+            Shape(1024, 4, 512, 20_000, 128, 1, 0.0, (512, 512), (512, 256)),
+            Shape(128, 64, 256, 30_000, 128, 8, 1.1, (128,), (256, 64)),
+            Shape(256, 15, 1024, 100_000, 16, 16, 0.5, (256,), (128,)),
+            Shape(2048, 15, 256, 40_000, 128, 1, 1.0, (256, 256), (512, 512)),
+            Shape(512, 127, 128, 10_000, 16, 12, 0.9, (64, 64), (128, 128)),
+            Shape(96, 4, 2048, 30_000, 128, 8, 0.3, (128,), (64, 64)),
+            Shape(768, 31, 512, 80_000, 64, 20, 0.2, (1024, 256), (512,)),
+            Shape(200, 63, 1024, 60_000, 64, 2, 0.7, (256,), (256, 256)),
+            Shape(128, 32, 2048, 40_000, 16, 4, 1.2, (512, 128), (1024, 128)),
         ]
     if is_short:
-        sizes = sizes[:3]
+        shapes = shapes[:3]
     return [
-        Shape(
-            num_dense=dense,
-            num_sparse=sparse,
-            batch_size=batch * more,
-            num_rows=rows * more,
-            width=width,
-            mean_ids=ids,
-            skew=skew,
-            bottom=bottom,
-            top=top,
-            precision=precision,
-        )
-        for dense, sparse, batch, rows, width, ids, skew, bottom, top in sizes
+        dataclasses.replace(shape, batch_size=shape.batch_size * more, num_rows=shape.num_rows * more, precision=precision)
+        for shape in shapes
     ]
 
 
@@ -246,7 +232,7 @@ def _measure_timings(
         interaction_back=back,
         fp32_interaction_factor=fp32_factor,
         dense_update=update,
-        **{field.name: getattr(rows, field.name) for field in dataclasses.fields(rows)},
+        **rows,
         fills_batch=clock.is_cuda,
         fresh_byte_s=0.0 if clock.is_cuda else hardware.fresh_byte_s(clock, fresh_from),
     )

@@ -20,6 +20,11 @@ FLUSH_BYTES = 16 << 20
 """Assumed bytes that the dense part brings into the CPU caches between two uses of the rows: more than all caches but the last hold."""
 
 
+def quantile(seconds: list[float]) -> float:
+    """The reported quantile of measured times."""
+    return sorted(seconds)[int(QUANTILE * (len(seconds) - 1) + 0.5)]
+
+
 @dataclass
 class Clock:
     """Times work on one device."""
@@ -72,11 +77,7 @@ class Clock:
                 start = now()
                 call()
                 seconds[index].append(now() - start)
-        return [self._quantile(each) for each in seconds]
-
-    @staticmethod
-    def _quantile(seconds: list[float]) -> float:
-        return sorted(seconds)[int(QUANTILE * (len(seconds) - 1) + 0.5)]
+        return [quantile(each) for each in seconds]
 
     def _time_graph(self, call: Call, *, calls_per_graph: int = 8) -> float:
         """Return the seconds per call in a CUDA graph, the median of several replays."""
@@ -101,7 +102,7 @@ class Clock:
             if turn >= 3:
                 seconds.append(begin.elapsed_time(end) * 1e-3 / calls_per_graph)
         del held, graph
-        return self._quantile(seconds)
+        return quantile(seconds)
 
     def free_memory(self) -> None:
         """Release unused memory."""

@@ -79,7 +79,7 @@ def _fit_phases(base: Timings, shapes: Sequence[Shape], parts: Sequence[Parts], 
     works = [step_work(shape.spec("cpu")) for shape in shapes]
     pooled = [shape.batch_size * work.pooled_bytes for shape, work in zip(shapes, works, strict=True)]
     moved = [
-        shape.batch_size * (cost.layer_bytes((*work.bottom, *work.top)) + cost.interaction_in_step_bytes(work))
+        shape.batch_size * (cost.layer_bytes((*work.bottom, *work.top)) + 2.0 * work.pooled_bytes)
         for shape, work in zip(shapes, works, strict=True)
     ]
     phases = [time.phases_s for time in times]
@@ -170,12 +170,11 @@ def take_shorter(one: Any, other: Any) -> Any:
         return min(one, other)
     if isinstance(one, tuple):
         return tuple(map(take_shorter, one, other))
+    if isinstance(one, dict):
+        return {name: take_shorter(value, other[name]) for name, value in one.items()}
     if not dataclasses.is_dataclass(one) or isinstance(one, type):
         return one
-    changed = {
-        field.name: take_shorter(getattr(one, field.name), getattr(other, field.name)) for field in dataclasses.fields(one)
-    }
-    return dataclasses.replace(one, **changed)
+    return dataclasses.replace(one, **take_shorter(vars(one), vars(other)))
 
 
 def nonnegative_least_squares(left: NDArray[np.float64], right: NDArray[np.float64]) -> NDArray[np.float64]:

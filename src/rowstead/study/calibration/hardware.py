@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import mmap
 import os
 import tempfile
@@ -58,23 +59,24 @@ def cache_bytes(device: torch.device) -> float:
 
 def measure_host_link(device: torch.device, source: str) -> Link:
     """Measure copies of several sizes from pinned host memory to a GPU: latency and bandwidth."""
-    seconds = []
-    for num_bytes in LINK_BYTES:
-        here, there = (
-            torch.empty(num_bytes, dtype=torch.uint8).pin_memory(),
-            torch.empty(num_bytes, dtype=torch.uint8, device=device),
-        )
-        seconds.append(_time_copy(lambda h=here, t=there: t.copy_(h, non_blocking=True), device))  # type: ignore[misc]
-    return _fit_link(seconds, source)
+    return _measure_link(lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8).pin_memory(), device, source)
 
 
 def measure_peer_link(source: str) -> Link:
     """Measure copies of several sizes between two GPUs."""
+    make = functools.partial(torch.empty, dtype=torch.uint8, device="cuda:0")
+    return _measure_link(make, torch.device("cuda:1"), source)
+
+
+def _measure_link(make: Callable[[int], torch.Tensor], device: torch.device, source: str) -> Link:
+    """Measure copies of what `make` returns for a number of bytes to a GPU."""
     seconds = []
     for num_bytes in LINK_BYTES:
-        here, there = (torch.empty(num_bytes, dtype=torch.uint8, device=f"cuda:{index}") for index in (0, 1))
-        seconds.append(_time_copy(lambda h=here, t=there: t.copy_(h, non_blocking=True), torch.device("cuda:0")))  # type: ignore[misc]
-    return _fit_link(seconds, source)
+        here, there = make(num_bytes), torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        seconds.append(_time_copy(functools.partial(there.copy_, here, non_blocking=True), device))
+    bandwidth = (LINK_BYTES[-1] - LINK_BYTES[-2]) / max(seconds[-1] - seconds[-2], 1e-9)
+    shown = ", ".join(f"{size:,} bytes {taken * 1e6:.1f} us" for size, taken in zip(LINK_BYTES, seconds, strict=True))
+    return Link(bandwidth_bytes_per_s=bandwidth, latency_s=seconds[0], source=f"{source}; {shown}")
 
 
 def _time_copy(copy: Callable[[], Any], device: torch.device) -> float:
@@ -88,12 +90,6 @@ def _time_copy(copy: Callable[[], Any], device: torch.device) -> float:
         torch.cuda.synchronize(device)
         times.append((time.perf_counter() - start) / 8)
     return sorted(times)[2]
-
-
-def _fit_link(seconds: list[float], source: str) -> Link:
-    bandwidth = (LINK_BYTES[-1] - LINK_BYTES[-2]) / max(seconds[-1] - seconds[-2], 1e-9)
-    shown = ", ".join(f"{size:,} bytes {taken * 1e6:.1f} us" for size, taken in zip(LINK_BYTES, seconds, strict=True))
-    return Link(bandwidth_bytes_per_s=bandwidth, latency_s=seconds[0], source=f"{source}; {shown}")
 
 
 def fresh_byte_s(clock: Clock, from_bytes: float) -> float:

@@ -242,12 +242,12 @@ def _measure_transfers(other: Any) -> MessageCost:
 
 def _measure_averaging(other: Any, addresses: Sequence[str]) -> MessageCost:
     """Measure elastic averaging with a dense server by parameter bytes: send the parameters, add the reply."""
-    from rowstead.fleet.dense_server import DenseServerClient
+    from rowstead.fleet.dense_client import DenseServerClient
     from rowstead.fleet.rpc_client import Client
 
     taken_s: dict[int, float] = {}
     for size, address in zip(AVERAGED_PARAMETERS, addresses, strict=True):
-        dense_server, parameters = DenseServerClient(Client(address, name="trainer-0")), torch.rand(size)
+        dense_server, parameters = DenseServerClient([Client(address, name="trainer-0")]), torch.rand(size)
         dense_server.join(parameters)
 
         def exchange(dense_server: DenseServerClient = dense_server, parameters: torch.Tensor = parameters) -> None:

@@ -6,7 +6,6 @@ Letters: D width, L ids of a bag.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,19 +38,6 @@ BAG_BYTES = {"cpu": 4 << 20, "cuda": 1 << 28}
 """Most pooled bytes of a call that measures bags: on a CPU few enough that the allocator reuses their memory."""
 LEAST_S = 1e-12
 OPTIMIZER = SparseOptimizerSpec()
-
-
-@dataclass(frozen=True, kw_only=True)
-class RowTimes:
-    """The row fields of `Timings`."""
-
-    read_row: Curve
-    bag: Curve
-    lookup_call_s: float
-    update_row: Curve
-    update_id: Curve
-    update_call_s: float
-    plan: Curve | None
 
 
 class RowBenchmark:
@@ -141,8 +127,8 @@ class RowBenchmark:
         return plan, numbers
 
 
-def measure_rows(clock: Clock, free_bytes: int, *, is_short: bool = False) -> RowTimes:
-    """Measure look-ups and updates, within at most a third of the free memory."""
+def measure_rows(clock: Clock, free_bytes: int, *, is_short: bool = False) -> dict[str, Any]:
+    """Measure look-ups and updates, within at most a third of the free memory; returns the fields of `Timings` about rows."""
     kind = clock.device.type
     within = [one for one in WITHIN_BYTES[kind] if 3 * one <= free_bytes] or [WITHIN_BYTES[kind][0]]
     within = within[::2] if is_short else within
@@ -179,12 +165,12 @@ def measure_rows(clock: Clock, free_bytes: int, *, is_short: bool = False) -> Ro
         plan = Curve(axes=(axis,), seconds=tuple(rows.plan_s(num) for num in planned))
     by_row = CurveAxis(name="row_bytes", sizes=tuple(4.0 * width for width in widths))
     by_range = (CurveAxis(name="within_bytes", sizes=tuple(map(float, within)), grows=False), by_row)
-    return RowTimes(
-        read_row=Curve(axes=by_range, seconds=tuple(read)),
-        bag=Curve(axes=(by_row,), seconds=tuple(bags)),
-        lookup_call_s=lookup_call_s,
-        update_row=Curve(axes=by_range, seconds=tuple(updated)),
-        update_id=Curve(axes=(by_row,), seconds=tuple(ids)),
-        update_call_s=update_call_s,
-        plan=plan,
-    )
+    return {
+        "read_row": Curve(axes=by_range, seconds=tuple(read)),
+        "bag": Curve(axes=(by_row,), seconds=tuple(bags)),
+        "lookup_call_s": lookup_call_s,
+        "update_row": Curve(axes=by_range, seconds=tuple(updated)),
+        "update_id": Curve(axes=(by_row,), seconds=tuple(ids)),
+        "update_call_s": update_call_s,
+        "plan": plan,
+    }

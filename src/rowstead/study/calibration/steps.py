@@ -21,8 +21,8 @@ from rowstead.data.batch import Batch, Sparse
 from rowstead.spec.parse import parse
 from rowstead.spec.phases import Phase
 from rowstead.spec.run import RunSpec
-from rowstead.stores.checked import check_batch
-from rowstead.study.calibration import clock
+from rowstead.stores.base import check_batch
+from rowstead.study.calibration.clock import quantile
 from rowstead.study.calibration.machine_speed import MachineSpeed
 from rowstead.training.build import build_model
 from rowstead.training.prefetch import prefetch_rows
@@ -40,7 +40,7 @@ MAX_BATCHES, DRAWN_IDS, NUM_DENSE = 512, 4_000_000, 4
 """Number of batches, limited by their ids; enough that rows are not cached from a recent batch. Batches cycle through `NUM_DENSE` dense inputs."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Shape:
     """A model and its batches, by the sizes that decide how long a step takes."""
 
@@ -201,9 +201,9 @@ class Steps:
             if len(taken) % STEPS_PER_REFERENCE == 0:
                 between()
         return StepTime(
-            step_s=_quantile(taken),
+            step_s=quantile(taken),
             spread=_spread(taken),
-            phases_s={phase: _quantile([one[phase] for one in phases]) for phase in phases[0]},
+            phases_s={phase: quantile([one[phase] for one in phases]) for phase in phases[0]},
         )
 
     def _on_gpu(self, seconds: float) -> StepTime:
@@ -227,15 +227,11 @@ class Steps:
             wait()
             taken.append((time.perf_counter() - start) / count)
             between()
-        return StepTime(step_s=_quantile(taken), spread=_spread(taken), phases_s={})
+        return StepTime(step_s=quantile(taken), spread=_spread(taken), phases_s={})
 
     def close(self) -> None:
         """Close the store."""
         self.stepper.model.store.close()
-
-
-def _quantile(values: list[float]) -> float:
-    return sorted(values)[int(clock.QUANTILE * (len(values) - 1) + 0.5)]
 
 
 def _spread(values: list[float]) -> float:

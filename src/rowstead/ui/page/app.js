@@ -312,7 +312,8 @@ function draw_cards() {
     const { answer } = state[which];
     const box = make('div', { class: 'scenario of-' + which.toLowerCase(), id: 'card-' + which }, make('div', { class: 'name' }, title(which)));
     if (!answer) return box;
-    const { fleet, model } = answer;
+    const { fleet, model, notes } = answer;
+    box.append(...notes.map((text) => make('p', { class: 'note' }, text)));
     if (!fleet.fits) {
       box.append(figure('memory', 'does not fit', fleet.why.join('; '), 'text bad'), figure('tables', bytes(model.table_bytes), count(model.num_parameters) + ' parameters'));
       if (fleet.remedies.length) box.append(make('ol', { class: 'remedies' }, ...fleet.remedies.map((text) => make('li', {}, text))));
@@ -320,14 +321,14 @@ function draw_cards() {
     }
     const full = fleet.memories.map((one) => one.needed_bytes / one.usable_bytes);
     const held = fleet.bottlenecks[0];
-    box.append(
+    box.append(...[
       figure('throughput', count(fleet.samples_per_s), 'samples/s'),
       fleet.watts === undefined ? null : figure('power', watts(fleet.watts), `${trim(fleet.samples_per_j)} samples/J`),
       figure('one step', seconds(fleet.step_s), fleet.servers + (fleet.num_readers === undefined ? '' : `, ${fleet.num_readers} reader${fleet.num_readers > 1 ? 's' : ''}`)),
       figure('memory', percent(Math.max(...full)) + ' full', `tables ${bytes(model.table_bytes)}, in ${fleet.placement}`),
       figure('bottleneck', held?.resource ?? '', held ? `if twice as fast: ${Math.round(100 * held.saved_share)} % shorter steps` : '', 'text'),
       figure('per example', count(model.ids_per_sample) + ' ids', `${count(model.flops_per_sample)} operations`, 'text'),
-    );
+    ].filter(Boolean));
     return box;
   });
   by('cards').replaceChildren(...rows);
