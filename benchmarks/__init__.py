@@ -1,1 +1,1 @@
-"""One file a question: `python -m benchmarks.NAME [--quick] [--json]`."""
+"""One file per question: `python -m benchmarks.NAME [--quick] [--json]`."""

@@ -9,8 +9,8 @@ Measured in turns, several rounds of each, medians:
 - `ram`: the same work with all rows in RAM.
 - reads of one record each, of random rows of the same file, nothing else to do, for several numbers of reads in flight, of which
   the best counts.
-- `ssd`: with the next batches announced, as training does it, and steps back to back. The first and last steps of a round, in
-  which nothing was announced yet or is announced any more, do not count.
+- `ssd`: with the next batches prefetched, as in training, and steps back to back. The first and last steps of a round, in
+  which nothing is prefetched, do not count.
 
 The work is look-up + update (`tables`) and the whole training step with M1's MLPs (`step`). `possible` is the lesser of the rate
 of `ram` and the rate at which the disk alone could read what the cache misses. It leaves out what the disk also has to do: every

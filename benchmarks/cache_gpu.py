@@ -5,11 +5,11 @@ Every batch is drawn before and used once by each contender. Contenders take tur
 stretch warm it up, the others count from the end of the one before, and figures are medians of steps, or of means over 16 steps where
 rows come in for up to 8 at a time, so that some steps have more beside them than others.
 
-`rowstead_device` keeps all rows in GPU memory, `rowstead_cached` a tenth, announced ahead as `rowstead train` does,
+`rowstead_device` keeps all rows in GPU memory, `rowstead_cached` a tenth, prefetched as `rowstead train` does,
 `rowstead_host` none. Rows of batches under way are there besides; where those are more, `kept_share` says how many stay. The peers are FBGEMM's
-MANAGED_CACHING with a cache of the same share, and its MANAGED, under the same dense part as in `benchmarks.step`; nothing is announced to
+MANAGED_CACHING with a cache of the same share, and its MANAGED, under the same dense part as in `benchmarks.step`; nothing is prefetched for
 them, as by their defaults. The bus time of a step is the larger of the bytes that we brought in and wrote back, over
-the rate of a long copy from page-locked memory, measured by this command.
+the rate of a long copy from pinned memory, measured by this command.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from rowstead.training.step import Stepper
 
 CACHE_SHARE = 0.1
 NUM_ROWS = 500_000
-FBGEMM_PLACES = {"caching": "MANAGED_CACHING", "managed": "MANAGED"}
+FBGEMM_LOCATIONS = {"caching": "MANAGED_CACHING", "managed": "MANAGED"}
 STRETCHES = 2
 TWO_SETS = 16
 """Steps within which rows of small batches come in about twice."""
@@ -89,7 +89,7 @@ def cases(quick: bool) -> list[Case]:
 
 
 def bus_bytes_per_s() -> dict[str, float]:
-    """Rates of long copies between page-locked memory and the GPU."""
+    """Rates of long copies between pinned memory and the GPU."""
     here = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
     there = torch.empty_like(here, device="cuda")
     rates = {}
@@ -120,11 +120,11 @@ def timed(steps: Iterator[None]) -> list[float]:
 
 
 class Ours:
-    """A model of ours that trains on announced batches."""
+    """A model of ours that trains on prefetched batches."""
 
-    def __init__(self, case: Case, place: str) -> None:
+    def __init__(self, case: Case, memory: str) -> None:
         spec = case.model.spec()
-        self.store = store_of(case, place)
+        self.store = store_of(case, memory)
         with torch.random.fork_rng(devices=[]):
             model = DLRM(spec.model, spec.features, self.store).cuda()
         self.stepper = Stepper(model, spec.train, total_steps=1_000_000)
@@ -143,13 +143,13 @@ class Ours:
                 losses.pop(0)()
 
 
-def store_of(case: Case, place: str) -> Any:
-    """The tables of a case, where `place` says."""
+def store_of(case: Case, memory: str) -> Any:
+    """The tables of a case, in `memory`."""
     spec = case.model.spec()
     layout, optimizer = layout_of(spec.features, spec.tables), spec.train.sparse_optimizer
-    if place == "device":
+    if memory == "device":
         return DeviceStore(layout, optimizer, device="cuda", check=False)
-    share = CACHE_SHARE if place == "cached" else 0.0
+    share = CACHE_SHARE if memory == "cached" else 0.0
     num_slots = {table.name: int(share * table.num_rows) for table in spec.tables}
     return CachedStore(
         layout,
@@ -162,12 +162,12 @@ def store_of(case: Case, place: str) -> Any:
 
 
 class Peers:
-    """The same over FBGEMM's tables in a place of its own choice of names."""
+    """The same over FBGEMM's tables in the memory that it calls by another name."""
 
-    def __init__(self, case: Case, place: str) -> None:
+    def __init__(self, case: Case, memory: str) -> None:
         shape = case.model.shape
         self.tables = fbgemm_tables(
-            shape.num_tables, shape.num_rows, shape.width, "cuda", place=FBGEMM_PLACES[place], cache_share=CACHE_SHARE
+            shape.num_tables, shape.num_rows, shape.width, "cuda", location=FBGEMM_LOCATIONS[memory], cache_share=CACHE_SHARE
         )
         net = PeerNet(case.model).cuda()
         self.optimizer = torch.optim.Adagrad(net.parameters(), lr=0.01)
@@ -192,7 +192,7 @@ def means(values: Sequence[float], count: int) -> list[float]:
 
 
 def measure(case: Case, contenders: Sequence[str], rates: dict[str, float], made: dict[str, Any]) -> dict[str, Any]:
-    """One row: seconds a step of each contender, and what crossed the bus for ours; `made` keeps them for another skew."""
+    """One row: seconds per step of each contender, and what crossed the bus for ours; `made` keeps them for another skew."""
     each = case.steps // STRETCHES
     stretches = [[case.draw() for _ in range(case.warmups + each)] for _ in range(STRETCHES)]
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
@@ -201,8 +201,8 @@ def measure(case: Case, contenders: Sequence[str], rates: dict[str, float], made
     for stretch in stretches:
         for name in contenders:
             if name not in made:
-                kind, _, place = name.partition("_")
-                made[name] = Ours(case, place) if kind == "rowstead" else Peers(case, place)
+                kind, _, memory = name.partition("_")
+                made[name] = Ours(case, memory) if kind == "rowstead" else Peers(case, memory)
             warmups, store = case.warmups, getattr(made[name], "store", None)
             batches = stretch
             if name in ("fbgemm_managed", "rowstead_host"):  # slow, and nothing to warm up but a compiler

@@ -87,12 +87,12 @@ def timed(work: Work, store: EmbeddingStore, rows: FileRows | None, batches: Seq
         return np.array([time.perf_counter(), *told, psutil.Process().io_counters().read_bytes], np.float64)
 
     before = after = facts()
-    for place, batch in enumerate(prefetched(store, batches, store.batches_ahead)):
-        if place == EDGE:
+    for index, batch in enumerate(prefetched(store, batches, store.batches_ahead)):
+        if index == EDGE:
             before = facts()
-        if place == len(batches) - EDGE:
+        if index == len(batches) - EDGE:
             after = facts()
-        work(store, batch, number + place)
+        work(store, batch, number + index)
     return Round(*((after - before) / (len(batches) - 2 * EDGE)).tolist())
 
 
@@ -150,12 +150,12 @@ def ssd_store(model: Model, folder: str, ram: DeviceStore) -> tuple[CachedStore,
     num_slots = {table.name: int(table.num_rows * CACHED) for table in layout.tables}
     store = CachedStore(layout, spec.train.sparse_optimizer, num_slots=num_slots, backing=backing, seed=spec.seed)
     (rows,) = opened
-    if not rows.direct:
+    if not rows.file.direct:
         rows.close()
         raise SystemExit(f"`{folder}` has no direct I/O, so the page cache would hide the disk: name another by `--folder`")
     first = 0
     for values, state in zip(ram.weights, ram.row_states, strict=True):
-        rows.write_range(first, [values.detach(), *state.values()])
+        rows.write(torch.arange(first, first + len(values)), [values.detach(), *state.values()])
         first += len(values)
     return store, rows
 
@@ -168,8 +168,8 @@ def warm(store: CachedStore, shape: CriteoLike, work: Work, model: Model, num_st
         store.lookup(shape.of_ranks(first, last, "cpu"))
     for start in range(0, num_steps, STEPS):
         batches = [model.draw("cpu") for _ in range(STEPS)]
-        for place, batch in enumerate(prefetched(store, batches, store.batches_ahead)):
-            work(store, batch, start + place + 1)
+        for index, batch in enumerate(prefetched(store, batches, store.batches_ahead)):
+            work(store, batch, start + index + 1)
 
 
 def measure(shape: CriteoLike, options: argparse.Namespace) -> list[dict[str, Any]]:

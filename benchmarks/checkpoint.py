@@ -30,7 +30,7 @@ from rowstead.spec.row_optimizers import SparseOptimizerSpec
 from rowstead.spec.train import CheckpointFormat, TrainSpec
 from rowstead.stores.device import DeviceStore
 from rowstead.training.checkpoint import load, save
-from rowstead.training.checkpoint_changes import CheckpointChanges
+from rowstead.training.checkpoint_increment import CheckpointChanges
 
 SHAPE = CriteoLike("criteo-like", num_tables=4, num_rows=500_000, width=32, num_ids=1, batch_size=2048)
 QUICK = dataclasses.replace(SHAPE, num_tables=2, num_rows=50_000, batch_size=512)
@@ -82,9 +82,9 @@ def measure(shape: CriteoLike, folder: Path) -> tuple[list[dict[str, Any]], dict
             assert increment is not None
             touched = sum(rows_of.count for rows_of in increment.touched.values())
             row: dict[str, Any] = {"increment": number, "touched_share": touched / (shape.num_rows * shape.num_tables)}
-            for place, encoding in enumerate(FORMATS):
+            for index, encoding in enumerate(FORMATS):
                 of_format = dataclasses.replace(increment, encoding=encoding)
-                path, row[f"{encoding}_s"] = _saved(run, folder, 3 * number + place, of_format)
+                path, row[f"{encoding}_s"] = _saved(run, folder, 3 * number + index, of_format)
                 row[f"{encoding}_bytes"] = _bytes_in(path)
                 row[f"full_over_{encoding}"] = full_bytes / row[f"{encoding}_bytes"]
                 if encoding == "exact":

@@ -151,7 +151,7 @@ def rowstead(store: EmbeddingStore) -> Contender:
 class Replayed:
     """A call that was captured in a CUDA graph over memory of its own, into which ids are copied first.
 
-    The gradient is one that was there at capture: in a captured step the backward pass before it writes it to the same place.
+    The gradient is one that was there at capture: in a captured step the backward pass before it writes it to the same address.
     """
 
     def __init__(self, call: Work, sparse: Sparse, grad: Tensor, ids_dtype: torch.dtype) -> None:
@@ -270,8 +270,8 @@ def seconds_of(shape: Shape, contenders: dict[str, Contender], device: str, repe
         for way, some in {"": contenders, "_device": on_device}.items() if device == "cuda" else (("", contenders),):
             names = list(some)
             for which in ("lookup", "both"):
-                for place in range(len(names)):
-                    name = names[(turn + place) % len(names)]
+                for offset in range(len(names)):
+                    name = names[(turn + offset) % len(names)]
                     if device == "cpu":
                         settle_cpu()
                     calls = [partial(getattr(some[name], which), sparse, grad) for sparse in draws]

@@ -9,7 +9,7 @@ of Hogwild's second thread is measured as in benchmarks.hogwild.
 On a GPU: the steps of M3 with its tables shrunk, batches that are in memory already. `device` keeps the tables in GPU memory;
 `remote` in two sparse servers on this machine's CPU, as the study did that found M3's tables too large for a GPU server: pooled vectors
 and their gradients cross the wire, and the bus. The look-ups of the next batches are under way meanwhile (`staleness`). Beside the rates
-stands what keeps the remote one busy: the share of the time that the servers computed, the bytes on the wire a second, and the share of the
+stands what keeps the remote one busy: the share of the time that the servers computed, the bytes per second on the wire, and the share of the
 time that the trainer waited for answers.
 """
 
@@ -169,7 +169,7 @@ def servers() -> Iterator[list[tuple[str, psutil.Process]]]:
 
 
 def stepped(store: Any, device: str, num_steps: int) -> float:
-    """Seconds a step, batches announced as `rowstead train` does it."""
+    """Seconds per step, with batches prefetched as in `rowstead train`."""
     spec = M3.spec()
     with torch.random.fork_rng(devices=[]):
         model = DLRM(spec.model, spec.features, store).to(device)
@@ -177,7 +177,7 @@ def stepped(store: Any, device: str, num_steps: int) -> float:
     batches = [M3.draw(device) for _ in range(GPU_BATCHES)]
     for _, batch, _ in prefetch_rows(((batch, batch, {}) for batch in batches), store):
         stepper.step(batch, 1)
-    many = ((batches[place % GPU_BATCHES], batches[place % GPU_BATCHES], {}) for place in range(num_steps))
+    many = ((batches[index % GPU_BATCHES], batches[index % GPU_BATCHES], {}) for index in range(num_steps))
     start = time.perf_counter()
     for number, (_, batch, _) in enumerate(prefetch_rows(many, store), start=2):
         stepper.step(batch, number)
@@ -192,7 +192,7 @@ def remote_rows(device: str, num_steps: int) -> list[dict[str, Any]]:
     step_s = stepped(DeviceStore(layout, optimizer, device=device, check=False), device, num_steps)
     rows: list[dict[str, Any]] = [{"tables": "device", "samples_per_s": size / step_s, "step_ms": 1e3 * step_s}]
     print(
-        f"tables in the device's memory: {1e3 * step_s:.1f} ms a step; starting {NUM_SERVERS} servers",
+        f"tables in the device's memory: {1e3 * step_s:.1f} ms per step; starting {NUM_SERVERS} servers",
         file=sys.stderr,
         flush=True,
     )
@@ -224,7 +224,7 @@ def remote_rows(device: str, num_steps: int) -> list[dict[str, Any]]:
                     "waiting_share": used["waited_s"] * per_step / step_s,
                 }
             )
-            print(f"{rows[-1]['tables']}: {1e3 * step_s:.1f} ms a step", file=sys.stderr, flush=True)
+            print(f"{rows[-1]['tables']}: {1e3 * step_s:.1f} ms per step", file=sys.stderr, flush=True)
             far.close()
     return rows
 

@@ -31,7 +31,7 @@ from rowstead.fleet.build import resolve_fleet
 from rowstead.fleet.fork_server import ForkServer, serve_forks
 from rowstead.fleet.local_process import GRACE_S, POLL_INTERVAL_S, STOP_SIGNAL, install_stop_handlers, role_environment
 from rowstead.fleet.partition import partition_tables
-from rowstead.fleet.reader_server import serve_reader
+from rowstead.fleet.reader_server import build_reader_server
 from rowstead.fleet.role_usage import RoleSampler
 from rowstead.fleet.roles import SAMPLE_EVERY_S, run_role
 from rowstead.fleet.roster import RoleFiles, report_ready
@@ -342,31 +342,15 @@ def run_drawn_role(kind: RoleKind, folder: Path, number: int, incarnation: int) 
         return run_role(kind, folder, number, incarnation)
     is_stop_requested = install_stop_handlers()
     exit_with_launcher(STOP_SIGNAL, GRACE_S)
-    files = RoleFiles(folder, kind, number)
-    samplers: list[RoleSampler] = []
-
-    def start_sampling(facts: Any) -> None:
-        samplers.append(RoleSampler(files.usage, facts, incarnation=incarnation, interval_s=SAMPLE_EVERY_S))
-        samplers[0].__enter__()
-
-    spec = RunFolder(folder).read_spec()
-    serve_reader(
-        drawn_for(folder),
-        folder,
-        number,
-        num_readers=1,
-        batch_size=spec.train.batch_size,
-        until=is_stop_requested,
-        ready=lambda address: report_ready(folder, kind, number, address, incarnation),
-        start_sampling=start_sampling,
-    )
-    samplers[0].__exit__()
+    usage, batch_size = RoleFiles(folder, kind, number).usage, RunFolder(folder).read_spec().train.batch_size
+    with (
+        build_reader_server(drawn_for(folder), folder, number, num_readers=1, batch_size=batch_size) as server,
+        RoleSampler(usage, server.status, incarnation=incarnation, interval_s=SAMPLE_EVERY_S),
+    ):
+        report_ready(folder, kind, number, server.address, incarnation)
+        server.serve(is_stop_requested)
     return 0
 
 
 if __name__ == "__main__":
-    from rowstead.fleet import dense_server as dense_server
-    from rowstead.fleet import sparse_server as sparse_server
-    from rowstead.fleet import trainer as trainer  # all that roles need is imported before
-
     serve_forks(Path(sys.argv[1]), run_drawn_role)

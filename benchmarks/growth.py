@@ -1,4 +1,4 @@
-"""How do samples a second grow or fall with batch size, ids a bag, width of rows and number of tables?
+"""How do samples per second grow or fall with batch size, ids per bag, width of rows and number of tables?
 
 Each axis leaves all else as in M1 (30 tables, rows of 64, 28 ids a bag, its MLPs; batches of 200 and 100,000 rows a table on a
 CPU, 1600 and 1,000,000 on a GPU). Two figures a point: look-up + row-wise Adagrad as called, and the whole training step,
@@ -91,7 +91,7 @@ def measure_axis(axis: Axis, device: str, rates: Rates, rounds: int) -> list[dic
 
 
 def measure(model: Model, built: DLRM, device: str, rates: Rates, rounds: int) -> dict[str, float]:
-    """Samples a second at one point, ours and at the floor."""
+    """Samples per second at one point, ours and at the floor."""
     size, shape = model.shape.batch_size, model.shape
     with OtherLoad() as others:
         embedding_s = embedding_seconds(model, built, device, rounds)
@@ -135,7 +135,7 @@ STYLE = """
 WIDTH, HEIGHT, TOP, BOTTOM, PANEL = 820, 380, 84, 318, 300
 
 Panel = tuple[str, str, list[float], list[float]]
-"""Its title, what limits it, and samples a second: ours and at the limit."""
+"""Its title, what limits it, and samples per second: ours and at the limit."""
 
 
 def draw(axis: Axis, rows: Sequence[dict[str, Any]], where: str) -> str:
@@ -147,10 +147,10 @@ def draw(axis: Axis, rows: Sequence[dict[str, Any]], where: str) -> str:
             ("step", "whole training step", "bandwidth and arithmetic"),
         )
     ]
-    body = [f'<text class="title" x="20" y="26">M1 over {axis.title}: samples a second on {where}, log scales</text>']
-    for place, panel in enumerate(panels):
-        body += _panel(axis, panel, left=76 + place * (PANEL + 110))
-    about = f"Samples a second over {axis.title}, ours and the limit: look-up with update, and the whole training step"
+    body = [f'<text class="title" x="20" y="26">M1 over {axis.title}: samples per second on {where}, log scales</text>']
+    for index, panel in enumerate(panels):
+        body += _panel(axis, panel, left=76 + index * (PANEL + 110))
+    about = f"Samples per second over {axis.title}, ours and the limit: look-up with update, and the whole training step"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
         f'role="img" aria-label="{about}">\n<style>{STYLE}</style>\n' + "\n".join(body) + "\n</svg>\n"
@@ -190,8 +190,8 @@ def log_ticks(low: float, high: float) -> list[float]:
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     steps = (1, 2, 5) if last - first <= 3 else (1,)
     ticks = [step * 10.0**power for power in range(first, last + 1) for step in steps]
-    start = max(place for place, tick in enumerate(ticks) if tick <= low)
-    end = min(place for place, tick in enumerate(ticks) if tick >= high and place > start)
+    start = max(index for index, tick in enumerate(ticks) if tick <= low)
+    end = min(index for index, tick in enumerate(ticks) if tick >= high and index > start)
     return ticks[start : end + 1]
 
 

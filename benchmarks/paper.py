@@ -17,13 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import arguments, publish
+from benchmarks.production import read_shape
+from rowstead.plan.choose import fewest_servers
 from rowstead.plan.predict import Prediction, predict
 from rowstead.plan.setup import Setup, fewest_devices
 from rowstead.plan.work import StepWork, step_work
 from rowstead.spec.catalogue import load_machine, load_software
 from rowstead.spec.machine import Machine
 from rowstead.spec.parse import parse
-from rowstead.spec.run import RunSpec, load_recipe
+from rowstead.spec.run import RunSpec
 from rowstead.spec.software import Software
 from rowstead.spec.stores import PlannedStore
 
@@ -74,8 +76,8 @@ def machines() -> tuple[Machine, Machine, Machine]:
 
 @functools.cache
 def work_of(name: str) -> StepWork:
-    """What a step of a shipped recipe asks for."""
-    return step_work(load_recipe(name))
+    """What a step of a production model asks for, with the mean hash size and length for every feature."""
+    return step_work(read_shape(name))
 
 
 @functools.cache
@@ -141,10 +143,10 @@ def cell(num_dense: int, num_sparse: int, software: Software) -> dict[str, float
     }
 
 
-def production(name: str, software: Software) -> tuple[Prediction, Prediction]:
+def production(name: str, software: Software, work: StepWork | None = None) -> tuple[Prediction, Prediction]:
     """A production model on its CPU fleet, and on one Big Basin with all GPUs, each with its own batch."""
     cpu, big_basin, _ = machines()
-    work, fleets = work_of(name), FLEETS[name]
+    work, fleets = work or work_of(name), FLEETS[name]
     of_cpus = Setup(
         placement="remote",
         batch_size=CPU_BATCH,
@@ -173,6 +175,22 @@ def placed(
     remote = {"num_sparse_servers": num_remote, "server": cpu, "in_flight": in_flight} if place == "remote" else {}
     setup = Setup(placement=place, batch_size=batch_size, num_devices=machine.num_devices, **remote)  # type: ignore[arg-type]
     return predict(work, machine, software, setup)
+
+
+def fig1(software: Software) -> dict[str, dict[str, float]]:
+    """Samples a second of each production model on one CPU trainer, on Big Basin and on Zion, with the placement that the study names."""
+    cpu, big_basin, zion = machines()
+    found = {}
+    for name, fleets in FLEETS.items():
+        work = work_of(name)
+        one = on_cpu(work, software, num_sparse=fewest_servers(work, cpu))
+        found[name] = {cpu.name: one.samples_per_s} | {
+            machine.name: placed(
+                work, machine, place, fleets.batch_size, software, fleets.num_remote, fleets.in_flight
+            ).samples_per_s
+            for machine, place in ((big_basin, fleets.place), (zion, "host"))
+        }
+    return found
 
 
 def placements(software: Software) -> dict[str, dict[str, float]]:
@@ -253,6 +271,19 @@ def main() -> None:
                 "gpu_bottleneck": gpu.bottlenecks[0].resource,
             }
         )
+    for name, speeds in fig1(software).items():
+        cpu_speed, basin_speed, zion_speed = speeds.values()
+        rows.append(
+            {
+                "fig1": name,
+                "cpu_samples_per_s": cpu_speed,
+                "bigbasin_samples_per_s": basin_speed,
+                "zion_samples_per_s": zion_speed,
+                "bigbasin_over_cpu": basin_speed / cpu_speed,
+                "zion_over_bigbasin": zion_speed / basin_speed,
+            }
+        )
+    summary["fig1_rising_models"] = sum(a < b < c for a, b, c in (speeds.values() for speeds in fig1(software).values()))
     for machine, of_place in placements(software).items():
         rows.append({"m2_on": machine, **{f"{place}_samples_per_s": figure for place, figure in of_place.items()}})
     if software.name == "operators-2020" and FITS.exists():

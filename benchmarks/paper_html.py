@@ -24,8 +24,8 @@ from pathlib import Path
 from benchmarks.paper_item import Item
 from benchmarks.paper_items import items
 from rowstead.records.store import Contents, RunStore
-from rowstead.report.describe import TextTable
 from rowstead.report.html import Section, page_of, table_html
+from rowstead.report.theme import TextTable
 from rowstead.spec.catalogue import MACHINE_VARIABLE, load_software
 
 ROOT = Path(__file__).parent.parent
@@ -35,7 +35,7 @@ SWEEPS = ("fig5", "fig9", "fig10", "fig11", "fig12", "fig13", "fig14", "fig15")
 HERE_FILE = "here.yaml"
 """This machine as it was measured, by which it is predicted."""
 QUALITY = "paper-quality"
-"""The shipped quality study, or a recipe around which one is made."""
+"""The shipped quality study."""
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,8 @@ def commands(chosen: Sequence[str], runs: Path = RUNS) -> list[Command]:
     made = [] if (runs / HERE_FILE).is_file() else [Command("machine", ("calibrate", "--out", str(runs / HERE_FILE)))]
     made += [Command(name, ("sweep", name, "--quick", "--runs", str(runs))) for name in SWEEPS]
     made.append(Command("fig9", ("sweep", "fig9", "--predict-only", "--runs", str(runs))))
-    made.append(Command("quality", ("quality", _quality(), "--quick", "--runs", str(runs))))
+    made.append(Command("quality", ("quality", QUALITY, "--quick", "--runs", str(runs))))
     return [one for one in made if one.name in chosen or (one.name == "machine" and set(chosen) & set(SWEEPS))]
-
-
-def _quality() -> str:
-    from rowstead.spec.quality import QUALITY as FOLDER
-
-    return QUALITY if (FOLDER / f"{QUALITY}.yaml").is_file() else "quickstart"
 
 
 def measure(chosen: Sequence[str], runs: Path) -> int:
@@ -86,7 +80,14 @@ def page(contents: Contents) -> str:
     """The whole page."""
     software = load_software("operators-2020")
     found = items(contents, software)
-    sections = [Section(key="about", title="In short", blocks=[table_html(_summary(found))], words=ABOUT)]
+    sections = [
+        Section(
+            key="about",
+            title="In short",
+            blocks=[_count(found), table_html(_summary(found)), table_html(_misses(found))],
+            words=ABOUT,
+        )
+    ]
     sections += [_section(item) for item in found]
     bad = f" {contents.num_bad_lines:,} lines of the store could not be read." if contents.num_bad_lines else ""
     return page_of(
@@ -119,10 +120,20 @@ def _summary(found: Sequence[Item]) -> TextTable:
     return TextTable("The study's figures", ("of the study", "measured here", "predicted", "agrees"), rows)
 
 
+def _count(found: Sequence[Item]) -> str:
+    said = [holds for item in found for _, holds in item.said]
+    return f"<p>Of {len(said)} statements of the study that can be checked, {sum(said)} hold of our figures and {len(said) - sum(said)} do not.</p>"
+
+
+def _misses(found: Sequence[Item]) -> TextTable:
+    rows = tuple((item.title.partition(":")[0], text) for item in found for text, holds in item.said if not holds)
+    return TextTable("What does not hold, with its size", ("of the study", "ours"), rows)
+
+
 def _section(item: Item) -> Section:
     blocks = [f"<p><strong>The study:</strong> {html.escape(item.paper)}</p>"]
     after = f"<p><strong>Ours beside it:</strong> {html.escape(item.differs)}</p>"
-    return Section(key=item.key, title=item.title, blocks=[*blocks, after], figures=item.figures, tables=item.tables)
+    return Section(key=item.key, title=item.title, blocks=[*blocks, after], charts=item.figures, tables=item.tables)
 
 
 def main() -> int:

@@ -11,8 +11,7 @@ from rowstead.records.store import Contents
 from rowstead.records.studies import machine_of
 from rowstead.report import charts_studies
 from rowstead.report.charts_studies import MEASURED, Cell, Study, StudyAxis
-from rowstead.report.describe import TextTable
-from rowstead.report.theme import Figure
+from rowstead.report.theme import Chart, TextTable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +26,9 @@ class Item:
     """One honest sentence, or a few, made from the figures."""
     verdict: str
     """`yes`, `partly`, `no`, or `not measured`."""
-    figures: Sequence[Figure] = ()
+    said: Sequence[tuple[str, bool]] = ()
+    """Statements of the study as they hold of our figures or not, for the count on the page."""
+    figures: Sequence[Chart] = ()
     tables: Sequence[TextTable] = ()
     measured_words: str = "not measured"
     predicted_words: str = ""
@@ -89,12 +90,12 @@ def predicted_lines(name: str, axis_name: str, series: Mapping[str, Mapping[obje
     )
 
 
-def renamed(figure: Figure, key: str, title: str, **changes: Any) -> Figure:
+def renamed(figure: Chart, key: str, title: str, **changes: Any) -> Chart:
     """The same figure under another name."""
     return dataclasses.replace(figure, key=key, title=title, **changes)
 
 
-def side_by_side(key: str, measured: Study | None, predicted: Study) -> list[Figure]:
+def side_by_side(key: str, measured: Study | None, predicted: Study) -> list[Chart]:
     """The figure of what was measured, where there is one, and that of the predictions."""
     drawn = charts_studies.draw_study(measured)[:4] if measured is not None else []
     made = [renamed(one, f"{key}-measured-{n}", one.title if n else "Measured here") for n, one in enumerate(drawn)]
@@ -113,6 +114,7 @@ def item_of(
         paper=paper,
         differs=checks.words + note,
         verdict=checks.verdict,
+        said=checks.said,
         figures=side_by_side(key, measured, predicted),
         measured_words=size_of(measured),
         predicted_words=in_short,

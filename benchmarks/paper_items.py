@@ -6,7 +6,7 @@ import itertools
 import statistics
 from dataclasses import dataclass
 
-from benchmarks.paper import TABLE3, on_cpu, production
+from benchmarks.paper import TABLE3, fig1, on_cpu, production
 from benchmarks.paper_item import Checks, Item, line, measured_of, renamed, size_of
 from benchmarks.paper_page import PAPER_EFFICIENCY
 from benchmarks.paper_sweeps import batch_size, dense_and_sparse, hash_size, mlp, places, power
@@ -15,8 +15,7 @@ from rowstead.plan.work import step_work
 from rowstead.records.store import Contents, StoreEntry
 from rowstead.records.studies import newest, quality_effects
 from rowstead.report import charts_populations, charts_searches, charts_studies, charts_tables
-from rowstead.report.describe import TextTable
-from rowstead.report.theme import Figure, axis, bars, layout, thinned, violin
+from rowstead.report.theme import Chart, TextTable, axis, bars, layout, thinned, violin
 from rowstead.spec.catalogue import HERE, load_machine
 from rowstead.spec.run import load_recipe
 from rowstead.spec.sizes import format_bytes
@@ -28,13 +27,14 @@ from rowstead.study.points import points_of
 def items(contents: Contents, software: Software) -> list[Item]:
     """All of them, in the order of the study."""
     return [
-        power(software),
+        platform_throughput(software),
         platforms(),
         models(),
         use(contents, software),
         features(),
         servers(contents),
         dense_and_sparse(contents, software),
+        power(software),
         batch_size(contents, software),
         hash_size(contents, software),
         mlp(contents, software),
@@ -42,6 +42,63 @@ def items(contents: Contents, software: Software) -> list[Item]:
         production_models(software),
         quality(contents),
     ]
+
+
+def platform_throughput(software: Software) -> Item:
+    """Fig. 1: throughput of the production models on the CPU system, Big Basin and Zion, each with its placement."""
+    found = fig1(software)
+    checks = Checks()
+    for name, speeds in found.items():
+        cpu, basin, zion = speeds.values()
+        checks.add(
+            f"{name.upper()} rises {basin / cpu:.1f}-fold from one CPU trainer to Big Basin and {zion / basin:.2f}-fold from there to Zion",
+            cpu < basin < zion,
+        )
+    gains = {name: speeds["zion-prototype"] / speeds["cpu-2s"] for name, speeds in found.items()}
+    shown = ", ".join(f"{name.upper()} {gain:.1f}-fold" for name, gain in gains.items())
+    checks.add(f"from CPU to Zion the gain is {shown}", min(gains, key=gains.__getitem__) == "m3")
+    names = {"cpu-2s": "CPU server", "bigbasin-32": "Big Basin", "zion-prototype": "Zion prototype"}
+    traces = [
+        bars(
+            title,
+            [one.upper() for one in found],
+            [speeds[machine] / speeds["cpu-2s"] for speeds in found.values()],
+            place,
+            hovertemplate="%{x}: %{y:.1f}<extra>" + title + "</extra>",
+        )
+        for place, (machine, title) in enumerate(names.items())
+    ]
+    rows = tuple(
+        (
+            name.upper(),
+            *(f"{speeds[machine]:,.0f}" for machine in names),
+            f"{speeds['zion-prototype'] / speeds['bigbasin-32']:.2f}",
+        )
+        for name, speeds in found.items()
+    )
+    return Item(
+        key="fig1",
+        title="Fig. 1: relative throughput of the production models on CPU servers, Big Basin and Zion",
+        paper="Throughput rises from CPU servers to Big Basin to Zion; by how much depends on the model, and M3 gains least, because of its memory. On Big Basin M1 and M2 are in GPU memory and M3 on remote CPUs; on Zion all three are in system memory. No numbers are printed.",
+        differs=checks.words,
+        verdict=checks.verdict,
+        said=checks.said,
+        figures=[
+            Chart(
+                key="fig1",
+                title="Predicted: throughput over one CPU trainer with its parameter servers",
+                words="Each model with its placement and the batch of Table III, software of 2020.",
+                traces=traces,
+                layout=layout(axis("", type="category"), axis("times one CPU trainer", rangemode="tozero"), barmode="group"),
+            )
+        ],
+        tables=[TextTable("Samples per second, predicted", ("model", *names.values(), "Zion over Big Basin"), rows)],
+        measured_words="no such machines at hand",
+        predicted_words=", ".join(
+            f"{name.upper()} {speeds['zion-prototype'] / speeds['bigbasin-32']:.2f} Zion over Big Basin"
+            for name, speeds in found.items()
+        ),
+    )
 
 
 def platforms() -> Item:
@@ -121,7 +178,7 @@ def models() -> Item:
         key="models",
         title="Table II: the three production models",
         paper="Three models that differ in features, look-ups and MLPs, with tables of tens to hundreds of GB.",
-        differs="The study does not give the width of rows, nor the hash size of each table: the recipes take 64 (M3: 128) and the mean for all.",
+        differs="The study does not give the width of rows, nor the hash size of each table: the recipes take 64 (M3: 128) and sizes from 30 to 20 million with the means of the study, drawn once.",
         verdict="by construction",
         tables=[TextTable("Models", headings, tuple(rows))],
         measured_words="shipped as recipes",
@@ -155,14 +212,14 @@ def use(contents: Contents, software: Software) -> Item:
     found = busy(software)
     entries = [entry for name in ("fig5", "fig5-quick") for entry in newest(contents.of(study=name, kind="measured"))]
     measured = charts_populations.uses(entries)
-    figures = [one for one in [charts_populations.draw_uses("Measured here", measured)] if one is not None]
+    figures = charts_populations.draw_uses("Measured here", measured)
     shares = {"trainers' cores": found.trainers, "sparse servers": found.servers}
     traces = [
         violin(name, values, place, hovertemplate="%{y:.0%}<extra>" + name + "</extra>")
         for place, (name, values) in enumerate(shares.items())
     ]
     figures.append(
-        Figure(
+        Chart(
             key="fig5-predicted",
             title="Predicted for the study's machines",
             words="Share of a step for which a CPU trainer's cores and its sparse server work, over a population of models.",
@@ -181,20 +238,21 @@ def use(contents: Contents, software: Software) -> Item:
         spread_s > spread_t,
     )
     here, note = "not measured", ""
-    of_role = {one.what: one.shares for one in measured}
+    of_role = {one.role: one.amounts for one in measured if one.resource is charts_populations.CPU}
     if "trainers" in of_role and "sparse servers" in of_role:
         real_t, real_s = statistics.fmean(of_role["trainers"]), statistics.fmean(of_role["sparse servers"])
         checks.add(f"here trainers use {real_t:.0%} of a core and sparse servers {real_s:.0%}", real_t > real_s)
         here = f"{len(of_role['trainers'])} fleets: trainers {real_t:.0%} of a core, servers {real_s:.0%}"
         note = " Here all roles share one small machine, and start-up counts, so that levels say little."
     elif measured:
-        here = ", ".join(f"{one.what} {statistics.fmean(one.shares):.0%}" for one in measured)
+        here = ", ".join(f"{role} {statistics.fmean(cores):.0%} of a core" for role, cores in of_role.items())
     return Item(
         key="fig5",
         title="Fig. 5: use of trainers and parameter servers",
         paper="Over runs of one model type, trainers show high CPU and memory-bandwidth use with little spread; parameter servers a lower mean and a wide, long-tailed spread.",
         differs=checks.words + note,
         verdict=checks.verdict,
+        said=checks.said,
         figures=figures,
         measured_words=here,
         predicted_words=f"trainers {mean_t:.0%}, servers {mean_s:.0%}",
@@ -215,7 +273,7 @@ def features() -> Item:
         key="fig6-7",
         title="Figs. 6 and 7: hash sizes and lengths",
         paper="Hash sizes from 30 to 20 million, with means of 5.7, 7.3 and 3.7 million; mean look-ups follow a power law over features; the most read tables are often small, so size and traffic go together badly.",
-        differs="The recipes of M1 to M3 give every table the mean hash size, so that their points lie on lines; lengths follow a power law by construction (the longest over the shortest: "
+        differs="The recipes of M1 to M3 have hash sizes and lengths that were drawn once, independently, from such distributions (the longest mean length over the shortest: "
         + ", ".join(f"{name.upper()} {ratio:.1f}" for name, ratio in spread.items())
         + "). The public MLPerf model, shown beside them, has sizes from 3 to 40 million rows as the study describes.",
         verdict="by construction",
@@ -255,6 +313,7 @@ def servers(contents: Contents) -> Item:
         paper="Over a month, more than 40 % of the workflows use the same number of trainers, while numbers of parameter servers vary widely, since memory changes as engineers try features.",
         differs=checks.words if checks.said else "The population was not predicted: run the sweep fig9.",
         verdict=checks.verdict if checks.said else "not measured",
+        said=checks.said,
         figures=[figure] if figure is not None else [],
         measured_words="a fleet of this size is not at hand",
         predicted_words=f"{len(chosen):,} models" if chosen else "",
@@ -285,7 +344,7 @@ def production_models(software: Software) -> Item:
         bars(name, shown, values, place, hovertemplate="%{x}: %{y:.2f}<extra>" + name + "</extra>")
         for name, values, place in pairs
     ]
-    figure = Figure(
+    figure = Chart(
         key="table3",
         title="One Big Basin over the CPU fleet",
         words="Throughput and power efficiency; above 1 the GPUs are ahead.",
@@ -315,6 +374,7 @@ def production_models(software: Software) -> Item:
         paper="One Big Basin against the CPU fleet of each model: 2.25 times its throughput for M1, 0.85 for M2, 0.67 for M3, whose tables do not fit GPU memory; in power efficiency 4.3, 2.8 and 0.43.",
         differs=checks.words + " The study's efficiency of M2 does not follow from its 36 servers, which give 4.2.",
         verdict=checks.verdict,
+        said=checks.said,
         figures=[figure],
         tables=[TextTable("Production models", headings, tuple(rows))],
         measured_words="no such fleet at hand",
@@ -325,7 +385,7 @@ def production_models(software: Software) -> Item:
 def quality(contents: Contents) -> Item:
     """Fig. 15 and the study of quality: what batch size and other settings do to NE."""
     measured = measured_of(contents, "fig15", "ne_expected") or measured_of(contents, "fig15", "ne")
-    figures: list[Figure] = []
+    figures: list[Chart] = []
     checks = Checks()
     if measured is not None:
         figures.append(renamed(charts_studies.draw_study(measured)[0], "fig15-measured", "Measured here: NE over batch size"))
@@ -360,6 +420,7 @@ def quality(contents: Contents) -> Item:
         + study
         + " Here the log is synthetic and small, so that gaps are larger; re-tuning is `rowstead tune --retune-for`, and no part of this page.",
         verdict=checks.verdict if checks.said else "not measured",
+        said=checks.said,
         figures=figures,
         measured_words=size_of(measured),
         predicted_words="quality is not predicted",

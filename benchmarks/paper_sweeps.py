@@ -1,4 +1,4 @@
-"""The sweeps of the HPCA 2021 study (its Figs. 1 and 10 to 14), each with ours beside it."""
+"""The sweeps of the HPCA 2021 study (its Figs. 10 to 14), each with ours beside it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ from rowstead.plan.work import step_work
 from rowstead.records.store import Contents
 from rowstead.report import charts_studies
 from rowstead.report.charts_studies import MEASURED, Study
-from rowstead.report.describe import TextTable
-from rowstead.report.theme import Figure, axis, heat_map, layout
+from rowstead.report.theme import Chart, TextTable, axis, heat_map, layout
 from rowstead.spec.software import Software
 
 Table = Mapping[int, Mapping[int, float]]
@@ -35,14 +34,14 @@ BIG_BASIN_UNITS = 7.3
 CPU, GPU = "predicted: CPU server with parameter servers", "predicted: Big Basin"
 
 
-def _heat(key: str, title: str, words: str, table: Table, **options: Any) -> Figure:
+def _heat(key: str, title: str, words: str, table: Table, **options: Any) -> Chart:
     rows = list(table)
     values = [[table[row].get(column) for column in SPARSE] for row in rows]
     texts = [["" if value is None else f"{value:.2f}" for value in row] for row in values]
     down, across = [f"{row:,}" for row in rows], [str(column) for column in SPARSE]
     hover = "%{y} dense, %{x} sparse: %{z:.2f}<extra></extra>"
     cells = tuple((name, *text) for name, text in zip(down, texts, strict=True))
-    return Figure(
+    return Chart(
         key=key,
         title=title,
         words=words,
@@ -67,7 +66,7 @@ def _off(ours: Table, theirs: Table) -> tuple[float, str]:
 
 
 def power(software: Software) -> Item:
-    """Fig. 1: what GPUs give over CPUs for their power, by dense and sparse features."""
+    """Fig. 10 in power: what GPUs give over CPUs for their power, by dense and sparse features."""
     theirs = {
         dense: {sparse: one * NUM_CPU_SERVERS / BIG_BASIN_UNITS for sparse, one in row.items()} for dense, row in FIG10.items()
     }
@@ -97,15 +96,16 @@ def power(software: Software) -> Item:
     )
     words_of_ours = "For the same machines and sizes, software of 2020."
     return Item(
-        key="fig1",
-        title="Fig. 1: power efficiency of GPUs over CPUs",
+        key="fig10-power",
+        title="Fig. 10: power efficiency of GPUs over CPUs",
         paper="Whether GPUs are worth their power depends on the model: with 64 dense and few sparse features CPUs give more for it, with many dense features the GPUs do by far.",
         differs=checks.words
         + " This machine has no GPU, so nothing of it can be measured here; power is that of nameplates, in the study as in ours, and no joule was measured.",
         verdict=checks.verdict,
+        said=checks.said,
         figures=[
-            _heat("fig1-paper", "The study", words_of_study, theirs, **around_one),
-            _heat("fig1-predicted", "Predicted: ratio of samples a joule", words_of_ours, ours, **around_one),
+            _heat("fig10-power-paper", "The study", words_of_study, theirs, **around_one),
+            _heat("fig10-power-predicted", "Predicted: ratio of samples a joule", words_of_ours, ours, **around_one),
         ],
         measured_words="no GPU at hand",
         predicted_words=f"ratios off by {off:.0%}",
@@ -143,10 +143,11 @@ def dense_and_sparse(contents: Contents, software: Software) -> Item:
             checks.add(f"here throughput falls along {name} features in {sum(lines)} of {len(lines)} rows", all(lines))
     return Item(
         key="fig10",
-        title="Fig. 10: dense and sparse features",
+        title="Fig. 10: throughput over dense and sparse features",
         paper="Throughput falls as dense or sparse features are added, on CPU and on GPU. The GPUs are faster in every cell.",
         differs=checks.words,
         verdict=checks.verdict,
+        said=checks.said,
         figures=figures,
         measured_words=size_of(measured),
         predicted_words=f"ratios off by {off:.0%}",

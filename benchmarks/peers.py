@@ -24,11 +24,11 @@ def has_fbgemm() -> bool:
 
 
 def fbgemm_tables(
-    num_tables: int, num_rows: int, width: int, device: str, *, place: str | None = None, cache_share: float = 0.2
+    num_tables: int, num_rows: int, width: int, device: str, *, location: str | None = None, cache_share: float = 0.2
 ) -> Any:
     """A module from ids [nnz] and offsets [F*B + 1] to sums [B, F*D], whose backward pass updates the rows.
 
-    `place` is one of FBGEMM's names for where rows are; the memory of the device unless given. MANAGED_CACHING keeps
+    `location` is one of FBGEMM's names for where rows are; the memory of the device unless given. MANAGED_CACHING keeps
     `cache_share` of the rows in a GPU's memory.
     """
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
@@ -36,10 +36,10 @@ def fbgemm_tables(
     from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice, SplitTableBatchedEmbeddingBagsCodegen
 
     on_gpu = device == "cuda"
-    location = EmbeddingLocation[place or ("DEVICE" if on_gpu else "HOST")]
+    chosen = EmbeddingLocation[location or ("DEVICE" if on_gpu else "HOST")]
     compute = ComputeDevice.CUDA if on_gpu else ComputeDevice.CPU
     module = SplitTableBatchedEmbeddingBagsCodegen(
-        [(num_rows, width, location, compute)] * num_tables,
+        [(num_rows, width, chosen, compute)] * num_tables,
         optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
         pooling_mode=PoolingMode.SUM,
         learning_rate=0.01,
@@ -51,7 +51,7 @@ def fbgemm_tables(
 
 
 class EmbeddingBags(nn.Module):
-    """nn.EmbeddingBag a table, with sparse gradients; over tables that are there already, or its own."""
+    """One nn.EmbeddingBag per table, with sparse gradients; over tables that are there already, or its own."""
 
     def __init__(self, num_tables: int, num_rows: int, width: int, device: str, tables: Sequence[Tensor] | None = None) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Is the placement that `placement: auto` chooses the fastest of those that fit, when all of them are measured?
 
 Random models get less memory than their tables take. Every placement that `auto` weighs for one is trained, with caches as they are late
-in a run. They take turns, a few steps each, since a machine's pace drifts; those that may still be the fastest take more turns than others.
+in a run. They take turns, a few steps each, since a machine's speed drifts; those that may still be the fastest take more turns than others.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ Tell = Callable[[str], Any]
 
 
 def typical_s(rounds_s: NDArray[np.float64]) -> NDArray[np.float64]:
-    """[rounds, placements] to [placements]: how much slower than its round each placement usually is, at the pace of the median round.
+    """[rounds, placements] to [placements]: how much slower than its round each placement usually is, at the speed of the median round.
 
     Quantiles of a placement's own turns do not do on a shared machine: four models that were alike came out 11 to 24 % apart by 12 turns.
     """
     logs = np.log(rounds_s)
-    paces = logs.mean(axis=1, keepdims=True)
-    slower = np.sort(logs - paces, axis=0)
+    speeds = logs.mean(axis=1, keepdims=True)
+    slower = np.sort(logs - speeds, axis=0)
     cut = int(CUT_SHARE * len(slower))
-    return np.asarray(np.exp(slower[cut : len(slower) - cut].mean(axis=0) + np.median(paces)))
+    return np.asarray(np.exp(slower[cut : len(slower) - cut].mean(axis=0) + np.median(speeds)))
 
 
 def placement_shape(device: str, draw: random.Random) -> Shape:

@@ -29,6 +29,7 @@ import torch
 
 import rowstead
 from benchmarks.harness import OtherLoad, arguments, chosen, noise_of, publish
+from benchmarks.production import read_shape
 from benchmarks.step import (
     CPU_ROUNDS,
     GPU_ROUNDS,
@@ -45,7 +46,7 @@ from rowstead.data.open_log import open_sources
 from rowstead.data.synth import write_parquet
 from rowstead.records.usage import usable_cores
 from rowstead.spec.data import DataSpec, ParquetSpec
-from rowstead.spec.run import RunSpec, load_recipe
+from rowstead.spec.run import RunSpec
 from rowstead.training.build import build_model
 from rowstead.training.progress import NoProgress
 from rowstead.training.step import Stepper
@@ -83,7 +84,7 @@ TURNS = {"cpu": 5, "cuda": 1}
 
 def write_log(folder: Path, size: Size) -> ParquetSpec:
     """M1's log in `folder`, the same training file under several names."""
-    synth = load_recipe("m1").data.synth
+    synth = read_shape("m1").data.synth
     assert synth is not None
     log = dataclasses.replace(synth, num_train_samples=size.num_rows, num_eval_samples=NUM_EVAL_SAMPLES)
     write_parquet(log, folder)

@@ -76,7 +76,7 @@ def read_with_rowstead(path: Path, shuffle_rows: int) -> int:
     from rowstead.data.transforms import DenseTransforms
 
     spec = ParquetSpec(train=(str(path),), shuffle_rows=shuffle_rows, decode_threads=1)
-    encoder = Encoder(FEATURES, tables_of(FEATURES, width=64), DenseTransforms.of(FEATURES))
+    encoder = Encoder(FEATURES, tables_of(FEATURES, width=64), DenseTransforms.learn(FEATURES))
     source = ParquetSource(ParquetLog(spec, FEATURES, split="all"), encoder, seed=1)
     return sum(batch.num_samples for batch, _ in source.batches(BATCH_SIZE))
 

@@ -38,10 +38,11 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from benchmarks.embedding import Shape
 from benchmarks.harness import OtherLoad, arguments, chosen, compared, noise_of, publish
 from benchmarks.peers import EmbeddingBags, fbgemm_tables, has_fbgemm
+from benchmarks.production import read_shape
 from benchmarks.timing import copy_bytes_per_s, give_back_gpu_memory, operations_per_s, seconds_as_called
 from rowstead.data.batch import Batch
 from rowstead.spec.row_optimizers import SparseOptimizerSpec
-from rowstead.spec.run import RunSpec, load_recipe
+from rowstead.spec.run import RunSpec
 from rowstead.training.build import build_model
 from rowstead.training.device import has_bf16 as device_has_bf16
 from rowstead.training.step import Stepper
@@ -72,7 +73,7 @@ class Model:
 
     def spec(self, precision: Precision = "fp32") -> RunSpec:
         """The run that `rowstead train` would make of it."""
-        spec, shape = load_recipe(self.recipe), self.shape
+        spec, shape = read_shape(self.recipe), self.shape
         sparse = dataclasses.replace(spec.features.sparse[0], repeat=shape.num_tables, num_rows=shape.num_rows)
         optimizer = SparseOptimizerSpec(kind="rowwise_adagrad", lr=0.01)
         return dataclasses.replace(
@@ -91,7 +92,7 @@ class Model:
 
     @property
     def num_dense(self) -> int:
-        return len(load_recipe(self.recipe).features.expanded_dense())
+        return len(read_shape(self.recipe).features.expanded_dense())
 
     @property
     def num_vectors(self) -> int:
@@ -104,7 +105,7 @@ class Model:
 
     def widths(self) -> tuple[list[int], list[int]]:
         """Widths from input to output of the bottom and of the top MLP."""
-        model, width = load_recipe(self.recipe).model, self.shape.width
+        model, width = read_shape(self.recipe).model, self.shape.width
         return [self.num_dense, *model.bottom, width], [width + self.num_pairs, *model.top, 1]
 
     def operations(self) -> int:
@@ -124,7 +125,7 @@ class Model:
 
 def of_recipe(name: str, recipe: str, *, num_rows: int, batch_size: int, paper_batch: bool | None = None) -> Model:
     """A recipe's model with rows of 64 and as many ids in every bag as it has on average."""
-    spec = load_recipe(recipe)
+    spec = read_shape(recipe)
     assert spec.data.synth is not None
     num_ids = spec.data.synth.mean_ids
     assert isinstance(num_ids, (int, float)), "these recipes have one mean for all features"
