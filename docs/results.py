@@ -41,7 +41,7 @@ with BF16 instructions, as AMD's EPYC has since its fourth generation and Intel'
 
 _GROWTH = """M1 with one thing changed at a time, and the limit that bandwidth, and for whole steps arithmetic, would set."""
 
-_REACH = """Reading costs what the reading threads use of the processor (for a GPU batches are made straight in pinned memory). That cost for a sample, times the samples that training alone could do in a second
+_REACH = """Reading costs what the reading threads use of the processor (for a GPU batches are made straight in pinned memory). That cost per sample, times the samples per second that training could do on its own
 (on a GPU by the time for which it is busy, on a CPU by the time spent not waiting), is the number of cores that would read fast enough. `rowstead train` works it
 out at the end of every run and keeps it in `record.json` (`reader_cores_needed`); where training waited for data for a tenth of the time or more, and for half a second
 at least, it says so. `samples/s` leaves out the first 10 steps of a process, in which kernels are compiled, once there are 20."""
@@ -219,7 +219,7 @@ def _on_ssd() -> list[str]:
     ]
     row = result["rows"][0]
     text = (
-        f"M1 with {row['rows_a_table']:,} rows a table ({row['table_gb']:.1f} GB), a tenth of them cached in RAM, batches of 200, Criteo-like ids; "
+        f"M1 with {row['rows_a_table']:,} rows per table ({row['table_gb']:.1f} GB), a tenth of them cached in RAM, batches of 200, Criteo-like ids; "
         "direct I/O, so the page cache hides nothing. Possible is the lesser of the rates of RAM and of random reads, both measured beside it. "
         "Files are cleaned once they are full; where 0 MB were cleaned, the file was not full yet."
     )
@@ -233,7 +233,7 @@ def _sharded() -> list[str]:
         return []
     columns: list[Column] = [
         ("sharding", tables.word("sharding")),
-        ("MB on the wire for a step", tables.number("wire_bytes_per_step", ".2f", times=1e-6)),
+        ("MB on the wire per step", tables.number("wire_bytes_per_step", ".2f", times=1e-6)),
         ("over the least possible", tables.number("wire_bytes_over_least", ".4f")),
         ("by the loopback interface", tables.number("loopback_bytes_per_step", ".2f", times=1e-6)),
         ("hidden share", tables.share("communication_hidden_share")),
@@ -265,13 +265,13 @@ def _fleet() -> list[str]:
     if (result := tables.latest("fleet", "cpu")) is not None:
         summary = result["summary"]
         columns = [
-            ("who", tables.word("who")),
+            ("trained by", tables.word("who")),
             ("CPU s for 1,000 samples", tables.number("cpu_s_per_1000_samples", ".3f")),
             ("samples/s", tables.number("samples_per_s")),
         ]
         rows = [row for row in result["rows"] if "cpu_s_per_1000_samples" in row]
         text = (
-            "M1 with 100,000 rows a table and batches of 200, from Parquet files: one process, and 2 trainers, 2 sparse servers, a dense server and a reader on the same "
+            "M1 with 100,000 rows per table and batches of 200, from Parquet files: one process, and 2 trainers, 2 sparse servers, a dense server and a reader on the same "
             f"cores. The fleet uses {summary['cpu_s_per_1000_samples_over_one_process']:.2f} times the processor time of one process; its trainers wait for batches for "
             f"{100 * summary['trainers_wait_share']:.1f} % of the time, and find one ready {100 * summary['queue_nonempty_share']:.1f} % of the times that they want one."
         )
@@ -279,16 +279,16 @@ def _fleet() -> list[str]:
     if (result := tables.latest("fleet", "cuda")) is not None:
         columns = [
             ("tables in", tables.word("tables")),
-            ("ms a step", tables.number("step_ms", ".1f")),
+            ("ms per step", tables.number("step_ms", ".1f")),
             ("samples/s", tables.number("samples_per_s")),
             ("cores of the servers", tables.number("server_cores", ".1f", may_lack=True)),
             ("GB/s on the wire", tables.number("wire_gb_per_s", ".2f", may_lack=True)),
             ("waiting for answers", tables.share("waiting_share", may_lack=True)),
         ]
         text = (
-            "M3 with 100,000 rows a table and batches of 800, trained by a GPU: tables in its memory, and in two sparse servers on the CPU cores of its machine. The GPU is idle for nearly "
-            "all of a remote step: what is left of it after waiting for answers is the trainer's one thread that cuts batches and gradients for the servers and copies pooled vectors, and the servers pool and update on "
-            "the cores that are given. So it is the processors beside the GPU that bind, not the bus, the wire or the GPU; by the study's figures a Big Basin that trained M3 had about 18 parameter servers beside it."
+            "M3 with 100,000 rows per table and batches of 800, trained by a GPU: tables in its memory, and in two sparse servers on the CPU cores of its machine. The GPU is idle for nearly "
+            "all of a remote step: what is left of it after waiting for answers is the trainer's one thread that splits batches and gradients for the servers and copies pooled vectors, and the servers pool and update on "
+            "the cores that are given. So the bottleneck is the processors beside the GPU, not the bus, the wire or the GPU; by the study's figures a Big Basin that trained M3 had about 18 parameter servers beside it."
         )
         parts += [text, tables.where(result, "fleet", "cuda"), tables.table(columns, result["rows"])]
     if (result := tables.latest("hogwild", "cpu")) is not None:
@@ -300,12 +300,12 @@ def _fleet() -> list[str]:
         phases: list[Column] = [
             ("phase", tables.word("phase")),
             ("ms on a core", tables.number("cpu_ms", ".1f")),
-            ("may hold Python's lock", tables.share("lock_share")),
+            ("may hold the GIL", tables.share("lock_share")),
         ]
         text = f"Two Hogwild threads train {summary['hogwild_2_threads_speedup']:.2f} times as many samples per second as one."
         parts += [text, tables.where(result, "hogwild")]
         parts += [tables.table(threads, [row for row in result["rows"] if "threads" in row])]
-        text = "How much of a step may hold Python's lock, from above: all of a thread's time on a core but that inside calls that let go of it."
+        text = "How much of a step may hold the GIL, an upper bound: all time of a thread on a core except inside calls that release it."
         parts += [text, tables.table(phases, [row for row in result["rows"] if "phase" in row])]
     return ["## The fleet", *parts] if parts else []
 
@@ -316,18 +316,20 @@ def _synchronised() -> list[str]:
     if result is None:
         return []
     rows = []
-    for mode, num in dict.fromkeys((row["mode"], row["num_trainers"]) for row in result["rows"]):
-        key = f"{mode.replace(' ', '_')}_{num}_above_synchronous_pct"
-        rows.append({"mode": mode, "num": num} | {part: result["summary"][f"{key}_{part}"] for part in ("mean", "low", "high")})
+    for mode, num in dict.fromkeys((row["mode"], row["num"]) for row in result["rows"]):
+        key, summary = f"{mode.replace(' ', '_')}_{num}_pct", result["summary"]
+        rows.append(
+            {"mode": mode, "num": num, "mean": summary[key], "low": summary[f"{key}_low"], "high": summary[f"{key}_high"]}
+        )
     columns: list[Column] = [
-        ("way to train", tables.word("mode")),
-        ("trainers", tables.number("num")),
-        ("NE above synchronous training", tables.number("mean", "+.2f", unit=" %")),
+        ("mode", tables.word("mode")),
+        ("trainers or threads", tables.number("num")),
+        ("NE above one process", tables.number("mean", "+.2f", unit=" %")),
         ("95 % interval", lambda row: f"{row['low']:+.2f} to {row['high']:+.2f} %"),
     ]
     text = (
-        "A synthetic log learned by 2 and 4 trainers in every way of [synchronising](synchronisation.md), with its defaults, against synchronous training on the same samples: mean over 5 seeds, scored by the "
-        "probabilities of the log's own teacher."
+        "The quickstart learned by 2 and 4 trainers in every mode of [synchronisation](synchronisation.md), with its defaults, and by 2 Hogwild threads, against one process on the same samples: mean over 5 seeds, scored by "
+        "the probabilities of the log's own teacher."
     )
     return ["## Quality of asynchronous training", text, tables.where(result, "synchronisation"), tables.table(columns, rows)]
 
@@ -359,7 +361,9 @@ def _predicted() -> list[str]:
             for suffix in ("", "_at_pace") if device == "cpu" else ("",):
                 ratios, again = ([row[f"{key}{suffix}"] for row in some] for key in ("ratio", "again"))
                 off = {"mean": _off_pct(ratios), "most": max(_off_pct([ratio]) for ratio in ratios), "again": _off_pct(again)}
-                rows.append({"what": what + (", at the pace of calibration" if suffix else ""), **off})
+                rows.append(
+                    {"what": what + (", at the speed that the machine had during calibration" if suffix else ""), **off}
+                )
         text = (
             f"{summary['num_models']:.0f} random models that calibration had not seen; rank correlation of predicted and measured step times "
             f"{summary['rank_correlation']:.3f}."
