@@ -99,6 +99,12 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors_of(found), f"{name_of(page)} links to {target}: no such heading"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_a_test_that_is_named_exists(page: Path) -> None:
+    for path, name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", prose_of(page)):
+        assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), f"{path} has no {name}"
+
+
 def anchors_of(page: Path) -> set[str]:
     """The anchors that GitHub gives to the headings of a page."""
     headings = re.findall(r"^#+ (.+)$", prose_of(page), re.MULTILINE)

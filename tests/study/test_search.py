@@ -61,7 +61,7 @@ def test_a_search_ends_with_a_recipe_and_goes_on_when_asked_again(tmp_path: Path
         tune(dataclasses.replace(spec, set={"seed": 2}), root=tmp_path / "runs")
 
 
-def test_a_search_gate_with_another_sampler_but_not_with_a_grid(tmp_path: Path) -> None:
+def test_a_search_continues_with_another_sampler_but_not_with_a_grid(tmp_path: Path) -> None:
     values = (space_axis_from("train.dense_optimizer.lr=0.001,0.01"), space_axis_from("seed=1,2"))
     spec = search(tmp_path, trials=1, sampler="random", space=values, prune=False)
     tune(spec, root=tmp_path / "runs")
