@@ -3,7 +3,7 @@
 >>> import rowstead
 >>> result = rowstead.train("quickstart")         # a RunSpec, a shipped recipe's name, or a recipe's path
 >>> model = rowstead.load(str(result.folder))     # an ordinary torch.nn.Module
->>> model.predict(batch)                          # click probabilities of a Batch
+>>> model.predict(frame)                          # click probabilities of a DataFrame, an Arrow table, a dict of columns or a Batch
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import pytest
 
 import rowstead
 from rowstead.records.run_folder import RunFolder
+from rowstead.spec.data import ParquetSpec
 from rowstead.spec.errors import RowsteadError
 from tests.serve.conftest import NUM_ROWS, raw_columns, spec_for
 
@@ -47,6 +48,34 @@ def test_other_files_are_predicted_in_order_with_their_label(run, log, tmp_path)
     np.testing.assert_allclose(table["p"].to_numpy(), expected.numpy(), rtol=0, atol=1e-6)
     quality = rowstead.evaluate(run, data=files)
     assert log_loss(table, 0.5)[1] == pytest.approx(quality.ne, rel=1e-9)
+
+
+def test_raw_rows_of_any_kind_are_predicted_as_an_array(run, exported):
+    columns = raw_columns(50, seed=1)
+    table, model = pa.table(columns), rowstead.load(run)
+    expected = model.predict(model.encode(columns)).numpy()
+    for rows in (columns, table, table.to_pandas()):
+        for predict in (model.predict, rowstead.load_exported(exported).predict):
+            found = predict(rows)
+            assert isinstance(found, np.ndarray)
+            np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+
+
+def test_missing_text_may_be_nan_as_in_pandas(run):
+    columns = {name: list(values) for name, values in raw_columns(5, seed=1).items()}
+    model, missing, none = rowstead.load(run), dict(columns), dict(columns)
+    missing["city"] = [float("nan"), *columns["city"][1:]]
+    none["city"] = [None, *columns["city"][1:]]
+    np.testing.assert_array_equal(model.predict(missing), model.predict(none))
+
+
+def test_a_single_path_is_one_path(run, exported, log, tmp_path):
+    path = str(log / "part-0.parquet")
+    for model in (run, str(exported)):
+        done = rowstead.predict(model, tmp_path / "p.parquet", data=path, overwrite=True)
+        assert done.num_rows == pq.read_metadata(path).num_rows
+    assert rowstead.evaluate(run, data=path) == rowstead.evaluate(run, data=[path])
+    assert ParquetSpec(train=path, eval=path) == ParquetSpec(train=(path,), eval=(path,))
 
 
 def test_exported_folder_predicts_what_its_run_does(run, exported, log, tmp_path):

@@ -55,6 +55,13 @@ def test_auto_leaves_every_table_to_us() -> None:
     assert rules_for("auto", ["a"]) == {"a": TablePlacementSpec()}
 
 
+def test_one_word_places_all_tables() -> None:
+    spec = small_spec("placement=ssd", "memory.folder=rows")
+    assert spec.placement == "ssd"
+    assert {rule.where for rule in rules_for(spec.placement, ["a", "b"]).values()} == {"ssd"}
+    assert parse(RunSpec, yaml.safe_load(yaml.safe_dump(to_plain(spec)))) == spec
+
+
 def test_a_placement_can_be_set_on_the_command_line_and_comes_back_from_yaml() -> None:
     spec = small_spec("placement.sparse_*.where=cached", "placement.sparse_*.cache_fraction=0.2", "placement.sparse_1=device")
     assert spec.placement == {"sparse_*": TablePlacementSpec(where="cached", cache_fraction=0.2), "sparse_1": "device"}
@@ -72,6 +79,7 @@ def test_a_placement_can_be_set_on_the_command_line_and_comes_back_from_yaml() -
         (["placement=atuo"], "placement: got 'atuo'; did you mean `auto`?"),
         (["placement=[device]"], "placement: expected mapping of names to"),
         (["placement.sparse_0.cache_fraction=0"], "placement.sparse_0.cache_fraction: must be above 0"),
+        (["placement=ssd"], "memory.folder: table `sparse_0` is placed on ssd: name a folder"),
         (["placement.sparse_0=ssd"], "memory.folder: table `sparse_0` is placed on ssd: name a folder"),
         (["memory.host=lots"], "memory.host: `lots` is not a size"),
         (["memory.device=0"], "memory.device: must be above 0"),

@@ -263,6 +263,8 @@ def _arrow(values: Any, name: str) -> pa.Array | pa.ChunkedArray:
     except OverflowError:
         return _unsigned(values, name)
     except (pa.ArrowException, TypeError, ValueError) as error:
+        with contextlib.suppress(pa.ArrowException, TypeError, ValueError):
+            return pa.array(values, from_pandas=True)  # text with NaN for what is missing
         raise DataError(f"column `{name}` cannot be read: {str(error).splitlines()[0]}") from None
 
 

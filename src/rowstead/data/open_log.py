@@ -14,7 +14,7 @@ from rowstead.data.encode import Encoder
 from rowstead.data.parquet import ParquetLog
 from rowstead.data.source import LogSplit, Source
 from rowstead.data.transforms import DenseTransforms
-from rowstead.spec.data import ParquetSpec
+from rowstead.spec.data import ParquetSpec, list_paths
 from rowstead.spec.run import RunSpec
 
 
@@ -68,8 +68,8 @@ def read_raw_blocks(spec: RunSpec, data: list[str] | None = None, max_rows: int 
     return open_split(spec, "train").raw_blocks(max_rows)
 
 
-def parquet_files_like(spec: RunSpec, data: Sequence[str]) -> ParquetSpec:
+def parquet_files_like(spec: RunSpec, data: str | Sequence[str]) -> ParquetSpec:
     """Other Parquet files, read with the settings of a spec's own."""
     if spec.data.parquet is None:
-        return ParquetSpec(train=tuple(data))
-    return dataclasses.replace(spec.data.parquet, train=tuple(data))
+        return ParquetSpec(train=list_paths(data))
+    return dataclasses.replace(spec.data.parquet, train=list_paths(data))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, overload
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rowstead.data.batch import Batch
@@ -75,13 +77,21 @@ class DLRM(nn.Module):
         logits: Tensor = self.net(batch.dense, pooled)
         return logits
 
-    @torch.no_grad()
-    def predict(self, batch: Batch) -> Tensor:
-        """Click probabilities [B], corrected for downsampled negatives."""
-        return self.head.predict(self(batch) + self.log_keep_rate)
+    @overload
+    def predict(self, rows: Batch) -> Tensor: ...
 
-    def encode(self, columns: Mapping[str, Any]) -> Batch:
-        """Encode raw columns (names to lists or arrays, as in the log) with the transforms and the hashing of training."""
+    @overload
+    def predict(self, rows: Any) -> NDArray[np.float32]: ...
+
+    @torch.no_grad()
+    def predict(self, rows: Any) -> Any:
+        """Click probabilities [B], corrected for downsampled negatives: of a Batch as a tensor, of raw columns (see `encode`) as an array."""
+        if not isinstance(rows, Batch):
+            return self.predict(self.encode(rows).to(next(self.net.parameters()).device)).cpu().numpy()
+        return self.head.predict(self(rows) + self.log_keep_rate)
+
+    def encode(self, columns: Any) -> Batch:
+        """Encode raw rows with the transforms and the hashing of training: a pandas DataFrame, an Arrow table, or names to lists or arrays."""
         if self._encode is None:
             raise RowsteadError("only a model from `rowstead.load` can encode raw columns")
         return self._encode(columns)

@@ -20,7 +20,7 @@ from rowstead.data.parquet import ParquetLog
 from rowstead.records.files import fsync_folder
 from rowstead.records.run_folder import DEFAULT_ROOT
 from rowstead.serve.exported import Exported, is_exported
-from rowstead.spec.data import ParquetSpec
+from rowstead.spec.data import ParquetSpec, list_paths
 from rowstead.spec.errors import DataError, did_you_mean
 from rowstead.training.device import choose_device
 from rowstead.training.evaluate import EVAL_BATCH, predict_logits
@@ -64,7 +64,7 @@ def predict(
     run: str,
     out: Path | str,
     *,
-    data: Sequence[str] | None = None,
+    data: str | Sequence[str] | None = None,
     keep: Sequence[str] = (),
     overwrite: bool = False,
     root: Path | str = DEFAULT_ROOT,
@@ -119,7 +119,7 @@ def _is_same(one: str, other: Path) -> bool:
     return other.exists() and os.path.samefile(one, other)
 
 
-def _open_run(run: str, data: Sequence[str] | None, root: Path | str, callback: ProgressCallback | None) -> _Scoring:
+def _open_run(run: str, data: str | Sequence[str] | None, root: Path | str, callback: ProgressCallback | None) -> _Scoring:
     trained = open_run(run, root=root, callback=callback)
     spec, model = trained.spec, trained.model
     source = trained.source(data, needs_label=False)
@@ -143,11 +143,11 @@ def _open_run(run: str, data: Sequence[str] | None, root: Path | str, callback: 
     )
 
 
-def _open_exported(folder: str, data: Sequence[str] | None) -> _Scoring:
+def _open_exported(folder: str, data: str | Sequence[str] | None) -> _Scoring:
     if not data:
         raise DataError(f"{folder} is an exported model, which has no evaluation split: name the log with --data")
     model = Exported(folder)
-    files = ParquetSpec(train=tuple(data), label=model.label)
+    files = ParquetSpec(train=list_paths(data), label=model.label)
     log = ParquetLog(files, model.features, split="all", with_labels=False, id_kinds=model.id_kinds)
 
     def scores() -> Scores:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -76,6 +77,11 @@ class SynthSpec(LogSpec):
             require(fits, name, f"must not be above max_ids, which is {self.max_ids}")
 
 
+def list_paths(paths: str | Iterable[str]) -> tuple[str, ...]:
+    """One path or several, as a tuple."""
+    return (paths,) if isinstance(paths, str) else tuple(paths)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ParquetSpec(LogSpec):
     """Examples from Parquet files: local paths, globs, or URLs such as `s3://bucket/*.parquet`."""
@@ -102,6 +108,8 @@ class ParquetSpec(LogSpec):
     """For a missing or non-finite dense value or a label outside [0, 1]: stop with an error, or skip the row and count it."""
 
     def __post_init__(self) -> None:
+        for name in ("train", "eval"):
+            object.__setattr__(self, name, list_paths(getattr(self, name)))
         super().__post_init__()
         require(bool(self.train), "train", "give at least one file")
 

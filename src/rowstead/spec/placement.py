@@ -39,8 +39,8 @@ class TablePlacementSpec(Spec):
         require(self.cache_fraction is None or has_cache, "cache_fraction", useless)
 
 
-PlacementSpec = Literal["auto"] | Mapping[str, Where | TablePlacementSpec]
-"""`auto`, or rules by table name or pattern."""
+PlacementSpec = Where | Mapping[str, Where | TablePlacementSpec]
+"""One store for all tables, or rules by table name or pattern."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,8 @@ def rules_for(placement: PlacementSpec, tables: Sequence[str]) -> dict[str, Tabl
 
     A table's name takes precedence over patterns, and a longer pattern over a shorter one; rules are not merged.
     """
-    given = {} if isinstance(placement, str) else {key: _expand(rule) for key, rule in placement.items()}
+    rules: Mapping[str, Where | TablePlacementSpec] = {"*": placement} if isinstance(placement, str) else placement
+    given = {key: _expand(rule) for key, rule in rules.items()}
     for pattern in given:
         if not any(_fits(table, pattern) for table in tables):
             raise SpecError(pattern, f"matches no table: {did_you_mean(pattern.strip('*?'), tables)}")

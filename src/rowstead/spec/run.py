@@ -52,7 +52,7 @@ class RunSpec(Spec):
     check_ids: bool = True
     """Check ids and offsets of every batch before the kernels see them."""
     placement: PlacementSpec = "auto"
-    """Where the tables live: `auto`, or by table name or pattern such as `user_*`. See [Placement](placement.md)."""
+    """Where the tables live: one of these for all, or rules by table name or pattern such as `user_*`. See [Placement](placement.md)."""
     memory: MemorySpec = MemorySpec()
     """Memory limits for tables, and the folder for those on `ssd`."""
     fleet: FleetSpec | None = None

@@ -49,7 +49,7 @@ class TrainedRun:
     id_kinds: IdKinds
     """Whether each sparse column held text or integers in training."""
 
-    def source(self, data: Sequence[str] | None = None, *, needs_label: bool = True) -> Source:
+    def source(self, data: str | Sequence[str] | None = None, *, needs_label: bool = True) -> Source:
         """The run's evaluation split, or the Parquet files of `data` read the same way, in the order of the log."""
         encoder = Encoder(self.spec.features, self.spec.tables, self.transforms)
         if data is None:
@@ -86,7 +86,7 @@ def load(run: str, *, root: Path | str = DEFAULT_ROOT, callback: ProgressCallbac
 def evaluate(
     run: str,
     *,
-    data: Sequence[str] | None = None,
+    data: str | Sequence[str] | None = None,
     root: Path | str = DEFAULT_ROOT,
     callback: ProgressCallback | None = None,
     progress: Callable[[int, int], None] | None = None,
