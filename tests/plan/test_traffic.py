@@ -11,8 +11,9 @@ from rowstead.data.population import Population
 from rowstead.plan.traffic import Popularity, distinct_ids, hit_share, mean_ids, popularities, rows_of_ids, truncated_poisson
 from rowstead.plan.work import TableWork, step_work
 from rowstead.spec.data import SynthSpec
-from rowstead.spec.parse import override, parse, read_yaml
+from rowstead.spec.parse import override, parse
 from rowstead.spec.run import RECIPES, RunSpec, load_recipe
+from rowstead.spec.yaml_text import read_yaml
 
 
 @pytest.mark.parametrize("skew", [0.0, 0.7, 1.05, 1.3])

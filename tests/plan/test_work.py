@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from rowstead.plan.work import step_work
-from rowstead.spec.parse import override, parse, read_yaml
+from rowstead.spec.parse import override, parse
 from rowstead.spec.run import RECIPES, RunSpec, load_recipe, recipe_names
+from rowstead.spec.yaml_text import read_yaml
 from tests.small_runs import small_spec
 
 

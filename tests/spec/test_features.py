@@ -154,7 +154,7 @@ def test_repeated_features_may_have_a_hash_size_each() -> None:
     ("fields", "says"),
     [
         ({"hash_sizes": (1, 2)}, "hash_sizes: must be 3 numbers"),
-        ({"hash_sizes": (1, 2, 0)}, "hash_sizes: must be 3 numbers of at least 1"),
+        ({"hash_sizes": (1, 2, 0)}, "hash_sizes: must be from 1 to 1,000,000,000,000"),
         ({"hash_sizes": (1, 2, 3), "num_rows": 5}, "num_rows: `hash_sizes` has the rows"),
         ({"hash_sizes": (1, 2, 3), "table": "shared"}, "num_rows: the shared table has its own"),
     ],

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from rowstead.spec.errors import SpecError, did_you_mean
 from rowstead.spec.features import DenseFeatureSpec, FeaturesSpec
 from rowstead.spec.model import ModelSpec
-from rowstead.spec.parse import digest, override, parse, read_yaml, to_plain
+from rowstead.spec.parse import digest, override, parse, to_plain
 from rowstead.spec.row_optimizers import ROW_OPTIMIZERS
 from rowstead.spec.run import RunSpec, load_recipe, recipe_names
 from rowstead.spec.train import TrainSpec
+from rowstead.spec.yaml_text import read_yaml
 from tests.small_runs import small_plain
 
 

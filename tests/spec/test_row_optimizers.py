@@ -14,10 +14,11 @@ from rowstead.kernels.row_state import NUM_SCALARS, new_row_state, step_scalars
 from rowstead.plan.work import record_bytes, step_work
 from rowstead.spec.errors import SpecError
 from rowstead.spec.features import tables_of
-from rowstead.spec.parse import override, parse, read_yaml
+from rowstead.spec.parse import override, parse
 from rowstead.spec.row_optimizers import ROW_OPTIMIZERS, RowOptimizerName, SparseOptimizerSpec
 from rowstead.spec.run import RECIPES, RunSpec
 from rowstead.spec.train import DENSE_STATE
+from rowstead.spec.yaml_text import read_yaml
 from rowstead.stores.device import DeviceStore
 
 SOURCES = Path(__file__).parents[2] / "src" / "rowstead"

@@ -156,7 +156,8 @@ def test_runs_side_by_side_have_files_of_their_own_and_those_of_killed_ones_are_
 LIMITED = """
 import sys
 from rowstead import train
-from rowstead.spec.parse import parse, read_yaml
+from rowstead.spec.parse import parse
+from rowstead.spec.yaml_text import read_yaml
 from pathlib import Path
 from rowstead.spec.run import RunSpec
 train(parse(RunSpec, read_yaml(Path(sys.argv[1]))), out=sys.argv[2])

@@ -17,9 +17,10 @@ from selenium.webdriver.support.ui import Select
 from rowstead.records.store import RunStore, StoreEntry
 from rowstead.report.page import report_page
 from rowstead.report.theme import DARK, LIGHT
-from rowstead.spec.parse import parse, read_text
+from rowstead.spec.parse import parse
 from rowstead.spec.record import Record
 from rowstead.spec.run import RunSpec
+from rowstead.spec.yaml_text import read_text
 from rowstead.ui.server import Ui
 from tests.report.test_page import a_store
 from tests.ui.browser import chromium, complaints, unnamed, until

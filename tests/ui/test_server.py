@@ -19,9 +19,10 @@ from rowstead.records.run_folder import RunFolder
 from rowstead.records.store import RunStore, StoreEntry
 from rowstead.spec.address import is_loopback
 from rowstead.spec.errors import RowsteadError
-from rowstead.spec.parse import parse, read_text, to_plain
+from rowstead.spec.parse import parse, to_plain
 from rowstead.spec.record import Record
 from rowstead.spec.run import RunSpec, load_recipe
+from rowstead.spec.yaml_text import read_text
 from rowstead.ui.server import FILES, MAX_BODY_BYTES, Ui
 
 OURS = {"Content-Type": "application/json", "X-Rowstead": "1"}

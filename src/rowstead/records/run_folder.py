@@ -14,9 +14,10 @@ import yaml
 
 from rowstead.records.files import json_line, write_atomic
 from rowstead.spec.errors import RowsteadError, SpecError, did_you_mean
-from rowstead.spec.parse import override, parse, read_yaml, to_plain
+from rowstead.spec.parse import override, parse, to_plain
 from rowstead.spec.record import Record
 from rowstead.spec.run import RunSpec
+from rowstead.spec.yaml_text import read_yaml
 
 DEFAULT_ROOT = "runs"
 """Default folder of runs."""

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from rowstead.records.store import StoreEntry
 from rowstead.spec.errors import RowsteadError
-from rowstead.spec.parse import read_yaml
+from rowstead.spec.yaml_text import read_yaml
 
 SEARCH_FILE, QUALITY_FILE = "tune.yaml", "quality.yaml"
 """The settings of a study, in its folder."""

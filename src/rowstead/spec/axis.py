@@ -7,8 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rowstead.spec.bounds import MAX_POINTS
 from rowstead.spec.errors import RowsteadError, SpecError, require
-from rowstead.spec.parse import assign, read_text
+from rowstead.spec.parse import assign
+from rowstead.spec.yaml_text import read_text
 
 RUN_KEYS = ("run.processes", "run.fleet")
 """Launch settings outside the recipe: processes on this machine, or the roles of a fleet."""
@@ -110,6 +112,14 @@ def axis_from(text: str) -> AxisSpec:
 def with_settings(plain: Any, settings: Mapping[str, Any]) -> Any:
     """Return a plain recipe with settings applied; `run.` and `plan.` keys are skipped, as they are not part of a recipe."""
     return assign(plain, {key: value for key, value in settings.items() if key.split(".")[0] not in ("run", "plan")})
+
+
+def check_combinations(axes: Iterable[AxisSpec], where: str) -> None:
+    """Raise unless the combinations of all values are few enough to list."""
+    num_points = math.prod(max(1, len(axis.labels)) for axis in axes)
+    require(
+        num_points <= MAX_POINTS, where, f"has {num_points:,} combinations of values, and at most {MAX_POINTS:,} are allowed"
+    )
 
 
 def check_names(axes: Iterable[AxisSpec], where: str) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from rowstead.spec.errors import require
+from rowstead.spec.errors import SpecError, shorten
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,42 @@ class Bound:
     problem: str
 
     def check(self, field: str, value: Any) -> None:
-        require(self.holds(value), field, self.problem.format(value))
+        if not self.holds(value):
+            raise SpecError(field, self.problem.format(shorten(value) if isinstance(value, str) else value))
+
+
+def up_to(most: int) -> Bound:
+    """Numbers of at most `most`."""
+    return Bound(lambda value: value <= most, f"must be at most {most:,}, got {{:,}}")
+
+
+def each_between(least: int, most: int) -> Bound:
+    """One number from `least` to `most`, or a list of them."""
+
+    def holds(value: Any) -> bool:
+        return all(least <= one <= most for one in (value if isinstance(value, tuple) else (value,)))
+
+    return Bound(holds, f"must be from {least:,} to {most:,}")
+
+
+def at_most(length: int) -> Bound:
+    """Text of so many characters, or a list of so many items."""
+    return Bound(lambda value: len(value) <= length, f"must not be longer than {length:,}")
+
+
+MAX_FEATURES = 50_000
+"""Of one model; each is written out."""
+MAX_ENTRIES = 10_000
+"""Of one list that a recipe spells out."""
+MAX_ROWS = 10**12
+MAX_WIDTH = 1 << 16
+MAX_LAYER = 1 << 20
+MAX_LAYERS = 1000
+MAX_PROCESSES = 4096
+"""Servers, trainers, processes, threads or accelerators of one kind."""
+MAX_POINTS = 100_000
+"""Runs of one study."""
+MAX_NAME = 200
 
 
 PLAIN_NAME = Bound(
@@ -38,9 +73,14 @@ InsideZeroToOne = Annotated[float, Bound(lambda value: 0 < value < 1, "must be b
 BelowOne = Annotated[float, Bound(lambda value: 0 <= value < 1, "must be at least 0 and below 1, got {}")]
 OneOrMore = Annotated[float, Bound(lambda value: 1 <= value < math.inf, "must be at least 1 and finite, got {}")]
 Seed = Annotated[int, Bound(lambda value: 0 <= value < 2**63, "must be from 0 to 2**63 - 1, got {}")]
-NotEmpty = Annotated[str, Bound(bool, "must not be empty")]
+NotEmpty = Annotated[str, Bound(bool, "must not be empty"), at_most(MAX_NAME)]
 Origin = Annotated[str, Bound(lambda value: bool(value.strip()), "say where these numbers come from")]
-PlainName = Annotated[str, PLAIN_NAME]
+PlainName = Annotated[str, PLAIN_NAME, at_most(MAX_NAME)]
+Rows = Annotated[AtLeastOne, up_to(MAX_ROWS)]
+Width = Annotated[AtLeastOne, up_to(MAX_WIDTH)]
+Layers = Annotated[tuple[int, ...], each_between(1, MAX_LAYER), at_most(MAX_LAYERS)]
+Processes = Annotated[AtLeastOne, up_to(MAX_PROCESSES)]
+AnyProcesses = Annotated[Count, up_to(MAX_PROCESSES)]
 
 
 class Spec:

@@ -15,8 +15,9 @@ import yaml
 
 from rowstead.spec.errors import RowsteadError, did_you_mean
 from rowstead.spec.machine import Machine
-from rowstead.spec.parse import errors_in, find_file, parse, read_yaml, shipped_names, to_plain
+from rowstead.spec.parse import errors_in, find_file, parse, shipped_names, to_plain
 from rowstead.spec.software import Software
+from rowstead.spec.yaml_text import read_yaml
 
 MACHINES = Path(__file__).parent.parent / "machines"
 SOFTWARE = MACHINES / "software"

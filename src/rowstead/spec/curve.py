@@ -23,8 +23,10 @@ class CurveAxis:
 
     def __post_init__(self) -> None:
         require(bool(self.sizes), "sizes", "give at least one")
-        rising = all(low < high for low, high in itertools.pairwise(self.sizes)) and 0 < self.sizes[0] < math.inf
-        require(rising, "sizes", "must be above 0, distinct and ascending")
+        rising = (
+            all(low < high for low, high in itertools.pairwise(self.sizes)) and self.sizes[0] > 0 and self.sizes[-1] < math.inf
+        )
+        require(rising, "sizes", "must be above 0, finite, distinct and ascending")
 
     def between(self, size: float) -> tuple[int, int, float]:
         """Indices of the measured sizes around `size`, and its position between them on a log scale, 0 to 1."""

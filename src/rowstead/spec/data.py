@@ -5,10 +5,31 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from rowstead.spec.bounds import AboveZero, AtLeastOne, Count, InsideZeroToOne, NotNegative, Seed, Share, Spec, ZeroToOne
+from rowstead.spec.bounds import (
+    MAX_FEATURES,
+    MAX_ROWS,
+    AboveZero,
+    AtLeastOne,
+    Count,
+    InsideZeroToOne,
+    NotNegative,
+    Processes,
+    Seed,
+    Share,
+    Spec,
+    ZeroToOne,
+    at_most,
+    each_between,
+    up_to,
+)
 from rowstead.spec.errors import require
+
+MAX_TRAIN_SAMPLES = 10**15
+MAX_EVAL_SAMPLES = 10**9
+"""The last evaluation reads all of them."""
+MAX_FILES = 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,19 +48,19 @@ class SynthSpec(LogSpec):
 
     split_class: ClassVar[str] = "rowstead.data.synth:SynthSplit"
 
-    num_train_samples: AtLeastOne = 1_000_000
+    num_train_samples: Annotated[AtLeastOne, up_to(MAX_TRAIN_SAMPLES)] = 1_000_000
     """Examples in the training split."""
-    num_eval_samples: AtLeastOne = 100_000
+    num_eval_samples: Annotated[AtLeastOne, up_to(MAX_EVAL_SAMPLES)] = 100_000
     """Examples in the evaluation split, drawn after the training split in time."""
     seed: Seed = 1
     """Same seed, same log, on every machine."""
-    num_dense: Count = 13
+    num_dense: Annotated[Count, up_to(MAX_FEATURES)] = 13
     """Dense columns in the log."""
     num_skewed_dense: int = 0
     """The first `num_skewed_dense` dense columns are positive with a long tail, like counts; `log: true` makes them bell-shaped again."""
-    num_sparse: Count = 26
+    num_sparse: Annotated[Count, up_to(MAX_FEATURES)] = 26
     """Sparse columns in the log."""
-    num_ids: int | tuple[int, ...] = 100_000
+    num_ids: Annotated[int | tuple[int, ...], each_between(1, MAX_ROWS)] = 100_000
     """Distinct ids per feature (one number for all, or a list)."""
     mean_ids: float | tuple[float, ...] = 1.0
     """Mean ids per example and feature (one number for all, or a list)."""
@@ -47,7 +68,7 @@ class SynthSpec(LogSpec):
     """With one `mean_ids` for all: exponent of the power law of mean lengths over features; 0 makes them equal."""
     lengths: Literal["fixed", "poisson"] = "fixed"
     """Ids per example: always the mean (rounded), or Poisson around it, empty bags included."""
-    max_ids: AtLeastOne = 200
+    max_ids: Annotated[AtLeastOne, up_to(100_000)] = 200
     """Maximum ids per example and feature."""
     skew: NotNegative = 1.05
     """Exponent of the Zipf distribution of ids: 0 is uniform, larger is more skewed."""
@@ -57,7 +78,7 @@ class SynthSpec(LogSpec):
     """Standard deviation of the teacher's log-odds: the larger, the lower the best possible NE."""
     interaction_share: ZeroToOne = 0.5
     """Share of the log-odds' variance due to products of features, which a linear model cannot learn."""
-    latent: AtLeastOne = 4
+    latent: Annotated[AtLeastOne, up_to(1024)] = 4
     """Dimension of the teacher's vector for each id."""
     drift: ZeroToOne = 0.0
     """How far the teacher changes from the first example to the last: 0 not at all, 1 to an unrelated teacher."""
@@ -88,9 +109,9 @@ class ParquetSpec(LogSpec):
 
     split_class: ClassVar[str] = "rowstead.data.parquet_source:ParquetSplit"
 
-    train: tuple[str, ...]
+    train: Annotated[tuple[str, ...], at_most(MAX_FILES)]
     """Files of the training split."""
-    eval: tuple[str, ...] = ()
+    eval: Annotated[tuple[str, ...], at_most(MAX_FILES)] = ()
     """Files of the evaluation split. Default: the last `eval_fraction` of the training files' rows."""
     eval_fraction: InsideZeroToOne = 0.1
     """Share of the rows (the last ones in file order) held out without `eval`."""
@@ -100,9 +121,9 @@ class ParquetSpec(LogSpec):
     """Column of example weights."""
     true_p: str | None = None
     """Column of the true click probability, for synthetic logs."""
-    shuffle_rows: Count = 65_536
+    shuffle_rows: Annotated[Count, up_to(10**9)] = 65_536
     """Size of the shuffle window in rows (row groups are shuffled too); 0 keeps file order."""
-    decode_threads: AtLeastOne | None = None
+    decode_threads: Processes | None = None
     """Threads that decode; at most as many make batches. Default: one per core."""
     on_bad_row: Literal["error", "skip"] = "error"
     """For a missing or non-finite dense value or a label outside [0, 1]: stop with an error, or skip the row and count it."""

@@ -16,7 +16,7 @@ class SpecError(RowsteadError):
     def __init__(self, path: str, problem: str) -> None:
         self.path = path
         self.problem = problem
-        super().__init__(f"{path}: {problem}" if path else problem)
+        super().__init__(f"{shorten(path, 200)}: {problem}" if path else problem)
 
     def within(self, outer: str) -> SpecError:
         """The same error with its path extended by an outer key."""
@@ -40,6 +40,11 @@ class LostProcessError(RowsteadError):
     """Another process of the job has ended; its launcher reports why."""
 
 
+def shorten(text: str, most: int = 60) -> str:
+    """The beginning of a text that is too long to be shown."""
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
 def require(condition: bool, field: str, problem: str) -> None:
     """Raise a SpecError about `field` unless `condition` holds."""
     if not condition:
@@ -55,7 +60,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     names = list(known)
     if RENAMED.get(word) in names:
         return f"`{word}` is now called `{RENAMED[word]}`"
-    near = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(word, names, n=1, cutoff=0.6) if len(word) <= 200 else []
     if near:
         return f"did you mean `{near[0]}`?"
     shown = ", ".join(f"`{name}`" for name in names[:20])

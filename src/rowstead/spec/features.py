@@ -7,9 +7,22 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from rowstead.spec.bounds import AtLeastOne, NotEmpty, Spec
+from rowstead.spec.bounds import (
+    MAX_ENTRIES,
+    MAX_FEATURES,
+    MAX_NAME,
+    MAX_ROWS,
+    AtLeastOne,
+    NotEmpty,
+    Rows,
+    Spec,
+    Width,
+    at_most,
+    each_between,
+    up_to,
+)
 from rowstead.spec.errors import SpecError, did_you_mean, require
 
 Hash = Literal["mix", "modulo", "none"]
@@ -22,9 +35,9 @@ class FeatureSpec(Spec):
 
     name: NotEmpty
     """Name of the feature; with `repeat`, `{i}` in it becomes 0, 1, 2 …"""
-    column: str | None = None
+    column: Annotated[str, at_most(MAX_NAME)] | None = None
     """Column of the log. Default: the feature's name."""
-    repeat: AtLeastOne = 1
+    repeat: Annotated[AtLeastOne, up_to(MAX_FEATURES)] = 1
     """Expands to this many features that differ only in `{i}`."""
     start: int = 0
     """First value of `{i}`."""
@@ -70,11 +83,11 @@ class DenseFeatureSpec(FeatureSpec):
 class SparseFeatureSpec(FeatureSpec):
     """One column of ids (integer, text, or a list of either); each id is hashed to a table row, and the rows are pooled."""
 
-    num_rows: AtLeastOne | None = None
+    num_rows: Rows | None = None
     """Hash size: rows of the feature's own table. Omit it if `table` names a shared table."""
-    hash_sizes: tuple[int, ...] = ()
+    hash_sizes: Annotated[tuple[int, ...], each_between(1, MAX_ROWS)] = ()
     """With `repeat`, instead of `num_rows`: the hash size of each feature."""
-    width: AtLeastOne | None = None
+    width: Width | None = None
     """Embedding width of the feature's own table. Default: `model.width`."""
     table: str | None = None
     """Name of a table under `features.tables`, for features that share one."""
@@ -88,8 +101,8 @@ class SparseFeatureSpec(FeatureSpec):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.hash_sizes:
-            each = len(self.hash_sizes) == self.repeat and min(self.hash_sizes) >= 1
-            require(each, "hash_sizes", f"must be {self.repeat} numbers of at least 1, one per feature")
+            each = len(self.hash_sizes) == self.repeat
+            require(each, "hash_sizes", f"must be {self.repeat} numbers, one per feature, got {len(self.hash_sizes)}")
             require(self.num_rows is None, "num_rows", "`hash_sizes` has the rows of each feature; set only one of the two")
         if self.table is None:
             given = self.num_rows is not None or bool(self.hash_sizes)
@@ -113,9 +126,9 @@ class TableSpec(Spec):
 
     name: NotEmpty
     """Name that features refer to."""
-    num_rows: AtLeastOne
+    num_rows: Rows
     """Hash size."""
-    width: AtLeastOne | None = None
+    width: Width | None = None
     """Embedding width. Default: `model.width`."""
 
 
@@ -132,6 +145,15 @@ class FeaturesSpec:
 
     def __post_init__(self) -> None:
         require(bool(self.dense or self.sparse), "", "list at least one dense or sparse feature")
+        for name in ("dense", "sparse", "tables"):
+            num_entries = len(getattr(self, name))
+            fewer = (
+                f"lists {num_entries:,} entries, and at most {MAX_ENTRIES:,} are allowed: write alike ones as one with `repeat`"
+            )
+            require(num_entries <= MAX_ENTRIES, name, fewer)
+        for name in ("dense", "sparse"):
+            num_features = sum(feature.repeat for feature in getattr(self, name))
+            require(num_features <= MAX_FEATURES, name, f"at most {MAX_FEATURES:,} features are allowed, got {num_features:,}")
         names = [f.name for f in self.expanded_dense()] + [f.name for f in self.expanded_sparse()]
         shared = [t.name for t in self.tables]
         for what, given in (("feature", names), ("table", shared)):
@@ -198,7 +220,13 @@ def tables_of(features: FeaturesSpec, *, width: int, scale: float = 1.0) -> tupl
     for i, feature in enumerate(features.expanded_sparse()):
         source = shared[feature.table] if feature.table is not None else feature
         assert source.num_rows is not None
-        rows[source.name] = max(1, round(source.num_rows * scale))
+        num_rows = source.num_rows * scale
+        require(
+            num_rows <= MAX_ROWS,
+            "scale",
+            f"makes table `{source.name}` {num_rows:,.0f} rows large, and at most {MAX_ROWS:,} are allowed",
+        )
+        rows[source.name] = max(1, round(num_rows))
         widths[source.name] = source.width or width
         readers.setdefault(source.name, []).append(i)
     return tuple(

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from rowstead.spec.bounds import AboveZero, AtLeastOne, Count, Spec
+from rowstead.spec.bounds import AboveZero, AnyProcesses, Count, Processes, Spec
 from rowstead.spec.errors import RowsteadError, SpecError, did_you_mean, require
 from rowstead.spec.parse import parse, to_plain
 
@@ -23,13 +23,13 @@ _EXAMPLE = "trainers=2,sparse=2,dense=1,readers=1"
 class FleetSpec(Spec):
     """Number of processes per role, and how they are started and restarted."""
 
-    num_trainers: AtLeastOne = 1
+    num_trainers: Processes = 1
     """Trainers, each with `train.sync.hogwild_threads` threads; `trainers=` in `--fleet`."""
-    num_sparse: int = 1
+    num_sparse: AnyProcesses = 1
     """Sparse parameter servers, which hold the tables; `sparse=` in `--fleet`."""
-    num_dense: Count = 1
+    num_dense: AnyProcesses = 1
     """Dense parameter servers, which hold the shared dense parameters, each an equal share of them. 0: none, for a single trainer; `dense=` in `--fleet`."""
-    num_readers: AtLeastOne = 1
+    num_readers: Processes = 1
     """Readers, each with its share of the log; `readers=` in `--fleet`."""
     tables: Literal["remote", "local"] = "remote"
     """`remote`: tables are in the sparse servers. `local`: the single trainer holds them, as the recipe's `placement` says."""

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
-from rowstead.spec.bounds import AtLeastOne, Spec
+from rowstead.spec.bounds import MAX_LAYER, MAX_LAYERS, AtLeastOne, Spec, up_to
 
 InteractionKind = Literal["dot", "concat", "cross"]
 Pairs = Literal["both", "dense_sparse", "sparse_sparse"]
@@ -21,13 +21,13 @@ class InteractionSpec(Spec):
 
     kind: InteractionKind = "dot"
     """Which interaction."""
-    num_dense_vectors: AtLeastOne = 1
+    num_dense_vectors: Annotated[AtLeastOne, up_to(10_000)] = 1
     """Vectors of `model.width` to which the bottom MLP projects the dense features."""
     pairs: Pairs = "both"
     """Which products `dot` takes: of dense with sparse vectors, of sparse with sparse vectors, or both. Dense ones are not paired."""
-    cross_layers: AtLeastOne = 3
+    cross_layers: Annotated[AtLeastOne, up_to(MAX_LAYERS)] = 3
     """Layers of the cross network."""
-    cross_rank: AtLeastOne = 512
+    cross_rank: Annotated[AtLeastOne, up_to(MAX_LAYER)] = 512
     """Rank of each cross layer."""
 
 

@@ -5,9 +5,20 @@ from __future__ import annotations
 import bisect
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from rowstead.spec.bounds import AboveZero, AtLeastOne, NotNegative, Origin, PlainName, Share, Spec
+from rowstead.spec.bounds import (
+    MAX_PROCESSES,
+    AboveZero,
+    AtLeastOne,
+    NotNegative,
+    Origin,
+    PlainName,
+    Processes,
+    Share,
+    Spec,
+    up_to,
+)
 from rowstead.spec.errors import require
 from rowstead.spec.software import Software
 
@@ -136,9 +147,9 @@ class PeerLink(Spec):
 class Host(Spec):
     """The processors of a server and their memory."""
 
-    num_sockets: AtLeastOne = 1
+    num_sockets: Processes = 1
     """Processors."""
-    num_cores: int
+    num_cores: Annotated[int, up_to(1_000_000)]
     """Cores of all sockets together."""
     memory: Memory
     """System memory of all sockets together."""
@@ -157,7 +168,7 @@ class Host(Spec):
 class Accelerators(Spec):
     """Equal accelerators in one server."""
 
-    num: int
+    num: Annotated[int, up_to(MAX_PROCESSES)]
     """How many."""
     memory: Memory
     """Memory of one."""
@@ -165,7 +176,7 @@ class Accelerators(Spec):
     """Of one."""
     host_link: Link
     """Between one accelerator and the host."""
-    num_per_uplink: AtLeastOne = 1
+    num_per_uplink: Processes = 1
     """Accelerators that share one link to the host; the active ones share its bandwidth."""
     peer_link: PeerLink | None = None
     """Between accelerators; required where there are several."""

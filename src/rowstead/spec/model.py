@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rowstead.spec.bounds import AtLeastOne, Spec
+from rowstead.spec.bounds import Layers, Spec, Width
 from rowstead.spec.errors import require
 from rowstead.spec.interactions import InteractionSpec
 from rowstead.spec.networks import NETWORKS, make_absolute, parse_network
@@ -16,11 +16,11 @@ from rowstead.spec.networks import NETWORKS, make_absolute, parse_network
 class ModelSpec(Spec):
     """Embedding tables over sparse features, and a network from dense features and pooled rows to one logit."""
 
-    width: AtLeastOne = 16
+    width: Width = 16
     """Width of the embedding rows, and of the vectors to which the bottom MLP projects the dense features."""
-    bottom: tuple[int, ...] = (64,)
+    bottom: Layers = (64,)
     """Hidden layers of the bottom MLP; a last layer of `interaction.num_dense_vectors` times `width` is added."""
-    top: tuple[int, ...] = (64, 32)
+    top: Layers = (64, 32)
     """Hidden layers of the top MLP; a last layer of 1 is added."""
     interaction: InteractionSpec = InteractionSpec()
     """How features interact."""
@@ -39,8 +39,6 @@ class ModelSpec(Spec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("bottom", "top"):
-            require(all(w >= 1 for w in getattr(self, name)), name, "layer widths must be at least 1")
         object.__setattr__(self, "network", make_absolute(self.network))
         parse_network(self.network)
         unused = f"`{self.network}` has no options: set `bottom`, `top` and `interaction`"

@@ -8,6 +8,7 @@ import functools
 import hashlib
 import json
 import math
+import sys
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,9 +17,15 @@ from typing import Any, TypeVar
 
 import yaml
 
-from rowstead.spec.errors import RowsteadError, SpecError, did_you_mean
+from rowstead.spec.errors import RowsteadError, SpecError, did_you_mean, shorten
+from rowstead.spec.yaml_text import MAX_DEPTH, read_text
 
 T = TypeVar("T")
+MAX_INT = 2**63 - 1
+
+
+class _OutOfRange(SpecError):
+    """A number that no field can take."""
 
 
 def parse(cls: type[T], value: Any) -> T:
@@ -48,7 +55,7 @@ def _convert(kind: Any, value: Any) -> Any:
     """Convert a value to the annotated type `kind`, or raise a SpecError that names the expected type."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:  # a value for a key of another spec, which checks it
-        return value
+        return _convert_plain(value)
     if origin in (typing.Union, types.UnionType):
         return _convert_union(args, value)
     if origin is typing.Literal:
@@ -66,13 +73,26 @@ def _convert(kind: Any, value: Any) -> Any:
         return parse(kind, value)
     if kind is bool and isinstance(value, bool):
         return value
-    if kind is int and (number := _number(value)) is not None and float(number).is_integer():
+    if kind is int and (number := _number(value)) is not None and number % 1 == 0:
+        if not -MAX_INT <= number <= MAX_INT:
+            raise _OutOfRange("", f"whole numbers go up to 2**63 - 1, got {_shown(value)}")
         return int(number)
     if kind is float and (number := _number(value)) is not None and not math.isnan(number):
         return float(number)
     if kind is str and isinstance(value, (str, int, float)) and not isinstance(value, bool):
         return str(value)
     raise SpecError("", f"expected {describe_type(kind)}, got {_shown(value)}")
+
+
+def _convert_plain(value: Any) -> Any:
+    """A value that JSON can hold; dates, which YAML has besides, are refused."""
+    if isinstance(value, Mapping):
+        return {str(key): _convert_within(str(key), Any, item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_convert_within(f"[{index}]", Any, item) for index, item in enumerate(value)]
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    raise SpecError("", f"expected text or a number, got {_shown(str(value))}: put it into quotes")
 
 
 def _convert_within(key: str, kind: Any, value: Any) -> Any:
@@ -92,6 +112,8 @@ def _convert_union(kinds: tuple[Any, ...], value: Any) -> Any:
         if kind is not type(None) and kind not in with_keys:
             try:
                 return _convert(kind, value)
+            except _OutOfRange:
+                raise
             except SpecError:
                 continue
     words = [kind for kind in kinds if typing.get_origin(kind) is typing.Literal]
@@ -102,13 +124,22 @@ def _convert_union(kinds: tuple[Any, ...], value: Any) -> Any:
 
 
 def _number(value: Any) -> int | float | None:
-    """A number, including those that YAML 1.1 reads as text, such as `1e-3`."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return value
-    try:
-        return float(value) if isinstance(value, str) else None
-    except ValueError:
+    """A number, including those that YAML 1.1 reads as text, such as `1e-3`; None for other values."""
+    is_infinite = False
+    if isinstance(value, str):
+        try:
+            number = float(value)
+        except ValueError:
+            return None
+        is_infinite = math.isinf(number) and "inf" not in value.lower()
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        number = value
+        is_infinite = isinstance(value, int) and abs(value) > sys.float_info.max
+    else:
         return None
+    if is_infinite:
+        raise _OutOfRange("", f"numbers go up to {sys.float_info.max:.2g}, got {_shown(value)}")
+    return number
 
 
 def describe_type(kind: Any) -> str:
@@ -131,8 +162,7 @@ def describe_type(kind: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "…"
+    return shorten(repr(value[:60] if isinstance(value, str) else value))
 
 
 def to_plain(spec: Any, *, defaults: bool = True) -> Any:
@@ -191,10 +221,13 @@ def shipped_names(*folders: Path) -> list[str]:
 def find_file(name_or_path: str, what: str, *folders: Path) -> Path:
     """The file of the user, or the shipped one of that name in one of the folders."""
     shipped = [folder / f"{name_or_path}.yaml" for folder in folders if name_or_path in shipped_names(folder)]
-    path = next((path for path in (Path(name_or_path), *shipped) if path.is_file()), None)
+    try:
+        path = next((path for path in (Path(name_or_path), *shipped) if path.is_file()), None)
+    except OSError as error:  # such as a name that is too long
+        raise RowsteadError(f"no {what} `{shorten(name_or_path)}`: {error.strerror}") from None
     if path is None:
         near = did_you_mean(name_or_path, shipped_names(*folders))
-        raise RowsteadError(f"no {what} `{name_or_path}`, shipped or as a file: {near}")
+        raise RowsteadError(f"no {what} `{shorten(name_or_path)}`, shipped or as a file: {near}")
     return path
 
 
@@ -212,42 +245,14 @@ def to_yaml(spec: Any) -> str:
     return yaml.safe_dump(to_plain(spec), sort_keys=False, allow_unicode=True)
 
 
-def read_yaml(path: Path) -> Any:
-    """Read a YAML file; an error includes the line number."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError("", f"cannot read {path}: {error}") from None
-    return read_text(text, what=str(path))
-
-
-def read_text(text: str, *, what: str) -> Any:
-    """Read YAML text; an error includes the line number."""
-    try:
-        return yaml.load(text, Loader=_Loader)  # noqa: S506, RUF100 - it is a SafeLoader
-    except (yaml.YAMLError, ValueError) as error:
-        raise SpecError("", f"{what} is not valid YAML: {error}") from None
-
-
-class _Loader(yaml.SafeLoader):
-    """A SafeLoader that rejects duplicate keys; plain YAML silently keeps the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        twice = next((key for index, key in enumerate(keys) if key in keys[:index] and key != "<<"), None)
-        if twice is not None:
-            raise yaml.constructor.ConstructorError(None, None, f"key `{twice}` is given twice", node.start_mark)
-        return super().construct_mapping(node, deep)
-
-
 def settings_from(assignments: Iterable[str]) -> dict[str, Any]:
     """Parse `key.path=value` assignments of the command line; values are YAML."""
     found = {}
     for text in assignments:
         key, separator, value = text.partition("=")
         if not separator or not key.strip():
-            raise SpecError("", f"cannot read `{text}`: write it as key.path=value")
-        found[key.strip()] = read_text(value, what=f"the value in `{text}`")
+            raise SpecError("", f"cannot read `{shorten(text)}`: write it as key.path=value")
+        found[key.strip()] = read_text(value, what=f"the value in `{shorten(text)}`")
     return found
 
 
@@ -259,7 +264,10 @@ def override(plain: Any, assignments: Iterable[str]) -> Any:
 def assign(plain: Any, settings: Mapping[str, Any]) -> Any:
     """Set values by dotted key."""
     for key, value in settings.items():
-        plain = _assign(plain, key.split("."), to_plain(value), key)
+        keys = key.split(".")
+        if len(keys) > MAX_DEPTH:
+            raise SpecError(shorten(key), f"has {len(keys):,} parts, and recipes are at most {MAX_DEPTH} levels deep")
+        plain = _assign(plain, keys, to_plain(value), key)
     return plain
 
 

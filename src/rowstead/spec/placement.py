@@ -17,6 +17,8 @@ Shard = Literal["auto", "table", "row", "column", "replicate"]
 PlacedShard = Literal["table", "row", "column", "replicate"]
 """What `auto` becomes."""
 
+MAX_MATCHES = 1_000_000
+"""Patterns times tables."""
 CACHE_FRACTION = 0.1
 """Default share of a table's rows that fit in its cache."""
 
@@ -75,18 +77,23 @@ def rules_for(placement: PlacementSpec, tables: Sequence[str]) -> dict[str, Tabl
 
     A table's name takes precedence over patterns, and a longer pattern over a shorter one; rules are not merged.
     """
-    rules: Mapping[str, Where | TablePlacementSpec] = {"*": placement} if isinstance(placement, str) else placement
-    given = {key: _expand(rule) for key, rule in rules.items()}
-    for pattern in given:
+    if isinstance(placement, str):
+        return dict.fromkeys(tables, _expand(placement))
+    known = frozenset(tables)
+    given = {key: _expand(rule) for key, rule in placement.items()}
+    patterns = [name for name in given if name not in known]
+    if len(patterns) * len(tables) > MAX_MATCHES:
+        most = MAX_MATCHES // len(tables)
+        raise SpecError("", f"has {len(patterns):,} patterns, and at most {most:,} are allowed with {len(tables):,} tables")
+    for pattern in patterns:
         if not any(_fits(table, pattern) for table in tables):
             raise SpecError(pattern, f"matches no table: {did_you_mean(pattern.strip('*?'), tables)}")
-    return {table: _rule_for(table, given) for table in tables}
+    return {table: given[table] if table in given else _rule_for(table, patterns, given) for table in tables}
 
 
-def _rule_for(table: str, given: Mapping[str, TablePlacementSpec]) -> TablePlacementSpec:
-    if table in given:
-        return given[table]
-    fitting = [pattern for pattern in given if _fits(table, pattern)]
+def _rule_for(table: str, patterns: Sequence[str], given: Mapping[str, TablePlacementSpec]) -> TablePlacementSpec:
+    """The rule of the longest pattern that fits."""
+    fitting = [pattern for pattern in patterns if _fits(table, pattern)]
     longest = max(map(len, fitting), default=0)
     first, *others = [pattern for pattern in fitting if len(pattern) == longest] or [""]
     for other in others:
@@ -99,7 +106,7 @@ def _rule_for(table: str, given: Mapping[str, TablePlacementSpec]) -> TablePlace
 
 
 def _fits(table: str, pattern: str) -> bool:
-    return table == pattern or fnmatch.fnmatchcase(table, pattern)
+    return fnmatch.fnmatchcase(table, pattern)
 
 
 def _expand(rule: Where | TablePlacementSpec) -> TablePlacementSpec:

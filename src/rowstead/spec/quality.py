@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from rowstead.spec.axis import AxisSpec
-from rowstead.spec.bounds import AtLeastOne, InsideZeroToOne, NotNegative
+from rowstead.spec.bounds import MAX_ENTRIES, AtLeastOne, InsideZeroToOne, NotNegative, up_to
 from rowstead.spec.errors import require
 from rowstead.spec.run import RunSpec, load_recipe
 from rowstead.spec.study import SWEEPS, StudySpec, load_study
@@ -20,7 +20,7 @@ class QualitySpec(StudySpec):
 
     vary: tuple[AxisSpec, ...] = ()
     """The axes. Default: batch size, trainers, arithmetic precision, row format, and hash size."""
-    num_seeds: AtLeastOne = 5
+    num_seeds: Annotated[AtLeastOne, up_to(MAX_ENTRIES)] = 5
     """Runs per setting."""
     first_seed: int = 1
     """The first of consecutive seeds; a seed decides the initial weights, and a synthetic log."""
@@ -30,7 +30,7 @@ class QualitySpec(StudySpec):
     """Confidence level of the intervals."""
     quick: Mapping[str, Any] = field(default_factory=dict)
     """With `--quick`: further recipe changes."""
-    quick_seeds: AtLeastOne = 3
+    quick_seeds: Annotated[AtLeastOne, up_to(MAX_ENTRIES)] = 3
     """With `--quick`: runs per setting."""
 
     def __post_init__(self) -> None:

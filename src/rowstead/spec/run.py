@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rowstead.spec.bounds import AboveZero, AtLeastOne, PlainName, Seed, Spec
+from rowstead.spec.bounds import AboveZero, PlainName, Processes, Seed, Spec
 from rowstead.spec.data import DataSpec
 from rowstead.spec.errors import RowsteadError, SpecError, require
 from rowstead.spec.features import FeaturesSpec, Table, tables_of
@@ -16,13 +16,15 @@ from rowstead.spec.fleet import FleetSpec
 from rowstead.spec.interactions import INTERACTIONS
 from rowstead.spec.model import ModelSpec
 from rowstead.spec.networks import make_absolute
-from rowstead.spec.parse import errors_in, find_file, merge, override, parse, read_yaml, shipped_names
+from rowstead.spec.parse import errors_in, find_file, merge, override, parse, shipped_names
 from rowstead.spec.placement import MemorySpec, PlacementSpec, rules_for
 from rowstead.spec.train import TrainSpec
+from rowstead.spec.yaml_text import read_yaml
 
 Kernel = Literal["auto", "reference", "cpu", "gpu"]
 
 RECIPES = Path(__file__).parent.parent / "recipes"
+MAX_BASES = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +49,7 @@ class RunSpec(Spec):
     """Where to train: `auto` takes a CUDA GPU where there is one."""
     kernel: Kernel = "auto"
     """Which embedding kernels run: `auto` takes the fastest for the device, `reference` is plain torch."""
-    threads: AtLeastOne | None = None
+    threads: Processes | None = None
     """CPU threads of the dense arithmetic and of the CPU kernels; default: the number of usable cores."""
     check_ids: bool = True
     """Check ids and offsets of every batch before the kernels see them."""
@@ -142,18 +144,21 @@ def find_gpu_recipe(name_or_path: str) -> Path | None:
     return beside if beside.is_file() else None
 
 
-def read_recipe(name_or_path: str) -> Any:
-    """The plain content of a recipe, on top of its `base` if it names one.
+def read_recipe(name_or_path: str, num_above: int = 0) -> Any:
+    """The plain content of a recipe, on top of its `base` if it names one; `num_above` recipes are based on this one.
 
     That recipe, and the file of a network of the user's own, are looked for beside it, too.
     """
     path = find_recipe(name_or_path)
     plain = read_yaml(path)
     if isinstance(plain, dict) and "base" in plain:
+        require(
+            num_above < MAX_BASES, "base", f"recipes are based on one another, more than {MAX_BASES} in a row or in a circle"
+        )
         base, changes = str(plain["base"]), {key: value for key, value in plain.items() if key != "base"}
         file = near if (near := path.parent / base).is_file() else find_recipe(base)
         require(not file.samefile(path), "base", "names this recipe itself")
-        plain = merge(read_recipe(str(file)), changes)
+        plain = merge(read_recipe(str(file), num_above + 1), changes)
     model = plain.get("model") if isinstance(plain, dict) else None
     if isinstance(model, dict) and isinstance(network := model.get("network"), str):
         plain = {**plain, "model": {**model, "network": make_absolute(network, [path.parent])}}

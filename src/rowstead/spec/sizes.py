@@ -16,7 +16,7 @@ def parse_bytes(size: int | str) -> int:
     """Parse a size such as `20GB`, `1.5 TB`, `512MiB` or a plain number; raise a SpecError for anything else."""
     found = re.fullmatch(r"\s*([0-9][0-9_]*\.?[0-9]*(?:[eE][0-9]+)?)\s*([A-Za-z]*)\s*", str(size))
     unit = _UNITS.get(found[2].upper()) if found else None
-    if found is None or unit is None or not math.isfinite(float(found[1])):
+    if found is None or unit is None or not math.isfinite(float(found[1]) * unit):
         raise SpecError(
             "", f"`{size}` is not a size: write a number of bytes, or one with KB, MB, GB, TB, KiB, MiB, GiB or TiB"
         )

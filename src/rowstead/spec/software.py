@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rowstead.spec.bounds import AboveZero, NotNegative, Origin, Share, Spec
+from rowstead.spec.bounds import AboveZero, Count, NotNegative, Origin, Share, Spec
 from rowstead.spec.curve import Curve
 from rowstead.spec.sharing import Sharing
 from rowstead.spec.timings import Timings
@@ -62,9 +62,9 @@ class Software(Spec):
     """Whether it trains tables of which only some rows are in fast memory, the others in system memory or in files."""
     runs_ahead: bool = False
     """Whether the host launches later steps while an accelerator is busy with earlier ones."""
-    base_bytes: float = 0.0
+    base_bytes: NotNegative = 0.0
     """Memory of a training process with a tiny model; 0 if not measured."""
-    buffered_batches: int = 11
+    buffered_batches: Count = 11
     """Batches that a process holds at once on a host, being assembled or prefetched."""
     exchange: Curve | None = None
     """An all-to-all between two processes of one machine, by the bytes that each sends, as measured."""

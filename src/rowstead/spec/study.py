@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rowstead.spec.bounds import PlainName, Spec
-from rowstead.spec.parse import errors_in, find_file, parse, read_yaml
+from rowstead.spec.parse import errors_in, find_file, parse
 from rowstead.spec.run import RECIPES
+from rowstead.spec.yaml_text import read_yaml
 
 SWEEPS = Path(__file__).parent.parent / "sweeps"
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from rowstead.spec.axis import AxisSpec, check_names
-from rowstead.spec.bounds import AboveZero, AtLeastOne, Spec
+from rowstead.spec.axis import AxisSpec, check_combinations, check_names
+from rowstead.spec.bounds import MAX_POINTS, AboveZero, AnyProcesses, AtLeastOne, Processes, Spec, up_to
 from rowstead.spec.errors import did_you_mean, require
 from rowstead.spec.parse import shipped_names
 from rowstead.spec.stores import PlannedStore
@@ -19,14 +19,14 @@ from rowstead.spec.study import SWEEPS, StudySpec, load_study
 class PopulationSpec(Spec):
     """Points sampled at random from the axes, instead of all combinations."""
 
-    num_points: AtLeastOne
+    num_points: Annotated[AtLeastOne, up_to(MAX_POINTS)]
     """Number of points."""
     seed: int = 1
     """The same seed gives the same points; a longer population starts with the shorter one."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnSpec:
+class OnSpec(Spec):
     """A machine to predict on and the setup of the run there; defaults are chosen as in `rowstead plan`."""
 
     machine: str
@@ -43,15 +43,15 @@ class OnSpec:
     """Recipe changes on this machine, such as another batch size."""
     place: PlannedStore | None = None
     """Where the tables live."""
-    num_devices: int | None = None
+    num_devices: Processes | None = None
     """Number of accelerators. Default with `place: device`: as few as hold the tables; they share the batch."""
-    num_trainers: int = 1
+    num_trainers: Processes = 1
     """Number of trainers."""
-    num_sparse_servers: int | None = None
+    num_sparse_servers: AnyProcesses | None = None
     """With `place: remote`. Default: as few as hold the tables."""
-    num_dense_servers: int = 0
+    num_dense_servers: AnyProcesses = 0
     """Number of dense servers that average the trainers' parameters."""
-    in_flight: int = 1
+    in_flight: Processes = 1
     """Number of steps in flight per trainer."""
 
     @property
@@ -60,14 +60,14 @@ class OnSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuickSpec:
+class QuickSpec(Spec):
     """Changes that make a sweep small enough for two cores."""
 
     set: Mapping[str, Any] = field(default_factory=dict)
     """Further recipe changes."""
     values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Replacement values by axis name; option names for an axis with options."""
-    num_points: int | None = None
+    num_points: Annotated[AtLeastOne, up_to(MAX_POINTS)] | None = None
     """Number of points of a population."""
 
 
@@ -81,7 +81,7 @@ class SweepSpec(StudySpec):
     """Sample points at random instead of all combinations."""
     machines: tuple[OnSpec, ...] = ()
     """Further machines to predict each point on."""
-    samples_per_s: float | None = None
+    samples_per_s: AboveZero | None = None
     """In predictions, choose the number of servers that reaches this throughput."""
     limit_s: AboveZero | None = None
     """A point that takes longer is stopped and recorded as failed."""
@@ -92,6 +92,8 @@ class SweepSpec(StudySpec):
         super().__post_init__()
         require(bool(self.grid), "grid", f"name at least one axis: add --grid, or use one of {', '.join(sweep_names())}")
         check_names(self.grid, "grid")
+        if self.population is None:
+            check_combinations(self.grid, "grid")
         for index, axis in enumerate(self.grid):
             drawn = axis.low is None or self.population is not None
             require(drawn, f"grid[{index}]", "a range has no values to enumerate: give `values`, or a `population`")

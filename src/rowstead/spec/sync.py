@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from rowstead.spec.bounds import AboveZero, AtLeastOne, BelowOne, Count, Share, Spec, ZeroToOne
+from rowstead.spec.bounds import AboveZero, AtLeastOne, BelowOne, Count, Processes, Share, Spec, ZeroToOne
 from rowstead.spec.errors import SpecError
 
 SyncMode = Literal["auto", "none", "allreduce", "easgd", "shadow"]
@@ -47,7 +47,7 @@ class SyncSpec(Spec):
     warmup_steps: Count | None = None
     """Steps over which the learning rates of Hogwild threads rise; `train.schedule` may ask for more. Default: 24 per thread, at most a sixth
     of the run, and 0 for one thread."""
-    hogwild_threads: AtLeastOne = 1
+    hogwild_threads: Processes = 1
     """Threads that train one copy of the model concurrently, each on its own batches, without locks (Hogwild)."""
     staleness: Count = 0
     """Maximum number of batches whose row updates a look-up on a sparse server may miss; 0 is synchronous."""

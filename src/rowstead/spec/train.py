@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from rowstead.spec.bounds import AboveZero, AtLeastOne, BelowOne, Count, NotNegative, Spec, ZeroToOne
+from rowstead.spec.bounds import AboveZero, AtLeastOne, BelowOne, Count, NotNegative, Spec, ZeroToOne, up_to
 from rowstead.spec.errors import require
 from rowstead.spec.heads import HeadKind
 from rowstead.spec.row_optimizers import SparseOptimizerSpec
@@ -68,7 +68,7 @@ class EarlyStopSpec(Spec):
 class TrainSpec(Spec):
     """The training loop."""
 
-    batch_size: AtLeastOne = 1024
+    batch_size: Annotated[AtLeastOne, up_to(10**8)] = 1024
     """Examples per step."""
     epochs: AtLeastOne = 1
     """Passes over the training split."""

@@ -6,10 +6,10 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from rowstead.spec.axis import AxisSpec, axis_from, check_names, with_settings
-from rowstead.spec.bounds import AboveZero, AtLeastOne
+from rowstead.spec.axis import AxisSpec, axis_from, check_combinations, check_names, with_settings
+from rowstead.spec.bounds import MAX_POINTS, AboveZero, AtLeastOne, Processes, up_to
 from rowstead.spec.errors import RowsteadError, SpecError, require
 from rowstead.spec.parse import parse
 from rowstead.spec.row_optimizers import ROW_OPTIMIZERS
@@ -39,17 +39,17 @@ class TuneSpec(StudySpec):
     batch also Adam's betas."""
     sampler: Sampler = "gp"
     """`gp`: Gaussian process; `tpe`: tree-structured Parzen estimator; `random`; `grid`: all combinations of values."""
-    trials: AtLeastOne | None = 40
+    trials: Annotated[AtLeastOne, up_to(MAX_POINTS)] | None = 40
     """Stop after this many trials."""
     minutes: AboveZero | None = None
     """Stop once trials have taken this long, including those of earlier sessions."""
-    samples_per_s: float | None = None
+    samples_per_s: AboveZero | None = None
     """Minimum throughput: slower settings cannot win."""
     prune: bool = True
     """Stop trials early that are worse half-way than two thirds of those before them."""
     evaluations: AtLeastOne = 4
     """Evaluations per trial for pruning."""
-    workers: AtLeastOne = 1
+    workers: Processes = 1
     """Number of parallel worker processes."""
     seed: int = 1
     """Seed of the sampler; runs use the recipe's seed."""
@@ -62,6 +62,7 @@ class TuneSpec(StudySpec):
             ranged = next((axis.title for axis in self.space if axis.low is not None), None)
             require(ranged is None, "space", f"`grid` needs values for `{ranged}`, not a range")
             require(bool(self.space), "space", "`grid` needs axes with values")
+            check_combinations(self.space, "space")
 
 
 def plain_recipe(spec: TuneSpec) -> Any:

@@ -30,8 +30,9 @@ from rowstead.records.studies import SEARCH_FILE, Trial, trial_history
 from rowstead.report.terminal import printable
 from rowstead.spec.axis import AxisSpec
 from rowstead.spec.errors import RowsteadError
-from rowstead.spec.parse import digest, parse, read_yaml, to_yaml
+from rowstead.spec.parse import digest, parse, to_yaml
 from rowstead.spec.tune import TuneSpec, base_run, build_space, changes_of, initial_settings, plain_recipe, trial_run
+from rowstead.spec.yaml_text import read_yaml
 from rowstead.study.points import point_of, settings_of
 from rowstead.study.run_points import PointRunner, build_failed_record
 from rowstead.study.trial import CONSTANT_NE, TrialOutcome, run_trial, run_trial_in_processes, with_evaluations

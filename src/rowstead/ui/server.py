@@ -27,11 +27,12 @@ import yaml
 from rowstead.spec.address import is_loopback
 from rowstead.spec.errors import RowsteadError, did_you_mean
 from rowstead.spec.interactions import INTERACTIONS
-from rowstead.spec.parse import parse, read_text, to_plain
+from rowstead.spec.parse import parse, to_plain
 from rowstead.spec.phases import STEP
 from rowstead.spec.row_optimizers import ROW_OPTIMIZERS
 from rowstead.spec.run import RECIPES, load_recipe, recipe_names
 from rowstead.spec.stores import IN_PLANS, STORES
+from rowstead.spec.yaml_text import read_text
 from rowstead.ui.browse import Browser
 from rowstead.ui.scenario import Scenario, checked_base, scenario_of, spec_of
 from rowstead.ui.whatif import answers, known, known_machines, trouble_here
