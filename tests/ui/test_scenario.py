@@ -16,8 +16,8 @@ from rowstead.spec.catalogue import MACHINES, calibrated_path
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.parse import parse, to_plain
 from rowstead.spec.run import RunSpec, load_recipe, recipe_names
+from rowstead.ui.jobs import recipe_text
 from rowstead.ui.scenario import MAX_DENSE, Scenario, checked_base, scenario_of, spec_of
-from rowstead.ui.server import recipe_text
 from rowstead.ui.whatif import answers, known, known_machines
 
 

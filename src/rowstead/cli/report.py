@@ -78,6 +78,7 @@ def ui(
         signal.signal(number, lambda *_: ended.set())
     page = Ui(host=host, port=port, runs=runs, token=new_token() if token else None)
     page.start()
+    page.workers.start()  # so that the first answer is as quick as the others
     console = terminal()
     console.print(f"open {page.address}", soft_wrap=True)
     console.print("stop with Ctrl-C")

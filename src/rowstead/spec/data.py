@@ -64,13 +64,13 @@ class SynthSpec(LogSpec):
     """Distinct ids per feature (one number for all, or a list)."""
     mean_ids: float | tuple[float, ...] = 1.0
     """Mean ids per example and feature (one number for all, or a list)."""
-    length_power: NotNegative = 0.0
+    length_power: Annotated[NotNegative, up_to(20)] = 0.0
     """With one `mean_ids` for all: exponent of the power law of mean lengths over features; 0 makes them equal."""
     lengths: Literal["fixed", "poisson"] = "fixed"
     """Ids per example: always the mean (rounded), or Poisson around it, empty bags included."""
     max_ids: Annotated[AtLeastOne, up_to(100_000)] = 200
     """Maximum ids per example and feature."""
-    skew: NotNegative = 1.05
+    skew: Annotated[NotNegative, up_to(20)] = 1.05
     """Exponent of the Zipf distribution of ids: 0 is uniform, larger is more skewed."""
     click_rate: InsideZeroToOne = 0.25
     """Mean label."""

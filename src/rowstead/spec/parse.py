@@ -24,7 +24,7 @@ T = TypeVar("T")
 MAX_INT = 2**63 - 1
 
 
-class _OutOfRange(SpecError):
+class _OutOfRangeError(SpecError):
     """A number that no field can take."""
 
 
@@ -75,7 +75,7 @@ def _convert(kind: Any, value: Any) -> Any:
         return value
     if kind is int and (number := _number(value)) is not None and number % 1 == 0:
         if not -MAX_INT <= number <= MAX_INT:
-            raise _OutOfRange("", f"whole numbers go up to 2**63 - 1, got {_shown(value)}")
+            raise _OutOfRangeError("", f"whole numbers go up to 2**63 - 1, got {_shown(value)}")
         return int(number)
     if kind is float and (number := _number(value)) is not None and not math.isnan(number):
         return float(number)
@@ -112,7 +112,7 @@ def _convert_union(kinds: tuple[Any, ...], value: Any) -> Any:
         if kind is not type(None) and kind not in with_keys:
             try:
                 return _convert(kind, value)
-            except _OutOfRange:
+            except _OutOfRangeError:
                 raise
             except SpecError:
                 continue
@@ -138,7 +138,7 @@ def _number(value: Any) -> int | float | None:
     else:
         return None
     if is_infinite:
-        raise _OutOfRange("", f"numbers go up to {sys.float_info.max:.2g}, got {_shown(value)}")
+        raise _OutOfRangeError("", f"numbers go up to {sys.float_info.max:.2g}, got {_shown(value)}")
     return number
 
 

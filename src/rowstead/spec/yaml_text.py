@@ -108,7 +108,7 @@ class _SizeCheck:
     def _measure(self, event: Any) -> tuple[int, int]:
         """Nodes and levels of a scalar or an alias, or those that a collection begins with."""
         if isinstance(event, yaml.AliasEvent):
-            known = self._anchors.get(event.anchor, (1, 0))  # the loader refuses an alias of nothing
+            known = self._anchors.get(event.anchor or "", (1, 0))  # the loader refuses an alias of nothing
             if known is None:
                 self._refuse(event, f"the alias `*{event.anchor}` is inside of what it refers to")
             return known

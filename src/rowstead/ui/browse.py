@@ -2,28 +2,105 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import os
 import threading
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rowstead.records.run_folder import RunFolder, runs_in
 from rowstead.records.store import RunStore, entries_of
 from rowstead.records.studies import count_kinds, newest
-from rowstead.report.page import report_page
 from rowstead.spec.errors import RowsteadError
+from rowstead.ui.worker import Workers
 
 SHOWN = ("samples_per_s", "ne", "auc", "num_samples", "train_s")
 """Figures in the list of runs."""
+MAX_KEPT_BYTES = 64 << 20
+"""Reports that are kept in memory, the most recently read first."""
 MAX_LISTED = 500
 """Most runs and studies in the lists: the newest. The page says how many there are."""
 
 
-class Browser:
-    """Reads the runs under one folder. Thread-safe; one report is built at a time."""
+class Reports:
+    """Draws reports in worker processes, and keeps them until a file that they depend on changes.
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    Requests for one report that come together wait for one drawing. Thread-safe.
+    """
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
         self._lock = threading.Lock()
+        self._locks: dict[Path, threading.Lock] = {}
+        self._kept: OrderedDict[Path, _Report] = OrderedDict()
+
+    def page(self, path: Path) -> bytes:
+        """The report of a run's folder, or of a folder of runs."""
+        asked_s = time.monotonic()
+        with self._lock:
+            lock = self._locks.setdefault(path, threading.Lock())
+        with lock:
+            kept = self._kept.get(path)
+            if kept is not None and kept.checked_s >= asked_s:
+                return kept.page  # checked or drawn while this request waited
+            checked_s, state = time.monotonic(), files_state(path)
+            if kept is None or kept.state != state:
+                (text,) = self._workers.run("report", path=str(path))
+                kept = _Report(text.encode(), state, checked_s)
+            kept.checked_s = checked_s
+            self._keep(path, kept)
+            return kept.page
+
+    def _keep(self, path: Path, report: _Report) -> None:
+        with self._lock:
+            self._kept[path] = report
+            self._kept.move_to_end(path)
+            while len(self._kept) > 1 and sum(len(one.page) for one in self._kept.values()) > MAX_KEPT_BYTES:
+                self._kept.popitem(last=False)
+
+
+@dataclass
+class _Report:
+    page: bytes
+    state: str
+    """State of the files that it was drawn from."""
+    checked_s: float
+    """When that was last seen to be the state of the files."""
+
+
+def files_state(path: Path) -> str:
+    """A fingerprint of names, sizes and times of the files that a report may read: all but checkpoints and other folders of folders."""
+    found = hashlib.sha256()
+    folders = [path, *(Path(one.path) for one in _scan(path) if one.is_dir())]
+    for folder in folders:
+        for entry in _scan(folder):
+            with contextlib.suppress(OSError):
+                if entry.is_file():
+                    facts = entry.stat()
+                    found.update(
+                        f"{entry.path}\0{facts.st_size}\0{facts.st_mtime_ns}\0{facts.st_ino}\0".encode(errors="replace")
+                    )
+    return found.hexdigest()
+
+
+def _scan(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(entries, key=lambda entry: entry.name)
+    except OSError:
+        return []
+
+
+class Browser:
+    """Reads the runs under one folder. Thread-safe."""
+
+    def __init__(self, root: Path, workers: Workers) -> None:
+        self.root = root
+        self._reports = Reports(workers)
 
     def listing(self) -> dict[str, Any]:
         """The runs, the newest first, and the studies."""
@@ -51,10 +128,9 @@ class Browser:
                 return run
         raise RowsteadError("this run no longer exists")
 
-    def report(self, name: str | None) -> str:
+    def report(self, name: str | None) -> bytes:
         """The page of one run, or of all."""
-        with self._lock:
-            return report_page([self.run(name).path if name is not None else self.root])
+        return self._reports.page(self.run(name).path if name is not None else self.root)
 
 
 def _facts(run: RunFolder) -> dict[str, Any]:

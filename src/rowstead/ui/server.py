@@ -22,20 +22,18 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-import yaml
-
 from rowstead.spec.address import is_loopback
-from rowstead.spec.errors import RowsteadError, did_you_mean
+from rowstead.spec.errors import RowsteadError
 from rowstead.spec.interactions import INTERACTIONS
-from rowstead.spec.parse import parse, to_plain
+from rowstead.spec.parse import to_plain
 from rowstead.spec.phases import STEP
 from rowstead.spec.row_optimizers import ROW_OPTIMIZERS
-from rowstead.spec.run import RECIPES, load_recipe, recipe_names
+from rowstead.spec.run import RECIPES, recipe_names
 from rowstead.spec.stores import IN_PLANS, STORES
-from rowstead.spec.yaml_text import read_text
 from rowstead.ui.browse import Browser
-from rowstead.ui.scenario import Scenario, checked_base, scenario_of, spec_of
-from rowstead.ui.whatif import answers, known, known_machines, trouble_here
+from rowstead.ui.scenario import Scenario
+from rowstead.ui.whatif import known, known_machines, trouble_here
+from rowstead.ui.worker import BusyError, WorkerError, Workers
 
 PAGE = Path(__file__).parent / "page"
 FILES = {
@@ -117,6 +115,7 @@ class _Server(http.server.ThreadingHTTPServer):
     """Ignores clients that disconnect before they have their response."""
 
     daemon_threads = True
+    request_queue_size = 256  # connections that wait to be accepted
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         if not isinstance(sys.exc_info()[1], ConnectionError):
@@ -132,6 +131,10 @@ class Ui:
     runs: Path = Path("runs")
     token: str | None = None
     """Required with every request; generated when left out, unless the address is loopback."""
+    workers: Workers = field(default_factory=lambda: Workers("rowstead.ui.jobs"))
+    """Processes that predict and read recipes."""
+    report_workers: Workers = field(default_factory=lambda: Workers("rowstead.ui.jobs"))
+    """Processes that draw reports, which take longer."""
     _server: http.server.ThreadingHTTPServer | None = field(default=None, init=False)
 
     def start(self) -> str:
@@ -145,7 +148,7 @@ class Ui:
         local = is_loopback(self.host)
         if not local and self.token is None:
             self.token = new_token()
-        handler = type("Handler", (_Handler,), {"ui": self, "browser": Browser(self.runs)})
+        handler = type("Handler", (_Handler,), {"ui": self, "browser": Browser(self.runs, self.report_workers)})
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         kind = type("_FamilyServer", (_Server,), {"address_family": family})
         try:
@@ -165,6 +168,8 @@ class Ui:
             self._server.shutdown()
             self._server.server_close()
             self._server = None
+        self.workers.close()
+        self.report_workers.close()
 
     @property
     def _shown_host(self) -> str:
@@ -216,14 +221,17 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 self._refuse(403, refusal)
                 return
             work(unquote(address.path), address.query)
+        except BusyError as error:
+            self._refuse(503, str(error))
         except RowsteadError as error:
             self._refuse(400, str(error))
         except RecursionError:
             self._refuse(400, "the request is nested too deeply")
         except (BrokenPipeError, ConnectionResetError, TimeoutError):
             self.close_connection = True  # the page cancelled the request
-        except Exception:  # a bug: the traceback goes to the terminal
-            traceback.print_exc()
+        except Exception as error:  # a bug: the traceback goes to the terminal
+            if not isinstance(error, WorkerError):
+                traceback.print_exc()
             self._refuse(500, "internal error: see the server's terminal")
 
     def _get(self, path: str, query: str) -> None:
@@ -243,7 +251,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._json(self.browser.listing())
         elif path == "/report" or path.startswith("/report/"):
             name = path.removeprefix("/report").removeprefix("/")
-            self._send(200, self.browser.report(name or None).encode(), "text/html; charset=utf-8", policy=REPORT_POLICY)
+            self._send(200, self.browser.report(name or None), "text/html; charset=utf-8", policy=REPORT_POLICY)
         else:
             self._refuse(404, "not found")
 
@@ -253,12 +261,15 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._refuse(403, refusal)
             return
         asked = self._body()
+        workers, base = self.ui.workers, asked.get("base")
         if path == "/api/plan":
-            self._stream(answers(parse(Scenario, asked.get("scenario")), checked_base(asked.get("base"))))
-        elif path == "/api/recipe":
-            self._json(recipe_facts(asked, self.browser))
+            with contextlib.closing(workers.run("plan", scenario=asked.get("scenario"), base=base)) as lines:
+                self._stream(lines)
         elif path == "/api/save":
-            self._json({"text": recipe_text(parse(Scenario, asked.get("scenario")), asked.get("base"))})
+            self._json(*workers.run("save", scenario=asked.get("scenario"), base=base))
+        elif path == "/api/recipe":
+            folder = str(self.browser.run(name).path) if isinstance(name := asked.get("run"), str) else None
+            self._json(*workers.run("recipe", name=asked.get("name"), folder=folder, text=asked.get("text")))
         else:
             self._refuse(404, "not found")
 
@@ -352,28 +363,3 @@ def _titles(entries: Mapping[Any, Any]) -> list[dict[str, str]]:
 
 def _about(name: str) -> str:
     return (RECIPES / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
-
-
-def recipe_facts(asked: dict[str, Any], browser: Browser) -> dict[str, Any]:
-    """A shipped recipe, that of a run, or the text of a file: as the base of a scenario."""
-    if isinstance(name := asked.get("name"), str):
-        if name not in recipe_names():
-            raise RowsteadError(f"unknown recipe `{name}`: {did_you_mean(name, recipe_names())}")
-        spec = load_recipe(name)
-    elif isinstance(run := asked.get("run"), str):
-        spec = browser.run(run).read_spec()
-    elif isinstance(text := asked.get("text"), str):
-        found = checked_base(read_text(text, what="the file"))
-        if found is None:
-            raise RowsteadError("the file is empty")
-        spec = found
-    else:
-        raise RowsteadError("give a recipe's name, a run's name, or a recipe's text")
-    return {"name": spec.name, "base": to_plain(spec), "scenario": to_plain(scenario_of(spec))}
-
-
-def recipe_text(scenario: Scenario, base: Any) -> str:
-    """The recipe of a scenario as YAML for `rowstead train`."""
-    spec = spec_of(scenario, checked_base(base))
-    plain = to_plain(spec, defaults=False)
-    return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=120)
