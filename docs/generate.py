@@ -21,7 +21,7 @@ from typing import Any
 import typer
 
 from docs.results import performance_page
-from rowstead.cli.main import app
+from rowstead.cli.app import app
 from rowstead.spec.heads import HEADS
 from rowstead.spec.interactions import INTERACTIONS, InteractionSpec
 from rowstead.spec.model import ModelSpec
@@ -196,7 +196,7 @@ def yaml_value(value: Any) -> str:
 def cli_page() -> str:
     commands = list(commands_of(typer.main.get_command(app), "rowstead", parent=None))
     parts = [
-        NOTE.format(source="the commands in src/rowstead/cli/main.py and src/rowstead/cli/data.py"),
+        NOTE.format(source="the commands in src/rowstead/cli/app.py and src/rowstead/cli/data.py"),
         "# The command line",
         "Every command answers `--help`. A mistake prints one message that says what to do, and ends with status 2. Where "
         "output is no terminal, progress is printed as plain lines.",

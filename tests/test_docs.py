@@ -16,7 +16,7 @@ import yaml
 
 from docs import generate
 from docs.pictures import make
-from rowstead.cli.main import app
+from rowstead.cli.app import app
 from rowstead.spec.parse import parse
 from rowstead.spec.run import RunSpec, load_recipe, recipe_names
 

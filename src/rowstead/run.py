@@ -6,9 +6,7 @@ import contextlib
 import dataclasses
 import json
 import math
-import signal
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +15,7 @@ import torch
 from rowstead.data.open_log import open_sources
 from rowstead.distributed import job
 from rowstead.distributed.process_group import ProcessGroup, open_process_group
+from rowstead.distributed.stop import stop_on_signal
 from rowstead.kernels.cpu.traffic import kernel_traffic_bytes
 from rowstead.nn.dlrm import DLRM
 from rowstead.plan.predict import build_predicted_record, comparison_text, predict_run
@@ -54,6 +53,8 @@ class Result:
     outcome: TrainOutcome
     record: Record | None
     """None if the run was interrupted, and in all processes of a job but the first."""
+    stopped_by: int | None = None
+    """The signal that interrupted the run, where this process got it."""
 
     @property
     def quality(self) -> Quality | None:
@@ -202,7 +203,7 @@ def _run(
             if group.world_size == 1:
                 _compare_with_prediction(spec, placement, device, folder, record, callback)
         model.store.close()
-        return Result(folder=folder.path, outcome=outcome, record=record)
+        return Result(folder=folder.path, outcome=outcome, record=record, stopped_by=stop.signal)
 
 
 def _load_checkpoint(spec: RunSpec, folder: RunFolder, group: ProcessGroup, callback: ProgressCallback) -> Checkpoint:
@@ -317,23 +318,3 @@ def _compare_with_prediction(
     callback.on_message(line)
     predicted = build_predicted_record(prediction, spec, date=record.date)
     write_atomic(folder.predicted_file, json.dumps(to_plain(predicted)) + "\n")
-
-
-@contextlib.contextmanager
-def stop_on_signal() -> Iterator[threading.Event]:
-    """An event that the first Ctrl-C or SIGTERM sets; a second Ctrl-C interrupts at once."""
-    stop = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-
-    def handle(number: int, frame: object) -> None:
-        stop.set()
-        signal.signal(signal.SIGINT, before[signal.SIGINT])
-
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from rowstead.cli.main import app
+from rowstead.cli.app import app
 from rowstead.plan.choose import choose, num_readers, remedies, requirements
 from rowstead.plan.predict import predict
 from rowstead.plan.work import step_work

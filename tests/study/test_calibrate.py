@@ -14,7 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from rowstead.cli.main import app
+from rowstead.cli.app import app
 from rowstead.plan.cost import host_processor
 from rowstead.plan.predict import predict
 from rowstead.plan.setup import Setup, process_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shlex
 import shutil
@@ -16,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from rowstead.distributed.stop import exit_code_of
 from rowstead.report.terminal import count, two_columns
 from rowstead.run import Result
 from rowstead.training.metrics import Quality
@@ -89,7 +91,11 @@ class ConsoleLines:
         self.on_message(f"step {step:,}: {quality_line(quality)}")
 
     def on_message(self, text: str) -> None:
-        self._console.print(text, soft_wrap=True)
+        try:
+            self._console.print(text, soft_wrap=True)
+        except OSError as error:
+            if error.errno != errno.EIO:  # a terminal that is gone: SIGHUP follows
+                raise
 
 
 class ProgressBar(ConsoleLines):
@@ -182,7 +188,7 @@ def print_ending(console: Console, result: Result, *, options: str = "") -> None
         return
     console.print(f"Stopped after step {step:,}; the checkpoint is saved." if step else "Stopped before the first step.")
     console.print(f"Resume with: {command_name()} train --resume {as_typed(result.folder)}{options}", soft_wrap=True)
-    raise typer.Exit(130)
+    raise typer.Exit(exit_code_of(result.stopped_by))
 
 
 @contextmanager

@@ -1,4 +1,7 @@
-"""The command line. Each command imports what it needs, so that `rowstead --help` starts fast."""
+"""The entry of the command line: runs a command, and prints what ends it early without a traceback.
+
+Everything else is imported once Ctrl-C is handled.
+"""
 
 from __future__ import annotations
 
@@ -6,206 +9,19 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import NoReturn
 
-import typer
-
-from rowstead.cli import data, plan, report, runs, study
-from rowstead.cli import fleet as fleet_commands
-from rowstead.cli.options import RUNS, Root, Set, print_shipped
-from rowstead.distributed import launch
-from rowstead.report.terminal import terminal, two_columns
+from rowstead.records.limits import explain_limit
 from rowstead.spec.errors import LostProcessError, RowsteadError
-from rowstead.spec.job import is_multi_process
-
-app = typer.Typer(
-    help="Train deep learning recommendation models. Every embedding row has a home.",
-    no_args_is_help=True,
-    add_completion=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-app.add_typer(data.app, name="data")
-app.command()(plan.plan)
-app.command()(plan.calibrate)
-app.command()(fleet_commands.role)
-app.command()(study.sweep)
-app.command()(study.tune)
-app.command()(study.quality)
-app.add_typer(runs.app, name="runs")
-app.command()(report.report)
-app.command()(report.ui)
-
-Run = Annotated[str, typer.Argument(metavar="RUN", help="A run: its name under --runs, its folder, or `last`.")]
-Data = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--data", metavar="FILES", help="Parquet files, globs or URLs instead of the run's evaluation split. Repeatable."
-    ),
-]
-
-
-@app.command()
-def train(
-    recipe: Annotated[
-        str | None, typer.Argument(help="A recipe file, or the name of a shipped one. [default: quickstart]")
-    ] = None,
-    set_: Set = None,
-    device: Annotated[
-        str | None, typer.Option("--device", metavar="DEVICE", help="auto, cpu or cuda: the same as `--set device=DEVICE`.")
-    ] = None,
-    resume: Annotated[
-        str | None,
-        typer.Option(
-            "--resume",
-            metavar="RUN",
-            help="Continue a run from its last checkpoint. --set may change only `placement` and `memory`.",
-        ),
-    ] = None,
-    init_from: Annotated[
-        str | None, typer.Option("--init-from", metavar="RUN", help="Start from the weights of an earlier run's model.")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Folder of this run. [default: the next number under --runs]")
-    ] = None,
-    processes: Annotated[
-        int,
-        typer.Option(
-            "--processes", min=1, metavar="N", help="Share each batch and the tables among N processes of this machine."
-        ),
-    ] = 1,
-    fleet: Annotated[
-        str | None,
-        typer.Option(
-            "--fleet", metavar="ROLES", help="Train with a fleet of processes, such as trainers=2,sparse=2,dense=1,readers=1."
-        ),
-    ] = None,
-    profile: Annotated[
-        bool, typer.Option("--profile", help="Trace 20 steps into the run's trace.json, and print where their time went.")
-    ] = False,
-    runs: Root = RUNS,
-) -> None:
-    """Train a model from a recipe, or resume a run."""
-    from rowstead.spec.run import check_moves, load_recipe
-
-    set_ = [*(set_ or []), *([f"device={device}"] if device is not None else [])]
-    if resume is not None:
-        check_moves(set_)
-        for value, what in ((recipe, recipe), (init_from, "--init-from"), (out, "--out"), (fleet, "--fleet")):
-            if value:
-                raise RowsteadError(f"`--resume` uses the run's own recipe and settings; remove `{what}`")
-    spec = load_recipe(recipe or "quickstart", set_) if resume is None else None
-    if fleet_commands.has_fleet(spec, fleet, resume, runs):
-        for is_given, option in ((processes > 1, "--processes"), (profile, "--profile")):
-            if is_given:
-                raise RowsteadError(f"`{option}` does not apply to a fleet; remove it")
-        if resume is not None and set_:
-            raise RowsteadError("`--resume` of a fleet uses the run's own settings; remove `--set`")
-        fleet_commands.train(spec, fleet, resume=resume, init_from=init_from, out=out, runs=runs)
-        return
-    if processes > 1:
-        options = [("--resume", resume), ("--init-from", init_from), ("--out", out), ("--runs", runs)]
-        given = [str(word) for pair in options if pair[1] is not None for word in pair]
-        changes = [word for change in set_ for word in ("--set", change)]
-        named = [recipe] if recipe is not None else []
-        _launch(["train", *named, *changes, *given, *(["--profile"] if profile else [])], processes)
-
-    from rowstead import run  # after the recipe was parsed, so that mistakes in it show at once
-    from rowstead.cli.console import print_ending, progress_callback
-
-    if launch.is_launched():
-        launch.exit_with_launcher()
-    console = terminal(quiet=int(os.environ.get("RANK", "0")) > 0)
-    with progress_callback(console) as callback:
-        if resume is not None:
-            result = run.resume(resume, changes=set_, root=runs, callback=callback, profile=profile)
-        else:
-            assert spec is not None
-            result = run.train(spec, root=runs, out=out, init_from=init_from, callback=callback, profile=profile)
-    print_ending(console, result, options=f" --processes {os.environ['WORLD_SIZE']}" if launch.is_launched() else "")
-
-
-@app.command()
-def evaluate(run: Run, data: Data = None, runs: Root = RUNS) -> None:
-    """Score a run's model on its evaluation split, or on other Parquet files."""
-    from rowstead.cli.console import PlainProgress, doing, quality_rows
-    from rowstead.training.trained import evaluate as evaluate_run
-
-    console = terminal()
-    with doing(console, "examples") as advance:
-        quality = evaluate_run(run, data=data, root=runs, callback=PlainProgress(console), progress=advance)
-    console.print(two_columns(f"on {quality.num_samples:,} examples", quality_rows(quality)))
-
-
-@app.command()
-def predict(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run, as for `evaluate`, or a folder that `export` wrote.")],
-    out: Annotated[Path, typer.Option("--out", help="Parquet file to write.")],
-    data: Data = None,
-    keep: Annotated[
-        list[str] | None,
-        typer.Option("--keep", metavar="COLUMN", help="Copy this column of the log next to the predictions. Repeatable."),
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
-    runs: Root = RUNS,
-) -> None:
-    """Write click probabilities to Parquet, in the order of the log."""
-    from rowstead.cli.console import PlainProgress, doing
-    from rowstead.serve.predict import predict as write_predictions
-
-    console = terminal()
-    with doing(console, "examples") as advance:
-        done = write_predictions(
-            run,
-            out,
-            data=data,
-            keep=keep or (),
-            overwrite=overwrite,
-            root=runs,
-            callback=PlainProgress(console),
-            progress=advance,
-        )
-    skipped = f" ({done.num_skipped:,} bad rows skipped)" if done.num_skipped else ""
-    console.print(f"{done.num_rows:,} predictions in {out}{skipped}", soft_wrap=True)
-
-
-@app.command()
-def export(
-    run: Run,
-    to: Annotated[Path, typer.Option("--to", help="New folder to write.")],
-    int8: Annotated[
-        bool, typer.Option("--int8", help="Store embedding rows as int8 with one scale and offset per row.")
-    ] = False,
-    runs: Root = RUNS,
-) -> None:
-    """Write a torch.export program with its hashing and transforms, ready to serve raw fields."""
-    from rowstead.cli.console import PlainProgress
-    from rowstead.serve.export import export as write_program
-
-    console = terminal()
-    exported = write_program(run, to, int8=int8, root=runs, callback=PlainProgress(console))
-    console.print(two_columns("exported", exported.rows()))
-
-
-@app.command()
-def recipes(
-    name: Annotated[str | None, typer.Argument(help="Show this recipe.")] = None,
-) -> None:
-    """List the shipped recipes, or show one."""
-    from rowstead.spec.run import RECIPES, find_recipe, recipe_names
-
-    if name is not None:
-        typer.echo(find_recipe(name).read_text(encoding="utf-8", errors="replace"), nl=False)
-        return
-    print_shipped(RECIPES, recipe_names())
 
 
 def command() -> None:
-    """The console script: `main`, without a traceback for a Ctrl-C during exit."""
+    """The console script: `main`, without a traceback for a Ctrl-C during imports and exit."""
+    report_unraisable, report_thread = sys.unraisablehook, threading.excepthook
+    sys.unraisablehook = lambda args: None if _Interrupted.was_raised else report_unraisable(args)
+    threading.excepthook = lambda args: None if _Interrupted.was_raised else report_thread(args)
     try:
         main()
     finally:
@@ -216,24 +32,34 @@ def main() -> None:
     """Run the command line; a user's mistake prints an error without a traceback."""
     try:
         with _interrupts():
+            from rowstead.cli.app import app
+
             app(standalone_mode=True)
     except LostProcessError as error:
-        _fail(str(error), code=launch.LOST)
+        from rowstead.distributed.launch import LOST
+
+        _fail(str(error), code=LOST)
     except RowsteadError as error:
         _fail(str(error))
     except _Interrupted:
-        _fail("interrupted: progress since the last checkpoint is lost", code=130)
-    except MemoryError as error:
-        _fail(f"out of memory: {error or 'lower train.batch_size, or the sizes in the recipe'}")
+        _fail_interrupted()
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(1)
-    except OSError as error:
-        _fail(f"{error.filename or 'the system'}: {error.strerror or error}")
+    except Exception as error:
+        if _Interrupted.was_raised:  # what was interrupted has made another error of it
+            _fail_interrupted()
+        if (reason := explain_limit(error)) is not None:
+            _fail(reason)
+        if isinstance(error, OSError):
+            _fail(f"{error.filename or 'the system'}: {error.strerror or error}")
+        raise
 
 
 class _Interrupted(BaseException):
     """Ctrl-C that no command handles; Typer would exit silently."""
+
+    was_raised = False
 
 
 @contextlib.contextmanager
@@ -241,8 +67,10 @@ def _interrupts() -> Iterator[None]:
     """Turn Ctrl-C into `_Interrupted`; the training loop has its own handler."""
 
     def interrupt(number: int, frame: object) -> NoReturn:
+        _Interrupted.was_raised = True
         raise _Interrupted
 
+    _Interrupted.was_raised = False
     before = signal.signal(signal.SIGINT, interrupt)
     try:
         yield
@@ -250,19 +78,16 @@ def _interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _launch(arguments: list[str], processes: int) -> NoReturn:
-    """Run a command in several processes, and exit with their code."""
-    if is_multi_process():
-        raise RowsteadError("torchrun started this process as one of several; remove `--processes`")
-    console = terminal(stderr=True)
-
-    def on_message(text: str) -> None:
-        console.print(text, style="bold red", soft_wrap=True)
-
-    raise typer.Exit(launch.launch(arguments, processes, on_message=on_message))
+def _fail_interrupted() -> NoReturn:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _fail("interrupted: progress since the last checkpoint is lost", code=128 + signal.SIGINT)
 
 
 def _fail(text: str, code: int = 2) -> NoReturn:
+    from rowstead.distributed import launch
+    from rowstead.report.terminal import terminal
+    from rowstead.spec.job import is_multi_process
+
     if launch.is_launched():
         launch.write_reason(f"error: {text}")
         _end(code)

@@ -71,10 +71,11 @@ def ui(
     runs: Root = RUNS,
 ) -> None:
     """Serve the what-if page: sliders for model and fleet, with predictions for every platform."""
+    from rowstead.distributed.stop import stop_signals
     from rowstead.ui.server import Ui, new_token
 
     ended = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in stop_signals():
         signal.signal(number, lambda *_: ended.set())
     page = Ui(host=host, port=port, runs=runs, token=new_token() if token else None)
     page.start()

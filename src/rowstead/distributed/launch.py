@@ -20,13 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from rowstead.distributed.stop import exit_code_of, leave_terminal, stop_signals
 from rowstead.records.usage import free_host_bytes, usable_cores
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.job import LAUNCHER, RENDEZVOUS_FILE, RESTARTS
 from rowstead.spec.sizes import format_bytes
 
 MAX_RESTARTS = 3
-USER_ERROR, LOST, INTERRUPTED = 2, 75, 130
+USER_ERROR, LOST, INTERRUPTED = 2, 75, exit_code_of(signal.SIGINT)
 """Exit codes: a user's mistake, a process that only lost its peers, and Ctrl-C."""
 GRACE_S = 10.0
 """Time for the other processes to exit by themselves after one has failed, and again after SIGTERM."""
@@ -61,7 +62,7 @@ def decide_restart(exit_codes: Sequence[int | None], *, restarts_left: int) -> J
 def launch(arguments: Sequence[str], num_processes: int, *, on_message: Callable[[str], None]) -> int:
     """Run `python -m rowstead` with these arguments in `num_processes` processes until all have exited; return the exit code.
 
-    The first Ctrl-C or SIGTERM is forwarded, and the processes save and stop; the second kills them.
+    The first Ctrl-C, SIGTERM or SIGHUP is forwarded, and the processes save and stop; the second kills them.
     """
     needed, free = num_processes * PROCESS_BYTES, free_host_bytes()
     if needed > free:
@@ -80,7 +81,7 @@ def launch(arguments: Sequence[str], num_processes: int, *, on_message: Callable
             if decision is None or decision.reason is None:
                 for text in _read_reasons(rendezvous, codes)[:1]:
                     on_message(text)
-                return INTERRUPTED if decision is None else decision.exit_code
+                return exit_code_of(processes.stopped_by) if decision is None else decision.exit_code
         if not decision.restarts:
             on_message(f"{decision.reason}; giving up after {attempt + 1} starts. The last checkpoint is on disk")
             return decision.exit_code
@@ -98,6 +99,8 @@ class _Processes:
         self._environments = [process_environment(rank, num_processes, rendezvous, attempt) for rank in range(num_processes)]
         self._processes: list[subprocess.Popen[bytes]] = []
         self._num_stop_requests = 0
+        self.stopped_by: int | None = None
+        """The first signal that asked to stop."""
 
     @property
     def was_stopped(self) -> bool:
@@ -106,7 +109,7 @@ class _Processes:
 
     def __enter__(self) -> _Processes:
         # Before the first start: a stop request that arrives meanwhile must leave no process behind.
-        self._old_handlers = {number: signal.signal(number, self._forward) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._old_handlers = {number: signal.signal(number, self._forward) for number in stop_signals()}
         try:
             for env in self._environments:
                 if self.was_stopped:
@@ -149,7 +152,12 @@ class _Processes:
                     process.send_signal(number)
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            leave_terminal()
+            if self.was_stopped:  # a shell and the system may both send one
+                return
         self._num_stop_requests += 1
+        self.stopped_by = self.stopped_by or number
         self._send(number if self._num_stop_requests == 1 else signal.SIGKILL)
 
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from rowstead.data.open_log import Sources, open_sources
+from rowstead.distributed.stop import stop_on_signal
 from rowstead.fleet.batch_assignments import parse_log
 from rowstead.fleet.build import KEYS_FILE, build_shared_facts, fleet_of, load_keys, resolve_fleet, restore_reader_progress
 from rowstead.fleet.evaluate_and_save import EvaluateAndSave, run_in_background, wait_for
@@ -28,9 +29,10 @@ from rowstead.fleet.reader_server import batches_per_reader
 from rowstead.fleet.roster import ROLES_FOLDER, ROSTER_FILE, hold_role
 from rowstead.fleet.sparse_server import SNAPSHOTS_FOLDER
 from rowstead.fleet.supervisor import RoleError, RoleHandle, Supervisor
+from rowstead.records.limits import require_open_files
 from rowstead.records.run_folder import DEFAULT_ROOT, RunFolder
 from rowstead.records.usage import UsageSampler, usable_cores
-from rowstead.run import Result, build_record, stop_on_signal
+from rowstead.run import Result, build_record
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.fleet import KINDS, FleetSpec
 from rowstead.spec.job import is_multi_process
@@ -44,6 +46,8 @@ from rowstead.training.trained import check_same_model, transforms_in
 
 REPORT_INTERVAL_S = 0.5
 CLOSE_TIMEOUT_S = 5.0
+FILES_PER_PROCESS, FILES_PER_ROLE = 32, 12
+"""Open files of the coordinator, at most: those of any process, and of its sockets to each role."""
 TRAINER_GRACE_S = 60.0
 """Time for trainers to finish their batch and save."""
 
@@ -67,6 +71,7 @@ def train_fleet(
     """
     _check_single_process()
     spec = resolve_fleet(spec)
+    _require_open_files(fleet_of(spec))
     callback = callback or NoFleetProgress()
     if out is not None:
         RunFolder.check_free(out)
@@ -87,6 +92,7 @@ def resume_fleet(run: str, *, root: Path | str = DEFAULT_ROOT, callback: FleetCa
     callback = callback or NoFleetProgress()
     folder = RunFolder.open(run, root)
     spec = folder.read_spec()
+    _require_open_files(fleet_of(spec))
     with folder.lock():
         _stop_earlier_run(folder.path, fleet_of(spec))
         saved = None
@@ -117,6 +123,12 @@ def _check_single_process() -> None:
         raise RowsteadError(
             "torchrun started this process as one of several, but a fleet starts its own processes: run `rowstead train` without torchrun"
         )
+
+
+def _require_open_files(fleet: FleetSpec) -> None:
+    """Raise unless the coordinator and each role may open their sockets; ZeroMQ would abort the process."""
+    num_roles = len(fleet.roles())
+    require_open_files(FILES_PER_PROCESS + FILES_PER_ROLE * num_roles, f"a fleet of {num_roles} roles")
 
 
 def _stop_earlier_run(folder: Path, fleet: FleetSpec) -> None:
@@ -218,7 +230,7 @@ class Coordinator:
             role_figures = self._figures.for_record(statuses, record.figures.get("cpu_s", 0.0))
             record = dataclasses.replace(record, figures={**record.figures, **role_figures})
             folder.write_record(record)
-        return Result(folder=folder.path, outcome=outcome, record=record)
+        return Result(folder=folder.path, outcome=outcome, record=record, stopped_by=stop_requested.signal)
 
     def _open_reporter(self, resumed_step: int | None) -> RunReporter:
         return RunReporter(self._folder.path, self._callback, log_every=self._spec.train.log_every, resumed_step=resumed_step)

@@ -161,7 +161,7 @@ def serve_forks(folder: Path, run_role: RunRole) -> None:
     """Start requested roles and report their exits until the input ends."""
     running: set[int] = set()
     partial_line = b""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the coordinator handles them
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the coordinator handles them
         signal.signal(number, signal.SIG_IGN)
     while True:
         if select.select([0], [], [], POLL_INTERVAL_S)[0]:

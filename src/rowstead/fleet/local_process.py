@@ -9,6 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 
+from rowstead.distributed.stop import stop_signals
 from rowstead.spec.job import LAUNCHER
 
 STOP_SIGNAL = signal.SIGUSR1
@@ -61,7 +62,7 @@ def role_environment(num_threads: int, inherited: Mapping[str, str] = os.environ
 def install_stop_handlers() -> Callable[[], bool]:
     """In a role: install signal handlers, and return a function that says whether the role was asked to stop.
 
-    A launched role obeys only its launcher's `STOP_SIGNAL`. One that the user started also obeys SIGTERM and Ctrl-C; the second
+    A launched role obeys only its launcher's `STOP_SIGNAL`. One that the user started also obeys SIGTERM, SIGHUP and Ctrl-C; the second
     Ctrl-C ends it at once.
     """
     stop_requested = threading.Event()
@@ -71,7 +72,7 @@ def install_stop_handlers() -> Callable[[], bool]:
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in stop_signals():
         signal.signal(number, signal.SIG_IGN if LAUNCHER in os.environ else handle)
     signal.signal(STOP_SIGNAL, handle)
     return stop_requested.is_set

@@ -8,6 +8,7 @@ import functools
 import importlib.metadata
 import os
 import platform
+import resource
 import struct
 import sys
 import threading
@@ -160,8 +161,11 @@ def cpu_model(info: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def free_host_bytes(group: Path = Path("/sys/fs/cgroup")) -> int:
-    """Available system memory, within the limit of a Linux container."""
+    """Available system memory, within the limits of a Linux container and of `ulimit -v`."""
     free = psutil.virtual_memory().available
+    most, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if most != resource.RLIM_INFINITY:
+        free = max(0, min(free, most - psutil.Process().memory_info().vms))
     try:
         limit, taken = ((group / f"memory.{name}").read_text().strip() for name in ("max", "current"))
         return free if limit == "max" else max(0, min(free, int(limit) - int(taken)))
