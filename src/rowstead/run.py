@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from rowstead.data.log_files import check_log_files, write_log_files
 from rowstead.data.open_log import open_sources
 from rowstead.distributed import job
 from rowstead.distributed.process_group import ProcessGroup, open_process_group
@@ -88,19 +89,21 @@ def resume(
     *,
     changes: Sequence[str] = (),
     root: Path | str = DEFAULT_ROOT,
+    accept_changed_log: bool = False,
     callback: ProgressCallback | None = None,
     profile: bool = False,
 ) -> Result:
     """Continue a run from its newest valid checkpoint, as if it had never stopped.
 
-    `changes` are `key=value` settings that move its tables: only those of `placement` and `memory`.
+    `changes` are `key=value` settings that move its tables: only those of `placement` and `memory`. A log whose files have changed is
+    refused unless `accept_changed_log`.
     """
     folder = RunFolder.open(run, root)
     check_moves(changes)
     spec = folder.read_spec(changes)
     if spec.fleet is not None:
         raise RowsteadError(f"{folder.path} is a fleet's run: resume it with `rowstead train --resume {folder.path}`")
-    return _run(spec, folder, root=root, callback=callback, profile=profile)
+    return _run(spec, folder, root=root, accept_changed_log=accept_changed_log, callback=callback, profile=profile)
 
 
 def _run(
@@ -110,6 +113,7 @@ def _run(
     root: Path | str,
     out: Path | str | None = None,
     init_from: str | None = None,
+    accept_changed_log: bool = False,
     callback: ProgressCallback | None,
     profile: bool,
 ) -> Result:
@@ -137,6 +141,8 @@ def _run(
 
         # The log.
         sources = open_sources(spec, transforms_in(saved) if saved else None, start.facts["id_kinds"] if start else None)
+        if folder is not None:
+            check_log_files(folder.path, sources, accept_changes=accept_changed_log, on_message=callback.on_message)
 
         # The model, its tables and its optimizers.
         stack.enter_context(set_threads(spec.threads))
@@ -161,6 +167,8 @@ def _run(
                 job.mark_folder(folder)
         if group.rank == 0 and (not is_resumed or spec != folder.read_spec()):
             folder.write_spec(spec)
+        if group.rank == 0:
+            write_log_files(folder.path, sources)
         _report_start(spec, folder, model, placement, device, group, callback, position, is_resumed=is_resumed)
 
         # Training.

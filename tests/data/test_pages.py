@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from rowstead.data import chunks
 from rowstead.data.buffer_pool import BufferPool
 from rowstead.data.columns import ColumnReader
+from rowstead.data.page_checks import DamagedColumnError
 from rowstead.data.pages import CODECS, decode_bags, decode_floats
-from rowstead.data.rowgroup import plain_leaves, plan_group, read_row_group
+from rowstead.data.rowgroup import find_leaves, plan_group, read_row_group
 from rowstead.data.snappy import unpack_snappy
 from rowstead.spec.features import DenseFeatureSpec, FeaturesSpec, SparseFeatureSpec
 
@@ -60,14 +61,19 @@ def tables(draw):
 
 options = st.fixed_dictionaries(
     {
-        "compression": st.sampled_from(["none", "snappy", "zstd", "gzip"]),
+        "compression": st.sampled_from(["none", "snappy", "zstd", "gzip", "brotli", "lz4"]),
         "use_dictionary": st.booleans(),
         "data_page_version": st.sampled_from(["1.0", "2.0"]),
         "data_page_size": st.sampled_from([64, 1024, 1 << 20]),
         "dictionary_pagesize_limit": st.sampled_from([64, 1 << 20]),
         "write_batch_size": st.sampled_from([7, 1024]),
+        "write_page_checksum": st.booleans(),
     }
 )
+
+
+def plain_columns(leaves):
+    return {name for name, leaf in leaves.items() if leaf.is_plain}
 
 
 def read_all(path, metadata, columns, leaves):
@@ -103,8 +109,8 @@ def test_our_decoder_agrees_with_pyarrow(tmp_path, table, options):
     path = str(tmp_path / "a.parquet")
     pq.write_table(table, path, **options)
     metadata = pq.read_metadata(path)
-    leaves = plain_leaves(COLUMNS, metadata.schema)
-    assert set(leaves) == {"x", "y", "one", "many", "label"}
+    leaves = find_leaves(COLUMNS, metadata.schema)
+    assert plain_columns(leaves) == {"x", "y", "one", "many", "label"}
     for name, leaf in leaves.items():  # and did it itself, without falling back
         chunk = metadata.row_group(0).column(leaf.index)
         start = chunk.dictionary_page_offset or chunk.data_page_offset
@@ -134,8 +140,8 @@ def test_columns_of_other_kinds_are_left_to_pyarrow(tmp_path):
     path = str(tmp_path / "a.parquet")
     pq.write_table(table, path, column_encoding={"y": "BYTE_STREAM_SPLIT"}, use_dictionary=["many"])
     metadata = pq.read_metadata(path)
-    leaves = plain_leaves(COLUMNS, metadata.schema)
-    assert set(leaves) == {"y", "many"}
+    leaves = find_leaves(COLUMNS, metadata.schema)
+    assert plain_columns(leaves) == {"y", "many"}
     assert_same(read_all(path, metadata, COLUMNS, leaves), COLUMNS.block(table))
 
 
@@ -217,18 +223,18 @@ def test_damaged_snappy_never_leads_outside(packed, size):
     assert (out[GUARD:-GUARD].tobytes() if unpacked else None) == theirs
 
 
-def test_a_file_that_was_cut_off_is_left_to_pyarrow(tmp_path):
+def test_a_file_that_was_cut_off_is_refused(tmp_path):
     path = tmp_path / "a.parquet"
     columns = {name: np.arange(2000, dtype=np.float32) for name in ("x", "y", "label")}
     ids = {name: np.arange(2000) for name in ("one", "many")}
     pq.write_table(pa.table(columns | ids), path, compression="none")
     metadata = pq.read_metadata(path)
-    plan = plan_group(COLUMNS, metadata, 0, plain_leaves(COLUMNS, metadata.schema))
+    plan = plan_group(COLUMNS, metadata, 0, find_leaves(COLUMNS, metadata.schema))
     with open(path, "r+b") as file:
         file.truncate(int(plan.bags[:, chunks.AT].min()) + 100)
     assert read_at_once(str(path), plan) == [True, True, True, False, False]
-    with pytest.raises((pa.ArrowException, OSError)):
-        read_all(str(path), metadata, COLUMNS, plain_leaves(COLUMNS, metadata.schema))
+    with pytest.raises(DamagedColumnError, match="column `one`: the file ends before its pages do"):
+        read_all(str(path), metadata, COLUMNS, find_leaves(COLUMNS, metadata.schema))
 
 
 def test_a_dot_in_a_column_name_does_not_confuse_columns(tmp_path):
@@ -240,7 +246,7 @@ def test_a_dot_in_a_column_name_does_not_confuse_columns(tmp_path):
     table = pa.table({"user": pa.array([[1, 2], [3]]), "user.country": pa.array([7, 8])})
     pq.write_table(table, path)
     metadata = pq.read_metadata(path)
-    block = read_all(path, metadata, columns, plain_leaves(columns, metadata.schema))
+    block = read_all(path, metadata, columns, find_leaves(columns, metadata.schema))
     assert [ids.tolist() for ids in block.ids] == [[1, 2, 3], [7, 8]]
 
 
@@ -250,7 +256,7 @@ def calls_to_read(path, num_dense, compression):
     values = np.arange(500, dtype=np.float32)
     pq.write_table(pa.table(dict.fromkeys(columns.names, values)), path, compression=compression)
     metadata, buffers = pq.read_metadata(path), BufferPool()
-    plan = plan_group(columns, metadata, 0, plain_leaves(columns, metadata.schema))
+    plan = plan_group(columns, metadata, 0, find_leaves(columns, metadata.schema))
     calls = []
     for _ in range(2):  # the first compiles
         calls.clear()

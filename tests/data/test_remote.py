@@ -17,7 +17,7 @@ from fsspec.registry import _registry as registry
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rowstead.data import fetch, files
+from rowstead.data import fetch, files, footers
 from rowstead.data.encode import Encoder
 from rowstead.data.fetch import RowGroupFetcher, plan_requests
 from rowstead.data.files import LogFile
@@ -175,7 +175,7 @@ def test_selecting_few_of_many_columns_reads_about_their_share_of_the_bytes(tmp_
     size = path.stat().st_size
     assert read < 1.05 * share * size
     footer = int.from_bytes(path.read_bytes()[-8:-4], "little")
-    assert opened < footer + 2 * fetch.FOOTER_BYTES + 1000
+    assert opened < footer + 2 * footers.FOOTER_BYTES + 1000
 
 
 def test_short_failures_are_outlived(server: FileServer, days: Path) -> None:

@@ -63,6 +63,12 @@ def train(
             help="Continue a run from its last checkpoint. --set may change only `placement` and `memory`.",
         ),
     ] = None,
+    accept_changed_log: Annotated[
+        bool,
+        typer.Option(
+            "--accept-changed-log", help="With --resume: continue even if files of the log are not those of the run any more."
+        ),
+    ] = False,
     init_from: Annotated[
         str | None, typer.Option("--init-from", metavar="RUN", help="Start from the weights of an earlier run's model.")
     ] = None,
@@ -95,6 +101,8 @@ def train(
         for value, what in ((recipe, recipe), (init_from, "--init-from"), (out, "--out"), (fleet, "--fleet")):
             if value:
                 raise RowsteadError(f"`--resume` uses the run's own recipe and settings; remove `{what}`")
+    elif accept_changed_log:
+        raise RowsteadError("`--accept-changed-log` applies only to `--resume`; remove it")
     spec = load_recipe(recipe or "quickstart", set_) if resume is None else None
     require_address_space()
     if fleet_commands.has_fleet(spec, fleet, resume, runs):
@@ -103,14 +111,17 @@ def train(
                 raise RowsteadError(f"`{option}` does not apply to a fleet; remove it")
         if resume is not None and set_:
             raise RowsteadError("`--resume` of a fleet uses the run's own settings; remove `--set`")
-        fleet_commands.train(spec, fleet, resume=resume, init_from=init_from, out=out, runs=runs)
+        fleet_commands.train(
+            spec, fleet, resume=resume, accept_changed_log=accept_changed_log, init_from=init_from, out=out, runs=runs
+        )
         return
     if processes > 1:
         options = [("--resume", resume), ("--init-from", init_from), ("--out", out), ("--runs", runs)]
         given = [str(word) for pair in options if pair[1] is not None for word in pair]
         changes = [word for change in set_ for word in ("--set", change)]
         named = [recipe] if recipe is not None else []
-        _launch(["train", *named, *changes, *given, *(["--profile"] if profile else [])], processes)
+        flags = [("--profile", profile), ("--accept-changed-log", accept_changed_log)]
+        _launch(["train", *named, *changes, *given, *(flag for flag, is_given in flags if is_given)], processes)
 
     from rowstead import run  # after the recipe was parsed, so that mistakes in it show at once
     from rowstead.cli.console import print_ending, progress_callback
@@ -120,7 +131,9 @@ def train(
     console = terminal(quiet=int(os.environ.get("RANK", "0")) > 0)
     with progress_callback(console) as callback:
         if resume is not None:
-            result = run.resume(resume, changes=set_, root=runs, callback=callback, profile=profile)
+            result = run.resume(
+                resume, changes=set_, root=runs, accept_changed_log=accept_changed_log, callback=callback, profile=profile
+            )
         else:
             assert spec is not None
             result = run.train(spec, root=runs, out=out, init_from=init_from, callback=callback, profile=profile)

@@ -45,7 +45,14 @@ def has_fleet(spec: RunSpec | None, fleet: str | None, resume: str | None, runs:
 
 
 def train(
-    spec: RunSpec | None, fleet: str | None, *, resume: str | None, init_from: str | None, out: Path | None, runs: Path
+    spec: RunSpec | None,
+    fleet: str | None,
+    *,
+    resume: str | None,
+    accept_changed_log: bool,
+    init_from: str | None,
+    out: Path | None,
+    runs: Path,
 ) -> None:
     """Run `train` with a fleet."""
     if spec is not None and fleet is not None:
@@ -60,7 +67,7 @@ def train(
     with fleet_callback(console) as callback:
         if spec is None:
             assert resume is not None
-            result = resume_fleet(resume, root=runs, callback=callback)
+            result = resume_fleet(resume, root=runs, accept_changed_log=accept_changed_log, callback=callback)
         else:
             result = train_fleet(spec, root=runs, out=out, init_from=init_from, callback=callback)
     print_ending(console, result)

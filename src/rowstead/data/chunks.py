@@ -20,7 +20,9 @@ from rowstead.data.page_headers import (
     DATA_PAGE_V2,
     DEF_BYTES,
     DICTIONARY_PAGE,
+    HEADER_FIELDS,
     IS_PACKED,
+    MAX_PAGES,
     PACKED,
     REP_BYTES,
     START,
@@ -28,15 +30,18 @@ from rowstead.data.page_headers import (
     UNPACKED,
     VALUES,
     page_headers,
+    read_header,
 )
-from rowstead.data.pages import decode_bag_page, decode_float_page, decode_plain
+from rowstead.data.pages import MAX_PAGE_BYTES, decode_bag_page, decode_float_page, decode_plain, is_intact
 from rowstead.data.snappy import unpack_snappy
 
-AT, SIZE, MAX_DEF, MAX_REP, NUM_VALUES, CODEC, NUM_FIELDS = range(7)
-"""Fields of a row of `chunks` [C, 6]: offset of a column chunk in the file, size in bytes (0 if not for us), maximum levels, number of
-values, codec."""
+AT, SIZE, MAX_DEF, MAX_REP, NUM_VALUES, CODEC, UNPACKED_SIZE, ENCODINGS, NUM_FIELDS = range(9)
+"""Fields of a row of `chunks` [C, 8]: offset of a column chunk in the file, size in bytes (0 if not for us), maximum levels, number of
+values, codec, size when decompressed, encodings (a bit for each)."""
 PLAIN, SNAPPY = range(2)
 """Codecs that are decompressed here: none, and Snappy."""
+FIRST_READ, LAST_READ = 1 << 10, 1 << 20
+"""Bytes to read for a page header: most are below 100, but some have long texts as statistics."""
 TILE = 16
 """Columns and rows that are transposed at a time: the numbers in a cache line."""
 
@@ -71,7 +76,7 @@ def _read(file, at, size, raw, start):  # type: ignore[no-untyped-def]
 
 @_kernel
 def _read_chunks(file, chunks, raw, starts):  # type: ignore[no-untyped-def]
-    """Read `chunks` [n, 6], in one call if they are neighbours in the file.
+    """Read `chunks` [n, 8], in one call if they are neighbours in the file.
 
     Returns the bytes, in `raw` if it is large enough; starts [n] gets the offset of each chunk in them, -1 if it was not read.
     """
@@ -99,11 +104,35 @@ def _read_chunks(file, chunks, raw, starts):  # type: ignore[no-untyped-def]
 
 
 @_kernel
+def read_page_headers(file, at, size):  # type: ignore[no-untyped-def]
+    """As `page_headers`, of a column chunk in a file, without reading its pages."""
+    headers = np.zeros((8, HEADER_FIELDS), np.int64)
+    count, done, window = 0, np.int64(0), np.empty(FIRST_READ, np.uint8)
+    while done < size:
+        if count == len(headers):
+            headers = np.concatenate((headers, np.zeros_like(headers)))
+        header = headers[count]
+        count += 1
+        length = min(len(window), size - done)
+        start = read_header(window, 0, length, header) if _read(file, at + done, length, window, 0) else -1
+        if start < 0 and length == len(window) < LAST_READ:
+            window = np.empty(LAST_READ, np.uint8)
+            count -= 1
+            continue
+        if start < 0 or header[PACKED] > size - done - start or count > MAX_PAGES:
+            header[TYPE] = -1
+            break
+        header[START] = done + start
+        done += start + header[PACKED]
+    return headers[:count]
+
+
+@_kernel
 def _page(chunk, header, codec, buffer):  # type: ignore[no-untyped-def]
     """Decompress one page, levels first, into `buffer` or new memory; returns the bytes, success, and the buffer for the next page."""
     start, stop = header[START], header[START] + header[PACKED]
     if codec == PLAIN or not header[IS_PACKED]:
-        return chunk[start:stop], True, buffer
+        return chunk[start:stop], header[PACKED] == header[UNPACKED], buffer
     levels = header[DEF_BYTES] + header[REP_BYTES] if header[TYPE] == DATA_PAGE_V2 else 0
     if codec != SNAPPY or header[UNPACKED] < levels or header[UNPACKED] - levels > 64 * header[PACKED]:
         return chunk[:0], False, buffer
@@ -119,12 +148,12 @@ def _page(chunk, header, codec, buffer):  # type: ignore[no-untyped-def]
 def _dictionary(chunk, header, codec, buffer, words):  # type: ignore[no-untyped-def]
     """Decode a dictionary page into `words` or new memory; returns the words, success, and the buffer for the next page."""
     count = header[VALUES]
-    if count > header[UNPACKED] // words.itemsize or header[UNPACKED] > 64 * header[PACKED]:
+    if count * words.itemsize != header[UNPACKED] or header[UNPACKED] > 64 * header[PACKED]:
         return words[:0], False, buffer
     if count > len(words):
         words = np.empty(count + count // 4, words.dtype)
     found = words[:count]
-    if codec == SNAPPY and header[IS_PACKED] and header[UNPACKED] == found.nbytes:
+    if codec == SNAPPY and header[IS_PACKED]:
         start = header[START]
         return found, unpack_snappy(chunk[start : start + header[PACKED]], found.view(np.uint8)), buffer
     page, ok, buffer = _page(chunk, header, codec, buffer)
@@ -134,6 +163,8 @@ def _dictionary(chunk, header, codec, buffer, words):  # type: ignore[no-untyped
 @_kernel
 def _next_page(chunk, header, codec, buffer, words, dictionary):  # type: ignore[no-untyped-def]
     """Read a page: the bytes of a data page or the new dictionary; success; and memory for the next page."""
+    if header[TYPE] < 0 or header[UNPACKED] > MAX_PAGE_BYTES or not is_intact(chunk, header):
+        return chunk[:0], False, dictionary, buffer, words
     if header[TYPE] == DICTIONARY_PAGE:
         dictionary, ok, buffer = _dictionary(chunk, header, codec, buffer, words)
         return chunk[:0], ok, dictionary, buffer, dictionary if ok and len(dictionary) > len(words) else words
@@ -179,7 +210,7 @@ def decode_bag_chunk(chunk, max_def, max_rep, codec, ids, offsets, buffer, words
             ok = decode_bag_page(page, header, max_def, max_rep, dictionary, ids, offsets, done)
         if not ok:
             return -1, buffer, words
-    if done[1] != len(offsets) - 1:
+    if done[1] != len(offsets) - 1 or offsets[0] != 0:
         return -1, buffer, words
     offsets[done[1]] = done[0]
     return done[0], buffer, words
@@ -187,7 +218,7 @@ def decode_bag_chunk(chunk, max_def, max_rep, codec, ids, offsets, buffer, words
 
 @_kernel
 def read_floats(file, chunks, dense, scalars, done):  # type: ignore[no-untyped-def]
-    """Read FLOAT columns: the first Fd of `chunks` [C, 6] into the columns of dense [R, Fd], the others into scalars [C - Fd, R].
+    """Read FLOAT columns: the first Fd of `chunks` [C, 8] into the columns of dense [R, Fd], the others into scalars [C - Fd, R].
 
     `file` is a descriptor. done [C] is set to whether each column was read.
     """

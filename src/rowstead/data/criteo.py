@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from rowstead.data.criteo_parse import NUM_FIELDS, NUM_IDS, NUM_INTEGERS, Parsed, explain, parse_lines
+from rowstead.data.files import check_regular
 from rowstead.data.lines import CHUNK_BYTES, BadLines, Chunk, LineReader, check_eval_fraction, select_by_hash
 from rowstead.data.write import DEFAULT_ROWS_PER_FILE, DEFAULT_ROWS_PER_GROUP, OnBadRow, Progress, SplitWriter, Summary
 from rowstead.spec.errors import DataError
@@ -99,8 +100,9 @@ def _check_inputs(train: Sequence[Path], held_out: Sequence[Path]) -> None:
     for path in (*train, *held_out):
         if path.is_dir():
             raise DataError(f"{path} is a folder; list the files in it")
-        if not path.is_file():
+        if not path.exists():
             raise DataError(f"{path} does not exist")
+        check_regular(path)
         if path.stat().st_size == 0:
             raise DataError(f"{path} is empty")
         if (real := path.resolve()) in seen:

@@ -1,4 +1,4 @@
-"""Fetches the footers and row groups of remote files: by ranges, ahead of the threads that decode, in bounded memory."""
+"""Fetches row groups of remote files: by ranges, ahead of the threads that decode, in bounded memory."""
 
 from __future__ import annotations
 
@@ -9,13 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
-from typing import BinaryIO
 
 from rowstead.data.files import LogFile
-
-Range = tuple[int, int]
-"""Start and stop of bytes in a file."""
+from rowstead.data.footers import Range
 
 THREADS = 16
 """Requests at a time. They wait for the network, so their number does not depend on the cores."""
@@ -26,8 +22,6 @@ GAP_BYTES = 16 << 10
 """Ranges with a smaller gap between them are one request."""
 REQUEST_BYTES = 8 << 20
 """Larger ranges are several requests, so that a row group comes over several connections."""
-FOOTER_BYTES = 64 << 10
-"""Read of the end of a file to find its footer; a larger footer takes a second request."""
 
 
 def plan_requests(ranges: Iterable[Range]) -> list[Range]:
@@ -40,39 +34,6 @@ def plan_requests(ranges: Iterable[Range]) -> list[Range]:
         else:
             merged.append((start, stop))
     return [(at, min(at + REQUEST_BYTES, stop)) for start, stop in merged for at in range(start, stop, REQUEST_BYTES)]
-
-
-class Footers:
-    """The footers of remote files. Each is fetched once and then kept in a temporary file, since those of a large log are large."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._ranges: dict[str, Range] = {}
-        self._end = 0
-
-    @cached_property
-    def _kept(self) -> BinaryIO:
-        return tempfile.TemporaryFile()
-
-    def read(self, file: LogFile) -> bytes:
-        """The end of a Parquet file, from its footer on."""
-        if file.path in self._ranges:
-            start, stop = self._ranges[file.path]
-            return os.pread(self._kept.fileno(), stop - start, start)
-        footer = _fetch_footer(file)
-        with self._lock:
-            os.pwrite(self._kept.fileno(), footer, self._end)
-            self._ranges[file.path] = (self._end, self._end + len(footer))
-            self._end += len(footer)
-        return footer
-
-
-def _fetch_footer(file: LogFile) -> bytes:
-    end = file.read(max(file.size - FOOTER_BYTES, 0), file.size)
-    size = 8 + int.from_bytes(end[-8:-4], "little")
-    if size > file.size or end[-4:] != b"PAR1":
-        return end  # not a Parquet file, as pyarrow will say
-    return end[-size:] if size <= len(end) else file.read(file.size - size, file.size - len(end)) + end
 
 
 class LocalCopy:

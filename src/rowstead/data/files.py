@@ -10,11 +10,12 @@ import io
 import os
 import random
 import re
+import stat
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Protocol, TypeVar
+from typing import BinaryIO, Protocol, TypeVar
 
 from rowstead.spec.errors import DataError
 
@@ -37,14 +38,25 @@ _DENIED = re.compile(
 _MISSING = re.compile("NO_SUCH|NOT_FOUND|HTTP status 404|does not exist|Bucket .* not found")
 
 
+@dataclass(frozen=True)
+class RemoteFile:
+    """An open remote file."""
+
+    size: int
+    """Bytes."""
+    read: Read
+    etag: str | None = None
+    """A digest of its content, by the bucket."""
+
+
 class RemoteFiles(Protocol):
     """The files of one bucket or server."""
 
     def find(self, url: str) -> list[str]:
         """URLs of the files that a URL or glob names."""
 
-    def open(self, url: str) -> tuple[int, Read]:
-        """Size of a file, and a function that reads parts of it."""
+    def open(self, url: str) -> RemoteFile:
+        """Open a file."""
 
 
 class BucketFiles:
@@ -77,9 +89,12 @@ class BucketFiles:
             raise DataError(f"there is no bucket `{self._bucket}`; check its name, your region and your endpoint")
         return found
 
-    def open(self, url: str) -> tuple[int, Read]:
+    def open(self, url: str) -> RemoteFile:
         file = self._filesystem.open_input_file(url.partition("://")[2])
-        return file.size(), lambda start, stop: file.read_at(stop - start, start)
+        etag = (file.metadata() or {}).get(b"ETag")
+        return RemoteFile(
+            file.size(), lambda start, stop: file.read_at(stop - start, start), etag and etag.decode(errors="replace")
+        )
 
 
 class FsspecFiles:
@@ -96,11 +111,11 @@ class FsspecFiles:
         self._filesystem.info(url)
         return [url]
 
-    def open(self, url: str) -> tuple[int, Read]:
+    def open(self, url: str) -> RemoteFile:
         size = self._filesystem.size(url)
         if size is None:
             raise DataError(f"the server does not say how large `{url}` is; use one that supports range requests")
-        return size, lambda start, stop: self._filesystem.cat_file(url, start=start, end=stop)
+        return RemoteFile(size, lambda start, stop: self._filesystem.cat_file(url, start=start, end=stop))
 
 
 @dataclass(frozen=True)
@@ -117,20 +132,25 @@ class LogFile:
         return self.remote is None
 
     @cached_property
-    def _opened(self) -> tuple[int, Read]:
+    def _opened(self) -> RemoteFile:
         assert self.remote is not None
         return retry(self.path, partial(self.remote.open, self.path))
 
     @property
     def size(self) -> int:
         """Bytes of a remote file."""
-        return self._opened[0]
+        return self._opened.size
+
+    @property
+    def etag(self) -> str | None:
+        """The bucket's digest of a remote file, where it has one."""
+        return self._opened.etag
 
     def read(self, start: int, stop: int) -> bytes:
         """Bytes `start` to `stop` of a remote file."""
 
         def attempt() -> bytes:
-            data = self._opened[1](start, stop)
+            data = self._opened.read(start, stop)
             if len(data) > stop - start:
                 raise DataError(f"the server of `{self.path}` does not support range requests; use one that does")
             if len(data) < stop - start:
@@ -154,6 +174,7 @@ def _find_local(pattern: str) -> list[LogFile]:
     if os.path.isdir(path):
         raise DataError(f"`{pattern}` is a folder; list its files, such as `{pattern.rstrip('/')}/*.parquet`")
     if os.path.exists(path):
+        check_regular(path)
         return [LogFile(path)]
     if not glob.has_magic(path):
         raise DataError(f"no file `{pattern}` (looked in {os.path.dirname(os.path.abspath(path))})")
@@ -161,6 +182,31 @@ def _find_local(pattern: str) -> list[LogFile]:
     if not found:
         raise DataError(f"no file matches `{pattern}`")
     return [LogFile(p) for p in found]
+
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def check_regular(path: str | os.PathLike[str]) -> None:
+    """Raise a DataError unless there is a regular file at `path`: reading from a pipe or a device may never end."""
+    try:
+        mode = os.stat(path).st_mode
+    except OSError as error:
+        raise DataError(f"`{path}` cannot be opened: {error.strerror}") from None
+    if not stat.S_ISREG(mode):
+        raise DataError(f"`{path}` is {_KINDS.get(stat.S_IFMT(mode), 'not a file')}; give a regular file")
+
+
+def open_regular(path: str) -> BinaryIO:
+    """Open a local file for reading, unbuffered; a DataError if it is not a regular one."""
+    check_regular(path)
+    return open(path, "rb", buffering=0)
 
 
 def _find_remote(url: str) -> list[LogFile]:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-TYPE, UNPACKED, PACKED, START, VALUES, ENCODING, DEF_BYTES, REP_BYTES, IS_PACKED = range(9)
+TYPE, UNPACKED, PACKED, CRC, START, VALUES, ENCODING, DEF_BYTES, REP_BYTES, IS_PACKED, HAS_CRC, HEADER_FIELDS = range(12)
 """Fields of a page header in a row of the array that `page_headers` returns."""
-DATA_PAGE, DICTIONARY_PAGE, DATA_PAGE_V2 = 0, 2, 3
+DATA_PAGE, INDEX_PAGE, DICTIONARY_PAGE, DATA_PAGE_V2 = range(4)
 """Page types."""
+_FIRST_STRUCT = 5
+"""Field of a page header with what only pages of type 0 have; those of the other types follow."""
+MAX_PAGES = 1 << 20
+"""A column chunk with more pages is not for us: tiny pages could take much more memory as headers than as bytes."""
 
 _kernel = numba.njit(nogil=True, cache=True, boundscheck=False)
 
@@ -40,53 +44,67 @@ def little_endian(data, at, stop):  # type: ignore[no-untyped-def]
 @_kernel
 def page_headers(chunk):  # type: ignore[no-untyped-def]
     """One row per page, with the fields above; ends with a row of type -1 if a header is unreadable."""
-    headers = np.zeros((8, 9), np.int64)
+    headers = np.zeros((8, HEADER_FIELDS), np.int64)
     count, at, stop = 0, 0, len(chunk)
     while at < stop:
         if count == len(headers):
             headers = np.concatenate((headers, np.zeros_like(headers)))
         header = headers[count]
         count += 1
-        at = _page_header(chunk, at, stop, header)
-        if at < 0 or header[PACKED] < 0 or header[PACKED] > stop - at or header[UNPACKED] < 0 or header[VALUES] < 0:
+        start = read_header(chunk, at, stop, header)
+        if start < 0 or header[PACKED] > stop - start or count > MAX_PAGES:
             header[TYPE] = -1
             break
-        if header[DEF_BYTES] < 0 or header[REP_BYTES] < 0 or header[DEF_BYTES] + header[REP_BYTES] > header[PACKED]:
-            header[TYPE] = -1
-            break
-        header[START] = at
-        at += header[PACKED]
+        header[START] = start
+        at = start + header[PACKED]
     return headers[:count]
 
 
 @_kernel
-def _page_header(data, at, stop, header):  # type: ignore[no-untyped-def]
-    """Read one page header into `header` [9]; returns the offset after it, or -1."""
+def read_header(data, at, stop, header):  # type: ignore[no-untyped-def]
+    """Read one page header into `header` [HEADER_FIELDS]; returns the offset after it, or -1 if it is not one."""
+    header[:] = 0
     header[TYPE] = -1
     header[IS_PACKED] = 1
+    after, struct = _read_fields(data, at, stop, header)
+    kind = header[TYPE]
+    if after < 0 or kind < 0 or kind > DATA_PAGE_V2 or (kind != INDEX_PAGE and struct != _FIRST_STRUCT + kind):
+        return -1
+    if min(header[PACKED], header[UNPACKED], header[VALUES], header[DEF_BYTES], header[REP_BYTES]) < 0:
+        return -1
+    if header[DEF_BYTES] > header[PACKED] or header[REP_BYTES] > header[PACKED] - header[DEF_BYTES]:
+        return -1
+    header[CRC] &= 0xFFFFFFFF
+    return after
+
+
+@_kernel
+def _read_fields(data, at, stop, header):  # type: ignore[no-untyped-def]
+    """Read the fields of a page header; returns the offset after it, or -1, and which of its nested structs it has."""
+    struct = np.int64(0)
     last = np.zeros(4, np.int64)  # the last field id at each nesting depth
     depth = 0
     while True:
         if at >= stop:
-            return -1
+            return -1, struct
         byte = np.int64(data[at])
         at += 1
         kind, step = byte & 15, byte >> 4
         if kind == 0:
             if depth == 0:
-                return at
+                return at, struct
             depth -= 1
             continue
         if step == 0:
             number, at = varint(data, at, stop)
             if at < 0:
-                return -1
+                return -1, struct
             last[depth] = (number >> 1) ^ -(number & 1)
         else:
             last[depth] += step
         if kind == 12:
             if depth == 3:
-                return -1
+                return -1, struct
             depth += 1
             last[depth] = 0
             continue
@@ -105,20 +123,30 @@ def _page_header(data, at, stop, header):  # type: ignore[no-untyped-def]
             if at >= 0:
                 at = at + size if size <= stop - at else -1
         else:
-            return -1
+            return -1, struct
         if at < 0:
-            return -1
-        if depth == 0 and 1 <= last[0] <= 3:
-            header[last[0] - 1] = value
-        elif depth == 1:
-            is_v2 = last[0] == 8
+            return -1, struct
+        field = -1
+        if depth == 0 and 1 <= last[0] <= 4:
+            field = last[0] - 1
+            if field == CRC:
+                header[HAS_CRC] = 1
+        elif depth == 1 and _FIRST_STRUCT <= last[0] <= _FIRST_STRUCT + DATA_PAGE_V2:
+            if struct != 0 and struct != last[0]:
+                return -1, struct
+            struct = last[0]
+            is_v2 = struct == _FIRST_STRUCT + DATA_PAGE_V2
             if last[1] == 1:
-                header[VALUES] = value
+                field = VALUES
             elif last[1] == (4 if is_v2 else 2):
-                header[ENCODING] = value
+                field = ENCODING
             elif is_v2 and last[1] == 5:
-                header[DEF_BYTES] = value
+                field = DEF_BYTES
             elif is_v2 and last[1] == 6:
-                header[REP_BYTES] = value
+                field = REP_BYTES
             elif is_v2 and last[1] == 7:
-                header[IS_PACKED] = value
+                field = IS_PACKED
+        if field >= 0:
+            if not (kind == 5 or (field == IS_PACKED and kind <= 2)):
+                return -1, struct  # other readers would skip a field of another type
+            header[field] = value

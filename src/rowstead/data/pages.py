@@ -2,11 +2,13 @@
 
 A general reader spends most of its time on nesting levels and per-column set-up. Logs have hundreds of columns of just two kinds,
 so those are decoded here: PLAIN or dictionary values, data pages of both versions. Any other page fails, and the caller uses pyarrow.
-Bytes are checked as they are read: a damaged page also fails, and never leads to an access out of bounds.
+Bytes are checked as they are read: a damaged page also fails, and never leads to an access out of bounds. A page must match its checksum,
+if it has one, and levels and values must take exactly the bytes that its header gives them.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,12 +17,15 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from rowstead.data.checksum import crc32
 from rowstead.data.page_headers import (
+    CRC,
     DATA_PAGE,
     DATA_PAGE_V2,
     DEF_BYTES,
     DICTIONARY_PAGE,
     ENCODING,
+    HAS_CRC,
     IS_PACKED,
     PACKED,
     REP_BYTES,
@@ -36,9 +41,15 @@ from rowstead.kernels.cpu.memory import lowest_bit, word_at
 
 Bytes = NDArray[np.uint8]
 
-_PLAIN, _PLAIN_DICTIONARY, _RLE_DICTIONARY = 0, 2, 8
+PLAIN, PLAIN_DICTIONARY, RLE_DICTIONARY = 0, 2, 8
+"""Encodings of data pages that are decoded here."""
+MAX_PAGE_BYTES = 256 << 20
+"""Pages that declare to be larger when decompressed are refused; writers make them of about 1 MB."""
 _LONGEST = 1 << 40
 """A longer run is damaged; arithmetic on it could overflow."""
+
+_GZIP = 16 + zlib.MAX_WBITS
+"""The format with gzip's header."""
 
 CODECS = {"UNCOMPRESSED": None, "SNAPPY": "snappy", "ZSTD": "zstd", "GZIP": "gzip", "BROTLI": "brotli", "LZ4": "lz4_raw"}
 """pyarrow's name for each supported codec."""
@@ -63,7 +74,7 @@ def decode_bags(
     for header, page, dictionary in _data_pages(chunk, codec, ids.dtype):
         if page is None or not decode_bag_page(page, header, max_def, max_rep, dictionary, ids, offsets, done):
             return -1
-    if done[1] != len(offsets) - 1:
+    if done[1] != len(offsets) - 1 or offsets[0] != 0:
         return -1
     offsets[-1] = done[0]
     return int(done[0])
@@ -78,36 +89,68 @@ def _data_pages(
         page = _decompress(chunk, header, codec)
         if page is None or header[TYPE] != DICTIONARY_PAGE:
             yield header, page, dictionary
-        elif 0 <= header[VALUES] <= len(page) // dtype.itemsize:
-            dictionary = page[: dtype.itemsize * header[VALUES]].view(dtype)
+        elif header[VALUES] * dtype.itemsize == len(page):
+            dictionary = page.view(dtype)
         else:
             yield header, None, dictionary
 
 
 def _decompress(chunk: Bytes, header: NDArray[np.int64], codec: str | None) -> Bytes | None:
-    """The decompressed bytes of one page, levels first; None for an unknown header."""
-    if header[TYPE] not in (DATA_PAGE, DICTIONARY_PAGE, DATA_PAGE_V2):
+    """The decompressed bytes of one page, levels first; None for an unknown header or damaged bytes."""
+    if header[TYPE] not in (DATA_PAGE, DICTIONARY_PAGE, DATA_PAGE_V2) or not is_intact(chunk, header):
         return None
     start, stop = int(header[START]), int(header[START] + header[PACKED])
     if codec is None or not header[IS_PACKED]:
-        return chunk[start:stop]
+        return chunk[start:stop] if header[PACKED] == header[UNPACKED] else None
     levels = int(header[DEF_BYTES] + header[REP_BYTES]) if header[TYPE] == DATA_PAGE_V2 else 0
-    try:
-        body = pa.Codec(codec).decompress(pa.py_buffer(chunk[start + levels : stop]), int(header[UNPACKED]) - levels)
-    except (pa.ArrowException, OSError, ValueError):
+    if not levels <= header[UNPACKED] <= MAX_PAGE_BYTES:
         return None
-    page = np.frombuffer(body, np.uint8)
-    return np.concatenate([chunk[start : start + levels], page]) if levels else page
+    page = _unpack_exactly(chunk[start + levels : stop], codec, int(header[UNPACKED]) - levels)
+    return page if page is None or not levels else np.concatenate([chunk[start : start + levels], page])
+
+
+def _unpack_exactly(packed: Bytes, codec: str, size: int) -> Bytes | None:
+    """The `size` bytes that were compressed; None if they are damaged or another number.
+
+    pyarrow takes bytes of whatever memory it finds for those that are missing, except with Zstandard.
+    """
+    try:
+        if codec == "gzip":
+            body = zlib.decompressobj(_GZIP).decompress(packed, size + 1)
+            return np.frombuffer(body, np.uint8) if len(body) == size else None
+        if codec == "snappy" and varint(packed, 0, len(packed))[0] != size:
+            return None
+        data = pa.py_buffer(packed)
+        if codec in ("brotli", "lz4_raw") and size > 0 and _fits(data, codec, size - 1):
+            return None
+        return np.frombuffer(pa.Codec(codec).decompress(data, size), np.uint8)
+    except (pa.ArrowException, OSError, ValueError, zlib.error):
+        return None
+
+
+def _fits(data: pa.Buffer, codec: str, size: int) -> bool:
+    """Whether `size` bytes are enough for what was compressed."""
+    try:
+        pa.Codec(codec).decompress(data, size)
+    except (pa.ArrowException, OSError):
+        return False
+    return True
 
 
 _kernel = numba.njit(nogil=True, cache=True, boundscheck=False)
 
 
 @_kernel
+def is_intact(chunk, header):  # type: ignore[no-untyped-def]
+    """Whether a page matches its checksum, or has none."""
+    return header[HAS_CRC] == 0 or crc32(chunk[header[START] : header[START] + header[PACKED]]) == header[CRC]
+
+
+@_kernel
 def _unpack(data, at, stop, width, meaning, out):  # type: ignore[no-untyped-def]
     """Decode RLE and bit-packed runs of `width`-bit numbers into out [n], as meaning[number].
 
-    False if the bytes end early, are malformed, or contain a number out of range.
+    False if the bytes from `at` to `stop` end early or late, are malformed, or contain a number out of range.
     """
     if width < 0 or width > 32 or len(meaning) == 0:
         return False
@@ -148,7 +191,13 @@ def _unpack(data, at, stop, width, meaning, out):  # type: ignore[no-untyped-def
             out[done : done + size] = meaning[min(number, largest)]
             at += num_bytes
         done += size
-    return seen <= largest
+    return seen <= largest and at >= stop  # the last run may be cut off where nobody reads it
+
+
+@_kernel
+def _has_right_levels(header, max_def, max_rep):  # type: ignore[no-untyped-def]
+    """Whether a page has bytes only for levels that its column has; version 1 pages do not say."""
+    return (max_def > 0 or header[DEF_BYTES] == 0) and (max_rep > 0 or header[REP_BYTES] == 0)
 
 
 @_kernel
@@ -173,7 +222,7 @@ def _levels(page, at, num_bytes, max_level, count):  # type: ignore[no-untyped-d
         return nothing, -1
     width = 1 if max_level == 1 else 2
     run, after = varint(page, start, stop)
-    if after >= 0 and after < stop and not run & 1 and run >> 1 >= count and page[after] == max_level:
+    if after >= 0 and after + 1 == stop and not run & 1 and run >> 1 >= count and page[after] == max_level:
         return nothing, stop
     levels = np.empty(count, np.uint8)
     return (
@@ -195,9 +244,9 @@ def _dictionary_values(page, at, dictionary, values):  # type: ignore[no-untyped
 
 @_kernel
 def decode_plain(page, at, values):  # type: ignore[no-untyped-def]
-    """Fill values [n] from bytes at `at`; false if they end early."""
+    """Fill values [n] from the bytes from `at` on; false if those are more or fewer."""
     size = values.nbytes
-    if size > len(page) - at:
+    if size != len(page) - at:
         return False
     words, base = values.view(np.uint8), np.int64(page.ctypes.data) + at
     whole = words[: size & ~7].view(np.uint64)
@@ -210,9 +259,9 @@ def decode_plain(page, at, values):  # type: ignore[no-untyped-def]
 
 @_kernel
 def _page_values(page, at, encoding, dictionary, values):  # type: ignore[no-untyped-def]
-    if encoding == _PLAIN:
+    if encoding == PLAIN:
         return decode_plain(page, at, values)
-    if encoding in (_RLE_DICTIONARY, _PLAIN_DICTIONARY):
+    if encoding in (RLE_DICTIONARY, PLAIN_DICTIONARY):
         return _dictionary_values(page, at, dictionary, values)
     return False
 
@@ -223,8 +272,9 @@ def decode_float_page(page, header, max_def, dictionary, values, at):  # type: i
     count = header[VALUES]
     if count < 0 or count > len(values) - at:
         return -1
-    level_bytes = header[DEF_BYTES] if header[TYPE] == DATA_PAGE_V2 else -1
-    levels, start = _levels(page, header[REP_BYTES], level_bytes, max_def, count)
+    if not _has_right_levels(header, max_def, 0):
+        return -1
+    levels, start = _levels(page, 0, header[DEF_BYTES] if header[TYPE] == DATA_PAGE_V2 else -1, max_def, count)
     if start < 0:
         return -1
     if len(levels) == 0:
@@ -247,15 +297,15 @@ def decode_float_page(page, header, max_def, dictionary, values, at):  # type: i
 def decode_bag_page(page, header, max_def, max_rep, dictionary, ids, offsets, done):  # type: ignore[no-untyped-def]
     """Append one data page's ids to ids [nnz] and its row starts to offsets [R + 1]; done [2]: ids and rows so far."""
     count, is_v2 = header[VALUES], header[TYPE] == DATA_PAGE_V2
-    if count < 0 or count > len(ids):
+    if count < 0 or count > len(ids) or not _has_right_levels(header, max_def, max_rep):
         return False
     if max_rep == 1:
-        start, at = _level_bounds(page, 0, header[REP_BYTES] if is_v2 else -1)
-        if at < 0:
+        start, rep_stop = _level_bounds(page, 0, header[REP_BYTES] if is_v2 else -1)
+        if rep_stop < 0:
             return False
-        defs, at = _levels(page, at, header[DEF_BYTES] if is_v2 else -1, max_def, count)
+        defs, at = _levels(page, rep_stop, header[DEF_BYTES] if is_v2 else -1, max_def, count)
         if at >= 0 and len(defs) == 0:
-            return _decode_full_bag_page(page, header, start, at, dictionary, ids, offsets, done)
+            return _decode_full_bag_page(page, header, start, rep_stop, at, dictionary, ids, offsets, done)
     reps, at = _levels(page, 0, header[REP_BYTES] if is_v2 else -1, max_rep, count)
     if at < 0:
         return False
@@ -281,12 +331,12 @@ def decode_bag_page(page, header, max_def, max_rep, dictionary, ids, offsets, do
 
 
 @_kernel
-def _decode_full_bag_page(page, header, start, at, dictionary, ids, offsets, done):  # type: ignore[no-untyped-def]
-    """`decode_bag_page` for lists without nulls and empty lists, directly from the bits of the repetition levels at `start`."""
+def _decode_full_bag_page(page, header, start, stop, at, dictionary, ids, offsets, done):  # type: ignore[no-untyped-def]
+    """`decode_bag_page` for lists without nulls and empty lists, directly from the bits of the repetition levels, `start` to `stop`."""
     count = header[VALUES]
     if done[0] + count > len(ids):
         return False
-    num_rows = _row_starts(page, start, count, done[0], offsets[: len(offsets) - 1], done[1])
+    num_rows = _row_starts(page[:stop], start, count, done[0], offsets[: len(offsets) - 1], done[1])
     if num_rows <= 0:
         return False
     ok = _page_values(page, at, header[ENCODING], dictionary, ids[done[0] : done[0] + count])
@@ -305,7 +355,7 @@ def _row_starts(page, at, count, first_id, starts, num_rows):  # type: ignore[no
         if at < 0 or run < 0 or run > _LONGEST:
             return -1
         size = min((run >> 1) * 8 if run & 1 else run >> 1, count - done)
-        if size <= 0 or ((size + 7) // 8 if run & 1 else 1) > stop - at:
+        if size <= 0 or ((size + 7) // 8 if run & 1 else 1) > stop - at or (not run & 1 and page[at] > 1):
             return -1
         for i in range(0, size, 64):
             word = little_endian(page, at + (i >> 3), stop) if run & 1 else np.uint64(page[at]) * np.uint64(0xFFFFFFFFFFFFFFFF)
@@ -320,4 +370,4 @@ def _row_starts(page, at, count, first_id, starts, num_rows):  # type: ignore[no
                 zeros &= zeros - np.uint64(1)
         at += (run >> 1) if run & 1 else 1
         done += size
-    return num_rows
+    return num_rows if at >= stop else -1

@@ -19,10 +19,21 @@ from rowstead.data import fetch, rowgroup
 from rowstead.data.block import RawBlock
 from rowstead.data.buffer_pool import BufferPool
 from rowstead.data.columns import ColumnReader, IdKinds, check_id_kinds
-from rowstead.data.fetch import Footers, Range, RowGroupFetcher, plan_requests
+from rowstead.data.fetch import RowGroupFetcher, plan_requests
 from rowstead.data.files import LogFile, find_files
+from rowstead.data.footers import Fingerprint, Footers, Range, first_line
+from rowstead.data.page_checks import DamagedColumnError
 from rowstead.data.prefetch import chain_ahead
-from rowstead.data.rowgroup import GroupPlan, chunk_start, column_name, plain_leaves, plan_group, read_row_group
+from rowstead.data.rowgroup import (
+    GroupPlan,
+    check_page_headers,
+    chunk_start,
+    column_name,
+    find_chunks,
+    find_leaves,
+    plan_group,
+    read_row_group,
+)
 from rowstead.data.transforms import RowRule
 from rowstead.records.cost import Cost
 from rowstead.records.usage import usable_cores
@@ -38,6 +49,8 @@ BUFFER_BYTES = 64 << 10
 """Read of a local column at a time, so that a row group does not have to fit in memory."""
 STREAMED_BYTES = 64 << 20
 """Read of all columns of a remote row group at a time, where it is streamed."""
+MAX_ROWS = 1 << 48
+"""A footer that says more is damaged."""
 PLANS = 1024
 """Row groups whose decoding plans are cached: some 40 kB each with 800 columns."""
 SAMPLED_GROUPS = 64
@@ -111,9 +124,8 @@ class ParquetLog:
         patterns = spec.eval if split == "eval" and spec.eval else spec.train
         self.files: list[LogFile] = find_files(patterns)
         self._footers = Footers()
-        self._metadata = lru_cache(maxsize=16)(lambda file: _read_metadata(self.files[file], self._footers))
-        self._leaves = lru_cache(maxsize=16)(lambda file: plain_leaves(self.columns, self._metadata(file).schema))
-        """Columns of a file for our own decoder."""
+        self._metadata = lru_cache(maxsize=16)(lambda file: self._footers.read_metadata(self.files[file]))
+        self._leaves = lru_cache(maxsize=16)(lambda file: find_leaves(self.columns, self._metadata(file).schema))
         self._plan = lru_cache(maxsize=PLANS)(self._plan_group)
         self._requests = lru_cache(maxsize=PLANS)(self._plan_requests)
         self._group_rows = self._inspect()
@@ -124,9 +136,14 @@ class ParquetLog:
         if not self.num_samples:
             what = "no rows" if split == "all" else f"no rows for the {split} split"
             raise DataError(f"{what} in {', '.join(f'`{p}`' for p in patterns)}")
-        self._piece_rows = self._rows_per_piece()
+        self._piece_rows = self._rows_per_piece(self.spans[0])
         self.decoding = Cost()
         """CPU cost per row of the decoding threads; threads of pyarrow's own are not counted."""
+
+    @property
+    def fingerprints(self) -> dict[str, Fingerprint]:
+        """What identifies the content of each file, as it was opened."""
+        return self._footers.fingerprints
 
     def raw_blocks(self, max_rows: int | None = None) -> Iterator[RawBlock]:
         """Raw rows, bad ones included: all, or about `max_rows` spread evenly over the split."""
@@ -181,7 +198,8 @@ class ParquetLog:
         names = [column_name(metadata.schema.column(i)) for i in range(len(metadata.schema))]
         chunks = [metadata.row_group(group).column(i) for i, name in enumerate(names) if name in self._names]
         ranges = [(start := chunk_start(chunk), start + chunk.total_compressed_size) for chunk in chunks]
-        if not self._names.issubset(names) or min(ranges)[0] < 0:
+        size = self.files[file].size
+        if not self._names.issubset(names) or any(not 0 <= start <= stop <= size for start, stop in ranges):
             return None
         requests = plan_requests(ranges)
         return requests if sum(stop - start for start, stop in requests) <= fetch.FETCHED_BYTES // 2 else None
@@ -193,21 +211,45 @@ class ParquetLog:
         first_row = sum(self._group_rows[span.file][: span.group])
         try:
             with local_copy as path:
-                whole = None if path is None else self._whole_group(path, span, buffers)
-                if whole is None:
-                    for at, block in self._stream(path, span, split_columns):
-                        yield self._piece(block, file, first_row + at, check)
-        except (pa.ArrowException, OSError) as error:
-            raise DataError(f"`{file.path}`: row group {span.group} cannot be read: {_first_line(error)}") from None
+                self._footers.check_unchanged(file)
+                try:
+                    whole = None if path is None else self._whole_group(path, span, buffers)
+                    if whole is None:
+                        for at, block in self._stream(path, span, split_columns):
+                            yield self._piece(block, file, first_row + at, check)
+                except (pa.ArrowException, OSError, MemoryError) as error:
+                    self._footers.check_unchanged(file)
+                    raise self._find_damage(path, span, error) from None
+                self._footers.check_unchanged(file)
+        except DamagedColumnError as error:
+            raise DataError(
+                f"`{file.path}`: row group {span.group} cannot be read: {error}. Copy the file again, or write it anew"
+            ) from None
         if whole is not None:
             yield self._piece(whole.slice(span.start, span.stop), file, first_row + span.start, check)
+
+    def _find_damage(self, path: str | None, span: Span, error: Exception) -> DamagedColumnError:
+        """Which column of a row group pyarrow could not read, given its error for some of them."""
+        names = self.columns.names
+        for name in names if len(names) > 1 else ():
+            try:
+                with self._open_streamed(path, span) as parquet:
+                    for _ in parquet.iter_batches(self._piece_rows, row_groups=[span.group], columns=[name], use_threads=False):
+                        pass
+            except (pa.ArrowException, OSError, MemoryError) as own:
+                return DamagedColumnError(name, first_line(own))
+        return DamagedColumnError(names[0] if len(names) == 1 else ", ".join(names), first_line(error))
 
     def _stream(self, path: str | None, span: Span, split_columns: bool) -> Iterator[tuple[int, RawBlock]]:
         """The rows of a span by pyarrow, some at a time, with the row of its group that each block begins at."""
         file, at = self.files[span.file], 0
-        with _open(file if path is None else LogFile(path), self._metadata(span.file), len(self.columns.names)) as parquet:
+        chunks = find_chunks(self._metadata(span.file), span.group, self._leaves(span.file))
+        if path is not None:
+            check_page_headers(path, chunks)
+        num_rows = min(self._piece_rows, self._rows_per_piece(span))
+        with self._open_streamed(path, span) as parquet:
             batches = parquet.iter_batches(
-                self._piece_rows, row_groups=[span.group], columns=list(self.columns.names), use_threads=split_columns
+                num_rows, row_groups=[span.group], columns=list(self.columns.names), use_threads=split_columns
             )
             for batch in batches:
                 start, stop = max(span.start - at, 0), min(span.stop - at, batch.num_rows)
@@ -217,6 +259,10 @@ class ParquetLog:
                 if at >= span.stop:
                     return
         raise DataError(f"`{file.path}`: row group {span.group} has {at} rows, but its footer says {span.stop} or more")
+
+    def _open_streamed(self, path: str | None, span: Span) -> pq.ParquetFile:
+        file = self.files[span.file] if path is None else LogFile(path)
+        return _open(file, self._metadata(span.file), len(self.columns.names))
 
     def _whole_group(self, path: str, span: Span, buffers: BufferPool) -> RawBlock | None:
         """A row group decoded in one call; None if it has to be streamed by pyarrow."""
@@ -248,7 +294,17 @@ class ParquetLog:
 
         def inspect(index: int) -> tuple[list[int], pa.Schema]:
             metadata = self._metadata(index)
-            return [metadata.row_group(g).num_rows for g in range(metadata.num_row_groups)], metadata.schema.to_arrow_schema()
+            num_rows = [metadata.row_group(g).num_rows for g in range(metadata.num_row_groups)]
+            if min(num_rows, default=0) < 0 or sum(num_rows) > MAX_ROWS:
+                raise DataError(
+                    f"`{self.files[index].path}` has a damaged footer: it says {sum(num_rows):,} rows. Copy the file again"
+                )
+            try:
+                schema = metadata.schema.to_arrow_schema()
+                _ = schema.names  # an error if they are not UTF-8
+                return num_rows, schema
+            except (pa.ArrowException, UnicodeDecodeError) as error:
+                raise DataError(f"`{self.files[index].path}` cannot be read: {first_line(error)}") from None
 
         with ThreadPoolExecutor(self.threads) as pool:
             found = list(pool.map(inspect, range(len(self.files))))
@@ -279,11 +335,11 @@ class ParquetLog:
         num_train = total - held_out
         return cut(spans, 0, num_train) if split == "train" else cut(spans, num_train, total)
 
-    def _rows_per_piece(self) -> int:
-        group = self._metadata(self.spans[0].file).row_group(self.spans[0].group)
-        columns = (group.column(c) for c in range(group.num_columns))
-        size = sum(c.total_uncompressed_size for c in columns if c.path_in_schema.split(".")[0] in self._names)
-        return int(np.clip(PIECE_BYTES * group.num_rows // max(size, 1), 256, 16_384))
+    def _rows_per_piece(self, span: Span) -> int:
+        """Rows of a span's row group to decode at a time, by their mean size."""
+        group = self._metadata(span.file).row_group(span.group)
+        size = sum(group.column(leaf.index).total_uncompressed_size for leaf in self._leaves(span.file).values())
+        return min(max(PIECE_BYTES * group.num_rows // max(size, 1), 1), 16_384)
 
 
 def choose_num_busy(decode_threads: int | None, num_cores: int) -> int:
@@ -296,24 +352,14 @@ def choose_num_busy(decode_threads: int | None, num_cores: int) -> int:
 
 def read_schema(file: LogFile) -> pa.Schema:
     """The columns of a Parquet file and their types."""
-    return _read_metadata(file, Footers()).schema.to_arrow_schema()
-
-
-def _read_metadata(file: LogFile, footers: Footers) -> pq.FileMetaData:
-    try:
-        return pq.read_metadata(file.path if file.is_local else pa.BufferReader(footers.read(file)))
-    except (pa.ArrowInvalid, UnicodeDecodeError) as error:
-        raise DataError(f"`{file.path}` is not a Parquet file: {_first_line(error)}") from None
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"`{file.path}` cannot be opened: {_first_line(error)}") from None
+    return Footers().read_metadata(file).schema.to_arrow_schema()
 
 
 def _open(file: LogFile, metadata: pq.FileMetaData, num_columns: int) -> pq.ParquetFile:
     if file.is_local:
-        return pq.ParquetFile(file.path, metadata=metadata, buffer_size=BUFFER_BYTES, pre_buffer=False)
-    buffer_bytes = max(BUFFER_BYTES, STREAMED_BYTES // num_columns)
-    return pq.ParquetFile(file.ranges(), metadata=metadata, buffer_size=buffer_bytes, pre_buffer=False)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+        source, buffer_bytes = file.path, BUFFER_BYTES
+    else:
+        source, buffer_bytes = file.ranges(), max(BUFFER_BYTES, STREAMED_BYTES // num_columns)
+    return pq.ParquetFile(
+        source, metadata=metadata, buffer_size=buffer_bytes, pre_buffer=False, page_checksum_verification=True
+    )

@@ -1,9 +1,12 @@
-"""Decodes a whole row group of a local Parquet file: plain columns by our own decoder, the others by pyarrow."""
+"""Decodes a whole row group of a local Parquet file: plain columns by our own decoder, the others by pyarrow.
+
+Both check the checksums of pages, and the headers of pages are checked before pyarrow reads them.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,13 +19,19 @@ from rowstead.data.block import RawBlock
 from rowstead.data.buffer_pool import BufferPool
 from rowstead.data.chunks import TILE
 from rowstead.data.columns import Bags, ColumnReader, interleave, to_bags, to_floats
-from rowstead.data.pages import CODECS, decode_bags, decode_floats
+from rowstead.data.page_checks import DamagedColumnError, encoding_bits, find_problem
+from rowstead.data.page_headers import page_headers
+from rowstead.data.pages import CODECS, Bytes, decode_bags, decode_floats
 
 DECODED_BYTES = 512 << 20
 """Memory for row groups being decoded, shared by up to SHARING_THREADS threads; larger row groups are streamed."""
+MAX_DEF = 3
+"""The largest definition level of a list: null, empty, with a null, with a value."""
 SHARING_THREADS = 8
 """More threads do not reduce each thread's share: machines with many cores have more memory, and streaming takes twice the time."""
 
+MAX_OFFSET = 1 << 48
+"""No file is larger; arithmetic on larger numbers could overflow."""
 _CODES = {name: code for code, name in enumerate(CODECS)}
 """Codec numbers in a plan, in the order of CODECS; `chunks` decompresses the first two."""
 assert _CODES["UNCOMPRESSED"] == chunks.PLAIN and _CODES["SNAPPY"] == chunks.SNAPPY  # noqa: PT018
@@ -30,11 +39,14 @@ assert _CODES["UNCOMPRESSED"] == chunks.PLAIN and _CODES["SNAPPY"] == chunks.SNA
 
 @dataclass(frozen=True)
 class Leaf:
-    """The Parquet leaf of a column that our decoder supports."""
+    """The Parquet leaf of a column."""
 
     index: int
     max_def: int
     max_rep: int
+    physical_type: str
+    is_plain: bool
+    """Whether our decoder supports it."""
 
 
 def column_name(leaf: pq.ColumnSchema) -> str:
@@ -43,8 +55,8 @@ def column_name(leaf: pq.ColumnSchema) -> str:
     return path if leaf.max_repetition_level == 0 else path.rsplit(".", 2)[0]
 
 
-def plain_leaves(columns: ColumnReader, schema: pq.ParquetSchema) -> dict[str, Leaf]:
-    """The columns that are float32, int64 or list<int64> in files of this schema."""
+def find_leaves(columns: ColumnReader, schema: pq.ParquetSchema) -> dict[str, Leaf]:
+    """The columns in files of this schema; those that are float32, int64 or list<int64> are plain."""
     arrow = schema.to_arrow_schema()
     types = dict(zip(arrow.names, arrow.types, strict=True))
     floats = {*columns.dense, *columns.scalars.values()}
@@ -52,14 +64,16 @@ def plain_leaves(columns: ColumnReader, schema: pq.ParquetSchema) -> dict[str, L
     for index in range(len(schema)):
         leaf = schema.column(index)
         name = column_name(leaf)
+        if name not in columns.names:
+            continue
         kind = types.get(name)
         if name in floats:
             fits = kind == pa.float32() and leaf.path == name and name not in columns.sparse
         else:
             value = kind.value_type if kind is not None and pa.types.is_list(kind) else kind
             fits = name in columns.sparse and value in (pa.int64(), pa.uint64()) and leaf.max_repetition_level <= 1
-        if fits:
-            leaves[name] = Leaf(index, leaf.max_definition_level, leaf.max_repetition_level)
+        max_def, max_rep = leaf.max_definition_level, leaf.max_repetition_level
+        leaves[name] = Leaf(index, max_def, max_rep, leaf.physical_type, is_plain=fits and max_def <= MAX_DEF)
     return leaves
 
 
@@ -69,23 +83,25 @@ class GroupPlan:
 
     group: int
     num_rows: int
-    total_bytes: int
-    """Uncompressed size of all its columns."""
     floats: NDArray[np.int64]
     """Chunks for `chunks.read_floats`: dense columns, then label, weight and true probability where selected."""
     bags: NDArray[np.int64]
     """Chunks for `chunks.read_bags`."""
-    others: tuple[str, ...]
-    """Columns for pyarrow."""
+    others: dict[str, NDArray[np.int64]]
+    """Columns for pyarrow, and their chunks."""
 
 
-def plan_group(columns: ColumnReader, metadata: pq.FileMetaData, group: int, leaves: dict[str, Leaf]) -> GroupPlan | None:
-    """Plan one row group of a file with this footer; None if it has no column for our decoder."""
+def plan_group(columns: ColumnReader, metadata: pq.FileMetaData, group: int, leaves: Mapping[str, Leaf]) -> GroupPlan | None:
+    """Plan one row group of a file with this footer; None if it has no column for our decoder.
+
+    A column whose chunk cannot be where the footer says is a DamagedColumnError.
+    """
     found = metadata.row_group(group)
-    rows = {name: row for name, leaf in leaves.items() if (row := _chunk_row(found.column(leaf.index), leaf)) is not None}
+    all_chunks = find_chunks(metadata, group, leaves)
+    rows = {name: row for name, row in all_chunks.items() if leaves[name].is_plain and row[chunks.CODEC] >= 0}
     if not rows:
         return None
-    nothing = (0,) * chunks.NUM_FIELDS
+    nothing = np.zeros(chunks.NUM_FIELDS, np.int64)
 
     def table(names: Iterable[str]) -> NDArray[np.int64]:
         return np.array([rows.get(name, nothing) for name in names], np.int64).reshape(-1, chunks.NUM_FIELDS)
@@ -93,26 +109,51 @@ def plan_group(columns: ColumnReader, metadata: pq.FileMetaData, group: int, lea
     return GroupPlan(
         group=group,
         num_rows=found.num_rows,
-        total_bytes=found.total_byte_size,
         floats=table([*columns.dense, *columns.scalars.values()]),
         bags=table(columns.sparse),
-        others=tuple(name for name in columns.names if name not in rows),
+        others={name: row for name, row in all_chunks.items() if name not in rows},
     )
+
+
+def find_chunks(metadata: pq.FileMetaData, group: int, leaves: Mapping[str, Leaf]) -> dict[str, NDArray[np.int64]]:
+    """The fields of each column's chunk in the order of `chunks`, with codec -1 if it is not supported.
+
+    A chunk that cannot be as the footer says is a DamagedColumnError.
+    """
+    found = metadata.row_group(group)
+    rows = {}
+    for name, leaf in leaves.items():
+        chunk = found.column(leaf.index)
+        start, size, unpacked = chunk_start(chunk), chunk.total_compressed_size, chunk.total_uncompressed_size
+        sizes = (start, size, unpacked, chunk.num_values)
+        if min(sizes) < 0 or max(sizes) > MAX_OFFSET:
+            raise DamagedColumnError(name, "the file's footer has an impossible offset or size")
+        if chunk.physical_type != leaf.physical_type:
+            raise DamagedColumnError(name, f"the file's footer says {leaf.physical_type} and {chunk.physical_type}")
+        if leaf.max_rep == 0 and chunk.num_values != found.num_rows:
+            raise DamagedColumnError(name, f"the file's footer says {chunk.num_values:,} values and {found.num_rows:,} rows")
+        codec = _CODES.get(chunk.compression, -1)
+        fields = (start, size, leaf.max_def, leaf.max_rep, chunk.num_values, codec, unpacked, encoding_bits(chunk))
+        rows[name] = np.array(fields, np.int64)
+    return rows
+
+
+def check_page_headers(path: str, rows: Mapping[str, NDArray[np.int64]]) -> None:
+    """Raise a DamagedColumnError for the first of these columns of a local file with pages that pyarrow should not read."""
+    with open(path, "rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        for name, row in rows.items():
+            if row[chunks.AT] + row[chunks.SIZE] > size:
+                raise DamagedColumnError(name, "the file ends before its pages do")
+            problem = find_problem(chunks.read_page_headers(file.fileno(), row[chunks.AT], row[chunks.SIZE]), row)
+            if problem is not None:
+                raise DamagedColumnError(name, problem)
 
 
 def chunk_start(chunk: pq.ColumnChunkMetaData) -> int:
     """Where a column chunk begins in its file."""
     start, dictionary = chunk.data_page_offset, chunk.dictionary_page_offset
     return min(start, dictionary) if dictionary is not None and chunk.has_dictionary_page else start
-
-
-def _chunk_row(chunk: pq.ColumnChunkMetaData, leaf: Leaf) -> tuple[int, ...] | None:
-    """The fields of a column chunk in the order of `chunks`; None if its codec or offset is not supported."""
-    start = chunk_start(chunk)
-    size, num_values, codec = chunk.total_compressed_size, chunk.num_values, _CODES.get(chunk.compression)
-    if codec is None or min(start, size, num_values) < 0:
-        return None
-    return (start, size, leaf.max_def, leaf.max_rep, num_values, codec)
 
 
 def read_row_group(
@@ -132,8 +173,10 @@ def read_row_group(
     num_values = plan.bags[:, chunks.NUM_VALUES]
     if num_rows * (4 * num_dense + 8 * num_sparse) > max_bytes or 8 * num_values.sum() > max_bytes:
         return None
-    largest = max(int(table[:, chunks.SIZE].max(initial=0)) for table in (plan.floats, plan.bags))
-    if largest > max_bytes or (plan.others and plan.total_bytes > max_bytes):
+    # Levels and dictionaries can take as much as the values, not more.
+    if any(table[:, chunks.SIZE].sum() > 2 * max_bytes for table in (plan.floats, plan.bags)):
+        return None
+    if sum(int(row[chunks.UNPACKED_SIZE]) for row in plan.others.values()) > max_bytes:
         return None
     dense = buffers.empty((num_rows, num_dense), np.float32)
     scalars = buffers.empty((len(columns.scalars), num_rows), np.float32)
@@ -171,25 +214,28 @@ class _OtherColumns:
     def __init__(self, file: int, path: str, plan: GroupPlan, metadata: Callable[[], pq.FileMetaData]) -> None:
         self._file, self._path, self._plan, self._metadata = file, path, plan, metadata
         self._scratch = np.empty(1 << 20, np.uint8)
+        check_page_headers(path, plan.others)
         self._table = self._by_pyarrow(list(plan.others)) if plan.others else None
 
     def floats(self, name: str, index: int) -> NDArray[np.float32]:
         """Values [R] of the column at `index` of the plan's floats."""
         row, values = self._plan.floats[index], np.empty(self._plan.num_rows, np.float32)
-        if decode_floats(self._chunk(row), _codec_of(row), row[chunks.MAX_DEF], values):
+        chunk = self._chunk(row)
+        if decode_floats(chunk, _codec_of(row), row[chunks.MAX_DEF], values):
             return values
-        return to_floats(self._column(name), name)
+        return to_floats(self._column(name, row, chunk), name)
 
     def bags(self, name: str, index: int, ids: NDArray[np.int64]) -> Bags:
         """Ids (in `ids` if our decoder reads them) and offsets of the column at `index` of the plan's bags."""
         row, offsets = self._plan.bags[index], np.empty(self._plan.num_rows + 1, np.int64)
         levels = (row[chunks.MAX_DEF], row[chunks.MAX_REP])
-        count = decode_bags(self._chunk(row), _codec_of(row), *levels, ids, offsets)
+        chunk = self._chunk(row)
+        count = decode_bags(chunk, _codec_of(row), *levels, ids, offsets)
         if count >= 0:
             return ids[:count], offsets
-        return to_bags(self._column(name), name)
+        return to_bags(self._column(name, row, chunk), name)
 
-    def _chunk(self, row: NDArray[np.int64]) -> NDArray[np.uint8]:
+    def _chunk(self, row: NDArray[np.int64]) -> Bytes:
         """The bytes of a column chunk, fewer if the file ends before; none for a column that is pyarrow's."""
         size = int(row[chunks.SIZE])
         if size > len(self._scratch):
@@ -197,11 +243,17 @@ class _OtherColumns:
         found = os.preadv(self._file, [self._scratch[:size].data], int(row[chunks.AT])) if size else 0
         return self._scratch[:found]
 
-    def _column(self, name: str) -> pa.ChunkedArray:
-        return (self._table if self._table is not None and name in self._plan.others else self._by_pyarrow([name])).column(name)
+    def _column(self, name: str, row: NDArray[np.int64], chunk: Bytes) -> pa.ChunkedArray:
+        """A column by pyarrow; a DamagedColumnError if it is damaged rather than unknown to our decoder."""
+        if self._table is not None and name in self._plan.others:
+            return self._table.column(name)
+        problem = find_problem(page_headers(chunk), row, chunk)
+        if problem is not None:
+            raise DamagedColumnError(name, problem)
+        return self._by_pyarrow([name]).column(name)
 
     def _by_pyarrow(self, names: list[str]) -> pa.Table:
-        with pq.ParquetFile(self._path, metadata=self._metadata()) as parquet:
+        with pq.ParquetFile(self._path, metadata=self._metadata(), page_checksum_verification=True) as parquet:
             table = parquet.read_row_group(self._plan.group, columns=names, use_threads=False)
         if table.num_rows != self._plan.num_rows:
             raise pa.ArrowInvalid(f"{', '.join(names)}: {table.num_rows} rows, but the footer says {self._plan.num_rows}")

@@ -17,6 +17,8 @@ from rowstead.spec.features import DenseFeatureSpec, FeaturesSpec
 from rowstead.spec.heads import LABEL_RANGE
 
 Vector = NDArray[np.float32]
+MAX_IDS = 1 << 20
+"""Ids of one feature in one row that are used: a training step takes about 250 bytes for each. A feature's `max_ids` cuts off longer ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +113,7 @@ class BadRows:
 
 
 class RowRule:
-    """Finds bad rows: a missing or infinite dense value, a label out of range, a negative or non-finite weight."""
+    """Finds bad rows: a missing or infinite dense value, too many ids, a label out of range, a negative or non-finite weight."""
 
     def __init__(self, features: FeaturesSpec, *, label: str | None = None, weight: str | None = None) -> None:
         specs = features.expanded_dense()
@@ -120,6 +122,9 @@ class RowRule:
         # After clipping, an infinite value is finite where its side has a finite bound.
         self._low, self._high, _ = _bounds_and_log(specs)
         self._label, self._weight = label or "label", weight or "weight"
+        sparse = features.expanded_sparse()
+        self._unlimited = tuple((i, str(s.column)) for i, s in enumerate(sparse) if (s.max_ids or MAX_IDS + 1) > MAX_IDS)
+        """Sparse features that `max_ids` does not cut off in time, and their columns."""
 
     def check(self, block: RawBlock) -> BadRows | None:
         """The bad rows of `block`; None if there are none."""
@@ -131,6 +136,9 @@ class RowRule:
             mask |= ~((block.weights >= 0) & np.isfinite(block.weights))
         if block.true_p is not None:
             mask |= ~((block.true_p >= 0) & (block.true_p <= 1))
+        for i, _ in self._unlimited:
+            if len(block.ids[i]) > MAX_IDS:
+                mask |= np.diff(block.offsets[i]) > MAX_IDS
         if not mask.any():
             return None
         row = int(mask.argmax())
@@ -150,6 +158,11 @@ class RowRule:
                 return f"dense column `{column}` has a missing value; set the feature's `missing` to a number or to `mean`"
             if np.isinf(np.clip(value, self._low[i], self._high[i])):
                 return f"dense column `{column}` contains {value}; set the feature's `clip: [low, high]`"
+        for i, column in self._unlimited:
+            num_ids = int(block.offsets[i][row + 1] - block.offsets[i][row])
+            if num_ids > MAX_IDS:
+                limit = f"the limit for one row is {MAX_IDS:,}"
+                return f"sparse column `{column}` has {num_ids:,} ids, and {limit}; set the feature's `max_ids`"
         if block.labels is not None and not LABEL_RANGE[0] <= block.labels[row] <= LABEL_RANGE[1]:
             bounds = "{:g} and {:g}".format(*LABEL_RANGE)
             return f"label column `{self._label}` contains {block.labels[row]}; labels must be between {bounds}"

@@ -85,7 +85,12 @@ class SplitWriter:
             for split in SPLITS:
                 for left in self.folder.glob(f"{split}-*.parquet.tmp"):
                     left.unlink()
-        options = {"schema": schema, "compression": compression, "use_dictionary": dictionary_columns}
+        options = {
+            "schema": schema,
+            "compression": compression,
+            "use_dictionary": dictionary_columns,
+            "write_page_checksum": True,
+        }
         self._splits = {
             split: _SplitFile(self.folder / split, options, rows_per_file, min(rows_per_group, rows_per_file))
             for split in SPLITS

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from rowstead.data.batch import Batch
+from rowstead.data.log_files import check_log_files
 from rowstead.data.open_log import Sources, open_sources
 from rowstead.data.transforms import DenseTransforms
 from rowstead.fleet.keys import Keys
@@ -85,9 +86,11 @@ def row_dtype(spec: RunSpec, dtype: torch.dtype) -> torch.dtype:
 
 
 def load_sources(spec: RunSpec, roster: Roster) -> Sources:
-    """Open the log with the transforms that the coordinator has fitted."""
+    """Open the log with the transforms that the coordinator has fitted; it must be the log that the coordinator has opened."""
     facts = roster.facts
-    return open_sources(spec, DenseTransforms.from_plain(facts["transforms"]), facts["id_kinds"])
+    sources = open_sources(spec, DenseTransforms.from_plain(facts["transforms"]), facts["id_kinds"])
+    check_log_files(roster.path.parent, sources)
+    return sources
 
 
 class Connections:

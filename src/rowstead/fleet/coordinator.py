@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from rowstead.data.log_files import check_log_files, write_log_files
 from rowstead.data.open_log import Sources, open_sources
 from rowstead.distributed.stop import stop_on_signal
 from rowstead.fleet.batch_assignments import parse_log
@@ -83,11 +84,21 @@ def train_fleet(
     folder = RunFolder.create(root, spec.name) if out is None else RunFolder.create_at(out)
     with folder.lock():
         folder.write_spec(spec)
+        write_log_files(folder.path, sources)
         return Coordinator(spec, folder, sources, callback, dtype=dtype).run(initial=initial)
 
 
-def resume_fleet(run: str, *, root: Path | str = DEFAULT_ROOT, callback: FleetCallback | None = None) -> Result:
-    """Resume a fleet's run from its newest valid checkpoint; batches in flight at that time are trained on again."""
+def resume_fleet(
+    run: str,
+    *,
+    root: Path | str = DEFAULT_ROOT,
+    accept_changed_log: bool = False,
+    callback: FleetCallback | None = None,
+) -> Result:
+    """Resume a fleet's run from its newest valid checkpoint; batches in flight at that time are trained on again.
+
+    A log whose files have changed is refused unless `accept_changed_log`.
+    """
     _check_single_process()
     callback = callback or NoFleetProgress()
     folder = RunFolder.open(run, root)
@@ -101,6 +112,8 @@ def resume_fleet(run: str, *, root: Path | str = DEFAULT_ROOT, callback: FleetCa
             check_same_model(spec, saved, callback.on_message)
             _check_resumable(saved, folder)
         sources = open_sources(spec, *((transforms_in(saved), saved.facts["id_kinds"]) if saved is not None else ()))
+        check_log_files(folder.path, sources, accept_changes=accept_changed_log, on_message=callback.on_message)
+        write_log_files(folder.path, sources)
         return Coordinator(spec, folder, sources, callback).run(saved=saved, is_resumed=True)
 
 

@@ -191,7 +191,7 @@ def export_parquet(entries: Sequence[StoreEntry], path: Path) -> int:
                 array = pa.array(texts, pa.string())
             columns[f"{part}.{_clean(key)}"] = array
     path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.table(columns), path)
+    pq.write_table(pa.table(columns), path, write_page_checksum=True)
     return len(columns)
 
 

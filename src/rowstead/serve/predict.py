@@ -96,7 +96,7 @@ def predict(
         with closing(scoring.scores) as scores:
             for p, labels in scores:
                 table = _build_table(p, labels, scoring, copied, keep)
-                writer = writer or pq.ParquetWriter(unfinished, table.schema)
+                writer = writer or pq.ParquetWriter(unfinished, table.schema, write_page_checksum=True)
                 writer.write_table(table)
                 num_rows += table.num_rows
                 if progress is not None:
@@ -275,4 +275,5 @@ def schema_of(log: ParquetLog) -> pa.Schema:
 
 
 def _open(file: LogFile) -> pq.ParquetFile:
-    return pq.ParquetFile(file.path if file.is_local else file.ranges(), pre_buffer=not file.is_local)
+    source = file.path if file.is_local else file.ranges()
+    return pq.ParquetFile(source, pre_buffer=not file.is_local, page_checksum_verification=True)
