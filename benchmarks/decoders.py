@@ -3,7 +3,7 @@
 Both make the same `RawBlock`s. Two logs: one with M1's features (800 dense float32 columns, 30 lists of about 28 ids) and one like
 Criteo's (13 dense, 26 columns of one id), each stored uncompressed, with Snappy and with Zstandard, ids by dictionary. The unit is CPU
 time per row, which other work on the machine changes least; with two threads also elapsed time. A ratio above 1 means that our
-decoder is faster.
+decoder is faster. Pages have checksums, which all verify; ours also decodes the log without them.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from benchmarks.harness import arguments, publish
 from rowstead.data.block import RawBlock
 from rowstead.data.buffer_pool import BufferPool
 from rowstead.data.columns import ColumnReader
-from rowstead.data.rowgroup import plain_leaves, plan_group, read_row_group
+from rowstead.data.rowgroup import find_leaves, plan_group, read_row_group
 from rowstead.spec.features import DenseFeatureSpec, FeaturesSpec, SparseFeatureSpec
 
 SHAPES = {"M1": (800, 30, 28, 8_192), "Criteo": (13, 26, 1, 131_072)}
 """Dense columns, sparse columns, mean ids per list, rows per row group."""
 CODECS = ("none", "snappy", "zstd")
 NUM_GROUPS = 4
+UNCHECKED = "ours, no checksums"
 Decode = Callable[[int], RawBlock | None]
 
 
-def write_log(path: Path, shape: str, codec: str, scale: int) -> FeaturesSpec:
+def write_log(path: Path, shape: str, codec: str, scale: int, *, has_checksums: bool) -> FeaturesSpec:
     """Four row groups; ids are skewed as a log's are."""
     num_dense, num_sparse, mean_ids, group_rows = SHAPES[shape]
     num_rows, rng = group_rows // scale, np.random.default_rng(1)
@@ -42,7 +43,8 @@ def write_log(path: Path, shape: str, codec: str, scale: int) -> FeaturesSpec:
     fields = [(f"d{i}", pa.float32()) for i in range(num_dense)] + [(f"s{i}", kind) for i in range(num_sparse)]
     schema = pa.schema([*fields, ("label", pa.float32())])
     ids_columns = [f"s{i}.list.element" if mean_ids > 1 else f"s{i}" for i in range(num_sparse)]
-    with pq.ParquetWriter(path, schema, compression=codec, use_dictionary=ids_columns) as writer:
+    options = {"compression": codec, "use_dictionary": ids_columns, "write_page_checksum": has_checksums}
+    with pq.ParquetWriter(path, schema, **options) as writer:
         for _ in range(NUM_GROUPS):
             columns: list[Any] = [pa.array(c) for c in rng.standard_normal((num_dense, num_rows), dtype=np.float32)]
             for _ in range(num_sparse):
@@ -61,7 +63,7 @@ def write_log(path: Path, shape: str, codec: str, scale: int) -> FeaturesSpec:
 def decoders(path: Path, features: FeaturesSpec) -> dict[str, Decode]:
     """Each decodes one row group of the file, from the file's bytes in the page cache."""
     columns, metadata, pool = ColumnReader(features, label="label"), pq.read_metadata(path), BufferPool()
-    leaves = plain_leaves(columns, metadata.schema)
+    leaves = find_leaves(columns, metadata.schema)
     plans = [plan_group(columns, metadata, group, leaves) for group in range(metadata.num_row_groups)]
 
     def ours(group: int) -> RawBlock | None:
@@ -70,13 +72,14 @@ def decoders(path: Path, features: FeaturesSpec) -> dict[str, Decode]:
         return read_row_group(str(path), plan, columns, lambda: metadata, max_bytes=1 << 40, buffers=pool)
 
     def by_pyarrow(group: int) -> RawBlock:
-        with pq.ParquetFile(path, metadata=metadata, pre_buffer=False) as parquet:
+        with pq.ParquetFile(path, metadata=metadata, pre_buffer=False, page_checksum_verification=True) as parquet:
             table = parquet.read_row_group(group, columns=list(columns.names), use_threads=False)
         (batch,) = table.combine_chunks().to_batches()
         return columns.block(batch)
 
     def by_pyarrow_mapped(group: int) -> RawBlock:
-        with pq.ParquetFile(path, metadata=metadata, memory_map=True, pre_buffer=False) as parquet:
+        options = {"memory_map": True, "pre_buffer": False, "page_checksum_verification": True}
+        with pq.ParquetFile(path, metadata=metadata, **options) as parquet:
             table = parquet.read_row_group(group, columns=list(columns.names), use_threads=False)
         (batch,) = table.combine_chunks().to_batches()
         return columns.block(batch)
@@ -108,10 +111,12 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     summary: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "log.parquet"
+        path, unchecked = Path(folder) / "log.parquet", Path(folder) / "unchecked.parquet"
         for shape in SHAPES:
             for codec in CODECS:
-                contenders = decoders(path, write_log(path, shape, codec, scale))
+                contenders = decoders(path, write_log(path, shape, codec, scale, has_checksums=True))
+                without = decoders(unchecked, write_log(unchecked, shape, codec, scale, has_checksums=False))
+                contenders[UNCHECKED] = without["ours"]
                 num_rows = pq.read_metadata(path).num_rows
                 seconds: dict[tuple[str, int], list[tuple[float, float]]] = {}
                 for turn in range(repeats + 1):
@@ -131,8 +136,10 @@ def main() -> None:
                     }
                     rows.append(row | {"cpu_us_min": 1e6 * cpu[0] / num_rows, "cpu_us_max": 1e6 * cpu[-1] / num_rows})
                 for threads in (1, 2):
-                    peer = min(v[0] for (name, t), v in medians.items() if t == threads and name != "ours")
+                    peer = min(v[0] for (name, t), v in medians.items() if t == threads and "pyarrow" in name)
                     summary[f"{shape}_{codec}_{threads}_threads_cpu_vs_pyarrow"] = peer / medians["ours", threads][0]
+                    cost = medians["ours", threads][0] / medians[UNCHECKED, threads][0]
+                    summary[f"{shape}_{codec}_{threads}_threads_cpu_with_checksums"] = cost
     publish("decoders", rows, summary, options, packages=("pyarrow",))
 
 

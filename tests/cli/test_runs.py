@@ -124,3 +124,8 @@ def test_predict_never_replaces_the_log_it_reads(rowstead: Command, runs: Path, 
         arguments = ("predict", "last", "--runs", str(runs), "--data", str(file), "--out", str(out), "--overwrite")
         assert_refused(rowstead(*arguments), "a file of the log itself")
     assert file.read_bytes() == before
+
+
+def test_a_changed_log_is_accepted_only_where_a_run_is_resumed(rowstead: Command) -> None:
+    refused = rowstead("train", recipe("train.max_steps=1"), "--accept-changed-log")
+    assert_refused(refused, "`--accept-changed-log` applies only to `--resume`")

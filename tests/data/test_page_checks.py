@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rowstead.data import criteo, page_checks, transforms
+from rowstead.data.chunks import FIRST_READ, read_page_headers
 from rowstead.data.page_headers import PACKED, START, page_headers
 from rowstead.data.parquet import ParquetLog
 from rowstead.data.rowgroup import chunk_start
@@ -125,6 +126,21 @@ def test_pages_larger_than_the_footer_says_are_refused(tmp_path, monkeypatch):
     path.write_bytes(data[:footer_at] + data[footer_at:].replace(size, smaller, 1))
     with pytest.raises(DataError, match=r"or more when decompressed, but the file's footer says [\d,]+"):
         read(path)
+
+
+def test_page_headers_with_long_texts_are_read(tmp_path):
+    path = tmp_path / "a.parquet"
+    texts = [letter * 3000 for letter in "abc"]
+    pq.write_table(pa.table({"city": texts, "label": pa.array([0, 1, 1], pa.float32())}), path, use_dictionary=False)
+    metadata = pq.read_metadata(path)
+    data, chunk = np.fromfile(path, np.uint8), metadata.row_group(0).column(0)
+    headers = page_headers(data[chunk.data_page_offset :][: chunk.total_compressed_size])
+    assert headers[0, START] > FIRST_READ
+    with path.open("rb") as file:
+        found = read_page_headers(file.fileno(), chunk.data_page_offset, chunk.total_compressed_size)
+    np.testing.assert_array_equal(found, headers)
+    (block,) = read(path, FeaturesSpec(sparse=(SparseFeatureSpec(name="city", num_rows=100),)))
+    assert block.num_rows == 3
 
 
 def varint(number):

@@ -43,10 +43,10 @@ _OWN_BITS = 1 << PLAIN | _DICTIONARY_BITS
 
 
 class DamagedColumnError(Exception):
-    """A column chunk that cannot be read; the text names the column and says what is wrong with it."""
+    """A column chunk that cannot be read; the text names the column, if it is known, and says what is wrong with it."""
 
-    def __init__(self, column: str, problem: str) -> None:
-        super().__init__(f"column `{column}`: {problem}")
+    def __init__(self, column: str | None, problem: str) -> None:
+        super().__init__(problem if column is None else f"column `{column}`: {problem}")
 
 
 def encoding_bits(chunk: pq.ColumnChunkMetaData) -> int:

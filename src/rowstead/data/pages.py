@@ -116,7 +116,7 @@ def _unpack_exactly(packed: Bytes, codec: str, size: int) -> Bytes | None:
     """
     try:
         if codec == "gzip":
-            body = zlib.decompressobj(_GZIP).decompress(packed, size + 1)
+            body = zlib.decompressobj(_GZIP).decompress(packed.data, size + 1)
             return np.frombuffer(body, np.uint8) if len(body) == size else None
         if codec == "snappy" and varint(packed, 0, len(packed))[0] != size:
             return None

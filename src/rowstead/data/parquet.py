@@ -230,15 +230,16 @@ class ParquetLog:
 
     def _find_damage(self, path: str | None, span: Span, error: Exception) -> DamagedColumnError:
         """Which column of a row group pyarrow could not read, given its error for some of them."""
-        names = self.columns.names
-        for name in names if len(names) > 1 else ():
+        for name in self.columns.names:
             try:
                 with self._open_streamed(path, span) as parquet:
-                    for _ in parquet.iter_batches(self._piece_rows, row_groups=[span.group], columns=[name], use_threads=False):
-                        pass
+                    for batch in parquet.iter_batches(
+                        self._piece_rows, row_groups=[span.group], columns=[name], use_threads=False
+                    ):
+                        batch.validate(full=True)
             except (pa.ArrowException, OSError, MemoryError) as own:
                 return DamagedColumnError(name, first_line(own))
-        return DamagedColumnError(names[0] if len(names) == 1 else ", ".join(names), first_line(error))
+        return DamagedColumnError(None, first_line(error))
 
     def _stream(self, path: str | None, span: Span, split_columns: bool) -> Iterator[tuple[int, RawBlock]]:
         """The rows of a span by pyarrow, some at a time, with the row of its group that each block begins at."""
@@ -356,10 +357,8 @@ def read_schema(file: LogFile) -> pa.Schema:
 
 
 def _open(file: LogFile, metadata: pq.FileMetaData, num_columns: int) -> pq.ParquetFile:
-    if file.is_local:
-        source, buffer_bytes = file.path, BUFFER_BYTES
-    else:
-        source, buffer_bytes = file.ranges(), max(BUFFER_BYTES, STREAMED_BYTES // num_columns)
+    buffer_bytes = BUFFER_BYTES if file.is_local else max(BUFFER_BYTES, STREAMED_BYTES // num_columns)
+    source = file.path if file.is_local else file.ranges()
     return pq.ParquetFile(
         source, metadata=metadata, buffer_size=buffer_bytes, pre_buffer=False, page_checksum_verification=True
     )

@@ -59,12 +59,12 @@ def find_leaves(columns: ColumnReader, schema: pq.ParquetSchema) -> dict[str, Le
     """The columns in files of this schema; those that are float32, int64 or list<int64> are plain."""
     arrow = schema.to_arrow_schema()
     types = dict(zip(arrow.names, arrow.types, strict=True))
-    floats = {*columns.dense, *columns.scalars.values()}
+    floats, wanted = {*columns.dense, *columns.scalars.values()}, frozenset(columns.names)
     leaves = {}
     for index in range(len(schema)):
         leaf = schema.column(index)
         name = column_name(leaf)
-        if name not in columns.names:
+        if name not in wanted:
             continue
         kind = types.get(name)
         if name in floats:
