@@ -131,6 +131,22 @@ def test_an_s3_glob_can_have_wildcards_anywhere_below_the_bucket(bucket: str) ->
         files.find_files([f"s3://{bucket}/day=9/x.parquet"])
 
 
+def test_another_object_of_the_same_size_and_end_is_told_by_its_etag(
+    bucket: str, days: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(footers, "FOOTER_BYTES", 1000)
+    file = days / "day=1" / "x.parquet"
+    whole = file.read_bytes()
+    before = source_of(f"s3://{bucket}").log.fingerprints
+    assert all(found.etag for found in before.values())
+    try:
+        file.write_bytes(whole[:2000] + bytes([whole[2000] ^ 1]) + whole[2001:])
+        now = source_of(f"s3://{bucket}").log.fingerprints
+    finally:
+        file.write_bytes(whole)
+    assert footers.describe_changes(before, now) == f"`s3://{bucket}/day=1/x.parquet`: its ETag differs"
+
+
 def test_a_missing_bucket_is_named(bucket: str) -> None:
     for pattern in ("x.parquet", "day=*/x.parquet"):
         with pytest.raises(DataError, match="there is no bucket `nowhere`"):

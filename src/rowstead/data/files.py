@@ -91,7 +91,7 @@ class BucketFiles:
 
     def open(self, url: str) -> RemoteFile:
         file = self._filesystem.open_input_file(url.partition("://")[2])
-        etag = (file.metadata() or {}).get(b"ETag")
+        etag = (file.metadata() or {}).get("ETag")
         return RemoteFile(
             file.size(), lambda start, stop: file.read_at(stop - start, start), etag and etag.decode(errors="replace")
         )
