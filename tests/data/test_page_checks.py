@@ -27,8 +27,7 @@ FEATURES = FeaturesSpec(
     sparse=tuple(SparseFeatureSpec(name=name, num_rows=100) for name in ("many", "city")),
 )
 NAMES = ("x", "half", "many", "city", "label")
-OWN = ("x", "many", "label")
-"""Columns of our own decoder; the others are pyarrow's."""
+"""Of which `half` and `city` are pyarrow's, the others our own decoder's."""
 
 
 def write_log(path, num_rows=400, **options):
@@ -72,13 +71,12 @@ def test_a_wrong_bit_in_a_page_with_a_checksum_is_refused_and_its_column_named(t
     read(path)
     whole = path.read_bytes()
     for name in NAMES:
-        for _ in range(3):
-            data = bytearray(whole)
-            data[draw.choice(page_bytes(path, 1, name))] ^= 1 << draw.randrange(8)
-            path.write_bytes(data)
-            with pytest.raises(DataError, match=rf"a\.parquet`: row group 1 cannot be read: column `{name}`: .*Copy the file"):
-                read(path)
-            path.write_bytes(whole)
+        data = bytearray(whole)
+        data[draw.choice(page_bytes(path, 1, name))] ^= 1 << draw.randrange(8)
+        path.write_bytes(data)
+        with pytest.raises(DataError, match=rf"a\.parquet`: row group 1 cannot be read: column `{name}`: .*Copy the file"):
+            read(path)
+        path.write_bytes(whole)
 
 
 def test_a_wrong_checksum_is_refused_where_a_row_group_is_streamed(tmp_path):

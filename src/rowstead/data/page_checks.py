@@ -69,9 +69,9 @@ def find_problem(headers: NDArray[np.int64], row: NDArray[np.int64], data: Bytes
             return f"{page} has an unreadable header"
         unpacked += int(header[UNPACKED])
         if header[UNPACKED] > MAX_PAGE_BYTES:
-            return f"{page} has {header[UNPACKED]:,} bytes when decompressed, and the limit is {MAX_PAGE_BYTES:,}"
+            return f"{page} has {header[UNPACKED]:,} bytes when decompressed, and the limit is {MAX_PAGE_BYTES:,}; write smaller pages"
         if row[chunks.MAX_REP] > 0 and header[VALUES] > MAX_PAGE_IDS:
-            return f"{page} has {header[VALUES]:,} ids, and the limit is {MAX_PAGE_IDS:,}"
+            return f"{page} has {header[VALUES]:,} ids, and the limit is {MAX_PAGE_IDS:,}; write smaller pages"
         if unpacked > max(limit, SLACK_BYTES):
             return f"its pages have {unpacked:,} bytes or more when decompressed, but the file's footer says {limit:,}"
         if (row[chunks.CODEC] == chunks.PLAIN or not header[IS_PACKED]) and header[PACKED] != header[UNPACKED]:
