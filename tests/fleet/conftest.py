@@ -1,4 +1,4 @@
-"""Servers with and without keys; and the result that disturbed fleets are compared with."""
+"""Servers on Unix sockets, and on TCP with keys; and the result that disturbed fleets are compared with."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from tests.fleet.disturbed import train_undisturbed
 from tests.fleet.echo_server import echo
 
 
-@pytest.fixture(params=[False, True], ids=["no keys", "keys"])
+@pytest.fixture(params=["unix", "tcp"])
 def setting(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return {"keys": Keys.generate() if request.param else None}
+    """A private Unix socket without keys, or TCP with keys."""
+    return {"keys": None} if request.param == "unix" else {"address": "tcp://127.0.0.1:0", "keys": Keys.generate()}
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""An echo server in its own process, to be killed: `python -m tests.fleet.echo_server [ADDRESS KEYS_FILE]`; prints its address."""
+"""An echo server in its own process, to be killed: `python -m tests.fleet.echo_server [ADDRESS [KEYS_FILE]]`; prints its address."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ class Process:
 
 
 if __name__ == "__main__":
-    given = {"address": sys.argv[1], "keys": Keys.load(Path(sys.argv[2]))} if len(sys.argv) > 1 else {}
-    server = Server({"echo": echo, "weigh": weigh, "count": Count()}, **given)
+    address, *keys = sys.argv[1:] or [None]
+    handlers = {"echo": echo, "weigh": weigh, "count": Count()}
+    server = Server(handlers, address=address, keys=Keys.load(Path(keys[0])) if keys else None)
     print(server.address, flush=True)
     server.serve()

@@ -1,4 +1,4 @@
-"""A faulty network: a TCP relay between clients and a server that can be cut or lose replies."""
+"""A faulty network: a relay between clients and a server, by TCP or by Unix sockets as the server is, that can be cut or lose replies."""
 
 from __future__ import annotations
 
@@ -7,14 +7,23 @@ import selectors
 import socket
 import threading
 
+from rowstead.fleet.local_sockets import UNIX_SOCKET, open_socket_folder, socket_address
+
 
 class Relay:
     """Forwards bytes between clients that connect to `address` and a server."""
 
     def __init__(self, server: str) -> None:
-        self._server = _host_and_port(server)
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._server = server
+        self._folder = contextlib.ExitStack()
+        if server.startswith(UNIX_SOCKET):
+            self.address = socket_address(self._folder.enter_context(open_socket_folder()), "relay")
+            self._listener = socket.socket(socket.AF_UNIX)
+            self._listener.bind(self.address.removeprefix(UNIX_SOCKET))
+            self._listener.listen()
+        else:
+            self._listener = socket.create_server(("127.0.0.1", 0))
+            self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self.loses_replies = False
         """Whether replies of the server are discarded."""
         self.is_silent = False
@@ -38,6 +47,7 @@ class Relay:
         self._thread.join()
         self.cut()
         self._listener.close()
+        self._folder.close()
 
     def __enter__(self) -> Relay:
         return self
@@ -62,7 +72,7 @@ class Relay:
     def _accept(self) -> None:
         client, _ = self._listener.accept()
         try:
-            server = socket.create_connection(self._server, timeout=1)
+            server = connect(self._server, timeout_s=1)
         except OSError:
             client.close()
             return
@@ -89,6 +99,16 @@ class Relay:
                     each.close()
 
 
-def _host_and_port(address: str) -> tuple[str, int]:
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    return host, int(port)
+def connect(address: str, *, timeout_s: float = 10) -> socket.socket:
+    """A plain connection to the address of a server, without ZeroMQ."""
+    if not address.startswith(UNIX_SOCKET):
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        return socket.create_connection((host, int(port)), timeout=timeout_s)
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(timeout_s)
+    try:
+        connection.connect(address.removeprefix(UNIX_SOCKET))
+    except OSError:
+        connection.close()
+        raise
+    return connection

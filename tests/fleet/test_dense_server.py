@@ -231,7 +231,7 @@ def test_final_parameters_of_trainers_survive_a_server_restart(tmp_path: Path) -
 
 
 def test_a_trainer_that_starts_without_the_server_waits_once_and_then_continues() -> None:
-    nowhere = Client("tcp://127.0.0.1:1", name="trainer-0.0", max_in_flight=4)
+    nowhere = Client("ipc:///folder/gone", name="trainer-0.0", max_in_flight=4)
     client = DenseServerClient([nowhere], exchange_timeout_s=0.2, join_timeout_s=0.4)
     try:
         for _ in range(50):  # more often than max_in_flight

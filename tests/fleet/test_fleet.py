@@ -333,7 +333,7 @@ def test_manually_started_roles_train_with_keys_in_any_start_order_and_can_be_st
     try:
         coordinator = start("train", recipe(tmp_path), *roles, "--out", out)
         wait_until(lambda: (out / "fleet.json").exists(), what="the roster")
-        assert (out / "keys.json").stat().st_mode & 0o077 == 0
+        assert (out / "roles" / "keys.json").stat().st_mode & 0o077 == 0
         trainer, *_ = [start("role", kind, out, 0) for kind in ("trainer", "reader", "sparse")]
         wait_until(lambda: steps_of(out, "trainer", 0) > 10, what="some steps")
         trainer.send_signal(signal.SIGTERM)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-import socket
 import struct
 import time
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from rowstead.fleet.keys import Keys, protect_client
 from rowstead.fleet.rpc_client import Client, ServerUnavailable
 from rowstead.fleet.rpc_server import Server
 from rowstead.fleet.wire import ERROR, HEADER_BYTES, REQUEST, VERSION, Limits, Message, decode, decode_header, encode
-from tests.fleet.relay import Relay
+from tests.fleet.relay import Relay, connect
 
 LIMITS = Limits(facts_bytes=1 << 16, num_tensors=8, frame_bytes=1 << 20, message_bytes=4 << 20)
 NUM_BAD = 10_000
@@ -159,9 +158,8 @@ def test_damage_at_every_byte_of_a_request_is_survived(server: Server) -> None:
 
 def test_bytes_that_are_not_even_zeromq_are_dropped(server: Server) -> None:
     chance = random.Random(2)
-    host, port = server.address.removeprefix("tcp://").split(":")
     for _ in range(100):
-        with socket.create_connection((host, int(port)), timeout=10) as raw:
+        with connect(server.address) as raw:
             greeting = b"\xff" + bytes(8) + b"\x7f\x03" if chance.random() < 0.5 else b""
             raw.sendall(greeting + chance.randbytes(chance.randrange(1, 2000)))
     with Client(server.address, name="good") as client:
@@ -186,13 +184,12 @@ def test_the_sender_of_a_frame_over_the_limit_is_disconnected(server: Server, ta
 
 def test_a_frame_length_without_data_neither_blocks_nor_allocates(server: Server) -> None:
     """A raw ZMTP connection sends the length of a frame just below the limit many times, and none of the data."""
-    host, port = server.address.removeprefix("tcp://").split(":")
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + b"\0" + bytes(31)
     ready = b"\x04\x26\x05READY\x0bSocket-Type\0\0\0\x06DEALER\x08Identity\0\0\0\0"
     with Client(server.address, name="good") as client:
         opened = []
         for _ in range(50):
-            raw = socket.create_connection((host, int(port)), timeout=10)
+            raw = connect(server.address)
             raw.sendall(
                 greeting + ready.replace(b"\x26", bytes([len(ready) - 2])) + b"\x02" + struct.pack(">Q", LIMITS.frame_bytes - 1)
             )
@@ -213,20 +210,19 @@ def test_a_client_that_sends_and_never_reads_does_not_block_others(server: Serve
 
 
 def protected(keys: Keys, table: Table) -> Server:
-    return Server({"add": table}, keys=keys, limits=LIMITS).start()
+    return Server({"add": table}, address="tcp://127.0.0.1:0", keys=keys, limits=LIMITS).start()
 
 
 OTHERS = Keys.generate()
 
 
-@pytest.mark.parametrize("knows", ["nothing", "the server's public key", "another server's key", "no encryption"])
+@pytest.mark.parametrize("knows", ["nothing", "the server's public key", "another server's key"])
 def test_a_client_without_the_key_cannot_connect_and_learns_nothing(table: Table, knows: str) -> None:
     keys = Keys.generate()
-    theirs: Keys | None = {
+    theirs = {
         "nothing": OTHERS,
         "the server's public key": dataclasses.replace(OTHERS, server_public=keys.server_public),
         "another server's key": dataclasses.replace(keys, server_public=OTHERS.server_public),
-        "no encryption": None,
     }[knows]
     with (
         protected(keys, table) as server,
@@ -247,11 +243,28 @@ def test_a_client_without_the_key_cannot_connect_and_learns_nothing(table: Table
     assert b"rows-of-table" not in relay.seen
 
 
+def test_a_local_user_without_keys_cannot_reach_a_port_on_loopback(table: Table) -> None:
+    """Without encryption, as anyone may try who finds the port: what it sends is not read, and nothing is sent to it."""
+    keys = Keys.generate()
+    with (
+        protected(keys, table) as server,
+        Relay(server.address) as relay,
+        Client(server.address, name="good", keys=keys) as ours,
+        Stranger(relay.address) as stranger,
+    ):
+        for number in range(10):
+            stranger.socket.send_multipart(good(number))
+        assert ours.call("add", {}, [torch.ones(10)]).facts["sum"] == 10
+        assert not stranger.socket.poll(500)
+    assert table.callers == ["good"]
+    assert b"rows-of-table" not in relay.seen
+
+
 def test_traffic_with_keys_is_encrypted(table: Table) -> None:
     keys, secret = Keys.generate(), torch.full((1000,), 12345.678)
-    for given, is_readable in ((None, True), (keys, False)):
+    for given, address, is_readable in ((None, None, True), (keys, "tcp://127.0.0.1:0", False)):
         with (
-            Server({"add": Table()}, keys=given).start() as server,
+            Server({"add": Table()}, address=address, keys=given).start() as server,
             Relay(server.address) as relay,
             Client(relay.address, name="trainer-0", keys=given) as client,
         ):

@@ -1,4 +1,4 @@
-"""Only the owner can read keys, and addresses that others can reach need them."""
+"""Only the owner can read keys, and addresses that other users can reach need them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rowstead.fleet.keys import Keys, check_address
+from rowstead.fleet.local_sockets import open_socket_folder, socket_address
 from rowstead.fleet.rpc_client import Client
 from rowstead.fleet.rpc_server import Server
 from rowstead.spec.errors import RowsteadError
@@ -64,16 +65,23 @@ def test_damaged_keys_are_refused(tmp_path: Path) -> None:
         Keys.load(tmp_path / "keys.json")
 
 
-@pytest.mark.parametrize("address", ["tcp://127.0.0.1:0", "tcp://127.8.9.10:5555", "tcp://localhost:80", "tcp://[::1]:0"])
-def test_loopback_needs_no_keys(address: str) -> None:
-    check_address(address, None)
+def test_a_unix_socket_needs_no_keys_but_a_folder_that_other_users_cannot_enter() -> None:
+    with open_socket_folder() as folder:
+        address = socket_address(folder, "server")
+        check_address(address, None)
+        for mode in (0o755, 0o710, 0o701, 0o777):
+            folder.chmod(mode)
+            with pytest.raises(RowsteadError, match="other users can enter"):
+                Server({}, address=address)
+            with pytest.raises(RowsteadError, match="other users can enter"):
+                Client(address, name="me")
 
 
 @pytest.mark.parametrize(
     "address",
-    ["tcp://0.0.0.0:0", "tcp://*:0", "tcp://10.0.0.1:5555", "tcp://example.org:80", "tcp://[::]:0", "tcp://[2001:db8::1]:1"],
+    ["tcp://127.0.0.1:0", "tcp://localhost:80", "tcp://[::1]:0", "tcp://0.0.0.0:0", "tcp://*:0", "tcp://10.0.0.1:5555", "tcp://example.org:80", "tcp://[::]:0", "tcp://[2001:db8::1]:1"],
 )
-def test_an_address_that_others_can_reach_is_refused_without_keys(address: str) -> None:
+def test_an_address_that_other_users_can_reach_is_refused_without_keys(address: str) -> None:
     check_address(address, Keys.generate())
     with pytest.raises(RowsteadError, match="needs keys"):
         check_address(address, None)
@@ -86,7 +94,7 @@ def test_an_address_that_others_can_reach_is_refused_without_keys(address: str) 
 
 
 @pytest.mark.parametrize(
-    "address", ["", "127.0.0.1:5", "tcp://127.0.0.1", "tcp://127.0.0.1:70000", "ipc:///tmp/x", "tcp://a:1;b:2"]
+    "address", ["", "127.0.0.1:5", "tcp://127.0.0.1", "tcp://127.0.0.1:70000", "ipc://@abstract", "ipc://x", f"ipc:///{103 * 'x'}", "tcp://a:1;b:2"]
 )
 def test_an_invalid_address_is_refused(address: str) -> None:
     with pytest.raises(RowsteadError, match="invalid address"):
@@ -94,5 +102,9 @@ def test_an_invalid_address_is_refused(address: str) -> None:
 
 
 def test_the_error_names_an_address_in_use() -> None:
-    with Server({}) as server, pytest.raises(RowsteadError, match="cannot listen on"):
-        Server({}, address=server.address)
+    keys = Keys.generate()
+    with (
+        Server({}, address="tcp://127.0.0.1:0", keys=keys) as server,
+        pytest.raises(RowsteadError, match="cannot listen on"),
+    ):
+        Server({}, address=server.address, keys=keys)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from rowstead.fleet.deduplication import Caller
+from rowstead.fleet.keys import Keys
 from rowstead.fleet.rpc_client import Client, RefusedError, ServerUnavailable
 from rowstead.fleet.rpc_server import DeferredReply, Server
 from rowstead.fleet.wire import Limits, Message
@@ -199,7 +200,7 @@ def test_closing_leaves_no_thread_and_no_descriptor(setting: dict[str, Any]) -> 
 
 
 def test_unanswered_requests_of_a_closed_client_fail() -> None:
-    client = Client("tcp://127.0.0.1:1", name="me")
+    client = Client("tcp://127.0.0.1:1", name="me", keys=Keys.generate())
     pending = client.start("echo")
     client.close()
     client.close()

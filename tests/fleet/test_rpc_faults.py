@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rowstead.fleet.deduplication import Caller
+from rowstead.fleet.keys import Keys
 from rowstead.fleet.rpc_client import Client, ServerUnavailable
 from rowstead.fleet.rpc_server import DeferredReply, Server
 from rowstead.fleet.wire import Message
@@ -108,12 +109,13 @@ def test_a_server_restarted_on_another_port_is_found_again() -> None:
             assert client.num_resent >= 3
 
 
-def test_the_error_of_a_deadline_names_the_server_and_only_waiting_counts() -> None:
-    with Client("tcp://127.0.0.1:1", name="trainer-0", deadline_s=0.3) as client:
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:1", "ipc:///folder/gone"])
+def test_the_error_of_a_deadline_names_the_server_and_only_waiting_counts(address: str) -> None:
+    with Client(address, name="trainer-0", keys=Keys.generate(), deadline_s=0.3) as client:
         pending = client.start("lookup")
         start_s = time.monotonic()
         with pytest.raises(
-            ServerUnavailable, match=r"server at tcp://127.0.0.1:1 did not answer `lookup` of trainer-0 in time; there is no"
+            ServerUnavailable, match=rf"server at {address} did not answer `lookup` of trainer-0 in time; there is no"
         ):
             pending.wait()
         assert 0.25 < time.monotonic() - start_s < 20

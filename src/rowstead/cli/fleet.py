@@ -20,9 +20,7 @@ def role(
     number: Annotated[int, typer.Argument(min=0, help="Number of the role among those of its kind, from 0.")] = 0,
     address: Annotated[
         str,
-        typer.Option(
-            "--address", help="Address that a server listens on; addresses other than loopback need the keys of the run."
-        ),
+        typer.Option("--address", help="Address that a server listens on, protected by the keys of the run."),
     ] = "tcp://127.0.0.1:0",
     incarnation: Annotated[int, typer.Option("--incarnation", min=0, help="Number of earlier starts of this role.")] = 0,
 ) -> None:

@@ -12,7 +12,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 
 from rowstead.distributed.stop import exit_code_of, leave_terminal, stop_signals
+from rowstead.records.temporary import temporary_folder
 from rowstead.records.usage import free_host_bytes, usable_cores
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.job import LAUNCHER, RENDEZVOUS_FILE, RESTARTS
@@ -71,8 +71,8 @@ def launch(arguments: Sequence[str], num_processes: int, *, on_message: Callable
             f"are free: start at most {max(1, free // PROCESS_BYTES):,}; one per core is best"
         )
     for attempt in range(MAX_RESTARTS + 1):
-        with tempfile.TemporaryDirectory(prefix="rowstead-") as folder:
-            rendezvous = Path(folder) / "rendezvous"
+        with temporary_folder() as folder:
+            rendezvous = folder / "rendezvous"
             with _Processes(arguments, num_processes, rendezvous, attempt) as processes:
                 codes = processes.wait()
             if codes and not any(codes):

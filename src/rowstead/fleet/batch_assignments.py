@@ -280,7 +280,7 @@ class AssignmentLog:
     def _write_whole(self) -> None:
         self.close()
         content = _line({"share": self._identity, "assignments": self.assignments.to_json()})
-        write_atomic(self._path, content)
+        write_atomic(self._path, content, mode=0o600)
         self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
         self._num_bytes = len(content)
 

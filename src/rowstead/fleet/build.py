@@ -18,7 +18,7 @@ from rowstead.fleet.keys import Keys
 from rowstead.fleet.partition import Partition, partition_tables
 from rowstead.fleet.reader_server import assignment_log_path
 from rowstead.fleet.remote_store import RemoteStore
-from rowstead.fleet.roster import ROLES_FOLDER, Roster
+from rowstead.fleet.roster import PRIVATE, ROLES_FOLDER, Roster, create_roles_folder
 from rowstead.fleet.rpc_client import Client
 from rowstead.kernels.layout import layout_of
 from rowstead.nn.dlrm import DLRM
@@ -35,6 +35,7 @@ from rowstead.training.progress import Position
 from rowstead.training.trained import checkpoint_facts
 
 KEYS_FILE = "keys.json"
+"""Under `roles/`: the keys of a fleet whose roles may be on several machines; drawn anew whenever its coordinator starts."""
 INITIAL_FILE = "initial.safetensors"
 """Under `roles/`: the dense parameters and optimizer state that trainers start with instead of the seed's."""
 
@@ -163,8 +164,8 @@ def cast_batch(batch: Batch, dtype: torch.dtype) -> Batch:
 
 
 def write_dense(path: Path, tensors: dict[str, Tensor]) -> None:
-    path.parent.mkdir(exist_ok=True)
-    write_atomic(path, save({name: value.detach().cpu().clone().contiguous() for name, value in tensors.items()}))
+    content = save({name: value.detach().cpu().clone().contiguous() for name, value in tensors.items()})
+    write_atomic(path, content, mode=PRIVATE)
 
 
 def read_dense(folder: Path, number: int | None = None) -> dict[str, Tensor] | None:
@@ -204,10 +205,15 @@ def restore_reader_progress(folder: Path, progress: list[str]) -> None:
     """Write the assignment logs from a checkpoint, so that readers continue there."""
     for number, text in enumerate(progress):
         if text:
-            assignment_log_path(folder, number).write_text(text)
+            write_atomic(assignment_log_path(folder, number), text, mode=PRIVATE)
+
+
+def create_keys(folder: Path) -> None:
+    """Draw the keys of the run."""
+    Keys.generate().save(create_roles_folder(folder) / KEYS_FILE)
 
 
 def load_keys(folder: Path) -> Keys | None:
-    """Load the keys of the run; None if it has none."""
-    path = folder / KEYS_FILE
+    """Load the keys of the run; None if it has none, because all its roles are on this machine."""
+    path = folder / ROLES_FOLDER / KEYS_FILE
     return Keys.load(path) if path.exists() else None

@@ -17,17 +17,17 @@ from rowstead.data.log_files import check_log_files, write_log_files
 from rowstead.data.open_log import Sources, open_sources
 from rowstead.distributed.stop import stop_on_signal
 from rowstead.fleet.batch_assignments import parse_log
-from rowstead.fleet.build import KEYS_FILE, build_shared_facts, fleet_of, load_keys, resolve_fleet, restore_reader_progress
+from rowstead.fleet.build import build_shared_facts, create_keys, fleet_of, load_keys, resolve_fleet, restore_reader_progress
 from rowstead.fleet.evaluate_and_save import EvaluateAndSave, run_in_background, wait_for
 from rowstead.fleet.fleet_figures import FleetCallback, FleetFigures, NoFleetProgress, WorkCounts
 from rowstead.fleet.fork_server import ForkServer
 from rowstead.fleet.gathered_model import GatheredModel, LocalTablesModel
-from rowstead.fleet.keys import Keys
 from rowstead.fleet.local_process import POLL_INTERVAL_S, role_environment
+from rowstead.fleet.local_sockets import open_socket_folder
 from rowstead.fleet.manual_launch import ManualLauncher, stop_earlier_roles
 from rowstead.fleet.ray_launch import RayRoles, RoleResources
 from rowstead.fleet.reader_server import batches_per_reader
-from rowstead.fleet.roster import ROLES_FOLDER, ROSTER_FILE, hold_role
+from rowstead.fleet.roster import ROSTER_FILE, SOCKETS, create_roles_folder, hold_role
 from rowstead.fleet.sparse_server import SNAPSHOTS_FOLDER
 from rowstead.fleet.supervisor import RoleError, RoleHandle, Supervisor
 from rowstead.records.limits import require_open_files
@@ -148,7 +148,7 @@ def _stop_earlier_run(folder: Path, fleet: FleetSpec) -> None:
     """Wait until no role of an earlier coordinator runs any more: what it still writes would be taken for ours."""
     if fleet.start == "manual":
         stop_earlier_roles(folder, fleet.roles())
-    (folder / ROLES_FOLDER).mkdir(exist_ok=True)
+    create_roles_folder(folder)
     for kind, number in fleet.roles():
         with hold_role(folder, kind, number):
             pass
@@ -208,8 +208,11 @@ class Coordinator:
             stop_on_signal() as stop_requested,
             UsageSampler() as usage,
             contextlib.closing(self._open_reporter(resumed_step)) as self._reporter,
+            open_socket_folder() as sockets,
             self._build_launcher(cores) as launcher,
         ):
+            if self._fleet.start == "here":
+                facts[SOCKETS] = str(sockets)
             for warning in (bf16_fallback(spec, self._device()[0]), ignored_settings(spec)):
                 if warning is not None:
                     callback.on_message(warning)
@@ -249,12 +252,11 @@ class Coordinator:
         return RunReporter(self._folder.path, self._callback, log_every=self._spec.train.log_every, resumed_step=resumed_step)
 
     def _build_launcher(self, cores: int) -> ForkServer | ManualLauncher | RayRoles:
-        """Build the launcher of the roles. Roles that may be on other machines authenticate with keys."""
+        """Build the launcher of the roles. Those that may be on other machines authenticate with keys; those here use Unix sockets."""
         path = self._folder.path
         if self._fleet.start == "here":
             return ForkServer(path, ROLES_MODULE, environ=role_environment(cores))
-        if not (path / KEYS_FILE).exists():
-            Keys.generate().save(path / KEYS_FILE)
+        create_keys(path)
         if self._fleet.start == "manual":
             return ManualLauncher(path, self._callback.on_message)
         resources = dict.fromkeys(KINDS, RoleResources(num_cpus=self._fleet.ray_cpus))
@@ -387,9 +389,7 @@ class Coordinator:
         """Remove the files of an earlier part of the run but logs and usage samples, and restore the readers' position from the checkpoint."""
         path = self._folder.path
         (path / ROSTER_FILE).unlink(missing_ok=True)  # first: a role that starts too early must not read the old one
-        roles = path / ROLES_FOLDER
-        roles.mkdir(exist_ok=True)
-        for file in roles.iterdir():
+        for file in create_roles_folder(path).iterdir():
             if file.suffix not in (".jsonl", ".log", ".lock"):
                 shutil.rmtree(file) if file.is_dir() else file.unlink()
         shutil.rmtree(path / SNAPSHOTS_FOLDER, ignore_errors=True)

@@ -51,7 +51,7 @@ class DenseServerProcess(Server):
     def __init__(
         self,
         *,
-        address: str = "tcp://127.0.0.1:0",
+        address: str | None = None,
         keys: Keys | None = None,
         name: str = "dense-0",
         snapshot: Path | None = None,

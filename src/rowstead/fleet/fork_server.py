@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from rowstead.fleet.local_process import GRACE_S, POLL_INTERVAL_S, STOP_SIGNAL, Role, role_environment
-from rowstead.fleet.roster import ROLES_FOLDER, RoleFiles
+from rowstead.fleet.roster import PRIVATE, ROLES_FOLDER, RoleFiles, create_roles_folder
+from rowstead.records.files import open_private
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.fleet import RoleKind
 from rowstead.spec.job import LAUNCHER
@@ -71,7 +72,7 @@ class ForkServer:
         self._running: dict[int, ForkedRole] = {}
         self.exit_codes: dict[int, int] = {}
         """Exit codes by process id."""
-        (folder / ROLES_FOLDER).mkdir(exist_ok=True)
+        create_roles_folder(folder)
 
     def start(self, kind: RoleKind, number: int, incarnation: int = 0) -> ForkedRole:
         """Start a role; it is ready once its address file says so (`roster.read_address`)."""
@@ -131,7 +132,7 @@ class ForkServer:
     def _start_server(self) -> subprocess.Popen[bytes]:
         """Start the fork server unless it runs already."""
         if self._process is None:
-            with open(self._folder / ROLES_FOLDER / LOG_FILE, "ab") as log:
+            with open(self._folder / ROLES_FOLDER / LOG_FILE, "ab", opener=open_private) as log:
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", self._module, str(self._folder)],
                     stdin=subprocess.PIPE,
@@ -184,7 +185,7 @@ def _fork_role(folder: Path, run_role: RunRole, request: dict[str, Any]) -> int:
     code = 1
     try:
         files = RoleFiles(folder, request["kind"], request["number"])
-        log, null = os.open(files.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), os.open(os.devnull, os.O_RDONLY)
+        log, null = os.open(files.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, PRIVATE), os.open(os.devnull, os.O_RDONLY)
         for descriptor, standard in ((null, 0), (log, 1), (log, 2)):
             os.dup2(descriptor, standard)
         os.environ[LAUNCHER] = str(os.getppid())

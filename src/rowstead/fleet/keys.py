@@ -1,4 +1,4 @@
-"""Authentication: loopback addresses need no keys, all others need CURVE keys generated for the job."""
+"""Who may connect: Unix sockets are protected by the mode of their folder, TCP ports by CURVE keys generated for the job."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import zmq
 from zmq.utils import z85
 
-from rowstead.spec.address import is_loopback
+from rowstead.fleet.local_sockets import UNIX_SOCKET, check_socket_path
 from rowstead.spec.errors import RowsteadError
 
 _ADDRESS = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:.]+\]|[^:\[\]/]+):(?P<port>\d{1,5})")
@@ -72,14 +72,17 @@ class Keys:
 
 
 def check_address(address: str, keys: Keys | None) -> None:
-    """Raise unless an address is well formed and either loopback or protected by keys."""
+    """Raise unless an address is well formed and other users cannot connect to it: TCP needs keys, also on loopback."""
+    if address.startswith(UNIX_SOCKET):
+        check_socket_path(address)
+        return
     match = _ADDRESS.fullmatch(address)
     if match is None or int(match["port"]) > 65535:
         raise RowsteadError(f"invalid address {address!r}: write tcp://HOST:PORT, such as tcp://127.0.0.1:0")
-    if keys is None and not is_loopback(match["host"].strip("[]")):
+    if keys is None:
         raise RowsteadError(
-            f"{address} is reachable from other machines and needs keys: generate keys for this job "
-            "(`Keys.generate()`; `rowstead train --fleet` does it), or use tcp://127.0.0.1"
+            f"{address} can be reached by other users and needs keys: generate keys for this job (`Keys.generate()`; "
+            "`rowstead train --fleet manual` does it), or leave out the address to use a private Unix socket"
         )
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from rowstead.fleet.local_process import Role
-from rowstead.fleet.roster import ROLES_FOLDER, RoleFiles, read_address
+from rowstead.fleet.roster import PRIVATE, ROLES_FOLDER, RoleFiles, create_roles_folder, read_address
 from rowstead.records.files import write_atomic
 from rowstead.spec.fleet import RoleKind
 from rowstead.spec.job import LAUNCHER
@@ -62,7 +62,7 @@ class ManualRole(Role):
         return GONE
 
     def request_stop(self) -> None:
-        write_atomic(_stop_file(self._files), f"{self._incarnation}\n")
+        write_atomic(_stop_file(self._files), f"{self._incarnation}\n", mode=PRIVATE)
 
     def kill(self) -> None:
         """Request a stop, and no longer wait for it: a process elsewhere cannot be killed from here."""
@@ -77,7 +77,7 @@ class ManualLauncher:
         self._folder, self._on_message = folder, on_message
         self._roles: list[ManualRole] = []
         self._closed = threading.Event()
-        (folder / ROLES_FOLDER).mkdir(exist_ok=True)
+        create_roles_folder(folder)
 
     def start(self, kind: RoleKind, number: int, incarnation: int = 0) -> ManualRole:
         """Ask the user for a role, which may run already; it is ready once its address file says so (`roster.read_address`)."""
@@ -104,7 +104,8 @@ class ManualLauncher:
         while True:
             count += 1
             with contextlib.suppress(OSError):  # a full disk is reported elsewhere
-                write_atomic(self._folder / ROLES_FOLDER / HEARTBEAT_FILE, f"process {os.getpid()}, {count}\n")
+                text = f"process {os.getpid()}, {count}\n"
+                write_atomic(self._folder / ROLES_FOLDER / HEARTBEAT_FILE, text, mode=PRIVATE)
             if self._closed.wait(HEARTBEAT_INTERVAL_S):
                 return
 
@@ -179,7 +180,8 @@ def _file_state(path: Path) -> tuple[int, int] | None:
 
 def write_exit_code(folder: Path, kind: RoleKind, number: int, incarnation: int, code: int) -> None:
     """Report the exit code of this role to the coordinator."""
-    write_atomic(_exit_file(RoleFiles(folder, kind, number)), json.dumps({"incarnation": incarnation, "code": code}) + "\n")
+    text = json.dumps({"incarnation": incarnation, "code": code}) + "\n"
+    write_atomic(_exit_file(RoleFiles(folder, kind, number)), text, mode=PRIVATE)
 
 
 def _stop_file(files: RoleFiles) -> Path:

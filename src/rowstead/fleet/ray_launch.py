@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from rowstead.fleet.local_process import STOP_SIGNAL, Role
-from rowstead.fleet.roster import ROLES_FOLDER, RoleFiles
+from rowstead.fleet.roster import RoleFiles, create_roles_folder
+from rowstead.records.files import open_private
 from rowstead.records.usage import usable_cores
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.fleet import FleetSpec, RoleKind
@@ -73,7 +74,7 @@ class RayRoles:
         self._requested = [resources[kind] for kind, _ in spec.roles()]
         self._roles: list[RayRole] = []
         self._owns_cluster = False
-        (folder / ROLES_FOLDER).mkdir(exist_ok=True)
+        create_roles_folder(folder)
 
     def start(self, kind: RoleKind, number: int, incarnation: int = 0) -> RayRole:
         """Start a role; it is ready once its address file says so (`roster.read_address`)."""
@@ -141,7 +142,7 @@ class _RoleActor:
         util = importlib.import_module("ray.util")
         address = f"tcp://{util.get_node_ip_address()}:0"
         arguments = ["role", kind, folder, str(number), "--incarnation", str(incarnation), "--address", address]
-        with open(RoleFiles(Path(folder), kind, number).log, "ab") as log:
+        with open(RoleFiles(Path(folder), kind, number).log, "ab", opener=open_private) as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "rowstead", *arguments],
                 stdin=subprocess.DEVNULL,

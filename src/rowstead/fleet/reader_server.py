@@ -12,7 +12,7 @@ from rowstead.fleet.keys import Keys
 from rowstead.fleet.log_share import LogShare
 from rowstead.fleet.packing import fits_int32
 from rowstead.fleet.reader import READ_AHEAD_BYTES, BatchRequest, Reader
-from rowstead.fleet.roster import ROLES_FOLDER
+from rowstead.fleet.roster import ROLES_FOLDER, create_roles_folder
 from rowstead.fleet.rpc_server import DeferredReply, Server
 from rowstead.fleet.wire import Limits, Message, WireError
 from rowstead.kernels.layout import Layout
@@ -26,7 +26,7 @@ class ReaderServer(Server):
     """Answers `request_batches` of trainers and `members` of the coordinator, and owns its reader."""
 
     def __init__(
-        self, reader: Reader, *, address: str = "tcp://127.0.0.1:0", keys: Keys | None = None, name: str = "reader"
+        self, reader: Reader, *, address: str | None = None, keys: Keys | None = None, name: str = "reader"
     ) -> None:
         self._reader = reader
         handlers = {"request_batches": self._request_batches, "members": self._members}
@@ -60,7 +60,7 @@ def build_reader_server(
     max_steps: int | None = None,
     layout: Layout | None = None,
     read_ahead_bytes: int = READ_AHEAD_BYTES,
-    address: str = "tcp://127.0.0.1:0",
+    address: str | None = None,
     keys: Keys | None = None,
 ) -> ReaderServer:
     """Build the server of reader `number`, which assigns its share of a log, or of `max_steps` batches, to trainers `epochs` times.
@@ -69,7 +69,7 @@ def build_reader_server(
     `layout` it checks every batch against the tables, so that trainers need not.
     """
     progress = assignment_log_path(folder, number)
-    progress.parent.mkdir(parents=True, exist_ok=True)
+    create_roles_folder(folder)
     share = LogShare(
         source if layout is None else check_source(source, layout),
         number=number,

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 
 from rowstead.kernels.cpu.traffic import kernel_traffic_bytes
-from rowstead.records.files import json_line
+from rowstead.records.files import json_line, open_private
 from rowstead.records.usage import perf_traffic_bytes
 
 _log = logging.getLogger("rowstead.fleet")
@@ -45,7 +45,7 @@ class RoleSampler:
             is_last = self._closed.wait(self._interval_s)
             try:
                 line = json_line(self._sample())
-                with open(self._path, "ab", buffering=0) as file:
+                with open(self._path, "ab", buffering=0, opener=open_private) as file:
                     file.write(line.encode())
             except Exception as error:  # noqa: BLE001, RUF100 - skip one sample; a role that stops sampling would be taken to be gone
                 if repr(error) != self._problem:  # once, or the log would keep growing

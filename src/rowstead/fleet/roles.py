@@ -19,12 +19,13 @@ from rowstead.fleet.build import fleet_dtype, fleet_of, load_keys, load_sources,
 from rowstead.fleet.dense_server import DenseServerProcess
 from rowstead.fleet.fork_server import serve_forks
 from rowstead.fleet.local_process import GRACE_S, STOP_SIGNAL, install_stop_handlers
+from rowstead.fleet.local_sockets import socket_address
 from rowstead.fleet.manual_launch import StopRequested, is_manual, write_exit_code
 from rowstead.fleet.partition import Partition
 from rowstead.fleet.reader_server import build_reader_server
 from rowstead.fleet.restart_policy import STOPPED
 from rowstead.fleet.role_usage import RoleSampler
-from rowstead.fleet.roster import ROLES_FOLDER, RoleFiles, Roster, hold_role, read_address, report_ready
+from rowstead.fleet.roster import SOCKETS, RoleFiles, Roster, create_roles_folder, hold_role, read_address, report_ready
 from rowstead.fleet.rpc_server import Server
 from rowstead.fleet.sparse_server import SNAPSHOTS_FOLDER, build_sparse_server
 from rowstead.fleet.supervisor import TRAINERS_MAY_START
@@ -35,7 +36,6 @@ from rowstead.spec.errors import LostProcessError, RowsteadError
 from rowstead.spec.fleet import RoleKind
 from rowstead.spec.run import RunSpec
 
-LOOPBACK = "tcp://127.0.0.1:0"
 SAMPLE_EVERY_S = 0.5
 
 
@@ -46,9 +46,11 @@ def serve_role(
     *,
     until: Callable[[], bool],
     incarnation: int = 0,
-    address: str = LOOPBACK,
+    address: str | None = None,
 ) -> bool:
     """Run one role of the fleet that trains into `folder`, until its work is done or `until` holds.
+
+    A server listens on `address`; by default on a Unix socket, in the folder that the roster names if it does.
 
     Returns whether it has finished: a trainer that stops before the end of the log has not.
     """
@@ -66,6 +68,8 @@ def serve_role(
         trainer = FleetTrainer(spec, folder, number, incarnation=incarnation, keys=keys)
         with sample(trainer.figures):
             return trainer.run(until=until, ready=ready)
+    if address is None and (sockets := Roster(folder).facts.get(SOCKETS)) is not None:
+        address = socket_address(sockets, f"{kind}-{number}-{incarnation}")
     with _build_server(kind, spec, folder, number, address=address, keys=keys) as server, sample(server.status):
         ready(server.address)
         server.serve(until)
@@ -104,7 +108,7 @@ def _build_server(kind: RoleKind, spec: RunSpec, folder: Path, number: int, **op
     )
 
 
-def run_role(kind: RoleKind, folder: Path, number: int, incarnation: int, *, address: str = LOOPBACK) -> int:
+def run_role(kind: RoleKind, folder: Path, number: int, incarnation: int, *, address: str | None = None) -> int:
     """Run a role in this process until it is asked to stop or its coordinator is gone; return the exit code."""
     is_signalled = install_stop_handlers()
     exit_with_launcher(STOP_SIGNAL, GRACE_S)
@@ -148,7 +152,7 @@ def _check_role(kind: RoleKind, folder: Path, number: int) -> None:
     count = fleet_of(run.read_spec()).count(kind)
     if not 0 <= number < count:
         raise RowsteadError(f"{folder} has {count} `{kind}` roles, numbered from 0: {number} does not exist")
-    (folder / ROLES_FOLDER).mkdir(exist_ok=True)
+    create_roles_folder(folder)
 
 
 if __name__ == "__main__":  # the fork server: it has imported everything that roles need before it forks

@@ -2,7 +2,7 @@
 
 `fleet.json` is the roster: the coordinator writes the addresses of all roles there, replacing the file as a whole. Each role has its own
 files under `roles/`: `<kind>-<number>.json` (address, process id, incarnation: the number of earlier starts), `.jsonl` (usage samples),
-`.log` (what it printed) and `.lock`.
+`.log` (what it printed) and `.lock`. Only the user of the fleet can read them.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ from rowstead.spec.fleet import RoleKind
 
 ROSTER_FILE = "fleet.json"
 ROLES_FOLDER = "roles"
+PRIVATE = 0o600
+"""Mode of the files below: only the user of the fleet reads and writes them."""
+SOCKETS = "sockets"
+"""A fact in the roster: the folder of the roles' Unix sockets, if all roles are on this machine."""
 LOCK_WAIT_S = 15.0
 """Time for an earlier process of the role to exit: a role whose coordinator is gone takes some seconds."""
 
@@ -34,7 +38,7 @@ class RoleAddress:
     kind: RoleKind
     number: int
     address: str
-    """`tcp://…`; empty for a trainer, which is not a server."""
+    """`ipc://…` or `tcp://…`; empty for a trainer, which is not a server."""
     incarnation: int
     pid: int
 
@@ -81,10 +85,19 @@ class RoleFiles:
         return self.folder / ROLES_FOLDER / f"{self.kind}-{self.number}.{suffix}"
 
 
+def create_roles_folder(folder: Path) -> Path:
+    """Create `roles/` in the run's folder, if it is missing, and close it to other users: it has the keys and the roles' logs."""
+    roles = folder / ROLES_FOLDER
+    roles.mkdir(mode=0o700, exist_ok=True)
+    if roles.stat().st_mode & 0o077:
+        roles.chmod(0o700)
+    return roles
+
+
 def report_ready(folder: Path, kind: RoleKind, number: int, address: str, incarnation: int) -> None:
     """As a role: report that it is ready, and its address."""
     ready = RoleAddress(kind=kind, number=number, address=address, incarnation=incarnation, pid=os.getpid())
-    write_atomic(RoleFiles(folder, kind, number).address, json.dumps(asdict(ready)) + "\n")
+    write_atomic(RoleFiles(folder, kind, number).address, json.dumps(asdict(ready)) + "\n", mode=PRIVATE)
 
 
 def read_address(folder: Path, kind: RoleKind, number: int) -> RoleAddress | None:
@@ -102,7 +115,7 @@ def hold_role(folder: Path, kind: RoleKind, number: int, *, wait_s: float = LOCK
     Two readers with one number would corrupt the assignment log, two sparse servers the snapshots. The operating system releases the lock
     when the process exits.
     """
-    descriptor = os.open(RoleFiles(folder, kind, number).lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    descriptor = os.open(RoleFiles(folder, kind, number).lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, PRIVATE)
     try:
         deadline = time.monotonic() + wait_s
         while not _try_lock(descriptor):
@@ -140,7 +153,7 @@ class Roster:
 
     def write(self, roles: Iterable[RoleAddress], facts: Mapping[str, Any]) -> None:
         plain = {"facts": dict(facts), "roles": [asdict(role) for role in roles]}
-        write_atomic(self.path, json.dumps(plain) + "\n")
+        write_atomic(self.path, json.dumps(plain) + "\n", mode=PRIVATE)
 
     @property
     def facts(self) -> dict[str, Any]:

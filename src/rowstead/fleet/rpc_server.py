@@ -17,6 +17,7 @@ import zmq
 
 from rowstead.fleet.deduplication import Caller, RequestDeduplicator, RequestVerdict
 from rowstead.fleet.keys import Keys, ZapAuthenticator, check_address, protect_server
+from rowstead.fleet.local_sockets import UNIX_SOCKET, open_socket_folder, socket_address
 from rowstead.fleet.sockets import configure, receive_frames, send_frames
 from rowstead.fleet.wire import (
     DEFAULT_LIMITS,
@@ -83,12 +84,16 @@ class Server:
         self,
         handlers: Mapping[str, Handler],
         *,
-        address: str = "tcp://127.0.0.1:0",
+        address: str | None = None,
         keys: Keys | None = None,
         limits: Limits = DEFAULT_LIMITS,
         name: str = "server",
         status: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
+        """Without an `address` it listens on a Unix socket in a folder of its own, which only this user can enter."""
+        self._folder = contextlib.ExitStack()
+        if address is None:
+            address = socket_address(self._folder.enter_context(open_socket_folder()), "server")
         check_address(address, keys)
         self.name = name
         self.incarnation = secrets.randbits(64)
@@ -134,7 +139,8 @@ class Server:
         try:
             router.bind(address)
         except zmq.ZMQError as error:
-            raise RowsteadError(f"cannot listen on {address}: {error}. Port 0 chooses a free port") from None
+            hint = "" if address.startswith(UNIX_SOCKET) else ". Port 0 chooses a free port"
+            raise RowsteadError(f"cannot listen on {address}: {error}{hint}") from None
         self.address: str = router.getsockopt_string(zmq.LAST_ENDPOINT)
         """The address that clients connect to, with the actual port."""
 
@@ -174,6 +180,7 @@ class Server:
         if self._authenticator is not None:
             self._authenticator.socket.close()
         self._context.term()
+        self._folder.close()
         self._wake.close()
         self._waker.close()
 

@@ -121,7 +121,7 @@ class SparseServer(Server):
         self,
         shard: TableShard,
         *,
-        address: str = "tcp://127.0.0.1:0",
+        address: str | None = None,
         keys: Keys | None = None,
         name: str = "sparse",
         snapshots: Path | None = None,

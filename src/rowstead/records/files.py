@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 
-def write_atomic(path: Path, content: bytes | str) -> None:
-    """Write a file atomically: a crash leaves either the old content or the new."""
+def write_atomic(path: Path, content: bytes | str, *, mode: int = 0o666) -> None:
+    """Write a file atomically: a crash leaves either the old content or the new. The umask applies to `mode`."""
     data = content.encode() if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
-        with open(temporary, "wb") as file:
+        with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -35,6 +35,11 @@ def fsync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def open_private(path: str, flags: int) -> int:
+    """An opener for `open`: a new file has mode 0600."""
+    return os.open(path, flags, 0o600)
 
 
 def open_to_append(path: Path) -> int:

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import itertools
 import statistics
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from numpy.typing import NDArray
 from rowstead.plan.caching import CacheModel, build_cache_models
 from rowstead.plan.setup import CachedTable, Setup
 from rowstead.plan.work import step_work
+from rowstead.records.temporary import temporary_folder
 from rowstead.spec.curve import Curve, CurveAxis
 from rowstead.spec.machine import Machine
 from rowstead.spec.software import Software
@@ -35,6 +35,7 @@ from rowstead.study.calibration.steps import WARM_GPU_S, Shape, Steps
 
 RECORDS = (36.0, 68.0, 132.0, 260.0, 516.0)
 """Sizes in bytes of a row with its state, for which times are given."""
+ROWS_PREFIX = ".rowstead-rows-"
 TURNS, STEPS_PER_TURN, REFERENCES_PER_TURN = 5, 8, 2
 SHARES = tuple(share / 20 for share in range(21))
 """Candidates for the share by which moving rows and training slow each other down."""
@@ -84,7 +85,7 @@ def measure_cache(
     """Train a model with all rows in memory and with this share of them cached, alternately."""
     cpu, work = torch.device("cpu"), step_work(shape.spec("cpu"))
     with contextlib.ExitStack() as stack:
-        rows_folder = stack.enter_context(tempfile.TemporaryDirectory(dir=folder, prefix=".rowstead-rows-"))
+        rows_folder = stack.enter_context(temporary_folder(folder, prefix=ROWS_PREFIX))
         drawn = SampledBatches.of(shape, cpu)
         in_memory = run_to_steady_state(shape, cpu, placement={"*": "device"}, kept_share=0.0, folder=rows_folder, drawn=drawn)
         rule = {"*": {"where": "ssd", "cache_fraction": share}}
@@ -250,8 +251,8 @@ def _measure_gpu_caches(
     assert timings is not None
 
     def step_s(shape: Shape, rule: Mapping[str, Any], *, max_set: int | None = None) -> float:
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".rowstead-rows-") as rows_folder:
-            steps = Steps.of(shape, device, placement={"*": rule}, memory={"folder": rows_folder})
+        with temporary_folder(folder, prefix=ROWS_PREFIX) as rows_folder:
+            steps = Steps.of(shape, device, placement={"*": rule}, memory={"folder": str(rows_folder)})
             store = steps.stepper.model.store
             if max_set is not None:
                 store.limit_prefetch(max_set)

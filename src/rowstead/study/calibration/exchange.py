@@ -6,13 +6,12 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 
 import torch
 
 from rowstead.distributed.process_group import open_process_group
+from rowstead.records.temporary import temporary_folder
 from rowstead.spec.curve import Curve, CurveAxis
 from rowstead.spec.job import RENDEZVOUS_FILE
 
@@ -23,12 +22,12 @@ ROUNDS = 9
 
 def measure_exchange() -> Curve | None:
     """Measure all-to-all between two processes, as sharded tables use it; None if the processes fail or time out."""
-    with tempfile.TemporaryDirectory(prefix="rowstead-exchange-") as folder:
+    with temporary_folder() as folder:
         processes = []
         for rank in range(2):
             names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "OMP_NUM_THREADS": 1}
             environment = {**os.environ, **{name: str(value) for name, value in names.items()}}
-            environment[RENDEZVOUS_FILE] = str(Path(folder) / "rendezvous")
+            environment[RENDEZVOUS_FILE] = str(folder / "rendezvous")
             command = [sys.executable, "-m", "rowstead.study.calibration.exchange"]
             processes.append(
                 subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
