@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,3 +76,57 @@ def test_a_fleet_larger_than_the_cluster_is_refused_with_remedies(address: str, 
     output = " ".join(printed.read_text().split())
     assert "asks Ray for 23 CPUs" in output
     assert "fleet.ray_cpus" in output
+
+
+LISTENERS = """
+import json, os, subprocess, sys
+import psutil
+from rowstead.fleet.ray_launch import import_ray, local_cluster
+ray = import_ray()
+with local_cluster(ray, 2):
+    actor = ray.remote(psutil.Process).remote()  # a worker
+    ray.get(actor.ppid.remote())
+    this = psutil.Process()
+    listening = {
+        f"{process.name()} {each.laddr.ip}"
+        for process in (this, *this.children(recursive=True))
+        for each in process.net_connections("inet")
+        if each.status == psutil.CONN_LISTEN
+    }
+    join = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1])"
+    strangers = {
+        who: subprocess.run([sys.executable, "-c", join, ray.get_runtime_context().gcs_address], env=env, capture_output=True, text=True)
+        for who, env in (
+            ("ours", dict(os.environ)),
+            ("no token", {name: value for name, value in os.environ.items() if "AUTH" not in name}),
+            ("wrong token", {**os.environ, "RAY_AUTH_TOKEN": 64 * "0"}),
+        )
+    }
+    found = {who: each.stderr[-300:] if each.returncode else "joined" for who, each in strangers.items()}
+print(json.dumps({"listening": sorted(listening), "joined": found, "left": [n for n in os.environ if "RAY_AUTH" in n]}))
+"""
+
+
+@pytest.mark.slow
+def test_a_cluster_that_a_fleet_starts_listens_on_loopback_only_and_admits_nobody_without_its_token() -> None:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    done = subprocess.run([sys.executable, "-c", LISTENERS], env=environ, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    names = {each.split()[0] for each in found["listening"]}
+    assert {"gcs_server", "raylet", "python"} <= names, found
+    assert {each.split()[-1].removeprefix("::ffff:") for each in found["listening"]} == {"127.0.0.1"}, found
+    assert found["joined"]["ours"] == "joined"
+    assert "oken" in found["joined"]["no token"]
+    assert "oken" in found["joined"]["wrong token"]
+    assert found["left"] == []
+
+
+@pytest.mark.slow
+def test_a_cluster_that_cannot_be_reached_is_an_error_of_one_sentence(tmp_path: Path) -> None:
+    printed = tmp_path / "printed"
+    with run_command("127.0.0.1:1", printed, "train", recipe(tmp_path), "--fleet", ROLES, "--out", tmp_path / "out") as coordinator:
+        assert coordinator.wait(timeout=120) == 2, printed.read_text()
+    output = printed.read_text()
+    assert "Traceback" not in output
+    assert "RAY_ADDRESS=127.0.0.1:1 cannot be reached" in " ".join(output.split())

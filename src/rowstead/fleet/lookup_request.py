@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rowstead.data.batch import Sparse
 from rowstead.fleet.packing import LENGTH_DTYPES, offsets_of
-from rowstead.fleet.wire import Message
+from rowstead.fleet.wire import DEFAULT_LIMITS, Message
 from rowstead.kernels.check import check_sparse
 from rowstead.kernels.layout import Layout
 from rowstead.spec.errors import DataError
@@ -24,7 +24,10 @@ from rowstead.spec.features import Table
 
 MAX_SAMPLES = 1 << 24
 """Per batch."""
+MAX_REPLY_BYTES = DEFAULT_LIMITS.frame_bytes
+"""A client could not receive more in one tensor; checked before anything of that size is created, since a short request may ask for it."""
 _MAX_LAYOUTS = 64
+_OFFSET_BYTES = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,9 +75,11 @@ class LookupRequest:
 
 
 class RequestParser:
-    def __init__(self, layout: Layout) -> None:
-        self._layout = layout
+    def __init__(self, layout: Layout, dtype: torch.dtype = torch.float32) -> None:
+        """`dtype` is that of the vectors and rows in replies."""
+        self._layout, self._dtype = layout, dtype
         self._num_rows = np.array([table.num_rows for table in layout.tables], np.int64)
+        self._widths = np.array([table.width for table in layout.tables], np.int64)
         self._all_tables = PooledTables(tuple(range(len(layout.tables))), layout, np.array(layout.table_of, np.int64))
         self._subsets: dict[tuple[int, ...], PooledTables] = {}
 
@@ -87,6 +92,8 @@ class RequestParser:
             raise DataError("ids must be one-dimensional and int32 or int64")
         ids = tensors.pop(0)
         num_bags = pooled.layout.num_features * num_samples
+        check_reply_bytes(max(num_samples * pooled.layout.total_width * self._dtype.itemsize, num_bags * _OFFSET_BYTES))
+        check_reply_bytes(int(counts @ self._widths) * self._dtype.itemsize)
         lengths: Tensor | int
         if not num_bags:
             lengths = 0
@@ -163,6 +170,14 @@ def _select_tables(layout: Layout, table_indices: tuple[int, ...]) -> PooledTabl
         is_mean=tuple(layout.is_mean[feature] for feature in features),
     )
     return PooledTables(table_indices, some, np.array([layout.table_of[feature] for feature in features], np.int64))
+
+
+def check_reply_bytes(num_bytes: int) -> None:
+    """Raise if a reply, or what it is computed from, would be larger than a client can receive."""
+    if num_bytes > MAX_REPLY_BYTES:
+        raise DataError(
+            f"the reply would have {num_bytes:,} bytes; the limit is {MAX_REPLY_BYTES:,}: request fewer samples or rows at a time"
+        )
 
 
 def _read_int(value: Any, name: str, most: int) -> int:

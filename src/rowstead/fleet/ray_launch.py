@@ -6,12 +6,14 @@ their node's address, with the keys of the run.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
+import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,15 +67,15 @@ class RayRole(Role):
 class RayRoles:
     """Starts roles on a Ray cluster, inside a `with`; at its end all of them are killed.
 
-    Connects to the cluster of `RAY_ADDRESS` or of this machine; without one, starts a local cluster on the loopback interface, and shuts it
-    down at the end.
+    Connects to the cluster of `RAY_ADDRESS` or of this machine; without one, starts a cluster that only this user's processes on this machine
+    can use (`local_cluster`), and shuts it down at the end.
     """
 
     def __init__(self, folder: Path, spec: FleetSpec, resources: Mapping[RoleKind, RoleResources]) -> None:
         self._folder, self._resources = folder, resources
         self._requested = [resources[kind] for kind, _ in spec.roles()]
         self._roles: list[RayRole] = []
-        self._owns_cluster = False
+        self._connection = contextlib.ExitStack()
         create_roles_folder(folder)
 
     def start(self, kind: RoleKind, number: int, incarnation: int = 0) -> RayRole:
@@ -96,13 +98,12 @@ class RayRoles:
         self._ray = ray = import_ray()
         num_cpus, num_gpus = (sum(getattr(one, name) for one in self._requested) for name in ("num_cpus", "num_gpus"))
         if not ray.is_initialized():
-            self._owns_cluster = True
-            options = {"log_to_driver": False, "logging_level": "ERROR"}
             try:
-                ray.init(address="auto", **options)
+                init_ray(ray, address="auto")
+                self._connection.callback(ray.shutdown)
             except ConnectionError:
-                cores = max(usable_cores(), int(num_cpus) + 1)  # Ray only counts them, and the user asked for this many roles
-                ray.init(num_cpus=cores, include_dashboard=False, _node_ip_address=LOOPBACK, **options)
+                # Ray only counts the cores, and the user asked for this many roles.
+                self._connection.enter_context(local_cluster(ray, max(usable_cores(), int(num_cpus) + 1)))
         available = ray.cluster_resources()
         if available.get("CPU", 0) < num_cpus or available.get("GPU", 0) < num_gpus:
             self.__exit__()
@@ -116,8 +117,7 @@ class RayRoles:
     def __exit__(self, *_: object) -> None:
         for role in self._roles:
             role.kill()
-        if self._owns_cluster:
-            self._ray.shutdown()
+        self._connection.close()
 
 
 def import_ray() -> Any:
@@ -128,6 +128,60 @@ def import_ray() -> Any:
         return importlib.import_module("ray")
     except ImportError:
         raise RowsteadError("a fleet on Ray needs Ray: pip install 'rowstead[ray]'") from None
+
+
+def init_ray(ray: Any, **options: Any) -> None:
+    """Call `ray.init`; a failure is an error of one sentence, but no running cluster is a ConnectionError."""
+    try:
+        ray.init(log_to_driver=False, logging_level="ERROR", **options)
+    except ConnectionError:
+        raise
+    except Exception as error:  # noqa: BLE001, RUF100 - Ray raises plain `Exception` for a timeout, and RuntimeError for others
+        ray.shutdown()
+        address = os.environ.get("RAY_ADDRESS")
+        what = f"the Ray cluster at RAY_ADDRESS={address} cannot be reached" if address else "Ray did not start"
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise RowsteadError(
+            f"{what}: {reason}. Its logs are in /tmp/ray/session_latest/logs. Try again when the machine is less busy, start the cluster "
+            "yourself (`ray start --head`), or leave out `ray` to run all roles on this machine"
+        ) from None
+
+
+@contextlib.contextmanager
+def local_cluster(ray: Any, num_cpus: int) -> Iterator[None]:
+    """Start a cluster for the processes of this user on this machine: it listens on loopback only, and asks for a token.
+
+    Ray replaces a given loopback address by one that other machines can reach, and then listens on all interfaces, except where it takes this
+    machine to be no part of a cluster: `ENABLE_RAY_CLUSTER`. Its processes inherit the token in their environment.
+    """
+    constants, raylet = (importlib.import_module(name) for name in ("ray._private.ray_constants", "ray._raylet"))
+
+    def read_environment() -> None:
+        if hasattr(raylet, "AuthenticationTokenLoader"):  # Ray 2.52 and later
+            raylet.Config.initialize("")
+            raylet.AuthenticationTokenLoader.instance().reset_cache()
+
+    before = {name: os.environ.get(name) for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")}
+    was_enabled = getattr(constants, "ENABLE_RAY_CLUSTER", True)
+    try:
+        os.environ.pop("RAY_AUTH_TOKEN_PATH", None)
+        os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
+        constants.ENABLE_RAY_CLUSTER = False
+        read_environment()
+        init_ray(ray, address="local", num_cpus=num_cpus, include_dashboard=False, _node_ip_address=LOOPBACK)
+        address = ray.util.get_node_ip_address()
+        if address != LOOPBACK:
+            raise RowsteadError(
+                f"Ray {ray.__version__} listens on {address}, where other machines can reach it: start a cluster yourself, behind a firewall "
+                "(`ray start --head`), or leave out `ray` to run all roles on this machine"
+            )
+        yield
+    finally:
+        ray.shutdown()
+        constants.ENABLE_RAY_CLUSTER = was_enabled
+        for name, value in before.items():
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+        read_environment()
 
 
 class _RoleActor:

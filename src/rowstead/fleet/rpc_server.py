@@ -18,8 +18,10 @@ import zmq
 from rowstead.fleet.deduplication import Caller, RequestDeduplicator, RequestVerdict
 from rowstead.fleet.keys import Keys, ZapAuthenticator, check_address, protect_server
 from rowstead.fleet.local_sockets import UNIX_SOCKET, open_socket_folder, socket_address
-from rowstead.fleet.sockets import configure, receive_frames, send_frames
+from rowstead.fleet.sockets import configure, receive_frames, send_frames, send_tracked
+from rowstead.fleet.unread_replies import UnreadReplies
 from rowstead.fleet.wire import (
+    COPY_BELOW_BYTES,
     DEFAULT_LIMITS,
     ERROR,
     REPLY,
@@ -40,6 +42,8 @@ from rowstead.spec.errors import RowsteadError
 _log = logging.getLogger("rowstead.fleet")
 _POLL_MS = 100
 """How often an idle server checks whether to stop."""
+_HELD_POLL_MS = 5
+"""The same of a server whose clients have to read replies before it continues."""
 _ServerT = TypeVar("_ServerT", bound="Server")
 
 
@@ -110,6 +114,10 @@ class Server:
         self._status = status
         self._limits = limits
         self._deduplicator = RequestDeduplicator(limits)
+        self._unread = UnreadReplies(limits)
+        self._held: dict[bytes, deque[tuple[Header, Message]]] = {}
+        """Requests by route that wait until replies have been read."""
+        self._held_bytes = 0
         self._outbox: deque[tuple[Header, list[Buffer]]] = deque()
         self._serving = threading.Lock()
         self._loop_thread: int | None = None
@@ -199,7 +207,7 @@ class Server:
         wake_fd = self._wake.fileno()
         while not self._closing and not until():
             before_s = time.perf_counter()
-            ready = poller.poll(_POLL_MS)
+            ready = poller.poll(_HELD_POLL_MS if self._held else _POLL_MS)
             self.waiting_s += time.perf_counter() - before_s
             for source, _ in ready:
                 if source is self._router:
@@ -210,6 +218,8 @@ class Server:
                 elif self._authenticator is not None:
                     self._authenticator.handle_request()
             self._send_replies()
+            if self._held:
+                self._run_held()
 
     def _receive(self, frames: list[zmq.Frame], num_frames: int) -> None:
         """Run, repeat or refuse a request; the first frame is the route back."""
@@ -232,12 +242,16 @@ class Server:
             return
         verdict, reply = self._deduplicator.admit(header, route)
         if verdict is RequestVerdict.RUN:
-            self._run(header, message)
+            if route not in self._held and self._unread.may_run(route):
+                self._run(header, message)
+            else:
+                self._hold(route, header, message)
             return
         self.num_repeated += verdict is not RequestVerdict.TOO_MANY
         if verdict is RequestVerdict.REPEAT:
             assert reply is not None
-            self._send(route, reply)
+            if self._unread.may_run(route):  # or it is resent once more
+                self._send(route, reply)
         elif verdict is RequestVerdict.EVICTED:
             problem = f"`{header.kind}` of {header.name} has run, but its reply is no longer kept"
             self._send(route, self._encode(header.number, RowsteadError(problem)))
@@ -245,6 +259,27 @@ class Server:
             self._num_refused += 1
             problem = f"{header.name} has too many requests in flight, or {self.name} too many clients; send fewer at a time"
             self._send(route, self._encode(header.number, RowsteadError(problem)))
+
+    def _hold(self, route: bytes, header: Header, message: Message) -> None:
+        """Keep a request until its client has read earlier replies, or refuse it if there are too many of those."""
+        held = self._held.setdefault(route, deque())
+        if len(held) < self._limits.in_flight_per_client and self._held_bytes < self._limits.unread_bytes_per_client:
+            held.append((header, message))
+            self._held_bytes += header.facts_bytes + header.tensors_bytes
+            return
+        self._num_refused += 1
+        problem = f"{header.name} does not read the replies of {self.name}: read them before sending more requests"
+        self._queue_reply(header, RowsteadError(problem))
+
+    def _run_held(self) -> None:
+        for route, held in list(self._held.items()):
+            while held and self._unread.may_run(route):
+                header, message = held.popleft()
+                self._held_bytes -= header.facts_bytes + header.tensors_bytes
+                self._run(header, message)
+                self._send_replies()
+            if not held:
+                del self._held[route]
 
     def _run(self, header: Header, message: Message) -> None:
         self.num_requests += 1
@@ -290,8 +325,12 @@ class Server:
 
     def _send(self, route: bytes, frames: list[Buffer]) -> None:
         # ZeroMQ drops messages to a client that is gone or does not read; a live client resends its request.
-        send_frames(self._router, [route, *frames])
-        self.num_bytes_sent += size_of(frames)
+        num_bytes = size_of(frames)
+        if num_bytes < COPY_BELOW_BYTES:
+            send_frames(self._router, [route, *frames])
+        else:
+            self._unread.add(route, num_bytes, send_tracked(self._router, [route, *frames]))
+        self.num_bytes_sent += num_bytes
 
     def _answer_status(self, message: Message, caller: Caller) -> Message:
         return Message("status", self.status())
@@ -312,6 +351,7 @@ class Server:
             "rss_bytes": rss_bytes,
             "num_bytes_received": self.num_bytes_received,
             "num_bytes_sent": self.num_bytes_sent,
+            "unread_replies_bytes": self._unread.num_bytes,
             "kept_replies_bytes": self._deduplicator.kept_replies_bytes,
             **self._status(),
         }

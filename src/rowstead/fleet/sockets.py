@@ -34,6 +34,20 @@ def send_frames(socket: zmq.Socket[bytes], frames: Sequence[Buffer]) -> None:
     socket.send(frames[-1], zmq.NOBLOCK, copy=len(frames[-1]) < COPY_BELOW_BYTES)
 
 
+def send_tracked(socket: zmq.Socket[bytes], frames: Sequence[Buffer]) -> zmq.MessageTracker:
+    """Send all frames as one message, and return what tells when ZeroMQ has passed on the largest of them."""
+    largest = max(range(len(frames)), key=lambda index: len(frames[index]))
+    tracked = zmq.Frame(frames[largest], track=True, copy=False)
+    tracker: zmq.MessageTracker = tracked.tracker
+    for index, frame in enumerate(frames):
+        more = zmq.NOBLOCK if index == len(frames) - 1 else zmq.SNDMORE | zmq.NOBLOCK
+        if index == largest:
+            socket.send(tracked, more, copy=False)
+        else:
+            socket.send(frame, more, copy=len(frame) < COPY_BELOW_BYTES)
+    return tracker
+
+
 def receive_frames(socket: zmq.Socket[bytes], *, max_frames: int) -> tuple[list[zmq.Frame], int]:
     """Return the first frames of the next message, not copied, and their number; frames after `max_frames` are discarded."""
     frame = socket.recv(zmq.NOBLOCK, copy=False)

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rowstead.fleet.lookup_request import LookupRequest, RequestParser
+from rowstead.fleet.lookup_request import LookupRequest, RequestParser, check_reply_bytes
 from rowstead.kernels.cpu import embedding as cpu
 from rowstead.kernels.cpu.embedding import gather_rows, update_rows
 from rowstead.kernels.layout import Layout
@@ -65,7 +65,7 @@ class TableShard:
         self.optimizer = None if optimizer is None else dataclasses.replace(optimizer, clip=None)
         self.layout, self.dtype, self.seed = layout, dtype, seed
         self.store = DeviceStore(layout, self.optimizer, seed=seed, kernel="cpu", dtype=dtype)
-        self.parser = RequestParser(layout)
+        self.parser = RequestParser(layout, compute_dtype(dtype))
         self.table_index = {table.name: index for index, table in enumerate(layout.tables)}
         self._rows = [rows.detach() for rows in self.store.weights]
         self._states = self.store.row_states
@@ -150,12 +150,16 @@ class TableShard:
 
     def read(self, table: str, part: str, start: int, stop: int) -> Tensor:
         """Copy rows `start` to `stop` of one part of a table."""
-        return self._part(table, part, start, stop)[start:stop].clone()
+        rows = self._part(table, part, start, stop)[start:stop]
+        check_reply_bytes(rows.nbytes)
+        return rows.clone()
 
     def gather(self, table: str, part: str, rows: Tensor) -> Tensor:
         if rows.numel():
             self._part(table, part, int(rows.min()), int(rows.max()) + 1)
-        return self._part(table, part, 0, 0)[rows.long()]
+        found = self._part(table, part, 0, 0)
+        check_reply_bytes(rows.numel() * found.shape[1] * found.itemsize)
+        return found[rows.long()]
 
     def write(self, table: str, part: str, start: int, values: Tensor) -> None:
         """Overwrite rows from `start` on with values [n, columns]; within `changing`."""

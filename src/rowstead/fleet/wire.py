@@ -83,6 +83,10 @@ class Limits:
     """Bytes of all tensors of one message."""
     in_flight_per_client: int = 64
     """Unanswered requests of one client."""
+    unread_bytes_per_client: int = 256 << 20
+    """Bytes of replies that a connection has not read; above it its requests wait."""
+    unread_bytes: int = 2 << 30
+    """The same of all connections; at half of it, those that have unread replies wait."""
     kept_replies_bytes: int = 256 << 20
     """Bytes of replies kept in case their request is resent."""
     num_clients: int = 4096
