@@ -131,14 +131,14 @@ def import_ray() -> Any:
 
 
 def init_ray(ray: Any, **options: Any) -> None:
-    """Call `ray.init`; a failure is an error of one sentence, but no running cluster is a ConnectionError."""
+    """Call `ray.init` and say in a sentence why it fails; a ConnectionError means that there is no cluster to connect to."""
+    address = os.environ.get("RAY_ADDRESS") if options["address"] == "auto" else None
     try:
         ray.init(log_to_driver=False, logging_level="ERROR", **options)
-    except ConnectionError:
-        raise
-    except Exception as error:  # noqa: BLE001, RUF100 - Ray raises plain `Exception` for a timeout, and RuntimeError for others
+    except Exception as error:  # noqa: BLE001, RUF100 - Ray raises a plain `Exception` after a timeout, and RuntimeError for others
+        if isinstance(error, ConnectionError) and options["address"] == "auto" and address is None:
+            raise
         ray.shutdown()
-        address = os.environ.get("RAY_ADDRESS")
         what = f"the Ray cluster at RAY_ADDRESS={address} cannot be reached" if address else "Ray did not start"
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise RowsteadError(
