@@ -2,12 +2,15 @@
 
 python -m benchmarks.exchange [--quick] [--json]
 
-Three contenders take turns on the same batches, each from one thread of one process to others over loopback:
+Four contenders take turns on the same batches, each from one thread of one process to others over Unix sockets:
 
     remote   look-up and update of a RemoteStore with staleness 0, rows in sparse servers
+    keyed    the same over TCP on loopback with keys, as roles on several machines have them: encrypted
     kernel   look-up and update of a DeviceStore with the same tables in this process
     echo     ZeroMQ sockets and nothing else: for each look-up and each update as many bytes go to a bare process, and as many come
              back, as RemoteStore's clients have counted for it
+
+`keys_over_plain` is keyed / remote: what keys would cost the roles of one machine, which therefore use Unix sockets.
 
 Each look-up and each update is timed by itself, until it is answered, and before each of them other memory goes through the caches of this
 process, as the network does in a step. `over_kernel_plus_echo` is remote / (kernel + echo), of medians: below 1.3 is the aim. Latencies are of
@@ -29,6 +32,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +41,9 @@ import zmq
 from benchmarks.harness import OtherLoad, alternate, arguments, chosen, noise_of, publish
 from rowstead.data.batch import Sparse
 from rowstead.distributed.sharding import piece_layout
+from rowstead.fleet.build import KEYS_FILE
+from rowstead.fleet.keys import Keys
+from rowstead.fleet.local_sockets import open_socket_folder, socket_address
 from rowstead.fleet.partition import Partition, partition_tables
 from rowstead.fleet.remote_store import RemoteStore
 from rowstead.fleet.rpc_client import Client
@@ -128,11 +135,11 @@ class Echo:
         self._context.term()
 
 
-def serve_echo() -> None:
+def serve_echo(address: str) -> None:
     """Answer each message with as many bytes as it asks for, until killed."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.ROUTER)
-    socket.bind("tcp://127.0.0.1:0")
+    socket.bind(address)
     print(socket.getsockopt_string(zmq.LAST_ENDPOINT), flush=True)
     content = memoryview(bytes(64 << 20))
     while True:
@@ -142,25 +149,27 @@ def serve_echo() -> None:
         socket.send(content[:num_bytes], copy=num_bytes < 1 << 16)
 
 
-def serve_rows(shape: Shape, number: int) -> None:
-    """Keep one server's share of the tables, until whoever started this is gone."""
+def serve_rows(shape: Shape, number: int, folder: Path) -> None:
+    """Keep one server's share of the tables, until whoever started this is gone; with and without keys, by the same rows."""
     torch.set_num_threads(1)
     parent = os.getppid()
     layout = shape.layout
     kept = TableShard(piece_layout(layout, shape.partition.pieces_of(layout, number)), SparseOptimizerSpec())
-    server = SparseServer(kept, name=f"sparse-{number}")
-    print(server.address, flush=True)
-    server.serve(lambda: os.getppid() != parent)
+    name = f"sparse-{number}"
+    plain = SparseServer(kept, name=name, address=socket_address(folder, name))
+    with SparseServer(kept, name=name, address="tcp://127.0.0.1:0", keys=Keys.load(folder / KEYS_FILE)).start() as keyed:
+        print(plain.address, keyed.address, flush=True)
+        plain.serve(lambda: os.getppid() != parent)
 
 
 @contextmanager
-def started(*options: object) -> Iterator[str]:
-    """Another process of this benchmark, by the address that it prints."""
+def started(*options: object) -> Iterator[list[str]]:
+    """Another process of this benchmark, by the addresses that it prints."""
     command = [sys.executable, "-m", "benchmarks.exchange", *map(str, options)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
-            yield process.stdout.readline().strip()
+            yield process.stdout.readline().split()
         finally:
             process.kill()
 
@@ -173,17 +182,26 @@ def measure(shape: Shape, repeats: int) -> dict[str, Any]:
     batches = [shape.draw(rng) for _ in range(4 * BATCHES_A_TURN)]
     local = DeviceStore(shape.layout, optimizer, check=False)
     with ExitStack() as stack:
-        servers = [stack.enter_context(started("--serve", SHAPES.index(shape), number)) for number in range(shape.num_servers)]
-        echo = Echo([stack.enter_context(started("--echo")) for _ in servers])
+        folder, keys = stack.enter_context(open_socket_folder()), Keys.generate()
+        keys.save(folder / KEYS_FILE)
+        numbers = range(shape.num_servers)
+        servers = [stack.enter_context(started("--serve", SHAPES.index(shape), number, folder)) for number in numbers]
+        echoes = [stack.enter_context(started("--echo", socket_address(folder, f"echo-{number}"))) for number in numbers]
+        echo = Echo([address for (address,) in echoes])
         stack.callback(echo.close)
         clients: list[Client] = []
 
         def connect(number: int) -> Client:
-            clients.append(Client(servers[number], name=f"trainer-{len(clients)}"))
+            clients.append(Client(servers[number][0], name=f"trainer-{len(clients)}"))
             return clients[-1]
+
+        def connect_with_keys(number: int) -> Client:
+            return Client(servers[number][1], name=f"keyed-{number}", keys=keys)
 
         remote = RemoteStore(shape.layout, optimizer, shape.partition, connect, check=False)
         stack.callback(remote.close)
+        keyed = RemoteStore(shape.layout, optimizer, shape.partition, connect_with_keys, check=False)
+        stack.callback(keyed.close)
         turns = {name: _Turns(batches) for name in ("remote", "kernel", "echo")}
 
         def ask() -> None:
@@ -211,6 +229,7 @@ def measure(shape: Shape, repeats: int) -> dict[str, Any]:
 
         one_by_one: dict[str, tuple[OnBatch, OnBatch]] = {
             "remote": (remote.lookup, partial(train, remote)),
+            "keyed": (keyed.lookup, partial(train, keyed)),
             "kernel": (local.lookup, partial(train, local)),
             "echo": (lambda _: echo.exchange(lookup), lambda _: echo.exchange(update)),
         }
@@ -232,9 +251,11 @@ def measure(shape: Shape, repeats: int) -> dict[str, Any]:
     return {
         "shape": shape.name,
         "remote_s": times_s["remote"],
+        "keyed_s": times_s["keyed"],
         "kernel_s": times_s["kernel"],
         "echo_s": times_s["echo"],
         "over_kernel_plus_echo": times_s["remote"] / (times_s["kernel"] + times_s["echo"]),
+        "keys_over_plain": times_s["keyed"] / times_s["remote"],
         "in_a_row_over_kernel_plus_echo": row_s["remote"] / (row_s["kernel"] + row_s["echo"]),
         "latency_p50_s": _quantile(lookups_s, 0.5),
         "latency_p99_s": _quantile(lookups_s, 0.99),
@@ -310,19 +331,21 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
 
 def main() -> None:
     parser = arguments(__doc__, with_shapes=True)
-    parser.add_argument("--serve", nargs=2, type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--echo", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--serve", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--echo", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.echo:
-        serve_echo()
+        serve_echo(options.echo)
     if options.serve:
-        serve_rows(SHAPES[options.serve[0]], options.serve[1])
+        shape, number, folder = options.serve
+        serve_rows(SHAPES[int(shape)], int(number), Path(folder))
         return
     torch.set_num_threads(1)
     rows = [measure(shape, 5 if options.quick else 30) for shape in chosen(SHAPES, options)]
     summary = {
         "lookup_update_over_kernel_plus_echo": max(row["over_kernel_plus_echo"] for row in rows),
         "in_a_row_over_kernel_plus_echo": max(row["in_a_row_over_kernel_plus_echo"] for row in rows),
+        "keys_over_plain": max(row["keys_over_plain"] for row in rows),
         "latency_p50_s": rows[0]["latency_p50_s"],
         "latency_p99_s": rows[0]["latency_p99_s"],
         **noise_of(rows),

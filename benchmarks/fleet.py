@@ -148,9 +148,9 @@ def serve(number: int, num_threads: int) -> None:
     parent = os.getppid()
     layout, partition = layout_and_partition(M3)
     kept = TableShard(piece_layout(layout, partition.pieces_of(layout, number)), M3.spec().train.sparse_optimizer)
-    server = SparseServer(kept, name=f"sparse-{number}")
-    print(server.address, flush=True)
-    server.serve(lambda: os.getppid() != parent)
+    with SparseServer(kept, name=f"sparse-{number}") as server:
+        print(server.address, flush=True)
+        server.serve(lambda: os.getppid() != parent)
 
 
 @contextmanager

@@ -79,7 +79,17 @@ def test_a_unix_socket_needs_no_keys_but_a_folder_that_other_users_cannot_enter(
 
 @pytest.mark.parametrize(
     "address",
-    ["tcp://127.0.0.1:0", "tcp://localhost:80", "tcp://[::1]:0", "tcp://0.0.0.0:0", "tcp://*:0", "tcp://10.0.0.1:5555", "tcp://example.org:80", "tcp://[::]:0", "tcp://[2001:db8::1]:1"],
+    [
+        "tcp://127.0.0.1:0",
+        "tcp://localhost:80",
+        "tcp://[::1]:0",
+        "tcp://0.0.0.0:0",
+        "tcp://*:0",
+        "tcp://10.0.0.1:5555",
+        "tcp://example.org:80",
+        "tcp://[::]:0",
+        "tcp://[2001:db8::1]:1",
+    ],
 )
 def test_an_address_that_other_users_can_reach_is_refused_without_keys(address: str) -> None:
     check_address(address, Keys.generate())
@@ -94,7 +104,17 @@ def test_an_address_that_other_users_can_reach_is_refused_without_keys(address: 
 
 
 @pytest.mark.parametrize(
-    "address", ["", "127.0.0.1:5", "tcp://127.0.0.1", "tcp://127.0.0.1:70000", "ipc://@abstract", "ipc://x", f"ipc:///{103 * 'x'}", "tcp://a:1;b:2"]
+    "address",
+    [
+        "",
+        "127.0.0.1:5",
+        "tcp://127.0.0.1",
+        "tcp://127.0.0.1:70000",
+        "ipc://@abstract",
+        "ipc://x",
+        f"ipc:///{103 * 'x'}",
+        "tcp://a:1;b:2",
+    ],
 )
 def test_an_invalid_address_is_refused(address: str) -> None:
     with pytest.raises(RowsteadError, match="invalid address"):

@@ -110,7 +110,9 @@ print(json.dumps({"listening": sorted(listening), "joined": found, "left": [n fo
 @pytest.mark.slow
 def test_a_cluster_that_a_fleet_starts_listens_on_loopback_only_and_admits_nobody_without_its_token() -> None:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    done = subprocess.run([sys.executable, "-c", LISTENERS], env=environ, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", LISTENERS], env=environ, capture_output=True, text=True, timeout=200, check=False
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     names = {each.split()[0] for each in found["listening"]}

@@ -80,7 +80,9 @@ def deaf(server: Server, count: int) -> Iterator[list[Deaf]]:
             client.close()
 
 
-def test_a_client_that_does_not_read_is_held_at_its_limit_and_gets_every_reply_once_it_reads(server: Server, rows: Rows) -> None:
+def test_a_client_that_does_not_read_is_held_at_its_limit_and_gets_every_reply_once_it_reads(
+    server: Server, rows: Rows
+) -> None:
     with deaf(server, 1) as (stranger,), Client(server.address, name="good") as good:
         for number in range(12):
             stranger.send("rows", number, {"n": number})
@@ -93,7 +95,9 @@ def test_a_client_that_does_not_read_is_held_at_its_limit_and_gets_every_reply_o
     assert rows.num_calls == {"deaf-0": 12, "good": 20}
 
 
-def test_several_clients_that_do_not_read_stay_below_half_of_the_limit_in_all_and_one_that_reads_is_served(server: Server, rows: Rows) -> None:
+def test_several_clients_that_do_not_read_stay_below_half_of_the_limit_in_all_and_one_that_reads_is_served(
+    server: Server, rows: Rows
+) -> None:
     with deaf(server, 4) as strangers, Client(server.address, name="good", deadline_s=20) as good:
         for number in range(12):
             for stranger in strangers:
@@ -149,7 +153,9 @@ with SparseServer(TableShard(plain_layout(1000, width=8), ADAGRAD)) as server:
 
 
 @pytest.mark.slow
-def test_twelve_lookups_of_four_million_samples_with_unread_answers_do_not_fill_a_servers_memory(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_twelve_lookups_of_four_million_samples_with_unread_answers_do_not_fill_a_servers_memory(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
     stop = tmp_path_factory.mktemp("stop") / "stop"
     reply_bytes = (1 << 22) * 8 * 4
     with ExitStack() as stack:

@@ -57,7 +57,9 @@ def abandon(parent: Path, name: str) -> Path:
 
 
 def test_a_folder_that_is_not_certainly_ours_is_left_alone(tmp_path: Path) -> None:
-    other_name, unmarked, open_to_others = (abandon(tmp_path, name) for name in ("somebody-else", "rowstead-data", "rowstead-open"))
+    other_name, unmarked, open_to_others = (
+        abandon(tmp_path, name) for name in ("somebody-else", "rowstead-data", "rowstead-open")
+    )
     (unmarked / MARKER).unlink()
     open_to_others.chmod(0o755)
     (tmp_path / "rowstead-file").touch()

@@ -59,4 +59,6 @@ def check_socket_path(address: str) -> None:
     except FileNotFoundError:
         return
     if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        raise RowsteadError(f"{address}: other users can enter {path.parent}; put the socket into a folder of your own with mode 0700")
+        raise RowsteadError(
+            f"{address}: other users can enter {path.parent}; put the socket into a folder of your own with mode 0700"
+        )

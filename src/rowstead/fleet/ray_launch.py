@@ -154,7 +154,8 @@ def local_cluster(ray: Any, num_cpus: int) -> Iterator[None]:
     Ray replaces a given loopback address by one that other machines can reach, and then listens on all interfaces, except where it takes this
     machine to be no part of a cluster: `ENABLE_RAY_CLUSTER`. Its processes inherit the token in their environment.
     """
-    constants, raylet = (importlib.import_module(name) for name in ("ray._private.ray_constants", "ray._raylet"))
+    constants: Any = importlib.import_module("ray._private.ray_constants")
+    raylet: Any = importlib.import_module("ray._raylet")
 
     def read_environment() -> None:
         if hasattr(raylet, "AuthenticationTokenLoader"):  # Ray 2.52 and later

@@ -25,9 +25,7 @@ _LIMITS = Limits(facts_bytes=1 << 20, frame_bytes=1 << 20, message_bytes=1 << 20
 class ReaderServer(Server):
     """Answers `request_batches` of trainers and `members` of the coordinator, and owns its reader."""
 
-    def __init__(
-        self, reader: Reader, *, address: str | None = None, keys: Keys | None = None, name: str = "reader"
-    ) -> None:
+    def __init__(self, reader: Reader, *, address: str | None = None, keys: Keys | None = None, name: str = "reader") -> None:
         self._reader = reader
         handlers = {"request_batches": self._request_batches, "members": self._members}
         super().__init__(handlers, address=address, keys=keys, limits=_LIMITS, name=name, status=reader.status)
