@@ -158,7 +158,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             fuzzer = Fuzzer(Path(folder))
             for case in range(options.start, stop):
-                print(case, end="\r", file=sys.stderr, flush=True)
+                print(case, file=sys.stderr, flush=True)
                 fuzzer.run(case)
             print(dict(fuzzer.outcomes))
         return 0
@@ -167,11 +167,14 @@ def main() -> int:
         count = min(PER_PROCESS, stop - start)
         command = [sys.executable, "-m", "tests.data.fuzz_parquet", "--here", "--start", str(start), "--cases", str(count)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-        case = int(done.stderr.split("\r")[-2]) if done.returncode and "\r" in done.stderr else start + count - 1
+        case, reason = start + count - 1, ""
+        if done.returncode:
+            started = [line for line in done.stderr.splitlines() if line.isdecimal()]
+            case, reason = int(started[-1]), done.stderr[done.stderr.rindex(started[-1]) :]
         print(f"{case + 1 - options.start:,} cases, {time.monotonic() - began_s:.0f} s: {done.stdout.strip()}", flush=True)
         if done.returncode:
             num_failed += 1
-            print(f"case {case} failed ({done.returncode}): {done.stderr.strip()[-3000:]}", flush=True)
+            print(f"case {case} failed ({done.returncode}): {reason.strip()[-3000:]}", flush=True)
         start = case + 1
     return int(num_failed > 0)
 

@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rowstead.data.files import LogFile, open_regular
+from rowstead.data.footer_checks import find_footer_problem
 from rowstead.spec.errors import DataError
 
 Range = tuple[int, int]
@@ -82,11 +83,16 @@ class Footers:
     def read_metadata(self, file: LogFile) -> pq.FileMetaData:
         """The footer of a file as pyarrow reads it."""
         try:
-            return pq.read_metadata(pa.BufferReader(self._read_local(file) if file.is_local else self._read_remote(file)))
+            footer = self._read_local(file) if file.is_local else self._read_remote(file)
+            metadata = pq.read_metadata(pa.BufferReader(footer))
+            problem = find_footer_problem(footer, metadata)
         except (pa.ArrowInvalid, UnicodeDecodeError) as error:
             raise DataError(f"`{file.path}` is not a Parquet file: {first_line(error)}") from None
         except (pa.ArrowException, OSError, MemoryError) as error:
             raise DataError(f"`{file.path}` cannot be opened: {first_line(error)}") from None
+        if problem is not None:
+            raise DataError(f"`{file.path}` has a damaged footer: {problem}. Copy the file again, or write it anew")
+        return metadata
 
     def check_unchanged(self, file: LogFile) -> None:
         """Raise a DataError if a local file is not what it was when its footer was read. A touched file is no other file."""
