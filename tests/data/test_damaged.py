@@ -24,7 +24,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def damaged(whole: bytes, draw: random.Random) -> bytes:
-    """Some bytes of the pages are others; the footer stays, since pyarrow itself may end the process over a wrong one."""
+    """Some bytes of the pages are others; the footer stays (`test_fuzz` has damaged ones too)."""
     bytes_ = bytearray(whole)
     end = len(whole) - 8 - int.from_bytes(whole[-8:-4], "little") - 8
     for _ in range(draw.randint(1, 4)):
