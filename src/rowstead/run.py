@@ -36,6 +36,7 @@ from rowstead.stores.base import check_source
 from rowstead.stores.build import measured_machine, unused_machine_warning
 from rowstead.training.build import build_model, ignored_settings, plan_placement
 from rowstead.training.checkpoint import Checkpoint, checkpoints_in, load_latest
+from rowstead.training.checkpoint_fits import check_fits, id_kinds_in, position_in, transforms_in
 from rowstead.training.checkpoint_increment import CheckpointChanges
 from rowstead.training.device import bf16_fallback, choose_device, kernel_text, set_threads
 from rowstead.training.hogwild import HogwildStepper
@@ -43,7 +44,7 @@ from rowstead.training.loop import Loop, TrainOutcome
 from rowstead.training.metrics import Quality
 from rowstead.training.progress import NoProgress, Position, ProgressCallback, RunReporter
 from rowstead.training.step import Stepper, load_model
-from rowstead.training.trained import check_same_model, checkpoint_facts, transforms_in
+from rowstead.training.trained import checkpoint_facts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,13 +135,13 @@ def _run(
         # What to start from: the run's own checkpoint, else the weights of another run, else the seed's.
         saved = initial = None
         if folder is not None and group.gather(bool(checkpoints_in(folder.checkpoints)))[0]:
-            saved = _load_checkpoint(spec, folder, group, callback)
+            saved = _load_checkpoint(spec, folder, group, callback, with_optimizer=True)
         elif init_from is not None:
-            initial = _load_checkpoint(spec, RunFolder.open(init_from, root), group, callback)
+            initial = _load_checkpoint(spec, RunFolder.open(init_from, root), group, callback, with_optimizer=False)
         start = saved or initial
 
         # The log.
-        sources = open_sources(spec, transforms_in(saved) if saved else None, start.facts["id_kinds"] if start else None)
+        sources = open_sources(spec, transforms_in(spec, saved) if saved else None, id_kinds_in(spec, start) if start else None)
         if folder is not None:
             check_log_files(folder.path, sources, accept_changes=accept_changed_log, on_message=callback.on_message)
 
@@ -152,7 +153,7 @@ def _run(
         position = changes = None
         if saved is not None:
             stepper.load_state(saved.tensors)
-            position = Position(**saved.facts["position"])
+            position = position_in(saved)
             changes = CheckpointChanges(spec.train, model.store.tables, saved)
         elif initial is not None:
             load_model(model, initial.tensors, with_optimizer=False)
@@ -214,11 +215,15 @@ def _run(
         return Result(folder=folder.path, outcome=outcome, record=record, stopped_by=stop.signal)
 
 
-def _load_checkpoint(spec: RunSpec, folder: RunFolder, group: ProcessGroup, callback: ProgressCallback) -> Checkpoint:
-    """The newest valid checkpoint of a run, which must fit the model of `spec`."""
-    saved = load_latest(folder.checkpoints, callback.on_message, process_group=group)
-    check_same_model(spec, saved, callback.on_message)
-    return saved
+def _load_checkpoint(
+    spec: RunSpec, folder: RunFolder, group: ProcessGroup, callback: ProgressCallback, *, with_optimizer: bool
+) -> Checkpoint:
+    """The newest valid checkpoint of a run that fits the model of `spec`."""
+
+    def check(saved: Checkpoint) -> None:
+        check_fits(spec, saved, callback.on_message, with_optimizer=with_optimizer)
+
+    return load_latest(folder.checkpoints, callback.on_message, check=check, process_group=group)
 
 
 def _build_stepper(spec: RunSpec, model: DLRM, num_samples: int, group: ProcessGroup) -> Stepper:

@@ -21,7 +21,7 @@ from rowstead.kernels.layout import layout_of
 from rowstead.run import train
 from rowstead.spec.fleet import FleetSpec
 from rowstead.training import checkpoint
-from rowstead.training.saved_tensors import STORE
+from rowstead.training.checkpoint_manifest import STORE
 from tests.small_runs import small_spec
 
 

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rowstead.spec.errors import CheckpointError
-from rowstead.training import checkpoint, checkpoint_files
+from rowstead.training import checkpoint_files, checkpoint_manifest
 from rowstead.training.checkpoint import checkpoints_in, load, load_latest, save
 
 dtypes = st.sampled_from(list(checkpoint_files.DTYPES.values()))
@@ -173,7 +173,7 @@ def test_a_missing_file_is_named(good: Path) -> None:
 
 def test_an_unknown_format_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(folder, 1, small(1), {}, keep=1)
-    monkeypatch.setattr(checkpoint, "READABLE", (98, 99))
+    monkeypatch.setattr(checkpoint_manifest, "READABLE", (98, 99))
     with pytest.raises(CheckpointError, match=r"has format 2, .* reads formats 98, 99"):
         load(path)
 

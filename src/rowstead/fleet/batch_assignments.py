@@ -19,6 +19,7 @@ from typing import Any
 
 from rowstead.data.source import Cursor
 from rowstead.records.files import write_atomic
+from rowstead.records.plain_files import is_count, parse_json, read_plain, shown
 from rowstead.spec.errors import RowsteadError
 
 Event = list[Any]
@@ -158,6 +159,17 @@ class BatchAssignments:
     def replay(self, event: Event) -> None:
         self._apply[event[0]](*event[1:])
 
+    def replay_checked(self, event: Event) -> None:
+        """Apply an event from a file, whose values may be anything."""
+        for value in event[1:]:
+            if isinstance(value, list):
+                _check_counts(*value)
+            elif not isinstance(value, str):
+                (_check_cursor if isinstance(value, dict) else _check_counts)(value)
+        if event[0] == "assign":
+            _check_cursor(event[-1])
+        self.replay(event)
+
     def _release(self, is_lost: Callable[[Holder], bool]) -> None:
         numbers = sorted(number for number, (holder, _) in self._held.items() if is_lost(holder))
         if numbers:
@@ -222,13 +234,17 @@ class BatchAssignments:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> BatchAssignments:
+        """The inverse of `to_json`; raises a ValueError, KeyError or TypeError for anything else."""
         assignments = cls()
         for name in _COUNTERS:
+            (_check_cursor if name == "next_cursor" else _check_counts)(content[name])
             setattr(assignments, name, content[name])
         for number, name, incarnation, *entry in content["held"]:
-            assignments._hold(number, Holder(name, incarnation), AssignedBatch(*entry))
+            _check_counts(number, incarnation)
+            assignments._hold(number, Holder(_check_name(name), incarnation), _assigned_batch(*entry))
         for number, may_repeat, *entry in content["to_reassign"]:
-            assignments._to_reassign[number] = may_repeat, AssignedBatch(*entry)
+            _check_counts(number)
+            assignments._to_reassign[number] = bool(may_repeat), _assigned_batch(*entry)
         return assignments
 
 
@@ -286,8 +302,8 @@ class AssignmentLog:
 
     def _restore(self) -> BatchAssignments:
         try:
-            identity, assignments = parse_log(self._path.read_bytes())
-        except ValueError as error:
+            identity, assignments = parse_log(read_plain(self._path))
+        except (ValueError, OSError) as error:
             raise RowsteadError(
                 f"{self._path} is not a reader's assignment log of this version ({error}): start a new run with the weights of "
                 "this one (`rowstead train RECIPE --init-from RUN`)"
@@ -304,13 +320,36 @@ def parse_log(content: bytes) -> tuple[dict[str, Any], BatchAssignments]:
     """Parse an assignment log: its identity and its state. Raises a ValueError if it is damaged, or of another version."""
     whole, _, _ = content.rpartition(b"\n")
     try:
-        first, *events = [json.loads(line) for line in whole.splitlines()]
+        first, *events = [parse_json(line) for line in whole.splitlines()]
         identity, assignments = first["share"], BatchAssignments.from_json(first["assignments"])
         for event in events:
-            assignments.replay(event)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+            assignments.replay_checked(event)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from None
     return identity, assignments
+
+
+def _assigned_batch(epoch: int, cursor: Cursor | None, num_samples: int) -> AssignedBatch:
+    _check_counts(epoch, num_samples)
+    _check_cursor(cursor)
+    return AssignedBatch(epoch, cursor, num_samples)
+
+
+def _check_counts(*values: Any) -> None:
+    for value in values:
+        if not is_count(value):
+            raise ValueError(f"{shown(value)} is not a count")
+
+
+def _check_cursor(cursor: Any) -> None:
+    if cursor is not None and not (isinstance(cursor, dict) and all(map(is_count, cursor.values()))):
+        raise ValueError(f"{shown(cursor)} is not a cursor")
+
+
+def _check_name(name: Any) -> str:
+    if not isinstance(name, str):
+        raise TypeError(f"{shown(name)} is not a name")
+    return name
 
 
 def _line(content: Any) -> bytes:

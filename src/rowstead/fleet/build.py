@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 from torch import Tensor
 
 from rowstead.data.batch import Batch
 from rowstead.data.log_files import check_log_files
 from rowstead.data.open_log import Sources, open_sources
 from rowstead.data.transforms import DenseTransforms
+from rowstead.fleet.batch_assignments import parse_log
 from rowstead.fleet.keys import Keys
 from rowstead.fleet.partition import Partition, partition_tables
 from rowstead.fleet.reader_server import assignment_log_path
@@ -23,7 +27,9 @@ from rowstead.fleet.rpc_client import Client
 from rowstead.kernels.layout import layout_of
 from rowstead.nn.dlrm import DLRM
 from rowstead.records.files import write_atomic
-from rowstead.spec.errors import RowsteadError
+from rowstead.records.plain_files import read_plain
+from rowstead.records.run_folder import RunFolder
+from rowstead.spec.errors import CheckpointError, RowsteadError
 from rowstead.spec.fleet import FleetSpec, RoleKind
 from rowstead.spec.run import RunSpec
 from rowstead.stores.base import EmbeddingStore
@@ -31,11 +37,13 @@ from rowstead.stores.host import HostStore
 from rowstead.stores.state import StatePart
 from rowstead.training import checkpoint
 from rowstead.training.build import ROW_DTYPES, build_model, expected_lookups
+from rowstead.training.checkpoint_fits import check_fits
 from rowstead.training.progress import Position
 from rowstead.training.trained import checkpoint_facts
 
 KEYS_FILE = "keys.json"
 """Under `roles/`: the keys of a fleet whose roles may be on several machines; drawn anew whenever its coordinator starts."""
+MAX_DENSE_BYTES = 1 << 34
 INITIAL_FILE = "initial.safetensors"
 """Under `roles/`: the dense parameters and optimizer state that trainers start with instead of the seed's."""
 
@@ -171,7 +179,12 @@ def write_dense(path: Path, tensors: dict[str, Tensor]) -> None:
 def read_dense(folder: Path, number: int | None = None) -> dict[str, Tensor] | None:
     """Read what a trainer saved last, or without a number what all trainers start with; None if there is no file."""
     path = dense_file(folder, number) if number is not None else folder / ROLES_FOLDER / INITIAL_FILE
-    return load_file(path) if path.is_file() else None
+    if not os.path.lexists(path):
+        return None
+    try:
+        return load(read_plain(path, MAX_DENSE_BYTES))
+    except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}. Resume the run from its checkpoint") from None
 
 
 def dense_file(folder: Path, number: int) -> Path:
@@ -194,6 +207,26 @@ def save_checkpoint(
     facts = checkpoint_facts(spec, shared["transforms"], shared["id_kinds"])
     facts |= {"position": vars(position), "readers": progress}
     return checkpoint.save(folder, position.step, dense, facts, keep=keep, parts=parts)
+
+
+def check_resumable(spec: RunSpec, saved: checkpoint.Checkpoint, folder: RunFolder, on_message: Callable[[str], None]) -> None:
+    """Refuse a checkpoint that the trainers and readers of a fleet cannot continue from."""
+    check_fits(spec, saved, on_message, with_optimizer=True)
+    texts, num_readers = saved.facts.get("readers"), fleet_of(spec).num_readers
+    problem = None
+    if not isinstance(texts, list) or len(texts) != num_readers or not all(isinstance(text, str) for text in texts):
+        problem = f"was not saved by a fleet of {num_readers} readers"
+    else:
+        try:
+            for text in filter(None, texts):
+                parse_log(text.encode())
+        except ValueError as error:
+            problem = f"was saved by another version of rowstead, or is damaged: `facts.readers` {error}"
+    if problem is not None:
+        raise CheckpointError(
+            f"{saved.path} {problem}, so the readers do not know where to continue. Start a new run with its weights: "
+            f"`rowstead train {folder.spec_file} --init-from {folder.path}`"
+        )
 
 
 def read_reader_progress(spec: RunSpec, folder: Path) -> list[str]:

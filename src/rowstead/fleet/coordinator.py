@@ -16,8 +16,15 @@ import torch
 from rowstead.data.log_files import check_log_files, write_log_files
 from rowstead.data.open_log import Sources, open_sources
 from rowstead.distributed.stop import stop_on_signal
-from rowstead.fleet.batch_assignments import parse_log
-from rowstead.fleet.build import build_shared_facts, create_keys, fleet_of, load_keys, resolve_fleet, restore_reader_progress
+from rowstead.fleet.build import (
+    build_shared_facts,
+    check_resumable,
+    create_keys,
+    fleet_of,
+    load_keys,
+    resolve_fleet,
+    restore_reader_progress,
+)
 from rowstead.fleet.evaluate_and_save import EvaluateAndSave, run_in_background, wait_for
 from rowstead.fleet.fleet_figures import FleetCallback, FleetFigures, NoFleetProgress, WorkCounts
 from rowstead.fleet.fork_server import ForkServer
@@ -40,10 +47,10 @@ from rowstead.spec.job import is_multi_process
 from rowstead.spec.run import RunSpec
 from rowstead.training import checkpoint
 from rowstead.training.build import ignored_settings
+from rowstead.training.checkpoint_fits import check_fits, id_kinds_in, position_in, transforms_in
 from rowstead.training.device import bf16_fallback, choose_device
 from rowstead.training.loop import Ending, TrainOutcome
 from rowstead.training.progress import Position, RunReporter
-from rowstead.training.trained import check_same_model, transforms_in
 
 REPORT_INTERVAL_S = 0.5
 CLOSE_TIMEOUT_S = 5.0
@@ -78,9 +85,13 @@ def train_fleet(
         RunFolder.check_free(out)
     initial = None
     if init_from is not None:
-        initial = checkpoint.load_latest(RunFolder.open(init_from, root).checkpoints, callback.on_message)
-        check_same_model(spec, initial, callback.on_message)
-    sources = open_sources(spec, id_kinds=initial.facts["id_kinds"] if initial is not None else None)
+        on_message = callback.on_message
+        initial = checkpoint.load_latest(
+            RunFolder.open(init_from, root).checkpoints,
+            on_message,
+            check=lambda found: check_fits(spec, found, on_message, with_optimizer=False),
+        )
+    sources = open_sources(spec, id_kinds=id_kinds_in(spec, initial) if initial is not None else None)
     folder = RunFolder.create(root, spec.name) if out is None else RunFolder.create_at(out)
     with folder.lock():
         folder.write_spec(spec)
@@ -108,27 +119,15 @@ def resume_fleet(
         _stop_earlier_run(folder.path, fleet_of(spec))
         saved = None
         if checkpoint.checkpoints_in(folder.checkpoints):
-            saved = checkpoint.load_latest(folder.checkpoints, callback.on_message)
-            check_same_model(spec, saved, callback.on_message)
-            _check_resumable(saved, folder)
-        sources = open_sources(spec, *((transforms_in(saved), saved.facts["id_kinds"]) if saved is not None else ()))
+            on_message = callback.on_message
+            saved = checkpoint.load_latest(
+                folder.checkpoints, on_message, check=lambda found: check_resumable(spec, found, folder, on_message)
+            )
+        known = (transforms_in(spec, saved), id_kinds_in(spec, saved)) if saved is not None else ()
+        sources = open_sources(spec, *known)
         check_log_files(folder.path, sources, accept_changes=accept_changed_log, on_message=callback.on_message)
         write_log_files(folder.path, sources)
         return Coordinator(spec, folder, sources, callback).run(saved=saved, is_resumed=True)
-
-
-def _check_resumable(saved: checkpoint.Checkpoint, folder: RunFolder) -> None:
-    """Raise unless the readers can continue from a checkpoint."""
-    try:
-        for text in saved.facts["readers"]:
-            if text:
-                parse_log(text.encode())
-    except (KeyError, ValueError) as error:
-        saver = "was not saved by a fleet" if isinstance(error, KeyError) else "was saved by another version of rowstead"
-        raise RowsteadError(
-            f"{saved.path} {saver}, so the readers do not know where to continue. Start a new run with its weights: "
-            f"`rowstead train {folder.spec_file} --init-from {folder.path}`"
-        ) from None
 
 
 def _check_single_process() -> None:
@@ -394,7 +393,7 @@ class Coordinator:
                 shutil.rmtree(file) if file.is_dir() else file.unlink()
         shutil.rmtree(path / SNAPSHOTS_FOLDER, ignore_errors=True)
         if saved is not None:
-            self._position = Position(**saved.facts["position"])
+            self._position = position_in(saved)
             restore_reader_progress(path, saved.facts["readers"])
 
     # Reporting

@@ -21,6 +21,7 @@ A client is named after its member: `trainer-3.1` is thread 1 of trainer 3. `mem
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -36,10 +37,12 @@ from rowstead.fleet.keys import Keys
 from rowstead.fleet.rpc_server import DeferredReply, Handler, Server
 from rowstead.fleet.wire import Message
 from rowstead.records.files import write_atomic
-from rowstead.spec.errors import RowsteadError
+from rowstead.records.plain_files import read_plain, shown
+from rowstead.spec.errors import CheckpointError, RowsteadError
 
 SNAPSHOT_EVERY_S = 5.0
 """Dense parameters are small: they are written often."""
+MAX_SNAPSHOT_BYTES = 1 << 34
 _CHECK_EVERY_S = 0.05
 _SAVED, _FINISHED = "saved.", "finished."
 _log = logging.getLogger("rowstead.fleet")
@@ -63,8 +66,8 @@ class DenseServerProcess(Server):
         self.num_snapshots = self.num_snapshots_failed = 0
         self._snapshot, self._every_s = snapshot, snapshot_every_s
         self._writing = threading.Lock()
-        if snapshot is not None and snapshot.exists():
-            restore_snapshot(state, snapshot.read_bytes())
+        if snapshot is not None and os.path.lexists(snapshot):
+            restore_snapshot(state, read_snapshot(snapshot))
         self._stopping = threading.Event()
         self._watch_thread = threading.Thread(target=self._check_regularly, name=f"{name}-watch", daemon=True)
         run: dict[str, Callable[[Message, str], Tensor | None]] = {
@@ -210,14 +213,38 @@ def encode_snapshot(state: DenseServerState) -> bytes | None:
     return safetensors.torch.save(tensors)
 
 
+def read_snapshot(path: Path) -> bytes:
+    """The content of a snapshot file."""
+    try:
+        return read_plain(path, MAX_SNAPSHOT_BYTES)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot read the dense server's snapshot {path}: {error.strerror}. Remove it to start without"
+        ) from None
+
+
 def restore_snapshot(state: DenseServerState, content: bytes) -> None:
     """Load the result of `encode_snapshot`; the first trainer with newer parameters replaces those loaded."""
     try:
         tensors = safetensors.torch.load(content)
-    except safetensors.SafetensorError as error:
-        raise RowsteadError(f"cannot read the dense server's snapshot: {error}. Remove it to start without") from None
+    except (
+        safetensors.SafetensorError,
+        KeyError,
+        ValueError,
+        RuntimeError,
+    ) as error:  # the last three for dtypes that torch lacks
+        raise CheckpointError(f"cannot read the dense server's snapshot: {error}. Remove it to start without") from None
     if unknown := [name for name in tensors if name != "parameters" and not name.startswith((_SAVED, _FINISHED))]:
         raise RowsteadError(f"the dense server's snapshot has unknown tensors {unknown}: it is of another version; remove it")
+    if "parameters" not in tensors:
+        raise CheckpointError("the dense server's snapshot is not valid: it has no `parameters`. Remove it to start without")
+    for name, value in tensors.items():
+        is_flat = value.dim() == 1 and value.dtype.is_floating_point
+        if not is_flat or (value.shape != tensors["parameters"].shape and not name.startswith(_SAVED)):
+            raise CheckpointError(
+                f"the dense server's snapshot is not valid: {shown(name)} must be one flat tensor of floating-point numbers, as many as "
+                "there are parameters. Remove it to start without"
+            )
     state.parameters, state.is_stale = tensors.pop("parameters"), True
     state.saved = {name.removeprefix(_SAVED): value for name, value in tensors.items() if name.startswith(_SAVED)}
     state.finished = {name.removeprefix(_FINISHED): value for name, value in tensors.items() if name.startswith(_FINISHED)}

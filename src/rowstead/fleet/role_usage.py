@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
@@ -13,7 +12,8 @@ from typing import Any
 import psutil
 
 from rowstead.kernels.cpu.traffic import kernel_traffic_bytes
-from rowstead.records.files import json_line, open_private
+from rowstead.records.files import is_figure, json_line, open_private
+from rowstead.records.plain_files import parse_json
 from rowstead.records.usage import perf_traffic_bytes
 
 _log = logging.getLogger("rowstead.fleet")
@@ -89,8 +89,10 @@ class UsageReader:
         self._offset += len(complete)
         for line in complete.splitlines():
             try:
-                sample = json.loads(line)
+                sample = parse_json(line)
             except ValueError:  # cut off when its process was killed
+                continue
+            if not isinstance(sample, dict) or not is_figure(sample.get("time_s")):
                 continue
             is_same = sample.get("incarnation") == self.last.get("incarnation")
             self.previous = self.last if is_same else {}
@@ -102,7 +104,7 @@ class UsageReader:
 
     def rate(self, name: str) -> float | None:
         """Return the growth of a total per second between the last two samples; None if not measured."""
-        if name not in self.last or name not in self.previous:
+        if not is_figure(self.last.get(name)) or not is_figure(self.previous.get(name)):
             return None
         elapsed_s = self.last["time_s"] - self.previous["time_s"]
         return (self.last[name] - self.previous[name]) / elapsed_s if elapsed_s > 0 else None

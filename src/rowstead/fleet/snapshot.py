@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import struct
 import threading
 import time
@@ -28,6 +29,7 @@ import torch
 
 from rowstead.fleet.table_shard import RowCopy, TableShard
 from rowstead.records.files import fsync_folder, write_atomic
+from rowstead.records.plain_files import is_count, open_plain, parse_json, read_plain, shown
 from rowstead.spec.errors import CheckpointError
 
 FULL_SHARE = 0.5
@@ -126,27 +128,43 @@ class Snapshots:
 
     def restore(self) -> dict[str, Any] | None:
         """Load the last snapshot, before serving; returns the counts saved with it, or None if there is none."""
+        manifest = self._read_manifest()
+        if manifest is None:
+            return None
+        for kind in ("full", "touched"):
+            if manifest[kind] is not None:
+                for copy in read_row_file(self._folder / manifest[kind], self._shard, is_full=kind == "full"):
+                    self._shard.restore_rows(copy, is_touched=kind == "touched")
+        self._full, self._number = manifest["full"], manifest["number"]
+        remove_unused(self._folder, {manifest["full"], manifest["touched"]})
+        counts: dict[str, Any] = manifest["counts"]
+        return counts
+
+    def _read_manifest(self) -> dict[str, Any] | None:
+        file = self._folder / MANIFEST
         try:
-            manifest = json.loads((self._folder / MANIFEST).read_bytes())
+            manifest = parse_json(read_plain(file))
         except FileNotFoundError:
             return None
-        except ValueError as error:
-            raise CheckpointError(
-                f"{self._folder / MANIFEST} cannot be read: {error}. Remove it to start with new rows"
-            ) from error
-        if manifest.get("version") != 1 or manifest.get("of") != describe(self._shard):
+        except (ValueError, OSError) as error:
+            raise CheckpointError(f"{file} cannot be read: {error}. Remove it to start with new rows") from error
+        if not isinstance(manifest, dict) or manifest.get("version") != 1 or manifest.get("of") != describe(self._shard):
             raise CheckpointError(
                 f"the snapshot in {self._folder} has other tables, shards, dtypes or another optimizer: start with its recipe "
                 "and number of servers, or remove it"
             )
-        for name, is_touched in ((manifest["full"], False), (manifest["touched"], True)):
-            if name is not None:
-                for copy in read_row_file(self._folder / name, self._shard):
-                    self._shard.restore_rows(copy, is_touched=is_touched)
-        self._full, self._number = manifest["full"], int(manifest["number"])
-        remove_unused(self._folder, {manifest["full"], manifest["touched"]})
-        counts: dict[str, Any] = manifest["counts"]
-        return counts
+        is_valid = {"number": is_count(manifest.get("number")), "counts": isinstance(manifest.get("counts"), dict)}
+        for kind in ("full", "touched"):
+            name = manifest.get(kind, "")
+            is_valid[kind] = name is None or (
+                isinstance(name, str) and bool(re.fullmatch(rf"{kind}-[0-9]{{6,18}}\.rows", name))
+            )
+        for key, holds in is_valid.items():
+            if not holds:
+                raise CheckpointError(
+                    f"{file} is not valid: `{key}` is {shown(manifest.get(key))}. Remove it to start with new rows"
+                )
+        return manifest
 
     def _run(self) -> None:
         due_s = None if self._every_s is None else time.monotonic() + self._every_s
@@ -217,13 +235,17 @@ def _write_rows(path: Path, shard: TableShard, num_rows: int) -> int:
     return num_bytes
 
 
-def read_row_file(path: Path, shard: TableShard) -> Iterator[RowCopy]:
-    """Yield the rows of a file block by block; raises a CheckpointError if it is damaged."""
+def read_row_file(path: Path, shard: TableShard, *, is_full: bool) -> Iterator[RowCopy]:
+    """Yield the rows of a file block by block; raises a CheckpointError if it is damaged.
+
+    No row comes twice, and in a full snapshot each comes once.
+    """
     count = 0
+    seen = [np.zeros(table.num_rows, np.bool_) for table in shard.layout.tables]
     try:
-        file = open(path, "rb")  # noqa: SIM115 - closed by the `with` below
+        file = open(open_plain(path), "rb")  # noqa: SIM115 - closed by the `with` below
     except OSError as error:
-        raise CheckpointError(f"{path} is missing: {error}") from error
+        raise CheckpointError(f"{path} is missing or not a plain file: {error}") from error
     with file:
         if file.read(len(_MAGIC)) != _MAGIC:
             raise CheckpointError(f"{path} is not a row file")
@@ -231,22 +253,32 @@ def read_row_file(path: Path, shard: TableShard) -> Iterator[RowCopy]:
             header = _read_header(file, path)
             if "rows" in header:
                 if header["rows"] != count:
-                    raise CheckpointError(f"{path} is damaged: it has {count} rows, expected {header['rows']}")
+                    raise CheckpointError(f"{path} is damaged: it has {count} rows, expected {shown(header['rows'])}")
+                if is_full and not all(rows.all() for rows in seen):
+                    raise CheckpointError(f"{path} is damaged: a full snapshot, but some rows are missing")
+                if file.read(1):
+                    raise CheckpointError(f"{path} is damaged: it goes on after its last block")
                 return
             copy = _read_block(file, path, header, shard)
+            own = seen[copy.table]
+            is_ascending = bool((np.diff(copy.rows) > 0).all())
+            if own[copy.rows].any() or not (is_ascending or len(np.unique(copy.rows)) == len(copy.rows)):
+                raise CheckpointError(f"{path} is damaged: a row of `{shard.layout.tables[copy.table].name}` comes twice")
+            own[copy.rows] = True
             count += len(copy.rows)
             yield copy
 
 
 def _read_block(file: BinaryIO, path: Path, header: Mapping[str, Any], shard: TableShard) -> RowCopy:
-    try:
-        table, num = shard.table_index[header["table"]], int(header["count"])
-        first = header.get("first")
-    except (KeyError, ValueError) as error:
-        raise CheckpointError(f"{path} is damaged: unreadable block ({error})") from error
+    name, num, first = header.get("table"), header.get("count", 0), header.get("first")
+    if not isinstance(name, str) or name not in shard.table_index:
+        raise CheckpointError(f"{path} is damaged: a block of the unknown table {shown(name)}")
+    table = shard.table_index[name]
     whole = shard.layout.tables[table]
-    if not 0 < num <= whole.num_rows:
-        raise CheckpointError(f"{path} is damaged: {num} rows of `{whole.name}` in one block")
+    if not is_count(num, at_least=1) or num > whole.num_rows:
+        raise CheckpointError(f"{path} is damaged: {shown(num)} rows of `{whole.name}` in one block")
+    if first is not None and not (is_count(first) and first + num <= whole.num_rows):
+        raise CheckpointError(f"{path} is damaged: {num} rows of `{whole.name}` from {shown(first)} on")
     tensors = [torch.empty(num, tensor.shape[1], dtype=tensor.dtype) for tensor in shard.parts(table).values()]
     rows = np.empty(num, np.int64) if first is None else np.arange(first, first + num)
     checksum = 0
@@ -271,9 +303,9 @@ def _read_header(file: BinaryIO, path: Path) -> dict[str, Any]:
     length = _LENGTH.unpack(start)[0] if len(start) == _LENGTH.size else _MAX_HEADER_BYTES + 1
     encoded = file.read(length) if length <= _MAX_HEADER_BYTES else b""
     try:
-        header = json.loads(encoded)
+        header = parse_json(encoded)
     except ValueError:
         header = None
-    if not isinstance(header, dict):
+    if not isinstance(header, dict) or len(encoded) != length:
         raise CheckpointError(f"{path} is damaged or truncated")
     return header

@@ -16,9 +16,10 @@ restart or when out of memory for batches, it replies `unknown_batch` and the cl
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,8 @@ from rowstead.fleet.snapshot import SnapshotResult, Snapshots
 from rowstead.fleet.table_shard import TableShard
 from rowstead.fleet.wire import Message
 from rowstead.kernels.layout import layout_of
-from rowstead.spec.errors import DataError, RowsteadError
+from rowstead.records.plain_files import is_count
+from rowstead.spec.errors import CheckpointError, DataError, RowsteadError
 from rowstead.spec.run import RunSpec
 
 KEPT_BATCHES_BYTES = 256 << 20
@@ -107,10 +109,18 @@ class AppliedUpdates:
         return {client: [sent.highest, [list(run) for run in sent.missing]] for client, sent in list(self._sent.items())}
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> AppliedUpdates:
+    def from_json(cls, content: Any) -> AppliedUpdates:
         applied = cls()
-        for client, (highest, missing) in content.items():
-            applied._sent[client] = ClientUpdates(int(highest), [(int(first), int(last)) for first, last in missing])
+        try:
+            for client, (highest, missing) in content.items():
+                runs = [(first, last) for first, last in missing]
+                if not all(map(is_count, (highest, *itertools.chain(*runs)))):
+                    raise ValueError("a number is not a count")
+                applied._sent[client] = ClientUpdates(highest, runs)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"the counts of a snapshot are not valid: {error}. Remove the snapshot to start with new rows"
+            ) from None
         return applied
 
 
@@ -140,7 +150,7 @@ class SparseServer(Server):
                 shard, snapshots, every_s=snapshot_every_s, get_counts=lambda: {"sent": self.applied.to_json()}
             )
             if (counts := self.snapshots.restore()) is not None:
-                self.applied = AppliedUpdates.from_json(counts["sent"])
+                self.applied = AppliedUpdates.from_json(counts.get("sent", ()))
         self.num_lookups = self.num_samples = 0
         self._batches: OrderedDict[tuple[str, int], LookupRequest] = OrderedDict()
         """Batches between lookup and update."""

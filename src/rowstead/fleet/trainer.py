@@ -45,6 +45,7 @@ from rowstead.spec.train import TrainSpec
 from rowstead.stores.base import EmbeddingStore
 from rowstead.training import checkpoint
 from rowstead.training.build import build_store
+from rowstead.training.checkpoint_fits import position_in
 from rowstead.training.device import choose_device, set_threads
 from rowstead.training.hogwild import Hogwild
 from rowstead.training.prefetch import copy_ahead, prefetch_rows
@@ -245,7 +246,7 @@ class FleetTrainer:
                 saved = checkpoint.load(Path(given["path"]))
                 if given["with_optimizer"]:
                     stepper.load_state(saved.tensors)
-                    self._position = Position(**saved.facts["position"])
+                    self._position = position_in(saved)
                 else:
                     load_model(stepper.model, saved.tensors, with_optimizer=False)
             return

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from rowstead.records.files import append_lines, json_line, open_to_append
+from rowstead.records.plain_files import is_count, read_plain
 from rowstead.spec.errors import RowsteadError
 
+MAX_EVENTS_BYTES = 1 << 30
 RESUMED = "resumed"
 Event = dict[str, Any]
 """`time_s` (Unix time), `kind`, `step`, and figures with units in their names."""
@@ -53,7 +55,7 @@ def read_events(path: Path | str) -> list[Event]:
     """The valid history of a run, without torn lines and events that a resume superseded."""
     history: list[Event] = []
     try:
-        lines = Path(path).read_bytes().split(b"\n")
+        lines = read_plain(Path(path), MAX_EVENTS_BYTES).split(b"\n")
     except OSError as error:
         raise RowsteadError(f"cannot read events from {path}: {error.strerror or error}") from None
     for line in lines:
@@ -72,5 +74,5 @@ def _parsed(line: bytes) -> Event | None:
         event = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    whole = isinstance(event, dict) and isinstance(event.get("kind"), str) and isinstance(event.get("step"), int)
+    whole = isinstance(event, dict) and isinstance(event.get("kind"), str) and is_count(event.get("step"))
     return event if whole else None

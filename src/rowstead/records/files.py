@@ -10,13 +10,16 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from rowstead.records.plain_files import open_plain
+
 
 def write_atomic(path: Path, content: bytes | str, *, mode: int = 0o666) -> None:
     """Write a file atomically: a crash leaves either the old content or the new. The umask applies to `mode`."""
     data = content.encode() if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
-        with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+        temporary.unlink(missing_ok=True)  # of a killed process, or a link that somebody has put there
+        with open(open_plain(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -44,7 +47,7 @@ def open_private(path: str, flags: int) -> int:
 
 def open_to_append(path: Path) -> int:
     """A descriptor of a file that is created if it is missing, and only appended to."""
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    return open_plain(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
 
 
 def append_lines(descriptor: int, data: bytes) -> None:
@@ -61,6 +64,20 @@ def is_figure(value: object) -> bool:
     if isinstance(value, int):
         return not isinstance(value, bool) and abs(value) < 2**63
     return isinstance(value, float) and math.isfinite(value)  # 1e999 is read as infinity
+
+
+def is_record(plain: Any) -> bool:
+    """Whether JSON content has the fields of a Record with their types."""
+    texts = isinstance(plain, dict) and all(isinstance(plain.get(name), str) for name in ("name", "spec_digest", "date"))
+    if not texts or plain.get("kind") not in ("measured", "predicted"):
+        return False
+    machine, versions, figures = (plain.get(name, {}) for name in ("machine", "versions", "figures"))
+    return (
+        all(isinstance(part, dict) for part in (machine, versions, figures))
+        and all(isinstance(value, (str, int, float)) for value in machine.values())
+        and all(isinstance(value, str) for value in versions.values())
+        and all(is_figure(value) for value in figures.values())
+    )
 
 
 def json_line(plain: Mapping[str, Any], *, whole: Collection[str] = ()) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -12,15 +11,17 @@ from pathlib import Path
 
 import yaml
 
-from rowstead.records.files import json_line, write_atomic
+from rowstead.records.files import is_record, json_line, write_atomic
+from rowstead.records.plain_files import check_plain_folder, open_plain, parse_json, read_plain
 from rowstead.spec.errors import RowsteadError, SpecError, did_you_mean
 from rowstead.spec.parse import override, parse, to_plain
 from rowstead.spec.record import Record
 from rowstead.spec.run import RunSpec
-from rowstead.spec.yaml_text import read_yaml
+from rowstead.spec.yaml_text import read_text
 
 DEFAULT_ROOT = "runs"
 """Default folder of runs."""
+MAX_SPEC_BYTES = 16 << 20
 LAST = "last"
 """Stands for the run that was trained most recently."""
 
@@ -98,15 +99,20 @@ class RunFolder:
 
     @classmethod
     def open(cls, path_or_name: Path | str, root: Path | str) -> RunFolder:
-        """The run at a path, or of that name under `root`, or with `last` the run trained most recently."""
+        """The run at a path, or of that name under `root`, or with `last` the run trained most recently.
+
+        A run's folder may come from anybody: one with links in it is refused, since training would write through them.
+        """
         root, text = Path(root), str(path_or_name)
         runs = runs_in(root)
         if text == LAST:
             if not runs:
                 raise RowsteadError(f"there is no run under {root} yet: run `rowstead train` first")
+            check_plain_folder(runs[-1].path)
             return runs[-1]
         for candidate in (cls(root / text), cls(Path(text))):
             if candidate.spec_file.is_file():
+                check_plain_folder(candidate.path)
                 return candidate
         if Path(text).is_dir():
             raise RowsteadError(f"{text} is not the folder of a run: it has no spec.yaml")
@@ -120,7 +126,7 @@ class RunFolder:
         """Lock the folder for training, or raise an error if another process holds the lock. It ends with its process."""
         file = self.path / ".lock"
         with _folder_errors(file):
-            descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            descriptor = open_plain(file, os.O_RDWR | os.O_CREAT)
         try:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -145,8 +151,13 @@ class RunFolder:
     def read_spec(self, overrides: Iterable[str] = ()) -> RunSpec:
         """The recipe of this run as it was started or last resumed, with `key.path=value` overrides applied."""
         try:
-            return parse(RunSpec, override(read_yaml(self.spec_file), overrides))
-        except SpecError as error:
+            text = read_plain(self.spec_file, MAX_SPEC_BYTES).decode()
+            return parse(RunSpec, override(read_text(text, what=str(self.spec_file)), overrides))
+        except OSError as error:
+            raise SpecError("", f"cannot read {self.spec_file}: {error.strerror or error}") from None
+        except (RecursionError, ArithmeticError) as error:
+            raise SpecError("", f"{self.spec_file}: it is nested too deeply, or has a number too large: {error}") from None
+        except ValueError as error:
             raise SpecError("", f"{self.spec_file}: {error}") from None
 
     def write_record(self, record: Record) -> None:
@@ -161,11 +172,16 @@ class RunFolder:
                 f"{self.path} has no record.json: the run has not finished; continue it with --resume {self.path}"
             )
         with _folder_errors(self.record_file):
-            text = self.record_file.read_bytes()
+            content = read_plain(self.record_file)
         try:
-            return Record(**json.loads(text))
-        except (ValueError, TypeError, RecursionError) as error:
-            raise RowsteadError(f"{self.record_file} cannot be read as a record: {error}") from None
+            plain = parse_json(content)
+            if not is_record(plain):
+                raise ValueError("a field is missing or not of its type")
+            return Record(**plain)
+        except (ValueError, TypeError) as error:
+            raise RowsteadError(
+                f"{self.record_file} cannot be read as a record: {error}. Remove it, and continue the run with --resume {self.path}"
+            ) from None
 
 
 def runs_in(root: Path | str) -> list[RunFolder]:

@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
 
-from rowstead.records.files import append_lines, is_figure, json_line, open_to_append
+from rowstead.records.files import append_lines, is_figure, is_record, json_line, open_to_append
+from rowstead.records.plain_files import read_plain
 from rowstead.records.run_folder import DEFAULT_ROOT, RunFolder, runs_in
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.parse import to_plain
@@ -168,7 +169,7 @@ def entries_of(run: RunFolder) -> tuple[list[StoreEntry], int]:
     entries, num_bad = [], 0
     for file, name in ((run.record_file, run.name), (run.predicted_file, f"predicted:{run.name}")):
         try:
-            line = file.read_bytes()
+            line = read_plain(file, MAX_LINE_BYTES)
         except OSError:
             if file == run.record_file:
                 break
@@ -202,7 +203,7 @@ def entry_in(line: bytes) -> StoreEntry | None:
         plain = json.loads(line, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(plain, dict) or not _is_record(plain):
+    if not is_record(plain):
         return None
     known = {name: plain.get(name, default) for name, default in _DEFAULTS.items()}
     words = (known["study"], known["point"], known["failure"], known["folder"])
@@ -226,20 +227,6 @@ _DEFAULTS: dict[str, Any] = {
     for f in dataclasses.fields(StoreEntry)
     if f.name not in ("record", "id")
 }
-
-
-def _is_record(plain: dict[str, Any]) -> bool:
-    """Whether a line has the fields of a Record with their types."""
-    texts = all(isinstance(plain.get(name), str) for name in ("name", "spec_digest", "date"))
-    if not texts or plain.get("kind") not in ("measured", "predicted"):
-        return False
-    machine, versions, figures = (plain.get(name, {}) for name in ("machine", "versions", "figures"))
-    return (
-        all(isinstance(part, dict) for part in (machine, versions, figures))
-        and all(isinstance(value, (str, int, float)) for value in machine.values())
-        and all(isinstance(value, str) for value in versions.values())
-        and all(is_figure(value) for value in figures.values())
-    )
 
 
 def _refuse(word: str) -> NoReturn:

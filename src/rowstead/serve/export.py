@@ -92,7 +92,8 @@ def export(
     try:
         unfinished.mkdir(parents=True)
         torch.export.save(traced, unfinished / PROGRAM)
-        inputs["sha256"] = {PROGRAM: sha256_of(unfinished / PROGRAM)}
+        with open(unfinished / PROGRAM, "rb") as file:
+            inputs["sha256"] = {PROGRAM: sha256_of(file)}
         (unfinished / INPUTS).write_text(json.dumps(inputs, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         os.rename(unfinished, to)
     finally:

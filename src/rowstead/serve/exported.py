@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +17,8 @@ from rowstead.data.block import RawBlock
 from rowstead.data.columns import ColumnReader
 from rowstead.data.hashing import id_outside_table
 from rowstead.data.transforms import RowRule
-from rowstead.spec.errors import RowsteadError
+from rowstead.records.plain_files import is_count, open_plain, parse_json, read_plain, shown
+from rowstead.spec.errors import RowsteadError, SpecError
 from rowstead.spec.features import FeaturesSpec
 from rowstead.spec.parse import parse
 
@@ -33,7 +33,11 @@ class Exported:
     def __init__(self, folder: Path | str) -> None:
         folder = Path(folder)
         plain = _read_inputs(folder)
-        self.features = parse(FeaturesSpec, plain["features"])
+        try:
+            self.features = parse(FeaturesSpec, plain["features"])
+        except SpecError as error:
+            raise SpecError("", f"{folder / INPUTS}: features: {error}. Export the model again") from None
+        _check_inputs(folder / INPUTS, plain, self.features)
         self.label: str = plain["label"]
         """Name of the label column in the training log."""
         sparse = self.features.expanded_sparse()
@@ -100,12 +104,11 @@ def arguments_of(block: RawBlock, start: int = 0, stop: int | None = None) -> tu
     return torch.from_numpy(dense), torch.from_numpy(np.concatenate(ids)), torch.from_numpy(whole)
 
 
-def sha256_of(path: Path) -> str:
+def sha256_of(file: BinaryIO) -> str:
     """The SHA-256 of a file, read in chunks."""
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
+    while chunk := file.read(1 << 20):
+        digest.update(chunk)
     return digest.hexdigest()
 
 
@@ -117,9 +120,9 @@ def _read_inputs(folder: Path) -> dict[str, Any]:
             raise RowsteadError(f"{folder} is not an exported model: it has no {name}")
     file = folder / INPUTS
     try:
-        plain = json.loads(file.read_text(encoding="utf-8"))
+        plain = parse_json(read_plain(file))
     except (ValueError, OSError) as error:
-        raise RowsteadError(f"{file} cannot be read: {error}") from None
+        raise RowsteadError(f"{file} cannot be read: {error}. Export the model again") from None
     found = plain.get("format") if isinstance(plain, dict) else None
     if found != FORMAT:
         raise RowsteadError(f"{file} has format {found}, this version of rowstead reads {FORMAT}: export the model again")
@@ -129,11 +132,37 @@ def _read_inputs(folder: Path) -> dict[str, Any]:
     return dict(plain)
 
 
+def _check_inputs(file: Path, plain: dict[str, Any], features: FeaturesSpec) -> None:
+    """Refuse a description whose fields are not what `export` writes."""
+    sparse = features.expanded_sparse()
+    num_rows, kinds, digests = plain["num_rows"], plain["id_kinds"], plain["sha256"]
+    names = {feature.table or feature.name for feature in sparse}
+    is_valid = {
+        "num_rows": isinstance(num_rows, dict) and all(is_count(num_rows.get(name), at_least=1) for name in names),
+        "label": isinstance(plain["label"], str),
+        "id_kinds": isinstance(kinds, dict) and all(kind in ("text", "integers") for kind in kinds.values()),
+        "sha256": isinstance(digests, dict) and isinstance(digests.get(PROGRAM), str),
+    }
+    for key, holds in is_valid.items():
+        if not holds:
+            raise RowsteadError(f"{file} is damaged: `{key}` is {shown(plain[key])}. Export the model again")
+
+
 def _load_program(file: Path, sha256: str) -> torch.export.ExportedProgram:
-    if sha256_of(file) != sha256:
-        raise RowsteadError(f"{file} is damaged: its checksum is not the one in {INPUTS}. Copy it again, or export again")
     try:
-        return torch.export.load(file)
+        opened = open(open_plain(file), "rb")  # noqa: SIM115 - closed by the `with` below
+    except OSError as error:
+        raise RowsteadError(f"{file} cannot be read: {error.strerror or error}") from None
+    with opened:
+        return _load_opened(file, opened, sha256)
+
+
+def _load_opened(file: Path, opened: BinaryIO, sha256: str) -> torch.export.ExportedProgram:
+    if sha256_of(opened) != sha256:
+        raise RowsteadError(f"{file} is damaged: its checksum is not the one in {INPUTS}. Copy it again, or export again")
+    opened.seek(0)
+    try:
+        return torch.export.load(opened)
     except Exception as error:
         why = (str(error).splitlines() or [type(error).__name__])[0]
         raise RowsteadError(f"{file} cannot be loaded by torch {torch.__version__}: {why}") from error

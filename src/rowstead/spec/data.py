@@ -38,6 +38,8 @@ class LogSpec(Spec):
 
     split_class: ClassVar[str]
     """`module:class` of the `LogSplit` that opens this kind of log."""
+    cursor_keys: ClassVar[tuple[str, ...]] = ()
+    """Keys of the cursors of its sources, which checkpoints keep; without them they are not checked."""
     label = "label"
     """Label column."""
 
@@ -47,6 +49,7 @@ class SynthSpec(LogSpec):
     """A click log drawn from a hidden teacher; columns `dense_0 …`, `sparse_0 …`, `label` and `true_p`."""
 
     split_class: ClassVar[str] = "rowstead.data.synth:SynthSplit"
+    cursor_keys: ClassVar[tuple[str, ...]] = ("row",)
 
     num_train_samples: Annotated[AtLeastOne, up_to(MAX_TRAIN_SAMPLES)] = 1_000_000
     """Examples in the training split."""
@@ -108,6 +111,7 @@ class ParquetSpec(LogSpec):
     """Examples from Parquet files: local paths, globs, or URLs such as `s3://bucket/*.parquet`."""
 
     split_class: ClassVar[str] = "rowstead.data.parquet_source:ParquetSplit"
+    cursor_keys: ClassVar[tuple[str, ...]] = ("window", "row", "of")
 
     train: Annotated[tuple[str, ...], at_most(MAX_FILES)]
     """Files of the training split."""

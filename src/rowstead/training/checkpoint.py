@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import json
-import math
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,33 +23,37 @@ from torch import Tensor
 
 from rowstead.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from rowstead.records.files import fsync_folder, write_atomic
+from rowstead.records.plain_files import MAX_JSON_BYTES
 from rowstead.spec.errors import CheckpointError
 from rowstead.spec.sizes import format_bytes
 from rowstead.stores.state import StatePart, rows_at_once
 from rowstead.training.checkpoint_files import (
     TensorPiece,
-    check_shard,
+    invalid,
     piece_of_part,
     piece_of_tensor,
     split_into_shards,
     write_shard,
 )
 from rowstead.training.checkpoint_increment import Increment, piece_of_touched_rows, touched_bitmaps
-from rowstead.training.saved_tensors import STORE, FolderTensors, IncrementalTensors, SavedTensors
-
-FORMAT = 2
-READABLE = (1, 2)
-"""Formats that this version reads: the first has neither columns nor increments."""
-MANIFEST = "manifest.json"
-MANIFEST_DIGEST = "manifest.sha256"
+from rowstead.training.checkpoint_manifest import (
+    CHECKPOINT_NAME,
+    FORMAT,
+    MANIFEST,
+    MANIFEST_DIGEST,
+    STORE,
+    check_manifest,
+    digest_line,
+    read_manifest,
+)
+from rowstead.training.saved_tensors import FolderTensors, IncrementalTensors, SavedTensors
 
 Read = TypeVar("Read")
-_NAME = re.compile(r"step-(\d{9,})(?:-(\d+))?")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose digests were verified; tensors are read on access."""
+    """A checkpoint whose digests and structure were verified; tensors are read on access."""
 
     path: Path
     step: int
@@ -120,9 +123,9 @@ def save(
 
 
 def load(path: Path, *, process_group: ProcessGroup = SINGLE_PROCESS) -> Checkpoint:
-    """Open the checkpoint at `path` after verifying the digests of its files, and of those of the full one that it needs.
+    """Open the checkpoint at `path` after verifying its files, and those of the full one that it needs.
 
-    With a `process_group` all processes of a job call this: each file is verified by one of them, and all succeed or none.
+    Their digests must be right, and their content must be what a checkpoint has: see `checkpoint_manifest.py`. With a `process_group` all processes of a job call this: each file is verified by one of them, and all succeed or none.
     """
     manifest, own = _open(path, process_group)
     base = manifest.get("base")
@@ -131,8 +134,11 @@ def load(path: Path, *, process_group: ProcessGroup = SINGLE_PROCESS) -> Checkpo
         full_path = path.parent / base["name"]
         try:
             below, full = _open(full_path, process_group, sha256=base["sha256"])
-            assert below.get("base") is None, f"{path} needs {full_path}, which is itself incremental"
-            tensors = IncrementalTensors(path, full, own)
+            if below.get("base") is not None or below["step"] > manifest["step"]:
+                raise invalid(
+                    path, MANIFEST, f"`base.name` must be a full checkpoint of an earlier step, and is {full_path.name}"
+                )
+            tensors = _read_by_all(path, process_group, lambda: IncrementalTensors(path, full, own))
         except CheckpointError as error:
             raise CheckpointError(f"checkpoint {path} needs the full checkpoint {full_path.name}, and {error}") from error
     return Checkpoint(
@@ -151,47 +157,60 @@ def _open(path: Path, process_group: ProcessGroup, *, sha256: str | None = None)
     `sha256` is the expected digest of the manifest, where that is known.
     """
 
-    def read_manifest() -> dict[str, Any]:
-        if not path.is_dir():
+    def open_files() -> tuple[dict[str, Any], FolderTensors]:
+        if path.is_symlink() or not path.is_dir():
             raise CheckpointError(f"there is no checkpoint at {path}")
-        manifest = _read_manifest(path, sha256)
-        for name in sorted(manifest["files"])[process_group.rank :: process_group.world_size]:
-            check_shard(path / name, manifest["files"][name]["bytes"], manifest["files"][name]["sha256"])
-        return manifest
+        manifest = read_manifest(path, sha256)
+        tensors = FolderTensors(path, manifest)
+        tensors.check_digests(process_group.rank, process_group.world_size)
+        return manifest, tensors
 
-    manifest = _read_by_all(path, process_group, read_manifest)
-    return manifest, _read_by_all(path, process_group, lambda: FolderTensors(path, manifest))
+    manifest, tensors = _read_by_all(path, process_group, open_files)
+    _read_by_all(path, process_group, tensors.read_headers)
+    return manifest, tensors
 
 
 def _read_by_all(path: Path, process_group: ProcessGroup, read: Callable[[], Read]) -> Read:
     """Return `read()` if it fails in no process of the job; otherwise all raise the same error."""
-    problem, result = None, None
+    problem, result = None, list[Read]()
     try:
-        result = read()
+        result.append(read())
     except FileNotFoundError as error:
         problem = f"checkpoint {path} is damaged: {Path(str(error.filename or error)).name} is missing"
     except OSError as error:
-        problem = f"checkpoint {path} cannot be read: {error.strerror or error}: {error.filename}"
+        file = Path(str(error.filename or path)).name
+        problem = (
+            f"checkpoint {path} cannot be read: {file}: {error.strerror or error}. Delete the checkpoint to use an older one"
+        )
     except CheckpointError as error:
         problem = str(error)
     for text in process_group.gather(problem):
         if text is not None:
             raise CheckpointError(text)
-    assert result is not None
-    return result
+    return result[0]
 
 
-def load_latest(folder: Path, report: Callable[[str], None], *, process_group: ProcessGroup = SINGLE_PROCESS) -> Checkpoint:
-    """Open the newest valid checkpoint in `folder`; damaged ones are skipped and reported."""
+def load_latest(
+    folder: Path,
+    report: Callable[[str], None],
+    *,
+    check: Callable[[Checkpoint], None] = lambda found: None,
+    process_group: ProcessGroup = SINGLE_PROCESS,
+) -> Checkpoint:
+    """Open the newest valid checkpoint in `folder`; others are skipped and reported.
+
+    `check` raises a CheckpointError if a checkpoint does not fit what it is loaded for.
+    """
     failures: dict[Path, str] = {}
     # List the folder again each time: a run that is still training may replace checkpoints meanwhile.
     while untried := [path for path in _seen_by_first(folder, process_group) if path not in failures]:
         path = untried[-1]
         try:
             checkpoint = load(path, process_group=process_group)
+            _read_by_all(path, process_group, functools.partial(check, checkpoint))
         except CheckpointError as error:
             failures[path] = str(error)
-            if path.is_dir():
+            if os.path.lexists(path):
                 report(f"{error}; trying the previous one")
         else:
             return checkpoint
@@ -204,7 +223,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
     """The checkpoints in a folder by rising step; `load` finds out whether they are valid."""
     if not folder.is_dir():
         return []
-    found = [(_step_and_attempt(path), path) for path in folder.iterdir() if _NAME.fullmatch(path.name)]
+    found = [(_step_and_attempt(path), path) for path in folder.iterdir() if CHECKPOINT_NAME.fullmatch(path.name)]
     return [path for _, path in sorted(found)]
 
 
@@ -266,24 +285,16 @@ def _write_manifest(
             known = index.setdefault(name, {**entry, "pieces": []})
             assert {**known, "pieces": []} == {**entry, "pieces": []}, f"processes disagree about `{name}`"
             known["pieces"] += entry["pieces"]
-    for name, entry in index.items():
-        _check_complete(name, entry)
     manifest = {"format": FORMAT, "step": step, "facts": facts, "files": files, "tensors": index}
     if increment is not None:
         sha256 = hashlib.sha256((checkpoints / increment.base / MANIFEST).read_bytes()).hexdigest()
         manifest["base"] = {"name": increment.base, "sha256": sha256, "number": increment.number}
+    check_manifest(folder, manifest)
     text = (json.dumps(manifest, indent=1) + "\n").encode()
+    if len(text) > MAX_JSON_BYTES:
+        raise CheckpointError(f"the manifest of step {step} would have {format_bytes(len(text))}, too many to be read again")
     write_atomic(folder / MANIFEST, text)
-    write_atomic(folder / MANIFEST_DIGEST, _digest_line(text))
-
-
-def _check_complete(name: str, entry: dict[str, Any]) -> None:
-    """Assert that the processes' pieces cover the tensor exactly once."""
-    shape = entry["shape"] or [1]
-    width = shape[1] if len(shape) > 1 else 1
-    counts = [(last - first) * (columns[1] - columns[0] if columns else width) for _, first, last, *columns in entry["pieces"]]
-    expected = math.prod(shape[:2])
-    assert sum(counts) == expected, f"the processes' pieces of `{name}` have {sum(counts)} of its {expected} elements"
+    write_atomic(folder / MANIFEST_DIGEST, digest_line(text))
 
 
 @contextlib.contextmanager
@@ -306,28 +317,8 @@ def _fail_together(process_group: ProcessGroup) -> Iterator[None]:
             raise OSError(*other) from failure
 
 
-def _read_manifest(folder: Path, sha256: str | None) -> dict[str, Any]:
-    text = (folder / MANIFEST).read_bytes()
-    line = _digest_line(text)
-    if (folder / MANIFEST_DIGEST).read_bytes() != line:
-        raise CheckpointError(f"checkpoint {folder} is damaged: {MANIFEST} does not match its digest in {MANIFEST_DIGEST}")
-    if sha256 is not None and line.split()[0].decode() != sha256:
-        raise CheckpointError(f"checkpoint {folder} is not the expected one: its {MANIFEST} has another digest")
-    manifest: dict[str, Any] = json.loads(text)
-    if manifest.get("format") not in READABLE:
-        raise CheckpointError(
-            f"checkpoint {folder} has format {manifest.get('format')}, and this version of rowstead reads formats "
-            f"{', '.join(map(str, READABLE))}: read it with the version that wrote it"
-        )
-    return manifest
-
-
-def _digest_line(text: bytes) -> bytes:
-    return f"{hashlib.sha256(text).hexdigest()}  {MANIFEST}\n".encode()
-
-
 def _step_and_attempt(path: Path) -> tuple[int, int]:
-    match = _NAME.fullmatch(path.name)
+    match = CHECKPOINT_NAME.fullmatch(path.name)
     assert match is not None
     return int(match[1]), int(match[2] or 1)
 
@@ -359,9 +350,9 @@ def _prune(folder: Path, newest: Path, keep: int) -> None:
 def _base_of(path: Path) -> str | None:
     """The name of the full checkpoint that an incremental one needs; None for a full or unreadable one."""
     try:
-        base = json.loads((path / MANIFEST).read_bytes()).get("base")
+        base = read_manifest(path).get("base")
         return str(base["name"]) if base else None
-    except (OSError, ValueError, AttributeError, TypeError, KeyError):
+    except (OSError, CheckpointError):
         return None
 
 

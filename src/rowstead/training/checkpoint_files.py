@@ -12,7 +12,7 @@ import json
 import math
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
@@ -20,6 +20,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from rowstead.records.plain_files import MAX_JSON_BYTES, is_count, open_plain, parse_json, shown
 from rowstead.spec.errors import CheckpointError
 from rowstead.spec.train import CheckpointFormat
 from rowstead.stores.state import PIECE_BYTES, StatePart
@@ -196,50 +197,84 @@ def _chunks(one: ShardSlice) -> Iterator[memoryview]:
             yield part.as_strided((part.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
-def check_shard(path: Path, num_bytes: int, sha256: str) -> None:
-    """Refuse a file that does not have this size and digest."""
-    with open(path, "rb") as file:
-        found = os.fstat(file.fileno()).st_size
-        if found != num_bytes:
-            what = "truncated" if found < num_bytes else "too long"
-            raise CheckpointError(
-                f"checkpoint {path.parent} is damaged: {path.name} is {what}: expected {num_bytes} bytes, got {found}"
-            )
-        digest = hashlib.sha256()
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    if digest.hexdigest() != sha256:
-        raise CheckpointError(f"checkpoint {path.parent} is damaged: {path.name} does not match its digest")
+def invalid(folder: Path, file: str, problem: str) -> CheckpointError:
+    """The error about a file of a checkpoint whose digest is right and whose content is not."""
+    return CheckpointError(
+        f"checkpoint {folder} is not valid: {file}: {problem}. Get it again from where it was saved, or delete it to use an older one"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedPiece:
+    """Rows and columns of a tensor in one file of a checkpoint, as its manifest says."""
+
+    file: str
+    first_row: int
+    last_row: int
+    first_column: int
+    last_column: int
+    stored_shape: tuple[int, ...]
+    stored_dtype: torch.dtype
 
 
 class ShardFile:
-    """A shard open for reading; closed when it is garbage collected."""
+    """A shard open for reading; closed when it is garbage collected.
+
+    `check_size`, `check_digest` and `read_header` come before any rows are read, which rely on what these have passed.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        self._file = open_plain(path)
         weakref.finalize(self, os.close, self._file)
-        length = int.from_bytes(self._bytes(0, 8), "little")
-        self._header: dict[str, Any] = json.loads(self._bytes(8, length))
-        self._data = 8 + length
+        self._num_bytes = os.fstat(self._file).st_size
+        self._entries: dict[str, tuple[int, int]] = {}
+        """Offset in the file and bytes per row of each tensor."""
+
+    def check_size(self, num_bytes: int) -> None:
+        """Refuse a file that does not have this size."""
+        if self._num_bytes != num_bytes:
+            what = "truncated" if self._num_bytes < num_bytes else "too long"
+            raise CheckpointError(
+                f"checkpoint {self._path.parent} is damaged: {self._path.name} is {what}: expected {num_bytes} bytes, got "
+                f"{self._num_bytes}"
+            )
+
+    def check_digest(self, sha256: str) -> None:
+        """Refuse a file that does not have this digest."""
+        digest, chunk, done = hashlib.sha256(), memoryview(bytearray(1 << 20)), 0
+        while done < self._num_bytes:
+            some = chunk[: self._num_bytes - done]
+            self._read(done, some)
+            digest.update(some)
+            done += len(some)
+        if digest.hexdigest() != sha256:
+            raise CheckpointError(f"checkpoint {self._path.parent} is damaged: {self._path.name} does not match its digest")
+
+    def read_header(self, expected: Mapping[str, SavedPiece]) -> None:
+        """Read which tensors the file holds; refuse it unless they are those expected, one after the other, and nothing else."""
+        length = int.from_bytes(self._bytes(0, min(8, self._num_bytes)), "little")
+        num_data_bytes = self._num_bytes - 8 - length
+        if num_data_bytes < 0 or length > MAX_JSON_BYTES:
+            raise invalid(self._path.parent, self._path.name, f"its header would have {length} bytes")
+        content = self._bytes(8, length)
+        try:
+            offsets = check_header(parse_json(content), expected, num_data_bytes)
+        except ValueError as error:
+            raise invalid(self._path.parent, self._path.name, str(error)) from None
+        for name, piece in expected.items():
+            row_bytes = piece.stored_dtype.itemsize * math.prod(piece.stored_shape[1:])
+            self._entries[name] = 8 + length + offsets[name], row_bytes
 
     def row_bytes(self, name: str) -> int:
         """Bytes of one row of a tensor in this file."""
-        entry = self._header[name]
-        return DTYPES[entry["dtype"]].itemsize * math.prod(entry["shape"][1:])
-
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """A copy of rows `start` to `stop` of a tensor as they are in this file."""
-        entry = self._header[name]
-        rows = torch.empty(stop - start, *entry["shape"][1:], dtype=DTYPES[entry["dtype"]])
-        self.fill(rows, name, start)
-        return rows
+        return self._entries[name][1]
 
     def fill(self, rows: Tensor, name: str, start: int) -> None:
         """Read the rows of a tensor from `start` on into `rows`, which is contiguous and of the type in this file."""
         if rows.numel():
-            offset = self._data + self._header[name]["data_offsets"][0] + start * self.row_bytes(name)
-            self._read(offset, rows.as_strided((rows.numel(),), (1,)).view(torch.uint8).numpy().data)
+            offset, row_bytes = self._entries[name]
+            self._read(offset + start * row_bytes, rows.as_strided((rows.numel(),), (1,)).view(torch.uint8).numpy().data)
 
     def _bytes(self, start: int, count: int) -> bytes:
         content = bytearray(count)
@@ -253,6 +288,48 @@ class ShardFile:
             if got == 0:
                 raise CheckpointError(f"checkpoint {self._path.parent} is damaged: {self._path.name} ends too soon")
             done += got
+
+
+def check_header(header: Any, expected: Mapping[str, SavedPiece], num_bytes: int) -> dict[str, int]:
+    """The offset of each tensor in the data of a shard; a ValueError unless its header is what safetensors and the manifest ask for.
+
+    The tensors fill the `num_bytes` of data one after the other. safetensors' own loader refuses the same, but opens files by
+    name and tells no offsets.
+    """
+    if not isinstance(header, dict):
+        raise ValueError("its header is not a mapping")
+    ends: list[tuple[int, int, str]] = []
+    for name, entry in header.items():
+        what = f"tensor {shown(name)} in its header"
+        if name not in expected:
+            raise ValueError(f"{what} is not in the manifest")
+        if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+            raise ValueError(f"{what} must have `dtype`, `shape` and `data_offsets`")
+        piece = expected[name]
+        dtype, shape, offsets = CODES[piece.stored_dtype], list(piece.stored_shape), entry["data_offsets"]
+        if entry["dtype"] != dtype:
+            raise ValueError(f"{what} has `dtype` {shown(entry['dtype'])}, expected `{dtype}`")
+        if not _are_counts(entry["shape"]) or entry["shape"] != shape:
+            raise ValueError(f"{what} has `shape` {shown(entry['shape'])}, expected {shape}")
+        if not _are_counts(offsets) or len(offsets) != 2:
+            raise ValueError(f"{what} has `data_offsets` {shown(offsets)}")
+        if offsets[1] - offsets[0] != piece.stored_dtype.itemsize * math.prod(shape):
+            raise ValueError(f"{what} has `data_offsets` {shown(offsets)}, which do not fit its shape {shape} of `{dtype}`")
+        ends.append((*offsets, name))
+    if missing := set(expected) - set(header):
+        raise ValueError(f"its header has no tensor {shown(min(missing))}")
+    end = 0
+    for first, last, name in sorted(ends):
+        if first != end:
+            raise ValueError(f"tensor {shown(name)} in its header has `data_offsets` from {first} on, expected {end}")
+        end = last
+    if end != num_bytes:
+        raise ValueError(f"its tensors have {end} bytes, and the file has {num_bytes} for them")
+    return {name: first for first, _, name in ends}
+
+
+def _are_counts(values: Any) -> bool:
+    return isinstance(values, list) and all(map(is_count, values))
 
 
 @dataclass(frozen=True)

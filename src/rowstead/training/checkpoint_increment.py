@@ -20,7 +20,8 @@ from rowstead.spec.features import Table
 from rowstead.spec.train import CheckpointFormat, TrainSpec
 from rowstead.stores.state import StatePart
 from rowstead.training.checkpoint_files import ENCODINGS, TensorPiece, columns_of, piece_of_tensor
-from rowstead.training.saved_tensors import TOUCHED, IncrementalTensors
+from rowstead.training.checkpoint_manifest import TOUCHED
+from rowstead.training.saved_tensors import IncrementalTensors
 from rowstead.training.touched import RowBitmap, TouchedRows
 
 if TYPE_CHECKING:

@@ -10,16 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rowstead.spec.errors import CheckpointError
 from rowstead.spec.train import CheckpointFormat
 from rowstead.stores.state import PIECE_BYTES, SavedState
-from rowstead.training.checkpoint_files import DTYPES, ENCODINGS, ShardFile
-from rowstead.training.touched import RowBitmap
-
-STORE = "store."
-"""Prefix of the names of a store's tensors."""
-TOUCHED = "touched."
-"""Prefix of the names of an incremental checkpoint's bitmaps."""
+from rowstead.training.checkpoint_files import DTYPES, ENCODINGS, SavedPiece, ShardFile, invalid
+from rowstead.training.checkpoint_manifest import MANIFEST, STORE, TOUCHED, saved_pieces
+from rowstead.training.touched import RowBitmap, num_bytes
 
 
 class SavedTensors(Mapping[str, Tensor]):
@@ -33,6 +28,10 @@ class SavedTensors(Mapping[str, Tensor]):
         """Shape of a tensor, without reading it."""
 
     @abstractmethod
+    def dtype(self, name: str) -> torch.dtype:
+        """Type of a tensor, without reading it."""
+
+    @abstractmethod
     def rows(self, name: str, start: int, stop: int, first_column: int = 0, last_column: int | None = None) -> Tensor:
         """Rows `start` to `stop` of a tensor, [stop - start, …], and of a table only some columns; reads only those rows."""
 
@@ -42,12 +41,32 @@ class SavedTensors(Mapping[str, Tensor]):
 
 
 class FolderTensors(SavedTensors):
-    """The tensors in one checkpoint's own files."""
+    """The tensors in one checkpoint's own files, of a checked manifest.
+
+    Each process of a job calls `check_digests` with its share of the files; once all have, `read_headers` comes before any tensor is read.
+    """
 
     def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
-        self._folder = folder
         self._index: dict[str, dict[str, Any]] = manifest["tensors"]
-        self._files = {name: ShardFile(folder / name) for name in manifest["files"]}
+        self._listed: dict[str, dict[str, Any]] = manifest["files"]
+        self._pieces = {name: saved_pieces(entry) for name, entry in self._index.items()}
+        self._files = {name: ShardFile(folder / name) for name in self._listed}
+        for name, file in self._files.items():
+            file.check_size(self._listed[name]["bytes"])
+
+    def check_digests(self, rank: int, world_size: int) -> None:
+        """Verify every `world_size`-th file, from number `rank` on."""
+        for name in sorted(self._files)[rank::world_size]:
+            self._files[name].check_digest(self._listed[name]["sha256"])
+
+    def read_headers(self) -> None:
+        """Check that the files hold what the manifest says, and find out where."""
+        expected: dict[str, dict[str, SavedPiece]] = {name: {} for name in self._files}
+        for name, pieces in self._pieces.items():
+            for piece in pieces:
+                expected[piece.file][name] = piece
+        for file, pieces_in_it in expected.items():
+            self._files[file].read_header(pieces_in_it)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._index)
@@ -65,6 +84,9 @@ class FolderTensors(SavedTensors):
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._index[name]["shape"])
 
+    def dtype(self, name: str) -> torch.dtype:
+        return DTYPES[self._index[name]["dtype"]]
+
     def rows(self, name: str, start: int, stop: int, first_column: int = 0, last_column: int | None = None) -> Tensor:
         shape = self.shape(name) or (1,)
         width = shape[1] if len(shape) > 1 else 1
@@ -73,28 +95,22 @@ class FolderTensors(SavedTensors):
             requested = f"rows {start} to {stop}, columns {first_column} to {last_column}"
             raise IndexError(f"{requested} of `{name}`, which has shape {list(shape)}")
         row_shape = shape[1:] if (first_column, last_column) == (0, width) else (last_column - first_column,)
-        result = torch.empty((stop - start, *row_shape), dtype=DTYPES[self._index[name]["dtype"]])
-        missing = (stop - start) * (last_column - first_column)
-        for file, first, last, *columns in self._index[name]["pieces"]:
-            left, right = columns or (0, width)
-            low, high = max(first, start), min(last, stop)
-            west, east = max(left, first_column), min(right, last_column)
+        result = torch.empty((stop - start, *row_shape), dtype=self.dtype(name))
+        for piece in self._pieces[name]:  # they cover every element once
+            low, high = max(piece.first_row, start), min(piece.last_row, stop)
+            west, east = max(piece.first_column, first_column), min(piece.last_column, last_column)
             if low >= high or west >= east:
                 continue
-            missing -= (high - low) * (east - west)
             into = result[low - start : high - start]
             into = into if (west, east) == (first_column, last_column) else into[:, west - first_column : east - first_column]
-            chosen = None if (west, east) == (left, right) else slice(west - left, east - left)
-            self._fill(into, name, file, low - first, chosen)
-        if missing:
-            raise CheckpointError(
-                f"checkpoint {self._folder} is damaged: {missing} elements are missing in rows {start} to {stop} of `{name}`"
-            )
+            is_whole = (west, east) == (piece.first_column, piece.last_column)
+            chosen = None if is_whole else slice(west - piece.first_column, east - piece.first_column)
+            self._fill(into, name, piece, low - piece.first_row, chosen)
         return result
 
-    def _fill(self, into: Tensor, name: str, file: str, start: int, columns: slice | None) -> None:
+    def _fill(self, into: Tensor, name: str, piece: SavedPiece, start: int, columns: slice | None) -> None:
         """Read the rows of a piece from `start` on into `into`, a few megabytes at a time."""
-        shard = self._files[file]
+        shard = self._files[piece.file]
         encoding: CheckpointFormat = self.note(name, "encoding") or "exact"
         if encoding == "exact" and columns is None and into.is_contiguous():
             shard.fill(into, name, start)
@@ -102,7 +118,9 @@ class FolderTensors(SavedTensors):
         rows_each = max(1, PIECE_BYTES // max(1, shard.row_bytes(name)))
         for done in range(0, len(into), rows_each):
             some = into[done : done + rows_each]
-            found = ENCODINGS[encoding].decode(shard.rows(name, start + done, start + done + len(some)))
+            stored = torch.empty(len(some), *piece.stored_shape[1:], dtype=piece.stored_dtype)
+            shard.fill(stored, name, start + done)
+            found = ENCODINGS[encoding].decode(stored)
             some.copy_((found if columns is None else found[:, columns]).reshape(some.shape))
 
 
@@ -116,11 +134,15 @@ class IncrementalTensors(SavedTensors):
             key = increment.note(name, "touched")
             if key is None:
                 continue
-            if name not in base or base.shape(name)[1:] != increment.shape(name)[1:]:
-                raise CheckpointError(f"checkpoint {folder} is damaged: its full checkpoint has no matching `{name}`")
-            self._bits[name] = RowBitmap(base.shape(name)[0], increment[key].numpy())
-            if self._bits[name].count != increment.shape(name)[0]:
-                raise CheckpointError(f"checkpoint {folder} is damaged: `{key}` does not match the rows of `{name}`")
+            is_same = name in base and base.dtype(name) == increment.dtype(name) and len(base.shape(name)) == 2
+            if not is_same or base.shape(name)[1] != increment.shape(name)[1]:
+                raise invalid(folder, MANIFEST, f"the full checkpoint has no `{name}` of this dtype and width")
+            num_rows = base.shape(name)[0]
+            if increment.shape(key) != (num_bytes(num_rows),):
+                raise invalid(folder, MANIFEST, f"`{key}` is not a bitmap of the {num_rows} rows of `{name}`")
+            self._bits[name] = RowBitmap(num_rows, increment[key].numpy())
+            if self._bits[name].count != increment.shape(name)[0] or self._bits[name].has_rows_beyond:
+                raise invalid(folder, MANIFEST, f"`{key}` does not match the rows of `{name}`")
 
     def __iter__(self) -> Iterator[str]:
         return (name for name in self._increment if not name.startswith(TOUCHED))
@@ -133,6 +155,9 @@ class IncrementalTensors(SavedTensors):
 
     def shape(self, name: str) -> tuple[int, ...]:
         return (self._base if name in self._bits else self._increment).shape(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._increment.dtype(name)
 
     def rows(self, name: str, start: int, stop: int, first_column: int = 0, last_column: int | None = None) -> Tensor:
         bits = self._bits.get(name)

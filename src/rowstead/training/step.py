@@ -23,10 +23,11 @@ from rowstead.records.timers import Timers
 from rowstead.spec.errors import CheckpointError, TrainingError
 from rowstead.spec.phases import Phase
 from rowstead.spec.train import DenseOptimizerSpec, ScheduleSpec, TrainSpec
+from rowstead.training.checkpoint_manifest import STORE
 from rowstead.training.device import dense_precision
 from rowstead.training.flat_parameters import Replica
 from rowstead.training.prefetch import Where, prefetch_rows
-from rowstead.training.saved_tensors import STORE, StoreTensors
+from rowstead.training.saved_tensors import StoreTensors
 from rowstead.training.sync_base import SyncPolicy
 
 

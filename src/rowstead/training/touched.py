@@ -36,6 +36,11 @@ class RowBitmap:
         """Number of rows in the set."""
         return int(self._before[-1])
 
+    @property
+    def has_rows_beyond(self) -> bool:
+        """Whether a bit of the last byte is set that stands for no row of the table."""
+        return self._num_rows % 8 > 0 and bool(self.bits[-1] >> (self._num_rows % 8))
+
     def position(self, row: int) -> int:
         """Number of rows before `row` in the set."""
         block = row // (8 * BLOCK_BYTES)

@@ -1,4 +1,4 @@
-"""Trained runs: load their model and transforms, evaluate them on any log, and check that a checkpoint fits a spec."""
+"""Trained runs: load their model and transforms, and evaluate them on any log."""
 
 from __future__ import annotations
 
@@ -21,21 +21,17 @@ from rowstead.data.transforms import DenseTransforms, RowRule
 from rowstead.nn.dlrm import DLRM
 from rowstead.records.run_folder import DEFAULT_ROOT, RunFolder
 from rowstead.records.usage import versions
-from rowstead.spec.errors import CheckpointError
-from rowstead.spec.networks import parse_network
-from rowstead.spec.parse import difference, digest, to_plain
+from rowstead.spec.parse import digest
 from rowstead.spec.placement import MemorySpec
 from rowstead.spec.run import RunSpec
 from rowstead.training import checkpoint
 from rowstead.training.build import build_model
+from rowstead.training.checkpoint_fits import architecture, check_fits, id_kinds_in, transforms_in
 from rowstead.training.device import choose_device, set_threads
 from rowstead.training.evaluate import evaluate as evaluate_model
 from rowstead.training.metrics import Quality
 from rowstead.training.progress import NoProgress, ProgressCallback
 from rowstead.training.step import load_model
-
-NETWORK_SHA256 = "network_sha256"
-"""Key of a checkpoint's architecture: the checksum of the file of a network of the user's own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +65,12 @@ def open_run(
     folder = RunFolder.open(run, root)
     spec = folder.read_spec()
     on_message = (callback or NoProgress()).on_message
-    saved = checkpoint.load_latest(folder.checkpoints, on_message)
-    check_same_model(spec, saved, on_message)
-    transforms, id_kinds = transforms_in(saved), saved.facts["id_kinds"]
+
+    def check(saved: checkpoint.Checkpoint) -> None:
+        check_fits(spec, saved, on_message, with_optimizer=False)
+
+    saved = checkpoint.load_latest(folder.checkpoints, on_message, check=check)
+    transforms, id_kinds = transforms_in(spec, saved), id_kinds_in(spec, saved)
     placed = dataclasses.replace(spec, placement="auto", memory=MemorySpec()) if in_memory else spec
     model = build_model(placed, torch.device("cpu"), trains=False, encode=_build_encode(spec, transforms, id_kinds))
     load_model(model, saved.tensors, with_optimizer=False)
@@ -110,11 +109,6 @@ def evaluate(
     return quality
 
 
-def transforms_in(saved: checkpoint.Checkpoint) -> DenseTransforms:
-    """The dense transforms that were learned on the training split."""
-    return DenseTransforms.from_plain(saved.facts["transforms"])
-
-
 def checkpoint_facts(spec: RunSpec, transforms: Any, id_kinds: IdKinds) -> dict[str, Any]:
     """What every checkpoint of a run holds besides tensors and position."""
     return {
@@ -124,33 +118,6 @@ def checkpoint_facts(spec: RunSpec, transforms: Any, id_kinds: IdKinds) -> dict[
         "id_kinds": id_kinds,
         "versions": versions(),
     }
-
-
-def architecture(spec: RunSpec) -> dict[str, Any]:
-    """What decides the shapes of a model's tensors and the meaning of its rows, as a checkpoint keeps it."""
-    features, model = to_plain(spec.features, defaults=False), to_plain(spec.model, defaults=False)
-    facts = {"features": features, "model": model, "scale": spec.scale}
-    network = parse_network(spec.model.network)
-    if network.is_file:
-        model["network"] = f"{Path(network.source).name}:{network.class_name}"  # the folder may move
-        facts[NETWORK_SHA256] = network.read_sha256()
-    return facts
-
-
-def check_same_model(spec: RunSpec, saved: checkpoint.Checkpoint, on_message: Callable[[str], None]) -> None:
-    """Refuse a checkpoint whose tensors would not fit this spec, or would mean something else; report a network's file that changed."""
-    there, here = dict(saved.facts.get("architecture") or {}), architecture(spec)
-    before, now = there.pop(NETWORK_SHA256, None), here.pop(NETWORK_SHA256, None)
-    if before is not None and now is not None and before != now:
-        file = parse_network(spec.model.network).source
-        on_message(f"{file} has changed since {saved.path} was written; continuing with the new code")
-    found = difference(there, here)
-    if found is not None:
-        path, old, new = found
-        raise CheckpointError(
-            f"{saved.path} is a checkpoint of another model: {path} is {old} there and {new} in this recipe. "
-            "Use the recipe that it was trained with (spec.yaml in its run's folder)"
-        )
 
 
 def _build_encode(spec: RunSpec, transforms: DenseTransforms, id_kinds: IdKinds) -> Callable[[Mapping[str, Any]], Batch]:
