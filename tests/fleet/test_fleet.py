@@ -286,7 +286,9 @@ def test_a_checkpoint_that_readers_cannot_continue_from_is_refused_with_the_comm
     spec, folder = small_spec("train.max_steps=4"), RunFolder(tmp_path / "run")
     train(spec, out=folder.path)
     saved = checkpoint.load_latest(folder.checkpoints, pytest.fail)
-    facts = dict(saved.facts) if readers is None else {**saved.facts, "readers": readers}
+    facts = {**saved.facts, "position": {**saved.facts["position"], "step": 5}} | (
+        {} if readers is None else {"readers": readers}
+    )
     checkpoint.save(folder.checkpoints, 5, {name: saved.tensors[name] for name in saved.tensors}, facts, keep=1)
     folder.write_spec(dataclasses.replace(spec, fleet=FleetSpec()))
     with pytest.raises(RowsteadError, match=saver) as refused:
