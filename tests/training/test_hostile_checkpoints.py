@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 import torch
 
+from rowstead.distributed.process_group import ProcessGroup
 from rowstead.spec.errors import CheckpointError
 from rowstead.stores.state import part_of
 from rowstead.training import checkpoint_manifest
-from rowstead.training.checkpoint import load, load_latest, save
+from rowstead.training.checkpoint import Checkpoint, load, load_latest, save
 from rowstead.training.checkpoint_increment import Increment
 from rowstead.training.checkpoint_manifest import MANIFEST, MANIFEST_DIGEST
 from tests.training.crafted import Plain, edit_manifest, edit_shard, join_shard, replace_shard, seal, split_shard
+from tests.training.test_checkpoint_pieces import column_wise, in_processes, save_in
 
 ROWS, BIAS, STEP = "store.user.rows", "net.bias", "net.step"
 SHARD, LAST = "shard-00000.safetensors", "shard-00004.safetensors"
@@ -320,3 +322,22 @@ def test_checking_a_hundred_thousand_pieces_is_quick(attacked: Path, monkeypatch
 )
 def test_pieces_by_rows_and_columns_cover_a_table_once_or_are_refused(rectangles: list[Any], problem: str | None) -> None:
     assert checkpoint_manifest._cover_problem(rectangles, (4, 4)) == problem
+
+
+def test_all_processes_of_a_job_refuse_a_crafted_checkpoint_together(tmp_path: Path) -> None:
+    path = save_in(tmp_path, 3, column_wise)[0]
+    assert isinstance(path, Path)
+    edit_manifest(path, lambda manifest: manifest["tensors"][ROWS]["pieces"][1].__setitem__(slice(3, 5), [0, 2]))
+    refusals = in_processes(2, lambda process_group: load(path, process_group=process_group))
+    assert all(isinstance(one, CheckpointError) and "overlap at row 0" in str(one) for one in refusals)
+
+
+def test_a_checkpoint_that_does_not_fit_one_process_is_used_by_none(attacked: Path) -> None:
+    def work(process_group: ProcessGroup) -> int:
+        def check(found: Checkpoint) -> None:
+            if found.step == 200 and process_group.rank == 1:
+                raise CheckpointError("it does not fit here")
+
+        return load_latest(attacked.parent, lambda text: None, check=check, process_group=process_group).step
+
+    assert in_processes(2, work) == [100, 100]

@@ -18,6 +18,8 @@ MAX_DEPTH = 64
 """Lists and mappings within each other in a JSON file."""
 MAX_JSON_BYTES = 64 << 20
 """Largest JSON file that is read as a whole."""
+NOT_PLAIN = (errno.EINVAL, errno.EFBIG)
+"""Codes of the errors for what is not a regular file, or too large."""
 _KINDS = (
     (stat.S_ISLNK, "a symbolic link"),
     (stat.S_ISDIR, "a folder"),

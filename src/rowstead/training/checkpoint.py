@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rowstead.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from rowstead.records.files import fsync_folder, write_atomic
-from rowstead.records.plain_files import MAX_JSON_BYTES
+from rowstead.records.plain_files import MAX_JSON_BYTES, NOT_PLAIN
 from rowstead.spec.errors import CheckpointError
 from rowstead.spec.sizes import format_bytes
 from rowstead.stores.state import StatePart, rows_at_once
@@ -125,7 +125,8 @@ def save(
 def load(path: Path, *, process_group: ProcessGroup = SINGLE_PROCESS) -> Checkpoint:
     """Open the checkpoint at `path` after verifying its files, and those of the full one that it needs.
 
-    Their digests must be right, and their content must be what a checkpoint has: see `checkpoint_manifest.py`. With a `process_group` all processes of a job call this: each file is verified by one of them, and all succeed or none.
+    Their digests must be right, and their content must be what a checkpoint has: see `checkpoint_manifest.py`. With a `process_group`
+    all processes of a job call this: each file is verified by one of them, and all succeed or none.
     """
     manifest, own = _open(path, process_group)
     base = manifest.get("base")
@@ -179,9 +180,9 @@ def _read_by_all(path: Path, process_group: ProcessGroup, read: Callable[[], Rea
         problem = f"checkpoint {path} is damaged: {Path(str(error.filename or error)).name} is missing"
     except OSError as error:
         file = Path(str(error.filename or path)).name
-        problem = (
-            f"checkpoint {path} cannot be read: {file}: {error.strerror or error}. Delete the checkpoint to use an older one"
-        )
+        problem = f"checkpoint {path} cannot be read: {file}: {error.strerror or error}"
+        if error.errno in NOT_PLAIN:
+            problem = str(invalid(path, file, str(error.strerror)))
     except CheckpointError as error:
         problem = str(error)
     for text in process_group.gather(problem):
