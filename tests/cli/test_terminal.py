@@ -71,7 +71,7 @@ def test_running_out_of_memory_is_said_plainly(rowstead: Command, monkeypatch: p
         raise MemoryError("Unable to allocate 3.7 TiB")
 
     monkeypatch.setattr(run, "train", full)
-    assert_refused(rowstead("train", recipe()), "out of memory: Unable to allocate 3.7 TiB")
+    assert_refused(rowstead("train", recipe()), "out of memory while allocating 3.7 TiB. 1. make the model smaller")
 
 
 def test_where_output_is_no_terminal_lines_are_plain(rowstead: Command, monkeypatch: pytest.MonkeyPatch) -> None:
