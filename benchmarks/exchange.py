@@ -2,18 +2,20 @@
 
 python -m benchmarks.exchange [--quick] [--json]
 
-Four contenders take turns on the same batches, each from one thread of one process to others over Unix sockets:
+Contenders take turns on the same batches, each from one thread of one process to others of this machine:
 
-    remote   look-up and update of a RemoteStore with staleness 0, rows in sparse servers
-    keyed    the same over TCP on loopback with keys, as roles on several machines have them: encrypted
-    kernel   look-up and update of a DeviceStore with the same tables in this process
-    echo     ZeroMQ sockets and nothing else: for each look-up and each update as many bytes go to a bare process, and as many come
-             back, as RemoteStore's clients have counted for it
+    remote     look-up and update of a RemoteStore with staleness 0, rows in sparse servers, over Unix sockets
+    keyed      the same over TCP on loopback with keys, as roles on several machines have them: encrypted
+    kernel     look-up and update of a DeviceStore with the same tables in this process
+    echo       ZeroMQ sockets over TCP and nothing else: for each look-up and each update as many bytes go to a bare process, and as many come
+               back, as RemoteStore's clients have counted for it
+    unix_echo  the same over Unix sockets
 
 `keys_over_plain` is keyed / remote: what keys would cost the roles of one machine, which therefore use Unix sockets.
 
 Each look-up and each update is timed by itself, until it is answered, and before each of them other memory goes through the caches of this
-process, as the network does in a step. `over_kernel_plus_echo` is remote / (kernel + echo), of medians: below 1.3 is the aim. Latencies are of
+process, as the network does in a step. `over_kernel_plus_echo` is remote / (kernel + echo), of medians: below 1.3 is the aim, which was set
+when all of it was over TCP; `over_kernel_plus_unix_echo` is the same with the faster echo. Latencies are of
 these look-ups, from the call to the pooled vectors. `in_a_row_over_kernel_plus_echo` is the same of batches one right after another: then
 kernels find in the caches what the last batch left there, which neither a step nor a server's kernels do that were waiting for a message.
 
@@ -186,9 +188,14 @@ def measure(shape: Shape, repeats: int) -> dict[str, Any]:
         keys.save(folder / KEYS_FILE)
         numbers = range(shape.num_servers)
         servers = [stack.enter_context(started("--serve", SHAPES.index(shape), number, folder)) for number in numbers]
-        echoes = [stack.enter_context(started("--echo", socket_address(folder, f"echo-{number}"))) for number in numbers]
-        echo = Echo([address for (address,) in echoes])
-        stack.callback(echo.close)
+
+        def start_echo(*addresses: str) -> Echo:
+            echo = Echo([stack.enter_context(started("--echo", address))[0] for address in addresses])
+            stack.callback(echo.close)
+            return echo
+
+        echo = start_echo(*["tcp://127.0.0.1:0" for _ in numbers])
+        unix_echo = start_echo(*[socket_address(folder, f"echo-{number}") for number in numbers])
         clients: list[Client] = []
 
         def connect(number: int) -> Client:
@@ -232,6 +239,7 @@ def measure(shape: Shape, repeats: int) -> dict[str, Any]:
             "keyed": (keyed.lookup, partial(train, keyed)),
             "kernel": (local.lookup, partial(train, local)),
             "echo": (lambda _: echo.exchange(lookup), lambda _: echo.exchange(update)),
+            "unix_echo": (lambda _: unix_echo.exchange(lookup), lambda _: unix_echo.exchange(update)),
         }
         nothing = Exchange((150,) * len(servers), (150,) * len(servers))
         with OtherLoad() as others:
@@ -254,7 +262,9 @@ def measure(shape: Shape, repeats: int) -> dict[str, Any]:
         "keyed_s": times_s["keyed"],
         "kernel_s": times_s["kernel"],
         "echo_s": times_s["echo"],
+        "unix_echo_s": times_s["unix_echo"],
         "over_kernel_plus_echo": times_s["remote"] / (times_s["kernel"] + times_s["echo"]),
+        "over_kernel_plus_unix_echo": times_s["remote"] / (times_s["kernel"] + times_s["unix_echo"]),
         "keys_over_plain": times_s["keyed"] / times_s["remote"],
         "in_a_row_over_kernel_plus_echo": row_s["remote"] / (row_s["kernel"] + row_s["echo"]),
         "latency_p50_s": _quantile(lookups_s, 0.5),
@@ -345,6 +355,7 @@ def main() -> None:
     summary = {
         "lookup_update_over_kernel_plus_echo": max(row["over_kernel_plus_echo"] for row in rows),
         "in_a_row_over_kernel_plus_echo": max(row["in_a_row_over_kernel_plus_echo"] for row in rows),
+        "over_kernel_plus_unix_echo": max(row["over_kernel_plus_unix_echo"] for row in rows),
         "keys_over_plain": max(row["keys_over_plain"] for row in rows),
         "latency_p50_s": rows[0]["latency_p50_s"],
         "latency_p99_s": rows[0]["latency_p99_s"],
