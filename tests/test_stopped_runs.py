@@ -11,8 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
+import typer
 
+from rowstead.cli.study import _stoppable
+from rowstead.report.terminal import terminal
 from rowstead.run import resume, train
+from rowstead.study.trial import run_trial
 from rowstead.training.checkpoint import checkpoints_in
 from tests.small_runs import RecordingCallback, assert_same_weights, recipe, small_spec, wait_until
 
@@ -134,3 +138,17 @@ def test_ctrl_c_during_start_up_prints_no_traceback(tmp_path: Path) -> None:
         assert process.returncode == 130, said
         assert "Traceback" not in said
         assert "Exception ignored" not in said
+
+
+def test_a_search_that_was_stopped_ends_with_the_code_of_the_signal(tmp_path: Path) -> None:
+    def stop(number: int, ne: float) -> bool:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return False
+
+    def search() -> None:
+        with _stoppable(terminal(quiet=True)):
+            run_trial(small_spec("train.eval_every=10"), tmp_path / "trial", is_bad=stop)
+
+    with pytest.raises(typer.Exit) as ended:
+        search()
+    assert ended.value.exit_code == 143

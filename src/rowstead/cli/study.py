@@ -15,6 +15,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from rowstead.cli.options import RUNS, Root, Set, print_shipped
+from rowstead.distributed.stop import exit_code_of
 from rowstead.report.terminal import build_table, print_wide, printable, terminal, two_columns
 from rowstead.report.theme import words_of
 from rowstead.spec.errors import RowsteadError
@@ -284,14 +285,14 @@ def _gap(failure: str) -> str:
 
 @contextlib.contextmanager
 def _stoppable(console: Console) -> Iterator[None]:
-    """On Ctrl-C, say how to continue."""
+    """When the study is stopped, say how to continue; the exit code is that of the signal, which a trial may have handled."""
     try:
         yield
     except (Exception, SystemExit, GeneratorExit):
         raise
-    except BaseException:
+    except BaseException as stopped:
         console.print("Stopped. Finished points are saved; run the same command again to continue.")
-        raise typer.Exit(130) from None
+        raise typer.Exit(exit_code_of(next(iter(stopped.args), None))) from None
 
 
 @contextlib.contextmanager

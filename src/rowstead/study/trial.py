@@ -84,9 +84,10 @@ def run_trial(spec: RunSpec, folder: Path, *, is_bad: Callable[[int, float], boo
     shutil.rmtree(folder, ignore_errors=True)
     try:
         check_precision(spec)
-        record = run.train(spec, out=folder, callback=_PruningCallback(is_bad, num_steps_of(spec))).record
+        result = run.train(spec, out=folder, callback=_PruningCallback(is_bad, num_steps_of(spec)))
+        record = result.record
         if record is None:
-            raise KeyboardInterrupt  # the loop has handled Ctrl-C
+            raise KeyboardInterrupt(result.stopped_by)  # the loop has handled the signal
         objective = objective_in(record.figures)
         failure = None if objective is not None else "NE is undefined: all labels of the evaluation split are equal"
     except PrunedError as error:
