@@ -14,13 +14,14 @@ import pytest
 
 from rowstead.records.run_folder import RunFolder
 from rowstead.spec.axis import axis_from
-from rowstead.spec.bounds import MAX_ENTRIES
+from rowstead.spec.bounds import MAX_ENTRIES, MAX_FEATURES
 from rowstead.spec.catalogue import load_machine, load_software
 from rowstead.spec.errors import RowsteadError, SpecError
 from rowstead.spec.parse import assign, override, parse, settings_from, to_plain
+from rowstead.spec.placement import TablePlacementSpec
 from rowstead.spec.run import RunSpec, load_recipe
 from rowstead.spec.sweep import SweepSpec, load_sweep
-from rowstead.spec.yaml_text import MAX_CHARACTERS, MAX_NODES
+from rowstead.spec.yaml_text import MAX_CHARACTERS, MAX_KEYS, MAX_NODES
 from tests.small_runs import small_plain
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -115,7 +116,7 @@ def test_values_on_the_command_line_are_read_under_the_same_bounds() -> None:
         ),
         (
             "features.dense=[" + "{name: a}, " * 10_001 + "]",
-            "features.dense: lists 10,001 entries, and at most 10,000 are allowed",
+            "features: has 10,002 entries, and at most 8,000 are allowed: write alike features as one",
         ),
         ("data.synth.num_eval_samples=1_000_000_000_000_000", "data.synth.num_eval_samples: must be at most 1,000,000,000"),
         ("data.synth.num_sparse=1_000_000_000_000", "data.synth.num_sparse: must be at most 50,000"),
@@ -185,15 +186,18 @@ def test_the_largest_recipe_that_is_allowed_can_be_read_from_its_run(tmp_path: P
     folder = RunFolder.create(tmp_path, "large")
     folder.write_spec(spec := parse(RunSpec, plain))
     assert folder.read_spec() == spec
-    per_entry = num_nodes(to_plain(spec.features)) / 100
-    assert per_entry * MAX_ENTRIES < 0.9 * MAX_NODES
+    per_entry = num_nodes(to_plain(spec.features.sparse)) / 100  # these have the most fields
+    rules = MAX_KEYS * num_nodes({"x": to_plain(TablePlacementSpec())})
+    assert (
+        MAX_ENTRIES * per_entry + 3 * MAX_FEATURES + rules < MAX_NODES
+    )  # with hash_sizes, num_ids and mean_ids of each feature
     assert folder.spec_file.stat().st_size / 100 * MAX_ENTRIES < MAX_CHARACTERS
 
 
 def num_nodes(plain: Any) -> int:
     if isinstance(plain, dict):
         return 1 + len(plain) + sum(map(num_nodes, plain.values()))
-    return 1 + sum(map(num_nodes, plain)) if isinstance(plain, list) else 1
+    return 1 + sum(map(num_nodes, plain)) if isinstance(plain, (list, tuple)) else 1
 
 
 def test_a_bomb_is_refused_in_little_memory(tmp_path: Path) -> None:

@@ -45,8 +45,8 @@ def at_most(length: int) -> Bound:
 
 MAX_FEATURES = 50_000
 """Of one model; each is written out."""
-MAX_ENTRIES = 10_000
-"""Of one list that a recipe spells out."""
+MAX_ENTRIES = 8_000
+"""Features and tables that a recipe spells out: the file of a run has all their fields, and must be readable (`spec/yaml_text.py`)."""
 MAX_ROWS = 10**12
 MAX_WIDTH = 1 << 16
 MAX_LAYER = 1 << 20

@@ -145,12 +145,11 @@ class FeaturesSpec:
 
     def __post_init__(self) -> None:
         require(bool(self.dense or self.sparse), "", "list at least one dense or sparse feature")
-        for name in ("dense", "sparse", "tables"):
-            num_entries = len(getattr(self, name))
-            fewer = (
-                f"lists {num_entries:,} entries, and at most {MAX_ENTRIES:,} are allowed: write alike ones as one with `repeat`"
-            )
-            require(num_entries <= MAX_ENTRIES, name, fewer)
+        num_entries = len(self.dense) + len(self.sparse) + len(self.tables)
+        fewer = (
+            f"has {num_entries:,} entries, and at most {MAX_ENTRIES:,} are allowed: write alike features as one with `repeat`"
+        )
+        require(num_entries <= MAX_ENTRIES, "", fewer)
         for name in ("dense", "sparse"):
             num_features = sum(feature.repeat for feature in getattr(self, name))
             require(num_features <= MAX_FEATURES, name, f"at most {MAX_FEATURES:,} features are allowed, got {num_features:,}")
