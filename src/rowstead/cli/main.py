@@ -16,16 +16,16 @@ from typing import NoReturn
 from rowstead.records.limits import explain_limit
 from rowstead.spec.errors import LostProcessError, RowsteadError
 
+INTERRUPTED = "interrupted: progress since the last checkpoint is lost"
+
 
 def command() -> None:
     """The console script: `main`, without a traceback for a Ctrl-C during imports and exit."""
     report_unraisable, report_thread = sys.unraisablehook, threading.excepthook
     sys.unraisablehook = lambda args: None if _Interrupted.was_raised else report_unraisable(args)
     threading.excepthook = lambda args: None if _Interrupted.was_raised else report_thread(args)
-    try:
-        main()
-    finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # before and after `main`, which has a handler of its own
+    main()
 
 
 def main() -> None:
@@ -42,13 +42,13 @@ def main() -> None:
     except RowsteadError as error:
         _fail(str(error))
     except _Interrupted:
-        _fail_interrupted()
+        _fail(INTERRUPTED, code=128 + signal.SIGINT)
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(1)
     except Exception as error:
         if _Interrupted.was_raised:  # what was interrupted has made another error of it
-            _fail_interrupted()
+            _fail(INTERRUPTED, code=128 + signal.SIGINT)
         if (reason := explain_limit(error)) is not None:
             _fail(reason)
         if isinstance(error, OSError):
@@ -76,11 +76,6 @@ def _interrupts() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _fail_interrupted() -> NoReturn:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _fail("interrupted: progress since the last checkpoint is lost", code=128 + signal.SIGINT)
 
 
 def _fail(text: str, code: int = 2) -> NoReturn:
