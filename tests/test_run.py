@@ -263,10 +263,10 @@ def test_a_bad_row_in_the_middle_loses_no_step_and_training_continues_once_it_is
     with pytest.raises(DataError, match=r"labels must be between 0 and 1") as caught:
         train(spec, out=tmp_path / "run")
     assert last.name in str(caught.value)
-    assert f"rowstead train --resume {tmp_path / 'run'}" in str(caught.value)
+    assert f"rowstead train --resume {tmp_path / 'run'} --accept-changed-log" in str(caught.value)
     assert checkpoint.checkpoints_in(tmp_path / "run" / "checkpoints")
     pq.write_table(right, last, row_group_size=400)
-    assert_same_weights(straight.folder, resume(str(tmp_path / "run")).folder)
+    assert_same_weights(straight.folder, resume(str(tmp_path / "run"), accept_changed_log=True).folder)
 
 
 def test_skipped_rows_are_counted_and_reported(tmp_path: Path, log: Path) -> None:

@@ -6,8 +6,10 @@ refused as well where its file has checksums; without them only sizes are checke
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
+
 import numpy as np
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from rowstead.data import chunks
@@ -26,6 +28,8 @@ from rowstead.data.pages import MAX_PAGE_BYTES, PLAIN, PLAIN_DICTIONARY, RLE_DIC
 
 SLACK_BYTES = 16 << 20
 """Pages may have so many bytes whatever the footer says: it is wrong in files of some writers, and so little does no harm."""
+ChunkFields = Sequence[int] | NDArray[np.int64]
+"""What is known of a column chunk, in the order of `chunks`."""
 MAX_PAGE_IDS = MAX_PAGE_BYTES // 8
 """Ids of lists in one page: runs of equal ids take hardly any bytes."""
 _ENCODINGS = {
@@ -49,14 +53,15 @@ class DamagedColumnError(Exception):
         super().__init__(problem if column is None else f"column `{column}`: {problem}")
 
 
-def encoding_bits(chunk: pq.ColumnChunkMetaData) -> int:
-    """The encodings of a column chunk by its footer, one bit each; both names of dictionary indices are one."""
-    bits = sum(1 << _ENCODINGS[name] for name in set(chunk.encodings) & _ENCODINGS.keys())
+@lru_cache
+def encoding_bits(names: tuple[str, ...]) -> int:
+    """The encodings of a column chunk in its footer, one bit each; both names of dictionary indices are one."""
+    bits = sum(1 << _ENCODINGS[name] for name in set(names) & _ENCODINGS.keys())
     return bits | _DICTIONARY_BITS if bits & _DICTIONARY_BITS else bits
 
 
-def find_problem(headers: NDArray[np.int64], row: NDArray[np.int64], data: Bytes | None = None) -> str | None:
-    """What is wrong with pages of these headers, of the column chunk `row` [NUM_FIELDS]; None if nothing is.
+def find_problem(headers: NDArray[np.int64], row: ChunkFields, data: Bytes | None = None) -> str | None:
+    """What is wrong with pages of these headers, of the column chunk `row`; None if nothing is.
 
     `data` are the bytes of a chunk that our decoder could not read.
     """

@@ -87,7 +87,7 @@ class GroupPlan:
     """Chunks for `chunks.read_floats`: dense columns, then label, weight and true probability where selected."""
     bags: NDArray[np.int64]
     """Chunks for `chunks.read_bags`."""
-    others: dict[str, NDArray[np.int64]]
+    others: dict[str, tuple[int, ...]]
     """Columns for pyarrow, and their chunks."""
 
 
@@ -101,7 +101,7 @@ def plan_group(columns: ColumnReader, metadata: pq.FileMetaData, group: int, lea
     rows = {name: row for name, row in all_chunks.items() if leaves[name].is_plain and row[chunks.CODEC] >= 0}
     if not rows:
         return None
-    nothing = np.zeros(chunks.NUM_FIELDS, np.int64)
+    nothing = (0,) * chunks.NUM_FIELDS
 
     def table(names: Iterable[str]) -> NDArray[np.int64]:
         return np.array([rows.get(name, nothing) for name in names], np.int64).reshape(-1, chunks.NUM_FIELDS)
@@ -115,30 +115,32 @@ def plan_group(columns: ColumnReader, metadata: pq.FileMetaData, group: int, lea
     )
 
 
-def find_chunks(metadata: pq.FileMetaData, group: int, leaves: Mapping[str, Leaf]) -> dict[str, NDArray[np.int64]]:
+def find_chunks(metadata: pq.FileMetaData, group: int, leaves: Mapping[str, Leaf]) -> dict[str, tuple[int, ...]]:
     """The fields of each column's chunk in the order of `chunks`, with codec -1 if it is not supported.
 
     A chunk that cannot be as the footer says is a DamagedColumnError.
     """
     found = metadata.row_group(group)
-    rows = {}
+    num_rows = found.num_rows
+    rows: dict[str, tuple[int, ...]] = {}
     for name, leaf in leaves.items():
         chunk = found.column(leaf.index)
-        start, size, unpacked = chunk_start(chunk), chunk.total_compressed_size, chunk.total_uncompressed_size
-        sizes = (start, size, unpacked, chunk.num_values)
+        start, num_values = chunk_start(chunk), chunk.num_values
+        size, unpacked = chunk.total_compressed_size, chunk.total_uncompressed_size
+        sizes = (start, size, unpacked, num_values)
         if min(sizes) < 0 or max(sizes) > MAX_OFFSET:
             raise DamagedColumnError(name, "the file's footer has an impossible offset or size")
         if chunk.physical_type != leaf.physical_type:
             raise DamagedColumnError(name, f"the file's footer says {leaf.physical_type} and {chunk.physical_type}")
-        if leaf.max_rep == 0 and chunk.num_values != found.num_rows:
-            raise DamagedColumnError(name, f"the file's footer says {chunk.num_values:,} values and {found.num_rows:,} rows")
+        if leaf.max_rep == 0 and num_values != num_rows:
+            raise DamagedColumnError(name, f"the file's footer says {num_values:,} values and {num_rows:,} rows")
         codec = _CODES.get(chunk.compression, -1)
-        fields = (start, size, leaf.max_def, leaf.max_rep, chunk.num_values, codec, unpacked, encoding_bits(chunk))
-        rows[name] = np.array(fields, np.int64)
+        encodings = encoding_bits(chunk.encodings)
+        rows[name] = (start, size, leaf.max_def, leaf.max_rep, num_values, codec, unpacked, encodings)
     return rows
 
 
-def check_page_headers(path: str, rows: Mapping[str, NDArray[np.int64]]) -> None:
+def check_page_headers(path: str, rows: Mapping[str, tuple[int, ...]]) -> None:
     """Raise a DamagedColumnError for the first of these columns of a local file with pages that pyarrow should not read."""
     with open(path, "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
@@ -176,7 +178,7 @@ def read_row_group(
     # Levels and dictionaries can take as much as the values, not more.
     if any(table[:, chunks.SIZE].sum() > 2 * max_bytes for table in (plan.floats, plan.bags)):
         return None
-    if sum(int(row[chunks.UNPACKED_SIZE]) for row in plan.others.values()) > max_bytes:
+    if sum(row[chunks.UNPACKED_SIZE] for row in plan.others.values()) > max_bytes:
         return None
     dense = buffers.empty((num_rows, num_dense), np.float32)
     scalars = buffers.empty((len(columns.scalars), num_rows), np.float32)

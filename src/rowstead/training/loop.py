@@ -121,7 +121,7 @@ class Loop:
             self.save()
             raise DataError(
                 f"{error}. The model after step {self.position.step:,} is saved: fix the log, then continue with "
-                f"`rowstead train --resume {self.folder}`"
+                f"`rowstead train --resume {self.folder} --accept-changed-log`"
             ) from None
         finally:
             self._end_profile()
