@@ -72,7 +72,7 @@ def check_same_model(spec: RunSpec, saved: Checkpoint, on_message: Callable[[str
     if found is not None:
         path, old, new = found
         raise CheckpointError(
-            f"{saved.path} is a checkpoint of another model: {path} is {old} there and {new} in this recipe. "
+            f"{saved.path} is a checkpoint of another model: {shown(path)[1:-1]} is {old} there and {new} in this recipe. "
             "Use the recipe that it was trained with (spec.yaml in its run's folder)"
         )
 
