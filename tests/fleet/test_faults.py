@@ -12,7 +12,7 @@ import pytest
 
 from rowstead.fleet.roster import Roster
 from rowstead.fleet.rpc_client import Client
-from rowstead.fleet.sparse_server import AppliedUpdates
+from rowstead.fleet.applied_updates import AppliedUpdates
 from rowstead.spec.fleet import RoleKind
 from tests.fleet.disturbed import (
     NE_WITHIN,

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from rowstead.fleet import table_shard
 from rowstead.fleet.lookup_request import LookupRequest
 from rowstead.fleet.router import ServerRouter
-from rowstead.fleet.snapshot import MANIFEST, Snapshots
-from rowstead.fleet.sparse_server import AppliedUpdates, ClientUpdates
+from rowstead.fleet.snapshot import MANIFEST, GrowingInterval, Snapshots
+from rowstead.fleet.applied_updates import AppliedUpdates, ClientUpdates, UpdateJournal
 from rowstead.fleet.table_shard import TableShard
 from rowstead.fleet.wire import Message
 from rowstead.kernels.layout import Layout
@@ -216,10 +216,13 @@ def test_a_snapshot_of_other_shards_is_refused(tmp_path: Path) -> None:
         Trained(plain_layout(100), tmp_path, torch.float32).snapshots.restore()
 
 
-def test_snapshots_are_taken_periodically_in_the_background_and_on_request(tmp_path: Path) -> None:
+def test_snapshots_are_taken_on_request_and_after_intervals_with_changes(tmp_path: Path) -> None:
     trained = Trained(plain_layout(100), tmp_path)
     snapshots = Snapshots(trained.shard, tmp_path, every_s=0.01).start()
-    wait_until(lambda: snapshots.num_taken >= 3, what="three snapshots")
+    for number in (1, 2, 3):
+        assert snapshots.num_taken == number - 1
+        trained.update()
+        wait_until(lambda number=number: snapshots.num_taken == number, what="a snapshot")  # type: ignore[misc]
     snapshots.close()
     asked: list[Any] = []
     snapshots = Snapshots(trained.shard, tmp_path).start()
@@ -227,6 +230,32 @@ def test_snapshots_are_taken_periodically_in_the_background_and_on_request(tmp_p
     wait_until(lambda: bool(asked), what="the snapshot")
     assert snapshots.status()["num_snapshots"] == 1
     snapshots.close()
+
+
+def test_the_first_snapshot_comes_early_and_later_ones_at_doubling_intervals() -> None:
+    interval, seconds = GrowingInterval(30.0), []
+    for _ in range(6):
+        seconds.append(interval.seconds)
+        interval.grow()
+    assert seconds == [2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+    assert GrowingInterval(0.5).seconds == 0.5
+
+
+def test_a_journal_knows_the_highest_update_of_each_client_after_a_restart(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "applied.journal"
+    journal = UpdateJournal(path)
+    clients = [f"{number}-{'ü' * (number % 60)}" for number in range(300)]  # more than are allocated at once
+    for client in clients:
+        journal.write(client, 1)
+    journal.write(clients[7], 2**61)
+    journal.write(clients[299], 5)
+    again = UpdateJournal(path)  # the first is not closed, as after a kill
+    assert again.highest == {**dict.fromkeys(clients, 1), clients[7]: 2**61, clients[299]: 5}
+    again.write(clients[0], 9)
+    again.write("another", 3)
+    assert UpdateJournal(path).highest == {**again.highest, clients[0]: 9, "another": 3}
+    journal.close()
+    again.close()
 
 
 @pytest.mark.slow

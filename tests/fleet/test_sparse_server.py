@@ -121,6 +121,34 @@ def test_status_counts_what_the_server_did() -> None:
         assert facts["cpu_s"] > 0
 
 
+def test_updates_in_no_snapshot_count_as_lost_though_the_trainer_that_sent_them_is_gone_too(tmp_path: Path) -> None:
+    layout = plain_layout(100)
+    with running(layout, SGD, whole_tables(layout, 1), folder=tmp_path) as fleet, fleet.connect(0) as client:
+
+        def count() -> tuple[int, int]:
+            facts = client.call("status").facts
+            return facts["num_updates"], facts["num_lost_updates"]
+
+        def train(name: str, *numbers: int) -> None:
+            """As a trainer that is never heard of again."""
+            for number in numbers:
+                client.call("update", {**GOOD, "client": name, "number": number}, [IDS, GRADIENT])
+
+        train("a", *range(1, 8))
+        fleet.restart(0)
+        assert count() == (0, 7), "there was no snapshot yet"
+        train("b", 1, 2, 3, 4, 5)
+        client.call("snapshot")
+        train("b", 6, 7, 8, 9)
+        train("c", 1, 2, 3)
+        fleet.restart(0)
+        assert count() == (5, 7 + 4 + 3)
+        fleet.restart(0)
+        assert count() == (5, 7 + 4 + 3), "each is lost once"
+        train("c", 3)  # it lives after all, and sends again what was not answered
+        assert count() == (6, 7 + 4 + 2)
+
+
 def test_a_table_is_read_and_written_in_portions_of_a_few_megabytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rowstead.fleet.remote_rows.PIECE_BYTES", 1000)
     layout = plain_layout(100, 30)

@@ -16,17 +16,16 @@ restart or when out of memory for batches, it replies `unknown_batch` and the cl
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from rowstead.distributed.sharding import piece_layout
+from rowstead.fleet.applied_updates import AppliedUpdates, ClientUpdates, UpdateJournal
 from rowstead.fleet.deduplication import Caller
 from rowstead.fleet.keys import Keys
 from rowstead.fleet.lookup_request import LookupRequest
@@ -36,92 +35,14 @@ from rowstead.fleet.snapshot import SnapshotResult, Snapshots
 from rowstead.fleet.table_shard import TableShard
 from rowstead.fleet.wire import Message
 from rowstead.kernels.layout import layout_of
-from rowstead.records.plain_files import is_count
-from rowstead.spec.errors import CheckpointError, DataError, RowsteadError
+from rowstead.spec.errors import DataError, RowsteadError
 from rowstead.spec.run import RunSpec
 
 KEPT_BATCHES_BYTES = 256 << 20
 """Bytes of batches that were looked up and not yet updated."""
 SNAPSHOTS_FOLDER = "snapshots"
-
-
-@dataclass
-class ClientUpdates:
-    """The applied updates of one trainer, which numbers the updates that it sends to a server from 1.
-
-    A server that restarts from a snapshot has those up to the snapshot; the next number that it sees shows how many are missing.
-    """
-
-    highest: int = 0
-    """Highest number seen."""
-    missing: list[tuple[int, int]] = field(default_factory=list)
-    """Lower numbers that never arrived, or were lost in a restart: first and last of each run."""
-
-    @property
-    def num_missing(self) -> int:
-        return sum(last - first + 1 for first, last in self.missing)
-
-    def has(self, number: int) -> bool:
-        """Whether an update has been applied."""
-        return number <= self.highest and not any(first <= number <= last for first, last in self.missing)
-
-    def add(self, number: int) -> None:
-        """Record that an update has been applied."""
-        if number > self.highest:
-            self.note_sent(number - 1)
-            self.highest = number
-            return
-        runs = []
-        for first, last in self.missing:
-            if first <= number <= last:
-                runs += [run for run in ((first, number - 1), (number + 1, last)) if run[0] <= run[1]]
-            else:
-                runs.append((first, last))
-        self.missing = runs
-
-    def note_sent(self, number: int) -> None:
-        """Record that the trainer has sent updates up to this one; those that have not arrived are missing."""
-        if number > self.highest:
-            self.missing.append((self.highest + 1, number))
-            self.highest = number
-
-
-class AppliedUpdates:
-    """Which updates of each trainer were applied, so that none counts twice and lost ones are known."""
-
-    def __init__(self) -> None:
-        self._sent: dict[str, ClientUpdates] = {}
-
-    def of(self, client: str) -> ClientUpdates:
-        """Return those of one trainer, or of one of its threads."""
-        return self._sent.setdefault(client, ClientUpdates())
-
-    @property
-    def num_updates(self) -> int:
-        return sum(sent.highest - sent.num_missing for sent in list(self._sent.values()))
-
-    @property
-    def num_lost(self) -> int:
-        """Number of updates that were sent but not applied."""
-        return sum(sent.num_missing for sent in list(self._sent.values()))
-
-    def to_json(self) -> dict[str, Any]:
-        return {client: [sent.highest, [list(run) for run in sent.missing]] for client, sent in list(self._sent.items())}
-
-    @classmethod
-    def from_json(cls, content: Any) -> AppliedUpdates:
-        applied = cls()
-        try:
-            for client, (highest, missing) in content.items():
-                runs = [(first, last) for first, last in missing]
-                if not all(map(is_count, (highest, *itertools.chain(*runs)))):
-                    raise ValueError("a number is not a count")
-                applied._sent[client] = ClientUpdates(highest, runs)
-        except (ValueError, TypeError, AttributeError) as error:
-            raise CheckpointError(
-                f"the counts of a snapshot are not valid: {error}. Remove the snapshot to start with new rows"
-            ) from None
-        return applied
+JOURNAL = "applied.journal"
+"""In the snapshot folder: updates applied so far, so that a restart knows those that are in no snapshot."""
 
 
 class SparseServer(Server):
@@ -145,12 +66,16 @@ class SparseServer(Server):
         self.shard = shard
         self.applied = AppliedUpdates()
         self.snapshots: Snapshots | None = None
+        self._journal: UpdateJournal | None = None
         if snapshots is not None:
             self.snapshots = Snapshots(
                 shard, snapshots, every_s=snapshot_every_s, get_counts=lambda: {"sent": self.applied.to_json()}
             )
             if (counts := self.snapshots.restore()) is not None:
                 self.applied = AppliedUpdates.from_json(counts.get("sent", ()))
+            self._journal = UpdateJournal(snapshots / JOURNAL)
+            for client, number in self._journal.highest.items():
+                self.applied.of(client).note_sent(number)
         self.num_lookups = self.num_samples = 0
         self._batches: OrderedDict[tuple[str, int], LookupRequest] = OrderedDict()
         """Batches between lookup and update."""
@@ -175,6 +100,9 @@ class SparseServer(Server):
         if self.snapshots is not None:
             self.snapshots.close()
         super().close()
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None
 
     def _own_status(self) -> dict[str, Any]:
         return {
@@ -182,6 +110,7 @@ class SparseServer(Server):
             "num_samples": self.num_samples,
             "num_updates": self.applied.num_updates,
             "num_lost_updates": self.applied.num_lost,
+            "num_updates_sent": self.applied.num_sent,
             "table_bytes": self.shard.num_bytes,
             "num_kept_batches": len(self._batches),
             "kept_batches_bytes": self._batches_bytes,
@@ -225,13 +154,20 @@ class SparseServer(Server):
             if not sent.has(number):
                 self.shard.update(request, gradients, lr=float(lr), step=step)
                 sent.add(number)
+                self._record(client, sent)
         return Message("update", {"lost": sent.num_missing})
 
     def _flush(self, message: Message, caller: Caller) -> Message:
         with self.shard.changing:
-            sent = self.applied.of(_client_of(message))
+            sent = self.applied.of(client := _client_of(message))
             sent.note_sent(_number(message, "sent", least=0))
+            self._record(client, sent)
         return Message("flush", {"lost": sent.num_missing})
+
+    def _record(self, client: str, sent: ClientUpdates) -> None:
+        """Record in the journal what is known of a client, before it is told."""
+        if self._journal is not None:
+            self._journal.write(client, sent.highest)
 
     def _read_rows(self, message: Message, caller: Caller) -> Message:
         table, part = str(message.facts.get("table")), str(message.facts.get("part"))

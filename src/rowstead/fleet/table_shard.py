@@ -75,6 +75,8 @@ class TableShard:
         """Per row: whether it has changed since the last full snapshot, or since the start."""
         self._pending = np.zeros(self._starts[-1], np.uint8)
         """Rows that the current snapshot still has to copy."""
+        self.num_changes = 0
+        """Updates and writes of rows so far."""
         self._is_copying = False
         self._queue: deque[RowCopy] = deque()
         self._queued_bytes = 0
@@ -113,6 +115,7 @@ class TableShard:
     def update(self, request: LookupRequest, gradients: list[Tensor], *, lr: float, step: int) -> None:
         """Apply the optimizer to every row of a request; within `changing`, with checked gradients."""
         assert self.optimizer is not None, "this server was created for lookups only"
+        self.num_changes += 1
         borders, tables = request.segments
         self._copy_before_write(request.ids, borders, tables)
         _mark(request.ids, borders, tables, self._starts, self.touched)
@@ -166,6 +169,7 @@ class TableShard:
         tensor = self._part(table, part, start, start + len(values))
         if values.shape[1:] != tensor.shape[1:] or values.dtype != tensor.dtype:
             raise DataError(f"`{table}.{part}` has {tensor.shape[1]} columns of {tensor.dtype}; these values do not fit")
+        self.num_changes += 1
         rows = np.arange(start, start + len(values))
         borders, tables = np.array([0, len(rows)], np.int64), np.array([self.table_index[table]], np.int64)
         self._copy_before_write(rows, borders, tables)

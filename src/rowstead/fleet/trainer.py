@@ -37,6 +37,7 @@ from rowstead.fleet.dense_client import DenseServerClient
 from rowstead.fleet.keys import Keys
 from rowstead.fleet.remote_batches import RemoteBatches, Ticket
 from rowstead.fleet.roster import Roster
+from rowstead.fleet.snapshot import GrowingInterval
 from rowstead.records.run_folder import RunFolder
 from rowstead.spec.errors import TrainingError
 from rowstead.spec.phases import Phase
@@ -77,7 +78,7 @@ class FleetTrainer:
         self._num_steps = self._num_samples = self._saved_steps = 0
         self._position = Position()
         """Position of the checkpoint that was resumed, with `tables: local`."""
-        self._saved_s = time.monotonic()
+        self._saved_s, self._save_interval = time.monotonic(), GrowingInterval(self._fleet.snapshot_every_s)
         self._remote_batches: RemoteBatches | None = None
         self._workers: list[Stepper] = []
         self._stores: list[EmbeddingStore] = []
@@ -258,12 +259,13 @@ class FleetTrainer:
     def _save_if_due(self) -> None:
         """Save, from the first thread: by time if the rows are in servers, else by steps."""
         if self._fleet.tables == "remote":
-            is_due = time.monotonic() >= self._saved_s + self._fleet.snapshot_every_s
+            is_due = time.monotonic() >= self._saved_s + self._save_interval.seconds
         else:
             every = self._spec.train.checkpoint_every
             is_due = every is not None and self._num_steps // every > self._saved_steps // every
         if is_due:
             self._save()
+            self._save_interval.grow()
 
     def _save(self) -> None:
         self._saved_steps, self._saved_s, stepper = self._num_steps, time.monotonic(), self._workers[0]
