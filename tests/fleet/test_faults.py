@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from rowstead.fleet.applied_updates import AppliedUpdates
 from rowstead.fleet.roster import Roster
 from rowstead.fleet.rpc_client import Client
-from rowstead.fleet.applied_updates import AppliedUpdates
 from rowstead.spec.fleet import RoleKind
 from tests.fleet.disturbed import (
     NE_WITHIN,

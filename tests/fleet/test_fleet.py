@@ -237,6 +237,23 @@ def test_no_role_outlives_a_killed_coordinator_and_the_next_coordinator_waits_fo
     assert left_behind(out) == []
 
 
+@pytest.mark.slow
+def test_a_fleet_whose_trainers_leave_before_the_end_is_not_finished_and_can_be_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, spec = tmp_path / "fleet", dataclasses.replace(small_spec(LONG), fleet=parse_fleet("trainers=2,sparse=1"))
+    with monkeypatch.context() as leaving:
+        leaving.setattr("rowstead.fleet.coordinator.ROLES_MODULE", "tests.fleet.leaving_roles")
+        with pytest.raises(RowsteadError, match=r"all trainers have exited after step [\d,]+ of 1,500") as unfinished:
+            train_fleet(spec, out=out)
+    assert f"continue with `rowstead train --resume {out}`" in str(unfinished.value)
+    assert not (out / "record.json").exists()
+    stopped_at = checkpoint.load_latest(out / "checkpoints", pytest.fail).step
+    assert 20 <= stopped_at < 1500
+    result = resume_fleet(str(out))
+    assert (result.outcome.ending, result.outcome.position.step) == ("finished", 1500)
+
+
 # Options of a run
 
 

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
-from rowstead.fleet.fleet_figures import FleetFigures, WorkCounts
+from rowstead.fleet.fleet_figures import FleetFigures
+from rowstead.fleet.reader_server import ReaderPlan
 from rowstead.fleet.rpc_client import ServerUnavailable
 from rowstead.fleet.wire import Message
+from rowstead.fleet.work_counts import WorkCounts
 from rowstead.training.progress import Position
 from tests.small_runs import small_spec
 
@@ -33,6 +35,7 @@ class FakeSupervisor:
         self._replies = {name.replace("_", "-"): list(values) for name, values in replies.items()}
         self.handles = [FakeHandle(*_parts(name)) for name in self._replies]
         self.num_polls = 0
+        self.num_restarts: dict[str, int] = {}
 
     def of_kind(self, *kinds: str) -> list[FakeHandle]:
         return [handle for handle in self.handles if handle.kind in kinds]
@@ -86,11 +89,50 @@ def test_updates_that_a_server_loses_after_training_are_counted() -> None:
     )
     counts = build_counts(supervisor, Position())
     counts.count()
-    statuses = counts.read_final_statuses()  # the first was killed meanwhile and restarted from an old snapshot
+    statuses = counts.read_final_statuses({})  # the first was killed meanwhile and restarted from an old snapshot
     assert {name: status["num_lost_updates"] for name, status in statuses.items() if name.startswith("sparse")} == {
         "sparse-0": 43,
         "sparse-1": 0,
     }
+
+
+def test_updates_that_a_server_no_longer_knows_of_are_counted_from_its_usage_samples(tmp_path: Path) -> None:
+    """As after a power failure of its machine, which its journal does not survive."""
+    supervisor = FakeSupervisor(sparse_0=[sparse(60, 2)], reader_0=[reader(100, 100)])
+    figures = FleetFigures(
+        small_spec(), tmp_path, supervisor, total_steps=100, before=Position(num_lost_updates=5)  # type: ignore[arg-type]
+    )
+    (tmp_path / "roles").mkdir()
+    figures.follow()
+    for incarnation, num_updates, num_lost in ((0, 100, 3), (1, 50, 0), (1, 60, 2)):
+        sample = {"incarnation": incarnation, "num_updates": num_updates, "num_lost_updates": num_lost, "time_s": 0.0}
+        with open(tmp_path / "roles" / "sparse-0.jsonl", "a") as file:
+            file.write(json.dumps({**sample, "num_updates_sent": num_updates + num_lost}) + "\n")
+    figures.read()
+    assert figures.num_lost_updates == 5 + 43
+    statuses = build_counts(supervisor, Position()).read_final_statuses(figures.num_updates_sent)
+    assert statuses["sparse-0"]["num_lost_updates"] == 43
+    assert figures.for_record(statuses, 0.0)["num_lost_updates"] == 5 + 43, "with those before a resume"
+
+
+@pytest.mark.parametrize(
+    ("status", "is_done"),
+    [
+        (reader(40, 40), True),
+        (reader(39, 40), False),
+        (reader(39, 39), False),
+        ({**reader(39, 39), "num_skipped": 10}, True),
+        ({**reader(38, 39), "num_skipped": 10}, False),
+        ({**reader(39, 39), "num_skipped": 9}, False),
+    ],
+)
+def test_a_run_is_finished_only_if_every_batch_that_was_planned_is_done(status: dict[str, Any], is_done: bool) -> None:
+    plans = [ReaderPlan(num_batches=40, num_rows=400)] * 2
+    supervisor = FakeSupervisor(reader_0=[reader(40, 40)], reader_1=[status])
+    counts = build_counts(supervisor, Position())
+    counts.count()
+    expected = None if is_done else f"reader 1 has finished {status['num_done']} of 40 batches"
+    assert counts.unfinished(plans) == expected
 
 
 def test_the_throughput_is_the_samples_of_all_trainers_over_the_time_of_the_one_that_trained_longest(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from rowstead.fleet import reader as reader_module
 from rowstead.fleet.batch_assignments import Holder
 from rowstead.fleet.log_share import LogShare, NewBatch
 from rowstead.fleet.reader import READ_AHEAD_BYTES, BatchRequest, Reader
-from rowstead.fleet.reader_server import batches_per_reader, steps_of_reader
+from rowstead.fleet.reader_server import plan_readers, steps_of_reader
 from rowstead.fleet.wire import WireError
 from rowstead.spec.errors import RowsteadError
 from tests.fleet.numbered_log import DirectTrainer, numbers_in, source_of, write_log, write_log_with_a_late_bad_row
@@ -233,7 +233,7 @@ def test_a_reader_assigns_no_more_than_its_share_of_steps(log, tmp_path):
 @pytest.mark.parametrize(("num_readers", "max_steps"), [(1, None), (3, None), (3, 20), (7, 11), (7, 1000)])
 def test_the_number_of_batches_per_reader_is_known_beforehand(log, num_readers, max_steps):
     plan = {"batch_size": 64, "epochs": 2}
-    expected = batches_per_reader(1000, num_readers, **plan, max_steps=max_steps)
+    expected = [each.num_batches for each in plan_readers(1000, num_readers, **plan, max_steps=max_steps)]
     for number, count in enumerate(expected):
         most = None if max_steps is None else steps_of_reader(max_steps, number, num_readers)
         share = LogShare(source_of(log), number=number, num_readers=num_readers, max_batches=most, **plan)

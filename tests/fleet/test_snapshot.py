@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rowstead.fleet import table_shard
+from rowstead.fleet.applied_updates import AppliedUpdates, ClientUpdates, UpdateJournal
 from rowstead.fleet.lookup_request import LookupRequest
 from rowstead.fleet.router import ServerRouter
 from rowstead.fleet.snapshot import MANIFEST, GrowingInterval, Snapshots
-from rowstead.fleet.applied_updates import AppliedUpdates, ClientUpdates, UpdateJournal
 from rowstead.fleet.table_shard import TableShard
 from rowstead.fleet.wire import Message
 from rowstead.kernels.layout import Layout

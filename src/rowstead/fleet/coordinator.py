@@ -26,17 +26,18 @@ from rowstead.fleet.build import (
     restore_reader_progress,
 )
 from rowstead.fleet.evaluate_and_save import EvaluateAndSave, run_in_background, wait_for
-from rowstead.fleet.fleet_figures import FleetCallback, FleetFigures, NoFleetProgress, WorkCounts
+from rowstead.fleet.fleet_figures import FleetCallback, FleetFigures, NoFleetProgress
 from rowstead.fleet.fork_server import ForkServer
 from rowstead.fleet.gathered_model import GatheredModel, LocalTablesModel
 from rowstead.fleet.local_process import POLL_INTERVAL_S, role_environment
 from rowstead.fleet.local_sockets import open_socket_folder
 from rowstead.fleet.manual_launch import ManualLauncher, stop_earlier_roles
 from rowstead.fleet.ray_launch import RayRoles, RoleResources
-from rowstead.fleet.reader_server import batches_per_reader
-from rowstead.fleet.roster import ROSTER_FILE, SOCKETS, create_roles_folder, hold_role
+from rowstead.fleet.reader_server import plan_readers
+from rowstead.fleet.roster import ROLES_FOLDER, ROSTER_FILE, SOCKETS, create_roles_folder, hold_role
 from rowstead.fleet.sparse_server import SNAPSHOTS_FOLDER
 from rowstead.fleet.supervisor import RoleError, RoleHandle, Supervisor
+from rowstead.fleet.work_counts import WorkCounts, describe_lost_updates
 from rowstead.records.limits import require_open_files
 from rowstead.records.run_folder import DEFAULT_ROOT, RunFolder
 from rowstead.records.usage import UsageSampler, usable_cores
@@ -168,13 +169,14 @@ class Coordinator:
         self._spec, self._fleet, self._folder, self._callback = spec, fleet_of(spec), folder, callback
         self._sources, self._dtype = sources, dtype
         train = spec.train
-        batches = batches_per_reader(
+        self._plans = plan_readers(
             sources.train.num_samples,
             self._fleet.num_readers,
             batch_size=train.batch_size,
             epochs=train.epochs,
             max_steps=train.max_steps,
         )
+        batches = [plan.num_batches for plan in self._plans]
         self._total_steps = sum(batches)
         self._schedule_steps = self._fleet.num_readers * max(batches)
         """Steps that the learning rate is scheduled over: readers number their batches round-robin."""
@@ -233,7 +235,7 @@ class Coordinator:
             counts = self._counts = WorkCounts(supervisor, self._position, callback.on_message)
             try:
                 outcome = self._train(supervisor, stop_requested.is_set, start, with_optimizer=saved is not None)
-                statuses = {} if outcome.ending == "interrupted" else counts.read_final_statuses()
+                statuses = {} if outcome.ending == "interrupted" else counts.read_final_statuses(self._figures.num_updates_sent)
                 supervisor.stop(*KINDS)  # stopped, not killed, so that each writes its last usage sample
             finally:
                 self._close_model()
@@ -245,6 +247,9 @@ class Coordinator:
             role_figures = self._figures.for_record(statuses, record.figures.get("cpu_s", 0.0))
             record = dataclasses.replace(record, figures={**record.figures, **role_figures})
             folder.write_record(record)
+        num_lost = self._position.num_lost_updates if record is None else int(record.figures.get("num_lost_updates", 0))
+        if num_lost:
+            callback.on_message(describe_lost_updates(num_lost))
         return Result(folder=folder.path, outcome=outcome, record=record, stopped_by=stop_requested.signal)
 
     def _open_reporter(self, resumed_step: int | None) -> RunReporter:
@@ -312,11 +317,18 @@ class Coordinator:
         self._report(at_once=True)
         supervisor.wait_ready()  # a server that is being restarted counts too
         self._counts.count()
+        unfinished = self._counts.unfinished(self._plans) if ending == "finished" else None
         if ending == "stopped early":
             self._run_supervised(evaluate_and_save.restore_best)
         else:
             self._run_supervised(model.gather)
         self._run_supervised(lambda: evaluate_and_save.save(is_changed=ending == "stopped early"))
+        if unfinished is not None:
+            raise RowsteadError(
+                f"all trainers have exited after step {self._position.step:,} of {self._total_steps:,}, but nobody asked them to stop: "
+                f"{unfinished}. The model is saved: see the logs under {self._folder.path / ROLES_FOLDER}, and continue with "
+                f"`rowstead train --resume {self._folder.path}`"
+            )
         quality = None if ending == "interrupted" else self._run_supervised(evaluate_and_save.evaluate)
         num_skipped = self._counts.num_skipped
         return TrainOutcome(ending, self._position, quality, self._figures.samples_per_s, num_skipped=num_skipped)
@@ -411,7 +423,7 @@ class Coordinator:
         if progress is None:
             return
         self._position.step, self._position.num_samples = progress.step, progress.num_samples
-        self._position.train_s = self._figures.train_s
+        self._position.train_s, self._position.num_lost_updates = self._figures.train_s, self._figures.num_lost_updates
         self._reporter.on_step(progress)
 
     def _record_role_event(self, event: str, handle: RoleHandle, reason: str) -> None:

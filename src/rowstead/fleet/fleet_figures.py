@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from rowstead.fleet.role_usage import UsageReader
 from rowstead.fleet.roster import RoleFiles
-from rowstead.fleet.rpc_client import ServerUnavailable
-from rowstead.fleet.supervisor import RoleHandle, Supervisor
+from rowstead.fleet.supervisor import Supervisor
 from rowstead.plan.work import step_work
 from rowstead.records.usage import perf_traffic_bytes
-from rowstead.spec.errors import RowsteadError
-from rowstead.spec.fleet import RoleKind
 from rowstead.spec.heads import HEADS
 from rowstead.spec.run import RunSpec
 from rowstead.training.progress import NoProgress, Position, Progress, ProgressCallback
@@ -42,13 +38,6 @@ ROLE_TOTALS = (
 """Usage samples of roles that are summed over all roles of a kind and all their incarnations."""
 NUM_SERVERS = {"trainer": "num_trainers", "sparse": "num_sparse_servers", "dense": "num_dense_servers", "reader": "num_readers"}
 """Figures of the record with the number of roles of a kind."""
-STATUS_TIMEOUT_S = 3.0
-"""Timeout of a status call, before the roles are polled again."""
-STATUS_DEADLINE_S = 120.0
-"""How long to wait for the status of a server that is being restarted."""
-
-Status = dict[str, Any]
-
 
 @dataclass(frozen=True, kw_only=True)
 class RoleRow:
@@ -158,6 +147,18 @@ class FleetFigures:
         """Training time of the trainer that trained longest, and what the run had trained before."""
         return self._before.train_s + max(self._trainer_totals("train_s"), default=0.0)
 
+    @property
+    def num_updates_sent(self) -> dict[str, int]:
+        """Updates that each sparse server has ever reported as applied or lost."""
+        servers = [handle.name for handle in self._supervisor.of_kind("sparse") if handle.name in self._usage]
+        return {name: int(self._usage[name].maximum("num_updates_sent") or 0) for name in servers}
+
+    @property
+    def num_lost_updates(self) -> int:
+        """Updates of rows that sparse servers have lost so far, also before a resume."""
+        sent = self.num_updates_sent
+        return self._before.num_lost_updates + sum(sent[name] - int(self._usage[name].last.get("num_updates", 0)) for name in sent)
+
     def _trainers(self) -> list[UsageReader]:
         return [self._usage[handle.name] for handle in self._supervisor.of_kind("trainer") if handle.name in self._usage]
 
@@ -170,6 +171,8 @@ class FleetFigures:
         for name in SERVER_COUNTS:
             if values := [status[name] for status in statuses.values() if name in status]:
                 figures[name] = sum(values)
+        if "num_lost_updates" in figures:
+            figures["num_lost_updates"] += self._before.num_lost_updates
         self.read()
         cpu_s = coordinator_cpu_s
         for kind in dict.fromkeys(handle.kind for handle in self._supervisor.handles):
@@ -199,77 +202,6 @@ class FleetFigures:
         if "dense_cpu_s" in figures:  # an exchange reads both copies of the parameters and writes one
             figures["dense_memory_traffic_bytes"] = 3 * work.dense_bytes * figures.get("trainer_num_exchanges", 0.0)
         figures.pop("reader_memory_traffic_bytes", None)  # has no kernels that count
-
-
-class WorkCounts:
-    """Counts finished, repeated and lost work from the status of the servers, and keeps `position` up to date."""
-
-    def __init__(self, supervisor: Supervisor, position: Position, on_message: Callable[[str], None]) -> None:
-        self._supervisor, self._position, self._on_message = supervisor, position, on_message
-        self._num_updates: dict[str, int] = {}
-        """Updates that each sparse server has applied or is known to have lost, once no trainer sends any more."""
-        self.num_skipped: int | None = None
-        """Bad rows that readers have skipped; None for a log that cannot have any."""
-
-    def count(self) -> None:
-        """Count the finished work when all trainers have exited."""
-        servers = self._read_statuses("sparse")
-        self._num_updates = {name: status["num_updates"] + status["num_lost_updates"] for name, status in servers.items()}
-        self._count_batches(self._read_statuses("reader"))
-
-    def count_after_failure(self) -> bool:
-        """Count what can still be counted of a fleet that cannot continue; return whether a reader has reported an error.
-
-        If a reader is gone, the position stays what trainers have counted.
-        """
-        readers = self._supervisor.of_kind("reader")
-        statuses = {handle.name: self._status(handle) for handle in readers if handle.role.exit_code() is None}
-        if len(statuses) == len(readers):
-            self._count_batches(statuses)
-        return any("error" in status for status in statuses.values())
-
-    def read_final_statuses(self) -> dict[str, Status]:
-        """Return the last status of each server, with updates that a server has lost since `count` added to its losses."""
-        statuses: dict[str, Status] = {}
-        try:
-            statuses = self._read_statuses("sparse", "dense", "reader")
-        except RowsteadError as error:
-            self._on_message(
-                f"the record lacks the counts of repeated and lost work, because a server does not answer: {error}"
-            )
-        for name, num_updates in self._num_updates.items():
-            if name in statuses:
-                lost = num_updates - statuses[name]["num_updates"] - statuses[name]["num_lost_updates"]
-                statuses[name]["num_lost_updates"] += max(0, lost)
-        return statuses
-
-    def _count_batches(self, readers: Mapping[str, Status]) -> None:
-        """Set the position from the readers' assignment logs: every finished batch counts once."""
-        statuses = readers.values()
-        self._position.step = sum(int(status["num_done"]) for status in statuses)
-        assigned = sum(int(status["num_batches"]) for status in statuses)
-        samples = sum(int(status["num_samples"]) for status in statuses)
-        self._position.num_samples = round(samples * self._position.step / assigned) if assigned else 0
-        self._position.epoch = max(int(status["epoch"]) for status in statuses)
-        skipped = [int(status["num_skipped"]) for status in statuses if "num_skipped" in status]
-        self.num_skipped = sum(skipped) if skipped else None
-
-    def _read_statuses(self, *kinds: RoleKind) -> dict[str, Status]:
-        """Ask all servers of some kinds for their status; wait for one that is being restarted."""
-        statuses: dict[str, Status] = {}
-        deadline = time.monotonic() + STATUS_DEADLINE_S
-        for handle in self._supervisor.of_kind(*kinds):
-            while handle.name not in statuses:
-                try:
-                    statuses[handle.name] = self._status(handle)
-                except ServerUnavailable:
-                    if time.monotonic() >= deadline:
-                        raise
-                self._supervisor.poll()
-        return statuses
-
-    def _status(self, handle: RoleHandle) -> Status:
-        return self._supervisor.call(handle, "status", deadline_s=STATUS_TIMEOUT_S).facts
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rowstead.data.batch import share_bounds
 from rowstead.data.source import Source
@@ -91,13 +94,31 @@ def steps_of_reader(max_steps: int, number: int, num_readers: int) -> int:
     return max_steps // num_readers + (number < max_steps % num_readers)
 
 
-def batches_per_reader(
+@dataclass(frozen=True, kw_only=True)
+class ReaderPlan:
+    """What one reader assigns in a whole run."""
+
+    num_batches: int
+    """Batches, if the log has no bad rows; the last batch of an epoch may be smaller."""
+    num_rows: int
+    """Rows of all epochs, bad ones included."""
+
+    def is_done(self, status: Mapping[str, Any]) -> bool:
+        """Whether a reader with this status has nothing left to do; where bad rows were skipped, there are fewer batches."""
+        if status["num_done"] >= self.num_batches:
+            return True
+        num_read = status["num_samples"] + status.get("num_skipped", 0)
+        return bool(status["num_done"] == status["num_batches"] and num_read >= self.num_rows)
+
+
+def plan_readers(
     num_samples: int, num_readers: int, *, batch_size: int, epochs: int = 1, max_steps: int | None = None
-) -> list[int]:
-    """Return the number of batches of each reader of a log without bad rows; the last batch of each share may be smaller."""
-    counts = []
+) -> list[ReaderPlan]:
+    """Return what each reader of a log will do."""
+    plans = []
     for number in range(num_readers):
         first, last = share_bounds(num_samples, number, num_readers)
         count = epochs * math.ceil((last - first) / batch_size)
-        counts.append(count if max_steps is None else min(count, steps_of_reader(max_steps, number, num_readers)))
-    return counts
+        num_batches = count if max_steps is None else min(count, steps_of_reader(max_steps, number, num_readers))
+        plans.append(ReaderPlan(num_batches=num_batches, num_rows=epochs * (last - first)))
+    return plans

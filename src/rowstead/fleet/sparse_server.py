@@ -105,12 +105,13 @@ class SparseServer(Server):
             self._journal = None
 
     def _own_status(self) -> dict[str, Any]:
+        sent, lost = self.applied.num_sent, self.applied.num_lost  # read once: updates arrive meanwhile
         return {
             "num_lookups": self.num_lookups,
             "num_samples": self.num_samples,
-            "num_updates": self.applied.num_updates,
-            "num_lost_updates": self.applied.num_lost,
-            "num_updates_sent": self.applied.num_sent,
+            "num_updates": sent - lost,
+            "num_lost_updates": lost,
+            "num_updates_sent": sent,
             "table_bytes": self.shard.num_bytes,
             "num_kept_batches": len(self._batches),
             "kept_batches_bytes": self._batches_bytes,

@@ -28,6 +28,10 @@ class Position:
     best: float | None = None
     """The lowest evaluation measure so far, for early stopping."""
     evaluations_since_best: int = 0
+    num_lost_updates: int = 0
+    """Updates of rows that a fleet's sparse servers have lost; each server counts."""
+    num_lost_steps: int = 0
+    """Steps that were lost with a killed coordinator of a fleet, because they were in no checkpoint; they are trained again."""
 
 
 @dataclass(frozen=True, kw_only=True)
