@@ -9,7 +9,8 @@ from pathlib import Path
 from rowstead.distributed.launch import exit_with_launcher
 from rowstead.fleet.fork_server import serve_forks
 from rowstead.fleet.local_process import STOP_SIGNAL, install_stop_handlers
-from rowstead.fleet.roster import report_ready
+from rowstead.fleet.role_usage import RoleSampler
+from rowstead.fleet.roster import RoleFiles, report_ready
 from rowstead.spec.fleet import RoleKind
 
 
@@ -21,8 +22,9 @@ def run_role(kind: RoleKind, folder: Path, number: int, incarnation: int) -> int
         print("error: nothing to read", file=sys.stderr)
         return 2
     report_ready(folder, kind, number, "tcp://127.0.0.1:1", incarnation)
-    while not is_stop_requested() or kind == "dense":
-        time.sleep(0.01)
+    with RoleSampler(RoleFiles(folder, kind, number).usage, dict, incarnation=incarnation, interval_s=0.1):
+        while not is_stop_requested() or kind == "dense":
+            time.sleep(0.01)
     print("asked to stop")
     return 0
 

@@ -1,4 +1,4 @@
-"""Each role killed during training: the final model is as good, and the record counts repeated and lost work."""
+"""Each role killed during training, one frozen, all killed at once: the record counts repeated and lost work."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from rowstead.fleet.applied_updates import AppliedUpdates
-from rowstead.fleet.roster import Roster
+from rowstead.fleet.roster import Roster, read_address
 from rowstead.fleet.rpc_client import Client
 from rowstead.spec.fleet import RoleKind
 from tests.fleet.disturbed import (
@@ -140,3 +141,33 @@ def test_one_killed_dense_server_of_two_costs_no_quality_and_the_other_exchanges
     sizes = [last_of(fleet.out, "dense", number)["num_parameters"] for number in (0, 1)]
     assert abs(sizes[0] - sizes[1]) <= 1
     assert figures["ne_expected"] == pytest.approx(undisturbed_ne, rel=NE_WITHIN)
+
+
+def test_a_frozen_server_is_replaced_and_when_all_roles_die_at_once_every_update_is_applied_or_counted_as_lost(
+    tmp_path: Path,
+) -> None:
+    with training(tmp_path, recipe(tmp_path), ROLES.removesuffix(",snapshot_every_s=2")) as fleet:
+        fleet.wait_for_steps(NUM_STEPS // 8)
+        frozen = address_of(fleet.out, "sparse").pid
+        os.kill(frozen, signal.SIGSTOP)
+        wait_until(
+            lambda: (found := read_address(fleet.out, "sparse", 0)) is not None and found.pid != frozen, what="its successor"
+        )
+        fleet.wait_for_steps(NUM_STEPS // 2)
+        manifests = [fleet.out / "snapshots" / f"sparse-{number}" / "snapshot.json" for number in range(NUM_SPARSE)]
+        wait_until(lambda: all(path.exists() for path in manifests), what="the first snapshots")
+        fork_server = psutil.Process(address_of(fleet.out, "sparse").pid).parent()
+        assert fork_server is not None
+        fork_server.kill()
+        figures = fleet.finish()
+    assert not psutil.pid_exists(frozen)
+    assert "sparse 0 has given no sign of life for 15 s: killing it" in fleet.printed
+    assert "the fork server was killed by SIGKILL, and all roles with it: restarting them" in fleet.printed
+    assert f"{figures['num_lost_updates']:,.0f} updates of rows were lost" in fleet.printed
+    check_counts(fleet.out, figures)
+    assert figures["num_restarts"] == 1 + NUM_SPARSE + 1 + 1 + NUM_TRAINERS, "nobody but the frozen server was blamed"
+    for number in range(NUM_SPARSE):  # what readers count as done, servers have applied or count as lost
+        server = last_of(fleet.out, "sparse", number)
+        known = server["num_updates"] + server["num_lost_updates"]
+        assert NUM_STEPS <= known <= NUM_STEPS + figures["num_batches_repeated"], server
+        assert 0 < server["num_lost_updates"] < NUM_STEPS // 2

@@ -100,7 +100,11 @@ def test_updates_that_a_server_no_longer_knows_of_are_counted_from_its_usage_sam
     """As after a power failure of its machine, which its journal does not survive."""
     supervisor = FakeSupervisor(sparse_0=[sparse(60, 2)], reader_0=[reader(100, 100)])
     figures = FleetFigures(
-        small_spec(), tmp_path, supervisor, total_steps=100, before=Position(num_lost_updates=5)  # type: ignore[arg-type]
+        small_spec(),
+        tmp_path,
+        supervisor,
+        total_steps=100,
+        before=Position(num_lost_updates=5),  # type: ignore[arg-type]
     )
     (tmp_path / "roles").mkdir()
     figures.follow()

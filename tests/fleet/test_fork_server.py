@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
+from rowstead.fleet import fork_server
 from rowstead.fleet.fork_server import ForkServer
 from rowstead.fleet.local_process import stop_roles
 from rowstead.fleet.roster import read_address
@@ -68,6 +70,24 @@ def test_roles_of_a_killed_fork_server_count_as_killed_and_can_be_restarted(tmp_
         again = server.start("sparse", 0, incarnation=1)
         wait_until(lambda: read_address(tmp_path, "sparse", 0) is not None, what="the role to be ready again")
         assert again.exit_code() is None
+
+
+@pytest.mark.slow
+def test_a_frozen_fork_server_is_replaced_and_its_roles_count_as_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fork_server, "SILENT_AFTER_S", 4.0)
+    messages: list[str] = []
+    with ForkServer(tmp_path, MODULE, on_message=messages.append) as server:
+        first = server.start("sparse", 0)
+        frozen = psutil.Process(first.pid).parent()
+        assert frozen is not None
+        frozen.suspend()
+        again = server.start("sparse", 0, incarnation=1)
+        wait_until(lambda: read_address(tmp_path, "sparse", 0) is not None, what="the role to be ready again")
+        assert (first.exit_code(), again.exit_code()) == (-9, None)
+        assert not is_running(frozen.pid)
+    assert messages == ["the fork server gave no sign of life and has been killed, and all roles with it: restarting them"]
 
 
 def test_no_forked_role_outlives_a_killed_coordinator(tmp_path: Path) -> None:

@@ -259,7 +259,7 @@ class Coordinator:
         """Build the launcher of the roles. Those that may be on other machines authenticate with keys; those here use Unix sockets."""
         path = self._folder.path
         if self._fleet.start == "here":
-            return ForkServer(path, ROLES_MODULE, environ=role_environment(cores))
+            return ForkServer(path, ROLES_MODULE, environ=role_environment(cores), on_message=self._callback.on_message)
         create_keys(path)
         if self._fleet.start == "manual":
             return ManualLauncher(path, self._callback.on_message)

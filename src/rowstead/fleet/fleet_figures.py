@@ -39,6 +39,7 @@ ROLE_TOTALS = (
 NUM_SERVERS = {"trainer": "num_trainers", "sparse": "num_sparse_servers", "dense": "num_dense_servers", "reader": "num_readers"}
 """Figures of the record with the number of roles of a kind."""
 
+
 @dataclass(frozen=True, kw_only=True)
 class RoleRow:
     """One role in the live table; figures that were not measured are None."""
@@ -157,7 +158,9 @@ class FleetFigures:
     def num_lost_updates(self) -> int:
         """Updates of rows that sparse servers have lost so far, also before a resume."""
         sent = self.num_updates_sent
-        return self._before.num_lost_updates + sum(sent[name] - int(self._usage[name].last.get("num_updates", 0)) for name in sent)
+        return self._before.num_lost_updates + sum(
+            sent[name] - int(self._usage[name].last.get("num_updates", 0)) for name in sent
+        )
 
     def _trainers(self) -> list[UsageReader]:
         return [self._usage[handle.name] for handle in self._supervisor.of_kind("trainer") if handle.name in self._usage]

@@ -2,7 +2,8 @@
 
 The coordinator talks to it through its standard input and output, one JSON object per line: `{"kind": "sparse", "number": 0, "incarnation": 0}`
 requests a role, `{"started": pid}` is the reply, and `{"exited": pid, "code": -9}` reports an exit. The fork server has no threads, so forking
-is safe; when the coordinator is gone its input ends, and it stops all roles and exits.
+is safe; when the coordinator is gone its input ends, and it stops all roles and exits. A fork server that is killed or frozen is replaced; its
+roles count as killed.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from rowstead.distributed.launch import signal_name
+from rowstead.fleet.liveness import FILE_POLL_INTERVAL_S, SILENT_AFTER_S, FileActivity
 from rowstead.fleet.local_process import GRACE_S, POLL_INTERVAL_S, STOP_SIGNAL, Role, role_environment
 from rowstead.fleet.roster import PRIVATE, ROLES_FOLDER, RoleFiles, create_roles_folder
 from rowstead.records.files import open_private
@@ -29,7 +32,11 @@ from rowstead.spec.job import LAUNCHER
 ORPHANED_S = 2.0
 """Time for roles to exit once the coordinator is gone: nothing they could save is of use any more."""
 LOG_FILE = "fork_server.log"
-"""Under `roles/`: what the fork server itself prints."""
+"""Under `roles/`: what the fork server itself prints; touched as a sign of life."""
+START_TIMEOUT_S = 120.0
+"""Time for the fork server to import everything."""
+MAX_STARTS = 2
+"""How often a role is requested, if the fork server exits meanwhile."""
 
 RunRole = Callable[[RoleKind, Path, int, int], int]
 """Runs a role, given its kind, the run's folder, its number and its incarnation; returns the exit code."""
@@ -63,10 +70,21 @@ class ForkServer:
     `module` is the module that the forked process runs: it imports what roles need, and calls `serve_forks`.
     """
 
-    def __init__(self, folder: Path, module: str, *, environ: Mapping[str, str] | None = None) -> None:
-        self._folder, self._module = folder, module
+    def __init__(
+        self,
+        folder: Path,
+        module: str,
+        *,
+        environ: Mapping[str, str] | None = None,
+        on_message: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._folder, self._module, self._on_message = folder, module, on_message
+        self._log = folder / ROLES_FOLDER / LOG_FILE
         self._environ = role_environment(1) if environ is None else environ
         self._process: subprocess.Popen[bytes] | None = None
+        self._activity = FileActivity(self._log)
+        self._is_ready = self._is_silent = False
+        """Whether it has imported everything and gives signs of life; whether it was killed because it gave none."""
         self._partial_line = b""
         self._replies: list[dict[str, Any]] = []
         self._running: dict[int, ForkedRole] = {}
@@ -78,27 +96,33 @@ class ForkServer:
         """Start a role; it is ready once its address file says so (`roster.read_address`)."""
         files = RoleFiles(self._folder, kind, number)
         files.address.unlink(missing_ok=True)
-        process = self._start_server()
-        assert process.stdin is not None
-        try:
-            process.stdin.write(json.dumps({"kind": kind, "number": number, "incarnation": incarnation}).encode() + b"\n")
-            process.stdin.flush()
-            while not self._replies:
-                self.read_messages(timeout_s=1.0)
-                if self._process is None:
-                    raise BrokenPipeError
-        except BrokenPipeError:
-            printed = (self._folder / ROLES_FOLDER / LOG_FILE).read_text()[-2000:]
-            raise RowsteadError(f"roles cannot be started, because the fork server has exited:\n{printed}") from None
+        request = json.dumps({"kind": kind, "number": number, "incarnation": incarnation}).encode() + b"\n"
+        if not any(self._has_reply(request) for _ in range(MAX_STARTS)):
+            printed = self._log.read_text()[-2000:]
+            raise RowsteadError(f"roles cannot be started, because the fork server has exited:\n{printed}")
         role = ForkedRole(self, files, int(self._replies.pop(0)["started"]))
         self._running[role.pid] = role
         self.exit_codes.pop(role.pid, None)
         return role
 
+    def _has_reply(self, request: bytes) -> bool:
+        """Send a request and wait for the reply; False if the fork server exits meanwhile."""
+        process = self._start_server()
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(request)
+            process.stdin.flush()
+        while not self._replies:
+            self.read_messages(timeout_s=1.0)
+            if self._process is None:
+                return False
+        return True
+
     def read_messages(self, timeout_s: float = 0.0) -> None:
         """Read what the fork server has reported since the last call."""
         if self._process is None or self._process.stdout is None:
             return
+        self._check_alive()
         pipe = self._process.stdout.fileno()
         while select.select([pipe], [], [], timeout_s)[0]:
             more = os.read(pipe, 1 << 16)
@@ -110,6 +134,8 @@ class ForkServer:
                 if "exited" in message:
                     self._running.pop(message["exited"], None)
                     self.exit_codes[message["exited"]] = message["code"]
+                elif "ready" in message:
+                    self._is_ready = True
                 else:
                     self._replies.append(message)
             timeout_s = 0.0
@@ -127,12 +153,16 @@ class ForkServer:
         assert process.stdin is not None
         with contextlib.suppress(OSError):
             process.stdin.close()
-        process.wait()
+        try:
+            process.wait(ORPHANED_S + GRACE_S)
+        except subprocess.TimeoutExpired:  # it is frozen
+            process.kill()
+            process.wait()
 
     def _start_server(self) -> subprocess.Popen[bytes]:
         """Start the fork server unless it runs already."""
         if self._process is None:
-            with open(self._folder / ROLES_FOLDER / LOG_FILE, "ab", opener=open_private) as log:
+            with open(self._log, "ab", opener=open_private) as log:
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", self._module, str(self._folder)],
                     stdin=subprocess.PIPE,
@@ -141,13 +171,32 @@ class ForkServer:
                     env=dict(self._environ),
                     start_new_session=True,  # Ctrl-C reaches only the coordinator, which stops the roles in order
                 )
+            self._activity, self._is_ready, self._is_silent = FileActivity(self._log), False, False
         return self._process
+
+    def _check_alive(self) -> None:
+        """Kill a fork server that gives no sign of life; that its output ends is seen next."""
+        assert self._process is not None
+        if self._activity.idle_s() > (SILENT_AFTER_S if self._is_ready else START_TIMEOUT_S):
+            self._is_silent = True
+            self._process.kill()
 
     def _handle_server_exit(self) -> None:
         """The fork server was killed: kill its roles; the next start launches another server."""
-        assert self._process is not None
-        self._process.wait()
-        self._process, self._partial_line = None, b""
+        process, self._process, self._partial_line = self._process, None, b""
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        code = process.wait()
+        self._replies.clear()
+        for pipe in (process.stdin, process.stdout):
+            with contextlib.suppress(OSError):
+                pipe.close()
+        how = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
+        if self._is_silent:
+            how = "gave no sign of life and has been killed"
+        if self._running:
+            self._on_message(f"the fork server {how}, and all roles with it: restarting them")
         for role in list(self._running.values()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(role.pid, signal.SIGKILL)
@@ -164,7 +213,13 @@ def serve_forks(folder: Path, run_role: RunRole) -> None:
     partial_line = b""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the coordinator handles them
         signal.signal(number, signal.SIG_IGN)
+    _send({"ready": os.getpid()})
+    touched_s = 0.0
     while True:
+        if time.monotonic() >= touched_s + FILE_POLL_INTERVAL_S:
+            touched_s = time.monotonic()
+            with contextlib.suppress(OSError):
+                os.utime(folder / ROLES_FOLDER / LOG_FILE)
         if select.select([0], [], [], POLL_INTERVAL_S)[0]:
             more = os.read(0, 1 << 16)
             if not more:

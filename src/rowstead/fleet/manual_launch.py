@@ -1,8 +1,8 @@
 """Roles that the user starts manually, on this machine or on others that share the run's folder.
 
-The coordinator and such a role know each other only through files. A role appends usage samples to its file; when that stops growing, the role
-is taken to be gone. The coordinator rewrites a heartbeat file; when that stops changing, the coordinator is gone, and the roles exit. A stop
-request and the exit code of a role are files too. The clocks of two machines are never compared.
+The coordinator and such a role know each other only through files. A role appends usage samples to its file; when that stops growing, the
+supervisor takes the role to be gone. The coordinator rewrites a heartbeat file; when that stops changing, the coordinator is gone, and the
+roles exit. A stop request and the exit code of a role are files too.
 """
 
 from __future__ import annotations
@@ -17,17 +17,15 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from rowstead.fleet.liveness import FILE_POLL_INTERVAL_S, FileActivity
 from rowstead.fleet.local_process import Role
 from rowstead.fleet.roster import PRIVATE, ROLES_FOLDER, RoleFiles, create_roles_folder, read_address
 from rowstead.records.files import write_atomic
 from rowstead.spec.fleet import RoleKind
 from rowstead.spec.job import LAUNCHER
 
-GONE_AFTER_S = 15.0
-"""A role without a new sample for this long is taken to be gone; it samples twice a second."""
 GONE = -signal.SIGKILL
-"""Exit code of a role that is gone without having left one."""
-FILE_POLL_INTERVAL_S = 0.5
+"""Exit code of a role that is no longer waited for."""
 HEARTBEAT_INTERVAL_S = 5.0
 COORDINATOR_GONE_AFTER_S = 120.0
 """A manually started role exits after this long without a heartbeat of the coordinator; shared file systems may show changes late."""
@@ -41,10 +39,9 @@ class ManualRole(Role):
     def __init__(self, files: RoleFiles, incarnation: int) -> None:
         self._files, self._incarnation = files, incarnation
         self._is_abandoned = False
-        self._activity = _FileActivity(files.address, files.usage)
 
     def exit_code(self) -> int | None:
-        """Return the exit code that it left, or `GONE`; None while it runs or has not been started yet."""
+        """Return the exit code that it left, or `GONE` after `kill`; None while it runs or has not been started yet."""
         if self._is_abandoned:
             return GONE
         try:
@@ -53,13 +50,7 @@ class ManualRole(Role):
                 return int(exit_facts["code"])
         except (FileNotFoundError, ValueError):
             pass
-        found = read_address(self._files.folder, self._files.kind, self._files.number)
-        if found is None or found.incarnation != self._incarnation:
-            return None
-        if self._activity.idle_s() <= GONE_AFTER_S:
-            return None
-        self.request_stop()  # if it only hung, it must not continue beside its successor
-        return GONE
+        return None
 
     def request_stop(self) -> None:
         write_atomic(_stop_file(self._files), f"{self._incarnation}\n", mode=PRIVATE)
@@ -130,7 +121,7 @@ class StopRequested:
 
     def __init__(self, folder: Path, kind: RoleKind, number: int, incarnation: int) -> None:
         self._stop_file, self._incarnation = _stop_file(RoleFiles(folder, kind, number)), str(incarnation)
-        self._coordinator = _FileActivity(folder / ROLES_FOLDER / HEARTBEAT_FILE)
+        self._coordinator = FileActivity(folder / ROLES_FOLDER / HEARTBEAT_FILE)
         self._polled_s, self._is_set = -math.inf, False
         self._lock = threading.Lock()
 
@@ -148,34 +139,6 @@ class StopRequested:
             return self._stop_file.read_text().strip() == self._incarnation
         except OSError:
             return False
-
-
-class _FileActivity:
-    """How long files have been unchanged, by the clock of this process."""
-
-    def __init__(self, *paths: Path) -> None:
-        self._paths = paths
-        self._states: list[tuple[int, int] | None] = []
-        self._changed_s = self._polled_s = time.monotonic()
-
-    def idle_s(self) -> float:
-        """Return the seconds since one of the files changed, or since the first call."""
-        now_s = time.monotonic()
-        if not self._states or now_s >= self._polled_s + FILE_POLL_INTERVAL_S:
-            self._polled_s, states = now_s, [_file_state(path) for path in self._paths]
-            if states != self._states:
-                self._states, self._changed_s = states, now_s
-        return now_s - self._changed_s
-
-
-def _file_state(path: Path) -> tuple[int, int] | None:
-    """Return what changes when a file is appended to or replaced; None without a file."""
-    try:
-        with open(path, "rb") as file:  # on network file systems only opening a file is sure to show its current state
-            status = os.fstat(file.fileno())
-    except OSError:
-        return None
-    return status.st_size, status.st_mtime_ns
 
 
 def write_exit_code(folder: Path, kind: RoleKind, number: int, incarnation: int, code: int) -> None:

@@ -30,6 +30,8 @@ class ExitedRole:
     """Restarts counted against it so far."""
     num_other_trainers: int
     """Other trainers that are running or starting."""
+    was_silent: bool = False
+    """Whether the supervisor killed it because it gave no sign of life."""
 
     @property
     def name(self) -> str:
@@ -77,6 +79,8 @@ def decide(role: ExitedRole, spec: FleetSpec) -> RoleDecision:
 
 def describe_exit(role: ExitedRole) -> str:
     when = "" if role.was_ready else " before it was ready"
+    if role.was_silent and role.code < 0:
+        return f"{role.name} was silent and has been killed"
     if role.code < 0:
         return f"{role.name} was killed by {signal_name(-role.code)}{when}"
     if role.code == 0:

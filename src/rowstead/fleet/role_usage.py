@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -47,7 +49,9 @@ class RoleSampler:
                 line = json_line(self._sample())
                 with open(self._path, "ab", buffering=0, opener=open_private) as file:
                     file.write(line.encode())
-            except Exception as error:  # noqa: BLE001, RUF100 - skip one sample; a role that stops sampling would be taken to be gone
+            except Exception as error:  # noqa: BLE001, RUF100 - skip one sample, as on a full disk
+                with contextlib.suppress(OSError):
+                    os.utime(self._path)  # a role without a sign of life would be taken to be gone
                 if repr(error) != self._problem:  # once, or the log would keep growing
                     self._problem = repr(error)
                     _log.exception("cannot append to %s", self._path)

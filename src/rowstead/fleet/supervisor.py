@@ -1,4 +1,5 @@
-"""Keeps the roles of a fleet running: starts them, records their addresses, restarts those that fail, tells servers which trainers are alive.
+"""Keeps the roles of a fleet running: starts them, records their addresses, restarts those that fail or freeze, tells servers which trainers
+are alive.
 
 `restart_policy.py` decides what to do about a role that has exited; a `Launcher` starts the processes.
 """
@@ -13,6 +14,7 @@ from typing import Any, Literal, Protocol
 
 from rowstead.distributed.launch import USER_ERROR
 from rowstead.fleet.keys import Keys
+from rowstead.fleet.liveness import SILENT_AFTER_S, FileActivity
 from rowstead.fleet.local_process import POLL_INTERVAL_S, Role, stop_roles
 from rowstead.fleet.restart_policy import ExitedRole, RoleDecision, decide
 from rowstead.fleet.roster import RoleAddress, RoleFiles, Roster, read_address
@@ -63,6 +65,10 @@ class RoleHandle:
     log_start_bytes: int = 0
     """Size of the log before this incarnation: messages of earlier ones are not repeated."""
     address: RoleAddress | None = None
+    activity: FileActivity | None = None
+    """Its signs of life, once it is ready."""
+    is_silent: bool = False
+    """Whether it was killed because it gave none."""
 
     @property
     def name(self) -> str:
@@ -132,6 +138,8 @@ class Supervisor:
                     self._handle_exit(handle, code)
                 elif handle.state == "starting":
                     self._check_ready(handle)
+                else:
+                    self._check_alive(handle)
         self._send_members()
 
     @property
@@ -176,6 +184,8 @@ class Supervisor:
         found = read_address(self.folder, handle.kind, handle.number)
         if found is not None and found.incarnation == handle.incarnation:
             handle.state, handle.address = "ready", found
+            files = RoleFiles(self.folder, handle.kind, handle.number)
+            handle.activity = FileActivity(files.address, files.usage)
             self._write_roster()
             self._mark_members_changed()
         elif self.spec.start != "manual" and time.monotonic() - handle.started_s > self.spec.start_s:
@@ -185,6 +195,14 @@ class Supervisor:
                 f"{handle.kind} {handle.number} was not ready after {self.spec.start_s:g} s: raise `fleet.start_s` if it is only slow",
             )
 
+    def _check_alive(self, handle: RoleHandle) -> None:
+        """Kill a role that gives no sign of life, such as a frozen one; it is restarted once its process has exited."""
+        assert handle.activity is not None
+        if handle.activity.idle_s() > SILENT_AFTER_S and not handle.is_silent:
+            handle.is_silent = True
+            self._on_message(f"{handle.kind} {handle.number} has given no sign of life for {SILENT_AFTER_S:g} s: killing it")
+            handle.role.kill()
+
     def _handle_exit(self, handle: RoleHandle, code: int) -> None:
         others = [other for other in self.of_kind("trainer") if other is not handle]
         exited = ExitedRole(
@@ -192,6 +210,7 @@ class Supervisor:
             number=handle.number,
             code=code,
             was_ready=handle.state == "ready",
+            was_silent=handle.is_silent,
             ran_s=time.monotonic() - handle.started_s,
             num_restarts=handle.num_counted_restarts,
             num_other_trainers=sum(other.is_active for other in others),
@@ -219,7 +238,7 @@ class Supervisor:
         handle.incarnation += 1
         handle.log_start_bytes = RoleFiles(self.folder, handle.kind, handle.number).log_size_bytes
         handle.role = self._launcher.start(handle.kind, handle.number, handle.incarnation)
-        handle.state, handle.started_s = "starting", time.monotonic()
+        handle.state, handle.started_s, handle.is_silent = "starting", time.monotonic(), False
 
     def _fail(self, handle: RoleHandle, reason: str, *, is_user_error: bool = False) -> None:
         handle.state = "given up"
