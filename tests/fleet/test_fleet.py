@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -227,10 +228,17 @@ def test_a_fleet_whose_processes_all_get_sigterm_saves_and_can_be_resumed(tmp_pa
 def test_no_role_outlives_a_killed_coordinator_and_the_next_coordinator_waits_for_their_exit(tmp_path: Path) -> None:
     with training(tmp_path, f"data.synth.num_train_samples={600 * 64}") as (coordinator, out):
         pids = [address_of(out, kind).pid for kind in KINDS]
+        num_steps = steps_of(out, "trainer", 0)
         coordinator.kill()
         coordinator.wait()
         again = run("train", "--resume", out)  # at once
     assert again.returncode == 0, again.stdout + again.stderr
+    said = re.search(
+        r"no checkpoint yet: starting at the first step\. (\d+) steps were trained after it and lost", again.stdout
+    )
+    assert said is not None, again.stdout
+    assert num_steps - 2 <= int(said[1]) < 600
+    assert figures_of(out)["num_lost_steps"] == int(said[1])
     assert not any(psutil.pid_exists(pid) for pid in pids)
     figures = figures_of(out)
     assert (figures["num_steps"], figures["num_restarts"], figures["num_batches_repeated"]) == (600, 0, 0)

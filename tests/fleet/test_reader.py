@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections import Counter
 
 import pytest
@@ -66,6 +67,17 @@ def test_readers_together_assign_every_sample_once_per_epoch(
             assert (status["num_batches_repeated"], status["num_batches_resent"], status["num_skipped"]) == (0, 0, 0)
     once = Counter(range(1000))
     assert rows_by_epoch(trained, 2) == [once, once]
+
+
+def test_a_reader_whose_disk_is_full_assigns_no_more_batches_and_says_why(log, tmp_path):
+    with open_reader(log, tmp_path) as reader, open("/dev/full", "wb") as full:
+        trainer = DirectTrainer(reader)
+        trainer.fill(2)
+        wait_until(lambda: reader.status()["queue_depth"] > 0, what="the next batch")
+        os.dup2(full.fileno(), reader._log_file._file)
+        with pytest.raises(RowsteadError, match=r"cannot write .*, so no more batches are assigned: .*No space left on device"):
+            trainer.ask(1)
+        assert reader.status()["state"] == "failed"
 
 
 def test_one_trainer_of_one_reader_sees_what_a_run_in_one_process_sees(log, tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from rowstead.data.batch import Batch
 from rowstead.data.log_files import check_log_files
 from rowstead.data.open_log import Sources, open_sources
 from rowstead.data.transforms import DenseTransforms
-from rowstead.fleet.batch_assignments import parse_log
 from rowstead.fleet.keys import Keys
 from rowstead.fleet.partition import Partition, partition_tables
 from rowstead.fleet.reader_server import assignment_log_path
@@ -28,7 +26,6 @@ from rowstead.kernels.layout import layout_of
 from rowstead.nn.dlrm import DLRM
 from rowstead.records.files import write_atomic
 from rowstead.records.plain_files import read_plain
-from rowstead.records.run_folder import RunFolder
 from rowstead.spec.errors import CheckpointError, RowsteadError
 from rowstead.spec.fleet import FleetSpec, RoleKind
 from rowstead.spec.run import RunSpec
@@ -37,7 +34,6 @@ from rowstead.stores.host import HostStore
 from rowstead.stores.state import StatePart
 from rowstead.training import checkpoint
 from rowstead.training.build import ROW_DTYPES, build_model, expected_lookups
-from rowstead.training.checkpoint_fits import check_fits
 from rowstead.training.progress import Position
 from rowstead.training.trained import checkpoint_facts
 
@@ -207,26 +203,6 @@ def save_checkpoint(
     facts = checkpoint_facts(spec, shared["transforms"], shared["id_kinds"])
     facts |= {"position": vars(position), "readers": progress}
     return checkpoint.save(folder, position.step, dense, facts, keep=keep, parts=parts)
-
-
-def check_resumable(spec: RunSpec, saved: checkpoint.Checkpoint, folder: RunFolder, on_message: Callable[[str], None]) -> None:
-    """Refuse a checkpoint that the trainers and readers of a fleet cannot continue from."""
-    check_fits(spec, saved, on_message, with_optimizer=True)
-    texts, num_readers = saved.facts.get("readers"), fleet_of(spec).num_readers
-    problem = None
-    if not isinstance(texts, list) or len(texts) != num_readers or not all(isinstance(text, str) for text in texts):
-        problem = f"was not saved by a fleet of {num_readers} readers"
-    else:
-        try:
-            for text in filter(None, texts):
-                parse_log(text.encode())
-        except ValueError as error:
-            problem = f"was saved by another version of rowstead, or is damaged: `facts.readers` {error}"
-    if problem is not None:
-        raise CheckpointError(
-            f"{saved.path} {problem}, so the readers do not know where to continue. Start a new run with its weights: "
-            f"`rowstead train {folder.spec_file} --init-from {folder.path}`"
-        )
 
 
 def read_reader_progress(spec: RunSpec, folder: Path) -> list[str]:

@@ -18,23 +18,23 @@ from rowstead.data.open_log import Sources, open_sources
 from rowstead.distributed.stop import stop_on_signal
 from rowstead.fleet.build import (
     build_shared_facts,
-    check_resumable,
     create_keys,
     fleet_of,
     load_keys,
     resolve_fleet,
     restore_reader_progress,
 )
+from rowstead.fleet.earlier_part import check_resumable, count_done_batches, describe_resume, stop_earlier_run
 from rowstead.fleet.evaluate_and_save import EvaluateAndSave, run_in_background, wait_for
 from rowstead.fleet.fleet_figures import FleetCallback, FleetFigures, NoFleetProgress
 from rowstead.fleet.fork_server import ForkServer
 from rowstead.fleet.gathered_model import GatheredModel, LocalTablesModel
 from rowstead.fleet.local_process import POLL_INTERVAL_S, role_environment
 from rowstead.fleet.local_sockets import open_socket_folder
-from rowstead.fleet.manual_launch import ManualLauncher, stop_earlier_roles
+from rowstead.fleet.manual_launch import ManualLauncher
 from rowstead.fleet.ray_launch import RayRoles, RoleResources
 from rowstead.fleet.reader_server import plan_readers
-from rowstead.fleet.roster import ROLES_FOLDER, ROSTER_FILE, SOCKETS, create_roles_folder, hold_role
+from rowstead.fleet.roster import ROLES_FOLDER, ROSTER_FILE, SOCKETS, create_roles_folder
 from rowstead.fleet.sparse_server import SNAPSHOTS_FOLDER
 from rowstead.fleet.supervisor import RoleError, RoleHandle, Supervisor
 from rowstead.fleet.work_counts import WorkCounts, describe_lost_updates
@@ -117,7 +117,7 @@ def resume_fleet(
     spec = folder.read_spec()
     _require_open_files(fleet_of(spec))
     with folder.lock():
-        _stop_earlier_run(folder.path, fleet_of(spec))
+        stop_earlier_run(folder.path, fleet_of(spec))
         saved = None
         if checkpoint.checkpoints_in(folder.checkpoints):
             on_message = callback.on_message
@@ -142,16 +142,6 @@ def _require_open_files(fleet: FleetSpec) -> None:
     """Raise unless the coordinator and each role may open their sockets; ZeroMQ would abort the process."""
     num_roles = len(fleet.roles())
     require_open_files(FILES_PER_PROCESS + FILES_PER_ROLE * num_roles, f"a fleet of {num_roles} roles")
-
-
-def _stop_earlier_run(folder: Path, fleet: FleetSpec) -> None:
-    """Wait until no role of an earlier coordinator runs any more: what it still writes would be taken for ours."""
-    if fleet.start == "manual":
-        stop_earlier_roles(folder, fleet.roles())
-    create_roles_folder(folder)
-    for kind, number in fleet.roles():
-        with hold_role(folder, kind, number):
-            pass
 
 
 class Coordinator:
@@ -199,7 +189,7 @@ class Coordinator:
         `initial` has the weights that a new run starts with, `saved` the state that a resumed one continues from, if it has any.
         """
         spec, folder, callback = self._spec, self._folder, self._callback
-        self._prepare_folder(saved)
+        num_lost_steps = self._prepare_folder(saved)
         facts = build_shared_facts(spec, self._sources, dtype=self._dtype, total_steps=self._schedule_steps)
         if (start := saved or initial) is not None:
             facts["initial_checkpoint"] = {"path": str(start.path.resolve()), "with_optimizer": saved is not None}
@@ -217,10 +207,8 @@ class Coordinator:
             for warning in (bf16_fallback(spec, self._device()[0]), ignored_settings(spec)):
                 if warning is not None:
                     callback.on_message(warning)
-            if saved is not None:
-                callback.on_message(f"resuming {folder.path} after step {saved.step:,}")
-            elif is_resumed:
-                callback.on_message(f"{folder.path} has no checkpoint yet: starting at the first step")
+            if is_resumed:
+                callback.on_message(describe_resume(folder.path, saved, num_lost_steps))
             supervisor = self._supervisor = Supervisor(
                 folder.path,
                 self._fleet,
@@ -396,9 +384,13 @@ class Coordinator:
             self._supervisor.poll()
         return future.result()
 
-    def _prepare_folder(self, saved: checkpoint.Checkpoint | None) -> None:
-        """Remove the files of an earlier part of the run but logs and usage samples, and restore the readers' position from the checkpoint."""
+    def _prepare_folder(self, saved: checkpoint.Checkpoint | None) -> int:
+        """Remove the files of an earlier part of the run but logs and usage samples, and restore the readers' position from the checkpoint.
+
+        Returns the steps of that part that are in no checkpoint.
+        """
         path = self._folder.path
+        num_done = count_done_batches(self._spec, path)
         (path / ROSTER_FILE).unlink(missing_ok=True)  # first: a role that starts too early must not read the old one
         for file in create_roles_folder(path).iterdir():
             if file.suffix not in (".jsonl", ".log", ".lock"):
@@ -407,6 +399,9 @@ class Coordinator:
         if saved is not None:
             self._position = position_in(saved)
             restore_reader_progress(path, saved.facts["readers"])
+        num_lost_steps = max(0, num_done - self._position.step)
+        self._position.num_lost_steps += num_lost_steps
+        return num_lost_steps
 
     # Reporting
 

@@ -63,7 +63,7 @@ class DenseServerProcess(Server):
     ) -> None:
         """`snapshot` is the file that the state is saved to; an existing one is loaded."""
         state = self.state = DenseServerState(deadline_s=round_deadline_s)
-        self.num_snapshots = self.num_snapshots_failed = 0
+        self.num_snapshots = self.num_snapshots_failed = self._num_exchanges_saved = 0
         self._snapshot, self._every_s = snapshot, snapshot_every_s
         self._writing = threading.Lock()
         if snapshot is not None and os.path.lexists(snapshot):
@@ -100,12 +100,14 @@ class DenseServerProcess(Server):
     def write(self) -> None:
         """Write the current state to the snapshot file, if any; a full disk is only logged."""
         with self._writing:
+            num_exchanges = self.state.num_exchanges
             if self._snapshot is None or (content := encode_snapshot(self.state)) is None:
                 return
             try:
                 self._snapshot.parent.mkdir(parents=True, exist_ok=True)
                 write_atomic(self._snapshot, content)
                 self.num_snapshots += 1
+                self._num_exchanges_saved = num_exchanges
             except OSError as error:
                 self.num_snapshots_failed += 1
                 _log.warning("cannot write the snapshot %s: %s", self._snapshot, error)
@@ -114,6 +116,7 @@ class DenseServerProcess(Server):
         state = self.state
         return {
             "num_exchanges": state.num_exchanges,
+            "num_unsaved_exchanges": state.num_exchanges - self._num_exchanges_saved,
             "num_rounds": state.num_rounds,
             "num_partial_rounds": state.num_partial_rounds,
             "num_waiting": state.num_waiting,

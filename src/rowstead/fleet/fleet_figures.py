@@ -13,6 +13,7 @@ from rowstead.fleet.roster import RoleFiles
 from rowstead.fleet.supervisor import Supervisor
 from rowstead.plan.work import step_work
 from rowstead.records.usage import perf_traffic_bytes
+from rowstead.spec.fleet import RoleKind
 from rowstead.spec.heads import HEADS
 from rowstead.spec.run import RunSpec
 from rowstead.training.progress import NoProgress, Position, Progress, ProgressCallback
@@ -36,6 +37,12 @@ ROLE_TOTALS = (
     "num_lookups_early",
 )
 """Usage samples of roles that are summed over all roles of a kind and all their incarnations."""
+UNSAVED_WORK: tuple[tuple[str, RoleKind, str], ...] = (
+    ("num_lost_exchanges", "dense", "num_unsaved_exchanges"),
+    ("num_lost_dense_steps", "trainer", "num_unsaved_steps"),
+)
+"""Figures of the record about dense parameters: what roles of a kind had not saved when they were killed, by their last samples. Trainers
+that have dense servers need not save."""
 NUM_SERVERS = {"trainer": "num_trainers", "sparse": "num_sparse_servers", "dense": "num_dense_servers", "reader": "num_readers"}
 """Figures of the record with the number of roles of a kind."""
 
@@ -170,13 +177,20 @@ class FleetFigures:
 
     def for_record(self, statuses: Mapping[str, Mapping[str, Any]], coordinator_cpu_s: float) -> dict[str, float]:
         """Return repeated and lost work, restarts, and the usage of each kind of role; `statuses` are the servers' last ones."""
-        figures: dict[str, float] = {"num_restarts": sum(self._supervisor.num_restarts.values())}
+        figures: dict[str, float] = {
+            "num_restarts": sum(self._supervisor.num_restarts.values()),
+            "num_lost_steps": self._before.num_lost_steps,
+        }
         for name in SERVER_COUNTS:
             if values := [status[name] for status in statuses.values() if name in status]:
                 figures[name] = sum(values)
         if "num_lost_updates" in figures:
             figures["num_lost_updates"] += self._before.num_lost_updates
         self.read()
+        for name, kind, unsaved in UNSAVED_WORK:
+            usages = [self._usage[handle.name] for handle in self._supervisor.of_kind(kind)]
+            if usages and (kind == "dense" or not self._supervisor.of_kind("dense")):
+                figures[name] = sum(usage.total_of_earlier(unsaved) for usage in usages)
         cpu_s = coordinator_cpu_s
         for kind in dict.fromkeys(handle.kind for handle in self._supervisor.handles):
             usages = [self._usage[handle.name] for handle in self._supervisor.of_kind(kind)]

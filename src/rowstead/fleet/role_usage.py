@@ -118,5 +118,9 @@ class UsageReader:
         found = [sample[name] for sample in self._last_by_incarnation.values() if isinstance(sample.get(name), (int, float))]
         return sum(found) if found else None
 
+    def total_of_earlier(self, name: str) -> float:
+        """Return the sum of the last values of a figure in all incarnations but the current one."""
+        return (self.total(name) or 0) - self.last.get(name, 0)
+
     def maximum(self, name: str) -> float | None:
         return self._maxima.get(name)

@@ -151,6 +151,7 @@ class FleetTrainer:
         figures: dict[str, Any] = {} if self._remote_batches is None else {**self._remote_batches.figures()}
         with self._lock:
             figures |= {"num_steps": self._num_steps, "num_samples": self._num_samples}
+            figures["num_unsaved_steps"] = self._num_steps - self._saved_steps
             figures["train_s"] = max(each.train_s for each in self._throughputs)
             figures["timed_s"] = max(each.spent_s for each in self._throughputs)
             figures["num_timed_samples"] = sum(each.num_samples for each in self._throughputs)

@@ -38,7 +38,7 @@ class FleetSpec(Spec):
     ray_cpus: AboveZero = 1.0
     """CPUs that Ray reserves for each server, each reader and each thread of a trainer."""
     snapshot_every_s: AboveZero = 30.0
-    """Interval of the servers' snapshots; updates since the last one are lost when a server is killed."""
+    """Longest interval of the servers' snapshots; the first are taken sooner. Updates since the last one are lost when a server is killed."""
     max_restarts: Count = 3
     """Maximum number of restarts of one role in a row; the count starts over after it has run for `healthy_s`."""
     healthy_s: AboveZero = 300.0
