@@ -217,6 +217,18 @@ def test_it_serves_until_told_to_stop_and_then_writes_its_state(tmp_path: Path) 
     assert torch.equal(state.pull(), flat(3, 4))
 
 
+def test_exchanges_that_are_in_no_snapshot_are_counted(tmp_path: Path) -> None:
+    snapshot = tmp_path / "dense.safetensors"
+    with served(snapshot=snapshot, snapshot_every_s=1e9) as server, connect(server, "trainer-0.0") as client:
+        client.join(flat(0, 0))
+        for _ in range(3):
+            client.elastic_average(flat(1, 1), 0.5)
+        assert server.status()["num_unsaved_exchanges"] == 3
+        server.write()
+        client.elastic_average(flat(1, 1), 0.5)
+        assert server.status()["num_unsaved_exchanges"] == 1
+
+
 def test_final_parameters_of_trainers_survive_a_server_restart(tmp_path: Path) -> None:
     snapshot = tmp_path / "dense.safetensors"
     with served(snapshot=snapshot, snapshot_every_s=1e9) as server, connect(server, "trainer-0.0") as one:

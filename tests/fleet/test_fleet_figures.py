@@ -120,6 +120,23 @@ def test_updates_that_a_server_no_longer_knows_of_are_counted_from_its_usage_sam
 
 
 @pytest.mark.parametrize(
+    ("role", "unsaved", "figure"),
+    [("dense", "num_unsaved_exchanges", "num_lost_exchanges"), ("trainer", "num_unsaved_steps", "num_lost_dense_steps")],
+)
+def test_what_a_killed_role_had_not_saved_of_the_dense_parameters_is_counted(
+    role: str, unsaved: str, figure: str, tmp_path: Path
+) -> None:
+    supervisor = FakeSupervisor(**{f"{role}_0": [], f"{role}_1": []})
+    figures = FleetFigures(small_spec(), tmp_path, supervisor, total_steps=100, before=FleetPosition())  # type: ignore[arg-type]
+    (tmp_path / "roles").mkdir()
+    figures.follow()
+    for number, incarnation, value in ((0, 0, 7), (0, 0, 3), (0, 1, 5), (0, 2, 40), (1, 0, 100)):
+        with open(tmp_path / "roles" / f"{role}-{number}.jsonl", "a") as file:
+            file.write(json.dumps({"incarnation": incarnation, unsaved: value, "time_s": 0.0}) + "\n")
+    assert figures.for_record({}, 0.0)[figure] == 3 + 5, "the last incarnation has lost nothing"
+
+
+@pytest.mark.parametrize(
     ("status", "is_done"),
     [
         (reader(40, 40), True),
