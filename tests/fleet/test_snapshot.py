@@ -232,12 +232,12 @@ def test_snapshots_are_taken_on_request_and_after_intervals_with_changes(tmp_pat
     snapshots.close()
 
 
-def test_the_first_snapshot_comes_early_and_later_ones_at_doubling_intervals() -> None:
+def test_the_first_snapshot_comes_early_and_no_interval_is_longer_than_all_before_it() -> None:
     interval, seconds = GrowingInterval(30.0), []
-    for _ in range(6):
+    for _ in range(7):
         seconds.append(interval.seconds)
         interval.grow()
-    assert seconds == [2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+    assert seconds == [2.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
     assert GrowingInterval(0.5).seconds == 0.5
 
 

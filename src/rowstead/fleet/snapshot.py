@@ -35,7 +35,7 @@ from rowstead.spec.errors import CheckpointError
 FULL_SHARE = 0.5
 """When touched rows have more than this share of all bytes, the next snapshot is full."""
 FIRST_INTERVAL_S = 2.0
-"""Time from the first change to the first snapshot; each later interval is twice as long, up to the one that the recipe asks for."""
+"""Time until the first snapshot."""
 MANIFEST = "snapshot.json"
 
 _MAGIC = b"RSTDROW1"
@@ -52,14 +52,16 @@ class SnapshotResult:
 
 
 class GrowingInterval:
-    """An interval that begins short and doubles up to `longest_s`: a fault costs at most about half of what was done before it."""
+    """Seconds until the next snapshot: as many as have passed so far, up to `longest_s`, so that a fault costs at most half of what was done."""
 
     def __init__(self, longest_s: float) -> None:
-        self._longest_s = longest_s
+        self._longest_s, self._passed_s = longest_s, 0.0
         self.seconds = min(FIRST_INTERVAL_S, longest_s)
 
     def grow(self) -> None:
-        self.seconds = min(2 * self.seconds, self._longest_s)
+        """Go on to the interval after this one."""
+        self._passed_s += self.seconds
+        self.seconds = min(self._passed_s, self._longest_s)
 
 
 class Snapshots:
