@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from rowstead.fleet.ray_launch import find_cluster
 from rowstead.fleet.roster import read_address
 from rowstead.run import train
 from tests.fleet.test_fleet import command, figures_of, left_behind
@@ -122,6 +124,30 @@ def test_a_cluster_that_a_fleet_starts_listens_on_loopback_only_and_admits_nobod
     assert "oken" in found["joined"]["no token"]
     assert "oken" in found["joined"]["wrong token"]
     assert found["left"] == []
+
+
+def test_a_cluster_of_another_user_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever runs the cluster can run code in the processes that connect to it."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    assert find_cluster() is None
+    (tmp_path / "ray").mkdir()
+    known = tmp_path / "ray" / "ray_current_cluster"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        known.write_text(f"127.0.0.1:{listener.getsockname()[1]}\n")
+        assert find_cluster() == known.read_text().strip()
+        if os.geteuid() == 0:
+            os.chown(known, 65534, 65534)
+            assert find_cluster() is None
+            os.chown(known, 0, 0)
+        known.rename(tmp_path / "elsewhere")
+        known.symlink_to(tmp_path / "elsewhere")
+        assert find_cluster() is None
+        known.unlink()
+        (tmp_path / "elsewhere").rename(known)
+    assert find_cluster() is None, "it is gone"
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert find_cluster() == "10.0.0.1:6379"
 
 
 @pytest.mark.slow

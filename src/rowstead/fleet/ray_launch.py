@@ -11,6 +11,7 @@ import importlib
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -67,7 +68,7 @@ class RayRole(Role):
 class RayRoles:
     """Starts roles on a Ray cluster, inside a `with`; at its end all of them are killed.
 
-    Connects to the cluster of `RAY_ADDRESS` or of this machine; without one, starts a cluster that only this user's processes on this machine
+    Connects to the cluster of `RAY_ADDRESS`, or that this user has started on this machine; without one, starts a cluster that only this user's processes on this machine
     can use (`local_cluster`), and shuts it down at the end.
     """
 
@@ -98,11 +99,10 @@ class RayRoles:
         self._ray = ray = import_ray()
         num_cpus, num_gpus = (sum(getattr(one, name) for one in self._requested) for name in ("num_cpus", "num_gpus"))
         if not ray.is_initialized():
-            try:
-                init_ray(ray, address="auto")
+            if (address := find_cluster()) is not None:
+                init_ray(ray, address=address)
                 self._connection.callback(ray.shutdown)
-            except ConnectionError:
-                # Ray only counts the cores, and the user asked for this many roles.
+            else:  # Ray only counts the cores, and the user asked for this many roles
                 self._connection.enter_context(local_cluster(ray, max(usable_cores(), int(num_cpus) + 1)))
         available = ray.cluster_resources()
         if available.get("CPU", 0) < num_cpus or available.get("GPU", 0) < num_gpus:
@@ -130,16 +130,39 @@ def import_ray() -> Any:
         raise RowsteadError("a fleet on Ray needs Ray: pip install 'rowstead[ray]'") from None
 
 
-def init_ray(ray: Any, **options: Any) -> None:
-    """Call `ray.init` and say in a sentence why it fails; a ConnectionError means that there is no cluster to connect to."""
-    address = os.environ.get("RAY_ADDRESS") if options["address"] == "auto" else None
+def find_cluster() -> str | None:
+    """Return `RAY_ADDRESS`, or the address of the cluster that this user has started on this machine with `ray start`.
+
+    Ray's own `address="auto"` connects to the cluster of any user, who could then run code here.
+    """
+    if address := os.environ.get("RAY_ADDRESS"):
+        return address
+    folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
     try:
-        ray.init(log_to_driver=False, logging_level="ERROR", **options)
-    except Exception as error:  # noqa: BLE001, RUF100 - Ray raises a plain `Exception` after a timeout, and RuntimeError for others
-        if isinstance(error, ConnectionError) and options["address"] == "auto" and address is None:
-            raise
+        with open(Path(folder, "ray", "ray_current_cluster"), opener=_open_own) as file:
+            address = file.read(1000).strip()
+        host, _, port = address.rpartition(":")
+        socket.create_connection((host.strip("[]"), int(port)), timeout=1).close()  # the file outlives a killed cluster
+    except (OSError, ValueError):
+        return None
+    return address
+
+
+def _open_own(path: str, flags: int) -> int:
+    descriptor = os.open(path, flags | os.O_NOFOLLOW)
+    if os.fstat(descriptor).st_uid != os.geteuid():
+        os.close(descriptor)
+        raise PermissionError(f"{path} belongs to another user")
+    return descriptor
+
+
+def init_ray(ray: Any, *, address: str, **options: Any) -> None:
+    """Call `ray.init`, and say in a sentence why it fails."""
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR", **options)
+    except Exception as error:  # noqa: BLE001, RUF100 - Ray raises a plain `Exception` after a timeout, and many others
         ray.shutdown()
-        what = f"the Ray cluster at RAY_ADDRESS={address} cannot be reached" if address else "Ray did not start"
+        what = "Ray did not start" if address == "local" else f"the Ray cluster at {address} cannot be reached"
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise RowsteadError(
             f"{what}: {reason}. Its logs are in /tmp/ray/session_latest/logs. Try again when the machine is less busy, start the cluster "
