@@ -127,7 +127,7 @@ def test_what_a_killed_role_had_not_saved_of_the_dense_parameters_is_counted(
     role: str, unsaved: str, figure: str, tmp_path: Path
 ) -> None:
     supervisor = FakeSupervisor(**{f"{role}_0": [], f"{role}_1": []})
-    figures = FleetFigures(small_spec(), tmp_path, supervisor, total_steps=100, before=FleetPosition())  # type: ignore[arg-type]
+    figures = FleetFigures(small_spec(), tmp_path, supervisor, total_steps=100, before=Position())  # type: ignore[arg-type]
     (tmp_path / "roles").mkdir()
     figures.follow()
     for number, incarnation, value in ((0, 0, 7), (0, 0, 3), (0, 1, 5), (0, 2, 40), (1, 0, 100)):

@@ -78,9 +78,8 @@ def train_fleet(
 
     `init_from` names an earlier run whose weights to start with. `dtype` is float64 in tests of exactness.
     """
-    _check_single_process()
     spec = resolve_fleet(spec)
-    _require_open_files(fleet_of(spec))
+    _check_process(fleet_of(spec))
     callback = callback or NoFleetProgress()
     if out is not None:
         RunFolder.check_free(out)
@@ -111,11 +110,10 @@ def resume_fleet(
 
     A log whose files have changed is refused unless `accept_changed_log`.
     """
-    _check_single_process()
     callback = callback or NoFleetProgress()
     folder = RunFolder.open(run, root)
     spec = folder.read_spec()
-    _require_open_files(fleet_of(spec))
+    _check_process(fleet_of(spec))
     with folder.lock():
         stop_earlier_run(folder.path, fleet_of(spec))
         saved = None
@@ -131,15 +129,12 @@ def resume_fleet(
         return Coordinator(spec, folder, sources, callback).run(saved=saved, is_resumed=True)
 
 
-def _check_single_process() -> None:
+def _check_process(fleet: FleetSpec) -> None:
+    """Raise unless this process can coordinate a fleet: ZeroMQ would abort it, or a role, without files for sockets."""
     if is_multi_process():
         raise RowsteadError(
             "torchrun started this process as one of several, but a fleet starts its own processes: run `rowstead train` without torchrun"
         )
-
-
-def _require_open_files(fleet: FleetSpec) -> None:
-    """Raise unless the coordinator and each role may open their sockets; ZeroMQ would abort the process."""
     num_roles = len(fleet.roles())
     require_open_files(FILES_PER_PROCESS + FILES_PER_ROLE * num_roles, f"a fleet of {num_roles} roles")
 
