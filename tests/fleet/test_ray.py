@@ -56,7 +56,9 @@ def run_command(address: str, printed: Path, *arguments: object) -> Iterator[sub
 def test_a_fleet_on_several_nodes_trains_and_recovers_from_a_kill_and_leaves_no_process(address: str, tmp_path: Path) -> None:
     out, printed = tmp_path / "out", tmp_path / "printed"
     with run_command(address, printed, "train", recipe(tmp_path, epochs=3), "--fleet", ROLES, "--out", out) as coordinator:
-        wait_until(lambda: read_address(out, "trainer", 1) is not None or coordinator.poll() is not None, what="trainers")
+        wait_until(
+            lambda: any(read_address(out, "trainer", n) for n in range(2)) or coordinator.poll() is not None, what="a trainer"
+        )
         victim = read_address(out, "sparse", 1)
         assert victim is not None, printed.read_text()
         os.kill(victim.pid, signal.SIGKILL)
