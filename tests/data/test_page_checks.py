@@ -90,6 +90,17 @@ def test_a_wrong_checksum_is_refused_where_a_row_group_is_streamed(tmp_path):
         list(log.raw_blocks(max_rows=20))  # too few rows for our own decoder
 
 
+def test_a_page_header_with_fewer_values_is_refused_though_the_page_matches_its_checksum(tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"many": [[7] * 5], "label": pa.array([1], pa.float32())}), path, write_page_checksum=True)
+    data, at = bytearray(path.read_bytes()), pq.read_metadata(path).row_group(0).column(0).data_page_offset
+    at = data.index(b"\x1c\x15\x0a", at)  # the part of a data page's header that begins with the number of values
+    data[at + 2] = 2  # one value instead of five
+    path.write_bytes(data)
+    with pytest.raises(DataError, match="column `many`: its pages have 1 values, but the file's footer says 5"):
+        read(path, FeaturesSpec(sparse=(SparseFeatureSpec(name="many", num_rows=100),)))
+
+
 def test_the_logs_that_we_write_have_checksums(tmp_path):
     write_parquet(SynthSpec(num_train_samples=300, num_eval_samples=10, num_dense=1, num_sparse=1), tmp_path)
     path = tmp_path / "train-00000.parquet"

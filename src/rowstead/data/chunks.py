@@ -195,11 +195,12 @@ def decode_float_chunk(chunk, max_def, codec, values, buffer, words):  # type: i
 
 @_kernel
 def decode_bag_chunk(chunk, max_def, max_rep, codec, ids, offsets, buffer, words):  # type: ignore[no-untyped-def]
-    """Fill ids [nnz] and offsets [R + 1] from an INT64 column chunk; returns the number of ids, -1 on failure.
+    """Fill ids [V] and offsets [R + 1] from an INT64 column chunk of V values; returns the number of ids, -1 on failure.
 
     Also returns `buffer` (bytes) and `words` (int64), memory for pages and dictionaries that may have grown, for the next chunk.
     """
     done = np.zeros(2, np.int64)  # ids and rows so far
+    num_values = 0
     dictionary = words[:0]
     offsets[:] = 0
     headers = page_headers(chunk)
@@ -208,9 +209,10 @@ def decode_bag_chunk(chunk, max_def, max_rep, codec, ids, offsets, buffer, words
         page, ok, dictionary, buffer, words = _next_page(chunk, header, codec, buffer, words, dictionary)
         if ok and header[TYPE] != DICTIONARY_PAGE:
             ok = decode_bag_page(page, header, max_def, max_rep, dictionary, ids, offsets, done)
+            num_values += header[VALUES]
         if not ok:
             return -1, buffer, words
-    if done[1] != len(offsets) - 1 or offsets[0] != 0:
+    if done[1] != len(offsets) - 1 or offsets[0] != 0 or num_values != len(ids):
         return -1, buffer, words
     offsets[done[1]] = done[0]
     return done[0], buffer, words

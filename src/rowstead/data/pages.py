@@ -68,13 +68,15 @@ def decode_floats(chunk: Bytes, codec: str | None, max_def: int, values: NDArray
 def decode_bags(
     chunk: Bytes, codec: str | None, max_def: int, max_rep: int, ids: NDArray[np.int64], offsets: NDArray[np.int64]
 ) -> int:
-    """Fill ids [nnz] and offsets [R + 1] from an INT64 column chunk, flat or a list; returns the number of ids, -1 on failure."""
+    """Fill ids [V] and offsets [R + 1] from an INT64 column chunk of V values, flat or a list; returns the number of ids, -1 on failure."""
     done = np.zeros(2, np.int64)  # ids and rows so far
+    num_values = 0
     offsets[:] = 0
     for header, page, dictionary in _data_pages(chunk, codec, ids.dtype):
         if page is None or not decode_bag_page(page, header, max_def, max_rep, dictionary, ids, offsets, done):
             return -1
-    if done[1] != len(offsets) - 1 or offsets[0] != 0:
+        num_values += header[VALUES]
+    if done[1] != len(offsets) - 1 or offsets[0] != 0 or num_values != len(ids):
         return -1
     offsets[-1] = done[0]
     return int(done[0])
