@@ -237,7 +237,7 @@ def test_no_role_outlives_a_killed_coordinator_and_the_next_coordinator_waits_fo
         r"no checkpoint yet: starting at the first step\. (\d+) steps were trained after it and lost", again.stdout
     )
     assert said is not None, again.stdout
-    assert num_steps - 2 <= int(said[1]) < 600
+    assert num_steps - 2 <= int(said[1]) <= 600, "roles train on until they notice"
     assert figures_of(out)["num_lost_steps"] == int(said[1])
     assert not any(psutil.pid_exists(pid) for pid in pids)
     figures = figures_of(out)
