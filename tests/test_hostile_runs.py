@@ -214,11 +214,11 @@ SPECS = {
     "nested": (lambda file: file.write_text("[" * 5000 + "]" * 5000), "nested"),
     "a number beyond floats": (
         lambda file: file.write_text(re.sub(r"(?m)^seed: .*$", f"seed: {'9' * 400}", file.read_text())),
-        "too large",
+        "out of range",
     ),
     "a list": (lambda file: file.write_text("- 1\n"), "mapping"),
     "empty": (lambda file: file.write_text(""), "mapping"),
-    "an object of Python": (lambda file: file.write_text("name: !!python/object/apply:os.getpid []\n"), "not valid YAML"),
+    "an object of Python": (lambda file: file.write_text("name: !!python/object/apply:os.getpid []\n"), "the tag"),
 }
 
 

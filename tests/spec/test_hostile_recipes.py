@@ -60,10 +60,10 @@ TEXTS = {
 
 @contextmanager
 def at_once() -> Iterator[None]:
-    """Less than a second of processor time, however busy the machine is."""
+    """At most two seconds of processor time: a second, and as much again for caches that other work has emptied."""
     started = time.process_time()
     yield
-    assert time.process_time() - started < 1
+    assert time.process_time() - started < 2
 
 
 @pytest.mark.parametrize("name", TEXTS)

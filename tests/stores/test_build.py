@@ -143,7 +143,7 @@ def test_tables_beyond_the_limit_are_refused_with_remedies(tmp_path: Path) -> No
 
 def test_runs_side_by_side_have_files_of_their_own_and_those_of_killed_ones_are_used_again(tmp_path: Path) -> None:
     (tmp_path / "rows").mkdir()
-    spec = small_spec("placement.*=ssd", f"memory.folder={tmp_path / 'rows'}", f"name={'n' * 250}", "device=cpu")
+    spec = small_spec("placement.*=ssd", f"memory.folder={tmp_path / 'rows'}", f"name={'n' * 200}", "device=cpu")
     (tmp_path / "rows" / f"{'n' * 100}-0-width-{spec.model.width}.rows").touch()  # a killed run's
     stores = [build_model(spec, CPU, trains=True).store for _ in range(2)]
     names = sorted(path.name for path in (tmp_path / "rows").iterdir())
