@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from rowstead.data.batch import Sparse
-from rowstead.nn.embedding_bags import BagTable, EmbeddingBags
+from rowstead.nn.bag_tables import BagTable
+from rowstead.nn.embedding_bags import EmbeddingBags
 
 TABLES = (
     BagTable(name="users", num_embeddings=40, embedding_dim=8, feature_names=("user", "friend")),

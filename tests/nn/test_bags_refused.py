@@ -10,7 +10,8 @@ import torch
 
 from rowstead.data.batch import Sparse
 from rowstead.kernels.layout import layout_of
-from rowstead.nn.embedding_bags import BagTable, EmbeddingBags
+from rowstead.nn.bag_tables import BagTable
+from rowstead.nn.embedding_bags import EmbeddingBags
 from rowstead.spec.errors import CheckpointError, DataError, RowsteadError, SpecError
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of
 from rowstead.spec.row_optimizers import SparseOptimizerSpec

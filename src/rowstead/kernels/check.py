@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from rowstead.kernels.layout import Layout
 from rowstead.spec.errors import DataError
@@ -38,7 +39,8 @@ def check_sparse(
     if not layout.num_features:
         return
     num_samples = (offsets.numel() - 1) // layout.num_features
-    fits = _fits_numba if ids.device.type == "cpu" else _fits_torch
+    has_memory = ids.device.type == "cpu" and not is_functorch_wrapped_tensor(ids)
+    fits = _fits_numba if has_memory else _fits_torch
     if not fits(layout, ids, offsets, num_samples):
         raise DataError(fault_of(layout, ids.cpu().numpy(), offsets.cpu().numpy(), num_samples))
 

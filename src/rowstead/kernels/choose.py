@@ -47,7 +47,7 @@ class EmbeddingKernels(Protocol):
 def kernels_for(choice: Kernel, device: torch.device) -> tuple[str, EmbeddingKernels]:
     """Name and functions of the kernels for tables on `device`."""
     if choice == "auto":
-        choice = "cpu" if device.type == "cpu" else "gpu" if has_triton() else "reference"
+        choice = "cpu" if device.type == "cpu" else "gpu" if device.type == "cuda" and has_triton() else "reference"
     if choice == "cpu" and device.type != "cpu":
         raise RowsteadError(f"kernel: cpu needs tables in system memory, but this run trains on {device}: use `auto`")
     is_interpreted = has_triton() and os.environ.get("TRITON_INTERPRET") == "1"

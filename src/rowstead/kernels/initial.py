@@ -65,7 +65,7 @@ def draw_with_torch(table: Table, numbers: Tensor, salt: int, dtype: torch.dtype
 def draw_with_numba(table: Table, numbers: Tensor, salt: int, dtype: torch.dtype) -> Tensor:
     """The bits of `draw_with_torch` on the CPU, without its passes over memory."""
     num_rows, width = table.whole_shape
-    rows = torch.empty(len(numbers), table.width, dtype=dtype)
+    rows = torch.empty(len(numbers), table.width, dtype=dtype, device=numbers.device)
     out, firsts = rows.numpy(), ((numbers + table.first_row) * width + table.first_column).numpy()
     word, bound = np.int64(salt).view(np.uint64), num_rows**-0.5
     parallel_for(lambda a, b: _fill(out[a:b], firsts[a:b], word, bound), len(out), num_bytes=rows.nbytes)

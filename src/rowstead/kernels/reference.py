@@ -78,6 +78,24 @@ def update(
             rows[distinct] -= change
 
 
+def table_gradients(
+    tables: Sequence[Tensor], layout: Layout, ids: Tensor, offsets: Tensor, weights: Tensor | None, grad: Tensor
+) -> list[Tensor]:
+    """The gradient of each table [N, D], where `grad` [B, sum of widths] is that of what `lookup` returned."""
+    gradients = [torch.zeros_like(rows, dtype=grad.dtype) for rows in tables]
+    for bags in _bags(layout, ids, offsets, weights):
+        gradients[layout.table_of[bags.feature]].index_add_(0, bags.ids, bags.row_gradients(layout, grad))
+    return [gradient.to(rows.dtype) for gradient, rows in zip(gradients, tables, strict=True)]
+
+
+def weight_gradients(tables: Sequence[Tensor], layout: Layout, ids: Tensor, offsets: Tensor, grad: Tensor) -> Tensor:
+    """The gradient of each id's weight [nnz], where `grad` [B, sum of widths] is that of what `lookup` returned."""
+    bags = _bags(layout, ids, offsets, None)
+    return torch.cat(
+        [(tables[layout.table_of[own.feature]][own.ids] * own.row_gradients(layout, grad)).sum(dim=1) for own in bags]
+    )
+
+
 # Rules: the state of rows `distinct` [U] is updated in place with summed gradients [U, D]; what is subtracted from the rows is returned.
 
 

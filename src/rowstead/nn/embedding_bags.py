@@ -10,101 +10,33 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 import sys
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from rowstead.data.batch import Sparse, sparse_from_kjt
-from rowstead.kernels import reference
-from rowstead.kernels.layout import Layout
-from rowstead.kernels.row_state import new_row_state
-from rowstead.spec.errors import CheckpointError, DataError, RowsteadError, SpecError, did_you_mean, require
-from rowstead.spec.features import Pooling, Table
-from rowstead.spec.row_optimizers import LEAN_OPTIMIZER, ROW_OPTIMIZERS, RowOptimizerName, SparseOptimizerSpec
+from rowstead.kernels.row_state import RowState, compute_dtype, new_row_state
+from rowstead.nn.bag_ops import FusedLookup, layout_text, refuse_data_parallel, register_module
+from rowstead.nn.bag_tables import (
+    BagTable,
+    PooledFeatures,
+    choose_features,
+    dtype_of,
+    keys_of,
+    layout_of,
+    optimizer_of,
+    require_one_of,
+    select_features,
+)
+from rowstead.nn.fused_optimizer import FusedOptimizer
+from rowstead.spec.errors import CheckpointError, DataError, RowsteadError
+from rowstead.spec.row_optimizers import RowOptimizerName, SparseOptimizerSpec
 from rowstead.spec.run import Kernel
 from rowstead.stores.device import DeviceStore
-
-
-@dataclass(frozen=True, kw_only=True)
-class BagTable:
-    """One table and the features that read it; the fields have the names of TorchRec's EmbeddingBagConfig."""
-
-    name: str
-    num_embeddings: int
-    """Rows."""
-    embedding_dim: int
-    """Elements per row."""
-    feature_names: tuple[str, ...] = ()
-    """Features whose ids are rows of this table; one with the table's name when left out."""
-    pooling: Pooling = "sum"
-    """How the rows of one bag are pooled."""
-
-    def __post_init__(self) -> None:
-        require(bool(self.name) and "." not in self.name, "name", f"must not be empty or have a dot in it, got `{self.name}`")
-        require(self.num_embeddings >= 1, "num_embeddings", f"must be at least 1, got {self.num_embeddings}")
-        require(self.embedding_dim >= 1, "embedding_dim", f"must be at least 1, got {self.embedding_dim}")
-        require(self.pooling in ("sum", "mean"), "pooling", f"must be sum or mean, got {self.pooling}")
-        require(
-            not isinstance(self.feature_names, str), "feature_names", f"must be a list of names, got `{self.feature_names}`"
-        )
-        object.__setattr__(self, "feature_names", tuple(self.feature_names) or (self.name,))
-        twice = next((name for name, count in Counter(self.feature_names).items() if count > 1), None)
-        require(twice is None, "feature_names", f"`{twice}` is named twice")
-
-    @classmethod
-    def like(cls, config: Any) -> BagTable:
-        """The table that an EmbeddingBagConfig describes, or anything else with its attributes."""
-        if isinstance(config, cls):
-            return config
-        try:
-            return cls(
-                name=config.name,
-                num_embeddings=config.num_embeddings,
-                embedding_dim=config.embedding_dim,
-                feature_names=tuple(config.feature_names),
-                pooling=_word(config.pooling),  # type: ignore[arg-type]
-            )
-        except SpecError as error:
-            raise error.within(f"table `{config.name}`") from None
-
-
-class PooledFeatures:
-    """Pooled vectors by feature, with the interface of TorchRec's KeyedTensor."""
-
-    def __init__(self, keys: Sequence[str], length_per_key: Sequence[int], values: Tensor) -> None:
-        self._keys, self._lengths, self._values = list(keys), list(length_per_key), values
-
-    def keys(self) -> list[str]:
-        return self._keys
-
-    def values(self) -> Tensor:
-        """All vectors concatenated, [B, sum of widths]."""
-        return self._values
-
-    def length_per_key(self) -> list[int]:
-        """Width of each feature's vector."""
-        return self._lengths
-
-    def offset_per_key(self) -> list[int]:
-        """First column of each feature's vector in `values`, and the total width last."""
-        return [0, *accumulate(self._lengths)]
-
-    def __getitem__(self, key: str) -> Tensor:
-        """The vectors of one feature, [B, width]."""
-        if key not in self._keys:
-            raise KeyError(f"no feature `{key}`: {did_you_mean(key, self._keys)}")
-        return self.to_dict()[key]
-
-    def to_dict(self) -> dict[str, Tensor]:
-        """Each feature's vectors, [B, width]."""
-        return dict(zip(self._keys, self._values.split(self._lengths, dim=1), strict=True))
 
 
 class EmbeddingBags(nn.Module):
@@ -135,43 +67,52 @@ class EmbeddingBags(nn.Module):
         check: bool = True,
     ) -> None:
         super().__init__()
-        _require_one_of("kernel", kernel, get_args(Kernel))
-        _require_one_of("dtype", dtype, (None, torch.float32, torch.bfloat16, torch.float16, torch.float64))
+        require_one_of("kernel", kernel, get_args(Kernel))
+        require_one_of("dtype", dtype, (None, torch.float32, torch.bfloat16, torch.float16, torch.float64))
         self._configs = tuple(BagTable.like(table) for table in tables)
-        self._is_weighted = is_weighted
-        layout = _layout_of(self._configs)
+        self._is_weighted, self._kernel, self._check = is_weighted, kernel, check
+        layout = layout_of(self._configs)
         self._wanted = [feature for table in self._configs for feature in table.feature_names]
         """The feature of each pooled vector; a feature that several tables read occurs several times."""
         self.features = tuple(dict.fromkeys(self._wanted))
         """The features, in the order in which a Sparse must have them."""
-        self._keys = _keys_of(self._configs)
+        self._keys = keys_of(self._configs)
         self._lengths = [table.embedding_dim for table in self._configs for _ in table.feature_names]
-        self._lr, self._num_updates = 0.0, 0
-        spec = _optimizer_of(optimizer, lr)
-        if spec is not None:
-            self.lr = spec.lr
-        rows_dtype = dtype or _dtype_of(tables)
-        store = DeviceStore(layout, spec, seed=seed, kernel=kernel, device=device or "cpu", dtype=rows_dtype, check=check)
+        self._layout_text = layout_text(self._configs)
+        spec = optimizer_of(optimizer, lr)
+        rows_dtype, device = dtype or dtype_of(tables), device or torch.get_default_device()
+        store = DeviceStore(layout, spec, seed=seed, kernel=kernel, device=device, dtype=rows_dtype, check=check)
         # Not a submodule, or its tables would have two names in `state_dict`.
         self.__dict__["_store"] = store
         self.embedding_bags = nn.ModuleDict(
             {table.name: _Rows(rows) for table, rows in zip(self._configs, store.weights, strict=True)}
         )
         self.requires_grad_(spec is None)
+        self._fused = None if spec is None else FusedOptimizer(self._named_tables(), store.row_states, lr=spec.lr)
+        # Autograd calls a backward pass only if some input requires gradients.
+        self._tape = torch.empty(0, requires_grad=True, device="cpu")
+        self._handle = register_module(self)
         for config, rows in zip(tables, store.weights, strict=True):
             if callable(initialise := getattr(config, "init_fn", None)):  # of TorchRec's configurations
                 with torch.no_grad():
                     initialise(rows)
         self.register_load_state_dict_post_hook(_tie_again)
 
-    @torch.compiler.disable  # the kernels are compiled already; the model around them still is
     def forward(self, features: Any) -> Any:
         """Pooled vectors of every feature: of a Sparse as PooledFeatures, of a KeyedJaggedTensor as TorchRec's KeyedTensor.
 
         Ids in the order of `self.features`, each feature read by one table, are used without a copy. Where features are in
         another order, too many, or read by several tables, ids and offsets are copied first.
         """
-        pooled = self._pooled(self._ordered(features))
+        if isinstance(features, torch.fx.Proxy):
+            return self._traced(features)
+        sparse, given = self._given(features)
+        if torch.compiler.is_compiling() or (tables := self._tables())[0].is_meta:
+            pooled = self._pooled_by_operators(sparse, given)
+        elif given == self._wanted:
+            pooled = self._pooled(sparse, tables)
+        else:
+            pooled = self._pooled(select_features(sparse, choose_features(given, self._wanted)), tables)
         if not isinstance(features, Sparse) and (torchrec := sys.modules.get("torchrec.sparse.jagged_tensor")) is not None:
             return torchrec.KeyedTensor(keys=self._keys, length_per_key=self._lengths, values=pooled)
         return PooledFeatures(self._keys, self._lengths, pooled)
@@ -181,16 +122,22 @@ class EmbeddingBags(nn.Module):
         """The optimizer that is fused with the backward pass."""
         return self._store.optimizer
 
+    def fused_optimizer(self) -> FusedOptimizer:
+        """The fused optimizer as a torch.optim.Optimizer, for learning rate schedulers and checkpoints."""
+        if self._fused is None:
+            raise RowsteadError("no optimizer is fused with these tables: give EmbeddingBags an `optimizer`")
+        return self._fused
+
     @property
     def lr(self) -> float:
         """The fused optimizer's learning rate; may be set between steps."""
-        return self._lr
+        return self.fused_optimizer().lr
 
     @lr.setter
     def lr(self, lr: float) -> None:
         if not 0 <= lr < math.inf:
             raise ValueError(f"lr must be at least 0 and finite, got {lr}")
-        self._lr = float(lr)
+        self.fused_optimizer().param_groups[0]["lr"] = float(lr)
 
     @property
     def device(self) -> torch.device:
@@ -210,7 +157,7 @@ class EmbeddingBags(nn.Module):
     def optimizer_state(self) -> dict[str, Tensor]:
         """State of the fused optimizer, as `<table>.<name>`, and `num_updates`; `state_dict` has only the rows."""
         state = {name: value for name, value in self._store.state().items() if not name.endswith(".rows")}
-        return {**state, "num_updates": torch.tensor(self._num_updates)}
+        return {**state, "num_updates": self.fused_optimizer().num_updates.clone()}
 
     def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
         """Load what `optimizer_state` returned, so that training continues bit for bit."""
@@ -218,30 +165,91 @@ class EmbeddingBags(nn.Module):
             raise CheckpointError("no `num_updates`: this is not the result of `optimizer_state`")
         rows = {name: value for name, value in self._store.state().items() if name.endswith(".rows")}
         self._store.load_state({**state, **rows})
-        self._num_updates = int(state["num_updates"])
+        self.fused_optimizer().num_updates.fill_(int(state["num_updates"]))
 
     def extra_repr(self) -> str:
         return f"{len(self._configs)} tables, {len(self.features)} features, optimizer={self.optimizer}"
 
-    def _pooled(self, sparse: Sparse) -> Tensor:
-        """[B, sum of widths]."""
+    def _pooled(self, sparse: Sparse, tables: list[Tensor]) -> Tensor:
+        """[B, sum of widths], from the tables that this module has now."""
         store, weights = self._store, sparse.weights
+        given = None if all(map(operator.is_, tables, store.weights._parameters.values())) else tables
+        if given is not None and torch.is_grad_enabled() and all(isinstance(rows, nn.Parameter) for rows in tables):
+            store.check_tables(tables)
+            self._tie()
+            given = None
         sparse = store.check_batch(sparse)
-        if store.optimizer is not None and weights is not None:
+        if store.optimizer is None:
+            return store.lookup(sparse, given)
+        if weights is not None:
             sparse = dataclasses.replace(sparse, weights=weights.detach())
-        if store.optimizer is not None and torch.is_grad_enabled():
-            # Autograd calls backward only if some input requires gradients.
-            pooled: Tensor = _Fused.apply(torch.empty(0, requires_grad=True), weights, self, sparse)
+        if not torch.is_grad_enabled():
+            return store.lookup(sparse, given)
+        refuse_data_parallel()
+        pooled: Tensor = FusedLookup.apply(self._tape, weights, self, sparse, given)
+        return pooled
+
+    def _pooled_by_operators(self, sparse: Sparse, given: list[str]) -> Tensor:
+        """The same by operators that compilers and the meta device understand; they order and check the batch when they run."""
+        tables = [self.embedding_bags[table.name].weight for table in self._configs]
+        chosen = [] if given == self._wanted else choose_features(given, self._wanted)
+        batch = sparse.ids, sparse.offsets, sparse.weights, len(given), chosen
+        if self._fused is not None and torch.is_grad_enabled() and not torch.compiler.is_exporting():
+            pooled: Tensor = torch.ops.rowstead.fused_lookup(self._tape, tables, *batch, self._handle)[0]
             return pooled
-        return store.lookup(sparse)
+        inputs = tables if sparse.weights is None else [*tables, sparse.weights]
+        in_autograd = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+        kernel = "reference" if in_autograd else self._kernel
+        by_function: Tensor = torch.ops.rowstead.pooled_rows(tables, *batch, self._layout_text, kernel, self._check)
+        return by_function
+
+    def _traced(self, features: torch.fx.Proxy) -> Any:
+        """The look-up of a KeyedJaggedTensor in torch operations, as torch.fx records and TorchScript compiles them."""
+        torchrec = sys.modules.get("torchrec.sparse.jagged_tensor")
+        if torchrec is None:
+            raise RowsteadError(
+                "torch.fx traces a look-up of TorchRec's KeyedJaggedTensor: import torchrec first, or use torch.export"
+            )
+        if self._fused is not None and self.training:
+            raise RowsteadError(
+                "a traced look-up does not update rows: trace the module after `eval()`, or one without `optimizer` that has "
+                "the same state_dict"
+            )
+        if features.node.op == "placeholder":
+            features.node.type = torchrec.KeyedJaggedTensor  # TorchScript needs it
+        by_feature: Any = features.to_dict()
+        pooled = []
+        for table in self._configs:
+            rows = self.embedding_bags[table.name].weight
+            for name in table.feature_names:
+                bag = by_feature[name]
+                is_mean = table.pooling == "mean"
+                weights = bag.weights() if self._is_weighted else None
+                mode = "mean" if is_mean and weights is None else "sum"
+                vectors: Any = nn.functional.embedding_bag(
+                    bag.values(), rows, bag.offsets(), mode=mode, per_sample_weights=weights, include_last_offset=True
+                )
+                if is_mean and weights is not None:
+                    vectors = vectors / bag.lengths().clamp(min=1).unsqueeze(1)
+                pooled.append(vectors.to(compute_dtype(rows.dtype)))
+        return torchrec.KeyedTensor(keys=self._keys, length_per_key=self._lengths, values=torch.cat(pooled, dim=1))
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """What torch.jit.script compiles in place of this module."""
+        if self._fused is not None:
+            raise RowsteadError(
+                "torch.jit.script has no fused optimizer: script EmbeddingBags without `optimizer` that have the same state_dict"
+            )
+        return torch.fx.symbolic_trace(self)
 
     def _update(self, sparse: Sparse, grad: Tensor) -> None:
-        self._num_updates += 1
+        optimizer = self.fused_optimizer()
+        lr, step = optimizer.lr, optimizer.num_updates.add_(1)
         if sparse.ids.numel():
-            self._store.update(sparse, grad, lr=self._lr, step=self._num_updates)
+            self._store.update(sparse, grad, lr=lr, step=int(step))
 
-    def _ordered(self, features: Any) -> Sparse:
-        """The batch with features in the order of the tables."""
+    def _given(self, features: Any) -> tuple[Sparse, list[str]]:
+        """The batch and the names of its features, in their order."""
         if isinstance(features, Sparse):
             sparse, given = features, list(self.features)
             if sparse.num_features != len(given):
@@ -256,7 +264,22 @@ class EmbeddingBags(nn.Module):
             raise DataError("is_weighted is set, but the batch has no weights")
         if not self._is_weighted and sparse.weights is not None:
             sparse = dataclasses.replace(sparse, weights=None)
-        return sparse if given == self._wanted else _selected(sparse, given, self._wanted)
+        return sparse, given
+
+    def _tables(self) -> list[Tensor]:
+        """The tables that this module has now: parameters, or what torch.func.functional_call or a parametrization puts there."""
+        bags: Any = self.embedding_bags._modules.values()
+        return [bag.weight if (rows := bag._parameters.get("weight")) is None else rows for bag in bags]
+
+    def _named_tables(self) -> dict[str, nn.Parameter]:
+        return {f"embedding_bags.{table.name}.weight": self.embedding_bags[table.name].weight for table in self._configs}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_handle"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._handle = register_module(self)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> EmbeddingBags:
         super()._apply(fn, recurse)
@@ -266,13 +289,21 @@ class EmbeddingBags(nn.Module):
     def _tie(self) -> None:
         """Give the store the tables that this module has now, and move the optimizer's state to their device and dtype."""
         store = self._store
-        for index, table in enumerate(self._configs):
-            rows = self.embedding_bags[table.name].weight
-            assert isinstance(rows, nn.Parameter)
-            store.weights[index] = rows
+        for index, rows in enumerate(self._named_tables().values()):
+            if isinstance(rows, nn.Parameter):  # a parametrization has others
+                store.weights[index] = rows
             if store.optimizer is not None:
-                like = new_row_state(store.optimizer.kind, rows.detach()[:1])
-                store.row_states[index] = {name: value.to(like[name]) for name, value in store.row_states[index].items()}
+                store.row_states[index] = _state_like(store.row_states[index], store.optimizer, rows.detach())
+        if self._fused is not None:
+            self._fused.tie(self._named_tables(), store.row_states)
+
+
+def _state_like(state: RowState, optimizer: SparseOptimizerSpec, rows: Tensor) -> RowState:
+    """The optimizer's state on the device and in the type that `rows` need; new where it was on the meta device."""
+    if any(value.is_meta for value in state.values()) and not rows.is_meta:
+        return new_row_state(optimizer.kind, rows)
+    like = new_row_state(optimizer.kind, rows[:1])
+    return {name: value.to(like[name]) for name, value in state.items()}
 
 
 def _tie_again(bags: EmbeddingBags, _: object) -> None:
@@ -286,118 +317,3 @@ class _Rows(nn.Module):
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
         self.weight = weight
-
-
-class _Fused(torch.autograd.Function):
-    """A look-up whose backward pass is the optimizer's update of the rows that it read."""
-
-    @staticmethod
-    def forward(ctx: Any, tape: Tensor, weights: Tensor | None, bags: EmbeddingBags, sparse: Sparse) -> Tensor:
-        ctx.bags, ctx.sparse = bags, sparse
-        ctx.save_for_backward(sparse.ids, sparse.offsets, weights)
-        return bags._store.lookup(sparse)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # Reading them fails if they were changed since, or if this backward pass ran before.
-        _, _, weights = ctx.saved_tensors
-        of_weights = None
-        if ctx.needs_input_grad[1]:  # with the rows as they were read: before the update
-            of_weights = _gradient_of_weights(ctx.bags._store, ctx.sparse, weights, grad)
-        ctx.bags._update(ctx.sparse, grad)
-        return None, of_weights, None, None
-
-
-def _gradient_of_weights(store: DeviceStore, sparse: Sparse, weights: Tensor, grad: Tensor) -> Tensor:
-    """The gradient of each id's weight [nnz]."""
-    rows = [table.detach() for table in store.weights]
-    with torch.enable_grad():
-        leaf = weights.detach().requires_grad_()
-        pooled = reference.lookup(rows, store.layout, sparse.ids, sparse.offsets, leaf)
-        return torch.autograd.grad(pooled, leaf, grad)[0]
-
-
-def _selected(sparse: Sparse, given: list[str], wanted: list[str]) -> Sparse:
-    """The features `wanted` of a batch that has the features `given`, copied."""
-    missing = next((name for name in wanted if name not in given), None)
-    if missing is not None:
-        raise DataError(f"the batch has no feature `{missing}`, which a table reads: {did_you_mean(missing, given)}")
-    num_samples = sparse.num_samples
-    bounds = sparse.offsets[:: max(1, num_samples)].tolist() if num_samples else [0] * (len(given) + 1)
-    if bounds[0] != 0 or bounds[-1] != sparse.ids.numel() or any(a > b for a, b in pairwise(bounds)):
-        raise DataError(f"offsets must rise from 0 to the number of ids, {sparse.ids.numel()}: the features start at {bounds}")
-    chosen = [given.index(name) for name in wanted]
-
-    def gather(values: Tensor) -> Tensor:
-        return torch.cat([values[bounds[index] : bounds[index + 1]] for index in chosen])
-
-    lengths = sparse.offsets.diff().view(len(given), num_samples)[chosen].view(-1)
-    return Sparse(
-        ids=gather(sparse.ids),
-        offsets=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
-        num_features=len(wanted),
-        weights=None if sparse.weights is None else gather(sparse.weights),
-    )
-
-
-def _layout_of(tables: tuple[BagTable, ...]) -> Layout:
-    require(bool(tables), "tables", "give at least one")
-    twice = next((name for name, count in Counter(table.name for table in tables).items() if count > 1), None)
-    require(twice is None, "tables", f"`{twice}` is named twice")
-    starts = [0, *accumulate(len(table.feature_names) for table in tables)]
-    readers = [(index, table) for index, table in enumerate(tables) for _ in table.feature_names]
-    return Layout(
-        tables=tuple(
-            Table(
-                name=table.name,
-                num_rows=table.num_embeddings,
-                width=table.embedding_dim,
-                features=tuple(range(start, start + len(table.feature_names))),
-            )
-            for table, start in zip(tables, starts, strict=False)
-        ),
-        table_of=tuple(index for index, _ in readers),
-        columns=(0, *accumulate(table.embedding_dim for _, table in readers)),
-        is_mean=tuple(table.pooling == "mean" for _, table in readers),
-    )
-
-
-def _keys_of(tables: tuple[BagTable, ...]) -> list[str]:
-    """Names of the pooled vectors: the feature's, or `feature@table` where several tables read it."""
-    readers = Counter(feature for table in tables for feature in table.feature_names)
-    return [
-        f"{feature}@{table.name}" if readers[feature] > 1 else feature for table in tables for feature in table.feature_names
-    ]
-
-
-def _optimizer_of(optimizer: SparseOptimizerSpec | RowOptimizerName | None, lr: float | None) -> SparseOptimizerSpec | None:
-    if optimizer is None:
-        if lr is not None:
-            raise RowsteadError(f"lr without an optimizer: name one, such as optimizer='{LEAN_OPTIMIZER}'")
-        return None
-    if isinstance(optimizer, str):
-        _require_one_of("optimizer", optimizer, tuple(ROW_OPTIMIZERS))
-    spec = SparseOptimizerSpec(kind=optimizer) if isinstance(optimizer, str) else optimizer
-    return spec if lr is None else dataclasses.replace(spec, lr=lr)
-
-
-def _require_one_of(name: str, value: object, known: Sequence[object]) -> None:
-    if value not in known:
-        raise RowsteadError(f"{name}={value!r}: use one of {', '.join(str(one) for one in known)}")
-
-
-def _dtype_of(tables: Sequence[Any]) -> torch.dtype:
-    """The dtype of rows in TorchRec's configurations; float32 for those without one."""
-    known = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-    asked = {_word(getattr(table, "data_type", "fp32")) for table in tables}
-    if len(asked) != 1 or not asked <= set(known):
-        raise RowsteadError(
-            f"tables of data types {', '.join(sorted(asked))}: all must have the same one of {', '.join(known)}"
-        )
-    return known[asked.pop()]
-
-
-def _word(value: Any) -> str:
-    """A setting, given as one of TorchRec's enums or as text, in lower case."""
-    return str(getattr(value, "value", value)).lower()

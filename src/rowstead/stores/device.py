@@ -65,14 +65,18 @@ class DeviceStore(EmbeddingStore):
             self.row_states = [new_row_state(kind, table_rows) for table_rows in rows]
         self.weights = nn.ParameterList(nn.Parameter(table_rows, requires_grad=False) for table_rows in rows)
 
-    def lookup(self, sparse: Sparse) -> Tensor:
-        weights = self._rows()
+    def lookup(self, sparse: Sparse, tables: Sequence[Tensor] | None = None) -> Tensor:
+        """Pooled rows; `tables`, of the same shapes, take the place of the store's own for this look-up."""
+        weights = self._rows() if tables is None else list(tables)
+        if tables is not None:
+            self.check_tables(weights)
+        elif self._check:
+            self._check_moved_tables(weights)
         if self._check:
-            self._check_tables(weights)
             sparse = check_batch(sparse, self.layout, weights[0].device)
         inputs = weights if sparse.weights is None else [*weights, sparse.weights]
         in_autograd = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
-        kernels = reference if in_autograd else self._kernels()
+        kernels = reference if in_autograd else kernels_for(self._kernel_choice, weights[0].device)[1]
         return kernels.lookup(weights, self.layout, sparse.ids, sparse.offsets, sparse.weights)
 
     @torch.no_grad()
@@ -80,7 +84,7 @@ class DeviceStore(EmbeddingStore):
         assert self.optimizer is not None, "this store was made for look-ups only"
         weights = self._rows()
         if self._check:
-            self._check_tables(weights)
+            self._check_moved_tables(weights)
             sparse = check_batch(sparse, self.layout, weights[0].device)
             check_gradient(self.layout, sparse.offsets, grad)
         assert grad.dtype == compute_dtype(weights[0].dtype), f"rows are {weights[0].dtype}, their gradient is {grad.dtype}"
@@ -88,18 +92,14 @@ class DeviceStore(EmbeddingStore):
         batch = sparse.ids, sparse.offsets, sparse.weights
         self._kernels().update(weights, self.row_states, self.layout, *batch, grad, optimizer=self.optimizer, lr=lr, step=step)
 
-    def _check_tables(self, weights: list[Tensor]) -> None:
-        """Refuse replaced tables that the kernels would misread; checks again whenever a table has moved."""
+    def _check_moved_tables(self, weights: list[Tensor]) -> None:
+        """Check the store's tables again whenever one has moved, and the optimizer's state with them."""
         addresses = [rows.data_ptr() for rows in weights]
         if addresses == self._checked_addresses:
             return
+        self.check_tables(weights)
         kind = weights[0].dtype, weights[0].device
-        for table, rows, state in zip(self.tables, weights, self.row_states, strict=True):
-            if rows.shape != (table.num_rows, table.width) or not rows.is_contiguous() or (rows.dtype, rows.device) != kind:
-                raise RowsteadError(
-                    f"table `{table.name}` is {rows.dtype} {tuple(rows.shape)} on {rows.device} with strides {rows.stride()}: it "
-                    f"must be contiguous {kind[0]} {(table.num_rows, table.width)} on {kind[1]} like the first"
-                )
+        for table, state in zip(self.tables, self.row_states, strict=True):
             for name, value in state.items():
                 if value.dtype != compute_dtype(kind[0]) or value.device != kind[1]:
                     raise RowsteadError(
@@ -107,6 +107,16 @@ class DeviceStore(EmbeddingStore):
                         f"{kind[1]}: convert the store before training, or create a new one"
                     )
         self._checked_addresses = addresses
+
+    def check_tables(self, weights: Sequence[Tensor]) -> None:
+        """Refuse tables that the kernels would misread."""
+        kind = weights[0].dtype, weights[0].device
+        for table, rows in zip(self.tables, weights, strict=True):
+            if rows.shape != (table.num_rows, table.width) or not rows.is_contiguous() or (rows.dtype, rows.device) != kind:
+                raise RowsteadError(
+                    f"table `{table.name}` is {rows.dtype} {tuple(rows.shape)} on {rows.device} with strides {rows.stride()}: it "
+                    f"must be contiguous {kind[0]} {(table.num_rows, table.width)} on {kind[1]} like the first"
+                )
 
     @torch.no_grad()
     def resize(self, layout: Layout) -> None:

@@ -1,0 +1,110 @@
+"""`fuse_embedding_optimizer`: tables of a model that is there already, with an optimizer fused with the backward pass."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from rowstead.nn.bag_tables import optimizer_of
+from rowstead.nn.embedding_bags import EmbeddingBags
+from rowstead.spec.errors import RowsteadError
+from rowstead.spec.row_optimizers import RowOptimizerName, SparseOptimizerSpec
+
+_KINDS: dict[str, RowOptimizerName] = {
+    "SGD": "sgd",
+    "Adagrad": "adagrad",
+    "Adam": "adam",
+    "RowWiseAdagrad": "rowwise_adagrad",  # TorchRec's
+}
+
+
+def fuse_embedding_optimizer(
+    model: nn.Module,
+    optimizer: SparseOptimizerSpec | RowOptimizerName | type[torch.optim.Optimizer],
+    optimizer_kwargs: Mapping[str, Any] | None = None,
+    device: torch.device | str | None = None,
+    *,
+    lr: float | None = None,
+) -> nn.Module:
+    """Replace the EmbeddingBags and TorchRec's EmbeddingBagCollections in `model` by EmbeddingBags with a fused `optimizer`.
+
+    Takes the arguments of TorchRec's function of this name, or an optimizer as `EmbeddingBags` take it. The tables keep their rows
+    and all their names; they no longer require gradients, so create the optimizer of the other parameters afterwards. Returns
+    `model`, or its replacement where it is a collection itself. Tables that have a fused optimizer stay as they are.
+    """
+    if isinstance(optimizer, type):
+        spec: SparseOptimizerSpec | None = _spec_of(optimizer, dict(optimizer_kwargs or {}))
+        spec = optimizer_of(spec, lr)
+    elif optimizer_kwargs:
+        raise RowsteadError("optimizer_kwargs are those of a class of torch.optim: give a SparseOptimizerSpec instead")
+    else:
+        spec = optimizer_of(optimizer, lr)
+    if spec is None:
+        raise RowsteadError("name the optimizer to fuse, such as 'rowwise_adagrad'")
+    replaced: dict[int, nn.Module] = {}
+
+    def replace(module: nn.Module) -> nn.Module:
+        if id(module) not in replaced:
+            replaced[id(module)] = _fused(module, spec, device) if _is_unfused(module) else module
+            for name, child in list(module._modules.items()):
+                if child is not None and replaced[id(module)] is module:
+                    module._modules[name] = replace(child)
+        return replaced[id(module)]
+
+    return replace(model)
+
+
+def _is_unfused(module: nn.Module) -> bool:
+    if isinstance(module, EmbeddingBags):
+        return module.optimizer is None
+    torchrec = sys.modules.get("torchrec.modules.embedding_modules")
+    return torchrec is not None and isinstance(module, torchrec.EmbeddingBagCollection)
+
+
+def _fused(module: Any, spec: SparseOptimizerSpec, device: torch.device | str | None) -> EmbeddingBags:
+    rows = {name: value.detach() for name, value in module.state_dict().items()}
+    kinds = {(value.dtype, value.is_meta) for value in rows.values()}
+    if len(kinds) != 1:
+        raise RowsteadError("the tables of one collection must have the same data type and device before an optimizer is fused")
+    dtype, is_meta = kinds.pop()
+    arguments: dict[str, Any] = {"is_weighted": module.is_weighted(), "dtype": dtype, "optimizer": spec}
+    if isinstance(module, EmbeddingBags):
+        arguments |= {"kernel": module._kernel, "check": module._check}
+    if is_meta:
+        fused = EmbeddingBags(module.embedding_bag_configs(), device=device or "meta", **arguments)
+    else:  # without memory of its own: it takes the tables that are there
+        fused = EmbeddingBags(module.embedding_bag_configs(), device="meta", **arguments)
+        fused.load_state_dict(rows, assign=True)
+        if device is not None:
+            fused.to(device)
+    return fused.train(module.training)
+
+
+def _spec_of(optimizer: type[torch.optim.Optimizer], given: dict[str, Any]) -> SparseOptimizerSpec:
+    """The row optimizer that computes what a class of torch.optim does with the arguments `given`."""
+    kind = _KINDS.get(optimizer.__name__)
+    if kind is None:
+        raise RowsteadError(f"cannot fuse {optimizer.__name__}: use one of {', '.join(_KINDS)}")
+    parameters = inspect.signature(optimizer).parameters
+    if "learning_rate" in given:
+        given["lr"] = given.pop("learning_rate")
+    unknown = next((name for name in given if name not in parameters), None)
+    if unknown is not None:
+        raise RowsteadError(f"{optimizer.__name__} has no argument `{unknown}`")
+    known = {
+        name: given.pop(name, parameters[name].default) for name in ("lr", "eps", "betas", "momentum") if name in parameters
+    }
+    asked = next((name for name, value in given.items() if value), None)
+    if asked is not None:
+        raise RowsteadError(f"{asked}={given[asked]}: a fused {optimizer.__name__} has lr, eps, betas and momentum alone")
+    fields: dict[str, Any] = {name: float(known[name]) for name in ("lr", "eps") if name in known}
+    if "betas" in known:
+        fields |= {"beta1": known["betas"][0], "beta2": known["betas"][1]}
+    if known.get("momentum"):
+        kind, fields["momentum"] = "momentum", known["momentum"]
+    return SparseOptimizerSpec(kind=kind, **fields)
