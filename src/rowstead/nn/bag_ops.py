@@ -116,7 +116,7 @@ def pooled_rows(
         check_sparse(
             known, sparse.ids, sparse.offsets, sparse.weights, num_features=sparse.num_features, device=tables[0].device
         )
-    _, kernels = kernels_for(kernel, tables[0].device)  # type: ignore[arg-type]
+    _, kernels = kernels_for(kernel, tables[0].device)
     return kernels.lookup([rows.detach() for rows in tables], known, sparse.ids, sparse.offsets, sparse.weights)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -191,15 +191,45 @@ def _word(value: Any) -> str:
 
 
 # torch.export takes and returns only types that it can take apart.
-pytree.register_pytree_node(
+
+
+def _register_for_export(
+    kind: type, name: str, parts: Callable[[Any], dict[str, Any]], rest: Callable[[Any], Any], build: Any
+) -> None:
+    """`build` makes an instance of `kind` from the values of its `parts` and from the `rest`, which is plain data."""
+    pytree.register_pytree_node(
+        kind,
+        lambda value: (list(parts(value).values()), rest(value)),
+        build,
+        serialized_type_name=name,
+        flatten_with_keys_fn=lambda value: (
+            [(pytree.MappingKey(key), part) for key, part in parts(value).items()],
+            rest(value),
+        ),
+    )
+
+
+def _build_sparse(parts: Any, num_features: int) -> Sparse:
+    ids, offsets, weights = parts
+    return Sparse(ids=ids, offsets=offsets, weights=weights, num_features=num_features)
+
+
+def _build_pooled(parts: Any, names: list[Any]) -> PooledFeatures:
+    (values,), (keys, lengths) = parts, names
+    return PooledFeatures(keys, lengths, values)
+
+
+_register_for_export(
     Sparse,
-    lambda sparse: ([sparse.ids, sparse.offsets, sparse.weights], sparse.num_features),
-    lambda parts, num_features: Sparse(ids=parts[0], offsets=parts[1], weights=parts[2], num_features=num_features),
-    serialized_type_name="rowstead.Sparse",
+    "rowstead.Sparse",
+    lambda sparse: {"ids": sparse.ids, "offsets": sparse.offsets, "weights": sparse.weights},
+    lambda sparse: sparse.num_features,
+    _build_sparse,
 )
-pytree.register_pytree_node(
+_register_for_export(
     PooledFeatures,
-    lambda pooled: ([pooled.values()], (pooled.keys(), pooled.length_per_key())),
-    lambda parts, names: PooledFeatures(*names, parts[0]),
-    serialized_type_name="rowstead.PooledFeatures",
+    "rowstead.PooledFeatures",
+    lambda pooled: {"values": pooled.values()},
+    lambda pooled: [pooled.keys(), pooled.length_per_key()],
+    _build_pooled,
 )

@@ -98,7 +98,7 @@ class EmbeddingBags(nn.Module):
                     initialise(rows)
         self.register_load_state_dict_post_hook(_tie_again)
 
-    def forward(self, features: Any) -> Any:
+    def forward(self, features: Any):  # type: ignore[no-untyped-def]  # torch.fx gives a return type to TorchScript, which lacks `Any`
         """Pooled vectors of every feature: of a Sparse as PooledFeatures, of a KeyedJaggedTensor as TorchRec's KeyedTensor.
 
         Ids in the order of `self.features`, each feature read by one table, are used without a copy. Where features are in
@@ -218,20 +218,19 @@ class EmbeddingBags(nn.Module):
         if features.node.op == "placeholder":
             features.node.type = torchrec.KeyedJaggedTensor  # TorchScript needs it
         by_feature: Any = features.to_dict()
-        pooled = []
+        pooled, dtype = [], compute_dtype(self._tables()[0].dtype)
         for table in self._configs:
-            rows = self.embedding_bags[table.name].weight
+            rows: Any = self.embedding_bags[table.name].weight
             for name in table.feature_names:
                 bag = by_feature[name]
                 is_mean = table.pooling == "mean"
                 weights = bag.weights() if self._is_weighted else None
                 mode = "mean" if is_mean and weights is None else "sum"
-                vectors: Any = nn.functional.embedding_bag(
-                    bag.values(), rows, bag.offsets(), mode=mode, per_sample_weights=weights, include_last_offset=True
-                )
+                how: dict[str, Any] = {"mode": mode, "include_last_offset": True, "norm_type": 2.0}  # TorchScript: a float
+                vectors: Any = nn.functional.embedding_bag(bag.values(), rows, bag.offsets(), per_sample_weights=weights, **how)
                 if is_mean and weights is not None:
                     vectors = vectors / bag.lengths().clamp(min=1).unsqueeze(1)
-                pooled.append(vectors.to(compute_dtype(rows.dtype)))
+                pooled.append(vectors.to(dtype))
         return torchrec.KeyedTensor(keys=self._keys, length_per_key=self._lengths, values=torch.cat(pooled, dim=1))
 
     def __prepare_scriptable__(self) -> nn.Module:
@@ -272,7 +271,8 @@ class EmbeddingBags(nn.Module):
         return [bag.weight if (rows := bag._parameters.get("weight")) is None else rows for bag in bags]
 
     def _named_tables(self) -> dict[str, nn.Parameter]:
-        return {f"embedding_bags.{table.name}.weight": self.embedding_bags[table.name].weight for table in self._configs}
+        bags: Any = self.embedding_bags
+        return {f"embedding_bags.{table.name}.weight": bags[table.name].weight for table in self._configs}
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_handle"}

@@ -46,7 +46,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise ValueError(f"lr must be at least 0 and finite, got {lr}")
         return lr
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Call `closure`, if there is one, and change nothing: rows are updated by `backward()`."""
         if closure is None:
             return None
@@ -61,13 +61,13 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise RowsteadError("a fused optimizer has the tables of its EmbeddingBags and no other parameters")
         super().add_param_group(param_group)
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self) -> dict[str, Any]:
         """State of rows and number of updates by the table's name, and the learning rate; tensors are shared, not copied."""
         group = {**self.param_groups[0], "params": list(self.params)}
         return {"state": {name: dict(self.state[rows]) for name, rows in self.params.items()}, "param_groups": [group]}
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned, so that training continues bit for bit; loads nothing if a part does not fit."""
         loaded = state_dict.get("state", {})
         copies: list[tuple[Tensor, Tensor]] = []
@@ -99,4 +99,4 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.defaults["_save_param_groups"] = save
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "params": self.params, "num_updates": self.num_updates}  # type: ignore[no-untyped-call]
+        return {**super().__getstate__(), "params": self.params, "num_updates": self.num_updates}
