@@ -53,7 +53,7 @@ def _compile_anew() -> None:
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", inductor])
-@pytest.mark.parametrize("kind", ["adam", "rowwise_adagrad"])
+@pytest.mark.parametrize("kind", ["adam", pytest.param("rowwise_adagrad", marks=pytest.mark.slow)])
 def test_20_compiled_steps_end_at_the_bits_of_20_eager_steps(kind: Any, backend: str) -> None:
     eager = Model(optimizer=kind, lr=0.05)
     compiled = copy.deepcopy(eager)
@@ -76,6 +76,7 @@ def test_without_an_optimizer_compiled_steps_have_the_gradients_of_eager_steps(b
         torch.testing.assert_close(compiled.state_dict()[name], value, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [None, "sgd"])
 def test_compiled_weights_of_ids_have_their_gradients(optimizer: Any) -> None:
     found = []
@@ -89,6 +90,7 @@ def test_compiled_weights_of_ids_have_their_gradients(optimizer: Any) -> None:
     torch.testing.assert_close(*found)
 
 
+@pytest.mark.slow
 def test_a_schedule_and_other_batches_compile_nothing_anew() -> None:
     bags = EmbeddingBags(TABLES, optimizer="sgd")
     eager = copy.deepcopy(bags)
@@ -126,6 +128,7 @@ def test_compiled_code_refuses_what_eager_code_refuses() -> None:
             torch.compile(lambda given, module=module: module(given).values(), backend="aot_eager", fullgraph=True)(bad)
 
 
+@pytest.mark.slow
 @needs_torchrec
 def test_a_keyed_jagged_tensor_in_another_order_is_compiled() -> None:
     bags = EmbeddingBags(TABLES, optimizer="adagrad")

@@ -288,12 +288,12 @@ class FusedLookup(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tape: Tensor, weights: Tensor | None, bags: EmbeddingBags, sparse: Sparse, tables: Sequence[Tensor] | None
+        ctx: Any, tape: Tensor, weights: Tensor | None, bags: EmbeddingBags, sparse: Sparse, tables: list[Tensor], are_own: bool
     ) -> Tensor:
-        """`tables` take the place of the module's, but cannot be trained."""
-        ctx.bags, ctx.sparse, ctx.tables = bags, sparse, tables or bags._tables()
+        """`are_own`: whether `tables` are those of the module's store; others are read, but cannot be trained."""
+        ctx.bags, ctx.sparse, ctx.tables = bags, sparse, tables
         ctx.save_for_backward(sparse.ids, sparse.offsets, weights)
-        return bags._store.lookup(sparse, tables)
+        return bags._store.lookup(sparse, None if are_own else tables)
 
     @staticmethod
     @once_differentiable
@@ -308,7 +308,7 @@ class FusedLookup(torch.autograd.Function):
             gradient = reference.weight_gradients(ctx.tables, layout, sparse.ids, sparse.offsets, grad)
             of_weights = gradient.to(weights.dtype)
         ctx.bags._update(sparse, grad)
-        return None, of_weights, None, None, None
+        return None, of_weights, None, None, None, None
 
 
 OTHER_TABLES = (

@@ -186,7 +186,7 @@ class EmbeddingBags(nn.Module):
         if not torch.is_grad_enabled():
             return store.lookup(sparse, given)
         refuse_data_parallel()
-        pooled: Tensor = FusedLookup.apply(self._tape, weights, self, sparse, given)
+        pooled: Tensor = FusedLookup.apply(self._tape, weights, self, sparse, tables, given is None)
         return pooled
 
     def _pooled_by_operators(self, sparse: Sparse, given: list[str]) -> Tensor:
