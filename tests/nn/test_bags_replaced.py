@@ -135,6 +135,7 @@ def in_data_parallel(rank: int, folder: str, optimizer: str | None) -> None:
             rows = model[0].bags.embedding_bags["a"].weight.detach()
             others = [torch.empty_like(rows) for _ in range(2)]
             torch.distributed.all_gather(others, rows)
+            torch.distributed.barrier()  # neither leaves while the other still reads
             assert torch.equal(*others)
             return
         with pytest.raises(RowsteadError, match=r"DistributedDataParallel.*each process would train other tables: leave out"):
