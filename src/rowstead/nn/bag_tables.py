@@ -233,3 +233,4 @@ _register_for_export(
     lambda pooled: [pooled.keys(), pooled.length_per_key()],
     _build_pooled,
 )
+torch.serialization.add_safe_globals([Sparse])  # exported programs keep the example that they were traced with

@@ -13,14 +13,10 @@ from torch import nn
 from rowstead.nn.bag_tables import optimizer_of
 from rowstead.nn.embedding_bags import EmbeddingBags
 from rowstead.spec.errors import RowsteadError
-from rowstead.spec.row_optimizers import RowOptimizerName, SparseOptimizerSpec
+from rowstead.spec.row_optimizers import LEAN_OPTIMIZER, ROW_OPTIMIZERS, RowOptimizerName, SparseOptimizerSpec
 
-_KINDS: dict[str, RowOptimizerName] = {
-    "SGD": "sgd",
-    "Adagrad": "adagrad",
-    "Adam": "adam",
-    "RowWiseAdagrad": "rowwise_adagrad",  # TorchRec's
-}
+_KINDS: dict[str, RowOptimizerName] = {name.replace("_", ""): name for name in ROW_OPTIMIZERS}
+"""Row optimizers by the names that classes of torch.optim and TorchRec have, in lower case."""
 
 
 def fuse_embedding_optimizer(
@@ -45,7 +41,7 @@ def fuse_embedding_optimizer(
     else:
         spec = optimizer_of(optimizer, lr)
     if spec is None:
-        raise RowsteadError("name the optimizer to fuse, such as 'rowwise_adagrad'")
+        raise RowsteadError(f"name the optimizer to fuse, such as '{LEAN_OPTIMIZER}'")
     replaced: dict[int, nn.Module] = {}
 
     def replace(module: nn.Module) -> nn.Module:
@@ -87,9 +83,9 @@ def _fused(module: Any, spec: SparseOptimizerSpec, device: torch.device | str | 
 
 def _spec_of(optimizer: type[torch.optim.Optimizer], given: dict[str, Any]) -> SparseOptimizerSpec:
     """The row optimizer that computes what a class of torch.optim does with the arguments `given`."""
-    kind = _KINDS.get(optimizer.__name__)
+    kind = _KINDS.get(optimizer.__name__.lower())
     if kind is None:
-        raise RowsteadError(f"cannot fuse {optimizer.__name__}: use one of {', '.join(_KINDS)}")
+        raise RowsteadError(f"cannot fuse {optimizer.__name__}: use one of {', '.join(ROW_OPTIMIZERS)}")
     parameters = inspect.signature(optimizer).parameters
     if "learning_rate" in given:
         given["lr"] = given.pop("learning_rate")
@@ -106,5 +102,6 @@ def _spec_of(optimizer: type[torch.optim.Optimizer], given: dict[str, Any]) -> S
     if "betas" in known:
         fields |= {"beta1": known["betas"][0], "beta2": known["betas"][1]}
     if known.get("momentum"):
-        kind, fields["momentum"] = "momentum", known["momentum"]
+        fields["momentum"] = known["momentum"]
+        (kind,) = [entry.name for entry in ROW_OPTIMIZERS.values() if "momentum" in entry.hyper_parameters]
     return SparseOptimizerSpec(kind=kind, **fields)
