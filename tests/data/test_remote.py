@@ -149,7 +149,7 @@ def test_another_object_of_the_same_size_and_end_is_told_by_its_etag(
 
 def test_a_missing_bucket_is_named(bucket: str) -> None:
     for pattern in ("x.parquet", "day=*/x.parquet"):
-        with pytest.raises(DataError, match="there is no bucket `nowhere`"):
+        with pytest.raises(DataError, match="no such bucket: `nowhere`"):
             files.find_files([f"s3://nowhere/{pattern}"])
 
 

@@ -86,7 +86,7 @@ class BucketFiles:
             infos, pattern = self._filesystem.get_file_info([path]), re.escape(path)
         found = [f"{self._scheme}://{info.path}" for info in infos if info.is_file and re.fullmatch(pattern, info.path)]
         if not found and self._filesystem.get_file_info(self._bucket).type == self._fs.FileType.NotFound:
-            raise DataError(f"there is no bucket `{self._bucket}`; check its name, your region and your endpoint")
+            raise DataError(f"no such bucket: `{self._bucket}`; check its name, your region and your endpoint")
         return found
 
     def open(self, url: str) -> RemoteFile:

@@ -1,7 +1,7 @@
 """Which updates of each trainer a sparse server has applied, and which it has lost.
 
-A server that restarts has the updates up to its last snapshot. The journal knows those that it had applied since then, whoever died
-with it, so that they are counted as lost.
+A server that restarts has the updates up to its last snapshot. The journal knows those that it had applied since then, even if other
+roles died with it, so that they are counted as lost.
 """
 
 from __future__ import annotations
