@@ -11,7 +11,7 @@ On a CPU every step is timed alone, with batches of 200 and tables of 100,000 ro
 for up to seconds, so ratios count only where it is near 0.
 
 On a GPU ("as called") steps run back to back between two synchronisations, on batches that are in its memory already; both
-sides multiply in TF32; "fbgemm" is with torch.compile over the dense part and the loss, "fbgemm_eager" without. Joules are the
+sides multiply in TF32, and `benchmarks/step_more.py` adds DCNv2, also in BF16, and jagged batches; "fbgemm" is with torch.compile over the dense part and the loss, "fbgemm_eager" without. Joules are the
 GPU's own, by its energy counter, where pynvml is installed. Figures are medians.
 
 `share_of_roofline` is the least possible time over ours: the larger of bytes over the rate at which this machine copies memory
@@ -394,7 +394,13 @@ def main() -> None:
         give_back_gpu_memory()
     summary = {"copy_bytes_per_s": rates.copy_bytes_per_s}
     summary |= {f"operations_per_s_{precision}": rate for precision, rate in rates.operations_per_s.items()}
-    summary |= summary_of(rows, models) | noise_of(rows)
+    summary |= summary_of(rows, models)
+    if device == "cuda" and options.shapes is None:
+        from benchmarks.step_more import measure_more
+
+        more, keys = measure_more(options.quick)
+        rows, summary = rows + more, summary | keys
+    summary |= noise_of(rows)
     missing = [name for name, is_there in (("fbgemm", has_fbgemm()), ("bf16", has_bf16(device))) if not is_there]
     packages = ("fbgemm-gpu", "fbgemm-gpu-cpu", "triton")
     publish("step", rows, summary, options, packages=packages, missing=missing)

@@ -43,7 +43,7 @@ from rowstead.training.hogwild import HogwildStepper
 from rowstead.training.loop import Loop, TrainOutcome
 from rowstead.training.metrics import Quality
 from rowstead.training.progress import NoProgress, Position, ProgressCallback, RunReporter
-from rowstead.training.step import Stepper, load_model
+from rowstead.training.step import Stepper
 from rowstead.training.trained import checkpoint_facts
 
 
@@ -156,7 +156,7 @@ def _run(
             position = position_in(saved)
             changes = CheckpointChanges(spec.train, model.store.tables, saved)
         elif initial is not None:
-            load_model(model, initial.tensors, with_optimizer=False)
+            stepper.load_weights(initial.tensors)
         save_first = initial is not None  # weights that the seed cannot restore
         saved = initial = start = None  # closes their files
 

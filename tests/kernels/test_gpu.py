@@ -127,6 +127,34 @@ def test_ids_that_are_no_rows_are_left_out(dtype: torch.dtype) -> None:
         torch.testing.assert_close(mine, other)
 
 
+@pytest.mark.parametrize("is_mean", [False, True])
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_pooled_rows_and_gradients_in_bf16_differ_by_their_own_rounding_only(clip: float | None, is_mean: bool) -> None:
+    from rowstead.kernels.gpu import embedding as gpu
+
+    pooling = "mean" if is_mean else "sum"
+    features = FeaturesSpec(sparse=(SparseFeatureSpec(name="f{i}", repeat=2, num_rows=5, pooling=pooling),))  # type: ignore[arg-type]
+    layout = layout_of(features, tables_of(features, width=8))
+    random = torch.Generator().manual_seed(3)
+    ours = [torch.randn(5, 8, generator=random).to(DEVICE) for _ in range(2)]
+    theirs = [rows.clone() for rows in ours]
+    states = [[new_row_state("rowwise_adagrad", rows) for rows in tables] for tables in (ours, theirs)]
+    ids = torch.randint(0, 5, (90,), generator=random).to(DEVICE)
+    offsets = torch.tensor([0, 40, 45, 45, 90], device=DEVICE)
+    pooled = gpu.lookup(ours, layout, ids, offsets, dtype=torch.bfloat16)
+    exact = gpu.lookup(ours, layout, ids, offsets)
+    torch.testing.assert_close(pooled.float(), exact, rtol=2**-7, atol=0)  # the interpreter truncates
+    if DEVICE == "cuda":
+        assert torch.equal(pooled, exact.bfloat16())
+    grad = torch.randn(2, 16, generator=random).bfloat16().to(DEVICE)
+    optimizer = SparseOptimizerSpec(kind="rowwise_adagrad", clip=clip)
+    for tables, state, each in zip((ours, theirs), states, (grad, grad.float()), strict=True):
+        gpu.update(tables, state, layout, ids, offsets, None, each, optimizer=optimizer, lr=0.1, step=1)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert torch.equal(mine, other)
+        assert mine.dtype == torch.float32
+
+
 @pytest.mark.parametrize("kind", list(ROW_OPTIMIZERS))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tables_that_follow_each_other_in_memory_end_at_the_same_bits(dtype: torch.dtype, kind: str) -> None:

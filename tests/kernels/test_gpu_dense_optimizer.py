@@ -54,6 +54,30 @@ def test_steps_and_state_are_those_of_torch(kind: str, weight_decay: float) -> N
                 torch.testing.assert_close(own[index][name].cpu(), value.cpu(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["sgd", "adagrad", "adam"])
+def test_bf16_copies_give_gradients_and_follow_the_parameters(kind: str) -> None:
+    spec = DenseOptimizerSpec(kind=kind, lr=0.05, weight_decay=0.1)  # type: ignore[arg-type]
+    ours, theirs = net(), net()
+    copies = copy.deepcopy(ours).bfloat16()
+    optimizer = GpuDenseOptimizer(ours.parameters(), spec, copies.parameters())
+    plain = GpuDenseOptimizer(theirs.parameters(), spec)
+    for step in range(1, 4):
+        set_gradients(theirs, step)
+        for mine, other in zip(copies.parameters(), theirs.parameters(), strict=True):
+            assert other.grad is not None
+            mine.grad = other.grad.bfloat16()
+            other.grad = mine.grad.float()
+        take_step(optimizer, spec.lr, step)
+        take_step(plain, spec.lr, step)
+    for mine, other, low in zip(ours.parameters(), theirs.parameters(), copies.parameters(), strict=True):
+        assert torch.equal(mine, other)
+        torch.testing.assert_close(low.float(), mine, rtol=2**-7, atol=0)
+    with torch.no_grad():
+        next(ours.parameters()).fill_(3.0)
+    optimizer.refresh_copies()
+    assert torch.equal(next(copies.parameters()), torch.full((40, 70), 3.0, device=DEVICE, dtype=torch.bfloat16))
+
+
 def test_the_state_of_torch_can_be_taken_over() -> None:
     spec = DenseOptimizerSpec(kind="adam", lr=0.05)
     theirs = net()

@@ -83,7 +83,8 @@ def test_graphs_do_what_single_launches_do(index: int, interaction: str) -> None
         batch = batch_of(number, 64 if number != 9 else 40)
         # Adam divides by the gradient's size, however small, and so shows differences in the last bit.
         is_exact = spec.precision == "fp32" and "adam" not in (spec.dense_optimizer.kind, spec.sparse_optimizer.kind)
-        tolerance = 1e-5 if is_exact else 1e-2
+        # BF16 weights get BF16 gradients in graphs, and FP32 sums of them for biases else: up to 1.5 % were seen in this small network.
+        tolerance = 1e-5 if is_exact else 3e-2 if spec.precision == "bf16" else 1e-2
         assert graphs.step(batch, number) == pytest.approx(launches.step(batch, number), rel=tolerance), number
     assert any(captured.graph is not None for captured in captured_by(graphs))
     others = launches.state()
@@ -191,6 +192,70 @@ def test_a_network_of_the_user_s_own_trains_as_by_single_launches(network: type[
     assert [text.startswith("CUDA graph capture failed") for text in messages] == ([] if is_captured else [True])
 
 
+def compiled_spec(**changes: Any) -> TrainSpec:
+    """A spec whose batches are those of `batch_of`, so that the network is compiled."""
+    return dataclasses.replace(TrainSpec(), batch_size=64, **changes)
+
+
+@needs_gpu
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
+@pytest.mark.parametrize("network", [None, Unsplit])
+def test_a_compiled_network_trains_as_an_eager_one(precision: Any, network: type[Unsplit] | None) -> None:
+    spec = compiled_spec(precision=precision)
+    steppers = [stepper_of(each, "cross") for each in (spec, dataclasses.replace(spec, cuda_graphs=False))]
+    if network is not None:
+        steppers = [with_network(stepper, network) for stepper in steppers]
+    compiled, launches = steppers
+    messages: list[str] = []
+    compiled.on_message = messages.append
+    tolerance = {"fp32": 1e-5, "tf32": 1e-2, "bf16": 3e-2}[precision]
+    for number in range(1, 13):
+        batch = batch_of(number, 64 if number != 9 else 40)
+        assert compiled.step(batch, number) == pytest.approx(launches.step(batch, number), rel=tolerance), number
+    assert messages == [], "nothing failed to compile"
+    from rowstead.training.cuda_graph_step import CudaGraphExecution
+
+    assert isinstance(compiled.execution, CudaGraphExecution)
+    assert compiled.execution._net._is_compiled
+
+
+@needs_gpu
+def test_bf16_weights_follow_the_model_s_own() -> None:
+    first, second = (stepper_of(compiled_spec(precision="bf16"), "cross") for _ in range(2))
+    for number in range(1, 6):
+        first.step(batch_of(number), number)
+    second.load_state({name: value.clone() for name, value in first.state().items()})
+    for number in range(6, 10):
+        assert first.step(batch_of(number), number) == second.step(batch_of(number), number)
+    from rowstead.training.cuda_graph_step import CudaGraphExecution
+
+    assert isinstance(second.execution, CudaGraphExecution)
+    for copy, own in zip(second.execution._net.parameters(), second.model.net.parameters(), strict=True):
+        assert torch.equal(copy, own.bfloat16())
+
+
+@needs_gpu
+def test_a_batch_that_takes_a_larger_graph_trains_the_same_bits() -> None:
+    from rowstead.training.cuda_graph_step import capacity_for
+
+    def capacity(batch: Batch) -> int:
+        return capacity_for(batch.sparse.ids.numel(), batch.num_samples)
+
+    *batches, largest = sorted((batch_of(seed) for seed in range(40)), key=capacity)
+    smaller = [batch for batch in batches if capacity(batch) < capacity(largest)][:6]
+    fresh, used = stepper_of(TrainSpec()), stepper_of(TrainSpec())
+    before = {name: value.clone() for name, value in used.state().items()}
+    for number in range(1, 5):
+        used.step(largest, number)
+    for name, value in used.state().items():
+        value.copy_(before[name])  # in place: the graph stays
+    for number, batch in enumerate(smaller, start=1):
+        assert fresh.step(batch, number) == used.step(batch, number)
+    assert len(captured_by(used)) == 1
+    for name, value in fresh.state().items():
+        assert torch.equal(value, used.state()[name]), name
+
+
 @needs_gpu
 def test_the_time_for_which_the_gpu_is_busy_is_known_from_replayed_steps() -> None:
     stepper, batch = stepper_of(TrainSpec()), batch_of(1)
@@ -215,7 +280,7 @@ def test_capacity_grows_in_steps() -> None:
 def test_bags_of_equal_length_need_no_spare_capacity() -> None:
     from rowstead.training.cuda_graph_step import capacity_for
 
-    assert capacity_for(26 * 4096, 26 * 4096) == 26 * 4096
-    assert capacity_for(26 * 4096 * 3, 26 * 4096) == 26 * 4096 * 3
-    assert capacity_for(26 * 4096 - 1, 26 * 4096) > 26 * 4096 - 1
-    assert capacity_for(0, 26 * 4096) > 0
+    assert capacity_for(26 * 4096, 4096) == 26 * 4096
+    assert capacity_for(214 * 4096, 4096) == 214 * 4096
+    assert capacity_for(26 * 4096 - 1, 4096) > 26 * 4096 - 1
+    assert capacity_for(0, 4096) > 0

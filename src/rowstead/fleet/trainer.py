@@ -51,7 +51,7 @@ from rowstead.training.device import choose_device, set_threads
 from rowstead.training.hogwild import Hogwild
 from rowstead.training.prefetch import copy_ahead, prefetch_rows
 from rowstead.training.progress import MovingLoss, Position
-from rowstead.training.step import Stepper, load_model
+from rowstead.training.step import Stepper
 from rowstead.training.sync import build_policies
 from rowstead.training.sync_base import SyncPolicy
 from rowstead.training.throughput import Throughput
@@ -250,7 +250,7 @@ class FleetTrainer:
                     stepper.load_state(saved.tensors)
                     self._position = position_in(saved)
                 else:
-                    load_model(stepper.model, saved.tensors, with_optimizer=False)
+                    stepper.load_weights(saved.tensors)
             return
         dense = read_dense(self._folder, self._number) if self._incarnation > 0 else None
         dense = dense or read_dense(self._folder)

@@ -34,12 +34,13 @@ class MLP(nn.Sequential):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layers to x [B, in width]; x may have extra columns of zeros."""
-        fused = _fused_layer(x)
         layers = list(self)
+        is_compiling = torch.compiler.is_compiling()
+        fused = None if is_compiling else _fused_layer(x)
         if fused is None:
             x = x[:, : cast(nn.Linear, layers[0]).in_features]
             for layer in layers:
-                x = linear.linear(x, layer) if linear.takes(layer, x) else layer(x)
+                x = linear.linear(x, layer) if not is_compiling and linear.takes(layer, x) else layer(x)
             return x
         for index in range(0, len(layers), 2):
             x = fused(x, cast(nn.Linear, layers[index]), relu=index + 1 < len(layers))
@@ -49,7 +50,7 @@ class MLP(nn.Sequential):
 def _fused_layer(x: Tensor) -> Callable[..., Tensor] | None:
     """The fused GPU kernel of a linear layer and its ReLU; None where it does not apply to x."""
     known = x.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    if not (x.is_cuda and known and x.shape[0] > 0 and has_triton() and not torch.compiler.is_compiling()):
+    if not (x.is_cuda and known and x.shape[0] > 0 and has_triton()):
         return None
     from rowstead.kernels.gpu.linear import linear
 

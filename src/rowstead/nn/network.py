@@ -59,6 +59,9 @@ class Network(nn.Module):
     instead. The constructor runs under the recipe's seed. Random numbers that `forward` draws in training are seeded at every step.
     """
 
+    compiles = True
+    """Whether training on a GPU compiles the network with torch.compile."""
+
     def __init__(self, inputs: NetworkInputs, options: Mapping[str, Any]) -> None:
         super().__init__()
         self.inputs = inputs

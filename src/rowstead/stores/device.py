@@ -133,9 +133,11 @@ class DeviceStore(EmbeddingStore):
             }
         self.layout = layout
 
-    def lookup_unchecked(self, sparse: Sparse) -> Tensor:
-        """`lookup` of a batch that is known to fit; `sparse.ids` may be longer than `sparse.offsets` need."""
-        return self._kernels().lookup(self._rows(), self.layout, sparse.ids, sparse.offsets, sparse.weights)
+    def lookup_unchecked(self, sparse: Sparse, dtype: torch.dtype | None = None) -> Tensor:
+        """`lookup` on a GPU of a batch that is known to fit, with the result in `dtype`; see `kernels.gpu`."""
+        from rowstead.kernels.gpu import embedding as gpu
+
+        return gpu.lookup(self._rows(), self.layout, sparse.ids, sparse.offsets, sparse.weights, dtype=dtype)
 
     def plan_update(self, sparse: Sparse, *, scalars: Tensor) -> UpdatePlan:
         """The part of an update on a GPU that needs no gradient; see `kernels.gpu`."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rowstead.data.batch import Batch, Sparse
 from rowstead.kernels.gpu.dense_optimizer import GpuDenseOptimizer
-from rowstead.kernels.gpu.embedding import UpdatePlan, host_scalars
+from rowstead.kernels.gpu.embedding import UpdatePlan, host_scalars, summing_order
 from rowstead.kernels.gpu.linear import defer_weight_gradients
 from rowstead.kernels.row_state import step_scalars
 from rowstead.nn.dlrm import DLRM
@@ -27,11 +27,16 @@ from rowstead.records.cost import Cost
 from rowstead.records.timers import Timers
 from rowstead.spec.phases import Phase
 from rowstead.spec.train import TrainSpec
+from rowstead.training.gpu_network import GpuNetwork
 from rowstead.training.step import Execution, check_finite, run_step
 
 EAGER_STEPS = 2
-"""Steps of one shape that run launch by launch before it is captured, so that all kernels are compiled and loaded."""
-MAX_GRAPHS = 8
+"""Steps of one shape that run launch by launch before it is captured, so that all kernels are compiled and loaded; one if only its
+capacity is new."""
+MAX_GRAPHS = 32
+MAX_SPARE = 1.5
+"""A batch takes a graph that is there already if its capacity is at most this many times the batch's own: of unused capacity only the
+sort of the row update takes notice."""
 SLOTS = 64
 """Steps that may be in flight before the host waits for the oldest."""
 _DENSE_NUMBERS = slice(8, 15)
@@ -51,6 +56,8 @@ class _Captured:
 
     batch: Batch
     gradients_at: Tensor
+    num_eager: int
+    """Steps that run launch by launch before there is a graph."""
     num_steps: int = 0
     graph: torch.cuda.CUDAGraph | None = None
     loss: Tensor | None = None
@@ -68,7 +75,9 @@ class CudaGraphExecution(Execution):
     optimizer: GpuDenseOptimizer
 
     def __init__(self, model: DLRM, spec: TrainSpec, timers: Timers, report: Callable[[str], None]) -> None:
-        super().__init__(model, spec, timers, GpuDenseOptimizer(model.net.parameters(), spec.dense_optimizer))
+        self._net = GpuNetwork(model.net, bf16=spec.precision == "bf16", batch_size=spec.batch_size, report=report)
+        copies = self._net.parameters() if self._net.is_copy else None
+        super().__init__(model, spec, timers, GpuDenseOptimizer(model.net.parameters(), spec.dense_optimizer, copies))
         self.phase = self._on_stream
         self._report = report
         rows = model.store.graph_rows()
@@ -88,6 +97,8 @@ class CudaGraphExecution(Execution):
         self._began, self._done = ([torch.cuda.Event(enable_timing=True) for _ in range(SLOTS)] for _ in range(2))
         self._step_in = [0] * SLOTS
         self._num_replayed = [0] * SLOTS
+        self.num_steps = self.num_replayed = 0
+        """Steps so far, and those of them that replayed a graph."""
         self._busy = Cost()
         """GPU time per sample of replayed graphs whose loss was waited for."""
         self._current: _Launches = _Launches(None)
@@ -99,6 +110,7 @@ class CudaGraphExecution(Execution):
     def state_loaded(self) -> None:
         """Drop the graphs: the memory that they read or write has moved."""
         torch.cuda.synchronize(self._device)
+        self.optimizer.refresh_copies()
         self._captured.clear()
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -150,16 +162,23 @@ class CudaGraphExecution(Execution):
         return float(self._losses[slot])
 
     def _shape_of(self, batch: Batch) -> _Captured:
-        """Fixed memory that the batch fits. Its size depends on the batch only, and so does the order of sums."""
+        """Fixed memory that the batch fits; the order of sums depends on the batch only."""
         sparse = batch.sparse
-        capacity = capacity_for(sparse.ids.numel(), sparse.offsets.numel() - 1)
+        num_bags = sparse.offsets.numel() - 1
+        capacity = capacity_for(sparse.ids.numel(), batch.num_samples)
         shapes = tuple(None if tensor is None else tensor.shape for tensor in (batch.dense, batch.labels, batch.weights))
-        key = (shapes, sparse.offsets.shape, sparse.ids.dtype, sparse.weights is None, capacity)
+        kind = (shapes, num_bags, sparse.ids.dtype, sparse.weights is None, summing_order(capacity, num_bags))
+        key = (kind, capacity)
         captured = self._captured.get(key)
         if captured is None:
+            larger = [size for known, size in self._captured if known == kind and capacity < size <= MAX_SPARE * capacity]
+            if larger:
+                return self._captured[kind, min(larger)]
             ids_dtype = torch.int64 if any(table.num_rows >= 2**31 for table in self._store.tables) else torch.int32
             gradients_at = torch.zeros(sum(1 for _ in self.model.net.parameters()), dtype=torch.int64, device=self._device)
-            captured = _Captured(_with_capacity(batch, capacity, ids_dtype), gradients_at)
+            is_known = any(known == kind and other.graph is not None for (known, _), other in self._captured.items())
+            num_eager = 1 if is_known else EAGER_STEPS
+            captured = _Captured(_with_capacity(batch, capacity, ids_dtype), gradients_at, num_eager)
             if len(self._captured) == MAX_GRAPHS:  # evict one that has not been captured
                 rarest = min(self._captured, key=lambda known: self._captured[known].num_steps)
                 if self._captured[rarest].graph is None:
@@ -169,9 +188,10 @@ class CudaGraphExecution(Execution):
         return captured
 
     def _replay(self, captured: _Captured, slot: int) -> Tensor:
-        """Run the step on its fixed memory, as a graph from the third time on; its loss."""
+        """Run the step on its fixed memory, launch by launch for the first few times and then as a graph; its loss."""
         captured.num_steps += 1
-        if captured.num_steps <= EAGER_STEPS or not self._can_capture:
+        self.num_steps += 1
+        if captured.num_steps <= captured.num_eager or not self._can_capture:
             return self._run(captured.batch, None)[0]
         if captured.graph is None:
             try:
@@ -186,8 +206,9 @@ class CudaGraphExecution(Execution):
                 return self._run(captured.batch, None)[0]
         assert captured.graph is not None
         assert captured.loss is not None
-        if captured.num_steps > EAGER_STEPS + 1:
+        if captured.num_steps > captured.num_eager + 1:
             self._num_replayed[slot] = captured.batch.num_samples
+        self.num_replayed += 1
         self._began[slot].record(self._stream)  # this launch is all that the host has left to do: from here on the GPU is busy
         captured.graph.replay()
         return captured.loss
@@ -198,7 +219,7 @@ class CudaGraphExecution(Execution):
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             captured.loss, captured.keeps = self._run(captured.batch, captured.gradients_at)
         captured.gradients_at.copy_(self.optimizer.gradient_addresses())
-        self.model.net.zero_grad(set_to_none=True)
+        self._net.module.zero_grad(set_to_none=True)
         captured.graph = graph
 
     def _reset_random_numbers(self, number: int) -> None:
@@ -213,7 +234,7 @@ class CudaGraphExecution(Execution):
         `gradients_at` is where a captured launch will find the gradients' addresses.
         """
         launches = self._current = _Launches(gradients_at)
-        self.model.net.zero_grad(set_to_none=True)
+        self._net.module.zero_grad(set_to_none=True)
         with defer_weight_gradients() as launches.deferred:
             run_step(self, batch, 0, 0.0)  # the number and the rate are in `_numbers`
         self._stream.wait_stream(self._network)  # before memory that one stream allocated and the other reads is reused
@@ -237,7 +258,14 @@ class CudaGraphExecution(Execution):
         self._planning.wait_stream(self._stream)
         with torch.cuda.stream(self._planning):
             self._current.plan = self._store.plan_update(batch.sparse, scalars=self._numbers[_ROW_NUMBERS])
-        return lambda: self._store.lookup_unchecked(batch.sparse).requires_grad_()
+        dtype = self._net.pooled_dtype(batch.num_samples)
+        return lambda: self._store.lookup_unchecked(batch.sparse, dtype).requires_grad_()
+
+    def project(self, dense: Tensor) -> Tensor | None:
+        return self._net.project(dense)
+
+    def join(self, projected: Any, pooled: Tensor) -> Tensor:
+        return self._net.join(projected, pooled)
 
     def cut(self, projected: Any) -> Any:
         """Cut the backward pass, so that rows get their gradients before the first part of the network does."""
@@ -269,13 +297,13 @@ class CudaGraphExecution(Execution):
                 give_gradients()
 
     def update_dense(self, rate: float) -> None:
-        launches, net = self._current, self.model.net
+        launches, parameters = self._current, self._net.parameters()
         assert launches.loss is not None
-        for parameter in net.parameters():  # a network of the user's own may leave some without
+        for parameter in parameters:  # a network of the user's own may leave some without
             if parameter.grad is None or not parameter.grad.is_contiguous():
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
         if self.spec.dense_optimizer.clip is not None:
-            nn.utils.clip_grad_norm_(net.parameters(), self.spec.dense_optimizer.clip)
+            nn.utils.clip_grad_norm_(parameters, self.spec.dense_optimizer.clip)
         gradients_at = launches.gradients_at
         if gradients_at is None:
             gradients_at = self.optimizer.gradient_addresses().to(self._device)
@@ -297,12 +325,12 @@ class _Launches:
     loss: Tensor | None = None
 
 
-def capacity_for(num_ids: int, num_bags: int) -> int:
+def capacity_for(num_ids: int, num_samples: int) -> int:
     """Capacity for a batch of `num_ids` ids: a little more, rounded so that batches of similar size share it.
 
-    Exactly `num_ids` where all bags may hold the same number, as in a log with one id per feature: then so will the next batches.
+    Exactly `num_ids` where all examples may hold the same number, as in a log with one id per feature: then so will the next batches.
     """
-    if num_ids and num_ids % num_bags == 0:
+    if num_ids and num_ids % num_samples == 0:
         return num_ids
     wanted = max(16, num_ids + num_ids // 50)
     unit = max(16, 1 << (wanted.bit_length() - 4))

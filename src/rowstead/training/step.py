@@ -37,16 +37,16 @@ def run_step(run: Execution, batch: Batch, number: int, rate: float) -> None:
     The rows of the batch may have been prefetched (`Stepper.prefetch`). Their update may start during the backward pass, as soon as
     they have a gradient.
     """
-    net, sync = run.model.net, run.sync
+    sync = run.sync
     with run.phase(Phase.LOOKUP):
         finish_lookup = run.start_lookup(batch)
     with dense_precision(run.spec.precision, batch.dense.device):
         with run.phase(Phase.FORWARD):
-            projected = net.project(batch.dense)
+            projected = run.project(batch.dense)
         with run.phase(Phase.LOOKUP):
             pooled = finish_lookup()
         with run.phase(Phase.FORWARD):
-            loss = run.loss(net.join(run.cut(projected), pooled), batch)
+            loss = run.loss(run.join(run.cut(projected), pooled), batch)
             run.report_loss(loss, number)
         with run.phase(Phase.BACKWARD):
             finish_row_update = run.backward(loss, pooled, batch)
@@ -94,6 +94,14 @@ class Execution:
             return lambda: batch.dense.new_zeros(batch.num_samples, 0)
         finish = self.model.store.start_lookup(batch.sparse)
         return lambda: finish().requires_grad_()
+
+    def project(self, dense: Tensor) -> Tensor | None:
+        """The part of the forward pass that needs no rows."""
+        return self.model.net.project(dense)
+
+    def join(self, projected: Any, pooled: Tensor) -> Tensor:
+        """The rest of the forward pass: logits [B]."""
+        return self.model.net.join(projected, pooled)
 
     def cut(self, projected: Any) -> Any:
         """What `join` gets of `project`'s result; an execution may cut the backward pass in two here."""
@@ -225,6 +233,11 @@ class Stepper:
         """Load what `state` returned, so that the next step is the same bit for bit."""
         self.load_dense_state(tensors)
         self.model.store.load_state(StoreTensors(tensors))
+
+    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """Load rows and dense parameters, and leave the optimizers as they are."""
+        load_model(self.model, tensors, with_optimizer=False)
+        self.execution.state_loaded()
 
     def load_dense_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Load what `dense_state` returned; the optimizer keeps its state if there is none in `tensors`."""

@@ -19,12 +19,19 @@ _BLOCK = 1024
 
 
 class GpuDenseOptimizer(torch.optim.Optimizer):
-    """SGD, Adagrad or Adam as torch.optim has them, with the same state under the same names."""
+    """SGD, Adagrad or Adam as torch.optim has them, with the same state under the same names.
 
-    def __init__(self, parameters: Iterable[nn.Parameter], spec: DenseOptimizerSpec) -> None:
+    With `copies`, BF16 parameters that run instead of these, a step reads the gradients of the copies, updates the parameters in FP32,
+    and writes both.
+    """
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], spec: DenseOptimizerSpec, copies: Iterable[nn.Parameter] | None = None
+    ) -> None:
         super().__init__(parameters, {"lr": spec.lr})
         self._spec = spec
         self._parameters: list[nn.Parameter] = self.param_groups[0]["params"]
+        self._copies = None if copies is None else list(copies)
         device = self._parameters[0].device
         self._step = torch.zeros(())
         if spec.kind != "sgd":
@@ -42,6 +49,8 @@ class GpuDenseOptimizer(torch.optim.Optimizer):
         states = [[self.state[p][name] for p in self._parameters] for name in DENSE_STATE[self._spec.kind]]
         addresses = [torch.tensor([t.data_ptr() for t in tensors], device=device) for tensors in (self._parameters, *states)]
         self._memory = (addresses + [self._sizes] * 2)[:3]
+        copies = self._copies or self._parameters
+        self._copies_at = torch.tensor([copy.data_ptr() for copy in copies], device=device)
 
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
         super().load_state_dict(state_dict)
@@ -50,6 +59,13 @@ class GpuDenseOptimizer(torch.optim.Optimizer):
         for entry in self.state.values():
             entry["step"] = self._step
         self._find_memory()
+
+    @torch.no_grad()
+    def refresh_copies(self) -> None:
+        """Write the copies anew, after parameters were replaced."""
+        if self._copies is not None:
+            for copy, parameter in zip(self._copies, self._parameters, strict=True):
+                copy.copy_(parameter)
 
     def numbers(self, lr: float, step: int) -> list[float]:
         """The scalars of a step that `step_by` reads."""
@@ -64,14 +80,14 @@ class GpuDenseOptimizer(torch.optim.Optimizer):
         `gradients_at`, int64 in GPU memory, holds the address of each parameter's gradient at the time of the launch.
         """
         _step_dense[(len(self._owners),)](
-            self._memory[0], gradients_at, self._memory[1], self._memory[2], self._owners, self._starts, self._sizes,
-            numbers, guard, KIND=_CODES[self._spec.kind], BLOCK=_BLOCK, num_warps=4,
+            self._memory[0], gradients_at, self._memory[1], self._memory[2], self._copies_at, self._owners, self._starts, self._sizes,
+            numbers, guard, KIND=_CODES[self._spec.kind], COPIES=self._copies is not None, BLOCK=_BLOCK, num_warps=4,
         )  # fmt: skip
 
     def gradient_addresses(self) -> Tensor:
-        """Addresses of the parameters' gradients, int64 in host memory."""
+        """Addresses of the gradients that a step reads, int64 in host memory."""
         addresses = []
-        for parameter in self._parameters:
+        for parameter in self._copies or self._parameters:
             assert parameter.grad is not None
             assert parameter.grad.is_contiguous()
             addresses.append(parameter.grad.data_ptr())
@@ -89,7 +105,8 @@ def _floats_at(address):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _step_dense(  # type: ignore[no-untyped-def]
-    weights, grads, firsts, seconds, owners, starts, sizes, numbers, guard, KIND: tl.constexpr, BLOCK: tl.constexpr
+    weights, grads, firsts, seconds, copies, owners, starts, sizes, numbers, guard,
+    KIND: tl.constexpr, COPIES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One block of one parameter per program.
 
@@ -102,7 +119,12 @@ def _step_dense(  # type: ignore[no-untyped-def]
     param_at = _floats_at(tl.load(weights + owner)) + at
     param = tl.load(param_at, mask=on, other=0.0)
     lr, eps = tl.load(numbers), tl.load(numbers + 1)
-    grad = tl.load(_floats_at(tl.load(grads + owner)) + at, mask=on, other=0.0) + tl.load(numbers + 6) * param
+    gradient_at = tl.load(grads + owner)
+    if COPIES:
+        grad = tl.load(gradient_at.to(tl.pointer_type(tl.bfloat16)) + at, mask=on, other=0.0).to(tl.float32)
+    else:
+        grad = tl.load(_floats_at(gradient_at) + at, mask=on, other=0.0)
+    grad += tl.load(numbers + 6) * param
     if KIND == 0:
         change = lr * grad
     else:
@@ -120,3 +142,6 @@ def _step_dense(  # type: ignore[no-untyped-def]
             change = lr / tl.load(numbers + 4) * first / (tl.sqrt(second) / tl.load(numbers + 5) + eps)
         tl.store(first_at, first, mask=on)
     tl.store(param_at, param - change, mask=on)
+    if COPIES:
+        copy_at = tl.load(copies + owner).to(tl.pointer_type(tl.bfloat16)) + at
+        tl.store(copy_at, (param - change).to(tl.bfloat16), mask=on)

@@ -48,17 +48,38 @@ TILES_PER_GROUP, HEADS_AT_A_TIME = 64, 8
 first is a multiple of the second."""
 
 
-def lookup(tables: Sequence[Tensor], layout: Layout, ids: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Tensor:
-    """`reference.lookup` of tables of one dtype; `ids` may be longer than `offsets` says, and ids out of range are skipped."""
+def summing_order(capacity: int, num_bags: int) -> tuple[int, int]:
+    """What the order of sums depends on besides the batch: the ids of a bag that a look-up reads at once, and the keys per tile of an update.
+
+    Capacities for which it is the same give the same bits.
+    """
+    at_a_time = min(IDS_AT_A_TIME, triton.next_power_of_2(max(1, capacity // max(1, num_bags))))
+    return at_a_time, SHORT_TILE if capacity < MANY_IDS else LONG_TILE
+
+
+def lookup(
+    tables: Sequence[Tensor],
+    layout: Layout,
+    ids: Tensor,
+    offsets: Tensor,
+    weights: Tensor | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`reference.lookup` of tables of one dtype; `ids` may be longer than `offsets` says, and ids out of range are skipped.
+
+    With `dtype` BF16 the sums, which are FP32, are rounded to it.
+    """
     on_device = _layout_tensors(layout, ids.device)
     num_bags = offsets.numel() - 1
     num_samples = num_bags // layout.num_features
-    pooled = torch.empty(num_samples, layout.total_width, dtype=compute_dtype(tables[0].dtype), device=ids.device)
+    dtype = dtype or compute_dtype(tables[0].dtype)
+    pooled = torch.empty(num_samples, layout.total_width, dtype=dtype, device=ids.device)
     if not num_samples:
         return pooled
     rows, is_aligned = _table_addresses(tables, ids.device)
     shape = _shape(layout, tables[0].element_size(), is_aligned)
-    at_a_time = min(IDS_AT_A_TIME, triton.next_power_of_2(max(1, ids.numel() // num_bags)))
+    at_a_time, _ = summing_order(ids.numel(), num_bags)
     warps, streams = _lanes(shape["D"])
     if at_a_time == 1:
         streams *= BAGS_OF_ONE
@@ -83,7 +104,8 @@ def update(
     step: int,
 ) -> None:
     """`reference.update`; ids out of range are skipped, and `offsets` must cover all of `ids`."""
-    scalars = device_scalars(tuple(step_scalars(optimizer, lr=lr, step=step)), step, grad.dtype, grad.device)
+    dtype = compute_dtype(tables[0].dtype)
+    scalars = device_scalars(tuple(step_scalars(optimizer, lr=lr, step=step)), step, dtype, grad.device)
     plan = plan_update(tables, states, layout, ids, offsets, optimizer=optimizer, scalars=scalars, is_full=True)
     apply_plan(plan, tables, layout, offsets, weights, grad, optimizer=optimizer, scalars=scalars)
 
@@ -131,7 +153,7 @@ def plan_update(
     else:
         keys = torch.full((capacity,), on_device.no_key, dtype=on_device.key_dtype, device=device)
     bags = torch.empty(capacity, dtype=torch.int32, device=device)
-    tile = SHORT_TILE if capacity < MANY_IDS else LONG_TILE
+    _, tile = summing_order(capacity, num_bags)
     if not capacity or not num_bags:
         return UpdatePlan(keys, keys, keys, (keys,) * 4, rows_contiguous=False, tile=tile)
     num_samples = num_bags // layout.num_features
@@ -178,24 +200,24 @@ def apply_plan(
     scalars: Tensor,
     guard: Tensor | None = None,
 ) -> None:
-    """Do the rest of an update, unless `guard`, one number, is not finite."""
+    """Do the rest of an update, unless `guard`, one number, is not finite; `grad` may be BF16 where sums are FP32."""
     capacity, num_bags = plan.keys.numel(), offsets.numel() - 1
     if not capacity or not num_bags:
         return
-    grad = grad.contiguous()
+    grad, dtype = grad.contiguous(), compute_dtype(tables[0].dtype)
     factors = _factors(layout, capacity, offsets, weights, grad, optimizer.clip)
     shape = _shape(layout, tables[0].element_size(), _table_addresses(tables, grad.device)[1])
     warps, streams = _lanes(shape["D"])
     num_tiles = triton.cdiv(capacity, plan.tile)
     num_groups = num_tiles // TILES_PER_GROUP
-    head = torch.empty(num_tiles + num_groups, shape["D"], dtype=grad.dtype, device=grad.device)
-    tail = torch.empty(num_tiles, shape["D"], dtype=grad.dtype, device=grad.device)
+    head = torch.empty(num_tiles + num_groups, shape["D"], dtype=dtype, device=grad.device)
+    tail = torch.empty(num_tiles, shape["D"], dtype=dtype, device=grad.device)
     step = (*plan.memory, offsets, num_bags, scalars, scalars if guard is None else guard)
     options = {
-        **shape, "KIND": ROW_OPTIMIZERS[optimizer.kind].code, **_state_shapes(optimizer.kind), "ROUNDS": tables[0].dtype != grad.dtype,
+        **shape, "KIND": ROW_OPTIMIZERS[optimizer.kind].code, **_state_shapes(optimizer.kind), "ROUNDS": tables[0].dtype != dtype,
         "TILE": plan.tile, "S": streams, "CONTIGUOUS": plan.rows_contiguous, "num_warps": warps,
     }  # fmt: skip
-    is_lean = grad.dtype == torch.float32 and not ROW_OPTIMIZERS[optimizer.kind].has_element_state
+    is_lean = dtype == torch.float32 and not ROW_OPTIMIZERS[optimizer.kind].has_element_state
     apply_tiles[(triton.cdiv(num_tiles, streams),)](
         plan.plans, plan.order, grad if factors is None else factors, grad, head, tail, tables[0], *step,
         FACTORS=factors is not None, **options, EXTRA=KEYS_AT_A_TIME, R=KEYS_AT_A_TIME,
@@ -219,7 +241,8 @@ def _factors(
     scales = _bag_scales(grad, offsets, layout, clip)
     if weights is None and scales is None:
         return None
-    factors = torch.empty(capacity, dtype=grad.dtype, device=grad.device)
+    dtype = torch.float32 if grad.dtype == torch.bfloat16 else grad.dtype
+    factors = torch.empty(capacity, dtype=dtype, device=grad.device)
     num_bags = offsets.numel() - 1
     tall, wide = _bags_and_ids(capacity, num_bags)
     scale_ids[(triton.cdiv(num_bags, tall),)](
@@ -335,12 +358,13 @@ def _bag_scales(grad: Tensor, offsets: Tensor, layout: Layout, clip: float | Non
     """The scale of each bag's gradient [F*B]: 1 / length for a mean, and clipping; None if all are 1."""
     if clip is None and not any(layout.is_mean):
         return None
-    lengths = offsets.diff().view(layout.num_features, -1).clamp(min=1).to(grad.dtype)
+    dtype = torch.float32 if grad.dtype == torch.bfloat16 else grad.dtype
+    lengths = offsets.diff().view(layout.num_features, -1).clamp(min=1).to(dtype)
     scales = torch.ones_like(lengths)
     for feature in range(layout.num_features):
         if layout.is_mean[feature]:
             scales[feature] /= lengths[feature]
         if clip is not None:
-            norm = grad[:, layout.columns[feature] : layout.columns[feature + 1]].norm(dim=1)
+            norm = grad[:, layout.columns[feature] : layout.columns[feature + 1]].norm(dim=1, dtype=dtype)
             scales[feature] *= clip / norm.clamp(min=clip)
     return scales.view(-1)

@@ -6,7 +6,7 @@ an update. Values per key or per stream are [R, S, 1] or [1, S, 1] from the star
 that are expanded later.
 
 Letters: D width (a power of two; WIDTH the real one, 0 where tables differ), nnz ids. Arguments in capitals are compile-time
-constants. FIRST and SECOND are the shapes of the optimizer's state tensors: 0 none, 1 [N, 1], 2 [N, D].
+constants. Pooled rows and gradients may be BF16; sums are FP32 then. FIRST and SECOND are the shapes of the optimizer's state tensors: 0 none, 1 [N, 1], 2 [N, D].
 """
 
 from __future__ import annotations
@@ -65,14 +65,15 @@ def pool(
     else:
         width = tl.load(widths + table)
         inside = live & (d < width)
-    total = tl.zeros([1, S, D], out.dtype.element_ty)
+    dtype: tl.constexpr = tl.float32 if out.dtype.element_ty == tl.bfloat16 else out.dtype.element_ty
+    total = tl.zeros([1, S, D], dtype)
     longest = tl.max(tl.max(tl.max(end - begin, axis=2), axis=1), axis=0)
     for start in range(0, longest, R):
         index = begin + start + tl.arange(0, R)[:, None, None]
         on = index < end
         row = tl.load(ids + index, mask=on, other=-1).to(tl.int64)
         on = (row >= 0) & (row < limit)
-        values = tl.load(rows + row * width + d, mask=on & inside, other=0.0).to(out.dtype.element_ty)
+        values = tl.load(rows + row * width + d, mask=on & inside, other=0.0).to(dtype)
         if WEIGHTED:
             values *= tl.load(weights + index, mask=on, other=0.0).to(values.dtype)
         total += tl.sum(values, axis=0, keep_dims=True)
@@ -289,7 +290,8 @@ def apply_tiles(
     splits = (_has(first, _SPLIT) | _has(last, _TAIL)).to(tl.int32)
     has_splits = tl.max(tl.max(tl.max(splits, axis=2), axis=1), axis=0) != 0
     partial = tile.to(tl.int64) * D + d + tl.zeros([R, 1, 1], tl.int64)
-    carried = tl.zeros([1, S, D], grad.dtype.element_ty)
+    dtype: tl.constexpr = tl.float32 if grad.dtype.element_ty == tl.bfloat16 else grad.dtype.element_ty
+    carried = tl.zeros([1, S, D], dtype)
     for start in range(0, TILE + EXTRA, R):
         on_the_next = start // TILE
         index = tile * TILE + start + within
@@ -304,7 +306,7 @@ def apply_tiles(
         else:
             width = tl.maximum((plan >> _WIDTH_BIT) & _WIDTH_MASK, 1).to(tl.int32)
         inside = d < width
-        values = tl.load(grad + element + d, mask=adds & inside, other=0.0)
+        values = tl.load(grad + element + d, mask=adds & inside, other=0.0).to(dtype)
         if FACTORS:
             values *= tl.load(factors + tl.load(order + index, mask=adds, other=0), mask=adds, other=0.0)
         begins = tl.broadcast_to(_has(plan, _BEGINS).to(tl.int32), [R, S, D])
