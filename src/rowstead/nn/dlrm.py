@@ -33,7 +33,6 @@ class DLRMNetwork(Network):
         dense_width = spec.dense_width if num_dense else 0
         widths = InteractionInputs(width=spec.width, dense_width=dense_width, pooled_width=inputs.pooled_width)
         entry = INTERACTIONS[spec.interaction.kind]
-        self.compiles = entry.compiles
         self.interaction: nn.Module = getattr(layers, entry.layer)(widths, spec.interaction)
         self.top = layers.MLP(entry.out_width(widths, spec.interaction), (*spec.top, 1), last_relu=False)
 

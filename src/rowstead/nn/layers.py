@@ -49,12 +49,16 @@ class MLP(nn.Sequential):
 
 def _fused_layer(x: Tensor) -> Callable[..., Tensor] | None:
     """The fused GPU kernel of a linear layer and its ReLU; None where it does not apply to x."""
-    known = x.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    if not (x.is_cuda and known and x.shape[0] > 0 and has_triton()):
+    if not _has_gpu_kernels(x):
         return None
     from rowstead.kernels.gpu.linear import linear
 
     return linear
+
+
+def _has_gpu_kernels(x: Tensor) -> bool:
+    """Whether the GPU kernels of layers apply to x."""
+    return x.is_cuda and x.dtype in (torch.float32, torch.bfloat16, torch.float16) and x.shape[0] > 0 and has_triton()
 
 
 class Concat(nn.Module):
@@ -93,8 +97,11 @@ class Cross(nn.Module):
                 nn.init.xavier_normal_(parameter)
 
     def forward(self, dense: Tensor | None, pooled: Tensor) -> Tensor:
-        start = pooled if dense is None else torch.cat([dense, pooled], dim=1)
-        x = start
+        if not torch.compiler.is_compiling() and _has_gpu_kernels(pooled):
+            from rowstead.kernels.gpu.cross import cross
+
+            return cross(dense, pooled, cast(Sequence[nn.Linear], self.down), cast(Sequence[nn.Linear], self.up))
+        x = start = pooled if dense is None else torch.cat([dense, pooled], dim=1)
         for down, up in zip(self.down, self.up, strict=True):
             x = start * up(down(x)) + x
         return x

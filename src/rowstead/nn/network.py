@@ -59,8 +59,9 @@ class Network(nn.Module):
     instead. The constructor runs under the recipe's seed. Random numbers that `forward` draws in training are seeded at every step.
     """
 
-    compiles = True
-    """Whether training on a GPU compiles the network with torch.compile."""
+    compiles = False
+    """Whether training on a GPU compiles the network with torch.compile: faster for most networks, and resumed runs that draw random
+    numbers, as for dropout, may not be the same bit for bit."""
 
     def __init__(self, inputs: NetworkInputs, options: Mapping[str, Any]) -> None:
         super().__init__()

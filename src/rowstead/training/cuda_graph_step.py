@@ -258,8 +258,7 @@ class CudaGraphExecution(Execution):
         self._planning.wait_stream(self._stream)
         with torch.cuda.stream(self._planning):
             self._current.plan = self._store.plan_update(batch.sparse, scalars=self._numbers[_ROW_NUMBERS])
-        dtype = self._net.pooled_dtype(batch.num_samples)
-        return lambda: self._store.lookup_unchecked(batch.sparse, dtype).requires_grad_()
+        return lambda: self._store.lookup_unchecked(batch.sparse, self._net.pooled_dtype).requires_grad_()
 
     def project(self, dense: Tensor) -> Tensor | None:
         return self._net.project(dense)
