@@ -18,11 +18,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
 import torch
 import triton
 from torch import Tensor
 
-from rowstead.kernels.gpu.embedding_kernels import apply_tiles, compute_keys, join_tiles, plan_keys, pool, scale_ids, sum_heads
+from rowstead.kernels.gpu.embedding_kernels import (
+    apply_tiles,
+    check_bags,
+    compute_keys,
+    join_tiles,
+    plan_keys,
+    pool,
+    scale_ids,
+    sum_heads,
+)
 from rowstead.kernels.layout import Layout
 from rowstead.kernels.row_state import RowState, compute_dtype, state_tensors, step_scalars
 from rowstead.spec.errors import RowsteadError
@@ -88,6 +98,20 @@ def lookup(
         layout.total_width, WEIGHTED=weights is not None, **shape, R=at_a_time, S=streams, num_warps=warps,
     )  # fmt: skip
     return pooled
+
+
+def fits(layout: Layout, ids: Tensor, offsets: Tensor) -> bool:
+    """Whether offsets [F*B + 1] rise from 0 to nnz and each id lies in its table, by one launch and one synchronization."""
+    num_ids, num_bags = ids.numel(), offsets.numel() - 1
+    if not num_bags:
+        return num_ids == 0 and int(offsets[0]) == 0
+    _, limits = _layout_tensors(layout, ids.device).naming
+    is_wrong = torch.zeros(1, dtype=torch.int32, device=ids.device)
+    tall, wide = _bags_and_ids(num_ids, num_bags)
+    check_bags[(triton.cdiv(num_bags, tall),)](
+        ids, offsets, limits, is_wrong, num_ids, num_bags // layout.num_features, num_bags, BAGS=tall, L=wide, num_warps=4
+    )  # fmt: skip
+    return not is_wrong.item()
 
 
 def update(
@@ -266,8 +290,10 @@ def device_scalars(scalars: tuple[float, ...], step: int, dtype: torch.dtype, de
 
 def host_scalars(scalars: Sequence[float], step: int, dtype: torch.dtype) -> Tensor:
     """`device_scalars` in host memory."""
-    bits = torch.tensor([step & 0x7FFFFFFF], dtype=torch.int32).view(torch.float32).to(dtype)
-    return torch.cat([torch.tensor(list(scalars), dtype=dtype), bits])
+    numbers = np.array([*scalars, 0.0], np.float64 if dtype == torch.float64 else np.float32)
+    if dtype != torch.float64:  # rows of FP64 are not rounded
+        numbers.view(np.int32)[-1] = step & 0x7FFFFFFF
+    return torch.from_numpy(numbers)
 
 
 def _state_shapes(kind: RowOptimizerName) -> dict[str, int]:

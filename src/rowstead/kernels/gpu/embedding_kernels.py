@@ -14,6 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from rowstead.kernels.gpu.launch import quick_launch
 from rowstead.kernels.gpu.row_optimizers import row_change
 
 # A plan is what `apply_tiles` must know of a sorted key: the offset of its gradient, the width, and these flags.
@@ -43,6 +44,7 @@ def _rows_at(address, like, ALIGNED: tl.constexpr):
     return pointer
 
 
+@quick_launch
 @triton.jit
 def pool(
     ids, offsets, weights, out, like, tables, table_of, widths, columns, means, limits, num_samples, num_bags, total_width,
@@ -82,6 +84,29 @@ def pool(
     tl.store(out + example * total_width + column + d, total / share, mask=inside)
 
 
+@quick_launch
+@triton.jit
+def check_bags(ids, offsets, limits, is_wrong, num_ids, num_samples, num_bags, BAGS: tl.constexpr, L: tl.constexpr):
+    """Set `is_wrong` unless offsets rise from 0 to `num_ids` and each id is a row of its table; no other id is read."""
+    bag = tl.program_id(0) * BAGS + tl.arange(0, BAGS)[:, None]
+    live = bag < num_bags
+    begin = tl.load(offsets + bag, mask=live, other=0)
+    end = tl.load(offsets + bag + 1, mask=live, other=0)
+    is_whole = ((bag > 0) | (begin == 0)) & ((bag < num_bags - 1) | (end == num_ids))
+    rises = (begin >= 0) & (begin <= end) & (end <= num_ids)
+    wrong = live & ~(is_whole & rises)
+    limit = tl.load(limits + bag // num_samples, mask=live, other=0)
+    longest = tl.max(tl.max(tl.where(wrong, 0, end - begin), axis=1), axis=0)
+    for start in range(0, longest, L):
+        index = begin + start + tl.arange(0, L)[None, :]
+        on = live & ~wrong & (index < end)
+        row = tl.load(ids + index, mask=on, other=0).to(tl.int64)
+        outside = on & ((row < 0) | (row >= limit))
+        wrong = wrong | (tl.max(outside.to(tl.int32), axis=1, keep_dims=True) != 0)
+    tl.store(is_wrong + bag * 0, 1, mask=wrong)
+
+
+@quick_launch
 @triton.jit
 def compute_keys(
     ids, offsets, keys, bags, row_base, limits, num_samples, num_bags,
@@ -105,6 +130,7 @@ def compute_keys(
         tl.store(bags + index, tl.broadcast_to(bag, [BAGS, L]), mask=on)
 
 
+@quick_launch
 @triton.jit
 def scale_ids(
     offsets, weights, scales, factors, num_bags, WEIGHTED: tl.constexpr, SCALED: tl.constexpr, BAGS: tl.constexpr, L: tl.constexpr
@@ -171,6 +197,7 @@ def _is_split(keys, border, key, num_ids, TILE: tl.constexpr, EXTRA: tl.constexp
     return goes_on | began
 
 
+@quick_launch
 @triton.jit
 def plan_keys(
     keys, order, bags, plans, rows_at, firsts_at, seconds_at, noises, tables, firsts, seconds, widths, bases, table_of, columns,
@@ -270,6 +297,7 @@ def _has(plan, FLAG: tl.constexpr):
     return ((plan >> FLAG) & 1) != 0
 
 
+@quick_launch
 @triton.jit
 def apply_tiles(
     plans, order, factors, grad, head, tail, like, rows_at, firsts_at, seconds_at, noises, offsets, num_bags, scalars, guard,
@@ -322,6 +350,7 @@ def apply_tiles(
         )  # fmt: skip
 
 
+@quick_launch
 @triton.jit(do_not_specialize=["num_tiles", "num_groups"])  # both follow the capacity for ids, of which there are many sizes
 def sum_heads(
     keys, parts, offsets, num_bags, guard, num_tiles, num_groups,
@@ -345,6 +374,7 @@ def sum_heads(
         tl.store(parts + (num_tiles + group).to(tl.int64) * D + d, total, mask=is_one)
 
 
+@quick_launch
 @triton.jit(do_not_specialize=["num_tiles", "num_groups"])
 def join_tiles(
     keys, plans, parts, tail, like, rows_at, firsts_at, seconds_at, noises, offsets, num_bags, scalars, guard,
