@@ -50,7 +50,7 @@ class RunSpec(Spec):
     kernel: Kernel = "auto"
     """Which embedding kernels run: `auto` takes the fastest for the device, `reference` is plain torch."""
     threads: Processes | None = None
-    """CPU threads of the dense arithmetic and of the CPU kernels; default: the number of usable cores."""
+    """CPU threads of the dense arithmetic and of the CPU kernels; default: the number of usable physical cores."""
     check_ids: bool = True
     """Check ids and offsets of every batch before the kernels see them."""
     placement: PlacementSpec = "auto"
