@@ -98,6 +98,16 @@ class RunSpec(Spec):
     def _check_fleet(self, fleet: FleetSpec) -> None:
         mode = self.train.sync.mode_for(fleet.num_trainers)
         require(mode == "none" or fleet.num_dense > 0, "fleet.num_dense", f"`{mode}` needs a dense server: set dense=1")
+        by_evaluation = self.train.schedule.decay == "plateau"
+        require(
+            not by_evaluation, "train.schedule.decay", "`plateau` does not apply to a fleet, whose trainers follow the step"
+        )
+        uses_batch_norm = "batch" in (self.model.bottom_norm, self.model.top_norm)
+        require(
+            not uses_batch_norm or fleet.tables == "local",
+            "model",
+            "batch norm does not apply to a fleet, whose trainers see different batches and share only parameters: use `layer`",
+        )
         if fleet.tables == "local":
             require(
                 self.train.eval_every is None, "train.eval_every", "cannot be combined with `fleet.tables: local`: remove it"

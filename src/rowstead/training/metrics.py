@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from rowstead.spec.errors import DataError, TrainingError
 from rowstead.spec.heads import HEADS, HeadKind
+from rowstead.spec.train import Monitor
 
 Floats = NDArray[np.float64]
 
@@ -44,6 +45,8 @@ class Quality:
     mean_prediction: float
     ne: float | None = None
     """Log loss over the log loss of the set's mean label; None if all labels are equal."""
+    ne_train_rate: float | None = None
+    """Log loss over the log loss of the training split's mean label, which is all that is known before the set is seen."""
     auc: float | None = None
     auc_error: float | None = None
     """Upper bound of the error of `auc`; 0 if it is exact."""
@@ -56,9 +59,11 @@ class Quality:
     reliability: Reliability | None = None
     """Predictions against labels, group by group."""
 
-    def early_stop_measure(self, head: HeadKind) -> float:
-        """The measure that early stopping follows; MSE where the set has no NE."""
-        return self.mse if HEADS[head].measure == "mse" or self.ne is None else self.ne
+    def monitored(self, monitor: Monitor | None, head: HeadKind) -> float:
+        """The measure that early stopping follows, so that lower is better: AUC as -AUC. MSE where the set has no NE or AUC."""
+        auc = None if self.auc is None else -self.auc
+        value = {"ne": self.ne, "auc": auc, "logloss": self.log_loss, "mse": self.mse}[monitor or HEADS[head].measure]
+        return self.mse if value is None else value
 
     def figures(self) -> dict[str, float]:
         """The measures that are a number, by name."""
@@ -119,8 +124,8 @@ class Evaluation:
             self._by_logit[row] += np.bincount(index, weights=values, minlength=_LOGIT_BINS)
         self._keep_for_auc(logits.astype(np.float32), positive, negative)
 
-    def quality(self) -> Quality:
-        """The measures over all batches so far."""
+    def quality(self, train_rate: float | None = None) -> Quality:
+        """The measures over all batches so far; `train_rate` is the mean label of the training split."""
         sums, total = self._sums, self._sums["weight"]
         if self.num_samples == 0 or total <= 0:
             raise DataError("there is nothing to evaluate: the evaluation split has no examples of positive weight")
@@ -139,6 +144,7 @@ class Evaluation:
             mean_label=mean_label,
             mean_prediction=sums["prediction"] / total,
             ne=log_loss / base if mixed else None,
+            ne_train_rate=None if train_rate is None else log_loss / _cross_entropy(mean_label, train_rate),
             auc=auc,
             auc_error=auc_error,
             calibration=sums["prediction"] / sums["label"] if sums["label"] > 0 else None,
@@ -191,6 +197,11 @@ def area_under_curve(positive: NDArray[Any], negative: NDArray[Any]) -> float:
     """AUC from the weight of positives and negatives at each distinct score, in rising order; ties count half."""
     below = np.cumsum(negative) - negative
     return float((positive * (below + 0.5 * negative)).sum() / (positive.sum() * negative.sum()))
+
+
+def _cross_entropy(label: float, predicted: float) -> float:
+    """Log loss of one prediction for labels with this mean."""
+    return float(-(label * np.log(predicted) + (1 - label) * np.log1p(-predicted)))
 
 
 def _entropy(p: Floats | np.float64) -> Floats | np.float64:

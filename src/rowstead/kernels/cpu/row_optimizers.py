@@ -70,7 +70,7 @@ def apply_row(  # type: ignore[no-untyped-def]
     """
     one, two = first + row * first_bytes, second + row * second_bytes
     factor, target = scalars[0], address + row * width * bytes_of(rows)
-    if kind == _ROWWISE_ADAGRAD or kind == _ROWWISE_ADAM:
+    if kind == _ROWWISE_ADAGRAD or kind == _ROWWISE_ADAM:  # noqa: SIM109 - Numba compiles away a comparison, not a tuple
         single = zeros(real, 1)
         if scalars[_L2] == 0:
             mean = squares(gradient, width, real) / cast(width, real)
