@@ -150,6 +150,8 @@ def quality_rows(quality: Quality) -> list[tuple[str, str]]:
     if quality.auc is not None:
         error = f" ± {quality.auc_error:.1g}" if quality.auc_error else ""
         rows.append(("AUC", f"{quality.auc:.4f}{error}"))
+    if quality.gauc is not None:
+        rows.append(("GAUC", f"{quality.gauc:.4f} (AUC within groups)"))
     rows.append(("log loss", f"{quality.log_loss:.4f}"))
     if quality.calibration is not None:
         rows.append(("calibration", f"{quality.calibration:.4f} (mean prediction over mean label; 1 is right)"))

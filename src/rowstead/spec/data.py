@@ -176,6 +176,8 @@ class ParquetSpec(LogSpec):
     """Column of example weights."""
     true_p: str | None = None
     """Column of the true click probability, for synthetic logs."""
+    group: str | None = None
+    """Column of integers or text whose values group rows, such as the user: evaluations report GAUC, the mean AUC within groups."""
     shuffle_rows: Annotated[Count, up_to(10**9)] = 65_536
     """Size of the shuffle window in rows (row groups are shuffled too); 0 keeps file order."""
     decode_threads: Processes | None = None

@@ -66,6 +66,14 @@ class RunSpec(Spec):
             kept = next((f.name for f in self.features.expanded_sparse() if f.hash == "none"), None)
             require(kept is None, "scale", f"shrinks tables, but ids of `{kept}` are rows already (hash: none): use `mix`")
         self._check_placement()
+        stop = self.train.early_stop
+        has_groups = self.data.parquet is not None and self.data.parquet.group is not None
+        needs_groups = stop is not None and stop.monitor == "gauc"
+        require(
+            has_groups or not needs_groups,
+            "train.early_stop.monitor",
+            "`gauc` needs data.parquet.group, the column of the groups",
+        )
         if self.fleet is not None:
             self._check_fleet(self.fleet)
         kind, pairs = self.model.interaction.kind, self.model.interaction.pairs

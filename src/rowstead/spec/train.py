@@ -26,7 +26,7 @@ DENSE_LR: dict[DenseOptimizer, float] = {"sgd": 0.02, "adagrad": 0.02, "adam": 0
 """Default learning rates."""
 MAX_WARMUP = 6
 """The warm-up of `sync` takes at most one in so many steps of a run."""
-Monitor = Literal["ne", "auc", "logloss", "mse"]
+Monitor = Literal["ne", "auc", "logloss", "mse", "gauc"]
 CheckpointFormat = Literal["exact", "fp16", "int8"]
 
 

@@ -81,7 +81,8 @@ def evaluate(
         wanted = slice(None if max_samples is None else max_samples - evaluation.num_samples)
         weights = None if batch.weights is None else batch.weights.numpy()[wanted]
         true_p = None if batch.true_p is None else batch.true_p.numpy()[wanted]
-        evaluation.add(logits[wanted], batch.labels.numpy()[wanted], weights, true_p)
+        groups = None if batch.groups is None else batch.groups.numpy()[wanted]
+        evaluation.add(logits[wanted], batch.labels.numpy()[wanted], weights, true_p, groups)
         if progress is not None:
             progress(evaluation.num_samples, source.num_samples)
     return evaluation.quality(train_rate)
