@@ -131,8 +131,8 @@ def quality(ne: float | None) -> Quality:
 
 
 def test_a_run_that_went_well_gets_no_advice() -> None:
-    assert not closing_advice(TrainSpec(), num_steps=100, quality=quality(0.8), train_ne=0.75)
-    assert not closing_advice(TrainSpec(), num_steps=100, quality=None, train_ne=None)
+    assert not closing_advice(TrainSpec(), 100, quality(0.8), 0.75)
+    assert not closing_advice(TrainSpec(), 100, None)
 
 
 @pytest.mark.parametrize(
@@ -145,5 +145,5 @@ def test_a_run_that_went_well_gets_no_advice() -> None:
 )
 def test_what_went_wrong_is_said_in_a_sentence(num_steps: int, ne: float, train_ne: float, text: str) -> None:
     spec = TrainSpec(schedule=ScheduleSpec(warmup_steps=100))
-    (said,) = closing_advice(spec, num_steps=num_steps, quality=quality(ne), train_ne=train_ne)
+    (said,) = closing_advice(spec, num_steps, quality(ne), train_ne)
     assert text in said

@@ -213,7 +213,7 @@ def _run(
             record = build_record(spec, outcome, device, model.store.kernel, used, num_processes=group.world_size)
             folder.write_record(record)
             num_steps, quality = outcome.position.step, outcome.quality
-            for sentence in closing_advice(stepper.spec, num_steps=num_steps, quality=quality, train_ne=outcome.train_ne):
+            for sentence in closing_advice(stepper.spec, num_steps, quality, outcome.train_ne):
                 callback.on_message(sentence)
             if group.world_size == 1:
                 _compare_with_prediction(spec, placement, device, folder, record, callback)

@@ -226,16 +226,14 @@ class Coordinator:
                 supervisor.close()
         record = None
         if outcome.ending != "interrupted":
-            device, kernel = self._device()
-            record = build_record(spec, outcome, device, kernel, usage.figures(), num_processes=1 + len(supervisor.handles))
+            record = build_record(spec, outcome, *self._device(), usage.figures(), num_processes=1 + len(supervisor.handles))
             role_figures = self._figures.for_record(statuses, record.figures.get("cpu_s", 0.0))
             record = dataclasses.replace(record, figures={**record.figures, **role_figures})
             folder.write_record(record)
-            for text in closing_advice(spec.train, num_steps=self._position.step, quality=outcome.quality, train_ne=None):
+            for text in closing_advice(spec.train, self._position.step, outcome.quality):
                 callback.on_message(text)
-        num_lost = self._position.num_lost_updates if record is None else int(record.figures.get("num_lost_updates", 0))
-        if num_lost:
-            callback.on_message(describe_lost_updates(num_lost))
+        if num_lost := self._position.num_lost_updates if record is None else record.figures.get("num_lost_updates", 0):
+            callback.on_message(describe_lost_updates(int(num_lost)))
         return Result(folder=folder.path, outcome=outcome, record=record, stopped_by=stop_requested.signal)
 
     def _open_reporter(self, resumed_step: int | None) -> RunReporter:
@@ -315,8 +313,8 @@ class Coordinator:
                 f"`rowstead train --resume {self._folder.path}`"
             )
         quality, test = (None, None) if ending == "interrupted" else self._run_supervised(evaluate_and_save.evaluate)
-        speed = self._figures.samples_per_s
-        return TrainOutcome(ending, self._position, quality, speed, num_skipped=self._counts.num_skipped, test=test)
+        speed, num_skipped = self._figures.samples_per_s, self._counts.num_skipped
+        return TrainOutcome(ending, self._position, quality, speed, num_skipped=num_skipped, test=test)
 
     def _save_after(
         self,

@@ -9,7 +9,7 @@ FAR_BELOW = 0.85
 """Training NE over the evaluation's from which on the model has learned its examples by heart."""
 
 
-def closing_advice(spec: TrainSpec, *, num_steps: int, quality: Quality | None, train_ne: float | None) -> list[str]:
+def closing_advice(spec: TrainSpec, num_steps: int, quality: Quality | None, train_ne: float | None = None) -> list[str]:
     """Sentences on a run of `num_steps` steps that ended with this evaluation; `train_ne` is the training NE of its last steps."""
     said = []
     warmup = spec.schedule.warmup_steps
