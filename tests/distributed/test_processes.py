@@ -25,6 +25,13 @@ from tests.small_runs import recipe, wait_until
 MIX = {"one": "table", "shared": "row", "mean": "replicate", "large": "column"}
 SHARDS = ("table", "row", "column", "replicate", MIX)
 CLIPPED = ["train.sparse_optimizer.clip=0.01", "train.dense_optimizer.clip=0.1"]
+REGULAR = [
+    "model.bottom_norm=layer",
+    "model.top_norm=batch",
+    "train.sparse_optimizer={kind: rowwise_adam, lr: 0.01, l2: 0.1, weight_decay: 0.5}",
+    "train.dense_optimizer={kind: adamw, lr: 0.01, weight_decay: 0.1}",
+    "train.label_smoothing=0.1",
+]
 DENSE_VECTORS = ["model.interaction.num_dense_vectors=3", "model.interaction.pairs=dense_sparse"]
 
 
@@ -38,6 +45,7 @@ def test_two_processes_end_at_the_weights_of_one_and_nearly_so_with_16_bits_on_t
     exact: list[Settings] = [{"shards": shards, "num_steps": 12} for shards in SHARDS]
     exact += [{"shards": MIX, "num_steps": 12, "changes": [*CLIPPED, "train.sparse_optimizer.kind=adam"]}]
     exact += [{"shards": MIX, "num_steps": 12, "changes": DENSE_VECTORS}]
+    exact += [{"shards": shards, "num_steps": 12, "changes": REGULAR} for shards in (MIX, "column")]
     # Without Adagrad's first steps, which make a whole step of a gradient that is nearly zero, whichever way it is rounded.
     descent = ["train.dense_optimizer.kind=sgd", "train.sparse_optimizer.kind=sgd"]
     rounded: list[Settings] = [

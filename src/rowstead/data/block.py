@@ -24,6 +24,8 @@ class RawBlock:
     """Example weights [R]."""
     true_p: NDArray[np.float32] | None = None
     """True click probabilities [R]."""
+    groups: NDArray[np.int64] | None = None
+    """The group of each row [R], such as its user, as a raw 64-bit id."""
 
     @property
     def num_rows(self) -> int:
@@ -45,4 +47,24 @@ class RawBlock:
             labels=part(self.labels),
             weights=part(self.weights),
             true_p=part(self.true_p),
+            groups=None if self.groups is None else self.groups[start:stop],
+        )
+
+    def take(self, rows: NDArray[np.int64]) -> RawBlock:
+        """A copy of these rows [n], in rising order."""
+
+        def part(values: NDArray[np.float32] | None) -> NDArray[np.float32] | None:
+            return None if values is None else values[rows]
+
+        wanted = np.zeros(self.num_rows, np.bool_)
+        wanted[rows] = True
+        lengths = tuple(np.diff(offsets) for offsets in self.offsets)
+        return RawBlock(
+            dense=self.dense[rows],
+            ids=tuple(ids[np.repeat(wanted, each)] for ids, each in zip(self.ids, lengths, strict=True)),
+            offsets=tuple(np.concatenate([[0], np.cumsum(each[rows])]) for each in lengths),
+            labels=part(self.labels),
+            weights=part(self.weights),
+            true_p=part(self.true_p),
+            groups=None if self.groups is None else self.groups[rows],
         )

@@ -40,12 +40,15 @@ class ColumnReader:
         label: str | None = None,
         weight: str | None = None,
         true_p: str | None = None,
+        group: str | None = None,
         id_kinds: IdKinds | None = None,
     ) -> None:
-        """`id_kinds` are those of the model's training; columns of another kind are refused."""
+        """`group` names a column whose values group rows. `id_kinds` are those of the model's training; columns of another kind are refused."""
         self._expected = id_kinds or {}
         self.dense = tuple(str(f.column) for f in features.expanded_dense())
-        self.sparse = tuple(str(f.column) for f in features.expanded_sparse())
+        self.sparse = tuple(str(f.column) for f in features.expanded_sparse()) + (() if group is None else (group,))
+        """Columns of ids; the last is that of the groups, if there is one."""
+        self.has_groups = group is not None
         named = {"labels": label, "weights": weight, "true_p": true_p}
         self.scalars = {field: column for field, column in named.items() if column is not None}
         """Columns with one number per row, by the field of a `RawBlock` that they become."""
@@ -105,12 +108,20 @@ class ColumnReader:
             columns = [floats(name) for name in self.dense[first : first + TILE]]
             interleave(columns, dense, np.arange(first, first + len(columns)))
         found = [to_bags(rows.column(index[name]), name) for name in self.sparse]
-        return RawBlock(
-            dense=dense,
-            ids=tuple(ids for ids, _ in found),
-            offsets=tuple(offsets for _, offsets in found),
-            **{field: floats(column) for field, column in self.scalars.items()},
-        )
+        return self.block_of(dense, found, {field: floats(column) for field, column in self.scalars.items()})
+
+    def block_of(
+        self, dense: NDArray[np.float32], bags: Sequence[Bags], scalars: Mapping[str, NDArray[np.float32]]
+    ) -> RawBlock:
+        """A block of decoded columns, each in the order of this reader's."""
+        groups = None
+        if self.has_groups:
+            *bags, (ids, offsets) = bags
+            groups = np.zeros(len(dense), np.int64)  # rows without a value are one group
+            has_value = np.diff(offsets) > 0
+            groups[has_value] = ids[offsets[:-1][has_value]]
+        ids_of, offsets_of = (tuple(bag[part] for bag in bags) for part in (0, 1))
+        return RawBlock(dense=dense, ids=ids_of, offsets=offsets_of, groups=groups, **scalars)
 
     def _table(self, rows: Mapping[str, Any]) -> pa.Table:
         """The needed columns (lists, NumPy arrays, Arrow arrays) as an Arrow table."""

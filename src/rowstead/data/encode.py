@@ -138,7 +138,9 @@ class Encoder:
             raise id_outside_table(self._names[feature], int(ids[outside]), int(self._num_rows[feature]))
         labels, weights, true_p = (scalars.get(name) for name in SCALARS)
         sparse = Sparse(ids=all_ids, offsets=all_offsets, num_features=num_features)
-        return Batch(dense=dense, sparse=sparse, labels=labels, weights=weights, true_p=true_p)
+        found = [block.groups for block in rows.blocks if block.groups is not None]
+        groups = torch.from_numpy(np.concatenate(found)[order]) if len(found) == len(rows.blocks) else None
+        return Batch(dense=dense, sparse=sparse, labels=labels, weights=weights, true_p=true_p, groups=groups)
 
 
 def compute_totals(rows: RawRows, order: NDArray[np.int64]) -> BatchTotals | None:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from rowstead.data.open_log import Sources
 from rowstead.fleet.build import read_reader_progress
 from rowstead.fleet.gathered_model import GatheredModel, LocalTablesModel
-from rowstead.records.run_folder import RunFolder
+from rowstead.records.run_folder import BEST, RunFolder
 from rowstead.spec.errors import LostProcessError
 from rowstead.spec.run import RunSpec
 from rowstead.training import checkpoint
@@ -99,17 +99,29 @@ class EvaluateAndSave:
         if is_changed or self._position.step != self._saved_step:
             self._write(self._position, read_reader_progress(self._spec, self._folder.path))
 
-    def evaluate(self) -> Quality:
-        """Evaluate the gathered model on the whole evaluation split."""
-        quality = self._model.evaluate(self._sources.eval, None)
+    def evaluate(self) -> tuple[Quality, Quality | None]:
+        """Evaluate the gathered model on the whole evaluation split and, if there is one, on the test split."""
+        quality, test = self._evaluate(None), None
+        if self._sources.test is not None:
+            test = self._model.evaluate(self._sources.test, None)
+            self._reporter.write("test", self._position.step, test.figures())
+        return quality, test
+
+    def take_best(self, ending: str) -> bool:
+        """At the end of a run with `early_stop`, load the model of the best evaluation into the fleet, unless it is the last; whether it did."""
+        if ending == "interrupted" or not self._early_stopping.keeps_best:
+            return False
+        if ending == "finished" and self._early_stopping.observe(self._evaluate(self._spec.train.eval_samples)):
+            return False
+        best = checkpoint.load_latest(self._folder.path / BEST, self._reporter.on_message)
+        self._model.load(best, with_optimizer=True)
+        self._reporter.on_message(f"{ending}: restored the weights of the best evaluation, at step {best.step:,}")
+        return True
+
+    def _evaluate(self, max_samples: int | None) -> Quality:
+        quality = self._model.evaluate(self._sources.eval, max_samples)
         self._reporter.on_evaluation(self._position.step, quality)
         return quality
-
-    def restore_best(self) -> None:
-        """Load the model of the best evaluation into the fleet."""
-        best = checkpoint.load_latest(self._folder.path / "best", self._reporter.on_message)
-        self._model.load(best, with_optimizer=True)
-        self._reporter.on_message(f"stopped early: restored the weights of the best evaluation, at step {best.step:,}")
 
     def _next(self, task: str) -> int | None:
         every = self._every[task]
@@ -138,7 +150,7 @@ class EvaluateAndSave:
         quality = self._model.evaluate(self._sources.eval, self._spec.train.eval_samples)
         self._reporter.on_evaluation(position.step, quality)
         if self._early_stopping.observe(quality):
-            self._model.save(self._folder.path / "best", position, keep=1, progress=progress)
+            self._model.save(self._folder.path / BEST, position, keep=1, progress=progress)
         return self._early_stopping.should_stop
 
     def _write(self, position: Position, progress: list[str]) -> None:

@@ -66,6 +66,14 @@ class RunSpec(Spec):
             kept = next((f.name for f in self.features.expanded_sparse() if f.hash == "none"), None)
             require(kept is None, "scale", f"shrinks tables, but ids of `{kept}` are rows already (hash: none): use `mix`")
         self._check_placement()
+        stop = self.train.early_stop
+        has_groups = self.data.parquet is not None and self.data.parquet.group is not None
+        needs_groups = stop is not None and stop.monitor == "gauc"
+        require(
+            has_groups or not needs_groups,
+            "train.early_stop.monitor",
+            "`gauc` needs data.parquet.group, the column of the groups",
+        )
         if self.fleet is not None:
             self._check_fleet(self.fleet)
         kind, pairs = self.model.interaction.kind, self.model.interaction.pairs
@@ -98,6 +106,16 @@ class RunSpec(Spec):
     def _check_fleet(self, fleet: FleetSpec) -> None:
         mode = self.train.sync.mode_for(fleet.num_trainers)
         require(mode == "none" or fleet.num_dense > 0, "fleet.num_dense", f"`{mode}` needs a dense server: set dense=1")
+        by_evaluation = self.train.schedule.decay == "plateau"
+        require(
+            not by_evaluation, "train.schedule.decay", "`plateau` does not apply to a fleet, whose trainers follow the step"
+        )
+        uses_batch_norm = "batch" in (self.model.bottom_norm, self.model.top_norm)
+        require(
+            not uses_batch_norm or fleet.tables == "local",
+            "model",
+            "batch norm does not apply to a fleet, whose trainers see different batches and share only parameters: use `layer`",
+        )
         if fleet.tables == "local":
             require(
                 self.train.eval_every is None, "train.eval_every", "cannot be combined with `fleet.tables: local`: remove it"

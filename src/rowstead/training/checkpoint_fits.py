@@ -92,7 +92,7 @@ def _is_position(key: str, value: Any) -> bool:
     """Whether a value is one that this field of a Position can have."""
     if key == "cursor":
         return value is None or (isinstance(value, dict) and len(value) <= 16 and all(map(is_count, value.values())))
-    if key == "train_s":
+    if key in ("train_s", "lr_scale", "label_weight", "label_sum"):
         return is_figure(value) and value >= 0
     if key == "best":
         return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value))
@@ -184,7 +184,7 @@ def _build_untrained(spec: RunSpec) -> Network:
 
 
 def _optimizer_tensors(spec: RunSpec, saved: Checkpoint, network: Network) -> Expected:
-    """What the dense optimizer needs, of the parameters that the checkpoint has state of: Adam keeps none of a parameter without gradients."""
+    """What the dense optimizer needs, of the parameters that the checkpoint has state of: Adam and AdamW keep none of a parameter without gradients."""
     parameters, kind = list(network.parameters()), spec.train.dense_optimizer.kind
     keys = (*DENSE_STATE[kind], "step") if DENSE_STATE[kind] else ()
     names = {f"optimizer.{index}.{key}": index for index in range(len(parameters)) for key in keys}
@@ -197,7 +197,7 @@ def _optimizer_tensors(spec: RunSpec, saved: Checkpoint, network: Network) -> Ex
             )
         if name in names:
             found.add(names[name])
-    if found and kind != "adam":
+    if found and kind not in ("adam", "adamw"):
         found = set(range(len(parameters)))
     expected = Expected()
     for index in sorted(found):

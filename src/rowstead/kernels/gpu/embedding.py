@@ -239,7 +239,7 @@ def apply_plan(
     step = (*plan.memory, offsets, num_bags, scalars, scalars if guard is None else guard)
     options = {
         **shape, "KIND": ROW_OPTIMIZERS[optimizer.kind].code, **_state_shapes(optimizer.kind), "ROUNDS": tables[0].dtype != dtype,
-        "TILE": plan.tile, "S": streams, "CONTIGUOUS": plan.rows_contiguous, "num_warps": warps,
+        "TILE": plan.tile, "S": streams, "CONTIGUOUS": plan.rows_contiguous, "DECAYS": optimizer.decays, "num_warps": warps,
     }  # fmt: skip
     is_lean = dtype == torch.float32 and not ROW_OPTIMIZERS[optimizer.kind].has_element_state
     apply_tiles[(triton.cdiv(num_tiles, streams),)](

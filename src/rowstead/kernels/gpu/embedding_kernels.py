@@ -16,8 +16,10 @@ import triton.language as tl
 
 from rowstead.kernels.gpu.launch import quick_launch
 from rowstead.kernels.gpu.row_optimizers import row_change
+from rowstead.kernels.row_state import NUM_SCALARS
 
 # A plan is what `apply_tiles` must know of a sorted key: the offset of its gradient, the width, and these flags.
+_L2, _DECAY, _STEP = tl.constexpr(NUM_SCALARS - 2), tl.constexpr(NUM_SCALARS - 1), tl.constexpr(NUM_SCALARS)
 _ELEMENT = tl.constexpr((1 << 40) - 1)
 _WIDTH_BIT = tl.constexpr(40)
 _WIDTH_MASK = tl.constexpr(0xFFF)
@@ -246,7 +248,7 @@ def plan_keys(
         if SECOND > 0:
             tl.store(seconds_at + index, tl.load(seconds + table) + (row if SECOND == 1 else row * width) * size, mask=live)
     if ROUNDS:
-        step = tl.load(scalars + 5).to(tl.int32, bitcast=True)
+        step = tl.load(scalars + _STEP).to(tl.int32, bitcast=True)
         base = _mixed(row.to(tl.uint32) + step.to(tl.uint32) * 0x9E3779B9 + table.to(tl.uint32) * 0x85EBCA6B)
         tl.store(noises + index, base.to(tl.int32, bitcast=True), mask=live)
 
@@ -255,7 +257,7 @@ def plan_keys(
 def _apply(
     grad, index, width, d, live, on, like, rows_at, firsts_at, seconds_at, noises, scalars,
     WIDTH: tl.constexpr, ALIGNED: tl.constexpr, KIND: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
-    ROUNDS: tl.constexpr, CONTIGUOUS: tl.constexpr,
+    ROUNDS: tl.constexpr, CONTIGUOUS: tl.constexpr, DECAYS: tl.constexpr,
 ):  # fmt: skip
     """Apply the optimizer's rule to the rows of sorted keys, with summed gradients grad [R, S, D].
 
@@ -276,7 +278,11 @@ def _apply(
         if SECOND > 0:
             second_at = _rows_at(tl.load(seconds_at + index, mask=live, other=0), scalars, False)
     stored = tl.load(row_at, mask=on, other=0.0)
+    if DECAYS:
+        grad += tl.load(scalars + _L2) * tl.where(on, stored.to(grad.dtype), 0.0)
     change = row_change(grad, first_at, second_at, width, d, live, on, scalars, KIND)
+    if DECAYS:
+        change += tl.load(scalars + _DECAY) * stored.to(grad.dtype)
     new = stored.to(grad.dtype) - change
     if ROUNDS:
         base = tl.load(noises + index, mask=live, other=0).to(tl.uint32, bitcast=True)
@@ -302,7 +308,8 @@ def _has(plan, FLAG: tl.constexpr):
 def apply_tiles(
     plans, order, factors, grad, head, tail, like, rows_at, firsts_at, seconds_at, noises, offsets, num_bags, scalars, guard,
     FACTORS: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ALIGNED: tl.constexpr, KIND: tl.constexpr, FIRST: tl.constexpr,
-    SECOND: tl.constexpr, ROUNDS: tl.constexpr, CONTIGUOUS: tl.constexpr, TILE: tl.constexpr, EXTRA: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
+    SECOND: tl.constexpr, ROUNDS: tl.constexpr, CONTIGUOUS: tl.constexpr, DECAYS: tl.constexpr, TILE: tl.constexpr, EXTRA: tl.constexpr,
+    R: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
     """S tiles per program, R keys of each at a time: sum each run of equal keys and apply its sum to its row.
 
@@ -346,7 +353,7 @@ def apply_tiles(
             tl.store(tail + partial, summed, mask=_has(plan, _TAIL) & inside)
         _apply(
             summed, index, width, d, applies, applies & inside, like, rows_at, firsts_at, seconds_at, noises, scalars,
-            WIDTH, ALIGNED, KIND, FIRST, SECOND, ROUNDS, CONTIGUOUS,
+            WIDTH, ALIGNED, KIND, FIRST, SECOND, ROUNDS, CONTIGUOUS, DECAYS,
         )  # fmt: skip
 
 
@@ -380,7 +387,7 @@ def join_tiles(
     keys, plans, parts, tail, like, rows_at, firsts_at, seconds_at, noises, offsets, num_bags, scalars, guard,
     num_tiles, num_groups,
     WIDTH: tl.constexpr, D: tl.constexpr, ALIGNED: tl.constexpr, KIND: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
-    ROUNDS: tl.constexpr, CONTIGUOUS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, S: tl.constexpr,
+    ROUNDS: tl.constexpr, CONTIGUOUS: tl.constexpr, DECAYS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, S: tl.constexpr,
     GROUP: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """Finish split runs: sum the tail of the tile where a run begins and the heads of the tiles that follow, and apply it.
@@ -431,5 +438,5 @@ def join_tiles(
             busy = tl.max(tl.max(tl.max((leg < 3).to(tl.int32), axis=2), axis=1), axis=0)
         _apply(
             total, index, width, d, live, on, like, rows_at, firsts_at, seconds_at, noises, scalars,
-            WIDTH, ALIGNED, KIND, FIRST, SECOND, ROUNDS, CONTIGUOUS,
+            WIDTH, ALIGNED, KIND, FIRST, SECOND, ROUNDS, CONTIGUOUS, DECAYS,
         )  # fmt: skip
