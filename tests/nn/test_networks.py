@@ -102,9 +102,10 @@ def test_products_of_all_pairs_by_squares_are_those_of_a_loop_over_pairs() -> No
 
 
 @EACH
-@pytest.mark.parametrize("missing", ["none", "dense", "sparse"])
+@pytest.mark.parametrize("missing", ["nothing", "dense", "sparse", "nothing, with norms"])
 def test_the_planner_counts_the_parameters_of_the_network(name: str, options: dict[str, Any], missing: str) -> None:
-    without = [] if missing == "none" else [f"features.{missing}=[]", f"data.synth.num_{missing}=0"]
+    without = [f"features.{missing}=[]", f"data.synth.num_{missing}=0"] if missing in ("dense", "sparse") else []
+    without += ["model.top_norm=batch", "model.bottom_norm=layer", "model.top_dropout=0.1"] if "norms" in missing else []
     if missing == "sparse" and (name == "wide_deep" or "first_context" in options):
         with pytest.raises(SpecError, match="sparse feature"):
             spec_of(name, options, *without)

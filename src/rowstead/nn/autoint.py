@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rowstead.nn.fields import Fields
-from rowstead.nn.layers import MLP
+from rowstead.nn.layers import deep_part
 from rowstead.nn.network import Network, NetworkInputs
 from rowstead.spec.network_options import AutoIntSpec
 
@@ -25,7 +25,7 @@ class AutoInt(Network):
             *(FieldAttention(out if index else width, options.heads, options.head_width) for index in range(options.layers))
         )
         self.out = nn.Linear(num_fields * out, 1)
-        self.deep = MLP(num_fields * width, (*inputs.model.top, 1), last_relu=False) if options.deep else None
+        self.deep = deep_part(num_fields * width, inputs.model) if options.deep else None
 
     def forward(self, dense: Tensor, pooled: Tensor) -> Tensor:
         fields = self.fields(dense, pooled)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from rowstead.nn.layers import MLP, Cross
+from rowstead.nn.layers import Cross, deep_part
 from rowstead.nn.network import Network, NetworkInputs
 from rowstead.spec.interactions import InteractionInputs, InteractionSpec
 from rowstead.spec.network_options import DCNv2Spec
@@ -22,7 +22,7 @@ class DCNv2(Network):
         width, top = inputs.num_dense + inputs.pooled_width, inputs.model.top
         self.cross = _cross_network(width, options)
         self.is_stacked = options.structure == "stacked"
-        self.deep = MLP(width, (*top, 1) if self.is_stacked else top, last_relu=not self.is_stacked)
+        self.deep = deep_part(width, inputs.model, hidden=None if self.is_stacked else top)
         self.out = None if self.is_stacked else nn.Linear(width + top[-1], 1)
 
     def forward(self, dense: Tensor, pooled: Tensor) -> Tensor:

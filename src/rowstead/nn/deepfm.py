@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from rowstead.nn.fields import Fields
-from rowstead.nn.layers import MLP
+from rowstead.nn.layers import deep_part
 from rowstead.nn.network import Network, NetworkInputs
 from rowstead.spec.network_options import DeepFMSpec
 
@@ -17,7 +17,7 @@ class DeepFM(Network):
         super().__init__(inputs, options)
         self.fields = Fields(inputs)
         num_fields = inputs.num_dense + len(inputs.sparse)
-        self.deep = MLP(num_fields * (inputs.model.width - 1), (*inputs.model.top, 1), last_relu=False)
+        self.deep = deep_part(num_fields * (inputs.model.width - 1), inputs.model)
 
     def forward(self, dense: Tensor, pooled: Tensor) -> Tensor:
         fields = self.fields(dense, pooled)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from rowstead.nn.layers import MLP
+from rowstead.nn.layers import MLP, deep_part
 from rowstead.nn.network import Network, NetworkInputs
 from rowstead.spec.network_options import FinalMLPSpec
 
@@ -25,8 +25,7 @@ class FinalMLP(Network):
         if options.gate is not None:
             self.first_gate = FeatureGate(inputs, options.first_context, options.gate)
             self.second_gate = FeatureGate(inputs, options.second_context, options.gate)
-        self.first = MLP(width, first, last_relu=True)
-        self.second = MLP(width, second, last_relu=True)
+        self.first, self.second = (deep_part(width, inputs.model, hidden=hidden) for hidden in (first, second))
         self.fusion = BilinearFusion(first[-1], second[-1], options.heads)
 
     def forward(self, dense: Tensor, pooled: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rowstead.nn.fields import Fields
-from rowstead.nn.layers import MLP
+from rowstead.nn.layers import LayerNorm, deep_part
 from rowstead.nn.network import Network, NetworkInputs
 from rowstead.spec.network_options import MaskNetSpec
 
@@ -28,7 +28,7 @@ class MaskNet(Network):
             MaskBlock(num_fields * width, out if self.is_stacked and index else num_fields * width, out, options.reduction)
             for index in range(options.blocks)
         )
-        self.top = MLP(out if self.is_stacked else out * options.blocks, (*inputs.model.top, 1), last_relu=False)
+        self.top = deep_part(out if self.is_stacked else out * options.blocks, inputs.model)
 
     def forward(self, dense: Tensor, pooled: Tensor) -> Tensor:
         fields = self.fields(dense, pooled)
@@ -63,7 +63,7 @@ class MaskBlock(nn.Module):
         super().__init__()
         aggregated = max(1, int(reduction * in_width))
         self.mask = nn.Sequential(nn.Linear(fields_width, aggregated), nn.ReLU(), nn.Linear(aggregated, in_width))
-        self.hidden = nn.Sequential(nn.Linear(in_width, out_width, bias=False), nn.LayerNorm(out_width), nn.ReLU())
+        self.hidden = nn.Sequential(nn.Linear(in_width, out_width, bias=False), LayerNorm(out_width), nn.ReLU())
 
     def forward(self, fields: Tensor, x: Tensor) -> Tensor:
         """Fields [B, M D] and x [B, Z] to [B, out width]."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from rowstead.nn.fields import split_first_order
-from rowstead.nn.layers import MLP
+from rowstead.nn.layers import deep_part
 from rowstead.nn.network import Network, NetworkInputs
 from rowstead.spec.network_options import WideDeepSpec
 
@@ -22,7 +22,7 @@ class WideDeep(Network):
         super().__init__(inputs, options)
         width = inputs.num_dense + inputs.pooled_width - len(inputs.widths)
         self.wide = nn.Linear(inputs.num_dense, 1, bias=False) if inputs.num_dense else None
-        self.deep = MLP(width, (*inputs.model.top, 1), last_relu=False)
+        self.deep = deep_part(width, inputs.model)
 
     def forward(self, dense: Tensor, pooled: Tensor) -> Tensor:
         vectors, weights = split_first_order(pooled, self.inputs.widths)

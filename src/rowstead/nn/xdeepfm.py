@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rowstead.nn.fields import Fields
-from rowstead.nn.layers import MLP
+from rowstead.nn.layers import deep_part
 from rowstead.nn.network import Network, NetworkInputs
 from rowstead.spec.network_options import XDeepFMSpec
 
@@ -25,7 +25,7 @@ class XDeepFM(Network):
         num_fields = inputs.num_dense + len(inputs.sparse)
         self.cin = CompressedInteraction(num_fields, options.cin)
         self.out = nn.Linear(sum(options.cin), 1, bias=False)
-        self.deep = MLP(num_fields * (inputs.model.width - 1), (*inputs.model.top, 1), last_relu=False)
+        self.deep = deep_part(num_fields * (inputs.model.width - 1), inputs.model)
 
     def forward(self, dense: Tensor, pooled: Tensor) -> Tensor:
         fields = self.fields(dense, pooled)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from rowstead.plan.traffic import Popularity, distinct_ids, hit_share, mean_ids, popularities, rows_of_ids
-from rowstead.spec.network_options import Layer, NetworkWork
+from rowstead.spec.network_options import TOUCHES, DLRMSpec, Layer, NetworkWork
 from rowstead.spec.networks import NETWORKS
 from rowstead.spec.row_optimizers import LEAN_OPTIMIZER, ROW_OPTIMIZERS
 from rowstead.spec.run import RunSpec
@@ -107,7 +107,12 @@ class StepWork:
     @property
     def interaction_bytes(self) -> float:
         """What the dense part reads and writes outside of linear layers for one example, forward."""
-        return 4 * self.network.written * self.network.touches
+        return 4 * (self.network.written * self.network.touches + TOUCHES * self._written_after_layers)
+
+    @property
+    def _written_after_layers(self) -> int:
+        """Numbers that norms and dropout write."""
+        return sum(layer.num_following * layer.outputs for layer in self.layers)
 
     @property
     def num_parameters(self) -> int:
@@ -146,7 +151,7 @@ class StepWork:
     @property
     def activation_bytes(self) -> float:
         """What the forward pass of the dense part writes for one example."""
-        return 4 * (sum(layer.outputs for layer in self.layers) + self.network.written)
+        return 4 * (sum(layer.outputs for layer in self.layers) + self.network.written + self._written_after_layers)
 
     def dense_traffic_bytes(self, batch_size: int) -> float:
         """Bytes that the dense part of a step reads and writes: inputs, outputs and weights in three passes, and the optimizer."""
@@ -194,8 +199,8 @@ def step_work(spec: RunSpec) -> StepWork:
 
 def _network_of(spec: RunSpec) -> NetworkWork:
     """The work of the network; a network of the user's own, which is not known here, counts as the DLRM of the same recipe."""
-    model = spec.model if spec.model.network in NETWORKS else replace(spec.model, network="dlrm", options=None)
-    return model.network_options.work(spec.network_shape)
+    options = spec.model.network_options if spec.model.network in NETWORKS else DLRMSpec()
+    return options.work(spec.network_shape)
 
 
 def _tables_of(spec: RunSpec) -> list[TableWork]:

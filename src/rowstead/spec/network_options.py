@@ -8,11 +8,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from rowstead.spec.bounds import MAX_LAYER, MAX_LAYERS, AboveZero, AtLeastOne, Layers, Spec, up_to
 from rowstead.spec.errors import SpecError, did_you_mean, require
-from rowstead.spec.interactions import INTERACTIONS, InteractionInputs, InteractionSpec
+from rowstead.spec.interactions import INTERACTIONS, InteractionInputs
+
+if TYPE_CHECKING:
+    from rowstead.spec.model import ModelSpec
 
 Structure = Literal["parallel", "stacked"]
 SomeLayers = Annotated[AtLeastOne, up_to(MAX_LAYERS)]
@@ -23,18 +26,14 @@ TOUCHES = 3.0
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkShape:
-    """What a network is built over: its features, and the keys of `model` that it reads."""
+    """What a network is built over."""
 
     num_dense: int
     sparse: tuple[str, ...]
     """Names of the sparse features."""
     widths: tuple[int, ...]
     """Of the pooled vector of each of them."""
-    width: int
-    """`model.width`."""
-    bottom: tuple[int, ...]
-    top: tuple[int, ...]
-    interaction: InteractionSpec
+    model: ModelSpec
 
     @property
     def pooled_width(self) -> int:
@@ -49,18 +48,34 @@ class NetworkShape:
     def num_fields(self) -> int:
         return self.num_dense + len(self.widths)
 
+    def deep(self, inputs: int, widths: tuple[int, ...] | None = None) -> tuple[Layer, ...]:
+        """The layers of a deep part with one output: an MLP with the hidden layers of `model.top`, or of these widths."""
+        return (*self.hidden(inputs, widths), *mlp_layers(_last(inputs, self.model.top if widths is None else widths), (1,)))
+
+    def hidden(self, inputs: int, widths: tuple[int, ...] | None = None) -> tuple[Layer, ...]:
+        """The same without its output."""
+        model = self.model
+        return mlp_layers(inputs, model.top if widths is None else widths, norm=model.top_norm, dropout=model.top_dropout)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """A linear layer."""
+    """A linear layer, and what follows it besides ReLU."""
 
     inputs: int
     outputs: int
     has_bias: bool = True
+    has_norm: bool = False
+    has_dropout: bool = False
 
     @property
     def num_parameters(self) -> int:
-        return (self.inputs + self.has_bias) * self.outputs
+        return (self.inputs + self.has_bias + 2 * self.has_norm) * self.outputs
+
+    @property
+    def num_following(self) -> int:
+        """Operators that read and write its outputs once more."""
+        return self.has_norm + self.has_dropout
 
     @property
     def forward_flops(self) -> int:
@@ -96,8 +111,8 @@ class NetworkWork:
 class NetworkSpec(Spec):
     """Options of a built-in network: the keys of `model.options`."""
 
-    def check(self, width: int, top: tuple[int, ...]) -> None:
-        """Refuse what does not go with `model.width` or `model.top`."""
+    def check(self, model: ModelSpec) -> None:
+        """Refuse what does not go with the rest of `model`."""
 
     def check_features(self, sparse: Sequence[str]) -> None:
         """Refuse what does not go with the recipe's sparse features."""
@@ -112,15 +127,17 @@ class DLRMSpec(NetworkSpec):
     """A DLRM has no options."""
 
     def work(self, shape: NetworkShape) -> NetworkWork:
-        options, dense_width = shape.interaction, shape.interaction.num_dense_vectors * shape.width if shape.num_dense else 0
-        interaction = INTERACTIONS[options.kind]
-        inputs = InteractionInputs(width=shape.width, dense_width=dense_width, pooled_width=shape.pooled_width)
+        model, options = shape.model, shape.model.interaction
+        dense_width, interaction = model.dense_width if shape.num_dense else 0, INTERACTIONS[options.kind]
+        inputs = InteractionInputs(width=model.width, dense_width=dense_width, pooled_width=shape.pooled_width)
         out_width = interaction.out_width(inputs, options)
         inside = (Layer(inputs=before, outputs=after) for before, after in interaction.layers(inputs, options))
+        hidden = mlp_layers(shape.num_dense, model.bottom, norm=model.bottom_norm, dropout=model.bottom_dropout)
+        projection = mlp_layers(_last(shape.num_dense, model.bottom), (dense_width,))
         return NetworkWork(
-            bottom=mlp_layers(shape.num_dense, (*shape.bottom, dense_width)) if shape.num_dense else (),
-            top=(*inside, *mlp_layers(out_width, (*shape.top, 1))),
-            num_vectors=len(shape.widths) + dense_width // shape.width,
+            bottom=(*hidden, *projection) if shape.num_dense else (),
+            top=(*inside, *shape.deep(out_width)),
+            num_vectors=len(shape.widths) + dense_width // model.width,
             pair_flops=interaction.flops(inputs, options),
             written=inputs.total_width + out_width,
             touches=1.0,
@@ -137,7 +154,7 @@ class WideDeepSpec(NetworkSpec):
     def work(self, shape: NetworkShape) -> NetworkWork:
         width = shape.input_width - len(shape.widths)
         wide = (Layer(inputs=shape.num_dense, outputs=1, has_bias=False),) if shape.num_dense else ()
-        return NetworkWork(top=(*wide, *mlp_layers(width, (*shape.top, 1))), written=2 * width + len(shape.widths), operators=6)
+        return NetworkWork(top=(*wide, *shape.deep(width)), written=2 * width + len(shape.widths), operators=6)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,12 +162,12 @@ class DeepFMSpec(NetworkSpec):
     """DeepFM has no options."""
 
     def work(self, shape: NetworkShape) -> NetworkWork:
-        width = shape.num_fields * (shape.width - 1)
+        width = shape.num_fields * (shape.model.width - 1)
         return NetworkWork(
-            top=mlp_layers(width, (*shape.top, 1)),
+            top=shape.deep(width),
             written=_fields_written(shape) + 2 * width,
             operators=12,
-            other_parameters=shape.num_dense * shape.width,
+            other_parameters=shape.num_dense * shape.model.width,
         )
 
 
@@ -166,15 +183,15 @@ class XDeepFMSpec(NetworkSpec):
         require(bool(self.cin), "cin", "give the feature maps of at least one layer, such as [16, 16]")
 
     def work(self, shape: NetworkShape) -> NetworkWork:
-        fields, width = shape.num_fields, shape.width - 1
+        fields, width = shape.num_fields, shape.model.width - 1
         weights = [fields * before * maps for before, maps in zip((fields, *self.cin), self.cin, strict=False)]
         products = [fields * before for before in (fields, *self.cin[:-1])]
         return NetworkWork(
-            top=(*mlp_layers(sum(self.cin), (1,), has_bias=False), *mlp_layers(fields * width, (*shape.top, 1))),
+            top=(*mlp_layers(sum(self.cin), (1,), has_bias=False), *shape.deep(fields * width)),
             product_flops=2.0 * width * sum(weights),
             written=_fields_written(shape) + width * (fields + sum(products) + sum(self.cin)),
             operators=6 + 4 * len(self.cin),
-            other_parameters=shape.num_dense * shape.width + sum(weights),
+            other_parameters=shape.num_dense * shape.model.width + sum(weights),
         )
 
 
@@ -192,15 +209,15 @@ class AutoIntSpec(NetworkSpec):
     """Add an MLP over the same vectors, with the hidden layers of `model.top`."""
 
     def work(self, shape: NetworkShape) -> NetworkWork:
-        fields, out = shape.num_fields, self.heads * self.head_width
-        weights = 4 * out * (shape.width + (self.layers - 1) * out)
-        deep = mlp_layers(fields * shape.width, (*shape.top, 1)) if self.deep else ()
+        fields, width, out = shape.num_fields, shape.model.width, self.heads * self.head_width
+        weights = 4 * out * (width + (self.layers - 1) * out)
+        deep = shape.deep(fields * width) if self.deep else ()
         return NetworkWork(
             top=(*mlp_layers(fields * out, (1,)), *deep),
             product_flops=2.0 * fields * weights + self.layers * 4.0 * fields**2 * out,
             written=_fields_written(shape) + self.layers * (11 * fields * out + 2 * self.heads * fields**2),
             operators=3 + 14 * self.layers,
-            other_parameters=shape.num_dense * shape.width + weights,
+            other_parameters=shape.num_dense * width + weights,
         )
 
 
@@ -221,8 +238,8 @@ class DCNv2Spec(NetworkSpec):
         super().__post_init__()
         require(self.experts == 1 or self.rank is not None, "experts", "experts are of low rank: set `rank`, too")
 
-    def check(self, width: int, top: tuple[int, ...]) -> None:
-        _require_hidden(self.structure == "stacked" or bool(top), "a `parallel` structure")
+    def check(self, model: ModelSpec) -> None:
+        _require_hidden(self.structure == "stacked" or bool(model.top), "a `parallel` structure")
 
     def work(self, shape: NetworkShape) -> NetworkWork:
         width, layers, experts = shape.input_width, self.cross_layers, self.experts
@@ -231,9 +248,9 @@ class DCNv2Spec(NetworkSpec):
         gates = mlp_layers(width, (experts,), has_bias=False) if experts > 1 else ()
         mixed = rank * (self.rank or 0) if experts > 1 else 0
         is_stacked = self.structure == "stacked"
-        deep = mlp_layers(width, (*shape.top, 1) if is_stacked else shape.top)
+        deep = shape.deep(width) if is_stacked else (*shape.hidden(width), *mlp_layers(width + shape.model.top[-1], (1,)))
         return NetworkWork(
-            top=(*cross * layers, *gates, *deep, *(() if is_stacked else mlp_layers(width + shape.top[-1], (1,)))),
+            top=(*cross * layers, *gates, *deep),
             product_flops=layers * 2.0 * mixed + 2.0 * (layers - 1) * width * len(gates) * experts,
             written=width * (2 if is_stacked else 3) + layers * (2 * width + len(gates) * (width + 4 * rank)),
             operators=2 + layers * (8 if gates else 2),
@@ -255,17 +272,17 @@ class MaskNetSpec(NetworkSpec):
     """Width of the hidden layer that computes a mask, over the width of the mask."""
 
     def work(self, shape: NetworkShape) -> NetworkWork:
-        width, out, is_stacked = shape.num_fields * shape.width, self.block_width, self.structure == "stacked"
+        width, out, is_stacked = shape.num_fields * shape.model.width, self.block_width, self.structure == "stacked"
         inputs = [out if is_stacked and index else width for index in range(self.blocks)]
         blocks = [
             (*mlp_layers(width, (max(1, int(self.reduction * one)), one)), *mlp_layers(one, (out,), has_bias=False))
             for one in inputs
         ]
         return NetworkWork(
-            top=(*itertools.chain(*blocks), *mlp_layers(out * (1 if is_stacked else self.blocks), (*shape.top, 1))),
+            top=(*itertools.chain(*blocks), *shape.deep(out * (1 if is_stacked else self.blocks))),
             written=_fields_written(shape) + 3 * width + sum(inputs) + 3 * self.blocks * out,
             operators=6 + 3 * self.blocks,
-            other_parameters=shape.num_dense * shape.width + 2 * width + 2 * self.blocks * out,
+            other_parameters=shape.num_dense * shape.model.width + 2 * width + 2 * self.blocks * out,
         )
 
 
@@ -284,8 +301,8 @@ class FinalMLPSpec(NetworkSpec):
     second_context: tuple[str, ...] = ()
     """Those of the second gate."""
 
-    def check(self, width: int, top: tuple[int, ...]) -> None:
-        second = top if self.second is None else self.second
+    def check(self, model: ModelSpec) -> None:
+        top, second = model.top, model.top if self.second is None else self.second
         _require_hidden(bool(top), "`finalmlp`")
         require(bool(second), "options.second", "the second MLP needs a hidden layer: set such as [64, 32]")
         for key, last in (("top", top[-1]), ("options.second", second[-1])):
@@ -300,19 +317,20 @@ class FinalMLPSpec(NetworkSpec):
                     raise SpecError(f"options.{key}", f"no sparse feature `{name}`: {did_you_mean(name, sparse)}")
 
     def work(self, shape: NetworkShape) -> NetworkWork:
-        width, first, second = shape.input_width, shape.top, shape.top if self.second is None else self.second
+        width, first = shape.input_width, shape.model.top
+        second = first if self.second is None else self.second
         bilinear = first[-1] * second[-1] // self.heads
         gates, constants = list[Layer](), 0
         for context in (self.first_context, self.second_context) if self.gate is not None else ():
             width_of = dict(zip(shape.sparse, shape.widths, strict=True))
-            layers = mlp_layers(sum(width_of[one] for one in context) or shape.width, (*(self.gate or ()), width))
+            layers = mlp_layers(sum(width_of[one] for one in context) or shape.model.width, (*(self.gate or ()), width))
             if context:
                 gates += layers
             else:  # computed once for the whole batch
-                constants += shape.width + sum(layer.num_parameters for layer in layers)
+                constants += shape.model.width + sum(layer.num_parameters for layer in layers)
         fusion = (*mlp_layers(first[-1], (1,)), *mlp_layers(second[-1], (1,), has_bias=False))
         return NetworkWork(
-            top=(*gates, *mlp_layers(width, first), *mlp_layers(width, second), *fusion),
+            top=(*gates, *shape.hidden(width, first), *shape.hidden(width, second), *fusion),
             product_flops=2.0 * bilinear,
             written=width + (3 * 2 * width if self.gate is not None else 0) + 2 * second[-1],
             operators=5 + (6 if self.gate is not None else 0),
@@ -320,10 +338,21 @@ class FinalMLPSpec(NetworkSpec):
         )
 
 
-def mlp_layers(inputs: int, widths: tuple[int, ...], *, has_bias: bool = True) -> tuple[Layer, ...]:
+def mlp_layers(
+    inputs: int, widths: tuple[int, ...], *, has_bias: bool = True, norm: str = "none", dropout: float = 0.0
+) -> tuple[Layer, ...]:
     """The layers of an MLP."""
     pairs = zip((inputs, *widths), widths, strict=False)
-    return tuple(Layer(inputs=before, outputs=after, has_bias=has_bias) for before, after in pairs)
+    has_norm, has_dropout = norm != "none", dropout > 0
+    return tuple(
+        Layer(inputs=before, outputs=after, has_bias=has_bias, has_norm=has_norm, has_dropout=has_dropout)
+        for before, after in pairs
+    )
+
+
+def _last(inputs: int, widths: tuple[int, ...]) -> int:
+    """The width of an MLP's output."""
+    return (inputs, *widths)[-1]
 
 
 def low_rank_layers(width: int, rank: int, *, has_bias: bool) -> tuple[Layer, ...]:
@@ -333,7 +362,7 @@ def low_rank_layers(width: int, rank: int, *, has_bias: bool) -> tuple[Layer, ..
 
 def _fields_written(shape: NetworkShape) -> int:
     """Numbers written to make one vector of each field; without dense features there is nothing to do."""
-    return (shape.num_dense + shape.num_fields) * shape.width if shape.num_dense else 0
+    return (shape.num_dense + shape.num_fields) * shape.model.width if shape.num_dense else 0
 
 
 def _require_hidden(has_hidden: bool, what: str) -> None:

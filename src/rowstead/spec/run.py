@@ -160,16 +160,13 @@ class RunSpec(Spec):
     @functools.cached_property
     def network_shape(self) -> NetworkShape:
         """What the network is built over."""
-        model, sparse = self.model, self.features.expanded_sparse()
+        sparse = self.features.expanded_sparse()
         width_of = {feature: table.width for table in self.tables for feature in table.features}
         return NetworkShape(
             num_dense=len(self.features.expanded_dense()),
             sparse=tuple(feature.name for feature in sparse),
             widths=tuple(width_of[feature] for feature in range(len(sparse))),
-            width=model.width,
-            bottom=model.bottom,
-            top=model.top,
-            interaction=model.interaction,
+            model=self.model,
         )
 
     @functools.cached_property
