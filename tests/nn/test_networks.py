@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ import torch
 from torch import nn
 
 import rowstead
+from rowstead.distributed.process_group import SingleProcess
 from rowstead.fleet.coordinator import train_fleet
 from rowstead.nn.deepfm import pair_products
 from rowstead.nn.network import Network, build_network
@@ -31,6 +30,8 @@ from rowstead.spec.errors import SpecError
 from rowstead.spec.fleet import FleetSpec
 from rowstead.spec.networks import NETWORKS
 from rowstead.spec.run import RunSpec
+from rowstead.training.checkpoint_fits import architecture
+from tests.distributed.sharded_training import Settings, in_processes, trained
 from tests.nn.plain_networks import PLAIN
 from tests.small_runs import RecordingCallback, assert_same_weights, figures_of, parquet_spec, small_spec, written_log
 
@@ -176,27 +177,17 @@ def test_it_learns(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@EVERY
-def test_two_processes_train_it(name: str, tmp_path: Path) -> None:
-    import yaml
-
-    from rowstead.spec.parse import to_plain
-
-    spec = spec_of(name, None, "train.max_steps=2")
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(to_plain(spec, defaults=False)))
-    command = [
-        sys.executable,
-        "-m",
-        "rowstead",
-        "train",
-        str(tmp_path / "recipe.yaml"),
-        "--processes",
-        "2",
-        "--out",
-        str(tmp_path / "two"),
+def test_two_processes_end_at_the_weights_of_one(tmp_path: Path) -> None:
+    shards = {"one": "table", "shared": "row", "mean": "replicate", "large": "column"}
+    settings: list[Settings] = [
+        {"shards": shards, "num_steps": 4, "changes": [f"model.network={name}", "train.sparse_optimizer.clip=0.01"]}
+        for name in NETWORKS
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
+    for one, weights in zip(settings, in_processes(2, settings, tmp_path), strict=True):
+        alone = trained(one, SingleProcess())
+        assert weights.keys() == alone.keys()
+        for key, value in alone.items():
+            torch.testing.assert_close(weights[key], value, rtol=0, atol=1e-9, msg=lambda m, n=f"{one} {key}": f"{n}: {m}")
 
 
 @pytest.mark.slow
@@ -206,3 +197,68 @@ def test_a_fleet_trains_it(name: str, tmp_path: Path) -> None:
     result = train_fleet(dataclasses.replace(spec_of(name, None, "train.max_steps=2"), fleet=fleet), out=tmp_path / "fleet")
     assert result.outcome.position.step == 2
     rowstead.evaluate(str(tmp_path / "fleet"))
+
+
+@needs_gpu
+@EVERY
+def test_steps_as_cuda_graphs_are_those_one_by_one(name: str, tmp_path: Path) -> None:
+    found = {}
+    for graphs in (True, False):
+        callback = RecordingCallback()
+        spec = spec_of(name, None, "device=cuda", "train.max_steps=60", f"train.cuda_graphs={str(graphs).lower()}")
+        found[graphs] = figures_of(train(spec, out=tmp_path / str(graphs), callback=callback))["log_loss"]
+        assert [text for text in callback.messages if "CUDA graph" in text or "torch.compile failed" in text] == []
+    assert found[True] == pytest.approx(found[False], rel=1e-3)
+
+
+@needs_gpu
+@EVERY
+def test_in_bf16_on_a_gpu_it_learns_nearly_as_well_as_in_fp32_on_a_cpu(name: str, tmp_path: Path) -> None:
+    found = {}
+    for device, precision in (("cuda", "bf16"), ("cpu", "fp32")):
+        spec = spec_of(name, None, f"device={device}", f"train.precision={precision}", "train.epochs=2")
+        found[device] = figures_of(train(spec, out=tmp_path / device))["log_loss"]
+    assert found["cuda"] == pytest.approx(found["cpu"], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["network=dcnv2", "options={cros_layers: 2}"], "model.options.cros_layers: unknown key: did you mean `cross_layers`?"),
+        (["network=dcnv2", "options={cross_layers: 0}"], "model.options.cross_layers: must be at least 1, got 0"),
+        (["network=dcnv2", "options={experts: 4}"], "model.options.experts: experts are of low rank: set `rank`, too"),
+        (["network=dcnv2", "top=[]"], "model.top: a `parallel` structure needs a hidden layer here"),
+        (["network=masknet", "options={reduction: 1000}"], "model.options.reduction: must be at most 100, got 1,000"),
+        (["network=masknet", "options={structure: serial}"], "model.options.structure: got 'serial'"),
+        (["network=xdeepfm", "options={cin: []}"], "model.options.cin: give the feature maps of at least one layer"),
+        (["network=finalmlp", "options={heads: 3}"], "model.options.heads: 3 heads do not divide 16, the last width of `top`"),
+        (
+            ["network=finalmlp", "options={first_context: [sparse_9]}"],
+            "model.options.first_context: no sparse feature `sparse_9`: did you mean `sparse_",
+        ),
+        (["network=deepfm", "options={rank: 3}"], "model.options: `deepfm` has no options: set `top`"),
+        (
+            ["network=deepfm", "width=1"],
+            "model.width: table `sparse_0` has width 1: the last column of a row is its first-order weight",
+        ),
+    ],
+)
+def test_options_that_cannot_be_are_refused_with_what_to_do(overrides: list[str], problem: str) -> None:
+    with pytest.raises(SpecError) as found:
+        small_spec(*(f"model.{one}" for one in overrides))
+    assert problem in str(found.value)
+
+
+@pytest.mark.parametrize("name", [name for name, entry in NETWORKS.items() if entry.needs_equal_widths])
+def test_a_network_of_vectors_needs_tables_of_one_width(name: str) -> None:
+    with pytest.raises(SpecError, match=f"has width 4, but `network: {name}` needs every table as wide as model.width, 8"):
+        small_spec(f"model.network={name}", "features.sparse.0.width=4")
+
+
+def test_a_checkpoint_knows_the_options_that_differ_from_the_defaults() -> None:
+    default, same = (spec_of("dcnv2", options) for options in (None, {"cross_layers": 3}))
+    assert default.model.options == same.model.options
+    assert default.model.options is not None
+    assert default.model.options["structure"] == "parallel"
+    assert architecture(default)["model"]["options"] == {}
+    assert architecture(spec_of("dcnv2", {"cross_layers": 2}))["model"]["options"] == {"cross_layers": 2}
