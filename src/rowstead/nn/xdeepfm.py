@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from rowstead.nn.fields import Fields
 from rowstead.nn.layers import deep_part
@@ -49,6 +50,10 @@ class CompressedInteraction(nn.Module):
         start = vectors.transpose(1, 2)  # [B, D, M]
         maps, sums = start, []
         for layer in self.layers:
-            maps = layer((maps.unsqueeze(3) * start.unsqueeze(2)).flatten(2))  # [B, D, H]
+            if layer.out_features < start.shape[2]:  # sum over j first, which makes fewer numbers than all products do
+                of_maps = functional.linear(start, layer.weight.view(-1, start.shape[2])).unflatten(2, (-1, maps.shape[2]))
+                maps = (of_maps * maps.unsqueeze(2)).sum(dim=3)  # [B, D, H]
+            else:
+                maps = layer((maps.unsqueeze(3) * start.unsqueeze(2)).flatten(2))
             sums.append(maps.sum(dim=1))
         return torch.cat(sums, dim=1)

@@ -169,7 +169,11 @@ def interaction_s(processor: Processor, work: StepWork, batch_size: int, precisi
         return timings.dense.seconds(parts_s, passes / 3 * batch_size * 2 * work.pooled_bytes)
     flops = batch_size * passes * (network.pair_flops + network.product_flops)
     products_s = processor.gemm_s(flops, precision, num_calls=passes * network.operators)
-    return products_s + processor.stream_s(touched, held_bytes=held) / processor.activation_share
+    fresh_s = 0.0
+    if processor.timings is not None:
+        each = 4 * batch_size * network.written / network.operators
+        fresh_s = passes * network.operators * processor.timings.fresh_s(each)
+    return products_s + fresh_s + processor.stream_s(touched, held_bytes=held) / processor.activation_share
 
 
 ADAGRAD_TOUCHES = 5

@@ -44,7 +44,7 @@ class ModelSpec(Spec):
     """A built-in network, or a class of yours: `package.module:Class` or `path/to/file.py:Class`. The run executes that code.
     See [Networks](networks.md)."""
     options: Mapping[str, Any] | None = None
-    """Options of the network: those of a built-in one are listed in [Networks](networks.md#options), those of yours are given to its constructor."""
+    """Options of the network: those of a built-in one are listed in [`model.options`](#modeloptions), those of yours are given to its constructor."""
 
     @property
     def dense_width(self) -> int:

@@ -185,7 +185,7 @@ class XDeepFMSpec(NetworkSpec):
     def work(self, shape: NetworkShape) -> NetworkWork:
         fields, width = shape.num_fields, shape.model.width - 1
         weights = [fields * before * maps for before, maps in zip((fields, *self.cin), self.cin, strict=False)]
-        products = [fields * before for before in (fields, *self.cin[:-1])]
+        products = [before * min(fields, maps) for before, maps in zip((fields, *self.cin), self.cin, strict=False)]
         return NetworkWork(
             top=(*mlp_layers(sum(self.cin), (1,), has_bias=False), *shape.deep(fields * width)),
             product_flops=2.0 * width * sum(weights),
