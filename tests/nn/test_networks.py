@@ -6,6 +6,7 @@ A new entry of the registry gets these tests by itself; it needs a plain version
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import itertools
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from rowstead.spec.catalogue import load_machine, load_software
 from rowstead.spec.errors import SpecError
 from rowstead.spec.fleet import FleetSpec
 from rowstead.spec.networks import NETWORKS
-from rowstead.spec.run import RunSpec
+from rowstead.spec.run import RunSpec, load_recipe
 from rowstead.training.checkpoint_fits import architecture
 from tests.distributed.sharded_training import Settings, in_processes, trained
 from tests.nn.plain_networks import PLAIN
@@ -59,6 +60,7 @@ CASES += [
 ]
 EACH = pytest.mark.parametrize(("name", "options"), CASES)
 EVERY = pytest.mark.parametrize("name", NETWORKS)
+PAGE = Path(__file__).parents[2] / "docs" / "networks.md"
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 
@@ -262,3 +264,16 @@ def test_a_checkpoint_knows_the_options_that_differ_from_the_defaults() -> None:
     assert default.model.options["structure"] == "parallel"
     assert architecture(default)["model"]["options"] == {}
     assert architecture(spec_of("dcnv2", {"cross_layers": 2}))["model"]["options"] == {"cross_layers": 2}
+
+
+@EVERY
+def test_it_has_a_recipe_and_stands_in_the_page_with_its_paper(name: str) -> None:
+    entry = NETWORKS[name]
+    assert load_recipe("quickstart" if name == "dlrm" else name).model.network == name
+    (row,) = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith(f"| `{name}`")]
+    authors, _, arxiv = entry.paper.partition(", ")
+    assert entry.description.split(":")[0] in row
+    assert authors in row
+    assert f"https://arxiv.org/abs/{arxiv.removeprefix('arXiv:')}" in row
+    docstring = importlib.import_module(entry.module.partition(":")[0]).__doc__
+    assert name == "dlrm" or (docstring is not None and arxiv in docstring)

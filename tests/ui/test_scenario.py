@@ -152,5 +152,13 @@ def test_a_network_of_the_users_own_is_said_to_be_predicted_as_the_built_in_one(
     scenario = scenario_of(spec)
     (note,) = next(answers(scenario, spec))["notes"]
     assert "mine.py:Net" in note
-    assert "built-in DLRM" in note
+    assert "a DLRM with this recipe's `bottom`, `top` and `interaction` instead" in note
     assert next(answers(scenario, load_recipe("quickstart")))["notes"] == []
+
+
+def test_a_built_in_network_of_a_recipe_stays_while_sliders_move() -> None:
+    spec = load_recipe("dcnv2")
+    facts = [next(answers(dataclasses.replace(scenario_of(spec), top=top), spec)) for top in (spec.model.top, (512, 512))]
+    assert [one["notes"] for one in facts] == [[], []]
+    assert facts[0]["model"]["num_dense_parameters"] == step_work(spec).num_parameters
+    assert facts[0]["model"]["num_dense_parameters"] < facts[1]["model"]["num_dense_parameters"]
