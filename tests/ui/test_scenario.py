@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rowstead.plan.traffic import mean_ids
+from rowstead.plan.work import step_work
 from rowstead.spec.catalogue import MACHINES, calibrated_path
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.parse import parse, to_plain
