@@ -20,13 +20,14 @@ from rowstead.spec.features import FeaturesSpec
 from rowstead.spec.heads import HeadKind
 from rowstead.spec.interactions import INTERACTIONS, InteractionInputs
 from rowstead.spec.model import ModelSpec
+from rowstead.spec.network_options import DLRMSpec
 from rowstead.stores.base import EmbeddingStore
 
 
 class DLRMNetwork(Network):
     """The built-in network: a bottom MLP projects dense features, which interact with the pooled rows under a top MLP."""
 
-    def __init__(self, inputs: NetworkInputs, options: Mapping[str, Any]) -> None:
+    def __init__(self, inputs: NetworkInputs, options: DLRMSpec) -> None:
         super().__init__(inputs, options)
         spec, num_dense = inputs.model, inputs.num_dense
         self.bottom = None

@@ -54,6 +54,8 @@ def architecture(spec: RunSpec) -> dict[str, Any]:
     """What decides the shapes of a model's tensors and the meaning of its rows, as a checkpoint keeps it."""
     features, model = to_plain(spec.features, defaults=False), to_plain(spec.model, defaults=False)
     facts = {"features": features, "model": model, "scale": spec.scale}
+    if spec.model.network in NETWORKS and "options" in model:
+        model["options"] = to_plain(spec.model.network_options, defaults=False)  # a later version may have more of them
     network = parse_network(spec.model.network)
     if network.is_file:
         model["network"] = f"{Path(network.source).name}:{network.class_name}"  # the folder may move
