@@ -49,7 +49,12 @@ def recipe(schedule: Schedule, folder: Path) -> dict[str, Any]:
     """A recipe that is learned well within seconds, as YAML would give it."""
     mode = schedule.mode
     num_train_samples = NUM_STEPS[mode] * BATCH_SIZE
-    synth = {"num_train_samples": num_train_samples, "num_eval_samples": 20_000, "num_dense": 4, "num_sparse": 3}
+    synth = {
+        "num_train_samples": num_train_samples,
+        "num_eval_samples": 20_000 if mode == "fleet" else 1000,
+        "num_dense": 4,
+        "num_sparse": 3,
+    }
     synth |= {"num_ids": 50, "lengths": "poisson", "mean_ids": 1.5, "signal": 1.0, "interaction_share": 0.0}
     train: dict[str, Any] = {"batch_size": BATCH_SIZE, "log_every": 10, "checkpoint_every": CHECKPOINT_EVERY[mode]}
     train |= {"schedule": {"decay": "linear"}, "sparse_optimizer": {"lr": 0.1}, "dense_optimizer": {"lr": 0.02}}
@@ -183,7 +188,7 @@ class DisturbedRun:
 
     def run(self) -> Result:
         """Run the schedule to its end, and return what is left; the folder stays."""
-        hang = None
+        hang, remaining = None, list[str]()
         with contextlib.ExitStack() as stack:
             if self.schedule.has & {"cut link", "slow link"} and self.schedule.mode == "fleet":
                 self._links = stack.enter_context(Links(self._temporary))
@@ -194,15 +199,17 @@ class DisturbedRun:
                         self._injected.append(fault)
                 while self._wait_for_end() != 0:
                     self._start()
+                self._undo_all(at_once=True)
+                remaining = self._wait_until_gone()
             except StalledError as stalled:
                 hang = str(stalled)
-            self._undo_all(at_once=True)
-            remaining = [] if hang else self._wait_until_gone()
-            for process in self.processes():
-                with contextlib.suppress(psutil.Error):
-                    process.kill()
-            if self._main is not None:
-                self._main.wait()
+            finally:
+                self._undo_all(at_once=True)
+                for process in self.processes():
+                    with contextlib.suppress(psutil.Error):
+                        process.kill()
+                if self._main is not None:
+                    self._main.wait()
         return Result(
             self.schedule,
             self._out,

@@ -33,7 +33,8 @@ TRAINING = {
     "fleet": ("",),
 }
 """How a run trains: as the recipe says, with incremental checkpoints, or with tables on disk. Weights must be the same after faults as without."""
-MAX_FAULTS = 8
+NUM_FAULTS: dict[Mode, tuple[int, int]] = {"single": (4, 9), "processes": (4, 8), "fleet": (7, 14)}
+"""At least and at most. A fleet survives most of them without a start, so that they cost less time."""
 FREEZES_FOR_GOOD = 0.12
 """Share of the freezes of a fleet's roles that nobody ends: the fleet has to find them, which takes 15 s."""
 
@@ -94,10 +95,11 @@ def draw_schedule(seed: int, *, modes: Sequence[Mode] = MODES) -> Schedule:
     fleet = rng.choice(FLEETS) if mode == "fleet" else ""
     draw = {"single": _single_fault, "processes": _processes_fault, "fleet": _fleet_fault}[mode]
     at, faults = 0.0, []
-    for _ in range(rng.randint(4, MAX_FAULTS)):
+    count = rng.randint(*NUM_FAULTS[mode])
+    for _ in range(count):
         # Some soon after the one before: while the run recovers.
         is_soon = faults and rng.random() < 0.25
-        at = at if is_soon else at + rng.uniform(0.01, 0.22)
+        at = at if is_soon else at + rng.uniform(0.2, 1.7) / count
         if at > 0.97:
             break
         faults.append(draw(rng, fleet, round(at, 3), round(rng.uniform(0.0, 3.0 if is_soon else 0.2), 2)))
